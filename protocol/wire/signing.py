@@ -21,10 +21,6 @@ def public_key(key: bytes) -> bytes:
     return _private(key).public_key().public_bytes_raw()
 
 
-NEVER_S = 2**53
-"""An `expires_s` in the far future."""
-
-
 def sign_manifest(
     body: bytes,
     *,
@@ -32,9 +28,9 @@ def sign_manifest(
     fleet: str,
     channel: FleetChannel,
     release: int,
-    issued_s: int = 0,
-    expires_s: int = NEVER_S,
-    certificates: tuple[KeyCertificate, ...] = (),
+    issued_s: int,
+    expires_s: int,
+    certificates: tuple[KeyCertificate, ...],
 ) -> bytes:
     """Return an encoded manifest, signed with the aggregator's private key (32 bytes) for one fleet and topic.
 

@@ -33,11 +33,11 @@ from protocol.wire.messages import (
     Signed,
     TaskManifest,
 )
-from protocol.wire.signing import sign_manifest
 from protocol.wire.topics import DeviceChannel, FleetChannel, device_topic, fleet_topic
 from tests.fuzz.mutations import of_message
 from tests.fuzz.target import MIB, Target
 from tests.support.device_factory import make_settings
+from tests.support.manifests import signed_manifest
 from tests.support.messages import SAMPLES
 
 FLEET, NAME, KEY = "f", "device", bytes(range(32))
@@ -136,7 +136,7 @@ def _perform(device: Device, number: int, body: bytes, *, release: int) -> None:
     if kind < FORGED:
         channel = MANIFESTS[kind]
         number_of_release = 1 if number & OLD else release
-        signed = sign_manifest(body, key=KEY, fleet=FLEET, channel=channel, release=number_of_release)
+        signed = signed_manifest(body, key=KEY, fleet=FLEET, channel=channel, release=number_of_release)
         device._handle(Received(fleet_topic(FLEET, channel), signed, retained=True))
     elif kind < CAST:
         before = device._state.task, device._state.round, device._state.head

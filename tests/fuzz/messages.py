@@ -12,10 +12,11 @@ from protocol.errors import BadSignature, MalformedMessage
 from protocol.statistics import second_moment
 from protocol.wire.codec import decode, encode, message_kind, to_array, to_tensor
 from protocol.wire.messages import MAX_FRAME_BYTES, MAX_SIGNED_BYTES, Frame, Message, Tensor
-from protocol.wire.signing import open_manifest, sign_manifest
+from protocol.wire.signing import open_manifest
 from protocol.wire.topics import device_topic, is_name, parse_device_topic
 from tests.fuzz.mutations import of_message
 from tests.fuzz.target import Target
+from tests.support.manifests import signed_manifest
 from tests.support.messages import SAMPLES
 
 TYPES: tuple[type[Message | Frame], ...] = tuple(type(sample) for sample in SAMPLES)
@@ -106,7 +107,7 @@ def parse_topic(data: bytes) -> None:
 KEY = bytes(range(32))
 FLEET = "orchard"
 SIGNED = {
-    sign_manifest(body, key=KEY, fleet=FLEET, channel="head", release=release): (release, body)
+    signed_manifest(body, key=KEY, fleet=FLEET, channel="head", release=release): (release, body)
     for release in (1, 2**40)
     for body in (b"", *(encode(sample) for sample in SAMPLES[1:4]))
 }

@@ -28,12 +28,13 @@ from protocol.wire.messages import (
     TaskManifest,
     Tensors,
 )
-from protocol.wire.signing import public_key, sign_manifest
+from protocol.wire.signing import public_key
 from protocol.wire.topics import FleetChannel, device_topic, fleet_topic, parse_device_topic
 from protocol.wire.transfer import Assembly, frames_of
 from tests.support.device_factory import linear_head
 from tests.support.fleet import write_digits
 from tests.support.graphs import tiny_backbone
+from tests.support.manifests import signed_manifest
 from tests.system.attacks.attacker_client import AttackerClient, ReceivedMessage
 from tests.system.attacks.fleet import AttackedFleet
 
@@ -158,7 +159,7 @@ class CompromisedAggregator:
         """Publish a manifest; returns the digest of its body."""
         body = encode(message)
         self._release += 1
-        signed = sign_manifest(body, key=KEY, fleet=FLEET, channel=channel, release=self._release)
+        signed = signed_manifest(body, key=KEY, fleet=FLEET, channel=channel, release=self._release)
         assert self._client.publish(fleet_topic(FLEET, channel), signed, retain=True)
         return digest_of(body)
 

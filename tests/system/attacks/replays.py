@@ -5,8 +5,9 @@ from collections.abc import Iterator
 import msgspec
 
 from protocol.wire.codec import digest_of, encode
-from protocol.wire.signing import sign_frame, sign_manifest
+from protocol.wire.signing import sign_frame
 from tests.support.closed_fleet import FLEET
+from tests.support.manifests import signed_manifest
 from tests.system.attacks.attacker_client import TrafficMonitor
 from tests.system.attacks.catalogue import attack
 from tests.system.attacks.fleet import HONEST, MALLORY, REVOKED, AttackedFleet, frame_of, own, shared
@@ -89,7 +90,7 @@ def older_manifests(fleet: AttackedFleet) -> Iterator[bool]:
     """Manifests from before the aggregator's last start, and another one with a release that was used."""
     signed, _ = fleet.head_manifest()
     body = msgspec.msgpack.encode({"type": "head", "v": 1})
-    same_release = sign_manifest(
+    same_release = signed_manifest(
         body, key=fleet.aggregator_key(), fleet=FLEET, channel="head", release=signed.release
     )
     task, head = fleet.published("task")[0], fleet.published("head")[0]

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 
 from protocol.wire.codec import encode
 from protocol.wire.messages import Presence, Receipt
-from protocol.wire.signing import sign_manifest
 from protocol.wire.topics import FleetChannel
 from tests.support.closed_fleet import FLEET
+from tests.support.manifests import signed_manifest
 from tests.support.submissions import device_info
 from tests.system.attacks.attacker_client import TIMEOUT_S, TrafficMonitor
 from tests.system.attacks.catalogue import attack
@@ -82,7 +82,7 @@ def topics_of_aggregator(fleet: AttackedFleet) -> Iterator[bool]:
     signed, _ = fleet.head_manifest()
     key, release = fleet.key(MALLORY), signed.release + 10**6
     forged = {
-        channel: sign_manifest(signed.body, key=key, fleet=FLEET, channel=channel, release=release)
+        channel: signed_manifest(signed.body, key=key, fleet=FLEET, channel=channel, release=release)
         for channel in MANIFESTS
     }
     receipt = Receipt(digest=bytes(32), status="refused", reason="unknown_device")
@@ -103,7 +103,7 @@ def topics_of_aggregator(fleet: AttackedFleet) -> Iterator[bool]:
 def last_wills(fleet: AttackedFleet) -> Iterator[bool]:
     """Another device's presence, the aggregator's, and the head, as the last will of a client that vanishes."""
     signed, _ = fleet.head_manifest()
-    head = sign_manifest(signed.body, key=fleet.key(MALLORY), fleet=FLEET, channel="head", release=2**40)
+    head = signed_manifest(signed.body, key=fleet.key(MALLORY), fleet=FLEET, channel="head", release=2**40)
     offline = encode(Presence(state="offline", epoch=2**40))
     wills = [(own(VICTIM, "state"), offline), (shared("state"), offline), (shared("head"), head)]
     with TrafficMonitor(fleet.open) as monitor:
@@ -187,7 +187,7 @@ def forged_heads(fleet: AttackedFleet) -> Iterator[bool]:
     signed, manifest = fleet.head_manifest()
     at = payload.index(signed.body) + signed.body.index(manifest.current.head.digest)
     changed = payload[:at] + bytes([payload[at] ^ 1]) + payload[at + 1 :]
-    other_fleet = sign_manifest(
+    other_fleet = signed_manifest(
         signed.body, key=fleet.aggregator_key(), fleet="vineyard", channel="head", release=2**40
     )
     other_channel = fleet.published("task")[-1]

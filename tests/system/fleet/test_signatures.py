@@ -10,10 +10,11 @@ import pytest
 from protocol.mqtt.reconnecting_session import BrokerAddress, Outgoing, Received, Session
 from protocol.wire.codec import decode, encode
 from protocol.wire.messages import MAX_MANIFEST_BYTES, HeadManifest, Signed
-from protocol.wire.signing import open_manifest, sign_manifest
+from protocol.wire.signing import open_manifest
 from protocol.wire.topics import fleet_topic
 from tests.support.brokers import amqtt
 from tests.support.fleet import Fleet, write_digits, write_task
+from tests.support.manifests import signed_manifest
 from tests.support.sessions import EventLog, running
 
 TOPIC = fleet_topic("default", "head")
@@ -61,7 +62,9 @@ def test_forged_and_replayed_heads_are_refused(fleet: Fleet, tmp_path: Path) -> 
         current = msgspec.structs.replace(manifest.current, version=99)
         body = encode(msgspec.structs.replace(manifest, current=current))
         release = signed.release + 10**9
-        _forge(session, sign_manifest(body, key=b"m" * 32, fleet="default", channel="head", release=release))
+        _forge(
+            session, signed_manifest(body, key=b"m" * 32, fleet="default", channel="head", release=release)
+        )
         fleet.wait_for("another key's head", lambda s: _refused(s, "signature") == 1)
         _forge(session, encode(msgspec.structs.replace(signed, body=body)))
         fleet.wait_for("a changed head", lambda s: _refused(s, "signature") == 2)

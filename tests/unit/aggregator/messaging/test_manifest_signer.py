@@ -14,8 +14,9 @@ from aggregator.storage.stored_values import SigningKey
 from edge_client.agent.manifest_trust import ManifestTrust, verify
 from protocol.storage.keyfile import read_or_make_key
 from protocol.wire.messages import Signed
-from protocol.wire.signing import open_manifest, public_key, sign_manifest
+from protocol.wire.signing import open_manifest, public_key
 from protocol.wire.topics import FleetChannel
+from tests.support.manifests import signed_manifest
 
 KEY = b"k" * 32
 
@@ -112,7 +113,7 @@ def test_manifests_after_a_clock_that_was_ahead_are_accepted(
     assert restored.has_signed("head", restored.sign("head", b"one"))
     assert manifest(restored, b"one") == again
     assert not restored.has_signed(
-        "head", sign_manifest(b"x", key=b"o" * 32, fleet="barn", channel="head", release=2**40)
+        "head", signed_manifest(b"x", key=b"o" * 32, fleet="barn", channel="head", release=2**40)
     )
     assert manifest(restored, b"two").release == int(1e10) + 2
 

@@ -15,7 +15,8 @@ from aggregator.storage.store import Store
 from edge_client.agent.manifest_trust import ManifestTrust, UntrustedManifest, verify, with_operator_key
 from protocol.enrollment import read_enrollment
 from protocol.errors import ConfigError
-from protocol.wire.signing import open_manifest, public_key, sign_manifest
+from protocol.wire.signing import open_manifest, public_key
+from tests.support.manifests import signed_manifest
 
 
 @pytest.fixture
@@ -90,7 +91,7 @@ def test_the_greatest_number_of_a_stolen_key_does_not_outlast_it(
     issue_key(tmp_path / "root.key", fleet="barn", out=tmp_path / "new-1")
     rotate_key(store, fleet="barn", issued=tmp_path / "new-1")
     stolen, greatest = identity_of(store.folder), 2**63 - 1
-    forged = sign_manifest(
+    forged = signed_manifest(
         b"forged",
         key=stolen,
         fleet="barn",

@@ -9,10 +9,11 @@ from protocol.enrollment import read_enrollment
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import BlobRequest, Receipt, Submission
-from protocol.wire.signing import public_key, sign_frame, sign_manifest
+from protocol.wire.signing import public_key, sign_frame
 from protocol.wire.topics import device_topic, fleet_topic
 from protocol.wire.transfer import Ranges, frames_of
 from tests.support.aggregator_process import FLEET, PATIENT, Device, aggregator, key_of, write_task
+from tests.support.manifests import signed_manifest
 from tests.support.submissions import device_info, submission
 
 
@@ -93,7 +94,7 @@ def test_closing_and_revoking_apply_to_a_running_aggregator(
 
 def test_overwritten_fleet_topic_is_restored(amqtt_broker: BrokerAddress, tmp_path: Path) -> None:
     """Without an access list: devices that connect later find the aggregator's task, and it is counted."""
-    forged = sign_manifest(b"x", key=key_of("a"), fleet=FLEET, channel="task", release=2**62)
+    forged = signed_manifest(b"x", key=key_of("a"), fleet=FLEET, channel="task", release=2**62)
     with aggregator(write_task(tmp_path, PATIENT), amqtt_broker) as daemon, Device(amqtt_broker, "a") as a:
         genuine = a.signed("task")
         for written in (forged, b""):

@@ -17,8 +17,9 @@ from edge_client.agent.manifest_trust import (
 )
 from protocol.errors import BadSignature
 from protocol.wire.messages import KeyCertificate, Signed
-from protocol.wire.signing import open_manifest, public_key, sign_key_certificate, sign_manifest
+from protocol.wire.signing import open_manifest, public_key, sign_key_certificate
 from protocol.wire.topics import FleetChannel
+from tests.support.manifests import signed_manifest
 
 KEY, OTHER = b"k" * 32, b"o" * 32
 CHANNELS: tuple[FleetChannel, ...] = ("task", "round", "head")
@@ -140,7 +141,7 @@ def certificate(number: int, name: str, *, signer: str, root: str = "") -> KeyCe
 def follows(trust: ManifestTrust, name: str, *certificates: KeyCertificate) -> ManifestTrust | None:
     """Return the trust after a manifest of a key with certificates; None if it is refused."""
     release = trust.seen.get("task", (0, b""))[0] + 1
-    payload = sign_manifest(
+    payload = signed_manifest(
         b"", key=SECRETS[name], fleet="barn", channel="task", release=release, certificates=certificates
     )
     with contextlib.suppress(UntrustedManifest):

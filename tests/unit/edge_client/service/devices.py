@@ -7,9 +7,9 @@ from edge_client.agent import events
 from edge_client.service.device import Device
 from edge_client.storage.device_state import DeviceState
 from protocol.mqtt.reconnecting_session import Outgoing, Received
-from protocol.wire.signing import sign_manifest
 from protocol.wire.topics import fleet_topic
 from tests.support.device_factory import make_settings
+from tests.support.manifests import signed_manifest
 from tests.support.round_factory import TASK, make_task
 
 
@@ -29,5 +29,5 @@ def capture(device: Device) -> list[Outgoing]:
 
 
 def signed_round(body: bytes, *, key: bytes = b"k" * 32, release: int = 1) -> Received:
-    payload = sign_manifest(body, key=key, fleet="f", channel="round", release=release)
+    payload = signed_manifest(body, key=key, fleet="f", channel="round", release=release)
     return Received(fleet_topic("f", "round"), payload)

@@ -26,9 +26,9 @@ from protocol.errors import BackboneMismatch, ConfigError, ThreadFailed
 from protocol.mqtt.reconnecting_session import BrokerAddress, Connected, Received
 from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import BlobRef
-from protocol.wire.signing import sign_manifest
 from protocol.wire.topics import fleet_topic
 from tests.support.device_factory import make_manifest, make_settings
+from tests.support.manifests import signed_manifest
 from tests.support.round_factory import TASK, make_task, open_round, stored
 from tests.support.step_graphs import file
 from tests.unit.edge_client.service.devices import capture, make_device
@@ -108,7 +108,7 @@ def test_a_wrong_backbone_file_ends_a_single_run_at_every_start(tmp_path: Path, 
     (tmp_path / "wrong.onnx").write_bytes(b"wrong")
     settings = make_settings(tmp_path, mode=Mode.ONCE, backbones=(tmp_path / "wrong.onnx",))
     body = encode(make_task(store.blobs))
-    payload = sign_manifest(body, key=b"k" * 32, fleet="f", channel="task", release=1)
+    payload = signed_manifest(body, key=b"k" * 32, fleet="f", channel="task", release=1)
     for _ in range(2):
         device = Device(settings, store)
         assert device._receiver.recall() == ()
@@ -129,7 +129,7 @@ def test_a_service_with_another_tasks_backbone_file_waits(
         reference = BlobRef(digest=digest_of(data), size_bytes=3, name="tiny")
         body = encode(make_manifest(backbones=(reference,)))
         digests.append(digest_of(body))
-        payload = sign_manifest(body, key=b"k" * 32, fleet="f", channel="task", release=1 + len(digests))
+        payload = signed_manifest(body, key=b"k" * 32, fleet="f", channel="task", release=1 + len(digests))
         for _ in range(2):
             device._handle(Received(fleet_topic("f", "task"), payload))
         assert device._state.task == store.get(CurrentTask).digest == digests[0]

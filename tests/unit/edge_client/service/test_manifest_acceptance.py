@@ -17,10 +17,11 @@ from edge_client.storage.stored_values import (
 from protocol.mqtt.reconnecting_session import Received
 from protocol.wire.codec import decode, encode
 from protocol.wire.messages import DeviceInfo
-from protocol.wire.signing import public_key, sign_manifest
+from protocol.wire.signing import public_key
 from protocol.wire.topics import fleet_topic
 from tests.support.device_factory import make_manifest, make_settings
 from tests.support.graphs import tiny_backbone
+from tests.support.manifests import signed_manifest
 from tests.support.round_factory import open_round
 from tests.unit.edge_client.service.devices import capture, make_device, signed_round
 
@@ -86,7 +87,7 @@ def test_a_broker_that_withholds_is_noticed(
             "expires_s": issued_s + 1000,
             "release": next(releases),
         }
-        payload = sign_manifest(body, key=b"k" * 32, fleet="f", channel="task", **signed)
+        payload = signed_manifest(body, key=b"k" * 32, fleet="f", channel="task", **signed)
         return Received(fleet_topic("f", "task"), payload)
 
     def start(at_s: float) -> Device:
@@ -124,6 +125,6 @@ def test_an_enrolled_device_without_a_clock_refuses_manifests_from_before_its_en
     monkeypatch.setattr(time, "time", lambda: 0.0)
     device = Device(make_settings(tmp_path, enrolled_s=9000.0), store)
     times: dict[str, Any] = {"release": 5000, "issued_s": 5000, "expires_s": 6000}
-    payload = sign_manifest(encode(make_manifest()), key=b"k" * 32, fleet="f", channel="task", **times)
+    payload = signed_manifest(encode(make_manifest()), key=b"k" * 32, fleet="f", channel="task", **times)
     device._handle(Received(fleet_topic("f", "task"), payload))
     assert device._state.stale_manifests == {"task"}

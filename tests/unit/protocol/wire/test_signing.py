@@ -11,11 +11,14 @@ from hypothesis import strategies as st
 from protocol.errors import BadSignature
 from protocol.wire.codec import encode
 from protocol.wire.messages import MAX_MANIFEST_BYTES, MAX_SIGNED_BYTES, Frame
-from protocol.wire.signing import is_own_transfer, open_manifest, public_key, sign_frame, sign_manifest
+from protocol.wire.signing import is_own_transfer, open_manifest, public_key, sign_frame
+from tests.support.manifests import signed_manifest
 
 KEY, OTHER = bytes(range(32)), bytes(range(1, 33))
 BODY = b"a manifest"
-SIGNED = sign_manifest(BODY, key=KEY, fleet="barn", channel="head", release=7, issued_s=1000, expires_s=2000)
+SIGNED = signed_manifest(
+    BODY, key=KEY, fleet="barn", channel="head", release=7, issued_s=1000, expires_s=2000
+)
 DIGEST = b"d" * 32
 FRAME = Frame(v=1, digest=DIGEST, size_bytes=9, offset=0, data=b"")
 SIGNATURE = sign_frame(FRAME, key=KEY, fleet="barn", device="cam").signature
@@ -35,14 +38,14 @@ def test_signed_bytes_are_as_documented() -> None:
 
 @given(body=st.binary(max_size=500), release=st.integers(1, 2**63 - 1))
 def test_signed_manifest_is_opened(body: bytes, release: int) -> None:
-    payload = sign_manifest(body, key=KEY, fleet="barn", channel="task", release=release)
+    payload = signed_manifest(body, key=KEY, fleet="barn", channel="task", release=release)
     signed = open_manifest(payload, fleet="barn", channel="task")
     assert (signed.body, signed.release, signed.key) == (body, release, public_key(KEY))
 
 
 def test_largest_manifest_fits() -> None:
     body = bytes(MAX_MANIFEST_BYTES)
-    payload = sign_manifest(
+    payload = signed_manifest(
         body, key=KEY, fleet="f" * 64, channel="round", release=2**63 - 1, expires_s=2**63 - 1
     )
     assert len(payload) <= MAX_SIGNED_BYTES
