@@ -20,7 +20,8 @@ from aggregator.algorithms.fedtc.train_head import TrainedHead, train_head
 from aggregator.config.schema import MAX_MULTIPLE
 from aggregator.ingest.validation import Expectation, Prototypes, check_submission, read_message
 from aggregator.training.robust_training_set import WeightedPrototypes, combine, pool
-from benchmarks.data.features import Features, averaged
+from benchmarks.data.averaging import averaged
+from benchmarks.data.features import Features
 from benchmarks.data.partitions import Partition, share_out
 from protocol.wire.codec import digest_of, encode, to_tensor, to_unsigned
 from protocol.wire.messages import BlobRef, Submission, TaskManifest

@@ -19,7 +19,8 @@ from aggregator.algorithms.fedtc.training_set import TrainingSet
 from aggregator.ingest.validation import Prototypes
 from aggregator.training.robust_training_set import pool
 from benchmarks.accuracy.fedtc_fleet import calibration_error
-from benchmarks.data.features import BACKBONES, Features, averaged, load_features
+from benchmarks.data.averaging import averaged
+from benchmarks.data.features import BACKBONES, Features, load_features
 from benchmarks.data.images import NAMES, PACS
 from benchmarks.report import Table, json_option, write_json
 

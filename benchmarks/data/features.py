@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from benchmarks.data.images import load_data, sample, weights_folder
-from edge_client.data.prototype_averaging import batch_prototypes
 from edge_client.runtime.backbone import Backbone, open_backbone
 from protocol.errors import ConfigError
 from protocol.models.preprocessing import preprocess
@@ -135,20 +134,6 @@ def _extract(data: str, backbone: Backbone, file: Path, *, at_most: int | None) 
     unfinished = file.with_suffix(".part.npz")
     np.savez(unfinished, **vars(features))
     unfinished.replace(file)
-
-
-def averaged(
-    features: NDArray[np.float32],
-    *,
-    batch: int,
-    rng: np.random.Generator,
-    alpha: float = 1.0,
-    min_images: int = 2,
-) -> tuple[NDArray[np.float32], NDArray[np.uint32]]:
-    """Return the prototypes and counts of one class's features on a device, by the device's own function."""
-    return batch_prototypes(
-        lambda: [features], alpha=alpha, batch_size=batch, min_images=min(min_images, batch), rng=rng
-    )
 
 
 def features_of(images: NDArray[np.uint8], backbone: Backbone, label: str) -> NDArray[np.float32]:

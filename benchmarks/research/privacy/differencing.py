@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.data.features import averaged
+from benchmarks.data.averaging import averaged
 from benchmarks.research.privacy.decoder import Decoder, decode
 from benchmarks.research.privacy.leakage import CANDIDATES, best_ssim
 from benchmarks.research.privacy.reconstruction import Scene

@@ -7,7 +7,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.data.features import averaged
+from benchmarks.data.averaging import averaged
 
 CANDIDATES = 100
 """Images of a class among which the attacker searches the one in a prototype."""

@@ -10,7 +10,8 @@ from aggregator.algorithms.fedtc.recipe import Recipe
 from aggregator.ingest.validation import Prototypes
 from aggregator.training.robust_training_set import pool
 from benchmarks.accuracy.fedtc_fleet import accuracy_of, train_on
-from benchmarks.data.features import Features, averaged
+from benchmarks.data.averaging import averaged
+from benchmarks.data.features import Features
 from edge_client.privacy.gaussian_mechanism import Mechanism, private_prototypes
 from edge_client.privacy.perturbation import perturb_prototypes
 from protocol.wire.codec import digest_of

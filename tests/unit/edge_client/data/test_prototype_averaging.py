@@ -2,7 +2,6 @@
 
 import random
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,22 +10,19 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 
-from edge_client.data.prototype_averaging import batch_prototypes, class_means
-from protocol.errors import ConfigError, ProtofleetError
+from benchmarks.data.averaging import averaged
+from edge_client.data.outlier_filter import closest_features
+from edge_client.data.prototype_averaging import average, class_means
+from protocol.errors import ProtofleetError
 
 Features = NDArray[np.float32]
 
 
 def _prototypes_of(
-    *chunks: Features, alpha: float = 1.0, batch_size: int = 5, min_images: int = 2, seed: int = 0
+    features: Features, *, alpha: float = 1.0, batch_size: int = 5, min_images: int = 2, seed: int = 0
 ) -> tuple[Features, NDArray[np.uint32]]:
-    return batch_prototypes(
-        lambda: chunks,
-        alpha=alpha,
-        batch_size=batch_size,
-        min_images=min_images,
-        rng=np.random.default_rng(seed),
-    )
+    rng = np.random.default_rng(seed)
+    return averaged(features, batch=batch_size, rng=rng, alpha=alpha, min_images=min_images)
 
 
 def _random_features(count: int, size: int = 3) -> Features:
@@ -80,25 +76,29 @@ def test_weighted_mean_of_prototypes_is_mean_of_features(
         np.testing.assert_allclose(mean, features.mean(axis=0, dtype=np.float64), rtol=1e-5)
 
 
+def assert_same(chunks: list[Features], features: Features) -> None:
+    kept = closest_features(lambda: chunks, alpha=0.8)
+    np.testing.assert_array_equal(kept, closest_features(lambda: [features], alpha=0.8))
+    numbers = np.arange(len(features)) % 5
+    for cut, whole in zip(
+        average(lambda: chunks, numbers), average(lambda: [features], numbers), strict=True
+    ):
+        np.testing.assert_array_equal(cut, whole)
+
+
 @given(
     features=arrays(np.float32, (40, 3), elements=st.floats(-1e3, 1e3, width=32)),
     cuts=st.lists(st.integers(0, 40), max_size=8),
 )
 def test_any_chunking_gives_the_same_bits(features: Features, cuts: list[int]) -> None:
     """Empty chunks included."""
-    chunks = [features[start:stop] for start, stop in pairwise([0, *sorted(cuts), 40])]
-    whole, whole_counts = _prototypes_of(features, alpha=0.8)
-    cut, cut_counts = _prototypes_of(*chunks, alpha=0.8)
-    np.testing.assert_array_equal(cut, whole)
-    np.testing.assert_array_equal(cut_counts, whole_counts)
+    assert_same([features[start:stop] for start, stop in pairwise([0, *sorted(cuts), 40])], features)
 
 
 def test_chunks_across_block_borders_give_the_same_bits() -> None:
     features = _random_features(1000, 17)
-    whole, _ = _prototypes_of(features, alpha=0.97)
     for size in (1, 100, 255, 256, 257, 999):
-        cut, _ = _prototypes_of(*(features[i : i + size] for i in range(0, 1000, size)), alpha=0.97)
-        np.testing.assert_array_equal(cut, whole)
+        assert_same([features[at : at + size] for at in range(0, 1000, size)], features)
 
 
 def test_prototypes_match_the_equations() -> None:
@@ -148,7 +148,7 @@ def test_counts_of_small_classes(images: int, counts: list[int]) -> None:
     assert got.tolist() == counts
     assert prototypes.shape == (len(counts), 3)
     assert [array.dtype.name for array in (prototypes, got)] == ["float32", "uint32"]
-    assert len(_prototypes_of()[1]) == 0
+    assert len(average(list, np.zeros(0, np.intp))[1]) == 0
 
 
 def test_zero_feature_scores_zero() -> None:
@@ -167,18 +167,6 @@ def test_nonfinite_features_are_refused(value: float) -> None:
     features[3, 1] = value
     with pytest.raises(ProtofleetError, match="finite"):
         _prototypes_of(features)
-
-
-@pytest.mark.parametrize(
-    ("settings", "name"),
-    [
-        *[({"alpha": alpha}, "alpha") for alpha in (0.0, -0.5, 1.01, float("nan"))],
-        *[({"batch_size": b, "min_images": m}, "min_images") for b, m in ((5, 0), (5, 6), (0, 0))],
-    ],
-)
-def test_settings_out_of_range_are_refused(settings: dict[str, Any], name: str) -> None:
-    with pytest.raises(ConfigError, match=name):
-        _prototypes_of(_random_features(10), **settings)
 
 
 @given(st.lists(st.integers(0, 5), max_size=60), st.integers(0, 4), st.randoms(use_true_random=False))

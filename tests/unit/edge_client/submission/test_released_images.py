@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from aggregator.ingest.validation import Expectation, check_submission, read_message
+from benchmarks.data.averaging import averaged
 from edge_client.data.images import LabeledImage
-from edge_client.data.prototype_averaging import batch_prototypes
 from edge_client.submission import round_submission
 from edge_client.submission.image_features import FoundImages, Workspace, training_feature_keys
 from edge_client.submission.image_grouping import group_images
@@ -143,15 +143,13 @@ class Folder:
 
 
 def test_first_submission_is_fedtcs(tmp_path: Path) -> None:
-    """The groups of a device that has uploaded nothing are the batches of `batch_prototypes`, bit by bit."""
+    """The groups of a device that has uploaded nothing are batches without outliers, bit by bit."""
     device = Folder(tmp_path, images=23)
     prepared = device.upload(alpha=0.9)
     found = device.workspace.extract(make_manifest(), should_stop=lambda: False)
     features = device.workspace.features(found.of_class(1), training_feature_keys(make_manifest()), 16)
     key = hmac.digest(device.workspace.store.secret(), b"0/device/1", "sha256")
-    values, counts = batch_prototypes(
-        lambda: [features], alpha=0.9, batch_size=5, min_images=2, rng=np.random.default_rng(list(key))
-    )
+    values, counts = averaged(features, batch=5, alpha=0.9, rng=np.random.default_rng(list(key)))
     assert prepared.classes[1].counts == tuple(counts)
     np.testing.assert_array_equal(prepared.prototypes[prepared.labels == 1], values.astype(np.float16))
 
