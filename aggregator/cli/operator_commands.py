@@ -11,7 +11,7 @@ from aggregator.cli.state import EXTRAS, existing_state, state_option
 from protocol.cli import plain, require_packages
 
 if TYPE_CHECKING:
-    from aggregator.coordination.canary_rollout import CommandKind
+    from aggregator.coordination.rollout_events import CommandKind
 
 
 @click.command("status")

@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from aggregator.algorithms.algorithm import Algorithm
 from aggregator.algorithms.registry import ALGORITHMS
-from aggregator.coordination.canary_rollout import Settings as RolloutSettings
+from aggregator.coordination.rollout_state import Settings as RolloutSettings
 from aggregator.coordination.round_state import Settings as RoundSettings
 from protocol.wire.messages import MAX_CLASSES, MAX_MAPPED_SIZE, ClassName, Name, Natural, Perturbation
 

@@ -16,12 +16,7 @@ After that all devices evaluate the head. If more of them cannot use it than are
 """
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal
-
-import msgspec
-from msgspec import Meta
+from dataclasses import replace
 
 from aggregator.coordination.canary_comparison import (
     CanaryResult,
@@ -30,171 +25,24 @@ from aggregator.coordination.canary_comparison import (
     summary,
     tolerated,
 )
+from aggregator.coordination.rollout_commands import commanded
+from aggregator.coordination.rollout_events import (
+    Action,
+    Activate,
+    CommandReceived,
+    Evaluated,
+    Event,
+    FailuresReported,
+    HeadAdded,
+    OfferToCanaries,
+    Reject,
+    Step,
+    Ticked,
+)
+from aggregator.coordination.rollout_state import Settings, State, Trial, activated
 from protocol.wire.canary_rank import canary_rank
 
-RETAINED_HEADS = 5
-"""Newest heads that a rollback can return to."""
-
 _ROUNDING = 1e-9
-
-CommandKind = Literal["rollback", "promote"]
-
-
-class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`[rollout]`: which devices evaluate a new head first, and how good it must be."""
-
-    canary_fraction: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    """Fraction of the devices that are canaries; 0 gives every head to all devices at once."""
-    min_canaries: Annotated[int, Meta(ge=1, le=65535)] = 3
-    """Least number of canaries; fewer if the fleet has fewer devices, or after `canary_timeout_s` fewer are online.
-
-    Also the least number of devices of which some can have the current head rejected.
-    """
-    tolerated_fraction: Annotated[float, Meta(ge=0, lt=0.5)] = 0.2
-    """Fraction of the canaries, at least one of three or more, that does not decide; 0 lets each one decide.
-
-    Also the fraction of all devices that may fail to use the current head.
-    """
-    margin: Annotated[float, Meta(ge=0, le=1)] = 0.02
-    """Accuracy by which a new head may fall below the previous one."""
-    canary_timeout_s: Annotated[float, Meta(gt=0, le=1e9)] = 600.0
-    """Seconds after which canaries that have not answered are replaced."""
-
-
-@dataclass(frozen=True)
-class Trial:
-    """A candidate and its canaries."""
-
-    version: int
-    since_s: float
-    """When it was offered to canaries, or last to others (elapsed seconds)."""
-    canaries: tuple[str, ...] = ()
-    """Devices that must answer, by rank; empty until a device is online."""
-    rank_limit: int = 0
-    """Devices with a rank below this evaluate it."""
-    answers: Mapping[str, CanaryResult] = field(default_factory=dict)
-
-    @property
-    def awaited(self) -> tuple[str, ...]:
-        """Canaries that have not answered yet."""
-        return tuple(device for device in self.canaries if device not in self.answers)
-
-
-@dataclass(frozen=True)
-class State:
-    """Everything that a decision depends on."""
-
-    newest: int = 0
-    """The newest head known; it and older ones do not become candidates again."""
-    current: int = 0
-    """The head that devices use; 0 if there is none."""
-    earlier: tuple[int, ...] = ()
-    """Heads that were current before, the last one last."""
-    is_watched: bool = False
-    """The current head is rejected if too many devices cannot use it; not one that an operator has chosen."""
-    trial: Trial | None = None
-    rejected: Mapping[int, str] = field(default_factory=dict)
-    """Heads that are not to be used, with reasons."""
-
-
-@dataclass(frozen=True)
-class HeadAdded:
-    """A head was trained; it is `now_s` (elapsed seconds)."""
-
-    version: int
-    now_s: float
-
-
-@dataclass(frozen=True)
-class Ticked:
-    """Time has passed: it is `now_s` (elapsed seconds), and these devices are online."""
-
-    now_s: float
-    online: frozenset[str]
-    devices: int = 0
-    """Devices whose prototypes are in the candidate."""
-
-
-@dataclass(frozen=True)
-class Evaluated:
-    """A device has evaluated a head."""
-
-    device: str
-    version: int
-    result: CanaryResult
-
-
-@dataclass(frozen=True)
-class FailuresReported:
-    """Devices have reported, with reasons, that they cannot use the current head."""
-
-    version: int
-    failed: Mapping[str, str]
-    devices: int
-    """All devices that have evaluated it or are online."""
-
-
-@dataclass(frozen=True)
-class CommandReceived:
-    """An operator's command to make a head current: an earlier one, or with `promote` the candidate.
-
-    `heads` maps every head's version to True if all blobs that devices need for it are stored.
-    """
-
-    kind: CommandKind
-    version: int | None
-    heads: Mapping[int, bool]
-
-
-Event = HeadAdded | Ticked | Evaluated | FailuresReported | CommandReceived
-
-
-@dataclass(frozen=True)
-class Activate:
-    """Make a head current."""
-
-    version: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class OfferToCanaries:
-    """Offer the candidate to its canaries."""
-
-    trial: Trial
-
-
-@dataclass(frozen=True)
-class Reject:
-    """Give up a candidate."""
-
-    version: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class RefuseCommand:
-    """Refuse an operator's command."""
-
-    reason: str
-
-
-Action = Activate | OfferToCanaries | Reject | RefuseCommand
-Step = tuple[State, tuple[Action, ...]]
-
-
-def initial_state(versions: Iterable[int]) -> State:
-    """Return the state of a task whose heads all went to every device, one after the other."""
-    state = State()
-    for version in sorted(versions):
-        state = replace(_activated(state, version), newest=version)
-    return state
-
-
-def retained_heads(state: State, versions: Iterable[int]) -> set[int]:
-    """Return the heads, of all versions, that devices use or a rollback can return to."""
-    candidate = {state.trial.version} if state.trial else set()
-    return {state.current, *candidate, *state.earlier[-1:], *sorted(versions)[-RETAINED_HEADS:]}
 
 
 def step(state: State, event: Event, *, settings: Settings) -> Step:
@@ -211,18 +59,17 @@ def step(state: State, event: Event, *, settings: Settings) -> Step:
         case FailuresReported(version=version) if version == state.current and state.is_watched:
             return _failures_reported(state, event, settings)
         case CommandReceived():
-            return _commanded(state, event)
+            return commanded(state, event)
     return state, ()
 
 
 def _added(state: State, now_s: float, settings: Settings) -> Step:
     version = state.newest
     if not state.current or not settings.canary_fraction:
-        return _activated(state, version), (Activate(version, ""),)
+        return activated(state, version), (Activate(version, ""),)
     actions: tuple[Action, ...] = ()
-    if (
-        state.trial is not None
-    ):  # decided if possible: heads may arrive faster than a silent canary is replaced
+    if state.trial is not None:
+        # Decided if possible: heads may arrive faster than a silent canary is replaced.
         state, actions = _decide(state, state.trial, settings, is_late=True)
     if state.trial is not None:
         state, actions = _rejected(state, state.trial.version, f"head {version} has replaced it")
@@ -231,7 +78,7 @@ def _added(state: State, now_s: float, settings: Settings) -> Step:
 
 def _ticked(state: State, trial: Trial, tick: Ticked, settings: Settings) -> Step:
     if not settings.canary_fraction:
-        return _activated(state, trial.version), (
+        return activated(state, trial.version), (
             Activate(trial.version, "canaries are no longer configured"),
         )
     reachable = tick.online.intersection(trial.canaries) | trial.answers.keys()
@@ -296,7 +143,7 @@ def _decide(state: State, trial: Trial, settings: Settings, *, is_late: bool = F
     if is_accepted(answers, *limits):
         reason = "; ".join([result, *problems[:1]]) + others
         reason += "".join(f"; {device} has not answered" for device in trial.awaited[:1])
-        return _activated(state, trial.version), (Activate(trial.version, reason),)
+        return activated(state, trial.version), (Activate(trial.version, reason),)
     return _rejected(state, trial.version, result)
 
 
@@ -307,17 +154,6 @@ def summary_of(trial: Trial, settings: Settings) -> str:
 
 def _answers(trial: Trial) -> list[CanaryResult]:
     return [trial.answers[device] for device in trial.canaries if device in trial.answers]
-
-
-def _activated(state: State, version: int) -> State:
-    """Return the state with this head current; another candidate remains one."""
-    earlier = (*state.earlier, state.current)[-RETAINED_HEADS:] if state.current else state.earlier
-    trial = None if state.trial is not None and state.trial.version == version else state.trial
-    rejected = {other: reason for other, reason in state.rejected.items() if other != version}
-    is_watched = bool(state.current)
-    return replace(
-        state, current=version, earlier=earlier, is_watched=is_watched, trial=trial, rejected=rejected
-    )
 
 
 def _failures_reported(state: State, reported: FailuresReported, settings: Settings) -> Step:
@@ -347,53 +183,3 @@ def _failures_reported(state: State, reported: FailuresReported, settings: Setti
 def _rejected(state: State, version: int, reason: str) -> Step:
     rejected = {**state.rejected, version: reason}
     return replace(state, trial=None, rejected=rejected), (Reject(version, reason),)
-
-
-def _commanded(state: State, command: CommandReceived) -> Step:
-    version = command.version
-    if command.kind == "promote":
-        if state.trial is None:
-            return state, (RefuseCommand("there is no candidate to promote"),)
-        if version not in (None, state.trial.version):
-            return state, (RefuseCommand(f"head {version} is no longer the candidate"),)
-        version = state.trial.version
-    elif version is None:
-        version = state.earlier[-1] if state.earlier else None
-    reason = _objection(state, command, version)
-    if reason or version is None:
-        return state, (RefuseCommand(reason),)
-    if command.kind == "promote":
-        state = replace(_activated(state, version), is_watched=False)
-        return state, (Activate(version, "promoted by an operator"),)
-    return _rolled_back(state, version), (Activate(version, "rolled back by an operator"),)
-
-
-def _objection(state: State, command: CommandReceived, version: int | None) -> str:
-    """Return why a command cannot be carried out; empty if it can."""
-    known = ", ".join(map(str, sorted(command.heads)[-10:])) or "none"
-    if version is None:
-        return f"no other head was current before: name one of the existing heads ({known})"
-    if version not in command.heads or version > state.newest:
-        return f"there is no head {version}; there are {known}"
-    if version == state.current:
-        return f"head {version} is current already"
-    if command.kind == "rollback" and state.trial is not None and version == state.trial.version:
-        return f"head {version} is the candidate: give it to all devices with `aggregator promote`"
-    if not command.heads[version]:
-        return f"head {version} cannot be used any more: its files were deleted"
-    return ""
-
-
-def _rolled_back(state: State, version: int) -> State:
-    """Return the state with the candidate and the current head rejected; the next rollback goes further back."""
-    rejected, reason = dict(state.rejected), f"rolled back to head {version}"
-    if state.trial is not None:
-        rejected[state.trial.version] = reason
-    if version < state.current:
-        rejected[state.current] = reason
-    if version in state.earlier:
-        earlier = state.earlier[: len(state.earlier) - 1 - state.earlier[::-1].index(version)]
-    else:
-        earlier = (*state.earlier, state.current)[-RETAINED_HEADS:]
-    rejected.pop(version, None)
-    return replace(state, current=version, earlier=earlier, is_watched=False, trial=None, rejected=rejected)

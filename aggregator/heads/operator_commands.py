@@ -2,7 +2,9 @@
 
 import time
 
-from aggregator.coordination import canary_rollout
+from aggregator.coordination.rollout_commands import commanded
+from aggregator.coordination.rollout_events import CommandKind, CommandReceived, RefuseCommand
+from aggregator.coordination.rollout_state import State
 from aggregator.storage.devices import REVOKED
 from aggregator.storage.store import Store
 from protocol.errors import ConfigError
@@ -22,19 +24,17 @@ def usable_heads(store: Store, task: bytes) -> dict[int, bool]:
     }
 
 
-def submit_command(store: Store, kind: canary_rollout.CommandKind, version: int | None = None) -> str:
+def submit_command(store: Store, kind: CommandKind, version: int | None = None) -> str:
     """Make a head current, the previous one without `version`; return the outcome in words.
 
     Raises ConfigError if that is impossible, and StateError if there is no task yet.
     """
     task = store.served_task().digest
     heads = usable_heads(store, task)
-    command = canary_rollout.CommandReceived(kind, version, heads)
-    state, actions = canary_rollout.step(
-        _after_pending(store, task, heads), command, settings=canary_rollout.Settings()
-    )
+    command = CommandReceived(kind, version, heads)
+    state, actions = commanded(_after_pending(store, task, heads), command)
     for action in actions:
-        if isinstance(action, canary_rollout.RefuseCommand):
+        if isinstance(action, RefuseCommand):
             raise ConfigError(action.reason)
     version = state.current
     number = store.commands.add(task, kind, version)
@@ -56,11 +56,11 @@ def commanded_version(store: Store, task: bytes) -> int | None:
     return _after_pending(store, task, heads).current if store.commands.pending(task) else None
 
 
-def _after_pending(store: Store, task: bytes, heads: dict[int, bool]) -> canary_rollout.State:
+def _after_pending(store: Store, task: bytes, heads: dict[int, bool]) -> State:
     state = store.heads.rollout(task)
     for earlier in store.commands.pending(task):
-        command = canary_rollout.CommandReceived(earlier.kind, earlier.version, heads)
-        state, _ = canary_rollout.step(state, command, settings=canary_rollout.Settings())
+        command = CommandReceived(earlier.kind, earlier.version, heads)
+        state, _ = commanded(state, command)
     return state
 
 

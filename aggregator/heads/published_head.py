@@ -5,7 +5,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from aggregator.coordination import canary_rollout
+from aggregator.coordination import canary_rollout, rollout_events, rollout_state
 from aggregator.coordination.canary_comparison import CanaryResult
 from aggregator.graphs.fused_model import fuse
 from aggregator.heads.operator_commands import usable_heads
@@ -54,7 +54,7 @@ class Releases:
         if newest > self._state.newest:
             self._heads = self._read_heads()
             for version in sorted(self._heads):
-                self._step(canary_rollout.HeadAdded(version, self._store.clock.now_s()))
+                self._step(rollout_events.HeadAdded(version, self._store.clock.now_s()))
             self._delete_unused()
         if time.monotonic() < self._poll_s:
             return
@@ -64,7 +64,7 @@ class Releases:
         if (trial := self._state.trial) is not None:
             devices = self._heads[trial.version].devices
             self._step(
-                canary_rollout.Ticked(self._store.clock.now_s(), self._store.devices.online(), devices)
+                rollout_events.Ticked(self._store.clock.now_s(), self._store.devices.online(), devices)
             )
         self._publish()
 
@@ -79,7 +79,7 @@ class Releases:
         )
         if self._problems is not None and evaluation.head_version == self._state.current:
             self._problems[device] = evaluation.problem
-        self._step(canary_rollout.Evaluated(device, evaluation.head_version, result))
+        self._step(rollout_events.Evaluated(device, evaluation.head_version, result))
 
     def reload(self) -> None:
         """Return to the stored state after a failed write; raises StateError if it cannot be read."""
@@ -101,24 +101,24 @@ class Releases:
         problems = {device: problem for device, problem in self._problems.items() if counts(device)}
         failed = {device: problem for device, problem in problems.items() if problem}
         devices = len(self._store.devices.online() | problems.keys())
-        self._step(canary_rollout.FailuresReported(version, failed, devices))
+        self._step(rollout_events.FailuresReported(version, failed, devices))
 
     def _carry_out_commands(self) -> None:
         for command in self._store.commands.pending(self._task.digest):
             heads = usable_heads(self._store, self._task.digest)
-            received = canary_rollout.CommandReceived(command.kind, command.version, heads)
+            received = rollout_events.CommandReceived(command.kind, command.version, heads)
             try:
                 with self._store.transaction():  # otherwise a kill in between would carry it out twice
                     actions = self._step(received)
                     refusals = [
-                        each.reason for each in actions if isinstance(each, canary_rollout.RefuseCommand)
+                        each.reason for each in actions if isinstance(each, rollout_events.RefuseCommand)
                     ]
                     self._store.commands.finish(command.number, next(iter(refusals), ""))
             except StateError:
                 self.reload()
                 raise
 
-    def _step(self, happened: canary_rollout.Event) -> tuple[canary_rollout.Action, ...]:
+    def _step(self, happened: rollout_events.Event) -> tuple[rollout_events.Action, ...]:
         state, actions = canary_rollout.step(self._state, happened, settings=self._settings)
         if state != self._state:
             self._store.heads.put_rollout(self._task.digest, state)
@@ -158,7 +158,7 @@ class Releases:
     @property
     def retained(self) -> set[int]:
         """The versions of the heads that are current or may become current."""
-        return canary_rollout.retained_heads(self._state, self._heads)
+        return rollout_state.retained_heads(self._state, self._heads)
 
     def _delete_unused(self) -> None:
         """Delete the files and evaluations of heads that can no longer become current, and the oldest records."""
@@ -176,18 +176,18 @@ class Releases:
             self._store.heads.put_rollout(self._task.digest, self._state)
         self._store.blobs.keep_only(needed_blobs(self._task, self._store))
 
-    def _log_action(self, action: canary_rollout.Action) -> None:
+    def _log_action(self, action: rollout_events.Action) -> None:
         match action:
-            case canary_rollout.Activate(version=version, reason=reason):
+            case rollout_events.Activate(version=version, reason=reason):
                 path = self._store.folder / "head.onnx"
                 event(log, logging.INFO, "head activated", version=version, reason=reason or None, file=path)
-            case canary_rollout.OfferToCanaries(trial=trial):
+            case rollout_events.OfferToCanaries(trial=trial):
                 devices = ",".join(trial.awaited[:10])
                 event(log, logging.INFO, "head offered to canaries", version=trial.version, devices=devices)
-            case canary_rollout.Reject(version=version, reason=reason):
+            case rollout_events.Reject(version=version, reason=reason):
                 current = self._state.current
                 event(log, logging.WARNING, "head rejected", version=version, current=current, reason=reason)
-            case canary_rollout.RefuseCommand(reason=reason):
+            case rollout_events.RefuseCommand(reason=reason):
                 event(log, logging.WARNING, "operator's command refused", reason=reason)
 
 

@@ -5,7 +5,7 @@ from statistics import fmean
 from typing import Any
 
 from aggregator.algorithms.registry import ALGORITHMS
-from aggregator.coordination import canary_rollout, open_collection, round_state
+from aggregator.coordination import canary_rollout, open_collection, rollout_state, round_state
 from aggregator.heads import operator_commands
 from aggregator.heads.pending_training import has_half_memory
 from aggregator.ingest import intake_status
@@ -111,8 +111,8 @@ def _round(state: round_state.State, settings: round_state.Settings) -> model.Ro
 
 
 def _rollout(
-    state: canary_rollout.State,
-    settings: canary_rollout.Settings,
+    state: rollout_state.State,
+    settings: rollout_state.Settings,
     clock: ElapsedClock,
     *,
     requested: int | None,
@@ -133,7 +133,7 @@ def _devices(
     store: Store,
     task: bytes,
     submissions: Mapping[str, SubmissionRecord],
-    used: canary_rollout.State,
+    used: rollout_state.State,
     balanced_over: Collection[int],
 ) -> Iterable[model.Device]:
     known = {record.device: record for record in store.devices.all()}
@@ -169,7 +169,7 @@ def _devices(
 
 
 def _head_problem(
-    evaluations: Mapping[int, Mapping[str, Evaluation]], device: str, used: canary_rollout.State
+    evaluations: Mapping[int, Mapping[str, Evaluation]], device: str, used: rollout_state.State
 ) -> str:
     versions = [used.trial.version] if used.trial else []
     found = [evaluations[version].get(device) for version in (*versions, used.current)]
@@ -223,7 +223,7 @@ def _head(
     store: Store,
     task: bytes,
     head: HeadRecord,
-    used: canary_rollout.State,
+    used: rollout_state.State,
     known: Collection[int],
     *,
     is_personal: bool,
@@ -247,7 +247,7 @@ def _head(
     )
 
 
-def _head_state(version: int, used: canary_rollout.State) -> model.HeadState:
+def _head_state(version: int, used: rollout_state.State) -> model.HeadState:
     if used.trial is not None and version == used.trial.version:
         return "candidate"
     if version in used.rejected:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from aggregator.coordination import canary_rollout
+from aggregator.coordination import rollout_events, rollout_state
 from protocol.storage.database import Database
 from protocol.wire.messages import BlobRef, Evaluation
 
@@ -76,17 +76,17 @@ class Heads:
             *(task, msgspec.json.encode(sorted(versions)).decode()),
         )
 
-    def put_rollout(self, task: bytes, state: canary_rollout.State) -> None:
+    def put_rollout(self, task: bytes, state: rollout_state.State) -> None:
         """Store which head of a task is current, candidate or rejected."""
         value = msgspec.json.encode(state).decode()
         self._database.write("INSERT OR REPLACE INTO rollouts VALUES (?, ?)", task, value)
 
-    def rollout(self, task: bytes) -> canary_rollout.State:
+    def rollout(self, task: bytes) -> rollout_state.State:
         """Return which head of a task is current, candidate or rejected; without a rollout, all were used in turn."""
         rows = self._database.read("SELECT state FROM rollouts WHERE task = ?", task)
         if rows:
-            return self._database.decode(rows[0][0], canary_rollout.State)
-        return canary_rollout.initial_state(head.version for head in self.all(task))
+            return self._database.decode(rows[0][0], rollout_state.State)
+        return rollout_state.initial_state(head.version for head in self.all(task))
 
 
 class Evaluations:
@@ -125,7 +125,7 @@ class OperatorCommand:
     """An operator's command about heads."""
 
     number: int
-    kind: canary_rollout.CommandKind
+    kind: rollout_events.CommandKind
     version: int | None
 
 
@@ -135,7 +135,7 @@ class OperatorCommands:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def add(self, task: bytes, kind: canary_rollout.CommandKind, version: int | None) -> int:
+    def add(self, task: bytes, kind: rollout_events.CommandKind, version: int | None) -> int:
         """Store a command for the aggregator that serves a task; returns its number."""
         rows = self._database.read(
             "INSERT INTO operator_commands (task, kind, version) VALUES (?, ?, ?) RETURNING number",

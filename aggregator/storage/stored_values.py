@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import msgspec
 
-from aggregator.coordination import canary_rollout, round_state
+from aggregator.coordination import rollout_state, round_state
 from protocol.storage.database import Database
 from protocol.wire.messages import BlobRef
 
@@ -20,7 +20,7 @@ class ServedTask(msgspec.Struct, frozen=True):
     algorithm: str
     classes: tuple[str, ...]
     settings: round_state.Settings
-    rollout: canary_rollout.Settings = canary_rollout.Settings()
+    rollout: rollout_state.Settings = rollout_state.Settings()
 
 
 class SigningKey(msgspec.Struct, frozen=True):

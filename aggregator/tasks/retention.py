@@ -4,7 +4,7 @@ import logging
 from collections.abc import Sequence
 from itertools import groupby
 
-from aggregator.coordination import canary_rollout
+from aggregator.coordination import rollout_state
 from aggregator.coordination.round_state import still_counts
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
@@ -14,7 +14,7 @@ from aggregator.tasks.task_preparation import Task
 log = logging.getLogger(__name__)
 
 
-def served_blobs(task: Task, heads: Sequence[HeadRecord], state: canary_rollout.State) -> set[bytes]:
+def served_blobs(task: Task, heads: Sequence[HeadRecord], state: rollout_state.State) -> set[bytes]:
     """Return the digests of the blobs that devices may download for a task with these heads, oldest first."""
     retained = _retained(heads, state)
     return task.blobs | {head.digest for head in retained} | _tensors(retained)
@@ -54,8 +54,8 @@ def delete_carried_submissions(task: Task, store: Store) -> None:
             store.submissions.delete(task.digest, device)
 
 
-def _retained(heads: Sequence[HeadRecord], state: canary_rollout.State) -> list[HeadRecord]:
-    versions = canary_rollout.retained_heads(state, [head.version for head in heads])
+def _retained(heads: Sequence[HeadRecord], state: rollout_state.State) -> list[HeadRecord]:
+    versions = rollout_state.retained_heads(state, [head.version for head in heads])
     return [head for head in heads if head.version in versions]
 
 

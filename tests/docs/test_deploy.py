@@ -28,7 +28,7 @@ from aggregator.config.schema import (
     Training,
 )
 from aggregator.config.task_file import load_task
-from aggregator.coordination.canary_rollout import Settings
+from aggregator.coordination.rollout_state import Settings
 from aggregator.security.mosquitto_config import CONFIGURATION, access_list
 from edge_client.cli import cli as edge_client
 from protocol.mqtt.client import stop_thread

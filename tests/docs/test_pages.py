@@ -23,7 +23,7 @@ from aggregator.config.schema import (
     TaskFile,
     Training,
 )
-from aggregator.coordination.canary_rollout import Settings
+from aggregator.coordination.rollout_state import Settings
 from aggregator.tasks.manifests import task_manifest
 from docs import generate_architecture, generate_cli, generate_status_schema
 from edge_client.cli import cli as edge_client

@@ -12,7 +12,7 @@ from rich.console import Console
 from aggregator.algorithms.fpl import FPL
 from aggregator.config.schema import Rounds, TaskFile
 from aggregator.coordination.canary_comparison import CanaryResult
-from aggregator.coordination.canary_rollout import State, Trial
+from aggregator.coordination.rollout_state import State, Trial
 from aggregator.coordination.round_state import Entry
 from aggregator.ingest import intake_status
 from aggregator.ingest.intake_status import Intake

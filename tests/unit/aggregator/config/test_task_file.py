@@ -8,7 +8,7 @@ from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.algorithms.fpl import FPL
 from aggregator.config.schema import Client, PrivacyBudget, PrivacySettings, Robust, Rounds, Training
 from aggregator.config.task_file import load_task
-from aggregator.coordination.canary_rollout import Settings as RolloutSettings
+from aggregator.coordination.rollout_state import Settings as RolloutSettings
 from aggregator.coordination.round_state import Settings
 from protocol.errors import ConfigError
 from protocol.wire.messages import Perturbation

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from aggregator.coordination.canary_comparison import CanaryResult
-from aggregator.coordination.canary_rollout import (
+from aggregator.coordination.rollout_events import (
     Action,
     Activate,
     Evaluated,
@@ -15,12 +15,9 @@ from aggregator.coordination.canary_rollout import (
     HeadAdded,
     OfferToCanaries,
     Reject,
-    Settings,
-    State,
     Ticked,
-    Trial,
-    initial_state,
 )
+from aggregator.coordination.rollout_state import Settings, State, Trial, initial_state
 from tests.unit.aggregator.coordination.rollout_events import BROKEN, FLEET, GOOD, QUORUM, WORSE, play, ranked
 
 

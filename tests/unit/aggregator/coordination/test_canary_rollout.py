@@ -5,20 +5,17 @@ from dataclasses import replace
 import pytest
 
 from aggregator.coordination.canary_comparison import CanaryResult
-from aggregator.coordination.canary_rollout import (
+from aggregator.coordination.canary_rollout import summary_of
+from aggregator.coordination.rollout_events import (
     Action,
     Activate,
     Evaluated,
     HeadAdded,
     OfferToCanaries,
     Reject,
-    Settings,
-    State,
     Ticked,
-    Trial,
-    initial_state,
-    summary_of,
 )
+from aggregator.coordination.rollout_state import Settings, State, Trial, initial_state
 from protocol.wire.canary_rank import canary_rank
 from tests.unit.aggregator.coordination.rollout_events import (
     BROKEN,

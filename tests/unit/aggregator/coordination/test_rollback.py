@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from aggregator.coordination.canary_rollout import (
-    RETAINED_HEADS,
+from aggregator.coordination.rollout_events import (
     Activate,
     CommandKind,
     CommandReceived,
@@ -13,6 +12,9 @@ from aggregator.coordination.canary_rollout import (
     HeadAdded,
     RefuseCommand,
     Reject,
+)
+from aggregator.coordination.rollout_state import (
+    RETAINED_HEADS,
     Settings,
     State,
     Trial,

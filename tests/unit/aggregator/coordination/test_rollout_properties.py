@@ -4,18 +4,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aggregator.coordination.canary_comparison import CanaryResult
-from aggregator.coordination.canary_rollout import (
+from aggregator.coordination.rollout_events import (
     Activate,
     CommandReceived,
     Evaluated,
     Event,
     FailuresReported,
     HeadAdded,
-    Settings,
-    State,
     Ticked,
-    initial_state,
 )
+from aggregator.coordination.rollout_state import Settings, State, initial_state
 from tests.unit.aggregator.coordination.rollout_events import BROKEN, FLEET, GOOD, heads, play
 
 DEVICES = st.sampled_from(sorted(FLEET)[:5])

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from aggregator.config.schema import Limits
 from aggregator.config.task_file import load_task
-from aggregator.coordination.canary_rollout import State
+from aggregator.coordination.rollout_state import State
 from aggregator.heads.operator_commands import submit_command
 from aggregator.heads.published_head import Releases
 from aggregator.storage.heads import HeadRecord

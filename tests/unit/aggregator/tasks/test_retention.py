@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from aggregator.config.schema import TaskFile
-from aggregator.coordination.canary_rollout import State, Trial
+from aggregator.coordination.rollout_state import State, Trial
 from aggregator.coordination.round_state import Entry
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store

@@ -1,0 +1,96 @@
+"""What happens to a rollout, and what follows from it: the events and actions of its state machine."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from aggregator.coordination.canary_comparison import CanaryResult
+from aggregator.coordination.rollout_state import State, Trial
+
+CommandKind = Literal["rollback", "promote"]
+
+
+@dataclass(frozen=True)
+class HeadAdded:
+    """A head was trained; it is `now_s` (elapsed seconds)."""
+
+    version: int
+    now_s: float
+
+
+@dataclass(frozen=True)
+class Ticked:
+    """Time has passed: it is `now_s` (elapsed seconds), and these devices are online."""
+
+    now_s: float
+    online: frozenset[str]
+    devices: int = 0
+    """Devices whose prototypes are in the candidate."""
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """A device has evaluated a head."""
+
+    device: str
+    version: int
+    result: CanaryResult
+
+
+@dataclass(frozen=True)
+class FailuresReported:
+    """Devices have reported, with reasons, that they cannot use the current head."""
+
+    version: int
+    failed: Mapping[str, str]
+    devices: int
+    """All devices that have evaluated it or are online."""
+
+
+@dataclass(frozen=True)
+class CommandReceived:
+    """An operator's command to make a head current: an earlier one, or with `promote` the candidate.
+
+    `heads` maps every head's version to True if all blobs that devices need for it are stored.
+    """
+
+    kind: CommandKind
+    version: int | None
+    heads: Mapping[int, bool]
+
+
+Event = HeadAdded | Ticked | Evaluated | FailuresReported | CommandReceived
+
+
+@dataclass(frozen=True)
+class Activate:
+    """Make a head current."""
+
+    version: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class OfferToCanaries:
+    """Offer the candidate to its canaries."""
+
+    trial: Trial
+
+
+@dataclass(frozen=True)
+class Reject:
+    """Give up a candidate."""
+
+    version: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class RefuseCommand:
+    """Refuse an operator's command."""
+
+    reason: str
+
+
+Action = Activate | OfferToCanaries | Reject | RefuseCommand
+Step = tuple[State, tuple[Action, ...]]

@@ -1,0 +1,95 @@
+"""The state of a rollout: which head the fleet uses, the candidate and its canaries. Pure."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from aggregator.coordination.canary_comparison import CanaryResult
+
+RETAINED_HEADS = 5
+"""Newest heads that a rollback can return to."""
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[rollout]`: which devices evaluate a new head first, and how good it must be."""
+
+    canary_fraction: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    """Fraction of the devices that are canaries; 0 gives every head to all devices at once."""
+    min_canaries: Annotated[int, Meta(ge=1, le=65535)] = 3
+    """Least number of canaries; fewer if the fleet has fewer devices, or after `canary_timeout_s` fewer are online.
+
+    Also the least number of devices of which some can have the current head rejected.
+    """
+    tolerated_fraction: Annotated[float, Meta(ge=0, lt=0.5)] = 0.2
+    """Fraction of the canaries, at least one of three or more, that does not decide; 0 lets each one decide.
+
+    Also the fraction of all devices that may fail to use the current head.
+    """
+    margin: Annotated[float, Meta(ge=0, le=1)] = 0.02
+    """Accuracy by which a new head may fall below the previous one."""
+    canary_timeout_s: Annotated[float, Meta(gt=0, le=1e9)] = 600.0
+    """Seconds after which canaries that have not answered are replaced."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A candidate and its canaries."""
+
+    version: int
+    since_s: float
+    """When it was offered to canaries, or last to others (elapsed seconds)."""
+    canaries: tuple[str, ...] = ()
+    """Devices that must answer, by rank; empty until a device is online."""
+    rank_limit: int = 0
+    """Devices with a rank below this evaluate it."""
+    answers: Mapping[str, CanaryResult] = field(default_factory=dict)
+
+    @property
+    def awaited(self) -> tuple[str, ...]:
+        """Canaries that have not answered yet."""
+        return tuple(device for device in self.canaries if device not in self.answers)
+
+
+@dataclass(frozen=True)
+class State:
+    """Everything that a decision depends on."""
+
+    newest: int = 0
+    """The newest head known; it and older ones do not become candidates again."""
+    current: int = 0
+    """The head that devices use; 0 if there is none."""
+    earlier: tuple[int, ...] = ()
+    """Heads that were current before, the last one last."""
+    is_watched: bool = False
+    """The current head is rejected if too many devices cannot use it; not one that an operator has chosen."""
+    trial: Trial | None = None
+    rejected: Mapping[int, str] = field(default_factory=dict)
+    """Heads that are not to be used, with reasons."""
+
+
+def initial_state(versions: Iterable[int]) -> State:
+    """Return the state of a task whose heads all went to every device, one after the other."""
+    state = State()
+    for version in sorted(versions):
+        state = replace(activated(state, version), newest=version)
+    return state
+
+
+def retained_heads(state: State, versions: Iterable[int]) -> set[int]:
+    """Return the heads, of all versions, that devices use or a rollback can return to."""
+    candidate = {state.trial.version} if state.trial else set()
+    return {state.current, *candidate, *state.earlier[-1:], *sorted(versions)[-RETAINED_HEADS:]}
+
+
+def activated(state: State, version: int) -> State:
+    """Return the state with this head current; another candidate remains one."""
+    earlier = (*state.earlier, state.current)[-RETAINED_HEADS:] if state.current else state.earlier
+    trial = None if state.trial is not None and state.trial.version == version else state.trial
+    rejected = {other: reason for other, reason in state.rejected.items() if other != version}
+    is_watched = bool(state.current)
+    return replace(
+        state, current=version, earlier=earlier, is_watched=is_watched, trial=trial, rejected=rejected
+    )
