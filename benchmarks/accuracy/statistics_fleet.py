@@ -18,8 +18,9 @@ from aggregator.training.jobs import StatisticsJob
 from aggregator.training.statistics_job import run
 from benchmarks.accuracy.fedtc_fleet import calibration_error, task_manifest
 from benchmarks.data.features import Features
-from edge_client.data.statistics import RowSums, group_rows, to_rows
+from edge_client.data.statistics import group_rows, to_rows
 from protocol.statistics import second_moment
+from protocol.statistics.row_sums import RowSums
 from protocol.storage.blobstore import BlobStore
 from protocol.wire.codec import digest_of, encode, to_tensor, to_unsigned
 from protocol.wire.messages import BlobRef, Statistics, Submission, TaskManifest
@@ -97,7 +98,6 @@ def run_fleet(
             feature_size=data.feature_map.feature_size,
             random_features=data.feature_map.random_features,
             seed=data.feature_map.seed,
-            timeout_s=3600.0,
             robust=Robust(detect_outliers=False, max_multiple=max_multiple),
             folder=folder,
         )
