@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from edge_client.data.extraction import Refusal, feature_batches
 from edge_client.data.images import unlabeled
 from edge_client.runtime.backbone import Backbone, open_backbone
-from edge_client.runtime.onnx_model import OnnxModel, Tensors, describe, open_model
+from edge_client.runtime.onnx_model import OnnxModel, Slot, Tensors, describe, fit, open_model
 from edge_client.runtime.program_graph import open_graph
 from edge_client.runtime.session import Provider
 from edge_client.storage.device_state import DeviceState
@@ -171,6 +171,8 @@ def open_round_head(
         )
     local = {"local_prototypes": local_model.prototypes, "local_counts": local_model.counts}
     bound = graph.bind({**local_model.state, **tensors, **local})
+    if "present" in bound:
+        fit("present", bound["present"], Slot(bound["present"].dtype, (len(classes),)))
     return _tested(Head(tuple(classes), graph.model, bound), feature_size)
 
 

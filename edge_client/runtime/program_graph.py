@@ -17,6 +17,9 @@ Role = Literal["init", "step", "project", "head"]
 FREE = ("feature", "labels")
 """Inputs that every run brings itself."""
 
+MAX_NAME = 128
+"""Characters of an input's or output's name: names are stored with the state, as those of files in an archive."""
+
 
 @dataclass(frozen=True)
 class Graph:
@@ -72,6 +75,8 @@ def _check_metadata(metadata: GraphMetadata, role: Role) -> None:
 
 
 def _check_ends(model: OnnxModel, metadata: GraphMetadata) -> None:
+    if (longest := max(map(len, (*model.inputs, *model.outputs)), default=0)) > MAX_NAME:
+        raise GraphRefused(f"expected names of at most {MAX_NAME} characters, got one of {longest}")
     feature, gives = Slot(np.dtype(np.float32), (None, metadata.feature_size)), set(model.outputs)
     if model.inputs.get("feature") != feature:
         raise GraphRefused(

@@ -71,7 +71,7 @@ class SubmissionBuilder:
                 with self._workspace.run_task(build.manifest):
                     prepared = self._prepare(build, should_stop)
                     self._warn(build.manifest, prepared)
-                item = self._put(build, prepared)
+                    item = self._put(build, prepared)
         except StateError:
             raise
         except ProtofleetError as error:

@@ -124,17 +124,18 @@ class HeadInstaller:
                 members=candidate.members,
                 should_stop=should_stop,
             )
-        correct, total = sum(evaluation.correct), sum(evaluation.correct) + sum(evaluation.incorrect)
+            correct = sum(evaluation.correct)
+            total = correct + sum(evaluation.incorrect)
+            installed = msgspec.structs.replace(
+                installed,
+                correct=correct,
+                total=total,
+                balanced=balanced(evaluation, head, install.manifest),
+                known=len(head.known_classes),
+            )
         if previous is not None and previous.task == install.task:
             previous_correct = self._evaluate_previous(install, previous, candidate, should_stop)
             evaluation = msgspec.structs.replace(evaluation, previous_correct=previous_correct)
-        installed = msgspec.structs.replace(
-            installed,
-            correct=correct,
-            total=total,
-            balanced=balanced(evaluation, head, install.manifest),
-            known=len(head.known_classes),
-        )
         report = self._store.outbox.keep(
             "evaluation",
             encode(evaluation),

@@ -210,6 +210,15 @@ def test_round_head_with_unsuitable_tensors_is_refused() -> None:
         round_head(file=step_graphs.file("step"))
     with pytest.raises(GraphRefused, match="one probability per class"):
         round_head(local_model=replace(LOCAL_MODEL, state={"weight": np.full((4, 2), np.nan, np.float32)}))
+    more = """h (float[n, 4] feature, float[4, 3] weight, uint8[k] present) => (float[n, 3] probabilities)
+        { logits = MatMul(feature, weight) probabilities = Softmax(logits) }"""
+    state: dict[str, Any] = {"weight": np.zeros((4, 3), np.float32), "present": np.ones(9, np.uint8)}
+    with pytest.raises(GraphRefused, match=r"'present' must be uint8 \(3\), and is uint8 \(9\)"):
+        round_head(
+            file=step_graphs.file("head", body=more),
+            local_model=replace(LOCAL_MODEL, state=state),
+            tensors={},
+        )
     broken = """h (float[n, 4] feature, float[4, 2] weight) => (float[n, k] probabilities)
         { probabilities = Concat<axis = 1>(feature, weight) }"""
     with pytest.raises(GraphRefused, match="the head graph fails"):

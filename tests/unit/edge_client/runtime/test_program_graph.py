@@ -279,6 +279,7 @@ def _absolute(output: str, *, of: str = "feature", more: str = "") -> str:
         ("step", {"body": _absolute("weight")}, "a step graph does not give"),
         ("init", {"body": _absolute("y", more=", string[n] name")}, "is of tensor"),
         ("init", {"body": _absolute("y", of="unheard_of")}, "cannot load"),
+        ("init", {"body": _absolute("y" * 70_000)}, "names of at most 128 characters, got one of 70000"),
     ],
 )
 def test_unsuitable_graph_is_refused(role: Role, options: dict[str, Any], reason: str) -> None:

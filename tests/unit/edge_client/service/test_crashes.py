@@ -15,7 +15,7 @@ from edge_client.service.device import Device
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import CurrentTask, HeadProblem, Heads
 from edge_client.storage.trials import MAX_ENDS, task_key
-from edge_client.submission import head_installer, image_features
+from edge_client.submission import builder, head_installer, image_features
 from edge_client.training import local_round
 from protocol.errors import StateError
 from protocol.mqtt.reconnecting_session import BrokerAddress
@@ -81,6 +81,18 @@ def test_a_backbone_that_ends_the_program_is_not_run_at_the_fourth_start(
     assert device._state.task == deadly.task
 
 
+def test_a_task_that_ends_the_program_as_its_submission_is_stored_is_not_run_at_the_fourth_start(
+    bench: HeadBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A task decides what is stored as well: whatever ends the program before it is on disk counts."""
+    deadly = replace_seed(bench, seed=1)
+    monkeypatch.setattr(builder, "encode_submission", die)
+    for _ in range(MAX_ENDS):
+        with pytest.raises(EndedError):
+            build(bench, deadly)
+    assert build(bench, deadly).reason.startswith("the program ended 3 times")
+
+
 def replace_seed(bench: HeadBench, *, seed: int) -> events.BuildSubmission:
     manifest = make_manifest(seed=seed)
     return events.BuildSubmission(bench.store.blobs.put(encode(manifest)), manifest)
@@ -106,13 +118,16 @@ def test_a_step_graph_that_ends_the_program_is_not_run_at_the_fourth_start(
     assert built.reason.startswith("the program ended 3 times")
 
 
+@pytest.mark.parametrize("when", ["open_installed", "balanced"])
 def test_a_head_that_ends_the_program_is_refused_at_the_fourth_start(
-    bench: HeadBench, monkeypatch: pytest.MonkeyPatch
+    bench: HeadBench, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     """For good; the previous head stays in use all the time, and another head is installed afterwards."""
     bench.install(bench.head(1, CONSTANT["cat"]))
     before, deadly = bench.store.get(Heads), bench.head(2, CONSTANT["cat"], b"deadly")
-    monkeypatch.setattr(head_installer, "open_installed", die)
+    if when == "balanced":
+        deadly = bench.head(2, CONSTANT["dog"])
+    monkeypatch.setattr(head_installer, when, die)
     for _ in range(MAX_ENDS):
         with pytest.raises(EndedError):
             bench.install(deadly)
@@ -123,7 +138,7 @@ def test_a_head_that_ends_the_program_is_refused_at_the_fourth_start(
         assert installed.reason.endswith(f"the previous head stays in use: {evaluation.problem}")
         assert bench.store.get(HeadProblem).text == installed.reason
     monkeypatch.undo()
-    assert not bench.install(bench.head(3, CONSTANT["dog"]))[0].reason
+    assert not bench.install(bench.head(3, CONSTANT["dog"] * 2))[0].reason
     assert bench.store.get(HeadProblem).text == ""
 
 
