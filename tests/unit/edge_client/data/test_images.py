@@ -1,5 +1,6 @@
 """Images on disk: found, refused, held out, decoded."""
 
+import difflib
 import os
 import re
 import struct
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from edge_client.data.images import decode, find_images, scan_images
+from edge_client.data.images import MOST_NAMED, decode, find_images, scan_images
 from protocol.errors import ConfigError, UnreadableImage
 from protocol.models.preprocessing import Preprocessing, preprocess
 from tests.support.device_factory import image_file, noise
@@ -140,6 +141,38 @@ def test_list_names_images_and_classes(tmp_path: Path) -> None:
     (tmp_path / "list.csv").write_text("\ufefflabel,path,who\r\ndog,a/1.png,me\r\n\r\ncat,2.dat,you\r\n")
     found = find_images(tmp_path / "list.csv", CLASSES)
     assert [(p.relative, p.label) for p in found] == [("2.dat", 0), ("a/1.png", 1)]
+
+
+def test_a_list_of_unknown_labels_is_found_in_the_time_of_few(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A similar class is searched for the labels that a message names: a search takes up to 0.1 s."""
+    searched: list[str] = []
+
+    def search(name: str, *_: object, **__: object) -> list[str]:
+        searched.append(name)
+        return []
+
+    monkeypatch.setattr(difflib, "get_close_matches", search)
+    image_file(tmp_path / "a.png")
+    image_file(tmp_path / "b.png")
+    rows = [f"{name},{name}-{number % 50}" for number in range(200) for name in ("a.png", "b.png")]
+    (tmp_path / "list.csv").write_text("\n".join(["path,label", *rows]))
+    for _ in range(2):
+        assert len(scan_images(tmp_path / "list.csv", CLASSES).unknown) == 100
+    assert len(searched) == MOST_NAMED
+
+
+@pytest.mark.parametrize("other", ["./a.png", "folder/../a.png", "folder//../a.png", "{}/a.png"])
+def test_a_file_is_in_a_list_once_however_its_path_is_written(tmp_path: Path, other: str) -> None:
+    """Twice would be two images, with twice the influence that differential privacy allows one."""
+    image_file(tmp_path / "a.png")
+    image_file(tmp_path / "folder" / "a.png")
+    (tmp_path / "list.csv").write_text(
+        f"path,label\na.png,cat\nfolder/a.png,cat\n{other.format(tmp_path)},dog\n"
+    )
+    with pytest.raises(ConfigError, match=r"line 4: .* is already in line 2"):
+        scan_images(tmp_path / "list.csv", CLASSES)
 
 
 def test_unknown_labels_of_a_list_are_named_with_their_first_line(tmp_path: Path) -> None:
