@@ -1,4 +1,4 @@
-"""`aggregator status`, `rollback`, `promote`, `release` and `take-over`."""
+"""`aggregator status`, `rollback`, `promote`, `release`, `forget` and `take-over`."""
 
 import sys
 from pathlib import Path
@@ -68,6 +68,21 @@ def release_command(*, device: str, state: Path) -> None:
         click.echo(release(store, device))
 
 
+@click.command("forget")
+@click.argument("device")
+@state_option
+def forget_command(*, device: str, state: Path) -> None:
+    """Delete the submissions of DEVICE, and make the head again without them.
+
+    It stays enrolled and may upload again: to prevent that, revoke it first.
+    """
+    from aggregator.heads.forgotten_devices import forget
+
+    with existing_state(state) as store:
+        for line in forget(store, device):
+            click.echo(line)
+
+
 @click.command("take-over")
 @state_option
 def take_over_command(*, state: Path) -> None:
@@ -98,4 +113,11 @@ def _command(state: Path, kind: "CommandKind", version: int | None = None) -> No
         click.echo(submit_command(store, kind, version))
 
 
-COMMANDS = (status_command, rollback_command, promote_command, release_command, take_over_command)
+COMMANDS = (
+    status_command,
+    rollback_command,
+    promote_command,
+    release_command,
+    forget_command,
+    take_over_command,
+)

@@ -40,6 +40,7 @@ def collection_of(state: State, settings: Settings) -> OpenCollection:
     submitted, expected = waiting(state, settings), _expected_devices(state, settings)
     closes_s = closes_at_s(state, settings)
     quarantined = state.decisions.quarantined - state.excluded
+    forgotten = {device for device, head in state.decisions.forgotten.items() if head >= state.head_version}
     return OpenCollection(
         of=_sources(state, settings),
         expected=expected,
@@ -47,7 +48,7 @@ def collection_of(state: State, settings: Settings) -> OpenCollection:
         count=len(submitted),
         closes_s=math.inf if closes_s is None else closes_s,
         # The newest head was made of submissions that no longer count; a round is followed by another one anyway.
-        must_retrain=settings.rounds is None and not quarantined.isdisjoint(state.covered),
+        must_retrain=settings.rounds is None and not (quarantined | forgotten).isdisjoint(state.covered),
     )
 
 

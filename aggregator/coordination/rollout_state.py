@@ -68,6 +68,8 @@ class State:
     trial: Trial | None = None
     rejected: Mapping[int, str] = field(default_factory=dict)
     """Heads that are not to be used, with reasons."""
+    forgotten: int = 0
+    """Heads up to this one may have learned from a device that was forgotten; 0 if there is none."""
 
 
 def initial_state(versions: Iterable[int]) -> State:
@@ -81,7 +83,21 @@ def initial_state(versions: Iterable[int]) -> State:
 def retained_heads(state: State, versions: Iterable[int]) -> set[int]:
     """Return the heads, of all versions, that devices use or a rollback can return to."""
     candidate = {state.trial.version} if state.trial else set()
-    return {state.current, *candidate, *state.earlier[-1:], *sorted(versions)[-RETAINED_HEADS:]}
+    before = {*state.earlier[-1:], *sorted(versions)[-RETAINED_HEADS:]}
+    return {state.current, *candidate, *(version for version in before if version > state.forgotten)}
+
+
+def without_forgotten(state: State, forgotten: int) -> State:
+    """Return the state in which no head up to `forgotten` becomes current: it may contain a forgotten device.
+
+    The current one stays until a newer head takes its place.
+    """
+    trial, rejected = state.trial, state.rejected
+    if trial is not None and trial.version <= forgotten:
+        rejected = {**rejected, trial.version: "it learned from a device that was forgotten"}
+        trial = None
+    earlier = tuple(version for version in state.earlier if version > forgotten)
+    return replace(state, forgotten=forgotten, trial=trial, rejected=rejected, earlier=earlier)
 
 
 def activated(state: State, version: int) -> State:

@@ -52,6 +52,8 @@ class DeviceDecisions:
     """Devices whose submissions count even if the newest head excluded them."""
     enrolled: frozenset[str] | None = None
     """The only devices whose submissions count; None for any."""
+    forgotten: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    """Devices whose submissions were deleted, and the newest head that may have learned from each."""
 
     def counts(self, device: str) -> bool:
         """Return True if the device's submissions count."""

@@ -1,7 +1,7 @@
 """The training of the next head, as it is stored: a restart repeats it, and knows how often it has failed."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -27,6 +27,13 @@ def put_pending(
 ) -> None:
     """Store the members of head `version`, whose training has been started or has failed."""
     store.facts.put(PendingHead(task, version, dict(members), is_running=is_running))
+
+
+def delete_pending(store: Store, devices: Collection[str]) -> None:
+    """Delete the members of the next head if one of the devices is among them: it is made of others."""
+    pending = store.facts.get(PendingHead)
+    if pending is not None and not pending.members.keys().isdisjoint(devices):
+        store.facts.delete(PendingHead)
 
 
 def put_stopped(store: Store) -> None:

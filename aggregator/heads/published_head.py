@@ -7,6 +7,7 @@ from pathlib import Path
 
 from aggregator.coordination import canary_rollout, rollout_events, rollout_state
 from aggregator.coordination.canary_comparison import CanaryResult
+from aggregator.coordination.rollout_state import retained_heads, without_forgotten
 from aggregator.graphs.fused_model import fuse
 from aggregator.heads.operator_commands import usable_heads
 from aggregator.storage.heads import HeadRecord
@@ -36,6 +37,7 @@ class Releases:
         self._poll_s = 0.0
         self._written = 0
         self._has_changed = True
+        self._has_unused = False
         self._problems: dict[str, str] | None = None
         self.manifest: HeadManifest | None = None
         """To publish; None if there is no head."""
@@ -43,7 +45,7 @@ class Releases:
         self.served = self._served()
         """Digests of the blobs that devices may request."""
         store.heads.put_rollout(task.digest, self._state)
-        self._delete_unused()
+        self.delete_unused()
         self._publish()
 
     def tick(self, newest: int) -> None:
@@ -55,10 +57,11 @@ class Releases:
             self._heads = self._read_heads()
             for version in sorted(self._heads):
                 self._step(rollout_events.HeadAdded(version, self._store.clock.now_s()))
-            self._delete_unused()
+            self.delete_unused()
         if time.monotonic() < self._poll_s:
             return
         self._poll_s = time.monotonic() + POLL_S
+        self._leave_forgotten()
         self._carry_out_commands()
         self._check_failures()
         if (trial := self._state.trial) is not None:
@@ -67,6 +70,8 @@ class Releases:
                 rollout_events.Ticked(self._store.clock.now_s(), self._store.devices.online(), devices)
             )
         self._publish()
+        if self._has_unused:
+            self.delete_unused()
 
     def evaluate(self, device: str, evaluation: Evaluation) -> None:
         """Apply a device's evaluation of a head; raises StateError if a change cannot be stored."""
@@ -86,6 +91,13 @@ class Releases:
         self._state = self._store.heads.rollout(self._task.digest)
         self._written, self._has_changed = 0, True
         self._problems = None
+
+    def _leave_forgotten(self) -> None:
+        """Keep heads that learned from a forgotten device from becoming current."""
+        newest = self._store.forgotten.newest_head(self._task.digest)
+        if newest > self._state.forgotten:
+            self._problems = None  # its evaluations are deleted
+            self._enter(without_forgotten(self._state, newest))
 
     def _check_failures(self) -> None:
         """Reject the current head if too many devices report that they cannot use it, also long after its start."""
@@ -120,17 +132,22 @@ class Releases:
 
     def _step(self, happened: rollout_events.Event) -> tuple[rollout_events.Action, ...]:
         state, actions = canary_rollout.step(self._state, happened, settings=self._settings)
-        if state != self._state:
-            self._store.heads.put_rollout(self._task.digest, state)
-            if state.current != self._state.current:
-                self._problems = None
-            self._state, self._has_changed = state, True
-            # Before anything else can fail: what the manifest will name must be served.
-            self.served = self._served()
-            self._publish()
+        self._enter(without_forgotten(state, state.forgotten))
         for action in actions:
             self._log_action(action)
         return actions
+
+    def _enter(self, state: rollout_state.State) -> None:
+        if state == self._state:
+            return
+        self._store.heads.put_rollout(self._task.digest, state)
+        if state.current != self._state.current:
+            self._problems = None
+        self._has_unused |= bool(state.forgotten)
+        self._state, self._has_changed = state, True
+        # Before anything else can fail: what the manifest will name must be served.
+        self.served = self._served()
+        self._publish()
 
     def _publish(self) -> None:
         """Write the current head's files and make the manifest, if they have changed."""
@@ -158,10 +175,11 @@ class Releases:
     @property
     def retained(self) -> set[int]:
         """The versions of the heads that are current or may become current."""
-        return rollout_state.retained_heads(self._state, self._heads)
+        return retained_heads(self._state, self._heads)
 
-    def _delete_unused(self) -> None:
+    def delete_unused(self) -> None:
         """Delete the files and evaluations of heads that can no longer become current, and the oldest records."""
+        self._has_unused = False
         retained = self.retained
         self._store.evaluations.delete_except(self._task.digest, retained)
         kept = retained.union(sorted(self._heads)[-self._task.file.limits.kept_heads :])

@@ -9,8 +9,10 @@ from aggregator.coordination import round_state
 from aggregator.storage.devices import REVOKED
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
+from aggregator.storage.stored_values import PendingHead
 from aggregator.tasks.task_preparation import Task
 from aggregator.training.jobs import HeadJob, Result, RoundJob, StatisticsJob
+from protocol.errors import StateError
 from protocol.log import event
 
 log = logging.getLogger(__name__)
@@ -27,7 +29,10 @@ def store_head(
     result: Result,
     members: Mapping[str, round_state.Entry],
 ) -> HeadRecord:
-    """Store the head that a job has made of `members`, and update the quarantine; raises StateError."""
+    """Store the head that a job has made of `members`, and update the quarantine.
+
+    Raises StateError if it cannot be stored, or a member's submission was deleted meanwhile.
+    """
     digests = {device: entry.digest.hex() for device, entry in members.items()}
     folder, program = Path(job.folder), task.manifest.program
     file = store.put_file(folder / "head.onnx")
@@ -49,6 +54,9 @@ def store_head(
         warning=result.warning,
     )
     with store.transaction():
+        pending = store.facts.get(PendingHead)
+        if pending is None or (pending.task, pending.version) != (record.task, record.version):
+            raise StateError(f"a submission that head {record.version} is made of was deleted")
         store.heads.add(record)
         update_quarantine(store, record, result)
     if result.few_prototypes:

@@ -12,6 +12,7 @@ from aggregator.heads.head_rate import HeadRate
 from aggregator.heads.lost_submissions import LostSubmissions
 from aggregator.heads.pending_training import (
     blobs_of,
+    delete_pending,
     job_of,
     put_failure,
     put_pending,
@@ -26,7 +27,7 @@ from aggregator.tasks.manifests import round_manifest
 from aggregator.tasks.restoration import Restoration
 from aggregator.tasks.retention import delete_carried_submissions
 from aggregator.tasks.task_preparation import Task
-from aggregator.training.jobs import CompileJob
+from aggregator.training.jobs import CompileJob, Job
 from aggregator.training.runner import Finished, Progress, Trainer
 from protocol.errors import StateError
 from protocol.log import event
@@ -47,6 +48,9 @@ class HeadTraining:
         self._on_event = on_event
         self._settings = task.file.settings
         self._due: list[rounds.Train] = []
+        self._job: Job | None = None
+        self.deleted: set[str] = set()
+        """Devices whose submissions another process has deleted; the caller clears it."""
         self._data_version = store.data_version()
         self.accepted = AcceptedSubmissions(task, store)
         self._rate = HeadRate(task, store)
@@ -137,12 +141,16 @@ class HeadTraining:
     def finish(self, finished: Finished) -> bool:
         """Apply the end of a training; return True if there is a new head."""
         head, reason = None, finished.reason
+        if self._is_stopped(finished.job):
+            return False
         members = self.state.training
         if finished.result is not None and members is not None and not isinstance(finished.job, CompileJob):
             try:
                 head = store_head(self._task, self._store, finished.job, finished.result, members)
             except StateError as error:
                 reason = str(error)
+                if self._is_stopped(finished.job):
+                    return False
         has_lost = finished.result is None and self._close_without_lost(members or {})
         if head is None and not has_lost:
             self._fail(reason)
@@ -171,10 +179,32 @@ class HeadTraining:
         self.state = replace(self.state, failed=None, retry_s=0.0)
 
     def _read_changes(self) -> None:
-        """Read the submissions again if another process has written: an enrollment may have reset a device."""
+        """Read the submissions again if another process has written: a command may have deleted a device's."""
         if (version := self._store.data_version()) != self._data_version:
             self._data_version = version
-            self.state = replace(self.state, submissions=self._store.entries(self._task.digest))
+            before, stored = self.state.submissions, self._store.entries(self._task.digest)
+            self.state = replace(self.state, submissions=stored)
+            if deleted := set(before) - stored.keys():
+                self._leave_out(deleted)
+
+    def _leave_out(self, deleted: set[str]) -> None:
+        """Stop a training on deleted submissions; the collection closes again without them."""
+        self.deleted |= deleted
+        for device in sorted(deleted):
+            event(log, logging.INFO, "submission deleted by an operator", device=device)
+        if not deleted.isdisjoint(self.state.training or ()):
+            self._trainer.stop()
+            self._job = None
+            self._due.clear()
+            self.state = replace(self.state, training=None)
+            self._store.facts.delete(TrainingProgress)
+        delete_pending(self._store, deleted)
+
+    def _is_stopped(self, job: Job) -> bool:
+        """Return True if a job was stopped, because a submission that it is made of was deleted."""
+        with contextlib.suppress(StateError):  # then nothing else can be stored either
+            self._read_changes()
+        return job != self._job
 
     def _step(self, happened: rounds.Event) -> None:
         self._enter(*rounds.step(self.state, happened, settings=self._settings))
@@ -184,7 +214,7 @@ class HeadTraining:
         self._due += [action for action in actions if isinstance(action, rounds.Train)]
 
     def _start(self, train: rounds.Train) -> None:
-        job = job_of(train, self._task, self._store, self.state, tensors=self._tensors)
+        self._job = job = job_of(train, self._task, self._store, self.state, tensors=self._tensors)
         try:
             self.state = replace(self.state, is_rate_limited=not self._rate.count())
             put_pending(self._store, self._task.digest, train.version, dict(train.members), is_running=True)

@@ -122,6 +122,11 @@ class Reassembly:
             self._drop(key)
         return old
 
+    def drop_device(self, device: str) -> None:
+        """Drop a device's transfers."""
+        for key in [key for key in self._transfers if key[0] == device]:
+            self._drop(key)
+
     def pending(self) -> list[Transfer]:
         """Return the transfers with bytes that are not on the disk yet."""
         return [transfer for transfer in self._transfers.values() if transfer.assembly.fresh]

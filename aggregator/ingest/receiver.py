@@ -7,7 +7,7 @@ again, until a trial write succeeds.
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from aggregator.ingest import intake_status
 from aggregator.ingest.chunk_store import ChunkStore
@@ -101,6 +101,12 @@ class Receiver:
         if not self.is_stopped and (arrived or ended):
             self._chunks.commit(arrived, ended)
             self._reassembly.settle()
+
+    def drop(self, devices: Iterable[str]) -> None:
+        """Delete the unfinished uploads of devices, whose submissions an operator has deleted."""
+        for device in devices:
+            self._reassembly.drop_device(device)
+        self.commit()
 
     def stop(self, error: StateError) -> None:
         """Stop the intake, because something could not be stored."""

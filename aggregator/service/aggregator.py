@@ -147,6 +147,10 @@ class Aggregator:
         with self._receiver.guard():
             self._store.clock.keep()
             self._training.tick()
+            if self._training.deleted:
+                self._receiver.drop(self._training.deleted)
+                self._releases.delete_unused()
+                self._training.deleted.clear()
             for device, request in self._training.lost.requests():
                 self._publisher.publish_to_device(device, "ack", request)
 

@@ -73,6 +73,7 @@ def _collect(store: Store) -> model.Status:
         devices=tuple(_devices(store, task, submissions, used, known if is_personal else ())),
         coverage=_coverage(served.classes, counted),
         quarantine=tuple(store.quarantine.all(task).values()),
+        forgotten=tuple(store.forgotten.all(task)),
         heads=tuple(_head(store, task, head, used, known, is_personal=is_personal) for head in heads),
         refusals=tuple(store.refusals.all()),
         head_path=str((store.folder / "head.onnx").resolve()) if heads else None,

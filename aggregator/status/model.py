@@ -7,6 +7,7 @@ from msgspec import Meta
 
 from aggregator.ingest.intake_status import Intake
 from aggregator.storage.devices import QuarantinedDevice, Refusal, UnixSeconds
+from aggregator.storage.forgotten_devices import ForgottenDevice
 from aggregator.storage.stored_values import TrainingProgress
 from aggregator.storage.submissions import LostSubmission
 from protocol.wire.presence import Duplicate
@@ -175,6 +176,9 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     devices: tuple[Device, ...]
     coverage: Annotated[dict[str, Coverage], Meta(description="By class.")]
     quarantine: tuple[QuarantinedDevice, ...]
+    forgotten: Annotated[
+        tuple[ForgottenDevice, ...], Meta(description="Devices whose submissions an operator has deleted.")
+    ]
     heads: Annotated[tuple[Head, ...], Meta(description="Oldest first.")]
     refusals: tuple[Refusal, ...]
     head_path: str | None

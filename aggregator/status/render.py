@@ -82,6 +82,7 @@ def _below(status: Status) -> Iterator[tuple[str, ...]]:
     if status.rollout.candidate is not None:
         yield "", _candidate(status.rollout.candidate)
     yield from _outliers(status)
+    yield from _forgotten(status)
     if status.rollout.requested is not None:
         when = "soon" if status.running else "when the aggregator is started"
         yield "", f"head {status.rollout.requested} will be current {when}, by an operator's command"
@@ -100,6 +101,28 @@ def _outliers(status: Status) -> Iterator[tuple[str, ...]]:
             yield "released", f"{entry.device} since {_clock(entry.released_s)}: {entry.reason}"
     if status.heads and status.heads[-1].warning:
         yield "outliers", f"of head {status.heads[-1].version}: {status.heads[-1].warning}", "yellow"
+
+
+def _forgotten(status: Status) -> Iterator[tuple[str, ...]]:
+    """Yield the devices whose submissions were deleted, and what still contains them."""
+    current = status.rollout.current
+    again = {device.device for device in status.devices if device.prototypes}
+    for entry in status.forgotten:
+        is_used = 0 < current <= entry.head
+        remains = f"head {current} learned from it, and is used until the next one" if is_used else ""
+        if status.round is not None:
+            remains = "closed rounds learned from it"
+        returned = "it has uploaded again" if entry.device in again else ""
+        text = ": ".join(
+            filter(
+                None,
+                [
+                    f"{entry.device} since {_clock(entry.since_s)}",
+                    "; ".join(filter(None, [remains, returned])),
+                ],
+            )
+        )
+        yield "forgotten", text, "yellow" if is_used or returned else ""
 
 
 def _plain(value: Any) -> Any:

@@ -73,6 +73,10 @@ class Devices:
             *(device, now_s, msgspec.json.encode(info).decode()),
         )
 
+    def delete_info(self, device: str) -> None:
+        """Delete what a device has reported about itself."""
+        self._database.write("UPDATE devices SET info = 'null' WHERE device = ?", device)
+
     def reset_presence(self, device: str) -> None:
         """Accept any presence of a device next, whatever its epoch."""
         self._database.write("UPDATE devices SET state = 'unknown', epoch = 0 WHERE device = ?", device)
@@ -197,6 +201,10 @@ class Quarantine:
     def delete_revocation(self, device: str) -> None:
         """Delete a device's entries, of all tasks, that were made because its key was revoked."""
         self._database.write("DELETE FROM quarantine WHERE device = ? AND reason = ?", device, REVOKED)
+
+    def delete_findings(self, device: str) -> None:
+        """Delete a device's entries, of all tasks, that were made because of what it has submitted."""
+        self._database.write("DELETE FROM quarantine WHERE device = ? AND reason != ?", device, REVOKED)
 
     def all(self, task: bytes) -> dict[str, QuarantinedDevice]:
         """Return the devices that were quarantined, including those released since."""

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from aggregator.coordination import rollout_events, rollout_state
+from aggregator.coordination.rollout_state import without_forgotten
+from aggregator.storage.forgotten_devices import ForgottenDevices
 from protocol.storage.database import Database
 from protocol.wire.messages import BlobRef, Evaluation
 
@@ -43,8 +45,9 @@ class HeadRecord:
 class Heads:
     """The tables `heads` and `rollouts`."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, forgotten: ForgottenDevices) -> None:
         self._database = database
+        self._forgotten = forgotten
 
     def add(self, head: HeadRecord) -> None:
         """Store a head, and of the one before only the number of its members: only the newest head's are needed."""
@@ -85,8 +88,10 @@ class Heads:
         """Return which head of a task is current, candidate or rejected; without a rollout, all were used in turn."""
         rows = self._database.read("SELECT state FROM rollouts WHERE task = ?", task)
         if rows:
-            return self._database.decode(rows[0][0], rollout_state.State)
-        return rollout_state.initial_state(head.version for head in self.all(task))
+            state = self._database.decode(rows[0][0], rollout_state.State)
+        else:
+            state = rollout_state.initial_state(head.version for head in self.all(task))
+        return without_forgotten(state, self._forgotten.newest_head(task))
 
 
 class Evaluations:
@@ -110,6 +115,10 @@ class Evaluations:
             *(task, version),
         )
         return {device: self._database.decode(message, Evaluation) for device, message in rows}
+
+    def delete_device(self, device: str) -> None:
+        """Delete a device's evaluations of all heads."""
+        self._database.write("DELETE FROM evaluations WHERE device = ?", device)
 
     def delete_except(self, task: bytes, versions: Collection[int]) -> None:
         """Delete the evaluations of all heads of a task but these."""

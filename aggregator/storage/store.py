@@ -9,6 +9,7 @@ from aggregator.coordination.round_state import DeviceDecisions, Entry, State
 from aggregator.storage.device_keys import DeviceKeys
 from aggregator.storage.devices import REVOKED, Devices, Quarantine, Refusals
 from aggregator.storage.elapsed_clock import ElapsedClock
+from aggregator.storage.forgotten_devices import ForgottenDevices
 from aggregator.storage.heads import Evaluations, Heads, OperatorCommands
 from aggregator.storage.stored_values import Facts, FailedTraining, PendingHead, ServedTask
 from aggregator.storage.submissions import Submissions
@@ -52,6 +53,10 @@ MIGRATIONS = (
     CREATE TABLE rollouts (task BLOB PRIMARY KEY, state TEXT NOT NULL) STRICT;
     CREATE TABLE quarantine (
         task BLOB NOT NULL, device TEXT NOT NULL, since_s REAL NOT NULL, reason TEXT NOT NULL, released_s REAL,
+        PRIMARY KEY (task, device)
+    ) STRICT;
+    CREATE TABLE forgotten (
+        task BLOB NOT NULL, device TEXT NOT NULL, head INTEGER NOT NULL, since_s REAL NOT NULL,
         PRIMARY KEY (task, device)
     ) STRICT;
     CREATE TABLE operator_commands (
@@ -121,7 +126,8 @@ class Store:
         self.refusals = Refusals(self.database, self.keys)
         self.submissions = Submissions(self.database)
         self.evaluations = Evaluations(self.database)
-        self.heads = Heads(self.database)
+        self.forgotten = ForgottenDevices(self.database)
+        self.heads = Heads(self.database, self.forgotten)
         self.quarantine = Quarantine(self.database)
         self.commands = OperatorCommands(self.database)
 
@@ -248,4 +254,5 @@ class Store:
                 device for device, entry in quarantined.items() if entry.released_s is not None
             ),
             enrolled=self.keys.enrolled(),
+            forgotten={each.device: each.head for each in self.forgotten.all(task)},
         )

@@ -61,6 +61,18 @@ class Submissions:
         rows = self._database.read("SELECT digest FROM submissions WHERE task != ?", task)
         return {digest for (digest,) in rows}
 
+    def of_device(self, device: str) -> list[tuple[bytes, bytes]]:
+        """Return the tasks and digests of a device's submissions, those that are lost included."""
+        return self._database.read(
+            "SELECT task, digest FROM submissions WHERE device = ?1 "
+            "UNION SELECT task, digest FROM lost_submissions WHERE device = ?1",
+            device,
+        )
+
+    def has_digest(self, digest: bytes) -> bool:
+        """Return True if a device's submission has this digest."""
+        return bool(self._database.read("SELECT 1 FROM submissions WHERE digest = ? LIMIT 1", digest))
+
     def delete(self, task: bytes, device: str) -> None:
         """Delete a device's submission to a task."""
         self._database.write("DELETE FROM submissions WHERE task = ? AND device = ?", task, device)

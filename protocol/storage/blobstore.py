@@ -287,6 +287,15 @@ class BlobStore:
             sync(self.folder)
         return self.path(digest)
 
+    def delete(self, digests: Collection[bytes]) -> None:
+        """Delete blobs, durably and damaged ones too, if they exist; raises StateError if one cannot be deleted."""
+        for folder in filter(None, (self.folder, self._damaged)):
+            with state_errors(folder):
+                for digest in digests:
+                    (folder / digest.hex()).unlink(missing_ok=True)
+                if folder.is_dir():
+                    sync(folder)
+
     def keep_only(self, digests: Collection[bytes]) -> None:
         """Delete all other blobs and unfinished downloads, except for files that are being written."""
         names = {digest.hex() for digest in digests}

@@ -20,6 +20,7 @@ from aggregator.status import model
 from aggregator.status.collect import collect_status
 from aggregator.status.render import render_status
 from aggregator.storage.devices import Refusal
+from aggregator.storage.forgotten_devices import ForgottenDevice
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import HeadRateLimit, ServedTask, TrainingProgress
@@ -386,3 +387,19 @@ def test_greatest_reported_privacy_loss_is_shown(tmp_path: Path) -> None:
     (row,) = (line for line in text.splitlines() if line.startswith("a "))
     assert row.split()[:3] == ["a", "online", "2"]  # then the number of classes
     assert "3.25" in row
+
+
+def test_forgotten_devices_are_shown(tmp_path: Path) -> None:
+    """With the head in use that learned from one, and that one has uploaded again."""
+    store = _busy(tmp_path)
+    for device, head in (("a", 1), ("gone", 0)):
+        store.forgotten.put(TASK, ForgottenDevice(device, head, 50.0))
+    status = _collect(store)
+    assert [(each.device, each.head) for each in status.forgotten] == [("a", 1), ("gone", 0)]
+    text = _text(status)
+    assert re.search(
+        r"forgotten a since [0-9: -]+: head 1 learned from it, and is used until the next one; "
+        r"it has uploaded again\n",
+        text,
+    )
+    assert re.search(r"forgotten gone since [0-9: -]+\n", text)

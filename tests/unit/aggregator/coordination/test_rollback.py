@@ -20,6 +20,7 @@ from aggregator.coordination.rollout_state import (
     Trial,
     initial_state,
     retained_heads,
+    without_forgotten,
 )
 from tests.unit.aggregator.coordination.rollout_events import (
     QUORUM,
@@ -96,6 +97,17 @@ def test_retained_heads_allow_a_rollback() -> None:
     """The current head, the previous one, the candidate, and the newest few."""
     state = State(newest=20, current=3, earlier=(1, 2), trial=Trial(9, 0.0))
     assert retained_heads(state, range(1, 21)) == {2, 3, 9, *range(21 - RETAINED_HEADS, 21)}
+
+
+def test_heads_that_learned_from_a_forgotten_device_are_left() -> None:
+    """All but the current one, until a newer head is current."""
+    state = State(newest=20, current=17, earlier=(1, 2, 18), trial=Trial(19, 0.0))
+    assert without_forgotten(state, 0) == state
+    left = without_forgotten(state, 19)
+    assert (left.current, left.trial, left.earlier) == (17, None, ())
+    assert left.rejected == {19: "it learned from a device that was forgotten"}
+    assert retained_heads(left, range(1, 21)) == {17, 20}
+    assert without_forgotten(state, 17).trial == state.trial
 
 
 @pytest.mark.parametrize(

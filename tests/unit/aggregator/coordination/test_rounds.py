@@ -150,6 +150,17 @@ def test_head_is_made_again_without_a_quarantined_device() -> None:
     assert _decided(_without("b"), Ticked(1.0), state=_trained("b"))[1] == []
 
 
+def test_head_is_made_again_without_a_forgotten_device() -> None:
+    """At once, and once, also if the newest head excluded the device, or the device uploads again before."""
+    forgotten = DeviceDecisions(forgotten={"b": 1})
+    for excluded, again, expected in (((), (), "ac"), (("b",), (), "ac"), ((), (submitted("b", 7),), "abc")):
+        state = _trained(*excluded)
+        left = {device: entry for device, entry in state.submissions.items() if device != "b"}
+        state, trained = _decided(forgotten, *again, Ticked(1.0), state=replace(state, submissions=left))
+        assert trained == [expected]
+        assert _decided(Trained(2), Ticked(1e6), state=state)[1] == []
+
+
 def test_quarantined_devices_do_not_count_for_the_quorum() -> None:
     """The collection waits for other devices, and no head is trained without any."""
     state, trained = _decided(_without("ab"), *ABC)

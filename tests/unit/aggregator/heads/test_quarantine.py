@@ -4,6 +4,7 @@ import logging
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 
 from aggregator.coordination.round_state import DeviceDecisions
@@ -99,8 +100,18 @@ def _upload(broker: BrokerAddress, name: str, part: Prototypes) -> None:
         assert device.upload(message).status == "received"
 
 
-def test_device_with_flipped_labels_is_quarantined_and_released(tmp_path: Path) -> None:
-    """One of six; status shows it, and the running aggregator applies the release."""
+def _weights(head: bytes) -> bytes:
+    """Return a head without its metadata, such as its version."""
+    model = onnx.load_model_from_string(head)
+    del model.metadata_props[:]
+    return bytes(model.SerializeToString())
+
+
+def test_device_with_flipped_labels_is_quarantined_released_and_forgotten(tmp_path: Path) -> None:
+    """One of six; status shows it, and the running aggregator applies the commands.
+
+    The head after `aggregator forget` is, byte for byte, that of a fleet that never had the device.
+    """
     task = write_task(tmp_path, "quorum = 6\ndeadline_s = 1000\n[training]\nepochs = 1")
     broker = free_address()
     with aggregator(task, broker, "--embedded-broker") as daemon:
@@ -110,8 +121,20 @@ def test_device_with_flipped_labels_is_quarantined_and_released(tmp_path: Path) 
         assert (summary["heads"][0]["devices"], summary["waiting"]) == (5, 0)
         assert [one["device"] for one in summary["quarantine"]] == ["liar"]
         assert "device=liar reason=\"class '" in daemon.log()
+        without = _weights((daemon.state / "head.onnx").read_bytes())
         done = run_aggregator("release", "liar", "--state", str(daemon.state))
         assert (done.returncode, done.stdout) == (0, "released liar: the next head includes it\n")
         summary = daemon.until(lambda summary: len(summary["heads"]) == 2)
         assert summary["heads"][1]["devices"] == 6
         assert summary["quarantine"][0]["released_s"] is not None
+        assert _weights((daemon.state / "head.onnx").read_bytes()) != without
+        done = run_aggregator("forget", "liar", "--state", str(daemon.state))
+        assert done.stdout.splitlines()[:2] == [
+            "forgot liar: its submissions are deleted",
+            "head 2 is made again without it now; until then it stays in use",
+        ]
+        summary = daemon.until(lambda summary: summary["rollout"]["current"] == 3)
+        assert (summary["submissions"], summary["heads"][2]["devices"], summary["quarantine"]) == (5, 5, [])
+        assert _weights((daemon.state / "head.onnx").read_bytes()) == without
+        done = run_aggregator("rollback", "2", "--state", str(daemon.state))
+        assert "head 2 cannot be used any more: its files were deleted" in done.stderr

@@ -17,14 +17,16 @@ from aggregator.config.schema import TaskFile, Training
 from aggregator.config.task_file import load_task
 from aggregator.coordination import round_state, rounds
 from aggregator.heads import accepted_submissions
+from aggregator.heads.forgotten_devices import forget
 from aggregator.heads.pending_training import FULL_MEMORY_TRAININGS, job_of
+from aggregator.heads.trained_heads import store_head
 from aggregator.heads.training_schedule import HeadTraining
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import LostFiles, TrainingProgress
+from aggregator.storage.stored_values import LostFiles, PendingHead, TrainingProgress
 from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks.restoration import Restoration
 from aggregator.tasks.task_preparation import Task, prepare_task
-from aggregator.training.jobs import HeadJob, RoundJob
+from aggregator.training.jobs import HeadJob, Result, RoundJob
 from aggregator.training.runner import Finished, Progress
 from protocol.errors import StateError
 from protocol.wire.codec import digest_of, encode
@@ -174,6 +176,52 @@ def test_killed_training_is_repeated(task: Task, store: Store) -> None:
     assert restarted.finish(_end(after))
     assert store.failed_training(task.digest, 1) is None
     assert [len(head.members) for head in store.heads.all()] == [2]
+
+
+def test_training_on_a_forgotten_device_is_stopped(
+    task: Task, store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its end changes nothing, even if it has made a head; the round closes without the device."""
+    caplog.set_level(logging.INFO)
+    events: Events = queue.SimpleQueue()
+    training = HeadTraining(task, store, on_event=events.put)
+    for device in "ab":
+        _take(training, task, device)
+    job = training._job
+    assert job is not None
+    with contextlib.closing(Store(store.folder)) as command:
+        forget(command, "a")
+    folder = Path(job.folder)
+    for name in ("head.onnx", "tensors.bin"):
+        (folder / name).write_bytes(b"made of a and b")
+    assert not training.finish(Finished(job, Result(metrics={"seconds": 1.0})))
+    assert not training.finish(_end(events))  # of the stopped process
+    assert (store.heads.all(), store.facts.get(PendingHead)) == ([], None)
+    assert (training.state.training, training.deleted) == (None, {"a"})
+    assert "submission deleted by an operator device=a" in caplog.text
+    assert "failed" not in caplog.text
+    training.tick()
+    assert training.state.training is None  # the quorum is two
+    _take(training, task, "c")
+    assert sorted(training.state.training or ()) == ["b", "c"]
+    training.stop()
+
+
+def test_head_is_not_stored_once_a_member_is_forgotten(task: Task, store: Store) -> None:
+    """Also if the command comes just before that."""
+    training = HeadTraining(task, store, on_event=lambda _: None)
+    for device in "ab":
+        _take(training, task, device)
+    job, members = training._job, training.state.training
+    assert isinstance(job, RoundJob)
+    assert members is not None
+    training.stop()
+    for name in ("head.onnx", "tensors.bin"):
+        (Path(job.folder) / name).write_bytes(b"made of a and b")
+    forget(store, "a")
+    with pytest.raises(StateError, match="a submission that head 1 is made of was deleted"):
+        store_head(task, store, job, Result(metrics={}), members)
+    assert store.heads.all() == []
 
 
 def test_damaged_submission_is_moved_apart_and_requested(task: Task, store: Store) -> None:
