@@ -6,6 +6,7 @@ broker. This module writes the folders, starts the processes, and measures the r
 
 import contextlib
 import signal
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -109,31 +110,34 @@ def _demo(
         f"devices, {len(deal.held_out)} held out",
     )
     summary, usage = _run_fleet(folder, names, timeout_s=timeout_s, console=console)
-    head = summary["heads"][-1]
-    _print(console, f"head trained on {head['prototypes']} prototypes in {head['metrics']['seconds']:.1f} s")
+    head, rounds = summary["heads"][-1], (summary["round"] or {"rounds": 0})["rounds"]
+    made = f"head trained on {head['prototypes']} prototypes in {head['metrics']['seconds']:.1f} s"
+    _print(console, f"{rounds} rounds of training on the devices" if rounds else made)
     images = folder.held_out_images()
     with console.status("evaluating the head on held-out images"):
-        accuracy = accuracy_of(predict(folder, names[0], images))
+        # In rounds, a head is bound to its device's mean and deviation of features, and to its local model.
+        accuracies = [accuracy_of(predict(folder, name, images)) for name in (names if rounds else names[:1])]
     with console.status("comparing with other classifiers") as status:
         others = _compare(folder, status.update)
     alone = others.alone
     return Result(
         algorithm=summary["algorithm"],
-        accuracy=accuracy,
+        rounds=rounds,
+        accuracy=statistics.mean(accuracies),
         nearest_mean_accuracy=others.nearest_mean,
         logistic_regression_accuracy=others.logistic_regression,
-        alone_accuracy=sum(alone.values()) / len(alone),
+        alone_accuracy=statistics.mean(alone.values()) if alone else None,
         devices=len(summary["devices"]),
         submissions=summary["submissions"],
         prototypes=head["prototypes"],
         bytes_up=sum(row["bytes"] for row in summary["devices"]),
-        onnx_max_difference=head["metrics"]["onnx_max_difference"],
+        onnx_max_difference=head["metrics"].get("onnx_max_difference"),
         seconds=round(time.monotonic() - started_s, 2),
         held_out_images=len(images),
         head=summary["head_path"],
         model=summary["model_path"],
         per_device=tuple(
-            _device(folder, row, usage[row["device"]], alone[row["device"]]) for row in summary["devices"]
+            _device(folder, row, usage[row["device"]], alone.get(row["device"])) for row in summary["devices"]
         ),
     )
 
@@ -178,7 +182,7 @@ def _compare(folder: Folder, on_step: Callable[[str], None]) -> "Comparison":
         return compare(folder, on_step)
 
 
-def _device(folder: Folder, row: dict[str, Any], usage: Usage, alone: float) -> DeviceResult:
+def _device(folder: Folder, row: dict[str, Any], usage: Usage, alone: float | None) -> DeviceResult:
     return DeviceResult(
         device=row["device"],
         classes=tuple(sorted(path.name for path in folder.images(row["device"]).iterdir())),

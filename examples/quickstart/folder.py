@@ -10,7 +10,9 @@ from examples.quickstart.digits import CLASSES, Deal, Digits, write_images
 from protocol.errors import ConfigError, StateError
 
 BACKBONE = Path(__file__).with_name("backbone.onnx")
-ALGORITHMS = ("fedtc", "statistics")
+ALGORITHMS = ("fedtc", "statistics", "fedpcl", "fpl")
+ROUNDS = 10
+"""Of the algorithms that have rounds."""
 FLEET = "quickstart"
 _MARK = "# Written by the protofleet quickstart, which replaces this folder when it runs again.\n"
 
@@ -76,7 +78,7 @@ def prepare(
     try:
         _clear(folder)
         folder.logs.mkdir(parents=True)
-        folder.task.write_text(_task(algorithm, devices=len(names), seed=seed), encoding="utf-8")
+        folder.task.write_text(task_text(algorithm, devices=len(names), seed=seed), encoding="utf-8")
         shutil.copyfile(BACKBONE, folder.root / BACKBONE.name)
         write_images(folder.held_out, digits, deal.held_out)
         for name, share in zip(names, deal.shares, strict=True):
@@ -94,11 +96,13 @@ def _clear(folder: Folder) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _task(algorithm: str, *, devices: int, seed: int) -> str:
-    training = f"""
-[training]
-seed = {seed}
-"""
+def task_text(algorithm: str, *, devices: int, seed: int) -> str:
+    """Return the task file."""
+    tables = {
+        "fedtc": f"batch_size = 5\n\n[training]\nseed = {seed}\n",
+        "statistics": "batch_size = 5\n",
+    }
+    in_rounds = f"\n[rounds]\ngrace_s = 1\n\n[{algorithm}]\nrounds = {ROUNDS}\n"
     return f"""{_MARK}
 fleet = "{FLEET}"
 algorithm = "{algorithm}"
@@ -108,6 +112,5 @@ quorum = {devices}
 deadline_s = 600
 
 [client]
-batch_size = 5
 seed = {seed}
-{training if algorithm == "fedtc" else ""}"""
+{tables.get(algorithm, in_rounds)}"""

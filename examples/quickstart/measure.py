@@ -51,12 +51,13 @@ class Comparison:
     """Accuracy of other classifiers on the images that no device has.
 
     Attributes:
-        nearest_mean: the nearest class mean of the prototypes of all devices.
+        nearest_mean: the nearest class mean of the prototypes of all devices; None after rounds, whose prototypes are
+            not of features.
         logistic_regression: on the features of all devices' images in one place.
-        alone: by device, a head trained on its prototypes only.
+        alone: by device, a head trained on its prototypes only; empty after rounds.
     """
 
-    nearest_mean: float
+    nearest_mean: float | None
     logistic_regression: float
     alone: dict[str, float]
 
@@ -69,7 +70,7 @@ def compare(folder: Folder, on_step: Callable[[str], None]) -> Comparison:
     task, (file,) = load_task(folder.task)
     backbone = open_backbone(file, provider="cpu")
     held_out = features_of(folder.held_out_images(), backbone)
-    sent = submissions(folder)
+    sent = submissions(folder) if task.learning is None else {}
     on_step("computing the features of all devices' images in one place")
     pooled = features_of(folder.device_images(), backbone)
     on_step("training logistic regression on the features of all devices' images")
@@ -80,7 +81,7 @@ def compare(folder: Folder, on_step: Callable[[str], None]) -> Comparison:
         on_step(f"training a head on the prototypes of {device} alone")
         alone[device] = accuracy_alone(prototypes, averaged, task=task)
     return Comparison(
-        nearest_mean=accuracy_of_nearest_mean(pool(list(sent.values())), averaged),
+        nearest_mean=accuracy_of_nearest_mean(pool(list(sent.values())), averaged) if sent else None,
         logistic_regression=logistic_regression,
         alone=alone,
     )

@@ -37,29 +37,31 @@ class DeviceResult(msgspec.Struct, frozen=True, kw_only=True):
     correct: int
     """Of its held-out images, those that the fleet's head classifies correctly."""
     incorrect: int
-    alone_accuracy: float
-    """Accuracy on the images of no device of a head trained on this device's prototypes alone."""
+    alone_accuracy: float | None
+    """Accuracy on the images of no device of a head trained on this device's prototypes alone; None with rounds."""
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
     """The result, as `--json` writes it."""
 
     algorithm: str
+    rounds: int
+    """0 for an algorithm without."""
     accuracy: float
-    """Accuracy of the fleet's head on the images of no device."""
-    nearest_mean_accuracy: float
-    """The same of the nearest class mean of the same prototypes."""
+    """Accuracy of the fleet's head on the images of no device; with rounds, mean over the heads of all devices."""
+    nearest_mean_accuracy: float | None
+    """The same of the nearest class mean of the same prototypes; None with rounds."""
     logistic_regression_accuracy: float
     """The same of logistic regression on the features of all devices' images in one place."""
-    alone_accuracy: float
-    """The same of heads trained on one device's prototypes; mean over the devices."""
+    alone_accuracy: float | None
+    """The same of heads trained on one device's prototypes, mean over the devices; None with rounds."""
     devices: int
     submissions: int
     prototypes: int
     bytes_up: int
-    """Bytes of all submissions."""
-    onnx_max_difference: float
-    """Largest difference between head.onnx and its layers in NumPy."""
+    """Bytes of all submissions; with rounds, of the last one."""
+    onnx_max_difference: float | None
+    """Largest difference between head.onnx and its layers in NumPy; None with rounds."""
     seconds: float
     held_out_images: int
     head: str
@@ -94,6 +96,9 @@ def _step(row: dict[str, Any] | None, *, has_head: bool) -> tuple[int, str]:
 
 
 def _fleet_line(summary: dict[str, Any], steps: list[int]) -> str:
+    seen = summary.get("round")
+    if seen and not seen["over"]:
+        return f"round {seen['number'] + 1} of {seen['rounds']}"
     if summary.get("heads"):
         return f"{steps.count(STEPS)} of {len(steps)} devices have evaluated the head"
     if training := summary.get("training"):
@@ -112,10 +117,15 @@ def show(result: Result, folder: Folder, console: Console) -> None:
     )
     status = f"{_program('aggregator')} status --state {_short(folder.aggregator)}"
     console.print("", _devices(result), "", _verdict(result), "", sep="\n")
+    difference = result.onnx_max_difference
     for line in (
-        f"Uploaded in all: {_kilobytes(result.bytes_up)} of averaged features, and no image.",
+        f"Uploaded {_uploaded(result)}, and no image.",
         f"A device, on average: {_cost(result)}.",
-        f"Maximum difference of head.onnx from its layers in NumPy: {result.onnx_max_difference:.0e}.",
+        *(
+            []
+            if difference is None
+            else [f"Maximum difference of head.onnx from its layers in NumPy: {difference:.0e}."]
+        ),
         f"[bold]{head}[/]   features to probabilities",
         f"[bold]{model}[/]  images to probabilities",
         "",
@@ -138,7 +148,7 @@ def _devices(result: Result) -> Table:
         "prototypes": f"{result.prototypes:,}",
         "bytes up": f"{result.bytes_up:,}",
         "local accuracy": f"{correct / max(correct + incorrect, 1):.1%}",
-        "alone": f"{result.alone_accuracy:.1%}",
+        **({} if result.alone_accuracy is None else {"alone": f"{result.alone_accuracy:.1%}"}),
     }.items():
         justify: Literal["left", "right"] = "left" if header in {"device", "digits"} else "right"
         table.add_column(header, footer, justify=justify, no_wrap=True)
@@ -150,7 +160,7 @@ def _devices(result: Result) -> Table:
             " ".join(row.classes),
             *(f"{number:,}" for number in (row.images, row.prototypes, row.bytes_up)),
             local,
-            f"{row.alone_accuracy:.1%}",
+            *([] if row.alone_accuracy is None else [f"{row.alone_accuracy:.1%}"]),
         )
     return table
 
@@ -158,15 +168,25 @@ def _devices(result: Result) -> Table:
 def _verdict(result: Result) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     for name, share, style in (
-        ("head of the fleet", result.accuracy, "green"),
+        ("heads of the devices, mean" if result.rounds else "head of the fleet", result.accuracy, "green"),
         ("nearest class mean, same prototypes", result.nearest_mean_accuracy, "cyan"),
         ("logistic regression, pooled images", result.logistic_regression_accuracy, "cyan"),
         ("head of one device, of two digits", result.alone_accuracy, "red"),
     ):
+        if share is None:
+            continue
         bar = ProgressBar(total=1, completed=share, width=28, complete_style=style, finished_style=style)
         table.add_row(name, bar, f"[bold {style}]{share:.1%}[/]")
     title = f" Accuracy on {result.held_out_images} held-out images, which no device has"
     return Group(title, Padding(table, (0, 0, 0, 3)))
+
+
+def _uploaded(result: Result) -> str:
+    size = _kilobytes(result.bytes_up)
+    if result.rounds:
+        changes = " and changes of parameters" if result.algorithm == "fpl" else ""
+        return f"in each of {result.rounds} rounds: {size} of averaged projections{changes}"
+    return f"in all: {size} of averaged features"
 
 
 def _cost(result: Result) -> str:
@@ -174,7 +194,7 @@ def _cost(result: Result) -> str:
     sent = statistics.mean(row.bytes_up for row in result.per_device)
     seconds = statistics.mean(row.cpu_s for row in result.per_device)
     memory = statistics.mean(row.peak_memory_bytes for row in result.per_device)
-    used = f"{_kilobytes(sent)} uploaded, {seconds:.1f} s of CPU time"
+    used = f"{_kilobytes(sent)} uploaded{' in a round' if result.rounds else ''}, {seconds:.1f} s of CPU time"
     return f"{used}, {memory / 1e6:.0f} MB of memory at its peak" if memory else used
 
 

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -27,7 +28,15 @@ from edge_client.data.statistics import group_rows
 from edge_client.runtime.backbone import open_backbone
 from examples.quickstart import digits as data
 from examples.quickstart.fleet import Fleet, peak_memory_bytes
-from examples.quickstart.folder import ALGORITHMS, BACKBONE, Folder, device_names, prepare
+from examples.quickstart.folder import (
+    ALGORITHMS,
+    BACKBONE,
+    ROUNDS,
+    Folder,
+    device_names,
+    prepare,
+    task_text,
+)
 from examples.quickstart.measure import Images, accuracy_alone, accuracy_of_nearest_mean, as_averaged
 from examples.quickstart.report import DeviceResult, Result, progress, show
 from protocol.errors import ConfigError, ProtofleetError
@@ -38,10 +47,10 @@ from tests.support.fleet import aggregator_status, wait_until
 DIGITS = data.load()
 
 
-def filled(root: Path, *, devices: int = 5, algorithm: str = "fedtc") -> Folder:
+def filled(root: Path, *, devices: int = 5) -> Folder:
     folder = Folder(root)
     deal = data.deal(DIGITS.labels, devices=devices, seed=0)
-    prepare(folder, DIGITS, deal, names=device_names(devices), seed=0, algorithm=algorithm)
+    prepare(folder, DIGITS, deal, names=device_names(devices), seed=0)
     return folder
 
 
@@ -92,12 +101,16 @@ def test_images_on_disk_are_the_digits(tmp_path: Path) -> None:
         assert np.array_equal(np.asarray(decode(image.path)), DIGITS.images[number])
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_task_file_is_valid(tmp_path: Path, algorithm: str) -> None:
+def test_task_file_is_valid(tmp_path: Path) -> None:
     """The task file waits for every device, and names the algorithm and the backbone beside it."""
-    task, (backbone,) = load_task(filled(tmp_path, devices=7, algorithm=algorithm).task)
-    assert (task.quorum, task.classes, task.algorithm) == (7, data.CLASSES, algorithm)
-    assert backbone == tmp_path / BACKBONE.name
+    folder = filled(tmp_path, devices=7)
+    for algorithm in ALGORITHMS:
+        if algorithm != "fedtc":
+            folder.task.write_text(task_text(algorithm, devices=7, seed=3), encoding="utf-8")
+        task, (backbone,) = load_task(folder.task)
+        assert (task.quorum, task.classes, task.algorithm) == (7, data.CLASSES, algorithm)
+        assert backbone == tmp_path / BACKBONE.name
+        assert task.learning is None or task.learning.rounds == ROUNDS
     assert read_backbone(backbone).feature_size == 256
 
 
@@ -310,6 +323,7 @@ def test_table_fits_80_columns(tmp_path: Path) -> None:
     )  # fmt: skip
     result = Result(
         algorithm="fedtc",
+        rounds=0,
         accuracy=0.981, nearest_mean_accuracy=0.961, logistic_regression_accuracy=0.992, alone_accuracy=0.2,
         devices=10, submissions=10, prototypes=230, bytes_up=119690,
         onnx_max_difference=1e-6, seconds=40.0, held_out_images=359, head="/h.onnx", model="/m.onnx",
@@ -322,6 +336,16 @@ def test_table_fits_80_columns(tmp_path: Path) -> None:
     assert "29/29 100.0%" in printed
     assert all(share in printed for share in ("98.1%", "96.1%", "99.2%", "20.0%"))
     assert "12.0 kB uploaded, 2.3 s of CPU time, 91 MB of memory at its peak" in printed
+    in_rounds = msgspec.structs.replace(
+        *(result,), algorithm="fpl", rounds=10, alone_accuracy=None, nearest_mean_accuracy=None,
+        onnx_max_difference=None, per_device=(msgspec.structs.replace(row, alone_accuracy=None),) * 10,
+    )  # fmt: skip
+    show(in_rounds, Folder(tmp_path), console)
+    printed = console.export_text()
+    assert "Uploaded in each of 10 rounds: 119.7 kB of averaged projections and changes of" in printed
+    assert "12.0 kB uploaded in a round" in printed
+    assert "heads of the devices, mean" in printed
+    assert all(absent not in printed for absent in ("alone", "nearest", "one device", "Maximum", "None", "…"))
 
 
 ROW = {"device": "device-01", "state": "online", "prototypes": 23, "bytes": 11969, "accuracy": None}
@@ -332,6 +356,10 @@ ROW = {"device": "device-01", "state": "online", "prototypes": 23, "bytes": 1196
     [
         ({}, ["0 of 2 devices have uploaded", "starting"]),
         ({"devices": [ROW | {"prototypes": 0}], "heads": []}, ["extracting features", "starting"]),
+        (
+            {"devices": [ROW], "heads": [{}], "round": {"number": 3, "rounds": 10, "over": False}},
+            ["round 4 of 10", "uploaded 23 prototypes"],
+        ),
         (
             {"devices": [ROW], "heads": [], "training": {"version": 1, "epoch": 7, "epochs": 300}},
             ["epoch 7 of 300", "uploaded 23 prototypes, 12.0 kB"],
@@ -344,7 +372,7 @@ ROW = {"device": "device-01", "state": "online", "prototypes": 23, "bytes": 1196
             ["1 of 2 devices have evaluated the head", "(29/29)"],
         ),
     ],
-    ids=["nothing", "connected", "training", "evaluated"],
+    ids=["nothing", "connected", "round", "training", "evaluated"],
 )
 def test_progress_of_each_step(summary: dict[str, Any], expected: list[str]) -> None:
     console = Console(width=80, record=True)
