@@ -1,6 +1,7 @@
 """Builds the manifests that are published to the fleet."""
 
 import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -77,18 +78,28 @@ def _differential_privacy(budget: PrivacyBudget) -> DifferentialPrivacy:
 
 @functools.cache
 def noise_multiplier(epsilon: float, delta: float) -> float:
-    """Return the smallest noise multiplier of an (epsilon, delta) private Gaussian event, rounded up."""
+    """Return the smallest noise multiplier of an (epsilon, delta) private Gaussian event, rounded up.
+
+    The closed form (Balle and Wang 2018, Theorem 8) gives it; devices use an accountant that rounds up, and has to
+    agree.
+    """
     try:
-        from dp_accounting import GaussianDpEvent, calibrate_dp_mechanism
+        from dp_accounting import GaussianDpEvent
         from dp_accounting.pld import PLDAccountant
+        from dp_accounting.pld.common import DifferentialPrivacyParameters
+        from dp_accounting.pld.privacy_loss_mechanism import GaussianPrivacyLoss
     except ImportError as error:
         raise RuntimeMissing(
             "differential privacy needs dp-accounting: pip install 'protofleet[aggregator]'"
         ) from error
-    least = float(
-        calibrate_dp_mechanism(PLDAccountant, GaussianDpEvent, target_epsilon=epsilon, target_delta=delta)
+    guarantee = DifferentialPrivacyParameters(epsilon, delta)
+    least = GaussianPrivacyLoss.from_privacy_guarantee(guarantee).standard_deviation
+    multipliers = (steps / _STEPS for steps in itertools.count(math.ceil(least * _STEPS)))
+    return next(
+        multiplier
+        for multiplier in multipliers
+        if PLDAccountant().compose(GaussianDpEvent(multiplier)).get_epsilon(delta) <= epsilon
     )
-    return math.ceil(least * _STEPS) / _STEPS
 
 
 def round_manifest(task: bytes, number: int, *, learning: Algorithm, tensors: BlobRef) -> RoundManifest:

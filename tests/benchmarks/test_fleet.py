@@ -9,7 +9,14 @@ from benchmarks.accuracy.fedtc_fleet import Settings, run_ceiling, run_fleet
 from benchmarks.data.features import Features
 from benchmarks.data.partitions import Partition
 
-DEFAULT = Settings(clients=10, alpha=0.99, batch_size=5, recipe=RECIPES["default"], device="cpu")
+ADAPTER = dataclasses.replace(RECIPES["default"], min_steps=60, compress=False, closed_form=False)
+DEFAULT = Settings(
+    clients=10,
+    alpha=0.99,
+    batch_size=5,
+    recipe=dataclasses.replace(RECIPES["default"], adapter=False),
+    device="cpu",
+)
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +43,7 @@ def test_fleet_is_trained_from_encoded_submissions(digits: Features) -> None:
 
 def test_restored_variance_improves_accuracy(digits: Features) -> None:
     """The same prototypes, of ten images each, train a better adapter with their variance restored."""
-    adapter = dataclasses.replace(DEFAULT.recipe, closed_form=False)
-    raw = dataclasses.replace(adapter, restore=False, mix=False)
+    raw = dataclasses.replace(ADAPTER, restore=False, mix=False)
     restored, plain = (
         run_fleet(
             digits,
@@ -45,7 +51,7 @@ def test_restored_variance_improves_accuracy(digits: Features) -> None:
             dataclasses.replace(DEFAULT, batch_size=10, recipe=recipe),
             seed=0,
         )
-        for recipe in (adapter, raw)
+        for recipe in (ADAPTER, raw)
     )
     assert restored.accuracy > plain.accuracy + 0.01
     assert (restored.prototypes, restored.bytes_up) == (plain.prototypes, plain.bytes_up)

@@ -10,8 +10,8 @@ from aggregator.coordination.rounds import Event, SubmissionReceived, Ticked, Tr
 
 ONE_SHOT = Settings(quorum=10**6, deadline_s=1e9)
 ROUNDS = Settings(quorum=2, deadline_s=1e9, grace_s=1e6, rounds=5, staleness=1)
-FEW = 100
-MANY = 1000
+FEW = 40
+MANY = 400
 
 
 Prepare = Callable[[int], tuple[State, Settings, list[SubmissionReceived]]]

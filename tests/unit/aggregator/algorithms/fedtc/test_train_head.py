@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -48,12 +50,13 @@ def test_adapter_is_used_where_cross_validation_prefers_it() -> None:
     directions /= np.linalg.norm(directions, axis=1, keepdims=True)
     labels = np.arange(len(directions)) % 2
     prototypes = (directions * np.where(labels, 4, 1)[:, None]).astype(np.float32)
-    curved = train(prototypes, labels, np.ones_like(labels), num_classes=2)
+    recipe = replace(RECIPES["default"], min_steps=60)
+    curved = train(prototypes, labels, np.ones_like(labels), num_classes=2, recipe=recipe)
     assert len(curved.layers) == 3
     assert curved.accuracy > 0.95
     assert curved.epochs > 0
     shifted = (0.3 * labels[:, None] + rng.normal(size=(len(labels), 40))).astype(np.float32)
-    linear = train(shifted, labels, np.ones_like(labels), num_classes=2)
+    linear = train(shifted, labels, np.ones_like(labels), num_classes=2, recipe=recipe)
     assert len(linear.layers) == 1
     assert linear.epochs == 0
 
