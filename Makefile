@@ -14,7 +14,7 @@ demo: $(DEMO_INSTALLED)    ## train one classifier on ten devices, with a broker
 	$(BIN)/python -m examples.quickstart $(DEMO)
 
 test: .venv/installed      ## run every test
-	$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(TESTS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(TESTS)
 
 check: .venv/installed     ## check lint, types and import contracts
 	$(BIN)/ruff check .

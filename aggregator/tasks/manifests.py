@@ -93,7 +93,7 @@ def noise_multiplier(epsilon: float, delta: float) -> float:
             "differential privacy needs dp-accounting: pip install 'protofleet[aggregator]'"
         ) from error
     guarantee = DifferentialPrivacyParameters(epsilon, delta)
-    least = GaussianPrivacyLoss.from_privacy_guarantee(guarantee).standard_deviation
+    least = float(GaussianPrivacyLoss.from_privacy_guarantee(guarantee).standard_deviation)
     multipliers = (steps / _STEPS for steps in itertools.count(math.ceil(least * _STEPS)))
     return next(
         multiplier

@@ -12,8 +12,11 @@ from tests.support.fleet import Fleet, write_digits, write_task
 
 CLASSES = [str(digit) for digit in range(4)]
 SHARES = ([0, 1, 2], [1, 2, 3], [0, 2, 3], [0, 1, 3])
-FEATURES = (16, 8)
+FEATURES = (8, 4)
 """Features of the two backbones."""
+
+FEDPCL = {"projection_size": 8, "tau": 0.1, "learning_rate": 0.01}
+"""As in tests/unit/aggregator/graphs, which export the same graphs."""
 
 
 def start_aggregator(
@@ -63,7 +66,7 @@ def test_rounds_of_fedpcl_and_then_of_fpl(tmp_path: Path, address: BrokerAddress
 
 def _rounds_of_fedpcl(fleet: Fleet) -> None:
     """Kill a device during a long training: it resumes the training, and the round waits for it."""
-    start_aggregator(fleet, "fedpcl", quorum=3, rounds=2, epochs=2000, batch_size=4)
+    start_aggregator(fleet, "fedpcl", quorum=3, rounds=2, epochs=500, batch_size=4, **FEDPCL)
     for number in range(3):
         start_device(fleet, number)
     checkpoint = fleet.device_state("device-0") / "training.checkpoint"

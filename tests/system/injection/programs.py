@@ -262,18 +262,23 @@ class Programs:
 
         life.wait(program, served)
         life.detach()
+        self._stop(life, program)
         life.judge_end(program.status)
-        if program.status is not None:
+        if program.status != 0:  # a fault may have reached it as late as its last moments
             life.age_temporary_files()
             started = life.logged(CONNECTED)
             program = life.restart(*arguments)
             life.wait(program, lambda: served() and life.logged(CONNECTED) > started)
+            self._stop(life, program)
+            life.check(program.status == 0, f"exit status {program.status} on SIGTERM")
         life.check([device.status for device in devices] == [0, 0], "the devices do not have the head")
         for device in devices:
             device.send(signal.SIGKILL)
+
+    @staticmethod
+    def _stop(life: Life, program: Program) -> None:
         program.send(signal.SIGTERM)
-        program.wait(30)
-        life.check(program.status == 0, f"exit status {program.status} on SIGTERM")
+        life.check(program.wait(30) is not None, "does not end on SIGTERM")
 
     def _check_heads(self, life: Life, state: Path, heads: list[str]) -> None:
         with closing(Store(state, read_only=True)) as store:

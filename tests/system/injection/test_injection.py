@@ -20,13 +20,13 @@ from tests.system.injection.strace import Injection, faults_of, injected, is_bel
 
 SEED = 20261122
 LIVES = {
-    "edge-client": 12,
-    "edge-client predict": 3,
-    "aggregator run": 8,
-    "aggregator enroll": 6,
-    "aggregator status": 3,
+    "edge-client": 9,
+    "edge-client predict": 2,
+    "aggregator run": 6,
+    "aggregator enroll": 4,
+    "aggregator status": 2,
 }
-"""Lives of each program; all of them together take 25 s of processor time."""
+"""Lives of each program; all of them together take 18 s of processor time."""
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from aggregator.algorithms.fedproto import FedProto
 from aggregator.algorithms.fpl import FPL
 from aggregator.graphs.parity import check
 from aggregator.graphs.program_export import Graphs, bind, build, untrained
+from aggregator.graphs.tracing import examples, to_onnx
 from protocol.errors import ProtofleetError
 from protocol.models.onnx_metadata import GraphMetadata, HeadMetadata, read_metadata
 from tests.support.exported_graphs import exported
@@ -136,7 +137,7 @@ def test_graph_is_plain_onnx(graphs: Graphs, role: str) -> None:
     assert str(Path.cwd()).encode() not in file
 
 
-@pytest.mark.parametrize("name", ["fpl"], indirect=True, scope="module")
+@pytest.mark.parametrize("name", ["fedproto"], indirect=True, scope="module")
 def test_same_program_has_the_same_bytes(graphs: Graphs, name: str) -> None:
     """Whatever PyTorch has drawn before, whose random state stays unchanged."""
     torch.manual_seed(len(name))
@@ -286,7 +287,19 @@ def test_large_projection_is_tiled() -> None:
     algorithm = FedPCL(
         projection_size=32, variant="global", standardize=False, learning_rate=0.1, weight_decay=0.0
     )
-    graphs = build(algorithm, feature_size=4096, num_classes=3, seed=0)
-    assert untrained(graphs.init, feature_size=4096)["weight"].shape == (2, 16, 4096)
-    operators = [node.op_type for node in onnx.load_model_from_string(graphs.step).graph.node]
+    sizes: Any = {"feature_size": 4096, "num_classes": 3, "seed": 0}
+    functions = algorithm.functions(**sizes)
+    tensors = examples(algorithm, functions, **sizes)
+    metadata = GraphMetadata(
+        role="step",
+        algorithm="fedpcl",
+        classes=3,
+        feature_size=4096,
+        projection_size=32,
+        opset=18,
+        runtime_min="",
+    )
+    assert functions.init.apply(tensors)["weight"].shape == (2, 16, 4096)
+    step = to_onnx(functions.step, tensors, functions.dimensions, metadata=metadata)
+    operators = [node.op_type for node in onnx.load_model_from_string(step).graph.node]
     assert operators.count("Scan") == 1
