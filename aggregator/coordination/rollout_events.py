@@ -1,4 +1,4 @@
-"""What happens to a rollout, and what follows from it: the events and actions of its state machine."""
+"""Events of a rollout, and the actions that follow: the inputs and outputs of its state machine."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -102,7 +102,7 @@ class HeadInstaller:
     def _graphs(self, install: InstallHead) -> AbstractContextManager[None]:
         """Return a context in which graphs run: where messages must not reveal images, apart from this process.
 
-        Its memory has images, which a graph may read, and tell by being refused.
+        Its memory has images, which a graph may read, and reveal by being refused.
         """
         return isolated_models() if self._workspace.is_bounded(install.manifest) else nullcontext()
 

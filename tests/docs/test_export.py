@@ -134,7 +134,7 @@ def _run(arguments: Sequence[str], folder: Path) -> str:
 
 
 def test_python_program_imports_nothing_of_protofleet() -> None:
-    """Only what the page says to install."""
+    """It imports only the packages that the page says to install."""
     imported = {
         alias.name if isinstance(node, ast.Import) else node.module
         for node in ast.walk(ast.parse(BLOCKS["python"]))

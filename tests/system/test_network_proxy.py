@@ -63,7 +63,7 @@ def test_slow_network_changes_nothing(target: BrokerAddress, faults: Faults) -> 
 
 
 def test_duplicates_arrive_twice(target: BrokerAddress) -> None:
-    """As many more as were counted, each beside the first."""
+    """As many packets more as were counted arrive, each right after the first one."""
     received, proxy, _ = forward(target, Faults(duplicate=0.5))
     assert len(received) == COUNT + proxy.counts["duplicated"]
     assert proxy.counts["duplicated"] > 5

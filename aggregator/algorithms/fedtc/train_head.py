@@ -24,7 +24,7 @@ SHARES = (1.0, 0.5, 0.25, 0.1)
 """Of the shrunk covariance, for cross-validation to choose from."""
 
 MIN_HELD_OUT = 30
-"""Held-out prototypes from which a difference of one standard error says something."""
+"""Held-out prototypes from which a difference of one standard error is evidence."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,8 @@ STRENGTHS = tuple(10.0 ** (quarter / 4) for quarter in range(-16, 5))
 TEMPERATURE = 0.12
 """Divisor of the regression's values that makes them logits.
 
-The sums do not tell it: on validation images of Fashion-MNIST the best was 0.116 with 5,000 images, 0.130 with 500.
+The sums do not determine it: on validation images of Fashion-MNIST the best was 0.116 with 5,000 images and 0.130 with
+500.
 """
 
 

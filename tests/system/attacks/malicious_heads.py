@@ -21,7 +21,7 @@ HELD_BYTES = 400 * 1024**2
     otherwise=REPORT,
 )
 def foreign_graphs(fleet: AttackedFleet) -> Iterator[bool]:
-    """As a head, as a backbone, and as a graph of a program."""
+    """Send them as a head, as a backbone, and as a graph of a program."""
     with CompromisedAggregator(fleet, "foreign") as aggregator:
         for change, words in REFUSED.items():
             aggregator.publish_head(changed(aggregator.valid_head, change))

@@ -128,7 +128,7 @@ def _raw(pem: bytes) -> bytes:
 
 
 def test_password_is_in_no_file(run: AttackedFleet) -> None:
-    """Not in a log, a state or the broker's database, even with --verbose."""
+    """No log, state or database of the broker contains it, even with --verbose."""
     assert "connected to" in run.log(DEVICE)
     assert [file for file, data in _written(run).items() if PASSWORD.encode() in data] == []
 

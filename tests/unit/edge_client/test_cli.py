@@ -50,14 +50,14 @@ def test_options_before_the_command_apply_to_it(here: Path, arguments: list[str]
 
 @pytest.mark.usefixtures("here")
 def test_options_take_precedence_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In both places."""
+    """This holds before and after the command's name."""
     monkeypatch.setenv("PROTOFLEET_STATE", "two")
     assert CliRunner().invoke(cli, ["status"]).output.startswith("device     two, ")
     assert CliRunner().invoke(cli, ["--state", "one", "status"]).output.startswith("device     one, ")
 
 
 def test_status_shows_whether_the_submission_was_received(here: Path) -> None:
-    """And what prevents it."""
+    """If it was not, the status shows what prevents it."""
     state = DeviceState(here / "one")
     report = SubmissionReport(size_bytes=10)
     item = state.outbox.keep("submission", b"submission", task=b"t" * 32, about="", facts=(report,))
@@ -114,7 +114,7 @@ def test_status_shows_what_was_left_out(here: Path) -> None:
 
 @pytest.mark.parametrize("several", [False, True])
 def test_a_repeatable_option_takes_a_value_or_a_list_from_a_file(tmp_path: Path, *, several: bool) -> None:
-    """As in `backbone`."""
+    """Such an option is `backbone`."""
     file = tmp_path / "backbone.onnx"
     file.touch()
     value = f'["{file}", "{file}"]' if several else f'"{file}"'

@@ -82,7 +82,7 @@ def test_options_override_the_enrollment(folder: Path, started: list[Settings]) 
 
 
 def test_other_names_than_the_enrolled_ones_are_refused(folder: Path, started: list[Settings]) -> None:
-    """Also the default fleet if it is given; equal names are accepted."""
+    """The default fleet is refused too if it is given; equal names are accepted."""
     for option, value in (("--device-id", "shed-2"), ("--fleet", "vineyard"), ("--fleet", "default")):
         with pytest.raises(ConfigError, match=f"omit {option}, or use the other enrollment"):
             run(folder, "--enrollment", str(folder), option, value)
@@ -119,7 +119,7 @@ def test_a_missing_enrollment_is_an_error(tmp_path: Path, folder: Path) -> None:
 
 @pytest.mark.usefixtures("started")
 def test_secrets_readable_by_others_are_logged(folder: Path) -> None:
-    """Both the certificate's key and the signing key."""
+    """This holds for the certificate's key and the signing key."""
     options = ["--data", str(folder.parent / "data"), "--state", str(folder.parent / "state")]
     for name in ("device.key", "signing.key"):
         (folder / name).chmod(0o644)

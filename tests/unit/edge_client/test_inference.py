@@ -117,7 +117,7 @@ def test_infinite_loop_in_a_head_exceeds_the_time_limit(
 
 
 def test_interrupted_thread_runs_no_graph_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither one that runs nor a later one, until its runs are allowed again."""
+    """A graph that runs is ended, and later ones are not run until that is allowed again."""
     backbone = tiny(tmp_path)
     endless = changed(linear_head([backbone], np.zeros((16, 2), dtype=np.float32)), infinite_loop)
     thread = threading.get_ident()

@@ -25,14 +25,14 @@ def made(name: str = MODEL, *, seed: int = 1) -> Any:
 
 
 def headless(name: str = MODEL) -> Any:
-    """That network without its classifier."""
+    """Return the network without its classifier."""
     module = made(name)
     module.reset_classifier(0)
     return module
 
 
 def state_of(module: Any) -> dict[str, Tensor]:
-    """Its weights, each on its own."""
+    """Return the network's weights, each copied."""
     return {key: value.clone() for key, value in module.state_dict().items()}
 
 

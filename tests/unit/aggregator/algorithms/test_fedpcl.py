@@ -204,7 +204,7 @@ def test_loss_is_zero_without_other_classes(present: list[int], loss: str) -> No
 
 
 def test_head_uses_the_devices_own_prototypes() -> None:
-    """Else the global ones; an absent class is never predicted."""
+    """Where it has none, the global ones are used; an absent class is never predicted."""
     functions = SMALL.functions(feature_size=2, num_classes=3, seed=0)
     state = functions.init.apply({"feature": torch.zeros(0, 2)})
     state |= {"weight": torch.eye(2)[None], "bias": torch.zeros(2)}

@@ -51,7 +51,7 @@ def test_order_of_contributions_does_not_matter(algorithm: Algorithm, count: int
     ("algorithm", "weight"), [(ALGORITHMS[0], "weight"), (ALGORITHMS[-1], "adapter_weight")]
 )
 def test_initial_model_depends_on_the_seed(algorithm: Algorithm, weight: str) -> None:
-    """Not on a device's images."""
+    """A device's images do not change it."""
     first, same, other = (
         algorithm.functions(**SIZES, seed=seed).init.apply(
             {"feature": feature, "labels": torch.zeros(len(feature), dtype=torch.int64)}

@@ -61,7 +61,7 @@ def test_problem_of_a_tolerated_canary_is_in_the_reason() -> None:
 
 
 def test_tolerated_fraction_is_a_setting() -> None:
-    """Of ten canaries two by default; with 0, each one decides."""
+    """By default two of ten canaries are tolerated; with 0, each one decides."""
     by = msgspec.structs.replace(QUORUM, canary_fraction=1.0)
     assert of_quorum([BROKEN] * 2 + [GOOD] * 8, by=by)[0].current == 2
     assert of_quorum([BROKEN] * 3 + [GOOD] * 7, by=by)[0].current == 1
@@ -134,7 +134,7 @@ def test_one_canary_does_not_decide_while_the_third_is_silent(
 
 @pytest.mark.parametrize("device", [0, 1])
 def test_silent_canary_of_two_waits_for_a_third_device(device: int) -> None:
-    """Both are told to use the candidate meanwhile, and every newer one; with a third, one of them is tolerated."""
+    """Both are offered the candidate, and every newer one; with a third canary, one silent one is tolerated."""
     fleet = ranked(2)[:3]
     two, silent = frozenset(fleet[:2]), fleet[device]
     state, done = play(initial_state([1]), HeadAdded(2, 0.0), Ticked(0.0, two, 2), by=QUORUM)

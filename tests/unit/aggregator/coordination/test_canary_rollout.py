@@ -99,7 +99,7 @@ def test_decision_has_the_summary(answer: CanaryResult, decision: Action) -> Non
 
 
 def test_head_that_one_of_two_canaries_cannot_use_is_rejected_at_once() -> None:
-    """Without waiting for the other; a device that is no canary does not count."""
+    """The other canary is not waited for; a device that is no canary does not count."""
     state, trial = trying()
     bystander, canary = ranked(2)[5], trial.canaries[0]
     state, done = play(state, Evaluated(bystander, 2, BROKEN))

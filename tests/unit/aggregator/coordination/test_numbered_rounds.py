@@ -60,7 +60,7 @@ def test_devices_of_the_previous_round_need_the_quorum() -> None:
 
 
 def test_round_of_listed_devices_closes_when_all_have_submitted() -> None:
-    """Also in the first round, and whatever the quorum."""
+    """This holds in the first round too, and for any quorum."""
     settings = replace(SETTINGS, devices=frozenset("ab"), quorum=9, min_devices=1)
     assert run(submitted("a"), settings=settings)[1] == []
     assert run(*AB, settings=settings)[1] == [(1, ["a0.1", "b0.1"])]

@@ -36,7 +36,7 @@ def failures(version: int, failed: int, *, of: int) -> FailuresReported:
 
 
 def test_each_rollback_goes_further_back() -> None:
-    """To the head that was current before; a later head is rolled out as usual."""
+    """The head that was current before is current again; a later head is rolled out as usual."""
     known = heads(1, 2, 3)
     back = CommandReceived("rollback", None, known)
     state, done = play(initial_state([1, 2, 3]), back, back)
@@ -50,7 +50,7 @@ def test_each_rollback_goes_further_back() -> None:
 
 
 def test_rollback_to_a_version() -> None:
-    """Also to a newer or rejected one; the next rollback returns from there."""
+    """A newer or rejected head can be named too; the next rollback starts from it."""
     known = heads(1, 2, 3)
     state, _ = play(
         initial_state([1, 2, 3]), CommandReceived("rollback", 1, known), CommandReceived("rollback", 3, known)
@@ -128,7 +128,7 @@ def test_current_head_that_too_many_devices_cannot_use_is_rejected(
 
 
 def test_no_device_alone_has_the_current_head_rejected() -> None:
-    """Not even if none is tolerated, and not in a fleet of one."""
+    """This holds if no failure is tolerated, and in a fleet of one."""
     for devices in (1, 2, 10):
         by = Settings(tolerated_fraction=0.0, min_canaries=1)
         assert play(initial_state([1, 2]), failures(2, 1, of=devices), by=by)[0].current == 2

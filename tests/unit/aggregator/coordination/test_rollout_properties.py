@@ -36,7 +36,7 @@ ANSWERS = st.one_of(
 def test_order_of_answers_does_not_matter(
     answers: list[CanaryResult], order: list[int], again: list[int], tolerated: float
 ) -> None:
-    """Nor repetitions or restarts: the outcome is the same."""
+    """Repeated answers and restarts do not change the outcome either."""
     by = Settings(canary_fraction=0.5, tolerated_fraction=tolerated)
     state, _ = play(initial_state([1]), HeadAdded(2, 0.0), Ticked(1.0, FLEET), by=by)
     assert state.trial is not None

@@ -54,7 +54,7 @@ def minimum(count: int) -> tuple[State, Settings, list[SubmissionReceived]]:
 
 
 def training(count: int) -> tuple[State, Settings, list[SubmissionReceived]]:
-    """A training runs meanwhile."""
+    """A training is running at that time."""
     settings = replace(ONE_SHOT, quorum=1)
     return step(State(), submissions(1)[0], settings=settings)[0], settings, submissions(count)
 

@@ -38,7 +38,7 @@ def test_members_are_stored_in_order_of_their_names() -> None:
 
 
 def test_device_counts_once_for_the_quorum() -> None:
-    """However many duplicates and newer submissions it sends."""
+    """Duplicates and newer submissions of a device do not count again."""
     events = [submitted("a", sequence=sequence) for sequence in (1, 1, 2, 3, 3, 2)]
     state, trainings, verdicts = run(*events)
     assert trainings == []
@@ -76,7 +76,7 @@ def test_retrain_after_counts_after_the_first_head() -> None:
 
 
 def test_failed_training_is_repeated_after_a_growing_delay() -> None:
-    """At once on a changed submission; a head ends the series."""
+    """A changed submission repeats it at once; a trained head resets the delay."""
     now_s, state = 0.0, run(*ABC)[0]
     for failures, delay_s in enumerate([10.0, 20.0, 40.0, 80.0, 160.0, 300.0, 300.0], start=1):
         state, trainings, _ = run(
@@ -108,7 +108,7 @@ def test_end_of_an_unknown_training_is_ignored(event: Event) -> None:
 
 
 def test_verdict_has_the_counted_entry() -> None:
-    """So that the device can continue after its sequence number."""
+    """The device continues after the sequence number of the entry."""
     state, _, _ = run(submitted("a", sequence=5))
     _, actions = step(state, submitted("a", sequence=4), settings=SETTINGS)
     assert actions == (SubmissionVerdict("superseded", entry("a", sequence=5)),)
@@ -180,7 +180,7 @@ def test_round_does_not_wait_for_devices_that_do_not_count(decisions: DeviceDeci
 
 
 def test_round_does_not_wait_for_listed_devices_in_quarantine() -> None:
-    """With all listed devices quarantined it stays open."""
+    """If all listed devices are quarantined, it stays open."""
     listed = Settings(quorum=4, deadline_s=100.0, grace_s=10.0, rounds=5, devices=frozenset("abcd"))
     assert _decided(_without("d"), *ABC, settings=listed)[1] == ["abc"]
     assert _decided(_without("abcd"), *ABC, submitted("d"), Ticked(1e6), settings=listed)[1] == []
@@ -213,7 +213,7 @@ def test_quarantined_device_is_judged_again_an_hour_after_its_last_upload() -> N
 
 
 def test_rate_limit_postpones_the_next_training() -> None:
-    """Submissions are accepted meanwhile; a revocation starts a training all the same."""
+    """Submissions are accepted until then; a revocation starts a training anyway."""
     state, _, _ = run(*ABC, Trained(1))
     state = replace(state, is_rate_limited=True)
     renewed = [submitted(device, sequence=2) for device in "abc"]

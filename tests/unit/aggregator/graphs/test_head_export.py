@@ -105,7 +105,7 @@ def test_probabilities_of_zeros_are_finite(head: bytes) -> None:
 
 
 def test_same_head_has_the_same_bytes(backbone: bytes, head: bytes) -> None:
-    """Without paths of this machine."""
+    """They contain no path of this machine."""
     assert head_to_onnx(network(), metadata=described(backbone)) == head
     assert b".py" not in head
     assert str(Path.cwd()).encode() not in head
@@ -136,7 +136,7 @@ def test_nan_is_an_infinite_difference(head: bytes) -> None:
 
 @pytest.mark.parametrize("opset", [17, OPSET, 20])
 def test_fused_file_equals_backbone_and_head(head: bytes, backbone: bytes, opset: int) -> None:
-    """For backbones of several operator sets."""
+    """This holds for backbones of several operator sets."""
     other = version_converter.convert_version(onnx.load_model_from_string(backbone), opset)
     file = bytes(other.SerializeToString())
     head_of_it = head_to_onnx(network(), metadata=described(file))
@@ -190,7 +190,7 @@ def test_fused_file_equals_several_backbones_and_head() -> None:
 
 
 def test_backbones_that_cannot_be_merged_are_an_error() -> None:
-    """Of other operators than ONNX's own, in two versions."""
+    """They have operators of another domain than ONNX's own, in two versions."""
     files = []
     for version in (1, 2):
         model = onnx.load_model_from_string(tiny_backbone(feature_size=FEATURE_SIZE // 2))
@@ -204,7 +204,7 @@ def test_backbones_that_cannot_be_merged_are_an_error() -> None:
 
 
 def test_fused_file_has_the_metadata_of_both(backbone: bytes, head: bytes) -> None:
-    """And no other metadata."""
+    """It has no other metadata."""
     session = onnxruntime.InferenceSession(fuse([backbone], head))
     properties = session.get_modelmeta().custom_metadata_map
     facts = read_metadata(properties, ModelMetadata)

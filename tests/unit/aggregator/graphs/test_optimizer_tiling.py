@@ -71,7 +71,7 @@ def outputs(made: onnx.ModelProto, rows: int) -> list[NDArray[np.float32]]:
 
 @pytest.mark.parametrize("rows", [1, 4])
 def test_tiled_graph_equals_the_original(rows: int) -> None:
-    """Also for tiles that are used again outside."""
+    """This holds for tiles that other nodes use too."""
     plain, tiled = model(), model()
     tile(tiled)
     onnx.checker.check_model(tiled, full_check=True)

@@ -139,7 +139,7 @@ def test_graph_is_plain_onnx(graphs: Graphs, role: str) -> None:
 
 @pytest.mark.parametrize("name", ["fedproto"], indirect=True, scope="module")
 def test_same_program_has_the_same_bytes(graphs: Graphs, name: str) -> None:
-    """Whatever PyTorch has drawn before, whose random state stays unchanged."""
+    """PyTorch's random state neither changes them nor is changed."""
     torch.manual_seed(len(name))
     before = torch.random.get_rng_state()
     assert build(ALGORITHMS[name], feature_size=L, num_classes=C, seed=0) == graphs
@@ -181,14 +181,14 @@ def test_values_are_finite(graphs: Graphs, name: str, devices: int, batch: int) 
 
 
 def test_training_lowers_the_loss(graphs: Graphs, name: str) -> None:
-    """By a fifth in a hundred steps."""
+    """A hundred steps lower it by a fifth."""
     tensors = pooled(ALGORITHMS[name], devices=3)
     _, losses = trained(graphs, images(24, classes=3), tensors, steps=100)
     assert losses[-1] < 0.8 * losses[0]
 
 
 def test_untrained_state_is_that_of_no_images(graphs: Graphs) -> None:
-    """With a deviation of 1."""
+    """Its standard deviation is 1."""
     state = untrained(graphs.init, feature_size=L)
     expected = run(graphs.init, images(0))
     assert list(state) == list(expected)
@@ -214,7 +214,7 @@ def test_bound_head_equals_the_unbound_one(graphs: Graphs, name: str) -> None:
 
 
 def test_bound_head_contains_only_what_it_needs(graphs: Graphs, name: str) -> None:
-    """Of the prototypes of three hundred devices, only those of the classes."""
+    """Of the prototypes of 300 devices it contains only those of the task's classes."""
     algorithm = ALGORITHMS[name]
     state = untrained(graphs.init, feature_size=L)
     few, many = (
@@ -277,7 +277,7 @@ def test_graph_that_differs_from_pytorch_is_not_published(
     ],
 )
 def test_unusual_settings_make_programs(algorithm: Algorithm, classes: int) -> None:
-    """Also with one class, and where rounding alone changes the training."""
+    """One class is enough, and a training that only rounding changes is accepted."""
     graphs = build(algorithm, feature_size=7, num_classes=classes, seed=1)
     assert untrained(graphs.init, feature_size=7)["mean"].shape == (7,)
 

@@ -60,7 +60,7 @@ def test_every_training_updates_the_quarantine(store: Store, caplog: pytest.LogC
 
 
 def test_release_outlives_trainings(store: Store) -> None:
-    """Also trainings that started before."""
+    """Trainings that started before it do not quarantine the device again."""
     _keep(store, 1, quarantined={"a": "far off"})
     assert release(store, "a") == "released a: the next head after the start of the aggregator includes it"
     assert release(store, "a") == "a is already released"
@@ -70,7 +70,7 @@ def test_release_outlives_trainings(store: Store) -> None:
 
 
 def test_revoked_device_stays_quarantined(store: Store) -> None:
-    """Whatever a training finds; only a new enrollment helps."""
+    """No training releases it; only a new enrollment does."""
     store.quarantine.add(TASK, "a", reason=REVOKED, now_s=1.0)
     _keep(store, 1, quarantined={})
     _keep(store, 2, quarantined={"a": "far off"})

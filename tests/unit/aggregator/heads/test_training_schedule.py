@@ -306,7 +306,7 @@ def test_failure_on_a_full_disk_is_retried(task: Task, store: Store) -> None:
 def test_interrupted_round_is_closed_again(
     task: Task, store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """On the same submissions; later ones belong to the next round."""
+    """The same submissions are used; later ones belong to the next round."""
     caplog.set_level(logging.INFO)
     before = HeadTraining(task, store, on_event=lambda _: None)
     for device in "abc":

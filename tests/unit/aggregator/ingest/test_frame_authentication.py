@@ -85,7 +85,7 @@ def test_closed_fleet_accepts_only_enrolled_keys(store: Store, authenticator: Fr
 
 
 def test_revoked_key_is_refused_at_once(store: Store, authenticator: FrameAuthenticator) -> None:
-    """Also for a transfer that is under way; a new enrollment is accepted."""
+    """A transfer that is under way is refused too; a new enrollment is accepted."""
     other = Store(store.folder)
     authenticator.check("a", signed())
     other.keys.revoke("a", now_s=5.0)

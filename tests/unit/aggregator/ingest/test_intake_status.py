@@ -31,7 +31,7 @@ def test_status_is_written_on_a_full_disk(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("contents", [b"", b"noise", b'{"stopped_s": "x"}', os.urandom(1000)])
 def test_unreadable_status_is_a_working_intake(tmp_path: Path, contents: bytes) -> None:
-    """And a missing one, before the first start."""
+    """A missing one, before the first start, is one too."""
     assert intake_status.read(tmp_path) == Intake()
     intake_status.create(tmp_path)
     (file,) = tmp_path.iterdir()

@@ -136,7 +136,7 @@ def test_all_transfers_together_are_bounded() -> None:
 
 
 def test_tiny_transfers_count_against_the_quota() -> None:
-    """With their overhead: a transfer of one byte is not free."""
+    """Each counts with its overhead: a transfer of one byte is not free."""
     reassembly = _reassembly(max_bytes=10**6, max_held_bytes=100 * (2 * PIECE_BYTES + STRETCH_BYTES + 1))
     for number in range(1000):
         frame = _frame(0, digest=digest_of(b"%d" % number), size_bytes=10**6)
@@ -223,7 +223,7 @@ def test_transfer_complete_before_a_commit_is_not_stored() -> None:
 
 
 def test_transfer_without_frames_expires() -> None:
-    """By the time of its last frame, on the disk as well."""
+    """The time of its last frame counts, after a restart too."""
     disk = Disk()
     reassembly = disk.start(set())
     reassembly.take("a", FRAMES[0], now_s=1.0)

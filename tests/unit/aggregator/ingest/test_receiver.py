@@ -88,7 +88,7 @@ def test_upload_without_frames_expires(store: Store, caplog: pytest.LogCaptureFi
 
 
 def test_stopped_intake_answers_the_last_frame_only(store: Store) -> None:
-    """One receipt each time a device asks; nothing is stored meanwhile."""
+    """A device gets one receipt for each query, and nothing is stored."""
     receiver = _receiver(store)
     receiver.stop(StateError("the disk is full"))
     assert [receiver.take("a", frame) for frame in FRAMES[:3]] == [None] * 3
@@ -100,7 +100,7 @@ def test_stopped_intake_answers_the_last_frame_only(store: Store) -> None:
 
 
 def test_deleted_folder_stops_the_intake_until_it_is_created_again(store: Store) -> None:
-    """Its chunks are sent again."""
+    """Devices send their chunks again."""
     receiver = _receiver(store)
     receiver.take("a", FRAMES[0])
     receiver.commit()

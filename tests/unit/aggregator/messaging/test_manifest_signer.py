@@ -48,7 +48,7 @@ def test_new_manifest_has_a_greater_number(tmp_path: Path, monkeypatch: pytest.M
 def test_every_start_signs_with_a_greater_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_s: float
 ) -> None:
-    """Also if nothing has changed, and if the clock was set back."""
+    """This holds if nothing has changed, and if the clock was set back."""
     manifest(start(tmp_path, monkeypatch, at_s=1000.0), b"one")
     after = manifest(start(tmp_path, monkeypatch, at_s=at_s), b"one")
     assert after.release == max(1001, int(at_s))
@@ -131,7 +131,7 @@ def test_concurrent_starts_create_one_key(tmp_path: Path) -> None:
 
 
 def test_changed_key_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """With the key that devices trust; not at the first start."""
+    """The line names the key that devices trust; the first start logs none."""
     ManifestSigner(Store(tmp_path), key=KEY, fleet="barn")
     ManifestSigner(Store(tmp_path), key=KEY, fleet="barn")
     assert not caplog.messages

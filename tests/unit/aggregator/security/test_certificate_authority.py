@@ -71,13 +71,13 @@ def test_client_certificate_names_device(ca: Issued) -> None:
 
 
 def test_certificate_ends_with_ca(ca: Issued) -> None:
-    """Also when it was requested for longer."""
+    """A longer validity that was requested is cut."""
     certificate = read(issue_client(ca, "shed-1", now=NOW + timedelta(days=10), days=CA_DAYS))
     assert certificate.not_valid_after_utc == read(ca).not_valid_after_utc
 
 
 def test_validity_starts_a_day_before_issue(ca: Issued) -> None:
-    """For devices with a slow clock."""
+    """Devices with a slow clock accept it."""
     for issued in (ca, issue_client(ca, "shed-1", now=NOW, days=1)):
         assert read(issued).not_valid_before_utc == NOW - timedelta(days=1)
 
@@ -111,7 +111,7 @@ def test_name_over_64_characters_is_refused(ca: Issued) -> None:
 
 
 def test_damaged_ca_is_an_error(ca: Issued) -> None:
-    """With another CA's key, or bytes that are no key."""
+    """Its key is another CA's, or no key at all."""
     other = create_ca("orchard", now=NOW)
     for key, said in ((other.key, "do not match"), (b"none", "cannot read")):
         with pytest.raises(ConfigError, match=said):

@@ -90,7 +90,7 @@ def test_enrollment_folder_matches_database(world: World) -> None:
 
 
 def test_private_keys_are_readable_by_their_owner_only(world: World) -> None:
-    """Whatever the umask is, for files and folders."""
+    """This holds for files and folders, whatever the umask is."""
     before = os.umask(0)
     try:
         folders = (world.enroll(), world.enroll_broker(), world.identity)
@@ -114,7 +114,7 @@ def test_first_enrollment_closes_fleet_and_replaces_pinned_key(world: World) -> 
 
 
 def test_second_enrollment_needs_renew_and_revokes_old_certificate(world: World) -> None:
-    """Without renew, nothing changes."""
+    """A second enrollment without it changes nothing."""
     out = world.enroll()
     before = world.key("shed-1")
     with pytest.raises(ConfigError, match="shed-1 is already enrolled: --renew"):

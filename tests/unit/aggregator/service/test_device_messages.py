@@ -147,7 +147,7 @@ def _refused(summary: dict[str, Any], device: str) -> dict[str, int]:
 
 
 def test_hostile_messages_are_refused_and_counted(embedded: tuple[BrokerAddress, Daemon]) -> None:
-    """By reason, each logged once; a valid submission is accepted afterwards."""
+    """Each reason is counted, and logged once; a valid submission is accepted afterwards."""
     broker, daemon = embedded
     with Device(broker, "mallory") as device:
         task = digest_of(device.task())

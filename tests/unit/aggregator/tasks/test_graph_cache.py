@@ -62,7 +62,7 @@ def test_code_that_makes_no_graph_of_the_task_is_left_out(package: Path, file: s
      "graphs/program_export.py", "graphs/optimizer_tiling.py"],
 )  # fmt: skip
 def test_code_of_the_graphs_enters(package: Path, file: str) -> None:
-    """Also code that is imported within a function."""
+    """Code that a function imports enters too."""
     before = key()
     edit(package / file, lambda text: f"{text}\nENTERS = 1\n")
     assert key() != before
@@ -82,7 +82,7 @@ def test_settings_and_sizes_enter() -> None:
 
 
 def test_killed_export_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a growing delay, a few times; one that fails by itself is not."""
+    """It is repeated a few times with growing delays; one that fails by itself is not."""
     job, waited = CompileJob(task_file=FILE, feature_size=16, folder=str(tmp_path)), list[float]()
     monkeypatch.setattr(time, "sleep", waited.append)
     killed, made = Finished(job, None, "killed", is_killed=True), Finished(job, Result(metrics={}))

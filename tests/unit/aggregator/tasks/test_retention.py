@@ -116,7 +116,7 @@ def test_served_blobs() -> None:
 
 
 def test_submission_of_an_earlier_round_without_its_blob_is_deleted(store: Store) -> None:
-    """If it would count; one of the open round is requested instead."""
+    """It is deleted if it would count; one of the open round is requested instead."""
     store.submissions.put(ROUNDS_TASK, replace(_row("here"), entry=Entry(1, store.blobs.put(b"x"), 0.0, 2)))
     delete_carried_submissions(ROUNDS, store)
     assert sorted(store.submissions.all(ROUNDS_TASK)) == ["here", "r0", "r1", "r3"]

@@ -101,7 +101,7 @@ def test_too_few_devices_have_no_outliers() -> None:
 
 
 def test_released_device_is_not_quarantined() -> None:
-    """The other outliers are."""
+    """The other outliers are quarantined."""
     parts = {**fleet(8), "x": flipped(honest(9)), "y": _changed(honest(10), offset=50)}
     assert _judged(parts, released=("x",)).keys() == {"y"}
 
@@ -209,7 +209,7 @@ def _elsewhere(device: int, place: NDArray[np.float64], labels: tuple[int, ...] 
 
 @pytest.mark.parametrize(("usual", "others"), [(12, 8), (14, 6), (18, 2)])
 def test_group_in_another_place_is_reported_and_not_quarantined(usual: int, others: int) -> None:
-    """Also beside an attacker, who is quarantined."""
+    """An attacker beside the group is quarantined."""
     place = 1.5 * np.random.default_rng(3).normal(size=FEATURE_SIZE)
     parts = fleet(usual) | {f"far{device}": _elsewhere(50 + device, place) for device in range(others)}
     judgment = judge(parts, classes=CLASSES, false_alarm_rate=FALSE_ALARM_RATE)

@@ -49,7 +49,7 @@ def test_honest_contributions_stay_as_they_are() -> None:
 @pytest.mark.parametrize("combine", ["none", "trimmed", "median"])
 @pytest.mark.parametrize("factor", [-1.0, 1e4, -1e4])
 def test_one_of_six_moves_the_mean_little(combine: Combine, factor: float) -> None:
-    """However large its values are; without the limit they are the mean."""
+    """The size of its values does not matter; without the limit they would be the mean."""
     parts = [*HONEST, _contribution("liar", 9, factor=factor)]
     found = robust_contributions(parts, clip_multiple=CLIP, combine=combine)
     assert np.abs(_mean(found) - _mean(HONEST)).max() < (0.1 if combine != "none" else 0.8)

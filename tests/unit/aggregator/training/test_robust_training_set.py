@@ -31,7 +31,7 @@ def _one_class(values: list[float], counts: list[int]) -> Prototypes:
 
 
 def test_none_concatenates_the_parts() -> None:
-    """In the order of the parts."""
+    """The order of the parts stays."""
     parts = list(fleet(3).values())
     data = combine(parts, by="none")
     assert np.array_equal(data.values, np.concatenate([part.values for part in parts]))

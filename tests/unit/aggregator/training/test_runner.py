@@ -118,7 +118,7 @@ def _replace_python(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str, 
 def test_failed_job_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, reason: str
 ) -> None:
-    """With the last line of its errors; output without figures is ignored."""
+    """The reason has the last line of its errors; output without figures is ignored."""
     _replace_python(tmp_path, monkeypatch, f"#!/bin/sh\ncd {tmp_path}; {script}\n")
     finished, said = _end(_job(tmp_path), tmp_path)
     assert said == [Progress({"epoch": 1})]
@@ -126,7 +126,7 @@ def test_failed_job_is_reported(
 
 
 def test_killed_job_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what usually kills a job."""
+    """The reason names the usual cause."""
     _replace_python(tmp_path, monkeypatch, "#!/bin/sh\nkill -9 $$\n")
     finished, _ = _end(_job(tmp_path), tmp_path)
     assert (finished.result, finished.is_killed) == (None, True)
@@ -134,7 +134,7 @@ def test_killed_job_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_job_is_ended_at_its_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With its children, which keep its output open."""
+    """Its children, which keep its output open, are ended too."""
     _replace_python(tmp_path, monkeypatch, "#!/bin/sh\nsleep 1000 & sleep 1000\n")
     finished, _ = _end(_job(tmp_path), tmp_path, timeout_s=0.1)
     assert (finished.result, finished.is_killed) == (None, False)
@@ -166,7 +166,7 @@ def test_output_that_is_not_utf8_ends_no_job(tmp_path: Path, monkeypatch: pytest
 def test_job_that_cannot_be_watched_is_killed_and_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever ends the watching thread."""
+    """An error of the watching thread, such as a lack of memory, ends the job."""
     _replace_python(tmp_path, monkeypatch, "#!/bin/sh\necho '{\"epoch\": 1}'; exec sleep 1000\n")
     events: queue.SimpleQueue[Progress | Finished] = queue.SimpleQueue()
 

@@ -139,7 +139,7 @@ def test_negative_direction_is_refused(tmp_path: Path) -> None:
 
 
 def test_device_that_states_many_images_is_limited(tmp_path: Path) -> None:
-    """To a multiple of the median device, by one factor for all that it sends."""
+    """It counts a multiple of the median device; one factor applies to all that it sends."""
     parts = {str(device): sums_of(*images(device, 4)) for device in range(4)}
     parts["large"] = sums_of(*images(9, 400))
     result, limited = made(tmp_path / "limited", parts)
@@ -170,7 +170,7 @@ def test_few_images_of_a_class_are_named(tmp_path: Path) -> None:
 
 
 def test_other_map_makes_no_head(tmp_path: Path) -> None:
-    """As after an update of a library that draws other random numbers."""
+    """A library of another version may draw other random numbers."""
     manifest = SINGLE_EXPECTATION.manifest
     assert manifest.statistics is not None
     other = msgspec.structs.replace(manifest.statistics.map, digest=bytes(32))

@@ -110,7 +110,7 @@ def test_few_devices_count_as_they_are() -> None:
 
 @given(images=FLEETS)
 def test_no_device_counts_more_than_the_multiple(images: NDArray[np.int64]) -> None:
-    """Of the median device of each class, and of the median device."""
+    """The multiple is that of the median device, in each class and in all together."""
     counted = counted_images(images)
     assert (counted <= images).all()
     total = MAX_MULTIPLE * _lower_median(images.sum(axis=1).astype(float))
@@ -129,7 +129,7 @@ def test_order_of_devices_does_not_matter(images: NDArray[np.int64], seed: int) 
 
 @given(claims=st.lists(st.integers(21, 10**7), min_size=2, max_size=2))
 def test_claims_beyond_the_limit_change_nothing(claims: list[int]) -> None:
-    """Of one device among five; they have no effect at all."""
+    """Larger claims of one device among five have no effect."""
     few, many = (
         counted_images(np.array([[20]] * 4 + [[int(20 * MAX_MULTIPLE) + claim]])) for claim in claims
     )

@@ -154,7 +154,7 @@ def test_only_gaps_of_a_broadcast_are_requested() -> None:
 
 @pytest.mark.parametrize("size", [MAX_CHUNK_BYTES, 256])
 def test_held_frames_are_limited(size: int) -> None:
-    """In bytes and in number; the rest is requested in its turn."""
+    """Their bytes and their number are limited; the rest is requested later."""
     huge = reference(bytes(2 * MAX_AHEAD_BYTES), "huge")
     receiver = Receiver(blob=huge)
     for start in range(size, huge.size_bytes, size):
@@ -185,7 +185,7 @@ def test_requests_for_gaps_are_limited(receiver: Receiver) -> None:
     ],
 )
 def test_foreign_frames_are_ignored(receiver: Receiver, wrong: Frame) -> None:
-    """Of another blob, of another size, past the end, or empty."""
+    """They are of another blob, of another size, past the end, or empty."""
     receiver.ask()
     before = receiver.download
     receiver.take(wrong)

@@ -97,7 +97,7 @@ def test_a_single_run_ends_with_the_last_rounds_head(
     happens: list[Mishap],
     more: dict[str, Any],
 ) -> None:
-    """Whatever is lost, cut, full or restarted."""
+    """Lost frames, lost connections, a full disk and restarts do not change that."""
     world = begin(seed=seed, loss=loss, lasts_s=lasts_s, joins_s=joins_s, works_s=works_s, **more)
     live(world, happens)
     assert world.exit == events.Exit(0)
@@ -162,7 +162,7 @@ def test_a_late_device_joins_the_open_round(joins_s: float, rounds: list[int]) -
 
 
 def test_a_broadcast_that_does_not_arrive_is_requested() -> None:
-    """After a short wait."""
+    """The device waits a short time first."""
     digest, tensors = digest_of(TENSORS[1]), round_manifest(1).tensors
     state, actions = step(uploaded(), round_manifest(1), now_s=0)
     assert actions == (events.OpenDownload(tensors, (tensors,)),)

@@ -74,7 +74,7 @@ def test_any_order_leads_to_the_greatest_release(
 
 
 def test_the_first_key_is_trusted_and_no_other() -> None:
-    """On every channel, unless the operator gave one."""
+    """This holds on every channel, unless the operator gave a key."""
     known = verify(stored(ManifestTrust()), "task", signed(5))
     assert known.key == KEY
     for channel in CHANNELS:
@@ -183,7 +183,7 @@ def test_with_a_root_key_a_stolen_signing_key_signs_no_other() -> None:
 
 @pytest.mark.parametrize("start", ["first use", "enrolled"])
 def test_a_new_device_knows_the_root_from_the_start(start: str) -> None:
-    """From its enrollment, or from the first manifest."""
+    """Its enrollment or the first manifest has it."""
     trust: ManifestTrust | None = ManifestTrust()
     if start == "enrolled":
         trust = with_operator_key(

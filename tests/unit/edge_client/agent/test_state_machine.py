@@ -145,7 +145,7 @@ def test_a_failing_stored_task_does_not_end_a_service() -> None:
 
 
 def test_a_build_that_failed_for_a_passing_reason_is_repeated() -> None:
-    """With growing delays and one line in the log; another task begins anew."""
+    """Delays grow, and the log has one line; another task starts with the first delay."""
     failed = events.SubmissionBuilt(TASK, None, reason="the disk fails", may_pass=True, retries=True)
     build = events.BuildSubmission(TASK, MANIFEST)
     state = State(mode=Mode.SERVICE, stored=frozenset({digest_of(BACKBONE)}))

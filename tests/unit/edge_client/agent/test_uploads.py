@@ -118,7 +118,7 @@ def test_frames_fit_the_brokers_packet_limit() -> None:
 
 
 def test_lost_frames_back_off() -> None:
-    """Also if queries arrive and other frames do not."""
+    """This holds if queries arrive and frames do not."""
     state, asked, whole = begin(), True, 0
     for second in range(3000):
         for _ in range(3):  # queries are answered at once, and again at once
@@ -198,7 +198,7 @@ def test_a_removed_item_is_not_sent() -> None:
 
 
 def test_a_lost_submission_is_sent_again() -> None:
-    """When the aggregator reports a received one missing; what it sends meanwhile changes nothing."""
+    """The aggregator reports a received one missing; receipts that change no status have no effect."""
     state, _ = play(begin(), Receipt(digest=ITEM.digest, status="received"))
     assert play(state, Receipt(digest=b"o" * 32, status="missing"))[1] == []
     for receipt in ("received", "refused"):
@@ -219,7 +219,7 @@ REPORT = item_of(b"report", kind="evaluation", about="aa")
     ids=["stored", "built"],
 )
 def test_a_displaced_upload_restarts_after_the_other(event: events.Event) -> None:
-    """Acknowledgements meanwhile belong to the other one."""
+    """Acknowledgements that arrive before that belong to the other one."""
     state, windows = play(begin(REPORT), event)
     assert windows == [(QUERY,)]
     state, _ = drain(state)

@@ -55,7 +55,7 @@ def test_every_class_holds_out_its_own_share(classes: list[list[str]], fraction:
 def test_which_images_are_held_out_depends_on_the_paths_of_their_class(
     classes: list[list[str]], fraction: float, random: Random
 ) -> None:
-    """Neither on order, folder and files, nor on other classes."""
+    """Order, folder, contents of files and other classes do not matter."""
     images = _images(classes)
     kept = held_out(images, fraction)
     moved = [
@@ -70,7 +70,7 @@ def test_which_images_are_held_out_depends_on_the_paths_of_their_class(
 
 @given(NAMES.filter(bool), FRACTIONS)
 def test_a_new_image_changes_the_side_of_at_most_one_other(names: list[str], fraction: float) -> None:
-    """And so does a removed one, as the same step back."""
+    """A removed image reverses that."""
     *before, added = _images([names])
     others = {image.relative for image in before}
     assert len((held_out(before, fraction) ^ held_out([*before, added], fraction)) & others) <= 1

@@ -208,7 +208,7 @@ def test_ambiguous_encodings_are_refused(data: bytes) -> None:
 
 
 def test_validation_takes_less_memory_than_the_file() -> None:
-    """For thousands of empty messages, side by side or nested."""
+    """The file has thousands of empty messages, side by side or nested."""
     inner = b""
     while len(inner) < 2**15:
         for tag in (0x32, 0x2A, 0x0A):

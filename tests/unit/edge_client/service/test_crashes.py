@@ -101,7 +101,7 @@ def replace_seed(bench: HeadBench, *, seed: int) -> events.BuildSubmission:
 def test_a_step_graph_that_ends_the_program_is_not_run_at_the_fourth_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same count as for backbones, also in the next round."""
+    """It is counted as for backbones, also in the next round."""
     rounds = RoundsBench(tmp_path)
     workspace, opened = rounds.worker._workspace, open_round(rounds.store.blobs)
     look_at(workspace.cache, take_images())

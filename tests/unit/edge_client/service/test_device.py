@@ -95,7 +95,7 @@ def test_a_device_looks_at_its_images_while_messages_arrive_all_the_time(
 def test_a_task_that_another_version_has_stored_comes_from_the_broker(
     tmp_path: Path, store: DeviceState
 ) -> None:
-    """After an upgrade: the device starts, and waits."""
+    """After an upgrade the device starts, and waits for it."""
     fields = msgspec.msgpack.decode(encode(make_task(store.blobs)))
     store.set(CurrentTask(store.blobs.put(msgspec.msgpack.encode({**fields, "v": 0}))))
     device = Device(make_settings(tmp_path, broker=BrokerAddress("localhost", 1883)), store)
@@ -152,7 +152,7 @@ def test_a_dry_run_without_a_broker_needs_every_blob(tmp_path: Path, store: Devi
 
 
 def test_end_of_a_thread_ends_the_program(tmp_path: Path, store: DeviceState) -> None:
-    """With a message; the service manager starts the program again."""
+    """It ends with a message, and the service manager starts it again."""
     device = Device(make_settings(tmp_path), store)
     with pytest.raises(ThreadFailed, match="mqtt-session"):
         device._handle(ThreadFailed("the thread mqtt-session has ended"))

@@ -193,7 +193,7 @@ def test_no_graph_of_a_head_runs_beside_images_that_must_not_be_revealed(
 
 
 def test_a_head_being_installed_stays_on_disk(bench: HeadBench, tmp_path: Path) -> None:
-    """Also if an older head's result arrives meanwhile and a newer head is announced."""
+    """This holds if an older head's result arrives and a newer head is announced."""
     heads = [bench.head(version, CONSTANT["cat"] * version) for version in (1, 2)]
     device = bench.device(tmp_path)
     for number, head in enumerate(heads, start=1):

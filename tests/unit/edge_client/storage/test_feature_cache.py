@@ -57,7 +57,7 @@ def test_unknown_images_and_backbones_have_no_features(tmp_path: Path, cache: Fe
 
 
 def test_features_of_several_backbones_are_side_by_side(cache: FeatureCache) -> None:
-    """In the order of the identities, and in small chunks."""
+    """They come in the order of the identities, and in small chunks."""
     cache.put("b", rows(300, length=2), [])
     cache.put("c", [(name, -vector) for name, vector in rows(300, length=3)], [])
     order = [str(number) for number in reversed(range(300))]
@@ -132,7 +132,7 @@ def test_backbones_in_use_are_never_deleted(tmp_path: Path, monkeypatch: pytest.
 def test_large_cache_deletes_the_oldest_backbone_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And no more than it must."""
+    """It deletes no more than it must."""
     cache = AgingCache(tmp_path, "oldest", "older", "new", length=2000)
     for limit, kept in ((1_000_000, [False, True, True]), (0, [False, False, True])):
         monkeypatch.setattr("edge_client.storage.feature_cache.OTHERS_MAX_BYTES", limit)
@@ -154,7 +154,7 @@ def test_file_of_another_version_is_created_anew(tmp_path: Path) -> None:
 def test_other_file_is_renamed_and_created_anew(
     tmp_path: Path, data: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With a warning; its write-ahead log is deleted."""
+    """A warning is logged, and the write-ahead log is deleted."""
     file = tmp_path / "features.sqlite"
     file.write_bytes(data)
     (tmp_path / "features.sqlite-wal").write_bytes(b"left over" * 100)

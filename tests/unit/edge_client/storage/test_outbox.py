@@ -51,7 +51,7 @@ def number_of(state: DeviceState) -> int:
 def test_any_ranges_can_be_read(
     tmp_path_factory: pytest.TempPathFactory, payload: bytes, cuts: list[int]
 ) -> None:
-    """Also by a program that was started again."""
+    """A program that was started again reads them too."""
     folder = tmp_path_factory.mktemp("state")
     item = keep(DeviceState(folder), payload)
     assert (item.digest, item.size_bytes) == (digest_of(payload), len(payload))
@@ -116,7 +116,7 @@ def test_acknowledged_submission_is_deleted_for_lack_of_room(tmp_path: Path) -> 
 
 
 def test_full_disk_leaves_the_old_item_or_the_new_one(tmp_path: Path, state: DeviceState) -> None:
-    """With its facts."""
+    """The facts stored with the item are of the same one."""
     outcomes = set()
     before = keep(state, b"old" * 1000, number=1)
     size = (tmp_path / "device.sqlite-wal").stat().st_size

@@ -90,7 +90,7 @@ def test_the_aggregator_accepts_a_submission(tmp_path: Path) -> None:
 
 
 def test_no_usable_image_is_an_error(tmp_path: Path) -> None:
-    """Only broken images, no image, or no data at all."""
+    """The folder has only broken images, no image, or does not exist."""
     data = write_images(tmp_path / "data", count=2)
     for image in data.rglob("*.png"):
         image.write_text("broken")
@@ -109,7 +109,7 @@ def test_no_usable_image_is_an_error(tmp_path: Path) -> None:
 def test_the_stated_number_of_images_is_sufficient(
     tmp_path: Path, alpha: float, min_images: int, needed: int
 ) -> None:
-    """One image fewer is not."""
+    """One image fewer is not sufficient."""
     manifest = {"alpha": alpha, "min_images": min_images}
     write_images(tmp_path / "enough" / "data", count=needed)
     assert len(_prepare(tmp_path / "enough", holdout=0.0, manifest=manifest).counts) == len(CLASSES)

@@ -52,7 +52,7 @@ def test_progress_is_stored_until_the_extraction_is_complete(tmp_path: Path) -> 
 def test_the_bar_shows_rate_and_estimate(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """On a terminal, where nothing is logged."""
+    """They are shown on a terminal, where nothing is logged."""
     caplog.set_level(logging.INFO)
     terminal = io.StringIO()
     terminal.isatty = lambda: True  # type: ignore[method-assign]

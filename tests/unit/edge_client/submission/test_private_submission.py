@@ -134,7 +134,7 @@ def test_other_images_are_charged_in_addition(bench: PrivateBench, *, restarts: 
 
 
 def test_releases_of_earlier_tasks_count(bench: PrivateBench) -> None:
-    """Also with other noise."""
+    """Other noise does not change that."""
     bench.upload()
     other = msgspec.structs.replace(WANTED, noise_multiplier=3.0)
     bench.manifest = msgspec.structs.replace(bench.manifest, seed=1, differential_privacy=other)

@@ -133,7 +133,7 @@ def model_of(prepared: PreparedSubmission) -> LocalModel:
 def test_a_restart_finds_the_rounds_submission(
     device: Device, manifest: TaskManifest, opened: RoundManifest
 ) -> None:
-    """Only for the same round of the same task, also once it was received."""
+    """It is found for the same round of the same task only, also once it was received."""
     item = device.complete(manifest, opened)
     again = Device(device.folder)
     assert again.found(opened) == item
@@ -208,7 +208,7 @@ def test_a_training_goes_on_while_few_images_were_added(
 def test_training_restarts_for_another_round(
     device: Device, manifest: TaskManifest, opened: RoundManifest
 ) -> None:
-    """Also for the same round with other tensors, or of another task."""
+    """It restarts for the same round with other tensors, or of another task."""
     blobs = device.store.blobs
     for other, task in (
         (open_round(blobs, number=1), TASK),
@@ -286,7 +286,7 @@ def test_a_failed_round_changes_nothing(device: Device, tensors: dict[str, NDArr
 
 
 def test_the_local_model_continues_in_the_next_round_of_its_task(device: Device) -> None:
-    """Not in another task."""
+    """Another task starts with a new one."""
     manifest = make_task(device.store.blobs, kept=("steps",))
     device.complete(manifest, open_round(device.store.blobs))
     opened = open_round(device.store.blobs, number=1)

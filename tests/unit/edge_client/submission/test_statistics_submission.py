@@ -233,7 +233,7 @@ class _Bench(PrivateBench):
 
 
 def test_status_and_dry_run_show_sums(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With a warning if the images are fewer than a feature's values."""
+    """A warning is shown if the images are fewer than a feature's values."""
     bench = _Bench(tmp_path)
     warning = "the sums of 10 images reveal features of single ones, as a feature has 32 values"
     _show_dry_run(bench.dry_run(bench.manifest), 1234)

@@ -12,7 +12,7 @@ _takings = st.lists(st.tuples(st.floats(0, 100), st.floats(0, 6)), max_size=60)
 
 @given(_takings)
 def test_tokens_taken_in_any_span_are_bounded(takings: list[tuple[float, float]]) -> None:
-    """By the capacity and what was refilled; a taking that fails takes none."""
+    """The bound is the capacity and what was refilled; a request that is refused takes none."""
     buckets, now_s = TokenBuckets[str](capacity=5, per_s=0.5), 0.0
     taken: list[tuple[float, float]] = []
     for pause_s, tokens in takings:

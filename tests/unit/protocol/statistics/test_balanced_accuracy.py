@@ -8,7 +8,7 @@ from protocol.statistics.balanced_accuracy import balanced_accuracy
 
 
 def test_every_class_counts_alike() -> None:
-    """However many images it has; classes that are not asked for do not count."""
+    """The number of its images does not matter; classes that are not asked for do not count."""
     assert balanced_accuracy((90, 0, 3), (10, 10, 1), {0, 1}) == pytest.approx(0.45)
     assert balanced_accuracy((90, 0, 3), (10, 10, 1), {0, 1, 2}) == pytest.approx(0.55)
 
@@ -26,7 +26,7 @@ def test_without_images_there_is_none() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=6))
 def test_it_is_at_most_the_accuracy_of_the_best_class(counts: list[tuple[int, int]]) -> None:
-    """And at least 0."""
+    """It is at least 0."""
     correct, incorrect = zip(*counts, strict=True)
     balanced = balanced_accuracy(correct, incorrect, range(len(counts)))
     shares = [one / (one + other) for one, other in counts if one + other]

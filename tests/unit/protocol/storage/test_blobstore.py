@@ -62,7 +62,7 @@ def test_download_resumes_after_any_interruption(
 
 
 def test_a_folder_that_may_not_be_searched_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not a stack trace, and not "there is no such blob"."""
+    """The error is neither a stack trace nor "there is no such blob"."""
 
     def denied(path: Path) -> bool:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))

@@ -93,7 +93,7 @@ def _weighted(weights: list[float], labels: list[int]) -> TrainingSet:
 
 
 def test_rows_occur_as_often_as_their_weight() -> None:
-    """In their order; equal weights leave the set as it is."""
+    """Their order stays, and equal weights leave the set as it is."""
     even = _weighted([1.0] * 6, [0, 1, 0, 2, 1, 0])
     assert even.evenly_weighted() is even
     doubled = _weighted([2.0, 0.5, 0.5, 1.0, 0.1], [0, 1, 1, 0, 2]).evenly_weighted()
