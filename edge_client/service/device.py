@@ -169,7 +169,7 @@ class Device:
                 )
             case events.HeadInstalled():
                 self._step(event)
-                self._state = replace(self._state, stored=self._downloads.delete_unused(self._state))
+                self._delete_unused()
                 self._send_info()
             case _:
                 self._step(event)
@@ -219,9 +219,8 @@ class Device:
             self._worker.follow(received.digest)
             self._state = replace(self._state, stored=frozenset(self._store.blobs.digests()))
             self._step(received)
-            if not received.recalled and not self._is_dry_run:
-                # Before any head of it: tasks that are replaced again and again must not fill the disk.
-                self._state = replace(self._state, stored=self._downloads.delete_unused(self._state))
+            if not received.recalled:
+                self._delete_unused()
             return
         if isinstance(received, RoundManifest) and received != self._state.round:
             self._worker.round = received.number
@@ -263,6 +262,8 @@ class Device:
             case events.InstallHead():
                 self._worker.install(action)
             case events.OpenDownload(blob=blob, missing=missing):
+                # Before any head: tasks, rounds and heads that are replaced again and again must not fill the disk.
+                self._delete_unused()
                 opened = self._downloads.open(blob, missing)
                 if isinstance(opened, events.DownloadFinished):
                     self._inbox.put(opened)
@@ -290,6 +291,10 @@ class Device:
                 log.log(logging.ERROR if error else logging.INFO, "%s", text)
             case events.Exit():
                 self._exit = action
+
+    def _delete_unused(self) -> None:
+        if not self._is_dry_run:
+            self._state = replace(self._state, stored=self._downloads.delete_unused(self._state))
 
     def _check_outbox(self) -> None:
         """Build again what was damaged on disk: a submission from the images, an evaluation by another trial."""

@@ -178,7 +178,10 @@ class Receiver:
         if manifest != self._round:
             self._round = manifest
             if self._writes:
-                self._store.set(CurrentRound(self._store.blobs.put(payload)))
+                before, digest = self._store.get(CurrentRound).digest, self._store.blobs.put(payload)
+                self._store.set(CurrentRound(digest))
+                if before not in (b"", digest):
+                    self._store.blobs.delete([before])
         return manifest
 
     def _presence_events(self, presence: Presence, *, retained: bool) -> Sequence[Received]:

@@ -25,13 +25,15 @@ from edge_client.training.local_round import initial_model, pack
 from protocol.errors import BackboneMismatch, ConfigError, ThreadFailed
 from protocol.mqtt.reconnecting_session import BrokerAddress, Connected, Received
 from protocol.wire.codec import digest_of, encode
-from protocol.wire.messages import BlobRef
+from protocol.wire.messages import BlobRef, Frame, HeadManifest, HeadRef, RoundManifest
 from protocol.wire.topics import fleet_topic
+from protocol.wire.transfer import frames_of
 from tests.support.device_factory import make_manifest, make_settings
 from tests.support.manifests import signed_manifest
-from tests.support.round_factory import TASK, make_task, open_round, stored
+from tests.support.round_factory import BACKBONE, TASK, make_task, open_round, stored
+from tests.support.simulated_fleet import reference
 from tests.support.step_graphs import file
-from tests.unit.edge_client.service.devices import capture, make_device
+from tests.unit.edge_client.service.devices import capture, make_device, signed_round
 
 
 def test_unused_blobs_are_deleted_once_a_head_is_in_use(tmp_path: Path, store: DeviceState) -> None:
@@ -52,6 +54,31 @@ def test_tasks_that_never_get_a_head_do_not_fill_the_disk(tmp_path: Path, store:
         manifest = make_manifest(algorithm=name, backbones=blobs)
         device._take(events.TaskSeen(store.blobs.put(encode(manifest)), manifest))
     assert device._state.stored == set(store.blobs.digests()) == {shared.digest, digest_of(encode(manifest))}
+
+
+def test_rounds_and_heads_that_are_replaced_do_not_fill_the_disk(tmp_path: Path, store: DeviceState) -> None:
+    """No head is ever in use, and each is replaced before it has arrived: what the newest round needs remains."""
+    device = make_device(tmp_path, store)
+    blobs = store.blobs
+    task = events.TaskSeen(blobs.put(b"the task"), make_task(blobs))
+    blobs.path(BACKBONE).write_bytes(b"backbone")
+    device._take(task)
+    needed = set(blobs.digests())
+    device._handle(Connected(None))
+    for number in range(3):
+        data, head = b"tensors %d" % number, reference(b"head %d" % number, "head")
+        opened = RoundManifest(
+            task=task.digest, number=number, rounds=9, epochs=1, tensors=reference(data, "tensors")
+        )
+        device._handle(signed_round(encode(opened), release=1 + number))
+        for frame in frames_of(data, digest=opened.tensors.digest):
+            device._handle(frame)
+        device._handle(device._inbox.get(timeout=1))
+        announced = HeadRef(version=1 + number, head=head, devices=1, prototypes=1)
+        device._take(HeadManifest(task=task.digest, current=announced))
+        device._handle(Frame(v=1, digest=head.digest, size_bytes=head.size_bytes, offset=0, data=b"h"))
+        assert set(blobs.digests()) == needed | {opened.tensors.digest, digest_of(encode(opened))}
+        assert [file.name for file in (blobs.folder / "partial").iterdir()] == [head.digest.hex()]
 
 
 def test_a_local_model_is_not_deleted_while_it_is_stored(tmp_path: Path, store: DeviceState) -> None:
