@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aggregator.algorithms.fedtc.head import Dense
+from aggregator.algorithms.statistics.feature_map import FeatureMap
 from aggregator.algorithms.statistics.moments import (
     WHOLE,
     Moments,
@@ -19,6 +20,7 @@ from aggregator.algorithms.statistics.moments import (
     moments_of,
     no_rows,
     of_all_classes,
+    require_image_lengths,
     require_possible,
 )
 from aggregator.algorithms.statistics.ridge import TEMPERATURE, solve
@@ -34,7 +36,7 @@ from aggregator.training.jobs import (
     run_as_program,
 )
 from aggregator.training.outlier_detection import Judgment, judge
-from aggregator.training.weights import counted_images
+from aggregator.training.weights import counted_totals
 from protocol.errors import MalformedMessage, ProtofleetError
 from protocol.statistics.second_moment import decode
 from protocol.wire.codec import digest_of
@@ -105,7 +107,7 @@ def check_all(job: StatisticsJob, expectation: Expectation) -> Checked:
     """Check all submissions; raises Refused if none is valid."""
 
     def check(submission: Submission) -> tuple[NDArray[np.int64], Prototypes | None]:
-        counts = submitted_moments(submission, expectation).counts
+        counts = submitted_moments(submission, expectation, job.feature_map).counts
         return counts, None if submission.tensors else _groups(submission, expectation)
 
     parts, invalid = checked_parts(job.submissions(), check)
@@ -116,31 +118,34 @@ def check_all(job: StatisticsJob, expectation: Expectation) -> Checked:
 def added(
     job: StatisticsJob, expectation: Expectation, checked: Checked, *, excluded: set[str]
 ) -> tuple[Moments, list[int]]:
-    """Return the sum over all devices, and how many 256ths of each count."""
+    """Return the sum over all devices, and how many parts of WHOLE of each count."""
     devices = [device for device in checked.images if device not in excluded]
     stated = np.array([checked.images[device] for device in devices])
-    counted = counted_images(stated, multiple=job.robust.max_multiple).sum(axis=1)
+    counted = counted_totals(stated, multiple=job.robust.max_multiple)
     shares = dict(zip(devices, factors(stated.sum(axis=1).tolist(), counted.tolist()), strict=True))
     total = no_rows(num_classes=len(expectation.manifest.classes), size=expectation.prototype_size)
     for device, submission in job.submissions():
         if device in shares:
-            total = add(total, submitted_moments(submission, expectation), factor=shares[device])
+            total = add(
+                total, submitted_moments(submission, expectation, job.feature_map), factor=shares[device]
+            )
     return dataclasses.replace(total, rows=max(1, round(total.rows / WHOLE))), list(shares.values())
 
 
-def submitted_moments(submission: Submission, expectation: Expectation) -> Moments:
+def submitted_moments(submission: Submission, expectation: Expectation, feature_map: FeatureMap) -> Moments:
     """Return the moments of one device; raises Refused unless they can be those of images."""
     values, labels, counts = check_statistics(submission, expectation)
     classes = len(expectation.manifest.classes)
     labels, counts = labels.astype(np.int64), counts.astype(np.int64)
     if not submission.tensors:
-        return moments_of(values, labels, counts, num_classes=classes)
+        return moments_of(feature_map.shortened(values), labels, counts, num_classes=classes)
     try:
         second_moment = decode(submission.tensors["second_moment"], counts, values)
     except MalformedMessage as error:
         raise Refused("malformed", str(error)) from error
     moments = of_all_classes(int(counts.sum()), labels, counts, values, second_moment, num_classes=classes)
     try:
+        require_image_lengths(moments, feature_map)
         require_possible(moments)
     except ProtofleetError as error:
         raise Refused("implausible", str(error)) from error

@@ -63,6 +63,15 @@ def counted_images(images: NDArray[np.number], *, multiple: float = MAX_MULTIPLE
     return np.array([_limited(column, multiple) for column in columns]).reshape(columns.shape).T
 
 
+def counted_totals(images: NDArray[np.number], *, multiple: float = MAX_MULTIPLE) -> NDArray[np.float64]:
+    """Return the images of each device (K,) that count, of those stated (K, C), where one number is for all classes.
+
+    What devices have in common, such as the scatter within classes, is limited like a class that all of them have.
+    """
+    counted = counted_images(images, multiple=multiple).sum(axis=1)
+    return _limited(counted, multiple) if multiple else counted
+
+
 def _images(parts: Sequence[Prototypes]) -> NDArray[np.float64]:
     """Return the images of each device and class (K, C)."""
     classes = 1 + max(int(part.labels.max(initial=-1)) for part in parts)

@@ -1,5 +1,6 @@
 """The map from a backbone's features to the rows whose sums devices upload: integers, the same on every machine."""
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,6 +13,15 @@ LEVELS = 8
 """Integers for one standard deviation of a value."""
 
 MIN_LENGTH = 1e-12
+
+ROUNDED = 0.5
+"""Most that rounding adds to a value."""
+
+SINGULAR_SLACK = 1.2
+"""Times sqrt(L) + sqrt(F) that the largest singular value of R is at most, with room for small matrices."""
+
+GROUP_LENGTH = 1.5
+"""Times the length of the longest image's row that a group's row counts at most."""
 
 _IDENTITY = (
     "magnitudes = Abs(feature)",
@@ -69,6 +79,29 @@ class FeatureMap:
             0, 2, (self.feature_size, self.random_features), np.int8
         )
         return 2 * bits - 1
+
+    @property
+    def longest(self) -> tuple[tuple[slice, float], ...]:
+        """The parts of a row, identity and random features, each with the length that no image's is above."""
+        root, value = math.sqrt(self.feature_size), LEVELS + ROUNDED
+        identity = (slice(self.feature_size), value * root)
+        if not self.random_features:
+            return (identity,)
+        random_root = math.sqrt(self.random_features)
+        relu = value * SINGULAR_SLACK * (root + random_root) + ROUNDED * random_root
+        return identity, (slice(self.feature_size, None), relu)
+
+    def shortened(self, rows: NDArray[np.integer]) -> NDArray[np.int8]:
+        """Return rows of groups (n, D), of which none is longer than GROUP_LENGTH times an image's.
+
+        A row is as far from its class's mean as one image if the images of its group are independent. Those of others
+        are longer, and a device could make them as long as their integers allow.
+        """
+        short = rows.astype(np.float64)
+        for part, longest in self.longest:
+            length = np.linalg.norm(short[:, part], axis=1, keepdims=True)
+            short[:, part] *= np.minimum(1.0, GROUP_LENGTH * longest / np.maximum(length, longest))
+        return np.rint(short).astype(np.int8)
 
     def nodes(self) -> tuple[list[str], dict[str, NDArray[np.generic]]]:
         """Return the nodes of the ONNX graph, `feature` to `projection`, and its constants."""

@@ -1,11 +1,13 @@
 """Sums of mapped features over devices: counts, class sums and second moments, in integers and therefore exact."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from aggregator.algorithms.statistics.feature_map import FeatureMap
 from protocol.errors import ProtofleetError
 from protocol.statistics.row_sums import RowSums
 from protocol.statistics.second_moment import from_triangle, triangle_size
@@ -13,8 +15,8 @@ from protocol.statistics.second_moment import from_triangle, triangle_size
 ROUNDING = 1e-10
 """Negative eigenvalue of a scatter, relative to the sum of all squares, that rounding explains."""
 
-WHOLE = 256
-"""The factor of a device that counts fully: factors are integers, so that sums stay exact."""
+WHOLE = 2**16
+"""The factor of a device that counts fully: factors are integers, so that sums stay exact up to 8e9 images."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,22 @@ def within_scatter(total: Moments) -> NDArray[np.float64]:
     return square
 
 
+def require_image_lengths(part: Moments, feature_map: FeatureMap) -> None:
+    """Raise ProtofleetError if rows are longer than the map makes those of images, in the mean of a class or of all.
+
+    Sums of longer ones would decide the scatter of the fleet.
+    """
+    images = np.maximum(part.counts, 1)
+    for block, longest in feature_map.longest:
+        of_classes = np.linalg.norm(part.sums[:, block].astype(np.float64), axis=1) / images
+        mean_square = float(_diagonal(part)[block].sum()) / max(1, int(part.counts.sum()))
+        length = max(float(of_classes.max()), math.sqrt(max(0.0, mean_square)))
+        if length > longest:
+            raise ProtofleetError(
+                f"the sums are those of no images: expected rows no longer than {longest:.0f}, got {length:.0f}"
+            )
+
+
 def require_possible(part: Moments) -> None:
     """Raise ProtofleetError if the scatter within classes is negative in a direction: that of no rows is.
 
@@ -117,9 +135,14 @@ def require_possible(part: Moments) -> None:
 
 def squares_of(part: Moments) -> float:
     """Return the sum of the squares of all values."""
-    size = part.size
-    rows = np.arange(size)
-    return float(part.second_moment[rows * size - rows * (rows - 1) // 2].sum())
+    return float(_diagonal(part).sum())
+
+
+def _diagonal(part: Moments) -> NDArray[np.int64]:
+    """Return the sum of the squares of each value (D,)."""
+    rows = np.arange(part.size)
+    diagonal: NDArray[np.int64] = part.second_moment[rows * part.size - rows * (rows - 1) // 2]
+    return diagonal
 
 
 def class_means(total: Moments) -> NDArray[np.float64]:
@@ -128,7 +151,7 @@ def class_means(total: Moments) -> NDArray[np.float64]:
 
 
 def factors(stated: Sequence[int], counted: Sequence[float]) -> list[int]:
-    """Return how many 256ths of each device's moments count, given its images, and those of them that count."""
+    """Return how many parts of WHOLE of each device's moments count, given its images, and those that count."""
     return [
         int(WHOLE * min(1.0, number / images)) if images else 0
         for images, number in zip(stated, counted, strict=True)

@@ -9,6 +9,7 @@ import onnx
 import onnxruntime
 import pytest
 
+from aggregator.algorithms.statistics.moments import moments_of
 from aggregator.config.schema import Robust
 from aggregator.ingest.validation import Expectation, Refused
 from aggregator.training.jobs import Result, StatisticsJob
@@ -104,7 +105,7 @@ def test_head_predicts(tmp_path: Path, make: type) -> None:
 def test_groups_are_the_same_statistic_as_their_sums() -> None:
     """An aggregator squares the rows: of two encodings, one."""
     features, labels = images(3)
-    found = submitted_moments(groups_of(features, labels), GROUPS_EXPECTATION)
+    found = submitted_moments(groups_of(features, labels), GROUPS_EXPECTATION, FEATURE_MAP)
     rows = to_array(groups_of(features, labels).prototypes).astype(np.int64)
     np.testing.assert_array_equal(from_triangle(found.second_moment, rows.shape[1]), 5 * rows.T @ rows)
     assert found.counts.tolist() == [20, 20, 20]
@@ -136,6 +137,61 @@ def test_negative_direction_is_refused(tmp_path: Path) -> None:
     assert "negative" in result.quarantined["evil"]
     with pytest.raises(Refused, match="negative"):
         made(tmp_path / "alone", {"evil": evil})
+
+
+def test_sums_of_rows_longer_than_those_of_images_are_refused(tmp_path: Path) -> None:
+    """Their scatter would hide what distinguishes the classes of other devices."""
+    rows = np.random.default_rng(0).choice([-127, 127], (100, FEATURE_MAP.size))
+    moments = moments_of(rows, np.full(100, 2), np.ones(100, np.int64), num_classes=3)
+    counts, sums = moments.counts[2:], moments.sums[2:]
+    evil = msgspec.structs.replace(
+        sums_of(*images(0)),
+        prototypes=to_tensor(sums.astype(np.int32)),
+        labels=to_tensor(np.array([2], np.uint8)),
+        counts=to_tensor(counts.astype(np.uint8)),
+        images=100,
+        tensors={"second_moment": encode_moment(moments.second_moment, counts, sums)},
+    )
+    parts = {"a": sums_of(*images(0)), "b": sums_of(*images(1))}
+    result, head = made(tmp_path / "with", {**parts, "evil": evil})
+    assert "no longer than" in result.quarantined["evil"]
+    assert made(tmp_path / "without", parts)[1] == head
+
+
+def test_sum_of_a_class_longer_than_those_of_images_is_refused() -> None:
+    """Where few images make a class, those of others would leave room for it."""
+    honest = sums_of(*images(0))
+    counts, sums, _ = moment_of(honest)
+    sums, counts = sums.astype(np.int64), np.array([1000, 1000, 10], np.uint16)
+    sums[2] = 60 * counts[2]
+    moment = np.outer(sums[2], sums[2]) // counts[2] + np.diag(np.full(len(sums[2]), 40_000))
+    moment += sum(
+        np.outer(total, total) // images_of for total, images_of in zip(sums[:2], (20, 20), strict=True)
+    )
+    evil = msgspec.structs.replace(
+        honest,
+        prototypes=to_tensor(sums.astype(np.int32)),
+        counts=to_tensor(counts),
+        images=int(counts.sum()),
+        tensors={"second_moment": encode_moment(to_triangle(moment), counts, sums)},
+    )
+    with pytest.raises(Refused, match="no longer than"):
+        submitted_moments(evil, SINGLE_EXPECTATION, FEATURE_MAP)
+
+
+def test_rows_of_groups_count_no_longer_than_one_and_a_half_times_those_of_images() -> None:
+    rows = np.random.default_rng(0).choice([-127, 127], (100, FEATURE_MAP.size))
+    evil = msgspec.structs.replace(
+        groups_of(*images(0)),
+        prototypes=to_tensor(rows.astype(np.int8)),
+        labels=to_tensor(np.full(100, 2, np.uint8)),
+        counts=to_tensor(np.full(100, 5, np.uint8)),
+        images=500,
+    )
+    found = submitted_moments(evil, GROUPS_EXPECTATION, FEATURE_MAP)
+    diagonal = np.diag(from_triangle(found.second_moment, FEATURE_MAP.size))
+    for block, longest in FEATURE_MAP.longest:
+        assert diagonal[block].sum() / 500 <= (1.5 * longest) ** 2 * 1.05  # rounded to integers again
 
 
 def test_device_that_states_many_images_is_limited(tmp_path: Path) -> None:
@@ -185,4 +241,4 @@ def test_hostile_second_moment_is_refused() -> None:
     noise = to_tensor(np.random.default_rng(0).integers(0, 256, 100).astype(np.uint8))
     hostile = msgspec.structs.replace(sums_of(*images(0)), tensors={"second_moment": noise})
     with pytest.raises(Refused, match="zlib"):
-        submitted_moments(hostile, SINGLE_EXPECTATION)
+        submitted_moments(hostile, SINGLE_EXPECTATION, FEATURE_MAP)

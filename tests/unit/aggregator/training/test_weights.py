@@ -16,6 +16,7 @@ from aggregator.training.weights import (
     PARTS,
     SHARED_BY,
     counted_images,
+    counted_totals,
     limited,
     prototype_weights,
 )
@@ -102,6 +103,14 @@ def test_no_device_of_five_counts_more_than_a_quarter(stated: list[int], counted
     """One device that claims more would have more than half of a class, and among so few is hardly found."""
     images = np.array([[count, 0] for count in stated])
     np.testing.assert_allclose(counted_images(images)[:, 0], counted)
+
+
+def test_one_weight_for_all_classes_is_no_more_than_a_quarter_of_all() -> None:
+    """A class of its own is a device's, but not what all classes share."""
+    images = np.array([[20, 20, 0]] * 4 + [[0, 0, 200]])
+    np.testing.assert_allclose(counted_images(images)[-1].sum(), 200)
+    np.testing.assert_allclose(counted_totals(images), [40, 40, 40, 40, 160 / 3])
+    np.testing.assert_array_equal(counted_totals(images, multiple=0), images.sum(axis=1))
 
 
 def test_few_devices_count_as_they_are() -> None:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from aggregator.algorithms.algorithm import ABSENT_LOGIT
 from aggregator.algorithms.statistics.moments import (
+    WHOLE,
     Moments,
     add,
     factors,
@@ -165,5 +166,7 @@ def test_sums_of_rows_are_possible_and_others_are_not(seed: int, images: int) ->
         require_possible(replace(honest, second_moment=to_triangle(square)))
 
 
-def test_factors_are_256ths() -> None:
-    assert factors([100, 100, 300, 0], [100, 200, 100, 0]) == [256, 256, 85, 0]
+def test_factors_are_parts_of_a_whole() -> None:
+    """Small enough for a device with thousands of times the images that count."""
+    assert factors([100, 100, 300, 0], [100, 200, 100, 0]) == [WHOLE, WHOLE, WHOLE // 3, 0]
+    assert factors([30_000], [27]) == [58]
