@@ -18,6 +18,7 @@ from aggregator.ingest.reassembly import Key, Transfer
 from protocol.log import event
 from protocol.storage.blobstore import state_errors, sync
 from protocol.storage.database import Database
+from protocol.storage.database_file import DatabaseFile
 from protocol.threads import submit
 from protocol.wire.transfer import Assembly, Ranges
 
@@ -48,8 +49,9 @@ class ChunkStore:
         self._folder = folder / "incoming"
         with state_errors(self._folder):
             self._folder.mkdir(exist_ok=True)
+        file = folder / "incoming.sqlite"
         self._index = Database(
-            folder / "incoming.sqlite", program="aggregator run", migrations=_MIGRATIONS, is_cache=True
+            DatabaseFile(path=file, program="aggregator run", migrations=_MIGRATIONS, is_cache=True)
         )
         self._pool = ThreadPoolExecutor(4, thread_name_prefix="incoming")
 

@@ -16,6 +16,7 @@ from aggregator.storage.submissions import Submissions
 from protocol.errors import StateError
 from protocol.storage.blobstore import BlobStore, delete_temporary_files, state_errors
 from protocol.storage.database import Database
+from protocol.storage.database_file import DatabaseFile
 from protocol.storage.folder_lock import FolderLock
 from protocol.storage.state_folder import make_state_folder
 from protocol.wire.messages import BlobRef
@@ -105,13 +106,15 @@ class Store:
             make_state_folder(folder)
             self.blobs = open_blobs(folder / "blobs")
         self.database = Database(
-            file,
-            program="aggregator run",
-            migrations=MIGRATIONS,
-            read_only=read_only,
-            lock=self._lock,
-            exclusive=lock,
-            advice=_ADVICE,
+            DatabaseFile(
+                path=file,
+                program="aggregator run",
+                migrations=MIGRATIONS,
+                read_only=read_only,
+                lock=None if lock else self._lock,
+                advice=_ADVICE,
+            ),
+            held=self._lock if lock else None,
         )
         if lock:
             delete_temporary_files(folder)

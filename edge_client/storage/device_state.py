@@ -33,6 +33,7 @@ from protocol.errors import StateError
 from protocol.log import event
 from protocol.storage.blobstore import BlobStore, delete_temporary_files
 from protocol.storage.database import Database
+from protocol.storage.database_file import DatabaseFile
 from protocol.storage.folder_lock import FolderLock
 from protocol.storage.state_folder import make_state_folder
 from protocol.wire.codec import digest_of
@@ -117,13 +118,15 @@ class DeviceState:
         """Held from storing a blob until a fact names it, and while unnamed blobs are deleted."""
         self._lock = FolderLock(folder)
         self._database = Database(
-            file,
-            program="edge-client",
-            migrations=(_SCHEMA,),
-            read_only=read_only,
-            lock=self._lock,
-            exclusive=lock,
-            advice=_ADVICE,
+            DatabaseFile(
+                path=file,
+                program="edge-client",
+                migrations=(_SCHEMA,),
+                read_only=read_only,
+                lock=None if lock else self._lock,
+                advice=_ADVICE,
+            ),
+            held=self._lock if lock else None,
         )
         if lock:
             delete_temporary_files(folder)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from edge_client.storage.disk_space import require_space
 from protocol.errors import BackboneMismatch, StateError
 from protocol.storage.database import Database
+from protocol.storage.database_file import DatabaseFile
 
 CHUNK_ROWS = 256
 """Features read at once."""
@@ -46,7 +47,9 @@ class FeatureCache:
         # Losing the last batches in a power loss is cheaper than waiting for the disk after each.
         pragmas = {"auto_vacuum": "INCREMENTAL", "synchronous": "NORMAL"}
         self._database = Database(
-            file, program="edge-client", migrations=(_SCHEMA,), is_cache=True, pragmas=pragmas
+            DatabaseFile(
+                path=file, program="edge-client", migrations=(_SCHEMA,), is_cache=True, pragmas=pragmas
+            )
         )
 
     def close(self) -> None:
@@ -94,7 +97,7 @@ class FeatureCache:
     def require_space(self, images: int, feature_size: int) -> None:
         """Raise DiskAlmostFull if the disk has too little space for the features of so many images."""
         needed_bytes = images * (4 * feature_size + ROW_BYTES)
-        require_space(self._database.file.parent, needed_bytes, what=f"the features of {images} images")
+        require_space(self._database.path.parent, needed_bytes, what=f"the features of {images} images")
 
     def chunks(self, identities: Sequence[str], *backbones: str) -> Iterator[NDArray[np.float32]]:
         """Yield features as `matrix` does, float32 (up to CHUNK_ROWS, L1 + ... + LK)."""
@@ -126,7 +129,7 @@ class FeatureCache:
         query = "SELECT vector FROM features WHERE backbone = ? AND identity = ?"
         rows = self._database.read(query, backbone, _key(identity))
         if not rows or rows[0][0] is None:
-            raise StateError(f"{self._database.file} was changed while it was read: start again")
+            raise StateError(f"{self._database.path} was changed while it was read: start again")
         return np.frombuffer(rows[0][0], dtype="<f4")
 
     def prune(self, identities: Iterable[str], *backbones: str) -> None:

@@ -47,7 +47,7 @@ class Outbox:
             )
         if kind == "submission":
             # SQLite writes it to its log first.
-            require_space(self._database.file.parent, 2 * size, what="the submission")
+            require_space(self._database.path.parent, 2 * size, what="the submission")
         digest = digest_of(payload)
         with self._database.transaction() as database:
             database.execute("DELETE FROM outbox WHERE kind = ? AND received = 0", (kind,))

@@ -223,7 +223,7 @@ def read_fact(database: Database, kind: type[Fact]) -> Fact:
         return msgspec.json.decode(rows[0][0], type=kind) if rows else kind()
     except msgspec.MsgspecError as error:
         raise StateError(
-            f"{database.file} was written by another edge-client ({error}): use another --state"
+            f"{database.path} was written by another edge-client ({error}): use another --state"
         ) from error
 
 

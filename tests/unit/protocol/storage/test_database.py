@@ -13,6 +13,7 @@ import pytest
 
 from protocol.errors import StateError
 from protocol.storage.database import Database
+from protocol.storage.database_file import DatabaseFile
 from protocol.storage.folder_lock import FolderLock
 from tests.support.machine_faults import full_disk, open_folder, read_only
 
@@ -25,8 +26,15 @@ UPDATE facts SET value = upper(value)
 """
 
 
-def open_database(folder: Path, *, migrations: Sequence[str] = (FIRST, SECOND), **options: Any) -> Database:
-    return Database(folder / "state.sqlite", program="fleet run", migrations=migrations, **options)
+def open_database(
+    folder: Path,
+    *,
+    migrations: Sequence[str] = (FIRST, SECOND),
+    held: FolderLock | None = None,
+    **options: Any,
+) -> Database:
+    file = DatabaseFile(path=folder / "state.sqlite", program="fleet run", migrations=migrations, **options)
+    return Database(file, held=held)
 
 
 def put(database: Database, key: str, value: str = "1") -> None:
@@ -173,23 +181,19 @@ def test_concurrent_starts_migrate_once(tmp_path: Path) -> None:
 
 
 def test_lock_is_taken_before_the_file_and_released_on_close(tmp_path: Path) -> None:
-    first = open_database(tmp_path, lock=FolderLock(tmp_path), exclusive=True)
+    first = open_database(tmp_path, held=FolderLock(tmp_path))
     with pytest.raises(StateError, match=f"`fleet run` already runs on {tmp_path}: stop it"):
-        open_database(
-            tmp_path, migrations=[FIRST, SECOND, "NO SQL;"], lock=FolderLock(tmp_path), exclusive=True
-        )
+        open_database(tmp_path, migrations=[FIRST, SECOND, "NO SQL;"], held=FolderLock(tmp_path))
     first.close()
     with pytest.raises(StateError, match="syntax"):
-        open_database(
-            tmp_path, migrations=[FIRST, SECOND, "NO SQL;"], lock=FolderLock(tmp_path), exclusive=True
-        )
-    open_database(tmp_path, lock=FolderLock(tmp_path), exclusive=True).close()
+        open_database(tmp_path, migrations=[FIRST, SECOND, "NO SQL;"], held=FolderLock(tmp_path))
+    open_database(tmp_path, held=FolderLock(tmp_path)).close()
     assert not FolderLock(tmp_path).is_taken()
 
 
 def test_file_is_not_migrated_while_another_program_holds_the_lock(tmp_path: Path) -> None:
     """Not by a program that needs no lock of its own either; an up-to-date file can be written."""
-    running = open_database(tmp_path, migrations=[FIRST], lock=FolderLock(tmp_path), exclusive=True)
+    running = open_database(tmp_path, migrations=[FIRST], held=FolderLock(tmp_path))
     other = open_database(tmp_path, migrations=[FIRST], lock=FolderLock(tmp_path))
     put(other, "a")
     with pytest.raises(
