@@ -5,8 +5,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from aggregator.storage.stored_values import ClosedFleet, Facts
+from aggregator.storage.stored_values import ClosedFleet
 from protocol.storage.database import Database
+from protocol.storage.facts import Facts
 from protocol.wire.messages import Reason
 
 MAX_PINNED_DEVICES = 10_000

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from aggregator.storage.stored_values import Facts
+from protocol.storage.facts import Facts
 
 KEEP_S = 60.0
 """Seconds between stored readings: what a reboot costs the clock at most, beside the time without power."""

@@ -11,12 +11,13 @@ from aggregator.storage.devices import REVOKED, Devices, Quarantine, Refusals
 from aggregator.storage.elapsed_clock import ElapsedClock
 from aggregator.storage.forgotten_devices import ForgottenDevices
 from aggregator.storage.heads import Evaluations, Heads, OperatorCommands
-from aggregator.storage.stored_values import Facts, FailedTraining, PendingHead, ServedTask
+from aggregator.storage.stored_values import FailedTraining, PendingHead, ServedTask
 from aggregator.storage.submissions import Submissions
 from protocol.errors import StateError
 from protocol.storage.blobstore import BlobStore, delete_temporary_files, state_errors
 from protocol.storage.database import Database
 from protocol.storage.database_file import DatabaseFile
+from protocol.storage.facts import Facts
 from protocol.storage.folder_lock import FolderLock
 from protocol.storage.state_folder import make_state_folder
 from protocol.wire.messages import BlobRef

@@ -1,12 +1,10 @@
 """Single values that survive a restart: a typed struct each, stored as JSON under the name of its class."""
 
 from collections.abc import Mapping
-from typing import TypeVar
 
 import msgspec
 
 from aggregator.coordination import rollout_state, round_state
-from protocol.storage.database import Database
 from protocol.wire.messages import BlobRef
 
 
@@ -99,27 +97,3 @@ class ClosedFleet(msgspec.Struct, frozen=True):
     """Only enrolled devices may take part, since this time (unix seconds)."""
 
     since_s: float
-
-
-Fact = TypeVar("Fact", bound=msgspec.Struct)
-
-
-class Facts:
-    """The table `facts`."""
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
-
-    def get(self, kind: type[Fact]) -> Fact | None:
-        """Return the stored value of a kind; None if there is none."""
-        rows = self._database.read("SELECT value FROM facts WHERE name = ?", kind.__name__)
-        return self._database.decode(rows[0][0], kind) if rows else None
-
-    def put(self, fact: msgspec.Struct) -> None:
-        """Store a value in place of the previous one of its kind."""
-        value = msgspec.json.encode(fact).decode()
-        self._database.write("INSERT OR REPLACE INTO facts VALUES (?, ?)", type(fact).__name__, value)
-
-    def delete(self, kind: type[msgspec.Struct]) -> None:
-        """Delete the value of a kind."""
-        self._database.write("DELETE FROM facts WHERE name = ?", kind.__name__)

@@ -19,14 +19,11 @@ from edge_client.storage.privacy_ledger import Ledger
 from edge_client.storage.stored_values import (
     DeviceName,
     Epoch,
-    Fact,
     HeadProblem,
     Heads,
     InstalledHead,
     Secret,
     SubmissionSequence,
-    read_fact,
-    write_facts,
 )
 from edge_client.storage.trials import MAX_ENDS, Trials
 from protocol.errors import StateError
@@ -34,6 +31,7 @@ from protocol.log import event
 from protocol.storage.blobstore import BlobStore, delete_temporary_files
 from protocol.storage.database import Database
 from protocol.storage.database_file import DatabaseFile
+from protocol.storage.facts import Fact, Facts
 from protocol.storage.folder_lock import FolderLock
 from protocol.storage.state_folder import make_state_folder
 from protocol.wire.codec import digest_of
@@ -130,6 +128,7 @@ class DeviceState:
         )
         if lock:
             delete_temporary_files(folder)
+        self._facts = Facts(self._database)
         self.ledger = Ledger(self._database, folder / "releases")
         self.image_groups = ImageGroupRecord(self._database)
         self.outbox = Outbox(self._database, limit_bytes=outbox_bytes)
@@ -137,12 +136,12 @@ class DeviceState:
 
     def get(self, kind: type[Fact]) -> Fact:
         """Return the stored fact of a type, or its default."""
-        return read_fact(self._database, kind)
+        return self._facts.get(kind) or kind()
 
     def set(self, *facts: msgspec.Struct) -> None:
         """Store facts, all of them or none."""
         with self._database.transaction():
-            write_facts(self._database, *facts)
+            self._facts.put(*facts)
 
     def heads_in_use(self) -> Heads:
         """Return the heads, after a return to the previous one if the one in use has failed too often in a row.

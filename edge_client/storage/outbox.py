@@ -11,9 +11,9 @@ import msgspec
 
 from edge_client.agent.state import Kind, UploadItem
 from edge_client.storage.disk_space import require_space
-from edge_client.storage.stored_values import write_facts
 from protocol.errors import ProtofleetError
 from protocol.storage.database import Database
+from protocol.storage.facts import Facts
 from protocol.wire.codec import digest_of
 from protocol.wire.transfer import Ranges
 
@@ -57,7 +57,7 @@ class Outbox:
             row = database.execute("INSERT INTO payloads (bytes) VALUES (?)", (payload,)).lastrowid
             values = (kind, task, digest, about, size, row)
             database.execute("INSERT INTO outbox VALUES (?, 0, ?, ?, ?, ?, ?)", values)
-            write_facts(self._database, *facts)
+            Facts(self._database).put(*facts)
         return UploadItem(digest, size, kind, task, about)
 
     def newest_submission(self) -> UploadItem | None:
@@ -121,5 +121,5 @@ class Outbox:
                 database.execute("UPDATE outbox SET received = 1 WHERE digest = ?", (digest,))
             else:
                 database.execute("DELETE FROM outbox WHERE digest = ?", (digest,))
-            write_facts(self._database, *facts)
+            Facts(self._database).put(*facts)
         return True

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import msgspec
 
-from edge_client.storage.stored_values import PrivacySpent, read_fact, write_facts
+from edge_client.storage.stored_values import PrivacySpent
 from protocol.errors import PrivacyRefused
 from protocol.storage.blobstore import state_errors, write_atomically
 from protocol.storage.database import Database
+from protocol.storage.facts import Facts
 
 LOST = "the record of what was spent on privacy is damaged or lost: nothing is uploaded"
 
@@ -54,7 +55,9 @@ class Ledger:
         )
         # The marker is written after the row: a power loss in between leaves it one behind.
         marked = self._marked() in {count, count - 1}
-        if not (sound and marked and read_fact(self._database, PrivacySpent).releases == count):
+        if not (
+            sound and marked and (Facts(self._database).get(PrivacySpent) or PrivacySpent()).releases == count
+        ):
             raise PrivacyRefused(LOST)
         return releases
 
@@ -68,7 +71,7 @@ class Ledger:
         with self._database.transaction() as database:
             database.execute("UPDATE releases SET key = NULL")
             database.execute("INSERT INTO releases VALUES (?, ?, ?, ?, ?)", values)
-            write_facts(self._database, spent)
+            Facts(self._database).put(spent)
         write_atomically(self._marker, b"%d\n" % release.number)
 
     def bind(self, number: int, content: bytes) -> None:

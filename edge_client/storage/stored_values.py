@@ -4,14 +4,9 @@ Every field has a default, which stands for a fact that was never stored.
 """
 
 from collections.abc import Mapping
-from typing import Literal, TypeVar
+from typing import Literal
 
 import msgspec
-
-from protocol.errors import StateError
-from protocol.storage.database import Database
-
-Fact = TypeVar("Fact", bound=msgspec.Struct)
 
 
 class DeviceName(msgspec.Struct, frozen=True):
@@ -210,25 +205,3 @@ class EvaluatedHead(msgspec.Struct, frozen=True):
     """Key of the last head whose evaluation the aggregator has received."""
 
     key: bytes = b""
-
-
-def read_fact(database: Database, kind: type[Fact]) -> Fact:
-    """Return the stored fact of a type, or its default.
-
-    Raises:
-        StateError: another version of the program stored it.
-    """
-    rows = database.read("SELECT value FROM facts WHERE name = ?", kind.__name__)
-    try:
-        return msgspec.json.decode(rows[0][0], type=kind) if rows else kind()
-    except msgspec.MsgspecError as error:
-        raise StateError(
-            f"{database.path} was written by another edge-client ({error}): use another --state"
-        ) from error
-
-
-def write_facts(database: Database, *facts: msgspec.Struct) -> None:
-    """Store facts, as a part of the open transaction."""
-    for fact in facts:
-        value = msgspec.json.encode(fact).decode()
-        database.write("INSERT OR REPLACE INTO facts VALUES (?, ?)", type(fact).__name__, value)

@@ -16,7 +16,7 @@ from protocol.storage.folder_lock import FolderLock
 
 log = logging.getLogger(__name__)
 
-_PRAGMAS = {"journal_mode": "WAL", "synchronous": "FULL", "journal_size_limit": 2**20}
+_PRAGMAS: dict[str, str | int] = {"journal_mode": "WAL", "synchronous": "FULL", "journal_size_limit": 2**20}
 
 
 @dataclass(frozen=True, kw_only=True)

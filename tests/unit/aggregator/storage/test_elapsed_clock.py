@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aggregator.storage.elapsed_clock import KEEP_S, ElapsedClock, machine_time
-from aggregator.storage.stored_values import Fact, Facts
+from protocol.storage.facts import Fact, Facts
 
 
 @dataclass
@@ -33,8 +33,8 @@ class StoredReading(Facts):
     def get(self, kind: type[Fact]) -> Fact | None:
         return self.stored.get(kind)
 
-    def put(self, fact: msgspec.Struct) -> None:
-        self.stored[type(fact)] = fact
+    def put(self, *facts: msgspec.Struct) -> None:
+        self.stored |= {type(fact): fact for fact in facts}
 
 
 @given(st.lists(st.one_of(st.floats(0, KEEP_S), st.sampled_from(["restart", "reboot", "look"])), max_size=15))
