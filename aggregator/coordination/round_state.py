@@ -12,7 +12,7 @@ _NOTHING: Mapping[str, "Entry"] = MappingProxyType({})
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """When a collection closes, as the module says."""
+    """The settings of a task that close its collections or rounds."""
 
     quorum: int
     deadline_s: float

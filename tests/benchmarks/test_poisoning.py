@@ -25,7 +25,7 @@ def test_poisoning_benchmark_writes_its_report(tmp_path: Path, monkeypatch: pyte
     )
     assert result.exit_code == 0, result.output
     runs: list[dict[str, Any]] = json.loads(file.read_text())["runs"]
-    assert [(run["attack"], run["found"], run["liars"], run["wronged"]) for run in runs] == [
+    assert [(run["attack"], run["found"], run["attackers"], run["false_alarms"]) for run in runs] == [
         ("", 0, 0, 0),
         ("flip", 3, 3, 0),
         ("noise", 3, 3, 0),
@@ -48,7 +48,7 @@ def test_without_training_only_detection_runs(tmp_path: Path, monkeypatch: pytes
     assert result.exit_code == 0, result.output
     (run,) = json.loads((tmp_path / "report.json").read_text())["runs"]
     assert run["accuracies"] == {}
-    assert run["wronged"] == 0
+    assert run["false_alarms"] == 0
 
 
 def test_false_prototypes() -> None:

@@ -49,13 +49,13 @@ class Result:
     share: float
     """Of the devices, that attack."""
     seed: int
-    liars: int
+    attackers: int
     """Attackers that have uploaded."""
     found: int
     """Attackers that are quarantined."""
     honest: int
     """Other devices that have uploaded."""
-    wronged: int
+    false_alarms: int
     """Other devices that are quarantined."""
     accuracies: Mapping[str, float]
     """Of the head, by method; empty without training."""
@@ -126,7 +126,7 @@ def command(
     )
     features = source.load()
     methods = METHODS if train else ()
-    columns = {"partition": "<15", "attack": "<7", "share": ">6.0%", "found": ">9", "wronged": ">9"}
+    columns = {"partition": "<15", "attack": "<7", "share": ">6.0%", "found": ">9", "false_alarms": ">12"}
     table = Table({**columns, **dict.fromkeys(methods, ">14")}, title=source.title(clients))
     results: list[Result] = []
     for partition in partitions:
@@ -162,10 +162,10 @@ def run(
 ) -> Result:
     """Run a fleet whose last devices upload false prototypes; detect outliers, and train a head by each method."""
     parts = fleet_prototypes(features, partition, settings, seed=seed)
-    first_liar = round(settings.clients * (1 - share))
-    liars = {device for device in parts if int(device) >= first_liar}
+    first_attacker = round(settings.clients * (1 - share))
+    attackers = {device for device in parts if int(device) >= first_attacker}
     uploaded = {
-        device: falsified(part, attack, classes=features.classes, seed=seed) if device in liars else part
+        device: falsified(part, attack, classes=features.classes, seed=seed) if device in attackers else part
         for device, part in parts.items()
     }
     classes = [str(label) for label in range(features.classes)]
@@ -191,10 +191,10 @@ def run(
         attack=attack,
         share=share,
         seed=seed,
-        liars=len(liars),
-        found=len(liars & quarantined),
-        honest=len(parts.keys() - liars),
-        wronged=len(quarantined - liars),
+        attackers=len(attackers),
+        found=len(attackers & quarantined),
+        honest=len(parts.keys() - attackers),
+        false_alarms=len(quarantined - attackers),
         accuracies=accuracies,
     )
 
@@ -214,8 +214,8 @@ def falsified(part: Prototypes, attack: str, *, classes: int, seed: int) -> Prot
 def row(runs: Sequence[Result]) -> tuple[Any, ...]:
     """Return a row of the table: devices found over all seeds, and accuracies with their deviations over seeds."""
     first = runs[0]
-    found = f"{sum(one.found for one in runs)}/{sum(one.liars for one in runs)}"
-    wronged = f"{sum(one.wronged for one in runs)}/{sum(one.honest for one in runs)}"
+    found = f"{sum(one.found for one in runs)}/{sum(one.attackers for one in runs)}"
+    false_alarms = f"{sum(one.false_alarms for one in runs)}/{sum(one.honest for one in runs)}"
     values = ([100 * one.accuracies[method] for one in runs] for method in first.accuracies)
     cells = (f"{np.mean(each):.1f} ± {np.std(each):.1f}" for each in values)
-    return (first.partition, first.attack or "-", first.share, found, wronged, *cells)
+    return (first.partition, first.attack or "-", first.share, found, false_alarms, *cells)

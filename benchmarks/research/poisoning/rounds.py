@@ -59,7 +59,7 @@ class Result:
 )
 @click.option("--rounds", type=click.IntRange(min=1), default=10, show_default=True)
 @click.option("--clients", type=click.IntRange(min=1), default=6, show_default=True)
-@click.option("--liars", type=click.IntRange(min=0), default=1, show_default=True)
+@click.option("--attackers", type=click.IntRange(min=0), default=1, show_default=True)
 @click.option("--seed", "seeds", type=int, multiple=True, default=(0,), show_default=True)
 @json_option
 def command(
@@ -68,7 +68,7 @@ def command(
     algorithms: tuple[str, ...],
     rounds: int,
     clients: int,
-    liars: int,
+    attackers: int,
     seeds: tuple[int, ...],
     json_file: Path | None,
 ) -> None:
@@ -76,7 +76,7 @@ def command(
     features = source.load()
     results: list[Result] = []
     for algorithm in algorithms:
-        title = f"{algorithm}, {source.data}, {rounds} rounds, {liars} of {clients} clients malicious"
+        title = f"{algorithm}, {source.data}, {rounds} rounds, {attackers} of {clients} clients malicious"
         table = Table({"attack": "<9", **dict.fromkeys(METHODS, ">10")}, title=title)
         for attack in ATTACKS:
             row = []
@@ -89,7 +89,7 @@ def command(
                         method,
                         rounds=rounds,
                         clients=clients,
-                        liars=liars,
+                        attackers=attackers,
                         seed=seed,
                     )
                     for seed in seeds
@@ -110,7 +110,7 @@ def run(
     *,
     rounds: int,
     clients: int,
-    liars: int,
+    attackers: int,
     seed: int,
 ) -> Result:
     """Run the rounds of a fleet whose first devices send false values; evaluate the others."""
@@ -121,12 +121,12 @@ def run(
         rng=np.random.default_rng(seed),
     )
     fleet = [
-        _client(features, owners == number, is_mislabeled=attack == "flip" and number < liars)
+        _client(features, owners == number, is_mislabeled=attack == "flip" and number < attackers)
         for number in range(clients)
     ]
 
     def falsify(number: int, part: Prototypes) -> Prototypes:
-        return falsified(part, attack) if number < liars else part
+        return falsified(part, attack) if number < attackers else part
 
     accuracy = 0.0
     with contextlib.suppress(Refused):  # a device's loss or values have left the accepted range
@@ -138,7 +138,7 @@ def run(
             robust=METHODS[method],
             falsify=falsify,
         )
-        accuracy = float(outcome.balanced[liars:].mean())
+        accuracy = float(outcome.balanced[attackers:].mean())
     return Result(
         algorithm=algorithm,
         attack=attack,

@@ -32,22 +32,22 @@ def of_quorum(
     return play(state, *events, by=by)
 
 
-LIARS = {
+FALSE_RESULTS = {
     "a problem": BROKEN,
     "all incorrect": CanaryResult(0, 10**7, 10**7),
     "all correct": CanaryResult(10**7, 10**7, 0),
 }
 
 
-@pytest.mark.parametrize("lie", LIARS.values(), ids=LIARS.keys())
+@pytest.mark.parametrize("falsified", FALSE_RESULTS.values(), ids=FALSE_RESULTS.keys())
 @pytest.mark.parametrize("place", range(3))
 @pytest.mark.parametrize(("honest", "current"), [(GOOD, 2), (WORSE, 1)])
 def test_one_canary_of_three_does_not_decide(
-    lie: CanaryResult, honest: CanaryResult, current: int, place: int
+    falsified: CanaryResult, honest: CanaryResult, current: int, place: int
 ) -> None:
     """Whatever it answers, and first or last: the head is the one that the two others would have."""
     answers = [honest, honest]
-    answers.insert(place, lie)
+    answers.insert(place, falsified)
     state, _ = of_quorum(answers)
     assert (state.current, state.trial) == (current, None)
 
@@ -113,21 +113,21 @@ def test_canaries_that_are_switched_off_are_not_waited_for(number: int, online: 
 
 
 @pytest.mark.parametrize("later", [Ticked(601.0, frozenset(ranked(2)[:3]), 3), HeadAdded(3, 5.0)])
-@pytest.mark.parametrize("lie", [LIARS["all incorrect"], LIARS["all correct"]])
+@pytest.mark.parametrize("falsified", [FALSE_RESULTS["all incorrect"], FALSE_RESULTS["all correct"]])
 @pytest.mark.parametrize(("honest", "current"), [(GOOD, 2), (WORSE, 1)])
 def test_one_canary_does_not_decide_while_the_third_is_silent(
-    lie: CanaryResult, honest: CanaryResult, current: int, later: Event
+    falsified: CanaryResult, honest: CanaryResult, current: int, later: Event
 ) -> None:
     """It uploads all the time, so that newer heads arrive before slow canaries have answered."""
     fleet = ranked(2)[:3]
     by = msgspec.structs.replace(QUORUM, min_canaries=3)
-    liar, other, slow = fleet
-    answers = [Evaluated(liar, 2, lie), Evaluated(other, 2, honest)]
+    attacker, other, slow = fleet
+    answers = [Evaluated(attacker, 2, falsified), Evaluated(other, 2, honest)]
     tick = Ticked(1.0, frozenset(fleet), 3)
     state, _ = play(initial_state([1]), HeadAdded(2, 0.0), tick, *answers, later, by=by)
-    is_liar_right = (lie.correct > 0) == (honest == GOOD)
-    assert state.current == (current if is_liar_right else 1)
-    if not is_liar_right and isinstance(later, Ticked):
+    is_attacker_correct = (falsified.correct > 0) == (honest == GOOD)
+    assert state.current == (current if is_attacker_correct else 1)
+    if not is_attacker_correct and isinstance(later, Ticked):
         assert state.trial is not None
         assert play(state, Evaluated(slow, 2, honest), by=by)[0].current == current
 

@@ -49,7 +49,7 @@ def test_half_has_every_second_prototype_of_each_class() -> None:
 
 
 def test_trimmed_omits_the_farthest() -> None:
-    """A fifth of each class, first a liar's prototypes."""
+    """A fifth of each class, first a attacker's prototypes."""
     parts = [*fleet(6).values(), flipped(honest(9))]
     data = combine(parts, by="trimmed")
     everything = pool(parts)

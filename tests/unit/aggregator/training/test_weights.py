@@ -77,8 +77,8 @@ def test_claimed_images_of_one_prototype_count_less() -> None:
     one = Prototypes(
         np.ones((1, 2), np.float32), np.array([0]), np.array([5]), {"weight": np.ones(3, np.float32)}
     )
-    liar = replace(one, counts=np.array([10**7]))
-    *_, after = limited([one, one, liar])
+    attacker = replace(one, counts=np.array([10**7]))
+    *_, after = limited([one, one, attacker])
     assert after.counts.tolist() == [5 * MAX_MULTIPLE]
     assert after.tensors == one.tensors
 

@@ -118,8 +118,8 @@ def test_a_service_continues_after_failed_rounds(
     assert world.exit is None
     assert world.state.evaluated == digest_of(TENSORS[ROUNDS])
     assert not set(world.counted) & set(failing)
-    told = [action for action in world.done if action == events.Log("no", error=True)]
-    assert len(told) == len(world.failed)
+    logged = [action for action in world.done if action == events.Log("no", error=True)]
+    assert len(logged) == len(world.failed)
     check_laws(world)
 
 

@@ -136,7 +136,7 @@ def test_a_copied_device_stays_out_until_it_takes_over(
         assert caplog.text.count("a copy of this device was started earlier, and stays out") == 1
         assert all("192.0.2.7" in store.get(Duplicate).summary for store in states)
         assert "continues at the next start" in states[0].take_over()
-        # The copy that was told continues; the other one stays out in its turn.
+        # The copy that took over continues; the other one stays out in its turn.
         caplog.clear()
         older, newer = newer, connected(states[0])
         newer._handle(said(newer))
