@@ -64,16 +64,18 @@ def step(state: State, event: Event, *, settings: Settings) -> Step:
 
 
 def _added(state: State, now_s: float, settings: Settings) -> Step:
-    version = state.newest
-    if not state.current or not settings.canary_fraction:
-        return activated(state, version), (Activate(version, ""),)
+    version, since_s = state.newest, now_s
     actions: tuple[Action, ...] = ()
     if state.trial is not None:
         # Decided if possible: heads may arrive faster than a silent canary is replaced.
         state, actions = _decide(state, state.trial, settings, is_late=True)
     if state.trial is not None:
+        if not state.trial.canaries:  # too few are online, for which the newer one waits no longer
+            since_s = state.trial.since_s
         state, actions = _rejected(state, state.trial.version, f"head {version} has replaced it")
-    return replace(state, trial=Trial(version, now_s)), actions
+    if not state.current or not settings.canary_fraction:
+        return activated(state, version), (*actions, Activate(version, ""))
+    return replace(state, trial=Trial(version, since_s)), actions
 
 
 def _ticked(state: State, trial: Trial, tick: Ticked, settings: Settings) -> Step:

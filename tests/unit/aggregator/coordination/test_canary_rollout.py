@@ -22,6 +22,7 @@ from tests.unit.aggregator.coordination.rollout_events import (
     CANARY,
     FLEET,
     GOOD,
+    QUORUM,
     WORSE,
     play,
     ranked,
@@ -148,6 +149,28 @@ def test_newer_head_replaces_the_candidate() -> None:
     assert (state.current, state.trial) == (1, Trial(3, 5.0))
     outdated = Evaluated(ranked(2)[0], 2, BROKEN), HeadAdded(2, 6.0), HeadAdded(3, 7.0)
     assert play(state, *outdated) == (state, [])
+
+
+def test_newer_heads_do_not_restart_the_wait_for_canaries() -> None:
+    """A device that uploads every five minutes would otherwise keep all heads from a fleet of which two are online."""
+    online, state = frozenset(["d1", "d2"]), initial_state([1])
+    for version, now_s in ((2, 0.0), (3, 300.0)):
+        state, _ = play(state, HeadAdded(version, now_s), Ticked(now_s + 299, online, devices=10), by=QUORUM)
+        assert state.trial == Trial(version, 0.0)
+    state, _ = play(state, HeadAdded(4, 600.0), Ticked(600.5, online, devices=10), by=QUORUM)
+    assert state.trial is not None
+    assert set(state.trial.canaries) == online
+    # The next canaries have their own time to answer.
+    state, _ = play(state, HeadAdded(5, 900.0), by=QUORUM)
+    assert state.trial == Trial(5, 900.0)
+
+
+def test_candidate_does_not_follow_a_newer_head_when_canaries_are_switched_off() -> None:
+    """The aggregator ended between a head and its rollout, and was started without canaries."""
+    state, _ = trying()
+    state, done = play(state, HeadAdded(3, 2.0), Ticked(3.0, FLEET), by=Settings())
+    assert (state.current, state.trial, state.earlier) == (3, None, (1,))
+    assert done == [Reject(2, "head 3 has replaced it"), Activate(3, "")]
 
 
 def test_candidate_is_activated_when_canaries_are_switched_off() -> None:
