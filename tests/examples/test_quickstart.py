@@ -45,6 +45,8 @@ from protocol.storage.blobstore import file_digest
 from tests.support.fleet import aggregator_status, wait_until
 
 DIGITS = data.load()
+CLOSED_FORM = ("--algorithm", "statistics")
+"""Much faster than FedTC, which trains an adapter; `make demo` runs FedTC."""
 
 
 def filled(root: Path, *, devices: int = 5) -> Folder:
@@ -244,7 +246,7 @@ def test_statistics_are_compared_as_they_were_averaged() -> None:
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, dict[str, Any]]:
     """A whole run with five devices: its folder, what it printed and its JSON."""
     root = tmp_path_factory.mktemp("demo")
-    process = start("--out", root / "out", "--json", root / "result.json", "--devices", "5")
+    process = start("--out", root / "out", "--json", root / "result.json", "--devices", "5", *CLOSED_FORM)
     printed, said = process.communicate(timeout=600)
     assert process.returncode == 0, said
     return root / "out", printed, json.loads((root / "result.json").read_text())
@@ -260,7 +262,10 @@ def test_fleet_is_more_accurate_than_a_device_alone(demo: tuple[Path, str, dict[
     assert result["logistic_regression_accuracy"] >= result["nearest_mean_accuracy"] > 0.9
     assert result["onnx_max_difference"] <= 1e-4
     assert result["bytes_up"] == sum(row["bytes_up"] for row in result["per_device"])
-    assert result["bytes_up"] <= 1.03 * result["prototypes"] * 256 * 2
+    triangle = 256 * 257 // 2
+    assert result["bytes_up"] <= 2 * triangle * result["devices"], (
+        "two bytes for each value of a second moment"
+    )
     assert result["seconds"] > 0
 
 
