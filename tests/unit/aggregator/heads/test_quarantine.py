@@ -115,22 +115,22 @@ def test_device_with_flipped_labels_is_quarantined_released_and_forgotten(tmp_pa
     task = write_task(tmp_path, "quorum = 6\ndeadline_s = 1000\n[training]\nepochs = 1")
     broker = free_address()
     with aggregator(task, broker, "--embedded-broker") as daemon:
-        for device, part in {**fleet(5), "attacker": flipped(honest(9))}.items():
+        for device, part in {**fleet(5), "malicious": flipped(honest(9))}.items():
             _upload(broker, device, part)
         summary = daemon.until(lambda summary: len(summary["heads"]) == 1)
         assert (summary["heads"][0]["devices"], summary["waiting"]) == (5, 0)
-        assert [one["device"] for one in summary["quarantine"]] == ["attacker"]
-        assert "device=attacker reason=\"class '" in daemon.log()
+        assert [one["device"] for one in summary["quarantine"]] == ["malicious"]
+        assert "device=malicious reason=\"class '" in daemon.log()
         without = _weights((daemon.state / "head.onnx").read_bytes())
-        done = run_aggregator("release", "attacker", "--state", str(daemon.state))
-        assert (done.returncode, done.stdout) == (0, "released attacker: the next head includes it\n")
+        done = run_aggregator("release", "malicious", "--state", str(daemon.state))
+        assert (done.returncode, done.stdout) == (0, "released malicious: the next head includes it\n")
         summary = daemon.until(lambda summary: len(summary["heads"]) == 2)
         assert summary["heads"][1]["devices"] == 6
         assert summary["quarantine"][0]["released_s"] is not None
         assert _weights((daemon.state / "head.onnx").read_bytes()) != without
-        done = run_aggregator("forget", "attacker", "--state", str(daemon.state))
+        done = run_aggregator("forget", "malicious", "--state", str(daemon.state))
         assert done.stdout.splitlines()[:2] == [
-            "forgot attacker: its submissions are deleted",
+            "forgot malicious: its submissions are deleted",
             "head 2 is made again without it now; until then it stays in use",
         ]
         summary = daemon.until(lambda summary: summary["rollout"]["current"] == 3)

@@ -272,9 +272,9 @@ def test_only_newest_head_has_its_members(store: Store) -> None:
     rows = [_row(f"device-{number}") for number in range(100)]
     for version in range(1, 51):
         head = _head(version, *rows)
-        store.heads.add(replace(head, quarantined={"attacker": "00" * 32}))
+        store.heads.add(replace(head, quarantined={"malicious": "00" * 32}))
     *older, newest = store.heads.all(TASK)
-    assert (len(newest.members), newest.quarantined, newest.devices) == (100, {"attacker": "00" * 32}, 100)
+    assert (len(newest.members), newest.quarantined, newest.devices) == (100, {"malicious": "00" * 32}, 100)
     assert {(head.devices, len(head.members), len(head.quarantined)) for head in older} == {(100, 0, 0)}
     ((size,),) = store.database.read("SELECT sum(length(record)) FROM heads")
     assert size < 50 * 1000 + 100 * 100

@@ -68,11 +68,11 @@ def test_honest_devices_are_no_outliers(shift: int) -> None:
 
 def test_flipped_labels_are_found() -> None:
     """The reason names a class, the distance and the number of devices."""
-    parts = {**fleet(8), "attacker": flipped(honest(9))}
+    parts = {**fleet(8), "malicious": flipped(honest(9))}
     found = _judged(parts)
-    assert found.keys() == {"attacker"}
-    assert "times as far as expected from the median of 9 devices, limit " in found["attacker"]
-    assert found["attacker"].startswith("class '")
+    assert found.keys() == {"malicious"}
+    assert "times as far as expected from the median of 9 devices, limit " in found["malicious"]
+    assert found["malicious"].startswith("class '")
 
 
 def test_noise_is_found_by_its_scatter() -> None:
@@ -95,9 +95,9 @@ def test_scale_is_found_without_a_class_on_enough_devices() -> None:
 
 def test_too_few_devices_have_no_outliers() -> None:
     """A class on fewer than MIN_DEVICES devices is not judged."""
-    parts = {**fleet(MIN_DEVICES - 2), "attacker": flipped(honest(9))}
+    parts = {**fleet(MIN_DEVICES - 2), "malicious": flipped(honest(9))}
     assert _judged(parts) == {}
-    assert _judged({**parts, "another": honest(10)}).keys() == {"attacker"}
+    assert _judged({**parts, "another": honest(10)}).keys() == {"malicious"}
 
 
 def test_released_device_is_not_quarantined() -> None:
@@ -122,9 +122,9 @@ def test_rounding_is_no_outlier_among_equal_devices() -> None:
     assert _judged(parts) == {}
     parts["rounded"] = _changed(parts["dev0"], factor=1.0001)
     assert _judged(parts) == {}
-    parts["attacker"] = flipped(parts["dev0"])
-    assert _judged(parts).keys() == {"attacker"}
-    assert "over 1000" in _judged({**parts, "attacker": _changed(parts["dev0"], offset=1e5)})["attacker"]
+    parts["malicious"] = flipped(parts["dev0"])
+    assert _judged(parts).keys() == {"malicious"}
+    assert "over 1000" in _judged({**parts, "malicious": _changed(parts["dev0"], offset=1e5)})["malicious"]
 
 
 @st.composite
@@ -159,7 +159,7 @@ def test_order_of_devices_does_not_matter(parts: dict[str, Prototypes], random: 
 def test_scale_of_features_does_not_matter(seed: int, exponent: int) -> None:
     """Features that are c times as large give the same outliers."""
     parts = {f"dev{device}": honest(seed + device) for device in range(7)} | {
-        "attacker": flipped(honest(seed + 9))
+        "malicious": flipped(honest(seed + 9))
     }
     found = outliers(parts, classes=CLASSES, false_alarm_rate=OFTEN)
     scaled = {device: _changed(part, factor=2.0**exponent) for device, part in parts.items()}
@@ -193,16 +193,16 @@ def test_attackers_cannot_quarantine_an_honest_device(
             "flip": {},
         }
         part = _changed(flipped(part) if kind == "flip" else part, **changes[kind])
-        parts[f"attacker{number}"] = Prototypes(part.values, part.labels, np.full(len(part.labels), images))
+        parts[f"malicious{number}"] = Prototypes(part.values, part.labels, np.full(len(part.labels), images))
     assert [device for device in _judged(parts) if device.startswith("dev")] == []
 
 
 def test_equal_attackers_are_found() -> None:
     """Three of ten that upload the same."""
     parts = fleet(7) | {
-        f"attacker{number}": _changed(honest(20 + number), offset=100.0) for number in range(3)
+        f"malicious{number}": _changed(honest(20 + number), offset=100.0) for number in range(3)
     }
-    assert _judged(parts).keys() == {"attacker0", "attacker1", "attacker2"}
+    assert _judged(parts).keys() == {"malicious0", "malicious1", "malicious2"}
     assert next(iter(parts.values())).values.shape[1] == FEATURE_SIZE
 
 
@@ -219,9 +219,9 @@ def test_group_in_another_place_is_reported_and_not_quarantined(usual: int, othe
     judgment = judge(parts, classes=CLASSES, false_alarm_rate=FALSE_ALARM_RATE)
     assert judgment.quarantined == {}
     assert "far0" in judgment.warning or others > usual / 2
-    attacker = {"attacker": flipped(honest(99))}
+    attacker = {"malicious": flipped(honest(99))}
     judgment = judge(parts | attacker, classes=CLASSES, false_alarm_rate=FALSE_ALARM_RATE)
-    assert judgment.quarantined.keys() == {"attacker"}
+    assert judgment.quarantined.keys() == {"malicious"}
 
 
 def test_single_device_in_another_place_is_quarantined() -> None:
@@ -232,8 +232,8 @@ def test_single_device_in_another_place_is_quarantined() -> None:
 
 def test_similar_devices_with_swapped_labels_are_quarantined() -> None:
     """Another class's name explains their images."""
-    parts = fleet(14) | {f"attacker{device}": flipped(honest(50 + device)) for device in range(6)}
-    assert _judged(parts).keys() == {f"attacker{device}" for device in range(6)}
+    parts = fleet(14) | {f"malicious{device}": flipped(honest(50 + device)) for device in range(6)}
+    assert _judged(parts).keys() == {f"malicious{device}" for device in range(6)}
 
 
 @pytest.mark.parametrize(("devices", "images"), [(5, 10), (8, 20), (20, 100), (200, 10)])
@@ -272,7 +272,7 @@ def test_majority_of_a_rare_class_cannot_have_its_only_honest_device_quarantined
             lie.values[mine] = lie.values[mine].mean(axis=0) + 0.1 * (
                 lie.values[mine] - lie.values[mine].mean(axis=0)
             )
-        parts[f"attacker{number}"] = lie
+        parts[f"malicious{number}"] = lie
     judgment = judge(parts, classes=CLASSES, false_alarm_rate=FALSE_ALARM_RATE)
     assert judgment.quarantined == {}
     assert judgment.disputed == {2}
@@ -284,8 +284,8 @@ def test_class_on_many_devices_is_not_disputed() -> None:
     """A device that swaps two of three labels is quarantined, although it is correct about the third."""
     attacker = honest(9)
     swapped = np.array([0, 2, 1])[attacker.labels]
-    found = _judged({**fleet(8), "attacker": Prototypes(attacker.values, swapped, attacker.counts)})
-    assert found.keys() == {"attacker"}
+    found = _judged({**fleet(8), "malicious": Prototypes(attacker.values, swapped, attacker.counts)})
+    assert found.keys() == {"malicious"}
 
 
 def test_device_without_classes_of_many_devices_is_quarantined() -> None:

@@ -50,7 +50,7 @@ def test_honest_contributions_stay_as_they_are() -> None:
 @pytest.mark.parametrize("factor", [-1.0, 1e4, -1e4])
 def test_one_of_six_moves_the_mean_little(combine: Combine, factor: float) -> None:
     """The size of its values does not matter; without the limit they would be the mean."""
-    parts = [*HONEST, _contribution("attacker", 9, factor=factor)]
+    parts = [*HONEST, _contribution("malicious", 9, factor=factor)]
     found = robust_contributions(parts, clip_multiple=CLIP, combine=combine)
     assert np.abs(_mean(found) - _mean(HONEST)).max() < (0.1 if combine != "none" else 0.8)
     prototypes = np.mean([part.values for part in found], axis=0)
@@ -61,7 +61,7 @@ def test_one_of_six_moves_the_mean_little(combine: Combine, factor: float) -> No
 
 def test_swapped_prototypes_are_limited() -> None:
     """They come no nearer to another class than three times the usual distance."""
-    parts = [*HONEST, _contribution("attacker", 9, turn=1)]
+    parts = [*HONEST, _contribution("malicious", 9, turn=1)]
     *honest, attacker = robust_contributions(parts, clip_multiple=CLIP, combine="none")
     center = np.median([part.values for part in parts], axis=0)
     usual = np.median([np.linalg.norm(part.values - center, axis=1) for part in parts], axis=0)
@@ -71,7 +71,7 @@ def test_swapped_prototypes_are_limited() -> None:
 
 def test_two_devices_stay_as_they_are() -> None:
     """It is unknown which of them is malicious."""
-    parts = [HONEST[0], _contribution("attacker", 9, factor=1e4)]
+    parts = [HONEST[0], _contribution("malicious", 9, factor=1e4)]
     for combine in ("none", "trimmed", "median"):
         found = robust_contributions(parts, clip_multiple=CLIP, combine=combine)
         assert all(np.array_equal(one.values, other.values) for one, other in zip(found, parts, strict=True))
@@ -124,7 +124,7 @@ def test_long_prototypes_do_not_decide_classes_that_one_honest_device_has(combin
     ]
     long = np.full((4, size), 65504, np.float32)
     every, images = np.arange(4), np.full(4, 20)
-    attacker = Contribution(device="attacker", values=long, labels=every, counts=images, tensors={})
+    attacker = Contribution(device="malicious", values=long, labels=every, counts=images, tensors={})
     *others, changed = robust_contributions([*honest, attacker], clip_multiple=3.0, combine=combine)
     assert np.linalg.norm(changed.values, axis=1).max() < 3.01 * np.sqrt(size) * 1.1
     for before, after in zip(honest, others, strict=True):
