@@ -32,6 +32,7 @@ from protocol.wire.signing import public_key
 from protocol.wire.topics import FleetChannel, device_topic, fleet_topic, parse_device_topic
 from protocol.wire.transfer import Assembly, frames_of
 from tests.support.device_factory import linear_head
+from tests.support.fast_device import RUN_S
 from tests.support.fleet import write_digits
 from tests.support.graphs import tiny_backbone
 from tests.support.manifests import signed_manifest
@@ -53,10 +54,12 @@ class CompromisedAggregator:
     Args:
         fleet: has the broker.
         name: of the device's state folder.
+        run_s: seconds that the device gives a graph.
     """
 
-    def __init__(self, fleet: AttackedFleet, name: str) -> None:
+    def __init__(self, fleet: AttackedFleet, name: str, *, run_s: float = 4.0) -> None:
         self.fleet = fleet
+        self.run_s = run_s
         self.backbone = tiny_backbone()
         self._state = fleet.root / "devices" / f"{DEVICE}-{name}"
         self._reports: dict[int, str] = {}
@@ -95,8 +98,14 @@ class CompromisedAggregator:
             *("--aggregator-key", public_key(KEY).hex(), "--threads", "1", "--workers", "1"),
             *("--rescan-s", "0.5", "--verbose"),
             limits=("-v", str(MEMORY_KB)),
-            environment={"PROTOFLEET_PASSWORD": PASSWORD},
+            environment={"PROTOFLEET_PASSWORD": PASSWORD, RUN_S: str(self.run_s)},
         )
+
+    def restart_device(self, *, run_s: float) -> None:
+        """Kill the device, and start it with another limit of a graph."""
+        self.run_s = run_s
+        self.fleet.kill(DEVICE)
+        self.start_device()
 
     def publish_task(self, backbone: bytes, graph: bytes | None = None) -> bytes:
         """Publish a task; `graph` becomes all graphs of its program. Returns the task's identity."""

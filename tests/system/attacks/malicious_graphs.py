@@ -115,13 +115,11 @@ REFUSED: dict[Change, str] = {
     sparse_tensor: "expected dense tensors",
     declared_tensor: "expected tensors of at most",
 }
-EXHAUSTING: dict[Change, str] = {
-    huge_constant: "fails on its inputs",
-    huge_tile: "fails on its inputs",
-    infinite_loop: "exceeded the time limit of",
-    constant_products: "exceeded the time limit of",
-}
-"""Changes, and words of the problem that the device reports."""
+FAILING: tuple[Change, ...] = (huge_constant, huge_tile)
+"""Changes that ask for more memory than there is."""
+
+ENDLESS: tuple[Change, ...] = (infinite_loop, constant_products)
+"""Changes that take longer than any limit."""
 
 
 def changed(file: bytes, change: Change) -> bytes:

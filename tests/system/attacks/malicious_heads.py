@@ -1,16 +1,20 @@
 """Attacks by ONNX graphs, from an aggregator that an attacker controls."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import psutil
 
 from tests.system.attacks.catalogue import attack
 from tests.system.attacks.compromised_aggregator import DEVICE, CompromisedAggregator
 from tests.system.attacks.fleet import AttackedFleet
-from tests.system.attacks.malicious_graphs import EXHAUSTING, REFUSED, changed, infinite_loop
+from tests.system.attacks.malicious_graphs import ENDLESS, FAILING, REFUSED, Change, changed, infinite_loop
 
 REPORT = "the device's `problem`, the head's `reason`"
+RUN_S = 4.0
+"""Limit of a graph that exceeds it."""
+LONG_RUN_S = 600.0
+"""Limit of a graph that ends before, also on a busy machine: by an error, or by a kill of the program."""
 HELD_BYTES = 400 * 1024**2
 """Memory of a head at which the program is killed."""
 
@@ -24,8 +28,7 @@ def foreign_graphs(fleet: AttackedFleet) -> Iterator[bool]:
     """Send them as a head, as a backbone, and as a graph of a program."""
     with CompromisedAggregator(fleet, "foreign") as aggregator:
         for change, words in REFUSED.items():
-            aggregator.publish_head(changed(aggregator.valid_head, change))
-            yield words not in aggregator.wait_for_report() or not aggregator.device_uses_valid_head()
+            yield from _refused(aggregator, [change], words)
         for change, words in REFUSED.items():
             backbone = aggregator.backbone
             for task in (
@@ -46,11 +49,9 @@ def foreign_graphs(fleet: AttackedFleet) -> Iterator[bool]:
     otherwise=REPORT,
 )
 def exhausting_heads(fleet: AttackedFleet) -> Iterator[bool]:
-    """Terabytes at once, gigabytes by repetition, endless loops and products; then one that gets the program killed."""
-    with CompromisedAggregator(fleet, "exhausting") as aggregator:
-        for change, words in EXHAUSTING.items():
-            aggregator.publish_head(changed(aggregator.valid_head, change))
-            yield words not in aggregator.wait_for_report() or not aggregator.device_uses_valid_head()
+    """Terabytes at once, gigabytes by repetition, one that gets the program killed, endless loops and products."""
+    with CompromisedAggregator(fleet, "exhausting", run_s=LONG_RUN_S) as aggregator:
+        yield from _refused(aggregator, FAILING, "fails on its inputs")
         large = functools.partial(infinite_loop, held_bytes=HELD_BYTES)
         aggregator.publish_head(changed(aggregator.valid_head, large))
         for _ in range(3):
@@ -58,6 +59,15 @@ def exhausting_heads(fleet: AttackedFleet) -> Iterator[bool]:
             aggregator.start_device()
         problem = aggregator.wait_for_report()
         yield "ended 3 times while it ran the head" not in problem or not aggregator.device_uses_valid_head()
+        aggregator.restart_device(run_s=RUN_S)
+        yield from _refused(aggregator, ENDLESS, "exceeded the time limit of")
+
+
+def _refused(aggregator: CompromisedAggregator, changes: Iterable[Change], words: str) -> Iterator[bool]:
+    """Publish changed heads; yields for each whether it is used, or refused without these words."""
+    for change in changes:
+        aggregator.publish_head(changed(aggregator.valid_head, change))
+        yield words not in aggregator.wait_for_report() or not aggregator.device_uses_valid_head()
 
 
 @attack(
@@ -67,11 +77,12 @@ def exhausting_heads(fleet: AttackedFleet) -> Iterator[bool]:
 )
 def exhausting_backbones(fleet: AttackedFleet) -> Iterator[bool]:
     """A loop, which another task ends; then one for which the program is killed three times, also by the next start."""
-    with CompromisedAggregator(fleet, "backbones") as aggregator:
+    with CompromisedAggregator(fleet, "backbones", run_s=RUN_S) as aggregator:
         endless = changed(aggregator.backbone, infinite_loop)
         aggregator.publish_task(endless)
         fleet.wait_for_log(DEVICE, "computing features", times=2)
         yield not _follows_another_task(aggregator)
+        aggregator.restart_device(run_s=LONG_RUN_S)
         deadly = functools.partial(infinite_loop, held_bytes=HELD_BYTES)
         aggregator.publish_task(changed(aggregator.backbone, deadly))
         for _ in range(3):
