@@ -93,6 +93,7 @@ def job_of(
     shared |= {
         "released": tuple(sorted(state.decisions.released)),
         "robust": task.file.robust,
+        "half_memory": has_half_memory(state.failures),
         "folder": str(folder / f"head-{train.version}"),
     }
     if (feature_map := task.feature_map) is not None:
@@ -101,4 +102,4 @@ def job_of(
             random_features=feature_map.random_features,
             seed=feature_map.seed,
         )
-    return HeadJob(**shared, training=task.file.training, half_memory=has_half_memory(state.failures))
+    return HeadJob(**shared, training=task.file.training)

@@ -98,6 +98,8 @@ class StatisticsJob(SubmissionsJob, frozen=True, kw_only=True):
     """Devices that are not quarantined, whatever outlier detection finds."""
     random_features: int
     seed: int
+    half_memory: bool = False
+    """Compare half of each device's groups, where devices upload groups; all of them count."""
     robust: Robust = Robust()
 
     @property

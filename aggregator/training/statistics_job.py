@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aggregator.algorithms.fedtc.head import Dense
-from aggregator.algorithms.statistics.feature_map import FeatureMap
+from aggregator.algorithms.statistics.feature_map import BLOCK, FeatureMap
 from aggregator.algorithms.statistics.moments import (
     WHOLE,
     Moments,
@@ -36,6 +36,7 @@ from aggregator.training.jobs import (
     run_as_program,
 )
 from aggregator.training.outlier_detection import Judgment, judge
+from aggregator.training.robust_training_set import half_of
 from aggregator.training.weights import counted_totals
 from protocol.errors import MalformedMessage, ProtofleetError
 from protocol.statistics.second_moment import decode
@@ -49,11 +50,13 @@ class Checked:
 
     Attributes:
         images: each device's images of each class, int64 (C,).
-        groups: each device's prototypes; empty where devices upload class sums.
+        rows: each device's rows of each class (C,): groups, or images where these are not grouped.
+        groups: each device's prototypes, half of them with half the memory; empty if they are not compared.
         invalid: devices whose submission is refused, with reasons.
     """
 
     images: dict[str, NDArray[np.int64]]
+    rows: dict[str, NDArray[np.int64]]
     groups: dict[str, Prototypes]
     invalid: dict[str, str]
 
@@ -72,7 +75,7 @@ def run(job: StatisticsJob) -> Result:
     started_s = time.perf_counter()
     checked = check_all(job, expectation)
     judgment = Judgment({})
-    if checked.groups and job.robust.detect_outliers:
+    if checked.groups:
         judgment = judge(
             checked.groups,
             classes=manifest.classes,
@@ -89,30 +92,44 @@ def run(job: StatisticsJob) -> Result:
         "temperature": TEMPERATURE,
         "limited_devices": float(sum(share < WHOLE for share in shares)),
     }
+    if job.half_memory:
+        figures["half_memory"] = 1.0
     seconds = time.perf_counter() - started_s
     head = head_to_onnx([ridge.layer], metadata=job.metadata(manifest, figures), feature_map=feature_map)
     difference = _max_difference(job, ridge.layer, head)
     job.write_head(head, manifest)
-    images = dict(zip(manifest.classes, _rows_of(checked, judgment, len(manifest.classes)), strict=True))
+    included = [rows for device, rows in checked.rows.items() if device not in judgment.quarantined]
+    numbers = dict(zip(manifest.classes, np.sum(included, axis=0).tolist(), strict=True))
     return Result(
         prototypes=total.rows,
         metrics={**figures, "seconds": seconds, "onnx_max_difference": difference},
         quarantined={**checked.invalid, **judgment.quarantined},
         warning=judgment.warning,
-        few_prototypes={name: number for name, number in images.items() if 0 < number < FEW_PROTOTYPES},
+        few_prototypes={name: number for name, number in numbers.items() if 0 < number < FEW_PROTOTYPES},
     )
 
 
 def check_all(job: StatisticsJob, expectation: Expectation) -> Checked:
     """Check all submissions; raises Refused if none is valid."""
 
-    def check(submission: Submission) -> tuple[NDArray[np.int64], Prototypes | None]:
-        counts = submitted_moments(submission, expectation, job.feature_map).counts
-        return counts, None if submission.tensors else _groups(submission, expectation)
+    def check(submission: Submission) -> tuple[NDArray[np.int64], NDArray[np.int64], Prototypes | None]:
+        images = submitted_moments(submission, expectation, job.feature_map).counts
+        if submission.tensors:
+            return images, images, None
+        labels = check_statistics(submission, expectation)[1]
+        rows = np.bincount(labels, minlength=len(images))
+        if not job.robust.detect_outliers:
+            return images, rows, None
+        groups = _groups(submission, expectation)
+        return images, rows, half_of(groups) if job.half_memory else groups
 
     parts, invalid = checked_parts(job.submissions(), check)
-    images = {device: counts for device, (counts, _) in parts.items()}
-    return Checked(images, {name: group for name, (_, group) in parts.items() if group is not None}, invalid)
+    return Checked(
+        {device: images for device, (images, _, _) in parts.items()},
+        {device: rows for device, (_, rows, _) in parts.items()},
+        {device: groups for device, (_, _, groups) in parts.items() if groups is not None},
+        invalid,
+    )
 
 
 def added(
@@ -156,22 +173,16 @@ def _groups(submission: Submission, expectation: Expectation) -> Prototypes:
     """Return the means of groups of images, of which a row is as far from its class's mean as one image."""
     rows, labels, counts = check_statistics(submission, expectation)
     values = rows.astype(np.float32)
+    weights = counts.astype(np.float32)
     for label in np.unique(labels):
-        mine = labels == label
-        weights = counts[mine].astype(np.float32)
-        mean = np.average(values[mine], axis=0, weights=weights)
-        values[mine] = mean + (values[mine] - mean) / np.sqrt(weights)[:, None]
+        mine = np.flatnonzero(labels == label)
+        blocks = [mine[at : at + BLOCK] for at in range(0, len(mine), BLOCK)]
+        mean = (
+            np.array([weights[block] @ values[block] for block in blocks]).sum(axis=0) / weights[mine].sum()
+        )
+        for block in blocks:
+            values[block] = mean + (values[block] - mean) / np.sqrt(weights[block])[:, None]
     return Prototypes(values, labels.astype(np.int64), counts.astype(np.int64))
-
-
-def _rows_of(checked: Checked, judgment: Judgment, classes: int) -> list[int]:
-    """Return how many rows each class has: groups, or images where these are not grouped."""
-    rows = np.zeros(classes, np.int64)
-    for device, images in checked.images.items():
-        if device not in judgment.quarantined:
-            group = checked.groups.get(device)
-            rows += images if group is None else np.bincount(group.labels, minlength=classes)
-    return [int(number) for number in rows]
 
 
 def _max_difference(job: StatisticsJob, layer: Dense, head: bytes) -> float:

@@ -20,6 +20,9 @@ ROUNDED = 0.5
 SINGULAR_SLACK = 1.2
 """Times sqrt(L) + sqrt(F) that the largest singular value of R is at most, with room for small matrices."""
 
+BLOCK = 1024
+"""Rows that are converted to floating point at once: a submission may hold ten thousands."""
+
 GROUP_LENGTH = 1.5
 """Times the length of the longest image's row that a group's row counts at most."""
 
@@ -97,11 +100,14 @@ class FeatureMap:
         A row is as far from its class's mean as one image if the images of its group are independent. Those of others
         are longer, and a device could make them as long as their integers allow.
         """
-        short = rows.astype(np.float64)
-        for part, longest in self.longest:
-            length = np.linalg.norm(short[:, part], axis=1, keepdims=True)
-            short[:, part] *= np.minimum(1.0, GROUP_LENGTH * longest / np.maximum(length, longest))
-        return np.rint(short).astype(np.int8)
+        short = np.array(rows, np.int8)
+        for at in range(0, len(rows), BLOCK):
+            block = rows[at : at + BLOCK].astype(np.float64)
+            for part, longest in self.longest:
+                length = np.linalg.norm(block[:, part], axis=1, keepdims=True)
+                block[:, part] *= np.minimum(1.0, GROUP_LENGTH * longest / np.maximum(length, longest))
+            short[at : at + BLOCK] = np.rint(block)
+        return short
 
     def nodes(self) -> tuple[list[str], dict[str, NDArray[np.generic]]]:
         """Return the nodes of the ONNX graph, `feature` to `projection`, and its constants."""

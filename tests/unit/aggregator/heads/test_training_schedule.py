@@ -26,7 +26,7 @@ from aggregator.storage.stored_values import LostFiles, PendingHead, TrainingPro
 from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks.restoration import Restoration
 from aggregator.tasks.task_preparation import Task, prepare_task
-from aggregator.training.jobs import HeadJob, Result, RoundJob
+from aggregator.training.jobs import HeadJob, Result, RoundJob, StatisticsJob
 from aggregator.training.runner import Finished, Progress
 from protocol.errors import StateError
 from protocol.wire.codec import digest_of, encode
@@ -280,10 +280,14 @@ def test_half_the_memory_after_several_failures(store: Store) -> None:
     train, settings = rounds.Train(1, (("a", round_state.Entry(1, b"a", 0.0)),)), Training(epochs=3)
     file = TaskFile(classes=MANIFEST.classes, backbones=("tiny.onnx",), training=settings)
     task = Task(file=file, feature_size=16, expectation=EXPECTATION, first_tensors=None)
+    of_sums = replace(task, file=structs.replace(file, algorithm="statistics"))
     for failures in range(6):
         job = job_of(train, task, store, round_state.State(failures=failures), tensors=None)
         assert isinstance(job, HeadJob)
         assert (job.half_memory, job.training) == (failures >= FULL_MEMORY_TRAININGS, settings)
+        sums = job_of(train, of_sums, store, round_state.State(failures=failures), tensors=None)
+        assert isinstance(sums, StatisticsJob)
+        assert sums.half_memory == job.half_memory
 
 
 def test_failure_on_a_full_disk_is_retried(task: Task, store: Store) -> None:

@@ -13,7 +13,7 @@ from aggregator.algorithms.statistics.moments import moments_of
 from aggregator.config.schema import Robust
 from aggregator.ingest.validation import Expectation, Refused
 from aggregator.training.jobs import Result, StatisticsJob
-from aggregator.training.statistics_job import run, submitted_moments
+from aggregator.training.statistics_job import check_all, run, submitted_moments
 from protocol.errors import ProtofleetError
 from protocol.statistics.second_moment import decode, from_triangle, to_triangle
 from protocol.statistics.second_moment import encode as encode_moment
@@ -30,15 +30,14 @@ from tests.support.statistics import (
 )
 
 
-def made(
+def job_on(
     folder: Path,
     submissions: Mapping[str, Submission],
-    expectation: Expectation = SINGLE_EXPECTATION,
+    expectation: Expectation,
     robust: Robust = Robust(),  # noqa: B008 - frozen
-) -> tuple[Result, bytes]:
-    """The result of a job, and its head without its metadata."""
+) -> StatisticsJob:
     blobs = BlobStore(folder / "blobs")
-    job = StatisticsJob(
+    return StatisticsJob(
         version=1,
         task=blobs.put(encode(expectation.manifest)).hex(),
         members={device: blobs.put(encode(each)).hex() for device, each in submissions.items()},
@@ -49,7 +48,16 @@ def made(
         robust=robust,
         folder=str(folder),
     )
-    result = run(job)
+
+
+def made(
+    folder: Path,
+    submissions: Mapping[str, Submission],
+    expectation: Expectation = SINGLE_EXPECTATION,
+    robust: Robust = Robust(),  # noqa: B008 - frozen
+) -> tuple[Result, bytes]:
+    """The result of a job, and its head without its metadata."""
+    result = run(job_on(folder, submissions, expectation, robust))
     model = onnx.load(folder / "head.onnx")
     del model.metadata_props[:]
     return result, model.SerializeToString()
@@ -216,6 +224,20 @@ def test_outlier_among_groups_is_quarantined(tmp_path: Path) -> None:
         parts["flipped"] = make(np.roll(features, 40, axis=0), labels)
         result, _ = made(tmp_path / make.__name__, parts, expectation)
         assert list(result.quarantined) == found
+
+
+def test_half_of_the_groups_are_compared_with_half_the_memory(tmp_path: Path) -> None:
+    """All rows count."""
+    parts = {str(device): groups_of(*images(device)) for device in range(3)}
+    job = job_on(tmp_path, parts, GROUPS_EXPECTATION)
+    every = check_all(job, GROUPS_EXPECTATION)
+    half = check_all(msgspec.structs.replace(job, half_memory=True), GROUPS_EXPECTATION)
+    for device, groups in half.groups.items():
+        assert len(groups.labels) == len(every.groups[device].labels) / 2
+        np.testing.assert_array_equal(half.rows[device], every.rows[device])
+        np.testing.assert_array_equal(half.images[device], every.images[device])
+    unchecked = msgspec.structs.replace(job, robust=Robust(detect_outliers=False))
+    assert not check_all(unchecked, GROUPS_EXPECTATION).groups
 
 
 def test_few_images_of_a_class_are_named(tmp_path: Path) -> None:
