@@ -63,7 +63,7 @@ def issue_client(ca: Issued, name: str, *, now: datetime, days: int) -> Issued:
     """Issue a certificate for a client of the broker, with `name` as its common name.
 
     Raises:
-        ConfigError: the name is too long for a certificate.
+        ConfigError: the name is too long for a certificate, or the CA is not valid now.
     """
     return _issue(ca, name, now=now, days=days, use=ExtendedKeyUsageOID.CLIENT_AUTH)
 
@@ -72,7 +72,7 @@ def issue_server(ca: Issued, hosts: Sequence[str], *, now: datetime, days: int) 
     """Issue a certificate for a broker with these host names and IP addresses.
 
     Raises:
-        ConfigError: one of them is neither.
+        ConfigError: one of them is neither, or the CA is not valid now.
     """
     names = x509.SubjectAlternativeName([_general_name(host) for host in dict.fromkeys(hosts)])
     return _issue(ca, "broker", names, now=now, days=days, use=ExtendedKeyUsageOID.SERVER_AUTH)
@@ -117,8 +117,15 @@ def _issue(
             f"{name!r} is too long for a certificate: choose a name of at most {MAX_COMMON_NAME} characters"
         )
     ca_certificate, ca_key = _load(ca)
+    begin, end = ca_certificate.not_valid_before_utc, ca_certificate.not_valid_after_utc
+    if not begin <= now < end:
+        raise ConfigError(
+            f"the fleet's CA is valid from {begin:%Y-%m-%d} to {end:%Y-%m-%d}, and the clock of this machine says "
+            f"{now:%Y-%m-%d}: set the clock; if it was wrong when the CA was created, move ca.*, aggregator.* and "
+            "revoked.crl in `identity` away, keep the other files, and enroll the broker and every device again"
+        )
     key = ec.generate_private_key(ec.SECP256R1())
-    until = min(now + timedelta(days=days), ca_certificate.not_valid_after_utc)
+    until = min(now + timedelta(days=days), end)
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     builder = _builder(subject, key, issuer=ca_certificate.subject, now=now, until=until, is_ca=False)
     identifier = x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key())

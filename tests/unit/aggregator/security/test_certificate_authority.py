@@ -76,6 +76,16 @@ def test_certificate_ends_with_ca(ca: Issued) -> None:
     assert certificate.not_valid_after_utc == read(ca).not_valid_after_utc
 
 
+@pytest.mark.parametrize("years", [-30, 30])
+def test_ca_that_was_created_by_a_wrong_clock_issues_nothing(ca: Issued, years: int) -> None:
+    """A certificate of it would have expired already, or be valid in years."""
+    now = NOW + timedelta(days=365 * years)
+    with pytest.raises(ConfigError, match=r"valid from 2026-11-20 to 2046-11-16.* set the clock"):
+        issue_client(ca, "shed-1", now=now, days=30)
+    with pytest.raises(ConfigError, match="set the clock"):
+        issue_server(ca, ["broker.example"], now=now, days=30)
+
+
 def test_validity_starts_a_day_before_issue(ca: Issued) -> None:
     """Devices with a slow clock accept it."""
     for issued in (ca, issue_client(ca, "shed-1", now=NOW, days=1)):
