@@ -39,7 +39,7 @@ class Choice:
     image_size: int | None = None
     """Edge of the square input in pixels; None for the network's own, as for what follows."""
     mean: tuple[float, float, float] | None = None
-    """Of pixels scaled to 0..1."""
+    """The mean of pixels scaled to 0..1."""
     std: tuple[float, float, float] | None = None
     crop_pct: float | None = None
 
@@ -53,7 +53,7 @@ class Backbone:
     config: Mapping[str, Any]
     """Timm's data config: `input_size`, `interpolation`, `crop_pct`, `crop_mode`, `mean`, `std`."""
     metadata: BackboneMetadata
-    """Without the parity."""
+    """The metadata, still without `parity`."""
 
 
 def list_models(pattern: str) -> list[str]:

@@ -51,7 +51,7 @@ class Enrollment:
     aggregator_key: bytes
     """Public, 32 bytes."""
     aggregator_key_number: int
-    """Of its certificate; 0 if it is the aggregator's first."""
+    """The number of the key's certificate; 0 if it is the aggregator's first key."""
     root_key: bytes | None
     """Public, 32 bytes: it signs the aggregator's later keys. None if the fleet has none."""
     enrolled_s: float

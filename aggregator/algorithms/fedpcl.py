@@ -44,7 +44,7 @@ class FedPCL(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tau: Rate = 0.2
     """Temperature."""
     learning_rate: Rate = 1e-4
-    """Of Adam."""
+    """Adam's learning rate."""
     weight_decay: Fraction = 1e-4
     """L2, as part of the gradient."""
     variant: Literal["both", "global", "local"] = "both"
@@ -61,7 +61,7 @@ class FedPCL(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_sets: Count | None = None
     """Greatest number of devices' prototype sets that are sent; None sends all of them."""
     sets: Literal["sample", "cluster"] = "sample"
-    """If there are more: send a random sample of them, or the means of clusters of them."""
+    """What is sent if there are more: a random sample of them, or the means of clusters of them."""
 
     def epochs_of(self, number: int) -> int:
         """Return 0 for round 0, whose prototypes are those of the common initial projection."""

@@ -11,7 +11,7 @@ TIE = 1e-9
 by the order of a sum is a millionth of it."""
 
 NO_CLUSTER = -1
-"""In place of the cluster of a point without direction."""
+"""The label of a point without direction, which is in no cluster."""
 
 
 def partitions(points: NDArray[np.floating]) -> list[NDArray[np.int64]]:

@@ -35,11 +35,11 @@ class Settings(Protocol):
 
     @property
     def learning_rate(self) -> float:
-        """Of SGD."""
+        """SGD's learning rate."""
 
     @property
     def momentum(self) -> float:
-        """Of SGD."""
+        """SGD's momentum."""
 
     @property
     def weight_decay(self) -> float:

@@ -28,7 +28,7 @@ class Training(msgspec.Struct, frozen=True, kw_only=True):
     """`[training]`: how the aggregator trains a head. None means the recipe's own value."""
 
     timeout_s: Annotated[float, Meta(gt=0, le=1e9)] = 3600.0
-    """After which a training, the closing of a round or an export of graphs is ended, and has failed."""
+    """Seconds after which a training, the closing of a round or an export of graphs is ended, and has failed."""
 
     recipe: Literal["default", "paper"] = "default"
     restore: bool | None = None
@@ -59,7 +59,7 @@ class Robust(msgspec.Struct, frozen=True, kw_only=True):
     max_multiple: Annotated[float, Meta(ge=0, le=1e6)] = MAX_MULTIPLE
     """Times the images of the median device that a device's images count at most; 0 is without limit."""
     clip_multiple: Annotated[float, Meta(ge=0, le=1e6)] = 3.0
-    """In rounds, distance of values from the others', in those of the median device, to which they are limited."""
+    """In rounds, the distance from the others' values, in that of the median device, to which values are limited."""
 
 
 ROUND_DEVICES = 3
@@ -90,11 +90,11 @@ class PrivacyBudget(msgspec.Struct, frozen=True, kw_only=True):
     """`[privacy.dp]`: differential privacy of everything that a device uploads."""
 
     epsilon: Annotated[float, Meta(gt=0, le=20)]
-    """Of one submission."""
+    """The privacy loss of one submission."""
     delta: Annotated[float, Meta(gt=0, le=1e-3)] = 1e-5
     clip_norm: Annotated[float, Meta(ge=1e-6, le=1e6)]
     max_epsilon: Annotated[float, Meta(gt=0, le=40)]
-    """Of all submissions of a device together."""
+    """The privacy loss of all submissions of a device together."""
 
 
 class PrivacySettings(msgspec.Struct, frozen=True, kw_only=True):

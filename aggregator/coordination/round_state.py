@@ -73,7 +73,7 @@ class OpenCollection:
     count: int
     """Devices that have submitted."""
     closes_s: float
-    """It closes no earlier than that by the time (elapsed seconds); exactly then if `is_exact`."""
+    """The time (elapsed seconds) before which it does not close; it closes exactly then if `is_exact`."""
     is_exact: bool = True
     must_retrain: bool = False
 
@@ -95,12 +95,12 @@ class State:
     failures: int = 0
     """Trainings that have failed since the newest head."""
     head_version: int = 0
-    """Of the newest head, 0 if there is none; with rounds, also the number of the open round."""
+    """The version of the newest head, 0 if there is none; with rounds, also the number of the open round."""
     excluded: frozenset[str] = frozenset()
     """Devices in `covered` whose submissions the newest head was made without."""
     decisions: DeviceDecisions = DeviceDecisions()
     is_rate_limited: bool = False
-    """So many heads were trained lately that only a revocation starts another training."""
+    """True if so many heads were trained lately that only a revocation starts another training."""
     collection: OpenCollection | None = field(default=None, compare=False, repr=False)
     """Derived from the others."""
 

@@ -18,7 +18,7 @@ from protocol.models.onnx_metadata import (
 )
 
 OUTPUTS = ("probabilities", "logits")
-"""In this order: without the names, a reader of the file takes the first output."""
+"""The outputs in their order: a reader of the file that ignores the names takes the first one."""
 
 _ERRORS = (
     onnx.checker.ValidationError,

@@ -40,7 +40,7 @@ class Releases:
         self._has_unused = False
         self._problems: dict[str, str] | None = None
         self.manifest: HeadManifest | None = None
-        """To publish; None if there is no head."""
+        """The manifest to publish; None if there is no head."""
         self._heads = self._read_heads()
         self.served = self._served()
         """Digests of the blobs that devices may request."""

@@ -1,4 +1,4 @@
-"""From submissions to heads: stores what the round logic decides, and runs the training jobs."""
+"""The way from submissions to heads: stores what the round logic decides, and runs the training jobs."""
 
 import contextlib
 import logging

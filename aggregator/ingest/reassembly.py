@@ -54,7 +54,7 @@ class Reassembly:
     """The unfinished transfers of all devices."""
 
     max_bytes: int
-    """Of a payload."""
+    """Greatest size of a payload."""
     holds: Callable[[str, bytes], bool]
     """Returns True for a device and the digest of a payload that was accepted earlier."""
     per_device: int = 2

@@ -37,9 +37,9 @@ class Expectation:
     prototype_size: int
     """L, or with a program or statistics D."""
     tensors: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """With a program, the shape of each uploaded tensor."""
+    """The shape of each uploaded tensor, if the task has a program."""
     max_norm: float = math.inf
-    """Of a prototype, where the algorithm bounds it."""
+    """Greatest length of a prototype, where the algorithm bounds it."""
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ class DeviceMessages:
     receipts: list[tuple[str, Receipt]] = field(default_factory=list, init=False)
     """Device and receipt, to be published once the messages are durable."""
     _answered: TokenBuckets[tuple[str, Reason | None]] = field(init=False)
-    """By device and reason of refusal: a flood of refused messages does not hold up its other receipts."""
+    """Answers by device and reason of refusal: a flood of refused messages does not delay its other receipts."""
     _reported: dict[str, tuple[str, str]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:

@@ -26,7 +26,7 @@ class HeadRecord:
     """Device to the hex digest of its submission, for those that the head was trained on; only of the newest head."""
     metrics: Mapping[str, float]
     tensors: BlobRef | None = None
-    """With rounds: the tensors that the next round starts from."""
+    """The tensors that the next round starts from, if the task has rounds."""
     file: bytes = b""
     """Digest of the ONNX file that needs only features."""
     quarantined: Mapping[str, str] = field(default_factory=dict)

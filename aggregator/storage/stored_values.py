@@ -64,11 +64,11 @@ class FailedTraining(msgspec.Struct, frozen=True):
     failed_s: float
     """Unix seconds."""
     retry_s: float = 0.0
-    """As in `round_state.State`."""
+    """The time of the next attempt, as in `round_state.State`."""
 
 
 class HeadRateLimit(msgspec.Struct, frozen=True):
-    """As many heads were trained as the task file allows: no other training starts before that (unix seconds)."""
+    """The time (unix seconds) of the next training, after as many heads as the task file allows."""
 
     until_s: float
 

@@ -1,1 +1,1 @@
-"""From a task file to what the fleet works on: manifests, graphs and retention."""
+"""What the fleet works on, made from a task file: manifests, graphs and retention."""

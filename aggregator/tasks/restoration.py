@@ -28,7 +28,7 @@ class Restoration:
         self._task = task
         self._store = store
         self._verified_s: dict[bytes, float] = {}
-        """Until when each was verified."""
+        """The time until which each blob counts as verified."""
         self._lost: set[bytes] = set()
         store.facts.delete(LostFiles)
 

@@ -125,7 +125,7 @@ class CompileJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 OOM_SCORE = "500"
-"""Of 1000, for which Linux kills a process first."""
+"""Score (at most 1000) of a job: Linux kills the process with the highest one first."""
 
 FEW_PROTOTYPES = 5
 """A class with fewer rests on too few images for a reliable head."""

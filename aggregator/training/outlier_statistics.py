@@ -33,7 +33,7 @@ COSINE_MARGIN = 0.5
 """Part of the estimated number of directions that is used."""
 
 STANDARD_ERRORS = 1.0
-"""By which the variance between places may exceed its estimate."""
+"""Standard errors by which the variance between places may exceed its estimate."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ class ClassMeans:
     images: Floats
     prototypes: Floats
     variances: Floats
-    """Of an image about its device's mean, summed over dimensions, (K,); NaN for a single prototype."""
+    """The variance of an image about its device's mean, summed over dimensions, (K,); NaN for a single prototype."""
     median: Floats
-    """Of the means, by coordinate, (L,)."""
+    """The median of the means, by coordinate, (L,)."""
 
     @property
     def deviations(self) -> Floats:

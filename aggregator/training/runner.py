@@ -47,7 +47,7 @@ class Finished:
     result: Result | None
     reason: str = ""
     is_killed: bool = False
-    """It was ended by a signal, not by an error of its own."""
+    """True if a signal has ended it, not an error of its own."""
 
 
 class Trainer:

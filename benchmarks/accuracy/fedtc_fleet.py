@@ -56,11 +56,11 @@ class Result:
     """Averaged in the prototypes."""
     prototypes: int
     bytes_up: int
-    """Of all submissions, as encoded for the wire."""
+    """Bytes of all submissions, as encoded for the wire."""
     tensor_bytes: int
-    """Of the float16 prototypes among them."""
+    """Bytes of the float16 prototypes among them."""
     head_bytes: int
-    """Of its arrays."""
+    """Bytes of the head's arrays."""
     epochs: int
     train_seconds: float
 

@@ -42,7 +42,7 @@ class Run:
     data: str
     classes: int
     images: int
-    """Of each class; of every second one if the others are `rare`."""
+    """Images of each class; of every second one if the others are `rare`."""
     rare: int
     seed: int
     prototypes: int

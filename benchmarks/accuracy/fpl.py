@@ -20,7 +20,7 @@ from benchmarks.data.images import DIGITS, PACS
 
 IMAGE_SIZE = 96
 IMAGES = 2000
-"""Of each part of a domain's data set, at most."""
+"""Most images of each part of a domain's data set."""
 
 PLANS: Mapping[str, Mapping[str, tuple[int, int]]] = MappingProxyType(
     {
@@ -28,7 +28,7 @@ PLANS: Mapping[str, Mapping[str, tuple[int, int]]] = MappingProxyType(
         "pacs": dict(zip(PACS, ((3, 35), (2, 35), (1, 35), (4, 35)), strict=True)),
     }
 )
-"""For each domain its devices, and the images of each: 20 devices, as in the paper, and 10."""
+"""The devices of each domain, and the images of each: 20 devices, as in the paper, and 10."""
 
 VALIDATION_SHARE = 0.6
 """Share of the devices' images of which the rest are for evaluation."""

@@ -54,15 +54,15 @@ class Outcome:
     """Result of a fleet's rounds."""
 
     accuracies: NDArray[np.float64]
-    """Of each client with its own head, on its own mixture of classes, (K,)."""
+    """The accuracy of each client with its own head, on its own mixture of classes, (K,)."""
     balanced: NDArray[np.float64]
     """Likewise, over all classes alike."""
     reported: NDArray[np.float64]
     """`balanced` as `status` shows it: classes of which the client has no images count as not recognized."""
     up_bytes: NDArray[np.float64]
-    """Of an encoded submission, mean over the devices, (rounds,)."""
+    """The size of an encoded submission, mean over the devices, (rounds,)."""
     down_bytes: NDArray[np.int64]
-    """Of the blob of tensors that a round starts from, (rounds,)."""
+    """The size of the blob of tensors that a round starts from, (rounds,)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,13 +21,13 @@ class Run:
     domains: tuple[str, ...]
     accuracies: tuple[float, ...]
     balanced: tuple[float, ...] = ()
-    """Of each client over all classes alike; empty for a baseline."""
+    """The accuracy of each client over all classes alike; empty for a baseline."""
     reported: tuple[float, ...] = ()
     """`balanced` as `status` shows it."""
     up_bytes: float
-    """From a device in a round, mean over devices and rounds."""
+    """Bytes from a device in a round, mean over devices and rounds."""
     down_bytes: float
-    """To a device in a round, mean over rounds."""
+    """Bytes to a device in a round, mean over rounds."""
     seconds: float
 
     @property

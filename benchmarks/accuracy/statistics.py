@@ -38,12 +38,12 @@ class Run:
     accuracy: float
     calibration_error: float
     seconds: float
-    """To make the head."""
+    """The time to make the head."""
     devices: int | None = None
     rows: int | None = None
     """That devices sent: images in sums, groups of images, or prototypes."""
     bytes_up: int | None = None
-    """Of all submissions."""
+    """Bytes of all submissions."""
 
 
 @dataclass(frozen=True)

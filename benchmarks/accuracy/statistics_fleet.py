@@ -48,9 +48,9 @@ class Result:
     rows: int
     """That count: groups, or images where these are not grouped."""
     bytes_up: int
-    """Of all submissions, as encoded for the wire."""
+    """Bytes of all submissions, as encoded for the wire."""
     head_bytes: int
-    """Of the file, with the map."""
+    """Bytes of the file, with the map."""
     solve_seconds: float
 
 

@@ -27,11 +27,11 @@ from edge_client.runtime.program_graph import open_graph
 from edge_client.training.trainer import Checkpoint, Schedule, TrainingSet, train
 
 FEATURES = 1280
-"""Of one MobileNetV2."""
+"""Length of a feature of one MobileNetV2."""
 CLASSES = 10
 DEVICES = 5
 STEPS = 20
-"""In an epoch."""
+"""Steps in an epoch."""
 
 SETTINGS: dict[str, FedPCL | FPL] = {
     "fedpcl": FedPCL(loss="cross_entropy", relu=False, prior=True),

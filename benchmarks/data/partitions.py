@@ -14,7 +14,7 @@ class Partition:
     """Division of labeled images among clients."""
 
     kind: Literal["sharding", "dirichlet"]
-    """So many classes per client, or shares of each class drawn from a symmetric Dirichlet distribution."""
+    """Equal numbers of classes per client, or shares of each class drawn from a symmetric Dirichlet distribution."""
     parameter: float
     """Classes per client, delta; or the distribution's concentration, beta."""
 

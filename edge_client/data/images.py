@@ -41,7 +41,7 @@ class LabeledImage:
     """A labeled image file as it was when it was found."""
 
     folder: Path
-    """Of all classes, or of the list."""
+    """The folder of all classes, or of the list."""
     relative: str
     label: int
     """Index into the task's classes, or UNLABELED."""
@@ -64,7 +64,7 @@ class ImageScan:
     """The labeled images of a device, and what was left out."""
 
     images: tuple[LabeledImage, ...]
-    """In order of their relative paths."""
+    """The images in order of their relative paths."""
     unknown: tuple[str, ...] = ()
     """Folders or labels that are no class of the task, printable, the first ones with the class that may be meant."""
     skipped: Mapping[str, int] = field(default_factory=dict)

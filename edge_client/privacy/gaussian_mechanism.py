@@ -39,7 +39,7 @@ MAX_PROTOTYPES = 1024
 """Per class."""
 
 MAX_VALUES = 2**24
-"""Of a submission, 32 MiB as float16: no noise, whatever its amount, exhausts the device's memory."""
+"""Values of a submission, 32 MiB as float16: no noise, whatever its amount, exhausts the device's memory."""
 
 TOO_LARGE = "the task asks for more classes and features than differential privacy is made for on a device"
 
@@ -61,7 +61,7 @@ class Mechanism:
     min_images: int
     """The least count of a prototype."""
     max_prototypes: int = MAX_PROTOTYPES
-    """Of a class; with more images, batches are larger."""
+    """Prototypes of a class; with more images, batches are larger."""
 
     @property
     def noise(self) -> float:

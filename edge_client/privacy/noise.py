@@ -41,7 +41,7 @@ NOISES: dict[str, Callable[[bytes, tuple[int, ...]], NDArray[np.float64]]] = {
     "gaussian": gaussian,
     "laplace": laplace,
 }
-"""By their names on the wire."""
+"""The distributions by their names on the wire."""
 
 
 def _uniform(key: bytes, shape: tuple[int, ...]) -> NDArray[np.float64]:

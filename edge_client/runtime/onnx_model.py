@@ -69,7 +69,7 @@ class OnnxModel:
     """A model in ONNX Runtime."""
 
     name: str
-    """For error messages."""
+    """The model's name in error messages."""
     properties: Mapping[str, str]
     """The file's `protofleet` metadata."""
     provider: str

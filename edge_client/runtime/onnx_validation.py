@@ -15,7 +15,7 @@ MAX_ENTRY_FIELDS = 16
 """Fields of a metadata property, which has two."""
 
 MAX_DIMENSIONS_BYTES = 320
-"""Of a tensor's dimensions that are read: more than ONNX Runtime accepts."""
+"""Bytes of a tensor's dimensions that are read: more than ONNX Runtime accepts."""
 
 MAX_DEPTH = 100
 """Nested messages: the limit of protobuf, and so of ONNX Runtime."""

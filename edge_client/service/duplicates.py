@@ -27,7 +27,7 @@ class OwnTopic:
         self, settings: Settings, store: DeviceState, publisher: Publisher, receiver: Receiver
     ) -> None:
         self.warning = ""
-        """For the operator; empty if no other program has used this device's key."""
+        """The warning for the operator; empty if no other program has used this device's key."""
         self._settings = settings
         self._store = store
         self._publisher = publisher

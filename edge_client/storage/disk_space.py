@@ -13,7 +13,7 @@ from protocol.errors import StateError
 from protocol.storage.blobstore import state_errors
 
 RESERVE_SHARE = 0.05
-"""Of the disk."""
+"""Share of the disk that stays free."""
 
 MAX_RESERVE_BYTES = 1024**3
 

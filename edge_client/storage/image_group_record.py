@@ -20,7 +20,7 @@ class Group:
     is_unmixed: bool = True
     """True if none of its images was in another group before."""
     largest_min_images: int = 0
-    """Of all tasks that an image of it was released to, in this group or in an earlier one; 0 if there is none."""
+    """The largest `min_images` of all tasks that an image of it was released to, in this or an earlier group; or 0."""
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ class UploadProblem(Problem, frozen=True):
 
 
 PROBLEMS = (TaskProblem, SpaceProblem, ManifestProblem, BuildProblem, HeadProblem, UploadProblem)
-"""Of several, the first is shown."""
+"""All problems; of several that the device has, the first is shown."""
 
 
 class ClassReport(msgspec.Struct, frozen=True):

@@ -45,7 +45,7 @@ class BackboneMetadata(msgspec.Struct, frozen=True, kw_only=True, tag="backbone"
     """Per channel, of pixels scaled to 0..1; applied inside the graph."""
     std: tuple[float, float, float]
     weights_sha256: _Sha256
-    """Of the file that the weights were read from, or of the weights as safetensors if there was none."""
+    """The digest of the file that the weights were read from, or of the weights as safetensors if there was none."""
     weights: str = ""
     """Source of the weights: a file name or hub name."""
     parity: Parity | None = None
@@ -88,7 +88,7 @@ class ModelMetadata(msgspec.Struct, frozen=True, kw_only=True, tag="model", tag_
     """A graph of backbones and head, from images to ``probabilities`` and ``logits`` float32 (n, C)."""
 
     backbones: Annotated[dict[str, BackboneMetadata], Meta(min_length=1)]
-    """By input of the graph: the backbone that takes it, with the preprocessing of its images."""
+    """The backbone that takes each input of the graph, with the preprocessing of its images."""
     head: HeadMetadata
 
 

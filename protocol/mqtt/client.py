@@ -25,7 +25,7 @@ KEEPALIVE_S = 30
 Version = MQTTProtocolVersion
 
 VERSIONS = (Version.MQTTv5, Version.MQTTv311)
-"""In the order in which they are tried."""
+"""Versions of MQTT, in the order in which they are tried."""
 
 
 @dataclass(frozen=True)

@@ -65,4 +65,4 @@ class Drained:
 
 
 Event = Connected | Disconnected | Received | Unsendable | Drained | ThreadFailed
-"""With ThreadFailed the session has ended."""
+"""ThreadFailed is the last event of a session that has failed."""

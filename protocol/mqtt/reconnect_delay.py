@@ -6,7 +6,7 @@ MIN_RETRY_DELAY_S = 0.2
 MAX_RETRY_DELAY_S = 60.0
 
 USEFUL_MESSAGES = 16
-"""More than are exchanged at the start of every connection."""
+"""Messages of a useful connection: more than are exchanged at the start of every one."""
 
 
 def retry_delay_s(failures: int, uniform: Callable[[float, float], float]) -> float:

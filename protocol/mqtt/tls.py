@@ -54,7 +54,7 @@ EXPIRY_WARNING = timedelta(days=30)
 """How long before its end a certificate causes a warning."""
 
 NO_AUTHENTICATION = BrokerAccess()
-"""For a broker that admits every client."""
+"""Access to a broker that admits every client."""
 
 
 def parse_broker(text: str, *, tls: bool = False) -> BrokerAddress:

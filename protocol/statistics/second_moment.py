@@ -16,7 +16,7 @@ from protocol.wire.codec import to_array, to_tensor
 from protocol.wire.messages import MAX_IMAGES, MAX_MAPPED_SIZE, Tensor
 
 MAX_VALUE = 127
-"""Of a row's values."""
+"""Largest value of a row, and its smallest, negative."""
 
 MAX_PLANES = 5
 """Bytes of a value in the encoding: 10,000,000 images of the largest values fit."""

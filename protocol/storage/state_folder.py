@@ -7,7 +7,7 @@ from protocol.errors import ConfigError
 from protocol.storage.blobstore import state_errors, write_atomically
 
 IGNORE_FILE = ".gitignore"
-"""In every folder with private keys, so that `git add .` does not add them."""
+"""The file in every folder with private keys, so that `git add .` does not add them."""
 
 IGNORE_ALL = "*\n"
 

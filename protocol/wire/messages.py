@@ -285,7 +285,7 @@ class Submission(Message, frozen=True, kw_only=True, tag="submission"):
     tensors: TensorMap = {}
     loss: Annotated[float, Meta(ge=-1e6, le=1e6)] | None = None
     privacy: Privacy | None = None
-    """With differential privacy: the privacy loss. `images` and `counts` are then noisy as well."""
+    """The privacy loss, with differential privacy. `images` and `counts` are then noisy as well."""
 
 
 class Evaluation(Message, frozen=True, kw_only=True, tag="evaluation"):

@@ -25,7 +25,7 @@ class Duplicate(msgspec.Struct, frozen=True):
     """Another program with this program's key, as stored; without an instance there is none."""
 
     instance: str = ""
-    """In hex."""
+    """The instance of the other program, in hex."""
     epoch: int = 0
     address: str = ""
     """Host name and IP address, as it reports them itself."""

@@ -21,7 +21,7 @@ FOLDS = 5
 LEAVE_PAIRS_OUT = 100
 
 SHARES = (1.0, 0.5, 0.25, 0.1)
-"""Of the shrunk covariance, for cross-validation to choose from."""
+"""Shares of the shrunk covariance that cross-validation chooses from."""
 
 MIN_HELD_OUT = 30
 """Held-out prototypes from which a difference of one standard error is evidence."""
@@ -54,7 +54,7 @@ class _Candidate:
     epochs: int = 0
     temperature: float = 1.0
     loss: float = math.nan
-    """On held-out prototypes; NaN if there are none."""
+    """The loss on held-out prototypes; NaN if there are none."""
 
 
 def train_head(  # noqa: PLR0913 - four arrays that belong together

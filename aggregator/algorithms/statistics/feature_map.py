@@ -125,7 +125,7 @@ class FeatureMap:
 
     @property
     def _scale(self) -> np.float32:
-        """Of a row of unit length, to integers of variance LEVELS squared."""
+        """The factor that brings a row of unit length to integers of variance LEVELS squared."""
         return np.float32(LEVELS * np.sqrt(self.feature_size))
 
     @property

@@ -18,7 +18,7 @@ class DataOptions:
     backbone: str
     image_size: int
     images: int
-    """At most so many of each part are used."""
+    """Most images of each part that are used."""
 
     def load(self) -> Features:
         """Return the features; raises ConfigError like `load_features`."""

@@ -19,7 +19,7 @@ from benchmarks.report import Table, json_option, write_json
 GAUSSIAN = "gaussian"
 BATCH = 5
 DIMENSIONS = 64
-"""Of Gaussian features, whose k-th deviation is k^-0.75; of real ones, the number of coordinates that are used."""
+"""Dimensions of Gaussian features, whose k-th deviation is k^-0.75, and coordinates of real ones that are used."""
 MAX_ROWS = 40_000
 """Prototypes of a fleet above which only one class is used."""
 
@@ -28,7 +28,7 @@ PLACES: dict[Places, int] = {"one": 0, "several": 5, "line": 1}
 """Directions in which the means of devices differ, each by the same variance."""
 
 PLACE_VARIANCE = 0.05
-"""Of the mean of a device's class, over that of an image."""
+"""Variance of the mean of a device's class, over that of an image."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -47,7 +47,7 @@ class Result:
     attack: str
     """Empty without attackers."""
     share: float
-    """Of the devices, that attack."""
+    """Share of the devices that attack."""
     seed: int
     attackers: int
     """Attackers that have uploaded."""
@@ -58,7 +58,7 @@ class Result:
     false_alarms: int
     """Other devices that are quarantined."""
     accuracies: Mapping[str, float]
-    """Of the head, by method; empty without training."""
+    """The head's accuracy by method; empty without training."""
 
 
 @click.command("poisoning")

@@ -44,7 +44,7 @@ class Result:
     method: str
     seed: int
     accuracy: float
-    """Of the honest devices' heads, over all classes alike, mean over devices; 0 if a submission is refused."""
+    """Accuracy of the honest devices' heads over all classes alike, mean over devices; 0 if a submission is refused."""
 
 
 @click.command("poisoned-rounds")

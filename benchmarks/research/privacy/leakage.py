@@ -27,7 +27,7 @@ class Release:
     noise: NDArray[np.float64]
     """Deviation of the noise added to each prototype's values, which the attacker knows."""
     members: tuple[NDArray[np.intp], ...]
-    """For each prototype the rows of its images, among all."""
+    """The rows of each prototype's images, among all."""
 
 
 @dataclass(frozen=True)

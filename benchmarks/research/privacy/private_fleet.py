@@ -30,7 +30,7 @@ class Fleet:
 
     devices: int
     images: int
-    """Of each class, on each device."""
+    """Images of each class on each device."""
     batch: int
 
 
@@ -41,10 +41,10 @@ class Accuracy:
     protection: str
     """`none`, `perturbed` or `differential privacy`."""
     epsilon: float | None
-    """Of a submission, at DELTA; None without differential privacy."""
+    """The epsilon of a submission, at DELTA; None without differential privacy."""
     batch: int
     images: int
-    """Of each class, on each device."""
+    """Images of each class on each device."""
     accuracy: float
 
 

@@ -40,7 +40,7 @@ class Scene:
     """Features (p, L) and classes (p,) of the images that the attacker has."""
     public_images: NDArray[np.uint8]
     features: NDArray[np.float32]
-    """Of the device's images and of non-members, (n, L)."""
+    """Features of the device's images and of non-members, (n, L)."""
     labels: NDArray[np.int64]
     images: NDArray[np.float32]
     """(n, H, W) or (n, H, W, 3), in 0 to 1."""
@@ -59,7 +59,7 @@ class Form:
     guess: NDArray[np.float32]
     """The attacker's input for the decoder, (m, L)."""
     features: NDArray[np.float32]
-    """Of all images, (n, L), clipped if the device clips them."""
+    """Features of all images, (n, L), clipped if the device clips them."""
     knowledge: Knowledge
     """The attacker's, of such features."""
 
@@ -79,7 +79,7 @@ class Leak:
     """Share of the prototypes whose images are more similar than the non-members; chance is a half."""
     cosine: Linkage
     likelihood: Linkage
-    """By an attacker with knowledge of the distribution of features."""
+    """The linkage by an attacker with knowledge of the distribution of features."""
 
 
 def set_scene(data: DataSet, features: Features, *, public: int, per_class: int, seed: int) -> Scene:
