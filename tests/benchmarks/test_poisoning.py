@@ -35,7 +35,8 @@ def test_poisoning_benchmark_writes_its_report(tmp_path: Path, monkeypatch: pyte
     assert honest.keys() == set(METHODS)
     assert honest["check"] == honest["none"]
     assert all(accuracies["check"] >= honest["check"] - 0.02 for accuracies in attacked)
-    assert "flip      30%      3/3      0/7" in result.stdout
+    assert "found  false alarms" in result.stdout
+    assert "flip      30%      3/3           0/7" in result.stdout
 
 
 def test_without_training_only_detection_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

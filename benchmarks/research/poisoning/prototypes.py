@@ -126,7 +126,7 @@ def command(
     )
     features = source.load()
     methods = METHODS if train else ()
-    columns = {"partition": "<15", "attack": "<7", "share": ">6.0%", "found": ">9", "false_alarms": ">12"}
+    columns = {"partition": "<15", "attack": "<7", "share": ">6.0%", "found": ">9", "false alarms": ">14"}
     table = Table({**columns, **dict.fromkeys(methods, ">14")}, title=source.title(clients))
     results: list[Result] = []
     for partition in partitions:
