@@ -219,6 +219,9 @@ def _decoded(image: LabeledImage, specs: Iterable[Preprocessing], alter: Alter |
     path = image.path
     try:
         decoded = decode(path)
+        if not image.is_unchanged():
+            # Its feature would be stored as that of the file that was found.
+            return Refusal("it was changed while it was read", may_pass=True)
         pixels = {spec: preprocess(decoded, spec) for spec in specs}
         return pixels if alter is None else {spec: alter(image, spec, made) for spec, made in pixels.items()}
     except PrivacyRefused:

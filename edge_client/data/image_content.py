@@ -7,13 +7,20 @@ the feature of a single one.
 import contextlib
 import hashlib
 import io
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from PIL import Image
 
+from edge_client.data.images import MAX_FILE_BYTES
+
 KEY_BYTES = 16
 """Bytes of the digest: it distinguishes the images of one device."""
+
+HEADER_BYTES = 2**20
+"""Bytes read at once, and of a JPEG file those in which metadata is recognized."""
 
 _ORIENTATION = 0x0112
 
@@ -27,44 +34,68 @@ _TEXTS = {b"tEXt", b"zTXt", b"iTXt", b"tIME"}
 
 
 def content_key(path: Path) -> bytes | None:
-    """Return a digest of an image file, 16 bytes, without the metadata of a JPEG or PNG; None if it cannot be read."""
+    """Return a digest of an image file, 16 bytes, without the metadata of a JPEG or PNG; None if it cannot be read.
+
+    At most HEADER_BYTES of it are in memory; of a file that is too large to be decoded nothing is read.
+    """
+    sha256 = hashlib.sha256()
     try:
         with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size > MAX_FILE_BYTES:
+                return None
             start = file.read(8)
             file.seek(0)
-            if not start.startswith((_JPEG, _PNG)):
-                return hashlib.file_digest(file, "sha256").digest()[:KEY_BYTES]
-            data = file.read()
+            for part in _parts(file, start):
+                sha256.update(part)
     except OSError:
         return None
-    sha256 = hashlib.sha256()
-    for part in _jpeg_parts(data) if start.startswith(_JPEG) else _png_parts(data):
-        sha256.update(part)
     return sha256.digest()[:KEY_BYTES]
 
 
-def _jpeg_parts(data: bytes) -> Iterator[bytes | memoryview]:
-    """Yield the orientation, if there is one, and what is decoded; from a broken segment on, all that is left."""
-    view, at = memoryview(data), 2
+def _parts(file: BinaryIO, start: bytes) -> Iterator[bytes | memoryview]:
+    if start.startswith(_JPEG):
+        return _jpeg_parts(file)
+    return _png_parts(file) if start.startswith(_PNG) else _rest(file)
+
+
+def _jpeg_parts(file: BinaryIO) -> Iterator[bytes | memoryview]:
+    """Yield the orientation, if there is one, and what is decoded; from a broken segment on, all that is left.
+
+    A segment that ends beyond HEADER_BYTES counts as a broken one.
+    """
+    data, at = file.read(HEADER_BYTES), 2
+    view = memoryview(data)
     with contextlib.suppress(Exception):  # Pillow raises errors of many classes on broken files
         if orientation := Image.open(io.BytesIO(data), formats=["JPEG"]).getexif().get(_ORIENTATION):
             yield str(orientation).encode()
     yield view[:at]
     while at + 4 <= len(data) and data[at] == 0xFF and data[at + 1] != _START_OF_SCAN:
         end = at + 2 + int.from_bytes(data[at + 2 : at + 4], "big")
+        if end > len(data):
+            break
         if data[at + 1] not in _NOT_DECODED:
             yield view[at:end]
         at = end
     yield view[at:]
+    yield from _rest(file)
 
 
-def _png_parts(data: bytes) -> Iterator[memoryview]:
-    """Yield the chunks that are decoded."""
-    view, at = memoryview(data), len(_PNG)
-    yield view[:at]
-    while at < len(data):
-        end = at + 12 + int.from_bytes(data[at : at + 4], "big")
-        chunk = data[at:end]
-        if chunk[4:8] not in _TEXTS or b"rientation" in chunk or b"Raw profile" in chunk:
-            yield view[at:end]
-        at = end
+def _png_parts(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the chunks that are decoded; texts of more than HEADER_BYTES are among them."""
+    yield file.read(len(_PNG))
+    while start := file.read(8):
+        chunk_bytes = int.from_bytes(start[:4], "big") + 4
+        if start[4:] not in _TEXTS or chunk_bytes > HEADER_BYTES:
+            yield start
+            yield from _rest(file, chunk_bytes)
+            continue
+        chunk = start + file.read(chunk_bytes)
+        if b"rientation" in chunk or b"Raw profile" in chunk:
+            yield chunk
+
+
+def _rest(file: BinaryIO, most: int = MAX_FILE_BYTES) -> Iterator[bytes]:
+    """Yield what is left of a file, or the next `most` bytes."""
+    while most and (part := file.read(min(most, HEADER_BYTES))):
+        yield part
+        most -= len(part)

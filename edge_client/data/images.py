@@ -26,6 +26,10 @@ IMAGE_SUFFIXES = (
 # No other formats of Pillow: some start other programs (EPS), and no camera writes them.
 IMAGE_FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "TIFF", "WEBP")
 
+MAX_FILE_BYTES = 2**29
+"""Of an image: about the largest that is decoded, without compression and with 16 bits a channel. Pillow reads some
+parts of a file into memory as a whole."""
+
 UNLABELED = -1
 
 MOST_NAMED = 20
@@ -57,6 +61,10 @@ class LabeledImage:
     def identity(self) -> str:
         """Identifies its content: another file, or the same file changed, has another identity."""
         return f"{self.size_bytes}-{self.mtime_ns}-{self.relative}"
+
+    def is_unchanged(self) -> bool:
+        """Return whether the file is as it was when it was found: what was read of it before is this image's."""
+        return _image(self.folder, self.relative, self.label) == self
 
 
 @dataclass(frozen=True)
@@ -116,7 +124,7 @@ def unlabeled(path: Path) -> LabeledImage:
 
 def count_pixels(path: Path) -> int:
     """Return the number of an image's pixels, which are not decoded; 0 if it cannot be read."""
-    with contextlib.suppress(Exception), Image.open(path, formats=IMAGE_FORMATS) as image:  # as in `decode`
+    with contextlib.suppress(Exception), _open(path) as image:  # errors as in `decode`
         return image.width * image.height
     return 0
 
@@ -128,7 +136,7 @@ def decode(path: Path) -> Image.Image:
         UnreadableImage: it is not an image, truncated, corrupt, or too large; the message names the file.
     """
     try:
-        with path.open("rb") as file, Image.open(file, formats=IMAGE_FORMATS) as image:
+        with _open(path) as image:
             _check_kind(image)
             image.load()
             ImageOps.exif_transpose(image, in_place=True)
@@ -141,6 +149,15 @@ def decode(path: Path) -> Image.Image:
         raise UnreadableImage(f"{path}: {error.strerror or error}") from error
     except Exception as error:  # decoders raise errors of many classes on broken files
         raise UnreadableImage(f"{path}: {error or type(error).__name__}") from error
+
+
+@contextlib.contextmanager
+def _open(path: Path) -> Iterator[Image.Image]:
+    with path.open("rb") as file:
+        if (size := os.fstat(file.fileno()).st_size) > MAX_FILE_BYTES:
+            raise UnreadableImage(f"expected a file of at most {MAX_FILE_BYTES} bytes, got one of {size}")
+        with Image.open(file, formats=IMAGE_FORMATS) as image:
+            yield image
 
 
 def _check_kind(image: Image.Image) -> None:

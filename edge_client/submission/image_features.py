@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -29,7 +28,6 @@ from edge_client.submission.extraction_progress import ProgressReporter
 from protocol.errors import Interrupted, PrivacyFailed
 from protocol.log import event
 from protocol.models.preprocessing import Preprocessing
-from protocol.wire.codec import digest_of
 from protocol.wire.messages import BlobRef, TaskManifest
 
 log = logging.getLogger(__name__)
@@ -203,16 +201,23 @@ class Workspace:
     def held_out(self, images: Sequence[LabeledImage]) -> frozenset[str]:
         """Return the relative paths of the images that are held out; none that is in a group."""
         groups, keys = self.store.image_groups.read(), self.content_keys(images)
-        grouped = {image.relative for image in images if keys[image.identity] in groups.number_of}
+        grouped = {image.relative for image in images if keys.get(image.identity) in groups.number_of}
         return held_out(images, self.settings.holdout, grouped=grouped)
 
     def content_keys(self, images: Sequence[LabeledImage]) -> dict[str, Key]:
-        """Return digests of the images' files by their identities, read once; a renamed file keeps its key."""
+        """Return digests of the images' files by their identities, read once; a renamed file keeps its key.
+
+        A file that cannot be read, or that was changed since it was found, has none.
+        """
         known = self.cache.contents()
-        missing = {image.identity: content_key(image.path) for image in images if image.identity not in known}
-        self.cache.put_contents((identity, key) for identity, key in missing.items() if key is not None)
-        unread = {identity: digest_of(os.fsencode(identity)) for identity in missing}
-        return {**unread, **known, **{identity: key for identity, key in missing.items() if key is not None}}
+        read = {}
+        for image in images:
+            if image.identity not in known:
+                key = content_key(image.path)
+                if key is not None and image.is_unchanged():
+                    read[image.identity] = key
+        self.cache.put_contents(read.items())
+        return {**known, **read}
 
     def secret(self, manifest: TaskManifest) -> bytes:
         """Return the device's secret, from which shuffles and noise are derived.

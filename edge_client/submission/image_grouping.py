@@ -42,7 +42,7 @@ def group_images(workspace: Workspace, task: TaskManifest, found: FoundImages) -
     for label in range(len(task.classes)):
         training = found.for_training(label)
         keys = workspace.content_keys(training)
-        by_key = {keys[image.identity]: image for image in reversed(training)}
+        by_key = {keys[image.identity]: image for image in reversed(training) if image.identity in keys}
         by_key = {key: image for key, image in by_key.items() if key not in taken}
         taken |= by_key.keys()
         partition, new, more = _regroup(workspace, task, label, by_key, partition)

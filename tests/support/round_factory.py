@@ -12,7 +12,7 @@ from edge_client.runtime.program_graph import Role
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.training.trainer import Checkpoint, TrainingHooks
 from protocol.storage.blobstore import BlobStore
-from protocol.wire.codec import encode, to_tensor
+from protocol.wire.codec import digest_of, encode, to_tensor
 from protocol.wire.messages import BlobRef, Program, RoundManifest, TaskManifest, Tensors
 from tests.support.step_graphs import FEATURES, file, round_tensors
 
@@ -115,3 +115,9 @@ def look_at(cache: FeatureCache, images: Sequence[LabeledImage]) -> None:
         for image in images
     ]
     cache.put(BACKBONE.hex(), [(name, vector.astype(np.float32)) for name, vector in features], [])
+    put_contents(cache, images)
+
+
+def put_contents(cache: FeatureCache, images: Sequence[LabeledImage]) -> None:
+    """Put digests of files that do not exist into the cache."""
+    cache.put_contents((image.identity, digest_of(image.identity.encode())) for image in images)

@@ -1,7 +1,12 @@
 """Digests of image files that metadata does not change."""
 
 import io
+import os
+import tracemalloc
+from contextlib import suppress
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,8 +14,11 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from edge_client.data.image_content import content_key
-from edge_client.submission.prepared_submission import prepare_prototypes
-from tests.support.device_factory import make_manifest, make_workspace, noise
+from edge_client.data.images import MAX_FILE_BYTES, decode
+from edge_client.submission import image_features
+from edge_client.submission.prepared_submission import NoPrototype, prepare_prototypes
+from protocol.errors import UnreadableImage
+from tests.support.device_factory import image_file, make_manifest, make_workspace, noise
 
 RATING, ORIENTATION = 0x4746, 0x0112
 
@@ -75,6 +83,69 @@ def test_metadata_does_not_change_an_image(
 
 def test_a_file_that_cannot_be_read_has_no_key(tmp_path: Path) -> None:
     assert content_key(tmp_path / "none.jpg") is None
+
+
+def test_large_files_take_little_memory(tmp_path: Path) -> None:
+    """A film of JPEG images, or a PNG file with a text of 16 MB; what is too large to be decoded is not read."""
+    long = (16_000_000).to_bytes(4, "big") + b"tEXt"
+    for name, start in (("film.jpg", JPEG), ("text.png", PNG[:33] + long), ("raw.bmp", b"BM")):
+        file = tmp_path / name
+        file.write_bytes(start)
+        os.truncate(file, 16_000_000)
+        tracemalloc.start()
+        try:
+            assert content_key(file) is not None
+            assert tracemalloc.get_traced_memory()[1] < 4_000_000
+        finally:
+            tracemalloc.stop()
+        os.truncate(file, MAX_FILE_BYTES + 1)
+        assert content_key(file) is None
+        with pytest.raises(
+            UnreadableImage, match="expected a file of at most 536870912 bytes, got one of 536870913"
+        ):
+            decode(file)
+
+
+@pytest.mark.parametrize("when", ["extract", "content_key"])
+def test_files_that_change_while_they_are_read_reveal_no_new_image(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """An editor saves all images between two readings of them; later one image is new, whose feature would be found."""
+    folder, workspace = tmp_path / "data" / "cat", make_workspace(tmp_path)
+    manifest = make_manifest(min_images=5)
+    key, new = manifest.backbones[0].digest.hex(), folder / "new.png"
+    sums: list[np.ndarray] = []
+
+    def save_all(seed: int) -> None:
+        for number in range(10):
+            image_file(folder / f"{number}.png", noise(seed=seed + number))
+
+    def upload() -> None:
+        with suppress(NoPrototype):
+            prepared = prepare_prototypes(workspace, manifest, workspace.extract(manifest, lambda: False))
+            sums.append(prepared.prototypes.astype(np.float64).T @ prepared.counts)
+
+    save_all(0)
+    whole, seeds = getattr(image_features, when), count(100, 100)
+
+    def save_and_read(*args: Any, **options: Any) -> Any:
+        if when == "extract" and args[0]:
+            save_all(next(seeds))
+        made = whole(*args, **options)
+        if when == "content_key":
+            save_all(next(seeds))
+        return made
+
+    with monkeypatch.context() as patched:
+        patched.setattr(image_features, when, save_and_read)
+        upload()
+    image_file(new, noise(seed=99))
+    upload()
+    (found,) = [image for image in workspace.find_images(manifest) if image.path == new]
+    feature = workspace.features([found], [key], 16)[0]
+    assert sums
+    for before in (np.zeros(16), *sums[:-1]):
+        assert np.linalg.norm(sums[-1] - before - feature) > 0.1 * np.linalg.norm(feature)
 
 
 def test_a_rating_does_not_reveal_a_new_image(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from protocol.errors import ProtofleetError
 from protocol.wire.codec import to_array
 from protocol.wire.messages import Program, RoundManifest, Submission, TaskManifest
 from tests.support.device_factory import TINY, make_manifest, make_workspace
+from tests.support.round_factory import put_contents
 
 CLASSES = ("ant", "bee", "cat", "dog")
 PROGRAM = Program(
@@ -77,6 +78,7 @@ def _sent(
     workspace = make_workspace(folder)
     (key,) = training_feature_keys(manifest)
     workspace.cache.put(key, [(image.identity, _feature(image)) for image in images], [])
+    put_contents(workspace.cache, images)
     found = FoundImages(tuple(images), (), held_out(images, holdout))
     try:
         if manifest.program is None:

@@ -26,6 +26,7 @@ from protocol.errors import ProtofleetError
 from protocol.wire.messages import BlobRef, Program, RoundManifest, Submission, TaskManifest
 from tests.support.device_factory import CLASSES, TINY, make_manifest, make_workspace, write_images
 from tests.support.linear_attacker import fewest_images
+from tests.support.round_factory import put_contents
 from tests.unit.edge_client.submission.test_min_images import SIZE, class_means_of_features
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class Victim:
         features[::7] *= -1
         made = [(image.identity, features[int(image.relative[-2:])]) for image in images]
         self.workspace.cache.put(key, made, [])
+        put_contents(self.workspace.cache, images)
         found = FoundImages(tuple(images), ())
         try:
             prepared = self._prepare(manifest, found)
