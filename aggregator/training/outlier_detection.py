@@ -215,7 +215,7 @@ def _similar(parts: Mapping[str, Prototypes], found: Mapping[str, Finding], *, c
             mine = one.devices.index(device)
             apart[row, at] += ((deviations - deviations[mine]) ** 2).sum(axis=1)
             away[row, at] += (squares + squares[mine]) / 2
-            if label in found[device].labels and _is_mislabeled(one.means[mine], label, medians):
+            if label in found[device].labels and is_mislabeled(one.means[mine], label, medians):
                 mislabeled.add(device)
     for row, device in enumerate(distant):
         away[row, columns[device]] = 0.0
@@ -223,7 +223,7 @@ def _similar(parts: Mapping[str, Prototypes], found: Mapping[str, Finding], *, c
     return {device for device, row in zip(distant, alike, strict=True) if row.any()} - mislabeled
 
 
-def _is_mislabeled(mean: Floats, label: int, medians: Mapping[int, Floats]) -> bool:
+def is_mislabeled(mean: Floats, label: int, medians: Mapping[int, Floats]) -> bool:
     """Return True if a device's mean of a class is much nearer to the median of another class."""
     squares = {other: float(((mean - median) ** 2).sum()) for other, median in medians.items()}
     return min(squares.values()) < SIMILAR * squares[label]

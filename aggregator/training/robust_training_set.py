@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from aggregator.config.schema import MAX_MULTIPLE
 from aggregator.ingest.validation import Prototypes
+from aggregator.training.limited_means import limited_means
 from aggregator.training.outlier_detection import MIN_DEVICES as COMMON_DEVICES
 from aggregator.training.weights import MIN_DEVICES, limited, prototype_weights
 
@@ -55,11 +56,12 @@ def combine(
     max_multiple: float = MAX_MULTIPLE,
     disputed: Collection[int] = (),
 ) -> WeightedPrototypes:
-    """Return the training set of one part per device, optionally with little influence of a few bad prototypes.
+    """Return the training set of one part per device, with little influence of devices that differ from the others.
 
-    No device weighs more than `max_multiple` times the median device. `trimmed` omits the fifth of each class that is
-    farthest from the median of the devices' means; `median` shifts each device's prototypes of a class so that their
-    mean is that median. A class of fewer than MIN_DEVICES devices is neither trimmed nor shifted.
+    No device weighs more than `max_multiple` times the median device, and no mean of a class is farther from the
+    others' than is expected (`limited_means`); with 0, neither is limited. `trimmed` omits the fifth of each class that
+    is farthest from the median of the devices' means; `median` shifts each device's prototypes of a class so that their
+    mean is that median. A class of fewer than MIN_DEVICES devices is neither limited, trimmed nor shifted.
     """
     weights = np.concatenate(prototype_weights(parts, multiple=max_multiple))
     parts = limited(parts, multiple=max_multiple)
@@ -69,12 +71,16 @@ def combine(
         for label in labels
         if by != "none" and (median := _median(parts, label)) is not None
     }
-    data = pool([_shifted(part, medians) for part in parts] if by == "median" else parts)
+    if by == "median":
+        data = pool([_shifted(part, medians) for part in parts])
+    else:
+        data = pool(limited_means(parts) if max_multiple else parts)
+    uploaded = pool(parts) if by == "trimmed" else data
     included = np.ones(len(data.labels), dtype=np.bool_)
     for label, median in medians.items() if by == "trimmed" else ():
         members = np.flatnonzero(data.labels == label)
         # A prototype of n images is expected to be n times nearer.
-        distances = data.counts[members] * ((data.values[members] - median) ** 2).sum(axis=1)
+        distances = data.counts[members] * ((uploaded.values[members] - median) ** 2).sum(axis=1)
         farthest = members[np.argsort(-distances, kind="stable")]
         omitted = np.cumsum(weights[farthest]) <= TRIMMED_SHARE * weights[farthest].sum() + ROUNDING
         included[farthest[omitted]] = False

@@ -1,10 +1,10 @@
-"""How much each device counts: no more than a multiple of the median device. Pure, and the same for all algorithms.
+"""How much each device counts: no more than a multiple of the median device. Pure.
 
 A device states how many images it has, and the aggregator cannot verify it. So a device's images count up to a
-multiple of those of the median device (`[robust]` max_multiple), and of a class up to as many times those of the
-median device that has the class. Of a class that SHARED_BY devices have, none counts more than one part of PARTS:
-outlier detection finds little among so few devices, of which one would otherwise have more than half. The rest of them
-does not count. With the multiple 0 all images count.
+multiple of those of the median device (`[robust]` max_multiple), and where a class's images are added up, as in rounds
+and sums, of a class up to as many times those of the median device that has the class. Of a class, or a fleet, of
+SHARED_BY devices none counts more than one part of PARTS: outlier detection finds little among so few devices, of which
+one would otherwise have more than half. The rest of them does not count. With the multiple 0 all images count.
 """
 
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ from aggregator.config.schema import MAX_MULTIPLE
 from aggregator.ingest.validation import Prototypes
 
 PARTS = 4
-"""Parts of a class of which a device counts at most one."""
+"""Parts of a class, or of all images, of which a device counts at most one."""
 
 SHARED_BY = 5
-"""Devices that a class needs for that."""
+"""Devices that a class, or a fleet, needs for that."""
 
 MIN_DEVICES = 3
 """Devices with a class, or in a fleet, that a median needs to outweigh one of them."""
@@ -37,19 +37,17 @@ def limited(parts: Sequence[Prototypes], *, multiple: float = MAX_MULTIPLE) -> l
 def prototype_weights(
     parts: Sequence[Prototypes], *, multiple: float = MAX_MULTIPLE
 ) -> list[NDArray[np.float64]]:
-    """Return the weights of each part's prototypes (m,), 1 on average over all parts.
+    """Return the weights of each part's prototypes (m,), alike within a part and 1 on average over all parts.
 
-    A class weighs as much as the images of all devices together, each with at most the multiple of the median
-    device's; within the class, each device as much as its images that count.
+    They limit a device's images of all classes together. How much a device moves a class is limited by the distance of
+    its mean (`aggregator.training.limited_means`). Weights for each class would leave few prototypes that count, where
+    one device has most images of a class.
     """
-    images = _images(parts)
-    of_class = (_within_totals(images, multiple) if multiple else images).sum(axis=0)
-    counted = counted_images(images, multiple=multiple)
-    share = counted / np.maximum(counted.sum(axis=0), 1)
-    of_image = share * of_class / np.maximum(images, 1)
-    weights = [row[part.labels] for part, row in zip(parts, of_image, strict=True)]
-    mean = float(np.concatenate(weights).mean())
-    return [each / mean for each in weights]
+    totals = _images(parts).sum(axis=1)
+    counted = _limited(totals, multiple) if multiple else totals
+    factors = counted / np.maximum(totals, 1)
+    mean = float(np.repeat(factors, [len(part.labels) for part in parts]).mean())
+    return [np.full(len(part.labels), factor / mean) for part, factor in zip(parts, factors, strict=True)]
 
 
 def counted_images(images: NDArray[np.number], *, multiple: float = MAX_MULTIPLE) -> NDArray[np.float64]:
@@ -85,7 +83,7 @@ def _within_totals(images: NDArray[np.number], multiple: float) -> NDArray[np.fl
 
 
 def _limited(images: NDArray[np.float64], multiple: float) -> NDArray[np.float64]:
-    """Return the images of one class (K,) that count."""
+    """Return the images (K,), of one class or of all, that count."""
     limited = np.minimum(images, _limit(images, multiple))
     if np.count_nonzero(limited) < SHARED_BY:
         return limited

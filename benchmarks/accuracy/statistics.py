@@ -9,7 +9,7 @@ import click
 import numpy as np
 
 from aggregator.algorithms.fedtc.recipe import RECIPES
-from aggregator.config.schema import MAX_MULTIPLE
+from aggregator.config.schema import MAX_MULTIPLE, Robust
 from benchmarks.accuracy import fedtc_fleet
 from benchmarks.accuracy.fedtc import PARTITIONS, partitions_of
 from benchmarks.accuracy.statistics_fleet import Result, map_features, run_ceiling, run_fleet
@@ -148,6 +148,7 @@ def command(
 
 
 def _statistics(fleet: Fleet, seed: int, *, sizes: Sequence[int], batches: Sequence[int]) -> Iterator[Run]:
+    robust = Robust(detect_outliers=False, max_multiple=fleet.max_multiple)
     for size in sizes:
         data = map_features(fleet.features, random_features=size, seed=seed)
         name = f"statistics, {f'+ {size:,}' if size else 'identity'}"
@@ -155,7 +156,7 @@ def _statistics(fleet: Fleet, seed: int, *, sizes: Sequence[int], batches: Seque
             rng = np.random.default_rng(seed)
             owners = share_out(fleet.features.train_labels, partition, clients=fleet.clients, rng=rng)
             for batch in batches:
-                result = run_fleet(data, owners, batch_size=batch, seed=seed, max_multiple=fleet.max_multiple)
+                result = run_fleet(data, owners, batch_size=batch, seed=seed, robust=robust)
                 yield _run(f"{name}, B {batch}", str(partition), seed, result)
         if fleet.ceiling:
             yield _run(name, ALL_FEATURES, seed, run_ceiling(data))

@@ -3,7 +3,7 @@
 import contextlib
 import io
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import onnxruntime
 from numpy.typing import NDArray
 
 from aggregator.algorithms.statistics.feature_map import FeatureMap
-from aggregator.config.schema import MAX_MULTIPLE, Robust
+from aggregator.config.schema import Robust
 from aggregator.graphs.head_export import map_to_onnx, mapped
 from aggregator.training.jobs import StatisticsJob
 from aggregator.training.statistics_job import run
@@ -26,6 +26,8 @@ from protocol.wire.codec import digest_of, encode, to_tensor, to_unsigned
 from protocol.wire.messages import BlobRef, Statistics, Submission, TaskManifest
 
 ROWS_PER_RUN = 4096
+
+WEIGHTS_ONLY = Robust(detect_outliers=False)
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Result:
     head_bytes: int
     """Bytes of the file, with the map."""
     solve_seconds: float
+    quarantined: Sequence[str]
 
 
 def map_features(features: Features, *, random_features: int, seed: int) -> MappedFeatures:
@@ -68,18 +71,16 @@ def run_fleet(
     *,
     batch_size: int,
     seed: int,
-    max_multiple: float = MAX_MULTIPLE,
+    robust: Robust = WEIGHTS_ONLY,
 ) -> Result:
     """Encode every client's submission, make the head of them as the aggregator does, and evaluate its ONNX file.
-
-    Outliers are not looked for, as in the benchmark of FedTC.
 
     Args:
         data: the features of all clients.
         owners: the client of each training image, (n,).
         batch_size: images in a group; 1 for sums of single images.
         seed: of the groups.
-        max_multiple: times the median device's images that a device's count at most; 0 is without limit.
+        robust: protection; by default outliers are not looked for, as in the benchmark of FedTC.
     """
     manifest = _manifest(data, batch_size=batch_size)
     task = digest_of(encode(manifest))
@@ -98,7 +99,7 @@ def run_fleet(
             feature_size=data.feature_map.feature_size,
             random_features=data.feature_map.random_features,
             seed=data.feature_map.seed,
-            robust=Robust(detect_outliers=False, max_multiple=max_multiple),
+            robust=robust,
             folder=folder,
         )
         with contextlib.redirect_stdout(io.StringIO()):  # the job reports its progress there
@@ -113,6 +114,7 @@ def run_fleet(
         bytes_up=sum(sizes),
         head_bytes=len(head),
         solve_seconds=solved.metrics["seconds"],
+        quarantined=sorted(solved.quarantined),
     )
 
 

@@ -42,7 +42,19 @@ def test_poisoning_benchmark_writes_its_report(tmp_path: Path, monkeypatch: pyte
 def test_without_training_only_detection_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Enough to count false alarms."""
     fill_cache(tmp_path, monkeypatch, {"fashion_mnist-600": domain(1, classes=5, images=600)})
-    arguments = ["--images", "600", "--no-train", "--share", "0", "--false-alarm-rate", "0.5", "--seed", "0"]
+    arguments = [
+        "--images",
+        "600",
+        "--components",
+        "4",
+        "--no-train",
+        "--share",
+        "0",
+        "--false-alarm-rate",
+        "0.5",
+        "--seed",
+        "0",
+    ]
     result = CliRunner().invoke(
         cli, ["research", "poisoning", *arguments, "--json", str(tmp_path / "report.json")]
     )
@@ -53,16 +65,36 @@ def test_without_training_only_detection_runs(tmp_path: Path, monkeypatch: pytes
 
 
 def test_false_prototypes() -> None:
-    """Each class by the next one's name, noise in the place of all values, or all values times three."""
+    """Of the next class, moved half of the way to the nearest one, noise, or all values times three."""
     labels = np.array([0, 1, 2])
     part = Prototypes(np.eye(3, 300, dtype=np.float32), labels, np.full(3, 5))
-    flip = falsified(part, "flip", classes=3, seed=0)
+    centers = np.zeros((3, 300), np.float32)
+    centers[:, 0] = 0, 1, 3
+    flip = falsified(part, "flip", centers=centers, seed=0)
     assert flip.labels.tolist() == [1, 2, 0]
     assert np.array_equal(flip.values, part.values)
-    volume = falsified(part, "volume", classes=3, seed=0)
+    volume = falsified(part, "volume", centers=centers, seed=0)
     assert volume.labels.tolist() == [1, 2, 0] * VOLUME
     assert np.array_equal(volume.values[-3:], part.values)
-    assert np.array_equal(falsified(part, "scale", classes=3, seed=0).values, 3 * part.values)
-    noise = falsified(part, "noise", classes=3, seed=0)
+    near = falsified(part, "near", centers=centers, seed=0)
+    assert near.labels.tolist() == [0, 1, 2] * VOLUME
+    assert (near.values[:3] - part.values)[:, 0].tolist() == [0.5, -0.5, -1]
+    assert np.array_equal(falsified(part, "scale", centers=centers, seed=0).values, 3 * part.values)
+    noise = falsified(part, "noise", centers=centers, seed=0)
     assert noise.labels.tolist() == [0, 1, 2]
     assert noise.values.std() > 2 * part.values.std()
+
+
+def test_poisoned_statistics_benchmark_writes_its_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device with wrong labels that repeats its images lowers the accuracy."""
+    fill_cache(tmp_path, monkeypatch, {"fashion_mnist-600": domain(1, classes=5, images=600)})
+    file = tmp_path / "report.json"
+    arguments = ["--images", "600", "--clients", "10", "--batch", "1"]
+    arguments += ["--seed", "0", "--json", str(file)]
+    result = CliRunner().invoke(cli, ["research", "poisoned-statistics", *arguments])
+    assert result.exit_code == 0, result.output
+    honest, flip, volume = json.loads(file.read_text())["runs"]
+    assert [run["attack"] for run in (honest, flip, volume)] == ["", "flip", "volume"]
+    assert volume["unlimited"] < honest["unlimited"]

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import click
 import numpy as np
+from numpy.typing import NDArray
 
 from aggregator.algorithms.fedtc.adapter import torch_device
 from aggregator.config.schema import Robust, Training
@@ -22,7 +23,7 @@ from benchmarks.data.partitions import Partition
 from benchmarks.report import Table, json_option, write_json
 from benchmarks.research.poisoning.data_options import DataOptions, data_options
 
-ATTACKS = ("flip", "noise", "scale", "volume")
+ATTACKS = ("flip", "noise", "scale", "volume", "near")
 PARTITIONS = ("dirichlet:0.5",)
 SHARES = (0.0, 0.1, 0.2, 0.3)
 NOISE_SCALE = 3.0
@@ -32,11 +33,11 @@ SCALE = 3.0
 """Factor of the prototypes of a device that scales them."""
 
 VOLUME = 50
-"""Times that a device with the attack `volume` repeats its prototypes."""
+"""Times that a device with the attack `volume` or `near` repeats its prototypes."""
 
 Method = Literal["unlimited", "none", "check", "trimmed", "median"]
 METHODS: tuple[Method, ...] = ("unlimited", "none", "check", "trimmed", "median")
-"""`unlimited` lets each device count as much as it states, all others at most MAX_MULTIPLE times the median device."""
+"""`unlimited` limits nothing. `none` has no outlier detection, and the limits of weights and means; `check` has all."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -97,6 +98,14 @@ class Result:
     show_default=True,
     help="Or only linear discriminants, which is faster.",
 )
+@click.option(
+    "--method",
+    "methods",
+    type=click.Choice(METHODS),
+    multiple=True,
+    default=METHODS,
+    help="May be repeated.  [default: all]",
+)
 @click.option("--train/--no-train", default=True, show_default=True, help="Or only detect attackers.")
 @click.option("--seed", "seeds", type=int, multiple=True, default=(0, 1), show_default=True)
 @click.option("--device", default="auto", show_default=True, help="Where to train: auto, cpu, cuda.")
@@ -111,6 +120,7 @@ def command(
     false_alarm_rate: float,
     epochs: int | None,
     adapter: bool,
+    methods: tuple[Method, ...],
     train: bool,
     seeds: tuple[int, ...],
     device: str,
@@ -125,7 +135,7 @@ def command(
         device=torch_device(device),
     )
     features = source.load()
-    methods = METHODS if train else ()
+    methods = methods if train else ()
     columns = {"partition": "<15", "attack": "<7", "share": ">6.0%", "found": ">9", "false alarms": ">14"}
     table = Table({**columns, **dict.fromkeys(methods, ">14")}, title=source.title(clients))
     results: list[Result] = []
@@ -164,8 +174,9 @@ def run(
     parts = fleet_prototypes(features, partition, settings, seed=seed)
     first_attacker = round(settings.clients * (1 - share))
     attackers = {device for device in parts if int(device) >= first_attacker}
+    centers = class_centers(features)
     uploaded = {
-        device: falsified(part, attack, classes=features.classes, seed=seed) if device in attackers else part
+        device: falsified(part, attack, centers=centers, seed=seed) if device in attackers else part
         for device, part in parts.items()
     }
     classes = [str(label) for label in range(features.classes)]
@@ -173,7 +184,7 @@ def run(
     included = [part for device, part in uploaded.items() if device not in quarantined]
     accuracies: dict[str, float] = {}
     for method in methods:
-        if method == "check" and not quarantined:
+        if method == "check" and not quarantined and "none" in accuracies:
             accuracies[method] = accuracies["none"]
             continue
         data = (
@@ -199,16 +210,36 @@ def run(
     )
 
 
-def falsified(part: Prototypes, attack: str, *, classes: int, seed: int) -> Prototypes:
-    """Return the prototypes with the label of the next class, repeated for `volume`; noise, or multiples of them."""
+def class_centers(features: Features) -> NDArray[np.float32]:
+    """Return the mean of each class's training features (C, L)."""
+    labels = range(features.classes)
+    return np.stack([features.train[features.train_labels == label].mean(axis=0) for label in labels])
+
+
+def falsified(part: Prototypes, attack: str, *, centers: NDArray[np.float32], seed: int) -> Prototypes:
+    """Return the prototypes as the attack changes them.
+
+    Args:
+        part: those of an honest device.
+        attack: with the label of the next class (`flip`), also repeated (`volume`); repeated and moved half of the way
+            to the nearest other class (`near`); noise (`noise`), or multiples of them (`scale`).
+        centers: the mean of each class (C, L).
+        seed: of the noise.
+    """
+    rows = np.tile(np.arange(len(part.labels)), VOLUME if attack in ("volume", "near") else 1)
+    values, labels, counts = part.values[rows], part.labels[rows], part.counts[rows]
     if attack in ("flip", "volume"):
-        rows = np.tile(np.arange(len(part.labels)), VOLUME if attack == "volume" else 1)
-        return Prototypes(part.values[rows], (part.labels[rows] + 1) % classes, part.counts[rows])
+        return Prototypes(values, (labels + 1) % len(centers), counts)
+    if attack == "near":
+        squares = ((centers[:, None] - centers) ** 2).sum(axis=2)
+        np.fill_diagonal(squares, np.inf)
+        away = (centers[squares.argmin(axis=1)] - centers)[labels]
+        return Prototypes(values + np.float32(0.5) * away, labels, counts)
     if attack == "scale":
-        return Prototypes(np.float32(SCALE) * part.values, part.labels, part.counts)
-    noise = np.random.default_rng(seed).normal(size=part.values.shape)
-    scale = NOISE_SCALE * float(part.values.std())
-    return Prototypes((scale * noise).astype(np.float32), part.labels, part.counts)
+        return Prototypes(np.float32(SCALE) * values, labels, counts)
+    noise = np.random.default_rng(seed).normal(size=values.shape)
+    scale = NOISE_SCALE * float(values.std())
+    return Prototypes((scale * noise).astype(np.float32), labels, counts)
 
 
 def row(runs: Sequence[Result]) -> tuple[Any, ...]:

@@ -62,14 +62,13 @@ def test_prototypes_of_like_devices_weigh_alike() -> None:
     assert all((weights == 1).all() for weights in prototype_weights(parts))
 
 
-def test_classes_of_unlike_devices_keep_their_weight() -> None:
-    """A large device does not count as much in its class, and the class as much as it has images."""
-    parts = [_part([20, 2000]), _part([2000, 10]), _part([2000, 10])]
-    weights = np.concatenate(prototype_weights(parts))
-    labels = np.concatenate([part.labels for part in parts])
-    of_class = [weights[labels == label].sum() for label in (0, 1)]
-    np.testing.assert_allclose(of_class[0] / of_class[1], 4020 / 2020)
-    np.testing.assert_allclose(_shares(parts, 1)[0], MAX_MULTIPLE / (MAX_MULTIPLE + 2))
+def test_images_of_a_class_count_alike_where_one_device_has_most() -> None:
+    """A weight limits a device's images of all classes together: here, those of the last one."""
+    parts = [_part([20, 2000]), _part([2000, 10]), _part([2000, 10]), _part([2020, 20_000])]
+    *others, last = prototype_weights(parts)
+    assert len({weight for weights in others for weight in weights.tolist()}) == 1
+    counted = MAX_MULTIPLE * 2010
+    np.testing.assert_allclose(last / others[0][0], counted / 22_020)
 
 
 def test_claimed_images_of_one_prototype_count_less() -> None:

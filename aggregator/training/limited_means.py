@@ -1,0 +1,60 @@
+"""Limit of how far a device's means of a class are from the other devices', pure.
+
+Outlier detection finds few wrong devices among few: its limits are those that an honest device hardly ever exceeds.
+Here a device stays in use, and its mean is moved to the distance that is expected of an honest device.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aggregator.ingest.validation import Prototypes
+from aggregator.training.outlier_detection import MAX_MALICIOUS, SIMILAR, is_mislabeled
+from aggregator.training.outlier_statistics import TINY, ClassMeans, class_means, distances
+from aggregator.training.weights import MIN_DEVICES
+
+
+def limited_means(parts: Sequence[Prototypes]) -> list[Prototypes]:
+    """Return one part per device, in which no mean of a class is farther from the median than expected.
+
+    All prototypes that a device has of a class move together, straight towards the coordinate-wise median of the
+    devices' means. Devices that resemble another one stay, as in another place (`explained`), and so do classes of
+    fewer than MIN_DEVICES devices.
+    """
+    named = {f"{number:06}": part for number, part in enumerate(parts)}
+    classes = {
+        label: one
+        for label in np.unique(np.concatenate([part.labels for part in parts])).tolist()
+        if len((one := class_means(named, label)).devices) >= MIN_DEVICES
+    }
+    medians = {label: one.median for label, one in classes.items()}
+    changed: dict[str, NDArray[np.float32]] = {}
+    for label, one in classes.items():
+        factors = 1 / np.sqrt(np.maximum(distances(one).ratios, TINY))
+        for at in np.flatnonzero((factors < 1) & ~explained(one, label, medians)).tolist():
+            device = one.devices[at]
+            if device not in changed:
+                changed[device] = named[device].values.copy()
+            move = (factors[at] - 1) * one.deviations[at]
+            changed[device][named[device].labels == label] += move.astype(np.float32)
+    return [replace(part, values=changed.get(device, part.values)) for device, part in named.items()]
+
+
+def explained(one: ClassMeans, label: int, medians: dict[int, NDArray[np.float64]]) -> NDArray[np.bool_]:
+    """Return the devices (K,) of a class whose distance from the median may be that of another place.
+
+    Such a device is much nearer to another device than both are to the median. Where those that it resembles are fewer
+    than a third of the devices, they may all be malicious: then its mean must not be much nearer to another class.
+    """
+    products = one.deviations @ one.deviations.T
+    squares = np.diag(products)
+    sums = squares[:, None] + squares
+    alike = (sums - 2 * products < SIMILAR * sums / 2).sum(axis=1)
+    return np.array(
+        [
+            number > 1 and (number >= MAX_MALICIOUS * len(squares) or not is_mislabeled(mean, label, medians))
+            for number, mean in zip(alike, one.means, strict=True)
+        ]
+    )
