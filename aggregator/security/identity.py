@@ -85,7 +85,7 @@ def ca_fleet(state: Path) -> str:
         ConfigError: the certificate cannot be read.
     """
     file = identity_folder(state) / "ca.crt"
-    with _readable(file, "is not a CA certificate: restore it from a backup"):
+    with readable(file, "is not a CA certificate: restore it from a backup"):
         certificate = x509.load_pem_x509_certificate(file.read_bytes())
         (name,) = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
     return str(name.value)
@@ -126,7 +126,7 @@ def write_revocation_list(store: Store, ca: Issued) -> bytes:
     file = identity_folder(store.folder) / "revoked.crl"
     revoked = {}
     if file.is_file():
-        with _readable(file, "is damaged: restore it from a backup, or delete it"):
+        with readable(file, "is damaged: restore it from a backup, or delete it"):
             # An older database that was restored must not reinstate certificates.
             entries = x509.load_pem_x509_crl(file.read_bytes())
         revoked = {entry.serial_number: entry.revocation_date_utc for entry in entries}
@@ -166,7 +166,7 @@ def aggregator_access(
 
 
 @contextlib.contextmanager
-def _readable(file: Path, problem: str) -> Iterator[None]:
+def readable(file: Path, problem: str) -> Iterator[None]:
     """Raise a ConfigError for a file that cannot be read, and with `problem` for one that cannot be parsed."""
     try:
         yield

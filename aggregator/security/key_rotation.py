@@ -7,7 +7,7 @@ import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from aggregator.security.identity import identity_folder, locked_identity
+from aggregator.security.identity import identity_folder, locked_identity, readable
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import SigningKey
 from protocol.errors import ConfigError
@@ -31,12 +31,8 @@ def key_certificates(state: Path, public: bytes) -> tuple[KeyCertificate, ...]:
     file = identity_folder(state) / _CERTIFICATES
     if not file.is_file():
         return ()
-    try:
+    with readable(file, "is damaged: restore it from a backup"):
         found = msgspec.json.decode(file.read_bytes(), type=tuple[KeyCertificate, ...])
-    except OSError as error:
-        raise ConfigError(f"cannot read {file}: {error.strerror}") from error
-    except msgspec.MsgspecError as error:
-        raise ConfigError(f"{file} is damaged ({error}): restore it from a backup") from error
     newest = max((each.number for each in found if each.key == public), default=0)
     return tuple(each for each in found if each.number <= newest)[-MAX_KEY_CERTIFICATES:]
 
@@ -118,14 +114,9 @@ def _read_issued(
 ) -> tuple[Ed25519PrivateKey, KeyCertificate]:
     """Return the key and the certificate that `issue_key` wrote."""
     key = read_key(folder / "signing.key")
-    try:
-        (certificate,) = msgspec.json.decode(
-            (folder / _CERTIFICATES).read_bytes(), type=tuple[KeyCertificate, ...]
-        )
-    except OSError as error:
-        raise ConfigError(f"cannot read {folder / _CERTIFICATES}: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"{folder / _CERTIFICATES} is damaged: copy the folder again") from error
+    file = folder / _CERTIFICATES
+    with readable(file, "is damaged: copy the folder again"):
+        (certificate,) = msgspec.json.decode(file.read_bytes(), type=tuple[KeyCertificate, ...])
     if certificate.key != public_key(key) or not is_valid_certificate(certificate, fleet=fleet):
         raise ConfigError(f"{folder} has no valid certificate for fleet {fleet!r}: issue the key again")
     if certificate.signer != certificate.root or root not in (b"", certificate.root):
