@@ -215,6 +215,7 @@ def test_head_that_cannot_be_stored_is_a_failed_training(tmp_path: Path) -> None
         training=Training(),
         folder=str(tmp_path / "gone"),
     )
+    daemon._training._job = job
     daemon._handle_event(Finished(job, Result(prototypes=1, metrics=metrics)))
     failed = daemon._training.state
     assert (failed.submissions, failed.failed, failed.failures) == (entries, entries, 1)
