@@ -8,7 +8,7 @@ import click
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from benchmarks.accuracy import fedpcl, fedtc, few_images, fpl, statistics
-from benchmarks.cost import device, ingest, memory, step
+from benchmarks.cost import device, ingest, memory, step, sums
 from benchmarks.research.poisoning import false_alarms, prototypes, rare_class, rounds
 from benchmarks.research.poisoning import statistics as poisoned_statistics
 from benchmarks.research.privacy import measurement
@@ -18,7 +18,7 @@ _HELP = {"help_option_names": ["-h", "--help"]}
 
 USER = (
     *(fedpcl.command, fedtc.command, few_images.command, fpl.command, statistics.command),
-    *(device.device, ingest.ingest, memory.memory, step.step),
+    *(device.device, ingest.ingest, memory.memory, step.step, sums.command),
 )
 RESEARCH = (
     *(false_alarms.command, prototypes.command, rare_class.command, rounds.command),

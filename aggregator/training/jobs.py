@@ -37,17 +37,17 @@ class SubmissionsJob(msgspec.Struct, frozen=True, kw_only=True):
         data = open_blobs(Path(self.blobs)).read(bytes.fromhex(self.task))
         return decode(data, TaskManifest, max_bytes=MAX_MANIFEST_BYTES)
 
-    def submissions(self) -> Iterator[tuple[str, Submission]]:
-        """Yield each device and its submission, one in memory at a time; those that are lost are missing.
+    def submissions(self, devices: Iterable[str] | None = None) -> Iterator[tuple[str, Submission]]:
+        """Yield each device, or each of these, and its submission; those that are lost are missing.
 
         Raises:
             BlobLost: after the last one, if some were lost.
             ProtofleetError: a blob is no submission.
         """
         blobs, lost = open_blobs(Path(self.blobs)), None
-        for device, digest in self.members.items():
+        for device in self.members if devices is None else devices:
             try:
-                payload = blobs.read(bytes.fromhex(digest))
+                payload = blobs.read(bytes.fromhex(self.members[device]))
             except BlobLost as error:
                 lost = error
                 continue

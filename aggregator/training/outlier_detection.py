@@ -12,12 +12,14 @@ import numpy as np
 
 from aggregator.ingest.validation import Prototypes
 from aggregator.training.outlier_statistics import (
+    DeviceSummary,
     Floats,
     Test,
     class_means,
     distances,
     lengths,
     scatters,
+    summarized,
 )
 
 MIN_DEVICES = 5
@@ -65,13 +67,14 @@ class Judgment:
 
 
 def judge(
-    parts: Mapping[str, Prototypes],
+    uploaded: Mapping[str, Prototypes | DeviceSummary],
     *,
     classes: Sequence[str],
     false_alarm_rate: float,
     released: Collection[str] = (),
 ) -> Judgment:
     """Return the devices to quarantine, except released, similar and disputed ones, and all if they would be most."""
+    parts = {device: summarized(part) for device, part in uploaded.items()}
     found = outliers(parts, classes=classes, false_alarm_rate=false_alarm_rate)
     worst = max(found, key=lambda device: found[device].excess, default="")
     if len(found) > MAX_SHARE * len(parts):
@@ -105,33 +108,31 @@ def _warning(found: Mapping[str, Finding], devices: Collection[str], where: str,
     )
 
 
-def _disputed(parts: Mapping[str, Prototypes], found: Mapping[str, Finding]) -> set[str]:
+def _disputed(parts: Mapping[str, DeviceSummary], found: Mapping[str, Finding]) -> set[str]:
     """Return the outliers that deviate only in classes whose other devices may all be malicious.
 
     In other classes, where they agree with enough devices, they do not deviate: at least one such class is needed.
     """
     agreeing = Counter(
-        int(label)
-        for device, part in parts.items()
-        if device not in found
-        for label in np.unique(part.labels)
+        label for device, part in parts.items() if device not in found for label in part.classes
     )
     sure = {label for label, number in agreeing.items() if number >= MAX_MALICIOUS * len(parts)}
     return {
         device
         for device, one in found.items()
-        if one.tested.isdisjoint({*sure, None}) and not sure.isdisjoint(parts[device].labels.tolist())
+        if one.tested.isdisjoint({*sure, None}) and not sure.isdisjoint(parts[device].classes)
     }
 
 
 def outliers(
-    parts: Mapping[str, Prototypes], *, classes: Sequence[str], false_alarm_rate: float
+    uploaded: Mapping[str, Prototypes | DeviceSummary], *, classes: Sequence[str], false_alarm_rate: float
 ) -> dict[str, Finding]:
     """Return the devices that deviate more than honest devices do, each with its greatest deviation.
 
     In at most a share `false_alarm_rate` of all fleets without an outlier, there is one (Bonferroni over all tests).
     The others are compared again without the outliers, which hide others: without a first one, there is no second pass.
     """
+    parts = {device: summarized(part) for device, part in uploaded.items()}
     found: dict[str, Finding] = {}
     while new := _one_pass(
         {device: part for device, part in parts.items() if device not in found},
@@ -143,7 +144,7 @@ def outliers(
 
 
 def _one_pass(
-    parts: Mapping[str, Prototypes], *, classes: Sequence[str], false_alarm_rate: float
+    parts: Mapping[str, DeviceSummary], *, classes: Sequence[str], false_alarm_rate: float
 ) -> dict[str, Finding]:
     tests = list(_tests(parts, classes))
     probability = false_alarm_rate / max(sum(len(test.devices) for *_, test in tests), 1)
@@ -165,7 +166,7 @@ def _one_pass(
 
 
 def _tests(
-    parts: Mapping[str, Prototypes], classes: Sequence[str]
+    parts: Mapping[str, DeviceSummary], classes: Sequence[str]
 ) -> Iterator[tuple[int | None, bool, str, Test]]:
     """Yield each test, with its class, if it is of one, whether it is of distances, and a description."""
     for label, name in enumerate(classes):
@@ -186,7 +187,7 @@ def _tests(
         yield None, False, "all classes: {} times as long as plausible, by the median", length
 
 
-def _similar(parts: Mapping[str, Prototypes], found: Mapping[str, Finding], *, classes: int) -> set[str]:
+def _similar(parts: Mapping[str, DeviceSummary], found: Mapping[str, Finding], *, classes: int) -> set[str]:
     """Return the outliers that resemble another device, and whose images are not another class of the other devices.
 
     Two devices resemble each other if, over their common classes, they are much nearer to each other than to the

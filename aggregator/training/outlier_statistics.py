@@ -86,31 +86,66 @@ class ClassMeans:
         return float(np.median(known)) if len(known) else 0.0
 
 
-def class_means(parts: Mapping[str, Prototypes], label: int) -> ClassMeans:
+@dataclass(frozen=True, eq=False)
+class ClassSummary:
+    """A class on one device."""
+
+    mean: Floats
+    """The mean weighted by images, (L,)."""
+    images: float
+    prototypes: float
+    variance: float
+    """The variance of an image about the mean, summed over dimensions; NaN for a single prototype."""
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceSummary:
+    """A device's prototypes as far as the tests need them: its size does not depend on how many there are."""
+
+    classes: Mapping[int, ClassSummary]
+    prototypes: float
+    length: float
+    """The mean squared length of a prototype."""
+    length_dof: float
+    """Two over the variance of a squared length, relative to its mean; NaN for a single prototype."""
+
+
+def summarized(part: Prototypes | DeviceSummary) -> DeviceSummary:
+    """Return the summary of a device's prototypes."""
+    if isinstance(part, DeviceSummary):
+        return part
+    squares = (part.values.astype(np.float64) ** 2).sum(axis=1)
+    return DeviceSummary(
+        {int(label): _class_summary(part, part.labels == label) for label in np.unique(part.labels)},
+        float(len(squares)),
+        float(squares.mean()) if len(squares) else 0.0,
+        float(2 * squares.mean() ** 2 / max(squares.var(ddof=1), TINY)) if len(squares) > 1 else np.nan,
+    )
+
+
+def _class_summary(part: Prototypes, mine: NDArray[np.bool_]) -> ClassSummary:
+    values = part.values[mine].astype(np.float64)
+    counts = np.maximum(part.counts[mine], 1).astype(np.float64)
+    mean = np.average(values, axis=0, weights=counts)
+    squares = ((values - mean) ** 2).sum(axis=1)
+    # A prototype of n images has an n-th of the variance of one image.
+    variance = (counts * squares).sum() / (len(counts) - 1) if len(counts) > 1 else np.nan
+    return ClassSummary(mean, float(counts.sum()), float(len(counts)), float(variance))
+
+
+def class_means(parts: Mapping[str, DeviceSummary], label: int) -> ClassMeans:
     """Return the means and variances of a class on the devices that have it, sorted by device."""
-    devices, means, images, prototypes, variances = [], [], [], [], []
-    for device, part in sorted(parts.items()):
-        mine = part.labels == label
-        if not mine.any():
-            continue
-        values = part.values[mine].astype(np.float64)
-        counts = np.maximum(part.counts[mine], 1).astype(np.float64)
-        mean = np.average(values, axis=0, weights=counts)
-        squares = ((values - mean) ** 2).sum(axis=1)
-        devices.append(device)
-        means.append(mean)
-        images.append(counts.sum())
-        prototypes.append(float(len(counts)))
-        # A prototype of n images has an n-th of the variance of one image.
-        variances.append((counts * squares).sum() / (len(counts) - 1) if len(counts) > 1 else np.nan)
-    stacked = np.array(means)
+    with_class = {
+        device: part.classes[label] for device, part in sorted(parts.items()) if label in part.classes
+    }
+    means = np.array([one.mean for one in with_class.values()])
     return ClassMeans(
-        tuple(devices),
-        stacked,
-        np.array(images),
-        np.array(prototypes),
-        np.array(variances),
-        np.median(stacked, axis=0) if devices else stacked,
+        tuple(with_class),
+        means,
+        np.array([one.images for one in with_class.values()]),
+        np.array([one.prototypes for one in with_class.values()]),
+        np.array([one.variance for one in with_class.values()]),
+        np.median(means, axis=0) if with_class else means,
     )
 
 
@@ -175,14 +210,14 @@ def scatters(one: ClassMeans) -> Test:
     return _variances(devices, one.variances[known], dof, floor=float(floor))
 
 
-def lengths(parts: Mapping[str, Prototypes]) -> Test:
+def lengths(parts: Mapping[str, DeviceSummary]) -> Test:
     """Return the mean squared length of each device's prototypes, of all classes, over TOLERANCE times the median."""
-    devices = tuple(sorted(device for device, part in parts.items() if len(part.labels)))
-    squares = [(parts[device].values.astype(np.float64) ** 2).sum(axis=1) for device in devices]
-    dof = [2 * each.mean() ** 2 / max(each.var(ddof=1), TINY) for each in squares if len(each) > 1]
+    devices = tuple(sorted(device for device, part in parts.items() if part.prototypes))
+    found = [parts[device] for device in devices]
+    dof = [each.length_dof for each in found if each.prototypes > 1]
     of_prototype = max(float(np.median(dof)), 1.0) if dof else 1.0
-    rows = np.array([float(len(each)) for each in squares])
-    return _variances(devices, np.array([each.mean() for each in squares]), of_prototype * rows)
+    rows = np.array([each.prototypes for each in found])
+    return _variances(devices, np.array([each.length for each in found]), of_prototype * rows)
 
 
 def _variances(devices: Sequence[str], values: Floats, dof: Floats, *, floor: float = 0.0) -> Test:

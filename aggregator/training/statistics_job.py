@@ -1,11 +1,15 @@
 """The job that solves for a head from sums: `python -m aggregator.training.statistics_job JOB.json`.
 
-It reads the submissions twice, one in memory at a time: how much each counts depends on all of them. Of groups of
-images it keeps the prototypes, as FedTC's job does, to find outliers.
+It reads each submission once, one in memory at a time, and adds it. How much each counts depends on all of them:
+of those that do not count fully, the rest is subtracted again. Sums of integers are exact, so that the order does not
+matter. To find outliers among groups of images, it keeps a summary of each device, of a cohort at a time.
 """
 
 import dataclasses
+import itertools
+import math
 import time
+from collections.abc import Collection
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,34 +35,44 @@ from aggregator.training.jobs import (
     FEW_PROTOTYPES,
     Result,
     StatisticsJob,
-    checked_parts,
     report_progress,
     run_as_program,
 )
-from aggregator.training.outlier_detection import Judgment, judge
+from aggregator.training.outlier_detection import judge
+from aggregator.training.outlier_statistics import DeviceSummary, summarized
 from aggregator.training.robust_training_set import half_of
 from aggregator.training.weights import counted_totals
-from protocol.errors import MalformedMessage, ProtofleetError
+from protocol.errors import BlobLost, MalformedMessage, ProtofleetError
 from protocol.statistics.second_moment import decode
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import Submission
 
+SHOWN_WARNINGS = 3
+"""Cohorts whose warnings are shown."""
 
-@dataclasses.dataclass(frozen=True)
-class Checked:
-    """The parts of all valid submissions that are kept.
+COHORT = 500
+"""Devices that are compared with each other, in a larger fleet: that bounds what is kept of them."""
+
+
+@dataclasses.dataclass
+class Sums:
+    """The sum over all devices that were added, and what is kept of each: numbers of its rows, no row.
 
     Attributes:
+        total: the sum, with the factor WHOLE for each device.
         images: each device's images of each class, int64 (C,).
-        rows: each device's rows of each class (C,): groups, or images where these are not grouped.
-        groups: each device's prototypes, half of them with half the memory; empty if they are not compared.
-        invalid: devices whose submission is refused, with reasons.
+        rows: each device's rows of each class, int64 (C,): groups, or images where these are not grouped.
+        quarantined: outliers, with reasons.
+        warnings: why outliers were not quarantined.
+        refused: devices whose submission is invalid.
     """
 
-    images: dict[str, NDArray[np.int64]]
-    rows: dict[str, NDArray[np.int64]]
-    groups: dict[str, Prototypes]
-    invalid: dict[str, str]
+    total: Moments
+    images: dict[str, NDArray[np.int64]] = dataclasses.field(default_factory=dict)
+    rows: dict[str, NDArray[np.int64]] = dataclasses.field(default_factory=dict)
+    quarantined: dict[str, str] = dataclasses.field(default_factory=dict)
+    warnings: list[str] = dataclasses.field(default_factory=list)
+    refused: dict[str, Refused] = dataclasses.field(default_factory=dict)
 
 
 def run(job: StatisticsJob) -> Result:
@@ -73,16 +87,8 @@ def run(job: StatisticsJob) -> Result:
     if manifest.statistics is None or manifest.statistics.map.digest != digest_of(graph):
         raise ProtofleetError("expected the task's map, got another one: restart the aggregator")
     started_s = time.perf_counter()
-    checked = check_all(job, expectation)
-    judgment = Judgment({})
-    if checked.groups:
-        judgment = judge(
-            checked.groups,
-            classes=manifest.classes,
-            false_alarm_rate=job.robust.false_alarm_rate,
-            released=job.released,
-        )
-    total, shares = added(job, expectation, checked, excluded=set(judgment.quarantined))
+    sums = added(job, expectation)
+    total, limited = weighted(job, expectation, sums)
     report_progress({"prototypes": total.rows})
     ridge = solve(total)
     figures = {
@@ -90,7 +96,7 @@ def run(job: StatisticsJob) -> Result:
         "strength": ridge.strength,
         "degrees_of_freedom": ridge.degrees_of_freedom,
         "temperature": TEMPERATURE,
-        "limited_devices": float(sum(share < WHOLE for share in shares)),
+        "limited_devices": float(limited),
     }
     if job.half_memory:
         figures["half_memory"] = 1.0
@@ -98,55 +104,101 @@ def run(job: StatisticsJob) -> Result:
     head = head_to_onnx([ridge.layer], metadata=job.metadata(manifest, figures), feature_map=feature_map)
     difference = _max_difference(job, ridge.layer, head)
     job.write_head(head, manifest)
-    included = [rows for device, rows in checked.rows.items() if device not in judgment.quarantined]
-    numbers = dict(zip(manifest.classes, np.sum(included, axis=0).tolist(), strict=True))
+    rows = sum(each for device, each in sums.rows.items() if device not in sums.quarantined)
+    of_class = dict(zip(manifest.classes, np.asarray(rows).tolist(), strict=True))
+    invalid = {device: f"its submission is refused: {error.detail}" for device, error in sums.refused.items()}
     return Result(
         prototypes=total.rows,
         metrics={**figures, "seconds": seconds, "onnx_max_difference": difference},
-        quarantined={**checked.invalid, **judgment.quarantined},
-        warning=judgment.warning,
-        few_prototypes={name: number for name, number in numbers.items() if 0 < number < FEW_PROTOTYPES},
+        quarantined={**invalid, **sums.quarantined},
+        warning="; ".join(sums.warnings[:SHOWN_WARNINGS]),
+        few_prototypes={name: number for name, number in of_class.items() if 0 < number < FEW_PROTOTYPES},
     )
 
 
-def check_all(job: StatisticsJob, expectation: Expectation) -> Checked:
-    """Check all submissions; raises Refused if none is valid."""
+def added(job: StatisticsJob, expectation: Expectation) -> Sums:
+    """Read each submission once and add it; find outliers among groups of images, one cohort after the other.
 
-    def check(submission: Submission) -> tuple[NDArray[np.int64], NDArray[np.int64], Prototypes | None]:
-        images = submitted_moments(submission, expectation, job.feature_map).counts
-        if submission.tensors:
-            return images, images, None
-        labels = check_statistics(submission, expectation)[1]
-        rows = np.bincount(labels, minlength=len(images))
-        if not job.robust.detect_outliers:
-            return images, rows, None
-        groups = _groups(submission, expectation)
-        return images, rows, half_of(groups) if job.half_memory else groups
+    Raises:
+        Refused: no submission is valid.
+        BlobLost: after the last one, if some were lost.
+    """
+    sums = Sums(no_rows(num_classes=len(expectation.manifest.classes), size=expectation.prototype_size))
+    cohorts, lost = cohorts_of(job.members, version=job.version), None
+    for cohort in cohorts:
+        groups: dict[str, DeviceSummary] = {}
+        try:
+            for device, submission in job.submissions(cohort):
+                _add(sums, device, submission, expectation, job, groups)
+        except BlobLost as error:
+            lost = error
+        if groups:
+            judgment = judge(
+                groups,
+                classes=expectation.manifest.classes,
+                false_alarm_rate=job.robust.false_alarm_rate / len(cohorts),
+                released=job.released,
+            )
+            sums.quarantined |= judgment.quarantined
+            sums.warnings += filter(None, [judgment.warning])
+    if lost is not None:
+        raise lost
+    if sums.refused and not sums.images:
+        raise next(reversed(sums.refused.values()))
+    return sums
 
-    parts, invalid = checked_parts(job.submissions(), check)
-    return Checked(
-        {device: images for device, (images, _, _) in parts.items()},
-        {device: rows for device, (_, rows, _) in parts.items()},
-        {device: groups for device, (_, _, groups) in parts.items() if groups is not None},
-        invalid,
+
+def cohorts_of(devices: Collection[str], *, version: int) -> list[list[str]]:
+    """Return the devices in cohorts of similar size, of at most COHORT; no device chooses its own, which changes."""
+    number = max(1, math.ceil(len(devices) / COHORT))
+    order = (
+        sorted(devices, key=lambda device: digest_of(f"{version} {device}".encode()))
+        if number > 1
+        else devices
     )
+    return [list(itertools.islice(order, start, None, number)) for start in range(number)]
 
 
-def added(
-    job: StatisticsJob, expectation: Expectation, checked: Checked, *, excluded: set[str]
-) -> tuple[Moments, list[int]]:
-    """Return the sum over all devices, and how many parts of WHOLE of each count."""
-    devices = [device for device in checked.images if device not in excluded]
-    stated = np.array([checked.images[device] for device in devices])
+def _add(
+    sums: Sums,
+    device: str,
+    submission: Submission,
+    expectation: Expectation,
+    job: StatisticsJob,
+    groups: dict[str, DeviceSummary],
+) -> None:
+    try:
+        moments = submitted_moments(submission, expectation, job.feature_map)
+    except Refused as error:
+        sums.refused[device] = error
+        return
+    sums.total = add(sums.total, moments, factor=WHOLE)
+    sums.images[device] = sums.rows[device] = moments.counts
+    if submission.tensors:
+        return
+    labels = check_statistics(submission, expectation)[1]
+    sums.rows[device] = np.bincount(labels, minlength=len(moments.counts))
+    if job.robust.detect_outliers:
+        part = _groups(submission, expectation)
+        groups[device] = summarized(half_of(part) if job.half_memory else part)
+
+
+def weighted(job: StatisticsJob, expectation: Expectation, sums: Sums) -> tuple[Moments, int]:
+    """Return the sum of what counts of each device, and the number of devices of which not everything does.
+
+    It is that of all, from which the rest is subtracted: only of limited devices and outliers, the submissions are read
+    again. What goes beyond int64 in between wraps around, and back again.
+    """
+    devices = [device for device in sums.images if device not in sums.quarantined]
+    stated = np.array([sums.images[device] for device in devices])
     counted = counted_totals(stated, multiple=job.robust.max_multiple)
     shares = dict(zip(devices, factors(stated.sum(axis=1).tolist(), counted.tolist()), strict=True))
-    total = no_rows(num_classes=len(expectation.manifest.classes), size=expectation.prototype_size)
-    for device, submission in job.submissions():
-        if device in shares:
-            total = add(
-                total, submitted_moments(submission, expectation, job.feature_map), factor=shares[device]
-            )
-    return dataclasses.replace(total, rows=max(1, round(total.rows / WHOLE))), list(shares.values())
+    limited = [device for device, share in shares.items() if share < WHOLE]
+    total = sums.total
+    for device, submission in job.submissions([*sums.quarantined, *limited]):
+        surplus = WHOLE - shares.get(device, 0)
+        total = add(total, submitted_moments(submission, expectation, job.feature_map), factor=-surplus)
+    return dataclasses.replace(total, rows=max(1, round(total.rows / WHOLE))), len(limited)
 
 
 def submitted_moments(submission: Submission, expectation: Expectation, feature_map: FeatureMap) -> Moments:

@@ -153,16 +153,17 @@ def _submissions(
             continue
         images = int(np.count_nonzero(mine))
         if manifest.batch_size == 1:
-            yield str(client), _sums(of_class, task=task, images=images)
+            yield str(client), sums_submission(of_class, task=task, images=images)
         else:
             rng = np.random.default_rng([seed, int(client)])
             yield (
                 str(client),
-                _groups(of_class, task=task, images=images, batch_size=manifest.batch_size, rng=rng),
+                group_submission(of_class, task=task, images=images, batch_size=manifest.batch_size, rng=rng),
             )
 
 
-def _sums(of_class: dict[int, NDArray[np.int8]], *, task: bytes, images: int) -> Submission:
+def sums_submission(of_class: dict[int, NDArray[np.int8]], *, task: bytes, images: int) -> Submission:
+    """Return the submission of a device that sends class sums of its rows, int8 (n, D) by class."""
     sums = RowSums(next(iter(of_class.values())).shape[1])
     for label, rows in of_class.items():
         sums.add(label, rows)
@@ -178,7 +179,7 @@ def _sums(of_class: dict[int, NDArray[np.int8]], *, task: bytes, images: int) ->
     )
 
 
-def _groups(
+def group_submission(
     of_class: dict[int, NDArray[np.int8]],
     *,
     task: bytes,
@@ -186,6 +187,7 @@ def _groups(
     batch_size: int,
     rng: np.random.Generator,
 ) -> Submission:
+    """Return the submission of a device that sends a row for each group of its images."""
     made = []
     for rows in of_class.values():
         groups = max(len(rows) // batch_size, 1)  # the remainder joins the last one

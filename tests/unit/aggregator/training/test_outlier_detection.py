@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from aggregator.ingest.validation import Prototypes
 from aggregator.training.outlier_detection import MIN_DEVICES, judge, outliers
-from aggregator.training.outlier_statistics import class_means, distances, effective_dimensions
+from aggregator.training.outlier_statistics import class_means, distances, effective_dimensions, summarized
 from tests.support.prototype_sets import CLASSES, IMAGES, fleet, flipped, honest
 from tests.support.submissions import FEATURE_SIZE
 
@@ -43,7 +43,8 @@ def test_distance_is_relative_to_what_is_expected() -> None:
     """It is four fifths, since places are expected to differ by a quarter of what images do."""
     random = np.random.default_rng(0)
     means = 5 + random.normal(size=(1000, 8)) / np.sqrt(10)
-    test = distances(class_means(_flat(means), 0))
+    parts = {device: summarized(part) for device, part in _flat(means).items()}
+    test = distances(class_means(parts, 0))
     assert test.ratios.mean() == pytest.approx(4 / 5, rel=0.1)
     assert test.ratios.var() == pytest.approx(2 / 8 * (4 / 5) ** 2, rel=0.2)
 

@@ -1,7 +1,9 @@
 """A head of sums is the same however the images are divided over devices, and no device's sums can spoil it."""
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
+from weakref import WeakSet
 
 import msgspec
 import numpy as np
@@ -9,11 +11,14 @@ import onnx
 import onnxruntime
 import pytest
 
-from aggregator.algorithms.statistics.moments import moments_of
+from aggregator.algorithms.statistics.moments import WHOLE, add, moments_of, no_rows
 from aggregator.config.schema import Robust
-from aggregator.ingest.validation import Expectation, Refused
+from aggregator.ingest.validation import Expectation, Prototypes, Refused
+from aggregator.training import statistics_job
 from aggregator.training.jobs import Result, StatisticsJob
-from aggregator.training.statistics_job import check_all, run, submitted_moments
+from aggregator.training.outlier_statistics import DeviceSummary, summarized
+from aggregator.training.statistics_job import added, cohorts_of, run, submitted_moments, weighted
+from aggregator.training.weights import counted_totals
 from protocol.errors import ProtofleetError
 from protocol.statistics.second_moment import decode, from_triangle, to_triangle
 from protocol.statistics.second_moment import encode as encode_moment
@@ -226,18 +231,93 @@ def test_outlier_among_groups_is_quarantined(tmp_path: Path) -> None:
         assert list(result.quarantined) == found
 
 
-def test_half_of_the_groups_are_compared_with_half_the_memory(tmp_path: Path) -> None:
+def test_half_of_the_groups_are_compared_with_half_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All rows count."""
+    compared: list[int] = []
+
+    def watched(part: Prototypes) -> DeviceSummary:
+        compared.append(len(part.labels))
+        return summarized(part)
+
+    monkeypatch.setattr(statistics_job, "summarized", watched)
     parts = {str(device): groups_of(*images(device)) for device in range(3)}
     job = job_on(tmp_path, parts, GROUPS_EXPECTATION)
-    every = check_all(job, GROUPS_EXPECTATION)
-    half = check_all(msgspec.structs.replace(job, half_memory=True), GROUPS_EXPECTATION)
-    for device, groups in half.groups.items():
-        assert len(groups.labels) == len(every.groups[device].labels) / 2
+    every = added(job, GROUPS_EXPECTATION)
+    half = added(msgspec.structs.replace(job, half_memory=True), GROUPS_EXPECTATION)
+    assert compared == [12] * 3 + [6] * 3
+    for device in parts:
         np.testing.assert_array_equal(half.rows[device], every.rows[device])
         np.testing.assert_array_equal(half.images[device], every.images[device])
-    unchecked = msgspec.structs.replace(job, robust=Robust(detect_outliers=False))
-    assert not check_all(unchecked, GROUPS_EXPECTATION).groups
+    added(msgspec.structs.replace(job, robust=Robust(detect_outliers=False)), GROUPS_EXPECTATION)
+    assert len(compared) == 6
+
+
+@pytest.mark.parametrize("cohort", [2, 500])
+def test_each_submission_is_added_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cohort: int) -> None:
+    """The rest of what does not count fully is subtracted, to the bit; only such submissions are read again."""
+    monkeypatch.setattr(statistics_job, "COHORT", cohort)
+    reads = Counter[str]()
+    read = BlobStore.read
+
+    def counted(self: BlobStore, digest: bytes) -> bytes:
+        reads[digest.hex()] += 1
+        return read(self, digest)
+
+    monkeypatch.setattr(BlobStore, "read", counted)
+    parts = {str(device): groups_of(*images(device)) for device in range(5)}
+    parts["large"] = groups_of(*images(9, 400))
+    parts["invalid"] = sums_of(*images(7))
+    job = job_on(tmp_path, parts, GROUPS_EXPECTATION)
+    sums = added(job, GROUPS_EXPECTATION)
+    sums.quarantined["3"] = "as if outlier detection had found it"
+    total, limited = weighted(job, GROUPS_EXPECTATION, sums)
+    again = {"large", "3"}
+    assert {device: reads[digest] for device, digest in job.members.items()} == {
+        device: 1 + (device in again) for device in parts
+    }
+    assert (limited, list(sums.refused)) == (1, ["invalid"])
+    stated = np.array([[20] * 3] * 4 + [[400] * 3])
+    shares = dict.fromkeys("0124", WHOLE) | {"large": int(WHOLE * counted_totals(stated)[-1] / 1200)}
+    expected = no_rows(num_classes=3, size=FEATURE_MAP.size)
+    for device in sorted(shares, reverse=True):
+        expected = add(
+            expected, submitted_moments(parts[device], GROUPS_EXPECTATION, FEATURE_MAP), factor=shares[device]
+        )
+    for name in ("counts", "sums", "second_moment"):
+        np.testing.assert_array_equal(getattr(total, name), getattr(expected, name))
+    assert total.rows == round(expected.rows / WHOLE)
+
+
+def test_what_is_kept_of_devices_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of groups the summaries of one cohort, whatever the number of devices; an outlier is found in its cohort."""
+    monkeypatch.setattr(statistics_job, "COHORT", 8)
+    kept, most = WeakSet[DeviceSummary](), 0
+
+    def watched(part: Prototypes) -> DeviceSummary:
+        nonlocal most
+        kept.add(summary := summarized(part))
+        most = max(most, len(kept))
+        return summary
+
+    monkeypatch.setattr(statistics_job, "summarized", watched)
+    parts = {f"{device:03}": groups_of(*images(device, 40)) for device in range(15)}
+    features, labels = images(40, 40)
+    parts["flipped"] = groups_of(np.roll(features, 40, axis=0), labels)
+    job = job_on(tmp_path, parts, GROUPS_EXPECTATION)
+    assert list(added(job, GROUPS_EXPECTATION).quarantined) == ["flipped"]
+    assert most == 8
+
+
+@pytest.mark.parametrize(("devices", "sizes"), [(1, [1]), (500, [500]), (501, [251, 250]), (1200, [400] * 3)])
+def test_cohorts_change_with_each_head(devices: int, sizes: list[int]) -> None:
+    """So that devices that cooperate cannot arrange to be most of one."""
+    names = [str(device) for device in range(devices)]
+    cohorts = [cohorts_of(names, version=version) for version in (1, 2)]
+    assert [len(cohort) for cohort in cohorts[0]] == sizes
+    assert sorted(name for cohort in cohorts[0] for name in cohort) == sorted(names)
+    assert (cohorts[0] == cohorts[1]) == (len(sizes) == 1)
 
 
 def test_few_images_of_a_class_are_named(tmp_path: Path) -> None:
