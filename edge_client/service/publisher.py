@@ -118,11 +118,13 @@ class Publisher:
         # Before there is a task, its privacy is unknown.
         is_silent = state.manifest is None or bounded
         blocked = "" if state.blocked_reason == NO_SPACE else state.blocked_reason
+        backbones = state.manifest.backbones if state.manifest is not None else ()
         return DeviceInfo(
             epoch=self.presence.epoch,
             software=version("protofleet"),
             runtime=self._store.get(BackboneProvider).name,
-            backbones=tuple(sorted(state.stored))[:64],
+            # Not of other files: a local model's digest is a function of images.
+            backbones=tuple(blob.digest for blob in backbones if blob.digest in state.stored),
             images={} if is_silent else {entry.name: entry.images for entry in report.classes},
             unusable_images=0 if is_silent else len(report.unusable),
             problem=(policy.public_problem(problem, bounded=bounded) or expiry or blocked)[:256],

@@ -14,9 +14,9 @@ from edge_client.privacy.policy import BUDGET, HEAD_REFUSED
 from edge_client.service.device import Device
 from edge_client.storage.stored_values import BuildProblem, SubmissionReport
 from protocol.wire import messages
-from protocol.wire.codec import decode
-from protocol.wire.messages import BlobRef, DeviceInfo, Evaluation, HeadRef, Privacy, Submission
-from tests.support.device_factory import linear_head, payload_of, run_jobs, tiny
+from protocol.wire.codec import decode, encode
+from protocol.wire.messages import BlobRef, DeviceInfo, Evaluation, HeadRef, Privacy, Submission, Tensor
+from tests.support.device_factory import TINY, linear_head, payload_of, run_jobs, tiny
 from tests.support.messages import WIRE_TYPES
 from tests.support.worker_benches import PrivateBench
 
@@ -47,6 +47,9 @@ DECISIONS: dict[type[Any], dict[str, str]] = {
     messages.BlobRequest: {"v": "constant", **dict.fromkeys(["digest", "offset", "length"], "no image")},
     messages.Tensor: dict.fromkeys(["dtype", "shape", "data"], "noisy"),
 }  # fmt: skip
+
+
+NOTHING = Tensor("u1", (0,), b"")
 
 
 @pytest.fixture
@@ -80,6 +83,22 @@ def test_info_reveals_nothing_about_images(bench: PrivateBench) -> None:
     assert bench.info().problem == policy.CANNOT
     bench.store.set(BuildProblem(BUDGET))
     assert bench.info().problem == BUDGET
+
+
+def test_info_names_the_tasks_backbones_only(bench: PrivateBench) -> None:
+    """Another file may be a local model, whose digest tells who has the images of which ones it was made."""
+    bench.store.blobs.put(b"a local model of a task before --max-epsilon")
+    assert bench.info().backbones == (TINY.digest,)
+
+
+def test_what_is_no_message_is_deleted_at_a_start_with_max_epsilon(bench: PrivateBench) -> None:
+    """A round's graphs can make a loss that no message may have; the aggregator refuses it, and it stays."""
+    message = Submission(
+        task=bench.task, sequence=1, prototypes=NOTHING, labels=NOTHING, counts=NOTHING, images=1, loss=1e7
+    )
+    bench.store.outbox.keep("submission", encode(message), task=bench.task, about="0")
+    Device(replace(bench.settings, max_epsilon=1.0), bench.store)
+    assert bench.store.outbox.items() == ()
 
 
 def test_info_reveals_nothing_before_there_is_a_task(bench: PrivateBench) -> None:
