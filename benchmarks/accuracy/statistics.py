@@ -19,7 +19,7 @@ from benchmarks.data.partitions import Partition, share_out
 from benchmarks.report import Table, json_option, write_json
 
 COLUMNS = {
-    "method": "<30", "partition": "<16", "seed": ">6", "top-1": ">8.2%", "ECE": ">7.1%", "devices": ">9",
+    "method": "<32", "partition": "<16", "seed": ">6", "top-1": ">8.2%", "ECE": ">7.1%", "devices": ">9",
     "rows": ">9,", "MB a device": ">13.2f", "seconds": ">9.1f",
 }  # fmt: skip
 
