@@ -61,7 +61,7 @@ class FedPCL(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_sets: Count | None = None
     """Greatest number of devices' prototype sets that are sent; None sends all of them."""
     sets: Literal["sample", "cluster"] = "sample"
-    """What is sent if there are more: a random sample of them, or the means of clusters of them."""
+    """The ones that are sent if there are more: a random sample of them, or the means of clusters of them."""
 
     def epochs_of(self, number: int) -> int:
         """Return 0 for round 0, whose prototypes are those of the common initial projection."""

@@ -1,1 +1,1 @@
-"""What the fleet works on, made from a task file: manifests, graphs and retention."""
+"""The work of a fleet, made from a task file: manifests, graphs and retention."""
