@@ -38,9 +38,10 @@ from aggregator.training.jobs import (
     report_progress,
     run_as_program,
 )
+from aggregator.training.outlier_detection import MIN_DEVICES as COMMON_DEVICES
 from aggregator.training.outlier_detection import judge
 from aggregator.training.outlier_statistics import DeviceSummary, summarized
-from aggregator.training.robust_training_set import half_of
+from aggregator.training.robust_training_set import MIN_COMMON_SHARE, half_of
 from aggregator.training.weights import counted_totals
 from protocol.errors import BlobLost, MalformedMessage, ProtofleetError
 from protocol.statistics.second_moment import decode
@@ -90,7 +91,8 @@ def run(job: StatisticsJob) -> Result:
     sums = added(job, expectation)
     total, limited = weighted(job, expectation, sums)
     report_progress({"prototypes": total.rows})
-    ridge = solve(total)
+    images = [each for device, each in sums.images.items() if device not in sums.quarantined]
+    ridge = solve(total, common=common_classes(np.array(images)))
     figures = {
         "loss": ridge.error,
         "strength": ridge.strength,
@@ -199,6 +201,12 @@ def weighted(job: StatisticsJob, expectation: Expectation, sums: Sums) -> tuple[
         surplus = WHOLE - shares.get(device, 0)
         total = add(total, submitted_moments(submission, expectation, job.feature_map), factor=-surplus)
     return dataclasses.replace(total, rows=max(1, round(total.rows / WHOLE))), len(limited)
+
+
+def common_classes(images: NDArray[np.int64]) -> NDArray[np.bool_] | None:
+    """Return the classes (C,) that COMMON_DEVICES devices have, by their images (K, C); None if they have too few."""
+    common: NDArray[np.bool_] = np.count_nonzero(images, axis=0) >= COMMON_DEVICES
+    return common if images[:, common].sum() >= MIN_COMMON_SHARE * images.sum() else None
 
 
 def submitted_moments(submission: Submission, expectation: Expectation, feature_map: FeatureMap) -> Moments:

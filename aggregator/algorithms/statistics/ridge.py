@@ -50,7 +50,11 @@ class Ridge:
     degrees_of_freedom: float
 
 
-def solve(total: Moments) -> Ridge:
+APART = 2.0
+"""Deviations that separate the images of a common class from where another class is predicted for them."""
+
+
+def solve(total: Moments, *, common: NDArray[np.bool_] | None = None) -> Ridge:
     """Return the regression that generalized cross-validation finds best.
 
     With the scatter S of N rows within classes, A = S + lambda I, class means m_c and their mean m:
@@ -60,6 +64,10 @@ def solve(total: Moments) -> Ridge:
     is the ridge regression of a fleet with N/C rows of each of C classes. Lambda is the one of STRENGTHS, times
     tr(S) / D, with the least N RSS / (N - df - 1)^2 (Golub, Heath and Wahba 1979) for the rows as they are; RSS and
     the degrees of freedom df follow from the sums.
+
+    All classes count alike, however few images they have. So that one device with classes of its own does not take the
+    images of others for them, the bias of a class that is not `common` (C,) is lowered until the mean of each common
+    class is APART deviations on its own side. With None, all classes are common.
 
     Raises:
         ProtofleetError: there are no rows, or their sums are not those of any rows.
@@ -73,7 +81,10 @@ def solve(total: Moments) -> Ridge:
     weight = np.zeros((len(present), total.size))
     weight[present] = directions.T
     bias = np.full(len(present), ABSENT_LOGIT)
-    bias[present] = (1 / len(directions.T) - middle @ directions) / TEMPERATURE
+    offsets = 1 / len(directions.T) - middle @ directions
+    if common is not None:
+        offsets -= spectrum.excess(directions, common[present])
+    bias[present] = offsets / TEMPERATURE
     return Ridge(
         layer=Dense((weight / TEMPERATURE).astype(np.float32), bias.astype(np.float32)),
         strength=chosen,
@@ -115,6 +126,19 @@ class _Spectrum:
         """Return the regression's directions (D, K), and the mean of the class means (D,)."""
         even = np.full(len(self._means), self._rows / len(self._means))
         return self._axes @ self._regression(self._means, even, strength), self._middle
+
+    def excess(self, directions: NDArray[np.float64], common: NDArray[np.bool_]) -> NDArray[np.float64]:
+        """Return how far to lower the scores of classes that are not common (K,), for directions (D, K)."""
+        found = np.zeros(len(common))
+        if np.count_nonzero(common) > 1 and not common.all():
+            along = self._axes.T @ directions
+            scores = self._means @ along
+            products = (along * self._squares[:, None]).T @ along / self._rows
+            squares = np.diag(products)
+            deviations = np.sqrt(np.maximum(squares[:, None] + squares - 2 * products, 0.0))
+            gains = scores - np.diag(scores)[:, None] + APART * deviations
+            found[~common] = np.maximum(gains[common][:, ~common].max(axis=0), 0.0)
+        return found
 
     def expected_error(self, strength: float) -> float:
         """Return the generalized cross-validation of the regression on the rows as they are."""

@@ -13,6 +13,7 @@ import pytest
 
 from aggregator.algorithms.statistics.moments import WHOLE, add, moments_of, no_rows
 from aggregator.config.schema import Robust
+from aggregator.graphs.head_export import mapped
 from aggregator.ingest.validation import Expectation, Prototypes, Refused
 from aggregator.training import statistics_job
 from aggregator.training.jobs import Result, StatisticsJob
@@ -229,6 +230,25 @@ def test_outlier_among_groups_is_quarantined(tmp_path: Path) -> None:
         parts["flipped"] = make(np.roll(features, 40, axis=0), labels)
         result, _ = made(tmp_path / make.__name__, parts, expectation)
         assert list(result.quarantined) == found
+
+
+def test_device_with_a_class_of_its_own_does_not_take_the_images_of_others(tmp_path: Path) -> None:
+    """One row beyond the mean of another class would: all classes count alike."""
+    features, labels = images(50)
+    row = mapped(FEATURE_MAP, features[labels == 0]).mean(axis=0) * 1.1
+    evil = msgspec.structs.replace(
+        groups_of(features, labels),
+        prototypes=to_tensor(np.rint(row).astype(np.int8)[None]),
+        labels=to_tensor(np.array([2], np.uint8)),
+        counts=to_tensor(np.array([5], np.uint8)),
+        images=5,
+    )
+    common = {str(device): images(device) for device in range(6)}
+    parts = {device: groups_of(each[own < 2], own[own < 2]) for device, (each, own) in common.items()}
+    made(tmp_path, {**parts, "evil": evil}, GROUPS_EXPECTATION)
+    session = onnxruntime.InferenceSession(tmp_path / "head.onnx")
+    logits = session.run(["logits"], {"feature": features[labels < 2]})[0]
+    assert (logits.argmax(axis=1) == labels[labels < 2]).mean() > 0.9
 
 
 def test_half_of_the_groups_are_compared_with_half_the_memory(
