@@ -19,6 +19,7 @@ from edge_client.data.images import LabeledImage, NoImages, name_some, scan_imag
 from edge_client.privacy.perturbation import cache_tag, perturb_image
 from edge_client.privacy.policy import FAILED, is_bounded, is_private
 from edge_client.runtime.backbone import Backbone, open_backbone
+from edge_client.runtime.session import Provider
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.storage.image_group_record import Key
@@ -68,7 +69,7 @@ class Workspace:
     on_stored: Callable[[], None] = field(default_factory=lambda: _do_nothing, init=False)
     """Called when results are on disk, which `run_task` counts as progress."""
     _left_out: LeftOut = field(default_factory=LeftOut, init=False)
-    _backbones: dict[str, Backbone] = field(default_factory=dict, init=False)
+    _backbones: dict[tuple[str, Provider], Backbone] = field(default_factory=dict, init=False)
 
     @contextlib.contextmanager
     def run_task(
@@ -93,12 +94,12 @@ class Workspace:
         return is_bounded(manifest, max_epsilon=self.settings.max_epsilon)
 
     def backbones(self, manifest: TaskManifest) -> list[Backbone]:
-        """Return the task's open backbones; they stay open until another task needs others."""
-        wanted = {blob.digest.hex(): blob for blob in manifest.backbones}
+        """Return the task's open backbones; they stay open until another task needs others, or other privacy."""
+        wanted = {(blob.digest.hex(), self._provider(manifest)): blob for blob in manifest.backbones}
         if self._backbones.keys() != wanted.keys():
             self._backbones = {}
-            self._backbones = {digest: self._open(blob) for digest, blob in wanted.items()}
-        return [self._backbones[digest] for digest in backbone_digests(manifest)]
+            self._backbones = {key: self._open(blob, manifest) for key, blob in wanted.items()}
+        return [self._backbones[digest, self._provider(manifest)] for digest in backbone_digests(manifest)]
 
     def try_backbones(self, manifest: TaskManifest) -> None:
         """Run each of the task's backbones on an image of zeros; under differential privacy as in `extract`.
@@ -110,7 +111,7 @@ class Workspace:
         """
         isolate = self.isolate if self.is_bounded(manifest) else nullcontext
         for number, blob in enumerate(manifest.backbones):
-            backbone = self._open(blob) if manifest.program else self.backbones(manifest)[number]
+            backbone = self._open(blob, manifest) if manifest.program else self.backbones(manifest)[number]
             spec = backbone.metadata.preprocessing
             with isolate(backbone) as isolated:
                 isolated.features(np.zeros((1, spec.height, spec.width, 3), np.uint8))
@@ -155,8 +156,7 @@ class Workspace:
             BlobLost: a backbone was damaged on disk.
         """
         blobs = {blob.digest.hex(): blob for blob in manifest.backbones}
-        if manifest.program is None:
-            self.backbones(manifest)
+        opened = {} if manifest.program else {each.sha256: each for each in self.backbones(manifest)}
         alter, settings = _perturbation(manifest, self.secret(manifest)), self.settings
         images = self.find_images(manifest) if images is None else images
         if not images and not is_private(manifest):
@@ -181,7 +181,7 @@ class Workspace:
                     backbone_digests(manifest),
                     self.cache,
                     open_backbone=lambda digest: (
-                        self._open(blobs[digest]) if manifest.program else self._backbones[digest]
+                        self._open(blobs[digest], manifest) if manifest.program else opened[digest]
                     ),
                     batch_size=settings.batch_size,
                     workers=settings.workers,
@@ -237,11 +237,17 @@ class Workspace:
         """Return the cached features of images, float32 (n, size)."""
         return self.cache.matrix([image.identity for image in images], *keys, size=size)
 
-    def _open(self, blob: BlobRef) -> Backbone:
+    def _provider(self, manifest: TaskManifest) -> Provider:
+        """Return where a task's backbones are opened.
+
+        On a GPU, opening one runs it in this process, whose memory has images, and the device reports what came of it.
+        """
+        return "cpu" if self.is_bounded(manifest) else self.settings.provider
+
+    def _open(self, blob: BlobRef, manifest: TaskManifest) -> Backbone:
         file, settings = self.store.blobs.verified_path(blob.digest), self.settings
-        backbone = open_backbone(
-            file, provider=settings.provider, threads=settings.threads, digest=blob.digest
-        )
+        provider = self._provider(manifest)
+        backbone = open_backbone(file, provider=provider, threads=settings.threads, digest=blob.digest)
         event(log, logging.INFO, "backbone opened", name=blob.name, provider=backbone.model.provider)
         if backbone.model.note:
             log.warning("%s", backbone.model.note)

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,9 @@ from PIL import Image
 
 from edge_client.privacy.gaussian_mechanism import Mechanism
 from edge_client.privacy.policy import BUDGET
-from edge_client.runtime.backbone import Backbone
+from edge_client.runtime.backbone import Backbone, open_backbone
 from edge_client.storage.stored_values import PrivacySpent, SubmissionReport
-from edge_client.submission import private_submission
+from edge_client.submission import image_features, private_submission
 from edge_client.submission.image_features import Workspace
 from protocol.wire.codec import digest_of, to_array
 from protocol.wire.messages import BlobRef, Submission, TaskManifest
@@ -49,6 +50,26 @@ def _sums(submission: Submission) -> np.ndarray:
     counts = to_array(submission.counts).astype(np.float64)
     sums: np.ndarray = values * counts[:, None] / WANTED.clip_norm
     return sums
+
+
+def test_a_private_tasks_backbones_are_opened_on_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, opening one runs it beside images, and the device reports the provider; other tasks use the GPU."""
+    opened: list[str] = []
+
+    def record(file: Path, *, provider: str, **others: Any) -> Backbone:
+        opened.append(provider)
+        return open_backbone(file, provider="cpu", **others)
+
+    monkeypatch.setattr(image_features, "open_backbone", record)
+    bench = PrivateBench(tmp_path, count=12)
+    bench.worker._workspace.settings = replace(bench.settings, provider="cuda")
+    private = bench.manifest
+    for manifest in (private, msgspec.structs.replace(private, differential_privacy=None), private):
+        bench.manifest = manifest
+        bench.build()
+    assert opened == ["cpu", "cuda", "cpu"]
 
 
 @pytest.mark.usefixtures("quiet")
