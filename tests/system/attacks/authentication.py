@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 from click.testing import CliRunner
@@ -41,10 +42,10 @@ def invalid_certificates(fleet: AttackedFleet) -> Iterator[bool]:
     """None, another fleet's, an expired one, a self-signed one, a broker's, and a connection without TLS."""
     real = fleet.closed.access(MALLORY)
     ours, theirs = open_ca(fleet.aggregator_state, FLEET), create_ca("vineyard", now=utc_now())
-    long_ago = utc_now().replace(year=utc_now().year - 2)
+    an_hour_ago = utc_now() - timedelta(hours=1)
     issued = {
         "other-fleet": issue_client(theirs, VICTIM, now=utc_now(), days=30),
-        "expired": issue_client(ours, VICTIM, now=long_ago, days=30),
+        "expired": issue_client(ours, VICTIM, now=an_hour_ago, days=0),
         "self-signed": create_ca(VICTIM, now=utc_now()),
         "broker": issue_server(ours, ["localhost"], now=utc_now(), days=30),
     }
