@@ -41,6 +41,7 @@ AGGREGATOR = {
     "enroll": ["shed-1", "--out", "{folder}/shed-1"],
     "enroll-broker": ["broker.example", "--out", "{folder}/broker"],
     "revoke": ["shed-1"],
+    "forget": ["shed-1"],
     "reset-key": ["shed-1"],
     "issue-key": ["--root", "{folder}/root.key", "--fleet", "orchard", "--out", "{folder}/issued"],
     "rotate-key": [],
@@ -63,7 +64,7 @@ COMMANDS = [
     *(("export.cli", "export,cpu", arguments) for arguments in EXPORT.values()),
 ]
 WITHOUT_EXTRAS = (
-    *("enroll", "enroll-broker", "revoke", "reset-key", "issue-key", "rotate-key"),
+    *("enroll", "enroll-broker", "revoke", "forget", "reset-key", "issue-key", "rotate-key"),
     *("rollback", "promote", "release", "take-over"),
 )
 """Commands that need none."""
