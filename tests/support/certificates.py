@@ -22,7 +22,7 @@ class Certificates:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(exist_ok=True)
-        self.authority = create_ca("orchard", now=utc_now())
+        self.authority = create_ca("orchard", now=utc_now() - timedelta(days=365))
         self.ca = folder / "ca.crt"
         self.ca.write_bytes(self.authority.certificate)
         self.revoked = folder / "revoked.crl"

@@ -104,7 +104,7 @@ def test_an_interrupted_installation_has_no_result(rounds: RoundsBench, tmp_path
     write_images(tmp_path / "data", count=9, classes=("cat",))
     worker, trials, tensors = rounds.worker, [], rounds.tensors(0.1)
 
-    def stop_and_load(_: object) -> Backbone:
+    def stop_and_load(*_: object) -> Backbone:
         trials.append(rounds.store.trials.ends(tensors.digest))
         worker.task = None
         return tiny(tmp_path)
