@@ -32,7 +32,7 @@ BROADCAST_WAIT_S = 3.0
 def choose(state: State, _now_s: float) -> events.Step:
     """Open the first required blob that is not stored, unless the disk is almost full."""
     missing = {blob.digest: blob for blob in state.required_blobs if blob.digest not in state.stored}
-    if not missing or state.missing_space is not None:
+    if not missing or "download" in state.missing_space:
         return replace(state, download=None), ()
     first, *_ = missing.values()
     if is_running(state, first.digest):

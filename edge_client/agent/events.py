@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from edge_client.agent.state import MissingSpace, State, UploadItem
+from edge_client.agent.state import MissingSpace, State, UploadItem, Work
 from protocol.wire.messages import BlobRef, Frame, HeadManifest, HeadRef, Receipt, RoundManifest, TaskManifest
 from protocol.wire.transfer import Ranges
 
@@ -114,14 +114,16 @@ class BlobsMissing(Occurrence, frozen=True):
 
 
 class SpaceMissing(Occurrence, frozen=True):
-    """The disk has too little space for a download, or for the job named by `during`, which has ended."""
+    """The disk has too little space for some work, which has ended."""
 
     space: MissingSpace
-    during: Literal["build", "install", ""] = ""
+    during: Work = "download"
 
 
 class SpaceFreed(Occurrence, frozen=True):
-    """The disk has the missing space."""
+    """The disk has the space that some work lacked."""
+
+    works: frozenset[Work]
 
 
 class ImagesChanged(Occurrence, frozen=True):

@@ -1,6 +1,7 @@
 """The state of a device that `state_machine.step` takes from one event to the next, and what follows from it."""
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -17,6 +18,9 @@ from protocol.wire.messages import (
 from protocol.wire.transfer import Ranges
 
 Kind = Literal["submission", "evaluation"]
+
+Work = Literal["download", "build", "install"]
+"""What may lack space on the disk."""
 
 MAX_DAMAGED = 3
 """Transfers with a wrong digest after which the device stops trying."""
@@ -132,7 +136,7 @@ class State:
         uploads: the uploads, the current one first.
         blocked_reason: what prevents uploads; empty if nothing does.
         expired: channels whose newest manifest has expired.
-        missing_space: what the disk has too little space for; nothing is downloaded, built or installed meanwhile.
+        missing_space: the space that the disk lacks for some work, which does not begin meanwhile.
     """
 
     mode: Mode
@@ -160,7 +164,12 @@ class State:
     uploads: tuple[Upload, ...] = ()
     blocked_reason: str = ""
     expired: frozenset[str] = frozenset()
-    missing_space: MissingSpace | None = None
+    missing_space: Mapping[Work, MissingSpace] = field(default_factory=dict)
+
+    @property
+    def space_problem(self) -> str:
+        """The reason why some work waits for space on the disk; empty if none does."""
+        return next((missing.reason for missing in self.missing_space.values()), "")
 
     @property
     def stale_manifests(self) -> frozenset[str]:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Literal
 
 from edge_client.agent import downloads, events, uploads
-from edge_client.agent.state import Mode, State, head_key
+from edge_client.agent.state import Mode, State, Work, head_key
 from protocol.rates.retry_delay import retry_delay_s
 from protocol.wire.messages import Frame, HeadManifest, HeadRef, Receipt, RoundManifest
 from protocol.wire.transfer import chunk_bytes
@@ -56,9 +56,9 @@ def _react(state: State, event: events.Event, now_s: float) -> events.Step:  # n
             # The worker drops a build for an older round without a SubmissionBuilt.
             dropped = event.task == state.task and event.number != state.joined_round
             state = replace(state, building=state.building and not dropped)
-            return state if event == state.round else replace(state, round=event, missing_space=None), ()
+            return state if event == state.round else replace(state, round=event, missing_space={}), ()
         case HeadManifest():
-            return state if event == state.head else replace(state, head=event, missing_space=None), ()
+            return state if event == state.head else replace(state, head=event, missing_space={}), ()
         case events.DownloadOpened(digest=digest, offset=offset):
             return downloads.opened(state, digest, offset, now_s), ()
         case Frame():
@@ -79,8 +79,9 @@ def _react(state: State, event: events.Event, now_s: float) -> events.Step:  # n
             return _repeat(replace(state, stored=state.stored - digests), during), ()
         case events.SpaceMissing():
             return _wait_for_space(state, event)
-        case events.SpaceFreed():
-            return replace(state, missing_space=None), ()
+        case events.SpaceFreed(works=works):
+            left = {work: missing for work, missing in state.missing_space.items() if work not in works}
+            return replace(state, missing_space=left), ()
         case events.ImagesChanged():
             return replace(state, images_changed=True), ()
     return state, ()
@@ -89,12 +90,12 @@ def _react(state: State, event: events.Event, now_s: float) -> events.Step:  # n
 def _install_and_build(state: State, now_s: float) -> events.Step:
     """Install the head, then build the submission that is due: the worker does them in this order."""
     manifest, task, head = state.manifest, state.task, state.current_head
-    if manifest is None or task is None or state.missing_space is not None:
+    if manifest is None or task is None:
         return state, ()
     actions: tuple[events.Action, ...] = ()
     blobs = state.prediction_blobs
     stale = state.stale_manifests
-    if stale & {"task", "head"}:
+    if stale & {"task", "head"} or "install" in state.missing_space:
         blobs = ()
     if head is not None and blobs and all(blob.digest in state.stored for blob in blobs):
         key, as_canary = head_key(head), state.head is not None and head == state.head.candidate
@@ -107,7 +108,7 @@ def _install_and_build(state: State, now_s: float) -> events.Step:
     else:
         is_due = seen is not None and seen.number != state.joined_round
     is_due |= now_s >= state.retry_at_s and (manifest.program is None or seen is not None)
-    if not is_due or not state.can_build or stale & {"task", "round"}:
+    if not is_due or not state.can_build or stale & {"task", "round"} or "build" in state.missing_space:
         return state, actions
     number = seen.number if seen else state.joined_round
     state = replace(state, joined_round=number, images_changed=False, building=True, retry_at_s=float("inf"))
@@ -158,7 +159,7 @@ def _new_task(state: State, seen: events.TaskSeen) -> State:
         joined_round=None,
         installing=None,
         uploads=(),
-        missing_space=None,
+        missing_space={},
     )
 
 
@@ -188,7 +189,7 @@ def _built(state: State, built: events.SubmissionBuilt, now_s: float) -> events.
     return uploads.start(state, built.item), ()
 
 
-def _repeat(state: State, during: Literal["build", "install", ""]) -> State:
+def _repeat(state: State, during: Work | Literal[""]) -> State:
     """Repeat the job that ended for lack of blobs or of space once they are there."""
     if during == "install":
         return replace(state, installing=None)
@@ -198,9 +199,10 @@ def _repeat(state: State, during: Literal["build", "install", ""]) -> State:
 
 
 def _wait_for_space(state: State, event: events.SpaceMissing) -> events.Step:
-    """Begin nothing that needs the disk until there is space, or until a newer manifest may need less."""
-    reason = event.space.reason
-    state = _repeat(replace(state, missing_space=event.space, download=None), event.during)
+    """Begin no such work until there is space, or until a newer manifest may need less; other work goes on."""
+    reason, download = event.space.reason, None if event.during == "download" else state.download
+    missing = {**state.missing_space, event.during: event.space}
+    state = _repeat(replace(state, missing_space=missing, download=download), event.during)
     return state, (events.Log(reason, error=True) if state.mode is Mode.SERVICE else events.Exit(1, reason),)
 
 

@@ -108,9 +108,12 @@ class Device:
             self._worker.check_images()
         self._check_expiry()
         self._report_expiry()
-        missing = self._state.missing_space
-        is_freed = missing is not None and free_bytes(missing.folder) >= missing.needed_bytes
-        return events.SpaceFreed() if is_freed else events.Ticked()
+        freed = frozenset(
+            work
+            for work, missing in self._state.missing_space.items()
+            if free_bytes(missing.folder) >= missing.needed_bytes
+        )
+        return events.SpaceFreed(freed) if freed else events.Ticked()
 
     def _check_stored(self) -> None:
         """Download again what was deleted from disk, and leave a head that fails in `edge-client predict`."""
@@ -246,11 +249,11 @@ class Device:
         return not self._is_dry_run and self._store.trials.ends(task_key(manifest)) >= MAX_ENDS
 
     def _step(self, event: events.Event) -> None:
-        before = self._state.missing_space
+        before = self._state.space_problem
         self._state, actions = state_machine.step(self._state, event, now_s=time.monotonic())
-        if (missing := self._state.missing_space) != before:
+        if (problem := self._state.space_problem) != before:
             if not self._is_dry_run:
-                self._store.set(SpaceProblem(missing.reason if missing else ""))
+                self._store.set(SpaceProblem(problem))
             self._send_info()
         for action in actions:
             self._perform(action)
@@ -315,8 +318,7 @@ class Device:
 
     def _info(self) -> DeviceInfo:
         refused = self._receiver.refused
-        missing = self._state.missing_space
-        problem = self._task_problem or (missing.reason if missing else "") or self._problem
+        problem = self._task_problem or self._state.space_problem or self._problem
         return self._publisher.info(
             self._state,
             problem=problem,

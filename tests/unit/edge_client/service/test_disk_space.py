@@ -209,7 +209,7 @@ def test_a_job_without_space_is_repeated(mode: Mode) -> None:
     assert actions == (events.Log(SPACE.reason, error=True),)
     waiting, actions = step(state, events.Ticked(), now_s=2)
     assert actions == ()
-    assert step(waiting, events.SpaceFreed(), now_s=3)[1] == (build,)
+    assert step(waiting, events.SpaceFreed(frozenset({"build"})), now_s=3)[1] == (build,)
     small = HeadRef(version=1, head=reference(b"head", "head"), devices=1, prototypes=1)
     state, actions = step(waiting, HeadManifest(task=TASK, current=small), now_s=3)
     assert build in actions
@@ -225,4 +225,25 @@ def test_an_installation_without_space_is_repeated() -> None:
     install = events.InstallHead(TASK, manifest, announced.current)
     assert actions == (install,)
     state, _ = step(state, events.SpaceMissing(SPACE, "install"), now_s=1)
-    assert step(state, events.SpaceFreed(), now_s=2)[1] == (install,)
+    assert step(state, events.SpaceFreed(frozenset({"install"})), now_s=2)[1] == (install,)
+
+
+def test_work_that_lacks_space_stops_no_other_work() -> None:
+    """Neither features nor a download that do not fit stop a head; each begins once there is space for it."""
+    manifest, small, large = make_manifest(), reference(b"head", "head"), HUGE[0]
+    state = replace(READY, task=TASK, manifest=manifest)
+    state, _ = step(state, events.SpaceMissing(SPACE, "build"), now_s=0)
+    first = HeadManifest(task=TASK, current=HeadRef(version=1, head=large, devices=1, prototypes=1))
+    state = replace(state, head=first)
+    state, _ = step(state, events.SpaceMissing(SPACE, "download"), now_s=1)
+    assert step(state, events.Ticked(), now_s=2)[1] == ()
+    state, actions = step(state, events.SpaceFreed(frozenset({"download"})), now_s=2)
+    assert actions == (events.OpenDownload(large, (large,)),)
+    assert state.space_problem == SPACE.reason
+    head = HeadRef(version=2, head=small, devices=1, prototypes=1)
+    ready = replace(state, stored=state.stored | {small.digest}, head=HeadManifest(task=TASK, current=head))
+    ready, actions = step(ready, events.Ticked(), now_s=3)
+    assert actions == (events.InstallHead(TASK, manifest, head),)
+    freed, actions = step(ready, events.SpaceFreed(frozenset({"build"})), now_s=4)
+    assert actions == (events.BuildSubmission(TASK, manifest),)
+    assert freed.space_problem == ""
