@@ -4,6 +4,7 @@ paho's callbacks only pass values on, and paho never reconnects by itself: `sess
 """
 
 import contextlib
+import select
 import ssl
 import time
 from collections.abc import Callable
@@ -139,6 +140,10 @@ class Connection:
             self._client.connect(options.broker.host, options.broker.port, keepalive=KEEPALIVE_S)
         except (OSError, ValueError) as error:
             return Closed(self, diagnostics.connect_error(error, options.broker, options.access))
+        try:
+            select.select([self._client.socket()], [], [], 0)  # type: ignore[type-var]
+        except ValueError:  # paho would end the connection without a reason
+            return Closed(self, diagnostics.TOO_MANY_FILES)
         self._client.loop_start()
         return None
 

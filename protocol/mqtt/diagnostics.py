@@ -26,6 +26,12 @@ UNSPECIFIED = "Unspecified error"
 NO_TLS = "give the broker's TLS port, or omit --tls, --ca and --cert"
 GIVE_CERTIFICATE = "give --cert and --key, or --enrollment"
 
+TOO_MANY_FILES = (
+    "this program has so many open files and connections that its MQTT client cannot use another one, 1,024 on Linux: "
+    "an aggregator of as many devices needs a broker of its own"
+)
+"""paho waits for its socket with `select`."""
+
 
 def connect_error(error: Exception, broker: BrokerAddress, access: BrokerAccess) -> str:
     """Return why a connection could not be opened."""

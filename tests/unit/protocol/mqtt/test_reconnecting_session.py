@@ -2,11 +2,14 @@
 
 import gc
 import os
+import resource
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
+import psutil
 import pytest
 
 from protocol.errors import ThreadFailed
@@ -24,6 +27,8 @@ from tests.support.brokers import mosquitto, needs_mosquitto
 from tests.support.sessions import TIMEOUT_S, leaked, listening, running
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
+
+FD_SETSIZE = 1024
 
 
 def test_more_messages_than_the_window_arrive_in_order(broker: BrokerAddress) -> None:
@@ -91,26 +96,19 @@ def test_message_without_connection_is_dropped(serve: Serve, address: BrokerAddr
             assert ear.wait(Received).payload == b"fresh"
 
 
-def _own_socket(port: int) -> list[int]:
-    """File descriptors of this process that are TCP connections to a port."""
-    found = []
-    for entry in Path("/proc/self/fd").iterdir():
-        try:
-            with socket.socket(fileno=os.dup(int(entry.name))) as peek:
-                if peek.getpeername()[1] == port:
-                    found.append(int(entry.name))
-        except (OSError, IndexError, TypeError):
-            continue
-    return found
+def _own_sockets(port: int) -> set[int]:
+    """Return the file descriptors of this process that are TCP connections to a port."""
+    connections = psutil.Process().net_connections("tcp")
+    return {each.fd for each in connections if each.raddr and each.raddr.port == port}
 
 
 def test_will_message_is_delivered_when_a_socket_dies(broker: BrokerAddress) -> None:
     with running(broker, "b", "state") as (_, hears):
         hears.wait(Connected)
-        before = set(_own_socket(broker.port))
+        before = _own_sockets(broker.port)
         with running(broker, "a", will=lambda: Outgoing("state", b"offline", retain=True)) as (says, ear):
             ear.wait(Connected)
-            (dying,) = set(_own_socket(broker.port)) - before
+            (dying,) = _own_sockets(broker.port) - before
             with socket.socket(fileno=os.dup(dying)) as victim:
                 victim.shutdown(socket.SHUT_RDWR)
             assert hears.wait(Received).payload == b"offline"
@@ -146,6 +144,22 @@ def test_final_messages_are_delivered_before_disconnect(broker: BrokerAddress) -
                 says.stop([Outgoing("state", str(number).encode(), retain=True)])
             while (heard := hears.wait(Received).payload) != str(number).encode():
                 assert heard == b"online"
+
+
+def test_too_many_open_files_are_the_reason(broker: BrokerAddress) -> None:
+    """A session waits with `select`, which takes no file descriptor from 1,024 on."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(2 * FD_SETSIZE, hard)), hard))
+    try:
+        with ExitStack() as files:
+            for _ in range(FD_SETSIZE):
+                files.enter_context(Path(os.devnull).open())
+            with running(broker, "a") as (_, ear):
+                assert "so many open files" in ear.wait(Disconnected).reason
+                files.close()
+                ear.wait(Connected)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_stop_without_broker_ends_the_thread(address: BrokerAddress) -> None:
