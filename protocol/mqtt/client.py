@@ -141,7 +141,8 @@ class Connection:
         except (OSError, ValueError) as error:
             return Closed(self, diagnostics.connect_error(error, options.broker, options.access))
         try:
-            select.select([self._client.socket()], [], [], 0)  # type: ignore[type-var]
+            if (opened := self._client.socket()) is not None:  # it may have ended already
+                select.select([opened], [], [], 0)
         except ValueError:  # paho would end the connection without a reason
             return Closed(self, diagnostics.TOO_MANY_FILES)
         self._client.loop_start()
