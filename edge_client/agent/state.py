@@ -20,7 +20,7 @@ from protocol.wire.transfer import Ranges
 Kind = Literal["submission", "evaluation"]
 
 Work = Literal["download", "build", "install"]
-"""What may lack space on the disk."""
+"""Work that may lack space on the disk."""
 
 MAX_DAMAGED = 3
 """Transfers with a wrong digest after which the device stops trying."""
