@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Iterable, Mapping
-from itertools import groupby
 
 from aggregator.heads.pending_training import delete_pending
 from aggregator.storage.forgotten_devices import ForgottenDevice
@@ -22,9 +21,7 @@ def forget(store: Store, device: str) -> list[str]:
         StateError: the state cannot be written.
     """
     with store.transaction():
-        newest = {
-            task: list(heads)[-1] for task, heads in groupby(_by_task(store), key=lambda head: head.task)
-        }
+        newest = {head.task: head for head in store.heads.all()}  # the last one of each task
         digests = _digests(store, device, newest.values())
         if not digests:
             raise ConfigError(
@@ -42,11 +39,6 @@ def forget(store: Store, device: str) -> list[str]:
         every = {digest for of_task in digests.values() for digest in of_task}
         store.blobs.delete([digest for digest in every if not store.submissions.has_digest(digest)])
     return [f"forgot {device}: its submissions are deleted", *_consequences(store, device, newest)]
-
-
-def _by_task(store: Store) -> list[HeadRecord]:
-    """Return all heads, those of a task together, oldest first."""
-    return sorted(store.heads.all(), key=lambda head: head.task)
 
 
 def _digests(store: Store, device: str, newest: Iterable[HeadRecord]) -> Mapping[bytes, set[bytes]]:
@@ -88,5 +80,5 @@ def _consequences(store: Store, device: str, newest: Mapping[bytes, HeadRecord])
             done.append(f"head {head.version} is made again without it {when}; until then it stays in use")
     known = store.keys.get(device)
     if known is None or known.revoked_s is None:
-        done.append(f"it may upload again: to prevent that, run `aggregator revoke {device}` before")
+        done.append(f"it may upload again: to prevent that, run `aggregator revoke {device}`")
     return done

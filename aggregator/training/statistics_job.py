@@ -178,10 +178,10 @@ def _add(
     sums.images[device] = sums.rows[device] = moments.counts
     if submission.tensors:
         return
-    labels = check_statistics(submission, expectation)[1]
+    rows, labels, counts = check_statistics(submission, expectation)
     sums.rows[device] = np.bincount(labels, minlength=len(moments.counts))
     if job.robust.detect_outliers:
-        part = _groups(submission, expectation)
+        part = _groups(rows, labels, counts)
         groups[device] = summarized(half_of(part) if job.half_memory else part)
 
 
@@ -229,9 +229,10 @@ def submitted_moments(submission: Submission, expectation: Expectation, feature_
     return moments
 
 
-def _groups(submission: Submission, expectation: Expectation) -> Prototypes:
+def _groups(
+    rows: NDArray[np.integer], labels: NDArray[np.integer], counts: NDArray[np.integer]
+) -> Prototypes:
     """Return the means of groups of images, of which a row is as far from its class's mean as one image."""
-    rows, labels, counts = check_statistics(submission, expectation)
     values = rows.astype(np.float32)
     weights = counts.astype(np.float32)
     for label in np.unique(labels):

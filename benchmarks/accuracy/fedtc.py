@@ -1,5 +1,7 @@
 """`python -m benchmarks fedtc`: FedTC on public data under the partitions of the paper."""
 
+import functools
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Literal
@@ -41,20 +43,37 @@ def partitions_of(
         raise click.BadParameter(str(error)) from error
 
 
+def fleet_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options of data, backbone and fleet."""
+    options = (
+        click.option("--data", type=click.Choice(NAMES), default="fashion_mnist", show_default=True),
+        click.option(
+            "--backbone", type=click.Choice(list(BACKBONES)), default="mobilenetv2_100", show_default=True
+        ),
+        click.option("--image-size", type=click.IntRange(min=32), default=96, show_default=True),
+        click.option(
+            "--partition",
+            "partitions",
+            multiple=True,
+            default=PARTITIONS,
+            callback=partitions_of,
+            help="sharding:CLASSES_PER_CLIENT or dirichlet:CONCENTRATION; may be repeated.  "
+            f"[default: {', '.join(PARTITIONS)}]",
+        ),
+        click.option("--clients", type=click.IntRange(min=1), default=10, show_default=True),
+        click.option(
+            "--max-multiple",
+            type=click.FloatRange(min=0),
+            default=MAX_MULTIPLE,
+            show_default=True,
+            help="Times the median device's images that a device's count at most; 0 is without limit.",
+        ),
+    )
+    return functools.reduce(lambda decorated, option: option(decorated), reversed(options), command)
+
+
 @click.command("fedtc")
-@click.option("--data", type=click.Choice(NAMES), default="fashion_mnist", show_default=True)
-@click.option("--backbone", type=click.Choice(list(BACKBONES)), default="mobilenetv2_100", show_default=True)
-@click.option("--image-size", type=click.IntRange(min=32), default=96, show_default=True)
-@click.option(
-    "--partition",
-    "partitions",
-    multiple=True,
-    default=PARTITIONS,
-    callback=partitions_of,
-    help="sharding:CLASSES_PER_CLIENT or dirichlet:CONCENTRATION; may be repeated.  "
-    f"[default: {', '.join(PARTITIONS)}]",
-)
-@click.option("--clients", type=click.IntRange(min=1), default=10, show_default=True)
+@fleet_options
 @click.option(
     "--alpha",
     type=click.FloatRange(0, 1, min_open=True),
@@ -75,13 +94,6 @@ def partitions_of(
     "--compress/--no-compress",
     default=None,
     help="Reduce the adapter to a low rank and float16, or not.  [default: the recipe's]",
-)
-@click.option(
-    "--max-multiple",
-    type=click.FloatRange(min=0),
-    default=MAX_MULTIPLE,
-    show_default=True,
-    help="Times the median device's images that a device's count at most; 0 is without limit.",
 )
 @click.option("--epochs", type=click.IntRange(min=1), help="Of the training.  [default: the recipe's]")
 @click.option(

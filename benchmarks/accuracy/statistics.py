@@ -9,12 +9,11 @@ import click
 import numpy as np
 
 from aggregator.algorithms.fedtc.recipe import RECIPES
-from aggregator.config.schema import MAX_MULTIPLE, Robust
+from aggregator.config.schema import Robust
 from benchmarks.accuracy import fedtc_fleet
-from benchmarks.accuracy.fedtc import PARTITIONS, partitions_of
+from benchmarks.accuracy.fedtc import fleet_options
 from benchmarks.accuracy.statistics_fleet import Result, map_features, run_ceiling, run_fleet
-from benchmarks.data.features import BACKBONES, Features, load_features
-from benchmarks.data.images import NAMES
+from benchmarks.data.features import Features, load_features
 from benchmarks.data.partitions import Partition, share_out
 from benchmarks.report import Table, json_option, write_json
 
@@ -58,19 +57,7 @@ class Fleet:
 
 
 @click.command("statistics")
-@click.option("--data", type=click.Choice(NAMES), default="fashion_mnist", show_default=True)
-@click.option("--backbone", type=click.Choice(list(BACKBONES)), default="mobilenetv2_100", show_default=True)
-@click.option("--image-size", type=click.IntRange(min=32), default=96, show_default=True)
-@click.option(
-    "--partition",
-    "partitions",
-    multiple=True,
-    default=PARTITIONS,
-    callback=partitions_of,
-    help="sharding:CLASSES_PER_CLIENT or dirichlet:CONCENTRATION; may be repeated.  "
-    f"[default: {', '.join(PARTITIONS)}]",
-)
-@click.option("--clients", type=click.IntRange(min=1), default=10, show_default=True)
+@fleet_options
 @click.option(
     "--features", "sizes", type=click.IntRange(0, 4096), multiple=True, default=(0, 1024), show_default=True,
     help="Random features beside the backbone's; may be repeated.",
@@ -79,13 +66,6 @@ class Fleet:
     "--batch", "batches", type=click.IntRange(min=1), multiple=True, default=(1, 5), show_default=True,
     help="Images in a group, 1 for sums of single images; may be repeated. FedTC has 5.",
 )  # fmt: skip
-@click.option(
-    "--max-multiple",
-    type=click.FloatRange(min=0),
-    default=MAX_MULTIPLE,
-    show_default=True,
-    help="Times the median device's images that a device's count at most; 0 is without limit.",
-)
 @click.option(
     "--seed", "seeds", type=int, multiple=True, default=(0,), show_default=True,
     help="Of the partition and the random features; may be repeated.",

@@ -91,7 +91,7 @@ def test_forgetting_is_repeated_until_no_head_has_the_device(store: Store) -> No
 
 def test_outcome_says_what_remains(store: Store) -> None:
     """The head that is in use until another is made, rounds that have closed, and that it may upload again."""
-    again = "it may upload again: to prevent that, run `aggregator revoke {0}` before"
+    again = "it may upload again: to prevent that, run `aggregator revoke {0}`"
     for device in "abc":
         _submitted(store, device, device.encode())
     assert forget(store, "a") == ["forgot a: its submissions are deleted", again.format("a")]
