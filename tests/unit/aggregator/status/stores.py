@@ -1,0 +1,71 @@
+"""State folders of aggregators, and the status that is shown of them."""
+
+import io
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from aggregator.config.schema import TaskFile
+from aggregator.coordination.round_state import Entry
+from aggregator.status import model
+from aggregator.status.collect import collect_status
+from aggregator.status.render import render_status
+from aggregator.storage.heads import HeadRecord
+from aggregator.storage.store import Store
+from aggregator.storage.stored_values import ServedTask
+from aggregator.storage.submissions import SubmissionRecord
+from protocol.wire.messages import BlobRef
+from tests.support.clocks import FakeClock
+from tests.support.submissions import TASK, device_info, evaluation
+
+TASK_FILE = TaskFile(
+    classes=("cat", "dog [/bold]", "fox"), backbones=("b.onnx",), fleet="barn", quorum=2, deadline_s=60.0
+)
+
+
+def submission_row(
+    device: str, per_class: dict[int, int], received_s: float = 100.0, *, number: int = 0
+) -> SubmissionRecord:
+    entry = Entry(1, device.encode(), received_s, number)
+    return SubmissionRecord(device, entry, 1000, 50, sum(per_class.values()), per_class)
+
+
+def add_head(store: Store, version: int, *, tensors: BlobRef | None = None, **members: str) -> None:
+    members = members or {"a": b"a".hex()}
+    digest = store.blobs.put(b"head")
+    store.heads.add(HeadRecord(version, TASK, digest, 99, 50.0, 10, members, {"loss": 0.5}, tensors))
+
+
+def started_store(folder: Path, task: TaskFile = TASK_FILE) -> Store:
+    store = Store(folder, lock=True)
+    store.clock = FakeClock(1e6)
+    served = (TASK, 1, task.fleet, task.algorithm, task.classes)
+    store.facts.put(ServedTask(*served, settings=task.settings, rollout=task.rollout))
+    return store
+
+
+def busy_store(folder: Path) -> Store:
+    store = started_store(folder)
+    store.devices.put_presence("a", state="online", epoch=1, now_s=10.0)
+    store.devices.put_info("a", device_info(runtime="CPU", images={"cat": 30, "fox": 20}), now_s=11.0)
+    store.devices.put_presence("idle", state="offline", epoch=1, now_s=12.0)
+    store.submissions.put(TASK, submission_row("a", {0: 6, 2: 4}))
+    add_head(store, 1)
+    store.evaluations.put("a", evaluation(), digest=b"e", now_s=60.0)
+    store.submissions.put(TASK, submission_row("b", {0: 3}, received_s=200.0))
+    store.refusals.count("c", reason="shape", detail="expected [16], got [17]", now_s=1.0)
+    return store
+
+
+def collected(store: Store) -> model.Status:
+    """Return the status after a round trip through its JSON."""
+    status = collect_status(store)
+    assert msgspec.json.decode(msgspec.json.encode(status), type=model.Status) == status
+    return status
+
+
+def rendered(status: model.Status, *, width: int = 200) -> str:
+    text = io.StringIO()
+    render_status(status, Console(file=text, width=width))
+    return text.getvalue()
