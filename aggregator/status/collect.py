@@ -1,6 +1,7 @@
 """Reads the status of a fleet from the state directory."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -18,6 +19,7 @@ from aggregator.storage.store import Store
 from aggregator.storage.stored_values import HeadRateLimit, LostFiles, SigningKey, TrainingProgress
 from aggregator.storage.submissions import SubmissionRecord
 from protocol.statistics.balanced_accuracy import balanced_accuracy
+from protocol.storage.blobstore import file_digest
 from protocol.wire.messages import Evaluation, Reason
 from protocol.wire.presence import Duplicate
 
@@ -41,7 +43,7 @@ def _collect(store: Store) -> model.Status:
     is_personal = served.algorithm in ALGORITHMS and bool(ALGORITHMS[served.algorithm].persistent)
     limit = store.facts.get(HeadRateLimit)
     closes_s = open_collection.closes_at_s(state, settings)
-    key, full_model = store.facts.get(SigningKey), store.folder / "model.onnx"
+    key, files = store.facts.get(SigningKey), _current_files(store.folder, heads, used.current)
     return model.Status(
         running=store.is_locked(),
         intake=intake_status.read(store.folder),
@@ -76,9 +78,19 @@ def _collect(store: Store) -> model.Status:
         forgotten=tuple(store.forgotten.all(task)),
         heads=tuple(_head(store, task, head, used, known, is_personal=is_personal) for head in heads),
         refusals=tuple(store.refusals.all()),
-        head_path=str((store.folder / "head.onnx").resolve()) if heads else None,
-        model_path=str(full_model.resolve()) if heads and full_model.is_file() else None,
+        head_path=files.get("head.onnx"),
+        model_path=files.get("model.onnx"),
     )
+
+
+def _current_files(folder: Path, heads: Iterable[HeadRecord], current: int) -> dict[str, str]:
+    """Return the paths of the current head's files; none until they are written."""
+    head, model = folder / "head.onnx", folder / "model.onnx"
+    if not head.is_file() or file_digest(head) not in [
+        each.file for each in heads if each.version == current
+    ]:
+        return {}
+    return {path.name: str(path.resolve()) for path in (head, model) if path.is_file()}
 
 
 def _failed_training(

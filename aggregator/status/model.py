@@ -181,5 +181,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     ]
     heads: Annotated[tuple[Head, ...], Meta(description="Oldest first.")]
     refusals: tuple[Refusal, ...]
-    head_path: str | None
+    head_path: Annotated[
+        str | None, Meta(description="File of the current head; null until that is written.")
+    ]
     model_path: Annotated[str | None, Meta(description="Head and backbones in one ONNX file.")]

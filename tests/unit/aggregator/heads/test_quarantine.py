@@ -1,7 +1,9 @@
 """The quarantine over trainings, releases and revocations; and with a running aggregator."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -100,6 +102,11 @@ def _upload(broker: BrokerAddress, name: str, part: Prototypes) -> None:
         assert device.upload(message).status == "received"
 
 
+def _has_files_of(version: int) -> Callable[[dict[str, Any]], bool]:
+    """Return a condition of a status: this head is current, and its file is written."""
+    return lambda summary: summary["rollout"]["current"] == version and summary["head_path"] is not None
+
+
 def _weights(head: bytes) -> bytes:
     """Return a head without its metadata, such as its version."""
     model = onnx.load_model_from_string(head)
@@ -117,14 +124,14 @@ def test_device_with_flipped_labels_is_quarantined_released_and_forgotten(tmp_pa
     with aggregator(task, broker, "--embedded-broker") as daemon:
         for device, part in {**fleet(5), "malicious": flipped(honest(9))}.items():
             _upload(broker, device, part)
-        summary = daemon.until(lambda summary: len(summary["heads"]) == 1)
+        summary = daemon.until(_has_files_of(1))
         assert (summary["heads"][0]["devices"], summary["waiting"]) == (5, 0)
         assert [one["device"] for one in summary["quarantine"]] == ["malicious"]
         assert "device=malicious reason=\"class '" in daemon.log()
         without = _weights((daemon.state / "head.onnx").read_bytes())
         done = run_aggregator("release", "malicious", "--state", str(daemon.state))
         assert (done.returncode, done.stdout) == (0, "released malicious: the next head includes it\n")
-        summary = daemon.until(lambda summary: len(summary["heads"]) == 2)
+        summary = daemon.until(_has_files_of(2))
         assert summary["heads"][1]["devices"] == 6
         assert summary["quarantine"][0]["released_s"] is not None
         assert _weights((daemon.state / "head.onnx").read_bytes()) != without
@@ -133,7 +140,7 @@ def test_device_with_flipped_labels_is_quarantined_released_and_forgotten(tmp_pa
             "forgot malicious: its submissions are deleted",
             "head 2 is made again without it now; until then it stays in use",
         ]
-        summary = daemon.until(lambda summary: summary["rollout"]["current"] == 3)
+        summary = daemon.until(_has_files_of(3))
         assert (summary["submissions"], summary["heads"][2]["devices"], summary["quarantine"]) == (5, 5, [])
         assert _weights((daemon.state / "head.onnx").read_bytes()) == without
         done = run_aggregator("rollback", "2", "--state", str(daemon.state))

@@ -34,7 +34,7 @@ def submission_row(
 def add_head(store: Store, version: int, *, tensors: BlobRef | None = None, **members: str) -> None:
     members = members or {"a": b"a".hex()}
     digest = store.blobs.put(b"head")
-    store.heads.add(HeadRecord(version, TASK, digest, 99, 50.0, 10, members, {"loss": 0.5}, tensors))
+    store.heads.add(HeadRecord(version, TASK, digest, 99, 50.0, 10, members, {"loss": 0.5}, tensors, digest))
 
 
 def started_store(folder: Path, task: TaskFile = TASK_FILE) -> Store:

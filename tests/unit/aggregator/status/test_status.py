@@ -72,7 +72,7 @@ def test_status_of_busy_aggregator(tmp_path: Path) -> None:
     (head,) = status.heads
     assert (head.version, head.devices, head.prototypes, len(head.sha256)) == (1, 1, 10, 64)
     assert head.held_out == model.HeldOut(correct=9, incorrect=1, accuracy=0.9, balanced=0.8, devices=1)
-    assert (status.head_path, status.model_path) == (str(folder / "head.onnx"), None)
+    assert (status.head_path, status.model_path) == (None, None)
     assert status.refusals == (Refusal("c", "shape", 1, "expected [16], got [17]"),)
     text = rendered(status)
     for piece in (
@@ -84,11 +84,29 @@ def test_status_of_busy_aggregator(tmp_path: Path) -> None:
         "next head: with 1 submission, or at ",
         "head 1 (current): 10 prototypes of 1 device, accuracy 90.0% (9/10) on held-out images, 80.0% over all classes",
         "refused 1 x shape from c: expected [16], got [17]",
-        f"current: {folder}/head.onnx",
     ):
         assert piece in text
-    (folder / "model.onnx").touch()
-    assert collected(Store(folder, read_only=True)).model_path == str(folder / "model.onnx")
+
+
+def test_current_files_are_shown_when_they_are_written(tmp_path: Path) -> None:
+    """Not those of the head before."""
+    store = started_store(tmp_path)
+    add_head(store, 1)
+    head, model_file = tmp_path / "head.onnx", tmp_path / "model.onnx"
+    for content, expected in (
+        (None, (None, None)),
+        (b"of head 0", (None, None)),
+        (b"head", (str(head), str(model_file))),
+    ):
+        model_file.touch()
+        if content is not None:
+            head.write_bytes(content)
+        status = collected(store)
+        assert (status.head_path, status.model_path) == expected
+    assert f"current: {head}" in rendered(status)
+    model_file.unlink()
+    status = collected(store)
+    assert (status.head_path, status.model_path) == (str(head), None)
 
 
 def test_rounds(tmp_path: Path) -> None:
