@@ -50,7 +50,7 @@ def test_failing_device_ends_the_demo(tmp_path: Path) -> None:
     """The message names the device, its last words and its log, and no process is left."""
     folder, before = filled(tmp_path), set(psutil.Process().children(recursive=True))
     shutil.rmtree(folder.images("device-02"))
-    with Fleet(folder, timeout_s=120) as fleet:
+    with Fleet(folder, timeout_s=300) as fleet:
         fleet.start_aggregator()
         fleet.start_devices(device_names(5)[:2])
         with pytest.raises(ProtofleetError) as raised:
@@ -89,7 +89,7 @@ def test_interrupt_ends_every_process(tmp_path: Path) -> None:
 def test_folder_in_use_is_refused(tmp_path: Path) -> None:
     """A second demo in the folder of a running one ends before it touches anything."""
     folder = filled(tmp_path)
-    with Fleet(folder, timeout_s=60) as fleet:
+    with Fleet(folder, timeout_s=300) as fleet:
         fleet.start_aggregator()
         wait_until(
             "the aggregator",
@@ -97,7 +97,7 @@ def test_folder_in_use_is_refused(tmp_path: Path) -> None:
             diagnostics=(folder.logs / "aggregator.log").read_text,
         )
         second = start("--out", tmp_path)
-        _, said = second.communicate(timeout=60)
+        _, said = second.communicate(timeout=300)
     assert second.returncode == 1
     assert said.splitlines()[-1].endswith("end it, or choose another --out")
     assert folder.aggregator.exists()
@@ -106,7 +106,7 @@ def test_folder_in_use_is_refused(tmp_path: Path) -> None:
 def test_json_file_without_a_folder_is_refused_at_once(tmp_path: Path) -> None:
     """The demo does not start if its result cannot be written."""
     process = start("--out", tmp_path / "out", "--json", tmp_path / "nowhere" / "result.json")
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=300)
     assert process.returncode == 1
     assert said == f"error: no folder {tmp_path / 'nowhere'} to write result.json in: make it first\n"
     assert not (tmp_path / "out").exists()

@@ -118,11 +118,11 @@ class Life:
             if time.monotonic() > deadline_s:
                 self.fail(f"neither ended nor complete within {LIMIT_S:.0f} s")
                 program.send(signal.SIGKILL)
-                program.wait(30)
+                program.wait(120)
                 return False
             if self._tracers and self.hangs_in_python():
                 program.send(signal.SIGKILL)
-                program.wait(30)
+                program.wait(120)
             if self.injection and time.monotonic() > lasts_until_s:
                 self.detach()
             program.wait(0.05)

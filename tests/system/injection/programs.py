@@ -68,7 +68,7 @@ class Programs:
 
     def __exit__(self, *_: object) -> None:
         self._fleet.send(signal.SIGTERM)
-        self._fleet.wait(30)
+        self._fleet.wait(120)
         self._cleanup.close()
 
     def _write_inputs(self) -> None:
@@ -104,7 +104,7 @@ class Programs:
             log=log,
         )
         enrolled.resume()
-        assert enrolled.wait(60) == 0, log.read_text()
+        assert enrolled.wait(120) == 0, log.read_text()
 
     def live(self, program: str, injection: Injection | None = None) -> Life:
         """Run one life, with a fault or to count its calls; its folder stays if it violates the invariant."""
@@ -278,7 +278,7 @@ class Programs:
     @staticmethod
     def _stop(life: Life, program: Program) -> None:
         program.send(signal.SIGTERM)
-        life.check(program.wait(30) is not None, "does not end on SIGTERM")
+        life.check(program.wait(120) is not None, "does not end on SIGTERM")
 
     def _check_heads(self, life: Life, state: Path, heads: list[str]) -> None:
         with closing(Store(state, read_only=True)) as store:

@@ -67,7 +67,7 @@ def test_an_interrupted_run_ends_its_lives() -> None:
             self.abandoned.set()
 
         def live(self, _: str, injection: Injection) -> Self:
-            self.outcome = Outcome(ended=injection.when == 1 or self.abandoned.wait(30))
+            self.outcome = Outcome(ended=injection.when == 1 or self.abandoned.wait(120))
             self.begun += 1
             return self
 

@@ -186,7 +186,7 @@ def test_address_in_use_ends_the_program(tmp_path: Path, address: BrokerAddress)
     """An embedded broker that cannot listen ends the program with 1 and one line."""
     task_file = write_task(tmp_path)
     with amqtt(address), aggregator(task_file, address, "--embedded-broker") as daemon:
-        assert daemon.process.wait(timeout=60) == 1
+        assert daemon.process.wait(timeout=300) == 1
         assert "error: the embedded broker cannot listen on" in daemon.log()
         assert "Traceback" not in daemon.log()
 

@@ -70,7 +70,7 @@ from edge_client.runtime import onnx_model
 
 onnx_model.GRACE_S = 0.1
 with getattr(onnx_model, "{limit}")(0.1):
-    time.sleep(60)
+    time.sleep(1000)
 """
 
 
@@ -80,6 +80,6 @@ with getattr(onnx_model, "{limit}")(0.1):
 def test_what_cannot_be_interrupted_ends_the_program(limit: str, words: str) -> None:
     """A load, and a run that goes on after its time limit: the end is counted, and its cause is on stderr."""
     program = [sys.executable, "-c", _LATE.format(limit=limit)]
-    ended = subprocess.run(program, capture_output=True, text=True, timeout=50, check=False)
+    ended = subprocess.run(program, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 1
     assert words in ended.stderr
