@@ -11,8 +11,8 @@ import hypothesis
 import pytest
 
 from protocol.mqtt.reconnecting_session import BrokerAddress
-from tests.support import exported_graphs
-from tests.support.brokers import amqtt, free_address, mosquitto, mosquitto_program
+from tests.support.graphs import exported_graphs
+from tests.support.network.brokers import amqtt, free_address, mosquitto, mosquitto_program
 
 # Read by OpenMP when torch is first imported. pytest-xdist uses all cores; more threads would only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.cost.ingest import ingest
-from tests.support.brokers import mosquitto_program
+from tests.support.network.brokers import mosquitto_program
 
 
 @pytest.mark.skipif(mosquitto_program() is None, reason="mosquitto is not installed")

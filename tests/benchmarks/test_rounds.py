@@ -15,7 +15,7 @@ from benchmarks.accuracy.rounds import run_rounds
 from benchmarks.data.domains import Client, feature_shift
 from benchmarks.data.images import DIGITS, PACS
 from tests.benchmarks.feature_factory import domain, fill_cache
-from tests.support.exported_graphs import exported
+from tests.support.graphs.exported_graphs import exported
 
 CLASSES = 10
 

@@ -35,7 +35,7 @@ from protocol.mqtt.client import stop_thread
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.wire.messages import MAX_MANIFEST_BYTES, Perturbation
 from tests.docs.command_lines import DEPLOY, parse
-from tests.support.brokers import Mosquitto, mosquitto, mosquitto_program
+from tests.support.network.brokers import Mosquitto, mosquitto, mosquitto_program
 
 ROOT = DEPLOY.parent
 TIMEOUT_S = 120.0

@@ -21,7 +21,7 @@ from edge_client.inference import open_head, predict
 from edge_client.runtime.backbone import open_backbone
 from protocol.models.onnx_metadata import HeadMetadata
 from protocol.models.preprocessing import Preprocessing
-from tests.support.graphs import tiny_backbone
+from tests.support.graphs.backbones import tiny_backbone
 
 PAGE = (Path(__file__).parents[2] / "docs" / "export.md").read_text(encoding="utf-8")
 SECTION = PAGE.partition("\n## Use model.onnx without protofleet\n")[2].partition("\n## ")[0]

@@ -9,8 +9,8 @@ import pytest
 from aggregator.cli import cli as aggregator
 from aggregator.storage.store import Store
 from edge_client.cli import cli as edge_client
-from tests.support.aggregator_process import write_task
-from tests.support.submissions import SERVED
+from tests.support.fleets.aggregator_process import write_task
+from tests.support.messages.submissions import SERVED
 
 EXTRAS = (
     "amqtt", "dp_accounting", "onnx", "onnxruntime", "onnxscript", "rich", "rpds", "safetensors", "scipy", "sklearn",

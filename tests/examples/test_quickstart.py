@@ -30,7 +30,7 @@ from examples.quickstart.measure import Images, accuracy_alone, accuracy_of_near
 from examples.quickstart.report import DeviceResult, Result, progress, show
 from protocol.errors import ProtofleetError
 from tests.examples.demo_folder import DIGITS, filled
-from tests.support.fleet import aggregator_status, wait_until
+from tests.support.fleets.fleet import aggregator_status, wait_until
 
 CLOSED_FORM = ("--algorithm", "statistics")
 """Much faster than FedTC, which trains an adapter; `make demo` runs FedTC."""

@@ -26,9 +26,9 @@ from protocol.wire.topics import device_topic, fleet_topic
 from protocol.wire.transfer import frames_of
 from tests.fuzz.devices import mutate_operations, parsed, state_folder, take_all, written
 from tests.fuzz.target import MIB, Target
-from tests.support.aggregator_process import FLEET, PATIENT, write_task
-from tests.support.messages import SAMPLES
-from tests.support.submissions import evaluation, submission
+from tests.support.fleets.aggregator_process import FLEET, PATIENT, write_task
+from tests.support.messages.every_type import SAMPLES
+from tests.support.messages.submissions import evaluation, submission
 
 # An operation is a number, the length of its body in two bytes, and the body.
 STATE, INFO, GET, UP, SIGNED, WHOLE, TOPIC, OWN_STATE = range(8)

@@ -36,9 +36,9 @@ from protocol.wire.messages import (
 from protocol.wire.topics import DeviceChannel, FleetChannel, device_topic, fleet_topic
 from tests.fuzz.mutations import of_message
 from tests.fuzz.target import MIB, Target
-from tests.support.device_factory import make_settings
-from tests.support.manifests import signed_manifest
-from tests.support.messages import SAMPLES
+from tests.support.devices.device_factory import make_settings
+from tests.support.messages.every_type import SAMPLES
+from tests.support.messages.manifests import signed_manifest
 
 FLEET, NAME, KEY = "f", "device", bytes(range(32))
 MANIFESTS: tuple[FleetChannel, ...] = ("task", "round", "head")

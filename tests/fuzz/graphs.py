@@ -21,7 +21,7 @@ from protocol.models.onnx_metadata import (
 )
 from tests.fuzz.mutations import of_protobuf
 from tests.fuzz.target import Target
-from tests.support.step_graphs import file, model
+from tests.support.graphs.step_graphs import file, model
 
 OWN = {"", "ai.onnx"}
 ROLES: tuple[Role, ...] = ("init", "step", "project", "head")

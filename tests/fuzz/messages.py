@@ -16,8 +16,8 @@ from protocol.wire.signing import open_manifest
 from protocol.wire.topics import device_topic, is_name, parse_device_topic
 from tests.fuzz.mutations import of_message
 from tests.fuzz.target import Target
-from tests.support.manifests import signed_manifest
-from tests.support.messages import SAMPLES
+from tests.support.messages.every_type import SAMPLES
+from tests.support.messages.manifests import signed_manifest
 
 TYPES: tuple[type[Message | Frame], ...] = tuple(type(sample) for sample in SAMPLES)
 _TYPE_OF = {each.__struct_config__.tag: each for each in TYPES}

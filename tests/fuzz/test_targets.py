@@ -16,7 +16,7 @@ from tests.fuzz import messages
 from tests.fuzz.__main__ import CORPUS, engine
 from tests.fuzz.target import ExcessiveAllocation, Target, measure
 from tests.fuzz.targets import PLANTED, TARGETS
-from tests.support.messages import SAMPLES
+from tests.support.messages.every_type import SAMPLES
 
 each_target = pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
 RUNS = 400

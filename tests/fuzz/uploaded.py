@@ -16,7 +16,7 @@ from protocol.wire.codec import encode
 from protocol.wire.messages import MAX_IMAGES, Submission
 from tests.fuzz.mutations import of_message
 from tests.fuzz.target import Target
-from tests.support.submissions import (
+from tests.support.messages.submissions import (
     EXPECTATION,
     ROUNDS_EXPECTATION,
     SHAPES,

@@ -10,9 +10,9 @@ import pytest
 from protocol.mqtt.reconnecting_session import BrokerAddress, Connected, Disconnected, Outgoing, Received
 from protocol.wire.codec import decode, encode
 from protocol.wire.messages import Frame
-from tests.support.brokers import free_address, mosquitto, mosquitto_program
-from tests.support.network_proxy import Faults, Proxy, Seen
-from tests.support.sessions import running
+from tests.support.network.brokers import free_address, mosquitto, mosquitto_program
+from tests.support.network.proxy import Faults, Proxy, Seen
+from tests.support.network.sessions import running
 
 COUNT = 40
 LAST = 255

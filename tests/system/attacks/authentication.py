@@ -13,7 +13,7 @@ from aggregator.security.identity import open_ca
 from edge_client.cli import cli as edge_client
 from protocol.errors import ConfigError, StateError
 from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess
-from tests.support.closed_fleet import FLEET
+from tests.support.fleets.closed_fleet import FLEET
 from tests.system.attacks.attacker_client import AttackerClient, TrafficMonitor, raw_publish
 from tests.system.attacks.catalogue import attack
 from tests.system.attacks.fleet import HONEST, MALLORY, AttackedFleet, own

@@ -31,11 +31,11 @@ from protocol.wire.messages import (
 from protocol.wire.signing import public_key
 from protocol.wire.topics import FleetChannel, device_topic, fleet_topic, parse_device_topic
 from protocol.wire.transfer import Assembly, frames_of
-from tests.support.device_factory import linear_head
-from tests.support.fast_device import RUN_S
-from tests.support.fleet import write_digits
-from tests.support.graphs import tiny_backbone
-from tests.support.manifests import signed_manifest
+from tests.support.devices.device_factory import linear_head
+from tests.support.fleets.fast_device import RUN_S
+from tests.support.fleets.fleet import write_digits
+from tests.support.graphs.backbones import tiny_backbone
+from tests.support.messages.manifests import signed_manifest
 from tests.system.attacks.attacker_client import AttackerClient, ReceivedMessage
 from tests.system.attacks.fleet import AttackedFleet
 
@@ -93,7 +93,7 @@ class CompromisedAggregator:
         if not data.exists():
             write_digits(data, classes=[0, 1])
         self.fleet.start(
-            *(DEVICE, "tests.support.fast_device", "--broker", str(self.fleet.open), "--fleet", FLEET),
+            *(DEVICE, "tests.support.fleets.fast_device", "--broker", str(self.fleet.open), "--fleet", FLEET),
             *("--device-id", DEVICE, "--data", data, "--state", self._state, "--username", DEVICE),
             *("--aggregator-key", public_key(KEY).hex(), "--threads", "1", "--workers", "1"),
             *("--rescan-s", "0.5", "--verbose"),

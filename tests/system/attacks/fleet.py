@@ -24,9 +24,9 @@ from protocol.wire.messages import MAX_FRAME_BYTES, Frame, HeadManifest, Signed,
 from protocol.wire.signing import open_manifest, sign_frame
 from protocol.wire.topics import DeviceChannel, FleetChannel, device_topic, fleet_topic
 from protocol.wire.transfer import Assembly, frames_of
-from tests.support.brokers import free_address
-from tests.support.closed_fleet import FLEET, ClosedFleet
-from tests.support.fleet import Fleet, folder_bytes
+from tests.support.fleets.closed_fleet import FLEET, ClosedFleet
+from tests.support.fleets.fleet import Fleet, folder_bytes
+from tests.support.network.brokers import free_address
 from tests.system.attacks.attacker_client import AttackerClient, TrafficMonitor
 
 HONEST = ("shed-1", "shed-2")

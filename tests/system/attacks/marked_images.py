@@ -7,7 +7,7 @@ from pathlib import Path
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from tests.support.fleet import write_digits
+from tests.support.fleets.fleet import write_digits
 from tests.system.attacks.fleet import HONEST
 
 NAME_MARK = "xyzzyname"

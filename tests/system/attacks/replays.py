@@ -6,8 +6,8 @@ import msgspec
 
 from protocol.wire.codec import digest_of, encode
 from protocol.wire.signing import sign_frame
-from tests.support.closed_fleet import FLEET
-from tests.support.manifests import signed_manifest
+from tests.support.fleets.closed_fleet import FLEET
+from tests.support.messages.manifests import signed_manifest
 from tests.system.attacks.attacker_client import TrafficMonitor
 from tests.system.attacks.catalogue import attack
 from tests.system.attacks.fleet import HONEST, MALLORY, REVOKED, AttackedFleet, frame_of, own, shared

@@ -16,9 +16,9 @@ from aggregator.messaging.blob_sender import SMALLEST_DOWNLOAD_BYTES
 from protocol.wire.codec import decode, digest_of, encode, to_array, to_tensor, to_unsigned
 from protocol.wire.messages import MAX_CHUNK_BYTES, BlobRequest, Frame, Privacy, TaskManifest
 from protocol.wire.signing import open_manifest, public_key
-from tests.support.aggregator_process import spoil
-from tests.support.closed_fleet import FLEET
-from tests.support.fleet import write_digits
+from tests.support.fleets.aggregator_process import spoil
+from tests.support.fleets.closed_fleet import FLEET
+from tests.support.fleets.fleet import write_digits
 from tests.system.attacks.attacker_client import AttackerClient, ReceivedMessage, TrafficMonitor
 from tests.system.attacks.catalogue import attack
 from tests.system.attacks.fleet import LATE, MALLORY, NEW, AttackedFleet, frame_of, own, shared

@@ -11,9 +11,9 @@ import pytest
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from protocol.wire.codec import to_array
-from tests.support.brokers import mosquitto_program
-from tests.support.closed_fleet import FLEET
-from tests.support.fleet import write_task
+from tests.support.fleets.closed_fleet import FLEET
+from tests.support.fleets.fleet import write_task
+from tests.support.network.brokers import mosquitto_program
 from tests.system.attacks.compromised_aggregator import DEVICE, PASSWORD, CompromisedAggregator
 from tests.system.attacks.fleet import HONEST, AttackedFleet
 from tests.system.attacks.marked_images import BOMB, BYTES_MARK, NAME_MARK, write_images

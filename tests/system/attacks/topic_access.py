@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 from protocol.wire.codec import encode
 from protocol.wire.messages import Presence, Receipt
 from protocol.wire.topics import FleetChannel
-from tests.support.closed_fleet import FLEET
-from tests.support.manifests import signed_manifest
-from tests.support.submissions import device_info
+from tests.support.fleets.closed_fleet import FLEET
+from tests.support.messages.manifests import signed_manifest
+from tests.support.messages.submissions import device_info
 from tests.system.attacks.attacker_client import TIMEOUT_S, TrafficMonitor
 from tests.system.attacks.catalogue import attack
 from tests.system.attacks.fleet import HONEST, MALLORY, AttackedFleet, own, shared

@@ -2,7 +2,7 @@
 
 import resource
 
-from tests.support.network_proxy import Faults
+from tests.support.network.proxy import Faults
 from tests.system.faults.catalogue import fault
 from tests.system.faults.fleet import CONNECTED, DEVICES, LATE_DEVICE, FaultyFleet
 from tests.system.tables import Reference

@@ -11,9 +11,9 @@ from aggregator.storage.store import Store
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import Secret
 from protocol.wire.codec import digest_of
-from tests.support.brokers import Mosquitto, free_address
-from tests.support.fleet import Fleet, accepted_submissions, write_digits, write_task
-from tests.support.network_proxy import Proxy
+from tests.support.fleets.fleet import Fleet, accepted_submissions, write_digits, write_task
+from tests.support.network.brokers import Mosquitto, free_address
+from tests.support.network.proxy import Proxy
 from tests.system.faults.transfers import Transfer, TransferLog
 from tests.system.tables import FaultRow, Reference
 

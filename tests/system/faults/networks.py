@@ -1,6 +1,6 @@
 """Networks that cut, delay, throttle, duplicate, reorder, drop and damage."""
 
-from tests.support.network_proxy import Faults
+from tests.support.network.proxy import Faults
 from tests.system.faults.catalogue import fault
 from tests.system.faults.fleet import FaultyFleet
 

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 
-from tests.support.network_proxy import Faults
+from tests.support.network.proxy import Faults
 from tests.system.faults.catalogue import fault
 from tests.system.faults.fleet import DEVICES, SEED, FaultyFleet
 

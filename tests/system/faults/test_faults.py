@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.brokers import Mosquitto, free_address, mosquitto_program
+from tests.support.network.brokers import Mosquitto, free_address, mosquitto_program
 from tests.system.faults.brokers import WITHOUT_UPLOADS
 from tests.system.faults.catalogue import Fault
 from tests.system.faults.fleet import DEVICES, FaultyFleet, write_inputs

@@ -8,7 +8,7 @@ from protocol.errors import MalformedMessage
 from protocol.wire.codec import decode
 from protocol.wire.messages import MAX_FRAME_BYTES, Frame, Receipt
 from protocol.wire.topics import parse_device_topic
-from tests.support.network_proxy import Seen
+from tests.support.network.proxy import Seen
 
 
 @dataclass

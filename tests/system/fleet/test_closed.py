@@ -27,10 +27,10 @@ from protocol.mqtt.tls import BrokerAccess
 from protocol.wire.codec import decode
 from protocol.wire.messages import Presence
 from protocol.wire.topics import DeviceChannel, FleetChannel, device_topic, fleet_topic
-from tests.support.brokers import mosquitto_program
-from tests.support.closed_fleet import FLEET, ClosedFleet
-from tests.support.fleet import Fleet, write_digits, write_task
-from tests.support.sessions import running
+from tests.support.fleets.closed_fleet import FLEET, ClosedFleet
+from tests.support.fleets.fleet import Fleet, write_digits, write_task
+from tests.support.network.brokers import mosquitto_program
+from tests.support.network.sessions import running
 
 pytestmark = pytest.mark.skipif(mosquitto_program() is None, reason="mosquitto is not installed")
 

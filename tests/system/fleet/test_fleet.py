@@ -11,10 +11,10 @@ import pytest
 from aggregator.messaging.manifest_signer import identity_of
 from aggregator.storage.store import Store
 from protocol.mqtt.reconnecting_session import BrokerAddress
-from tests.support.brokers import amqtt, free_address
-from tests.support.fleet import CLASSES, QUICK, Fleet, aggregator_status, write_digits, write_task
-from tests.support.graphs import tiny_backbone
-from tests.support.sessions import listening
+from tests.support.fleets.fleet import CLASSES, QUICK, Fleet, aggregator_status, write_digits, write_task
+from tests.support.graphs.backbones import tiny_backbone
+from tests.support.network.brokers import amqtt, free_address
+from tests.support.network.sessions import listening
 
 on_mosquitto = pytest.mark.parametrize("serve", ["mosquitto"], indirect=True)
 """Once is enough where it is not the broker that matters."""

@@ -16,8 +16,8 @@ from onnx import numpy_helper
 from aggregator.storage.store import Store
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.wire.canary_rank import canary_rank
-from tests.support.brokers import mosquitto, mosquitto_program
-from tests.support.fleet import Fleet, write_digits, write_task
+from tests.support.fleets.fleet import Fleet, write_digits, write_task
+from tests.support.network.brokers import mosquitto, mosquitto_program
 
 CLASSES = [0, 1, 2, 3]
 GOOD = ("good-1", "good-2")

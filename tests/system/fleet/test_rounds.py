@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from protocol.mqtt.reconnecting_session import BrokerAddress
-from tests.support.brokers import mosquitto, mosquitto_program
-from tests.support.exported_graphs import provide
-from tests.support.fleet import Fleet, write_digits, write_task
+from tests.support.fleets.fleet import Fleet, write_digits, write_task
+from tests.support.graphs.exported_graphs import provide
+from tests.support.network.brokers import mosquitto, mosquitto_program
 
 CLASSES = [str(digit) for digit in range(4)]
 SHARES = ([0, 1, 2], [1, 2, 3], [0, 2, 3], [0, 1, 3])
@@ -42,7 +42,7 @@ def start_device(fleet: Fleet, number: int) -> None:
     data = fleet.root / f"data-{number}"
     if not data.exists():
         write_digits(data, classes=SHARES[number], start=20 * number, each=10)
-    fleet.start_device(f"device-{number}", data, program="tests.support.fast_device")
+    fleet.start_device(f"device-{number}", data, program="tests.support.fleets.fast_device")
 
 
 @pytest.mark.skipif(

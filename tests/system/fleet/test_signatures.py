@@ -12,10 +12,10 @@ from protocol.wire.codec import decode, encode
 from protocol.wire.messages import MAX_MANIFEST_BYTES, HeadManifest, Signed
 from protocol.wire.signing import open_manifest
 from protocol.wire.topics import fleet_topic
-from tests.support.brokers import amqtt
-from tests.support.fleet import Fleet, write_digits, write_task
-from tests.support.manifests import signed_manifest
-from tests.support.sessions import EventLog, running
+from tests.support.fleets.fleet import Fleet, write_digits, write_task
+from tests.support.messages.manifests import signed_manifest
+from tests.support.network.brokers import amqtt
+from tests.support.network.sessions import EventLog, running
 
 TOPIC = fleet_topic("default", "head")
 

@@ -17,7 +17,7 @@ import msgspec
 
 from protocol.cli import run, stop_on_terminate
 from protocol.errors import ProtofleetError
-from tests.support.brokers import mosquitto_program
+from tests.support.network.brokers import mosquitto_program
 from tests.system.injection.lives import Outcome
 from tests.system.injection.loop import Calls, count_calls, plan, rows_of, run_all
 from tests.system.injection.programs import PROGRAMS, Programs

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.support.fork_server import ForkServer, Program
+from tests.support.fleets.fork_server import ForkServer, Program
 from tests.system.injection.strace import Injection, Tracer, calls_below, injected
 
 LIMIT_S = 150.0

@@ -15,9 +15,9 @@ from protocol.enrollment import read_enrollment
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.wire.codec import digest_of
 from protocol.wire.signing import public_key
-from tests.support.brokers import Mosquitto, free_address
-from tests.support.fleet import accepted_submissions, write_digits, write_task
-from tests.support.fork_server import ForkServer, Program
+from tests.support.fleets.fleet import accepted_submissions, write_digits, write_task
+from tests.support.fleets.fork_server import ForkServer, Program
+from tests.support.network.brokers import Mosquitto, free_address
 from tests.system.injection.lives import Life, leftovers, names_of
 from tests.system.injection.strace import Injection
 

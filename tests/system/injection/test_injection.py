@@ -11,8 +11,8 @@ from typing import Self, cast
 import psutil
 import pytest
 
-from tests.support import brokers
-from tests.support.brokers import free_address, mosquitto_program
+from tests.support.network import brokers
+from tests.support.network.brokers import free_address, mosquitto_program
 from tests.system.injection.lives import Outcome
 from tests.system.injection.loop import Calls, count_calls, plan, rows_of, run_all
 from tests.system.injection.programs import PROGRAMS, Programs

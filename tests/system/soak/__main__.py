@@ -23,9 +23,9 @@ import psutil
 from aggregator.storage.store import Store
 from protocol.cli import run
 from protocol.errors import ProtofleetError
-from tests.support.brokers import mosquitto_program
-from tests.support.fleet import accepted_submissions, folder_bytes
-from tests.support.network_proxy import Faults, Proxy
+from tests.support.fleets.fleet import accepted_submissions, folder_bytes
+from tests.support.network.brokers import mosquitto_program
+from tests.support.network.proxy import Faults, Proxy
 from tests.system.soak.fleet import ChangingFleet, Schedule
 
 SAMPLE_EVERY_S = 2.0

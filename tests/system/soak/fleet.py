@@ -11,8 +11,8 @@ from pathlib import Path
 from PIL import Image
 
 from examples.quickstart.digits import CLASSES, load
-from tests.support.brokers import Mosquitto, free_address
-from tests.support.fleet import Fleet, write_task
+from tests.support.fleets.fleet import Fleet, write_task
+from tests.support.network.brokers import Mosquitto, free_address
 
 BACKBONE = Path("examples/quickstart/backbone.onnx")
 FIRST_IMAGES = 12

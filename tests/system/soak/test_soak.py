@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.brokers import mosquitto_program
+from tests.support.network.brokers import mosquitto_program
 from tests.system.soak.__main__ import Sample, draw, growth, run_soak
 
 

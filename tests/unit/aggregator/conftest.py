@@ -9,9 +9,9 @@ from aggregator.config.task_file import load_task
 from aggregator.storage.store import Store
 from aggregator.tasks.task_preparation import prepare_task
 from protocol.mqtt.tls import BrokerAddress
-from tests.support.aggregator_process import IN_ROUNDS, write_task
-from tests.support.brokers import amqtt
-from tests.support.exported_graphs import provide
+from tests.support.fleets.aggregator_process import IN_ROUNDS, write_task
+from tests.support.graphs.exported_graphs import provide
+from tests.support.network.brokers import amqtt
 
 
 @pytest.fixture(scope="session")

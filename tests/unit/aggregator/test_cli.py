@@ -11,8 +11,8 @@ from aggregator.storage.store import Store
 from protocol.enrollment import read_enrollment
 from protocol.storage.keyfile import read_key
 from protocol.wire.signing import public_key
-from tests.support.aggregator_process import PROGRAM, run_aggregator, write_task
-from tests.support.submissions import SERVED
+from tests.support.fleets.aggregator_process import PROGRAM, run_aggregator, write_task
+from tests.support.messages.submissions import SERVED
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["status", "--help"], ["--version"]])

@@ -16,8 +16,8 @@ from edge_client.runtime.backbone import Backbone
 from edge_client.training.local_round import LocalModel
 from protocol.errors import BackboneMismatch, GraphRefused
 from protocol.models.preprocessing import preprocess
-from tests.support import step_graphs
-from tests.support.device_factory import CLASSES, choosy, linear_head, tiny, write_images
+from tests.support.devices.device_factory import CLASSES, choosy, linear_head, tiny, write_images
+from tests.support.graphs import step_graphs
 from tests.system.attacks.malicious_graphs import changed, infinite_loop
 
 

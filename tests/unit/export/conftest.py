@@ -3,8 +3,8 @@
 import pytest
 
 from export.to_onnx import to_onnx
-from tests.support.networks import described, tiny_network
-from tests.support.onnx_exporter import operators_are_listed_once
+from tests.support.graphs.onnx_exporter import operators_are_listed_once
+from tests.support.graphs.torch_networks import described, tiny_network
 
 __all__ = ["operators_are_listed_once"]
 

@@ -10,7 +10,7 @@ from PIL import Image
 
 from export.parity import BATCH, Reference, compare, photos_in, sample_photos
 from protocol.errors import ConfigError
-from tests.support.networks import described
+from tests.support.graphs.torch_networks import described
 
 
 def first_value_of(photo: Image.Image) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from export.to_onnx import OPSET, export_module, to_onnx
 from protocol.errors import ProtofleetError, StateError
 from protocol.models.onnx_metadata import BackboneMetadata, read_metadata
-from tests.support.networks import EDGE, FEATURE_SIZE, described, tiny_network
+from tests.support.graphs.torch_networks import EDGE, FEATURE_SIZE, described, tiny_network
 
 
 def random_images(count: int) -> NDArray[np.uint8]:

@@ -11,7 +11,7 @@ import pytest
 from protocol.wire import messages
 from protocol.wire.messages import PROTOCOL_VERSION, Frame, Message, Reason, Tensor
 from protocol.wire.topics import RETAINED, SHARDS, DeviceChannel, FleetChannel, device_topic, fleet_topic
-from tests.support.messages import SAMPLES, WIRE_TYPES
+from tests.support.messages.every_type import SAMPLES, WIRE_TYPES
 from tests.unit.protocol.wire.test_codec import GOLDEN
 
 PAGE = (Path(__file__).parents[3] / "docs" / "protocol.md").read_text(encoding="utf-8")

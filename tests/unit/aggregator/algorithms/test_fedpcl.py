@@ -16,7 +16,7 @@ from aggregator.algorithms.algorithm import ABSENT_LOGIT, Contribution
 from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.algorithms.fedpcl_step import contrast
 from aggregator.graphs.tracing import to_torch
-from tests.support.contributions import uploaded
+from tests.support.messages.contributions import uploaded
 
 PAPER: dict[str, object] = {"loss": "contrastive", "relu": True, "prior": False, "tau": 0.3}
 """The settings of the formulas written out below, at a temperature that float64 can take without logsumexp."""

@@ -7,7 +7,7 @@ import torch
 from aggregator.algorithms.algorithm import ABSENT_LOGIT
 from aggregator.algorithms.fedproto import FedProto, loss
 from aggregator.graphs.tracing import to_torch
-from tests.support.contributions import uploaded
+from tests.support.messages.contributions import uploaded
 
 SETTINGS = FedProto(projection_size=2, pull=0.5)
 

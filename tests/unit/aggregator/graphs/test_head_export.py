@@ -19,7 +19,7 @@ from aggregator.graphs.head_export import OPSET, head_to_onnx, max_difference
 from protocol.errors import BackboneMismatch
 from protocol.models.onnx_metadata import HeadMetadata, ModelMetadata, read_metadata
 from protocol.models.preprocessing import Preprocessing
-from tests.support.graphs import EDGE, tiny_backbone
+from tests.support.graphs.backbones import EDGE, tiny_backbone
 
 FEATURE_SIZE = 16
 CLASSES = ("ant", "bee", "crow", "dog", "elk")

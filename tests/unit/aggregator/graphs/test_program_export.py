@@ -21,7 +21,7 @@ from aggregator.graphs.program_export import Graphs, bind, build, untrained
 from aggregator.graphs.tracing import examples, to_onnx
 from protocol.errors import ProtofleetError
 from protocol.models.onnx_metadata import GraphMetadata, HeadMetadata, read_metadata
-from tests.support.exported_graphs import exported
+from tests.support.graphs.exported_graphs import exported
 
 ROLES = ("init", "step", "project", "head")
 L, C, D = 12, 4, 8

@@ -18,8 +18,8 @@ from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks.task_preparation import Task, prepare_task
 from protocol.errors import ConfigError
 from protocol.wire.messages import BlobRef
-from tests.support.aggregator_process import write_task
-from tests.support.submissions import SERVED, TASK, device_info, evaluation
+from tests.support.fleets.aggregator_process import write_task
+from tests.support.messages.submissions import SERVED, TASK, device_info, evaluation
 
 OTHER = b"o" * 32
 

@@ -17,8 +17,8 @@ from aggregator.tasks.task_preparation import Task
 from aggregator.training.jobs import HeadJob, Result
 from aggregator.training.runner import Finished
 from protocol.wire.codec import digest_of
-from tests.support.clocks import FakeClock
-from tests.support.submissions import EXPECTATION, MANIFEST
+from tests.support.messages.submissions import EXPECTATION, MANIFEST
+from tests.support.simulation.clocks import FakeClock
 
 HOURLY = 6
 TRAINING_S = 10.0

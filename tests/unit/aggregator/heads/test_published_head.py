@@ -22,7 +22,7 @@ from protocol.wire.canary_rank import canary_rank
 from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import Evaluation, HeadManifest, Presence
 from protocol.wire.topics import device_topic, fleet_topic
-from tests.support.aggregator_process import (
+from tests.support.fleets.aggregator_process import (
     FLEET,
     Daemon,
     Device,
@@ -30,7 +30,7 @@ from tests.support.aggregator_process import (
     run_aggregator,
     write_task,
 )
-from tests.support.submissions import SERVED, evaluation, submission
+from tests.support.messages.submissions import SERVED, evaluation, submission
 
 CANARY = (
     "quorum = 1\ndeadline_s = 1000\n[training]\nepochs = 1\n"

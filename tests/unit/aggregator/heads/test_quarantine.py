@@ -21,10 +21,10 @@ from protocol.errors import ConfigError, StateError
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.wire.codec import digest_of, to_tensor, to_unsigned
 from protocol.wire.messages import Submission
-from tests.support.aggregator_process import Device, aggregator, run_aggregator, write_task
-from tests.support.brokers import free_address
-from tests.support.prototype_sets import fleet, flipped, honest
-from tests.support.submissions import SERVED, TASK
+from tests.support.fleets.aggregator_process import Device, aggregator, run_aggregator, write_task
+from tests.support.messages.prototype_sets import fleet, flipped, honest
+from tests.support.messages.submissions import SERVED, TASK
+from tests.support.network.brokers import free_address
 
 
 @pytest.fixture

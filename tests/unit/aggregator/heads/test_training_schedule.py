@@ -31,7 +31,7 @@ from aggregator.training.runner import Finished, Progress
 from protocol.errors import StateError
 from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import Receipt
-from tests.support.submissions import EXPECTATION, MANIFEST, round_submission
+from tests.support.messages.submissions import EXPECTATION, MANIFEST, round_submission
 
 Events = queue.SimpleQueue[Progress | Finished]
 

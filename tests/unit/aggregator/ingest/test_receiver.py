@@ -18,7 +18,7 @@ from protocol.errors import StateError
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import Frame, Receipt
 from protocol.wire.transfer import frames_of
-from tests.support.submissions import TASK
+from tests.support.messages.submissions import TASK
 
 PAYLOAD = bytes(range(256)) * 960
 DIGEST = digest_of(PAYLOAD)

@@ -9,7 +9,13 @@ import pytest
 from aggregator.ingest.validation import Expectation, Refused, check_labels, check_statistics, read_message
 from protocol.wire.codec import encode, to_tensor, to_unsigned
 from protocol.wire.messages import MAX_IMAGES, Submission
-from tests.support.statistics import GROUPS_EXPECTATION, SINGLE_EXPECTATION, groups_of, images, sums_of
+from tests.support.messages.statistics import (
+    GROUPS_EXPECTATION,
+    SINGLE_EXPECTATION,
+    groups_of,
+    images,
+    sums_of,
+)
 
 SUMS, ROWS = sums_of(*images(0)), groups_of(*images(0))
 SIZE = SINGLE_EXPECTATION.prototype_size

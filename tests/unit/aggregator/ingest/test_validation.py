@@ -27,7 +27,7 @@ from protocol.wire.messages import (
     Submission,
     Tensor,
 )
-from tests.support.submissions import (
+from tests.support.messages.submissions import (
     EXPECTATION,
     FEATURE_SIZE,
     ROUNDS_EXPECTATION,

@@ -16,7 +16,7 @@ from protocol.storage.keyfile import read_or_make_key
 from protocol.wire.messages import Signed
 from protocol.wire.signing import open_manifest, public_key
 from protocol.wire.topics import FleetChannel
-from tests.support.manifests import signed_manifest
+from tests.support.messages.manifests import signed_manifest
 
 KEY = b"k" * 32
 

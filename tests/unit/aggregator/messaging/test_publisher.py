@@ -10,7 +10,7 @@ from protocol.mqtt.reconnecting_session import BrokerAddress, Connected, Receive
 from protocol.wire.codec import decode
 from protocol.wire.messages import MAX_FRAME_BYTES, Frame
 from protocol.wire.topics import fleet_topic
-from tests.support.sessions import EventLog, running
+from tests.support.network.sessions import EventLog, running
 
 
 def test_broadcast_frames_have_the_set_size(broker: BrokerAddress) -> None:

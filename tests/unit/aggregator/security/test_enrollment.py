@@ -27,7 +27,7 @@ from protocol.mqtt.tls import BrokerAccess, open_tls
 from protocol.storage.blobstore import write_atomically
 from protocol.storage.keyfile import read_key
 from protocol.wire.signing import public_key
-from tests.support.submissions import SERVED
+from tests.support.messages.submissions import SERVED
 
 TASK = b"t" * 32
 

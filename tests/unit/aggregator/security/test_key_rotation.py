@@ -16,7 +16,7 @@ from edge_client.agent.manifest_trust import ManifestTrust, UntrustedManifest, v
 from protocol.enrollment import read_enrollment
 from protocol.errors import ConfigError
 from protocol.wire.signing import open_manifest, public_key
-from tests.support.manifests import signed_manifest
+from tests.support.messages.manifests import signed_manifest
 
 
 @pytest.fixture

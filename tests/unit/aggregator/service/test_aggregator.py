@@ -28,7 +28,7 @@ from protocol.wire.codec import decode, digest_of, encode, to_tensor
 from protocol.wire.messages import Receipt, Submission, TaskManifest
 from protocol.wire.topics import device_topic, fleet_topic
 from protocol.wire.transfer import frames_of
-from tests.support.aggregator_process import (
+from tests.support.fleets.aggregator_process import (
     FLEET,
     MAX_BYTES,
     PATIENT,
@@ -39,10 +39,10 @@ from tests.support.aggregator_process import (
     signed,
     write_task,
 )
-from tests.support.brokers import amqtt
-from tests.support.clocks import FakeClock
-from tests.support.graphs import tiny_backbone
-from tests.support.submissions import evaluation, submission
+from tests.support.graphs.backbones import tiny_backbone
+from tests.support.messages.submissions import evaluation, submission
+from tests.support.network.brokers import amqtt
+from tests.support.simulation.clocks import FakeClock
 
 
 def _separable(task: bytes, *, sequence: int = 1, seed: int = 0) -> Submission:

@@ -12,9 +12,9 @@ from protocol.wire.messages import BlobRequest, Receipt, Submission
 from protocol.wire.signing import public_key, sign_frame
 from protocol.wire.topics import device_topic, fleet_topic
 from protocol.wire.transfer import Ranges, frames_of
-from tests.support.aggregator_process import FLEET, PATIENT, Device, aggregator, key_of, write_task
-from tests.support.manifests import signed_manifest
-from tests.support.submissions import device_info, submission
+from tests.support.fleets.aggregator_process import FLEET, PATIENT, Device, aggregator, key_of, write_task
+from tests.support.messages.manifests import signed_manifest
+from tests.support.messages.submissions import device_info, submission
 
 
 def upload(

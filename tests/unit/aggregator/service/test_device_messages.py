@@ -15,7 +15,7 @@ from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.wire.codec import decode, digest_of, encode, to_tensor, to_unsigned
 from protocol.wire.messages import BlobRequest, Frame, Presence, TaskManifest
 from protocol.wire.topics import fleet_topic
-from tests.support.aggregator_process import (
+from tests.support.fleets.aggregator_process import (
     FLEET,
     MAX_BYTES,
     PATIENT,
@@ -26,8 +26,8 @@ from tests.support.aggregator_process import (
     spoil,
     write_task,
 )
-from tests.support.brokers import free_address, mosquitto, mosquitto_program
-from tests.support.submissions import device_info, evaluation, submission
+from tests.support.messages.submissions import device_info, evaluation, submission
+from tests.support.network.brokers import free_address, mosquitto, mosquitto_program
 
 
 @pytest.fixture(scope="module")

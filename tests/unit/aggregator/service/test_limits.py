@@ -17,7 +17,7 @@ from protocol.log import LINES_AT_ONCE
 from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import BlobRequest, Evaluation
 from protocol.wire.topics import device_topic
-from tests.support.submissions import EXPECTATION, MANIFEST, TASK, device_info, evaluation
+from tests.support.messages.submissions import EXPECTATION, MANIFEST, TASK, device_info, evaluation
 
 HEADS = 50
 

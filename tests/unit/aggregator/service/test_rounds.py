@@ -21,7 +21,7 @@ from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.wire.codec import decode, digest_of, encode, to_tensor
 from protocol.wire.messages import BlobRequest, HeadManifest, Receipt, Submission, TaskManifest
 from protocol.wire.topics import fleet_topic
-from tests.support.aggregator_process import (
+from tests.support.fleets.aggregator_process import (
     FLEET,
     IN_ROUNDS,
     MAX_BYTES,
@@ -30,7 +30,7 @@ from tests.support.aggregator_process import (
     aggregator,
     write_task,
 )
-from tests.support.submissions import round_submission
+from tests.support.messages.submissions import round_submission
 
 SHAPES = {
     "adapter_weight": (4, 16),

@@ -16,8 +16,8 @@ from aggregator.storage.store import Store
 from aggregator.storage.stored_values import ServedTask
 from aggregator.storage.submissions import SubmissionRecord
 from protocol.wire.messages import BlobRef
-from tests.support.clocks import FakeClock
-from tests.support.submissions import TASK, device_info, evaluation
+from tests.support.messages.submissions import TASK, device_info, evaluation
+from tests.support.simulation.clocks import FakeClock
 
 TASK_FILE = TaskFile(
     classes=("cat", "dog [/bold]", "fox"), backbones=("b.onnx",), fleet="barn", quorum=2, deadline_s=60.0

@@ -20,7 +20,7 @@ from aggregator.storage.store import Store
 from aggregator.storage.stored_values import HeadRateLimit, TrainingProgress
 from protocol.errors import StateError
 from protocol.wire.messages import BlobRef, Evaluation
-from tests.support.submissions import TASK, device_info
+from tests.support.messages.submissions import TASK, device_info
 from tests.unit.aggregator.status.stores import (
     TASK_FILE,
     add_head,

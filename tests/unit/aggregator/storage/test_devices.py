@@ -8,7 +8,7 @@ from aggregator.storage.devices import REVOKED, QuarantinedDevice
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
 from aggregator.storage.submissions import SubmissionRecord
-from tests.support.submissions import TASK
+from tests.support.messages.submissions import TASK
 
 
 def test_presence_of_an_older_start_is_ignored(store: Store) -> None:

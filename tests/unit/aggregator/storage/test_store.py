@@ -19,7 +19,7 @@ from protocol.errors import StateError
 from protocol.wire.messages import BlobRef
 from tests.support.machine_faults import full_disk, read_only
 from tests.support.machine_faults import open_folder as shared_folder
-from tests.support.submissions import TASK, device_info, evaluation
+from tests.support.messages.submissions import TASK, device_info, evaluation
 
 
 def _row(device: str, sequence: int = 1) -> SubmissionRecord:

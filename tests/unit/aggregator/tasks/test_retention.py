@@ -14,7 +14,7 @@ from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks.retention import delete_carried_submissions, needed_blobs, served_blobs
 from aggregator.tasks.task_preparation import Task
 from protocol.wire.messages import BlobRef
-from tests.support.submissions import EXPECTATION, MANIFEST, ROUNDS_EXPECTATION, ROUNDS_TASK, TASK
+from tests.support.messages.submissions import EXPECTATION, MANIFEST, ROUNDS_EXPECTATION, ROUNDS_TASK, TASK
 
 ONE_SHOT = Task(
     file=TaskFile(classes=MANIFEST.classes, backbones=("tiny.onnx",)),

@@ -9,7 +9,7 @@ from aggregator.tasks.manifests import task_manifest
 from aggregator.tasks.task_preparation import read_backbone
 from protocol.errors import BackboneMismatch, ConfigError
 from protocol.wire.messages import BlobRef, DifferentialPrivacy
-from tests.support.graphs import tiny_backbone
+from tests.support.graphs.backbones import tiny_backbone
 
 
 @pytest.mark.parametrize("client", [Client(), Client(alpha=1.0)])

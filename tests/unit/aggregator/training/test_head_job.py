@@ -12,7 +12,7 @@ from aggregator.training.head_job import recipe_of, run
 from aggregator.training.jobs import HeadJob
 from protocol.storage.blobstore import BlobStore
 from protocol.wire.codec import encode
-from tests.support.submissions import FEATURE_SIZE, MANIFEST, submission
+from tests.support.messages.submissions import FEATURE_SIZE, MANIFEST, submission
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from aggregator.ingest.validation import Prototypes
 from aggregator.training.limited_means import limited_means
 from aggregator.training.outlier_detection import judge
 from aggregator.training.robust_training_set import combine
-from tests.support.prototype_sets import CLASSES, fleet, flipped, honest
+from tests.support.messages.prototype_sets import CLASSES, fleet, flipped, honest
 
 
 def _means(part: Prototypes) -> NDArray[np.float64]:

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from aggregator.ingest.validation import Prototypes
 from aggregator.training.outlier_detection import MIN_DEVICES, judge, outliers
 from aggregator.training.outlier_statistics import class_means, distances, effective_dimensions, summarized
-from tests.support.prototype_sets import CLASSES, IMAGES, fleet, flipped, honest
-from tests.support.submissions import FEATURE_SIZE
+from tests.support.messages.prototype_sets import CLASSES, IMAGES, fleet, flipped, honest
+from tests.support.messages.submissions import FEATURE_SIZE
 
 FALSE_ALARM_RATE = 0.01
 OFTEN = 0.5

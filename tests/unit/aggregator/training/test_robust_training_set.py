@@ -17,7 +17,7 @@ from aggregator.training.robust_training_set import (
     half_of,
     pool,
 )
-from tests.support.prototype_sets import fleet, flipped, honest
+from tests.support.messages.prototype_sets import fleet, flipped, honest
 
 
 def _class_mean(data: Prototypes, label: int) -> np.ndarray:

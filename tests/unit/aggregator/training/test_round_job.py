@@ -24,7 +24,7 @@ from aggregator.training.round_job import run
 from protocol.errors import ProtofleetError
 from protocol.wire.codec import encode, to_array, to_tensor, to_unsigned
 from protocol.wire.messages import Submission, Tensors
-from tests.support.submissions import evaluation, round_submission
+from tests.support.messages.submissions import evaluation, round_submission
 
 WITHOUT_TORCH = """\
 import sys

@@ -16,8 +16,8 @@ from protocol.errors import StateError, ThreadFailed
 from protocol.storage.blobstore import BlobStore
 from protocol.wire.codec import encode
 from protocol.wire.messages import BlobRef
-from tests.support.graphs import tiny_backbone
-from tests.support.submissions import FEATURE_SIZE, MANIFEST, submission
+from tests.support.graphs.backbones import tiny_backbone
+from tests.support.messages.submissions import FEATURE_SIZE, MANIFEST, submission
 
 TIMEOUT_S = 300.0
 

@@ -26,7 +26,7 @@ from protocol.statistics.second_moment import encode as encode_moment
 from protocol.storage.blobstore import BlobStore
 from protocol.wire.codec import encode, to_array, to_tensor
 from protocol.wire.messages import Submission
-from tests.support.statistics import (
+from tests.support.messages.statistics import (
     FEATURE_MAP,
     GROUPS_EXPECTATION,
     SINGLE_EXPECTATION,

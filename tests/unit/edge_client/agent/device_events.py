@@ -9,7 +9,7 @@ from edge_client.agent.state_machine import step
 from edge_client.agent.uploads import QUERY_BYTES
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import HeadManifest, HeadRef, Receipt, TaskManifest
-from tests.support.simulated_fleet import World, item_of, reference
+from tests.support.simulation.fleet import World, item_of, reference
 
 BACKBONE = bytes(range(256)) * 1200
 HEAD = b"head" * 50_000

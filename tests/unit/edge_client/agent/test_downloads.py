@@ -14,7 +14,7 @@ from edge_client.agent.state import Download, Mode, State
 from protocol.rates.retry_delay import retry_delay_s
 from protocol.wire.messages import MAX_CHUNK_BYTES, BlobRef, Frame
 from protocol.wire.transfer import frames_of
-from tests.support.simulated_fleet import reference
+from tests.support.simulation.fleet import reference
 
 BLOB = random.Random(0).randbytes(3 * WINDOW_BYTES + 12_345)
 REFERENCE = reference(BLOB, "blob")

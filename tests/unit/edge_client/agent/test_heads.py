@@ -7,7 +7,7 @@ from edge_client.agent.state import Mode, State, UploadItem, head_key
 from protocol.wire.canary_rank import canary_rank
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import HeadManifest, HeadRef, Receipt
-from tests.support.simulated_fleet import World, item_of, reference
+from tests.support.simulation.fleet import World, item_of, reference
 from tests.unit.edge_client.agent.device_events import (
     BACKBONE,
     EVALUATION,

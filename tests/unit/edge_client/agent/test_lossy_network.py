@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from edge_client.agent import events
 from edge_client.agent.state import Mode
 from protocol.wire.codec import digest_of
-from tests.support.simulated_fleet import World
+from tests.support.simulation.fleet import World
 from tests.unit.edge_client.agent.device_events import BACKBONE, EVALUATION, SUBMISSION, begin
 
 LIMITS = (None, 2_000_000, 20_000, 3_000)

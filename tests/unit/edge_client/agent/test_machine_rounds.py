@@ -14,8 +14,8 @@ from edge_client.agent.state import Mode, State
 from edge_client.agent.state_machine import step
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import Reason, Receipt
-from tests.support.simulated_fleet import item_of
-from tests.support.simulated_rounds import (
+from tests.support.simulation.fleet import item_of
+from tests.support.simulation.rounds import (
     BACKBONE,
     GRAPHS,
     MANIFEST,

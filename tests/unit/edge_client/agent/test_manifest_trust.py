@@ -19,7 +19,7 @@ from protocol.errors import BadSignature
 from protocol.wire.messages import KeyCertificate, Signed
 from protocol.wire.signing import open_manifest, public_key, sign_key_certificate
 from protocol.wire.topics import FleetChannel
-from tests.support.manifests import signed_manifest
+from tests.support.messages.manifests import signed_manifest
 
 KEY, OTHER = b"k" * 32, b"o" * 32
 CHANNELS: tuple[FleetChannel, ...] = ("task", "round", "head")

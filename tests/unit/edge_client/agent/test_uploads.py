@@ -11,7 +11,7 @@ from edge_client.agent.uploads import QUERY_BYTES, WINDOW_FRAMES
 from protocol.rates.retry_delay import MAX_DELAY_S
 from protocol.wire.messages import MAX_CHUNK_BYTES, Receipt
 from protocol.wire.transfer import ENVELOPE_BYTES, Ranges
-from tests.support.simulated_fleet import item_of
+from tests.support.simulation.fleet import item_of
 
 SIZE = 40 * MAX_CHUNK_BYTES + 5
 ITEM = item_of(bytes(SIZE))

@@ -22,7 +22,7 @@ from edge_client.runtime.backbone import Backbone
 from edge_client.storage.feature_cache import FeatureCache
 from protocol.errors import Interrupted
 from protocol.models.preprocessing import preprocess
-from tests.support.device_factory import CLASSES, choosy, tiny, write_images
+from tests.support.devices.device_factory import CLASSES, choosy, tiny, write_images
 from tests.support.machine_faults import not_root, open_folder
 
 

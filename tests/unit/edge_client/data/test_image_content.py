@@ -18,7 +18,7 @@ from edge_client.data.images import MAX_FILE_BYTES, decode
 from edge_client.submission import image_features
 from edge_client.submission.prepared_submission import NoPrototype, prepare_prototypes
 from protocol.errors import UnreadableImage
-from tests.support.device_factory import image_file, make_manifest, make_workspace, noise
+from tests.support.devices.device_factory import image_file, make_manifest, make_workspace, noise
 
 RATING, ORIENTATION = 0x4746, 0x0112
 

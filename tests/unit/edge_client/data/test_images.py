@@ -15,7 +15,7 @@ from PIL import Image
 from edge_client.data.images import MOST_NAMED, decode, find_images, scan_images
 from protocol.errors import ConfigError, UnreadableImage
 from protocol.models.preprocessing import Preprocessing, preprocess
-from tests.support.device_factory import image_file, noise
+from tests.support.devices.device_factory import image_file, noise
 from tests.support.machine_faults import not_root, open_folder
 
 CLASSES = ("cat", "dog", "Großer Käfer")

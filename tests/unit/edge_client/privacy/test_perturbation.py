@@ -19,7 +19,7 @@ from edge_client.submission.prepared_submission import PreparedSubmission, prepa
 from protocol.errors import PrivacyRefused
 from protocol.models.preprocessing import Preprocessing
 from protocol.wire.messages import Perturbation, Program, TaskManifest
-from tests.support.device_factory import CLASSES, TINY, make_manifest, make_workspace, write_images
+from tests.support.devices.device_factory import CLASSES, TINY, make_manifest, make_workspace, write_images
 
 SECRET, OTHER = b"s" * 32, b"o" * 32
 HOW = Perturbation(on="prototypes", noise="gaussian", scale=0.5, shrink=0.25)

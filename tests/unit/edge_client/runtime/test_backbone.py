@@ -18,9 +18,9 @@ from edge_client.runtime.session import Provider
 from protocol.errors import BackboneMismatch, ProtofleetError
 from protocol.models.onnx_metadata import BackboneMetadata, read_metadata, to_properties
 from protocol.storage.blobstore import file_digest
-from tests.support.device_factory import tiny
-from tests.support.graphs import tiny_backbone
-from tests.support.hostile_backbones import dropout, random_features
+from tests.support.devices.device_factory import tiny
+from tests.support.graphs.backbones import tiny_backbone
+from tests.support.graphs.hostile_backbones import dropout, random_features
 
 
 def test_backbone_has_digest_metadata_and_features(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from edge_client.runtime.backbone import MAX_IMAGE_S, Backbone, open_backbone
 from edge_client.runtime.isolated_session import IsolatedSession
 from edge_client.runtime.onnx_model import MAX_START_S
 from protocol.errors import ProtofleetError, StateError
-from tests.support.graphs import EDGE
-from tests.support.hostile_backbones import fails_on_white
+from tests.support.graphs.backbones import EDGE
+from tests.support.graphs.hostile_backbones import fails_on_white
 
 GRAY, WHITE = (np.full((1, EDGE, EDGE, 3), level, np.uint8) for level in (100, 255))
 

@@ -11,7 +11,7 @@ import pytest
 
 from edge_client.runtime.session import _coverage, _profile_once, open_session, release_memory
 from protocol.errors import GraphRefused
-from tests.support.graphs import tiny_backbone
+from tests.support.graphs.backbones import tiny_backbone
 
 
 @pytest.mark.parametrize(("covered", "provider"), [(1.0, "cuda"), (0.7, "cuda"), (0.3, "cpu")])

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from edge_client.storage.device_state import DeviceState
-from tests.support.worker_benches import HeadBench, RoundsBench
+from tests.support.devices.worker_benches import HeadBench, RoundsBench
 
 
 @pytest.fixture

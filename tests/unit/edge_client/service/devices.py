@@ -8,9 +8,9 @@ from edge_client.service.device import Device
 from edge_client.storage.device_state import DeviceState
 from protocol.mqtt.reconnecting_session import Outgoing, Received
 from protocol.wire.topics import fleet_topic
-from tests.support.device_factory import make_settings
-from tests.support.manifests import signed_manifest
-from tests.support.round_factory import TASK, make_task
+from tests.support.devices.device_factory import make_settings
+from tests.support.devices.round_factory import TASK, make_task
+from tests.support.messages.manifests import signed_manifest
 
 
 def make_device(folder: Path, store: DeviceState) -> Device:

@@ -21,10 +21,10 @@ from protocol.errors import StateError
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.wire.codec import encode
 from protocol.wire.messages import HeadManifest, Receipt
-from tests.support.device_factory import TINY, make_manifest, make_settings, run_jobs
-from tests.support.graphs import tiny_backbone
-from tests.support.round_factory import look_at, open_round, take_images
-from tests.support.worker_benches import CONSTANT, HeadBench, RoundsBench
+from tests.support.devices.device_factory import TINY, make_manifest, make_settings, run_jobs
+from tests.support.devices.round_factory import look_at, open_round, take_images
+from tests.support.devices.worker_benches import CONSTANT, HeadBench, RoundsBench
+from tests.support.graphs.backbones import tiny_backbone
 
 
 class EndedError(Exception):

@@ -28,11 +28,11 @@ from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import BlobRef, Frame, HeadManifest, HeadRef, RoundManifest
 from protocol.wire.topics import fleet_topic
 from protocol.wire.transfer import frames_of
-from tests.support.device_factory import make_manifest, make_settings
-from tests.support.manifests import signed_manifest
-from tests.support.round_factory import BACKBONE, TASK, make_task, open_round, stored
-from tests.support.simulated_fleet import reference
-from tests.support.step_graphs import file
+from tests.support.devices.device_factory import make_manifest, make_settings
+from tests.support.devices.round_factory import BACKBONE, TASK, make_task, open_round, stored
+from tests.support.graphs.step_graphs import file
+from tests.support.messages.manifests import signed_manifest
+from tests.support.simulation.fleet import reference
 from tests.unit.edge_client.service.devices import capture, make_device, signed_round
 
 

@@ -19,7 +19,7 @@ from edge_client.storage.disk_space import DiskAlmostFull, free_bytes
 from protocol.mqtt.reconnecting_session import Connected
 from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import BlobRef, BlobRequest, DifferentialPrivacy, Frame, HeadManifest, HeadRef
-from tests.support.device_factory import (
+from tests.support.devices.device_factory import (
     TINY,
     image_file,
     make_manifest,
@@ -27,8 +27,8 @@ from tests.support.device_factory import (
     make_workspace,
     write_images,
 )
-from tests.support.simulated_fleet import reference
-from tests.support.worker_benches import WANTED, HeadBench
+from tests.support.devices.worker_benches import WANTED, HeadBench
+from tests.support.simulation.fleet import reference
 from tests.unit.edge_client.service.devices import capture
 
 GIB = 1024**3

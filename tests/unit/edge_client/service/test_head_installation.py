@@ -17,12 +17,12 @@ from edge_client.submission import head_installer
 from edge_client.training.local_round import initial_model, pack
 from protocol.wire.codec import encode
 from protocol.wire.messages import BlobRef, Evaluation, HeadManifest, HeadRef
-from tests.support.device_factory import TINY, linear_head, make_manifest, make_settings, run_jobs
-from tests.support.graphs import tiny_backbone
-from tests.support.hostile_backbones import always_fails
-from tests.support.round_factory import TASK as ROUNDS_TASK
-from tests.support.round_factory import make_task, stored
-from tests.support.worker_benches import CONSTANT, HeadBench, RoundsBench
+from tests.support.devices.device_factory import TINY, linear_head, make_manifest, make_settings, run_jobs
+from tests.support.devices.round_factory import TASK as ROUNDS_TASK
+from tests.support.devices.round_factory import make_task, stored
+from tests.support.devices.worker_benches import CONSTANT, HeadBench, RoundsBench
+from tests.support.graphs.backbones import tiny_backbone
+from tests.support.graphs.hostile_backbones import always_fails
 
 
 def _totals(evaluation: Evaluation) -> list[int]:

@@ -19,10 +19,10 @@ from protocol.wire.codec import decode, encode
 from protocol.wire.messages import DeviceInfo
 from protocol.wire.signing import public_key
 from protocol.wire.topics import fleet_topic
-from tests.support.device_factory import make_manifest, make_settings
-from tests.support.graphs import tiny_backbone
-from tests.support.manifests import signed_manifest
-from tests.support.round_factory import open_round
+from tests.support.devices.device_factory import make_manifest, make_settings
+from tests.support.devices.round_factory import open_round
+from tests.support.graphs.backbones import tiny_backbone
+from tests.support.messages.manifests import signed_manifest
 from tests.unit.edge_client.service.devices import capture, make_device, signed_round
 
 

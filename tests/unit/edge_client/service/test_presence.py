@@ -16,7 +16,7 @@ from protocol.wire.codec import decode, encode
 from protocol.wire.messages import Presence, PresenceState
 from protocol.wire.presence import Duplicate
 from protocol.wire.topics import DeviceChannel, device_topic, fleet_topic
-from tests.support.device_factory import make_settings
+from tests.support.devices.device_factory import make_settings
 from tests.unit.edge_client.service.devices import capture, make_device
 
 OWN_STATE = device_topic("f", "device", "state")

@@ -13,10 +13,10 @@ from edge_client.runtime.backbone import Backbone
 from edge_client.storage.stored_values import Heads, LeftOut, SubmissionReport
 from edge_client.submission.image_features import FoundImages
 from protocol.wire.codec import encode
-from tests.support.device_factory import image_file, make_manifest, run_jobs, tiny, write_images
-from tests.support.round_factory import TASK as ROUNDS_TASK
-from tests.support.round_factory import look_at, open_round, take_images
-from tests.support.worker_benches import CONSTANT, HeadBench, RoundsBench
+from tests.support.devices.device_factory import image_file, make_manifest, run_jobs, tiny, write_images
+from tests.support.devices.round_factory import TASK as ROUNDS_TASK
+from tests.support.devices.round_factory import look_at, open_round, take_images
+from tests.support.devices.worker_benches import CONSTANT, HeadBench, RoundsBench
 
 
 def test_unknown_folders_do_not_stop_uploads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -19,7 +19,7 @@ from edge_client.submission.prepared_submission import (
 )
 from protocol.errors import ConfigError, ProtofleetError
 from protocol.wire.messages import Evaluation, Submission
-from tests.support.device_factory import (
+from tests.support.devices.device_factory import (
     CLASSES,
     linear_head,
     make_manifest,
@@ -27,7 +27,7 @@ from tests.support.device_factory import (
     tiny,
     write_images,
 )
-from tests.support.worker_benches import PrivateBench
+from tests.support.devices.worker_benches import PrivateBench
 
 TASK = b"t" * 32
 

@@ -10,7 +10,7 @@ from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import ExtractionProgress
 from edge_client.submission.extraction_progress import LOG_INTERVAL_S, STORE_INTERVAL_S, ProgressReporter
 from protocol.wire.messages import Perturbation
-from tests.support.device_factory import make_manifest, make_workspace, write_images
+from tests.support.devices.device_factory import make_manifest, make_workspace, write_images
 
 
 class Extraction:

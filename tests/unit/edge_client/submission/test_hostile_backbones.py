@@ -19,8 +19,8 @@ from edge_client.submission import image_features, private_submission
 from edge_client.submission.image_features import Workspace
 from protocol.wire.codec import digest_of, to_array
 from protocol.wire.messages import BlobRef, Submission, TaskManifest
-from tests.support.hostile_backbones import fails_on_white, flips_on_white, remembers_white
-from tests.support.worker_benches import WANTED, PrivateBench
+from tests.support.devices.worker_benches import WANTED, PrivateBench
+from tests.support.graphs.hostile_backbones import fails_on_white, flips_on_white, remembers_white
 
 
 def _bench(

@@ -22,8 +22,8 @@ from edge_client.training.trainer import TrainingSet
 from protocol.errors import ProtofleetError
 from protocol.wire.codec import to_array
 from protocol.wire.messages import Program, RoundManifest, Submission, TaskManifest
-from tests.support.device_factory import TINY, make_manifest, make_workspace
-from tests.support.round_factory import put_contents
+from tests.support.devices.device_factory import TINY, make_manifest, make_workspace
+from tests.support.devices.round_factory import put_contents
 
 CLASSES = ("ant", "bee", "cat", "dog")
 PROGRAM = Program(

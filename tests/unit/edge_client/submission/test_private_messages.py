@@ -16,9 +16,9 @@ from edge_client.storage.stored_values import BuildProblem, SubmissionReport
 from protocol.wire import messages
 from protocol.wire.codec import decode, encode
 from protocol.wire.messages import BlobRef, DeviceInfo, Evaluation, HeadRef, Privacy, Submission, Tensor
-from tests.support.device_factory import TINY, linear_head, payload_of, run_jobs, tiny
-from tests.support.messages import WIRE_TYPES
-from tests.support.worker_benches import PrivateBench
+from tests.support.devices.device_factory import TINY, linear_head, payload_of, run_jobs, tiny
+from tests.support.devices.worker_benches import PrivateBench
+from tests.support.messages.every_type import WIRE_TYPES
 
 DECISIONS: dict[type[Any], dict[str, str]] = {
     messages.Presence: {

@@ -24,9 +24,9 @@ from edge_client.submission import private_submission
 from edge_client.submission.prepared_submission import encode_submission
 from protocol.errors import PrivacyRefused, StateError
 from protocol.wire.messages import Evaluation, Perturbation, Privacy, Program, Submission
-from tests.support.device_factory import TINY
-from tests.support.messages import SAMPLES
-from tests.support.worker_benches import WANTED, PrivateBench
+from tests.support.devices.device_factory import TINY
+from tests.support.devices.worker_benches import WANTED, PrivateBench
+from tests.support.messages.every_type import SAMPLES
 from tests.unit.edge_client.privacy.test_accountant import closed_form, without_accountant
 
 (SUBMISSION,) = (

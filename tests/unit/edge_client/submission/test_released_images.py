@@ -24,9 +24,9 @@ from edge_client.submission.prepared_submission import (
 from edge_client.training import local_round
 from protocol.errors import ProtofleetError
 from protocol.wire.messages import BlobRef, Program, RoundManifest, Submission, TaskManifest
-from tests.support.device_factory import CLASSES, TINY, make_manifest, make_workspace, write_images
-from tests.support.linear_attacker import fewest_images
-from tests.support.round_factory import put_contents
+from tests.support.devices.device_factory import CLASSES, TINY, make_manifest, make_workspace, write_images
+from tests.support.devices.linear_attacker import fewest_images
+from tests.support.devices.round_factory import put_contents
 from tests.unit.edge_client.submission.test_min_images import SIZE, class_means_of_features
 
 if TYPE_CHECKING:

@@ -24,9 +24,8 @@ from edge_client.training.trainer import Diverged
 from protocol.errors import GraphRefused, Interrupted, ProtofleetError, StateError
 from protocol.wire.codec import decode
 from protocol.wire.messages import RoundManifest, Submission, TaskManifest
-from tests.support.device_factory import make_settings, payload_of
-from tests.support.machine_faults import full_disk
-from tests.support.round_factory import (
+from tests.support.devices.device_factory import make_settings, payload_of
+from tests.support.devices.round_factory import (
     COUNTS,
     TASK,
     look_at,
@@ -35,7 +34,8 @@ from tests.support.round_factory import (
     same_bits,
     take_images,
 )
-from tests.support.step_graphs import PROJECTION
+from tests.support.graphs.step_graphs import PROJECTION
+from tests.support.machine_faults import full_disk
 
 STEPS_PER_EPOCH = 5
 

@@ -36,10 +36,10 @@ from protocol.wire.messages import (
     Submission,
     TaskManifest,
 )
-from tests.support.device_factory import make_manifest, make_workspace, write_images
-from tests.support.feature_maps import NEGATED, map_graph, mapped
-from tests.support.round_factory import stored
-from tests.support.worker_benches import PrivateBench
+from tests.support.devices.device_factory import make_manifest, make_workspace, write_images
+from tests.support.devices.round_factory import stored
+from tests.support.devices.worker_benches import PrivateBench
+from tests.support.graphs.feature_maps import NEGATED, map_graph, mapped
 
 TASK = b"t" * 32
 SINGLE = {"batch_size": 1, "min_images": 1, "algorithm": "statistics"}

@@ -30,7 +30,7 @@ from protocol.errors import GraphRefused, Interrupted, StateError
 from protocol.storage.blobstore import BlobStore
 from protocol.wire.codec import digest_of, encode, to_array
 from protocol.wire.messages import Receipt, RoundManifest, TaskManifest
-from tests.support.round_factory import (
+from tests.support.devices.round_factory import (
     TASK,
     make_task,
     open_round,
@@ -38,7 +38,7 @@ from tests.support.round_factory import (
     tensors_blob,
     watching,
 )
-from tests.support.step_graphs import FEATURES, PROJECTION, data, file, round_tensors
+from tests.support.graphs.step_graphs import FEATURES, PROJECTION, data, file, round_tensors
 
 DATA = TrainingSet(*data(23))
 ABOUT = ("task", 3, "tensors", "images")

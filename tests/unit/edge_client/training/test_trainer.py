@@ -23,8 +23,8 @@ from edge_client.training.trainer import (
     train,
 )
 from protocol.errors import GraphRefused, Interrupted
-from tests.support.round_factory import same_bits
-from tests.support.step_graphs import MOMENTUM, data, opened, round_tensors
+from tests.support.devices.round_factory import same_bits
+from tests.support.graphs.step_graphs import MOMENTUM, data, opened, round_tensors
 
 State = dict[str, NDArray[Any]]
 STEP = opened("step")

@@ -7,7 +7,7 @@ from paho.mqtt.enums import CallbackAPIVersion
 
 from protocol.mqtt.client import stop_thread
 from protocol.mqtt.tls import BrokerAddress
-from tests.support.brokers import mosquitto, needs_mosquitto
+from tests.support.network.brokers import mosquitto, needs_mosquitto
 
 
 @needs_mosquitto

@@ -23,8 +23,8 @@ from protocol.mqtt.reconnecting_session import (
     Received,
 )
 from tests.conftest import Serve
-from tests.support.brokers import mosquitto, needs_mosquitto
-from tests.support.sessions import TIMEOUT_S, leaked, listening, running
+from tests.support.network.brokers import mosquitto, needs_mosquitto
+from tests.support.network.sessions import TIMEOUT_S, leaked, listening, running
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
 

@@ -25,8 +25,8 @@ from protocol.mqtt.reconnecting_session import (
     Received,
     Unsendable,
 )
-from tests.support.brokers import amqtt, mosquitto, needs_mosquitto
-from tests.support.sessions import TIMEOUT_S, EventLog, listening, running
+from tests.support.network.brokers import amqtt, mosquitto, needs_mosquitto
+from tests.support.network.sessions import TIMEOUT_S, EventLog, listening, running
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
 

@@ -33,9 +33,9 @@ from protocol.mqtt.tls import (
     readable_by_others,
     warnings,
 )
-from tests.support.brokers import mosquitto, needs_mosquitto
-from tests.support.certificates import Certificates
-from tests.support.sessions import leaked, listening, running
+from tests.support.network.brokers import mosquitto, needs_mosquitto
+from tests.support.network.certificates import Certificates
+from tests.support.network.sessions import leaked, listening, running
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
 

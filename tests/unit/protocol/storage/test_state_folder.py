@@ -13,7 +13,7 @@ from edge_client.storage.device_state import DeviceState
 from edge_client.storage.feature_cache import FeatureCache
 from protocol.errors import ConfigError
 from protocol.storage.state_folder import default_state_folder, make_state_folder
-from tests.support.aggregator_process import run_aggregator
+from tests.support.fleets.aggregator_process import run_aggregator
 
 
 def test_default_is_systemds_else_the_users(monkeypatch: pytest.MonkeyPatch) -> None:

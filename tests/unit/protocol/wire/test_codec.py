@@ -39,7 +39,7 @@ from protocol.wire.messages import (
 )
 from protocol.wire.topics import device_topic
 from protocol.wire.transfer import frames_of
-from tests.support.messages import MESSAGES, SAMPLES, WIRE_TYPES
+from tests.support.messages.every_type import MESSAGES, SAMPLES, WIRE_TYPES
 
 GOLDEN: dict[str, str] = json.loads((Path(__file__).parent / "golden_v1.json").read_text())
 MAX_BYTES = 2**20

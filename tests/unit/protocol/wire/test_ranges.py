@@ -18,7 +18,7 @@ from msgspec.inspect import (
 )
 
 from protocol.wire.messages import BlobRef, Figure
-from tests.support.messages import WIRE_TYPES
+from tests.support.messages.every_type import WIRE_TYPES
 
 
 def _numbers(kind: Type, path: str) -> Iterator[tuple[str, IntType | FloatType]]:

@@ -12,7 +12,7 @@ from protocol.errors import BadSignature
 from protocol.wire.codec import encode
 from protocol.wire.messages import MAX_MANIFEST_BYTES, MAX_SIGNED_BYTES, Frame
 from protocol.wire.signing import is_own_transfer, open_manifest, public_key, sign_frame
-from tests.support.manifests import signed_manifest
+from tests.support.messages.manifests import signed_manifest
 
 KEY, OTHER = bytes(range(32)), bytes(range(1, 33))
 BODY = b"a manifest"

@@ -18,7 +18,7 @@ from edge_client.runtime.program_graph import open_graph
 from edge_client.training.trainer import project
 from protocol.models.onnx_metadata import HeadMetadata
 from protocol.statistics.second_moment import MAX_VALUE
-from tests.support.graphs import tiny_backbone
+from tests.support.graphs.backbones import tiny_backbone
 
 LENGTH = 24
 CLASSES = ("down", "up", "left")

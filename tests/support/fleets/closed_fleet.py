@@ -12,7 +12,7 @@ from aggregator.storage.store import Store
 from protocol.enrollment import read_enrollment
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.mqtt.tls import BrokerAccess
-from tests.support.brokers import Mosquitto
+from tests.support.network.brokers import Mosquitto
 
 FLEET = "orchard"
 

@@ -29,9 +29,9 @@ from protocol.wire.messages import (
 from protocol.wire.signing import open_manifest, sign_frame
 from protocol.wire.topics import DeviceChannel, FleetChannel, device_topic, fleet_topic
 from protocol.wire.transfer import Assembly, frames_of
-from tests.support.fleet import Fleet
-from tests.support.graphs import tiny_backbone
-from tests.support.sessions import E, EventLog
+from tests.support.fleets.fleet import Fleet
+from tests.support.graphs.backbones import tiny_backbone
+from tests.support.network.sessions import E, EventLog
 
 TIMEOUT_S = 300.0
 MAX_BYTES = 2**20

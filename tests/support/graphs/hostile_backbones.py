@@ -4,7 +4,7 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
-from tests.support.graphs import tiny_backbone
+from tests.support.graphs.backbones import tiny_backbone
 
 MARK = 1234.5
 

@@ -11,7 +11,7 @@ from aggregator.ingest.validation import Expectation
 from protocol.statistics.second_moment import encode as encode_moment
 from protocol.wire.codec import digest_of, encode, to_tensor, to_unsigned
 from protocol.wire.messages import BlobRef, Statistics, Submission, TaskManifest
-from tests.support.submissions import FEATURE_SIZE, MANIFEST
+from tests.support.messages.submissions import FEATURE_SIZE, MANIFEST
 
 FEATURE_MAP = FeatureMap(FEATURE_SIZE, 8, seed=0)
 _MAP = map_to_onnx(FEATURE_MAP, num_classes=len(MANIFEST.classes))

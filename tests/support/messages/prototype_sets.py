@@ -3,7 +3,7 @@
 import numpy as np
 
 from aggregator.ingest.validation import Prototypes
-from tests.support.submissions import FEATURE_SIZE
+from tests.support.messages.submissions import FEATURE_SIZE
 
 CLASSES = ("cat", "dog", "fox")
 IMAGES = 5

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal, Self
 
 from protocol.mqtt.reconnecting_session import BrokerAddress
-from tests.support.mqtt_packets import (
+from tests.support.network.mqtt_packets import (
     CONNECT,
     DUPLICATE,
     PUBLISH,

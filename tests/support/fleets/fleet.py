@@ -31,13 +31,13 @@ from edge_client.cli.status import device_status
 from edge_client.storage.device_state import DeviceState
 from protocol.errors import StateError
 from protocol.mqtt.reconnecting_session import BrokerAddress
-from tests.support.fork_server import ForkedProcess, ForkServer
-from tests.support.graphs import tiny_backbone
+from tests.support.fleets.fork_server import ForkedProcess, ForkServer
+from tests.support.graphs.backbones import tiny_backbone
 
 Process = subprocess.Popen[bytes] | ForkedProcess
 
 TIMEOUT_S = 400.0
-FORKED = ("aggregator.cli", "edge_client.cli", "tests.support.fast_device")
+FORKED = ("aggregator.cli", "edge_client.cli", "tests.support.fleets.fast_device")
 """Modules whose `main` a fork server can call."""
 CLASSES = tuple(map(str, range(10)))
 QUICK = '[training]\nepochs = 2\ndevice = "cpu"\n'

@@ -28,7 +28,7 @@ from protocol.wire.messages import (
     Submission,
     TaskManifest,
 )
-from tests.support.device_factory import (
+from tests.support.devices.device_factory import (
     CLASSES,
     image_file,
     linear_head,
@@ -40,9 +40,9 @@ from tests.support.device_factory import (
     tiny,
     write_images,
 )
-from tests.support.graphs import tiny_backbone
-from tests.support.round_factory import TASK as ROUNDS_TASK
-from tests.support.round_factory import make_task, open_round, stored
+from tests.support.devices.round_factory import TASK as ROUNDS_TASK
+from tests.support.devices.round_factory import make_task, open_round, stored
+from tests.support.graphs.backbones import tiny_backbone
 
 WANTED = DifferentialPrivacy(clip_norm=2.0, noise_multiplier=2.0, delta=1e-5, max_epsilon=6.0)
 

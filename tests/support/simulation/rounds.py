@@ -17,7 +17,7 @@ from protocol.wire.messages import (
     TaskManifest,
 )
 from protocol.wire.transfer import frames_of
-from tests.support.simulated_fleet import World, reference
+from tests.support.simulation.fleet import World, reference
 
 ROUNDS = 4
 STALENESS = 1

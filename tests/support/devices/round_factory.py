@@ -14,7 +14,7 @@ from edge_client.training.trainer import Checkpoint, TrainingHooks
 from protocol.storage.blobstore import BlobStore
 from protocol.wire.codec import digest_of, encode, to_tensor
 from protocol.wire.messages import BlobRef, Program, RoundManifest, TaskManifest, Tensors
-from tests.support.step_graphs import FEATURES, file, round_tensors
+from tests.support.graphs.step_graphs import FEATURES, file, round_tensors
 
 TASK = b"t" * 32
 BACKBONE = b"b" * 32

@@ -20,7 +20,7 @@ from edge_client.submission.image_features import Workspace
 from protocol.models.onnx_metadata import HeadMetadata, to_properties
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import BlobRef, TaskManifest
-from tests.support.graphs import tiny_backbone
+from tests.support.graphs.backbones import tiny_backbone
 
 CLASSES = ("cat", "dog")
 TINY = BlobRef(digest=digest_of(tiny_backbone()), size_bytes=len(tiny_backbone()), name="tiny")

@@ -1,6 +1,6 @@
 """Starts programs as forks of one process that has imported all their modules, which takes a tenth of the time.
 
-`python -m tests.support.fork_server` reads requests from stdin, one JSON line each, and writes the process id
+`python -m tests.support.fleets.fork_server` reads requests from stdin, one JSON line each, and writes the process id
 of each program, and later its exit status, to stdout. A program waits for SIGCONT before it begins.
 """
 

@@ -1,0 +1,1 @@
+"""Images, tasks and workers for the tests of the device's program."""

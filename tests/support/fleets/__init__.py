@@ -1,0 +1,1 @@
+"""Fleets of real programs: processes of aggregators and devices."""

@@ -1,0 +1,1 @@
+"""Messages, manifests and uploads of devices for tests."""

@@ -1,0 +1,1 @@
+"""Real brokers, MQTT sessions, and a proxy with network faults."""
