@@ -48,9 +48,9 @@ class FedPCL(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True):
     weight_decay: Fraction = 1e-4
     """L2, as part of the gradient."""
     variant: Literal["both", "global", "local"] = "both"
-    """Terms of eq. 8: contrast with the global prototypes, with every device's set, or with both."""
+    """Contrast with the global prototypes (eq. 8), with every device's set (eq. 9), or with both (eq. 10)."""
     loss: Literal["contrastive", "cross_entropy"] = "cross_entropy"
-    """Eq. 9 and 10 omit the sample's own class from the denominator; `cross_entropy` includes it."""
+    """Eq. 8 and 9 omit the sample's own class from the denominator; `cross_entropy` includes it."""
     standardize: bool = True
     """Train on features of mean 0, and deviation 1 over all of them, on the device's own images."""
     relu: bool = False

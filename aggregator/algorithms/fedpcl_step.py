@@ -150,7 +150,7 @@ def _sets(settings: "FedPCL", tensors: Tensors, num_classes: int) -> Tensor:
 
 
 def _weights(settings: "FedPCL", logits: Tensor) -> Tensor:
-    """Return the weight of each set's loss, (s,): L_g weighs as much as L_p, the mean over the others (eq. 8)."""
+    """Return the weight of each set's loss, (s,): L_g weighs as much as L_p, the mean over the others (eq. 10)."""
     every = torch.ones_like(logits[0, :, 0])
     if settings.variant != "both":
         return every / every.sum()

@@ -37,7 +37,7 @@ class FPL(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[fpl]`: how the shared model is trained.
 
     The defaults are the best that `python -m benchmarks fpl` found. The paper's are `rounds = 100`, `epochs = 10`,
-    `tau = 0.02`, `learning_rate = 0.01`, `regularization = 1` and `standardize = false`.
+    `tau = 0.02`, `learning_rate = 0.01`, `standardize = false`, and `regularization = 1` in its published code.
     """
 
     name: ClassVar[str] = "fpl"
@@ -48,7 +48,8 @@ class FPL(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tau: Rate = 0.07
     """Temperature."""
     regularization: Weight = 0.03
-    """Weight of the distance to the unbiased prototype (eq. 9)."""
+    """Weight of the mean square of an image's distance to the unbiased prototype; the sum that eq. 10 prints has the
+    weight `projection_size`, which is 256."""
     learning_rate: Rate = 0.1
     momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.9
     weight_decay: Fraction = 1e-5
@@ -115,8 +116,8 @@ class FPL(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True):
 def loss(settings: FPL, tensors: "Tensors", features: "Tensor", logits: "Tensor") -> "Tensor":
     """Return CE + CPCL + weighted UPCR of a batch, () (eq. 12); a sample of a class without prototypes adds CE alone.
 
-    UPCR is the mean over dimensions, as in the published code; the paper prints a sum (eq. 9). The features z are the
-    adapter's output, (n, D); the logits are (n, C).
+    UPCR is the mean over dimensions, as in the published code; the paper prints a sum (eq. 10), D times as much. The
+    features z are the adapter's output, (n, D); the logits are (n, C).
     """
     from aggregator.algorithms.layers import cross_entropy, log_sum_exp, unit
 
@@ -126,7 +127,7 @@ def loss(settings: FPL, tensors: "Tensors", features: "Tensor", logits: "Tensor"
     # eq. 7 and 8: the clusters of the sample's class against all clusters
     contrast = log_sum_exp(cosines) - log_sum_exp(cosines, own)
     away = features - tensors["unbiased"][labels]
-    regularizer = (away * away).mean(dim=1)  # eq. 9
+    regularizer = (away * away).mean(dim=1)  # eq. 10
     prototype_terms = (contrast + settings.regularization * regularizer) * present[labels]
     return (cross_entropy(logits, labels) + prototype_terms).mean()
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
+from aggregator.algorithms.fedpcl_step import log_prior
 from aggregator.algorithms.layers import statistics
 from benchmarks.data.domains import Client
 
@@ -91,6 +92,8 @@ class Prepared:
     labels: Tensor
     mean: Tensor
     std: Tensor
+    log_prior: Tensor
+    """Added to all logits, in training and evaluation, (C,); zeros without a prior."""
 
 
 @dataclass(frozen=True)
@@ -102,21 +105,32 @@ class Pull:
 
 
 def run_baseline(
-    method: Method, clients: Sequence[Client], recipe: Recipe, *, classes: int, seed: int
+    method: Method,
+    clients: Sequence[Client],
+    recipe: Recipe,
+    *,
+    classes: int,
+    seed: int,
+    prior: bool = False,
 ) -> NDArray[np.float64]:
-    """Return each client's accuracy after the training, (K,); the same seed gives the same result."""
+    """Return each client's accuracy after the training, (K,); the same seed gives the same result.
+
+    With a `prior`, a client expects classes as often as its own images have them, as FedPCL's `prior = true`.
+    """
     if method == "Solo":
         recipe = replace(recipe, rounds=1, epochs=recipe.rounds * recipe.epochs)
-    data = [_prepare(client, standardize=recipe.standardize) for client in clients]
+    data = [
+        _prepare(client, standardize=recipe.standardize, classes=classes, prior=prior) for client in clients
+    ]
     if method == "centralized":
-        models = train(method, [_together(data)], recipe, classes=classes, seed=seed) * len(data)
+        models = train(method, [_together(data, prior=prior)], recipe, classes=classes, seed=seed) * len(data)
     else:
         models = train(method, data, recipe, classes=classes, seed=seed)
     accuracies = []
     for model, client, mine in zip(models, clients, data, strict=True):
         with torch.inference_mode():
             _, logits = model((torch.from_numpy(client.test) - mine.mean) / mine.std)
-        accuracies.append(client.accuracy(logits.argmax(dim=1).numpy()))
+        accuracies.append(client.accuracy((logits + mine.log_prior).argmax(dim=1).numpy()))
     return np.array(accuracies)
 
 
@@ -153,20 +167,30 @@ def train(
     return models
 
 
-def _prepare(client: Client, *, standardize: bool) -> Prepared:
-    features = torch.from_numpy(client.train)
+def _prepare(client: Client, *, standardize: bool, classes: int, prior: bool) -> Prepared:
+    features, labels = torch.from_numpy(client.train), torch.from_numpy(client.train_labels)
     mean, std = statistics(features, standardize=standardize)
     return Prepared(
-        features=(features - mean) / std, labels=torch.from_numpy(client.train_labels), mean=mean, std=std
+        features=(features - mean) / std,
+        labels=labels,
+        mean=mean,
+        std=std,
+        log_prior=_log_prior(labels, classes, prior=prior),
     )
 
 
-def _together(data: Sequence[Prepared]) -> Prepared:
+def _log_prior(labels: Tensor, classes: int, *, prior: bool) -> Tensor:
+    return log_prior(torch.bincount(labels, minlength=classes).float()) if prior else torch.zeros(classes)
+
+
+def _together(data: Sequence[Prepared], *, prior: bool) -> Prepared:
     """Pool all clients' images, each standardized by its own client's statistics."""
+    labels = torch.cat([mine.labels for mine in data])
     return replace(
         data[0],
         features=torch.cat([mine.features for mine in data]),
-        labels=torch.cat([mine.labels for mine in data]),
+        labels=labels,
+        log_prior=_log_prior(labels, len(data[0].log_prior), prior=prior),
     )
 
 
@@ -192,7 +216,7 @@ def _train_round(
         for rows in torch.split(torch.randperm(len(mine.labels)), recipe.batch_size):
             labels = mine.labels[rows]
             hidden, logits = model(mine.features[rows])
-            loss = functional.cross_entropy(logits, labels)
+            loss = functional.cross_entropy(logits + mine.log_prior, labels)
             if pull is not None:
                 distances = (hidden - pull.prototypes[labels]).square().mean(dim=1)
                 loss = loss + recipe.pull * (distances * pull.present[labels]).mean()

@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Literal, TypeAlias, get_args
 
 import click
 import numpy as np
@@ -16,6 +16,7 @@ from benchmarks.data.domains import Client
 from benchmarks.report import json_option
 
 Option = Callable[[Callable[..., None]], Callable[..., None]]
+Prior: TypeAlias = Literal["without", "with"]
 
 
 def compare(
@@ -24,14 +25,15 @@ def compare(
     *,
     algorithms: Mapping[str, Algorithm],
     recipes: Mapping[Method, Recipe],
+    priors: Sequence[Prior],
     classes: int,
     seed: int,
 ) -> Iterator[Run]:
     """Yield a run of every method on a fleet, the algorithms first; recipes are those of the baselines."""
     domains = tuple(client.domain for client in clients)
-    methods: dict[str, Algorithm | Recipe] = {
+    methods: dict[str, Algorithm | tuple[Method, Recipe, Prior]] = {
         **algorithms,
-        **{str(name): each for name, each in recipes.items()},
+        **{named(name, prior): (name, recipe, prior) for name, recipe in recipes.items() for prior in priors},
     }
     for name, method in methods.items():
         if sys.stderr.isatty():
@@ -47,9 +49,12 @@ def compare(
             }
             up_bytes, down_bytes = float(np.mean(outcome.up_bytes)), float(np.mean(outcome.down_bytes))
         else:
-            accuracies = run_baseline(cast("Method", name), clients, method, classes=classes, seed=seed)
+            baseline, recipe, prior = method
+            accuracies = run_baseline(
+                baseline, clients, recipe, classes=classes, seed=seed, prior=prior == "with"
+            )
             sizes = {"feature_size": clients[0].train.shape[1], "classes": classes}
-            up_bytes = down_bytes = traffic_bytes(cast("Method", name), method, **sizes)
+            up_bytes = down_bytes = traffic_bytes(baseline, recipe, **sizes)
         yield Run(
             setting=setting,
             method=name,
@@ -63,13 +68,18 @@ def compare(
         )
 
 
+def named(method: str, prior: Prior) -> str:
+    """Return a method's name in tables."""
+    return f"{method}, prior" if prior == "with" else method
+
+
 def repeated(*names: str, **attributes: Any) -> Option:
     """Return a `click.option` that may be given several times, and shows its default."""
     return click.option(*names, multiple=True, show_default=True, **attributes)
 
 
-def comparison_options(recipes: Mapping[Method, Recipe]) -> Option:
-    """Add the options `--baseline`, `--seed`, `--validation` and `--json`."""
+def comparison_options(recipes: Mapping[Method, Recipe], *, priors: Sequence[Prior]) -> Option:
+    """Add the options `--baseline`, `--prior`, `--seed`, `--validation` and `--json`; `priors` are the default."""
 
     def add(command: Callable[..., None]) -> Callable[..., None]:
         for option in (
@@ -86,6 +96,13 @@ def comparison_options(recipes: Mapping[Method, Recipe]) -> Option:
                 type=click.Choice([*recipes, "none"]),
                 default=tuple(recipes),
                 help="Baselines to compare with; may be repeated.",
+            ),
+            repeated(
+                "--prior",
+                "priors",
+                type=click.Choice(get_args(Prior)),
+                default=tuple(priors),
+                help="Methods that know how often each class is among the device's images, or do not; may be repeated.",
             ),
         ):
             command = option(command)

@@ -4,17 +4,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_args
 
 import click
 import msgspec
 
 from aggregator.algorithms.fedpcl import FedPCL
 from benchmarks.accuracy.baselines import Method, Recipe
-from benchmarks.accuracy.comparison import compare, comparison_options, repeated
+from benchmarks.accuracy.comparison import Prior, compare, comparison_options, named, repeated
 from benchmarks.accuracy.scores import Run, by_method, show, write_report
 from benchmarks.data.domains import LABEL_DOMAIN, SHIFTS, load_domains, shifted
-from benchmarks.data.images import DIGITS, NAMES
+from benchmarks.data.images import DIGITS, NAMES, PAIRED
 
 BACKBONES = ("mobilenetv2_100", "mobilenetv2_100_birds", "mobilenetv2_100_insects")
 """One architecture trained on three sources, which is FedPCL's setting."""
@@ -26,7 +26,6 @@ PRINTED = {
     "loss": "contrastive",
     "relu": True,
     "standardize": False,
-    "prior": False,
 }
 """The paper's settings."""
 
@@ -125,12 +124,11 @@ COLUMNS = (
     default=("sample",),
     help="How they are limited; may be repeated.",
 )
-@click.option("--prior", is_flag=True, help="FedPCL with a class prior.")
 @click.option("--printed", is_flag=True, help="FedPCL as printed, too.")
-@comparison_options(RECIPES)
+@comparison_options(RECIPES, priors=get_args(Prior))
 @click.option(
     "--images",
-    type=click.IntRange(min=1),
+    type=click.IntRange(1, PAIRED),
     default=2000,
     show_default=True,
     help="Of each part of a data set, at most.",
@@ -144,6 +142,7 @@ def command(
     concentration: float,
     data: str,
     baselines: tuple[str, ...],
+    priors: tuple[Prior, ...],
     seeds: tuple[int, ...],
     images: int,
     validation: bool,
@@ -151,7 +150,11 @@ def command(
     **fedpcl: Any,
 ) -> None:
     """Compare FedPCL with baselines on four data sets of digits."""
-    algorithms = _algorithms(**fedpcl)
+    algorithms = {
+        named(name, prior): settings
+        for prior in priors
+        for name, settings in _algorithms(**fedpcl, prior=prior == "with").items()
+    }
     recipes = {method: recipe for method, recipe in RECIPES.items() if method in baselines}
     runs: list[Run] = []
     for number in backbones:
@@ -173,7 +176,13 @@ def command(
                     label_domain=data,
                 )
                 mine += compare(
-                    setting, fleet, algorithms=algorithms, recipes=recipes, classes=classes, seed=seed
+                    setting,
+                    fleet,
+                    algorithms=algorithms,
+                    recipes=recipes,
+                    priors=priors,
+                    classes=classes,
+                    seed=seed,
                 )
             runs += mine
             _show(setting, mine, by_domain=shift == "feature")

@@ -12,9 +12,9 @@ import numpy as np
 
 from aggregator.algorithms.fpl import FPL
 from benchmarks.accuracy.baselines import Method, Recipe
-from benchmarks.accuracy.comparison import compare, comparison_options, repeated
+from benchmarks.accuracy.comparison import Prior, compare, comparison_options, repeated
 from benchmarks.accuracy.scores import Run, by_method, show, write_report
-from benchmarks.data.domains import Client, halved, load_domains, unequal
+from benchmarks.data.domains import Client, load_domains, unequal
 from benchmarks.data.features import BACKBONES, Features
 from benchmarks.data.images import DIGITS, PACS
 
@@ -34,7 +34,7 @@ VALIDATION_SHARE = 0.6
 """Share of the devices' images of which the rest are for evaluation."""
 
 PRINTED = {"tau": 0.02, "learning_rate": 0.01, "regularization": 1.0, "standardize": False}
-"""The paper's settings."""
+"""The paper's settings; its regularizer is that of the published code, a 256th of the printed one."""
 
 _RECIPE = Recipe(
     rounds=40,
@@ -83,12 +83,13 @@ COLUMNS = ("domain_mean", "worst_domain", "up_bytes", "down_bytes")
     help="Weights to try beside FPL's own; may be repeated.",
 )
 @click.option("--printed", is_flag=True, help="FPL as printed, too.")
-@comparison_options(RECIPES)
+@comparison_options(RECIPES, priors=("without",))
 def command(
     *,
     data: tuple[str, ...],
     backbones: tuple[str, ...],
     baselines: tuple[str, ...],
+    priors: tuple[Prior, ...],
     seeds: tuple[int, ...],
     validation: bool,
     json_file: Path | None,
@@ -107,7 +108,15 @@ def command(
         mine: list[Run] = []
         for seed in seeds:
             clients = fleet(name, domains, seed=seed, validation=validation)
-            mine += compare(name, clients, algorithms=algorithms, recipes=recipes, classes=classes, seed=seed)
+            mine += compare(
+                name,
+                clients,
+                algorithms=algorithms,
+                recipes=recipes,
+                priors=priors,
+                classes=classes,
+                seed=seed,
+            )
         runs += mine
         columns = [*COLUMNS[:2], *(f"domain:{domain}" for domain in plan), *COLUMNS[2:]]
         show(f"{name}, {len(mine[0].domains)} devices", by_method(mine), columns)
@@ -115,17 +124,13 @@ def command(
 
 
 def fleet(name: str, domains: Mapping[str, Features], *, seed: int, validation: bool) -> list[Client]:
-    """Return the devices of one of PLANS; PACS, which is small, is divided into halves anew for every seed."""
-    rng = np.random.default_rng(seed)
+    """Return the devices of one of PLANS; a validation on PACS, which is small, gives them fewer images."""
     plan = PLANS[name]
-    if name == "pacs":
-        domains = {domain: halved(features, rng) for domain, features in domains.items()}
-        if validation:
-            plan = {
-                domain: (devices, round(VALIDATION_SHARE * images))
-                for domain, (devices, images) in plan.items()
-            }
-    return unequal(domains, plan, rng=rng, validation=validation)
+    if name == "pacs" and validation:
+        plan = {
+            domain: (devices, round(VALIDATION_SHARE * images)) for domain, (devices, images) in plan.items()
+        }
+    return unequal(domains, plan, rng=np.random.default_rng(seed), validation=validation)
 
 
 def _algorithms(*, rounds: int | None, regularizations: tuple[float, ...], printed: bool) -> dict[str, FPL]:

@@ -113,15 +113,6 @@ def unequal(
     return clients
 
 
-def halved(features: Features, rng: np.random.Generator) -> Features:
-    """Divide a small data set anew into halves for training and evaluation."""
-    everything = np.concatenate([features.train, features.test])
-    labels = np.concatenate([features.train_labels, features.test_labels])
-    order = rng.permutation(len(labels))
-    train, test = order[: len(order) // 2], order[len(order) // 2 :]
-    return Features(everything[train], labels[train], everything[test], labels[test])
-
-
 def _clients(
     domains: Mapping[str, Features],
     owners: Sequence[str],

@@ -77,11 +77,17 @@ def load_features(data: str, *, backbone: str, image_size: int, at_most: int | N
         ConfigError: the data or the weights are missing.
     """
     graph = backbone_file(backbone, image_size=image_size)
-    file = graph.parent / (f"{data}.npz" if at_most is None else f"{data}-{at_most}.npz")
+    file = graph.parent / f"{cached_name(data, at_most)}.npz"
     if not file.is_file():
         _extract(data, open_backbone(graph), file, at_most=at_most)
     with np.load(file) as arrays:
         return Features(**arrays)
+
+
+def cached_name(data: str, at_most: int | None = None) -> str:
+    """Return the name under which features are kept, another one for another division into parts."""
+    division = "-by-source" if data == "mnist_m" else ""
+    return data + division + ("" if at_most is None else f"-{at_most}")
 
 
 def backbone_file(backbone: str, *, image_size: int) -> Path:

@@ -18,6 +18,9 @@ DIGITS = ("mnist", "usps", "mnist_m", "digits")
 """Ten digits in four hands: the domains of one benchmark."""
 PACS = ("pacs_photo", "pacs_art_painting", "pacs_cartoon", "pacs_sketch")
 """Seven things as photographs and as three kinds of image: the domains of another."""
+MNIST_TEST_IMAGES = 10_000
+PAIRED = 2500
+"""Sampled test images of MNIST that have no twin among MNIST-M's training images."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +69,8 @@ def load_data(name: str) -> DataSet:
                 return _cut(_unzip(archive, name.removeprefix("pacs_")), train_share=0.5)
             return DataSet(_unzip(archive, "train"), _unzip(archive, "test"))
     with np.load(path) as arrays:
-        if "x" in arrays:
-            return _cut(Labeled(arrays["x"], arrays["y"].astype(np.int64)), train_share=0.75)
+        if name == "mnist_m":
+            return _cut_by_source(Labeled(arrays["x"], arrays["y"].astype(np.int64)))
         return DataSet(
             *(
                 Labeled(arrays[f"x_{part}"], arrays[f"y_{part}"].astype(np.int64))
@@ -78,8 +81,26 @@ def load_data(name: str) -> DataSet:
 
 def sample(data: Labeled, count: int) -> Labeled:
     """Return `count` of the images, or all if there are no more, the same ones every time."""
-    chosen = np.sort(np.random.default_rng(0).permutation(len(data.labels))[:count])
-    return Labeled(data.images[chosen], data.labels[chosen])
+    return _rows(data, np.sort(_shuffled(len(data.labels))[:count]))
+
+
+def _shuffled(count: int) -> NDArray[np.int64]:
+    """Return the numbers below `count` in the order in which `sample` takes images."""
+    return np.random.default_rng(0).permutation(count)
+
+
+def _rows(data: Labeled, rows: NDArray[np.int64]) -> Labeled:
+    return Labeled(data.images[rows], data.labels[rows])
+
+
+def _cut_by_source(data: Labeled) -> DataSet:
+    """Cut MNIST-M, whose image i is made of MNIST's test image i.
+
+    Images made of the first PAIRED that `sample` takes are for evaluation: no image for training has a twin there.
+    """
+    order = _shuffled(MNIST_TEST_IMAGES)
+    held_out, rest = (np.sort(part[part < len(data.labels)]) for part in (order[:PAIRED], order[PAIRED:]))
+    return DataSet(_rows(data, rest), _rows(data, held_out))
 
 
 def _scikit_learn_digits() -> DataSet:
@@ -97,9 +118,7 @@ def _cut(data: Labeled, *, train_share: float) -> DataSet:
     ends = [round(train_share * len(members)) for members in by_class]
     train = np.concatenate([members[:end] for members, end in zip(by_class, ends, strict=True)])
     test = np.concatenate([members[end:] for members, end in zip(by_class, ends, strict=True)])
-    return DataSet(
-        Labeled(data.images[train], data.labels[train]), Labeled(data.images[test], data.labels[test])
-    )
+    return DataSet(_rows(data, train), _rows(data, test))
 
 
 def _unzip(archive: zipfile.ZipFile, part: str) -> Labeled:

@@ -70,6 +70,31 @@ def test_shared_model_predicts_absent_classes(method: Method) -> None:
     assert shared.min() > 0.9
 
 
+def test_prior_of_the_own_images() -> None:
+    """With two classes that cannot be told apart, a client that knows its mixture expects the one that it has."""
+    fleet = [_mixture(0, 30, 2), _mixture(1, 2, 30)]
+    recipe = replace(RECIPE, adapter_size=0, rounds=1, epochs=1)
+    without, known = (
+        run_baseline("FedAvg-v", fleet, recipe, classes=2, seed=0, prior=prior) for prior in (False, True)
+    )
+    assert without.mean() < 0.7
+    assert known.min() > 0.9
+
+
+def _mixture(seed: int, *counts: int) -> Client:
+    """A client that has so many images of each class, without features, judged by its own mixture."""
+    labels = np.repeat(np.arange(len(counts)), counts)
+    noise = np.random.default_rng(seed).normal(size=(2, len(labels), FEATURES)).astype(np.float32) / 100
+    return Client(
+        domain="mixture",
+        train=noise[0],
+        train_labels=labels,
+        test=noise[1],
+        test_labels=labels,
+        weights=np.full(len(labels), 1 / len(labels)),
+    )
+
+
 def test_traffic_of_each_method() -> None:
     """Two bytes a value: nothing, a whole model, an adapter, prototypes, or model and prototypes."""
     sizes = {

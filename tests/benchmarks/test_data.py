@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from benchmarks.data.images import DataSet, load_data, sample
+from benchmarks.data.images import (
+    MNIST_TEST_IMAGES,
+    PAIRED,
+    DataSet,
+    Labeled,
+    load_data,
+    sample,
+)
 
 
 @pytest.fixture
@@ -30,15 +37,24 @@ def test_digits_of_scikit_learn() -> None:
     assert _shares(first) == pytest.approx([0.55] * 10, abs=0.01)
 
 
-def test_data_set_in_one_part_is_divided(folder: Path) -> None:
-    """Every class is cut in two, and no image is in both parts."""
-    images = np.arange(80, dtype=np.uint8)[:, None, None] * np.ones((1, 4, 4), np.uint8)
-    np.savez(folder / "mnist_m.npz", x=images, y=np.arange(80, dtype=np.uint8) % 4)
-    data = load_data("mnist_m")
-    assert _shares(data) == [0.75] * 4
-    numbers = [*data.train.images[:, 0, 0], *data.test.images[:, 0, 0]]
-    assert sorted(numbers) == list(range(80))
-    assert np.array_equal(data.train.labels, data.train.images[:, 0, 0] % 4)
+def test_no_digit_for_training_has_a_twin_for_evaluation(folder: Path) -> None:
+    """MNIST-M's image i is made of MNIST's test image i: no such pair is on both sides, whatever is sampled."""
+    numbers = np.arange(MNIST_TEST_IMAGES)
+    test = np.zeros((MNIST_TEST_IMAGES, 1, 2), np.uint8)
+    test[:, 0, 0], test[:, 0, 1] = numbers // 256, numbers % 256
+    labels = (numbers % 10).astype(np.uint8)
+    np.savez(folder / "mnist.npz", x_train=test[:1], y_train=labels[:1], x_test=test, y_test=labels)
+    np.savez(folder / "mnist_m.npz", x=test[:9001], y=labels[:9001])
+    colored, gray = load_data("mnist_m"), sample(load_data("mnist").test, PAIRED)
+
+    def digits(part: Labeled) -> set[tuple[int, int]]:
+        return {(int(image[0, 0]), int(image[0, 1])) for image in part.images}
+
+    assert not digits(colored.train) & (digits(gray) | digits(colored.test))
+    assert (len(colored.train.labels), len(colored.test.labels)) == (6768, 2233)
+    for part in (colored.train, colored.test):
+        high, low = part.images[:, 0].astype(np.int64).T
+        assert np.array_equal(part.labels, (256 * high + low) % 10)
 
 
 def test_domain_of_an_archive(folder: Path) -> None:

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from benchmarks.data.domains import Client, feature_shift, halved, label_shift, unequal
+from benchmarks.data.domains import Client, feature_shift, label_shift, unequal
 from benchmarks.data.features import Features
 from protocol.errors import ConfigError
 
@@ -89,13 +89,3 @@ def test_seed_decides() -> None:
     )
     assert first == second
     assert first != other
-
-
-def test_halves_depend_on_the_seed() -> None:
-    """Every image is in one half, and with another seed in another."""
-    domain = DOMAINS["first"]
-    one, two = (halved(domain, np.random.default_rng(seed)) for seed in (0, 1))
-    everything = np.sort(np.concatenate([one.train, one.test])[:, 0])
-    assert everything.tolist() == np.arange(180).tolist()
-    assert np.array_equal(one.train_labels, one.train[:, 0].astype(int) % 3)
-    assert not np.array_equal(one.train, two.train)

@@ -13,6 +13,7 @@ from benchmarks.__main__ import cli
 from benchmarks.accuracy import rounds
 from benchmarks.accuracy.rounds import run_rounds
 from benchmarks.data.domains import Client, feature_shift
+from benchmarks.data.features import cached_name
 from benchmarks.data.images import DIGITS, PACS
 from tests.benchmarks.feature_factory import domain, fill_cache
 from tests.support.graphs.exported_graphs import exported
@@ -97,7 +98,9 @@ def _report(*arguments: str, folder: Path) -> dict[str, Any]:
 
 def test_fedpcl_benchmark_writes_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One command compares on every shift, by name, with the given limits."""
-    features = {f"{name}-500": domain(seed, classes=CLASSES, images=500) for seed, name in enumerate(DIGITS)}
+    features = {
+        cached_name(name, 500): domain(seed, classes=CLASSES, images=500) for seed, name in enumerate(DIGITS)
+    }
     fill_cache(tmp_path, monkeypatch, features)
     arguments = "fedpcl --backbones 1 --images 500 --per-class 4 --clients 5 --rounds 2 --seed 1"
     report = _report(
@@ -105,11 +108,16 @@ def test_fedpcl_benchmark_writes_its_report(tmp_path: Path, monkeypatch: pytest.
         folder=tmp_path,
     )  # fmt: skip
     named = [(figures["setting"], figures["method"]) for figures in report["summaries"]]
-    methods = ("FedPCL", "FedPCL, 2 sets, sample", "Solo")
+    methods = [
+        f"{method}{prior}"
+        for methods in (("FedPCL", "FedPCL, 2 sets, sample"), ("Solo",))
+        for prior in ("", ", prior")
+        for method in methods
+    ]
     assert named == [
         (f"{shift} shift, 1 backbone", method) for shift in ("feature", "label") for method in methods
     ]
-    for figures, clients in zip(report["summaries"], (4, 4, 4, 5, 5, 5), strict=True):
+    for figures, clients in zip(report["summaries"], [4] * 6 + [5] * 6, strict=True):
         assert len(figures["clients"]) == clients
         assert figures["mean"] == pytest.approx(np.mean(figures["clients"]))
         assert figures["worst_10"] <= figures["worst_40"] <= figures["mean"] <= figures["best_10"]

@@ -130,7 +130,7 @@ def test_sets_without_a_class_are_clustered_by_the_global_prototype() -> None:
 def written_out(
     z: NDArray[np.float64], labels: list[int], sets: NDArray[np.float64], present: list[int], tau: float
 ) -> float:
-    """-(1/m) sum_p log( exp(z.C_p^y / tau) / sum_{a != y} exp(z.C_p^a / tau) ), mean over the samples (eq. 9, 10)."""
+    """-(1/m) sum_p log( exp(z.C_p^y / tau) / sum_{a != y} exp(z.C_p^a / tau) ), mean over the samples (eq. 8, 9)."""
     total = 0.0
     for sample, label in zip(z, labels, strict=True):
         others = [a for a, there in enumerate(present) if there and a != label]
