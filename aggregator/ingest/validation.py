@@ -12,6 +12,7 @@ from protocol.errors import MalformedMessage, ProtofleetError, VersionMismatch
 from protocol.statistics.second_moment import MAX_VALUE
 from protocol.wire.codec import decode, message_kind, to_array
 from protocol.wire.messages import MAX_IMAGES, Evaluation, Reason, Submission, TaskManifest, Tensor
+from protocol.wire.quantization import RANGE, dequantize
 
 FLOAT16_SLACK = 1.01
 """Factor by which rounding to float16 may lengthen a prototype."""
@@ -79,11 +80,16 @@ def check_submission(submission: Submission, expectation: Expectation) -> Protot
     """
     _check_envelope(submission, expectation)
     prototypes, labels, counts = _check_prototypes(submission, expectation)
+    tensors = _check_tensors(submission.tensors, expectation)
+    if expectation.manifest.program is None:
+        values = dequantize(prototypes, tensors.pop(RANGE))
+    else:
+        values = prototypes.astype(np.float32)
     return Prototypes(
-        prototypes.astype(np.float32),
+        values,
         labels.astype(np.int64),
         counts.astype(np.int64),
-        tensors=_check_tensors(submission.tensors, expectation.tensors),
+        tensors={name: values.astype(np.float32) for name, values in tensors.items()},
     )
 
 
@@ -93,7 +99,7 @@ def check_labels(submission: Submission, expectation: Expectation) -> NDArray[np
         return check_statistics(submission, expectation)[1]
     _check_envelope(submission, expectation)
     _, labels, _ = _check_prototypes(submission, expectation)
-    _check_tensors(submission.tensors, expectation.tensors)
+    _check_tensors(submission.tensors, expectation)
     return labels
 
 
@@ -143,10 +149,11 @@ def _check_prototypes(
 ) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
     """Return prototypes, labels and counts as they arrived."""
     manifest = expectation.manifest
-    prototypes, labels, counts = _check_rows(submission, expectation, dtype="f2")
-    if manifest.program is not None and len(np.unique(labels)) < len(labels):
+    in_rounds = manifest.program is not None
+    prototypes, labels, counts = _check_rows(submission, expectation, dtype="f2" if in_rounds else "u1")
+    if in_rounds and len(np.unique(labels)) < len(labels):
         raise Refused("malformed", "expected one prototype of each class at most, got several")
-    if not _all_finite(prototypes):
+    if in_rounds and not _all_finite(prototypes):
         raise Refused("not_finite", "a prototype holds NaN or infinity")
     if manifest.differential_privacy is None:  # with noise any value is possible
         _check_images(labels, counts, submission.images, manifest)
@@ -211,22 +218,22 @@ def _check_norms(prototypes: NDArray[Any], expectation: Expectation) -> None:
 
 
 def _all_finite(values: NDArray[Any]) -> bool:
-    """Return True if float16 or float32 values hold neither NaN nor infinity, without a temporary array.
+    """Return True if float16 values hold neither NaN nor infinity, without a temporary array.
 
     NaN and infinity are the bit patterns from infinity on, among the positive numbers and among the negative.
     """
-    signed, unsigned = (np.int16, np.uint16) if values.dtype.itemsize == 2 else (np.int32, np.uint32)
-    infinity = values.dtype.type(np.inf)
+    infinity = np.float16(np.inf)
     bits = values.reshape(-1)
     return bool(
-        bits.view(signed).max(initial=0) < infinity.view(signed)
-        and bits.view(unsigned).max(initial=0) < (-infinity).view(unsigned)
+        bits.view(np.int16).max(initial=0) < infinity.view(np.int16)
+        and bits.view(np.uint16).max(initial=0) < (-infinity).view(np.uint16)
     )
 
 
-def _check_tensors(
-    tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, NDArray[np.float32]]:
+def _check_tensors(tensors: Mapping[str, Tensor], expectation: Expectation) -> dict[str, NDArray[np.float16]]:
+    """Return exactly the tensors of the task's program; without one, the range of the features."""
+    in_rounds = expectation.manifest.program is not None
+    shapes = expectation.tensors if in_rounds else {RANGE: (2, expectation.prototype_size)}
     if tensors.keys() != shapes.keys():
         expected, got = (", ".join(sorted(names)) or "none" for names in (shapes, tensors))
         raise Refused("malformed", f"expected the tensors {expected}, got {got[:120]}")
@@ -237,7 +244,9 @@ def _check_tensors(
             raise Refused("shape", f"expected {name} of shape {shape}, got {values.shape}")
         if not _all_finite(values):
             raise Refused("not_finite", f"{name} holds NaN or infinity")
-        checked[name] = values.astype(np.float32)
+        checked[name] = values
+    if not in_rounds and (checked[RANGE][0] > checked[RANGE][1]).any():
+        raise Refused("malformed", "expected a range from low to high, got one from high to low")
     return checked
 
 

@@ -23,8 +23,9 @@ from aggregator.training.robust_training_set import WeightedPrototypes, combine,
 from benchmarks.data.averaging import averaged
 from benchmarks.data.features import Features
 from benchmarks.data.partitions import Partition, share_out
-from protocol.wire.codec import digest_of, encode, to_tensor, to_unsigned
+from protocol.wire.codec import digest_of, encode, to_unsigned
 from protocol.wire.messages import BlobRef, Submission, TaskManifest
+from protocol.wire.quantization import prototype_fields
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,7 +59,7 @@ class Result:
     bytes_up: int
     """Bytes of all submissions, as encoded for the wire."""
     tensor_bytes: int
-    """Bytes of the float16 prototypes among them."""
+    """Bytes of the prototypes among them."""
     head_bytes: int
     """Bytes of the head's arrays."""
     epochs: int
@@ -96,7 +97,7 @@ def run_fleet(features: Features, partition: Partition, settings: Settings, *, s
         images=int(taken.counts.sum()),
         prototypes=len(taken.labels),
         bytes_up=sum(map(len, payloads)),
-        tensor_bytes=taken.values.astype(np.float16).nbytes,
+        tensor_bytes=taken.values.size,
         head_bytes=sum(layer.nbytes for layer in trained.layers),
         epochs=trained.epochs,
         train_seconds=seconds,
@@ -176,7 +177,7 @@ def _submissions(
                 Submission(
                     task=expectation.task,
                     sequence=1,
-                    prototypes=to_tensor(mine.values.astype(np.float16)),
+                    **prototype_fields(mine.values.astype(np.float16)),
                     labels=to_unsigned(mine.labels),
                     counts=to_unsigned(mine.counts),
                     images=int(np.count_nonzero(owners == client)),

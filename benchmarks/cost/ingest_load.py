@@ -9,8 +9,9 @@ import numpy as np
 from aggregator.config.task_file import load_task
 from aggregator.storage.store import Store
 from aggregator.tasks.task_preparation import Task, prepare_task
-from protocol.wire.codec import digest_of, encode, to_tensor, to_unsigned
+from protocol.wire.codec import digest_of, encode, to_unsigned
 from protocol.wire.messages import Submission
+from protocol.wire.quantization import prototype_fields
 from protocol.wire.signing import sign_frame
 from protocol.wire.topics import device_topic
 from protocol.wire.transfer import frames_of
@@ -47,13 +48,13 @@ def write_load(folder: Path, task: Path, *, devices: int, submissions: int, size
 
 
 def _payload(task: Task, sequence: int, size_bytes: int, random: np.random.Generator) -> bytes:
-    rows = max(1, size_bytes // (2 * task.feature_size))
+    rows = max(1, size_bytes // task.feature_size)
     values = random.normal(size=(rows, task.feature_size)).astype(np.float16)
     return encode(
         Submission(
             task=task.digest,
             sequence=sequence,
-            prototypes=to_tensor(values),
+            **prototype_fields(values),
             labels=to_unsigned(np.arange(rows) % len(task.file.classes)),
             counts=to_unsigned(np.ones(rows, dtype=np.int64)),
             images=rows,

@@ -213,7 +213,7 @@ def _show_dry_run(prepared: "PreparedSubmission", size_bytes: int) -> None:
             f"together, at delta {spent.delta:g}; an upload will have other noise"
         )
     say(
-        f"{counted(rows, prepared.form)} of {size} {prepared.prototypes.dtype} values each: {size_bytes} bytes "
+        f"{counted(rows, prepared.form)} of {size} values each: {size_bytes} bytes "
         "would be uploaded; nothing was uploaded"
     )
     if prepared.warning:

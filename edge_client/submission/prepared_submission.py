@@ -20,6 +20,7 @@ from protocol.cli import counted, plain
 from protocol.errors import PrivacyRefused, ProtofleetError
 from protocol.wire.codec import digest_of, encode, to_tensor, to_unsigned
 from protocol.wire.messages import MAX_IMAGES, Privacy, Submission, TaskManifest, Tensor
+from protocol.wire.quantization import prototype_fields
 
 
 class NoPrototype(ProtofleetError):
@@ -29,6 +30,8 @@ class NoPrototype(ProtofleetError):
 @dataclass(frozen=True)
 class PreparedSubmission:
     """A device's contribution: m prototypes float16 (m, L), their class indices (m,), and the images in each (m,).
+
+    Without rounds, prototypes are uploaded in one byte a value (`protocol.wire.quantization`).
 
     Of a task with statistics they are class sums int32 (p, D) or groups of images int8 (m, D). `tensors` are uploaded
     beside them: in rounds the changes, with class sums the second moment. In rounds `loss` is the mean over the last
@@ -160,21 +163,24 @@ def encode_submission(
         private and (prepared.tensors or prepared.loss is not None)
     ):
         raise PrivacyRefused(FAILED)
+    if manifest.program is None and manifest.statistics is None:
+        fields = prototype_fields(prepared.prototypes)
+    else:
+        fields = {"prototypes": to_tensor(prepared.prototypes), "tensors": dict(prepared.tensors)}
     images = sum(each.images for each in prepared.classes)
     omitted = tuple(manifest.classes.index(report.name) for report in prepared.classes if report.left_out)
     return encode(
         Submission(
             task=task,
             sequence=sequence,
-            prototypes=to_tensor(prepared.prototypes),
             labels=to_unsigned(prepared.labels),
             counts=to_unsigned(prepared.counts),
             images=min(int(prepared.counts.sum()) if private else images, MAX_IMAGES),
             omitted_classes=() if private else omitted,
             round=round_number,
-            tensors=dict(prepared.tensors),
             loss=prepared.loss,
             privacy=prepared.privacy,
+            **fields,
         )
     )
 

@@ -33,6 +33,7 @@ from protocol.models.preprocessing import preprocess
 from protocol.storage.blobstore import BlobStore
 from protocol.wire.codec import decode, to_array
 from protocol.wire.messages import Submission
+from protocol.wire.quantization import RANGE, dequantize
 
 REGULARIZATIONS = (1e-2, 1e-1, 1.0, 10.0, 100.0)
 """Inverse strengths of the L2 penalty that cross-validation chooses from."""
@@ -145,6 +146,6 @@ def submissions(folder: Folder) -> dict[str, Prototypes]:
     for device, digest in sorted(members.items()):
         payload = blobs.read(bytes.fromhex(digest))
         message = decode(payload, Submission, max_bytes=len(payload))
-        values = to_array(message.prototypes).astype(np.float32)
+        values = dequantize(to_array(message.prototypes), to_array(message.tensors[RANGE]))
         found[device] = Prototypes(values, to_array(message.labels), to_array(message.counts))
     return found

@@ -272,7 +272,8 @@ class Submission(Message, frozen=True, kw_only=True, tag="submission"):
     task: Digest
     sequence: Natural
     prototypes: Tensor
-    """float16 (m, L); of a task with statistics int32 (p, D) class sums, or int8 (m, D) groups of images."""
+    """uint8 (m, L), with the tensor `range`; in rounds float16; with statistics int32 (p, D) class sums, or int8 (m, D)
+    groups of images."""
     labels: Tensor
     """uint8 or uint16 (m,): class index of each row."""
     counts: Tensor

@@ -78,6 +78,7 @@ def _check(message: Submission, expectation: Expectation) -> None:
     assert accepted.counts.min() >= 2
     assert accepted.counts.max() <= MAX_IMAGES
     assert {name: array.shape for name, array in accepted.tensors.items()} == expectation.tensors
+    assert np.abs(accepted.values).max() < 65520, "no more than float16 holds"
     assert all(np.isfinite(array).all() for array in accepted.tensors.values())
     assert message.loss is None or math.isfinite(message.loss)
     np.testing.assert_array_equal(check_labels(message, expectation), accepted.labels)

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.data.averaging import averaged
+from protocol.wire.quantization import dequantize, quantize
 
 CANDIDATES = 100
 """Images of a class among which the attacker searches the one in a prototype."""
@@ -21,7 +22,7 @@ class Release:
     """Prototypes (m, L) as a server receives them, and what it does not receive: which images are in which."""
 
     values: NDArray[np.float32]
-    """Rounded to float16, as on the wire."""
+    """Rounded as on the wire."""
     labels: NDArray[np.int64]
     counts: NDArray[np.int64]
     noise: NDArray[np.float64]
@@ -79,13 +80,22 @@ def release_prototypes(
             averaged(part, batch=batch, rng=np.random.default_rng([seed, int(label)]))[0]
             for part in (features[own], np.eye(len(own), dtype=np.float32))
         )
-        values.append(averages.astype(np.float16).astype(np.float32))
+        values.append(averages)
         classes += [label] * len(averages)
         members += [own[share > 0] for share in shares]
     counts = np.array([len(of_one) for of_one in members])
     return Release(
-        np.concatenate(values), np.array(classes), counts, noise=np.zeros(len(counts)), members=tuple(members)
+        rounded(np.concatenate(values)),
+        np.array(classes),
+        counts,
+        noise=np.zeros(len(counts)),
+        members=tuple(members),
     )
+
+
+def rounded(values: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return a device's prototypes (m, L) as the aggregator receives them."""
+    return dequantize(*quantize(values.astype(np.float16)))
 
 
 def study(features: NDArray[np.float32], labels: NDArray[np.int64]) -> Knowledge:

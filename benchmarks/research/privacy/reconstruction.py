@@ -20,6 +20,7 @@ from benchmarks.research.privacy.leakage import (
     by_likelihood,
     link,
     release_prototypes,
+    rounded,
     study,
 )
 from benchmarks.research.privacy.private_fleet import PAPER, noise_multiplier
@@ -227,7 +228,7 @@ def _private(
         return None
     sizes = np.array(counts)
     return Release(
-        np.stack(values).astype(np.float16).astype(np.float32),
+        rounded(np.stack(values)),
         np.array(labels),
         sizes,
         noise=mechanism.clip_norm * mechanism.noise / sizes,

@@ -5,12 +5,14 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from aggregator.coordination.round_state import Settings
 from aggregator.ingest.validation import Expectation
 from aggregator.storage.stored_values import ServedTask
-from protocol.wire.codec import digest_of, encode, to_tensor, to_unsigned
+from protocol.wire.codec import digest_of, encode, to_array, to_tensor, to_unsigned
 from protocol.wire.messages import BlobRef, DeviceInfo, Evaluation, Program, Submission, TaskManifest
+from protocol.wire.quantization import RANGE, dequantize, prototype_fields
 
 FEATURE_SIZE = 16
 MANIFEST = TaskManifest(
@@ -61,9 +63,11 @@ def round_submission(
 ) -> Submission:
     """Return a valid submission for a round: a float16 prototype of five images per class, and tensor changes."""
     random = np.random.default_rng(seed)
+    values = random.normal(size=(len(labels), projection_size)).astype(np.float16)
     return msgspec.structs.replace(
         submission(task=task, sequence=sequence, labels=labels, feature_size=projection_size, seed=seed),
         round=number,
+        prototypes=to_tensor(values),
         tensors={
             name: to_tensor(random.normal(size=shape).astype(np.float16)) for name, shape in shapes.items()
         },
@@ -79,16 +83,24 @@ def submission(
     feature_size: int = FEATURE_SIZE,
     seed: int = 0,
 ) -> Submission:
-    """Return a valid submission: float16 (m, L) prototypes of five images each."""
+    """Return a valid submission: m prototypes of L values and five images each."""
     values = np.random.default_rng(seed).normal(size=(len(labels), feature_size)).astype(np.float16)
     return Submission(
         task=task,
         sequence=sequence,
-        prototypes=to_tensor(values),
+        **prototype_fields(values),
         labels=to_unsigned(np.array(labels)),
         counts=to_unsigned(np.full(len(labels), 5)),
         images=5 * len(labels),
     )
+
+
+def values_of(submission: Submission) -> NDArray[np.float32]:
+    """Return the prototypes (m, L) of a submission of FedTC, or of a round."""
+    values = to_array(submission.prototypes)
+    if RANGE not in submission.tensors:
+        return values.astype(np.float32)
+    return dequantize(values, to_array(submission.tensors[RANGE]))
 
 
 def evaluation(*, task: bytes = TASK, head_version: int = 1) -> Evaluation:

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-from protocol.wire.codec import to_array
 from tests.support.fleets.closed_fleet import FLEET
 from tests.support.fleets.fleet import write_task
+from tests.support.messages.submissions import values_of
 from tests.support.network.brokers import mosquitto_program
 from tests.system.attacks.compromised_aggregator import DEVICE, PASSWORD, CompromisedAggregator
 from tests.system.attacks.fleet import HONEST, AttackedFleet
@@ -158,7 +158,7 @@ def test_no_prototype_value_is_in_a_log(run: AttackedFleet) -> None:
     logs = _logs(run)
     numbers = {number for text in logs.values() for number in re.findall(r"-?\d+\.\d+(?:e-?\d+)?", text)}
     for name in HONEST:
-        values = to_array(run.submission(name).prototypes).ravel()
+        values = values_of(run.submission(name)).ravel()
         assert values.size > 100
         for value in values:
             forms = {str(value), repr(float(value)), f"{value:.6g}", f"{np.float32(value)}"}

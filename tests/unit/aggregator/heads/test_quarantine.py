@@ -19,8 +19,9 @@ from aggregator.storage.store import Store
 from aggregator.training.jobs import Result
 from protocol.errors import ConfigError, StateError
 from protocol.mqtt.reconnecting_session import BrokerAddress
-from protocol.wire.codec import digest_of, to_tensor, to_unsigned
+from protocol.wire.codec import digest_of, to_unsigned
 from protocol.wire.messages import Submission
+from protocol.wire.quantization import prototype_fields
 from tests.support.fleets.aggregator_process import Device, aggregator, run_aggregator, write_task
 from tests.support.messages.prototype_sets import fleet, flipped, honest
 from tests.support.messages.submissions import SERVED, TASK
@@ -94,7 +95,7 @@ def _upload(broker: BrokerAddress, name: str, part: Prototypes) -> None:
         message = Submission(
             task=digest_of(device.task()),
             sequence=1,
-            prototypes=to_tensor(part.values.astype(np.float16)),
+            **prototype_fields(part.values.astype(np.float16)),
             labels=to_unsigned(part.labels),
             counts=to_unsigned(part.counts),
             images=int(part.counts.sum()),

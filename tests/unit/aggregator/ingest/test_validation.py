@@ -34,6 +34,7 @@ from tests.support.messages.submissions import (
     evaluation,
     round_submission,
     submission,
+    values_of,
 )
 
 GOOD = submission()
@@ -42,6 +43,10 @@ GOOD_IN_ROUNDS = round_submission()
 
 def _changed(**fields: Any) -> Submission:
     return msgspec.structs.replace(GOOD, **fields)
+
+
+def _range(tensor: Tensor, **others: Tensor) -> Submission:
+    return _changed(tensors={"range": tensor, **others})
 
 
 def _in_rounds(**fields: Any) -> Submission:
@@ -75,7 +80,7 @@ def test_valid_submission_becomes_arrays() -> None:
     arrays = (taken.values, taken.labels, taken.counts)
     assert [str(array.dtype) for array in arrays] == ["float32", "int64", "int64"]
     assert taken.values.shape == (4, FEATURE_SIZE)
-    np.testing.assert_array_equal(taken.values, np.frombuffer(GOOD.prototypes.data, "<f2").reshape(4, -1))
+    np.testing.assert_array_equal(taken.values, values_of(GOOD))
     assert taken.labels.tolist() == [0, 0, 1, 2]
     assert taken.counts.tolist() == [5, 5, 5, 5]
 
@@ -98,23 +103,46 @@ def _spent(total: float) -> Privacy:
     return Privacy(epsilon=1.0, total_epsilon=total, delta=1e-5, releases=1)
 
 
+_NONE = {"labels": _integers(), "counts": _integers()}
 REFUSED: dict[str, tuple[Submission, str, str]] = {
     "other task": (_changed(task=bytes(32)), "unknown_task", "expected task .*, got 000000000000"),
-    "integer prototypes": (_changed(prototypes=_integers(*[0] * 64)), "dtype", "prototypes"),
-    "float32": (_changed(prototypes=_floats(3e38, 4, 16, dtype="f4")), "dtype", "kind 'f2', got f4"),
+    "wide prototypes": (
+        _changed(prototypes=to_tensor(np.zeros((4, 16), "u2"))),
+        "dtype",
+        "kind 'u1', got u2",
+    ),
+    "float16": (_changed(prototypes=_floats(0, 4, 16)), "dtype", "kind 'u1', got f2"),
     "float labels": (_changed(labels=_floats(0, 4)), "dtype", "labels of kind 'u', got f2"),
     "float counts": (_changed(counts=_floats(5, 4)), "dtype", "counts of kind 'u', got f2"),
-    "flat prototypes": (_changed(prototypes=_floats(0, 64)), "shape", "of 2 dimensions"),
+    "flat prototypes": (_changed(prototypes=_integers(*[0] * 64)), "shape", "of 2 dimensions"),
     "labels in a table": (_changed(labels=to_tensor(np.zeros((4, 1), "u1"))), "shape", "of 1 dimensions"),
     "other feature size": (submission(feature_size=17), "shape", r"expected \(m, 16\) .* got \(4, 17\)"),
     "missing label": (_changed(labels=_integers(0, 0, 0)), "shape", r"\(3,\)"),
     "extra count": (_changed(counts=_integers(5, 5, 5, 5, 5)), "shape", r"\(5,\)"),
-    "no prototype": (submission(labels=()), "shape", r"\(0, 16\)"),
-    "missing bytes": (_changed(prototypes=Tensor("f2", (4, 16), bytes(127))), "shape", "expected 128 bytes"),
+    "no prototype": (
+        _changed(**_NONE, prototypes=to_tensor(np.zeros((0, 16), "u1"))),
+        "shape",
+        r"\(0, 16\)",
+    ),
+    "missing bytes": (_changed(prototypes=Tensor("u1", (4, 16), bytes(63))), "shape", "expected 64 bytes"),
     "extra bytes": (_changed(labels=Tensor("u1", (4,), bytes(5))), "shape", "labels: expected 4 bytes"),
-    "huge": (_changed(prototypes=Tensor("f2", (2**31 - 1, 2**31 - 1), b"")), "shape", "expected 9223372"),
-    "NaN": (_changed(prototypes=_floats(NAN, 4, 16)), "not_finite", "NaN or infinity"),
-    "infinity": (_changed(prototypes=_floats(-INFINITY, 4, 16)), "not_finite", "NaN or infinity"),
+    "huge": (_changed(prototypes=Tensor("u1", (2**31 - 1, 2**31 - 1), b"")), "shape", "expected 461168"),
+    "no range": (_changed(tensors={}), "malformed", "expected the tensors range, got none"),
+    "NaN": (_range(_floats(NAN, 2, 16)), "not_finite", "range holds NaN or infinity"),
+    "infinity": (
+        _range(to_tensor(np.array([[0.0] * 16, [INFINITY] * 16], "f2"))),
+        "not_finite",
+        "range holds",
+    ),
+    "float32 range": (_range(_floats(3e38, 2, 16, dtype="f4")), "dtype", "range of kind 'f2', got f4"),
+    "short range": (_range(_floats(0, 2, 15)), "shape", r"range of shape \(2, 16\), got \(2, 15\)"),
+    "range without high": (_range(_floats(0, 1, 16)), "shape", r"got \(1, 16\)"),
+    "range bytes": (_range(Tensor("f2", (2, 16), bytes(2))), "shape", "range: expected 64 bytes"),
+    "reversed range": (
+        _range(to_tensor(np.array([[1.0] * 16, [0.5] * 16], "f2"))),
+        "malformed",
+        "from low to high",
+    ),
     "unknown class": (submission(labels=(0, 3)), "unknown_class", "labels below 3, got 3"),
     "single image": (_changed(counts=_integers(5, 5, 1, 5)), "malformed", "expected 2 to 10000000 images"),
     "no image": (_changed(counts=_integers(5, 5, 0, 5)), "malformed", "got 0 to 5"),
@@ -126,9 +154,8 @@ REFUSED: dict[str, tuple[Submission, str, str]] = {
         "at least 5 images in each prototype of a class with several, got 4",
     ),
     "round": (_changed(round=1), "unknown_round", "no rounds, got a submission for round 1"),
-    "tensors": (_changed(tensors={"bias": _floats(0, 4)}), "malformed", "tensors none, got bias"),
+    "tensors": (_range(_floats(0, 2, 16), bias=_floats(0, 4)), "malformed", "tensors range, got bias, range"),
 }
-_NONE = {name: getattr(submission(labels=()), name) for name in ("labels", "counts")}
 REFUSED_IN_ROUNDS: dict[str, tuple[Submission, str, str]] = {
     "other task": (_in_rounds(task=bytes(32)), "unknown_task", "expected task"),
     "feature": (_in_rounds(prototypes=_floats(0, 2, 16)), "shape", r"expected \(m, 4\) .* got \(2, 16\)"),
@@ -194,10 +221,13 @@ def test_prototype_beyond_the_maximum_norm_is_implausible() -> None:
 
 @given(st.data())
 def test_one_non_finite_value_refuses_a_submission(data: st.DataObject) -> None:
-    values = np.zeros((4, FEATURE_SIZE), dtype=np.float16)
-    place = data.draw(st.tuples(st.integers(0, 3), st.integers(0, FEATURE_SIZE - 1)))
+    """In the range of a feature, or in a prototype of a round."""
+    values = np.zeros((2, FEATURE_SIZE), dtype=np.float16)
+    place = data.draw(st.tuples(st.integers(0, 1), st.integers(0, FEATURE_SIZE - 1)))
     values[place] = data.draw(st.sampled_from([NAN, INFINITY, -INFINITY]))
-    assert _refused(_changed(prototypes=to_tensor(values))).reason == "not_finite"
+    assert _refused(_range(to_tensor(values))).reason == "not_finite"
+    in_rounds = replace(ROUNDS_EXPECTATION, prototype_size=FEATURE_SIZE)
+    assert _refused(_in_rounds(prototypes=to_tensor(values)), in_rounds).reason == "not_finite"
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,9 @@ from aggregator.training.runner import Finished
 from protocol.errors import ThreadFailed
 from protocol.models.onnx_metadata import HeadMetadata, read_metadata
 from protocol.mqtt.reconnecting_session import BrokerAddress, Connected, Outgoing, Received
-from protocol.wire.codec import decode, digest_of, encode, to_tensor
+from protocol.wire.codec import decode, digest_of, encode
 from protocol.wire.messages import Receipt, Submission, TaskManifest
+from protocol.wire.quantization import prototype_fields
 from protocol.wire.topics import device_topic, fleet_topic
 from protocol.wire.transfer import frames_of
 from tests.support.fleets.aggregator_process import (
@@ -49,7 +50,7 @@ def _separable(task: bytes, *, sequence: int = 1, seed: int = 0) -> Submission:
     labels = (0, 1, 2) * 20
     values = np.random.default_rng(seed).normal(size=(60, 16)) * 0.1 + np.eye(16)[list(labels)] * 3
     random = submission(task=task, sequence=sequence, labels=labels)
-    return replace(random, prototypes=to_tensor(values.astype(np.float16)))
+    return replace(random, **prototype_fields(values.astype(np.float16)))
 
 
 def _accuracy(head: bytes) -> float:

@@ -93,7 +93,7 @@ def test_presence_follows_the_process(broker: BrokerAddress, tmp_path: Path) -> 
 def _hostile(task: bytes) -> list[tuple[str, bytes, str]]:
     good = submission(task=task)
     unseen = digest_of(b"unseen")
-    floats = to_tensor(np.full((4, 16), np.nan, dtype=np.float16))
+    nan = {"range": to_tensor(np.full((2, 16), np.nan, dtype=np.float16))}
     big = 200_000
 
     def frame(payload: bytes) -> bytes:
@@ -132,8 +132,8 @@ def _hostile(task: bytes) -> list[tuple[str, bytes, str]]:
         ("up/0", frame(encode(good)[:-1]), "malformed"),
         ("up/0", spoilt(v=2), "version"),
         ("up/0", spoilt(task=bytes(32)), "unknown_task"),
-        ("up/0", spoilt(prototypes=floats), "not_finite"),
-        ("up/0", spoilt(prototypes=to_tensor(np.zeros((4, 17), np.float16))), "shape"),
+        ("up/0", spoilt(tensors=nan), "not_finite"),
+        ("up/0", spoilt(prototypes=to_tensor(np.zeros((4, 17), np.uint8))), "shape"),
         ("up/0", spoilt(labels=to_tensor(np.zeros(4, np.float16))), "dtype"),
         ("up/0", spoilt(labels=to_unsigned(np.array([0, 1, 2, 3]))), "unknown_class"),
         ("up/0", spoilt(counts=to_unsigned(np.array([5, 5, 5, 1]))), "malformed"),

@@ -85,7 +85,9 @@ def test_the_aggregator_accepts_a_submission(tmp_path: Path) -> None:
     assert isinstance(message, Submission)
     assert message.sequence == 7
     taken = check_submission(message, Expectation(TASK, make_manifest(), 16))
-    np.testing.assert_array_equal(taken.values, prepared.prototypes.astype(np.float32))
+    half_step = np.ptp(prepared.prototypes.astype(np.float32), axis=0) / 510
+    assert (np.abs(taken.values - prepared.prototypes) <= 1.001 * half_step).all()
+    assert len(payload) < prepared.prototypes.size + 4 * prepared.prototypes.shape[1] + 300
     np.testing.assert_array_equal(taken.counts, prepared.counts)
 
 

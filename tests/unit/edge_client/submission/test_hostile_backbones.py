@@ -21,6 +21,7 @@ from protocol.wire.codec import digest_of, to_array
 from protocol.wire.messages import BlobRef, Submission, TaskManifest
 from tests.support.devices.worker_benches import WANTED, PrivateBench
 from tests.support.graphs.hostile_backbones import fails_on_white, flips_on_white, remembers_white
+from tests.support.messages.submissions import values_of
 
 
 def _bench(
@@ -46,7 +47,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _sums(submission: Submission) -> np.ndarray:
     """Return the sum of each prototype's clipped features, (m, L), in units of the clipping norm."""
-    values = to_array(submission.prototypes).astype(np.float64)
+    values = values_of(submission).astype(np.float64)
     counts = to_array(submission.counts).astype(np.float64)
     sums: np.ndarray = values * counts[:, None] / WANTED.clip_norm
     return sums
@@ -168,4 +169,4 @@ def test_noise_is_for_one_set_of_features(tmp_path: Path) -> None:
     second = bench.upload()
     assert second.privacy is not None
     assert second.privacy.releases == 2
-    assert (to_array(second.prototypes)[:1] != to_array(first.prototypes)[:1]).mean() > 0.9
+    assert (values_of(second)[:1] != values_of(first)[:1]).mean() > 0.9

@@ -24,6 +24,7 @@ from protocol.wire.codec import to_array
 from protocol.wire.messages import Program, RoundManifest, Submission, TaskManifest
 from tests.support.devices.device_factory import TINY, make_manifest, make_workspace
 from tests.support.devices.round_factory import put_contents
+from tests.support.messages.submissions import values_of
 
 CLASSES = ("ant", "bee", "cat", "dog")
 PROGRAM = Program(
@@ -52,7 +53,7 @@ def _behind(payload: bytes) -> list[tuple[int, int, int]]:
     """Return the class, the declared count and the actual number of images of each prototype in a submission."""
     message = read_message(payload)
     assert isinstance(message, Submission)
-    arrays = (to_array(message.labels), to_array(message.counts), to_array(message.prototypes))
+    arrays = (to_array(message.labels), to_array(message.counts), values_of(message))
     return [
         (int(label), int(count), int((prototype != 0).sum()))
         for label, count, prototype in zip(*arrays, strict=True)

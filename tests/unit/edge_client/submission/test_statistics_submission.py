@@ -240,7 +240,7 @@ def test_status_and_dry_run_show_sums(tmp_path: Path, capsys: pytest.CaptureFixt
     shown = capsys.readouterr().out
     assert "cat: 6 images, 1 held out; 1 class sum of 5 images\n" in shown
     assert "second moment of the features: " in shown
-    assert "2 class sums of 32 int32 values each: 1234 bytes would be uploaded" in shown
+    assert "2 class sums of 32 values each: 1234 bytes would be uploaded" in shown
     assert warning in shown
     bench.upload()
     bench.store.set(DeviceName("shed-1"))
@@ -254,7 +254,7 @@ def test_status_and_dry_run_show_groups(tmp_path: Path, capsys: pytest.CaptureFi
     _show_dry_run(bench.dry_run(bench.manifest), 1234)
     shown = capsys.readouterr().out
     assert "cat: 6 images, 1 held out; 2 groups of 2 to 3 images\n" in shown
-    assert "4 groups of 32 int8 values each: 1234 bytes would be uploaded" in shown
+    assert "4 groups of 32 values each: 1234 bytes would be uploaded" in shown
     assert bench.upload().prototypes.dtype == "i1"
     DeviceState(tmp_path / "state").set(DeviceName("shed-1"))
     output = CliRunner().invoke(cli, ["status", "--state", str(tmp_path / "state")]).output
