@@ -77,7 +77,7 @@ def declared_sizes(fleet: AttackedFleet) -> Iterator[bool]:
     counted=(("malformed", MALLORY), ("dtype", MALLORY), ("implausible", MALLORY)),
 )
 def impossible_numbers(fleet: AttackedFleet) -> Iterator[bool]:
-    """2^63 images, losses and costs that are not finite, values of 3e38, and more prototypes than images give."""
+    """2^63 images, losses and costs that are not finite, values of 3e38, reversed ranges, too many prototypes."""
     submission = fleet.submission()
     values, counts = to_array(submission.prototypes), to_array(submission.counts)
     changes: list[dict[str, Any]] = [
@@ -85,6 +85,7 @@ def impossible_numbers(fleet: AttackedFleet) -> Iterator[bool]:
         *({"loss": loss} for loss in (1.7e308, math.inf, math.nan)),
         {"privacy": Privacy(epsilon=1.0, total_epsilon=math.inf, delta=1e-5, releases=1)},
         {"prototypes": to_tensor(np.full(values.shape, 3e38, np.float32))},
+        {"tensors": {"range": to_tensor(np.repeat(np.array([[1], [0]], np.float16), values.shape[1], 1))}},
         {"counts": to_unsigned(np.full(counts.shape, 10**9))},
         {"counts": to_unsigned(np.full(counts.shape, 2))},
     ]
