@@ -20,7 +20,11 @@ VALUES = npst.arrays(
 def test_an_error_is_at_most_half_a_step(values: NDArray[np.float16]) -> None:
     """Of each feature by its own range, up to the rounding of float32."""
     integers, limits = quantize(values)
-    assert (integers.dtype, limits.dtype, limits.shape) == (np.uint8, np.float16, (2, values.shape[1]))
+    assert (str(integers.dtype), str(limits.dtype), limits.shape) == (
+        "uint8",
+        "float16",
+        (2, values.shape[1]),
+    )
     error = np.abs(dequantize(integers, limits).astype(np.float64) - values)
     low, high = limits.astype(np.float64)
     assert (error <= 0.5 * (high - low) / STEPS + 1e-6 * np.maximum(abs(low), abs(high))).all()
