@@ -39,8 +39,8 @@ def dequantize(values: NDArray[np.uint8], limits: NDArray[np.float16]) -> NDArra
     return restored
 
 
-def prototype_fields(values: NDArray[np.float16]) -> dict[str, Any]:
-    """Return the fields `prototypes` and `tensors` of a submission of FedTC with these prototypes (m, L)."""
+def prototype_fields(values: NDArray[Any]) -> dict[str, Any]:
+    """Return the fields `prototypes` and `tensors` of a submission of FedTC with these prototypes, float16 (m, L)."""
     integers, limits = quantize(values)
     return {"prototypes": to_tensor(integers), "tensors": {RANGE: to_tensor(limits)}}
 
