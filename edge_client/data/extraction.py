@@ -248,7 +248,7 @@ def _compute(
 def _compute_each(
     backbones: Sequence[Backbone], loaded: Sequence[tuple[LabeledImage, _Pixels | Refusal]]
 ) -> list[Outcome]:
-    """Compute each image by itself; a failure of a backbone is the image's, and may pass."""
+    """Compute each image by itself; a failure of a backbone is the image's."""
     computed: list[Outcome] = []
     for image, made in loaded:
         try:
@@ -256,7 +256,7 @@ def _compute_each(
         except StateError:
             raise  # no fault of the image
         except ProtofleetError as error:
-            outcome = Refusal(str(error), may_pass=True)
+            outcome = Refusal(str(error))
         computed.append((image, outcome))
     return computed
 

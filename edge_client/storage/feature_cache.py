@@ -94,6 +94,11 @@ class FeatureCache:
         with self._database.transaction() as database:
             database.executemany("INSERT OR REPLACE INTO features VALUES (?, ?, ?, ?)", rows)
 
+    def forget_unusable(self, *backbones: str) -> None:
+        """Let images that are unusable for these backbones be tried again."""
+        for backbone in backbones:
+            self._database.write("DELETE FROM features WHERE backbone = ? AND vector IS NULL", backbone)
+
     def require_space(self, images: int, feature_size: int) -> None:
         """Raise DiskAlmostFull if the disk has too little space for the features of so many images."""
         needed_bytes = images * (4 * feature_size + ROW_BYTES)

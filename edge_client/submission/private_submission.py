@@ -43,7 +43,8 @@ def prepare_private(
     """Return noisy prototypes of all images; the same images give the same release again.
 
     The release is charged before a backbone runs on any image, so that neither the answer nor its price depends on
-    what the backbone does there. A dry run charges nothing.
+    what the backbone does there. An image on which it fails is tried again for the next release only: a backbone that
+    fails at some starts would otherwise cause a second release by that image. A dry run charges nothing.
 
     Raises:
         ConfigError: the images cannot be found.
@@ -77,6 +78,8 @@ def _prepare(
         raise PrivacyFailed(FAILED)
     most = max_prototypes(len(manifest.classes), feature_size)
     release = _charge(workspace, _fingerprint(task, secret, images), wanted)
+    if release.content is None and not workspace.dry_run:
+        workspace.cache.forget_unusable(*training_feature_keys(manifest))
     found = workspace.extract(manifest, should_stop, images)
     members = [found.for_training(label) for label in range(len(manifest.classes))]
 

@@ -17,9 +17,11 @@ from edge_client.runtime.backbone import Backbone, open_backbone
 from edge_client.storage.stored_values import PrivacySpent, SubmissionReport
 from edge_client.submission import image_features, private_submission
 from edge_client.submission.image_features import Workspace
+from protocol.errors import BackboneMismatch
 from protocol.wire.codec import digest_of, to_array
 from protocol.wire.messages import BlobRef, Submission, TaskManifest
 from tests.support.devices.worker_benches import WANTED, PrivateBench
+from tests.support.graphs.backbones import tiny_backbone
 from tests.support.graphs.hostile_backbones import fails_on_white, flips_on_white, remembers_white
 from tests.support.messages.submissions import values_of
 
@@ -130,6 +132,32 @@ def test_a_failure_on_an_image_is_charged_and_answered_alike(tmp_path: Path, eps
             assert bench.read(built.item).privacy is not None
     assert answers[0] == answers[1]
     assert answers[0][0] == ("" if epsilon is None else BUDGET)
+
+
+def test_a_backbone_that_fails_at_some_starts_causes_no_second_release(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failure can depend on addresses in memory; the image is tried again when the images change."""
+    bench = _bench(tmp_path, tiny_backbone(), with_image=True)
+    real = Backbone.features
+    fails = True
+
+    def features(backbone: Backbone, pixels: np.ndarray) -> np.ndarray:
+        if fails and (pixels == 255).all():
+            raise BackboneMismatch("an address is odd")
+        return real(backbone, pixels)
+
+    monkeypatch.setattr(Backbone, "features", features)
+    first = bench.upload()
+    fails = False
+    bench.restart()
+    assert bench.upload() == first
+    Image.new("RGB", (12, 10), "gray").save(bench.data / "cat" / "another.png")
+    bench.restart()
+    second = bench.upload()
+    assert second.privacy is not None
+    assert second.privacy.releases == 2
+    assert bench.store.get(SubmissionReport).unusable == ()
 
 
 def test_no_image_is_read_without_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,13 +83,16 @@ def test_a_state_is_private_whatever_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:
         (tmp_path / "shared").mkdir(mode=0o755)
-        for name, make in (("a", Store), ("d", DeviceState), ("shared/a", Store), ("shared/d", DeviceState)):
-            make(tmp_path / name)
+        makers = (("a", Store), ("d", DeviceState), ("shared/a", Store), ("shared/d", DeviceState))
+        opened = [
+            *(make(tmp_path / name) for name, make in makers),
+            FeatureCache(tmp_path / "d" / "features.sqlite"),
+        ]
         identity_of(tmp_path / "a")
-        FeatureCache(tmp_path / "d" / "features.sqlite")
     finally:
         os.umask(before)
     assert all(stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o700 for name in ("a", "d", "a/identity"))
     files = [*tmp_path.rglob("*.sqlite*"), *tmp_path.rglob("*.key")]
     assert len(files) >= 6
     assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
+    del opened  # not before: closing deletes files
