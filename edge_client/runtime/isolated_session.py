@@ -2,8 +2,9 @@
 
 Operators of ONNX Runtime may leave a part of their output as they found the memory (three did in 1.31, for tensors
 without values), and a graph can compute with what is there: images and keys, in a program that handles them. The
-program started here loads a graph and never reads inputs: it forks a process for each run, which does. So all of them
-begin alike.
+program started here loads a graph and never reads inputs: for each run it forks a process that does, and that forks the
+run and answers, whatever becomes of the run. So all runs begin alike, also those after one that failed: another start
+of the program would have other addresses, and a graph can compute with them as well.
 """
 
 import contextlib
@@ -15,10 +16,10 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from multiprocessing.connection import Connection, Pipe
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,13 +32,25 @@ POLL_S = 0.25
 MAX_RUN_S = 300
 """Seconds of the CPU after which a run ends by itself, if the device program has ended before it."""
 
+MAX_ANSWER_S = 20.0
+"""Time limit for the answer that a run has ended."""
+
 READY = b"ready"
+
+CANCEL = b""
+"""Sent to end the run that is not answered yet; has no effect on one that is."""
+
+FAILED = b""
+"""The answer if the run fails, or ends its process."""
+
+_CLOSED = 2
+"""Exit status of the process for a run, if there is none because the other end is closed."""
 
 
 class IsolatedSession:
     """Runs a graph that was validated, on the CPU; `file` is its path or its bytes.
 
-    `start` starts the program that forks: before the first run, and before the first one after `close` or a failure.
+    `start` starts the program that forks: before the first run, and before the first one after `close`.
     """
 
     def __init__(self, file: Path | bytes) -> None:
@@ -57,7 +70,8 @@ class IsolatedSession:
 
         Raises:
             RuntimeError: it fails, or has ended its process.
-            StateError: the program that forks was not started.
+            TimeoutError: it was ended.
+            StateError: the program that forks was not started, or has ended.
         """
         connection = self._connection
         if connection is None:
@@ -65,13 +79,23 @@ class IsolatedSession:
         try:
             ends = np.array(json.dumps([list(names), list(feeds)]))
             connection.send_bytes(_packed([ends, *feeds.values()]))
-            return _unpacked(_answer(connection, options))
+            answer = _answer(connection, options)
+            if answer is None:
+                connection.send_bytes(CANCEL)
+                if not connection.poll(MAX_ANSWER_S):
+                    raise EOFError
+                connection.recv_bytes()
         except (EOFError, OSError) as error:
             self.close()
-            raise RuntimeError("it fails, or ends its process") from error
+            raise StateError("the process that runs a graph has ended: try again") from error
         except BaseException:
             self.close()
             raise
+        if answer is None:
+            raise TimeoutError("no answer in time")
+        if answer == FAILED:
+            raise RuntimeError("it fails, or ends its process")
+        return _unpacked(answer)
 
     def close(self) -> None:
         """End the program that forks, and its processes."""
@@ -105,7 +129,8 @@ class IsolatedSession:
                 )
             self._connection = here
             here.send(self._file)
-            _answer(here, options)
+            if _answer(here, options) is None:
+                raise TimeoutError("no answer in time")
         except (EOFError, OSError) as error:
             self.close()
             raise StateError(f"the process that runs a graph cannot be started: {error}") from error
@@ -114,10 +139,11 @@ class IsolatedSession:
             raise
 
 
-def _answer(connection: Connection, options: Any) -> bytes:
+def _answer(connection: Connection, options: Any) -> bytes | None:
+    """Wait for an answer; returns None if `options.terminate` comes first."""
     while not connection.poll(POLL_S):
         if options.terminate:
-            raise TimeoutError("no answer in time")
+            return None
     return connection.recv_bytes()
 
 
@@ -133,33 +159,64 @@ def _unpacked(data: bytes) -> list[NDArray[Any]]:
 
 
 def main(descriptor: int) -> None:
-    """Load a graph, and fork for each run that waits, until one fails or the other end is closed."""
+    """Load a graph, and fork for each run that waits, until the other end is closed."""
     connection = Connection(descriptor)
     session, _, _ = open_session(connection.recv(), provider="cpu", threads=1)  # a fork has no other thread
     _unpacked(_packed([np.zeros(1)]))  # imports what each fork would import again
     gc.freeze()
     connection.send_bytes(READY)
-    while True:
+    status = 0
+    while status != _CLOSED:  # whatever else becomes of a run, the next one begins as it did
         connection.poll(None)
         process = os.fork()
         if not process:
-            _run_one(session, connection)
-        if os.waitpid(process, 0)[1]:
-            return
+            _end_with(lambda: _serve_one(session, connection))
+        status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 
-def _run_one(session: Any, connection: Connection) -> None:
-    """Answer the run that waits, and end the process."""
-    code = 1
+def _end_with(work: Callable[[], int]) -> NoReturn:
+    """End a forked process with the status that a function returns."""
+    status = 1
     try:
-        with contextlib.suppress(ValueError, OSError):  # a lower limit holds already
-            resource.setrlimit(resource.RLIMIT_CPU, (MAX_RUN_S, MAX_RUN_S))
-        ends, *arrays = _unpacked(connection.recv_bytes())
-        names, inputs = json.loads(str(ends))
-        connection.send_bytes(_packed(session.run(names, dict(zip(inputs, arrays, strict=True)))))
-        code = 0
+        status = work()
     finally:
-        os._exit(code)
+        os._exit(status)
+
+
+def _serve_one(session: Any, connection: Connection) -> int:
+    """Fork the run that waits, and answer it."""
+    try:
+        request = connection.recv_bytes()
+    except EOFError:
+        return _CLOSED
+    if request == CANCEL:  # it came after the answer
+        return 0
+    here, there = Pipe(duplex=False)
+    process = os.fork()
+    if not process:
+        _end_with(lambda: _run(session, request, there))
+    there.close()
+    answer = FAILED
+    if here in wait([here, connection]):
+        with contextlib.suppress(EOFError):
+            answer = here.recv_bytes()
+    else:
+        os.kill(process, signal.SIGKILL)
+        connection.recv_bytes()
+    os.waitpid(process, 0)
+    connection.send_bytes(answer)
+    return 0
+
+
+def _run(session: Any, request: bytes, answers: Connection) -> int:
+    with contextlib.suppress(ValueError, OSError):  # a lower limit holds already
+        resource.setrlimit(resource.RLIMIT_CPU, (MAX_RUN_S, MAX_RUN_S))
+    with contextlib.suppress(OSError):  # of all processes, this one is to end if memory is short
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+    ends, *arrays = _unpacked(request)
+    names, inputs = json.loads(str(ends))
+    answers.send_bytes(_packed(session.run(names, dict(zip(inputs, arrays, strict=True)))))
+    return 0
 
 
 if __name__ == "__main__":

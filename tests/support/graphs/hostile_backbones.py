@@ -32,6 +32,36 @@ def fails_on_white() -> bytes:
     )
 
 
+def never_ends_on_white() -> bytes:
+    """Repeat nothing 2^62 times if an image in the batch is all white."""
+    number, boolean = onnx.TensorProto.FLOAT, onnx.TensorProto.BOOL
+    body = helper.make_graph(
+        [
+            helper.make_node("Identity", ["again"], ["still"]),
+            helper.make_node("Identity", ["value"], ["same"]),
+        ],
+        "body",
+        [
+            helper.make_tensor_value_info("number", onnx.TensorProto.INT64, []),
+            helper.make_tensor_value_info("again", boolean, []),
+            helper.make_tensor_value_info("value", number, None),
+        ],
+        [
+            helper.make_tensor_value_info("still", boolean, []),
+            helper.make_tensor_value_info("same", number, None),
+        ],
+    )
+    return _extended(
+        helper.make_node("ReduceMin", ["flat"], ["darkest"], keepdims=1, axes=[1]),
+        helper.make_node("ReduceMax", ["darkest"], ["brightest"], keepdims=0),
+        helper.make_node("Floor", ["brightest"], ["is_white"]),
+        helper.make_node("Cast", ["is_white"], ["index"], to=onnx.TensorProto.INT64),
+        helper.make_node("Mul", ["index", "many"], ["times"]),
+        helper.make_node("Loop", ["times", "", "plain"], ["feature"], body=body),
+        many=np.array(2**62),
+    )
+
+
 def always_fails() -> bytes:
     """Open, and fail on every image."""
     return _extended(

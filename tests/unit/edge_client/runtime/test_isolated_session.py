@@ -1,22 +1,20 @@
 """Runs of a graph that have a process of their own each."""
 
-import os
-import signal
+import subprocess
 import threading
-from contextlib import AbstractContextManager
+import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from edge_client.runtime import onnx_model
-from edge_client.runtime.backbone import MAX_IMAGE_S, Backbone, open_backbone
+from edge_client.runtime.backbone import Backbone, open_backbone
 from edge_client.runtime.isolated_session import IsolatedSession
-from edge_client.runtime.onnx_model import MAX_START_S
 from protocol.errors import ProtofleetError, StateError
 from tests.support.graphs.backbones import EDGE
-from tests.support.graphs.hostile_backbones import fails_on_white
+from tests.support.graphs.hostile_backbones import fails_on_white, never_ends_on_white
 
 GRAY, WHITE = (np.full((1, EDGE, EDGE, 3), level, np.uint8) for level in (100, 255))
 
@@ -34,38 +32,46 @@ def test_an_image_that_ends_its_process_is_refused_and_later_ones_are_not(backbo
         with pytest.raises(ProtofleetError, match="it fails, or ends its process"):
             isolated.features(WHITE)
         np.testing.assert_array_equal(isolated.features(GRAY), backbone.features(GRAY))
-        session = isolated.model._session
-        assert isinstance(session, IsolatedSession)
-        process = session._process
-        assert process is not None
-        onnx_model.interrupt_runs(threading.get_ident())
-        try:
-            os.kill(process.pid, signal.SIGSTOP)  # a run that takes long
-            with pytest.raises(ProtofleetError, match="time limit"):
-                isolated.features(GRAY)
-        finally:
-            onnx_model.allow_runs(threading.get_ident())
+        process = _program(isolated)
     assert process.returncode is not None
 
 
-def test_an_image_that_ends_its_process_takes_no_time_from_the_next_one(
-    backbone: Backbone, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The program starts again, with a time limit of its own: otherwise one image decides about another's feature."""
-    limits: list[float] = []
-    limited = onnx_model._time_limit
-
-    def recorded(limit_s: float) -> AbstractContextManager[Any]:
-        limits.append(limit_s)
-        return limited(limit_s)
-
-    monkeypatch.setattr(onnx_model, "_time_limit", recorded)
+def test_runs_begin_alike_after_one_that_fails_is_killed_or_takes_long(tmp_path: Path) -> None:
+    """They are of one program: another start of it would have other addresses, and a graph can compute with those."""
+    (tmp_path / "b.onnx").write_bytes(never_ends_on_white())
+    backbone = open_backbone(tmp_path / "b.onnx", provider="cpu", threads=1)
+    thread = threading.get_ident()
     with backbone.isolated() as isolated:
-        isolated.features(GRAY)
-        with pytest.raises(ProtofleetError, match="ends its process"):
-            isolated.features(WHITE)
-        isolated.features(GRAY)
-    assert limits == [MAX_START_S, MAX_IMAGE_S, MAX_IMAGE_S, MAX_START_S, MAX_IMAGE_S]
+        feature = isolated.features(GRAY)
+        program = _program(isolated)
+
+        def run_of_program() -> psutil.Process:
+            while len(found := psutil.Process(program.pid).children(recursive=True)) < 2:
+                time.sleep(0.01)
+            return found[-1]
+
+        def interrupt() -> None:
+            run_of_program()
+            onnx_model.interrupt_runs(thread)
+
+        with pytest.raises(ProtofleetError, match="fails on its inputs"):
+            isolated.features(WHITE[..., :2])
+        for end, words in ((lambda: run_of_program().kill(), "ends its process"), (interrupt, "time limit")):
+            other = threading.Thread(target=end)
+            other.start()
+            with pytest.raises(ProtofleetError, match=words):
+                isolated.features(WHITE)
+            other.join()
+            onnx_model.allow_runs(thread)
+            np.testing.assert_array_equal(isolated.features(GRAY), feature)
+        assert _program(isolated) is program
+
+
+def _program(isolated: Backbone) -> subprocess.Popen[bytes]:
+    session = isolated.model._session
+    assert isinstance(session, IsolatedSession)
+    assert session._process is not None
+    return session._process
 
 
 def test_a_program_that_does_not_start_is_no_fault_of_the_image(tmp_path: Path, backbone: Backbone) -> None:
