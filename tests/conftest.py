@@ -14,8 +14,10 @@ from protocol.mqtt.reconnecting_session import BrokerAddress
 from tests.support.graphs import exported_graphs
 from tests.support.network.brokers import amqtt, free_address, mosquitto, mosquitto_program
 
-# Read by OpenMP when torch is first imported. pytest-xdist uses all cores; more threads would only wait for each other.
+# Read by OpenMP when torch is first imported. pytest-xdist uses all cores; more threads would only wait for each other,
+# and those of a test that sets their number must not spin while they wait: that took 25 times the processor time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # How long an example takes depends on the load of the machine.
 hypothesis.settings.register_profile("no deadline", deadline=None)

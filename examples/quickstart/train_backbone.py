@@ -166,8 +166,8 @@ def write(backbone: nn.Module, file: Path) -> Exported:
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
 def cli(*, data: Path, out: Path, epochs: int, seed: int) -> None:
     """Train the demo's backbone on Fashion-MNIST and write it as ONNX."""
-    torch.set_num_threads(THREADS)
     train_part, test_part = load_fashion(data)
+    torch.set_num_threads(THREADS)
     started_s = time.monotonic()
     backbone, classifier = train(
         train_part,
