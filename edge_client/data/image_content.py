@@ -25,12 +25,17 @@ HEADER_BYTES = 2**20
 _ORIENTATION = 0x0112
 
 _JPEG, _PNG = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"
-_START_OF_SCAN = 0xDA
+_APPLICATION_0, _START_OF_SCAN = 0xE0, 0xDA
 _NOT_DECODED = {*range(0xE1, 0xEE), 0xEF, 0xFE}
 """Segments of a JPEG file that do not change its pixels: comments, and all application data but JFIF's and Adobe's."""
 
-_TEXTS = {b"tEXt", b"zTXt", b"iTXt", b"tIME"}
-"""Chunks of a PNG file that do not, unless they have an orientation."""
+_METADATA = {b"eXIf", b"tEXt", b"zTXt", b"iTXt"}
+"""Chunks of a PNG file that can have an orientation."""
+
+_PNG_HEADER_BYTES = 33
+
+_DECODED = {b"tRNS", b"acTL", b"fcTL", b"fdAT"}
+"""Chunks that change its pixels, beside the critical ones."""
 
 
 def content_key(path: Path) -> bytes | None:
@@ -65,15 +70,14 @@ def _jpeg_parts(file: BinaryIO) -> Iterator[bytes | memoryview]:
     """
     data, at = file.read(HEADER_BYTES), 2
     view = memoryview(data)
-    with contextlib.suppress(Exception):  # Pillow raises errors of many classes on broken files
-        if orientation := Image.open(io.BytesIO(data), formats=["JPEG"]).getexif().get(_ORIENTATION):
-            yield str(orientation).encode()
-    yield view[:at]
+    yield _orientation(data) + view[:at]
     while at + 4 <= len(data) and data[at] == 0xFF and data[at + 1] != _START_OF_SCAN:
         end = at + 2 + int.from_bytes(data[at + 2 : at + 4], "big")
         if end > len(data):
             break
-        if data[at + 1] not in _NOT_DECODED:
+        if data[at + 1] == _APPLICATION_0:  # JFIF: without its resolution
+            yield view[at + 4 : min(at + 9, end)]
+        elif data[at + 1] not in _NOT_DECODED:
             yield view[at:end]
         at = end
     yield view[at:]
@@ -81,17 +85,30 @@ def _jpeg_parts(file: BinaryIO) -> Iterator[bytes | memoryview]:
 
 
 def _png_parts(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the chunks that are decoded; texts of more than HEADER_BYTES are among them."""
+    """Yield the chunks that are decoded, and the orientation; metadata beyond HEADER_BYTES is among them."""
     yield file.read(len(_PNG))
-    while start := file.read(8):
-        chunk_bytes = int.from_bytes(start[:4], "big") + 4
-        if start[4:] not in _TEXTS or chunk_bytes > HEADER_BYTES:
+    metadata, kind = bytearray(), b""
+    while kind != b"IEND" and (start := file.read(8)):
+        chunk_bytes, kind = int.from_bytes(start[:4], "big") + 4, start[4:]
+        if kind in _METADATA and len(metadata) + chunk_bytes <= HEADER_BYTES:
+            metadata += start + file.read(chunk_bytes)
+        elif kind[:1].isupper() or kind in _DECODED | _METADATA:
             yield start
             yield from _rest(file, chunk_bytes)
-            continue
-        chunk = start + file.read(chunk_bytes)
-        if b"rientation" in chunk or b"Raw profile" in chunk:
-            yield chunk
+        else:
+            file.seek(chunk_bytes, os.SEEK_CUR)
+    pixel = io.BytesIO()
+    Image.new("L", (1, 1)).save(pixel, "png")
+    header, rest = pixel.getvalue()[:_PNG_HEADER_BYTES], pixel.getvalue()[_PNG_HEADER_BYTES:]
+    yield _orientation(header + metadata + rest)
+
+
+def _orientation(data: bytes) -> bytes:
+    """Return how an image file is turned, in its first bytes; nothing if it is not."""
+    with contextlib.suppress(Exception):  # Pillow raises errors of many classes on broken files
+        orientation = Image.open(io.BytesIO(data), formats=["JPEG", "PNG"]).getexif().get(_ORIENTATION)
+        return str(orientation).encode() if orientation in range(2, 9) else b""
+    return b""
 
 
 def _rest(file: BinaryIO, most: int = MAX_FILE_BYTES) -> Iterator[bytes]:

@@ -3,6 +3,7 @@
 import io
 import os
 import tracemalloc
+import zlib
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -37,6 +38,18 @@ def tagged(jpeg: bytes, tags: dict[int, int]) -> bytes:
     return jpeg[:2] + b"\xff\xe1" + (len(segment) + 2).to_bytes(2, "big") + segment + jpeg[2:]
 
 
+def png_exif(tags: dict[int, int]) -> bytes:
+    exif = Image.Exif()
+    exif.update(tags)
+    return saved(noise(), "png", exif=exif)
+
+
+def png_chunk(kind: bytes, data: bytes) -> bytes:
+    """Return the PNG file with a chunk after its header."""
+    chunk = kind + data
+    return PNG[:33] + len(data).to_bytes(4, "big") + chunk + zlib.crc32(chunk).to_bytes(4, "big") + PNG[33:]
+
+
 def text(**texts: str) -> PngInfo:
     info = PngInfo()
     for name, value in texts.items():
@@ -53,13 +66,24 @@ SAME = {
         tagged(JPEG, {ORIENTATION: 6, RATING: 5}),
     ),
     "a comment": (JPEG, saved(noise(), "jpeg", comment=b"a dog")),
+    "an upright orientation": (JPEG, tagged(JPEG, {ORIENTATION: 1})),
+    "a resolution": (saved(noise(), "jpeg", dpi=(72, 72)), saved(noise(), "jpeg", dpi=(300, 300))),
     "a text": (PNG, saved(noise(), "png", pnginfo=text(Title="a dog"))),
+    "a rating in a PNG": (PNG, png_exif({RATING: 5})),
+    "a rating of a turned PNG": (png_exif({ORIENTATION: 6}), png_exif({ORIENTATION: 6, RATING: 5})),
+    "a rating of a PNG turned otherwise": (
+        saved(noise(), "png", pnginfo=text(xmp='tiff:Orientation="6"')),
+        saved(noise(), "png", pnginfo=text(xmp='xmp:Rating="5" tiff:Orientation="6"')),
+    ),
+    "a resolution of a PNG": (PNG, png_chunk(b"pHYs", bytes(8) + b"\1")),
+    "a PNG with something behind it": (PNG, PNG + b"something"),
 }
 OTHER = {
     "another image": (JPEG, saved(noise(seed=1), "jpeg")),
     "another PNG image": (PNG, saved(noise(seed=1), "png")),
     "an orientation": (JPEG, tagged(JPEG, {ORIENTATION: 6})),
-    "an orientation in a PNG": (PNG, saved(noise(), "png", pnginfo=text(xmp='tiff:Orientation="6"'))),
+    "an orientation in a PNG": (PNG, png_exif({ORIENTATION: 6})),
+    "a transparent color in a PNG": (PNG, png_chunk(b"tRNS", bytes(6))),
     "a truncated file": (JPEG, JPEG[:-1]),
     "a truncated header": (JPEG, JPEG[:21]),
     "a truncated PNG": (PNG, PNG[:40]),
