@@ -92,4 +92,6 @@ def run_command(
             embedded = EmbeddedBroker(address, on_failure=events.put)
             embedded.start()
             cleanup.callback(embedded.stop)
-        Aggregator(prepared, store, broker=address, access=access, events=events).run()
+        while True:  # until interrupted
+            Aggregator(prepared, store, broker=address, access=access, events=events).run()
+            prepared = prepare_task(task_file, backbones, store=store)

@@ -31,6 +31,8 @@ class Training(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds after which a training, the closing of a round or an export of graphs is ended, and has failed."""
 
     recipe: Literal["default", "paper"] = "default"
+    refine: bool = False
+    """Once FedTC's head is in use, make another one from statistics of its adapter's features."""
     restore: bool | None = None
     epochs: Annotated[int, Meta(ge=1, le=100_000)] | None = None
     device: Annotated[str, Meta(pattern=r"^(auto|cpu|cuda(:\d+)?)\Z")] = "auto"

@@ -155,10 +155,13 @@ def _unused(task: TaskFile, given: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _statistics(task: TaskFile, given: Mapping[str, Any]) -> Iterator[Problem]:
-    if task.algorithm != "statistics":
+    if task.algorithm == "statistics":
+        algorithm, remedy = 'algorithm = "statistics"', 'use algorithm = "fedtc"'
+    elif task.training.refine:
+        algorithm, remedy = "training.refine", "remove it"
+    else:
         return
-    algorithm = 'algorithm = "statistics"'
-    if given.get("client", {}).get("alpha", 1) != 1:
+    if task.algorithm == "statistics" and given.get("client", {}).get("alpha", 1) != 1:
         yield (
             ("client", "alpha"),
             f"must be 1 with {algorithm}, because whether an image is an outlier depends on other images: remove it",
@@ -173,7 +176,7 @@ def _statistics(task: TaskFile, given: Mapping[str, Any]) -> Iterator[Problem]:
     if task.privacy.dp is not None:
         yield (
             ("privacy", "dp"),
-            f'{algorithm} has no noise, and no differential privacy: use algorithm = "fedtc"',
+            f"{algorithm} has no noise, and no differential privacy: {remedy}",
         )
     if (perturbation := task.privacy.perturbation) is not None and perturbation.on == "prototypes":
         yield ("privacy", "perturbation", "on"), f'{algorithm} uploads no prototypes: set on = "images"'

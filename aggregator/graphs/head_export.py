@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from onnx import numpy_helper
 
 from aggregator.algorithms.fedtc.head import MIN_LENGTH, Dense, logits_of
-from aggregator.algorithms.statistics.feature_map import FeatureMap
+from aggregator.algorithms.statistics.feature_map import RowMap
 from aggregator.graphs.fused_model import finished
 from protocol.models.onnx_metadata import GraphMetadata, HeadMetadata
 
@@ -27,36 +27,18 @@ BATCH_SIZES = (1, 7, 256)
 
 
 def head_to_onnx(
-    layers: Sequence[Dense], *, metadata: HeadMetadata, feature_map: FeatureMap | None = None
+    layers: Sequence[Dense], *, metadata: HeadMetadata, feature_map: RowMap | None = None
 ) -> bytes:
     """Return a head as an ONNX file, of layers that take features, or rows that a map makes of them.
 
     Its input is `feature`, float32 (n, L); its outputs are `logits` and `probabilities`, float32 (n, C).
     """
-    nodes: list[str] = []
-    constants: dict[str, NDArray[np.generic]] = {}
-    value = "feature"
-    if feature_map is not None:
+    *hidden, classifier = layers
+    if feature_map is None:
+        nodes, constants, value = hidden_layers(hidden)
+    else:
         (nodes, constants), value = feature_map.nodes(), "projection"
-    if len(layers) > 1:  # ONNX Runtime warns of constants that no node uses
-        constants |= {"axes": np.array([1]), "min_length": np.array(MIN_LENGTH, dtype=np.float32)}
-    for number, layer in enumerate(layers):
-        dense = "logits" if layer is layers[-1] else f"dense_{number}"
-        if layer.projection is not None:
-            nodes += _matrix(f"projection_{number}", layer.projection, constants)
-            nodes.append(f"projected_{number} = Gemm<transB=1>({value}, projection_{number})")
-            value = f"projected_{number}"
-        nodes += _matrix(f"weight_{number}", layer.weight, constants)
-        constants[f"bias_{number}"] = layer.bias
-        nodes.append(f"{dense} = Gemm<transB=1>({value}, weight_{number}, bias_{number})")
-        if layer is not layers[-1]:
-            value = f"unit_{number}"
-            nodes += [
-                f"positive_{number} = Relu({dense})",
-                f"length_{number} = ReduceL2<keepdims=1>(positive_{number}, axes)",
-                f"divisor_{number} = Max(length_{number}, min_length)",
-                f"{value} = Div(positive_{number}, divisor_{number})",
-            ]
+    nodes += _dense("logits", classifier, value, constants)
     rows = f"float[n, {len(metadata.classes)}]"
     model = _model(
         f"head (float[n, {metadata.feature_size}] feature) => ({rows} logits, {rows} probabilities)",
@@ -66,7 +48,26 @@ def head_to_onnx(
     return finished(model, metadata)
 
 
-def map_to_onnx(feature_map: FeatureMap, *, num_classes: int) -> bytes:
+def hidden_layers(layers: Sequence[Dense]) -> tuple[list[str], dict[str, NDArray[np.generic]], str]:
+    """Return the nodes and constants of a head's layers before the last one, from `feature`, and their last value."""
+    nodes: list[str] = []
+    constants: dict[str, NDArray[np.generic]] = {}
+    value = "feature"
+    if layers:  # ONNX Runtime warns of constants that no node uses
+        constants |= {"axes": np.array([1]), "min_length": np.array(MIN_LENGTH, dtype=np.float32)}
+    for number, layer in enumerate(layers):
+        nodes += _dense(f"dense_{number}", layer, value, constants)
+        value = f"unit_{number}"
+        nodes += [
+            f"positive_{number} = Relu(dense_{number})",
+            f"length_{number} = ReduceL2<keepdims=1>(positive_{number}, axes)",
+            f"divisor_{number} = Max(length_{number}, min_length)",
+            f"{value} = Div(positive_{number}, divisor_{number})",
+        ]
+    return nodes, constants, value
+
+
+def map_to_onnx(feature_map: RowMap, *, num_classes: int) -> bytes:
     """Return a map as an ONNX file: `feature`, float32 (n, L), to `projection`, float32 (n, D), integers.
 
     Devices open it as the `project` graph of a task with so many classes.
@@ -85,7 +86,7 @@ def map_to_onnx(feature_map: FeatureMap, *, num_classes: int) -> bytes:
     return finished(_model(f"map ({sizes})", nodes, constants), metadata)
 
 
-def mapped(feature_map: FeatureMap, features: NDArray[np.float32]) -> NDArray[np.float32]:
+def mapped(feature_map: RowMap, features: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return the rows (n, D), integers, that ONNX Runtime makes of features (n, L)."""
     file = map_to_onnx(feature_map, num_classes=1)
     session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
@@ -104,6 +105,18 @@ def _model(
     return model
 
 
+def _dense(name: str, layer: Dense, value: str, constants: dict[str, NDArray[np.generic]]) -> list[str]:
+    """Add a layer to the constants; return the nodes that compute `name` from a value."""
+    nodes = []
+    if layer.projection is not None:
+        nodes += _matrix(f"{name}_projection", layer.projection, constants)
+        nodes.append(f"{name}_projected = Gemm<transB=1>({value}, {name}_projection)")
+        value = f"{name}_projected"
+    nodes += _matrix(f"{name}_weight", layer.weight, constants)
+    constants[f"{name}_bias"] = layer.bias
+    return [*nodes, f"{name} = Gemm<transB=1>({value}, {name}_weight, {name}_bias)"]
+
+
 def _matrix(name: str, array: NDArray[np.floating], constants: dict[str, NDArray[np.generic]]) -> list[str]:
     """Add a matrix to the constants; return the nodes that make it float32."""
     if array.dtype == np.float32:
@@ -117,7 +130,7 @@ def max_difference(
     layers: Sequence[Dense],
     file: bytes,
     features: NDArray[np.float32],
-    feature_map: FeatureMap | None = None,
+    feature_map: RowMap | None = None,
 ) -> float:
     """Return the maximum difference of the file's logits and probabilities in ONNX Runtime from those of its layers.
 

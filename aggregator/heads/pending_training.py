@@ -67,7 +67,7 @@ def blobs_of(job: HeadJob | StatisticsJob | RoundJob, task: Task) -> list[bytes]
     """Return the digests of what a job reads beside the submissions, except for the backbones: it can do without."""
     program = task.manifest.program
     if program is None or not isinstance(job, RoundJob):
-        return [task.digest]
+        return [task.digest, *([] if task.refined is None else [task.refined.digest])]
     return [task.digest, bytes.fromhex(job.tensors), program.init.digest, program.head.digest]
 
 
@@ -96,10 +96,11 @@ def job_of(
         "half_memory": has_half_memory(state.failures),
         "folder": str(folder / f"head-{train.version}"),
     }
-    if (feature_map := task.feature_map) is not None:
+    if task.manifest.statistics is not None:
         return StatisticsJob(
             **shared,
-            random_features=feature_map.random_features,
-            seed=feature_map.seed,
+            random_features=task.file.statistics.features,
+            seed=task.file.client.seed,
+            adapter="" if task.refined is None else task.refined.digest.hex(),
         )
     return HeadJob(**shared, training=task.file.training)

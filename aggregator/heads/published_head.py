@@ -13,6 +13,7 @@ from aggregator.heads.operator_commands import usable_heads
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
 from aggregator.tasks.manifests import head_ref
+from aggregator.tasks.refinement import refinable_head
 from aggregator.tasks.retention import needed_blobs, served_blobs
 from aggregator.tasks.task_preparation import Task
 from protocol.errors import BackboneMismatch, StateError
@@ -171,6 +172,11 @@ class Releases:
 
     def _served(self) -> set[bytes]:
         return served_blobs(self._task, list(self._heads.values()), self._state)
+
+    @property
+    def refinable(self) -> HeadRecord | None:
+        """The current head, if its adapter may be refined."""
+        return refinable_head(self._state, self._heads.values())
 
     @property
     def retained(self) -> set[int]:

@@ -18,6 +18,7 @@ from aggregator.service.device_messages import DeviceMessages
 from aggregator.service.own_topic import TAKE_OVER
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import ServedTask
+from aggregator.tasks import refinement
 from aggregator.tasks.task_preparation import Task
 from aggregator.training.runner import Finished, Progress
 from protocol.errors import StateError, ThreadFailed
@@ -58,6 +59,7 @@ class Aggregator:
     ) -> None:
         self._task = task
         self._store = store
+        self._is_over = False
         self._events: queue.SimpleQueue[Event] = events or queue.SimpleQueue()
         require_not_replaced(store.facts.get(Duplicate) or Duplicate(), command=TAKE_OVER)
         key = identity_of(store.folder)
@@ -102,10 +104,13 @@ class Aggregator:
         )
 
     def run(self) -> None:
-        """Serve the fleet until interrupted; raises ThreadFailed if a thread that it depends on has ended."""
+        """Serve the fleet until interrupted, or until another task follows: `prepare_task` returns it then.
+
+        Raises ThreadFailed if a thread that it depends on has ended.
+        """
         self._publisher.start()
         try:
-            while True:
+            while not self._is_over:
                 self.handle(self._next_batch())
         finally:
             self._training.stop()
@@ -153,6 +158,15 @@ class Aggregator:
                 self._training.deleted.clear()
             for device, request in self._training.lost.requests():
                 self._publisher.publish_to_device(device, "ack", request)
+            self._is_over = self._is_replaced()
+
+    def _is_replaced(self) -> bool:
+        """Return True if another task is to be served: FedTC's head is refined from now on, or no more."""
+        refined, file = self._task.refined, self._task.file
+        if refined is not None:
+            return refinement.is_over(self._store, refined)
+        head = self._releases.refinable if file.training.refine else None
+        return head is not None and refinement.begin_if_due(self._store, head, deadline_s=file.deadline_s)
 
     def _restore_blobs(self) -> None:
         """Create the folder of blobs again if it was deleted, with those that have a copy; request submissions."""

@@ -16,7 +16,13 @@ from aggregator.storage.device_keys import counts, refusal_reason
 from aggregator.storage.elapsed_clock import ElapsedClock
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import HeadRateLimit, LostFiles, SigningKey, TrainingProgress
+from aggregator.storage.stored_values import (
+    HeadRateLimit,
+    LostFiles,
+    Refinement,
+    SigningKey,
+    TrainingProgress,
+)
 from aggregator.storage.submissions import SubmissionRecord
 from protocol.statistics.balanced_accuracy import balanced_accuracy
 from protocol.storage.blobstore import file_digest
@@ -54,6 +60,7 @@ def _collect(store: Store) -> model.Status:
         fleet=served.fleet,
         algorithm=served.algorithm,
         task=task.hex(),
+        refines=_refined(store, task),
         classes=served.classes,
         quorum=settings.quorum,
         retrain_after=settings.retrain_after,
@@ -91,6 +98,21 @@ def _current_files(folder: Path, heads: Iterable[HeadRecord], current: int) -> d
     ]:
         return {}
     return {path.name: str(path.resolve()) for path in (head, model) if path.is_file()}
+
+
+def _refined(store: Store, task: bytes) -> model.Refined | None:
+    known = store.facts.get(Refinement)
+    if known is None or known.refined != task:
+        return None
+    submissions = store.submissions.all(known.task).values()
+    evaluations = _usable(store.evaluations.of_head(known.task, known.head))
+    return model.Refined(
+        task=known.task.hex(),
+        head=known.head,
+        devices=len(submissions),
+        bytes=sum(record.size_bytes for record in submissions),
+        held_out=model.HeldOut(**_accuracy(evaluations), devices=len(evaluations)),
+    )
 
 
 def _failed_training(
@@ -189,6 +211,11 @@ def _head_problem(
     return next((one.problem for one in found if one is not None and one.problem), "")
 
 
+def _usable(evaluations: Mapping[str, Evaluation]) -> list[Evaluation]:
+    """Return the evaluations of devices that can use the head."""
+    return [one for one in evaluations.values() if not one.problem]
+
+
 def _accuracy(evaluations: Sequence[Evaluation]) -> dict[str, Any]:
     """Return the fields of `Accuracy`, pooled over evaluations."""
     correct = sum(sum(one.correct) for one in evaluations)
@@ -241,7 +268,7 @@ def _head(
     *,
     is_personal: bool,
 ) -> model.Head:
-    evaluations = [one for one in store.evaluations.of_head(task, head.version).values() if not one.problem]
+    evaluations = _usable(store.evaluations.of_head(task, head.version))
     return model.Head(
         version=head.version,
         sha256=head.digest.hex(),

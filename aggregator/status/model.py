@@ -135,6 +135,16 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     held_out: HeldOut
 
 
+class Refined(msgspec.Struct, frozen=True, kw_only=True):
+    """FedTC's head that the task refines, by statistics of its adapter's features, and what it has cost."""
+
+    task: Annotated[str, Meta(description="sha256 of FedTC's task manifest.")]
+    head: Annotated[int, Meta(description="Its version.")]
+    devices: Annotated[int, Meta(description="Devices that have submitted prototypes.")]
+    bytes: Annotated[int, Meta(description="Size of their submissions.")]
+    held_out: HeldOut
+
+
 class Status(msgspec.Struct, frozen=True, kw_only=True):
     """The state of an aggregator and its fleet."""
 
@@ -151,6 +161,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     fleet: str
     algorithm: str
     task: Annotated[str, Meta(description="sha256 of the task manifest.")]
+    refines: Annotated[Refined | None, Meta(description="Null unless the task refines a head of FedTC's.")]
     classes: tuple[str, ...]
     quorum: int
     retrain_after: int

@@ -10,7 +10,16 @@ from rich.table import Table
 
 from aggregator.coordination.canary_comparison import canaries
 from aggregator.heads.trained_heads import ADD_IMAGES
-from aggregator.status.model import Candidate, Device, Enrollment, FailedTraining, Head, Round, Status
+from aggregator.status.model import (
+    Candidate,
+    Device,
+    Enrollment,
+    FailedTraining,
+    Head,
+    Refined,
+    Round,
+    Status,
+)
 from aggregator.training.jobs import FEW_PROTOTYPES
 from protocol.cli import counted, plain
 
@@ -75,6 +84,8 @@ def _below(status: Status) -> Iterator[tuple[str, ...]]:
     yield from _lost(status)
     yield "", _coverage(status)
     yield from _few_prototypes(status)
+    if (before := status.refines) is not None:
+        yield "", _refined(before, sum(device.bytes for device in status.devices))
     if progress := _progress(status):
         yield "", progress
     for head in status.heads[-SHOWN_HEADS:]:
@@ -91,6 +102,20 @@ def _below(status: Status) -> Iterator[tuple[str, ...]]:
         yield "refused", text, "yellow"
     if status.head_path:
         yield "", f"current: {status.head_path}"
+
+
+def _refined(before: Refined, statistics_bytes: int) -> str:
+    held_out = before.held_out
+    accuracy = "" if held_out.accuracy is None else f", accuracy {held_out.accuracy:.1%} on held-out images"
+    prototypes = f"prototypes of {counted(before.devices, 'device')}, {_megabytes(before.bytes)}"
+    return (
+        f"refines FedTC's head {before.head}{accuracy}: {prototypes}; then statistics of its adapter's features, "
+        f"{_megabytes(statistics_bytes)}"
+    )
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:.2f} MB"
 
 
 def _outliers(status: Status) -> Iterator[tuple[str, ...]]:

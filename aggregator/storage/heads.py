@@ -116,6 +116,11 @@ class Evaluations:
         )
         return {device: self._database.decode(message, Evaluation) for device, message in rows}
 
+    def devices(self, task: bytes, version: int) -> set[str]:
+        """Return the devices that have evaluated a head."""
+        query = "SELECT device FROM evaluations WHERE task = ? AND head_version = ?"
+        return {device for (device,) in self._database.read(query, task, version)}
+
     def delete_device(self, device: str) -> None:
         """Delete a device's evaluations of all heads."""
         self._database.write("DELETE FROM evaluations WHERE device = ?", device)

@@ -193,6 +193,14 @@ class Store:
             data = file.read_bytes()
         return self.put_blob(data, name or file.name)
 
+    def delete_task(self, task: bytes) -> None:
+        """Delete all rows of a task that is never served again."""
+        tables = self.database.read(
+            "SELECT m.name FROM sqlite_master m, pragma_table_info(m.name) c WHERE m.type = 'table' AND c.name = 'task'"
+        )
+        for (table,) in tables:
+            self.database.write(f"DELETE FROM {table} WHERE task = ?", task)  # noqa: S608 - of the schema
+
     def reset_device(self, device: str, *, delete_submissions: bool) -> None:
         """Let a device start over with another key.
 

@@ -21,6 +21,17 @@ class ServedTask(msgspec.Struct, frozen=True):
     rollout: rollout_state.Settings = rollout_state.Settings()
 
 
+class Refinement(msgspec.Struct, frozen=True):
+    """The task that refines a head of FedTC's: devices upload statistics of its adapter's features."""
+
+    task: bytes
+    """FedTC's task."""
+    head: int
+    """Its head."""
+    refined: bytes = b""
+    """The task of the statistics, once it was served."""
+
+
 class SigningKey(msgspec.Struct, frozen=True):
     """The public key that devices know the aggregator by, in hex."""
 

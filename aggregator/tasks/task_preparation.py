@@ -1,18 +1,23 @@
 """Prepares a task: reads its backbones, exports its graphs, and stores the blobs that devices download."""
 
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from aggregator.algorithms.statistics.feature_map import FeatureMap
+import msgspec
+
+from aggregator.algorithms.statistics.feature_map import FeatureMap, RowMap
 from aggregator.algorithms.tensors import pack_tensors
 from aggregator.config.schema import TaskFile
 from aggregator.ingest.validation import Expectation
+from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
 from aggregator.tasks.graph_cache import cached_graphs
 from aggregator.tasks.manifests import program_of, task_manifest
-from protocol.errors import ConfigError
+from aggregator.tasks.refinement import delete_outdated, put_refined, refined_head
+from protocol.errors import BlobLost, ConfigError
 from protocol.models.onnx_metadata import BackboneMetadata, read_metadata
 from protocol.wire.codec import encode
 from protocol.wire.messages import MAX_MAPPED_SIZE, BlobRef, Statistics, TaskManifest
@@ -30,6 +35,10 @@ class Task:
     """The tensors of round 0; None without rounds."""
     backbone_files: tuple[Path, ...] = ()
     """The backbones as the task file names them."""
+    feature_map: RowMap | None = None
+    """The map of features whose sums devices upload; None without statistics."""
+    refined: HeadRecord | None = None
+    """FedTC's head whose adapter is the map."""
 
     @property
     def manifest(self) -> TaskManifest:
@@ -51,14 +60,11 @@ class Task:
         maps = () if statistics is None else (statistics.map,)
         return {blob.digest for blob in (*self.manifest.backbones, *graphs, *first, *maps)}
 
-    @property
-    def feature_map(self) -> FeatureMap | None:
-        """The map of features whose sums devices upload; None without statistics."""
-        return feature_map_of(self.file, self.feature_size)
-
 
 def prepare_task(file: TaskFile, backbones: Sequence[Path], *, store: Store) -> Task:
     """Store the blobs of a task: backbones, graphs and tensors for rounds, and the manifest.
+
+    With `training.refine` it is the task that refines FedTC's head, once that is in use.
 
     Raises:
         ConfigError: a backbone is no ONNX file, mapped features are too long, the graphs cannot be exported, or the
@@ -66,6 +72,39 @@ def prepare_task(file: TaskFile, backbones: Sequence[Path], *, store: Store) -> 
         BackboneMismatch: a backbone was not written by `export-backbone`.
         StateError: the state directory cannot be written.
     """
+    task = _prepared(file, backbones, store)
+    if not file.training.refine:
+        return task
+    if (head := refined_head(store, task.digest)) is not None:
+        with contextlib.suppress(BlobLost):  # FedTC makes another one
+            return _refining(task, head, store)
+    delete_outdated(store, task.digest)
+    return task
+
+
+def _refining(task: Task, head: HeadRecord, store: Store) -> Task:
+    """Return the task whose statistics refine a head of FedTC's task."""
+    from aggregator.graphs.adapter_map import adapter_of
+
+    feature_map = adapter_of(store.blobs.read(head.digest))
+    file = msgspec.structs.replace(task.file, algorithm="statistics")
+    statistics = _statistics(feature_map, store, num_classes=len(file.classes))
+    manifest = task_manifest(file, task.manifest.backbones, statistics=statistics)
+    digest = store.blobs.put(encode(manifest))
+    put_refined(store, head, digest)
+    return Task(
+        file=file,
+        feature_size=task.feature_size,
+        expectation=Expectation(digest, manifest, statistics.size),
+        first_tensors=None,
+        backbone_files=task.backbone_files,
+        feature_map=feature_map,
+        refined=head,
+    )
+
+
+def _prepared(file: TaskFile, backbones: Sequence[Path], store: Store) -> Task:
+    """Return the task of a task file, before a head of it is refined."""
     feature_size = sum(read_backbone(path).feature_size for path in backbones)
     references = [store.put_file(path) for path in backbones]
     learning = file.learning
@@ -95,25 +134,30 @@ def prepare_task(file: TaskFile, backbones: Sequence[Path], *, store: Store) -> 
         ),
         first_tensors=first,
         backbone_files=tuple(backbones),
+        feature_map=feature_map,
     )
 
 
 def feature_map_of(file: TaskFile, feature_size: int) -> FeatureMap | None:
-    """Return the map whose rows devices sum up or average; None for tasks without statistics."""
+    """Return the map whose rows devices sum up or average; None for tasks without statistics.
+
+    Raises ConfigError if its rows are too long.
+    """
     if file.algorithm != "statistics":
         return None
-    return FeatureMap(feature_size, file.statistics.features, file.client.seed)
-
-
-def _statistics(feature_map: FeatureMap, store: Store, *, num_classes: int) -> Statistics:
-    """Store the map that devices download."""
-    from aggregator.graphs.head_export import map_to_onnx
-
-    if feature_map.size > MAX_MAPPED_SIZE:
-        given = f"{feature_map.feature_size} features of the backbones and {feature_map.random_features} random ones"
+    random = file.statistics.features
+    if feature_size + random > MAX_MAPPED_SIZE:
+        given = f"{feature_size} features of the backbones and {random} random ones"
         raise ConfigError(
             f"{given} are more than {MAX_MAPPED_SIZE}: lower statistics.features, or use fewer backbones"
         )
+    return FeatureMap(feature_size, random, file.client.seed)
+
+
+def _statistics(feature_map: RowMap, store: Store, *, num_classes: int) -> Statistics:
+    """Store the map that devices download."""
+    from aggregator.graphs.head_export import map_to_onnx
+
     graph = map_to_onnx(feature_map, num_classes=num_classes)
     return Statistics(map=store.put_blob(graph, "map.onnx"), size=feature_map.size)
 

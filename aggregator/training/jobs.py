@@ -4,12 +4,13 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-from aggregator.algorithms.statistics.feature_map import FeatureMap
+from aggregator.algorithms.statistics.feature_map import FeatureMap, RowMap
 from aggregator.config.schema import Robust, TaskFile, Training
 from aggregator.ingest.validation import Refused, read_message
 from aggregator.storage.store import open_blobs
@@ -91,20 +92,27 @@ class HeadJob(SubmissionsJob, frozen=True, kw_only=True):
     """Make a linear discriminant of half of each device's prototypes."""
 
 
-class StatisticsJob(SubmissionsJob, frozen=True, kw_only=True):
+class StatisticsJob(SubmissionsJob, frozen=True, kw_only=True, dict=True):
     """Solve for a head from sums."""
 
     released: tuple[str, ...] = ()
     """Devices that are not quarantined, whatever outlier detection finds."""
-    random_features: int
-    seed: int
+    random_features: int = 0
+    seed: int = 0
+    adapter: str = ""
+    """Hex digest of FedTC's head, a blob, whose adapter is the map; empty for random features."""
     half_memory: bool = False
     """Compare half of each device's groups, where devices upload groups; all of them count."""
     robust: Robust = Robust()
 
-    @property
-    def feature_map(self) -> FeatureMap:
+    @cached_property
+    def feature_map(self) -> RowMap:
         """The map of features whose sums devices upload."""
+        if self.adapter:
+            from aggregator.graphs.adapter_map import adapter_of  # onnx, as in `write_head`
+
+            head = open_blobs(Path(self.blobs)).read(bytes.fromhex(self.adapter))
+            return adapter_of(head)
         return FeatureMap(self.feature_size, self.random_features, self.seed)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aggregator.algorithms.fedtc.head import Dense
-from aggregator.algorithms.statistics.feature_map import BLOCK, FeatureMap
+from aggregator.algorithms.statistics.feature_map import BLOCK, RowMap, shortened
 from aggregator.algorithms.statistics.moments import (
     WHOLE,
     Moments,
@@ -209,13 +209,13 @@ def common_classes(images: NDArray[np.int64]) -> NDArray[np.bool_] | None:
     return common if images[:, common].sum() >= MIN_COMMON_SHARE * images.sum() else None
 
 
-def submitted_moments(submission: Submission, expectation: Expectation, feature_map: FeatureMap) -> Moments:
+def submitted_moments(submission: Submission, expectation: Expectation, feature_map: RowMap) -> Moments:
     """Return the moments of one device; raises Refused unless they can be those of images."""
     values, labels, counts = check_statistics(submission, expectation)
     classes = len(expectation.manifest.classes)
     labels, counts = labels.astype(np.int64), counts.astype(np.int64)
     if not submission.tensors:
-        return moments_of(feature_map.shortened(values), labels, counts, num_classes=classes)
+        return moments_of(shortened(values, feature_map), labels, counts, num_classes=classes)
     try:
         second_moment = decode(submission.tensors["second_moment"], counts, values)
     except MalformedMessage as error:

@@ -79,6 +79,13 @@ class Ceiling:
 
 def run_fleet(features: Features, partition: Partition, settings: Settings, *, seed: int) -> Result:
     """Divide the images, encode every client's submission, train on the decoded ones, and evaluate the head."""
+    return train_fleet(features, partition, settings, seed=seed)[0]
+
+
+def train_fleet(
+    features: Features, partition: Partition, settings: Settings, *, seed: int
+) -> tuple[Result, Sequence[Dense]]:
+    """Return the result of `run_fleet`, and the head."""
     expectation = _expectation(features, settings)
     payloads = _submissions(features, partition, settings, seed=seed).values()
     taken = combine(
@@ -88,7 +95,7 @@ def run_fleet(features: Features, partition: Partition, settings: Settings, *, s
     trained = train_on(taken, features, recipe=settings.recipe, device=settings.device, seed=seed)
     seconds = time.perf_counter() - started_s
     logits = logits_of(trained.layers, features.test)
-    return Result(
+    result = Result(
         partition=str(partition),
         seed=seed,
         accuracy=accuracy_of(trained.layers, features),
@@ -102,6 +109,7 @@ def run_fleet(features: Features, partition: Partition, settings: Settings, *, s
         epochs=trained.epochs,
         train_seconds=seconds,
     )
+    return result, trained.layers
 
 
 def fleet_prototypes(

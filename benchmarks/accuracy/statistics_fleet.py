@@ -11,14 +11,17 @@ import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
-from aggregator.algorithms.statistics.feature_map import FeatureMap
+from aggregator.algorithms.fedtc.head import Dense
+from aggregator.algorithms.statistics.feature_map import FeatureMap, RowMap
 from aggregator.config.schema import Robust
-from aggregator.graphs.head_export import map_to_onnx, mapped
+from aggregator.graphs.adapter_map import adapter_of
+from aggregator.graphs.head_export import head_to_onnx, map_to_onnx, mapped
 from aggregator.training.jobs import StatisticsJob
 from aggregator.training.statistics_job import run
 from benchmarks.accuracy.fedtc_fleet import calibration_error, task_manifest
 from benchmarks.data.features import Features
 from edge_client.data.statistics import group_rows, to_rows
+from protocol.models.onnx_metadata import HeadMetadata
 from protocol.statistics import second_moment
 from protocol.statistics.row_sums import RowSums
 from protocol.storage.blobstore import BlobStore
@@ -35,8 +38,10 @@ class MappedFeatures:
     """A data set and the rows of its training images, int8 (n, D), by a map."""
 
     features: Features
-    feature_map: FeatureMap
+    feature_map: RowMap
     rows: NDArray[np.int8]
+    refined: bytes = b""
+    """FedTC's head, if the map is its adapter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,9 +65,28 @@ class Result:
 def map_features(features: Features, *, random_features: int, seed: int) -> MappedFeatures:
     """Map a data set's training features by the graph that a task with these settings has."""
     feature_map = FeatureMap(features.train.shape[1], random_features, seed)
+    return MappedFeatures(features, feature_map, _rows(features, feature_map))
+
+
+def map_by_adapter(features: Features, head: Sequence[Dense]) -> MappedFeatures:
+    """Map a data set's training features by the adapter of FedTC's head."""
+    metadata = HeadMetadata(
+        classes=tuple(map(str, range(features.classes))),
+        version=1,
+        task="",
+        backbones=(),
+        feature_size=features.train.shape[1],
+        training={},
+    )
+    file = head_to_onnx(head, metadata=metadata)
+    feature_map = adapter_of(file)
+    return MappedFeatures(features, feature_map, _rows(features, feature_map), file)
+
+
+def _rows(features: Features, feature_map: RowMap) -> NDArray[np.int8]:
     starts = range(0, len(features.train), ROWS_PER_RUN)
     rows = [to_rows(mapped(feature_map, features.train[start : start + ROWS_PER_RUN])) for start in starts]
-    return MappedFeatures(features, feature_map, np.concatenate(rows))
+    return np.concatenate(rows)
 
 
 def run_fleet(
@@ -97,8 +121,9 @@ def run_fleet(
             members=members,
             blobs=str(blobs.folder),
             feature_size=data.feature_map.feature_size,
-            random_features=data.feature_map.random_features,
-            seed=data.feature_map.seed,
+            random_features=getattr(data.feature_map, "random_features", 0),
+            seed=getattr(data.feature_map, "seed", 0),
+            adapter=blobs.put(data.refined).hex() if data.refined else "",
             robust=robust,
             folder=folder,
         )

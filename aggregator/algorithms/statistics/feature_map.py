@@ -1,8 +1,10 @@
 """The map from a backbone's features to the rows whose sums devices upload: integers, the same on every machine."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,6 +54,45 @@ _RANDOM = (
 )
 
 
+Nodes = tuple[list[str], dict[str, NDArray[np.generic]]]
+"""The nodes of an ONNX graph, `feature` to `projection`, and its constants."""
+
+
+class RowMap(Protocol):
+    """Features (n, L) to rows (n, D) of integers from -MAX_VALUE to MAX_VALUE."""
+
+    @property
+    def feature_size(self) -> int:
+        """L."""
+
+    @property
+    def size(self) -> int:
+        """D, the length of a row."""
+
+    @property
+    def longest(self) -> Sequence[tuple[slice, float]]:
+        """The parts of a row, each with the length that no image's is above."""
+
+    def nodes(self) -> Nodes:
+        """Return the graph."""
+
+
+def shortened(rows: NDArray[np.integer], feature_map: RowMap) -> NDArray[np.int8]:
+    """Return rows of groups (n, D), of which none is longer than GROUP_LENGTH times an image's.
+
+    A row is as far from its class's mean as one image if the images of its group are independent. Those of others
+    are longer, and a device could make them as long as their integers allow.
+    """
+    short = np.array(rows, np.int8)
+    for at in range(0, len(rows), BLOCK):
+        block = rows[at : at + BLOCK].astype(np.float64)
+        for part, longest in feature_map.longest:
+            length = np.linalg.norm(block[:, part], axis=1, keepdims=True)
+            block[:, part] *= np.minimum(1.0, GROUP_LENGTH * longest / np.maximum(length, longest))
+        short[at : at + BLOCK] = np.rint(block)
+    return short
+
+
 @dataclass(frozen=True)
 class FeatureMap:
     """Features (n, L) to rows (n, L + F): normalized square roots, and random ReLU features of these.
@@ -94,23 +135,8 @@ class FeatureMap:
         relu = value * SINGULAR_SLACK * (root + random_root) + ROUNDED * random_root
         return identity, (slice(self.feature_size, None), relu)
 
-    def shortened(self, rows: NDArray[np.integer]) -> NDArray[np.int8]:
-        """Return rows of groups (n, D), of which none is longer than GROUP_LENGTH times an image's.
-
-        A row is as far from its class's mean as one image if the images of its group are independent. Those of others
-        are longer, and a device could make them as long as their integers allow.
-        """
-        short = np.array(rows, np.int8)
-        for at in range(0, len(rows), BLOCK):
-            block = rows[at : at + BLOCK].astype(np.float64)
-            for part, longest in self.longest:
-                length = np.linalg.norm(block[:, part], axis=1, keepdims=True)
-                block[:, part] *= np.minimum(1.0, GROUP_LENGTH * longest / np.maximum(length, longest))
-            short[at : at + BLOCK] = np.rint(block)
-        return short
-
-    def nodes(self) -> tuple[list[str], dict[str, NDArray[np.generic]]]:
-        """Return the nodes of the ONNX graph, `feature` to `projection`, and its constants."""
+    def nodes(self) -> Nodes:
+        """Return the graph."""
         constants: dict[str, NDArray[np.generic]] = {
             "map_axes": np.array([1]),
             "map_min_length": np.array(MIN_LENGTH, np.float32),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from aggregator.algorithms.statistics.feature_map import FeatureMap
+from aggregator.algorithms.statistics.feature_map import RowMap
 from protocol.errors import ProtofleetError
 from protocol.statistics.row_sums import RowSums
 from protocol.statistics.second_moment import from_triangle, triangle_size
@@ -101,7 +101,7 @@ def within_scatter(total: Moments) -> NDArray[np.float64]:
     return square
 
 
-def require_image_lengths(part: Moments, feature_map: FeatureMap) -> None:
+def require_image_lengths(part: Moments, feature_map: RowMap) -> None:
     """Raise ProtofleetError if rows are longer than the map makes those of images, in the mean of a class or of all.
 
     Sums of longer ones would decide the scatter of the fleet.

@@ -4,10 +4,14 @@ import platform
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
+import onnx
 import pytest
 
+from aggregator.heads.forgotten_devices import forget
 from aggregator.messaging.manifest_signer import identity_of
 from aggregator.storage.store import Store
 from protocol.mqtt.reconnecting_session import BrokerAddress
@@ -196,26 +200,70 @@ def test_unusable_broker_is_logged_once(tmp_path: Path) -> None:
 
 
 @on_mosquitto
-@pytest.mark.parametrize("batch_size", [1, 5])
-def test_fleet_with_statistics_gets_a_head(fleet: Fleet, tmp_path: Path, batch_size: int) -> None:
-    """Sums of single images, and rows of groups: two devices with different classes get one head, and predict."""
-    tables = f"[statistics]\nfeatures = 128\n[client]\nbatch_size = {batch_size}\nmin_images = 1\n"
-    task = write_task(tmp_path, quorum=2, algorithm="statistics", tables=tables)
+def test_fleet_with_statistics_forgets_a_device(fleet: Fleet, tmp_path: Path) -> None:
+    """Of sums of single images: two devices with different classes get one head, and predict.
+
+    After `aggregator forget` of one, the other's next head is, but for its metadata, the one that it had alone.
+    """
+    tables = "[statistics]\nfeatures = 128\n[client]\nbatch_size = 1\nmin_images = 1\n"
+    fleet.start_aggregator(write_task(tmp_path, quorum=1, algorithm="statistics", tables=tables))
+    shares = ([0, 1, 2, 3, 4, 5], [4, 5, 6, 7, 8, 9])
+    data = [write_digits(tmp_path / f"data-{number}", classes=share) for number, share in enumerate(shares)]
+    fleet.start_device("device-0", data[0])
+    fleet.wait_for("its head", lambda s: [device["head"] for device in s["devices"]] == [1])
+    alone = _without_metadata(fleet.aggregator_state / "head.onnx")
+    fleet.start_device("device-1", data[1], "--once")
+    fleet.wait_exit("device-1")
+    summary = fleet.wait_for("the common head", lambda s: s["devices"][0]["head"] == 2 and s["head_path"])
+    assert (summary["algorithm"], summary["submissions"], summary["refusals"]) == ("statistics", 2, [])
+    assert summary["heads"][1]["devices"] == 2
+    assert summary["heads"][1]["metrics"]["onnx_max_difference"] <= 1e-4
+    assert fleet.device_status("device-0")["report"]["warning"]
+    assert _without_metadata(fleet.aggregator_state / "head.onnx") != alone
+    predicted = fleet.predict("device-0", next((data[1] / "9").glob("*.png")))
+    assert predicted["label"] in CLASSES
+    with closing(Store(fleet.aggregator_state)) as store:
+        assert "head 2 is made again without it now" in forget(store, "device-1")[1]
+    fleet.wait_for("the head without it", lambda s: s["devices"][0]["head"] == 3 and s["head_path"])
+    assert _without_metadata(fleet.aggregator_state / "head.onnx") == alone
+
+
+def _without_metadata(head: Path) -> bytes:
+    model = onnx.load(head)
+    del model.metadata_props[:]
+    return bytes(model.SerializeToString())
+
+
+@on_mosquitto
+def test_head_of_fedtc_is_refined(fleet: Fleet, tmp_path: Path) -> None:
+    """Once all devices have FedTC's head, they upload rows of its adapter's features, and get the head of these.
+
+    An aggregator that is killed then serves the same task.
+    """
+    tables = '[training]\nrefine = true\nrecipe = "paper"\nepochs = 1\ndevice = "cpu"\n'
+    task = write_task(tmp_path, quorum=2, tables=tables)
     fleet.start_aggregator(task)
     names = ("device-0", "device-1")
     for name, share in zip(names, ([0, 1, 2, 3, 4, 5], [4, 5, 6, 7, 8, 9]), strict=True):
-        fleet.start_device(name, write_digits(tmp_path / f"data-{name}", classes=share), "--once")
-    for name in names:
-        fleet.wait_exit(name)
-    summary = fleet.wait_for("stopped devices", lambda s: all(d["state"] == "stopped" for d in s["devices"]))
+        fleet.start_device(name, write_digits(tmp_path / f"data-{name}", classes=share))
+    refined = fleet.wait_for("the refined head", lambda s: s["refines"] and _is_used(s, devices=2))
+    fleet.kill("aggregator")
+    fleet.start_aggregator(task)
+    summary = fleet.wait_for("the restart", lambda s: s["running"] and _is_used(s, devices=2))
+    assert summary["task"] == refined["task"] != summary["refines"]["task"]
     assert (summary["algorithm"], summary["submissions"], summary["refusals"]) == ("statistics", 2, [])
+    assert (summary["refines"]["head"], summary["refines"]["devices"]) == (1, 2)
+    assert summary["refines"]["held_out"]["devices"] == 2
     (head,) = summary["heads"]
-    assert (head["devices"], head["held_out"]["devices"]) == (2, 2)
-    assert head["metrics"]["onnx_max_difference"] <= 1e-4
-    assert bool(fleet.device_status("device-0")["report"]["warning"]) == (batch_size == 1)
-    fleet.stop("aggregator")
+    assert (head["devices"], head["metrics"]["onnx_max_difference"] <= 1e-4) == (2, True)
+    assert fleet.log("aggregator").count("refining the head") == 1
     predicted = fleet.predict("device-0", next((tmp_path / "data-device-1" / "9").glob("*.png")))
     assert predicted["label"] in CLASSES
+
+
+def _is_used(summary: dict[str, Any], *, devices: int) -> bool:
+    """Return True if the first head of the task was evaluated by so many devices."""
+    return bool(summary["heads"]) and summary["heads"][0]["held_out"]["devices"] == devices
 
 
 @on_mosquitto

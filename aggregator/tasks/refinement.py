@@ -1,0 +1,65 @@
+"""`training.refine`: once FedTC's head is in use, devices upload statistics of its adapter's features.
+
+Which of the two tasks is served follows from what is stored: a restart, or a kill in between, continues with it.
+"""
+
+import logging
+import time
+from collections.abc import Iterable
+
+from aggregator.coordination import rollout_state
+from aggregator.storage.heads import HeadRecord
+from aggregator.storage.store import Store
+from aggregator.storage.stored_values import Refinement
+from protocol.log import event
+
+log = logging.getLogger(__name__)
+
+
+def refinable_head(state: rollout_state.State, heads: Iterable[HeadRecord]) -> HeadRecord | None:
+    """Return the head of FedTC's task that devices use, if it has an adapter and no forgotten device is part of it."""
+    if state.trial is not None or state.current <= state.forgotten:
+        return None
+    return next(
+        (head for head in heads if head.version == state.current and head.metrics.get("epochs")), None
+    )
+
+
+def refined_head(store: Store, task: bytes) -> HeadRecord | None:
+    """Return the head of FedTC's task that is being refined; None if FedTC's task is to be served."""
+    head = refinable_head(store.heads.rollout(task), store.heads.all(task))
+    known = store.facts.get(Refinement)
+    is_refined = known is not None and head is not None and (known.task, known.head) == (task, head.version)
+    return head if is_refined else None
+
+
+def begin_if_due(store: Store, head: HeadRecord, *, deadline_s: float) -> bool:
+    """Store that a head is refined once all devices that are online have evaluated it, or `deadline_s` after it."""
+    waiting = store.devices.online() - store.evaluations.devices(head.task, head.version)
+    if waiting and time.time() < head.trained_s + deadline_s:
+        return False
+    store.facts.put(Refinement(head.task, head.version))
+    event(log, logging.INFO, "refining the head: devices upload statistics of its adapter", head=head.version)
+    return True
+
+
+def is_over(store: Store, head: HeadRecord) -> bool:
+    """Return True if a head is refined no more, because a device that it learned from was forgotten."""
+    if store.forgotten.newest_head(head.task) < head.version:
+        return False
+    event(log, logging.INFO, "the adapter has learned from a forgotten device: FedTC makes another head")
+    return True
+
+
+def put_refined(store: Store, head: HeadRecord, refined: bytes) -> None:
+    """Store the task that refines a head."""
+    store.facts.put(Refinement(head.task, head.version, refined))
+
+
+def delete_outdated(store: Store, task: bytes) -> None:
+    """Delete what is stored of the task that refined an earlier head of FedTC's task."""
+    known = store.facts.get(Refinement)
+    if known is not None and known.task == task:
+        with store.transaction():
+            store.delete_task(known.refined)
+            store.facts.delete(Refinement)
