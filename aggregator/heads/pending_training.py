@@ -96,7 +96,7 @@ def job_of(
         "half_memory": has_half_memory(state.failures),
         "folder": str(folder / f"head-{train.version}"),
     }
-    if task.manifest.statistics is not None:
+    if task.file.algorithm == "statistics":
         return StatisticsJob(
             **shared,
             random_features=task.file.statistics.features,
