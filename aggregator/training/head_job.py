@@ -83,6 +83,7 @@ def run(job: HeadJob) -> Result:
         data.counts,
         weights=data.weights,
         common=data.common,
+        devices=data.devices,
         num_classes=len(manifest.classes),
         recipe=recipe_of(
             job.training, private=manifest.differential_privacy is not None, half_memory=job.half_memory

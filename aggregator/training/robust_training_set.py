@@ -30,6 +30,8 @@ class WeightedPrototypes(Prototypes):
     """(m,), how much each counts."""
     common: NDArray[np.bool_]
     """(m,), False if its class is on so few devices that its effect on the others is limited."""
+    devices: NDArray[np.int64]
+    """(m,), the number of its device among `parts`."""
 
 
 def pool(parts: Sequence[Prototypes]) -> Prototypes:
@@ -90,6 +92,7 @@ def combine(
         data.counts[included],
         weights=weights[included],
         common=_common(parts, weights, disputed)[included],
+        devices=np.repeat(np.arange(len(parts)), [len(part.labels) for part in parts])[included],
     )
 
 

@@ -225,6 +225,7 @@ def train_on(data: Prototypes, features: Features, *, recipe: Recipe, device: st
             data.counts,
             weights=data.weights if isinstance(data, WeightedPrototypes) else None,
             common=data.common if isinstance(data, WeightedPrototypes) else None,
+            devices=data.devices if isinstance(data, WeightedPrototypes) else None,
             num_classes=features.classes,
             recipe=recipe,
             seed=seed,

@@ -57,13 +57,14 @@ class _Candidate:
     """The loss on held-out prototypes; NaN if there are none."""
 
 
-def train_head(  # noqa: PLR0913 - four arrays that belong together
+def train_head(  # noqa: PLR0913 - arrays that belong together
     prototypes: NDArray[np.float32],
     labels: NDArray[np.integer],
     counts: NDArray[np.integer],
     *,
     weights: NDArray[np.float64] | None = None,
     common: NDArray[np.bool_] | None = None,
+    devices: NDArray[np.integer] | None = None,
     num_classes: int,
     recipe: Recipe,
     seed: int,
@@ -87,6 +88,7 @@ def train_head(  # noqa: PLR0913 - four arrays that belong together
         weights: (m,), how much each prototype counts; None if all count alike.
         common: (m,), False for prototypes of classes on few devices, whose effect on other classes is limited: they do
             not count in cross-validation, nor more than others in the covariance; None if there are none.
+        devices: (m,), the number of each prototype's device; None if devices are alike.
         num_classes: C, the classes of the task.
         recipe: how to train.
         seed: of the folds, the first weights, the shuffling and the mixing.
@@ -102,7 +104,7 @@ def train_head(  # noqa: PLR0913 - four arrays that belong together
 
         return train_adapter(part.evenly_weighted(), recipe=recipe, seed=seed, device=device, report=report)
 
-    data = TrainingSet(prototypes, labels, counts, num_classes, recipe.restore, weights, common)
+    data = TrainingSet(prototypes, labels, counts, num_classes, recipe.restore, weights, common, devices)
     if recipe.closed_form:
         chosen = _choose(data, adapter if recipe.adapter else None, seed)
     else:

@@ -1,5 +1,6 @@
 """The prototypes of all devices, and the features that they stand for."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -18,8 +19,8 @@ class TrainingSet:
     """Prototypes of all devices, to make a head from.
 
     The mean of n features has an n-th of their variance, so the features on a device are spread sqrt(n) times as
-    widely around their class center as the prototypes: P_j -> mu_v + sqrt(n_j) (P_j - mu_v) restores that (not in the
-    paper).
+    widely around their mean m as the prototypes: P_j -> m + sqrt(n_j) (P_j - m) restores that (not in the paper). Where
+    devices are in different places, m is the device's mean of the class; where they are alike, the class center.
 
     Attributes:
         values: (m, L) float32.
@@ -29,6 +30,7 @@ class TrainingSet:
         restore: restore the variance that averaging removed.
         weights: (m,), how much each prototype counts, 1 on average; None if all count alike.
         common: (m,), False in a class on so few devices that one could decide about others; None if none is.
+        devices: (m,), the number of each prototype's device; None if devices are alike.
     """
 
     values: NDArray[np.float32]
@@ -38,6 +40,7 @@ class TrainingSet:
     restore: bool
     weights: NDArray[np.float64] | None = None
     common: NDArray[np.bool_] | None = None
+    devices: NDArray[np.integer] | None = None
 
     def __post_init__(self) -> None:
         """Check the arrays.
@@ -94,6 +97,7 @@ class TrainingSet:
             counts=self.counts[rows],
             weights=weights,
             common=None if self.common is None else self.common[rows],
+            devices=None if self.devices is None else self.devices[rows],
         )
 
     @property
@@ -121,8 +125,11 @@ class TrainingSet:
 
         Those of a class that is not common are no longer than those of the common ones, by the mean of their squares.
         """
-        spread = np.sqrt(self.counts).astype(np.float32)[:, None] if self.restore else np.float32(1)
-        deviations = np.asarray(spread * (self.values - self.centers[self.labels]))
+        deviations = np.asarray(self.values - self.centers[self.labels])
+        if self.restore:
+            for members, places in self._places(deviations):
+                spread = np.sqrt(self.counts[members]).astype(np.float32)[:, None]
+                deviations[members] = places + spread * (deviations[members] - places)
         rare = ~self.common_rows
         if rare.any():
             squares = (deviations.astype(np.float64) ** 2).sum(axis=1)
@@ -130,6 +137,36 @@ class TrainingSet:
             limit = np.sqrt(np.minimum(squares[~rare].mean() / np.maximum(of_class, TINY), 1))
             deviations[rare] *= limit[self.labels[rare], None].astype(np.float32)
         return deviations
+
+    def _places(
+        self, deviations: NDArray[np.float32]
+    ) -> Iterator[tuple[NDArray[np.intp], NDArray[np.float32]]]:
+        """Yield the rows (m_v,) of each class, and the deviation (m_v, L) of each one's place from the class center.
+
+        The place is the best linear estimate from the mean o_k of the device's N_k images, o_k t / (t + s / N_k): s is
+        the variance of an image about its device's mean and t that between places, from the sums of squares within and
+        between devices (DerSimonian and Laird, "Meta-analysis in clinical trials", 1986). Alike devices have t near 0.
+        """
+        for label in np.unique(self.labels):
+            of_class = np.flatnonzero(self.labels == label)
+            counts = self.counts[of_class].astype(np.float64)
+            _, device = np.unique(self._device_numbers[of_class], return_inverse=True)
+            images = np.bincount(device, counts)
+            means = np.zeros((len(images), deviations.shape[1]))
+            np.add.at(means, device, counts[:, None] * deviations[of_class])
+            means /= images[:, None]
+            squares = ((deviations[of_class] - means[device]) ** 2).sum(axis=1) @ counts
+            between, freedom = images @ (means**2).sum(axis=1), len(images) - 1
+            variance = squares / max(len(counts) - len(images), 1)
+            unequal = images.sum() - (images**2).sum() / images.sum()
+            known = freedom > 0 and squares > 0
+            of_places = max(between - freedom * variance, 0) / max(unequal, TINY) if known else 0.0
+            shares = of_places / np.maximum(of_places + variance / images, TINY)
+            yield of_class, (shares[:, None] * means)[device].astype(np.float32)
+
+    @property
+    def _device_numbers(self) -> NDArray[np.integer]:
+        return np.zeros_like(self.labels) if self.devices is None else self.devices
 
     @cached_property
     def features(self) -> NDArray[np.float32]:
@@ -147,13 +184,19 @@ class TrainingSet:
 
         Unlike `features`, they do not depend on centers, whose error a head made from these centers shares: a
         prototype P_a is extrapolated from another one of its class, P_a + k (P_a - P_b), so far that the variance is
-        that of an image, (1 + k)^2 / n_a + k^2 / n_b = 1. A class of a single prototype is left as it is.
+        that of an image, (1 + k)^2 / n_a + k^2 / n_b = 1. The other one is of the same device, if that has several. A
+        class of a single prototype is left as it is.
         """
         if not self.restore:
             return self.values
-        order = np.argsort(self.labels, kind="stable")
+        devices = self._device_numbers.astype(np.int64)
+        groups = self.labels + self.num_classes * devices
+        _, group, sizes = np.unique(groups, return_inverse=True, return_counts=True)
+        # Prototypes that are alone on their device have partners on others.
+        keys = np.where(sizes[group] > 1, groups, -1 - self.labels.astype(np.int64))
+        order = np.argsort(keys, kind="stable")
         partner = np.empty_like(order)
-        for members in np.split(order, np.cumsum(np.bincount(self.labels))[:-1]):
+        for members in np.split(order, np.flatnonzero(np.diff(keys[order])) + 1):
             partner[members] = np.roll(members, -1)
         mine, other = 1 / self.counts, 1 / self.counts[partner]
         factor = (np.sqrt(mine**2 + (mine + other) * (1 - mine)) - mine) / (mine + other)

@@ -108,6 +108,7 @@ def run(features: Features, settings: Settings, *, attack: str, seed: int) -> Re
                 *(data.values, data.labels, data.counts),
                 weights=data.weights,
                 common=common,
+                devices=data.devices,
                 num_classes=classes + 1,
                 recipe=settings.recipe,
                 seed=seed,

@@ -181,6 +181,17 @@ def test_classes_on_few_devices_count_for_what_all_share_where_they_are_needed(
     assert set(data.labels[data.common].tolist()) == common
 
 
+def test_each_prototype_has_the_number_of_its_device() -> None:
+    """Also where some are omitted: a device's prototypes stay together, in its order."""
+    parts = [honest(number, prototypes=2 + number) for number in range(4)]
+    expected = np.repeat(np.arange(4), [len(part.labels) for part in parts])
+    np.testing.assert_array_equal(combine(parts, by="none").devices, expected)
+    trimmed = combine(parts, by="trimmed")
+    values = {tuple(row): number for number, part in enumerate(parts) for row in part.values}
+    assert [values[tuple(row)] for row in trimmed.values] == trimmed.devices.tolist()
+    assert len(trimmed.devices) < len(expected)
+
+
 def _trained(data: Prototypes) -> TrainedHead:
     return train_head(
         *(data.values, data.labels, data.counts),

@@ -37,6 +37,42 @@ def test_restoring_works_class_by_class_and_weighs_by_count() -> None:
     np.testing.assert_allclose(restored, [[2 - 2 * 2], [2 + np.sqrt(8)], [10]], rtol=1e-6)
 
 
+def test_the_distance_between_devices_is_not_stretched() -> None:
+    """Devices in different places spread as widely as their images do, where they are."""
+    rng, batch, apart = np.random.default_rng(0), 25, 10.0
+    devices = np.repeat(np.arange(4), 50)
+    places = apart * rng.normal(size=(4, FEATURE_SIZE))
+    noise = rng.normal(size=(200, FEATURE_SIZE))
+    prototypes = (places[devices] + noise / np.sqrt(batch)).astype(np.float32)
+    labels, counts = np.zeros(200, dtype=np.int64), np.full(200, batch)
+    restored = TrainingSet(prototypes, labels, counts, 1, restore=True, devices=devices).features
+    np.testing.assert_allclose(restored, places[devices] + noise, atol=1.0)
+    assert (restored - places[devices]).std() == pytest.approx(1, abs=0.05)
+    stretched = _restored(prototypes, labels, counts)
+    assert np.abs(stretched - places[devices]).mean() > apart
+
+
+@given(seed=st.integers(0, 99), devices=st.integers(1, 30))
+def test_alike_devices_are_restored_as_one(seed: int, devices: int) -> None:
+    """Also devices with a single prototype: the variance of images is restored, and neither more nor less."""
+    rng, batch = np.random.default_rng(seed), 25
+    numbers = np.concatenate([np.arange(devices), rng.integers(0, devices, 300)])
+    labels, counts = np.zeros(len(numbers), dtype=np.int64), np.full(len(numbers), batch)
+    noise = rng.normal(size=(len(numbers), 64)).astype(np.float32)
+    data = TrainingSet(noise / np.float32(5), labels, counts, 1, restore=True, devices=numbers)
+    assert data.features.std() == pytest.approx(1, abs=0.1)
+    together = TrainingSet(noise / np.float32(5), labels, counts, 1, restore=True).features
+    assert np.abs(data.features - together).mean() < 0.15
+
+
+def test_a_single_prototype_of_a_class_on_each_device() -> None:
+    """Nothing tells places and images apart: the class center is all that is known."""
+    prototypes = np.array([[0.0], [3.0], [10.0]], dtype=np.float32)
+    labels, counts = np.array([0, 0, 1]), np.array([4, 8, 9])
+    data = TrainingSet(prototypes, labels, counts, 2, restore=True, devices=np.array([0, 1, 1]))
+    np.testing.assert_array_equal(data.features, _restored(prototypes, labels, counts))
+
+
 def test_single_images_are_restored_to_themselves() -> None:
     """Without averaging there is no loss of variance."""
     prototypes, labels, _ = blobs(0, 1)
@@ -62,6 +98,15 @@ def test_extrapolation_leaves_other_classes_and_single_prototypes_alone() -> Non
     prototypes = np.array([[1.0], [7.0], [2.0]], dtype=np.float32)
     data = TrainingSet(prototypes, np.array([0, 3, 0]), np.full(3, 5), 4, restore=True)
     np.testing.assert_allclose(data.extrapolated(), [[0], [7], [3]], atol=1e-6)
+
+
+def test_extrapolation_takes_prototypes_of_the_same_device() -> None:
+    """Where it has several: otherwise the distance between devices would be stretched."""
+    prototypes = np.array([[1.0], [70.0], [2.0], [80.0], [5.0]], dtype=np.float32)
+    devices = np.array([0, 1, 0, 2, 0])
+    labels = np.array([0, 0, 0, 0, 1])
+    data = TrainingSet(prototypes, labels, np.full(5, 5), 2, restore=True, devices=devices)
+    np.testing.assert_allclose(data.extrapolated(), [[0], [60], [3], [90], [5]], atol=1e-5)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
