@@ -9,6 +9,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from benchmarks.accuracy import fedpcl, fedtc, few_images, fpl, statistics
 from benchmarks.cost import device, ingest, memory, step, sums
+from benchmarks.research import cells, restoration
 from benchmarks.research.poisoning import false_alarms, prototypes, rare_class, rounds
 from benchmarks.research.poisoning import statistics as poisoned_statistics
 from benchmarks.research.privacy import measurement
@@ -23,7 +24,7 @@ USER = (
 RESEARCH = (
     *(false_alarms.command, prototypes.command, rare_class.command, rounds.command),
     poisoned_statistics.command,
-    measurement.command,
+    *(cells.command, measurement.command, restoration.command),
 )
 
 
