@@ -9,7 +9,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from benchmarks.accuracy import fedpcl, fedtc, few_images, fpl, statistics
 from benchmarks.cost import device, ingest, memory, step, sums
-from benchmarks.research import cells, restoration
+from benchmarks.research import cells, hierarchical, restoration
 from benchmarks.research.poisoning import false_alarms, prototypes, rare_class, rounds
 from benchmarks.research.poisoning import statistics as poisoned_statistics
 from benchmarks.research.privacy import measurement
@@ -24,7 +24,7 @@ USER = (
 RESEARCH = (
     *(false_alarms.command, prototypes.command, rare_class.command, rounds.command),
     poisoned_statistics.command,
-    *(cells.command, measurement.command, restoration.command),
+    *(cells.command, hierarchical.command, measurement.command, restoration.command),
 )
 
 
@@ -35,7 +35,7 @@ def cli() -> None:
 
 @cli.group(context_settings=_HELP)
 def research() -> None:
-    """Measure attacks on submissions and on training, and what protection costs."""
+    """Measure attacks on submissions and on training, what protection costs, and variants of algorithms."""
 
 
 for each in USER:

@@ -6,7 +6,7 @@ Importing this module or an algorithm does not import torch: the aggregator clos
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NoReturn
 
 import msgspec
 import numpy as np
@@ -57,6 +57,10 @@ class Function:
     apply: "Callable[[Mapping[str, Tensor]], dict[str, Tensor]]"
 
 
+def _untrained(*_: object) -> NoReturn:
+    raise NotImplementedError
+
+
 @dataclass(frozen=True, kw_only=True)
 class Functions:
     """The four functions of `protocol.wire.messages.Program`, and what they are verified against.
@@ -68,7 +72,7 @@ class Functions:
         head: `feature`, the state, the round's tensors and the local prototypes to `logits` and `probabilities`
             (n, C).
         dimensions: names of the dynamic axes of each tensor that has any, None for an axis of fixed length.
-        parameters: the trained tensors of the state.
+        parameters: the tensors of the state that `step` trains; without any, the following are not called.
         objective: the loss that `step` descends, for autograd: the inputs of `step` to its loss.
         optimizer: the torch optimizer that `step` reimplements.
         gradients: the state before and after the very first step, to the gradient of each parameter, without
@@ -80,10 +84,10 @@ class Functions:
     project: Function
     head: Function
     dimensions: Mapping[str, tuple[str | None, ...]]
-    parameters: tuple[str, ...]
-    objective: "Callable[[Mapping[str, Tensor]], Tensor]"
-    optimizer: "Callable[[Sequence[Tensor]], Optimizer]"
-    gradients: "Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], dict[str, Tensor]]"
+    parameters: tuple[str, ...] = ()
+    objective: "Callable[[Mapping[str, Tensor]], Tensor]" = _untrained
+    optimizer: "Callable[[Sequence[Tensor]], Optimizer]" = _untrained
+    gradients: "Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], dict[str, Tensor]]" = _untrained
 
 
 class Algorithm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -102,8 +106,10 @@ class Algorithm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     epochs: SmallCount = 1
     """Passes over a device's images in a round."""
     batch_size: SmallCount = 32
-    projection_size: Size = 256
-    """D, the length of a prototype."""
+
+    def prototype_size(self, feature_size: int) -> int:
+        """Return D, the length of a prototype, for backbones whose features have the length L together."""
+        raise NotImplementedError
 
     def epochs_of(self, number: int) -> int:
         """Return the passes over a device's images in a round, numbered from 0."""

@@ -17,6 +17,7 @@ from aggregator.algorithms.algorithm import (
     Fraction,
     Functions,
     Rate,
+    Size,
     by_device,
     class_means,
 )
@@ -41,6 +42,8 @@ class FedPCL(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True):
     persistent: ClassVar[tuple[str, ...]] = (*model, *moments)
     max_norm: ClassVar[float] = 1.0  # a mean of unit vectors
 
+    projection_size: Size = 256
+    """D, the length of a prototype."""
     tau: Rate = 0.2
     """Temperature."""
     learning_rate: Rate = 1e-4
@@ -62,6 +65,11 @@ class FedPCL(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Greatest number of devices' prototype sets that are sent; None sends all of them."""
     sets: Literal["sample", "cluster"] = "sample"
     """The ones that are sent if there are more: a random sample of them, or the means of clusters of them."""
+
+    def prototype_size(self, feature_size: int) -> int:
+        """Return the length of a projection."""
+        del feature_size
+        return self.projection_size
 
     def epochs_of(self, number: int) -> int:
         """Return 0 for round 0, whose prototypes are those of the common initial projection."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from aggregator.algorithms.algorithm import ABSENT_LOGIT, Function, Functions
 from aggregator.algorithms.layers import (
     Tensors,
+    log_prior,
     log_sum_exp,
     one_hot,
     standardized,
@@ -107,16 +108,6 @@ def hidden(tensors: Tensors) -> Tensor:
 def projected(settings: "FedPCL", values: Tensor) -> Tensor:
     """Return z, (n, D), of unit length: omitted in the paper, done in its published code."""
     return unit(values.relu() if settings.relu else values)
-
-
-def log_prior(counts: Tensor) -> Tensor:
-    """Return the log of how often a device with these counts of images, (C,), expects each class, up to a constant.
-
-    A tenth of the mean count is added to each, so that a class without images is not ruled out. A classifier learns
-    this as its bias; similarities to prototypes have none. Not in the paper.
-    """
-    total = counts.sum()
-    return (counts + torch.where(total > 0, total, torch.ones_like(total)) / (10 * counts.shape[0])).log()
 
 
 def contrast(settings: "FedPCL", tensors: Tensors, projection: Tensor, num_classes: int) -> Tensor:

@@ -20,6 +20,7 @@ from aggregator.algorithms.algorithm import (
     Function,
     Functions,
     Rate,
+    Size,
     SmallCount,
     Weight,
     by_device,
@@ -43,6 +44,8 @@ class FedProto(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     epochs: SmallCount = 5
     batch_size: SmallCount = 64
+    projection_size: Size = 256
+    """D, the length of a prototype."""
     pull: Weight = 1.0
     """Lambda: weight of the distance to the global prototype."""
     learning_rate: Rate = 0.01
@@ -50,6 +53,11 @@ class FedProto(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True)
     weight_decay: Fraction = 0.0
     standardize: bool = True
     """Train on features of mean 0, and deviation 1 over all of them, on the device's own images."""
+
+    def prototype_size(self, feature_size: int) -> int:
+        """Return the length of a projection."""
+        del feature_size
+        return self.projection_size
 
     def aggregate(
         self,

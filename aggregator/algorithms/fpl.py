@@ -19,6 +19,7 @@ from aggregator.algorithms.algorithm import (
     Function,
     Functions,
     Rate,
+    Size,
     SmallCount,
     Weight,
     by_device,
@@ -45,6 +46,8 @@ class FPL(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     epochs: SmallCount = 5
     batch_size: SmallCount = 64
+    projection_size: Size = 256
+    """D, the length of a prototype."""
     tau: Rate = 0.07
     """Temperature."""
     regularization: Weight = 0.03
@@ -56,6 +59,11 @@ class FPL(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """L2, as part of the gradient."""
     standardize: bool = True
     """Train on features of mean 0, and deviation 1 over all of them, on the device's own images."""
+
+    def prototype_size(self, feature_size: int) -> int:
+        """Return the length of a projection."""
+        del feature_size
+        return self.projection_size
 
     def first_tensors(self, *, feature_size: int, num_classes: int, seed: int) -> dict[str, NDArray[Any]]:
         """Return the tensors of round 0: a random model, and no prototypes."""

@@ -66,3 +66,13 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 def one_hot(labels: Tensor, num_classes: int) -> Tensor:
     """Return bool (n, C), true at each row's label."""
     return labels[:, None] == torch.arange(num_classes)
+
+
+def log_prior(counts: Tensor) -> Tensor:
+    """Return the log of how often a device with these counts of images, (C,), expects each class, up to a constant.
+
+    A tenth of the mean count is added to each, so that a class without images is not ruled out. A classifier learns
+    this as its bias; similarities to prototypes have none. Not in the paper.
+    """
+    total = counts.sum()
+    return (counts + torch.where(total > 0, total, torch.ones_like(total)) / (10 * counts.shape[0])).log()

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from aggregator.algorithms.algorithm import Algorithm, Contribution, Function, Functions
+from aggregator.algorithms.algorithm import Algorithm, Contribution, Function, Functions, class_means
 from aggregator.graphs.tracing import to_torch
 from protocol.errors import ProtofleetError
 
@@ -69,13 +69,14 @@ def _runs(
     for rows in (0, *BATCHES):
         yield _outputs(graphs["init"], functions.init, fleet.images(rows))
     for tensors in fleet.cases():
-        for role in ("project", "head"):
+        for role in ("project", "head") if functions.parameters else ("project", "head", "step"):
             yield _outputs(graphs[role], getattr(functions, role), tensors)
-        yield (
-            _steps_of_graph(graphs["step"], functions, tensors),
-            _steps_of_torch(functions, tensors),
-            _steps_of_torch(functions, _precise(tensors)),
-        )
+        if functions.parameters:
+            yield (
+                _steps_of_graph(graphs["step"], functions, tensors),
+                _steps_of_torch(functions, tensors),
+                _steps_of_torch(functions, _precise(tensors)),
+            )
 
 
 def _outputs(graph: _Graph, function: Function, tensors: Tensors) -> tuple[Values, Values, Values]:
@@ -132,12 +133,14 @@ class _RandomFleet:
         return np.sort(self._random.choice(known, size=self._random.integers(1, known + 1), replace=False))
 
     def _prototypes(self, count: int) -> NDArray[np.float32]:
-        shape = (count, self._algorithm.projection_size)
+        shape = (count, self._algorithm.prototype_size(self._feature_size))
         values: NDArray[np.float32] = np.abs(self._random.normal(size=shape)).astype(np.float32)
         values /= np.linalg.norm(values, axis=1, keepdims=True)
         return values
 
     def _contribution(self, number: int, first: Mapping[str, Any]) -> Contribution:
+        if not self._functions.parameters:
+            return self._contribution_of_images(number, first)
         labels = self._owned()
         return Contribution(
             device=f"device-{number}",
@@ -150,11 +153,30 @@ class _RandomFleet:
             },
         )
 
+    def _contribution_of_images(self, number: int, first: Mapping[str, Any]) -> Contribution:
+        """Return what a device uploads whose step trains nothing: random values would not fit together."""
+        images = self.images(max(BATCHES))
+        images = {**images, "labels": images["labels"] % max(1, self._classes - 1)}
+        after = self._functions.step.apply({**to_torch(first), **images})
+        means, counts = class_means(
+            self._functions.project.apply(images)["projection"].numpy(),
+            images["labels"].numpy(),
+            np.ones(max(BATCHES), np.int64),
+            num_classes=self._classes,
+        )
+        return Contribution(
+            device=f"device-{number}",
+            values=means[counts > 0],
+            labels=np.flatnonzero(counts),
+            counts=counts[counts > 0].astype(np.int64),
+            tensors={name: after[f"next_{name}"].numpy() - first[name] for name in self._algorithm.uploaded},
+        )
+
     def _case(self, pooled: Mapping[str, Any], *, batch: int) -> Tensors:
         shared = to_torch(pooled)
         state = self._functions.init.apply(self.images(max(BATCHES)))
         own = self._owned()
-        local = torch.zeros(self._classes, self._algorithm.projection_size)
+        local = torch.zeros(self._classes, self._algorithm.prototype_size(self._feature_size))
         local[own] = torch.from_numpy(self._prototypes(len(own)))
         counts = torch.zeros(self._classes)
         counts[own] = 3

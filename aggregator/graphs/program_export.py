@@ -51,7 +51,7 @@ def build(algorithm: Algorithm, *, feature_size: int, num_classes: int, seed: in
             algorithm=algorithm.name,
             classes=num_classes,
             feature_size=feature_size,
-            projection_size=algorithm.projection_size,
+            projection_size=algorithm.prototype_size(feature_size),
             opset=OPSET,
             runtime_min=RUNTIME_MIN,
         )

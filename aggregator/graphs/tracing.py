@@ -41,7 +41,7 @@ def examples(
     tensors = {
         "feature": torch.zeros(2, feature_size),
         "labels": torch.zeros(2, dtype=torch.int64),
-        "local_prototypes": torch.zeros(num_classes, algorithm.projection_size),
+        "local_prototypes": torch.zeros(num_classes, algorithm.prototype_size(feature_size)),
         "local_counts": torch.zeros(num_classes),
         **to_torch(first),
     }

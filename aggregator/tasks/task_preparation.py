@@ -113,7 +113,7 @@ def _prepared(file: TaskFile, backbones: Sequence[Path], store: Store) -> Task:
     if learning is not None:
         graphs = cached_graphs(file, feature_size=feature_size, store=store)
         program = program_of(learning, graphs)
-        prototype_size = learning.projection_size
+        prototype_size = learning.prototype_size(feature_size)
         tensors = learning.first_tensors(
             feature_size=feature_size, num_classes=len(file.classes), seed=file.client.seed
         )

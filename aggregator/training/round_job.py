@@ -40,7 +40,7 @@ def run(job: RoundJob) -> Result:
     expectation = Expectation(
         bytes.fromhex(job.task),
         manifest,
-        algorithm.projection_size,
+        algorithm.prototype_size(job.feature_size),
         {name: previous[name].shape for name in algorithm.uploaded},
     )
     submissions = dict(job.submissions())

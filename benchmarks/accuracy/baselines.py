@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from aggregator.algorithms.fedpcl_step import log_prior
-from aggregator.algorithms.layers import statistics
+from aggregator.algorithms.layers import log_prior, statistics
 from benchmarks.data.domains import Client
 
 Method: TypeAlias = Literal[

@@ -9,6 +9,7 @@ import click
 import numpy as np
 
 from aggregator.algorithms.algorithm import Algorithm
+from aggregator.algorithms.hierarchical import Hierarchical
 from benchmarks.accuracy.baselines import Method, Recipe, run_baseline, traffic_bytes
 from benchmarks.accuracy.rounds import run_rounds
 from benchmarks.accuracy.scores import Run
@@ -68,6 +69,15 @@ def compare(
         )
 
 
+def hierarchical(names: Sequence[str], priors: Sequence[Prior]) -> dict[str, Algorithm]:
+    """Return the settings of hierarchical Gaussian prototypes by name, if they are among the names."""
+    return {
+        named(Hierarchical.name, prior): Hierarchical(prior=prior == "with")
+        for prior in priors
+        if Hierarchical.name in names
+    }
+
+
 def named(method: str, prior: Prior) -> str:
     """Return a method's name in tables."""
     return f"{method}, prior" if prior == "with" else method
@@ -93,9 +103,9 @@ def comparison_options(recipes: Mapping[Method, Recipe], *, priors: Sequence[Pri
             repeated(
                 "--baseline",
                 "baselines",
-                type=click.Choice([*recipes, "none"]),
-                default=tuple(recipes),
-                help="Baselines to compare with; may be repeated.",
+                type=click.Choice([*recipes, Hierarchical.name, "none"]),
+                default=(*recipes, Hierarchical.name),
+                help="Methods to compare with; may be repeated.",
             ),
             repeated(
                 "--prior",

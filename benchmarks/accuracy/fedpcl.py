@@ -4,17 +4,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 import msgspec
 
 from aggregator.algorithms.fedpcl import FedPCL
 from benchmarks.accuracy.baselines import Method, Recipe
-from benchmarks.accuracy.comparison import Prior, compare, comparison_options, named, repeated
+from benchmarks.accuracy.comparison import Prior, compare, comparison_options, hierarchical, named, repeated
 from benchmarks.accuracy.scores import Run, by_method, show, write_report
 from benchmarks.data.domains import LABEL_DOMAIN, SHIFTS, load_domains, shifted
 from benchmarks.data.images import DIGITS, NAMES, PAIRED
+
+if TYPE_CHECKING:
+    from aggregator.algorithms.algorithm import Algorithm
 
 BACKBONES = ("mobilenetv2_100", "mobilenetv2_100_birds", "mobilenetv2_100_insects")
 """One architecture trained on three sources, which is FedPCL's setting."""
@@ -150,11 +153,12 @@ def command(
     **fedpcl: Any,
 ) -> None:
     """Compare FedPCL with baselines on four data sets of digits."""
-    algorithms = {
+    algorithms: dict[str, Algorithm] = {
         named(name, prior): settings
         for prior in priors
         for name, settings in _algorithms(**fedpcl, prior=prior == "with").items()
     }
+    algorithms |= hierarchical(baselines, priors)
     recipes = {method: recipe for method, recipe in RECIPES.items() if method in baselines}
     runs: list[Run] = []
     for number in backbones:

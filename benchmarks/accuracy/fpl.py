@@ -10,9 +10,10 @@ import click
 import msgspec
 import numpy as np
 
+from aggregator.algorithms.algorithm import Algorithm
 from aggregator.algorithms.fpl import FPL
 from benchmarks.accuracy.baselines import Method, Recipe
-from benchmarks.accuracy.comparison import Prior, compare, comparison_options, repeated
+from benchmarks.accuracy.comparison import Prior, compare, comparison_options, hierarchical, repeated
 from benchmarks.accuracy.scores import Run, by_method, show, write_report
 from benchmarks.data.domains import Client, load_domains, unequal
 from benchmarks.data.features import BACKBONES, Features
@@ -96,7 +97,7 @@ def command(
     **fpl: Any,
 ) -> None:
     """Compare FPL with baselines on domains of unequal size."""
-    algorithms = _algorithms(**fpl)
+    algorithms = _algorithms(**fpl) | hierarchical(baselines, priors)
     recipes = {method: recipe for method, recipe in RECIPES.items() if method in baselines}
     runs: list[Run] = []
     for name in data:
@@ -133,7 +134,9 @@ def fleet(name: str, domains: Mapping[str, Features], *, seed: int, validation: 
     return unequal(domains, plan, rng=np.random.default_rng(seed), validation=validation)
 
 
-def _algorithms(*, rounds: int | None, regularizations: tuple[float, ...], printed: bool) -> dict[str, FPL]:
+def _algorithms(
+    *, rounds: int | None, regularizations: tuple[float, ...], printed: bool
+) -> dict[str, Algorithm]:
     """Return what to compare, by name."""
     given = {} if rounds is None else {"rounds": rounds}
     variants: dict[str, dict[str, float]] = {"FPL": {}}

@@ -128,7 +128,9 @@ def _prepare(algorithm: Algorithm, blobs: BlobStore, *, feature_size: int, class
     return _Task(
         algorithm=algorithm,
         manifest=manifest,
-        expectation=Expectation(digest_of(encode(manifest)), manifest, algorithm.projection_size, shapes),
+        expectation=Expectation(
+            digest_of(encode(manifest)), manifest, algorithm.prototype_size(feature_size), shapes
+        ),
         blobs=blobs,
         first=_put(blobs, pack_tensors(first), "tensors"),
     )

@@ -9,13 +9,14 @@ from click.testing import CliRunner
 from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.algorithms.fedproto import FedProto
 from aggregator.algorithms.fpl import FPL
+from aggregator.algorithms.hierarchical import Hierarchical
 from benchmarks.__main__ import cli
 from benchmarks.accuracy import rounds
 from benchmarks.accuracy.rounds import run_rounds
 from benchmarks.data.domains import Client, feature_shift
 from benchmarks.data.features import cached_name
 from benchmarks.data.images import DIGITS, PACS
-from tests.benchmarks.feature_factory import domain, fill_cache
+from tests.benchmarks.feature_factory import FEATURES, domain, fill_cache
 from tests.support.graphs.exported_graphs import exported
 
 CLASSES = 10
@@ -86,6 +87,15 @@ def test_fedproto_in_process(fleet: list[Client]) -> None:
     assert 10 * 32 * 2 < outcome.up_bytes.min() <= outcome.up_bytes.max() < 10 * 32 * 2 + 600
 
 
+def test_hierarchical_in_process(fleet: list[Client]) -> None:
+    """One upload of class means and directions is enough for classes that are far apart in every domain."""
+    outcome = run_rounds(Hierarchical(directions=1), fleet, classes=CLASSES, seed=0)
+    assert outcome.accuracies.min() > 0.9
+    values = 2 * (CLASSES + 1) * FEATURES
+    (up_bytes,) = outcome.up_bytes
+    assert values < up_bytes < values + 700
+
+
 def _report(*arguments: str, folder: Path) -> dict[str, Any]:
     file = folder / "report.json"
     result = CliRunner().invoke(cli, [*arguments, "--json", str(file)])
@@ -102,22 +112,17 @@ def test_fedpcl_benchmark_writes_its_report(tmp_path: Path, monkeypatch: pytest.
         cached_name(name, 500): domain(seed, classes=CLASSES, images=500) for seed, name in enumerate(DIGITS)
     }
     fill_cache(tmp_path, monkeypatch, features)
-    arguments = "fedpcl --backbones 1 --images 500 --per-class 4 --clients 5 --rounds 2 --seed 1"
+    arguments = "fedpcl --backbones 1 --images 500 --per-class 4 --clients 5 --rounds 2 --seed 1 --prior with"
     report = _report(
         *arguments.split(), "--shift", "feature", "--shift", "label", "--max-sets", "2", "--baseline", "Solo",
         folder=tmp_path,
     )  # fmt: skip
     named = [(figures["setting"], figures["method"]) for figures in report["summaries"]]
-    methods = [
-        f"{method}{prior}"
-        for methods in (("FedPCL", "FedPCL, 2 sets, sample"), ("Solo",))
-        for prior in ("", ", prior")
-        for method in methods
-    ]
+    methods = ("FedPCL, prior", "FedPCL, 2 sets, sample, prior", "Solo, prior")
     assert named == [
         (f"{shift} shift, 1 backbone", method) for shift in ("feature", "label") for method in methods
     ]
-    for figures, clients in zip(report["summaries"], [4] * 6 + [5] * 6, strict=True):
+    for figures, clients in zip(report["summaries"], (4, 4, 4, 5, 5, 5), strict=True):
         assert len(figures["clients"]) == clients
         assert figures["mean"] == pytest.approx(np.mean(figures["clients"]))
         assert figures["worst_10"] <= figures["worst_40"] <= figures["mean"] <= figures["best_10"]

@@ -11,6 +11,7 @@ from aggregator.algorithms.algorithm import Algorithm, Contribution
 from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.algorithms.fedproto import FedProto
 from aggregator.algorithms.fpl import FPL
+from aggregator.algorithms.hierarchical import Hierarchical
 
 SIZES = {"feature_size": 5, "num_classes": 3}
 ALGORITHMS = [
@@ -19,6 +20,7 @@ ALGORITHMS = [
     FedPCL(projection_size=2, max_sets=5, sets="cluster"),
     FPL(projection_size=2),
     FedProto(projection_size=2),
+    Hierarchical(directions=2),
 ]
 
 
@@ -33,7 +35,7 @@ def test_order_of_contributions_does_not_matter(algorithm: Algorithm, count: int
         parts.append(
             Contribution(
                 device=f"device-{number}",
-                values=random.normal(size=(len(labels), 2)).astype(np.float32),
+                values=random.normal(size=(len(labels), algorithm.prototype_size(5))).astype(np.float32),
                 labels=labels,
                 counts=random.integers(1, 9, size=len(labels)),
                 tensors={name: np.full_like(first[name], number / 7) for name in algorithm.uploaded},
@@ -48,7 +50,7 @@ def test_order_of_contributions_does_not_matter(algorithm: Algorithm, count: int
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "weight"), [(ALGORITHMS[0], "weight"), (ALGORITHMS[-1], "adapter_weight")]
+    ("algorithm", "weight"), [(ALGORITHMS[0], "weight"), (ALGORITHMS[4], "adapter_weight")]
 )
 def test_initial_model_depends_on_the_seed(algorithm: Algorithm, weight: str) -> None:
     """A device's images do not change it."""

@@ -1,0 +1,146 @@
+"""Hierarchical Gaussian prototypes against plain formulas in float64."""
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from aggregator.algorithms.algorithm import ABSENT_LOGIT, Contribution
+from aggregator.algorithms.hierarchical import Hierarchical
+from aggregator.graphs.tracing import to_torch
+
+L, C = 6, 3
+SETTINGS = Hierarchical(directions=2, prior=True)
+FUNCTIONS = SETTINGS.functions(feature_size=L, num_classes=C, seed=0)
+FIRST = SETTINGS.first_tensors(feature_size=L, num_classes=C, seed=0)
+
+Floats = NDArray[np.float64]
+
+
+def images(labels: list[int], *, seed: int, offset: float = 0.0) -> tuple[Floats, NDArray[np.int64]]:
+    """Return features whose deviations within classes are 4, 2, 0.1, 0.1, 0.1 and 0.1, all of a device offset."""
+    random = np.random.default_rng(seed)
+    deviations = np.array([4, 2, 0.1, 0.1, 0.1, 0.1])
+    owned = np.array(labels, dtype=np.int64)
+    return 5 * np.eye(C, L)[owned] + offset + random.normal(size=(len(owned), L)) * deviations, owned
+
+
+def covariance(features: Floats, labels: NDArray[np.int64]) -> Floats:
+    """Return the mean scatter about class means, (L, L)."""
+    away = features - np.stack([features[labels == label].mean(axis=0) for label in labels])
+    scatter: Floats = away.T @ away / len(labels)
+    return scatter
+
+
+def contribution(device: str, features: Floats, labels: NDArray[np.int64]) -> Contribution:
+    """Return what a device uploads, with exact directions and unrounded."""
+    squares, vectors = np.linalg.eigh(covariance(features, labels))
+    factor = np.sqrt(squares[-2:])[:, None] * vectors[:, -2:].T
+    owned, counts = np.unique(labels, return_counts=True)
+    return Contribution(
+        device=device,
+        values=np.stack([features[labels == label].mean(axis=0) for label in owned]).astype(np.float32),
+        labels=owned,
+        counts=counts,
+        tensors={
+            "directions": (factor - FIRST["directions"]).astype(np.float32),
+            "variance": np.array([squares.sum()], np.float32),
+        },
+    )
+
+
+def test_directions_are_those_of_the_greatest_scatter_within_classes() -> None:
+    """Few passes find them, each as long as its deviation; the loss is the share of the variance that they leave."""
+    features, labels = images([0] * 20 + [1] * 10 + [2] * 10, seed=0)
+    tensors = {
+        **to_torch(FIRST), "feature": torch.from_numpy(features).float(), "labels": torch.from_numpy(labels)
+    }  # fmt: skip
+    for _ in range(SETTINGS.epochs):
+        found = FUNCTIONS.step.apply(tensors)
+        tensors["directions"] = found["next_directions"]
+    squares, vectors = np.linalg.eigh(covariance(features, labels))
+    expected = squares[-2:][::-1, None, None] * np.einsum("ij,kj->jik", vectors, vectors)[-2:][::-1]
+    outer = torch.einsum("ri,rj->rij", tensors["directions"], tensors["directions"])
+    np.testing.assert_allclose(outer.numpy(), expected, atol=2e-3 * squares[-1])
+    assert float(found["next_variance"]) == pytest.approx(squares.sum(), rel=1e-5)
+    assert float(found["loss"]) == pytest.approx(squares[:-2].sum() / squares.sum(), rel=0.05)
+
+
+@pytest.mark.parametrize(("labels", "directions"), [([0], 0), ([0] * 4, 0), ([0] * 5, 1), ([0, 1] * 5, 2)])
+def test_few_images_give_no_directions(labels: list[int], directions: int) -> None:
+    """A direction needs four images beyond one of each class: the mean and the scatter of two give both away."""
+    features, owned = images(labels, seed=1)
+    found = FUNCTIONS.step.apply(
+        {**to_torch(FIRST), "feature": torch.from_numpy(features).float(), "labels": torch.from_numpy(owned)}
+    )
+    assert int((found["next_directions"] != 0).any(dim=1).sum()) == directions
+    assert bool(found["next_directions"].isfinite().all())
+
+
+def test_head_is_a_shrunken_gaussian_discriminant() -> None:
+    """Log-likelihoods with half the covariance, means between the device's and the fleet's, and the class prior."""
+    devices = [images([0] * 9 + [1] * 5, seed=2), images([0] * 4 + [1] * 12, seed=3, offset=3.0)]
+    tensors = SETTINGS.aggregate(
+        [contribution(f"{number}", *data) for number, data in enumerate(devices)],
+        FIRST,
+        num_classes=C,
+        seed=0,
+    )
+    shares = [len(labels) / (30 - 4) for _, labels in devices]
+    spectra = [np.linalg.eigh(covariance(*data)) for data in devices]
+    leading = sum(
+        share * (vectors[:, -2:] * squares[-2:]) @ vectors[:, -2:].T
+        for share, (squares, vectors) in zip(shares, spectra, strict=True)
+    )
+    variance = sum(share * squares.sum() for share, (squares, _) in zip(shares, spectra, strict=True))
+    whole = leading + (variance - np.trace(leading)) / L * np.eye(L)
+    shrunken = whole / 2 + variance / (2 * L) * np.eye(L)
+    found = np.linalg.inv(
+        tensors["scale"][0] * (np.eye(L) - tensors["basis"].T.astype(float) @ tensors["basis"])
+    )
+    np.testing.assert_allclose(found, shrunken, rtol=0.02, atol=0.01)
+
+    features, labels = devices[0]
+    counts = np.bincount(labels, minlength=C).astype(float)
+    own = np.stack([features[labels == label].mean(axis=0) for label in (0, 1)] + [np.zeros(L)])
+    kappa = float(tensors["kappa"][0])
+    assert 0.05 < kappa < 5  # the offset of 3 is large beside the deviations within classes
+    mixed = (counts[:2, None] * own[:2] + kappa * tensors["means"][:2]) / (counts[:2, None] + kappa)
+    precision = np.linalg.inv(found)
+    expected = np.array(
+        [[x @ precision @ m - m @ precision @ m / 2 for m in mixed] for x in features]
+    ) / SETTINGS.tau + np.log(counts[:2] + counts.sum() / 30)
+    local = {
+        "local_prototypes": torch.from_numpy(own).float(),
+        "local_counts": torch.from_numpy(counts).float(),
+    }
+    logits = FUNCTIONS.head.apply(
+        {**to_torch(tensors), **local, "feature": torch.from_numpy(features).float()}
+    )["logits"]
+    differences = (logits[:, 0] - logits[:, 1]).numpy()
+    np.testing.assert_allclose(differences, expected[:, 0] - expected[:, 1], rtol=5e-3, atol=5e-3)
+    assert logits[:, 2].tolist() == [ABSENT_LOGIT] * len(features)
+
+
+@pytest.mark.parametrize(("offset", "low", "high"), [(0.0, 30, 1e6), (30.0, 0, 0.02)])
+def test_devices_that_differ_keep_their_own_means(offset: float, low: float, high: float) -> None:
+    """The fleet's mean counts for many images where devices are alike, and for less than one where they are not."""
+    labels = [0] * 40 + [1] * 40
+    parts = [
+        contribution(f"{number}", *images(labels, seed=number, offset=number * offset)) for number in range(4)
+    ]
+    kappa = SETTINGS.aggregate(parts, FIRST, num_classes=C, seed=0)["kappa"][0]
+    assert low <= kappa <= high
+
+
+def test_images_without_variance() -> None:
+    """Identical images make a head of nearest means."""
+    part = Contribution(
+        device="a",
+        values=np.eye(2, L, dtype=np.float32),
+        labels=np.arange(2),
+        counts=np.ones(2, np.int64),
+        tensors={"directions": -FIRST["directions"].astype(np.float32), "variance": np.zeros(1, np.float32)},
+    )
+    tensors = SETTINGS.aggregate([part], FIRST, num_classes=C, seed=0)
+    assert (tensors["scale"].tolist(), tensors["basis"].tolist()) == ([1.0], [[0.0] * L])
