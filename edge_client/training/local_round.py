@@ -1,11 +1,8 @@
 """A device's part in a round: training on its images' features, prototypes, and the local model."""
 
-import io
-import json
-import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -33,10 +30,21 @@ from protocol.wire.codec import decode, digest_of, to_array, to_tensor
 from protocol.wire.messages import BlobRef, Program, RoundManifest, TaskManifest, Tensor
 from protocol.wire.messages import Tensors as TensorsMessage
 
-_STATE = "state."
+_Array = tuple[
+    Literal["<f2", "<f4", "<f8", "<i4", "<i8", "|u1", "|b1"],
+    tuple[Annotated[int, Meta(ge=0, le=2**31 - 1)], ...],
+    bytes,
+]
+"""Dtype, shape and bytes of an array in a file."""
 
-_Note = tuple[list[str | int], Annotated[int, Meta(ge=0)], float]
-"""The training that a checkpoint belongs to, its steps, and the sum of its losses."""
+
+class _CheckpointFile(NamedTuple):
+    about: list[str | int]
+    """The training that it belongs to."""
+    checkpoint: Checkpoint
+
+
+_File = TypeVar("_File")
 
 
 @dataclass(frozen=True)
@@ -167,22 +175,17 @@ def read_tensors(blobs: BlobStore, reference: BlobRef) -> dict[str, NDArray[Any]
 
 def pack(model: LocalModel) -> bytes:
     """Return a local model as bytes; `unpack(pack(x))` equals x."""
-    return _to_npz(model.state, prototypes=model.prototypes, counts=model.counts)
+    return msgspec.msgpack.encode(model, enc_hook=_packed)
 
 
 def unpack(data: bytes) -> LocalModel:
     """Return the local model that `pack` wrote; raises StateError if the bytes are not from `pack`."""
-    arrays = _from_npz(data)
-    try:
-        return LocalModel(_state(arrays), arrays["prototypes"], arrays["counts"])
-    except KeyError as error:
-        raise StateError(f"expected a local model, got a file without {error}") from error
+    return _read(data, LocalModel, "a local model")
 
 
 def pack_checkpoint(checkpoint: Checkpoint, about: Sequence[str | int]) -> bytes:
     """Return a checkpoint as bytes, with what it belongs to, and preceded by their digest."""
-    note = json.dumps([list(about), checkpoint.steps, checkpoint.loss_sum])
-    data = _to_npz(checkpoint.state, about=np.array(note))
+    data = msgspec.msgpack.encode(_CheckpointFile(list(about), checkpoint), enc_hook=_packed)
     return digest_of(data) + data
 
 
@@ -195,14 +198,8 @@ def unpack_checkpoint(data: bytes, about: Sequence[str | int]) -> Checkpoint | N
     digest, data = data[:32], data[32:]
     if digest_of(data) != digest:
         raise StateError("expected a checkpoint, got a file that has changed on disk, or another one")
-    arrays = _from_npz(data)
-    try:
-        of, steps, loss_sum = msgspec.json.decode(str(arrays["about"]), type=_Note)
-    except (KeyError, msgspec.MsgspecError, UnicodeError) as error:
-        raise StateError(
-            f"expected a checkpoint, got a file without a note of what it belongs to ({error})"
-        ) from error
-    return Checkpoint(_state(arrays), steps, loss_sum) if of == list(about) else None
+    file = _read(data, _CheckpointFile, "a checkpoint")
+    return file.checkpoint if file.about == list(about) else None
 
 
 def _program(manifest: TaskManifest) -> Program:
@@ -234,31 +231,20 @@ def _half(name: str, values: NDArray[np.float32]) -> NDArray[np.float16]:
     return half
 
 
-def _state(arrays: Tensors) -> dict[str, NDArray[Any]]:
-    return {name.removeprefix(_STATE): array for name, array in arrays.items() if name.startswith(_STATE)}
+def _packed(array: NDArray[Any]) -> _Array:
+    little = array.astype(array.dtype.newbyteorder("<"), copy=False)
+    packed: _Array = msgspec.convert((little.dtype.str, little.shape, little.tobytes()), _Array)
+    return packed
 
 
-def _to_npz(state: Tensors, **others: NDArray[Any]) -> bytes:
-    file = io.BytesIO()
-    arrays: dict[str, Any] = {**others, **{_STATE + name: array for name, array in state.items()}}
-    np.savez(file, **arrays)
-    return file.getvalue()
+def _unpacked(_kind: type, packed: object) -> NDArray[Any]:
+    """Return an array, read-only and without a copy: the file's size bounds its memory."""
+    dtype, shape, data = msgspec.convert(packed, _Array)
+    return np.frombuffer(data, dtype).reshape(shape)
 
 
-def _from_npz(data: bytes) -> dict[str, NDArray[Any]]:
-    """Return the arrays of a file, read-only and without copies: the file's size bounds their memory."""
+def _read(data: bytes, kind: type[_File], what: str) -> _File:
     try:
-        with zipfile.ZipFile(io.BytesIO(data)) as file:
-            if any(entry.compress_type != zipfile.ZIP_STORED for entry in file.infolist()):
-                raise StateError("its arrays are compressed")
-            return {name.removesuffix(".npy"): _from_npy(file.read(name)) for name in file.namelist()}
-    except Exception as error:  # zipfile and numpy raise errors of many classes
-        raise StateError(f"expected arrays, got another file ({error})") from error
-
-
-def _from_npy(data: bytes) -> NDArray[Any]:
-    file = io.BytesIO(data)
-    if np.lib.format.read_magic(file) != (1, 0):
-        raise StateError("an array has another version of numpy's format")
-    shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(file)
-    return np.frombuffer(file.read(), dtype).reshape(shape, order="F" if is_fortran else "C")
+        return msgspec.msgpack.decode(data, type=kind, dec_hook=_unpacked)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
+        raise StateError(f"expected {what}, got another file ({error})") from error

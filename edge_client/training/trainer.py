@@ -7,9 +7,10 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
 from edge_client.runtime.onnx_model import Slot, Tensors, fit
@@ -51,7 +52,7 @@ class Checkpoint:
     """An unfinished training; continued with the same schedule, it gives the same result as without interruption."""
 
     state: Tensors
-    steps: int = 0
+    steps: Annotated[int, Meta(ge=0)] = 0
     loss_sum: float = 0.0
     """Sum over the images of the current epoch."""
 
