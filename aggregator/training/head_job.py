@@ -6,16 +6,21 @@ back. The job imports torch only to train an adapter.
 
 import dataclasses
 import time
+from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
+from aggregator.algorithms.fedtc.head import Dense
 from aggregator.algorithms.fedtc.recipe import RECIPES, Recipe
 from aggregator.algorithms.fedtc.train_head import train_head
+from aggregator.algorithms.statistics.feature_map import RowMap
 from aggregator.config.schema import Training
 from aggregator.graphs.head_export import head_to_onnx, max_difference
 from aggregator.ingest.validation import Expectation, Prototypes, check_submission
 from aggregator.training.jobs import (
     FEW_PROTOTYPES,
+    CollectionJob,
     HeadJob,
     Result,
     checked_parts,
@@ -23,9 +28,10 @@ from aggregator.training.jobs import (
     run_as_program,
 )
 from aggregator.training.outlier_detection import Judgment, judge
+from aggregator.training.outlier_statistics import summaries
 from aggregator.training.robust_training_set import combine, half_of
 from protocol.errors import ProtofleetError
-from protocol.wire.messages import Submission
+from protocol.wire.messages import Submission, TaskManifest
 
 MAX_ONNX_DIFFERENCE = 1e-4
 
@@ -63,7 +69,7 @@ def run(job: HeadJob) -> Result:
     judgment = Judgment({})
     if job.robust.detect_outliers:
         judgment = judge(
-            parts,
+            summaries(parts),
             classes=manifest.classes,
             false_alarm_rate=job.robust.false_alarm_rate,
             released=job.released,
@@ -99,24 +105,46 @@ def run(job: HeadJob) -> Result:
         "epochs": float(trained.epochs),
         "temperature": trained.temperature,
     }
+    metrics = write_checked(job, manifest, trained.layers, figures, features=data.values[:256])
+    return Result(
+        prototypes=len(data.labels),
+        metrics={**metrics, "seconds": seconds},
+        quarantined={**invalid, **judgment.quarantined},
+        warning=judgment.warning,
+        few_prototypes=few_prototypes(np.bincount(data.labels), manifest),
+    )
+
+
+def write_checked(
+    job: CollectionJob,
+    manifest: TaskManifest,
+    layers: Sequence[Dense],
+    figures: dict[str, float],
+    *,
+    features: NDArray[np.float32],
+    feature_map: RowMap | None = None,
+) -> dict[str, float]:
+    """Write a head's files, and return its figures with the greatest difference from its layers on these features.
+
+    Raises:
+        ProtofleetError: ONNX Runtime computes something else.
+    """
     if job.half_memory:
-        figures["half_memory"] = 1.0
-    head = head_to_onnx(trained.layers, metadata=job.metadata(manifest, figures))
-    difference = max_difference(trained.layers, head, data.values[:256])
+        figures = {**figures, "half_memory": 1.0}
+    head = head_to_onnx(layers, metadata=job.metadata(manifest, figures), feature_map=feature_map)
+    difference = max_difference(layers, head, features, feature_map)
     if not difference <= MAX_ONNX_DIFFERENCE:
         raise ProtofleetError(
             f"the head in ONNX Runtime differs by {difference:.3g}, more than {MAX_ONNX_DIFFERENCE}: not published"
         )
     job.write_head(head, manifest)
-    numbers = np.bincount(data.labels, minlength=len(manifest.classes)).tolist()
-    prototypes = dict(zip(manifest.classes, numbers, strict=True))
-    return Result(
-        prototypes=len(data.labels),
-        metrics={**figures, "seconds": seconds, "onnx_max_difference": difference},
-        quarantined={**invalid, **judgment.quarantined},
-        warning=judgment.warning,
-        few_prototypes={name: number for name, number in prototypes.items() if 0 < number < FEW_PROTOTYPES},
-    )
+    return {**figures, "onnx_max_difference": difference}
+
+
+def few_prototypes(numbers: NDArray[np.integer], manifest: TaskManifest) -> dict[str, int]:
+    """Return the classes with few prototypes, of the number of each."""
+    named = zip(manifest.classes, numbers.tolist(), strict=False)
+    return {name: number for name, number in named if 0 < number < FEW_PROTOTYPES}
 
 
 if __name__ == "__main__":

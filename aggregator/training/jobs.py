@@ -81,29 +81,29 @@ class SubmissionsJob(msgspec.Struct, frozen=True, kw_only=True):
             write_atomically(Path(self.folder) / "model.onnx", fuse(backbones, head))
 
 
-class HeadJob(SubmissionsJob, frozen=True, kw_only=True):
-    """Train a head on prototypes."""
+class CollectionJob(SubmissionsJob, frozen=True, kw_only=True):
+    """Make a head of a collection of submissions."""
 
     released: tuple[str, ...] = ()
     """Devices that are not quarantined, whatever outlier detection finds."""
-    training: Training
     robust: Robust = Robust()
     half_memory: bool = False
-    """Make a linear discriminant of half of each device's prototypes."""
+    """Use half of each device's prototypes, for a linear discriminant; of groups for sums, compare half."""
 
 
-class StatisticsJob(SubmissionsJob, frozen=True, kw_only=True, dict=True):
+class HeadJob(CollectionJob, frozen=True, kw_only=True):
+    """Train a head on prototypes."""
+
+    training: Training
+
+
+class StatisticsJob(CollectionJob, frozen=True, kw_only=True, dict=True):
     """Solve for a head from sums."""
 
-    released: tuple[str, ...] = ()
-    """Devices that are not quarantined, whatever outlier detection finds."""
     random_features: int = 0
     seed: int = 0
     adapter: str = ""
     """Hex digest of FedTC's head, a blob, whose adapter is the map; empty for random features."""
-    half_memory: bool = False
-    """Compare half of each device's groups, where devices upload groups; all of them count."""
-    robust: Robust = Robust()
 
     @cached_property
     def feature_map(self) -> RowMap:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from aggregator.ingest.validation import Prototypes
 from aggregator.training.outlier_detection import MAX_MALICIOUS, SIMILAR, is_mislabeled
-from aggregator.training.outlier_statistics import TINY, ClassMeans, class_means, distances, summarized
+from aggregator.training.outlier_statistics import TINY, ClassMeans, class_means, distances, summaries
 from aggregator.training.weights import MIN_DEVICES
 
 
@@ -24,11 +24,11 @@ def limited_means(parts: Sequence[Prototypes]) -> list[Prototypes]:
     fewer than MIN_DEVICES devices.
     """
     named = {f"{number:06}": part for number, part in enumerate(parts)}
-    summaries = {device: summarized(part) for device, part in named.items()}
+    summarized = summaries(named)
     classes = {
         label: one
         for label in np.unique(np.concatenate([part.labels for part in parts])).tolist()
-        if len((one := class_means(summaries, label)).devices) >= MIN_DEVICES
+        if len((one := class_means(summarized, label)).devices) >= MIN_DEVICES
     }
     medians = {label: one.median for label, one in classes.items()}
     changed: dict[str, NDArray[np.float32]] = {}

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from aggregator.ingest.validation import Prototypes
 from aggregator.training.outlier_statistics import (
     DeviceSummary,
     Floats,
@@ -19,7 +18,6 @@ from aggregator.training.outlier_statistics import (
     distances,
     lengths,
     scatters,
-    summarized,
 )
 
 MIN_DEVICES = 5
@@ -67,14 +65,13 @@ class Judgment:
 
 
 def judge(
-    uploaded: Mapping[str, Prototypes | DeviceSummary],
+    parts: Mapping[str, DeviceSummary],
     *,
     classes: Sequence[str],
     false_alarm_rate: float,
     released: Collection[str] = (),
 ) -> Judgment:
     """Return the devices to quarantine, except released, similar and disputed ones, and all if they would be most."""
-    parts = {device: summarized(part) for device, part in uploaded.items()}
     found = outliers(parts, classes=classes, false_alarm_rate=false_alarm_rate)
     worst = max(found, key=lambda device: found[device].excess, default="")
     if len(found) > MAX_SHARE * len(parts):
@@ -125,14 +122,13 @@ def _disputed(parts: Mapping[str, DeviceSummary], found: Mapping[str, Finding]) 
 
 
 def outliers(
-    uploaded: Mapping[str, Prototypes | DeviceSummary], *, classes: Sequence[str], false_alarm_rate: float
+    parts: Mapping[str, DeviceSummary], *, classes: Sequence[str], false_alarm_rate: float
 ) -> dict[str, Finding]:
     """Return the devices that deviate more than honest devices do, each with its greatest deviation.
 
     In at most a share `false_alarm_rate` of all fleets without an outlier, there is one (Bonferroni over all tests).
     The others are compared again without the outliers, which hide others: without a first one, there is no second pass.
     """
-    parts = {device: summarized(part) for device, part in uploaded.items()}
     found: dict[str, Finding] = {}
     while new := _one_pass(
         {device: part for device, part in parts.items() if device not in found},

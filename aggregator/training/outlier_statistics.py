@@ -110,10 +110,8 @@ class DeviceSummary:
     """Two over the variance of a squared length, relative to its mean; NaN for a single prototype."""
 
 
-def summarized(part: Prototypes | DeviceSummary) -> DeviceSummary:
+def summarized(part: Prototypes) -> DeviceSummary:
     """Return the summary of a device's prototypes."""
-    if isinstance(part, DeviceSummary):
-        return part
     squares = (part.values.astype(np.float64) ** 2).sum(axis=1)
     return DeviceSummary(
         {int(label): _class_summary(part, part.labels == label) for label in np.unique(part.labels)},
@@ -121,6 +119,11 @@ def summarized(part: Prototypes | DeviceSummary) -> DeviceSummary:
         float(squares.mean()) if len(squares) else 0.0,
         float(2 * squares.mean() ** 2 / max(squares.var(ddof=1), TINY)) if len(squares) > 1 else np.nan,
     )
+
+
+def summaries(parts: Mapping[str, Prototypes]) -> dict[str, DeviceSummary]:
+    """Return the summary of each device's prototypes."""
+    return {device: summarized(part) for device, part in parts.items()}
 
 
 def _class_summary(part: Prototypes, mine: NDArray[np.bool_]) -> ClassSummary:

@@ -129,11 +129,9 @@ class Trainer:
             data = (Path(job.folder) / "result.json").read_bytes()
             self._on_event(Finished(job, msgspec.json.decode(data, type=Result)))
         except (OSError, msgspec.MsgspecError):
-            reason = self._too_late() if is_late.is_set() else _reason(job, code)
+            too_late = f"not finished within `[training]` timeout_s, {self._timeout_s:g} s"
+            reason = f"{too_late}: raise it, or use fewer epochs" if is_late.is_set() else _reason(job, code)
             self._on_event(Finished(job, None, reason, is_killed=code < 0 and not is_late.is_set()))
-
-    def _too_late(self) -> str:
-        return f"not finished within `[training]` timeout_s, {self._timeout_s:g} s: raise it, or use fewer epochs"
 
     def _read(self, process: subprocess.Popen[str]) -> None:
         """Report the progress until the end of the output."""

@@ -14,7 +14,6 @@ from collections.abc import Collection
 import numpy as np
 from numpy.typing import NDArray
 
-from aggregator.algorithms.fedtc.head import Dense
 from aggregator.algorithms.statistics.feature_map import BLOCK, RowMap, shortened
 from aggregator.algorithms.statistics.moments import (
     WHOLE,
@@ -28,16 +27,10 @@ from aggregator.algorithms.statistics.moments import (
     require_possible,
 )
 from aggregator.algorithms.statistics.ridge import TEMPERATURE, solve
-from aggregator.graphs.head_export import head_to_onnx, map_to_onnx, max_difference
+from aggregator.graphs.head_export import map_to_onnx
 from aggregator.ingest.validation import Expectation, Prototypes, Refused, check_statistics
-from aggregator.training.head_job import MAX_ONNX_DIFFERENCE
-from aggregator.training.jobs import (
-    FEW_PROTOTYPES,
-    Result,
-    StatisticsJob,
-    report_progress,
-    run_as_program,
-)
+from aggregator.training.head_job import few_prototypes, write_checked
+from aggregator.training.jobs import Result, StatisticsJob, report_progress, run_as_program
 from aggregator.training.outlier_detection import MIN_DEVICES as COMMON_DEVICES
 from aggregator.training.outlier_detection import judge
 from aggregator.training.outlier_statistics import DeviceSummary, summarized
@@ -100,21 +93,17 @@ def run(job: StatisticsJob) -> Result:
         "temperature": TEMPERATURE,
         "limited_devices": float(limited),
     }
-    if job.half_memory:
-        figures["half_memory"] = 1.0
     seconds = time.perf_counter() - started_s
-    head = head_to_onnx([ridge.layer], metadata=job.metadata(manifest, figures), feature_map=feature_map)
-    difference = _max_difference(job, ridge.layer, head)
-    job.write_head(head, manifest)
-    rows = sum(each for device, each in sums.rows.items() if device not in sums.quarantined)
-    of_class = dict(zip(manifest.classes, np.asarray(rows).tolist(), strict=True))
+    random = np.random.default_rng(0).exponential(size=(256, job.feature_size)).astype(np.float32)
+    metrics = write_checked(job, manifest, [ridge.layer], figures, features=random, feature_map=feature_map)
+    rows = [each for device, each in sums.rows.items() if device not in sums.quarantined]
     invalid = {device: f"its submission is refused: {error.detail}" for device, error in sums.refused.items()}
     return Result(
         prototypes=total.rows,
-        metrics={**figures, "seconds": seconds, "onnx_max_difference": difference},
+        metrics={**metrics, "seconds": seconds},
         quarantined={**invalid, **sums.quarantined},
         warning="; ".join(sums.warnings[:SHOWN_WARNINGS]),
-        few_prototypes={name: number for name, number in of_class.items() if 0 < number < FEW_PROTOTYPES},
+        few_prototypes=few_prototypes(np.sum(rows, axis=0), manifest),
     )
 
 
@@ -244,16 +233,6 @@ def _groups(
         for block in blocks:
             values[block] = mean + (values[block] - mean) / np.sqrt(weights[block])[:, None]
     return Prototypes(values, labels.astype(np.int64), counts.astype(np.int64))
-
-
-def _max_difference(job: StatisticsJob, layer: Dense, head: bytes) -> float:
-    features = np.random.default_rng(0).exponential(size=(256, job.feature_size)).astype(np.float32)
-    difference = max_difference([layer], head, features, job.feature_map)
-    if not difference <= MAX_ONNX_DIFFERENCE:
-        raise ProtofleetError(
-            f"the head in ONNX Runtime differs by {difference:.3g}, more than {MAX_ONNX_DIFFERENCE}: not published"
-        )
-    return difference
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from aggregator.config.schema import Robust
 from aggregator.ingest.validation import Prototypes
 from aggregator.training.outlier_detection import judge
+from aggregator.training.outlier_statistics import summaries
 from aggregator.training.robust_training_set import pool
 from benchmarks.data.features import BACKBONES, load_features
 from benchmarks.data.images import DIGITS, NAMES
@@ -148,7 +149,8 @@ def measure(
         parts = honest_fleet(
             *(random, devices, images), classes=classes, places=places, uneven=uneven, drawn=drawn
         )
-        alarms += bool(judge(parts, classes=names, false_alarm_rate=false_alarm_rate).quarantined)
+        judgment = judge(summaries(parts), classes=names, false_alarm_rate=false_alarm_rate)
+        alarms += bool(judgment.quarantined)
     return Result(
         data=data,
         places=places,

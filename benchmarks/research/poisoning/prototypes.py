@@ -14,6 +14,7 @@ from aggregator.config.schema import Robust, Training
 from aggregator.ingest.validation import Prototypes
 from aggregator.training.head_job import recipe_of
 from aggregator.training.outlier_detection import judge
+from aggregator.training.outlier_statistics import summaries
 from aggregator.training.robust_training_set import combine, pool
 from benchmarks.accuracy.fedtc import partitions_of
 from benchmarks.accuracy.fedtc_fleet import Settings, accuracy_of, fleet_prototypes, train_on
@@ -180,7 +181,8 @@ def run(
         for device, part in parts.items()
     }
     classes = [str(label) for label in range(features.classes)]
-    quarantined = judge(uploaded, classes=classes, false_alarm_rate=false_alarm_rate).quarantined.keys()
+    judgment = judge(summaries(uploaded), classes=classes, false_alarm_rate=false_alarm_rate)
+    quarantined = judgment.quarantined.keys()
     included = [part for device, part in uploaded.items() if device not in quarantined]
     accuracies: dict[str, float] = {}
     for method in methods:

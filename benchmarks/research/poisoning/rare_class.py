@@ -14,6 +14,7 @@ from aggregator.config.schema import Robust, Training
 from aggregator.ingest.validation import Prototypes
 from aggregator.training.head_job import recipe_of
 from aggregator.training.outlier_detection import judge
+from aggregator.training.outlier_statistics import summaries
 from aggregator.training.robust_training_set import combine, pool
 from benchmarks.accuracy.fedtc_fleet import Settings, fleet_prototypes
 from benchmarks.data.features import Features
@@ -100,7 +101,7 @@ def run(features: Features, settings: Settings, *, attack: str, seed: int) -> Re
         parts["0"] = pool([parts["0"], rare_class(attack, parts, classes=classes)])
     names = [str(label) for label in range(classes + 1)]
     rate = Robust().false_alarm_rate
-    quarantined = judge(parts, classes=names, false_alarm_rate=rate).quarantined
+    quarantined = judge(summaries(parts), classes=names, false_alarm_rate=rate).quarantined
     data = combine([part for device, part in parts.items() if device not in quarantined], by="none")
     unlimited, found = (
         logits_of(

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from aggregator.ingest.validation import Prototypes
 from aggregator.training.limited_means import limited_means
 from aggregator.training.outlier_detection import judge
+from aggregator.training.outlier_statistics import summaries
 from aggregator.training.robust_training_set import combine
 from tests.support.messages.prototype_sets import CLASSES, fleet, flipped, honest
 
@@ -61,7 +62,7 @@ def test_device_that_is_not_quarantined_does_not_decide() -> None:
     """One of five uploads fifty times as many prototypes, half of the way to the next class: it is not an outlier."""
     attacker = _moved(honest(9, shift=0.5, prototypes=300), 0.5)
     parts = {**fleet(4, shift=0.5), "attacker": attacker}
-    assert not judge(parts, classes=CLASSES, false_alarm_rate=0.01).quarantined
+    assert not judge(summaries(parts), classes=CLASSES, false_alarm_rate=0.01).quarantined
     honest_parts = [*fleet(4, shift=0.5).values(), honest(9, shift=0.5)]
     assert _error(list(parts.values())) < 1.2 * _error(honest_parts)
     assert _error(list(parts.values()), max_multiple=0) > 5 * _error(honest_parts)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from aggregator.ingest.validation import Prototypes
 from aggregator.training.outlier_detection import MIN_DEVICES, judge, outliers
-from aggregator.training.outlier_statistics import class_means, distances, effective_dimensions, summarized
+from aggregator.training.outlier_statistics import class_means, distances, effective_dimensions, summaries
 from tests.support.messages.prototype_sets import CLASSES, IMAGES, fleet, flipped, honest
 from tests.support.messages.submissions import FEATURE_SIZE
 
@@ -18,7 +18,9 @@ OFTEN = 0.5
 
 
 def _judged(parts: dict[str, Prototypes], **more: tuple[str, ...]) -> dict[str, str]:
-    return dict(judge(parts, classes=CLASSES, false_alarm_rate=FALSE_ALARM_RATE, **more).quarantined)
+    return dict(
+        judge(summaries(parts), classes=CLASSES, false_alarm_rate=FALSE_ALARM_RATE, **more).quarantined
+    )
 
 
 def _changed(part: Prototypes, factor: float = 1.0, offset: float = 0.0, noise: float = 0.0) -> Prototypes:
@@ -43,7 +45,7 @@ def test_distance_is_relative_to_what_is_expected() -> None:
     """It is four fifths, since places are expected to differ by a quarter of what images do."""
     random = np.random.default_rng(0)
     means = 5 + random.normal(size=(1000, 8)) / np.sqrt(10)
-    parts = {device: summarized(part) for device, part in _flat(means).items()}
+    parts = summaries(_flat(means))
     test = distances(class_means(parts, 0))
     assert test.ratios.mean() == pytest.approx(4 / 5, rel=0.1)
     assert test.ratios.var() == pytest.approx(2 / 8 * (4 / 5) ** 2, rel=0.2)
@@ -112,7 +114,7 @@ def test_no_device_is_quarantined_if_most_are_outliers() -> None:
     parts = fleet(6)
     for device, part in enumerate(parts.values()):
         part.values[part.labels == device // 2] += 100.0 + device
-    judgment = judge(parts, classes=CLASSES, false_alarm_rate=FALSE_ALARM_RATE)
+    judgment = judge(summaries(parts), classes=CLASSES, false_alarm_rate=FALSE_ALARM_RATE)
     assert judgment.quarantined == {}
     assert judgment.warning.startswith("6 of 6 devices are far from each other, so none is quarantined; dev")
 
@@ -147,11 +149,11 @@ def test_order_of_devices_does_not_matter(parts: dict[str, Prototypes], random: 
     """Deviations are positive numbers, never NaN."""
     shuffled = list(parts.items())
     random.shuffle(shuffled)  # type: ignore[attr-defined]
-    found = outliers(parts, classes=CLASSES, false_alarm_rate=OFTEN)
-    assert outliers(dict(shuffled), classes=CLASSES, false_alarm_rate=OFTEN) == found
+    found = outliers(summaries(parts), classes=CLASSES, false_alarm_rate=OFTEN)
+    assert outliers(summaries(dict(shuffled)), classes=CLASSES, false_alarm_rate=OFTEN) == found
     assert found.keys() <= parts.keys()
     assert all(one.excess > 0 for one in found.values())
-    judgment = judge(parts, classes=CLASSES, false_alarm_rate=FALSE_ALARM_RATE)
+    judgment = judge(summaries(parts), classes=CLASSES, false_alarm_rate=FALSE_ALARM_RATE)
     assert len(judgment.quarantined) <= len(parts) / 2
 
 
@@ -162,9 +164,9 @@ def test_scale_of_features_does_not_matter(seed: int, exponent: int) -> None:
     parts = {f"dev{device}": honest(seed + device) for device in range(7)} | {
         "malicious": flipped(honest(seed + 9))
     }
-    found = outliers(parts, classes=CLASSES, false_alarm_rate=OFTEN)
+    found = outliers(summaries(parts), classes=CLASSES, false_alarm_rate=OFTEN)
     scaled = {device: _changed(part, factor=2.0**exponent) for device, part in parts.items()}
-    again = outliers(scaled, classes=CLASSES, false_alarm_rate=OFTEN)
+    again = outliers(summaries(scaled), classes=CLASSES, false_alarm_rate=OFTEN)
     assert again.keys() == found.keys()
     for device, one in found.items():
         assert again[device].excess == pytest.approx(one.excess, rel=1e-6)
@@ -217,11 +219,11 @@ def test_group_in_another_place_is_reported_and_not_quarantined(usual: int, othe
     """An attacker beside the group is quarantined."""
     place = 1.5 * np.random.default_rng(3).normal(size=FEATURE_SIZE)
     parts = fleet(usual) | {f"far{device}": _elsewhere(50 + device, place) for device in range(others)}
-    judgment = judge(parts, classes=CLASSES, false_alarm_rate=FALSE_ALARM_RATE)
+    judgment = judge(summaries(parts), classes=CLASSES, false_alarm_rate=FALSE_ALARM_RATE)
     assert judgment.quarantined == {}
     assert "far0" in judgment.warning or others > usual / 2
     attacker = {"malicious": flipped(honest(99))}
-    judgment = judge(parts | attacker, classes=CLASSES, false_alarm_rate=FALSE_ALARM_RATE)
+    judgment = judge(summaries(parts | attacker), classes=CLASSES, false_alarm_rate=FALSE_ALARM_RATE)
     assert judgment.quarantined.keys() == {"malicious"}
 
 
@@ -255,7 +257,9 @@ def test_honest_devices_are_quarantined_in_one_training_of_a_hundred(
             labels = np.repeat([0, 1], rows // 2)
             values = 3.0 + labels[:, None] + 0.2 * places[device] + noise
             parts[f"dev{device:03}"] = Prototypes(values.astype(np.float32), labels, np.full(rows, IMAGES))
-        alarms += bool(judge(parts, classes=("a", "b"), false_alarm_rate=FALSE_ALARM_RATE).quarantined)
+        alarms += bool(
+            judge(summaries(parts), classes=("a", "b"), false_alarm_rate=FALSE_ALARM_RATE).quarantined
+        )
     assert alarms <= 0.01 * fleets
 
 
@@ -274,7 +278,7 @@ def test_majority_of_a_rare_class_cannot_have_its_only_honest_device_quarantined
                 lie.values[mine] - lie.values[mine].mean(axis=0)
             )
         parts[f"malicious{number}"] = lie
-    judgment = judge(parts, classes=CLASSES, false_alarm_rate=FALSE_ALARM_RATE)
+    judgment = judge(summaries(parts), classes=CLASSES, false_alarm_rate=FALSE_ALARM_RATE)
     assert judgment.quarantined == {}
     assert judgment.disputed == {2}
     assert "1 of 14 devices are far only in classes in which few devices agree" in judgment.warning
