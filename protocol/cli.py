@@ -45,6 +45,13 @@ def _load_config(context: click.Context, _parameter: click.Parameter, path: Path
     context.default_map = {**(context.default_map or {}), **values}
 
 
+def setting(*names: str, **details: Any) -> Callable[[F], F]:
+    """Return an option that can also be set by an environment variable; its default is shown if it has one."""
+    variable = "PROTOFLEET_" + names[0].lstrip("-").replace("-", "_").upper()
+    shown = details.get("default") is not None
+    return click.option(*names, **{"envvar": variable, "show_envvar": True, "show_default": shown, **details})
+
+
 config_option = click.option(
     "--config",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -70,8 +77,7 @@ _ACCESS_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
 def access_options(command: F) -> F:
     """Add the options of `read_access` to a command, each with an environment variable."""
     for name, details in reversed(_ACCESS_OPTIONS):
-        variable = "PROTOFLEET_" + name.lstrip("-").replace("-", "_").upper()
-        command = click.option(name, envvar=variable, show_envvar=True, **details)(command)
+        command = setting(name, **details)(command)
     return command
 
 

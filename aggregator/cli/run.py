@@ -14,6 +14,7 @@ from protocol.cli import (
     config_option,
     read_access,
     require_packages,
+    setting,
     start_logging,
     stop_on_terminate,
     verbose_option,
@@ -24,30 +25,23 @@ log = logging.getLogger(__name__)
 
 @click.command("run")
 @config_option
-@click.option(
+@setting(
     "--task",
     type=click.Path(dir_okay=False, path_type=Path),
     required=True,
-    envvar="PROTOFLEET_TASK",
-    show_envvar=True,
     help="Task file (TOML): classes, backbones, algorithm and its settings.",
 )
 @state_option
-@click.option(
+@setting(
     "--broker",
     default="127.0.0.1",
-    show_default=True,
     metavar="HOST[:PORT]",
-    envvar="PROTOFLEET_BROKER",
-    show_envvar=True,
     help="MQTT broker to connect to, or the address that the embedded broker listens on.",
 )
 @access_options
-@click.option(
+@setting(
     "--embedded-broker",
     is_flag=True,
-    envvar="PROTOFLEET_EMBEDDED_BROKER",
-    show_envvar=True,
     help="Run a broker in this process; without --broker, reachable from this machine only.",
 )
 @verbose_option

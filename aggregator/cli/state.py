@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from protocol.cli import setting
 from protocol.errors import ConfigError
 from protocol.storage.state_folder import default_state_folder
 
@@ -19,13 +20,11 @@ if TYPE_CHECKING:
 EXTRAS = "aggregator,cpu"
 """Extras of the package that the program needs."""
 
-state_option = click.option(
+state_option = setting(
     "--state",
     type=click.Path(file_okay=False, path_type=Path),
     default=lambda: default_state_folder("protofleet-aggregator"),
     show_default="~/.local/state/protofleet-aggregator",
-    envvar="PROTOFLEET_STATE",
-    show_envvar=True,
     help="State directory of the aggregator.",
 )
 

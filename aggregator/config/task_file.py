@@ -135,10 +135,7 @@ def _class_names(classes: Sequence[str]) -> Iterator[Problem]:
 
 
 def _unused(task: TaskFile, given: Mapping[str, Any]) -> Iterator[Problem]:
-    has_statistics, other = (
-        task.algorithm == "statistics",
-        {"rounds"} if task.learning is None else {"retrain_after"},
-    )
+    other = {"rounds"} if task.learning is None else {"retrain_after"}
     unused = {*ALGORITHMS, "statistics", *other} - {task.algorithm}
     paths: list[tuple[str, ...]] = [(name,) for name in sorted(unused & given.keys())]
     if task.learning is not None:
@@ -146,7 +143,7 @@ def _unused(task: TaskFile, given: Mapping[str, Any]) -> Iterator[Problem]:
             ("client", name) for name in sorted({"alpha", "batch_size"} & given.get("client", {}).keys())
         ]
         paths += [("limits", "heads_per_hour")] if "heads_per_hour" in given.get("limits", {}) else []
-    if task.learning is not None or has_statistics:
+    if task.learning is not None or task.algorithm == "statistics":
         paths += [("training", name) for name in sorted(given.get("training", {}).keys() - {"timeout_s"})]
     robust = {"clip_multiple"} if task.learning is None else {"detect_outliers", "false_alarm_rate"}
     paths += [("robust", name) for name in sorted(robust & given.get("robust", {}).keys())]

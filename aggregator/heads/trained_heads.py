@@ -9,7 +9,7 @@ from aggregator.coordination import round_state
 from aggregator.storage.devices import REVOKED
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import PendingHead
+from aggregator.storage.stored_values import FailedTraining, PendingHead
 from aggregator.tasks.task_preparation import Task
 from aggregator.training.jobs import HeadJob, Result, RoundJob, StatisticsJob
 from protocol.errors import StateError
@@ -58,6 +58,7 @@ def store_head(
         if pending is None or (pending.task, pending.version) != (record.task, record.version):
             raise StateError(f"a submission that head {record.version} is made of was deleted")
         store.heads.add(record)
+        store.facts.delete(FailedTraining)
         update_quarantine(store, record, result)
     if result.few_prototypes:
         few = ", ".join(f"{name} {number}" for name, number in result.few_prototypes.items())

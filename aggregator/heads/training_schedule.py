@@ -21,7 +21,7 @@ from aggregator.heads.pending_training import (
 )
 from aggregator.heads.trained_heads import log_head, store_head
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import FailedTraining, PendingHead, TrainingProgress
+from aggregator.storage.stored_values import PendingHead, TrainingProgress
 from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks.manifests import round_manifest
 from aggregator.tasks.restoration import Restoration
@@ -60,11 +60,9 @@ class HeadTraining:
         )
         delete_carried_submissions(task, store)
         self.lost = LostSubmissions(task, store)
-        state = store.round_state(task.digest)
-        self.lost.remove(round_state.counting(state, self._settings))
+        self.lost.remove(round_state.counting(store.round_state(task.digest), self._settings))
         self.state = replace(store.round_state(task.digest), is_rate_limited=not self._rate.may_train())
-        heads = store.heads.all(task.digest)
-        self._head = heads[-1] if heads else None
+        self._head = next(reversed(store.heads.all(task.digest)), None)
         store.facts.delete(TrainingProgress)
         self._resume()
 
@@ -160,8 +158,6 @@ class HeadTraining:
             log_head(head, self.state, self._settings)
         with contextlib.suppress(StateError):  # `status` may show outdated progress
             self._store.facts.delete(TrainingProgress)
-            if head is not None:
-                self._store.facts.delete(FailedTraining)
         return head is not None
 
     def _close_without_lost(self, members: Mapping[str, round_state.Entry]) -> bool:
@@ -179,16 +175,16 @@ class HeadTraining:
         self.state = replace(self.state, failed=None, retry_s=0.0)
 
     def _read_changes(self) -> None:
-        """Read the submissions again if another process has written: a command may have deleted a device's."""
-        if (version := self._store.data_version()) != self._data_version:
-            self._data_version = version
-            before, stored = self.state.submissions, self._store.entries(self._task.digest)
-            self.state = replace(self.state, submissions=stored)
-            if deleted := set(before) - stored.keys():
-                self._leave_out(deleted)
+        """Read the submissions again if another process has written: a command may have deleted a device's.
 
-    def _leave_out(self, deleted: set[str]) -> None:
-        """Stop a training on deleted submissions; the collection closes again without them."""
+        A training on deleted ones stops; the collection closes again without them.
+        """
+        if (version := self._store.data_version()) == self._data_version:
+            return
+        self._data_version = version
+        before, stored = self.state.submissions, self._store.entries(self._task.digest)
+        self.state = replace(self.state, submissions=stored)
+        deleted = set(before) - stored.keys()
         self.deleted |= deleted
         for device in sorted(deleted):
             event(log, logging.INFO, "submission deleted by an operator", device=device)

@@ -44,11 +44,11 @@ class Publisher:
         """Payload bytes of a frame, as the broker's packet size allows."""
         self._fleet = fleet
         self.presence = presence
-        self._own_topics = {fleet_topic(fleet, channel): channel for channel in OWN_CHANNELS}
+        self.own_topics = {fleet_topic(fleet, channel): channel for channel in OWN_CHANNELS}
         self._session = mqtt.Session(
             broker,
             client_id=f"pf-{fleet}-aggregator-{presence.client_id}",
-            subscriptions=[*device_filters(fleet), *self._own_topics],
+            subscriptions=[*device_filters(fleet), *self.own_topics],
             on_event=on_event,
             access=access,
             will=lambda: presence.outgoing("offline"),
@@ -74,10 +74,6 @@ class Publisher:
             for message in self._unacknowledged:
                 self._session.acknowledge(message)
             self._unacknowledged.clear()
-
-    def own_channel(self, topic: str) -> FleetChannel | None:
-        """Return the channel of one of the aggregator's own retained topics; None for any other topic."""
-        return self._own_topics.get(topic)
 
     def publish_presence(self, state: PresenceState) -> None:
         """Publish the aggregator's presence."""

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from aggregator.security import mosquitto_config
 from aggregator.security.certificate_authority import issue_client, issue_server, utc_now
@@ -32,7 +31,7 @@ from protocol.enrollment import FORMAT, EnrollmentCard, card_text, read_card
 from protocol.errors import ConfigError
 from protocol.log import event
 from protocol.storage.blobstore import state_errors, sync, write_atomically
-from protocol.storage.keyfile import read_or_make_key
+from protocol.storage.keyfile import pem_of, read_or_make_key
 from protocol.storage.state_folder import IGNORE_ALL, IGNORE_FILE, refuse_source_folder
 from protocol.wire.signing import public_key
 from protocol.wire.topics import is_name
@@ -98,7 +97,7 @@ def enroll(
             "ca.crt": ca.certificate,
             "device.crt": issued.certificate,
             "device.key": issued.key,
-            "signing.key": key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()),
+            "signing.key": pem_of(key),
         }
         serial, now_s = f"{issued.serial:x}", int(now.timestamp())
         unfinished = _Unfinished(str(out.absolute()), device=device, key=public.hex())

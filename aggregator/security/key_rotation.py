@@ -5,14 +5,13 @@ from pathlib import Path
 
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from aggregator.security.identity import identity_folder, locked_identity, readable
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import SigningKey
 from protocol.errors import ConfigError
 from protocol.storage.blobstore import write_atomically
-from protocol.storage.keyfile import read_key, read_or_make_key, write_private
+from protocol.storage.keyfile import pem_of, read_key, read_or_make_key, write_private
 from protocol.wire.messages import MAX_KEY_CERTIFICATES, KeyCertificate
 from protocol.wire.signing import is_valid_certificate, public_key, sign_key_certificate
 from protocol.wire.topics import is_name
@@ -64,7 +63,7 @@ def issue_key(root_file: Path, *, fleet: str, out: Path) -> bytes:
         fleet=fleet,
         signer=root,
     )
-    write_private(out / "signing.key", _pem(new))
+    write_private(out / "signing.key", pem_of(new))
     write_atomically(out / _CERTIFICATES, msgspec.json.encode([certificate]))
     return public_key(root)
 
@@ -104,7 +103,7 @@ def rotate_key(store: Store, *, fleet: str, issued: Path | None = None) -> bytes
         # The certificates first: until the key is replaced, they are not published.
         certificates = [*before, *added][-MAX_KEY_CERTIFICATES:]
         write_atomically(folder / _CERTIFICATES, msgspec.json.encode(certificates), mode=0o600)
-        write_private(folder / "signing.key", _pem(new))
+        write_private(folder / "signing.key", pem_of(new))
         store.facts.put(SigningKey(added[0].key.hex()))
     return added[0].key
 
@@ -128,7 +127,3 @@ def _read_issued(
             f"{folder} was issued before the current key: set the clock where the root key is kept, and issue it again"
         )
     return Ed25519PrivateKey.from_private_bytes(key), certificate
-
-
-def _pem(key: Ed25519PrivateKey) -> bytes:
-    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())

@@ -211,7 +211,7 @@ class Aggregator:
             self._releases.reload()
 
     def _handle_message(self, message: mqtt.Received) -> None:
-        channel = self._publisher.own_channel(message.topic)
+        channel = self._publisher.own_topics.get(message.topic)
         if channel is None:
             self._messages.handle(message.topic, message.payload)
         else:

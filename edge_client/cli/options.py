@@ -1,13 +1,13 @@
 """Options of several commands, and the state directory that they name."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
+from protocol.cli import setting
 from protocol.wire.topics import is_name
 
 if TYPE_CHECKING:
@@ -15,13 +15,6 @@ if TYPE_CHECKING:
 
 FOLDER = click.Path(file_okay=False, path_type=Path)
 COUNT = click.IntRange(min=1)
-
-
-def setting(*names: str, **details: Any) -> Callable[[Any], Any]:
-    """Return an option that can also be set by an environment variable."""
-    variable = "PROTOFLEET_" + names[0].lstrip("-").replace("-", "_").upper()
-    shown = details.get("default") is not None
-    return click.option(*names, envvar=variable, show_envvar=True, show_default=shown, **details)
 
 
 def _inherit(context: click.Context, option: click.Parameter, value: Any) -> Any:

@@ -15,7 +15,6 @@ from edge_client.cli.options import (
     fleet_option,
     open_state,
     provider_option,
-    setting,
     state_option,
     threads_option,
 )
@@ -26,6 +25,7 @@ from protocol.cli import (
     counted,
     read_access,
     say,
+    setting,
     start_logging,
     stop_on_terminate,
     verbose_option,

@@ -42,9 +42,13 @@ def read_or_make_key(path: Path, *, advice: str = ADVICE) -> bytes:
         StateError: it cannot be written.
     """
     if not path.exists():
-        key = Ed25519PrivateKey.generate()
-        write_private(path, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+        write_private(path, pem_of(Ed25519PrivateKey.generate()))
     return read_key(path, advice=advice)
+
+
+def pem_of(key: Ed25519PrivateKey) -> bytes:
+    """Return a private key as the contents of its file."""
+    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
 
 
 def write_private(path: Path, data: bytes) -> None:
