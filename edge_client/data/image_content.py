@@ -50,17 +50,14 @@ def content_key(path: Path) -> bytes | None:
                 return None
             start = file.read(8)
             file.seek(0)
-            for part in _parts(file, start):
+            parts = (
+                _jpeg_parts if start.startswith(_JPEG) else _png_parts if start.startswith(_PNG) else _rest
+            )
+            for part in parts(file):
                 sha256.update(part)
     except OSError:
         return None
     return sha256.digest()[:KEY_BYTES]
-
-
-def _parts(file: BinaryIO, start: bytes) -> Iterator[bytes | memoryview]:
-    if start.startswith(_JPEG):
-        return _jpeg_parts(file)
-    return _png_parts(file) if start.startswith(_PNG) else _rest(file)
 
 
 def _jpeg_parts(file: BinaryIO) -> Iterator[bytes | memoryview]:

@@ -1,9 +1,11 @@
 """The privacy settings that a device accepts, and the problems that it reports under differential privacy. Pure."""
 
+from edge_client.agent.state import Kind
 from edge_client.privacy.accountant import NO_ACCOUNTANT
 from edge_client.privacy.gaussian_mechanism import TOO_LARGE
 from edge_client.storage.privacy_ledger import LOST
-from protocol.errors import PrivacyRefused
+from protocol.errors import MalformedMessage, PrivacyRefused
+from protocol.wire.codec import decode
 from protocol.wire.messages import Evaluation, Submission, TaskManifest
 
 MAX_DELTA = 1e-3
@@ -65,12 +67,19 @@ def is_bounded(manifest: TaskManifest | None, *, max_epsilon: float | None) -> b
     return is_private(manifest) or max_epsilon is not None
 
 
-def may_upload(message: Submission | Evaluation, *, max_epsilon: float | None) -> bool:
-    """Return whether a message that was built earlier satisfies the device's owner now."""
-    if max_epsilon is None:
-        return True
-    if isinstance(message, Submission):
-        return message.privacy is not None and message.privacy.total_epsilon <= max_epsilon
+def may_upload(payload: bytes, kind: Kind, *, max_epsilon: float) -> bool:
+    """Return whether a message that was built earlier satisfies the device's owner now.
+
+    One that the aggregator could not decode either does not.
+    """
+    size = len(payload)
+    try:
+        if kind == "submission":
+            cost = decode(payload, Submission, max_bytes=size).privacy
+            return cost is not None and cost.total_epsilon <= max_epsilon
+        message = decode(payload, Evaluation, max_bytes=size)
+    except MalformedMessage:
+        return False
     counts = (*message.correct, *message.incorrect, *message.previous_correct)
     return not any(counts) and message.problem in {"", HEAD_REFUSED}
 

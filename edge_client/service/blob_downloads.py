@@ -17,8 +17,6 @@ from protocol.wire.messages import BlobRef
 
 log = logging.getLogger(__name__)
 
-Opened = events.DownloadOpened | events.DownloadFinished | events.SpaceMissing
-
 
 class BlobDownloads:
     """The downloads into a device's state directory."""
@@ -28,17 +26,18 @@ class BlobDownloads:
         self._blobs = store.blobs
         self._progress = Progress("downloading")
 
-    def open(self, blob: BlobRef, missing: Sequence[BlobRef]) -> Opened:
+    def open(
+        self, blob: BlobRef, missing: Sequence[BlobRef]
+    ) -> events.DownloadOpened | events.DownloadFinished:
         """Return how much of a blob is on disk; a complete one is verified.
 
-        There has to be space for all `missing` blobs: nothing of a task that does not fit the disk is downloaded.
+        Raises:
+            DiskAlmostFull: there is no space for all `missing` blobs: nothing of a task that does not fit the disk is
+                downloaded.
         """
         offset = self._blobs.partial_bytes(blob.digest)
         left = sum(max(0, each.size_bytes - self._blobs.partial_bytes(each.digest)) for each in missing)
-        try:
-            require_space(self._blobs.folder, left, what=_described(missing))
-        except DiskAlmostFull as error:
-            return events.SpaceMissing(error.missing)
+        require_space(self._blobs.folder, left, what=_described(missing))
         fields = {"blob": blob.name, "bytes": blob.size_bytes, "resumed_at": offset or None}
         event(log, logging.INFO, "downloading", **fields)
         self._progress = Progress(f"downloading {blob.name}")
@@ -46,17 +45,18 @@ class BlobDownloads:
             return self._finish(blob.digest)
         return events.DownloadOpened(blob.digest, offset)
 
-    def append(self, append: events.AppendBlob) -> events.DownloadFinished | events.SpaceMissing | None:
+    def append(self, append: events.AppendBlob) -> events.DownloadFinished | None:
         """Write the next bytes of a blob; a complete one is verified, and deleted if it is damaged.
 
-        If other files have taken the space meanwhile, nothing is written.
+        Raises:
+            DiskAlmostFull: other files have taken the space meanwhile; nothing is written.
         """
         left = append.blob.size_bytes - append.done + len(append.data)
         try:
             require_space(self._blobs.folder, left, what=_described([append.blob]))
-        except DiskAlmostFull as error:
+        except DiskAlmostFull:
             self._progress.close()
-            return events.SpaceMissing(error.missing)
+            raise
         self._blobs.append(append.blob.digest, append.data)
         self._progress.update(append.done, append.blob.size_bytes)
         return self._finish(append.blob.digest) if append.done == append.blob.size_bytes else None

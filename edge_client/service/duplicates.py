@@ -3,15 +3,14 @@
 import logging
 import time
 
-from edge_client.agent.state import Mode
 from edge_client.config import Settings
 from edge_client.service.publisher import Publisher
-from edge_client.service.receiver import Receiver
+from edge_client.service.report import Report
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import Epoch
 from protocol.errors import BadSignature, ConfigError
 from protocol.log import event
-from protocol.mqtt.own_presence import Replaced, duplicate_of, require_not_replaced
+from protocol.mqtt.own_presence import Replaced, duplicate_of
 from protocol.wire.messages import Presence
 from protocol.wire.presence import Duplicate, Reaction, is_newer
 
@@ -23,15 +22,11 @@ TAKE_OVER = "edge-client take-over"
 class OwnTopic:
     """Watches the topic of the device's presence."""
 
-    def __init__(
-        self, settings: Settings, store: DeviceState, publisher: Publisher, receiver: Receiver
-    ) -> None:
-        self.warning = ""
-        """The warning for the operator; empty if no other program has used this device's key."""
+    def __init__(self, settings: Settings, store: DeviceState, publisher: Publisher, report: Report) -> None:
         self._settings = settings
         self._store = store
         self._publisher = publisher
-        self._receiver = receiver
+        self._report = report
 
     def check(self, presence: Presence, *, is_connected: bool) -> None:
         """Replace an outdated presence; raises ConfigError if another program replaces this one."""
@@ -42,7 +37,7 @@ class OwnTopic:
             self._store.set(found)
             raise Replaced(found, command=TAKE_OVER)
         if reaction is Reaction.REPORT:
-            self._report(duplicate_of(presence, started_later=False))
+            self._warn(duplicate_of(presence, started_later=False))
         if own.epoch > self._store.get(Epoch).number:
             self._store.set(Epoch(own.epoch))
         if reaction is not Reaction.NONE and is_connected:
@@ -54,7 +49,7 @@ class OwnTopic:
             return own.observe(presence)
         if settings.signing_key is not None:
             topic = self._publisher.topic("state")
-            self._receiver.refuse(topic, BadSignature("the presence is not signed with this device's key"))
+            self._report.refuse(topic, BadSignature("the presence is not signed with this device's key"))
         elif is_newer(presence.epoch, own=own.epoch, now_s=time.time()):
             raise ConfigError(
                 f"another edge-client is online as {settings.device_id!r}, at "
@@ -64,19 +59,13 @@ class OwnTopic:
         is_outdated = presence.state != "online" or presence.epoch > own.epoch
         return Reaction.PUBLISH if is_outdated else Reaction.NONE
 
-    def _report(self, found: Duplicate) -> None:
-        if self._store.get(Duplicate).instance == found.instance and self.warning:
+    def _warn(self, found: Duplicate) -> None:
+        if self._store.get(Duplicate).instance == found.instance and self._report.warning:
             return
         self._store.set(found)
         text = (
             "a copy of this device was started earlier, and stays out: delete its state and keys, or enroll it under a "
             "name of its own"
         )
-        self.warning = f"{text}; it ran at {found.where}"
+        self._report.warning, self._report.is_due = f"{text}; it ran at {found.where}", True
         event(log, logging.WARNING, text, address=found.address, instance=found.instance, epoch=found.epoch)
-
-
-def require_not_copied(settings: Settings, store: DeviceState) -> None:
-    """Raise ConfigError if another program with the device's key has started later; a dry run is not affected."""
-    if settings.mode is not Mode.DRY_RUN:
-        require_not_replaced(store.get(Duplicate), command=TAKE_OVER)

@@ -1,6 +1,6 @@
 """Publishes the device's messages over its MQTT session."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib.metadata import version
 
 from edge_client.agent.events import RequestBlob, SendFrames
@@ -8,8 +8,19 @@ from edge_client.agent.state import Mode, State
 from edge_client.agent.uploads import NO_SPACE
 from edge_client.config import Settings
 from edge_client.privacy import policy
+from edge_client.service.report import Report
 from edge_client.storage.device_state import DeviceState
-from edge_client.storage.stored_values import BackboneProvider, Epoch, Heads, SubmissionReport
+from edge_client.storage.stored_values import (
+    BackboneProvider,
+    BuildProblem,
+    Epoch,
+    Heads,
+    ManifestProblem,
+    SpaceProblem,
+    SubmissionReport,
+    TaskProblem,
+    UploadProblem,
+)
 from protocol.mqtt import reconnecting_session as mqtt
 from protocol.mqtt.own_presence import OwnPresence
 from protocol.storage.keyfile import read_or_make_key
@@ -76,11 +87,6 @@ class Publisher:
         if not self._is_dry_run:
             self.send(self.presence.outgoing("online"))
 
-    def send_info(self, info: DeviceInfo) -> None:
-        """Publish what the device runs and has."""
-        if not self._is_dry_run:
-            self.send(self._outgoing("info", info))
-
     def request_blob(self, request: RequestBlob) -> None:
         """Request bytes of a blob."""
         message = BlobRequest(digest=request.digest, offset=request.offset, length=request.length)
@@ -100,24 +106,23 @@ class Publisher:
             self.send(self._outgoing("up", signed))
         return True
 
-    def info(
-        self,
-        state: State,
-        *,
-        problem: str,
-        refused_messages: Mapping[str, int],
-        expiry: str = "",
-        warning: str = "",
-    ) -> DeviceInfo:
-        """Return the device's info; what it says of images depends on the task's privacy.
+    def send_info(self, state: State, report: Report) -> None:
+        """Publish what the device runs and has, and what it reports."""
+        report.is_due = False
+        if not self._is_dry_run:
+            self.send(self._outgoing("info", self.info(state, report)))
 
-        `expiry` is a problem of manifests and `warning` is about keys, which reveals nothing about images.
-        """
-        report, head = self._store.get(SubmissionReport), self._store.get(Heads).installed
+    def info(self, state: State, report: Report) -> DeviceInfo:
+        """Return the device's info; what it says of images depends on the task's privacy."""
+        submission, head = self._store.get(SubmissionReport), self._store.get(Heads).installed
         bounded = policy.is_bounded(state.manifest, max_epsilon=self._settings.max_epsilon)
         # Before there is a task, its privacy is unknown.
         is_silent = state.manifest is None or bounded
-        blocked = "" if state.blocked_reason == NO_SPACE else state.blocked_reason
+        problem = policy.public_problem(
+            report.problem(TaskProblem, SpaceProblem, BuildProblem), bounded=bounded
+        )
+        # These reveal nothing about images.
+        others = report.problem(ManifestProblem, UploadProblem)
         backbones = state.manifest.backbones if state.manifest is not None else ()
         return DeviceInfo(
             epoch=self.presence.epoch,
@@ -125,12 +130,12 @@ class Publisher:
             runtime=self._store.get(BackboneProvider).name,
             # Not of other files: a local model's digest is a function of images.
             backbones=tuple(blob.digest for blob in backbones if blob.digest in state.stored),
-            images={} if is_silent else {entry.name: entry.images for entry in report.classes},
-            unusable_images=0 if is_silent else len(report.unusable),
-            problem=(policy.public_problem(problem, bounded=bounded) or expiry or blocked)[:256],
-            warning=warning[:256],
+            images={} if is_silent else {entry.name: entry.images for entry in submission.classes},
+            unusable_images=0 if is_silent else len(submission.unusable),
+            problem=(problem or ("" if others == NO_SPACE else others))[:256],
+            warning=report.warning[:256],
             head_version=head.version if head is not None and head.task == state.task else 0,
-            refused_messages=dict(refused_messages),
+            refused_messages=dict(report.refused),
         )
 
     def _outgoing(self, channel: DeviceChannel, message: Message | Frame) -> mqtt.Outgoing:

@@ -3,14 +3,14 @@
 import contextlib
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from edge_client.agent import events, manifest_trust
 from edge_client.agent.manifest_trust import ManifestTrust, TimeEstimate, UntrustedManifest
 from edge_client.agent.state import Mode
 from edge_client.config import Settings
 from edge_client.service.blob_downloads import import_backbones
+from edge_client.service.report import Report
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import CurrentRound, CurrentTask
 from protocol.errors import BadSignature, BlobLost, MalformedMessage
@@ -22,7 +22,6 @@ from protocol.wire.messages import (
     Frame,
     HeadManifest,
     Presence,
-    Reason,
     Receipt,
     RoundManifest,
     TaskManifest,
@@ -38,16 +37,13 @@ Received = events.Event | Presence
 class Receiver:
     """Translates received messages, and stores the task and the round before they are acted upon.
 
-    A dry run stores nothing. `on_refused` is called when the number of messages refused for one reason reaches a power
-    of two.
+    A dry run stores nothing.
     """
 
-    def __init__(self, settings: Settings, store: DeviceState, *, on_refused: Callable[[], None]) -> None:
-        self.refused: Counter[str] = Counter()
-        """Refused messages by reason."""
+    def __init__(self, settings: Settings, store: DeviceState, report: Report) -> None:
         self._settings = settings
         self._store = store
-        self._on_refused = on_refused
+        self._report = report
         self._writes = settings.mode is not Mode.DRY_RUN
         self._aggregator_start: bytes | int = b""
         self._task: bytes | None = None
@@ -78,20 +74,8 @@ class Receiver:
         try:
             return self._translate(topic, payload, retained=retained) if payload else ()
         except (UntrustedManifest, BadSignature, MalformedMessage) as error:
-            self.refuse(topic, error)
+            self._report.refuse(topic, error)
             return ()
-
-    def refuse(self, topic: str, error: UntrustedManifest | BadSignature | MalformedMessage) -> None:
-        """Count a refused message, and log the first one for each reason."""
-        reason: Reason = "signature" if isinstance(error, BadSignature) else "malformed"
-        if isinstance(error, UntrustedManifest):
-            reason = error.reason
-        self.refused[reason] += 1
-        count = self.refused[reason]
-        level = logging.WARNING if count == 1 else logging.DEBUG
-        event(log, level, "message refused", topic=topic, reason=reason, error=error)
-        if count & (count - 1) == 0:
-            self._on_refused()
 
     def expired(self) -> frozenset[str]:
         """Return the channels whose newest manifest has expired."""
@@ -141,13 +125,8 @@ class Receiver:
                 text = "trusting the first aggregator key received: pass --aggregator-key to require a key"
                 event(log, logging.WARNING, text, key=signed.key)
             elif self._trust.key != trust.key:
-                event(
-                    log,
-                    logging.WARNING,
-                    "the aggregator's key was replaced",
-                    key=trust.key,
-                    before=self._trust.key,
-                )
+                text, before = "the aggregator's key was replaced", self._trust.key
+                event(log, logging.WARNING, text, key=trust.key, before=before)
             self._trust = trust
             self._time = TimeEstimate(max(trust.issued_s, self._settings.enrolled_s), time.monotonic())
         return signed.body

@@ -6,6 +6,7 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 from edge_client.agent import events
@@ -115,27 +116,30 @@ class Worker:
             return
         self._manifest = build.manifest
         self._images = self._find_images(build.manifest)
-        try:
-            built: events.Event = self._builder.build(build, should_stop=lambda: not self._is_current(build))
-        except StateError as error:
-            if not self._is_current(build):
-                return  # its blobs may have been deleted
-            built = self._missing(error, "build")
-        if self._is_current(build):
-            self._emit(built)
+        self._emit_result(partial(self._builder.build, build), "build", lambda: self._is_current(build))
 
     def _install(self, install: events.InstallHead) -> None:
         if install.task != self.task or head_key(install.head) != self._newest_head:
             return  # an older head's blobs may have been deleted
+        self._emit_result(
+            partial(self._installer.install, install), "install", lambda: install.task == self.task
+        )
+
+    def _emit_result(
+        self,
+        run: Callable[[Callable[[], bool]], events.Event],
+        during: Literal["build", "install"],
+        is_current: Callable[[], bool],
+    ) -> None:
+        """Run a job, and emit its result unless it is out of date: then its blobs may have been deleted."""
         try:
-            installed: events.Event = self._installer.install(
-                install, should_stop=lambda: install.task != self.task
-            )
+            result = run(lambda: not is_current())
         except StateError as error:
-            if install.task != self.task:
-                return  # its blobs may have been deleted
-            installed = self._missing(error, "install")
-        self._emit(installed)
+            if not is_current():
+                return
+            result = self._missing(error, during)
+        if is_current():
+            self._emit(result)
 
     def _missing(
         self, error: StateError, during: Literal["build", "install"]

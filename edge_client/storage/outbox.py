@@ -5,17 +5,21 @@ submission acknowledged last is kept too, for an aggregator that has lost its st
 """
 
 import hashlib
-from collections.abc import Iterable
+import logging
+from collections.abc import Collection
 
 import msgspec
 
 from edge_client.agent.state import Kind, UploadItem
 from edge_client.storage.disk_space import require_space
 from protocol.errors import ProtofleetError
+from protocol.log import event
 from protocol.storage.database import Database
 from protocol.storage.facts import Facts
 from protocol.wire.codec import digest_of
 from protocol.wire.transfer import Ranges
+
+log = logging.getLogger(__name__)
 
 MIB = 1024**2
 DEFAULT_MB = 64
@@ -77,13 +81,16 @@ class Outbox:
     def drop_damaged(self) -> list[UploadItem]:
         """Delete and return items whose bytes have changed on disk; they are built again."""
         damaged = [item for item in self.items() if self._digest(item) != item.digest]
-        self.drop(damaged)
+        self.drop(damaged, log_as="deleted damaged items from the outbox")
         return damaged
 
-    def drop(self, items: Iterable[UploadItem]) -> None:
-        """Delete items."""
+    def drop(self, items: Collection[UploadItem], *, log_as: str) -> None:
+        """Delete items, and log that."""
+        if not items:
+            return
         with self._database.transaction() as database:
             database.executemany("DELETE FROM outbox WHERE digest = ?", [(item.digest,) for item in items])
+        event(log, logging.WARNING, log_as, items=len(items))
 
     def _digest(self, item: UploadItem) -> bytes:
         sha256 = hashlib.sha256()

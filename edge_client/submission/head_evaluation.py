@@ -81,10 +81,7 @@ def held_out_images(workspace: Workspace, manifest: TaskManifest) -> list[list[s
     except ConfigError as error:
         event(log, logging.WARNING, "no image to evaluate the head on", error=error)
         return members
-    known, kept = (
-        workspace.cache.known(*backbone_digests(manifest)),
-        workspace.held_out(images),
-    )
+    known, kept = workspace.cache.known(*backbone_digests(manifest)), workspace.held_out(images)
     for image in images:
         if image.identity in known and image.relative in kept:
             members[image.label].append(image.identity)

@@ -204,15 +204,15 @@ class HeadInstaller:
         )
 
     def _local_model(self, install: InstallHead) -> bytes:
-        """Return the digest of the local model to bind a round's head to; empty if the device trained in no round."""
-        return self._previous_local_model(install) or self._rounds.local_model_digest(install.task)
+        """Return the digest of the local model to bind a round's head to; empty if the device trained in no round.
 
-    def _previous_local_model(self, install: InstallHead) -> bytes:
-        """Return the local model of the previous head if the device goes back to it; empty if it is gone."""
+        If the device goes back to the previous head, it is that one's, unless it is gone.
+        """
         previous = self._store.get(Heads).previous
-        if previous is None or previous.key != head_key(install.head):
-            return b""
-        return previous.local_model if previous.local_model in self._store.blobs else b""
+        goes_back = previous is not None and previous.key == head_key(install.head)
+        if previous is not None and goes_back and previous.local_model in self._store.blobs:
+            return previous.local_model
+        return self._rounds.local_model_digest(install.task)
 
     def _find_images(self, install: InstallHead, should_stop: Callable[[], bool]) -> FoundImages:
         """Return the images that a round's head is fitted to on a device that trained in no round, or none."""

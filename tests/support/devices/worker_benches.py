@@ -31,6 +31,7 @@ from protocol.wire.messages import (
 from tests.support.devices.device_factory import (
     CLASSES,
     image_file,
+    info_of,
     linear_head,
     make_manifest,
     make_settings,
@@ -98,8 +99,8 @@ class HeadBench:
     def device(self, folder: Path) -> Device:
         """Return a device program on the same state, with the task."""
         device = Device(make_settings(folder), self.store)
-        device._step(events.TaskSeen(self.task, self.manifest))
-        device._state = replace(device._state, building=True)
+        device._agent.step(events.TaskSeen(self.task, self.manifest))
+        device._agent.state = replace(device._agent.state, building=True)
         return device
 
 
@@ -208,6 +209,6 @@ class PrivateBench:
 
     def info(self) -> DeviceInfo:
         device = Device(self.settings, self.store)
-        device._state = replace(device._state, task=self.task, manifest=self.manifest)
-        device._problem = self.store.get(BuildProblem).text
-        return device._info()
+        device._agent.state = replace(device._agent.state, task=self.task, manifest=self.manifest)
+        device._report.set(self.store.get(BuildProblem))
+        return info_of(device)

@@ -15,9 +15,9 @@ from tests.support.messages.manifests import signed_manifest
 
 def make_device(folder: Path, store: DeviceState) -> Device:
     device = Device(make_settings(folder), store)
-    device._step(events.TaskSeen(TASK, make_task(store.blobs)))
+    device._agent.step(events.TaskSeen(TASK, make_task(store.blobs)))
     device._receiver._task = TASK
-    device._state = replace(device._state, installed=b"h" * 32, building=True)
+    device._agent.state = replace(device._agent.state, installed=b"h" * 32, building=True)
     return device
 
 

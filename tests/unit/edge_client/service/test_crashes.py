@@ -69,7 +69,7 @@ def test_a_backbone_that_ends_the_program_is_not_run_at_the_fourth_start(
     bench.store.set(CurrentTask(deadly.task))
     device = Device(make_settings(tmp_path, broker=broker), bench.store)
     device._recall()
-    assert device._state.task is None
+    assert device._agent.state.task is None
     monkeypatch.undo()
     assert build(bench, replace_seed(bench, seed=2)).item is not None
     assert build(bench, deadly).item is None
@@ -78,7 +78,7 @@ def test_a_backbone_that_ends_the_program_is_not_run_at_the_fourth_start(
     assert build(bench, deadly).item is not None
     assert bench.store.trials.ends(task_key(deadly.manifest)) == 0
     device._recall()
-    assert device._state.task == deadly.task
+    assert device._agent.state.task == deadly.task
 
 
 def test_a_task_that_ends_the_program_as_its_submission_is_stored_is_not_run_at_the_fourth_start(
@@ -173,25 +173,25 @@ def test_a_head_that_fails_in_predict_gives_way_to_the_previous_one(bench: HeadB
     for head in heads:
         bench.install(head)
     device = bench.device(tmp_path)
-    device._state = replace(device._state, installed=head_key(heads[1]), building=True)
-    device._step(HeadManifest(task=bench.task, current=heads[1]))
+    device._agent.state = replace(device._agent.state, installed=head_key(heads[1]), building=True)
+    device._agent.step(HeadManifest(task=bench.task, current=heads[1]))
     other = DeviceState(tmp_path / "state")
     in_use = other.heads_in_use().installed
     assert in_use is not None
     for _ in range(MAX_ENDS):
         device._check_stored()
-        assert device._state.installed == head_key(heads[1])
+        assert device._agent.state.installed == head_key(heads[1])
         with pytest.raises(EndedError), other.run_head(in_use):
             raise EndedError
     device._check_stored()
     back = bench.store.get(Heads).installed
     assert back is not None
-    assert (back.version, device._state.installed) == (1, head_key(heads[0]))
-    assert device._state.installing == head_key(heads[1])
+    assert (back.version, device._agent.state.installed) == (1, head_key(heads[0]))
+    assert device._agent.state.installing == head_key(heads[1])
     installed, evaluation = bench.install(heads[1])
     assert evaluation.problem.startswith("the program ended 3 times")
     device._handle(installed)
-    assert head_key(heads[1]) != device._state.installing
+    assert head_key(heads[1]) != device._agent.state.installing
     assert bench.store.get(Heads).installed == back
 
 
@@ -246,12 +246,12 @@ def test_a_submission_that_is_damaged_in_a_running_outbox_is_built_again(
     device, damaged = Device(settings, bench.store), bench.store.outbox.newest_submission()
     device._publisher.send = lambda _: None  # type: ignore[method-assign, assignment]
     device._worker.follow(bench.task)
-    device._step(events.TaskSeen(bench.task, bench.manifest))
-    device._step(events.OutboxSeen(bench.store.outbox.items()))
+    device._agent.step(events.TaskSeen(bench.task, bench.manifest))
+    device._agent.step(events.OutboxSeen(bench.store.outbox.items()))
     with sqlite3.connect(bench.store.folder / "device.sqlite") as other:
         other.execute("UPDATE payloads SET bytes = zeroblob(length(bytes))")
     assert damaged is not None
-    device._step(Receipt(digest=damaged.digest, status="refused", reason="digest"))
+    device._agent.step(Receipt(digest=damaged.digest, status="refused", reason="digest"))
     for _ in range(2):
         device._handle(device._inbox.get(timeout=1))
     run_jobs(device._worker)
@@ -265,12 +265,12 @@ def test_a_submission_that_is_damaged_in_a_running_outbox_is_built_again(
 def test_a_blob_that_disappears_is_downloaded_again(bench: HeadBench, tmp_path: Path) -> None:
     """`edge-client predict` deletes a damaged one; without a broker there is nothing to download it from."""
     device = bench.device(tmp_path)
-    device._state = replace(device._state, stored=frozenset(bench.store.blobs.digests()))
+    device._agent.state = replace(device._agent.state, stored=frozenset(bench.store.blobs.digests()))
     bench.store.blobs.path(TINY.digest).unlink()
     device._check_stored()
-    assert TINY.digest not in device._state.stored
-    assert device._state.download is not None
-    assert device._state.download.blob == TINY
+    assert TINY.digest not in device._agent.state.stored
+    assert device._agent.state.download is not None
+    assert device._agent.state.download.blob == TINY
     with pytest.raises(StateError, match="pass --broker"):
         device._handle(events.BlobsMissing(frozenset({TINY.digest}), "build"))
 
@@ -301,4 +301,4 @@ def test_a_damaged_stored_task_comes_from_the_broker_again(bench: HeadBench, tmp
     device = Device(make_settings(tmp_path, broker=BrokerAddress("localhost", 1883)), bench.store)
     bench.store.blobs.path(bench.task).write_bytes(b"damaged")
     device._recall()
-    assert device._state.task is None
+    assert device._agent.state.task is None

@@ -28,7 +28,7 @@ from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import BlobRef, Frame, HeadManifest, HeadRef, RoundManifest
 from protocol.wire.topics import fleet_topic
 from protocol.wire.transfer import frames_of
-from tests.support.devices.device_factory import make_manifest, make_settings
+from tests.support.devices.device_factory import info_of, make_manifest, make_settings
 from tests.support.devices.round_factory import BACKBONE, TASK, make_task, open_round, stored
 from tests.support.graphs.step_graphs import file
 from tests.support.messages.manifests import signed_manifest
@@ -41,7 +41,7 @@ def test_unused_blobs_are_deleted_once_a_head_is_in_use(tmp_path: Path, store: D
     device = make_device(tmp_path, store)
     old, head = map(store.blobs.put, (b"old", b"head"))
     store.set(Heads(InstalledHead(head=head, version=1, backbones=(), classes=())))
-    stored = device._downloads.delete_unused(device._state)
+    stored = device._agent._downloads.delete_unused(device._agent.state)
     assert old not in store.blobs
     assert {head, digest_of(file("step"))} <= stored
 
@@ -53,7 +53,11 @@ def test_tasks_that_never_get_a_head_do_not_fill_the_disk(tmp_path: Path, store:
     for name, blobs in (("first", (shared, only_old)), ("second", (shared,))):
         manifest = make_manifest(algorithm=name, backbones=blobs)
         device._take(events.TaskSeen(store.blobs.put(encode(manifest)), manifest))
-    assert device._state.stored == set(store.blobs.digests()) == {shared.digest, digest_of(encode(manifest))}
+    assert (
+        device._agent.state.stored
+        == set(store.blobs.digests())
+        == {shared.digest, digest_of(encode(manifest))}
+    )
 
 
 def test_rounds_and_heads_that_are_replaced_do_not_fill_the_disk(tmp_path: Path, store: DeviceState) -> None:
@@ -92,7 +96,7 @@ def test_a_local_model_is_not_deleted_while_it_is_stored(tmp_path: Path, store: 
 
     def delete() -> None:
         while not done.is_set():
-            device._downloads.delete_unused(device._state)
+            device._agent._downloads.delete_unused(device._agent.state)
 
     deleting = threading.Thread(target=delete)
     deleting.start()
@@ -127,7 +131,7 @@ def test_a_task_that_another_version_has_stored_comes_from_the_broker(
     store.set(CurrentTask(store.blobs.put(msgspec.msgpack.encode({**fields, "v": 0}))))
     device = Device(make_settings(tmp_path, broker=BrokerAddress("localhost", 1883)), store)
     device._recall()
-    assert device._state.task is None
+    assert device._agent.state.task is None
 
 
 def test_a_wrong_backbone_file_ends_a_single_run_at_every_start(tmp_path: Path, store: DeviceState) -> None:
@@ -159,15 +163,15 @@ def test_a_service_with_another_tasks_backbone_file_waits(
         payload = signed_manifest(body, key=b"k" * 32, fleet="f", channel="task", release=1 + len(digests))
         for _ in range(2):
             device._handle(Received(fleet_topic("f", "task"), payload))
-        assert device._state.task == store.get(CurrentTask).digest == digests[0]
+        assert device._agent.state.task == store.get(CurrentTask).digest == digests[0]
     problem = store.get(TaskProblem).text
     assert problem.endswith("omit --backbone to download it; waiting for another task")
-    assert device._info().problem == problem[:256]
+    assert info_of(device).problem == problem[:256]
     assert caplog.text.count("waiting for another task") == 1
     file.write_bytes(b"new")
     device._handle(Received(fleet_topic("f", "task"), payload))
-    assert device._state.task == digests[1]
-    assert store.get(TaskProblem).text == device._info().problem == ""
+    assert device._agent.state.task == digests[1]
+    assert store.get(TaskProblem).text == info_of(device).problem == ""
 
 
 def test_a_dry_run_without_a_broker_needs_every_blob(tmp_path: Path, store: DeviceState) -> None:

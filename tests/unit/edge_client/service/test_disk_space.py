@@ -22,6 +22,7 @@ from protocol.wire.messages import BlobRef, BlobRequest, DifferentialPrivacy, Fr
 from tests.support.devices.device_factory import (
     TINY,
     image_file,
+    info_of,
     make_manifest,
     make_settings,
     make_workspace,
@@ -97,13 +98,13 @@ def test_a_task_that_does_not_fit_the_disk_is_not_downloaded(disk: Disks, tmp_pa
         "the disk is almost full: expected 34,360 MB for the task's 16 missing files, got 32,212 MB beside 5% of the "
         "disk, at most 1 GiB, that stay free: free space on the device"
     )
-    assert (asked, device._info().problem) == ([], problem)
+    assert (asked, info_of(device).problem) == ([], problem)
     infos = [each.payload for each in sent if each.topic.endswith("/info")]
     assert problem.encode() in infos[-1]
     disk.free = 32 * GIB
     device._handle(device._next_event())
     assert {each.digest for each in asked} == {HUGE[0].digest}
-    assert (status(device._store)["problem"], device._info().problem) == ("", "")
+    assert (status(device._store)["problem"], info_of(device).problem) == ("", "")
 
 
 def test_another_task_may_need_less(disk: Disks, tmp_path: Path) -> None:

@@ -17,7 +17,14 @@ from edge_client.submission import head_installer
 from edge_client.training.local_round import initial_model, pack
 from protocol.wire.codec import encode
 from protocol.wire.messages import BlobRef, Evaluation, HeadManifest, HeadRef
-from tests.support.devices.device_factory import TINY, linear_head, make_manifest, make_settings, run_jobs
+from tests.support.devices.device_factory import (
+    TINY,
+    info_of,
+    linear_head,
+    make_manifest,
+    make_settings,
+    run_jobs,
+)
 from tests.support.devices.round_factory import TASK as ROUNDS_TASK
 from tests.support.devices.round_factory import make_task, stored
 from tests.support.devices.worker_benches import CONSTANT, HeadBench, RoundsBench
@@ -129,10 +136,10 @@ def test_the_previous_head_stays_on_disk(bench: HeadBench, tmp_path: Path) -> No
     for head in heads:
         bench.install(head)
     device = bench.device(tmp_path)
-    device._state = replace(device._state, installed=head_key(heads[2]))
-    device._downloads.delete_unused(device._state)
+    device._agent.state = replace(device._agent.state, installed=head_key(heads[2]))
+    device._agent._downloads.delete_unused(device._agent.state)
     assert [head.head.digest in bench.store.blobs for head in heads] == [False, True, True]
-    assert device._info().head_version == 3
+    assert info_of(device).head_version == 3
 
 
 def _follow(bench: HeadBench, backbone: bytes, *, seed: int) -> None:
@@ -165,7 +172,7 @@ def test_a_device_returns_to_the_head_of_the_task_before(bench: HeadBench, tmp_p
     _follow(bench, tiny_backbone(seed=1), seed=1)
     bench.install(bench.head(2, CONSTANT["dog"]))
     device = bench.device(tmp_path)
-    device._downloads.delete_unused(device._state)
+    device._agent._downloads.delete_unused(device._agent.state)
     assert all(digest in bench.store.blobs for digest in (old.head, *old.backbones))
     new = bench.store.heads_in_use().installed
     assert new is not None
@@ -197,15 +204,15 @@ def test_a_head_being_installed_stays_on_disk(bench: HeadBench, tmp_path: Path) 
     heads = [bench.head(version, CONSTANT["cat"] * version) for version in (1, 2)]
     device = bench.device(tmp_path)
     for number, head in enumerate(heads, start=1):
-        device._step(HeadManifest(task=bench.task, current=head))
+        device._agent.step(HeadManifest(task=bench.task, current=head))
         bench.worker.install(events.InstallHead(bench.task, bench.manifest, head))
         if number == 1:
             result, _ = bench.result()
-    assert device._state.installing == head_key(heads[1])
-    device._state = replace(device._state, installed=head_key(heads[0]))
+    assert device._agent.state.installing == head_key(heads[1])
+    device._agent.state = replace(device._agent.state, installed=head_key(heads[0]))
     blob = BlobRef(digest=bytes(32), size_bytes=9, name="to be downloaded")
     newer = HeadRef(version=3, head=blob, devices=1, prototypes=1)
-    device._step(HeadManifest(task=bench.task, current=newer))
+    device._agent.step(HeadManifest(task=bench.task, current=newer))
     device._handle(result)
     assert heads[1].head.digest in bench.store.blobs
     installed, _ = bench.result()
@@ -219,9 +226,9 @@ def test_the_backbone_of_the_head_in_use_stays_on_disk(bench: HeadBench, tmp_pat
     bench.install(old)
     device = Device(make_settings(tmp_path), bench.store)
     other = stored(bench.store.blobs, tiny_backbone(feature_size=8), "other")
-    device._state = replace(device._state, installed=head_key(old))
-    device._step(events.TaskSeen(b"u" * 32, make_manifest(backbones=(other,))))
-    device._downloads.delete_unused(device._state)
+    device._agent.state = replace(device._agent.state, installed=head_key(old))
+    device._agent.step(events.TaskSeen(b"u" * 32, make_manifest(backbones=(other,))))
+    device._agent._downloads.delete_unused(device._agent.state)
     in_use = bench.store.get(Heads).installed
     assert in_use is not None
     assert all(digest in bench.store.blobs for digest in (in_use.head, *in_use.backbones))

@@ -19,7 +19,7 @@ from protocol.wire.codec import decode, encode
 from protocol.wire.messages import DeviceInfo
 from protocol.wire.signing import public_key
 from protocol.wire.topics import fleet_topic
-from tests.support.devices.device_factory import make_manifest, make_settings
+from tests.support.devices.device_factory import info_of, make_manifest, make_settings
 from tests.support.devices.round_factory import open_round
 from tests.support.graphs.backbones import tiny_backbone
 from tests.support.messages.manifests import signed_manifest
@@ -34,13 +34,13 @@ def test_trust_is_stored_before_a_manifest_is_used(
     opened = encode(open_round(store.blobs))
     device = Device(replace(make_settings(tmp_path), mode=mode), store)
     device._handle(signed_round(opened, release=5))
-    assert device._state.round is not None
+    assert device._agent.state.round is not None
     assert caplog.text.count("trusting the first aggregator key received") == 1
     assert (store.folder / "signing.key").exists() == (mode is Mode.SERVICE)
     again = Device(make_settings(tmp_path), store)
     again._handle(signed_round(opened, release=4))
-    assert (again._state.round is None) == (mode is Mode.SERVICE)
-    assert again._info().refused_messages == ({"replayed": 1} if mode is Mode.SERVICE else {})
+    assert (again._agent.state.round is None) == (mode is Mode.SERVICE)
+    assert info_of(again).refused_messages == ({"replayed": 1} if mode is Mode.SERVICE else {})
 
 
 def test_a_new_operator_key_replaces_the_stored_one(tmp_path: Path, store: DeviceState) -> None:
@@ -52,9 +52,9 @@ def test_a_new_operator_key_replaces_the_stored_one(tmp_path: Path, store: Devic
         device, accepted = Device(settings, store), []
         for key, release in ((b"k", 6), (b"n", 1)):
             device._handle(signed_round(opened, key=key * 32, release=release))
-            accepted.append(device._state.round is not None)
+            accepted.append(device._agent.state.round is not None)
         assert accepted == [False, True]
-        assert device._info().refused_messages == {"signature": 1}
+        assert info_of(device).refused_messages == {"signature": 1}
 
 
 def test_refused_messages_are_logged_once_and_published_ever_more_rarely(
@@ -68,7 +68,7 @@ def test_refused_messages_are_logged_once_and_published_ever_more_rarely(
         device._handle(signed_round(b"anything", key=b"m" * 32, release=10 + number))
     infos = [decode(each.payload, DeviceInfo, max_bytes=10**6) for each in sent]
     assert [info.refused_messages["signature"] for info in infos] == [1, 2, 4, 8, 16]
-    assert device._info().refused_messages == {"signature": 20}
+    assert info_of(device).refused_messages == {"signature": 20}
     assert caplog.text.count("is signed by another aggregator") == 1
 
 
@@ -101,13 +101,13 @@ def test_a_broker_that_withholds_is_noticed(
 
     device = start(100_000.0)
     device._handle(task(issued_s=98_000))
-    assert device._info().problem.startswith("expired: task; the broker withholds newer ones")
-    assert store.get(ManifestProblem).text == device._expiry_problem
+    assert info_of(device).problem.startswith("expired: task; the broker withholds newer ones")
+    assert store.get(ManifestProblem).text == info_of(device).problem
     device = start(100_000.0)
-    device._next_event()
-    assert (len(jobs), device._info().problem[:13]) == (0, "expired: task")
+    device._handle(device._next_event())
+    assert (len(jobs), info_of(device).problem[:13]) == (0, "expired: task")
     device._handle(task(issued_s=99_999))
-    assert (len(jobs), device._info().problem) == (1, "")
+    assert (len(jobs), info_of(device).problem) == (1, "")
     assert store.get(ManifestProblem).text == ""
     assert caplog.text.count("expired: task") == 2
     # Without a battery-backed clock, the time is at least the date of the last manifest.
@@ -127,4 +127,4 @@ def test_an_enrolled_device_without_a_clock_refuses_manifests_from_before_its_en
     times: dict[str, Any] = {"release": 5000, "issued_s": 5000, "expires_s": 6000}
     payload = signed_manifest(encode(make_manifest()), key=b"k" * 32, fleet="f", channel="task", **times)
     device._handle(Received(fleet_topic("f", "task"), payload))
-    assert device._state.stale_manifests == {"task"}
+    assert device._agent.state.stale_manifests == {"task"}

@@ -16,7 +16,7 @@ from protocol.wire.codec import decode, encode
 from protocol.wire.messages import Presence, PresenceState
 from protocol.wire.presence import Duplicate
 from protocol.wire.topics import DeviceChannel, device_topic, fleet_topic
-from tests.support.devices.device_factory import make_settings
+from tests.support.devices.device_factory import info_of, make_settings
 from tests.unit.edge_client.service.devices import capture, make_device
 
 OWN_STATE = device_topic("f", "device", "state")
@@ -64,7 +64,7 @@ def test_a_presence_on_the_own_topic_is_replaced_unless_it_is_newer(
 ) -> None:
     """An impossible epoch, which a broker retains, must not keep the device from starting."""
     device = make_device(tmp_path, store)
-    device._state = replace(device._state, connected=True)
+    device._agent.state = replace(device._agent.state, connected=True)
     sent, own = capture(device), device._publisher.presence.epoch
     received = Received(device_topic("f", "device", "state"), encode(presence(own)), retained=True)
     if is_another:
@@ -78,11 +78,11 @@ def test_a_presence_on_the_own_topic_is_replaced_unless_it_is_newer(
 def test_a_forged_presence_does_not_stop_an_enrolled_device(tmp_path: Path, store: DeviceState) -> None:
     """Only the device's own key counts: the forged one is counted, and replaced."""
     device = Device(make_settings(tmp_path, signing_key=b"s" * 32), store)
-    device._state = replace(device._state, connected=True)
+    device._agent.state = replace(device._agent.state, connected=True)
     sent, own = capture(device), device._publisher.presence.epoch
     device._handle(Received(OWN_STATE, encode(Presence(state="online", epoch=own + 1))))
-    assert [each.topic for each in sent] == [device_topic("f", "device", "info"), OWN_STATE]
-    assert device._info().refused_messages == {"signature": 1}
+    assert [each.topic for each in sent] == [OWN_STATE, device_topic("f", "device", "info")]
+    assert info_of(device).refused_messages == {"signature": 1}
 
 
 def test_two_keys_under_one_name_do_not_answer_each_other_forever(tmp_path: Path) -> None:
@@ -131,8 +131,8 @@ def test_a_copied_device_stays_out_until_it_takes_over(
             Device(settings, states[0])
         newer._handle(said(older, "replaced"))
         # It takes part: what it reports is no problem, and says what to do.
-        assert newer._info().problem == ""
-        assert "or enroll it under a name of its own; it ran at " in newer._info().warning
+        assert info_of(newer).problem == ""
+        assert "or enroll it under a name of its own; it ran at " in info_of(newer).warning
         assert caplog.text.count("a copy of this device was started earlier, and stays out") == 1
         assert all("192.0.2.7" in store.get(Duplicate).summary for store in states)
         assert "continues at the next start" in states[0].take_over()
