@@ -1,4 +1,4 @@
-"""Authentication of devices: a frame's signature is verified before anything in it is read or stored."""
+"""Authentication of devices: a signature is verified before anything in a frame or a presence is read or stored."""
 
 import functools
 import time
@@ -6,8 +6,9 @@ import time
 from aggregator.ingest.validation import Refused
 from aggregator.storage.device_keys import MAX_PINNED_DEVICES, Key, refusal_reason
 from aggregator.storage.store import Store
-from protocol.wire.messages import Frame, Reason
-from protocol.wire.signing import is_own_transfer
+from protocol.wire.messages import Frame, Presence, Reason
+from protocol.wire.signing import is_own_presence, is_own_transfer
+from protocol.wire.topics import device_topic
 
 VERIFIED = 4096
 """Signatures cached as valid: all frames of a transfer carry the same one."""
@@ -19,10 +20,11 @@ _DETAILS: dict[Reason, str] = {
 
 
 class FrameAuthenticator:
-    """Verifies that frames come from the device that their topic names, with keys that any process may change."""
+    """Verifies that frames and presences come from the device of their topic, with keys that any process may change."""
 
     def __init__(self, store: Store, *, fleet: str) -> None:
         self._keys = store.keys
+        self._fleet = fleet
         self._verify = functools.lru_cache(maxsize=VERIFIED)(functools.partial(is_own_transfer, fleet=fleet))
 
     def check_name(self, device: str, *, public: bytes | None = None) -> Key | None:
@@ -55,3 +57,13 @@ class FrameAuthenticator:
                 "unknown_device",
                 f"{device} is not enrolled, like {MAX_PINNED_DEVICES} others: `aggregator enroll` the fleet's devices",
             )
+
+    def check_presence(self, device: str, presence: Presence) -> None:
+        """Check a presence's signature; a device whose key is not known may sign with any.
+
+        Raises Refused if it is another device's or the device is not accepted.
+        """
+        self.check_name(device, public=presence.key)
+        topic = device_topic(self._fleet, device, "state")
+        if not is_own_presence(presence, public=presence.key, topic=topic):
+            raise Refused("signature", f"the presence is not signed with the key of {device}")

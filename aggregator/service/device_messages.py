@@ -99,13 +99,8 @@ class DeviceMessages:
         now_s = time.time()
         if channel == "state":
             presence = decode(payload, Presence, max_bytes=1024)
-            self.store.devices.put_presence(
-                device,
-                state=presence.state,
-                epoch=presence.epoch,
-                instance=presence.instance,
-                now_s=now_s,
-            )
+            self._authenticator.check_presence(device, presence)
+            self.store.devices.put_presence(device, presence.state, now_s=now_s)
             return
         info = decode(payload, DeviceInfo, max_bytes=MAX_MANIFEST_BYTES)
         self.store.devices.put_info(device, bounded_info(info, self.task.manifest.classes), now_s=now_s)

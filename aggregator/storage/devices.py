@@ -49,20 +49,12 @@ class Devices:
             )
         )
 
-    def put_presence(
-        self, device: str, *, state: str, epoch: int, instance: bytes = b"", now_s: float
-    ) -> None:
-        """Store a device's presence, unless a later start of the device is known.
-
-        The will of a start has the epoch that the start began with.
-        """
+    def put_presence(self, device: str, state: str, *, now_s: float) -> None:
+        """Store a device's presence, whatever its epoch: a device replaces an old one on its topic itself."""
         self._database.write(
-            "INSERT INTO devices (device, state, epoch, instance, seen_s) VALUES (?, ?, ?, ?, ?) "
-            "ON CONFLICT (device) DO UPDATE SET state = excluded.state, epoch = max(epoch, excluded.epoch), "
-            "instance = excluded.instance, seen_s = excluded.seen_s "
-            "WHERE excluded.epoch >= devices.epoch "
-            "OR (excluded.instance = devices.instance AND excluded.instance != x'')",
-            *(device, state, epoch, instance, now_s),
+            "INSERT INTO devices (device, state, seen_s) VALUES (?, ?, ?) ON CONFLICT (device) "
+            "DO UPDATE SET state = excluded.state, seen_s = excluded.seen_s",
+            *(device, state, now_s),
         )
 
     def put_info(self, device: str, info: DeviceInfo, *, now_s: float) -> None:
@@ -78,8 +70,8 @@ class Devices:
         self._database.write("UPDATE devices SET info = 'null' WHERE device = ?", device)
 
     def reset_presence(self, device: str) -> None:
-        """Accept any presence of a device next, whatever its epoch."""
-        self._database.write("UPDATE devices SET state = 'unknown', epoch = 0 WHERE device = ?", device)
+        """Forget a device's presence, which was signed with another key."""
+        self._database.write("UPDATE devices SET state = 'unknown' WHERE device = ?", device)
 
     def all(self) -> list[DeviceRecord]:
         """Return every known device."""

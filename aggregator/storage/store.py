@@ -26,8 +26,8 @@ MIGRATIONS = (
     """
     CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
     CREATE TABLE devices (
-        device TEXT PRIMARY KEY, state TEXT NOT NULL DEFAULT 'unknown', epoch INTEGER NOT NULL DEFAULT 0,
-        instance BLOB NOT NULL DEFAULT x'', seen_s REAL NOT NULL, info TEXT NOT NULL DEFAULT 'null'
+        device TEXT PRIMARY KEY, state TEXT NOT NULL DEFAULT 'unknown', seen_s REAL NOT NULL,
+        info TEXT NOT NULL DEFAULT 'null'
     ) STRICT;
     CREATE TABLE epsilons (device TEXT PRIMARY KEY, total REAL NOT NULL) STRICT;
     CREATE TABLE keys (

@@ -9,7 +9,7 @@ from protocol.mqtt.events import Outgoing
 from protocol.wire.codec import encode
 from protocol.wire.messages import Presence, PresenceState
 from protocol.wire.presence import INSTANCE_BYTES, Duplicate, Reaction, Start, observe
-from protocol.wire.signing import is_own_presence, sign_presence
+from protocol.wire.signing import is_own_presence, public_key, sign_presence
 
 
 class Replaced(ConfigError):
@@ -60,7 +60,7 @@ class OwnPresence:
 
     def has_signed(self, presence: Presence) -> bool:
         """Return whether a presence on this topic is signed with this program's key."""
-        return is_own_presence(presence, key=self._key, topic=self._topic)
+        return is_own_presence(presence, public=public_key(self._key), topic=self._topic)
 
     def observe(self, presence: Presence) -> Reaction:
         """Return the reaction to a presence on this topic with this program's key, and change the epoch."""

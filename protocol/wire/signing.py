@@ -111,10 +111,9 @@ def sign_presence(presence: Presence, *, key: bytes, topic: str) -> Presence:
     return msgspec.structs.replace(presence, key=public_key(key), signature=signature)
 
 
-def is_own_presence(presence: Presence, *, key: bytes, topic: str) -> bool:
-    """Return whether a presence is signed with a private key (32 bytes), for this topic."""
-    own = public_key(key)
-    return presence.key == own and _verify(own, presence.signature, _presence(presence, topic))
+def is_own_presence(presence: Presence, *, public: bytes, topic: str) -> bool:
+    """Return whether a presence is signed with the key whose public part (32 bytes) is given, for this topic."""
+    return presence.key == public and _verify(public, presence.signature, _presence(presence, topic))
 
 
 def _presence(presence: Presence, topic: str) -> bytes:

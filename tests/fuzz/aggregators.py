@@ -21,7 +21,7 @@ from protocol.mqtt.events import Outgoing, Received
 from protocol.mqtt.tls import BrokerAddress
 from protocol.wire.codec import decode, digest_of, encode
 from protocol.wire.messages import MAX_FRAME_BYTES, BlobRequest, DeviceInfo, Frame, Presence, Receipt
-from protocol.wire.signing import sign_frame
+from protocol.wire.signing import sign_frame, sign_presence
 from protocol.wire.topics import device_topic, fleet_topic
 from protocol.wire.transfer import frames_of
 from tests.fuzz.devices import mutate_operations, parsed, state_folder, take_all, written
@@ -70,8 +70,15 @@ def _received(kind: int, device: int, body: bytes) -> list[Received]:
     """Return the messages that a broker delivers for an operation."""
     name, key = NAMES[device], KEYS[device]
     match kind:
-        case 0 | 1 | 2:
-            channel = ("state", "info", "get")[kind]
+        case 0:
+            topic = device_topic(FLEET, name, "state")
+            with contextlib.suppress(MalformedMessage):
+                presence = decode(body, Presence, max_bytes=1024)
+                if presence.signature:
+                    body = encode(sign_presence(presence, key=key, topic=topic))
+            return [Received(topic, body)]
+        case 1 | 2:
+            channel = ("info", "get")[kind - 1]
             return [Received(f"pf/1/{FLEET}/d/{name}/{channel}", body)]
         case 4:
             with contextlib.suppress(MalformedMessage):

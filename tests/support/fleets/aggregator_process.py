@@ -21,12 +21,13 @@ from protocol.wire.messages import (
     HeadManifest,
     HeadRef,
     Presence,
+    PresenceState,
     Receipt,
     RoundManifest,
     Signed,
     Submission,
 )
-from protocol.wire.signing import open_manifest, sign_frame
+from protocol.wire.signing import open_manifest, sign_frame, sign_presence
 from protocol.wire.topics import DeviceChannel, FleetChannel, device_topic, fleet_topic
 from protocol.wire.transfer import Assembly, frames_of
 from tests.support.fleets.fleet import Fleet
@@ -115,6 +116,14 @@ def key_of(device: str) -> bytes:
 def signed(frame: Frame, device: str = "dev") -> bytes:
     """Return an encoded frame with a device's signature."""
     return encode(sign_frame(frame, key=key_of(device), fleet=FLEET, device=device))
+
+
+def presence_of(
+    device: str = "dev", state: PresenceState = "online", *, signer: str = "", epoch: int = 1
+) -> bytes:
+    """Return an encoded presence of a device, signed with its key or another device's."""
+    topic, key = device_topic(FLEET, device, "state"), key_of(signer or device)
+    return encode(sign_presence(Presence(state=state, epoch=epoch), key=key, topic=topic))
 
 
 class Device:

@@ -196,6 +196,10 @@ class AttackedFleet(Fleet):
             "refusals in logs", lambda: all(now > old for now, old in zip(counts(), before, strict=True))
         )
 
+    def states(self) -> dict[str, str]:
+        """Return each device's state, as the aggregator shows it."""
+        return {row["device"]: row["state"] for row in self.status()["devices"]}
+
     def names(self) -> set[str]:
         return {row["device"] for row in self.status()["devices"]}
 
@@ -239,8 +243,8 @@ class AttackedFleet(Fleet):
         for name, process in self.processes.items():
             expected = {None} if name in ("aggregator", *HONEST) else {None, 0, 1, -9, -15}
             assert process.poll() in expected, f"{name}: {process.returncode}\n{self.diagnostics()}"
-        online = {row["device"]: row["state"] for row in self.status()["devices"]}
-        assert all(online[name] == "online" for name in HONEST), self.diagnostics()
+        states = self.states()
+        assert all(states[name] == "online" for name in HONEST), self.diagnostics()
         assert self.memory_bytes() < MAX_MEMORY_BYTES
         assert folder_bytes(self.aggregator_state) < MAX_STATE_BYTES
 

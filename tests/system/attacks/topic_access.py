@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from protocol.wire.codec import encode
 from protocol.wire.messages import Presence, Receipt
+from protocol.wire.signing import sign_presence
 from protocol.wire.topics import FleetChannel
 from tests.support.fleets.closed_fleet import FLEET
 from tests.support.messages.manifests import signed_manifest
@@ -70,6 +71,26 @@ def topics_of_others(fleet: AttackedFleet) -> Iterator[bool]:
     ]
     yield from publish_to_broker(fleet, publications)
     yield from fleet.refused_by_aggregator(forged, VICTIM, reason="signature")
+
+
+@attack(
+    "forging another device's presence, past the broker",
+    stopped_by="aggregator",
+    counted=(("signature", VICTIM),),
+)
+def forged_presences(fleet: AttackedFleet) -> Iterator[bool]:
+    """Without a signature, with the attacker's, and with one for another topic; of the greatest epoch."""
+    offline, key = Presence(state="offline", epoch=2**63 - 1), fleet.key(VICTIM)
+    forged = [
+        offline,
+        sign_presence(offline, key=fleet.key(MALLORY), topic=own(VICTIM, "state")),
+        sign_presence(offline, key=key, topic=own(MALLORY, "state")),
+    ]
+    with fleet.inside() as client:
+        for presence in forged:
+            with fleet.counted("signature", VICTIM):
+                assert client.publish(own(VICTIM, "state"), encode(presence), retain=True)
+            yield fleet.states()[VICTIM] != "online"
 
 
 @attack(

@@ -19,14 +19,15 @@ from aggregator.tasks.task_preparation import Task, prepare_task
 from protocol.errors import ConfigError, StateError
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.wire.canary_rank import canary_rank
-from protocol.wire.codec import digest_of, encode
-from protocol.wire.messages import Evaluation, HeadManifest, Presence
+from protocol.wire.codec import digest_of
+from protocol.wire.messages import Evaluation, HeadManifest
 from protocol.wire.topics import device_topic, fleet_topic
 from tests.support.fleets.aggregator_process import (
     FLEET,
     Daemon,
     Device,
     aggregator,
+    presence_of,
     run_aggregator,
     write_task,
 )
@@ -66,8 +67,7 @@ def _two_heads(first: Device, second: Device, daemon: Daemon) -> tuple[bytes, He
     first.aggregator_is("online")
     task = digest_of(first.task())
     for device in (first, second):
-        presence = encode(Presence(state="online", epoch=1))
-        device.say(device_topic(FLEET, device.name, "state"), presence, retain=True)
+        device.say(device_topic(FLEET, device.name, "state"), presence_of(device.name), retain=True)
     daemon.until(lambda summary: [row["state"] for row in summary["devices"]] == ["online", "online"])
     first.upload(_submission(task=task))
     one = _manifest(first)
@@ -286,7 +286,7 @@ def test_current_head_that_fails_on_devices_is_rejected(
     for version in (1, 2):
         _add_head(store, task.digest, version)
     releases = Releases(task, store)
-    store.devices.put_presence("silent", state="online", epoch=1, now_s=0.0)
+    store.devices.put_presence("silent", "online", now_s=0.0)
     for device in ("a", "a", "b", "c", "d", "e", "f"):
         _report(releases, store, device, "")
     for device, problem in (("b", "it gives NaN"), ("b", ""), ("a", "it gives NaN")):

@@ -22,6 +22,7 @@ from tests.support.fleets.aggregator_process import (
     Daemon,
     Device,
     aggregator,
+    presence_of,
     signed,
     spoil,
     write_task,
@@ -174,7 +175,7 @@ def test_malformed_topics_are_counted_without_a_device(embedded: tuple[BrokerAdd
 
 
 def test_presence_and_info_are_in_the_status(embedded: tuple[BrokerAddress, Daemon]) -> None:
-    """An old Last Will is not; a cleared topic is no message; a problem is logged once and shown until it is solved."""
+    """A cleared topic is no message; a problem is logged once and shown until it is solved."""
     broker, daemon = embedded
     with Device(broker, "shown") as device:
         info = device_info(epoch=7, runtime="ONNX Runtime", images={"cat": 3, "dog": 4}, head_version=7)
@@ -187,8 +188,7 @@ def test_presence_and_info_are_in_the_status(embedded: tuple[BrokerAddress, Daem
         assert daemon.log().count('device cannot take part device=shown reason="no room for graphs"') == 1
         assert daemon.log().count('device warns its operator device=shown warning="a copy stays out"') == 1
         device.send("info", encode(info))
-        device.send("state", encode(Presence(state="online", epoch=7)))
-        device.send("state", encode(Presence(state="offline", epoch=6)))
+        device.send("state", presence_of("shown"))
         device.send("state", b"")
         device.send("info", b"")
         device.upload(submission(task=bytes(32)))  # answered in order, so all before it was seen
@@ -196,6 +196,33 @@ def test_presence_and_info_are_in_the_status(embedded: tuple[BrokerAddress, Daem
         assert (row["state"], row["images"], row["runtime"]) == ("online", 7, "ONNX Runtime")
         assert (row["problem"], row["warning"], row["head"]) == ("", "", 7)
         assert _refused(daemon.status(), "shown") == {"unknown_task": 1}
+
+
+def test_only_the_device_changes_its_presence(embedded: tuple[BrokerAddress, Daemon]) -> None:
+    """The last presence with its key counts, whatever its epoch; before its first upload, the last with any key."""
+    broker, daemon = embedded
+
+    def is_shown(state: str) -> None:
+        daemon.until(
+            lambda summary: ("victim", state) in {(row["device"], row["state"]) for row in summary["devices"]}
+        )
+
+    with Device(broker, "victim") as device:
+        device.send("state", presence_of("victim", "offline", signer="mallory", epoch=2**63 - 1))
+        is_shown("offline")
+        device.send("state", presence_of("victim"))
+        is_shown("online")
+        device.upload(submission(task=bytes(32)))
+        for forged in (
+            encode(Presence(state="offline", epoch=2**63 - 1)),
+            presence_of("victim", "offline", signer="mallory", epoch=2**63 - 1),
+            presence_of("victim", "offline", epoch=2)[:-1] + b"\0",
+        ):
+            device.send("state", forged)
+        daemon.until(lambda summary: _refused(summary, "victim").get("signature") == 3)
+        is_shown("online")
+        device.send("state", presence_of("victim", "stopped", epoch=0))
+        is_shown("stopped")
 
 
 @pytest.mark.skipif(mosquitto_program() is None, reason="mosquitto is not installed")

@@ -47,9 +47,9 @@ def started_store(folder: Path, task: TaskFile = TASK_FILE) -> Store:
 
 def busy_store(folder: Path) -> Store:
     store = started_store(folder)
-    store.devices.put_presence("a", state="online", epoch=1, now_s=10.0)
+    store.devices.put_presence("a", "online", now_s=10.0)
     store.devices.put_info("a", device_info(runtime="CPU", images={"cat": 30, "fox": 20}), now_s=11.0)
-    store.devices.put_presence("idle", state="offline", epoch=1, now_s=12.0)
+    store.devices.put_presence("idle", "offline", now_s=12.0)
     store.submissions.put(TASK, submission_row("a", {0: 6, 2: 4}))
     add_head(store, 1)
     store.evaluations.put("a", evaluation(), digest=b"e", now_s=60.0)

@@ -11,18 +11,6 @@ from aggregator.storage.submissions import SubmissionRecord
 from tests.support.messages.submissions import TASK
 
 
-def test_presence_of_an_older_start_is_ignored(store: Store) -> None:
-    for state, epoch, expected in (
-        ("online", 5, "online"),
-        ("offline", 4, "online"),
-        ("stopped", 5, "stopped"),
-        ("online", 6, "online"),
-        ("offline", 6, "offline"),
-    ):
-        store.devices.put_presence("a", state=state, epoch=epoch, now_s=1.0)
-        assert [record.state for record in store.devices.all()] == [expected]
-
-
 def test_refusals_are_counted_per_device_and_reason(store: Store) -> None:
     """The first of each pair is reported, so that it can be logged; the last detail is kept."""
     is_first = [
@@ -51,7 +39,7 @@ def test_greatest_epsilon_is_kept(store: Store) -> None:
 def test_refused_devices_are_not_online(store: Store) -> None:
     """A revoked device, or one not enrolled in a closed fleet, cannot report that it goes offline."""
     for device in ("enrolled", "pinned", "revoked", "new"):
-        store.devices.put_presence(device, state="online", epoch=1, now_s=1.0)
+        store.devices.put_presence(device, "online", now_s=1.0)
     store.keys.enroll("enrolled", b"1" * 32, now_s=1.0)
     store.keys.enroll("revoked", b"2" * 32, now_s=1.0)
     store.keys.pin("pinned", b"3" * 32, now_s=1.0)
@@ -90,7 +78,7 @@ def test_refusals_of_enrolled_device_are_always_counted(small: Store) -> None:
 def test_unenrolled_devices_are_limited(small: Store) -> None:
     for device in ("a", "b"):
         assert small.devices.has_room_for(device)
-        small.devices.put_presence(device, state="online", epoch=1, now_s=0.0)
+        small.devices.put_presence(device, "online", now_s=0.0)
     small.keys.enroll("z", bytes(32), now_s=0.0)
     assert [small.devices.has_room_for(device) for device in ("a", "c", "z")] == [True, False, True]
 

@@ -49,7 +49,7 @@ def _head(version: int, *rows: SubmissionRecord, task: bytes = TASK) -> HeadReco
 def test_state_survives_a_restart(tmp_path: Path) -> None:
     store = Store(tmp_path)
     store.facts.put(TrainingProgress(3, loss=0.5))
-    store.devices.put_presence("a", state="online", epoch=3, now_s=10.0)
+    store.devices.put_presence("a", "online", now_s=10.0)
     store.devices.put_info("a", device_info(runtime="x"), now_s=11.0)
     store.submissions.put(TASK, _row("a"))
     store.heads.add(_head(1, _row("a")))
@@ -258,7 +258,7 @@ def test_reset_device_lets_any_submission_replace_the_stored_one(store: Store) -
     """It still counts until then, unless it is deleted; a revocation's quarantine is deleted."""
     store.submissions.put(TASK, _row("a", 9))
     store.quarantine.add(TASK, "a", reason=REVOKED, now_s=1.0)
-    store.devices.put_presence("a", state="online", epoch=9, now_s=1.0)
+    store.devices.put_presence("a", "online", now_s=1.0)
     store.reset_device("a", delete_submissions=False)
     entry = _row("a", 9).entry
     assert store.submissions.all(TASK) == {"a": replace(_row("a", 9), entry=replace(entry, sequence=0))}

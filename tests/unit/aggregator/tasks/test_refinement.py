@@ -89,14 +89,14 @@ def test_head_is_refined_once_online_devices_use_it(bench: Bench) -> None:
     """Or at the deadline; a restart before serves FedTC's task, one after it the statistics of its adapter."""
     store, fedtc = bench.store, bench.prepared()
     head = _add_head(store, fedtc)
-    store.devices.put_presence("a", state="online", epoch=1, now_s=0.0)
-    store.devices.put_presence("b", state="online", epoch=1, now_s=0.0)
+    store.devices.put_presence("a", "online", now_s=0.0)
+    store.devices.put_presence("b", "online", now_s=0.0)
     store.evaluations.put("a", evaluation(task=fedtc.digest), digest=b"", now_s=0.0)
     assert not refinement.begin_if_due(store, head, deadline_s=LONG_S)
     assert bench.prepared().digest == fedtc.digest
     assert refinement.begin_if_due(store, dataclasses.replace(head, trained_s=0.0), deadline_s=10.0)
     store.facts.delete(Refinement)
-    store.devices.put_presence("b", state="offline", epoch=1, now_s=0.0)
+    store.devices.put_presence("b", "offline", now_s=0.0)
     assert refinement.begin_if_due(store, head, deadline_s=LONG_S)
     refined, restarted = bench.prepared(), bench.prepared()
     assert refined.digest == restarted.digest != fedtc.digest

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from protocol.wire.messages import Presence, PresenceState
 from protocol.wire.presence import MAX_EPOCH, Reaction, Start, is_newer, observe
-from protocol.wire.signing import is_own_presence, sign_presence
+from protocol.wire.signing import is_own_presence, public_key, sign_presence
 
 ONE, TWO = b"1" * 16, b"2" * 16
 RUNNING = Start(5, ONE, is_announced=True)
@@ -54,9 +54,10 @@ def test_reactions(own: Start, state: PresenceState, epoch: int, instance: bytes
 
 def test_a_presence_is_signed_for_its_topic_and_all_of_its_fields() -> None:
     presence = sign_presence(Presence(state="online", epoch=1, instance=ONE), key=b"k" * 32, topic="a/state")
-    assert is_own_presence(presence, key=b"k" * 32, topic="a/state")
-    assert not is_own_presence(presence, key=b"k" * 32, topic="b/state")
-    assert not is_own_presence(presence, key=b"l" * 32, topic="a/state")
+    public = public_key(b"k" * 32)
+    assert is_own_presence(presence, public=public, topic="a/state")
+    assert not is_own_presence(presence, public=public, topic="b/state")
+    assert not is_own_presence(presence, public=public_key(b"l" * 32), topic="a/state")
     changes: list[dict[str, object]] = [
         {"state": "offline"},
         {"epoch": 2},
@@ -64,7 +65,7 @@ def test_a_presence_is_signed_for_its_topic_and_all_of_its_fields() -> None:
         {"address": "x"},
     ]
     for change in changes:
-        assert not is_own_presence(replace(presence, **change), key=b"k" * 32, topic="a/state")
+        assert not is_own_presence(replace(presence, **change), public=public, topic="a/state")
 
 
 @dataclass
@@ -91,12 +92,12 @@ class _Broker:
     def __init__(self, *, has_one_client_id: bool, epochs: tuple[int, int]) -> None:
         self.programs = [_Program(name, epoch) for name, epoch in enumerate(epochs)]
         self._has_one_client_id = has_one_client_id
-        self._retained: Presence | None = None
+        self.retained: Presence | None = None
         self._wills: deque[Presence] = deque()
         self._starts = 0
 
     def publish(self, presence: Presence) -> None:
-        self._retained = presence
+        self.retained = presence
         for program in self.programs:
             if program.is_connected:
                 program.received.append(presence)
@@ -116,8 +117,8 @@ class _Broker:
         if self._has_one_client_id and other.is_connected:
             self.disconnect(other)
         program.is_connected = True
-        if self._retained is not None:
-            program.received.append(self._retained)
+        if self.retained is not None:
+            program.received.append(self.retained)
         program.sent.append(program.message("online"))
 
     def disconnect(self, program: _Program) -> None:
@@ -186,7 +187,10 @@ ACTIONS = ("start", "connect", "disconnect", "kill", "will", "send", "deliver")
 def test_of_two_copies_exactly_one_continues(
     steps: list[tuple[str, int]], epochs: tuple[int, int], *, has_one_client_id: bool
 ) -> None:
-    """Whatever is delayed, lost, killed and restarted: never both, never in turns, and both know the other."""
+    """Whatever is delayed, lost, killed and restarted: never both, never in turns, and both know the other.
+
+    The last presence on the topic, which is the one that the aggregator shows, is in the end that of the one.
+    """
     broker = _Broker(has_one_client_id=has_one_client_id, epochs=epochs)
     out: list[int] = []
     for action, name in steps:
@@ -203,3 +207,4 @@ def test_of_two_copies_exactly_one_continues(
     assert loser.replaced_by is not None
     assert loser.replaced_by[1] == winner.name
     assert winner.reported
+    assert broker.retained == winner.message("online")
