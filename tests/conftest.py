@@ -1,5 +1,6 @@
 """Fixtures of several packages: an address, and real brokers of both kinds."""
 
+import gc
 import os
 import signal
 import threading
@@ -18,6 +19,9 @@ from tests.support.network.brokers import amqtt, free_address, mosquitto, mosqui
 # and those of a test that sets their number must not spin while they wait: that took 25 times the processor time.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# Until all tests are imported: nothing of that is garbage.
+gc.disable()
 
 # How long an example takes depends on the load of the machine.
 hypothesis.settings.register_profile("no deadline", deadline=None)
@@ -44,6 +48,13 @@ def pytest_sessionstart() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the longest tests first."""
     items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
+
+
+def pytest_collection_finish() -> None:
+    """Let full garbage collections skip the million objects that imports have made."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

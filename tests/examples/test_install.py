@@ -114,10 +114,10 @@ def test_gpu_is_one_that_the_driver_lists(
     ids=["demo's", "mixed", "both without CUDA", "with CUDA"],
 )
 def test_tests_after_the_demo(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], *, removed: bool
+    monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], *, removed: bool
 ) -> None:
     """The demo's torch is replaced where torchvision exists only with CUDA; what works together stays."""
-    configured(tmp_path, monkeypatch, TORCH, *PLAIN)
+    monkeypatch.setattr(install, "cpu_builds", lambda _: [])
     monkeypatch.setattr(install, "_installed", versions.get)
     commands: list[tuple[str, ...]] = []
     monkeypatch.setattr(install, "_pip", lambda *arguments: commands.append(arguments))

@@ -21,6 +21,7 @@ from aggregator.ingest.validation import Prototypes
 from aggregator.training.robust_training_set import pool
 from edge_client.data.statistics import group_rows
 from examples.quickstart import digits as data
+from examples.quickstart.__main__ import main
 from examples.quickstart.fleet import Fleet, peak_memory_bytes
 from examples.quickstart.folder import (
     Folder,
@@ -103,12 +104,19 @@ def test_folder_in_use_is_refused(tmp_path: Path) -> None:
     assert folder.aggregator.exists()
 
 
-def test_json_file_without_a_folder_is_refused_at_once(tmp_path: Path) -> None:
+def test_json_file_without_a_folder_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The demo does not start if its result cannot be written."""
-    process = start("--out", tmp_path / "out", "--json", tmp_path / "nowhere" / "result.json")
-    _, said = process.communicate(timeout=300)
-    assert process.returncode == 1
-    assert said == f"error: no folder {tmp_path / 'nowhere'} to write result.json in: make it first\n"
+    arguments = ["--out", str(tmp_path / "out"), "--json", str(tmp_path / "nowhere" / "result.json")]
+    monkeypatch.setattr("sys.argv", ["quickstart", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    assert (
+        capsys.readouterr().err
+        == f"error: no folder {tmp_path / 'nowhere'} to write result.json in: make it first\n"
+    )
     assert not (tmp_path / "out").exists()
 
 

@@ -33,7 +33,8 @@ def start_aggregator(
         quorum=quorum,
         deadline_s=deadline_s,
     )
-    provide(task, fleet.aggregator_state)
+    if algorithm == "fedpcl":
+        provide(task, fleet.aggregator_state)
     fleet.start_aggregator(task)
 
 
@@ -82,7 +83,10 @@ def _rounds_of_fedpcl(fleet: Fleet) -> None:
 
 
 def _rounds_of_fpl(fleet: Fleet) -> None:
-    """Let a device with many images take so many steps that its weights exceed float16; then delete images."""
+    """Let a device with many images take so many steps that its weights exceed float16; then delete images.
+
+    The aggregator exports the graphs itself.
+    """
     data = write_digits(fleet.root / "data-2", classes=SHARES[2], start=40, each=200)
     diverging = {"learning_rate": 3.5, "weight_decay": 1.0, "momentum": 0.0, "batch_size": 32}
     start_aggregator(fleet, "fpl", quorum=4, deadline_s=30, rounds=3, epochs=1, **diverging)
