@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,19 @@ def start(*arguments: str | Path) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Run the demo in this process, where it ends with exit status 1."""
+
+    def run(*arguments: str | Path) -> None:
+        monkeypatch.setattr("sys.argv", ["quickstart", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 1
+
+    return run
 
 
 def test_failing_device_ends_the_demo(tmp_path: Path) -> None:
@@ -87,7 +101,9 @@ def test_interrupt_ends_every_process(tmp_path: Path) -> None:
     assert not [child for child in children if child.is_running()]
 
 
-def test_folder_in_use_is_refused(tmp_path: Path) -> None:
+def test_folder_in_use_is_refused(
+    tmp_path: Path, refused: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
     """A second demo in the folder of a running one ends before it touches anything."""
     folder = filled(tmp_path)
     with Fleet(folder, timeout_s=300) as fleet:
@@ -97,26 +113,18 @@ def test_folder_in_use_is_refused(tmp_path: Path) -> None:
             lambda: aggregator_status(folder.aggregator).get("running"),
             diagnostics=(folder.logs / "aggregator.log").read_text,
         )
-        second = start("--out", tmp_path)
-        _, said = second.communicate(timeout=300)
-    assert second.returncode == 1
-    assert said.splitlines()[-1].endswith("end it, or choose another --out")
+        refused("--out", tmp_path)
+    assert capsys.readouterr().err.endswith("end it, or choose another --out\n")
     assert folder.aggregator.exists()
 
 
 def test_json_file_without_a_folder_is_refused_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, refused: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The demo does not start if its result cannot be written."""
-    arguments = ["--out", str(tmp_path / "out"), "--json", str(tmp_path / "nowhere" / "result.json")]
-    monkeypatch.setattr("sys.argv", ["quickstart", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 1
-    assert (
-        capsys.readouterr().err
-        == f"error: no folder {tmp_path / 'nowhere'} to write result.json in: make it first\n"
-    )
+    refused("--out", tmp_path / "out", "--json", tmp_path / "nowhere" / "result.json")
+    said = f"error: no folder {tmp_path / 'nowhere'} to write result.json in: make it first\n"
+    assert capsys.readouterr().err == said
     assert not (tmp_path / "out").exists()
 
 

@@ -7,15 +7,18 @@ import pytest
 import torch
 
 from edge_client.runtime.backbone import open_backbone
+from examples.quickstart import train_backbone
 from examples.quickstart.distort import EDGE, distort
-from examples.quickstart.train_backbone import BATCH_SIZE, Images, accuracy, cli, load_fashion, train, write
+from examples.quickstart.train_backbone import Images, accuracy, cli, load_fashion, train, write
 from protocol.cli import run
 from protocol.errors import ConfigError
 
 
 @pytest.fixture
-def stripes() -> Images:
-    labels = torch.arange(2 * BATCH_SIZE) % 2
+def stripes(monkeypatch: pytest.MonkeyPatch) -> Images:
+    """Two batches of images, which are smaller than the demo's."""
+    monkeypatch.setattr(train_backbone, "BATCH_SIZE", 64)
+    labels = torch.arange(128) % 2
     lying = (torch.arange(28) // 4 % 2 * 255).to(torch.uint8).expand(28, 28)
     images = torch.where(labels[:, None, None] == 1, lying, lying.T.contiguous())
     return Images(images, labels)
