@@ -42,6 +42,21 @@ class Choice:
     """The mean of pixels scaled to 0..1."""
     std: tuple[float, float, float] | None = None
     crop_pct: float | None = None
+    square_root: bool = False
+    """Take the square root of each feature, with its sign."""
+
+
+class SquareRoot(nn.Module):
+    """A network whose features f are replaced by sign(f) sqrt(|f|)."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the features (n, L)."""
+        features: Tensor = self.network(images)
+        return features.sign() * features.abs().sqrt()
 
 
 @dataclass(frozen=True)
@@ -99,7 +114,7 @@ def load_backbone(choice: Choice) -> Backbone:
         weights_sha256=digest,
         weights=choice.weights.name if choice.weights else source,
     )
-    return Backbone(module, config, metadata)
+    return Backbone(SquareRoot(module).eval() if choice.square_root else module, config, metadata)
 
 
 def load_weights(module: Any, path: Path) -> None:

@@ -68,7 +68,7 @@ def _keywords(values: tuple[str, ...]) -> dict[str, Any]:
     type=click.Path(file_okay=False, path_type=Path),
     default=Path(),
     show_default=True,
-    help="Folder for MODEL-SIZE.onnx.",
+    help="Folder for MODEL-SIZE.onnx, or MODEL-SIZE-sqrt.onnx with --square-root.",
 )
 @click.option(
     "--weights",
@@ -97,6 +97,7 @@ def _keywords(values: tuple[str, ...]) -> dict[str, Any]:
 @click.option(
     "--crop-pct", type=click.FloatRange(0.1, 1), help="Fraction inside the crop  [default: the model's]"
 )
+@click.option("--square-root", is_flag=True, help="Take the square root of each feature, with its sign.")
 @click.option(
     "--photos",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
@@ -171,7 +172,7 @@ def _export(
     exported = export_module(
         backbone.module,
         backbone.metadata,
-        path=out / _file_name(backbone.metadata),
+        path=out / _file_name(backbone.metadata, square_root=chosen["square_root"]),
         reference=timm_reference(backbone.module, backbone.config),
         photos=photos_in(photos) if photos else None,
         tolerance=tolerance,
@@ -180,10 +181,10 @@ def _export(
     return _summary(exported) | {"seconds": round(time.monotonic() - started, 1)}
 
 
-def _file_name(metadata: BackboneMetadata) -> str:
+def _file_name(metadata: BackboneMetadata, *, square_root: bool) -> str:
     spec = metadata.preprocessing
     size = f"{spec.height}" if spec.height == spec.width else f"{spec.height}x{spec.width}"
-    return f"{metadata.model}-{size}.onnx"
+    return f"{metadata.model}-{size}{'-sqrt' if square_root else ''}.onnx"
 
 
 def _summary(exported: "Exported") -> dict[str, Any]:
