@@ -2,13 +2,16 @@
 
 Frames in order go to disk, frames ahead of their turn are held in memory. Once the last requested frame has arrived,
 earlier gaps will not fill by themselves and are requested again at once.
+
+Frames are not authenticated: any client that may publish them can send wrong ones. So a blob that does not match its
+digest says nothing about the blob. It is downloaded again, with growing delays and for ever.
 """
 
 from bisect import bisect_left
 from dataclasses import replace
 
 from edge_client.agent import events
-from edge_client.agent.state import MAX_DAMAGED, Download, State, head_key
+from edge_client.agent.state import MAX_DAMAGED, Download, Mode, State
 from protocol.rates.retry_delay import retry_delay_s
 from protocol.wire.messages import MAX_CHUNK_BYTES, Frame, Receipt
 from protocol.wire.transfer import Ranges
@@ -59,8 +62,8 @@ def opened(state: State, digest: bytes, offset: int, now_s: float) -> State:
 
 
 def restart(state: State) -> State:
-    """Make the next request due at once: frames in flight may be lost."""
-    if state.download is None or state.download.due_s == float("inf"):
+    """Make the next request due at once if frames are in flight: they may be lost."""
+    if state.download is None or not state.download.until:
         return state
     return replace(state, download=replace(state.download, until=0, attempts=0, due_s=0.0))
 
@@ -70,7 +73,7 @@ def request_due(state: State, now_s: float) -> events.Step:
     download = state.download
     if download is None or not state.connected or download.offset >= download.blob.size_bytes:
         return state, ()
-    if download.due_s == float("inf") or (download.until and now_s < download.due_s):
+    if now_s < download.due_s:
         return state, ()
     attempts = download.attempts + 1 if download.until else 0
     missing = _gaps(download)[:MAX_REQUESTS]
@@ -81,9 +84,9 @@ def request_due(state: State, now_s: float) -> events.Step:
 
 
 def receive(state: State, frame: Frame, now_s: float) -> events.Step:
-    """Take a frame, and write the bytes that are next; duplicate and foreign frames are ignored."""
+    """Take a frame, and write the bytes that are next; duplicate, foreign and unexpected frames are ignored."""
     download = state.download
-    if download is None or not _is_new(download, frame):
+    if download is None or not download.until or not _is_new(download, frame):
         return state, ()
     ahead, offset, parts = _with_frame(download, frame), download.offset, []
     while ahead and ahead[0][0] <= offset:
@@ -92,7 +95,7 @@ def receive(state: State, frame: Frame, now_s: float) -> events.Step:
         parts.append(data[offset - start :])
         offset = max(offset, start + len(data))
     ended = frame.offset + len(frame.data) == download.until or offset >= download.until
-    until, due_s = 0 if ended else download.until, now_s + retry_delay_s(0)
+    until, due_s = (0, now_s) if ended else (download.until, now_s + retry_delay_s(0))
     download = replace(download, offset=offset, ahead=ahead, until=until, attempts=0, due_s=due_s)
     data = b"".join(parts)
     return replace(state, download=download), (
@@ -101,23 +104,20 @@ def receive(state: State, frame: Frame, now_s: float) -> events.Step:
 
 
 def finished(state: State, event: events.DownloadFinished, now_s: float) -> events.Step:
-    """Take a verified blob; download a damaged one again, at most `MAX_DAMAGED` times."""
+    """Take a verified blob; download a damaged one again, from the `MAX_DAMAGED`th time on after a delay."""
     if event.valid:
         return replace(state, stored=state.stored | {event.digest}), ()
     if state.download is None or state.download.blob.digest != event.digest:
         return state, ()
     damaged, blob = state.download.damaged + 1, state.download.blob
-    state = replace(state, download=Download(blob, offset=0, damaged=damaged, due_s=now_s))
+    delay_s = retry_delay_s(damaged - MAX_DAMAGED) if damaged >= MAX_DAMAGED else 0.0
+    state = replace(state, download=Download(blob, offset=0, damaged=damaged, due_s=now_s + delay_s))
     if damaged < MAX_DAMAGED:
         return state, (events.Log(f"{blob.name} arrived damaged, downloading it again", error=True),)
-    text = f"{blob.name} arrived damaged {damaged} times: check the aggregator's state"
-    head, task, manifest = state.current_head, state.task, state.manifest
-    if head is None or task is None or manifest is None or blob in state.submission_blobs:
-        return state, (events.Exit(1, text),)
-    # A head that always arrives damaged is refused.
-    key, reason = head_key(head), f"head {head.version} refused, the previous head stays in use: {text}"
-    state = replace(state, download=None, installing=key, refused=(key, reason))
-    return state, (events.InstallHead(task, manifest, head, problem=text),)
+    problem = state.download_problem
+    if state.mode is not Mode.SERVICE:
+        return state, (events.Exit(1, problem),)
+    return state, (events.Log(f"{problem}; retrying", error=True),) if damaged == MAX_DAMAGED else ()
 
 
 def refused(state: State, receipt: Receipt, now_s: float) -> events.Step:

@@ -177,16 +177,12 @@ class AppendBlob(Action, frozen=True):
 
 
 class InstallHead(Action, frozen=True):
-    """Install and evaluate a head, or report the `problem` for which it cannot be used.
-
-    `as_canary` is True if other devices do not get it yet.
-    """
+    """Install and evaluate a head; `as_canary` is True if other devices do not get it yet."""
 
     task: bytes
     manifest: TaskManifest
     head: HeadRef
     as_canary: bool = False
-    problem: str = ""
 
 
 class SendFrames(Action, frozen=True):

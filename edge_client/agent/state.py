@@ -23,7 +23,7 @@ Work = Literal["download", "build", "install"]
 """Work that may lack space on the disk."""
 
 MAX_DAMAGED = 3
-"""Transfers with a wrong digest after which the device stops trying."""
+"""Transfers with a wrong digest in a row after which a device gives up an upload, and delays a download."""
 
 
 class Mode(enum.Enum):
@@ -88,9 +88,9 @@ class Download:
     Args:
         offset: bytes on disk, from the first one on.
         ahead: frames beyond `offset`, sorted by their offset.
-        until: end of the last frame that was requested or is being broadcast; 0 if there is none.
+        until: end of the last frame that was requested or is being broadcast; 0 if there is none, and none is taken.
         attempts: requests since the last new frame.
-        damaged: times that the blob arrived with another digest.
+        damaged: times in a row that the blob arrived with another digest.
         due_s: time of the next request; infinite until the bytes on disk are known.
     """
 
@@ -170,6 +170,16 @@ class State:
     def space_problem(self) -> str:
         """The reason why some work waits for space on the disk; empty if none does."""
         return next((missing.reason for missing in self.missing_space.values()), "")
+
+    @property
+    def download_problem(self) -> str:
+        """The reason why a blob does not arrive; empty if none is damaged again and again."""
+        if self.download is None or self.download.damaged < MAX_DAMAGED:
+            return ""
+        return (
+            f"{self.download.blob.name} arrives damaged: its bytes do not match its sha256, because the broker, "
+            "another client on it, or the network changes them"
+        )
 
     @property
     def stale_manifests(self) -> frozenset[str]:

@@ -13,6 +13,7 @@ from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import (
     BackboneProvider,
     BuildProblem,
+    DownloadProblem,
     Epoch,
     Heads,
     ManifestProblem,
@@ -122,7 +123,7 @@ class Publisher:
             report.problem(TaskProblem, SpaceProblem, BuildProblem), bounded=bounded
         )
         # These reveal nothing about images.
-        others = report.problem(ManifestProblem, UploadProblem)
+        others = report.problem(DownloadProblem, ManifestProblem, UploadProblem)
         backbones = state.manifest.backbones if state.manifest is not None else ()
         return DeviceInfo(
             epoch=self.presence.epoch,

@@ -9,6 +9,7 @@ from edge_client.config import Settings
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import (
     BuildProblem,
+    DownloadProblem,
     ManifestProblem,
     Problem,
     SpaceProblem,
@@ -32,7 +33,7 @@ class Report:
         self.refused: Counter[str] = Counter()
         """Refused messages by reason."""
         self._store = None if settings.mode is Mode.DRY_RUN else store
-        kinds = (TaskProblem, SpaceProblem, ManifestProblem, UploadProblem)
+        kinds = (TaskProblem, SpaceProblem, DownloadProblem, ManifestProblem, UploadProblem)
         self._problems: dict[type[Problem], Problem] = {kind: kind() for kind in (*kinds, BuildProblem)}
         if self._store is not None:
             self._store.set(

@@ -15,7 +15,13 @@ from edge_client.service.report import Report
 from edge_client.service.worker import Worker
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.disk_space import DiskAlmostFull
-from edge_client.storage.stored_values import EvaluatedHead, Heads, SpaceProblem, UploadProblem
+from edge_client.storage.stored_values import (
+    DownloadProblem,
+    EvaluatedHead,
+    Heads,
+    SpaceProblem,
+    UploadProblem,
+)
 from protocol.log import event as log_event
 from protocol.mqtt import reconnecting_session as mqtt
 
@@ -53,6 +59,7 @@ class RunningAgent:
         """Handle an event, and perform the actions that follow."""
         self.state, actions = state_machine.step(self.state, event, now_s=time.monotonic())
         self._report.set(SpaceProblem(self.state.space_problem))
+        self._report.set(DownloadProblem(self.state.download_problem))
         for action in actions:
             try:
                 self._perform(action)

@@ -77,11 +77,18 @@ class SpaceProblem(Problem, frozen=True):
     """The reason why a job waits for space on the disk; empty if none does."""
 
 
+class DownloadProblem(Problem, frozen=True):
+    """Why a blob does not arrive; empty if none is damaged again and again."""
+
+
 class UploadProblem(Problem, frozen=True):
     """Why the device cannot upload; empty if it can."""
 
 
-PROBLEMS = (TaskProblem, SpaceProblem, ManifestProblem, BuildProblem, HeadProblem, UploadProblem)
+PROBLEMS = (
+    *(TaskProblem, SpaceProblem, DownloadProblem, ManifestProblem),
+    *(BuildProblem, HeadProblem, UploadProblem),
+)
 """All problems; of several that the device has, the first is shown."""
 
 

@@ -53,14 +53,12 @@ class HeadInstaller:
             Interrupted: `should_stop` returned True.
             StateError: the disk fails, or has lost a file.
         """
-        key, problem, has_vote = head_key(install.head), install.problem, True
+        key, has_vote = head_key(install.head), False
         try:
-            if not problem:
-                has_vote = False
-                candidate = self._prepare(install, should_stop)
-                has_vote = True
-                with self._graphs(install):
-                    return HeadInstalled(key, self._try(install, candidate, should_stop))
+            candidate = self._prepare(install, should_stop)
+            has_vote = True
+            with self._graphs(install):
+                return HeadInstalled(key, self._try(install, candidate, should_stop))
         except StateError:
             raise
         except ProtofleetError as error:

@@ -82,9 +82,9 @@ class HeadBench:
             version=version, head=stored(self.store.blobs, data, "head.onnx"), devices=1, prototypes=1
         )
 
-    def install(self, head: HeadRef, problem: str = "") -> tuple[events.HeadInstalled, Evaluation]:
+    def install(self, head: HeadRef) -> tuple[events.HeadInstalled, Evaluation]:
         """Install a head; returns the result and the evaluation in the outbox."""
-        self.worker.install(events.InstallHead(self.task, self.manifest, head, problem=problem))
+        self.worker.install(events.InstallHead(self.task, self.manifest, head))
         return self.result()
 
     def result(self) -> tuple[events.HeadInstalled, Evaluation]:

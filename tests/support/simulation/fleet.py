@@ -153,11 +153,8 @@ class World:
                 self.open_download(blob)
             case events.RequestBlob(digest=digest, offset=offset, length=length):
                 self.answer(digest, ((offset, offset + length),))
-            case events.AppendBlob(blob=blob, data=data, done=done):
-                self.disk[blob.digest] = self.disk.get(blob.digest, b"") + data
-                if done == blob.size_bytes:
-                    good = digest_of(self.disk[blob.digest]) == blob.digest
-                    self.pending.append(events.DownloadFinished(blob.digest, valid=good))
+            case events.AppendBlob():
+                self.append(action)
             case events.BuildSubmission():
                 self.build(action)
             case events.InstallHead():
@@ -200,6 +197,16 @@ class World:
             self.pending.append(events.DownloadFinished(blob.digest, valid=True))
         else:
             self.pending.insert(0, events.DownloadOpened(blob.digest, offset))
+
+    def append(self, append: events.AppendBlob) -> None:
+        """Write the next bytes of a blob; one that is damaged is deleted."""
+        digest = append.blob.digest
+        self.disk[digest] = self.disk.get(digest, b"") + append.data
+        if append.done == append.blob.size_bytes:
+            good = digest_of(self.disk[digest]) == digest
+            if not good:
+                del self.disk[digest]
+            self.pending.append(events.DownloadFinished(digest, valid=good))
 
     def build(self, build: events.BuildSubmission) -> None:
         """Build a submission, or find it built."""

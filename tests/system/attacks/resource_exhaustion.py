@@ -202,26 +202,23 @@ def false_blobs(fleet: AttackedFleet) -> Iterator[bool]:
         yield client.publish(shared("cast"), b"other bytes")
     data = write_digits(fleet.root / f"images-{NEW}", classes=[1, 2], start=40)
     fleet.pause("aggregator")
-    answers: list[str] = []
+    answers: list[Frame] = []
 
     def answer(request: ReceivedMessage) -> None:
-        """Answer a request with other bytes: whole, truncated, and with another size."""
-        if len(answers) == 3:
-            return
-        answers.append(kind := ("whole", "truncated", "another size")[len(answers)])
+        """Answer a request with other bytes: first truncated and with another size, then whole, again and again."""
         wanted = msgspec.msgpack.decode(request.payload)
         size = wanted["offset"] + wanted["length"]
-        data = os.urandom(size // 2 if kind == "truncated" else size)
-        if kind == "another size":
-            size //= 2
-        frame = Frame(v=1, digest=wanted["digest"], size_bytes=size, offset=0, data=data[:size])
-        attacker.publish_without_waiting(own(NEW, "blk"), encode(frame))
+        half = size // 2
+        for size_bytes, length in [(size, size)] if answers else [(size, half), (half, half)]:
+            data = os.urandom(length)
+            frame = Frame(v=1, digest=wanted["digest"], size_bytes=size_bytes, offset=0, data=data)
+            answers.append(frame)
+            attacker.publish_without_waiting(own(NEW, "blk"), encode(frame))
 
     with AttackerClient(fleet.open, on_message=answer) as attacker:
         assert attacker.subscribe(own(NEW, "get"))
         fleet.run_device(NEW, data=data)
-        fleet.wait_until("three false answers", lambda: len(answers) == 3)
-        fleet.wait_until("their refusal", lambda: "arrived damaged" in fleet.log(NEW))
+        fleet.wait_until("the device's problem", lambda: "arrives damaged" in fleet.log(NEW))
     fleet.resume("aggregator")
     fleet.wait_until("the head on the new device", lambda: fleet.used_head(NEW))
     fleet.stop(NEW)

@@ -156,7 +156,7 @@ def test_only_gaps_of_a_broadcast_are_requested() -> None:
 def test_held_frames_are_limited(size: int) -> None:
     """Their bytes and their number are limited; the rest is requested later."""
     huge = reference(bytes(2 * MAX_AHEAD_BYTES), "huge")
-    receiver = Receiver(blob=huge)
+    receiver = Receiver(blob=huge, until=huge.size_bytes, due_s=3.0)
     for start in range(size, huge.size_bytes, size):
         data = bytes(min(size, huge.size_bytes - start))
         piece = Frame(v=1, digest=huge.digest, size_bytes=huge.size_bytes, offset=start, data=data)

@@ -7,6 +7,7 @@ from edge_client.agent.state import Mode, State, UploadItem, head_key
 from protocol.wire.canary_rank import canary_rank
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import HeadManifest, HeadRef, Receipt
+from protocol.wire.transfer import frames_of
 from tests.support.simulation.fleet import World, item_of, reference
 from tests.unit.edge_client.agent.device_events import (
     BACKBONE,
@@ -51,34 +52,29 @@ def test_a_single_run_reports_a_refused_head_before_it_ends() -> None:
     assert sorted(set(world.taken)) == sorted([digest_of(SUBMISSION), digest_of(b"report")])
 
 
-def test_a_head_that_stays_damaged_is_refused() -> None:
-    """The device continues, and installs the next head."""
-    good = HeadRef(version=2, head=reference(b"good head", "head"), devices=1, prototypes=1)
-    world = begin(Mode.SERVICE)
-    world.served[digest_of(HEAD)] = HEAD[:-1] + b"x"
-    refused: list[events.InstallHead] = []
-    perform = world.perform
+@pytest.mark.parametrize("blob", [BACKBONE, HEAD])
+def test_wrong_frames_say_nothing_about_a_head(blob: bytes) -> None:
+    """For 20 minutes only an attacker's frames arrive, without a request too, and forged starts of the aggregator.
 
-    def performed(action: events.Action) -> None:
-        if isinstance(action, events.AppendBlob) and action.done == action.blob.size_bytes:
-            perform(action)
-            world.disk.pop(action.blob.digest)
-        elif isinstance(action, events.InstallHead) and action.problem:
-            refused.append(action)
-            report = _report(world, action.head)
-            world.pending.append(events.HeadInstalled(head_key(action.head), report, "damaged"))
-        else:
-            perform(action)
-
-    world.perform = performed  # type: ignore[method-assign]
-    world.run(steps=400)
-    assert [action.head.version for action in refused] == [1]
-    assert digest_of(b"report") in world.taken
-    world.served[digest_of(b"good head")] = b"good head"
-    world.pending.append(HeadManifest(task=TASK, current=good))
-    world.run(steps=400)
-    assert world.state.installed == head_key(good)
-    assert (len(refused), world.exit) == (1, None)
+    The device refuses nothing, reports the problem, backs off, and has the head five minutes after the attack.
+    """
+    digest, world = digest_of(blob), begin(Mode.SERVICE)
+    world.served[digest] = b"x" * len(blob)
+    first, *_ = frames_of(world.served[digest], digest=digest)
+    world.tick = lambda: world.pending.extend([first, events.AggregatorStarted()])  # type: ignore[method-assign]
+    while world.now_s < 1200 and world.exit is None:
+        world.run(steps=1)
+    appended = [each for each in world.done if isinstance(each, events.AppendBlob)]
+    assert 5 < sum(each.blob.digest == digest and each.done == len(blob) for each in appended) < 12
+    assert not any(isinstance(action, events.InstallHead | events.Exit) for action in world.done)
+    assert world.state.refused is None
+    assert "because the broker, another client on it, or the network" in world.state.download_problem
+    world.served[digest] = blob
+    world.tick = lambda: None  # type: ignore[method-assign]
+    while world.now_s < 1501 and world.exit is None:
+        world.run(steps=1)
+    assert world.state.evaluated == head_key(HEAD_MANIFEST.current)
+    assert world.state.download_problem == ""
 
 
 def _rollout(*, below: int) -> HeadManifest:

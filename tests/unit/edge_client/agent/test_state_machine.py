@@ -37,11 +37,16 @@ def test_nothing_is_sent_without_a_connection() -> None:
     assert play(state, events.Connected())[1] == [QUERY]
 
 
-def test_a_blob_that_stays_damaged_ends_the_program() -> None:
-    """It is downloaded again first."""
+@pytest.mark.parametrize(
+    ("mode", "last"), [(Mode.SERVICE, events.Log), (Mode.ONCE, events.Exit), (Mode.DRY_RUN, events.Exit)]
+)
+def test_a_blob_that_stays_damaged_is_reported(mode: Mode, last: type[events.Action]) -> None:
+    """It is downloaded again at once first; a service continues, and says no more about it."""
     damaged = [events.DownloadFinished(digest_of(BACKBONE), valid=False)] * MAX_DAMAGED
-    _, actions = play(State(mode=Mode.SERVICE), events.TaskSeen(TASK, MANIFEST), *damaged)
-    assert [type(action) for action in actions[1:]] == [events.Log, events.Log, events.Exit]
+    state, actions = play(State(mode=mode), events.TaskSeen(TASK, MANIFEST), *damaged)
+    assert [type(action) for action in actions[1:]] == [events.Log, events.Log, last]
+    assert state.download_problem in str(actions[-1])
+    assert mode is not Mode.SERVICE or not play(state, *damaged)[1]
 
 
 def test_a_superseded_submission_is_built_again_above_the_reported_sequence() -> None:

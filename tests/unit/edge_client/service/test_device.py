@@ -9,8 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from edge_client.agent import events
+from edge_client.agent import downloads, events
 from edge_client.agent.state import Mode
+from edge_client.cli.status import device_status
 from edge_client.service.device import MAX_TICK_S, Device
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import (
@@ -44,6 +45,26 @@ def test_unused_blobs_are_deleted_once_a_head_is_in_use(tmp_path: Path, store: D
     stored = device._agent._downloads.delete_unused(device._agent.state)
     assert old not in store.blobs
     assert {head, digest_of(file("step"))} <= stored
+
+
+@pytest.mark.parametrize("max_epsilon", [None, 1.0])
+def test_a_blob_that_arrives_damaged_is_reported(
+    tmp_path: Path, store: DeviceState, max_epsilon: float | None
+) -> None:
+    """Other frames than the aggregator's: status and info name the blob and the broker, until the true ones arrive."""
+    device, data = Device(make_settings(tmp_path, max_epsilon=max_epsilon), store), b"backbone"
+    device._handle(Connected(None))
+    device._take(events.TaskSeen(TASK, make_manifest(backbones=(reference(data, "the backbone"),))))
+    for sent in (b"attacker", b"attacker", b"attacker", data):
+        (frame,) = frames_of(sent, digest=digest_of(data))
+        problem = device_status(store)["problem"]
+        assert info_of(device).problem == problem
+        assert ("the backbone arrives damaged" in problem and "the broker" in problem) == (sent == data)
+        state, _ = downloads.request_due(device._agent.state, time.monotonic() + 10)
+        device._agent.state = state
+        device._handle(frame)
+        device._handle(device._inbox.get(timeout=1))
+    assert device_status(store)["problem"] == info_of(device).problem == ""
 
 
 def test_tasks_that_never_get_a_head_do_not_fill_the_disk(tmp_path: Path, store: DeviceState) -> None:

@@ -18,7 +18,6 @@ from edge_client.training.local_round import initial_model, pack
 from protocol.wire.codec import encode
 from protocol.wire.messages import BlobRef, Evaluation, HeadManifest, HeadRef
 from tests.support.devices.device_factory import (
-    TINY,
     info_of,
     linear_head,
     make_manifest,
@@ -120,14 +119,6 @@ def test_a_head_that_fails_on_the_devices_images_is_refused(bench: HeadBench) ->
     installed, evaluation = bench.install(bench.head(2, weights))
     assert "NaN or infinity" in evaluation.problem
     assert "head 2 refused" in installed.reason
-
-
-def test_a_head_that_cannot_be_downloaded_is_reported(bench: HeadBench) -> None:
-    """The agent's reason is in the report."""
-    head = HeadRef(version=4, head=TINY, devices=1, prototypes=1)
-    installed, evaluation = bench.install(head, problem="it arrived damaged")
-    assert installed.reason == "head 4 refused, the previous head stays in use: it arrived damaged"
-    assert (evaluation.head_version, evaluation.problem) == (4, "it arrived damaged")
 
 
 def test_the_previous_head_stays_on_disk(bench: HeadBench, tmp_path: Path) -> None:
