@@ -24,6 +24,7 @@ from examples.quickstart import digits as data
 from examples.quickstart.fleet import Fleet, Usage, accuracy_of, predict
 from examples.quickstart.folder import ALGORITHMS, Folder, device_names, prepare
 from examples.quickstart.report import DeviceResult, Result, progress, show
+from protocol.cli import counted
 from protocol.errors import ConfigError, ProtofleetError, StateError
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ def _demo(
     summary, usage = _run_fleet(folder, names, timeout_s=timeout_s, console=console)
     head, rounds = summary["heads"][-1], (summary["round"] or {"rounds": 0})["rounds"]
     made = f"head trained on {head['prototypes']} prototypes in {head['metrics']['seconds']:.1f} s"
-    _print(console, f"{rounds} rounds of training on the devices" if rounds else made)
+    _print(console, f"{counted(rounds, 'round')} on the devices" if rounds else made)
     images = folder.held_out_images()
     with console.status("evaluating the head on held-out images"):
         # In rounds, a head is bound to its device's mean and deviation of features, and to its local model.

@@ -10,9 +10,9 @@ from examples.quickstart.digits import CLASSES, Deal, Digits, write_images
 from protocol.errors import ConfigError, StateError
 
 BACKBONE = Path(__file__).with_name("backbone.onnx")
-ALGORITHMS = ("fedtc", "statistics", "fedpcl", "fpl")
+ALGORITHMS = ("fedtc", "statistics", "fedpcl", "fpl", "hierarchical")
 ROUNDS = 10
-"""Of the algorithms that have rounds."""
+"""Of the algorithms that train in rounds."""
 FLEET = "quickstart"
 _MARK = "# Written by the protofleet quickstart, which replaces this folder when it runs again.\n"
 
@@ -102,7 +102,8 @@ def task_text(algorithm: str, *, devices: int, seed: int) -> str:
         "fedtc": f"batch_size = 5\n\n[training]\nseed = {seed}\n",
         "statistics": "batch_size = 5\n",
     }
-    in_rounds = f"\n[rounds]\ngrace_s = 1\n\n[{algorithm}]\nrounds = {ROUNDS}\n"
+    rounds = 1 if algorithm == "hierarchical" else ROUNDS
+    in_rounds = f"\n[rounds]\ngrace_s = 1\n\n[{algorithm}]\nrounds = {rounds}\n"
     return f"""{_MARK}
 fleet = "{FLEET}"
 algorithm = "{algorithm}"

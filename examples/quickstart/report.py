@@ -181,11 +181,17 @@ def _verdict(result: Result) -> RenderableType:
     return Group(title, Padding(table, (0, 0, 0, 3)))
 
 
+_IN_ROUNDS = {
+    "fpl": "averaged projections and changes of parameters",
+    "hierarchical": "averaged features and directions",
+}
+
+
 def _uploaded(result: Result) -> str:
     size = _kilobytes(result.bytes_up)
     if result.rounds:
-        changes = " and changes of parameters" if result.algorithm == "fpl" else ""
-        return f"in each of {result.rounds} rounds: {size} of averaged projections{changes}"
+        when = f"in each of {result.rounds} rounds" if result.rounds > 1 else "in one round"
+        return f"{when}: {size} of {_IN_ROUNDS.get(result.algorithm, 'averaged projections')}"
     return f"in all: {size} of averaged features"
 
 
