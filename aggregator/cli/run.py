@@ -42,7 +42,8 @@ log = logging.getLogger(__name__)
 @setting(
     "--embedded-broker",
     is_flag=True,
-    help="Run a broker in this process; without --broker, reachable from this machine only.",
+    help="Run a broker in this process; without --broker, reachable from this machine only. It accepts any client and "
+    "limits nothing: what clients send it to retain stays in this process's memory.",
 )
 @verbose_option
 def run_command(
