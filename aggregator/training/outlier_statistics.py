@@ -15,7 +15,7 @@ from aggregator.ingest.validation import Prototypes
 Floats = NDArray[np.float64]
 
 PRECISION = 1e-3
-"""Relative difference of values that float16 rounding and a new draw of images explain."""
+"""Relative difference of values that rounding and a new draw of images explain."""
 
 TOLERANCE = 1.5**2
 """Ratio of squared lengths, or of variances, that honest devices in different places may have."""

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from aggregator.ingest.validation import Prototypes
 from aggregator.training.outlier_detection import MIN_DEVICES, judge, outliers
 from aggregator.training.outlier_statistics import class_means, distances, effective_dimensions, summaries
+from protocol.wire.quantization import dequantize, quantize
 from tests.support.messages.prototype_sets import CLASSES, IMAGES, fleet, flipped, honest
 from tests.support.messages.submissions import FEATURE_SIZE
 
@@ -128,6 +129,18 @@ def test_rounding_is_no_outlier_among_equal_devices() -> None:
     parts["malicious"] = flipped(parts["dev0"])
     assert _judged(parts).keys() == {"malicious"}
     assert "over 1000" in _judged({**parts, "malicious": _changed(parts["dev0"], offset=1e5)})["malicious"]
+
+
+def test_rounding_to_one_byte_is_no_outlier_among_equal_devices() -> None:
+    """A device with more classes has wider ranges than the others, and alone rounds to other values."""
+    features = np.random.default_rng(0).gamma(0.3, size=(9, 64)).astype(np.float16)
+    parts = {}
+    for device in range(8):
+        labels = np.arange(9 if device == 0 else 3)
+        values = dequantize(*quantize(features[labels]))
+        parts[f"dev{device}"] = Prototypes(values, labels, np.full(len(labels), 5))
+    assert (parts["dev0"].values[:3] != parts["dev1"].values).any()
+    assert _judged(parts) == {}
 
 
 @st.composite
