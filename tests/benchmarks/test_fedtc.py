@@ -45,9 +45,10 @@ def test_fedtc_benchmark_writes_its_report(folders: Path) -> None:
         ("dirichlet:0.5", 0),
         ("dirichlet:0.5", 1),
     ]
+    ranges = 10 * 1024 * 4
     for run in figures["runs"]:
-        assert run["tensor_bytes"] == run["prototypes"] * 1024 * 2
-        assert run["tensor_bytes"] < run["bytes_up"] < 1.03 * run["tensor_bytes"]
+        assert run["tensor_bytes"] == run["prototypes"] * 1024
+        assert run["tensor_bytes"] < run["bytes_up"] < 1.03 * run["tensor_bytes"] + ranges
         assert f"{run['accuracy']:.2%}" in result.stdout
         assert run["epochs"] == 2
     assert figures["ceiling"]["epochs"] == 2

@@ -40,16 +40,16 @@ def unannounced_packet_limit(fleet: FaultyFleet) -> int:
 @fault(
     "frames dropped by a full broker queue",
     least=5,
-    options="max_queued_messages 10\nmax_inflight_messages 5",
+    options="max_queued_messages 10\nmax_inflight_messages 5\nmax_packet_size 32000",
 )
 def full_queue(fleet: FaultyFleet) -> int:
     """The aggregator's link becomes slow while all devices send: the broker acknowledges, and drops."""
-    fleet.net.up = Faults(bytes_per_s=300_000)
+    fleet.net.up = Faults(bytes_per_s=150_000)
     fleet.run()
     fleet.wait_until(
         "frames of every device", lambda: all(fleet.device_log.frames_up(name) > 1 for name in DEVICES)
     )
-    fleet.aggregator_net.down = Faults(bytes_per_s=30_000)
+    fleet.aggregator_net.down = Faults(bytes_per_s=15_000)
 
     def difference() -> int:
         return fleet.device_log.frames_up() - fleet.aggregator_log.frames_up()
