@@ -114,12 +114,12 @@ def open_in_use(
         text = f"no head in {store.folder}: run `edge-client --broker HOST` until one is installed"
         raise ConfigError(text)
     try:
-        backbones = [
-            open_backbone(
-                store.blobs.verified_path(digest), provider=provider, threads=threads, digest=digest
-            )
-            for digest in installed.backbones
-        ]
+        files = [(digest, store.blobs.verified_path(digest)) for digest in installed.backbones]
+        with store.run_backbones(installed):
+            backbones = [
+                open_backbone(path, provider=provider, threads=threads, digest=digest)
+                for digest, path in files
+            ]
         with store.run_head(installed, is_part=True):
             return installed, backbones, open_installed(store.blobs, installed, backbones)
     except BlobLost as error:
@@ -224,14 +224,19 @@ def predict(
     top: int,
     batch_size: int = 16,
     run_head: Callable[[], AbstractContextManager[None]] = nullcontext,
+    run_backbones: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Iterator[Prediction]:
     """Yield a prediction for each image, in order, with the `top` classes; for an unusable image, with the reason.
 
-    Two batches of images are in memory at a time. The head runs within the context of `run_head`.
+    Two batches of images are in memory at a time. The head runs within the context of `run_head`, and the backbones
+    within that of `run_backbones`.
     """
     images = map(unlabeled, paths)
-    for batch in feature_batches(images, backbones, batch_size=batch_size, workers=2):
-        with run_head():
+    for batch in feature_batches(
+        images, backbones, batch_size=batch_size, workers=2, run_backbones=run_backbones
+    ):
+        has_feature = any(not isinstance(feature, Refusal) for _, feature in batch)
+        with run_head() if has_feature else nullcontext():
             predictions = [
                 Prediction(image.path, error=f"{image.path}: {feature.reason}")
                 if isinstance(feature, Refusal)

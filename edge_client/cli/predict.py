@@ -48,7 +48,10 @@ def predict_command(
     for note in {backbone.model.note: None for backbone in backbones if backbone.model.note}:
         say(note, err=True)
     failed = 0
-    for prediction in predict(images, backbones, head, top=top, run_head=partial(store.run_head, installed)):
+    for prediction in predict(
+        images, backbones, head, top=top,
+        run_head=partial(store.run_head, installed), run_backbones=partial(store.run_backbones, installed),
+    ):  # fmt: skip
         if prediction.error:
             failed += 1
             say(f"error: {prediction.error}", err=True)

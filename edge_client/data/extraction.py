@@ -174,11 +174,13 @@ def feature_batches(
     should_stop: Callable[[], bool] = lambda: False,
     alter: Alter | None = None,
     isolated: bool = False,
+    run_backbones: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Iterator[list[Outcome]]:
     """Yield features batch by batch, in the order of the images, decoding at most two batches ahead.
 
     Each image is decoded once, and its features from all backbones are concatenated. With `isolated`, backbones run on
-    one image at a time, and where one fails, the image has no feature.
+    one image at a time, and where one fails, the image has no feature. Backbones run within the context of
+    `run_backbones`, in which no image of their batch is decoded.
 
     Raises:
         Interrupted: `should_stop`, called before every run, returned true.
@@ -200,7 +202,10 @@ def feature_batches(
                 if should_stop():
                     raise Interrupted("extraction was interrupted; what was computed is stored")
                 batch = [waiting.popleft() for _ in range(min(batch_size, len(waiting)))]
-                yield compute(backbones, [(image, loading.result()) for image, loading in batch])
+                loaded = [(image, loading.result()) for image, loading in batch]
+                with run_backbones():
+                    outcomes = compute(backbones, loaded)
+                yield outcomes
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 

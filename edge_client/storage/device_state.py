@@ -26,7 +26,7 @@ from edge_client.storage.stored_values import (
     SubmissionSequence,
 )
 from edge_client.storage.trials import MAX_ENDS, Trials
-from protocol.errors import StateError
+from protocol.errors import GraphRefused, ProtofleetError, StateError
 from protocol.log import event
 from protocol.storage.blobstore import BlobStore, delete_temporary_files
 from protocol.storage.database import Database
@@ -174,6 +174,25 @@ class DeviceState:
                 yield
         finally:
             lock.release()
+
+    @contextlib.contextmanager
+    def run_backbones(self, head: InstalledHead) -> Iterator[None]:
+        """Count a run of the backbones of the head in use as a part of the head's, which also counts if they fail.
+
+        It does not count if the previous head has the same backbones or there is none: going back would not help, and
+        the memory that a backbone lacks may be there later.
+        """
+        previous = self.get(Heads).previous
+        if previous is None or previous.backbones == head.backbones:
+            yield
+            return
+        with self.run_head(head, is_part=True):
+            try:
+                yield
+            except StateError:
+                raise
+            except ProtofleetError as error:
+                raise GraphRefused(str(error)) from error
 
     def secret(self, *, keep: bool = True) -> bytes:
         """Return the device's secret, 32 random bytes, generated if there is none; `keep` stores it."""

@@ -6,15 +6,20 @@ from pathlib import Path
 import numpy as np
 import onnxruntime
 import pytest
+from click.testing import CliRunner
+from PIL import Image
 
+from edge_client import inference
 from edge_client.agent import events
 from edge_client.agent.state import head_key
+from edge_client.cli import cli
 from edge_client.runtime.backbone import Backbone, open_backbone
 from edge_client.service.device import Device
 from edge_client.storage.stored_values import Heads, InstalledHead, StoredLocalModel
 from edge_client.storage.trials import MAX_ENDS
 from edge_client.submission import head_installer
 from edge_client.training.local_round import initial_model, pack
+from protocol.errors import BackboneMismatch
 from protocol.wire.codec import encode
 from protocol.wire.messages import BlobRef, Evaluation, HeadManifest, HeadRef
 from tests.support.devices.device_factory import (
@@ -28,7 +33,7 @@ from tests.support.devices.round_factory import TASK as ROUNDS_TASK
 from tests.support.devices.round_factory import make_task, stored
 from tests.support.devices.worker_benches import CONSTANT, HeadBench, RoundsBench
 from tests.support.graphs.backbones import tiny_backbone
-from tests.support.graphs.hostile_backbones import always_fails
+from tests.support.graphs.hostile_backbones import always_fails, fails_on_white
 
 
 def _totals(evaluation: Evaluation) -> list[int]:
@@ -171,6 +176,45 @@ def test_a_device_returns_to_the_head_of_the_task_before(bench: HeadBench, tmp_p
         with pytest.raises(RuntimeError), bench.store.run_head(new):
             raise RuntimeError
     assert bench.store.heads_in_use().installed == old
+
+
+@pytest.mark.parametrize("fails", ["runs", "opening"])
+def test_a_backbone_that_fails_in_predict_gives_way_to_the_head_before(
+    bench: HeadBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """It has worked on zeros. An image that cannot be decoded neither counts nor ends the row of failures."""
+    images = {name: tmp_path / f"{name}.png" for name in ("white", "broken")}
+    Image.new("RGB", (8, 8), "white").save(images["white"])
+    images["broken"].write_bytes(b"no image")
+
+    def predict(name: str) -> str:
+        arguments = ["predict", str(images[name]), "--state", str(bench.store.folder), "--provider", "cpu"]
+        result = CliRunner().invoke(cli, arguments)
+        return f"{result.output}{result.exception or ''}"
+
+    def fail(*_: object, **_given: object) -> Backbone:
+        raise BackboneMismatch("the backbone fails")
+
+    bench.install(bench.head(1, CONSTANT["cat"]))
+    _follow(bench, fails_on_white(), seed=1)
+    bench.install(bench.head(2, CONSTANT["dog"]))
+    with monkeypatch.context() as patched:
+        if fails == "opening":
+            patched.setattr(inference, "open_backbone", fail)
+        for _ in range(MAX_ENDS):
+            assert "the backbone fails" in predict("white")
+            if fails == "runs":
+                assert "1 of 1 images could not be read" in predict("broken")
+    assert "%" in predict("white")
+    old = bench.store.get(Heads).installed
+    assert old is not None
+    assert old.version == 1
+    # A second head of the new task, whose previous one has the same backbone: going back would not help.
+    for version in (3, 4):
+        bench.install(bench.head(version, CONSTANT["dog"] * version))
+    for _ in range(MAX_ENDS + 1):
+        assert "the backbone fails" in predict("white")
+    assert bench.store.get(Heads).installed != old
 
 
 @pytest.mark.parametrize("max_epsilon", [None, 1.0])
