@@ -146,6 +146,8 @@ def submissions(folder: Folder) -> dict[str, Prototypes]:
     for device, digest in sorted(members.items()):
         payload = blobs.read(bytes.fromhex(digest))
         message = decode(payload, Submission, max_bytes=len(payload))
-        values = dequantize(to_array(message.prototypes), to_array(message.tensors[RANGE]))
+        values = to_array(message.prototypes)
+        if RANGE in message.tensors:  # statistics have none
+            values = dequantize(values, to_array(message.tensors[RANGE]))
         found[device] = Prototypes(values, to_array(message.labels), to_array(message.counts))
     return found
