@@ -61,7 +61,8 @@ class Robust(msgspec.Struct, frozen=True, kw_only=True):
     max_multiple: Annotated[float, Meta(ge=0, le=1e6)] = MAX_MULTIPLE
     """Times the images of the median device that a device's images count at most; 0 is without limit."""
     clip_multiple: Annotated[float, Meta(ge=0, le=1e6)] = 3.0
-    """In rounds, the distance from the others' values, in that of the median device, to which values are limited."""
+    """In rounds, the distance from the others', in that of the median device, to which prototypes are limited; 0 is
+    without limit, also of changes of parameters."""
 
 
 ROUND_DEVICES = 3

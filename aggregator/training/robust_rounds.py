@@ -1,6 +1,7 @@
 """Protection of a round against wrong values, pure and the same for all algorithms: clipping, trimming, the median.
 
-`aggregator.training.weights` bounds how much a device counts; this bounds how far its values are from the others'.
+`aggregator.training.weights` bounds how much a device counts; this bounds how far its values are from the others', and
+how much a change of parameters counts by its length and the device's images together.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 
 from aggregator.algorithms.algorithm import Contribution, by_device
 from aggregator.training.robust_training_set import TRIMMED_SHARE
-from aggregator.training.weights import MIN_DEVICES
+from aggregator.training.weights import MIN_DEVICES, median_limit
 
 Floats = NDArray[np.float32]
 Combine = Literal["none", "trimmed", "median"]
@@ -24,15 +25,17 @@ def robust_contributions(
     """Return the contributions, sorted by device, with little influence of values that are far from the others'.
 
     No prototype stays longer than `clip_multiple` times the median device's median: few devices may have its class.
-    Prototypes of a class are then measured from their coordinate-wise median over the devices; changes of parameters,
-    all of a device together, from zero. What is farther than `clip_multiple` times the median device is brought to
-    that distance; 0 is without limit. Then `median` puts the coordinate-wise median in the place of all values, and
-    `trimmed` that of the values of the fifth of the devices that is farthest from it. Values of fewer
-    than MIN_DEVICES devices stay unchanged.
+    Prototypes of a class are then measured from their coordinate-wise median over the devices. What is farther than
+    `clip_multiple` times the median device is brought to that distance. `median` puts the coordinate-wise median in the
+    place of all values, and `trimmed` that of the values of the fifth of the devices that is farthest from it. Last,
+    no change of parameters moves the mean by images more than the median device's. With `clip_multiple` 0 nothing is
+    limited. Values of fewer than MIN_DEVICES devices stay unchanged.
     """
     parts = _clipped_lengths(by_device(contributions), multiple=clip_multiple)
-    prototypes = _with_prototypes(parts, clip_multiple=clip_multiple, combine=combine)
-    return _combined_changes(_clipped_changes(prototypes, multiple=clip_multiple), by=combine)
+    combined = _combined_changes(
+        _with_prototypes(parts, clip_multiple=clip_multiple, combine=combine), by=combine
+    )
+    return _limited_changes(combined) if clip_multiple else combined
 
 
 def _clipped_lengths(parts: Sequence[Contribution], *, multiple: float) -> list[Contribution]:
@@ -65,15 +68,19 @@ def _with_prototypes(
     return [replace(part, values=each) for part, each in zip(parts, values, strict=True)]
 
 
-def _clipped_changes(parts: Sequence[Contribution], *, multiple: float) -> list[Contribution]:
-    """Scale down each device's changes to a multiple of the median device's length."""
-    if not multiple or len(parts) < MIN_DEVICES:
-        return list(parts)
+def _limited_changes(parts: Sequence[Contribution]) -> list[Contribution]:
+    """Scale changes so that in their mean by images none is longer, times its images, than the median device's.
+
+    A limited device loses weight, which all get by their images: the mean does not become shorter.
+    """
+    images = np.array([part.counts.sum() for part in parts], dtype=np.float64)
     lengths = [
         np.linalg.norm([np.linalg.norm(each.astype(np.float64)) for each in part.tensors.values()])
         for part in parts
     ]
-    factors = _factors(np.array(lengths), multiple)
+    influences = images * np.array(lengths)
+    factors = np.minimum(1.0, median_limit(influences, 1.0) / np.where(influences > 0, influences, 1.0))
+    factors *= images.sum() / (float(factors @ images) or 1.0)
     return [
         part
         if factor == 1

@@ -78,13 +78,13 @@ def _images(parts: Sequence[Prototypes]) -> NDArray[np.float64]:
 
 def _within_totals(images: NDArray[np.number], multiple: float) -> NDArray[np.float64]:
     """Return the images (K, C) without those beyond the limit of a device; its largest classes lose them."""
-    most = _limit(images.sum(axis=1), multiple)
+    most = median_limit(images.sum(axis=1), multiple)
     return np.array([np.minimum(row, _level(row.astype(np.float64), most)) for row in images], np.float64)
 
 
 def _limited(images: NDArray[np.float64], multiple: float) -> NDArray[np.float64]:
     """Return the images (K,), of one class or of all, that count."""
-    limited = np.minimum(images, _limit(images, multiple))
+    limited = np.minimum(images, median_limit(images, multiple))
     if np.count_nonzero(limited) < SHARED_BY:
         return limited
     descending = np.sort(limited)[::-1]
@@ -94,9 +94,9 @@ def _limited(images: NDArray[np.float64], multiple: float) -> NDArray[np.float64
     return np.minimum(limited, level)
 
 
-def _limit(images: NDArray[np.number], multiple: float) -> float:
-    """Return how many images of a device count, by those of all devices (K,)."""
-    present = np.sort(images[images > 0])
+def median_limit(values: NDArray[np.number], multiple: float) -> float:
+    """Return a multiple of the lower median of all devices' values (K,), without zeros; infinity for few devices."""
+    present = np.sort(values[values > 0])
     if len(present) < MIN_DEVICES:
         return np.inf
     return multiple * float(present[(len(present) - 1) // 2])

@@ -22,8 +22,11 @@ from benchmarks.data.partitions import Partition, share_out
 from benchmarks.report import Table, json_option, write_json
 from benchmarks.research.poisoning.data_options import DataOptions, data_options
 
-ATTACKS = ("", "flip", "scale", "reverse")
-"""None; training with the label of the next class; all values times 100; changes times -10 and opposite prototypes."""
+ATTACKS = ("none", "flip", "scale", "reverse", "claim")
+"""None; training with the label of the next class; all values times 100; changes times -10 and opposite prototypes;
+the same with CLAIMED_IMAGES of each class."""
+
+CLAIMED_IMAGES = 1_000_000
 
 METHODS: Mapping[str, Robust] = MappingProxyType(
     {
@@ -60,6 +63,22 @@ class Result:
 @click.option("--rounds", type=click.IntRange(min=1), default=10, show_default=True)
 @click.option("--clients", type=click.IntRange(min=1), default=6, show_default=True)
 @click.option("--attackers", type=click.IntRange(min=0), default=1, show_default=True)
+@click.option(
+    "--attack",
+    "attacks",
+    type=click.Choice(ATTACKS),
+    multiple=True,
+    default=ATTACKS,
+    help="May be repeated.  [default: all]",
+)
+@click.option(
+    "--method",
+    "methods",
+    type=click.Choice(list(METHODS)),
+    multiple=True,
+    default=tuple(METHODS),
+    help="May be repeated.  [default: all]",
+)
 @click.option("--seed", "seeds", type=int, multiple=True, default=(0,), show_default=True)
 @json_option
 def command(
@@ -69,6 +88,8 @@ def command(
     rounds: int,
     clients: int,
     attackers: int,
+    attacks: tuple[str, ...],
+    methods: tuple[str, ...],
     seeds: tuple[int, ...],
     json_file: Path | None,
 ) -> None:
@@ -77,10 +98,10 @@ def command(
     results: list[Result] = []
     for algorithm in algorithms:
         title = f"{algorithm}, {source.data}, {rounds} rounds, {attackers} of {clients} clients malicious"
-        table = Table({"attack": "<9", **dict.fromkeys(METHODS, ">10")}, title=title)
-        for attack in ATTACKS:
+        table = Table({"attack": "<9", **dict.fromkeys(methods, ">10")}, title=title)
+        for attack in attacks:
             row = []
-            for method in METHODS:
+            for method in methods:
                 runs = [
                     run(
                         features,
@@ -96,7 +117,7 @@ def command(
                 ]
                 results += runs
                 row.append(f"{100 * np.mean([one.accuracy for one in runs]):.1f} %")
-            table.row(attack or "none", *row)
+            table.row(attack, *row)
     write_json(
         json_file, "poisoned-rounds", data=source.data, runs=[dataclasses.asdict(one) for one in results]
     )
@@ -150,9 +171,11 @@ def run(
 
 def falsified(part: Prototypes, attack: str) -> Prototypes:
     """Return what an attacker sends in place of its own values."""
-    of_prototypes, of_changes = {"scale": (100.0, 100.0), "reverse": (-1.0, -10.0)}.get(attack, (1.0, 1.0))
+    factors = {"scale": (100.0, 100.0), "reverse": (-1.0, -10.0), "claim": (-1.0, -10.0)}
+    of_prototypes, of_changes = factors.get(attack, (1.0, 1.0))
     tensors = {name: np.float32(of_changes) * values for name, values in part.tensors.items()}
-    return Prototypes(np.float32(of_prototypes) * part.values, part.labels, part.counts, tensors)
+    counts = np.full_like(part.counts, CLAIMED_IMAGES) if attack == "claim" else part.counts
+    return Prototypes(np.float32(of_prototypes) * part.values, part.labels, counts, tensors)
 
 
 def _client(features: Features, mine: NDArray[np.bool_], *, is_mislabeled: bool) -> Client:
