@@ -33,14 +33,26 @@ COLUMNS = {
 PARTITIONS = ("sharding:1", "sharding:2", "sharding:3", "dirichlet:0.01", "dirichlet:0.1", "dirichlet:0.5")
 
 
-def partitions_of(
+def _partitions_of(
     _context: click.Context, _parameter: click.Parameter, values: tuple[str, ...]
 ) -> list[Partition]:
-    """Return an option's partitions."""
     try:
         return [parse_partition(value) for value in values]
     except ConfigError as error:
         raise click.BadParameter(str(error)) from error
+
+
+def partitions_option(*default: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return the option of how images are shared out over clients."""
+    return click.option(
+        "--partition",
+        "partitions",
+        multiple=True,
+        default=default,
+        show_default=True,
+        callback=_partitions_of,
+        help="sharding:CLASSES_PER_CLIENT or dirichlet:CONCENTRATION; may be repeated.",
+    )
 
 
 def fleet_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -51,15 +63,7 @@ def fleet_options(command: Callable[..., None]) -> Callable[..., None]:
             "--backbone", type=click.Choice(list(BACKBONES)), default="mobilenetv2_100", show_default=True
         ),
         click.option("--image-size", type=click.IntRange(min=32), default=96, show_default=True),
-        click.option(
-            "--partition",
-            "partitions",
-            multiple=True,
-            default=PARTITIONS,
-            callback=partitions_of,
-            help="sharding:CLASSES_PER_CLIENT or dirichlet:CONCENTRATION; may be repeated.  "
-            f"[default: {', '.join(PARTITIONS)}]",
-        ),
+        partitions_option(*PARTITIONS),
         click.option("--clients", type=click.IntRange(min=1), default=10, show_default=True),
         click.option(
             "--max-multiple",

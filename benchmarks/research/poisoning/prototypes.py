@@ -16,7 +16,7 @@ from aggregator.training.head_job import recipe_of
 from aggregator.training.outlier_detection import judge
 from aggregator.training.outlier_statistics import summaries
 from aggregator.training.robust_training_set import combine, pool
-from benchmarks.accuracy.fedtc import partitions_of
+from benchmarks.accuracy.fedtc import partitions_option
 from benchmarks.accuracy.fedtc_fleet import Settings, accuracy_of, fleet_prototypes, train_on
 from benchmarks.data.features import Features
 from benchmarks.data.images import NAMES
@@ -65,15 +65,7 @@ class Result:
 
 @click.command("poisoning")
 @data_options(names=NAMES, images=10_000)
-@click.option(
-    "--partition",
-    "partitions",
-    multiple=True,
-    default=PARTITIONS,
-    show_default=True,
-    callback=partitions_of,
-    help="sharding:CLASSES_PER_CLIENT or dirichlet:CONCENTRATION; may be repeated.",
-)
+@partitions_option(*PARTITIONS)
 @click.option("--clients", type=click.IntRange(min=1), default=20, show_default=True)
 @click.option(
     "--share", "shares", type=click.FloatRange(0, 1), multiple=True, default=SHARES, show_default=True

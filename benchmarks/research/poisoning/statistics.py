@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aggregator.config.schema import Robust
-from benchmarks.accuracy.fedtc import partitions_of
+from benchmarks.accuracy.fedtc import partitions_option
 from benchmarks.accuracy.statistics_fleet import MappedFeatures, map_features, run_fleet
 from benchmarks.data.images import NAMES
 from benchmarks.data.partitions import Partition, share_out
@@ -39,15 +39,7 @@ class Result:
 
 @click.command("poisoned-statistics")
 @data_options(names=NAMES, images=2000)
-@click.option(
-    "--partition",
-    "partitions",
-    multiple=True,
-    default=("dirichlet:0.5",),
-    show_default=True,
-    callback=partitions_of,
-    help="sharding:CLASSES_PER_CLIENT or dirichlet:CONCENTRATION; may be repeated.",
-)
+@partitions_option("dirichlet:0.5")
 @click.option("--features", "random_features", type=click.IntRange(min=0), default=0, show_default=True)
 @click.option(
     "--batch", "batches", type=click.IntRange(min=1), multiple=True, default=(1, 5), show_default=True
