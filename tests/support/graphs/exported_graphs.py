@@ -70,4 +70,4 @@ def _export(task: TaskFile, feature_size: int, store: Store) -> dict[str, BlobRe
     classes, seed = len(task.classes), task.client.seed
     with listed_operators():
         graphs = build(task.learning, feature_size=feature_size, num_classes=classes, seed=seed)
-    return {role: store.put_blob(data, role) for role, data in vars(graphs).items()}
+    return {role: store.put_blob(data, f"{role}.onnx") for role, data in vars(graphs).items()}
