@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from aggregator.algorithms.algorithm import Algorithm, Contribution
 from aggregator.algorithms.tensors import check_finite, pack_tensors, unpack_tensors
+from aggregator.config.schema import Robust
 from aggregator.graphs.program_export import bind, untrained
 from aggregator.ingest.validation import Expectation, Prototypes, check_submission
 from aggregator.storage.store import open_blobs
@@ -49,12 +50,9 @@ def run(job: RoundJob) -> Result:
     counted = limited(list(parts.values()), multiple=robust.max_multiple)
     tensors, failed = aggregated(
         algorithm,
-        robust_contributions(
-            [Contribution(device=device, **vars(part)) for device, part in zip(parts, counted, strict=True)],
-            clip_multiple=robust.clip_multiple,
-            combine=robust.combine,
-        ),
+        [Contribution(device=device, **vars(part)) for device, part in zip(parts, counted, strict=True)],
         previous,
+        robust=robust,
         num_classes=len(manifest.classes),
         seed=manifest.seed + job.version,
     )
@@ -81,19 +79,21 @@ def aggregated(
     contributions: Sequence[Contribution],
     previous: Mapping[str, NDArray[Any]],
     *,
+    robust: Robust,
     num_classes: int,
     seed: int,
 ) -> tuple[dict[str, NDArray[Any]], dict[str, str]]:
     """Return the tensors of the next round, finite, and the devices that they are made without, with reasons.
 
-    If not all contributions can be aggregated, those are left out that cannot be by themselves.
+    If not all contributions can be aggregated, those are left out that cannot be by themselves; they limit no other.
 
     Raises:
         ProtofleetError: none can be aggregated, or only all together cannot.
     """
 
     def of(some: Sequence[Contribution]) -> dict[str, NDArray[Any]]:
-        tensors = algorithm.aggregate(some, previous, num_classes=num_classes, seed=seed)
+        safe = robust_contributions(some, clip_multiple=robust.clip_multiple, combine=robust.combine)
+        tensors = algorithm.aggregate(safe, previous, num_classes=num_classes, seed=seed)
         check_finite(tensors)
         return tensors
 
