@@ -129,10 +129,9 @@ class Fleet:
 
     Attributes:
         forks: whether programs are forks of a process that has imported their modules, which takes a tenth of the time.
-        forks_jobs: whether training jobs of such an aggregator are its forks.
     """
 
-    forks = forks_jobs = True
+    forks = True
 
     def __init__(
         self,
@@ -178,9 +177,7 @@ class Fleet:
         if self.forks and module in FORKED and not limits:
             with _starting:
                 server = _fork_server()
-            process: Process = server.start_process(
-                module, *arguments, log=log, environment=variables, forks_jobs=self.forks_jobs
-            )
+            process: Process = server.start_process(module, *arguments, log=log, environment=variables)
         else:
             command = [sys.executable, "-m", module, *map(str, arguments)]
             if limits:

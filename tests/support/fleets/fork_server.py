@@ -28,8 +28,6 @@ PRELOADED = (
     "aggregator.status.collect",
     "aggregator.tasks.task_preparation",
     "aggregator.training.head_job",
-    "aggregator.training.round_job",
-    "aggregator.training.statistics_job",
     "aggregator.graphs.fused_model",
     "edge_client.cli",
     "edge_client.inference",
@@ -133,16 +131,11 @@ class ForkServer:
         return self._fork(module, arguments, log=log, forks_jobs=True, environment=None)
 
     def start_process(
-        self,
-        module: str,
-        *arguments: str | Path,
-        log: Path,
-        environment: Mapping[str, str],
-        forks_jobs: bool,
+        self, module: str, *arguments: str | Path, log: Path, environment: Mapping[str, str]
     ) -> ForkedProcess:
-        """Fork a program with these environment variables, and let it run; `forks_jobs` as in `Fleet`."""
+        """Fork a program with these environment variables, and let it run."""
         return ForkedProcess(
-            self._fork(module, arguments, log=log, forks_jobs=forks_jobs, environment=dict(environment))
+            self._fork(module, arguments, log=log, forks_jobs=False, environment=dict(environment))
         )
 
     def _fork(self, module: str, arguments: Sequence[str | Path], *, log: Path, **request: Any) -> Program:

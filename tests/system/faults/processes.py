@@ -39,7 +39,6 @@ def device_killed(fleet: FaultyFleet) -> int:
 @fault("SIGKILL of the aggregator while it receives, trains and sends", least=7)
 def aggregator_killed(fleet: FaultyFleet) -> int:
     """Acknowledged data is there after each restart; the rest is uploaded, trained and downloaded again."""
-    fleet.forks_jobs = False  # a training that imports torch lasts until it is killed
     fleet.net.up = SLOWER
     fleet.run()
     uploading = 0
