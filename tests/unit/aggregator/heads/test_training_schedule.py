@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
-import psutil
 import pytest
 from msgspec import structs
 
@@ -159,8 +158,9 @@ def test_killed_training_is_repeated(task: Task, store: Store) -> None:
     for device in "ab":
         _take(training, task, device)
     for failures in (1, 2):
-        (job,) = [each for each in psutil.Process().children() if "round_job" in " ".join(each.cmdline())]
-        job.kill()
+        process = training._trainer._process
+        assert process is not None
+        process.kill()
         assert not training.finish(_end(events))
         failed = store.failed_training(task.digest, 1)
         assert failed is not None
