@@ -21,6 +21,17 @@ class ServedTask(msgspec.Struct, frozen=True):
     rollout: rollout_state.Settings = rollout_state.Settings()
 
 
+class Refinable(msgspec.Struct, frozen=True):
+    """A head of FedTC's that waits for devices to evaluate it before it is refined."""
+
+    task: bytes
+    """FedTC's task."""
+    head: int
+    """Its head."""
+    since_s: float
+    """Elapsed time."""
+
+
 class Refinement(msgspec.Struct, frozen=True):
     """The task that refines a head of FedTC's: devices upload statistics of its adapter's features."""
 

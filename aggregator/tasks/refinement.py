@@ -4,13 +4,12 @@ Which of the two tasks is served follows from what is stored: a restart, or a ki
 """
 
 import logging
-import time
 from collections.abc import Iterable
 
 from aggregator.coordination import rollout_state
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import Refinement
+from aggregator.storage.stored_values import Refinable, Refinement
 from protocol.log import event
 
 log = logging.getLogger(__name__)
@@ -34,13 +33,21 @@ def refined_head(store: Store, task: bytes) -> HeadRecord | None:
 
 
 def begin_if_due(store: Store, head: HeadRecord, *, deadline_s: float) -> bool:
-    """Store that a head is refined once all devices that are online have evaluated it, or `deadline_s` after it."""
+    """Store that a head is refined once all devices that are online have evaluated it, or after `deadline_s`."""
     waiting = store.devices.online() - store.evaluations.devices(head.task, head.version)
-    if waiting and time.time() < head.trained_s + deadline_s:
+    if waiting and store.clock.now_s() < _refinable_since_s(store, head) + deadline_s:
         return False
     store.facts.put(Refinement(head.task, head.version))
     event(log, logging.INFO, "refining the head: devices upload statistics of its adapter", head=head.version)
     return True
+
+
+def _refinable_since_s(store: Store, head: HeadRecord) -> float:
+    known = store.facts.get(Refinable)
+    if known is None or (known.task, known.head) != (head.task, head.version):
+        known = Refinable(head.task, head.version, store.clock.now_s())
+        store.facts.put(known)
+    return known.since_s
 
 
 def is_over(store: Store, head: HeadRecord) -> bool:
@@ -49,11 +56,6 @@ def is_over(store: Store, head: HeadRecord) -> bool:
         return False
     event(log, logging.INFO, "the adapter has learned from a forgotten device: FedTC makes another head")
     return True
-
-
-def put_refined(store: Store, head: HeadRecord, refined: bytes) -> None:
-    """Store the task that refines a head."""
-    store.facts.put(Refinement(head.task, head.version, refined))
 
 
 def delete_outdated(store: Store, task: bytes) -> None:

@@ -14,9 +14,10 @@ from aggregator.config.schema import TaskFile
 from aggregator.ingest.validation import Expectation
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
+from aggregator.storage.stored_values import Refinement
 from aggregator.tasks.graph_cache import cached_graphs
 from aggregator.tasks.manifests import program_of, task_manifest
-from aggregator.tasks.refinement import delete_outdated, put_refined, refined_head
+from aggregator.tasks.refinement import delete_outdated, refined_head
 from protocol.errors import BlobLost, ConfigError
 from protocol.models.onnx_metadata import BackboneMetadata, read_metadata
 from protocol.wire.codec import encode
@@ -91,7 +92,7 @@ def _refining(task: Task, head: HeadRecord, store: Store) -> Task:
     statistics = _statistics(feature_map, store, num_classes=len(file.classes))
     manifest = task_manifest(file, task.manifest.backbones, statistics=statistics)
     digest = store.blobs.put(encode(manifest))
-    put_refined(store, head, digest)
+    store.facts.put(Refinement(head.task, head.version, digest))
     return Task(
         file=file,
         feature_size=task.feature_size,

@@ -1,6 +1,5 @@
 """The task that follows FedTC's, once its head is in use: when it begins, what a restart serves, and when it ends."""
 
-import dataclasses
 import time
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from aggregator.training.jobs import StatisticsJob
 from protocol.models.onnx_metadata import HeadMetadata
 from tests.support.fleets.aggregator_process import write_task
 from tests.support.messages.submissions import evaluation
+from tests.support.simulation.clocks import FakeClock
 from tests.unit.aggregator.status.stores import rendered
 
 LONG_S = 1e6
@@ -85,6 +85,25 @@ def bench(tmp_path: Path) -> Bench:
     return Bench(tmp_path)
 
 
+def _begins_after_s(store: Store, head: HeadRecord, *, deadline_s: float) -> float:
+    """Return the elapsed time after which a head is refined although a device has not evaluated it; at most 20 s."""
+    store.clock = clock = FakeClock()
+    while not refinement.begin_if_due(store, head, deadline_s=deadline_s) and clock.elapsed_s < 20.0:
+        clock.elapsed_s += 1.0
+    return clock.elapsed_s
+
+
+@pytest.mark.parametrize("jump_s", [-1e6, 1e6])
+def test_jump_of_the_wall_clock_does_not_move_the_deadline(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, *, jump_s: float
+) -> None:
+    store = bench.store
+    head = HeadRecord(1, b"t" * 32, b"h" * 32, 9, time.time(), 1, {}, {})
+    store.devices.put_presence("b", "online", now_s=0.0)
+    monkeypatch.setattr(time, "time", lambda: head.trained_s + jump_s)
+    assert _begins_after_s(store, head, deadline_s=10.0) == 10.0
+
+
 def test_head_is_refined_once_online_devices_use_it(bench: Bench) -> None:
     """Or at the deadline; a restart before serves FedTC's task, one after it the statistics of its adapter."""
     store, fedtc = bench.store, bench.prepared()
@@ -94,7 +113,7 @@ def test_head_is_refined_once_online_devices_use_it(bench: Bench) -> None:
     store.evaluations.put("a", evaluation(task=fedtc.digest), digest=b"", now_s=0.0)
     assert not refinement.begin_if_due(store, head, deadline_s=LONG_S)
     assert bench.prepared().digest == fedtc.digest
-    assert refinement.begin_if_due(store, dataclasses.replace(head, trained_s=0.0), deadline_s=10.0)
+    assert _begins_after_s(store, head, deadline_s=10.0) == 10.0
     store.facts.delete(Refinement)
     store.devices.put_presence("b", "offline", now_s=0.0)
     assert refinement.begin_if_due(store, head, deadline_s=LONG_S)
