@@ -49,7 +49,8 @@ class Backbone:
             features: NDArray[np.float32] = self.model.run({"image": images}, limit_s=limit_s)["feature"]
         except GraphRefused as error:
             raise ProtofleetError(
-                f"{error} ({len(images)} images on {self.model.provider}): a smaller --batch-size needs less memory"
+                f"{error} ({len(images)} images on {self.model.provider}): fewer at a time need less memory; lower "
+                "--batch-size, or give `edge-client predict` fewer images"
             ) from error
         expected = (len(images), self.metadata.feature_size)
         if features.shape != expected:

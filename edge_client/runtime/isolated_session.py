@@ -160,9 +160,8 @@ def _unpacked(data: bytes) -> list[NDArray[Any]]:
 
 def main(descriptor: int) -> None:
     """Load a graph, and fork for each run that waits, until the other end is closed."""
-    signal.signal(
-        signal.SIGTERM, signal.SIG_IGN
-    )  # a service manager sends it to all processes: the other one decides
+    # A service manager sends SIGTERM to all processes; the other one decides when this one ends.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     connection = Connection(descriptor)
     session, _, _ = open_session(connection.recv(), provider="cpu", threads=1)  # a fork has no other thread
     _unpacked(_packed([np.zeros(1)]))  # imports what each fork would import again
