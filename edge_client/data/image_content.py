@@ -8,7 +8,9 @@ import contextlib
 import hashlib
 import io
 import os
+import re
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
 
@@ -24,10 +26,13 @@ HEADER_BYTES = 2**20
 
 _ORIENTATION = 0x0112
 
-_JPEG, _PNG = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"
+_JPEG, _PNG, _RIFF = b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n", b"RIFF"
 _APPLICATION_0, _START_OF_SCAN = 0xE0, 0xDA
 _NOT_DECODED = {*range(0xE1, 0xEE), 0xEF, 0xFE}
 """Segments of a JPEG file that do not change its pixels: comments, and all application data but JFIF's and Adobe's."""
+
+_SEGMENT = re.compile(rb"\xff(?:\xd9|[^\x00\xff\xd0-\xd7](..))", re.DOTALL)
+"""The end of a JPEG image, or the start of a segment with its length; markers without a length are parts of a scan."""
 
 _METADATA = {b"eXIf", b"tEXt", b"zTXt", b"iTXt"}
 """Chunks of a PNG file that can have an orientation."""
@@ -37,31 +42,48 @@ _PNG_HEADER_BYTES = 33
 _DECODED = {b"tRNS", b"acTL", b"fcTL", b"fdAT"}
 """Chunks that change its pixels, beside the critical ones."""
 
+_WEBP_METADATA = {b"EXIF", b"XMP "}
+_WEBP_DECODED, _WEBP_HAS_METADATA = 0x12, 0x0C
+"""Flags of an extended WEBP file: it has transparent pixels or is animated; it has metadata."""
+
+_WEBP_HEADER_BYTES = 10
+
+# A WEBP file of one pixel, without its header.
+_WEBP_PIXEL = b"VP8L\x0e\0\0\0/\0\0\0\0\x07\x10\x11\xfd\x0fDD\xff\x03"
+
 
 def content_key(path: Path) -> bytes | None:
-    """Return a digest of an image file, 16 bytes, without the metadata of a JPEG or PNG; None if it cannot be read.
+    """Return a digest of an image file, 16 bytes; None if it cannot be read.
 
-    At most HEADER_BYTES of it are in memory; of a file that is too large to be decoded nothing is read.
+    Metadata of a JPEG, PNG or WEBP file, and what follows the image in it, are not part of it. A few times
+    HEADER_BYTES of it are in memory at most; of a file that is too large to be decoded nothing is read.
     """
     sha256 = hashlib.sha256()
     try:
         with path.open("rb") as file:
             if os.fstat(file.fileno()).st_size > MAX_FILE_BYTES:
                 return None
-            start = file.read(8)
+            start = file.read(12)
             file.seek(0)
-            parts = (
-                _jpeg_parts if start.startswith(_JPEG) else _png_parts if start.startswith(_PNG) else _rest
-            )
-            for part in parts(file):
+            for part in _decoded_parts(file, start):
                 sha256.update(part)
     except OSError:
         return None
     return sha256.digest()[:KEY_BYTES]
 
 
+def _decoded_parts(file: BinaryIO, start: bytes) -> Iterator[bytes | memoryview]:
+    if start.startswith(_JPEG):
+        return _jpeg_parts(file)
+    if start.startswith(_PNG):
+        return _png_parts(file)
+    if start.startswith(_RIFF) and start.endswith(b"WEBP"):
+        return _webp_parts(file)
+    return _rest(file)
+
+
 def _jpeg_parts(file: BinaryIO) -> Iterator[bytes | memoryview]:
-    """Yield the orientation, if there is one, and what is decoded; from a broken segment on, all that is left.
+    """Yield the orientation, if there is one, and what is decoded; from a broken segment on, all up to the image's end.
 
     A segment that ends beyond HEADER_BYTES counts as a broken one.
     """
@@ -77,8 +99,23 @@ def _jpeg_parts(file: BinaryIO) -> Iterator[bytes | memoryview]:
         elif data[at + 1] not in _NOT_DECODED:
             yield view[at:end]
         at = end
-    yield view[at:]
-    yield from _rest(file)
+    yield from _up_to_end(chain([data[at:]], _rest(file)))
+
+
+def _up_to_end(parts: Iterator[bytes]) -> Iterator[bytes]:
+    """Yield the parts of a JPEG file up to the image's end: what follows it is not decoded."""
+    data, at = b"", 0
+    for part in parts:
+        data += part
+        while found := _SEGMENT.search(data, at):
+            if found[1] is None:
+                yield data[: found.end()]
+                return
+            at = found.end() - 2 + int.from_bytes(found[1], "big")
+        at = max(at, len(data) - 3)  # where a segment may start whose length is in the next part
+        yield data[:at]
+        at, data = max(0, at - len(data)), data[at:]
+    yield data
 
 
 def _png_parts(file: BinaryIO) -> Iterator[bytes]:
@@ -100,10 +137,35 @@ def _png_parts(file: BinaryIO) -> Iterator[bytes]:
     yield _orientation(header + metadata + rest)
 
 
+def _webp_parts(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the chunks that are decoded, and the orientation; metadata beyond HEADER_BYTES is among them."""
+    left = int.from_bytes(file.read(12)[4:8], "little") - 4
+    metadata, flags = bytearray(), 0
+    while left > 0 and (start := file.read(8)):
+        kind, chunk_bytes = start[:4], -(-int.from_bytes(start[4:], "little") // 2) * 2
+        left -= 8 + chunk_bytes
+        if kind == b"VP8X" and chunk_bytes == _WEBP_HEADER_BYTES:
+            header = file.read(chunk_bytes)
+            flags = int.from_bytes(header[:1], "big")
+            yield bytes([flags & _WEBP_DECODED]) + header[1:] if flags & _WEBP_DECODED else b""
+        elif kind in _WEBP_METADATA and len(metadata) + chunk_bytes <= HEADER_BYTES:
+            metadata += start + file.read(chunk_bytes)
+        elif kind == b"ICCP":
+            file.seek(chunk_bytes, os.SEEK_CUR)
+        else:
+            yield start
+            yield from _rest(file, chunk_bytes)
+    header = b"VP8X" + _WEBP_HEADER_BYTES.to_bytes(4, "little") + bytes([flags & _WEBP_HAS_METADATA])
+    chunks = b"WEBP" + header + bytes(_WEBP_HEADER_BYTES - 1) + _WEBP_PIXEL + metadata
+    yield _orientation(_RIFF + len(chunks).to_bytes(4, "little") + chunks)
+
+
 def _orientation(data: bytes) -> bytes:
     """Return how an image file is turned, in its first bytes; nothing if it is not."""
     with contextlib.suppress(Exception):  # Pillow raises errors of many classes on broken files
-        orientation = Image.open(io.BytesIO(data), formats=["JPEG", "PNG"]).getexif().get(_ORIENTATION)
+        orientation = (
+            Image.open(io.BytesIO(data), formats=["JPEG", "PNG", "WEBP"]).getexif().get(_ORIENTATION)
+        )
         return str(orientation).encode() if orientation in range(2, 9) else b""
     return b""
 

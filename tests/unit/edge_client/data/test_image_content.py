@@ -50,6 +50,16 @@ def png_chunk(kind: bytes, data: bytes) -> bytes:
     return PNG[:33] + len(data).to_bytes(4, "big") + chunk + zlib.crc32(chunk).to_bytes(4, "big") + PNG[33:]
 
 
+def webp(**options: Any) -> bytes:
+    return saved(noise(), "webp", **options)
+
+
+def webp_exif(tags: dict[int, int]) -> bytes:
+    exif = Image.Exif()
+    exif.update(tags)
+    return webp(exif=exif)
+
+
 def text(**texts: str) -> PngInfo:
     info = PngInfo()
     for name, value in texts.items():
@@ -58,6 +68,7 @@ def text(**texts: str) -> PngInfo:
 
 
 JPEG, PNG = saved(noise(), "jpeg"), saved(noise(), "png")
+SCANS = saved(noise(), "jpeg", progressive=True)
 SAME = {
     "a rating": (JPEG, tagged(JPEG, {RATING: 5})),
     "another rating": (tagged(JPEG, {RATING: 4}), tagged(JPEG, {RATING: 5})),
@@ -77,6 +88,12 @@ SAME = {
     ),
     "a resolution of a PNG": (PNG, png_chunk(b"pHYs", bytes(8) + b"\1")),
     "a PNG with something behind it": (PNG, PNG + b"something"),
+    "a film behind a JPEG": (JPEG, JPEG + b"film" + JPEG),
+    "a film behind a JPEG of several scans": (SCANS, SCANS + b"film" * 2**20),
+    "a rating in a WEBP": (webp(), webp_exif({RATING: 5})),
+    "a profile and a text in a WEBP": (webp(), webp(icc_profile=b"profile", xmp=b'xmp:Rating="5"')),
+    "a rating of a turned WEBP": (webp_exif({ORIENTATION: 6}), webp_exif({ORIENTATION: 6, RATING: 5})),
+    "a WEBP with something behind it": (webp(), webp() + b"something"),
 }
 OTHER = {
     "another image": (JPEG, saved(noise(seed=1), "jpeg")),
@@ -87,6 +104,12 @@ OTHER = {
     "a truncated file": (JPEG, JPEG[:-1]),
     "a truncated header": (JPEG, JPEG[:21]),
     "a truncated PNG": (PNG, PNG[:40]),
+    "a JPEG without its last scan": (SCANS, SCANS[: SCANS.rindex(b"\xff\xda")] + b"\xff\xd9"),
+    "another WEBP image": (webp(), saved(noise(seed=1), "webp")),
+    "an orientation in a WEBP": (webp(), webp_exif({ORIENTATION: 6})),
+    "an orientation in a text of a WEBP": (webp(), webp(xmp=b'tiff:Orientation="6"')),
+    "a truncated WEBP": (webp(), webp()[:-2]),
+    "a truncated header of a WEBP": (webp(), webp_exif({RATING: 5})[:20]),
     "another format": (PNG, saved(noise(), "bmp")),
 }
 
