@@ -23,7 +23,7 @@ Work = Literal["download", "build", "install"]
 """Work that may lack space on the disk."""
 
 MAX_DAMAGED = 3
-"""Transfers with a wrong digest in a row after which a device gives up an upload, and delays a download."""
+"""Transfers with a wrong digest in a row after which a device delays the next one."""
 
 
 class Mode(enum.Enum):

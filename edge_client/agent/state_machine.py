@@ -51,7 +51,7 @@ def _react(state: State, event: events.Event, now_s: float) -> events.Step:  # n
         case events.TaskSeen():
             return _new_task(state, event), ()
         case events.OutboxSeen(items=items):
-            return uploads.synchronize(state, items), ()
+            return uploads.confirm(uploads.synchronize(state, items)), ()
         case RoundManifest():
             # The worker drops a build for an older round without a SubmissionBuilt.
             dropped = event.task == state.task and event.number != state.joined_round

@@ -2,6 +2,10 @@
 
 A query is the last bytes of the item, to which the aggregator answers with the missing ranges. It is short, because
 queries are far more frequent than missing ranges.
+
+Receipts are not authenticated: any client that may publish them can send wrong ones. So an upload that is said to have
+arrived with another digest is repeated, with growing delays and for ever, and whatever another receipt says, the
+aggregator is queried again when it has started or has signed the task again.
 """
 
 from dataclasses import replace
@@ -22,6 +26,11 @@ MAX_SEQUENCE = 2**53
 
 NO_SPACE = "the aggregator has no space for this device's upload"
 """A reason that is not published, because the aggregator knows it."""
+
+DAMAGED = (
+    "this device's upload arrives damaged at the aggregator: the broker, another client on it, or the network changes "
+    "its bytes or the aggregator's receipts"
+)
 
 
 def start(state: State, item: UploadItem) -> State:
@@ -108,6 +117,8 @@ def receipt(state: State, receipt: Receipt, now_s: float) -> events.Step:
         return _send_missing(state, upload, receipt.missing, now_s)
     if receipt.reason == "no_space":
         return _blocked(_with_upload(state, _back_off(upload, now_s)), NO_SPACE)
+    if receipt.reason == "digest" and (state.mode is Mode.SERVICE or upload.damaged + 1 < MAX_DAMAGED):
+        return _damaged(state, upload, now_s)
     actions: tuple[events.Action, ...] = (events.ReportBlocked(""),) if state.blocked_reason else ()
     state = replace(state, blocked_reason="")
     if receipt.status == "refused":
@@ -162,10 +173,19 @@ def _back_off(upload: Upload, now_s: float) -> Upload:
     return replace(upload, ranges=(), sent=False, due_s=now_s + retry_delay_s(upload.attempts))
 
 
+def _damaged(state: State, upload: Upload, now_s: float) -> events.Step:
+    """Upload again what arrived with another digest, from the `MAX_DAMAGED`th time on after a delay."""
+    damaged = upload.damaged + 1
+    delay_s = retry_delay_s(damaged - MAX_DAMAGED) if damaged >= MAX_DAMAGED else 0.0
+    again = replace(restart(upload), missing=(), damaged=damaged, due_s=now_s + delay_s)
+    state, actions = _with_upload(state, again), (events.CheckOutbox(),)
+    if damaged < MAX_DAMAGED:
+        return state, actions
+    state, more = _blocked(state, DAMAGED)
+    return state, (*actions, *more)
+
+
 def _refused(state: State, upload: Upload, receipt: Receipt) -> events.Step:
-    if receipt.reason == "digest" and upload.damaged + 1 < MAX_DAMAGED:
-        damaged = restart(replace(upload, missing=(), damaged=upload.damaged + 1))
-        return _with_upload(state, damaged), (events.CheckOutbox(),)
     state = _without_upload(state, upload)
     text = f"the aggregator refused the {upload.item.kind} ({receipt.reason}): {receipt.detail}"
     exits = state.mode is Mode.ONCE or receipt.reason in {"unknown_device", "revoked"}

@@ -103,7 +103,8 @@ class Receiver:
             case "own ack":
                 return (decode(payload, Receipt, max_bytes=MAX_FRAME_BYTES),)
             case "task":
-                return self._task_events(self._verified("task", payload))
+                trust, body = self._trust, self._verified("task", payload)
+                return self._task_events(body, is_newer=self._trust != trust)
             case "round":
                 return (self._round_manifest(self._verified("round", payload)),)
             case "head":
@@ -131,11 +132,14 @@ class Receiver:
             self._time = TimeEstimate(max(trust.issued_s, self._settings.enrolled_s), time.monotonic())
         return signed.body
 
-    def _task_events(self, payload: bytes, *, recalled: bool = False) -> Sequence[Received]:
+    def _task_events(
+        self, payload: bytes, *, is_newer: bool = False, recalled: bool = False
+    ) -> Sequence[Received]:
         manifest, digest = decode(payload, TaskManifest, max_bytes=MAX_MANIFEST_BYTES), digest_of(payload)
         seen = events.TaskSeen(digest, manifest, recalled=recalled)
         if digest == self._task:
-            return (seen,)
+            # Receipts are not signed. What a forged one prevents is sent when the aggregator has signed the task again.
+            return (seen, self._outbox()) if is_newer else (seen,)
         if not recalled:
             import_backbones(self._store.blobs, self._settings.backbones, manifest.backbones)
         self._task = digest
@@ -150,7 +154,10 @@ class Receiver:
         )
         if self._writes and not recalled:
             self._store.set(CurrentTask(self._store.blobs.put(payload)))
-        return (seen, events.OutboxSeen(self._store.outbox.items()))
+        return (seen, self._outbox())
+
+    def _outbox(self) -> events.OutboxSeen:
+        return events.OutboxSeen(self._store.outbox.items())
 
     def _round_manifest(self, payload: bytes) -> RoundManifest:
         manifest = decode(payload, RoundManifest, max_bytes=MAX_MANIFEST_BYTES)
@@ -172,5 +179,5 @@ class Receiver:
         if not is_new:
             return () if retained else (events.AggregatorReconnected(),)
         # The outbox again, with refused items: the aggregator's task file may have changed.
-        outbox = (events.OutboxSeen(self._store.outbox.items()),) if self._task is not None else ()
+        outbox = (self._outbox(),) if self._task is not None else ()
         return (*outbox, events.AggregatorStarted())

@@ -198,6 +198,17 @@ def test_a_restarted_aggregator_is_asked_for_missing_ranges() -> None:
     assert state.uploads == ()
 
 
+@pytest.mark.parametrize(
+    "forged", [{"status": "received"}, {"reason": "malformed"}, {"reason": "superseded", "sequence": 2**60}]
+)
+def test_a_forged_receipt_does_not_keep_a_submission_for_good(forged: dict[str, Any]) -> None:
+    """The aggregator is asked again once the device reads its outbox, as it does when the task is signed again."""
+    state, _ = play(uploading(), receipt(**forged))
+    assert state.uploads == ()
+    item = replace(ITEM, received=state.received_submission is not None)
+    assert play(state, events.OutboxSeen((item,)), now_s=1)[1] == [events.SendFrames(item, QUERY.ranges)]
+
+
 @pytest.mark.parametrize(("expired", "builds", "installs"), [("task", 0, 0), ("head", 1, 0), ("round", 1, 1)])
 def test_nothing_new_follows_from_an_expired_manifest(expired: str, builds: int, installs: int) -> None:
     """Only from the one that has expired, and only of those that the device follows; work goes on with a newer one."""

@@ -171,6 +171,32 @@ def test_an_aggregator_without_space_is_retried(mode: Mode) -> None:
     assert (state.uploads, state.blocked_reason) == ((), "")
 
 
+@pytest.mark.parametrize("mode", [Mode.SERVICE, Mode.ONCE])
+def test_receipts_with_a_wrong_digest_do_not_end_an_upload(mode: Mode) -> None:
+    """They are not authenticated: the upload is repeated for ever, with delays, and reported; --once ends."""
+    refusal = Receipt(digest=ITEM.digest, status="refused", reason="digest")
+    actions: list[events.Action] = []
+    state, asked = begin(mode=mode), 0
+    for second in range(1, 1500):
+        if state.uploads and state.uploads[0].due_s is None:
+            state, more = step(state, refusal, now_s=second)
+            actions.extend(more)
+        state, windows = tick(state, now_s=second)
+        asked += len(windows)
+    others = [action for action in actions if not isinstance(action, events.CheckOutbox | events.SendFrames)]
+    if mode is Mode.ONCE:
+        assert [type(action) for action in others] == [events.Exit]
+        return
+    blocked, logged = others
+    assert isinstance(blocked, events.ReportBlocked)
+    assert isinstance(logged, events.Log)
+    assert "arrives damaged" in blocked.reason == state.blocked_reason
+    assert 5 < asked < 25
+    state, received = step(state, Receipt(digest=ITEM.digest, status="received"), now_s=1500)
+    assert received == (events.ReportBlocked(""), events.StoreReceipt(ITEM))
+    assert (state.uploads, state.blocked_reason) == ((), "")
+
+
 def test_an_upload_refused_by_the_broker_is_kept_and_retried() -> None:
     """It is logged once."""
     state, actions = step(begin(), events.Unsendable("not authorized"), now_s=1)

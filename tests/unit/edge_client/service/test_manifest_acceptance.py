@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from edge_client.agent import events
 from edge_client.agent.state import Mode
 from edge_client.service.device import Device
 from edge_client.storage.device_state import DeviceState
@@ -41,6 +42,18 @@ def test_trust_is_stored_before_a_manifest_is_used(
     again._handle(signed_round(opened, release=4))
     assert (again._agent.state.round is None) == (mode is Mode.SERVICE)
     assert info_of(again).refused_messages == ({"replayed": 1} if mode is Mode.SERVICE else {})
+
+
+def test_the_outbox_is_read_again_when_the_task_is_signed_again(tmp_path: Path, store: DeviceState) -> None:
+    """Receipts are not signed: what a forged one prevents is uploaded then. The same message again changes nothing."""
+    store.blobs.put(tiny_backbone())
+    device, body = Device(make_settings(tmp_path), store), encode(make_manifest())
+    payloads = [
+        signed_manifest(body, key=b"k" * 32, fleet="f", channel="task", release=release)
+        for release in (5, 5, 6)
+    ]
+    found = [device._receiver.receive(fleet_topic("f", "task"), each, retained=True) for each in payloads]
+    assert [sum(isinstance(event, events.OutboxSeen) for event in each) for each in found] == [1, 0, 1]
 
 
 def test_a_new_operator_key_replaces_the_stored_one(tmp_path: Path, store: DeviceState) -> None:
