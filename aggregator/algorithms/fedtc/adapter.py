@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim.adamw import adamw
 
 from aggregator.algorithms.algorithm import ABSENT_LOGIT
 from aggregator.algorithms.fedtc.compression import compress
@@ -162,28 +163,56 @@ def _fit(
     """Run the recipe; return the number of epochs."""
     batches = math.ceil(len(data.labels) / recipe.batch_size)
     epochs = max(recipe.epochs, math.ceil(recipe.min_steps / batches))
-    optimizer = _optimizer(head, recipe)
+    step = _optimizer(head, recipe)
     for epoch in range(epochs):
         total = torch.zeros((), device=data.labels.device)
         order = torch.randperm(len(data.labels), generator=generator)
-        for step, members in enumerate(torch.split(order, recipe.batch_size)):
-            progress = (epoch + step / batches) / epochs
-            optimizer.param_groups[0]["lr"] = recipe.learning_rate * recipe.rate_at(progress)
+        for batch, members in enumerate(torch.split(order, recipe.batch_size)):
             logits = head(_features(data, members, generator=generator, mix=recipe.mix))
             batch_loss = functional.cross_entropy(logits, data.labels[members])
-            optimizer.zero_grad()
             torch.autograd.backward(batch_loss)
-            optimizer.step()
+            step(recipe.learning_rate * recipe.rate_at((epoch + batch / batches) / epochs))
             total += batch_loss.detach() * len(members)
         loss = total.item() / len(order)
         report({"device": total.device.type, "epoch": epoch + 1, "epochs": epochs, "loss": loss})
     return epochs
 
 
-def _optimizer(head: Head, recipe: Recipe) -> torch.optim.Optimizer:
-    if recipe.optimizer == "sgd":
-        return torch.optim.SGD(head.parameters(), lr=recipe.learning_rate)
-    return torch.optim.AdamW(head.parameters(), lr=recipe.learning_rate, fused=True)
+def _optimizer(head: Head, recipe: Recipe) -> Callable[[float], None]:
+    """Return a function that takes a step at a learning rate, and deletes the gradients.
+
+    An object of `torch.optim.Optimizer` would import PyTorch's compiler, which takes as long as PyTorch.
+    """
+    parameters: list[Tensor] = list(head.parameters())
+    averages, squares = ([torch.zeros_like(each) for each in parameters] for _ in range(2))
+    steps = [torch.zeros((), device=each.device) for each in parameters]
+
+    @torch.no_grad()
+    def step(rate: float) -> None:
+        gradients = [each.grad for each in parameters if each.grad is not None]
+        if recipe.optimizer == "sgd":
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.sub_(gradient, alpha=rate)
+        else:
+            adamw(
+                parameters,
+                gradients,
+                averages,
+                squares,
+                [],
+                steps,
+                fused=True,
+                amsgrad=False,
+                lr=rate,
+                beta1=0.9,
+                beta2=0.999,
+                eps=1e-8,
+                weight_decay=0.01,
+                maximize=False,
+            )
+        head.zero_grad()
+
+    return step
 
 
 def _features(data: _Tensors, members: Tensor, *, generator: torch.Generator, mix: bool) -> Tensor:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from aggregator.algorithms.fedtc import adapter
 from aggregator.algorithms.fedtc.adapter import Head
 from aggregator.algorithms.fedtc.head import Dense, logits_of
 from aggregator.algorithms.fedtc.recipe import RECIPES, Recipe
@@ -26,6 +27,28 @@ def test_the_head_is_table_5_of_the_paper() -> None:
     with torch.inference_mode():
         np.testing.assert_allclose(head(torch.from_numpy(features)).numpy(), expected, atol=1e-6)
     assert [layer.out_features for layer in head.layers[:-1]] == [1024, 512]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_steps_are_those_of_pytorchs_optimizer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the last bit, without an object of it, which would import PyTorch's compiler in each training."""
+    ours, theirs = (Head(feature_size=FEATURE_SIZE, num_classes=3) for _ in range(2))
+    theirs.load_state_dict(ours.state_dict())
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(theirs.parameters(), fused=True)
+    if RECIPES[name].optimizer == "sgd":
+        optimizer = torch.optim.SGD(theirs.parameters())
+    monkeypatch.setattr(torch.optim.Optimizer, "__init__", None)
+    step = adapter._optimizer(ours, RECIPES[name])
+    features = torch.from_numpy(np.random.default_rng(0).normal(size=(4, FEATURE_SIZE)).astype(np.float32))
+    for rate in (0.1, 0.01, 0.2):
+        for head in (ours, theirs):
+            torch.autograd.backward(head(features).square().sum())
+        step(rate)
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.step()
+        optimizer.zero_grad()
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_training_leaves_the_global_random_state_alone() -> None:
