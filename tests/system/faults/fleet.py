@@ -30,9 +30,8 @@ CONNECTED = "connected to the broker"
 
 def write_inputs(folder: Path) -> Path:
     """Write the task with its backbone, and each device's images: a third of the handwritten digits, or a tenth."""
-    # The paper's recipe makes a head of 5 MB, so that a fault can meet its training and its download.
-    training = '[training]\nrecipe = "paper"\nepochs = 2\ndevice = "cpu"\n'
-    tables = f"[client]\nbatch_size = 1\nmin_images = 1\n{training}"
+    # A head of the paper's recipe has 5 MB, so that a fault can meet its download.
+    tables = '[client]\nbatch_size = 1\nmin_images = 1\n[training]\nrecipe = "paper"\n'
     write_task(folder, feature_sizes=(768,), tables=tables, deadline_s=100_000, retrain_after=1)
     for number, name in enumerate(DEVICES):
         write_digits(folder / name, classes=list(range(10)), start=58 * number, each=58)
@@ -55,6 +54,8 @@ class FaultyFleet(Fleet):
         device_log: transfers between the devices and the broker.
         aggregator_log: transfers between the broker and the aggregator.
     """
+
+    aggregator_program = "tests.support.fleets.fast_aggregator"
 
     def __init__(
         self,

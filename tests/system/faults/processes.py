@@ -79,7 +79,7 @@ def _kill_in_training(fleet: FaultyFleet) -> int:
 def _is_training(fleet: FaultyFleet) -> bool:
     try:
         children = psutil.Process(fleet.processes["aggregator"].pid).children()
-        return any("aggregator.training.head_job" in child.cmdline() for child in children)
+        return any(fleet.aggregator_program in child.cmdline() for child in children)
     except psutil.Error:
         return False  # a child that ends this very moment
 
