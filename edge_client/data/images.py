@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import difflib
+import errno
 import functools
 import itertools
 import os
@@ -183,7 +184,7 @@ def _in_folders(
 ) -> Iterator[LabeledImage]:
     """Yield the images in the classes' folders, and add what is left out to `unknown` and `skipped`."""
     with os.scandir(source) as entries:
-        shown = [(Path(entry.path), entry.is_dir()) for entry in entries if _is_shown(entry)]
+        shown = [(Path(entry.path), _is_folder(entry)) for entry in entries if _is_shown(entry)]
     folders = sorted(path for path, is_folder in shown if is_folder)
     if loose := len(shown) - len(folders):
         skipped["in no class's folder"] += loose
@@ -204,7 +205,7 @@ def _walk(folder: Path, seen: set[tuple[int, int]], skipped: Counter[str]) -> It
         deeper = []
         with os.scandir(folders.pop()) as entries:
             for entry in filter(_is_shown, entries):
-                if entry.is_dir():
+                if _is_folder(entry):
                     deeper.append(entry.path)
                 elif reason := _reason_to_skip(entry):
                     skipped[reason] += 1
@@ -227,6 +228,15 @@ def _reason_to_skip(entry: os.DirEntry[str]) -> str:
 
 def _is_shown(entry: os.DirEntry[str]) -> bool:
     return not entry.name.startswith(".")
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError as error:
+        if error.errno != errno.ELOOP:  # a file system that fails hides no image
+            raise
+        return False
 
 
 def _may_be_read(entry: os.DirEntry[str]) -> bool:

@@ -56,6 +56,8 @@ class Worker:
         self._lost: Counter[bytes] = Counter()
         self._manifest: TaskManifest | None = None
         self._images: tuple[str, ...] | None = None
+        self._missing_images: frozenset[str] = frozenset()
+        """Those of the last build that the last scan has not found."""
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -88,7 +90,7 @@ class Worker:
         self._put(lambda: self._install(install))
 
     def check_images(self) -> None:
-        """Emit ImagesChanged if the images differ from those of the last submission."""
+        """Emit ImagesChanged if there are new images, or if two scans in a row miss one of the last submission."""
         self._put(self._check_images)
 
     def _put(self, job: Callable[[], None]) -> None:
@@ -160,7 +162,9 @@ class Worker:
         if self._manifest is None or self._images is None:
             return
         images = self._find_images(self._manifest)
-        if images != self._images:
+        before, self._missing_images = self._missing_images, frozenset(self._images).difference(images)
+        # A file that a program replaces is missing for a moment. Each of two submissions would cost privacy.
+        if self._missing_images & before or not frozenset(images) <= frozenset(self._images):
             self._images = images
             event(log, logging.INFO, "images changed", folder=self._workspace.settings.data)
             self._emit(events.ImagesChanged())

@@ -67,11 +67,16 @@ def test_links_to_folders_are_followed_once(tmp_path: Path) -> None:
 
 
 def test_dangling_link_is_found_and_refused_by_name(tmp_path: Path) -> None:
+    """A link to itself as well; beside the classes' folders it is skipped."""
     image_file(tmp_path / "cat/1.png")
     (tmp_path / "cat/2.png").symlink_to(tmp_path / "gone.png")
-    (_, dangling) = find_images(tmp_path, CLASSES)
+    for loop in (tmp_path / "cat/3.png", tmp_path / "4.png"):
+        loop.symlink_to(loop)
+    (_, dangling, looped) = find_images(tmp_path, CLASSES)
     with pytest.raises(UnreadableImage, match=r"cat/2\.png: No such file"):
         decode(dangling.path)
+    with pytest.raises(UnreadableImage, match=r"cat/3\.png: Too many levels of symbolic links"):
+        decode(looped.path)
 
 
 def test_identity_changes_with_size_time_or_path(tmp_path: Path) -> None:

@@ -41,6 +41,27 @@ def test_unknown_folders_do_not_stop_uploads(tmp_path: Path, caplog: pytest.LogC
     assert built.reason.endswith("omit --strict to leave their images out")
 
 
+def test_an_image_that_is_missing_for_one_scan_is_not_deleted(tmp_path: Path) -> None:
+    """Under differential privacy, its disappearance and its return would be charged. A new image counts at once."""
+    bench = HeadBench(tmp_path)
+    image = next((tmp_path / "data/cat").iterdir())
+
+    def check() -> int:
+        bench.worker.check_images()
+        run_jobs(bench.worker)
+        return bench.emitted.count(events.ImagesChanged())
+
+    for _ in range(2):
+        hidden = image.rename(tmp_path / "hidden")
+        assert check() == 0
+        hidden.rename(image)
+        assert check() == 0
+    image.unlink()
+    assert [check() for _ in range(3)] == [0, 1, 1]
+    image_file(image)
+    assert check() == 2
+
+
 @pytest.mark.parametrize("classes", [("cat",), ("cat", "cow"), ("cow", "cat", "dog"), ("cow",)])
 def test_a_change_of_the_tasks_classes_ends_no_device(tmp_path: Path, classes: tuple[str, ...]) -> None:
     """A device uploads the classes that are left; without any it receives heads."""
