@@ -1,25 +1,28 @@
 """`python -m benchmarks fedtc`: FedTC on public data under the partitions of the paper."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Literal
 
 import click
+import numpy as np
 
 from aggregator.algorithms.fedtc.adapter import torch_device
-from aggregator.config.schema import MAX_MULTIPLE, Training
+from aggregator.algorithms.fedtc.head import Dense
+from aggregator.config.schema import MAX_MULTIPLE, Robust, Training
 from aggregator.training.head_job import recipe_of
-from benchmarks.accuracy.fedtc_fleet import Settings, run_ceiling, run_fleet
-from benchmarks.data.features import BACKBONES, load_features
+from benchmarks.accuracy import statistics_fleet
+from benchmarks.accuracy.fedtc_fleet import Result, Settings, run_ceiling, train_fleet
+from benchmarks.data.features import BACKBONES, Features, load_features, prepared
 from benchmarks.data.images import NAMES
-from benchmarks.data.partitions import Partition, parse_partition
+from benchmarks.data.partitions import Partition, parse_partition, share_out
 from benchmarks.report import Table, json_option, write_json
 from protocol.errors import ConfigError
 
 COLUMNS = {
-    "partition": "<16",
+    "partition": "<24",
     "seed": ">6",
     "top-1": ">8.2%",
     "ECE": ">7.1%",
@@ -63,6 +66,12 @@ def fleet_options(command: Callable[..., None]) -> Callable[..., None]:
             "--backbone", type=click.Choice(list(BACKBONES)), default="mobilenetv2_100", show_default=True
         ),
         click.option("--image-size", type=click.IntRange(min=32), default=96, show_default=True),
+        click.option("--root", is_flag=True, help="Take the square root of features."),
+        click.option(
+            "--validation",
+            is_flag=True,
+            help="Evaluate on 10,000 training images that no device has, instead of the test images.",
+        ),
         partitions_option(*PARTITIONS),
         click.option("--clients", type=click.IntRange(min=1), default=10, show_default=True),
         click.option(
@@ -99,6 +108,7 @@ def fleet_options(command: Callable[..., None]) -> Callable[..., None]:
     default=None,
     help="Reduce the adapter to a low rank and float16, or not.  [default: the recipe's]",
 )
+@click.option("--refined", is_flag=True, help="Refine each head by a second upload, as `refine = true` does.")
 @click.option("--epochs", type=click.IntRange(min=1), help="Of the training.  [default: the recipe's]")
 @click.option(
     "--seed", "seeds", type=int, multiple=True, default=(0,), show_default=True, help="May be repeated."
@@ -113,6 +123,8 @@ def command(
     data: str,
     backbone: str,
     image_size: int,
+    root: bool,
+    validation: bool,
     partitions: list[Partition],
     clients: int,
     alpha: float,
@@ -120,6 +132,7 @@ def command(
     recipe: Literal["default", "paper"],
     restore: bool | None,
     compress: bool | None,
+    refined: bool,
     max_multiple: float,
     epochs: int | None,
     seeds: tuple[int, ...],
@@ -137,43 +150,76 @@ def command(
         recipe=configured if compress is None else replace(configured, compress=compress),
         device=torch_device(device),
     )
-    features = load_features(data, backbone=backbone, image_size=image_size)
+    loaded = load_features(data, backbone=backbone, image_size=image_size)
+    features = prepared(loaded, root=root, validation=validation)
     title = f"{data}, {backbone} at {image_size}x{image_size}, {clients} clients, B {batch}, {recipe} recipe"
     table = Table(COLUMNS, title=title)
     results = []
-    for partition in partitions:
-        for seed in seeds:
-            result = run_fleet(features, partition, settings, seed=seed)
-            results.append(result)
-            table.row(
-                *(result.partition, result.seed, result.accuracy, result.calibration_error),
-                *(
-                    result.devices,
-                    result.prototypes,
-                    result.bytes_up / 1e6,
-                    result.head_bytes / 1e3,
-                    result.train_seconds,
-                ),
-            )
-    top = run_ceiling(features, settings, seed=seeds[0]) if ceiling else None
-    if top:
-        table.row(
-            "all features",
-            None,
-            top.accuracy,
-            top.calibration_error,
-            None,
-            None,
-            None,
-            top.head_bytes / 1e3,
-            top.train_seconds,
-        )
-    accuracies = [result.accuracy for result in results]
+    accuracies: dict[str, list[float]] = {}
+    for result in _runs(features, partitions, settings, seeds=seeds, refined=refined, ceiling=ceiling):
+        results.append(result)
+        accuracies.setdefault(result.partition, []).append(result.accuracy)
+        table.row(*_cells(result))
+    if len(seeds) > 1:
+        for name, each in accuracies.items():
+            table.row(name, "mean", np.mean(each), *(None,) * 6)
     write_json(
         json_file,
         "fedtc",
         **{"data": data, "backbone": backbone, "image_size": image_size, **asdict(settings)},
+        root=root,
+        validation=validation,
         runs=[asdict(result) for result in results],
-        ceiling=asdict(top) if top else None,
-        accuracy={"lowest": min(accuracies), "highest": max(accuracies)},
+        accuracy={name: float(np.mean(each)) for name, each in accuracies.items()},
+    )
+
+
+def _runs(
+    features: Features,
+    partitions: Sequence[Partition],
+    settings: Settings,
+    *,
+    seeds: Sequence[int],
+    refined: bool,
+    ceiling: bool,
+) -> Iterator[Result]:
+    for partition in partitions:
+        for seed in seeds:
+            result, head = train_fleet(features, partition, settings, seed=seed)
+            yield result
+            if refined and len(head) > 1:  # a linear discriminant has no adapter
+                yield _refined(features, partition, settings, result, head)
+    if ceiling:
+        for seed in seeds:
+            yield run_ceiling(features, settings, seed=seed)
+
+
+def _refined(
+    features: Features, partition: Partition, settings: Settings, result: Result, head: Sequence[Dense]
+) -> Result:
+    """Return the head of rows of FedTC's groups, of its adapter's features, and the bytes of both uploads."""
+    rng = np.random.default_rng(result.seed)
+    owners = share_out(features.train_labels, partition, clients=settings.clients, rng=rng)
+    robust = Robust(detect_outliers=False, max_multiple=settings.max_multiple)
+    mapped = statistics_fleet.map_by_adapter(features, head)
+    made = statistics_fleet.run_fleet(
+        mapped, owners, batch_size=settings.batch_size, seed=result.seed, robust=robust
+    )
+    return replace(
+        result,
+        partition=f"{partition}, refined",
+        accuracy=made.accuracy,
+        calibration_error=made.calibration_error,
+        bytes_up=result.bytes_up + made.bytes_up,
+        head_bytes=made.head_bytes,
+        train_seconds=result.train_seconds + made.solve_seconds,
+    )
+
+
+def _cells(result: Result) -> tuple[object, ...]:
+    """Return a row of the table."""
+    fleet = (result.devices, result.prototypes, result.bytes_up / 1e6) if result.devices else (None,) * 3
+    return (
+        *(result.partition, result.seed, result.accuracy, result.calibration_error),
+        *(*fleet, result.head_bytes / 1e3, result.train_seconds),
     )

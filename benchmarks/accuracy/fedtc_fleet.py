@@ -66,15 +66,8 @@ class Result:
     train_seconds: float
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Ceiling:
-    """The head trained on all features themselves, in one place."""
-
-    accuracy: float
-    calibration_error: float
-    head_bytes: int
-    epochs: int
-    train_seconds: float
+ALL_FEATURES = "all features"
+"""In place of a partition: a head of all features themselves, in one place."""
 
 
 def run_fleet(features: Features, partition: Partition, settings: Settings, *, seed: int) -> Result:
@@ -91,25 +84,11 @@ def train_fleet(
     taken = combine(
         [decoded(payload, expectation) for payload in payloads], by="none", max_multiple=settings.max_multiple
     )
-    started_s = time.perf_counter()
-    trained = train_on(taken, features, recipe=settings.recipe, device=settings.device, seed=seed)
-    seconds = time.perf_counter() - started_s
-    logits = logits_of(trained.layers, features.test)
-    result = Result(
-        partition=str(partition),
-        seed=seed,
-        accuracy=accuracy_of(trained.layers, features),
-        calibration_error=calibration_error(logits, features.test_labels),
-        devices=len(payloads),
-        images=int(taken.counts.sum()),
-        prototypes=len(taken.labels),
-        bytes_up=sum(map(len, payloads)),
-        tensor_bytes=taken.values.size,
-        head_bytes=sum(layer.nbytes for layer in trained.layers),
-        epochs=trained.epochs,
-        train_seconds=seconds,
+    result, head = _evaluated(taken, features, settings.recipe, device=settings.device, seed=seed)
+    fleet = dataclasses.replace(
+        result, partition=str(partition), devices=len(payloads), bytes_up=sum(map(len, payloads))
     )
-    return result, trained.layers
+    return fleet, head
 
 
 def fleet_prototypes(
@@ -121,21 +100,36 @@ def fleet_prototypes(
     return {client: decoded(payload, expectation) for client, payload in payloads.items()}
 
 
-def run_ceiling(features: Features, settings: Settings, *, seed: int) -> Ceiling:
+def run_ceiling(features: Features, settings: Settings, *, seed: int) -> Result:
     """Train the same head by the same recipe on every feature itself."""
     everything = Prototypes(features.train, features.train_labels, np.ones_like(features.train_labels))
     recipe = dataclasses.replace(settings.recipe, restore=False, mix=False)
+    return _evaluated(everything, features, recipe, device=settings.device, seed=seed)[0]
+
+
+def _evaluated(
+    data: Prototypes, features: Features, recipe: Recipe, *, device: str, seed: int
+) -> tuple[Result, Sequence[Dense]]:
+    """Train a head; return its result, of no devices, and the head."""
     started_s = time.perf_counter()
-    trained = train_on(everything, features, recipe=recipe, device=settings.device, seed=seed)
+    trained = train_on(data, features, recipe=recipe, device=device, seed=seed)
     seconds = time.perf_counter() - started_s
     logits = logits_of(trained.layers, features.test)
-    return Ceiling(
-        accuracy=accuracy_of(trained.layers, features),
+    result = Result(
+        partition=ALL_FEATURES,
+        seed=seed,
+        accuracy=float((logits.argmax(axis=1) == features.test_labels).mean()),
         calibration_error=calibration_error(logits, features.test_labels),
+        devices=0,
+        images=int(data.counts.sum()),
+        prototypes=len(data.labels),
+        bytes_up=0,
+        tensor_bytes=data.values.size,
         head_bytes=sum(layer.nbytes for layer in trained.layers),
         epochs=trained.epochs,
         train_seconds=seconds,
     )
+    return result, trained.layers
 
 
 def task_manifest(algorithm: str, classes: int, **settings: Any) -> TaskManifest:

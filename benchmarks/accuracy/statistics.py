@@ -8,13 +8,13 @@ from pathlib import Path
 import click
 import numpy as np
 
-from aggregator.algorithms.fedtc.head import Dense
 from aggregator.algorithms.fedtc.recipe import RECIPES
 from aggregator.config.schema import Robust
 from benchmarks.accuracy import fedtc_fleet
 from benchmarks.accuracy.fedtc import fleet_options
-from benchmarks.accuracy.statistics_fleet import Result, map_by_adapter, map_features, run_ceiling, run_fleet
-from benchmarks.data.features import Features, load_features
+from benchmarks.accuracy.fedtc_fleet import ALL_FEATURES
+from benchmarks.accuracy.statistics_fleet import Result, map_features, run_ceiling, run_fleet
+from benchmarks.data.features import Features, load_features, prepared
 from benchmarks.data.partitions import Partition, share_out
 from benchmarks.report import Table, json_option, write_json
 
@@ -23,9 +23,6 @@ COLUMNS = {
     "rows": ">9,", "MB a device": ">13.2f", "seconds": ">9.1f",
 }  # fmt: skip
 
-ALL_FEATURES = "all features"
-"""In place of a partition: statistics of all features in one place. `benchmarks fedtc` has FedTC's ceiling."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
@@ -33,7 +30,7 @@ class Run:
 
     method: str
     partition: str
-    """ALL_FEATURES for a ceiling."""
+    """ALL_FEATURES for a ceiling. `benchmarks fedtc` has FedTC's."""
     seed: int
     accuracy: float
     calibration_error: float
@@ -83,6 +80,8 @@ def command(
     data: str,
     backbone: str,
     image_size: int,
+    root: bool,
+    validation: bool,
     partitions: list[Partition],
     clients: int,
     sizes: tuple[int, ...],
@@ -93,8 +92,9 @@ def command(
     json_file: Path | None,
 ) -> None:
     """Solve for a fleet's head from sums, and train FedTC's on its prototypes; report accuracy and cost."""
+    loaded = load_features(data, backbone=backbone, image_size=image_size)
     fleet = Fleet(
-        features=load_features(data, backbone=backbone, image_size=image_size),
+        features=prepared(loaded, root=root, validation=validation),
         partitions=partitions,
         clients=clients,
         max_multiple=max_multiple,
@@ -118,6 +118,8 @@ def command(
         data=data,
         backbone=backbone,
         image_size=image_size,
+        root=root,
+        validation=validation,
         clients=clients,
         max_multiple=max_multiple,
         runs=[asdict(run) for run in runs],
@@ -159,7 +161,7 @@ def _run(method: str, partition: str, seed: int, result: Result) -> Run:
 
 
 def _fedtc(fleet: Fleet, seed: int) -> Iterator[Run]:
-    """Yield FedTC's head, it refined, and the linear discriminant that it chooses from, of the same prototypes."""
+    """Yield FedTC's head, and the linear discriminant that it chooses from, of the same prototypes."""
     default = fedtc_fleet.Settings(
         clients=fleet.clients,
         alpha=0.99,
@@ -171,7 +173,7 @@ def _fedtc(fleet: Fleet, seed: int) -> Iterator[Run]:
     linear = replace(default, recipe=replace(default.recipe, adapter=False))
     for method, settings in {"FedTC, B 5": default, "LDA of FedTC's prototypes, B 5": linear}.items():
         for partition in fleet.partitions:
-            made, head = fedtc_fleet.train_fleet(fleet.features, partition, settings, seed=seed)
+            made = fedtc_fleet.run_fleet(fleet.features, partition, settings, seed=seed)
             yield Run(
                 method=method,
                 partition=str(partition),
@@ -183,18 +185,6 @@ def _fedtc(fleet: Fleet, seed: int) -> Iterator[Run]:
                 rows=made.prototypes,
                 bytes_up=made.bytes_up,
             )
-            yield from _refined(fleet, partition, head, seed)
-
-
-def _refined(fleet: Fleet, partition: Partition, head: Sequence[Dense], seed: int) -> Iterator[Run]:
-    """Yield the head of rows of FedTC's groups, of its adapter's features; the bytes are beside FedTC's."""
-    if len(head) == 1:  # a linear discriminant
-        return
-    rng = np.random.default_rng(seed)
-    owners = share_out(fleet.features.train_labels, partition, clients=fleet.clients, rng=rng)
-    robust = Robust(detect_outliers=False, max_multiple=fleet.max_multiple)
-    result = run_fleet(map_by_adapter(fleet.features, head), owners, batch_size=5, seed=seed, robust=robust)
-    yield _run("FedTC refined, B 5", str(partition), seed, result)
 
 
 def _cells(runs: Sequence[Run], seed: int | str) -> tuple[object, ...]:

@@ -21,6 +21,10 @@ from protocol.storage.blobstore import file_digest
 
 IMAGES_PER_RUN = 128
 HALF = (0.5, 0.5, 0.5)
+VALIDATION = 10_000
+"""Training images that are held out for validation."""
+
+SPLIT_SEED = 12345
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,24 @@ def load_features(data: str, *, backbone: str, image_size: int, at_most: int | N
         _extract(data, open_backbone(graph), file, at_most=at_most)
     with np.load(file) as arrays:
         return Features(**arrays)
+
+
+def prepared(features: Features, *, root: bool, validation: bool) -> Features:
+    """Take the square root of features, as `export-backbone --square-root` does, or hold out images for validation.
+
+    With `validation`, VALIDATION of the training images take the place of the test images.
+    """
+    train, labels, test, truth = (
+        *(features.train, features.train_labels),
+        *(features.test, features.test_labels),
+    )
+    if validation:
+        order = np.random.default_rng(SPLIT_SEED).permutation(len(labels))
+        held_out, rows = order[:VALIDATION], order[VALIDATION:]
+        train, labels, test, truth = train[rows], labels[rows], train[held_out], labels[held_out]
+    if root:
+        train, test = (np.sign(part) * np.sqrt(np.abs(part)) for part in (train, test))
+    return Features(train, labels, test, truth)
 
 
 def cached_name(data: str, at_most: int | None = None) -> str:

@@ -16,7 +16,7 @@ from aggregator.algorithms.fedtc.training_set import TrainingSet
 from aggregator.ingest.validation import Prototypes
 from aggregator.training.robust_training_set import combine, pool
 from benchmarks.accuracy.comparison import repeated
-from benchmarks.data.features import Features, load_features
+from benchmarks.data.features import VALIDATION, Features, load_features, prepared
 from benchmarks.data.images import NAMES, load_data
 from benchmarks.data.partitions import Partition, share_out
 from benchmarks.report import Table, json_option, write_json
@@ -26,8 +26,6 @@ from edge_client.data.outlier_filter import closest_features
 from edge_client.data.prototype_averaging import average
 
 ITERATIONS = 8
-VALIDATION = 10_000
-SPLIT_SEED = 12345
 CLIENTS = 10
 PUBLIC = 10_000
 PER_CLASS = 200
@@ -89,7 +87,7 @@ def command(
                     {"cell": cell, "own": leak.own, "others": leak.others, "own_first": leak.own_first}
                 )
     if "accuracy" in parts:
-        split = _split(features, root=root)
+        split = prepared(features, root=root, validation=True)
         table = Table(
             COLUMNS, title=f"{data}: {CLIENTS} devices, Dirichlet 0.1, {VALIDATION:,} validation images"
         )
@@ -154,15 +152,6 @@ def _k_means(features: NDArray[np.float32], number: int, rng: np.random.Generato
         centers = sums / sizes[:, None]
     found: NDArray[np.intp] = ((centers**2).sum(axis=1) - 2 * features @ centers.T).argmin(axis=1)
     return found
-
-
-def _split(features: Features, *, root: bool) -> Features:
-    """Return training images alone, VALIDATION of them for evaluation."""
-    order = np.random.default_rng(SPLIT_SEED).permutation(len(features.train_labels))
-    values = np.sqrt(features.train) if root else features.train
-    held_out, rows = order[:VALIDATION], order[VALIDATION:]
-    labels = features.train_labels
-    return Features(values[rows], labels[rows], values[held_out], labels[held_out])
 
 
 def _accuracies(data: Features, *, batch: int, cell: int, seed: int) -> tuple[float, float, float]:

@@ -30,7 +30,7 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_fedtc_benchmark_writes_its_report(folders: Path) -> None:
     """One command exports the backbone, extracts, runs every partition and seed, and writes what it printed.
 
-    A second run needs no images, and gives the same.
+    A second run needs no images, and gives the same; a refined head has the bytes of both uploads.
     """
     fill_data(folders, train=800, test=200)
     fill_weights(folders)
@@ -39,27 +39,30 @@ def test_fedtc_benchmark_writes_its_report(folders: Path) -> None:
     result = _fedtc(*runs, "--recipe", "paper", "--epochs", "2", "--json", str(report))
     assert result.exit_code == 0, result.output
     figures: dict[str, Any] = json.loads(report.read_text())
-    assert [(run["partition"], run["seed"]) for run in figures["runs"]] == [
-        ("sharding:2", 0),
-        ("sharding:2", 1),
-        ("dirichlet:0.5", 0),
-        ("dirichlet:0.5", 1),
-    ]
+    partitions = ("sharding:2", "dirichlet:0.5", "all features")
+    made = [(run["partition"], run["seed"]) for run in figures["runs"]]
+    assert made == [(partition, seed) for partition in partitions for seed in (0, 1)]
     ranges = 10 * 1024 * 4
-    for run in figures["runs"]:
+    for run in figures["runs"][:4]:
         assert run["tensor_bytes"] == run["prototypes"] * 1024
         assert run["tensor_bytes"] < run["bytes_up"] < 1.03 * run["tensor_bytes"] + ranges
         assert f"{run['accuracy']:.2%}" in result.stdout
-        assert run["epochs"] == 2
-    assert figures["ceiling"]["epochs"] == 2
+    assert all(run["epochs"] == 2 for run in figures["runs"])
+    for partition in partitions:
+        both = [run["accuracy"] for run in figures["runs"] if run["partition"] == partition]
+        assert figures["accuracy"][partition] == pytest.approx(sum(both) / 2)
     assert not figures["recipe"]["restore"]
     (folders / "data" / "mnist.npz").unlink()
-    again = _fedtc("--partition", "sharding:2", "--recipe", "paper", "--epochs", "2", "--no-ceiling")
+    options = ("--partition", "sharding:2", "--recipe", "paper", "--epochs", "2", "--no-ceiling", "--refined")
+    again = _fedtc(*options, "--json", str(report))
     first, second = (
         next(line for line in run.stdout.splitlines() if line.startswith("sharding:2")).rsplit(maxsplit=1)[0]
         for run in (result, again)
     )
     assert first == second
+    once, refined = json.loads(report.read_text())["runs"]
+    assert refined["partition"] == "sharding:2, refined"
+    assert refined["bytes_up"] > once["bytes_up"] + once["prototypes"] * 1024
 
 
 def test_missing_files_are_named(folders: Path) -> None:

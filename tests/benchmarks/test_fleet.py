@@ -6,7 +6,7 @@ from sklearn.datasets import load_digits
 
 from aggregator.algorithms.fedtc.recipe import RECIPES
 from benchmarks.accuracy.fedtc_fleet import Settings, run_ceiling, run_fleet
-from benchmarks.data.features import Features
+from benchmarks.data.features import VALIDATION, Features, prepared
 from benchmarks.data.partitions import Partition
 
 ADAPTER = dataclasses.replace(RECIPES["default"], min_steps=60, compress=False, closed_form=False)
@@ -63,3 +63,13 @@ def test_clients_without_images_do_not_count(digits: Features) -> None:
     result = run_fleet(digits, Partition("dirichlet", 0.01), settings, seed=0)
     assert 10 <= result.devices < 40
     assert result.accuracy > 0.9
+
+
+def test_roots_and_validation_images() -> None:
+    """Roots keep their sign; images held out for validation are training images."""
+    values = np.arange(-15_000, 5_000, dtype=np.float32)[:, None]
+    labels = np.arange(len(values))
+    divided = prepared(Features(values, labels, values[:0], labels[:0]), root=True, validation=True)
+    assert len(divided.test_labels) == VALIDATION
+    assert set(divided.test_labels) | set(divided.train_labels) == set(labels)
+    assert np.allclose(divided.train * np.abs(divided.train), values[divided.train_labels])
