@@ -62,6 +62,15 @@ def test_evaluations_of_unused_heads_are_not_stored(store: Store, messages: Devi
     assert store.database.read("SELECT count(*) FROM evaluations") == [(5,)]
 
 
+def test_an_earlier_evaluation_takes_the_place_of_a_later_one(store: Store, messages: DeviceMessages) -> None:
+    """A broker's operator can repeat a signed one, and so withhold the later one. It counts once."""
+    earlier = evaluation(task=TASK, head_version=HEADS)
+    later = msgspec.structs.replace(earlier, problem="it fails")
+    for sent in (earlier, later, earlier):
+        _evaluate(messages, sent)
+        assert store.evaluations.of_head(TASK, HEADS) == {"a": sent}
+
+
 def test_lines_about_changing_problems_are_limited(
     store: Store, messages: DeviceMessages, caplog: pytest.LogCaptureFixture
 ) -> None:
