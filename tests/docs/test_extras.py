@@ -1,7 +1,5 @@
 """A wheel installs all programs: without the packages of its extra, a command ends in one line with what to install."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +7,7 @@ import pytest
 from aggregator.cli import cli as aggregator
 from aggregator.storage.store import Store
 from edge_client.cli import cli as edge_client
+from tests.support.commands import run_command
 from tests.support.fleets.aggregator_process import write_task
 from tests.support.messages.submissions import SERVED
 
@@ -23,7 +22,6 @@ import sys
 for name in {EXTRAS}:
     sys.modules[name] = None
 from {{module}} import main
-main()
 """
 
 EDGE_CLIENT = {
@@ -76,20 +74,17 @@ def test_every_command_is_tried() -> None:
 
 
 @pytest.mark.parametrize(("module", "extra", "arguments"), COMMANDS)
-def test_missing_extra_is_one_line(tmp_path: Path, module: str, extra: str, arguments: list[str]) -> None:
+def test_missing_extra_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, extra: str, arguments: list[str]
+) -> None:
     """Each command names the extra, or needs none."""
     write_task(tmp_path)
     store = Store(tmp_path / "aggregator")
     store.facts.put(SERVED)
     store.close()
     given = [each.format(folder=tmp_path) for each in arguments]
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(module=module), *given],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tmp_path,
-    )
+    monkeypatch.chdir(tmp_path)
+    done = run_command(PROGRAM.format(module=module), *given)
     assert "Traceback" not in done.stderr
     if arguments[0] in WITHOUT_EXTRAS or ("status" in arguments and module == "edge_client.cli"):
         assert "pip install" not in done.stderr

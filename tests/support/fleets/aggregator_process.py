@@ -3,7 +3,6 @@
 import contextlib
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +29,7 @@ from protocol.wire.messages import (
 from protocol.wire.signing import open_manifest, sign_frame, sign_presence
 from protocol.wire.topics import DeviceChannel, FleetChannel, device_topic, fleet_topic
 from protocol.wire.transfer import Assembly, frames_of
+from tests.support.commands import run_command
 from tests.support.fleets.fleet import Fleet
 from tests.support.graphs.backbones import tiny_backbone
 from tests.support.network.sessions import E, EventLog
@@ -51,7 +51,10 @@ rounds = 3
 projection_size = 4
 """
 """Task settings of three rounds, each closed by two devices."""
-PROGRAM = "from aggregator.cli import main; main()"
+PROGRAM = """\
+import aggregator.config.task_file, aggregator.security.enrollment, aggregator.storage.store
+from aggregator.cli import main
+"""
 WITHOUT_TORCH = f"""\
 import sys
 for heavy in ("torch", "onnx", "onnxscript", "amqtt"):
@@ -74,9 +77,8 @@ def write_task(folder: Path, added: str = "") -> Path:
 
 
 def run_aggregator(*arguments: str, program: str = WITHOUT_TORCH) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=False
-    )
+    """Run a command of `aggregator`, which the program imports as `main`."""
+    return run_command(program, *arguments)
 
 
 class Daemon:
