@@ -19,7 +19,7 @@ from protocol.storage.database import Database
 from protocol.storage.database_file import DatabaseFile
 from protocol.storage.facts import Facts
 from protocol.storage.folder_lock import FolderLock
-from protocol.storage.state_folder import make_state_folder
+from protocol.storage.state_folder import database_of, make_state_folder
 from protocol.wire.messages import BlobRef
 
 MIGRATIONS = (
@@ -90,13 +90,14 @@ class Store:
     `lock` keeps other aggregators out of it until `close`; without it, the state of a running aggregator can be
     changed, but not migrated.
 
-    Raises StateError if it cannot be used, another protofleet wrote it, or another aggregator has locked it.
+    Raises ConfigError if it is a device's or among Python source files, and StateError if it cannot be used, another
+    protofleet wrote it, or another aggregator has locked it.
     """
 
     def __init__(self, folder: Path, *, read_only: bool = False, lock: bool = False) -> None:
         self.folder = folder
         self._lock = FolderLock(folder)
-        file = folder / "aggregator.sqlite"
+        file = database_of("aggregator", folder)
         if read_only and not file.is_file():
             if (folder / "blobs").is_dir():
                 raise StateError(

@@ -33,7 +33,7 @@ from protocol.storage.database import Database
 from protocol.storage.database_file import DatabaseFile
 from protocol.storage.facts import Fact, Facts
 from protocol.storage.folder_lock import FolderLock
-from protocol.storage.state_folder import make_state_folder
+from protocol.storage.state_folder import database_of, make_state_folder
 from protocol.wire.codec import digest_of
 from protocol.wire.presence import Duplicate
 from protocol.wire.topics import is_name
@@ -91,7 +91,7 @@ class DeviceState:
     this process lives. `outbox_bytes` is the limit for the submissions in the outbox.
 
     Raises:
-        ConfigError: it is among Python source files.
+        ConfigError: it is the aggregator's, or among Python source files.
         StateError: it cannot be used, holds no state to read, another version wrote it, or another device
             program holds the lock.
     """
@@ -106,7 +106,7 @@ class DeviceState:
     ) -> None:
         self.folder = folder
         self._read_only = read_only
-        file = folder / "device.sqlite"
+        file = database_of("edge-client", folder)
         if not read_only:
             make_state_folder(folder)
         elif not file.is_file():

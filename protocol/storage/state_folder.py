@@ -11,6 +11,9 @@ IGNORE_FILE = ".gitignore"
 
 IGNORE_ALL = "*\n"
 
+_DATABASES = {"aggregator": "aggregator.sqlite", "edge-client": "device.sqlite"}
+"""The database in the state folder of each program, which deletes blobs that it does not need."""
+
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
 
 
@@ -20,6 +23,23 @@ def default_state_folder(name: str) -> Path:
         return Path(service)
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(base) / name
+
+
+def database_of(program: str, folder: Path) -> Path:
+    """Return the database of a program (`aggregator` or `edge-client`) in its state folder.
+
+    Raises:
+        ConfigError: the folder has the database of the other program.
+        StateError: it cannot be read.
+    """
+    with state_errors(folder):
+        owner = next((name for name, file in _DATABASES.items() if (folder / file).exists()), program)
+    if owner != program:
+        raise ConfigError(
+            f"expected a state folder of `{program}`, got {folder}, which belongs to `{owner}`: give `{program}` "
+            "another --state, and check PROTOFLEET_STATE, which both programs read"
+        )
+    return folder / _DATABASES[program]
 
 
 def make_state_folder(folder: Path) -> None:

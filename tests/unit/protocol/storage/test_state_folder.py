@@ -5,10 +5,13 @@ import stat
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from aggregator.cli import cli as aggregator_cli
 from aggregator.messaging.manifest_signer import identity_of
 from aggregator.security.enrollment import enroll
 from aggregator.storage.store import Store
+from edge_client.cli import cli as edge_client_cli
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.feature_cache import FeatureCache
 from protocol.errors import ConfigError
@@ -52,6 +55,41 @@ def test_folder_among_source_files_is_refused(tmp_path: Path, make: type[Store],
         make(tmp_path / place)
     assert "give another --state" in str(raised.value)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "options", [{"lock": True}, {}, {"read_only": True}], ids=["service", "command", "reader"]
+)
+@pytest.mark.parametrize(("owner", "other"), [(Store, DeviceState), (DeviceState, Store)])
+def test_state_folder_of_the_other_program_is_refused(
+    tmp_path: Path, owner: type[Store], other: type[Store], options: dict[str, bool]
+) -> None:
+    """Both programs read PROTOFLEET_STATE, and delete blobs that they do not know; nothing is written or deleted."""
+    owner(tmp_path).blobs.put(b"submission")
+    before = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*")}
+    programs = {Store: "aggregator", DeviceState: "edge-client"}
+    with pytest.raises(
+        ConfigError, match=f"belongs to `{programs[owner]}`: give `{programs[other]}` another"
+    ):
+        other(tmp_path, **options)
+    assert {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*")} == before
+
+
+def test_commands_refuse_the_other_programs_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment variable alone decides; the error names it and both programs."""
+    Store(tmp_path / "server").close()
+    DeviceState(tmp_path / "device")
+    monkeypatch.setenv("PROTOFLEET_STATE", str(tmp_path / "server"))
+    for command in (["status"], ["predict", "a.jpg"], ["take-over"]):
+        error = CliRunner().invoke(edge_client_cli, command).exception
+        assert "belongs to `aggregator`: give `edge-client`" in str(error)
+        assert "PROTOFLEET_STATE" in str(error)
+    monkeypatch.setenv("PROTOFLEET_STATE", str(tmp_path / "device"))
+    enroll_into = ["enroll", "shed-1", "--out", str(tmp_path / "shed-1")]
+    for command in (["status", "--json"], ["rollback"], ["forget", "a"], ["rotate-key"], enroll_into):
+        error = CliRunner().invoke(aggregator_cli, command).exception
+        assert "belongs to `edge-client`: give `aggregator`" in str(error)
+    assert not (tmp_path / "shed-1").exists()
 
 
 def test_enrollment_is_not_written_among_source_files(tmp_path: Path) -> None:
