@@ -73,6 +73,7 @@ def rotate_key(store: Store, *, fleet: str, issued: Path | None = None) -> bytes
 
     The new one is generated and signed with the old one; or it is in the folder `issued`, signed with the root key. The
     first root key is signed with the old key as well: from then on devices accept only the root's certificates.
+    A folder that is installed already is no error: the run that installed it may have been killed at its end.
 
     Raises:
         ConfigError: the aggregator runs, a file cannot be read, or the certificate is not valid for this fleet.
@@ -86,7 +87,7 @@ def rotate_key(store: Store, *, fleet: str, issued: Path | None = None) -> bytes
         before = key_certificates(store.folder, public_key(old))
         root, number = root_of(before), before[-1].number if before else 0
         if issued is not None:
-            new, certificate = _read_issued(issued, fleet=fleet, root=root, above=number)
+            new, certificate = _read_issued(issued, fleet=fleet, before=before)
             added = [certificate]
         elif root:
             raise ConfigError(
@@ -100,18 +101,20 @@ def rotate_key(store: Store, *, fleet: str, issued: Path | None = None) -> bytes
             public = new.public_key().public_bytes_raw()
             number, root = (added[0].number, added[0].root) if added else (number, b"")
             added.insert(0, sign_key_certificate(public, number=number, root=root, fleet=fleet, signer=old))
-        # The certificates first: until the key is replaced, they are not published.
-        certificates = [*before, *added][-MAX_KEY_CERTIFICATES:]
-        write_atomically(folder / _CERTIFICATES, msgspec.json.encode(certificates), mode=0o600)
-        write_private(folder / "signing.key", pem_of(new))
+        if before[-1:] != tuple(added):
+            # The certificates first: until the key is replaced, they are not published.
+            certificates = [*before, *added][-MAX_KEY_CERTIFICATES:]
+            write_atomically(folder / _CERTIFICATES, msgspec.json.encode(certificates), mode=0o600)
+            write_private(folder / "signing.key", pem_of(new))
         store.facts.put(SigningKey(added[0].key.hex()))
     return added[0].key
 
 
 def _read_issued(
-    folder: Path, *, fleet: str, root: bytes, above: int
+    folder: Path, *, fleet: str, before: tuple[KeyCertificate, ...]
 ) -> tuple[Ed25519PrivateKey, KeyCertificate]:
-    """Return the key and the certificate that `issue_key` wrote."""
+    """Return the key and the certificate that `issue_key` wrote: later than those `before`, or the last of them."""
+    root = root_of(before)
     key = read_key(folder / "signing.key")
     file = folder / _CERTIFICATES
     with readable(file, "is damaged: copy the folder again"):
@@ -122,7 +125,7 @@ def _read_issued(
         raise ConfigError(
             f"{folder} is signed with the root key {certificate.signer.hex()}, not {root.hex()}"
         )
-    if certificate.number <= above:
+    if before and certificate.number <= before[-1].number and certificate != before[-1]:
         raise ConfigError(
             f"{folder} was issued before the current key: set the clock where the root key is kept, and issue it again"
         )

@@ -12,6 +12,7 @@ from aggregator.security import key_rotation
 from aggregator.security.enrollment import enroll
 from aggregator.security.key_rotation import issue_key, key_certificates, rotate_key
 from aggregator.storage.store import Store
+from aggregator.storage.stored_values import SigningKey
 from edge_client.agent.manifest_trust import ManifestTrust, UntrustedManifest, verify, with_operator_key
 from protocol.enrollment import read_enrollment
 from protocol.errors import ConfigError
@@ -132,6 +133,38 @@ def test_an_interrupted_rotation_changes_nothing(store: Store, monkeypatch: pyte
     assert seen_by(device, store).key == device.key
     public = rotate_key(store, fleet="barn")
     assert seen_by(device, store).key == public
+
+
+@pytest.mark.parametrize("again", ["start", "command"])
+@pytest.mark.parametrize("has_root", [False, True], ids=["old key", "root key"])
+def test_a_rotation_killed_before_the_database_is_finished(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    again: str, *, has_root: bool,
+) -> None:  # fmt: skip
+    """The next start stores the key that devices can follow, without a warning; the same command succeeds."""
+    device = seen_by(ManifestTrust(), store)
+    issued = tmp_path / "new" if has_root else None
+    if issued is not None:
+        issue_key(tmp_path / "root.key", fleet="barn", out=issued)
+
+    def kill(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as killed:
+        killed.setattr(key_rotation, "SigningKey", kill)
+        with pytest.raises(KeyboardInterrupt):
+            rotate_key(store, fleet="barn", issued=issued)
+    key = identity_of(store.folder)
+    if again == "command":
+        public = rotate_key(store, fleet="barn", issued=issued)
+        assert (public == public_key(key)) is has_root
+        assert len(key_certificates(store.folder, public)) == 2
+        key = identity_of(store.folder)
+        assert store.facts.get(SigningKey) == SigningKey(public_key(key).hex())
+    device = seen_by(device, store)
+    assert device.key == public_key(key)
+    assert store.facts.get(SigningKey) == SigningKey(public_key(key).hex())
+    assert not caplog.messages
 
 
 def test_a_running_aggregator_keeps_its_key(store: Store) -> None:
