@@ -6,7 +6,7 @@ Importing this module or an algorithm does not import torch: the aggregator clos
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NoReturn
 
 import msgspec
 import numpy as np
@@ -99,6 +99,8 @@ class Algorithm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """State that a device keeps from round to round."""
     uploaded: ClassVar[tuple[str, ...]] = ()
     """State whose change is uploaded with the prototypes."""
+    power: ClassVar[Literal[1, 2]] = 1
+    """2 if aggregation adds up squares of the changes, such as a scatter, and not the changes themselves."""
     max_norm: ClassVar[float] = math.inf
     """Greatest Euclidean length that a prototype can have."""
 

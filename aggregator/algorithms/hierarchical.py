@@ -1,12 +1,13 @@
 """Hierarchical Gaussian prototypes: each device's classes are Gaussians around those of the fleet, from one upload.
 
-The images of a class on a device are Gaussian about a mean of its own, and the devices' means of a class about the
-class's: an empirical Bayes model with the covariance within classes in common (Efron and Morris, "Data analysis using
-Stein's estimator and its generalizations", 1975; Friedman, "Regularized discriminant analysis", 1989).
+The images of a class on a device are Gaussian about a mean of its own, the devices' means of a class about that of
+their group, such as a domain, and the groups' about the fleet's: an empirical Bayes model with the covariance within
+classes in common (Efron and Morris, "Data analysis using Stein's estimator and its generalizations", 1975; Friedman,
+"Regularized discriminant analysis", 1989).
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from msgspec import Meta
@@ -24,6 +25,7 @@ from aggregator.algorithms.algorithm import (
     by_device,
     class_means,
 )
+from aggregator.algorithms.device_groups import NO_GROUP, group_devices
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,7 +55,8 @@ class Hierarchical(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=T
     """`[hierarchical]`: what devices upload, and how they classify. Nothing is trained."""
 
     name: ClassVar[str] = "hierarchical"
-    uploaded: ClassVar[tuple[str, ...]] = ("directions", "variance")
+    uploaded: ClassVar[tuple[str, ...]] = ("directions", "deviation")
+    power: ClassVar[Literal[1, 2]] = 2
 
     rounds: Count = 1
     epochs: SmallCount = 5
@@ -77,7 +80,7 @@ class Hierarchical(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=T
         random = np.random.default_rng(seed).normal(size=(self.directions, feature_size))
         start = {
             "directions": (random * _START).astype(np.float16),
-            "variance": np.zeros(1, dtype=np.float16),
+            "deviation": np.zeros(1, dtype=np.float16),
         }
         return self.aggregate([], start, num_classes=num_classes, seed=seed)
 
@@ -89,16 +92,17 @@ class Hierarchical(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=T
         num_classes: int,
         seed: int,
     ) -> dict[str, NDArray[Any]]:
-        """Estimate the fleet's class means, the precision within classes, and how far devices' means are from them.
+        """Estimate class means of fleet and groups, how far devices' are from them, and the precision within classes.
 
         The covariance S / 2 + tr(S) / (2 L) I, with S the mean scatter, has the inverse scale (I - basis' basis).
 
         Law: the order of the contributions does not matter.
 
         Returns:
-            `means` float16 (C, L), zeros for a class that no device has; `present` uint8 (C,), 1 for a class that some
-            device has; `basis` float16 (r, L), r >= 1; `scale` and `kappa` float32 (1,), the latter the number of
-            images for which the fleet's mean counts; `directions` and `variance` as before.
+            `means` float16 (G, C, L), first the fleet's, zeros for a class that no device has, then those of groups of
+            devices, drawn to the fleet's; `kappa` float32 (G,), the numbers of images for which they count; `present`
+            uint8 (C,), 1 for a class that some device has; `basis` float16 (r, L), r >= 1; `scale` and `variance`
+            float32 (1,), the latter of an image about its mean; `directions` and `deviation` as before.
         """
         del seed
         start = {name: previous[name] for name in self.uploaded}
@@ -107,16 +111,25 @@ class Hierarchical(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=T
         labels = np.concatenate([np.zeros(0, np.int64), *(part.labels for part in parts)])
         images = np.concatenate([np.zeros(0, np.int64), *(part.counts for part in parts)])
         values = np.concatenate([np.zeros((0, size), np.float32), *(part.values for part in parts)])
+        devices = np.repeat(np.arange(len(parts)), [len(part.labels) for part in parts])
         means, present = class_means(values, labels, images, num_classes=num_classes)
         factors, variance = _scatter(parts, start)
         basis, scale = _precision(factors, variance)
+        offsets = values - means[labels]
+        groups = group_devices(offsets, labels, images, devices)
+        number = groups.max(initial=NO_GROUP) + 1
+        sets = np.where(groups == NO_GROUP, number + np.arange(len(groups)), groups)[devices]
+        away, kappa = _of_groups(
+            *(offsets, labels, images, sets), shape=(number, *means.shape), variance=variance
+        )
         return {
             **start,
-            "means": means.astype(np.float16),
+            "means": np.concatenate([means[None], means + away]).astype(np.float16),
             "present": (present > 0).astype(np.uint8),
             "basis": basis.astype(np.float16),
             "scale": np.array([scale], np.float32),
-            "kappa": np.array([_kappa(values - means[labels], labels, images, variance)], np.float32),
+            "kappa": np.array([_kappa(offsets, labels, images, variance), *kappa], np.float32),
+            "variance": np.array([variance], np.float32),
         }
 
     def functions(self, *, feature_size: int, num_classes: int, seed: int) -> Functions:
@@ -128,7 +141,7 @@ class Hierarchical(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=T
                 inputs=("feature",),
                 apply=lambda tensors: {
                     "directions": tensors["feature"].new_zeros(shape),
-                    "variance": tensors["feature"].new_zeros(1),
+                    "deviation": tensors["feature"].new_zeros(1),
                 },
             ),
             step=Function(
@@ -140,12 +153,18 @@ class Hierarchical(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=T
             ),
             head=Function(
                 inputs=(
-                    *("feature", "means", "present", "basis", "scale", "kappa"),
+                    *("feature", "means", "present", "basis", "scale", "kappa", "variance"),
                     *("local_prototypes", "local_counts"),
                 ),
                 apply=lambda tensors: _head(self, tensors),
             ),
-            dimensions={"feature": ("n", None), "labels": ("n",), "basis": ("rank", None)},
+            dimensions={
+                "feature": ("n", None),
+                "labels": ("n",),
+                "basis": ("rank", None),
+                "means": ("groups", None, None),
+                "kappa": ("groups",),
+            },
         )
 
 
@@ -153,19 +172,19 @@ def _scatter(
     parts: Sequence[Contribution], start: Mapping[str, NDArray[Any]]
 ) -> tuple[NDArray[np.float64], float]:
     """Return F (p, L), with F'F the covariance within classes along all devices' directions, and its whole trace."""
-    images = [float(part.counts.sum()) for part in parts]
-    freedom = max(sum(images) - sum(len(part.labels) for part in parts), 1.0)
-    shares = [count / freedom for count in images]
-    rows = [
-        np.sqrt(share) * (start["directions"].astype(np.float64) + part.tensors["directions"])
-        for share, part in zip(shares, parts, strict=True)
-    ]
-    traces = [
-        share * max(float(start["variance"][0] + part.tensors["variance"][0]), 0.0)
-        for share, part in zip(shares, parts, strict=True)
-    ]
+    freedom = [float(part.counts.sum()) - len(part.labels) for part in parts]
+    shares = [each / max(sum(freedom), 1.0) for each in freedom]
+    rows, variance = [], 0.0
+    for share, part in zip(shares, parts, strict=True):
+        directions, deviation = (
+            start[name].astype(np.float64) + part.tensors[name] for name in ("directions", "deviation")
+        )
+        whole, along = max(float(deviation[0]), 0.0) ** 2, float(np.square(directions).sum())
+        # Images vary along their directions at most as much as in all; a false upload may say otherwise.
+        rows.append(np.sqrt(share * min(1.0, whole / max(along, 1e-30))) * directions)
+        variance += share * whole
     size = start["directions"].shape[1]
-    return np.concatenate([np.zeros((1, size)), *rows]), sum(traces)
+    return np.concatenate([np.zeros((1, size)), *rows]), variance
 
 
 def _precision(factors: NDArray[np.float64], variance: float) -> tuple[NDArray[np.float64], float]:
@@ -190,7 +209,7 @@ def _precision(factors: NDArray[np.float64], variance: float) -> tuple[NDArray[n
 
 
 def _kappa(
-    offsets: NDArray[np.float32], labels: NDArray[np.int64], images: NDArray[np.int64], variance: float
+    offsets: NDArray[np.float32], labels: NDArray[np.int64], images: NDArray[np.number], variance: float
 ) -> float:
     """Return the variance within a device's class relative to that of devices' means, by the method of moments.
 
@@ -205,10 +224,38 @@ def _kappa(
     return variance / between if between * _ALIKE > variance else _ALIKE
 
 
-def _iterate(tensors: "Tensors", num_classes: int) -> "dict[str, Tensor]":
-    """Return the directions after one orthogonal iteration, each as long as its deviation, and the whole variance.
+def _of_groups(
+    offsets: NDArray[np.float32],
+    labels: NDArray[np.int64],
+    images: NDArray[np.int64],
+    sets: NDArray[np.int64],
+    *,
+    shape: tuple[int, ...],
+    variance: float,
+) -> tuple[NDArray[np.float32], list[float]]:
+    """Return groups' class means less the fleet's, of a shape (G, C, L), and for how many images each counts.
 
-    Their outer products add up to the leading part of the mean scatter of an image about its class's mean; the loss is
+    `sets` are the groups of rows, then the devices in none. Groups' means are drawn to the fleet's by as much as sets
+    are alike.
+    """
+    number, classes, _ = shape
+    if not number:
+        return np.zeros(shape, np.float32), []
+    names, rows = np.unique(sets * classes + labels, return_inverse=True)
+    means, totals = class_means(offsets, rows, images, num_classes=len(names))
+    between = _kappa(means, names % classes, totals, variance)
+    grouped = sets < number
+    within = _kappa((offsets - means[rows])[grouped], rows[grouped], images[grouped], variance)
+    drawn = np.zeros((number * classes, shape[2]), np.float32)
+    kept = names < len(drawn)
+    drawn[names[kept]] = means[kept] * (totals / (totals + between))[kept, None]
+    return drawn.reshape(shape), [within] * number
+
+
+def _iterate(tensors: "Tensors", num_classes: int) -> "dict[str, Tensor]":
+    """Return the directions after one orthogonal iteration, each as long as its deviation, and the deviation in all.
+
+    Their outer products add up to the leading part of the covariance of images about their class's mean; the loss is
     the share of the variance that they leave.
     """
     import torch
@@ -218,22 +265,22 @@ def _iterate(tensors: "Tensors", num_classes: int) -> "dict[str, Tensor]":
     feature = tensors["feature"]
     members = one_hot(tensors["labels"], num_classes).to(feature.dtype)
     images = members.sum(dim=0)
-    counts = images.clamp_min(1)
+    counts, freedom = images.clamp_min(1), (images - 1).clamp_min(0).sum()
     seen = feature @ _orthonormal(tensors["directions"]).T
     away = seen - members @ (members.T @ seen / counts[:, None])
-    scatter = away.T @ feature / members.sum()
+    scatter = away.T @ feature / freedom.clamp_min(1)
     lengths = (scatter * scatter).sum(dim=1, keepdim=True).sqrt()
-    supported = (torch.arange(scatter.shape[0]) + 1) * _SUPPORT <= (images - 1).clamp_min(0).sum()
+    supported = (torch.arange(scatter.shape[0]) + 1) * _SUPPORT <= freedom
     directions = scatter / lengths.clamp_min(1e-12).sqrt() * supported[:, None]
     sums = members.T @ feature
     squares = (feature[:, None] @ feature[:, :, None]).sum()  # without a copy of the features
     within = squares - (sums * sums / counts[:, None]).sum()
-    variance = torch.where(within > _NEGLIGIBLE * squares, within / members.sum(), 0.0).reshape(1)
+    variance = torch.where(within > _NEGLIGIBLE * squares, within / freedom.clamp_min(1), 0.0).reshape(1)
     explained = (directions * directions).sum() / variance.sum().clamp_min(1e-12)
     return {
         "loss": (1 - explained).clamp_min(0),
         "next_directions": directions,
-        "next_variance": variance,
+        "next_deviation": variance.sqrt(),
     }
 
 
@@ -256,15 +303,18 @@ def _orthonormal(rows: "Tensor") -> "Tensor":
 def _head(settings: Hierarchical, tensors: "Tensors") -> "dict[str, Tensor]":
     """Return log-likelihoods of the features in the device's classes, divided by `tau`, with its class prior.
 
-    A class's mean on the device is that of its own images and the fleet's, which counts for kappa images.
+    A class's mean on the device is that of its own images and the one of its group or the fleet, which counts for
+    kappa images.
     """
     from aggregator.algorithms.layers import log_prior
 
     present, basis, own = tensors["present"], tensors["basis"], tensors["local_counts"]
-    shared = tensors["kappa"] * present
+    group = _nearest(tensors)
+    shared = group @ tensors["kappa"] * present
+    common = (group[:, None, None] * tensors["means"]).sum(dim=0)
     # Numbers are small, and rounding with them, about the center of all classes.
-    center = present @ tensors["means"] / present.sum().clamp_min(1)
-    weighted = own[:, None] * tensors["local_prototypes"] + shared[:, None] * tensors["means"]
+    center = present @ tensors["means"][0] / present.sum().clamp_min(1)
+    weighted = own[:, None] * tensors["local_prototypes"] + shared[:, None] * common
     means = weighted / (own + shared).clamp_min(1e-12)[:, None] - center
     feature = tensors["feature"] - center
     along = means @ basis.T
@@ -275,3 +325,17 @@ def _head(settings: Hierarchical, tensors: "Tensors") -> "dict[str, Tensor]":
         logits = logits + log_prior(own)
     logits = logits.where(own + shared > 0, ABSENT_LOGIT)
     return {"logits": logits, "probabilities": logits.softmax(dim=1)}
+
+
+def _nearest(tensors: "Tensors") -> "Tensor":
+    """Return 1 for the group that the device's own means are most likely of, or for the fleet (place 0), else 0, (G,).
+
+    They differ from those of their group by the variance of their few images, and that of devices.
+    """
+    import torch
+
+    own = tensors["local_counts"]
+    squares = (tensors["means"] - tensors["local_prototypes"]).square().sum(dim=2)
+    spread = (1 / own.clamp_min(1e-3) + 1 / tensors["kappa"][:, None]) * tensors["variance"].clamp_min(1e-12)
+    costs = (torch.where(own > 0, 1.0, 0.0) * (squares / spread + spread.log())).sum(dim=1)
+    return (torch.arange(costs.shape[0]) == costs.argmin()).to(costs.dtype)

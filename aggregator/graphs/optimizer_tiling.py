@@ -20,7 +20,8 @@ def tile(model: ModelProto) -> None:
     of a stack of matrices with one common matrix. The caller verifies the result.
     """
     shapes = _shapes(model)
-    stacks = {shapes[value.name] for value in model.graph.input if len(shapes[value.name]) == 3}
+    inputs = [shapes[value.name] for value in model.graph.input]
+    stacks = {shape for shape in inputs if len(shape) == 3 and all(isinstance(edge, int) for edge in shape)}
     for number, stack in enumerate(sorted(stacks, key=str)):
         nodes = [node for node in model.graph.node if all(shapes.get(name) == stack for name in node.output)]
         if nodes:

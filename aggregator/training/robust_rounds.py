@@ -20,7 +20,7 @@ Combine = Literal["none", "trimmed", "median"]
 
 
 def robust_contributions(
-    contributions: Sequence[Contribution], *, clip_multiple: float, combine: Combine
+    contributions: Sequence[Contribution], *, clip_multiple: float, combine: Combine, power: Literal[1, 2] = 1
 ) -> list[Contribution]:
     """Return the contributions, sorted by device, with little influence of values that are far from the others'.
 
@@ -28,14 +28,14 @@ def robust_contributions(
     Prototypes of a class are then measured from their coordinate-wise median over the devices. What is farther than
     `clip_multiple` times the median device is brought to that distance. `median` puts the coordinate-wise median in the
     place of all values, and `trimmed` that of the values of the fifth of the devices that is farthest from it. Last,
-    no change of parameters moves the mean by images more than the median device's. With `clip_multiple` 0 nothing is
-    limited. Values of fewer than MIN_DEVICES devices stay unchanged.
+    no change of parameters moves the mean by images more than the median device's, with `power` 2 the mean of squares.
+    With `clip_multiple` 0 nothing is limited. Values of fewer than MIN_DEVICES devices stay unchanged.
     """
     parts = _clipped_lengths(by_device(contributions), multiple=clip_multiple)
     combined = _combined_changes(
         _with_prototypes(parts, clip_multiple=clip_multiple, combine=combine), by=combine
     )
-    return _limited_changes(combined) if clip_multiple else combined
+    return _limited_changes(combined, power=power) if clip_multiple else combined
 
 
 def _clipped_lengths(parts: Sequence[Contribution], *, multiple: float) -> list[Contribution]:
@@ -68,8 +68,8 @@ def _with_prototypes(
     return [replace(part, values=each) for part, each in zip(parts, values, strict=True)]
 
 
-def _limited_changes(parts: Sequence[Contribution]) -> list[Contribution]:
-    """Scale changes so that in their mean by images none is longer, times its images, than the median device's.
+def _limited_changes(parts: Sequence[Contribution], *, power: Literal[1, 2]) -> list[Contribution]:
+    """Scale changes so that in their mean by images no power is more, times its images, than the median device's.
 
     A limited device loses weight, which all get by their images: the mean does not become shorter.
     """
@@ -78,9 +78,9 @@ def _limited_changes(parts: Sequence[Contribution]) -> list[Contribution]:
         np.linalg.norm([np.linalg.norm(each.astype(np.float64)) for each in part.tensors.values()])
         for part in parts
     ]
-    influences = images * np.array(lengths)
+    influences = images * np.array(lengths) ** power
     factors = np.minimum(1.0, median_limit(influences, 1.0) / np.where(influences > 0, influences, 1.0))
-    factors *= images.sum() / (float(factors @ images) or 1.0)
+    factors = (factors * images.sum() / (float(factors @ images) or 1.0)) ** (1 / power)
     return [
         part
         if factor == 1

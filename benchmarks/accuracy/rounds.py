@@ -192,6 +192,7 @@ def _aggregate(
             [Contribution(device=str(index), **vars(part)) for index, part in enumerate(counted)],
             clip_multiple=robust.clip_multiple,
             combine=robust.combine,
+            power=task.algorithm.power,
         ),
         _read(task.blobs, tensors),
         num_classes=len(task.manifest.classes),

@@ -1,13 +1,16 @@
 """Hierarchical Gaussian prototypes against plain formulas in float64."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
 
 from aggregator.algorithms.algorithm import ABSENT_LOGIT, Contribution
-from aggregator.algorithms.hierarchical import Hierarchical
+from aggregator.algorithms.hierarchical import Hierarchical, _nearest
 from aggregator.graphs.tracing import to_torch
+from aggregator.training.robust_rounds import robust_contributions
 
 L, C = 6, 3
 SETTINGS = Hierarchical(directions=2, prior=True)
@@ -26,10 +29,10 @@ def images(labels: list[int], *, seed: int, offset: float = 0.0) -> tuple[Floats
 
 
 def covariance(features: Floats, labels: NDArray[np.int64]) -> Floats:
-    """Return the mean scatter about class means, (L, L)."""
+    """Return the covariance about class means, (L, L)."""
     away = features - np.stack([features[labels == label].mean(axis=0) for label in labels])
-    scatter: Floats = away.T @ away / len(labels)
-    return scatter
+    found: Floats = away.T @ away / (len(labels) - len(np.unique(labels)))
+    return found
 
 
 def contribution(device: str, features: Floats, labels: NDArray[np.int64]) -> Contribution:
@@ -44,7 +47,7 @@ def contribution(device: str, features: Floats, labels: NDArray[np.int64]) -> Co
         counts=counts,
         tensors={
             "directions": (factor - FIRST["directions"]).astype(np.float32),
-            "variance": np.array([squares.sum()], np.float32),
+            "deviation": np.sqrt([squares.sum()]).astype(np.float32),
         },
     )
 
@@ -62,7 +65,7 @@ def test_directions_are_those_of_the_greatest_scatter_within_classes() -> None:
     expected = squares[-2:][::-1, None, None] * np.einsum("ij,kj->jik", vectors, vectors)[-2:][::-1]
     outer = torch.einsum("ri,rj->rij", tensors["directions"], tensors["directions"])
     np.testing.assert_allclose(outer.numpy(), expected, atol=2e-3 * squares[-1])
-    assert float(found["next_variance"]) == pytest.approx(squares.sum(), rel=1e-5)
+    assert float(found["next_deviation"]) ** 2 == pytest.approx(squares.sum(), rel=1e-5)
     assert float(found["loss"]) == pytest.approx(squares[:-2].sum() / squares.sum(), rel=0.05)
 
 
@@ -86,7 +89,7 @@ def test_head_is_a_shrunken_gaussian_discriminant() -> None:
         num_classes=C,
         seed=0,
     )
-    shares = [len(labels) / (30 - 4) for _, labels in devices]
+    shares = [(len(labels) - 2) / (30 - 4) for _, labels in devices]
     spectra = [np.linalg.eigh(covariance(*data)) for data in devices]
     leading = sum(
         share * (vectors[:, -2:] * squares[-2:]) @ vectors[:, -2:].T
@@ -105,7 +108,7 @@ def test_head_is_a_shrunken_gaussian_discriminant() -> None:
     own = np.stack([features[labels == label].mean(axis=0) for label in (0, 1)] + [np.zeros(L)])
     kappa = float(tensors["kappa"][0])
     assert 0.05 < kappa < 5  # the offset of 3 is large beside the deviations within classes
-    mixed = (counts[:2, None] * own[:2] + kappa * tensors["means"][:2]) / (counts[:2, None] + kappa)
+    mixed = (counts[:2, None] * own[:2] + kappa * tensors["means"][0, :2]) / (counts[:2, None] + kappa)
     precision = np.linalg.inv(found)
     expected = np.array(
         [[x @ precision @ m - m @ precision @ m / 2 for m in mixed] for x in features]
@@ -140,7 +143,62 @@ def test_images_without_variance() -> None:
         values=np.eye(2, L, dtype=np.float32),
         labels=np.arange(2),
         counts=np.ones(2, np.int64),
-        tensors={"directions": -FIRST["directions"].astype(np.float32), "variance": np.zeros(1, np.float32)},
+        tensors={"directions": -FIRST["directions"].astype(np.float32), "deviation": np.zeros(1, np.float32)},
     )
     tensors = SETTINGS.aggregate([part], FIRST, num_classes=C, seed=0)
     assert (tensors["scale"].tolist(), tensors["basis"].tolist()) == ([1.0], [[0.0] * L])
+
+
+def _scatter_of(parts: list[Contribution]) -> Floats:
+    """Return the shrunken covariance that devices receive, after the limits of `[robust]`."""
+    safe = robust_contributions(parts, clip_multiple=3.0, combine="none", power=SETTINGS.power)
+    tensors = SETTINGS.aggregate(safe, FIRST, num_classes=C, seed=0)
+    basis = tensors["basis"].astype(float)
+    found: Floats = np.linalg.inv(tensors["scale"][0] * (np.eye(L) - basis.T @ basis))
+    return found
+
+
+@pytest.mark.parametrize("deviation", [0.0, 1.0, 6e4])
+def test_false_directions_count_as_much_as_the_median_devices(deviation: float) -> None:
+    """However long they are, whatever deviation is stated, and whatever number of images counts."""
+    devices = [contribution(f"{number}", *images([0] * 9 + [1] * 9, seed=number)) for number in range(6)]
+    false = np.zeros((2, L), np.float32)
+    false[:, -1] = 6e4
+    attacker = replace(
+        devices[0],
+        device="malicious",
+        counts=5 * devices[0].counts,
+        tensors={"directions": false, "deviation": np.array([deviation], np.float32)},
+    )
+    honest, attacked = _scatter_of(devices), _scatter_of([*devices, attacker])
+    assert attacked[-1, -1] - honest[-1, -1] <= honest[:-1, :-1].trace() / 6
+    assert attacked[0, 0] >= honest[0, 0] / 2
+
+
+def test_limits_keep_the_scatter_of_devices_with_unequal_numbers_of_images() -> None:
+    """Devices that are alike make the covariance of one of them, whatever their numbers of images."""
+    part = contribution("0", *images([0] * 20 + [1] * 20, seed=1))
+    devices = [
+        replace(part, device=str(number), counts=part.counts * times)
+        for number, times in enumerate((10, 10, 10, 30, 50))
+    ]
+    np.testing.assert_allclose(_scatter_of(devices), _scatter_of(devices[:3]), rtol=0.01, atol=0.01)
+
+
+def test_a_device_draws_its_means_to_those_of_its_group() -> None:
+    """One that is like no group's devices draws them to the fleet's, and one without images uses the fleet's."""
+    labels = [0] * 10 + [1] * 10
+    domains = [2, 2, 2, 3, 3, 3, 4]
+    data = [images(labels, seed=seed) for seed in range(7)]
+    for domain, (features, _) in zip(domains, data, strict=True):
+        features[:, domain] += 40
+    parts = [contribution(str(number), *each) for number, each in enumerate(data)]
+    tensors = SETTINGS.aggregate(parts, FIRST, num_classes=C, seed=0)
+    assert len(tensors["means"]) == len(tensors["kappa"]) == 3
+    np.testing.assert_allclose(tensors["means"][[1, 2], :2, [2, 3]], 40, atol=2)
+    for place, part in zip([1, 1, 1, 2, 2, 2, 0], parts, strict=True):
+        own, counts = torch.zeros(C, L), torch.zeros(C)
+        own[:2], counts[:2] = torch.from_numpy(part.values), 10.0
+        for images_counted, expected in ((counts, place), (0 * counts, 0)):
+            local = {"local_prototypes": own, "local_counts": images_counted}
+            assert _nearest({**to_torch(tensors), **local}).tolist() == np.eye(3)[expected].tolist()

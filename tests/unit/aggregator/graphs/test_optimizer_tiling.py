@@ -89,9 +89,10 @@ def test_every_operation_on_stacks_is_in_the_scan() -> None:
     assert [node.op_type for node in body.node] == ["MatMul", "Mul", "Add", "Sqrt"]
 
 
-def test_graph_without_stacks_is_unchanged() -> None:
-    """No input has three axes."""
-    vector = [helper.make_tensor_value_info(name, TensorProto.FLOAT, (4,)) for name in "ab"]
+@pytest.mark.parametrize("shape", [(4,), ("groups", ROWS, COLUMNS)])
+def test_graph_without_stacks_is_unchanged(shape: tuple[int | str, ...]) -> None:
+    """No input has three fixed axes."""
+    vector = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name in "ab"]
     graph = helper.make_graph([helper.make_node("Sqrt", ["a"], ["b"])], "root", vector[:1], vector[1:])
     made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
     before = made.SerializeToString(deterministic=True)
