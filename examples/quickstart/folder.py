@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from aggregator.algorithms import registry
 from examples.quickstart.digits import CLASSES, Deal, Digits, write_images
 from protocol.errors import ConfigError, StateError
 
 BACKBONE = Path(__file__).with_name("backbone.onnx")
-ALGORITHMS = ("fedtc", "statistics", "fedpcl", "fpl", "hierarchical")
+ALGORITHMS = ("fedtc", "statistics", *registry.ALGORITHMS)
 ROUNDS = 10
 """Of the algorithms that train in rounds."""
 FLEET = "quickstart"

@@ -15,25 +15,35 @@ SHARES = ([0, 1, 2], [1, 2, 3], [0, 2, 3], [0, 1, 3])
 FEATURES = (8, 4)
 """Features of the two backbones."""
 
-FEDPCL = {"projection_size": 8, "tau": 0.1, "learning_rate": 0.01}
+FEDPCL: dict[str, Any] = {"projection_size": 8, "tau": 0.1, "learning_rate": 0.01}
 """As in tests/unit/aggregator/graphs, which export the same graphs."""
+
+HIERARCHICAL: dict[str, Any] = {"directions": 1}
+"""As in tests/benchmarks/test_rounds.py, which exports the same graphs."""
 
 
 def start_aggregator(
-    fleet: Fleet, algorithm: str, *, quorum: int, deadline_s: float = 600, **settings: Any
+    fleet: Fleet,
+    algorithm: str,
+    *,
+    quorum: int,
+    deadline_s: float = 600,
+    classes: list[str] = CLASSES,
+    feature_sizes: tuple[int, ...] = FEATURES,
+    **settings: Any,
 ) -> None:
     lines = ["[rounds]", "grace_s = 1.0", f"[{algorithm}]"]
     lines += [f"{key} = {value!r}" for key, value in settings.items()]
     task = write_task(
         fleet.root,
-        feature_sizes=FEATURES,
+        feature_sizes=feature_sizes,
         tables="\n".join(lines) + "\n",
-        classes=CLASSES,
+        classes=classes,
         algorithm=algorithm,
         quorum=quorum,
         deadline_s=deadline_s,
     )
-    if algorithm == "fedpcl":
+    if algorithm in ("fedpcl", "hierarchical"):
         provide(task, fleet.aggregator_state)
     fleet.start_aggregator(task)
 
@@ -49,11 +59,11 @@ def start_device(fleet: Fleet, number: int) -> None:
 @pytest.mark.skipif(
     mosquitto_program() is None, reason="mosquitto is not installed: apt-get install mosquitto"
 )
-def test_rounds_of_fedpcl_and_then_of_fpl(tmp_path: Path, address: BrokerAddress) -> None:
+def test_rounds_of_fedpcl_and_then_of_other_algorithms(tmp_path: Path, address: BrokerAddress) -> None:
     """Four devices and two backbones: one is killed while it trains, one joins late, and all of them predict.
 
     Then the operator sets another algorithm, in which the same programs take part. The training of one diverges, which
-    does not harm the others. Every device predicts when the fleet is gone.
+    does not harm the others. The last one needs one upload. Devices predict when the fleet is gone.
     """
     with Fleet(tmp_path, address) as fleet:
         with mosquitto(address, tmp_path):
@@ -61,8 +71,11 @@ def test_rounds_of_fedpcl_and_then_of_fpl(tmp_path: Path, address: BrokerAddress
             _predict(fleet, 0, 3, version=2)
             fleet.stop("aggregator")
             _rounds_of_fpl(fleet)
+            _predict(fleet, 1, 2, version=3)
             fleet.stop("aggregator")
-        _predict(fleet, *range(len(SHARES)), version=3)
+            _round_of_hierarchical(fleet)
+            fleet.stop("aggregator")
+        _predict(fleet, 0, 3, version=1)
 
 
 def _rounds_of_fedpcl(fleet: Fleet) -> None:
@@ -88,7 +101,7 @@ def _rounds_of_fpl(fleet: Fleet) -> None:
     The aggregator exports the graphs itself.
     """
     data = write_digits(fleet.root / "data-2", classes=SHARES[2], start=40, each=200)
-    diverging = {"learning_rate": 3.5, "weight_decay": 1.0, "momentum": 0.0, "batch_size": 32}
+    diverging: dict[str, Any] = {"learning_rate": 3.5, "weight_decay": 1.0, "momentum": 0.0, "batch_size": 32}
     start_aggregator(fleet, "fpl", quorum=4, deadline_s=30, rounds=3, epochs=1, **diverging)
     summary = fleet.wait_for("the diverged device's problem", lambda s: _problem(s, "device-2"))
     assert "float16" in _problem(summary, "device-2")
@@ -99,6 +112,15 @@ def _rounds_of_fpl(fleet: Fleet) -> None:
     assert [head["devices"] for head in summary["heads"]][::2] == [3, 4]
     fleet.wait_for("the end of the problem", lambda s: _problem(s, "device-2") == "")
     assert [fleet.processes[f"device-{number}"].poll() for number in range(4)] == [None] * 4
+
+
+def _round_of_hierarchical(fleet: Fleet) -> None:
+    """Let the devices upload class means and directions once, for a task with more classes than they have."""
+    more: dict[str, Any] = {"classes": [str(digit) for digit in range(10)], "feature_sizes": (16,)}
+    start_aggregator(fleet, "hierarchical", quorum=4, **more, **HIERARCHICAL)
+    summary = fleet.wait_for("evaluations of the head", lambda s: _is_over(s, "hierarchical", rounds=1))
+    (head,) = summary["heads"]
+    assert (head["devices"], head["prototypes"], summary["refusals"]) == (4, sum(map(len, SHARES)), [])
 
 
 def _is_over(summary: dict[str, Any], algorithm: str, *, rounds: int) -> bool:
