@@ -12,7 +12,7 @@ from benchmarks.cost import device, ingest, memory, step, sums
 from benchmarks.research import cells, hierarchical, restoration
 from benchmarks.research.poisoning import false_alarms, prototypes, rare_class, rounds
 from benchmarks.research.poisoning import statistics as poisoned_statistics
-from benchmarks.research.privacy import measurement
+from benchmarks.research.privacy import directions, measurement
 from protocol.cli import run
 
 _HELP = {"help_option_names": ["-h", "--help"]}
@@ -24,7 +24,7 @@ USER = (
 RESEARCH = (
     *(false_alarms.command, prototypes.command, rare_class.command, rounds.command),
     poisoned_statistics.command,
-    *(cells.command, hierarchical.command, measurement.command, restoration.command),
+    *(cells.command, directions.command, hierarchical.command, measurement.command, restoration.command),
 )
 
 

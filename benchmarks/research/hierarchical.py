@@ -1,23 +1,26 @@
 """`python -m benchmarks research hierarchical`: variants of hierarchical Gaussian prototypes, in plain numpy."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Literal
 
 import click
 import numpy as np
 from numpy.typing import NDArray
 
+from aggregator.algorithms.device_groups import NO_GROUP, group_devices
+from aggregator.algorithms.finch import partitions
+from benchmarks.accuracy import fpl
 from benchmarks.accuracy.comparison import repeated
 from benchmarks.accuracy.fedpcl import BACKBONES, IMAGE_SIZE
+from benchmarks.accuracy.fpl import PLANS
 from benchmarks.data.domains import LABEL_DOMAIN, SHIFTS, Client, load_domains, shifted
-from benchmarks.data.images import DIGITS, PAIRED
+from benchmarks.data.images import DIGITS, PACS, PAIRED
 from benchmarks.report import Table, json_option, write_json
 
 Floats = NDArray[np.float64]
-
-CLASSES = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +37,12 @@ class Variant:
     tau: float = 10.0
     kappa: float | None = None
     """Images for which the fleet's mean counts; None estimates them."""
+    groups: Literal["predictive", "none", "first", "domains"] = "predictive"
+    """Those that predict devices' means, none, FINCH's first partition, or the domains, which no aggregator knows."""
+    group_kappa: float | None = None
+    """Images for which a group's mean counts; None estimates them."""
     prior: bool = True
+    """Not on the fleets of `fpl`, whose devices are all evaluated on the same images."""
 
 
 VARIANTS: Mapping[str, Variant] = MappingProxyType(
@@ -47,6 +55,10 @@ VARIANTS: Mapping[str, Variant] = MappingProxyType(
         **{f"kappa {kappa}": Variant(kappa=kappa) for kappa in (3, 10)},
         "not spread": Variant(spread=False),
         "without prior": Variant(prior=False),
+        "no groups": Variant(groups="none"),
+        "first partition": Variant(groups="first"),
+        "domains known": Variant(groups="domains"),
+        **{f"group kappa {kappa}": Variant(group_kappa=kappa) for kappa in (10, 30)},
     }
 )
 
@@ -63,7 +75,11 @@ class Upload:
 
 @click.command("hierarchical")
 @repeated(
-    "--shift", "shifts", type=click.Choice(SHIFTS), default=SHIFTS, help="As of `fedpcl`; may be repeated."
+    "--shift",
+    "shifts",
+    type=click.Choice([*SHIFTS, *PLANS]),
+    default=(*SHIFTS, *PLANS),
+    help="As of `fedpcl`, or the data of `fpl`; may be repeated.",
 )
 @click.option("--backbones", type=click.IntRange(1, len(BACKBONES)), default=1, show_default=True)
 @repeated(
@@ -87,52 +103,109 @@ def command(
     test: bool,
     json_file: Path | None,
 ) -> None:
-    """Measure what choices in hierarchical Gaussian prototypes are worth, in the settings of `fedpcl`."""
-    fleets = {}
-    for shift in shifts:
-        owners = (LABEL_DOMAIN,) if shift == "label" else DIGITS
-        domains = load_domains(owners, BACKBONES[:backbones], image_size=IMAGE_SIZE, at_most=images)
-        fleets[shift] = [
-            shifted(
-                domains, shift, per_class=10, clients=10, concentration=1.0, seed=seed, validation=not test
-            )
-            for seed in seeds
-        ]
-    table = Table({"variant": "<24", **dict.fromkeys(shifts, ">10.1%")})
+    """Measure what choices in hierarchical Gaussian prototypes are worth, in the settings of `fedpcl` and `fpl`."""
+    fleets = {shift: _fleets(shift, backbones, seeds, images=images, test=test) for shift in shifts}
+    columns = [name for shift in shifts for name in (shift, *([f"{shift} worst"] if shift in PLANS else []))]
+    table = Table({"variant": "<24", **dict.fromkeys(columns, ">13.1%")})
     rows = []
     for name in names:
         variant = VARIANTS[name]
-        figures = [
-            float(np.mean([accuracy(clients, variant) for clients in fleets[shift]])) for shift in shifts
-        ]
-        table.row(name, *figures)
-        rows.append({"variant": name, **asdict(variant), **dict(zip(shifts, figures, strict=True))})
+        figures: dict[str, float] = {}
+        for shift in shifts:
+            used = replace(variant, prior=False) if shift in PLANS else variant
+            found = np.array([accuracy(clients, used) for clients in fleets[shift]])
+            figures |= dict(zip((shift, f"{shift} worst"), found.mean(axis=0).tolist(), strict=True))
+        table.row(name, *(figures[column] for column in columns))
+        rows.append({"variant": name, **asdict(variant), **figures})
     write_json(json_file, "hierarchical", seeds=seeds, backbones=backbones, test=test, rows=rows)
 
 
-def accuracy(clients: Sequence[Client], variant: Variant) -> float:
-    """Return the mean over the clients of their accuracy on their own mixture of classes."""
-    uploads = [_upload(client, variant) for client in clients]
+def _fleets(
+    shift: str, backbones: int, seeds: Sequence[int], *, images: int, test: bool
+) -> list[list[Client]]:
+    """Return the fleets of a setting, one for each seed."""
+    owners = (LABEL_DOMAIN,) if shift == "label" else PACS if shift == "pacs" else DIGITS
+    at_most = None if shift == "pacs" else images
+    domains = load_domains(owners, BACKBONES[:backbones], image_size=IMAGE_SIZE, at_most=at_most)
+    if shift in PLANS:
+        return [fpl.fleet(shift, domains, seed=seed, validation=not test) for seed in seeds]
+    return [
+        shifted(domains, shift, per_class=10, clients=10, concentration=1.0, seed=seed, validation=not test)
+        for seed in seeds
+    ]
+
+
+def accuracy(clients: Sequence[Client], variant: Variant) -> tuple[float, float]:
+    """Return the mean over domains of their clients' mean accuracy, each on its own mixture, and the worst domain's."""
+    classes = 1 + max(int(client.train_labels.max()) for client in clients)
+    uploads = [_upload(client, variant, classes=classes) for client in clients]
     freedom = sum(float(np.maximum(each.counts - 1, 0).sum()) for each in uploads)
     whiten = _whitening(uploads, variant, freedom=freedom)
     counts = np.array([each.counts for each in uploads])
-    own = np.array([each.means for each in uploads])
-    fleet = np.einsum("kc,kcl->cl", counts, own) / np.maximum(counts.sum(axis=0), 1)[:, None]
-    kappa = variant.kappa or _kappa(own - fleet, counts, sum(each.trace for each in uploads) / freedom)
-    means = (counts[..., None] * own + kappa * fleet) / (counts + kappa)[..., None]
+    variance = sum(each.trace for each in uploads) / freedom
+    domains = np.array([client.domain for client in clients])
+    means = _drawn(np.array([each.means for each in uploads]), counts, variance, variant, domains=domains)
     correct = []
     for client, count, mean in zip(clients, counts, means, strict=True):
         features, centers = whiten(client.test), whiten(mean)
         logits = (features @ centers.T - (centers * centers).sum(axis=1) / 2) / variant.tau
         if variant.prior:
-            logits = logits + np.log(count + count.sum() / (10 * CLASSES))
+            logits = logits + np.log(count + count.sum() / (10 * classes))
         correct.append(client.accuracy(logits.argmax(axis=1)))
-    return float(np.mean(correct))
+    of_domains = [float(np.array(correct)[domains == name].mean()) for name in np.unique(domains)]
+    return float(np.mean(of_domains)), min(of_domains)
 
 
-def _upload(client: Client, variant: Variant) -> Upload:
+def _drawn(
+    own: Floats, counts: Floats, variance: float, variant: Variant, *, domains: NDArray[np.str_]
+) -> Floats:
+    """Return the devices' class means (K, C, L), drawn to those of their groups or of the fleet."""
+    fleet = _means(own, counts, np.zeros(len(own), np.int64))[0]
+    offsets = np.where(counts[..., None] > 0, own - fleet, 0)
+    kappa = variant.kappa or _kappa(offsets, counts, variance, np.zeros(len(own), np.int64))
+    groups = _groups(offsets, counts, domains, how=variant.groups)
+    sets = np.where(groups >= 0, groups, groups.max() + 1 + np.arange(len(own)))
+    common, images = np.zeros_like(own), np.full(len(own), kappa)
+    if (groups >= 0).any():
+        of_sets = _means(offsets, counts, sets)
+        totals = np.stack([counts[sets == each].sum(axis=0) for each in range(sets.max() + 1)])
+        between = _kappa(of_sets, totals, variance, np.zeros(len(of_sets), np.int64))
+        grouped = groups >= 0
+        away = np.where(counts[..., None] > 0, offsets - of_sets[sets], 0)[grouped]
+        within = variant.group_kappa or _kappa(away, counts[grouped], variance, groups[grouped])
+        drawn = of_sets * (totals / (totals + between))[..., None]
+        common[grouped], images[grouped] = drawn[groups[grouped]], within
+    weighted = counts[..., None] * own + images[:, None, None] * (fleet + common)
+    return np.asarray(weighted / (counts + images[:, None])[..., None])
+
+
+def _groups(offsets: Floats, counts: Floats, domains: NDArray[np.str_], *, how: str) -> NDArray[np.int64]:
+    """Return the group of each device, or NO_GROUP."""
+    if how == "predictive":
+        devices, labels = np.nonzero(counts)
+        return group_devices(
+            offsets[devices, labels], labels, counts[devices, labels].astype(np.int64), devices
+        )
+    if how == "first":
+        return partitions(np.einsum("kc,kcl->kl", counts, offsets) / counts.sum(axis=1)[:, None])[0]
+    if how == "domains":
+        return np.unique(domains, return_inverse=True)[1]
+    return np.full(len(offsets), NO_GROUP)
+
+
+def _means(values: Floats, counts: Floats, sets: NDArray[np.int64]) -> Floats:
+    """Return the class means of sets of devices, (sets, C, L)."""
+    found = []
+    for each in range(sets.max() + 1):
+        own = sets == each
+        sums = np.einsum("kc,kcl->cl", counts[own], values[own])
+        found.append(sums / np.maximum(counts[own].sum(axis=0), 1)[:, None])
+    return np.stack(found)
+
+
+def _upload(client: Client, variant: Variant, *, classes: int) -> Upload:
     features = client.train.astype(np.float64)
-    members = np.eye(CLASSES)[client.train_labels]
+    members = np.eye(classes)[client.train_labels]
     counts = members.sum(axis=0)
     means = members.T @ features / np.maximum(counts, 1)[:, None]
     away = features - means[client.train_labels]
@@ -161,10 +234,12 @@ def _whitening(
     return lambda values: values / np.sqrt(floor) + (values @ rows.T * change) @ rows
 
 
-def _kappa(offsets: Floats, counts: Floats, variance: float) -> float:
-    """Return the variance within classes over that of devices' means, by the method of moments."""
-    totals = np.maximum(counts.sum(axis=0), 1)
-    freedom = float(((counts > 0).sum(axis=0) - 1).clip(0).sum())
-    squares = float((counts * (offsets * offsets).sum(axis=2)).sum())
-    spread = float((counts.sum(axis=0) - (counts * counts).sum(axis=0) / totals).sum())
-    return variance / max((squares - freedom * variance) / spread, 1e-6 * variance)
+def _kappa(offsets: Floats, counts: Floats, variance: float, sets: NDArray[np.int64]) -> float:
+    """Return the variance within classes over that of devices' means in their sets, by the method of moments."""
+    squares, spread = float((counts * (offsets * offsets).sum(axis=2)).sum()), 0.0
+    for each in np.unique(sets):
+        own = counts[sets == each]
+        totals = np.maximum(own.sum(axis=0), 1)
+        squares -= float(((own > 0).sum(axis=0) - 1).clip(0).sum()) * variance
+        spread += float((own.sum(axis=0) - (own * own).sum(axis=0) / totals).sum())
+    return variance / max(squares / max(spread, 1.0), 1e-6 * variance)

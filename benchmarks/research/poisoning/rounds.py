@@ -22,9 +22,10 @@ from benchmarks.data.partitions import Partition, share_out
 from benchmarks.report import Table, json_option, write_json
 from benchmarks.research.poisoning.data_options import DataOptions, data_options
 
-ATTACKS = ("none", "flip", "scale", "reverse", "claim")
+ATTACKS = ("none", "flip", "scale", "reverse", "claim", "directions", "spread")
 """None; training with the label of the next class; all values times 100; changes times -10 and opposite prototypes;
-the same with CLAIMED_IMAGES of each class."""
+the same with CLAIMED_IMAGES of each class. The last two are for `hierarchical`, with as many images: long directions
+along what distinguishes classes; and opposite prototypes with a great deviation, so that the fleet's count for more."""
 
 CLAIMED_IMAGES = 1_000_000
 
@@ -171,11 +172,24 @@ def run(
 
 def falsified(part: Prototypes, attack: str) -> Prototypes:
     """Return what an attacker sends in place of its own values."""
+    if "directions" in part.tensors and attack in ("directions", "spread"):
+        return _false_directions(part, attack)
     factors = {"scale": (100.0, 100.0), "reverse": (-1.0, -10.0), "claim": (-1.0, -10.0)}
     of_prototypes, of_changes = factors.get(attack, (1.0, 1.0))
     tensors = {name: np.float32(of_changes) * values for name, values in part.tensors.items()}
     counts = np.full_like(part.counts, CLAIMED_IMAGES) if attack == "claim" else part.counts
     return Prototypes(np.float32(of_prototypes) * part.values, part.labels, counts, tensors)
+
+
+def _false_directions(part: Prototypes, attack: str) -> Prototypes:
+    """Return false directions and deviations, each as long as float16 allows."""
+    length = float(np.finfo(np.float16).max)
+    shape, away = part.tensors["directions"].shape, part.values - part.values.mean(axis=0)
+    along = np.resize(length * away / max(float(np.abs(away).max()), 1e-12), shape)
+    directions, sign = (along, 1) if attack == "directions" else (np.zeros(shape), -1)
+    tensors = {"directions": directions.astype(np.float32), "deviation": np.array([length], np.float32)}
+    counts = np.full_like(part.counts, CLAIMED_IMAGES)
+    return Prototypes(np.float32(sign) * part.values, part.labels, counts, tensors)
 
 
 def _client(features: Features, mine: NDArray[np.bool_], *, is_mislabeled: bool) -> Client:

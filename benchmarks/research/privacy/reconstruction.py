@@ -161,21 +161,7 @@ def attack(scene: Scene, form: Form, decoder: Decoder, *, seed: int) -> Leak:
     """Measure what a form discloses."""
     rng = np.random.default_rng(seed)
     release = form.release
-    some = rng.permutation(len(release.labels))[:COMPARED]
-    decoded = decode(decoder, form.guess[some], scene.images.shape[1:])
-    looks = class_looks(scene)
-    similar = []
-    for image, prototype in zip(decoded, some, strict=True):
-        members, label = release.members[prototype], int(release.labels[prototype])
-        others = rng.choice(scene.non_members[label], size=len(members), replace=False)
-        similar.append(
-            (
-                best_ssim(image, scene.images[members]),
-                best_ssim(image, scene.images[others]),
-                best_ssim(looks[label], scene.images[members]),
-            )
-        )
-    own, other, look = np.array(similar).T
+    own, other, look = _similarities(scene, release, form.guess, decoder, rng)
     by_both = (
         by_cosine(release, form.features),
         by_likelihood(release, form.features, scene.labels, form.knowledge),
@@ -190,6 +176,39 @@ def attack(scene: Scene, form: Form, decoder: Decoder, *, seed: int) -> Leak:
         cosine=cosine,
         likelihood=likelihood,
     )
+
+
+def own_first(
+    scene: Scene, release: Release, guess: NDArray[np.float32], decoder: Decoder, *, seed: int
+) -> float:
+    """Return the share of reconstructions from `guess` that are most similar to an image in their prototype."""
+    own, others, _ = _similarities(scene, release, guess, decoder, np.random.default_rng(seed))
+    return float((own > others).mean())
+
+
+def _similarities(
+    scene: Scene,
+    release: Release,
+    guess: NDArray[np.float32],
+    decoder: Decoder,
+    rng: np.random.Generator,
+) -> NDArray[np.float64]:
+    """Return the best SSIM of some reconstructions to their images, to others, and of the class's look, (3, m)."""
+    some = rng.permutation(len(release.labels))[:COMPARED]
+    decoded = decode(decoder, guess[some], scene.images.shape[1:])
+    looks = class_looks(scene)
+    similar = []
+    for image, prototype in zip(decoded, some, strict=True):
+        members, label = release.members[prototype], int(release.labels[prototype])
+        others = rng.choice(scene.non_members[label], size=len(members), replace=False)
+        similar.append(
+            (
+                best_ssim(image, scene.images[members]),
+                best_ssim(image, scene.images[others]),
+                best_ssim(looks[label], scene.images[members]),
+            )
+        )
+    return np.array(similar).T
 
 
 def _perturbed(release: Release) -> Release:
