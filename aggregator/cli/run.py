@@ -60,7 +60,7 @@ def run_command(
     require_packages("onnx", "onnxscript", "onnxruntime", "rpds", "scipy", "torch", extras=EXTRAS)
     from aggregator.config.task_file import load_task
     from aggregator.messaging.embedded_broker import EmbeddedBroker
-    from aggregator.security.identity import aggregator_access, restore_closed
+    from aggregator.security.identity import aggregator_access, restore_access
     from aggregator.service.aggregator import Aggregator, Event
     from aggregator.storage.store import Store
     from aggregator.tasks.task_preparation import prepare_task
@@ -75,11 +75,7 @@ def run_command(
     task_file, backbones = load_task(task)
     with contextlib.closing(Store(state, lock=True)) as store, contextlib.ExitStack() as cleanup:
         access = aggregator_access(state, access, fleet=task_file.fleet, is_closed=store.keys.is_closed())
-        if restore_closed(store):
-            log.warning(
-                "closed the fleet again, because the database is older than the identity folder: "
-                "renew refused devices with `aggregator enroll --renew`"
-            )
+        restore_access(store)
         stop_on_terminate()
         prepared = prepare_task(task_file, backbones, store=store)
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()

@@ -21,12 +21,11 @@ from aggregator.security.identity import (
     locked_identity,
     mark_closed,
     open_ca,
+    restore_access,
     write_revocation_list,
 )
 from aggregator.security.key_rotation import key_certificates, root_of
-from aggregator.storage.devices import REVOKED
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import ServedTask
 from protocol.enrollment import FORMAT, EnrollmentCard, card_text, read_card
 from protocol.errors import ConfigError
 from protocol.log import event
@@ -67,8 +66,7 @@ def enroll(
     """
     if not is_name(device):
         raise ConfigError(f"invalid device name {device!r}: expected 1 to 64 letters, digits, '-' or '_'")
-    with locked_identity(store.folder):
-        _finish_interrupted(store)
+    with _consistent_identity(store):
         known = store.keys.get(device)
         if known is not None and (known.enrolled or known.revoked_s is not None) and not renew:
             state = "enrolled" if known.revoked_s is None else "revoked"
@@ -126,8 +124,7 @@ def enroll_broker(store: Store, hosts: Sequence[str], *, fleet: str, out: Path, 
         ConfigError: a host is invalid, or the folder exists.
         StateError: the state or the folder cannot be written.
     """
-    with locked_identity(store.folder):
-        _finish_interrupted(store)
+    with _consistent_identity(store):
         ca = open_ca(store.folder, fleet)
         issued = issue_server(ca, [*hosts, *LOCAL_HOSTS], now=datetime.now(UTC), days=days)
         files = {
@@ -152,18 +149,11 @@ def revoke(store: Store, device: str) -> bool:
         ConfigError: there is no such device.
         StateError: the state cannot be written.
     """
-    with locked_identity(store.folder):
-        _finish_interrupted(store)
-        now_s = int(time.time())
-        known = store.keys.get(device)
-        if known is None:
+    with _consistent_identity(store):
+        if store.keys.get(device) is None:
             raise ConfigError(f"unknown device {device!r}: `aggregator status` lists the known ones")
         with store.transaction():
-            store.keys.revoke(device, now_s=now_s)
-            if known.serial:
-                store.keys.revoke_certificate(known.serial, now_s=now_s)
-            if (served := store.facts.get(ServedTask)) is not None:
-                store.quarantine.add(served.digest, device, reason=REVOKED, now_s=now_s)
+            store.revoke_device(device, now_s=int(time.time()))
         if not has_ca(store.folder):
             return False
         write_revocation_list(store, open_ca(store.folder, ca_fleet(store.folder)))
@@ -215,6 +205,15 @@ def _new_folder(
         raise
     with contextlib.suppress(OSError):  # the next command deletes it
         marker.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _consistent_identity(store: Store) -> Iterator[None]:
+    """Lock the identity folder, and mend what a killed command or a restored database has left."""
+    with locked_identity(store.folder):
+        _finish_interrupted(store)
+        restore_access(store)
+        yield
 
 
 def _finish_interrupted(store: Store) -> None:

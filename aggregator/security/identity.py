@@ -1,6 +1,7 @@
 """The folder `STATE/identity`: the fleet's CA, its revocation list, and the aggregator's keys."""
 
 import contextlib
+import logging
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,12 +23,15 @@ from aggregator.security.certificate_authority import (
 from aggregator.security.mosquitto_config import aggregator_name
 from aggregator.storage.store import Store
 from protocol.errors import ConfigError, StateError
+from protocol.log import event
 from protocol.mqtt.tls import BrokerAccess
 from protocol.storage.blobstore import state_errors, write_atomically
 from protocol.storage.folder_lock import FolderLock
 from protocol.storage.keyfile import write_private
 
 LOCK_TIMEOUT_S = 10.0
+
+log = logging.getLogger(__name__)
 
 _CLOSED = "closed"
 """File that exists once a device was enrolled."""
@@ -65,12 +69,33 @@ def mark_closed(state: Path) -> None:
     write_atomically(identity_folder(state) / _CLOSED, b"")
 
 
-def restore_closed(store: Store) -> bool:
-    """Close a fleet that was closed before its database was restored or lost; return True if it was."""
-    is_lost = (identity_folder(store.folder) / _CLOSED).is_file() and not store.keys.is_closed()
-    if is_lost:
+def restore_access(store: Store) -> None:
+    """Close the fleet and revoke devices again, if they were before the database was restored or lost.
+
+    Raises:
+        ConfigError: the revocation list is damaged.
+        StateError: the database cannot be written.
+    """
+    listed = _listed_certificates(store.folder)  # first: a renewal lists a certificate once it is replaced
+    if (identity_folder(store.folder) / _CLOSED).is_file() and not store.keys.is_closed():
         store.keys.close_fleet()
-    return is_lost
+        event(
+            log,
+            logging.WARNING,
+            "closed the fleet again, because the database is older than the identity folder: "
+            "renew refused devices with `aggregator enroll --renew`",
+        )
+    with store.transaction():
+        for device, key in store.keys.all().items():
+            if key.revoked_s is None and key.serial and (since := listed.get(int(key.serial, 16))):
+                store.revoke_device(device, now_s=since.timestamp())
+                event(
+                    log,
+                    logging.WARNING,
+                    "revoked the device again, because the database is older than identity/revoked.crl: "
+                    "if it is to take part, renew it with `aggregator enroll --renew`",
+                    device=device,
+                )
 
 
 def has_ca(state: Path) -> bool:
@@ -123,18 +148,27 @@ def write_revocation_list(store: Store, ca: Issued) -> bytes:
         ConfigError: the previous list is damaged.
         StateError: it cannot be written.
     """
-    file = identity_folder(store.folder) / "revoked.crl"
-    revoked = {}
-    if file.is_file():
-        with readable(file, "is damaged: restore it from a backup, or delete it"):
-            # An older database that was restored must not reinstate certificates.
-            entries = x509.load_pem_x509_crl(file.read_bytes())
-        revoked = {entry.serial_number: entry.revocation_date_utc for entry in entries}
+    # An older database that was restored must not reinstate certificates.
+    revoked = _listed_certificates(store.folder)
     for serial, since_s in store.keys.revoked_certificates().items():
         revoked[int(serial, 16)] = datetime.fromtimestamp(int(since_s), UTC)
     data = revocation_list(ca, revoked, now=utc_now())
-    write_atomically(file, data)
+    write_atomically(_revocation_list_file(store.folder), data)
     return data
+
+
+def _revocation_list_file(state: Path) -> Path:
+    return identity_folder(state) / "revoked.crl"
+
+
+def _listed_certificates(state: Path) -> dict[int, datetime]:
+    """Return the serial numbers in the revocation list, each with when; none if there is no list."""
+    file = _revocation_list_file(state)
+    if not file.is_file():
+        return {}
+    with readable(file, "is damaged: restore it from a backup, or delete it"):
+        entries = x509.load_pem_x509_crl(file.read_bytes())
+        return {entry.serial_number: entry.revocation_date_utc for entry in entries}
 
 
 def aggregator_access(

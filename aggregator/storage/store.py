@@ -202,6 +202,15 @@ class Store:
         for (table,) in tables:
             self.database.write(f"DELETE FROM {table} WHERE task = ?", task)  # noqa: S608 - of the schema
 
+    def revoke_device(self, device: str, *, now_s: float) -> None:
+        """Revoke a device's key and certificate, and quarantine it, in a transaction of the caller."""
+        known = self.keys.get(device)
+        self.keys.revoke(device, now_s=now_s)
+        if known is not None and known.serial:
+            self.keys.revoke_certificate(known.serial, now_s=now_s)
+        if (served := self.facts.get(ServedTask)) is not None:
+            self.quarantine.add(served.digest, device, reason=REVOKED, now_s=now_s)
+
     def reset_device(self, device: str, *, delete_submissions: bool) -> None:
         """Let a device start over with another key.
 

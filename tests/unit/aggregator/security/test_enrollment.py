@@ -1,8 +1,10 @@
 """Tests for enrolling devices and brokers and for revoking devices: folders, database, and faults."""
 
+import contextlib
 import json
 import os
 import shutil
+import sqlite3
 import stat
 import threading
 from collections.abc import Iterator
@@ -16,7 +18,7 @@ from msgspec.structs import replace
 
 from aggregator.security import enrollment
 from aggregator.security.enrollment import enroll, enroll_broker, revoke
-from aggregator.security.identity import aggregator_access, has_ca, restore_closed
+from aggregator.security.identity import aggregator_access, has_ca, restore_access
 from aggregator.security.mosquitto_config import access_list
 from aggregator.storage.device_keys import Key
 from aggregator.storage.devices import REVOKED
@@ -298,10 +300,39 @@ def test_older_database_opens_no_fleet_and_reinstates_no_certificate(world: Worl
     restored = World(world.root, Store(world.root / "restored"))
     world.identity.rename(restored.identity)
     assert not restored.store.keys.is_closed()
-    assert [restore_closed(restored.store) for _ in range(2)] == [True, False]
+    restore_access(restored.store)
     assert restored.store.keys.is_closed()
     restored.enroll("shed-2")
     assert restored.revoked_serials() == revoked
+
+
+@pytest.mark.parametrize("opened_by", ["aggregator", "command"])
+def test_restored_database_reinstates_no_device(
+    world: World, opened_by: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Devices that the revocation list has are revoked again, once; a renewed device keeps its new key."""
+    world.enroll("renewed")
+    world.enroll("revoked")
+    world.enroll("renewed", folder="again", renew=True)
+    backup = world.root / "backup.sqlite"
+    with contextlib.closing(sqlite3.connect(backup)) as copy:
+        world.store.database._db.backup(copy)
+    revoke(world.store, "revoked")
+    restored = World(world.root, Store(world.root / "restored"))
+    with contextlib.closing(sqlite3.connect(backup)) as copy:
+        copy.backup(restored.store.database._db)
+    restored.store.keys.drop_cache()
+    assert restored.key("revoked").revoked_s is None
+    world.identity.rename(restored.identity)
+    for number in range(2):
+        if opened_by == "aggregator":
+            restore_access(restored.store)
+        else:
+            restored.enroll(f"new-{number}")
+    assert restored.store.keys.revoked() == {"revoked"}
+    assert restored.store.quarantine.all(TASK)["revoked"].reason == REVOKED
+    assert caplog.text.count("revoked the device again, because the database is older") == 1
+    assert "device=revoked" in caplog.text
 
 
 @pytest.mark.parametrize("moment", ["write", "rename", "sync"])
