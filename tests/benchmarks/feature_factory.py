@@ -1,5 +1,6 @@
 """Data for benchmarks: digits, and features whose classes are far apart, with every domain shifted."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -58,10 +59,13 @@ def fill_data(folder: Path, *, train: int, test: int) -> None:
     )
 
 
-def fill_weights(folder: Path) -> None:
-    """Write random weights of a backbone."""
-    model = timm.create_model("tf_mobilenetv3_small_100", num_classes=0)
-    save_file(model.state_dict(), folder / "weights" / BACKBONES["tf_mobilenetv3_small_100"].file)
+def fill_weights(folder: Path, monkeypatch: pytest.MonkeyPatch, backbone: str) -> int:
+    """Write random weights, of a small network in place of a backbone's; returns the number of its features."""
+    small = replace(BACKBONES[backbone], model="test_resnet")
+    monkeypatch.setattr("benchmarks.data.features.BACKBONES", {**BACKBONES, backbone: small})
+    model = timm.create_model(small.model, num_classes=0)
+    save_file(model.state_dict(), folder / "weights" / small.file)
+    return int(model.num_features)
 
 
 def fill_cache(folder: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, Features]) -> None:

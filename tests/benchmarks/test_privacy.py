@@ -11,6 +11,7 @@ from aggregator.algorithms.fedtc.recipe import RECIPES
 from benchmarks.__main__ import cli
 from benchmarks.data.features import Features
 from benchmarks.data.images import DataSet, Labeled
+from benchmarks.research.privacy import measurement
 from benchmarks.research.privacy.decoder import as_values, decode, train_decoder
 from benchmarks.research.privacy.differencing import added_feature, resubmit, submit, unmix
 from benchmarks.research.privacy.leakage import (
@@ -190,7 +191,9 @@ def test_privacy_benchmark_writes_its_report(tmp_path: Path, monkeypatch: pytest
     fill_cache(tmp_path, monkeypatch, {"mnist": features_of_digits(train=1700, test=97)})
     fill_data(tmp_path, train=1700, test=97)
     report = tmp_path / "report.json"
-    small = ("--public", "300", "--images", "30", "--decoder-epochs", "1")
+    recipe = replace(RECIPES["default"], adapter=False)
+    monkeypatch.setattr(measurement, "RECIPES", {"default": recipe})
+    small = ("--public", "300", "--images", "10", "--decoder-epochs", "1")
     fleets = ("--per-class", "30", "--devices", "2", "--epsilon", "8")
     out = ("--json", str(report), "--plots", str(tmp_path))
     result = CliRunner().invoke(cli, ["research", "privacy", "--data", "mnist", *small, *fleets, *out])
