@@ -1,7 +1,8 @@
 """Downloads: windows of a blob are requested, and of each window only the missing frames.
 
 Frames in order go to disk, frames ahead of their turn are held in memory. Once the last requested frame has arrived,
-earlier gaps will not fill by themselves and are requested again at once.
+earlier gaps will not fill by themselves and are requested again at once. If it is late, a few bytes are requested: they
+arrive after all that is under way, however slow the link is, and show whether it is lost.
 
 Frames are not authenticated: any client that may publish them can send wrong ones. So a blob that does not match its
 digest says nothing about the blob. It is downloaded again, with growing delays and for ever.
@@ -12,6 +13,7 @@ from dataclasses import replace
 
 from edge_client.agent import events
 from edge_client.agent.state import MAX_DAMAGED, Download, Mode, State
+from edge_client.agent.uploads import cut_window
 from protocol.rates.retry_delay import retry_delay_s
 from protocol.wire.messages import MAX_CHUNK_BYTES, Frame, Receipt
 from protocol.wire.transfer import Ranges
@@ -27,6 +29,9 @@ MAX_AHEAD = 4096
 
 MAX_REQUESTS = 16
 """Gaps requested at once."""
+
+PROBE_BYTES = 128
+"""Bytes that are requested to find out whether earlier requests are lost: less than any other frame."""
 
 BROADCAST_WAIT_S = 3.0
 """Seconds to wait for a broadcast blob before requesting it."""
@@ -68,15 +73,27 @@ def restart(state: State) -> State:
     return replace(state, download=replace(state.download, until=0, attempts=0, due_s=0.0))
 
 
+def cut(state: State) -> State:
+    """Note that the connection was lost while frames were in flight."""
+    if not state.connected or state.download is None or not state.download.until:
+        return state
+    return replace(state, download_frames=state.download_frames.failed())
+
+
 def request_due(state: State, now_s: float) -> events.Step:
-    """Request the missing bytes of the next window, if nothing is in flight or it is overdue."""
+    """Request the missing bytes of the next window, if nothing is in flight; the last of them if it is overdue."""
     download = state.download
     if download is None or not state.connected or download.offset >= download.blob.size_bytes:
         return state, ()
     if now_s < download.due_s:
         return state, ()
-    attempts = download.attempts + 1 if download.until else 0
-    missing = _gaps(download)[:MAX_REQUESTS]
+    missing, attempts = _gaps(download)[:MAX_REQUESTS], download.attempts
+    if state.download_frames.is_reduced:
+        length = state.download_frames.limit_bytes
+        missing, _ = cut_window(missing, chunk_bytes=length, frames=MAX_REQUESTS)
+    if download.until:
+        (*_, (start, stop)) = missing
+        missing, attempts = ((max(start, stop - PROBE_BYTES), stop),), attempts + 1
     due_s = now_s + retry_delay_s(attempts)
     download = replace(download, until=missing[-1][1], attempts=attempts, due_s=due_s)
     requests = (events.RequestBlob(download.blob.digest, start, stop - start) for start, stop in missing)
@@ -96,7 +113,11 @@ def receive(state: State, frame: Frame, now_s: float) -> events.Step:
         offset = max(offset, start + len(data))
     ended = frame.offset + len(frame.data) == download.until or offset >= download.until
     until, due_s = (0, now_s) if ended else (download.until, now_s + retry_delay_s(0))
-    download = replace(download, offset=offset, ahead=ahead, until=until, attempts=0, due_s=due_s)
+    is_probe = len(frame.data) <= PROBE_BYTES
+    if ended and not is_probe:
+        state = replace(state, download_frames=state.download_frames.arrived())
+    attempts = download.attempts if is_probe else 0
+    download = replace(download, offset=offset, ahead=ahead, until=until, attempts=attempts, due_s=due_s)
     data = b"".join(parts)
     return replace(state, download=download), (
         (events.AppendBlob(download.blob, data, offset),) if data else ()

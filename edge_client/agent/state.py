@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from edge_client.agent.frame_size import FrameSize
 from protocol.wire.canary_rank import canary_rank
 from protocol.wire.messages import (
     MAX_CHUNK_BYTES,
@@ -24,6 +25,11 @@ Work = Literal["download", "build", "install"]
 
 MAX_DAMAGED = 3
 """Transfers with a wrong digest in a row after which a device delays the next one."""
+
+SLOW_LINK = (
+    "the network is slow or unstable: connections end before what was sent has arrived; transfers continue with "
+    "smaller frames"
+)
 
 
 class Mode(enum.Enum):
@@ -89,7 +95,7 @@ class Download:
         offset: bytes on disk, from the first one on.
         ahead: frames beyond `offset`, sorted by their offset.
         until: end of the last frame that was requested or is being broadcast; 0 if there is none, and none is taken.
-        attempts: requests since the last new frame.
+        attempts: requests since the last new frame, the answer to a probe excepted.
         damaged: times in a row that the blob arrived with another digest.
         due_s: time of the next request; infinite until the bytes on disk are known.
     """
@@ -118,7 +124,9 @@ class State:
 
     Args:
         stored: digests of the blobs on disk.
-        chunk_bytes: payload of a frame, for the broker of the last connection.
+        packet_bytes: payload of a frame that the broker of the last connection accepts.
+        upload_frames: payload of a frame that the link carries to the broker.
+        download_frames: payload of a frame that it carries from there.
         task: digest of the current task; None before the first one.
         task_confirmed: the broker has delivered a task, so it is not only the stored one.
         images_changed: images changed since the last build began.
@@ -143,7 +151,9 @@ class State:
     device: str = ""
     stored: frozenset[bytes] = frozenset()
     connected: bool = False
-    chunk_bytes: int = MAX_CHUNK_BYTES
+    packet_bytes: int = MAX_CHUNK_BYTES
+    upload_frames: FrameSize = field(default_factory=FrameSize)
+    download_frames: FrameSize = field(default_factory=FrameSize)
     task: bytes | None = None
     manifest: TaskManifest | None = None
     task_confirmed: bool = False
@@ -170,6 +180,19 @@ class State:
     def space_problem(self) -> str:
         """The reason why some work waits for space on the disk; empty if none does."""
         return next((missing.reason for missing in self.missing_space.values()), "")
+
+    @property
+    def chunk_bytes(self) -> int:
+        """The payload of a frame of an upload."""
+        return min(self.packet_bytes, self.upload_frames.limit_bytes)
+
+    @property
+    def link_problem(self) -> str:
+        """Why transfers are slow; empty if none is, or frames of full size arrive."""
+        is_slow = (self.uploads and self.upload_frames.is_reduced) or (
+            self.download is not None and self.download_frames.is_reduced
+        )
+        return SLOW_LINK if is_slow else ""
 
     @property
     def download_problem(self) -> str:

@@ -36,9 +36,9 @@ def step(state: State, event: events.Event, *, now_s: float) -> events.Step:
 def _react(state: State, event: events.Event, now_s: float) -> events.Step:  # noqa: C901, PLR0911, PLR0912 - one case per event
     match event:
         case events.Connected(max_packet_bytes=limit):
-            return replace(_restart_transfers(state), connected=True, chunk_bytes=chunk_bytes(limit)), ()
+            return replace(_restart_transfers(state), connected=True, packet_bytes=chunk_bytes(limit)), ()
         case events.Disconnected():
-            return replace(state, connected=False), ()
+            return replace(downloads.cut(uploads.cut(state)), connected=False), ()
         case events.AggregatorReconnected():
             return _restart_transfers(state), ()
         case events.AggregatorStarted():

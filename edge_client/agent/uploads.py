@@ -76,6 +76,13 @@ def restart(upload: Upload) -> Upload:
     return replace(upload, ranges=(), sent=False, attempts=0, due_s=0.0)
 
 
+def cut(state: State) -> State:
+    """Note that the connection was lost while frames were with the MQTT session."""
+    if not state.connected or not state.uploads or state.uploads[0].due_s is not None:
+        return state
+    return replace(state, upload_frames=state.upload_frames.failed())
+
+
 def query_due(state: State, now_s: float) -> events.Step:
     """Send the current upload's query if it is due."""
     if not state.uploads or not state.connected:
@@ -93,6 +100,8 @@ def send_next(state: State, now_s: float) -> events.Step:
     if not state.uploads or state.uploads[0].due_s is not None:
         return state, ()
     upload = state.uploads[0]
+    if upload.ranges or upload.sent:
+        state = replace(state, upload_frames=state.upload_frames.arrived())
     if upload.ranges:
         return _send_window(state, upload)
     return _with_upload(state, replace(upload, due_s=now_s + retry_delay_s(upload.attempts))), ()
@@ -124,7 +133,8 @@ def receipt(state: State, receipt: Receipt, now_s: float) -> events.Step:
     if receipt.status == "refused":
         state, more = _refused(state, upload, receipt)
         return state, (*actions, *more)
-    state, item = _without_upload(state, upload), upload.item
+    state = replace(_without_upload(state, upload), upload_frames=state.upload_frames.arrived())
+    item = upload.item
     if item.kind == "submission":
         state = replace(state, received_submission=item)
     elif item.head == state.installed:

@@ -10,6 +10,7 @@ from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import (
     BuildProblem,
     DownloadProblem,
+    LinkProblem,
     ManifestProblem,
     Problem,
     SpaceProblem,
@@ -33,7 +34,10 @@ class Report:
         self.refused: Counter[str] = Counter()
         """Refused messages by reason."""
         self._store = None if settings.mode is Mode.DRY_RUN else store
-        kinds = (TaskProblem, SpaceProblem, DownloadProblem, ManifestProblem, UploadProblem)
+        kinds = (
+            *(TaskProblem, SpaceProblem, DownloadProblem),
+            *(ManifestProblem, UploadProblem, LinkProblem),
+        )
         self._problems: dict[type[Problem], Problem] = {kind: kind() for kind in (*kinds, BuildProblem)}
         if self._store is not None:
             self._store.set(

@@ -19,6 +19,7 @@ from edge_client.storage.stored_values import (
     DownloadProblem,
     EvaluatedHead,
     Heads,
+    LinkProblem,
     SpaceProblem,
     UploadProblem,
 )
@@ -60,6 +61,8 @@ class RunningAgent:
         self.state, actions = state_machine.step(self.state, event, now_s=time.monotonic())
         self._report.set(SpaceProblem(self.state.space_problem))
         self._report.set(DownloadProblem(self.state.download_problem))
+        if self._report.set(LinkProblem(self.state.link_problem)):
+            log.warning("%s", self.state.link_problem)
         for action in actions:
             try:
                 self._perform(action)

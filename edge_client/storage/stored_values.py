@@ -85,9 +85,13 @@ class UploadProblem(Problem, frozen=True):
     """Why the device cannot upload; empty if it can."""
 
 
+class LinkProblem(Problem, frozen=True):
+    """Why transfers are slow; empty if none is."""
+
+
 PROBLEMS = (
     *(TaskProblem, SpaceProblem, DownloadProblem, ManifestProblem),
-    *(BuildProblem, HeadProblem, UploadProblem),
+    *(BuildProblem, HeadProblem, UploadProblem, LinkProblem),
 )
 """All problems; of several that the device has, the first is shown."""
 

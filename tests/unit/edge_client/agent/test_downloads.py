@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edge_client.agent import downloads
-from edge_client.agent.downloads import MAX_AHEAD, MAX_AHEAD_BYTES, MAX_REQUESTS, WINDOW_BYTES
+from edge_client.agent.downloads import MAX_AHEAD, MAX_AHEAD_BYTES, MAX_REQUESTS, PROBE_BYTES, WINDOW_BYTES
 from edge_client.agent.events import AppendBlob, RequestBlob
-from edge_client.agent.state import Download, Mode, State
+from edge_client.agent.state import SLOW_LINK, Download, Mode, State
 from protocol.rates.retry_delay import retry_delay_s
-from protocol.wire.messages import MAX_CHUNK_BYTES, BlobRef, Frame
+from protocol.wire.messages import MAX_CHUNK_BYTES, BlobRef, Frame, Receipt
 from protocol.wire.transfer import frames_of
 from tests.support.simulation.fleet import reference
 
@@ -118,12 +118,63 @@ def test_a_gap_is_requested_at_once(receiver: Receiver) -> None:
 
 
 def test_a_lost_end_is_requested_after_the_delay(receiver: Receiver) -> None:
-    """Nothing before it is requested again."""
+    """A few bytes show that it is lost; nothing before it is requested again."""
     frames = answer(receiver.ask()[0])
     receiver.take(*frames[:2], *frames[3:-1])
     assert receiver.ask() == []
     receiver.now_s = retry_delay_s(0)
-    assert in_chunks(receiver.ask()) == [(2, 1), (15, 3)]
+    (probe,) = receiver.ask()
+    assert probe.length == PROBE_BYTES
+    receiver.take(*answer(probe))
+    assert in_chunks(receiver.ask()) == [(2, 1), (15, 2)]
+
+
+def test_a_slow_link_carries_each_frame_once(receiver: Receiver) -> None:
+    """Frames that take longer than the delay are under way: nothing but probes is requested until they have arrived."""
+    queue, asked, requests = list[Frame](), 0, 0
+    while receiver.download.offset < len(BLOB):
+        if receiver.now_s % 77 == 76 and queue:  # one frame in 77 s
+            receiver.take(queue.pop(0))
+        while queue and len(queue[0].data) <= PROBE_BYTES:
+            receiver.take(queue.pop(0))
+        for request in receiver.ask():
+            asked, requests = asked + request.length, requests + 1
+            queue += answer(request)
+        receiver.now_s += 1.0
+    assert receiver.file == BLOB
+    assert asked <= len(BLOB) + requests * PROBE_BYTES
+
+
+def test_refused_requests_back_off_although_probes_are_answered(receiver: Receiver) -> None:
+    """A device that has downloaded too often asks less and less."""
+    asked_s = list[float]()
+    while receiver.now_s < 3600:
+        for request in receiver.ask():
+            if request.length > PROBE_BYTES:
+                asked_s.append(receiver.now_s)
+                receipt = Receipt(digest=REFERENCE.digest, status="refused", reason="rate_limited")
+                receiver.state, _ = downloads.refused(receiver.state, receipt, receiver.now_s)
+            else:
+                receiver.take(*answer(request))
+        receiver.now_s += 1.0
+    assert len(asked_s) < 20
+
+
+@pytest.mark.parametrize("carries_bytes", [70_000, 20_000, 6_000])
+def test_requests_shrink_until_frames_arrive_before_the_connection_ends(carries_bytes: int) -> None:
+    """Down to 4 KiB, and the device reports it."""
+    receiver = Receiver(offset=len(BLOB) - 200_000)
+    for _ in range(70):
+        carried = 0
+        for each in (frame for request in receiver.ask() for frame in answer(request)):
+            carried += len(each.data)
+            if carried <= carries_bytes:
+                receiver.take(each)
+        receiver.state = downloads.restart(downloads.cut(receiver.state))
+        if receiver.download.offset == len(BLOB):
+            break
+    assert receiver.file == BLOB
+    assert receiver.state.link_problem == SLOW_LINK
 
 
 def test_a_reconnect_requests_frames_in_flight_only(receiver: Receiver) -> None:
@@ -172,6 +223,7 @@ def test_requests_for_gaps_are_limited(receiver: Receiver) -> None:
     (request,) = receiver.ask()
     receiver.take(*answer(request, chunk_bytes=5_000)[1::2])
     receiver.now_s = retry_delay_s(0)
+    receiver.take(*answer(receiver.ask()[0]))
     assert len(receiver.ask()) == MAX_REQUESTS
 
 

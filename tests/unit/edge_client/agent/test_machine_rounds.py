@@ -9,11 +9,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from edge_client.agent import events
-from edge_client.agent.downloads import BROADCAST_WAIT_S
+from edge_client.agent.downloads import BROADCAST_WAIT_S, PROBE_BYTES
 from edge_client.agent.state import Mode, State
 from edge_client.agent.state_machine import step
 from protocol.wire.codec import digest_of
-from protocol.wire.messages import Reason, Receipt
+from protocol.wire.messages import Frame, Reason, Receipt
 from tests.support.simulation.fleet import item_of
 from tests.support.simulation.rounds import (
     BACKBONE,
@@ -162,15 +162,19 @@ def test_a_late_device_joins_the_open_round(joins_s: float, rounds: list[int]) -
 
 
 def test_a_broadcast_that_does_not_arrive_is_requested() -> None:
-    """The device waits a short time first."""
-    digest, tensors = digest_of(TENSORS[1]), round_manifest(1).tensors
+    """The device waits a short time first, and then requests its last bytes, which show that it is lost."""
+    digest, tensors, size = digest_of(TENSORS[1]), round_manifest(1).tensors, len(TENSORS[1])
     state, actions = step(uploaded(), round_manifest(1), now_s=0)
     assert actions == (events.OpenDownload(tensors, (tensors,)),)
     for event, now_s in ((events.DownloadOpened(digest, 0), 0.0), (events.Ticked(), BROADCAST_WAIT_S - 0.1)):
         state, actions = step(state, event, now_s=now_s)
         assert actions == ()
-    _, actions = step(state, events.Ticked(), now_s=BROADCAST_WAIT_S)
-    assert actions == (events.RequestBlob(digest, 0, len(TENSORS[1])),)
+    state, actions = step(state, events.Ticked(), now_s=BROADCAST_WAIT_S)
+    left = size - PROBE_BYTES
+    assert actions == (events.RequestBlob(digest, left, PROBE_BYTES),)
+    probe = Frame(v=1, digest=digest, size_bytes=size, offset=left, data=TENSORS[1][left:])
+    _, actions = step(state, probe, now_s=BROADCAST_WAIT_S)
+    assert actions == (events.RequestBlob(digest, 0, left),)
 
 
 @pytest.mark.parametrize("lasts_s", [60.0, 7.0])

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edge_client.agent import events, uploads
-from edge_client.agent.state import Mode, State, Upload, UploadItem
+from edge_client.agent.frame_size import MIN_BYTES, WINDOWS_TO_DOUBLE, FrameSize
+from edge_client.agent.state import SLOW_LINK, Mode, State, Upload, UploadItem
 from edge_client.agent.state_machine import step
 from edge_client.agent.uploads import QUERY_BYTES, WINDOW_FRAMES
 from protocol.rates.retry_delay import MAX_DELAY_S
@@ -115,6 +116,51 @@ def test_frames_fit_the_brokers_packet_limit() -> None:
     _, (window,) = answer(state, ((0, SIZE),))
     assert {stop - start for start, stop in window} == {10_000}
     assert play(begin(item_of(b"small")), events.Connected())[1] == [((0, 5),)]
+
+
+@pytest.mark.parametrize("carries_bytes", [70_000, 20_000, 6_000])
+def test_frames_shrink_until_they_arrive_before_the_connection_ends(carries_bytes: int) -> None:
+    """Down to 4 KiB, and the device reports it until the upload has ended."""
+    state, done = begin(), SIZE - 200_000
+    for _ in range(70):
+        state, (window,) = answer(state, ((done, SIZE),))
+        begun = done
+        done = max(stop for _, stop in ((done, done), *window) if stop <= begun + carries_bytes)
+        if done == SIZE:
+            break
+        state, _ = play(state, events.Disconnected())
+        state, _ = play(state, events.Connected())
+    assert done == SIZE
+    assert state.link_problem == SLOW_LINK
+    state, _ = play(state, Receipt(digest=ITEM.digest, status="received"))
+    assert state.link_problem == ""
+
+
+def test_only_a_connection_that_carried_frames_counts_as_lost() -> None:
+    """One alone is no reason, and neither are attempts to connect again; queries that arrive prove nothing."""
+    state, _ = answer(begin(), ((0, SIZE),))
+    for _ in range(5):
+        state, _ = play(state, events.Disconnected())
+    assert state.chunk_bytes == MAX_CHUNK_BYTES
+    state, _ = play(state, events.Connected())
+    state, _ = drain(state)
+    state, _ = answer(state, ((0, SIZE),))
+    state, _ = play(state, events.Disconnected())
+    assert state.chunk_bytes == MAX_CHUNK_BYTES // 2
+
+
+def test_frames_grow_again() -> None:
+    """After 16 windows that arrived; a failure in between begins anew."""
+    small = FrameSize(MIN_BYTES)
+    for _ in range(WINDOWS_TO_DOUBLE - 1):
+        small = small.arrived()
+    assert small.limit_bytes == small.failed().arrived().limit_bytes == MIN_BYTES
+    assert small.arrived().limit_bytes == 2 * MIN_BYTES
+    size = FrameSize(MIN_BYTES).failed().failed()
+    assert size.limit_bytes == MIN_BYTES
+    for _ in range(10 * WINDOWS_TO_DOUBLE):
+        size = size.arrived()
+    assert size.limit_bytes == MAX_CHUNK_BYTES
 
 
 def test_lost_frames_back_off() -> None:
