@@ -42,7 +42,7 @@ def predict_command(
 
     require_runtime()
     store = open_state(state, fleet, read_only=True)
-    with suppress(StateError):  # a disk that is read-only, on which failures of the head are not counted
+    with suppress(StateError):  # a disk that cannot be written, on which failures of the head are not counted
         store = open_state(state, fleet)
     installed, backbones, head = open_in_use(store, provider=provider, threads=threads)
     for note in {backbone.model.note: None for backbone in backbones if backbone.model.note}:

@@ -161,19 +161,18 @@ class DeviceState:
 
     @contextlib.contextmanager
     def run_head(self, head: InstalledHead, *, is_part: bool = False) -> Iterator[None]:
-        """Count a run of the head in use, which also counts if the head is refused, unless the directory is read-only.
+        """Count a run of the head in use, which also counts if the head is refused, unless nothing can be written.
 
         Of several programs that run it at the same time, one counts. `is_part` is as in `Trials.run`.
         """
         lock = FolderLock(self.folder, "predict.lock")
-        if self._read_only or not lock.take(wait_s=0):
+        trial = self.trials.run(head.key, what="the head", is_part=is_part, counts_refusal=True)
+        with contextlib.ExitStack() as counted:
+            with contextlib.suppress(StateError):
+                if not self._read_only and lock.take(wait_s=0):
+                    counted.callback(lock.release)
+                    counted.enter_context(trial)
             yield
-            return
-        try:
-            with self.trials.run(head.key, what="the head", is_part=is_part, counts_refusal=True):
-                yield
-        finally:
-            lock.release()
 
     @contextlib.contextmanager
     def run_backbones(self, head: InstalledHead) -> Iterator[None]:

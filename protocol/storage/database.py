@@ -141,7 +141,7 @@ class Database:
             yield
         except sqlite3.Error as error:
             if not is_damage(error):
-                raise StateError(f"cannot use {self.path}: {error}") from error
+                raise StateError(f"cannot use {self.path}: {error}{self._file.disk_problem()}") from error
             if not self._file.is_cache:
                 raise StateError(f"cannot use {self.path}: {error}: {self._file.advice}") from error
             self._db.close()

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 import sqlite3
 import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +17,9 @@ from protocol.storage.folder_lock import FolderLock
 
 log = logging.getLogger(__name__)
 
+_UNWRITABLE = {sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY}
+"""Errors of SQLite where it cannot write the files beside a database."""
+
 _PRAGMAS: dict[str, str | int] = {"journal_mode": "WAL", "synchronous": "FULL", "journal_size_limit": 2**20}
 
 
@@ -28,7 +32,8 @@ class DatabaseFile:
         program: the command that writes the file, for error messages.
         migrations: SQL scripts that each bring the schema from one version to the next, beginning with an empty
             file; every statement ends its line. `PRAGMA user_version` holds how many of them have run.
-        read_only: open an existing file without changing it, even while another process writes it.
+        read_only: open an existing file without changing it, even while another process writes it, or where nothing
+            can be written.
         lock: the folder's lock, taken while the file is created or migrated, which another program that holds it
             prevents. None if this program holds it, or if no running program of another version can have the file open.
         is_cache: the contents can be computed again. A damaged file is renamed to `.damaged` and created anew; a
@@ -63,13 +68,22 @@ class DatabaseFile:
 
     def _connect(self) -> sqlite3.Connection:
         self._create_whole()
-        database = sqlite3.connect(
-            self.uri("ro" if self.read_only else "rwc"),
-            uri=True,
-            isolation_level=None,
-            timeout=10,
-            check_same_thread=False,
-        )
+        try:
+            return self._opened(self.uri("ro" if self.read_only else "rwc"))
+        except sqlite3.OperationalError as error:
+            if not self.read_only or error.sqlite_errorcode & 0xFF not in _UNWRITABLE or self._has_log():
+                raise
+            # Even a reader creates files beside this one, except for a file that SQLite takes for unchangeable.
+            return self._opened(self.uri("ro") + "&immutable=1")
+
+    def _has_log(self) -> bool:
+        """Return True if there are transactions that are not in the file itself yet."""
+        log_file = self.path.with_name(f"{self.path.name}-wal")
+        with state_errors(log_file):
+            return log_file.exists() and log_file.stat().st_size > 0
+
+    def _opened(self, uri: str) -> sqlite3.Connection:
+        database = sqlite3.connect(uri, uri=True, isolation_level=None, timeout=10, check_same_thread=False)
         try:
             for name, value in self._all_pragmas().items():
                 database.execute(f"PRAGMA {name} = {value}")
@@ -165,6 +179,16 @@ class DatabaseFile:
     def uri(self, mode: Literal["ro", "rwc"]) -> str:
         """Return the URI of the file in a mode of SQLite."""
         return f"file:{urllib.parse.quote(str(self.path))}?mode={mode}"
+
+    def disk_problem(self) -> str:
+        """Return why nothing can be written beside the file, for error messages; empty if it can."""
+        with contextlib.suppress(OSError):
+            disk = os.statvfs(self.path.parent)
+            if disk.f_flag & os.ST_RDONLY:
+                return ": the filesystem is read-only: check the disk, and mount it for writing"
+            if not disk.f_bavail:
+                return ": no space left on the disk: free space"
+        return ""
 
     def search_damage(self) -> None:
         """Read the whole file by a connection that has nothing of it in memory.

@@ -15,6 +15,7 @@ from edge_client.agent.state import head_key
 from edge_client.cli import cli
 from edge_client.runtime.backbone import Backbone, open_backbone
 from edge_client.service.device import Device
+from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import Heads, InstalledHead, StoredLocalModel
 from edge_client.storage.trials import MAX_ENDS
 from edge_client.submission import head_installer
@@ -34,6 +35,7 @@ from tests.support.devices.round_factory import make_task, stored
 from tests.support.devices.worker_benches import CONSTANT, HeadBench, RoundsBench
 from tests.support.graphs.backbones import tiny_backbone
 from tests.support.graphs.hostile_backbones import always_fails, fails_on_white
+from tests.support.machine_faults import full_disk
 
 
 def _totals(evaluation: Evaluation) -> list[int]:
@@ -215,6 +217,25 @@ def test_a_backbone_that_fails_in_predict_gives_way_to_the_head_before(
     for _ in range(MAX_ENDS + 1):
         assert "the backbone fails" in predict("white")
     assert bench.store.get(Heads).installed != old
+
+
+@pytest.mark.parametrize("was_killed", [False, True])
+def test_predict_and_status_work_on_a_full_disk(
+    bench: HeadBench, tmp_path: Path, *, was_killed: bool
+) -> None:
+    """After a kill the database's log is not empty. The runs do not count."""
+    bench.install(bench.head(1, CONSTANT["cat"]))
+    image, state = tmp_path / "white.png", ["--state", str(bench.store.folder)]
+    Image.new("RGB", (8, 8), "white").save(image)
+    if not was_killed:
+        bench.store._database.close()
+    with full_disk(after_bytes=0):
+        for command in (["predict", str(image), "--provider", "cpu"], ["status"]):
+            result = CliRunner().invoke(cli, [*command, *state])
+            assert (result.exit_code, "%" in result.output) == (0, True), result.output
+    installed = DeviceState(bench.store.folder).get(Heads).installed
+    assert installed is not None
+    assert DeviceState(bench.store.folder).trials.ends(installed.key) == 0
 
 
 @pytest.mark.parametrize("max_epsilon", [None, 1.0])

@@ -1,5 +1,7 @@
 """SQLite files: committed changes stay, failed ones leave nothing, other versions are kept."""
 
+import os
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -7,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +18,7 @@ from protocol.errors import StateError
 from protocol.storage.database import Database
 from protocol.storage.database_file import DatabaseFile
 from protocol.storage.folder_lock import FolderLock
-from tests.support.machine_faults import full_disk, open_folder, read_only
+from tests.support.machine_faults import full_disk, not_root, open_folder, read_only
 
 FIRST = "CREATE TABLE facts (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;"
 SECOND = """
@@ -292,6 +295,40 @@ def test_full_disk_loses_nothing(tmp_path: Path) -> None:
 def test_unwritable_folder_is_named() -> None:
     with open_folder() as folder, read_only(folder), pytest.raises(StateError, match=r"state\.sqlite"):
         open_database(folder)
+
+
+def test_file_is_read_where_nothing_can_be_written() -> None:
+    """But not if its log has transactions that a reader without other files would miss."""
+    with open_folder() as folder:
+        folder.chmod(0o777)
+        closed, killed = folder / "closed", folder / "killed"
+        with not_root():
+            for each in (closed, killed):
+                each.mkdir()
+            database = open_database(closed)
+            put(database, "a")
+            for name in ("state.sqlite", "state.sqlite-wal"):
+                shutil.copy(closed / name, killed)
+            database.close()
+        with read_only(closed):
+            assert keys(open_database(closed, read_only=True)) == ["a"]
+            with pytest.raises(StateError, match=r"readonly|unable to open"):
+                open_database(closed)
+        with read_only(killed), pytest.raises(StateError, match=r"readonly|unable to open"):
+            open_database(killed, read_only=True)
+
+
+@pytest.mark.parametrize(
+    ("flags", "free", "cause"),
+    [(os.ST_RDONLY, 9, "the filesystem is read-only"), (0, 0, "no space left on the disk")],
+)
+def test_error_names_what_is_wrong_with_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: int, free: int, cause: str
+) -> None:
+    (tmp_path / "state.sqlite").mkdir()
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=flags, f_bavail=free))
+    with pytest.raises(StateError, match=f"unable to open database file: {cause}"):
+        open_database(tmp_path)
 
 
 def test_log_file_shrinks_after_a_large_transaction(tmp_path: Path) -> None:
