@@ -13,7 +13,6 @@ from aggregator.ingest import intake_status
 from aggregator.security.key_rotation import key_certificates, root_of
 from aggregator.status import model
 from aggregator.storage.device_keys import counts, refusal_reason
-from aggregator.storage.elapsed_clock import ElapsedClock
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import (
@@ -26,6 +25,7 @@ from aggregator.storage.stored_values import (
 from aggregator.storage.submissions import SubmissionRecord
 from protocol.statistics.balanced_accuracy import balanced_accuracy
 from protocol.storage.blobstore import file_digest
+from protocol.storage.elapsed_clock import ElapsedClock
 from protocol.wire.messages import Evaluation, Reason
 from protocol.wire.presence import Duplicate
 

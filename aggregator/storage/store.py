@@ -8,7 +8,6 @@ from pathlib import Path
 from aggregator.coordination.round_state import DeviceDecisions, Entry, State
 from aggregator.storage.device_keys import DeviceKeys
 from aggregator.storage.devices import REVOKED, Devices, Quarantine, Refusals
-from aggregator.storage.elapsed_clock import ElapsedClock
 from aggregator.storage.forgotten_devices import ForgottenDevices
 from aggregator.storage.heads import Evaluations, Heads, OperatorCommands
 from aggregator.storage.stored_values import FailedTraining, PendingHead, ServedTask
@@ -17,6 +16,7 @@ from protocol.errors import StateError
 from protocol.storage.blobstore import BlobStore, delete_temporary_files, state_errors
 from protocol.storage.database import Database
 from protocol.storage.database_file import DatabaseFile
+from protocol.storage.elapsed_clock import ElapsedClock
 from protocol.storage.facts import Facts
 from protocol.storage.folder_lock import FolderLock
 from protocol.storage.state_folder import database_of, make_state_folder

@@ -77,7 +77,7 @@ class SubmissionBuilt(Occurrence, frozen=True):
     """A submission, or why there is none.
 
     `may_pass` if the next round, the next task or more images may succeed; `no_images` if the device has none;
-    `retries` if the same build may succeed later.
+    `retries` if the same build may succeed, or have more images, later.
     """
 
     task: bytes

@@ -130,7 +130,7 @@ class State:
         task: digest of the current task; None before the first one.
         task_confirmed: the broker has delivered a task, so it is not only the stored one.
         images_changed: images changed since the last build began.
-        failures: builds in a row that failed and are tried again.
+        failures: builds in a row that failed, or lacked images, and are tried again.
         retry_at_s: time of the next one; infinite if there is none.
         no_images: the device had no images at the last build: it uploads nothing, and receives heads.
         received_submission: the task's submission that the aggregator has received.

@@ -30,7 +30,9 @@ def status_command(*, fleet: str, state: Path | None, as_json: bool) -> None:
     say(f"task       {(summary['task'] or 'none')[:12]}")
     say(f"provider   {summary['runtime'] or 'none'}")
     for entry in report["classes"]:
-        pending = f"; {entry['waiting']} waiting for {entry['more_needed']} more" if entry["waiting"] else ""
+        wanted = [f"{entry['missing']} missing"] if entry["missing"] else []
+        wanted += [f"{entry['more_needed']} more"] if entry["more_needed"] or not wanted else []
+        pending = f"; {entry['waiting']} waiting for {' and '.join(wanted)}" if entry["waiting"] else ""
         say(
             f"class      {entry['name']}: {counted(entry['images'], 'image')}, {entry['held_out']} held out, "
             f"{counted(len(entry['counts']), report['form'])}{pending}"

@@ -48,6 +48,8 @@ class Extraction:
     """Images whose features were in the cache."""
     refused: tuple[tuple[Path, str], ...]
     """Unusable images with reasons, in order of their paths."""
+    may_pass: bool = False
+    """True if some of these may be usable later, although their files do not change."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,7 @@ def extract(  # noqa: PLR0913 - features depend on nine things
     tag, change = alter or (ISOLATED if isolate else "", None)
     refused: dict[Path, str] = {}
     computed = cached = 0
+    may_pass = False
     for sha256 in backbones:
         rest = [image for image in images if image.path not in refused]
         todo, useless = _missing(rest, sha256 + tag, cache)
@@ -134,10 +137,12 @@ def extract(  # noqa: PLR0913 - features depend on nine things
                 refused |= useless
                 computed += len(batch) - len(useless)
                 on_progress(0, len(batch))
-                if not all(isinstance(made, Refusal) and made.may_pass for _, made in batch):
+                passing = [isinstance(made, Refusal) and made.may_pass for _, made in batch]
+                may_pass |= any(passing)
+                if not all(passing):
                     on_stored()
         release_memory()
-    return Extraction(computed=computed, cached=cached, refused=tuple(sorted(refused.items())))
+    return Extraction(computed, cached, refused=tuple(sorted(refused.items())), may_pass=may_pass)
 
 
 def _missing(

@@ -20,6 +20,9 @@ has an image of the merged group, so that all of its images count. A group that 
 just being formed, whose own weight is sufficient for the task. It adds its weight if its images were released to no
 task that asks for more than that own weight: to one that does, they are in no other group, as before.
 
+A group that awaits missing images (`Partition.awaited`) takes part in nothing: it is not released, and no group is
+formed of what is left of it.
+
 The law is about linear combinations. A backbone that an attacker has designed can put single images into places of
 their own in the features, which no averaging hides: `docs/privacy.md`.
 """
@@ -50,7 +53,7 @@ def regroup(
     may be in another class, or return.
 
     Args:
-        partition: all groups of the device.
+        partition: all groups of the device, with the images that are awaited.
         present: the class's images that are not held out.
         new: the images to group, without outliers.
         batch_size: images in a prototype, B.
@@ -64,7 +67,7 @@ def regroup(
     items += [Group(frozenset({new[at]}), 1) for at in rng.permutation(len(new))]
     formed: list[Group] = []
     weight = _weight(items)
-    is_released = any(group.weight >= min_images for group in whole.values())
+    is_released = _is_released(partition, present, min_images)
     if weight >= batch_size or (weight >= min_images and not is_released):
         formed = [_union(dealt) for dealt in _deal(items, size=batch_size)]
         lost = [
@@ -82,7 +85,7 @@ def more_needed(
     groups = partition.touching(present).values()
     weight = sum(key not in partition.number_of for key in new)
     weight += _weight(_left(group, present) for group in groups if not group.images <= present)
-    is_released = bool(partition.released(present, min_images=min_images))
+    is_released = _is_released(partition, present, min_images)
     return max(0, (batch_size if is_released else min_images) - weight)
 
 
@@ -98,6 +101,12 @@ def pack(groups: Iterable[frozenset[Key]], *, batch_size: int) -> list[frozenset
         last = packed.pop()
         packed[-1] |= last
     return packed
+
+
+def _is_released(partition: Partition, present: frozenset[Key], min_images: int) -> bool:
+    """Return whether something of a class is released, or will be when the missing images are back."""
+    awaiting = any(group.weight >= min_images for group in partition.awaiting(present))
+    return awaiting or bool(partition.released(present, min_images=min_images))
 
 
 def _merge_small(

@@ -9,6 +9,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 
 import msgspec
@@ -31,6 +32,7 @@ from protocol.log import event
 from protocol.storage.blobstore import BlobStore, delete_temporary_files
 from protocol.storage.database import Database
 from protocol.storage.database_file import DatabaseFile
+from protocol.storage.elapsed_clock import ElapsedClock
 from protocol.storage.facts import Fact, Facts
 from protocol.storage.folder_lock import FolderLock
 from protocol.storage.state_folder import database_of, make_state_folder
@@ -68,6 +70,8 @@ CREATE TABLE image_groups (
     number INTEGER PRIMARY KEY, weight INTEGER NOT NULL, is_unmixed INTEGER NOT NULL,
     largest_min_images INTEGER NOT NULL
 ) STRICT;
+-- When images of groups of which others are there were found missing (elapsed seconds).
+CREATE TABLE missing_images (image BLOB PRIMARY KEY, since_s REAL NOT NULL) STRICT, WITHOUT ROWID;
 -- Starts of what a task or a head ships, by its digest, since it last worked; `place` orders them by the newest start.
 CREATE TABLE trials (digest BLOB PRIMARY KEY, starts INTEGER NOT NULL, place INTEGER NOT NULL) STRICT;
 """
@@ -133,6 +137,11 @@ class DeviceState:
         self.image_groups = ImageGroupRecord(self._database)
         self.outbox = Outbox(self._database, limit_bytes=outbox_bytes)
         self.trials = Trials(self._database)
+
+    @cached_property
+    def clock(self) -> ElapsedClock:
+        """Elapsed time, of which the first use stores a reading."""
+        return ElapsedClock(self._facts, read_only=self._read_only)
 
     def get(self, kind: type[Fact]) -> Fact:
         """Return the stored fact of a type, or its default."""

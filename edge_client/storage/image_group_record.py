@@ -9,6 +9,9 @@ from protocol.storage.database import Database
 Key = bytes
 """An image's: a digest of its file."""
 
+AWAIT_S = 24 * 3600.0
+"""How long missing images are awaited: they return when a folder has been copied again, or a disk works again."""
+
 
 @dataclass(frozen=True)
 class Group:
@@ -28,16 +31,33 @@ class Partition:
     """All groups of a device by their numbers."""
 
     groups: Mapping[int, Group] = field(default_factory=dict)
+    missing_since_s: Mapping[Key, float] = field(default_factory=dict)
+    """When images of groups of which others are there were found missing (elapsed seconds)."""
+    awaited: frozenset[Key] = field(default=frozenset(), compare=False)
+    """Images that are missing for less than AWAIT_S: their groups stay as they are, and are not released."""
 
     @cached_property
     def number_of(self) -> Mapping[Key, int]:
         """The number of each image's group."""
         return {key: number for number, group in self.groups.items() for key in group.images}
 
+    def after_scan(self, found: frozenset[Key], *, now_s: float) -> "Partition":
+        """Return the partition that awaits the missing images; `found` are those of all classes."""
+        missing = frozenset().union(*(group.images for group in self._touching(found).values())) - found
+        since_s = {key: self.missing_since_s.get(key, now_s) for key in missing}
+        awaited = frozenset(key for key in missing if now_s - since_s[key] < AWAIT_S)
+        return replace(self, missing_since_s=since_s, awaited=awaited)
+
     def touching(self, present: Collection[Key]) -> dict[int, Group]:
-        """Return the groups that some of these images are in."""
-        numbers = {self.number_of[key] for key in present if key in self.number_of}
-        return {number: self.groups[number] for number in sorted(numbers)}
+        """Return the groups that some of these images are in, without those that await an image."""
+        groups = self._touching(present).items()
+        return {number: group for number, group in groups if self.awaited.isdisjoint(group.images)}
+
+    def awaiting(self, present: Collection[Key]) -> list[Group]:
+        """Return the groups that some of these images are in, and that await others."""
+        return [
+            group for group in self._touching(present).values() if not self.awaited.isdisjoint(group.images)
+        ]
 
     def released(self, present: frozenset[Key], *, min_images: int) -> list[frozenset[Key]]:
         """Return the groups of a class with these images that may be in a prototype."""
@@ -50,6 +70,10 @@ class Partition:
             for number, group in self._released(present, min_images).items()
         }
         return replace(self, groups={**self.groups, **noted}) if noted else self
+
+    def _touching(self, present: Collection[Key]) -> dict[int, Group]:
+        numbers = {self.number_of[key] for key in present if key in self.number_of}
+        return {number: self.groups[number] for number in sorted(numbers)}
 
     def _released(self, present: frozenset[Key], min_images: int) -> dict[int, Group]:
         groups = self.touching(present).items()
@@ -77,7 +101,8 @@ class ImageGroupRecord:
                 "SELECT number, weight, is_unmixed, largest_min_images FROM image_groups"
             )
         }
-        return Partition(groups)
+        missing = dict(self._database.read("SELECT image, since_s FROM missing_images"))
+        return Partition(groups, missing)
 
     def write(self, before: Partition, after: Partition) -> None:
         """Replace `before`, which is recorded, by `after`, all or nothing.
@@ -100,3 +125,8 @@ class ImageGroupRecord:
             ]
             database.executemany("INSERT OR REPLACE INTO image_groups VALUES (?, ?, ?, ?)", values)
             database.executemany("INSERT OR REPLACE INTO grouped_images VALUES (?, ?)", rows)
+            if after.missing_since_s != before.missing_since_s:
+                database.execute("DELETE FROM missing_images")
+                database.executemany(
+                    "INSERT INTO missing_images VALUES (?, ?)", after.missing_since_s.items()
+                )

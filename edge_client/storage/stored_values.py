@@ -100,7 +100,8 @@ class ClassReport(msgspec.Struct, frozen=True):
     """The prototypes of one class in a submission, with the images in each of them (`counts`).
 
     `images` includes those held out; `waiting` images are new, or left of prototypes that lost an image, and are
-    included once there are at least `more_needed` new ones beside them.
+    included once there are at least `more_needed` new ones beside them, or the `missing` images of these prototypes
+    have returned.
     """
 
     name: str
@@ -109,6 +110,7 @@ class ClassReport(msgspec.Struct, frozen=True):
     counts: tuple[int, ...]
     waiting: int = 0
     more_needed: int = 0
+    missing: int = 0
 
     @property
     def left_out(self) -> bool:

@@ -62,6 +62,7 @@ class SubmissionBuilder:
             StateError: the disk fails.
         """
         number = None if build.round is None else build.round.number
+        self._workspace.is_incomplete = False
         try:
             check_task(build.manifest, max_epsilon=self._workspace.settings.max_epsilon)
             item = None
@@ -81,10 +82,11 @@ class SubmissionBuilder:
                 number,
                 plain(str(error)),
                 may_pass=isinstance(error, _MAY_PASS),
-                retries=isinstance(error, PrivacyFailed),
+                retries=isinstance(error, PrivacyFailed)
+                or (isinstance(error, NoPrototype) and self._workspace.is_incomplete),
                 no_images=isinstance(error, NoImages),
             )
-        return SubmissionBuilt(build.task, item, number)
+        return SubmissionBuilt(build.task, item, number, retries=self._workspace.is_incomplete)
 
     def _prepare(self, build: BuildSubmission, should_stop: Callable[[], bool]) -> PreparedSubmission:
         task, manifest = build.task, build.manifest
@@ -112,6 +114,7 @@ class SubmissionBuilder:
         if self._show is not None:
             sequence = int(time.time())  # every sequence number of today takes the same number of bytes
         elif last is not None and (last.task, last.about) == (build.task, about) and not build.above:
+            self._store.set(prepared.report(last.size_bytes))
             return last
         else:
             sequence = self._store.next_number(SubmissionSequence, above=build.above)
@@ -164,7 +167,10 @@ class SubmissionBuilder:
             if entry.waiting:
                 # A group of fewer images would reveal single ones.
                 text = "images not included yet, too few for a prototype"
-                warn(text, name=entry.name, waiting=entry.waiting, more_needed=entry.more_needed)
+                if entry.missing:
+                    text = "images not included yet, others of their prototypes are missing: restore these"
+                more, missing = entry.more_needed, entry.missing or None
+                warn(text, name=entry.name, waiting=entry.waiting, more_needed=more, missing=missing)
         for name in manifest.classes:
             if name not in used and is_folder(data / name):
                 warn("no usable image", folder=data / name)

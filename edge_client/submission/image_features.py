@@ -68,6 +68,8 @@ class Workspace:
     """Runs backbones under differential privacy."""
     on_stored: Callable[[], None] = field(default_factory=lambda: _do_nothing, init=False)
     """Called when results are on disk, which `run_task` counts as progress."""
+    is_incomplete: bool = field(default=False, init=False)
+    """True if a later build may use images that the last one could not, although no file changes."""
     _left_out: LeftOut = field(default_factory=LeftOut, init=False)
     _backbones: dict[tuple[str, Provider], Backbone] = field(default_factory=dict, init=False)
 
@@ -192,6 +194,8 @@ class Workspace:
                     isolate=self.isolate if is_private(manifest) else None,
                 )
                 unusable += extraction.refused
+                # Under differential privacy each build is charged, and which images fail must not be seen.
+                self.is_incomplete |= extraction.may_pass and not is_private(manifest)
         if should_stop():  # a run that was ended for it may have passed for an image's failure
             raise Interrupted("extraction was interrupted; what was computed is stored")
         useless = {path for path, _ in unusable}

@@ -24,7 +24,9 @@ class ReleasedImages:
     waiting: int
     """Training images that wait until they are enough for a group; 0 if no image of the class was ever in one."""
     more_needed: int
-    """New images that these need at least, beside the ones that there are; 0 if none waits."""
+    """New images that these need at least, beside the ones that there are; 0 if none waits for new images."""
+    missing: int
+    """Images that are awaited, because others of their groups are waiting."""
 
 
 def group_images(workspace: Workspace, task: TaskManifest, found: FoundImages) -> list[ReleasedImages]:
@@ -36,15 +38,12 @@ def group_images(workspace: Workspace, task: TaskManifest, found: FoundImages) -
         ProtofleetError: a feature is not finite.
         StateError: the disk fails.
     """
-    before = partition = workspace.store.image_groups.read()
+    by_label = _by_label(workspace, task, found)
+    before, clock = workspace.store.image_groups.read(), workspace.store.clock
+    partition = before.after_scan(frozenset().union(*by_label), now_s=clock.now_s())
+    workspace.is_incomplete |= bool(partition.awaited)
     released: list[ReleasedImages] = []
-    taken: set[Key] = set()
-    for label in range(len(task.classes)):
-        training = found.for_training(label)
-        keys = workspace.content_keys(training)
-        by_key = {keys[image.identity]: image for image in reversed(training) if image.identity in keys}
-        by_key = {key: image for key, image in by_key.items() if key not in taken}
-        taken |= by_key.keys()
+    for label, by_key in enumerate(by_label):
         partition, new, more = _regroup(workspace, task, label, by_key, partition)
         groups = partition.released(frozenset(by_key), min_images=task.min_images)
         partition = partition.after_release(frozenset(by_key), min_images=task.min_images)
@@ -55,17 +54,34 @@ def group_images(workspace: Workspace, task: TaskManifest, found: FoundImages) -
         was_grouped = any(key in partition.number_of for key in by_key)
         waiting = sum(key in new or key in partition.number_of for key in by_key) - len(members)
         waiting = waiting if was_grouped else 0
+        awaiting = frozenset[Key]().union(*(group.images for group in partition.awaiting(by_key)))
         released.append(
             ReleasedImages(
                 tuple(image for image, _ in members),
                 tuple(number for _, number in members),
                 waiting,
-                more if waiting else 0,
+                more if waiting > len(awaiting & by_key.keys()) else 0,
+                len(awaiting & partition.awaited),
             )
         )
     if not workspace.dry_run:
         workspace.store.image_groups.write(before, partition)
+        clock.keep()
     return released
+
+
+def _by_label(workspace: Workspace, task: TaskManifest, found: FoundImages) -> list[dict[Key, LabeledImage]]:
+    """Return the training images of each class by their keys; an image is in the first of its classes."""
+    keys = workspace.content_keys(found.for_training())
+    by_label: list[dict[Key, LabeledImage]] = []
+    taken: set[Key] = set()
+    for label in range(len(task.classes)):
+        training = found.for_training(label)
+        by_key = {keys[image.identity]: image for image in reversed(training) if image.identity in keys}
+        by_label.append({key: image for key, image in by_key.items() if key not in taken})
+        taken |= by_key.keys()
+    workspace.is_incomplete |= any(image.identity not in keys for image in found.for_training())
+    return by_label
 
 
 def _regroup(

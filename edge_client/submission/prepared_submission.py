@@ -119,6 +119,7 @@ def class_reports(
             tuple(map(int, sizes)),
             each.waiting,
             each.more_needed,
+            each.missing,
         )
         for label, (name, each, sizes) in enumerate(zip(task.classes, released, counts, strict=True))
         if (members := found.of_class(label))

@@ -1,6 +1,6 @@
 """An elapsed clock that a test moves."""
 
-from aggregator.storage.elapsed_clock import ElapsedClock
+from protocol.storage.elapsed_clock import ElapsedClock
 
 
 class FakeClock(ElapsedClock):

@@ -28,13 +28,14 @@ def test_the_attacker_finds_what_there_is() -> None:
 
 @dataclass(frozen=True)
 class Upload:
-    """One submission: the settings of its task, the images that there are, and those that no filter leaves out."""
+    """One submission: its task, the images that there are, those that no filter removes, hours since the last."""
 
     batch_size: int
     min_images: int
     present: Sequence[Images]
     kept: Images
     seed: int
+    hours: float = 25.0
 
 
 @dataclass
@@ -43,8 +44,11 @@ class FakeDevice:
 
     partition: Partition = field(default_factory=Partition)
     sums: list[tuple[int, Images]] = field(default_factory=list)
+    now_s: float = 0.0
 
     def upload(self, upload: Upload) -> None:
+        self.now_s += upload.hours * 3600
+        self.partition = self.partition.after_scan(frozenset().union(*upload.present), now_s=self.now_s)
         for present in upload.present:
             new = sorted(key for key in present & upload.kept if key not in self.partition.number_of)
             self.partition = regroup(
@@ -79,6 +83,7 @@ def uploads(draw: st.DrawFn) -> Upload:
         present=(present - second, present & second),
         kept=draw(some_images),
         seed=draw(st.integers(0, 3)),
+        hours=draw(st.sampled_from([25.0, 10.0, 0.1])),
     )
 
 
@@ -133,6 +138,39 @@ def test_min_images_that_falls_and_rises_reveals_no_smaller_sum(sequence: list[U
         device.upload(upload)
     for least in {upload.min_images for upload in sequence}:
         assert _fewest(device, least) == least
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.frozensets(st.sampled_from(IMAGES)), st.integers(2, 5)), max_size=6))
+def test_images_that_are_missing_for_a_moment_are_released_as_before(
+    moments: list[tuple[Images, int]],
+) -> None:
+    """A folder is emptied and copied back piece by piece, or a disk fails again and again, while tasks change."""
+    device = FakeDevice()
+    device.upload(_upload(range(18), 2, size=5))
+    groups = device.partition.groups
+    for present, batch_size in moments:
+        device.upload(Upload(batch_size, 2, (present,), present, seed=1, hours=3))
+    device.upload(_upload(range(18), 2, size=5))
+    assert device.partition.groups == groups
+    assert sum(map(len, device.partition.released(frozenset(IMAGES), min_images=2))) == 18
+
+
+def test_missing_images_are_awaited_for_a_day() -> None:
+    """Then what is left of their groups joins new images. No day begins where a class is gone as a whole."""
+    device = FakeDevice()
+
+    def upload(images: Iterable[bytes]) -> int:
+        present = frozenset(images)
+        device.upload(Upload(5, 2, (present,), present, seed=0, hours=13))
+        return sum(map(len, device.partition.released(present, min_images=2)))
+
+    everything, rest = ALL[:10], ALL[1:10]
+    assert [upload(images) for images in (everything, rest, everything, rest, ())] == [10, 5, 10, 5, 0]
+    # New images form groups of their own meanwhile, of the usual size.
+    one_of_each = [min(group.images) for group in device.partition.groups.values()]
+    assert upload([*one_of_each, *ALL[10:13]]) == 0
+    assert [upload(ALL[1:count]) for count in (10, 15, 20)] == [5, 10, 19]
 
 
 def _regroup(partition: Partition, present: Iterable[bytes], *, least: int = 2, size: int = 5) -> Partition:

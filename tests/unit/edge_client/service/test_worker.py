@@ -1,22 +1,36 @@
 """Worker: builds with unusable images and classes, and jobs that are outdated or interrupted."""
 
+import errno
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from numpy.typing import NDArray
+from PIL import Image
 
 from edge_client.agent import events
+from edge_client.cli.status import status_command
+from edge_client.data.images import decode
 from edge_client.runtime.backbone import Backbone
 from edge_client.storage.stored_values import Heads, LeftOut, SubmissionReport
 from edge_client.submission.image_features import FoundImages
+from protocol.errors import UnreadableImage
 from protocol.wire.codec import encode
-from tests.support.devices.device_factory import image_file, make_manifest, run_jobs, tiny, write_images
+from tests.support.devices.device_factory import (
+    image_file,
+    make_manifest,
+    noise,
+    run_jobs,
+    tiny,
+    write_images,
+)
 from tests.support.devices.round_factory import TASK as ROUNDS_TASK
-from tests.support.devices.round_factory import look_at, open_round, take_images
+from tests.support.devices.round_factory import look_at, open_round, stored, take_images
 from tests.support.devices.worker_benches import CONSTANT, HeadBench, RoundsBench
+from tests.support.graphs.backbones import tiny_backbone
 
 
 def test_unknown_folders_do_not_stop_uploads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -60,6 +74,53 @@ def test_an_image_that_is_missing_for_one_scan_is_not_deleted(tmp_path: Path) ->
     assert [check() for _ in range(3)] == [0, 1, 1]
     image_file(image)
     assert check() == 2
+
+
+def test_images_that_cannot_be_read_for_a_moment_are_released_as_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A task with another backbone comes while a disk fails: the build is repeated, and status says what is missing."""
+    bench = HeadBench(tmp_path)
+    before = bench.store.get(SubmissionReport).classes
+    other = stored(bench.store.blobs, tiny_backbone(seed=5), "other")
+    manifest = make_manifest(backbones=(other,))
+    bench.worker.task = task = bench.store.blobs.put(encode(manifest))
+    workspace = bench.worker._workspace
+    cats = [image for image in workspace.find_images(manifest) if image.label == 0]
+    keys, groups = workspace.content_keys(cats), bench.store.image_groups.read().number_of
+    failing = {groups[key]: image.path for image in cats if (key := keys[image.identity]) in groups}
+    assert len(failing) == 2, "one image of each prototype"
+
+    def decode_or_fail(path: Path) -> Image.Image:
+        if path in failing.values():
+            raise UnreadableImage(f"{path}: Input/output error") from OSError(errno.EIO, "Input/output error")
+        return decode(path)
+
+    def build() -> tuple[bool, SubmissionReport]:
+        bench.worker._build(events.BuildSubmission(task, manifest))
+        built = bench.emitted.pop()
+        assert isinstance(built, events.SubmissionBuilt)
+        return built.retries, bench.store.get(SubmissionReport)
+
+    monkeypatch.setattr("edge_client.data.extraction.decode", decode_or_fail)
+    retries, report = build()
+    assert (retries, [entry.counts for entry in report.classes]) == (True, [(), (5, 5)])
+    status = CliRunner().invoke(status_command, ["--state", str(bench.store.folder)]).output
+    assert "cat: 18 images, 10 held out, 0 prototypes; 8 waiting for 2 missing\n" in status
+    failing.clear()
+    retries, report = build()
+    assert (retries, report.classes) == (False, before)
+
+
+def test_the_report_is_renewed_if_the_submission_is_the_same(tmp_path: Path) -> None:
+    """`edge-client status` shows how many new images wait, which an equal submission does not have."""
+    bench = HeadBench(tmp_path)
+    for number in range(3):
+        image_file(tmp_path / "data/cat" / f"new-{number}.png", noise(seed=number))
+    before = bench.store.outbox.newest_submission()
+    bench.worker._build(events.BuildSubmission(bench.task, bench.manifest))
+    assert bench.store.outbox.newest_submission() == before
+    assert bench.store.get(SubmissionReport).classes[0].images == 23
 
 
 @pytest.mark.parametrize("classes", [("cat",), ("cat", "cow"), ("cow", "cat", "dog"), ("cow",)])

@@ -27,6 +27,7 @@ from protocol.wire.messages import BlobRef, Program, RoundManifest, Submission, 
 from tests.support.devices.device_factory import CLASSES, TINY, make_manifest, make_workspace, write_images
 from tests.support.devices.linear_attacker import fewest_images
 from tests.support.devices.round_factory import put_contents
+from tests.support.simulation.clocks import FakeClock
 from tests.unit.edge_client.submission.test_min_images import SIZE, class_means_of_features
 
 if TYPE_CHECKING:
@@ -44,10 +45,12 @@ class Victim:
 
     def __init__(self, folder: Path) -> None:
         self.workspace = make_workspace(folder)
+        self.workspace.store.clock = self.clock = FakeClock()
         self.sums: list[NDArray[np.bool_]] = []
 
     def upload(self, numbers: Iterable[int], **task: Any) -> None:
-        """Release images of one class, if the task can be uploaded to."""
+        """Release images of one class, a day later, if the task can be uploaded to."""
+        self.clock.elapsed_s += 25 * 3600
         manifest = make_manifest(**task)
         images = [LabeledImage(Path(), f"cat/{number:02}", 0, size_bytes=1, mtime_ns=1) for number in numbers]
         (key,) = training_feature_keys(manifest)
@@ -127,6 +130,7 @@ class Folder:
     def __init__(self, folder: Path, *, images: int = 12, holdout: float = 0.0) -> None:
         self.data = write_images(folder / "data", count=images)
         self.workspace = make_workspace(folder, holdout=holdout)
+        self.workspace.store.clock = self.clock = FakeClock()
 
     def upload(self, **task: Any) -> PreparedSubmission:
         manifest = make_manifest(**task)
@@ -174,7 +178,7 @@ def test_few_new_images_wait_and_enough_count(tmp_path: Path) -> None:
 
 
 def test_a_removed_image_takes_its_prototype_with_it(tmp_path: Path) -> None:
-    """The others stay as they were; its other images wait for new ones."""
+    """The others stay as they were; its other images wait for it, and after a day for new ones."""
     device = Folder(tmp_path)
     first = device.upload()
     (device.data / CLASSES[0] / "0003.png").unlink()
@@ -184,7 +188,11 @@ def test_a_removed_image_takes_its_prototype_with_it(tmp_path: Path) -> None:
     assert left < rows
     assert len(rows - left) == 1
     assert second.classes[0].waiting == 11 - sum(second.classes[0].counts)
-    assert second.classes[0].more_needed == 4
+    assert (second.classes[0].more_needed, second.classes[0].missing) == (0, 1)
+    device.clock.elapsed_s += 25 * 3600
+    third = device.upload().classes[0]
+    assert third.counts == second.classes[0].counts
+    assert (third.waiting, third.more_needed, third.missing) == (second.classes[0].waiting, 4, 0)
     device.add(4)
     assert sum(device.upload().classes[0].counts) == 15
 

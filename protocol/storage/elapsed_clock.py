@@ -69,7 +69,7 @@ class ElapsedClock:
         return self._reading.elapsed_s + max(0.0, boot_s - self._reading.boot_s)
 
     def keep(self) -> None:
-        """Store a reading from time to time; the running aggregator calls it. Raises StateError."""
+        """Store a reading if the last one is KEEP_S old; running programs call it. Raises StateError."""
         now_s = self.now_s()
         if now_s < self._kept_s + KEEP_S:
             return

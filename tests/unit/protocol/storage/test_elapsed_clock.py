@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aggregator.storage.elapsed_clock import KEEP_S, ElapsedClock, machine_time
+from protocol.storage.elapsed_clock import KEEP_S, ElapsedClock, machine_time
 from protocol.storage.facts import Fact, Facts
 
 
