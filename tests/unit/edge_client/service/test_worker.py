@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from edge_client.agent import events
-from edge_client.cli.status import status_command
+from edge_client.cli import cli
 from edge_client.data.images import decode
 from edge_client.runtime.backbone import Backbone
 from edge_client.storage.stored_values import Heads, LeftOut, SubmissionReport
@@ -105,7 +105,7 @@ def test_images_that_cannot_be_read_for_a_moment_are_released_as_before(
     monkeypatch.setattr("edge_client.data.extraction.decode", decode_or_fail)
     retries, report = build()
     assert (retries, [entry.counts for entry in report.classes]) == (True, [(), (5, 5)])
-    status = CliRunner().invoke(status_command, ["--state", str(bench.store.folder)]).output
+    status = CliRunner().invoke(cli, ["status", "--state", str(bench.store.folder)]).output
     assert "cat: 18 images, 10 held out, 0 prototypes; 8 waiting for 2 missing\n" in status
     failing.clear()
     retries, report = build()
