@@ -13,7 +13,7 @@ from sklearn.datasets import load_digits
 from benchmarks.data.features import BACKBONES, Features
 from protocol.storage.blobstore import file_digest
 
-FEATURES = 16
+FEATURES = 12
 
 
 def domain(seed: int, *, classes: int, images: int) -> Features:

@@ -19,7 +19,10 @@ from benchmarks.data.images import DIGITS, PACS
 from tests.benchmarks.feature_factory import FEATURES, domain, fill_cache
 from tests.support.graphs.exported_graphs import exported
 
-CLASSES = 10
+CLASSES = 4
+PROJECTION = 8
+FEDPCL = FedPCL(rounds=4, projection_size=PROJECTION, tau=0.1, learning_rate=1e-2)
+"""With the graphs of tests/unit/aggregator/graphs, as FedProto of 8 values."""
 
 
 @pytest.fixture(autouse=True)
@@ -35,10 +38,10 @@ def fleet() -> list[Client]:
 
 def test_fedpcl_in_process(fleet: list[Client]) -> None:
     """Accuracy rises, the seed decides, and a submission is its float16 prototypes and 600 bytes."""
-    first, again = (run_rounds(FedPCL(rounds=4), fleet, classes=CLASSES, seed=1) for _ in range(2))
+    first, again = (run_rounds(FEDPCL, fleet, classes=CLASSES, seed=0) for _ in range(2))
     assert first.accuracies.min() > 0.7
     assert first.accuracies.tolist() == again.accuracies.tolist()
-    prototypes = CLASSES * 256 * 2
+    prototypes = CLASSES * PROJECTION * 2
     assert prototypes < first.up_bytes.min()
     assert first.up_bytes.max() <= prototypes + 600
     sets = (len(fleet) + 1) * prototypes
@@ -64,7 +67,7 @@ def test_devices_of_few_classes_have_another_accuracy_over_all_classes() -> None
                 weights=asked / asked.sum(),
             )
         )
-    outcome = run_rounds(FedPCL(rounds=4), clients, classes=CLASSES, seed=1)
+    outcome = run_rounds(FEDPCL, clients, classes=CLASSES, seed=0)
     assert outcome.accuracies.mean() > 0.9
     assert 0.3 < outcome.balanced.mean() < 0.9
     assert (outcome.reported <= outcome.balanced).all()
@@ -75,16 +78,17 @@ def test_fpl_in_process(fleet: list[Client]) -> None:
     """Devices have one model at the end that suits all of them; they upload its change and the prototypes."""
     outcome = run_rounds(FPL(rounds=4), fleet, classes=CLASSES, seed=0)
     assert outcome.accuracies.min() > 0.7
-    values = 256 * 17 + CLASSES * 257 + CLASSES * 256
+    values = 256 * (FEATURES + 1) + CLASSES * 257 + CLASSES * 256
     assert 2 * values < outcome.up_bytes.min() <= outcome.up_bytes.max() < 2 * values + 1000
 
 
 def test_fedproto_in_process(fleet: list[Client]) -> None:
     """Devices with models of their own learn, and upload prototypes only."""
-    settings = FedProto(rounds=4, projection_size=32, learning_rate=0.1)
+    settings = FedProto(rounds=4, projection_size=PROJECTION)
     outcome = run_rounds(settings, fleet, classes=CLASSES, seed=0)
     assert outcome.accuracies.min() > 0.7
-    assert 10 * 32 * 2 < outcome.up_bytes.min() <= outcome.up_bytes.max() < 10 * 32 * 2 + 600
+    prototypes = CLASSES * PROJECTION * 2
+    assert prototypes < outcome.up_bytes.min() <= outcome.up_bytes.max() < prototypes + 600
 
 
 def test_hierarchical_in_process(fleet: list[Client]) -> None:
