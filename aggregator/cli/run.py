@@ -63,7 +63,7 @@ def run_command(
     from aggregator.security.identity import aggregator_access, restore_access
     from aggregator.service.aggregator import Aggregator, Event
     from aggregator.storage.store import Store
-    from aggregator.tasks.task_preparation import prepare_task
+    from aggregator.tasks.task_preparation import prepare_task, task_to_serve
     from protocol.mqtt.tls import NO_AUTHENTICATION, parse_broker, warnings
 
     access = read_access(**access_given)
@@ -84,5 +84,5 @@ def run_command(
             embedded.start()
             cleanup.callback(embedded.stop)
         while True:  # until interrupted
-            Aggregator(prepared, store, broker=address, access=access, events=events).run()
-            prepared = prepare_task(task_file, backbones, store=store)
+            served = task_to_serve(prepared, store)
+            Aggregator(served, store, broker=address, access=access, events=events).run()

@@ -153,11 +153,15 @@ class Receiver:
             self._check_s = now_s + CHECK_S
             self._store.database.check()
 
+    def check_writable(self, size_bytes: int) -> None:
+        """Raise StateError unless there is room for so many bytes, at most an upload's, also in the database."""
+        self._chunks.check_writable(min(size_bytes, self._max_bytes, MAX_TRIAL_BYTES))
+        self._store.database.check_writable()
+
     def _resume(self) -> bool:
         self._trial_s = time.monotonic() + TRIAL_S
         try:
-            self._chunks.check_writable(min(self._max_bytes, MAX_TRIAL_BYTES))
-            self._store.database.check_writable()
+            self.check_writable(self._max_bytes)
             self._store.database.check()
             self._reassembly = self._load()
         except StateError as error:

@@ -104,7 +104,7 @@ class Aggregator:
         )
 
     def run(self) -> None:
-        """Serve the fleet until interrupted, or until another task follows: `prepare_task` returns it then.
+        """Serve the fleet until interrupted, or until another task follows: `task_to_serve` returns it then.
 
         Raises ThreadFailed if a thread that it depends on has ended.
         """
@@ -161,12 +161,21 @@ class Aggregator:
             self._is_over = self._is_replaced()
 
     def _is_replaced(self) -> bool:
-        """Return True if another task is to be served: FedTC's head is refined from now on, or no more."""
+        """Return True if another task is to be served: FedTC's head is refined from now on, or no more.
+
+        Raises StateError if there is no room for its files; while the intake is stopped, this task is served.
+        """
         refined, file = self._task.refined, self._task.file
+        head = refined or self._releases.refinable
+        if head is None or not file.training.refine or self._receiver.is_stopped:
+            return False
         if refined is not None:
-            return refinement.is_over(self._store, refined)
-        head = self._releases.refinable if file.training.refine else None
-        return head is not None and refinement.begin_if_due(self._store, head, deadline_s=file.deadline_s)
+            is_replaced = refinement.is_over(self._store, refined)
+        else:
+            is_replaced = refinement.begin_if_due(self._store, head, deadline_s=file.deadline_s)
+        if is_replaced:
+            self._receiver.check_writable(refinement.room_bytes(head, self._task.manifest))
+        return is_replaced
 
     def _restore_blobs(self) -> None:
         """Create the folder of blobs again if it was deleted, with those that have a copy; request submissions."""

@@ -11,6 +11,7 @@ from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import Refinable, Refinement
 from protocol.log import event
+from protocol.wire.messages import TaskManifest
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,14 @@ def is_over(store: Store, head: HeadRecord) -> bool:
         return False
     event(log, logging.INFO, "the adapter has learned from a forgotten device: FedTC makes another head")
     return True
+
+
+def room_bytes(head: HeadRecord, manifest: TaskManifest) -> int:
+    """Return the greatest size of the files that are written when the other task follows."""
+    backbones = sum(backbone.size_bytes for backbone in manifest.backbones)
+    return (
+        1024**2 + 2 * head.size_bytes + backbones
+    )  # the database, head.onnx and the map or the adapter, model.onnx
 
 
 def delete_outdated(store: Store, task: bytes) -> None:

@@ -62,20 +62,14 @@ class Task:
         return {blob.digest for blob in (*self.manifest.backbones, *graphs, *first, *maps)}
 
 
-def prepare_task(file: TaskFile, backbones: Sequence[Path], *, store: Store) -> Task:
-    """Store the blobs of a task: backbones, graphs and tensors for rounds, and the manifest.
+def task_to_serve(task: Task, store: Store) -> Task:
+    """Return the task itself, or with `training.refine` the one that refines its head, once that is in use.
 
-    With `training.refine` it is the task that refines FedTC's head, once that is in use.
-
-    Raises:
-        ConfigError: a backbone is no ONNX file, mapped features are too long, the graphs cannot be exported, or the
-            manifest is too large.
-        BackboneMismatch: a backbone was not written by `export-backbone`.
-        StateError: the state directory cannot be written.
+    Raises StateError if the state directory cannot be written.
     """
-    task = _prepared(file, backbones, store)
-    if not file.training.refine:
+    if not task.file.training.refine:
         return task
+    store.blobs.put(encode(task.manifest))  # deleted while its head was refined
     if (head := refined_head(store, task.digest)) is not None:
         with contextlib.suppress(BlobLost):  # FedTC makes another one
             return _refining(task, head, store)
@@ -104,8 +98,15 @@ def _refining(task: Task, head: HeadRecord, store: Store) -> Task:
     )
 
 
-def _prepared(file: TaskFile, backbones: Sequence[Path], store: Store) -> Task:
-    """Return the task of a task file, before a head of it is refined."""
+def prepare_task(file: TaskFile, backbones: Sequence[Path], *, store: Store) -> Task:
+    """Store the blobs of a task file's task: backbones, graphs and tensors for rounds, and the manifest.
+
+    Raises:
+        ConfigError: a backbone is no ONNX file, mapped features are too long, the graphs cannot be exported, or the
+            manifest is too large.
+        BackboneMismatch: a backbone was not written by `export-backbone`.
+        StateError: the state directory cannot be written.
+    """
     feature_size = sum(read_backbone(path).feature_size for path in backbones)
     references = [store.put_file(path) for path in backbones]
     learning = file.learning

@@ -238,16 +238,19 @@ def _without_metadata(head: Path) -> bytes:
 def test_head_of_fedtc_is_refined(fleet: Fleet, tmp_path: Path) -> None:
     """Once all devices have FedTC's head, they upload rows of its adapter's features, and get the head of these.
 
-    An aggregator that is killed then serves the same task.
+    The backbone's file is not read for that. An aggregator that is killed then serves the same task.
     """
     tables = '[training]\nrefine = true\nrecipe = "paper"\nepochs = 1\ndevice = "cpu"\n'
     task = write_task(tmp_path, quorum=2, tables=tables)
     fleet.start_aggregator(task)
+    fleet.wait_for_log("aggregator", "connected to the broker")
+    backbone = (tmp_path / "backbone-0.onnx").rename(tmp_path / "moved.onnx")
     names = ("device-0", "device-1")
     for name, share in zip(names, ([0, 1, 2, 3, 4, 5], [4, 5, 6, 7, 8, 9]), strict=True):
         fleet.start_device(name, write_digits(tmp_path / f"data-{name}", classes=share))
     refined = fleet.wait_for("the refined head", lambda s: s["refines"] and _is_used(s, devices=2))
     fleet.kill("aggregator")
+    backbone.rename(tmp_path / "backbone-0.onnx")
     fleet.start_aggregator(task)
     summary = fleet.wait_for("the restart", lambda s: s["running"] and _is_used(s, devices=2))
     assert summary["task"] == refined["task"] != summary["refines"]["task"]

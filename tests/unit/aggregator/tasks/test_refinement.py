@@ -14,6 +14,8 @@ from aggregator.coordination.rounds import Train
 from aggregator.graphs.head_export import head_to_onnx, map_to_onnx
 from aggregator.heads.forgotten_devices import forget
 from aggregator.heads.pending_training import blobs_of, job_of
+from aggregator.ingest import intake_status
+from aggregator.service.aggregator import Aggregator
 from aggregator.status.collect import collect_status
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
@@ -22,10 +24,12 @@ from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks import refinement
 from aggregator.tasks.refinement import refinable_head
 from aggregator.tasks.retention import needed_blobs
-from aggregator.tasks.task_preparation import Task, prepare_task
+from aggregator.tasks.task_preparation import Task, prepare_task, task_to_serve
 from aggregator.training.jobs import StatisticsJob
 from protocol.models.onnx_metadata import HeadMetadata
+from protocol.mqtt.reconnecting_session import BrokerAddress
 from tests.support.fleets.aggregator_process import write_task
+from tests.support.machine_faults import full_disk
 from tests.support.messages.submissions import evaluation
 from tests.support.simulation.clocks import FakeClock
 from tests.unit.aggregator.status.stores import rendered
@@ -69,11 +73,11 @@ def _add_head(store: Store, task: Task, version: int = 1, *, epochs: float = 5.0
 class Bench:
     def __init__(self, folder: Path) -> None:
         self.store = Store(folder / "state")
-        self._read = load_task(write_task(folder, "[training]\nrefine = true"))
+        self._read = load_task(write_task(folder, "max_submission_mb = 2\n[training]\nrefine = true"))
 
     def prepared(self) -> Task:
         """Return what an aggregator serves that is started now."""
-        task = prepare_task(*self._read, store=self.store)
+        task = task_to_serve(prepare_task(*self._read, store=self.store), self.store)
         file = task.file
         served = (task.digest, 1, file.fleet, file.algorithm, file.classes)
         self.store.facts.put(ServedTask(*served, settings=file.settings))
@@ -107,6 +111,7 @@ def test_jump_of_the_wall_clock_does_not_move_the_deadline(
 def test_head_is_refined_once_online_devices_use_it(bench: Bench) -> None:
     """Or at the deadline; a restart before serves FedTC's task, one after it the statistics of its adapter."""
     store, fedtc = bench.store, bench.prepared()
+    store.clock = FakeClock()
     head = _add_head(store, fedtc)
     store.devices.put_presence("a", "online", now_s=0.0)
     store.devices.put_presence("b", "online", now_s=0.0)
@@ -176,6 +181,27 @@ def test_candidates_and_discriminants_are_not_refined(bench: Bench) -> None:
     assert refinable_head(State(), []) is None
     assert refinable_head(State(newest=2, current=1, trial=Trial(2, 0.0)), [head]) is None
     assert refinable_head(used, [_add_head(store, fedtc, 2, epochs=0.0)]) is None
+
+
+def test_other_task_is_followed_once_there_is_room(bench: Bench, tmp_path: Path) -> None:
+    """Until then the running aggregator serves the task before, with its intake stopped. No other file is read."""
+    store, fedtc = bench.store, bench.prepared()
+    _add_head(store, fedtc)
+    daemon = Aggregator(fedtc, store, broker=BrokerAddress("127.0.0.1", 1))
+    (tmp_path / "tiny.onnx").unlink()
+    with full_disk(after_bytes=500_000):
+        daemon.handle([])
+        daemon.handle([])
+    assert (daemon._is_over, intake_status.read(store.folder).stopped_s is None) == (False, False)
+    daemon._receiver._trial_s = 0.0
+    daemon.handle([])
+    assert (daemon._is_over, intake_status.read(store.folder).stopped_s) == (True, None)
+    refined = task_to_serve(fedtc, store)
+    assert refined.refined is not None
+    Aggregator(refined, store, broker=BrokerAddress("127.0.0.1", 1))
+    forget(store, "a")
+    assert task_to_serve(fedtc, store) == fedtc
+    assert store.blobs.is_whole(fedtc.digest)
 
 
 def test_lost_adapter_returns_to_fedtc(bench: Bench) -> None:
