@@ -7,7 +7,7 @@ import click
 # Read by OpenMP when torch is first imported: spinning idle threads slow other processes down.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from benchmarks.accuracy import fedpcl, fedtc, few_images, fpl, statistics
+from benchmarks.accuracy import fedpcl, fedtc, few_images, fpl, statistics, which
 from benchmarks.cost import device, ingest, memory, step, sums
 from benchmarks.research import cells, hierarchical, restoration
 from benchmarks.research.poisoning import false_alarms, prototypes, rare_class, rounds
@@ -18,7 +18,7 @@ from protocol.cli import run
 _HELP = {"help_option_names": ["-h", "--help"]}
 
 USER = (
-    *(fedpcl.command, fedtc.command, few_images.command, fpl.command, statistics.command),
+    *(fedpcl.command, fedtc.command, few_images.command, fpl.command, statistics.command, which.command),
     *(device.device, ingest.ingest, memory.memory, step.step, sums.command),
 )
 RESEARCH = (

@@ -116,6 +116,21 @@ def run_baseline(
 
     With a `prior`, a client expects classes as often as its own images have them, as FedPCL's `prior = true`.
     """
+    logits = baseline_logits(method, clients, recipe, classes=classes, seed=seed, prior=prior)
+    predicted = (mine.argmax(axis=1) for mine in logits)
+    return np.array([client.accuracy(mine) for client, mine in zip(clients, predicted, strict=True)])
+
+
+def baseline_logits(
+    method: Method,
+    clients: Sequence[Client],
+    recipe: Recipe,
+    *,
+    classes: int,
+    seed: int,
+    prior: bool = False,
+) -> list[NDArray[np.float32]]:
+    """Return each client's logits of its test images, (m, C), as for `run_baseline`."""
     if method == "Solo":
         recipe = replace(recipe, rounds=1, epochs=recipe.rounds * recipe.epochs)
     data = [
@@ -125,12 +140,12 @@ def run_baseline(
         models = train(method, [_together(data, prior=prior)], recipe, classes=classes, seed=seed) * len(data)
     else:
         models = train(method, data, recipe, classes=classes, seed=seed)
-    accuracies = []
+    made = []
     for model, client, mine in zip(models, clients, data, strict=True):
         with torch.inference_mode():
             _, logits = model((torch.from_numpy(client.test) - mine.mean) / mine.std)
-        accuracies.append(client.accuracy((logits + mine.log_prior).argmax(dim=1).numpy()))
-    return np.array(accuracies)
+        made.append((logits + mine.log_prior).numpy())
+    return made
 
 
 def traffic_bytes(method: Method, recipe: Recipe, *, feature_size: int, classes: int) -> int:

@@ -79,14 +79,26 @@ def train_fleet(
     features: Features, partition: Partition, settings: Settings, *, seed: int
 ) -> tuple[Result, Sequence[Dense]]:
     """Return the result of `run_fleet`, and the head."""
+    owners = _owners(features, partition, settings, seed=seed)
+    result, head = train_clients(features, owners, settings, seed=seed)
+    return dataclasses.replace(result, partition=str(partition)), head
+
+
+def train_clients(
+    features: Features, owners: NDArray[np.int64], settings: Settings, *, seed: int
+) -> tuple[Result, Sequence[Dense]]:
+    """Return the result and the head of a fleet whose images are divided already.
+
+    `owners` are the clients of the training images, (n,).
+    """
     expectation = _expectation(features, settings)
-    payloads = _submissions(features, partition, settings, seed=seed).values()
+    payloads = _submissions(features, owners, settings, seed=seed).values()
     taken = combine(
         [decoded(payload, expectation) for payload in payloads], by="none", max_multiple=settings.max_multiple
     )
     result, head = _evaluated(taken, features, settings.recipe, device=settings.device, seed=seed)
     fleet = dataclasses.replace(
-        result, partition=str(partition), devices=len(payloads), bytes_up=sum(map(len, payloads))
+        result, partition="given", devices=len(payloads), bytes_up=sum(map(len, payloads))
     )
     return fleet, head
 
@@ -96,15 +108,21 @@ def fleet_prototypes(
 ) -> dict[str, Prototypes]:
     """Return the checked submission of each client that has something to send."""
     expectation = _expectation(features, settings)
-    payloads = _submissions(features, partition, settings, seed=seed)
+    owners = _owners(features, partition, settings, seed=seed)
+    payloads = _submissions(features, owners, settings, seed=seed)
     return {client: decoded(payload, expectation) for client, payload in payloads.items()}
 
 
 def run_ceiling(features: Features, settings: Settings, *, seed: int) -> Result:
     """Train the same head by the same recipe on every feature itself."""
+    return train_ceiling(features, settings, seed=seed)[0]
+
+
+def train_ceiling(features: Features, settings: Settings, *, seed: int) -> tuple[Result, Sequence[Dense]]:
+    """Return the result of `run_ceiling`, and the head."""
     everything = Prototypes(features.train, features.train_labels, np.ones_like(features.train_labels))
     recipe = dataclasses.replace(settings.recipe, restore=False, mix=False)
-    return _evaluated(everything, features, recipe, device=settings.device, seed=seed)[0]
+    return _evaluated(everything, features, recipe, device=settings.device, seed=seed)
 
 
 def _evaluated(
@@ -156,14 +174,17 @@ def _expectation(features: Features, settings: Settings) -> Expectation:
     return Expectation(digest_of(encode(manifest)), manifest, features.train.shape[1])
 
 
+def _owners(features: Features, partition: Partition, settings: Settings, *, seed: int) -> NDArray[np.int64]:
+    """Return the client of each training image, (n,)."""
+    rng = np.random.default_rng(seed)
+    return share_out(features.train_labels, partition, clients=settings.clients, rng=rng)
+
+
 def _submissions(
-    features: Features, partition: Partition, settings: Settings, *, seed: int
+    features: Features, owners: NDArray[np.int64], settings: Settings, *, seed: int
 ) -> dict[str, bytes]:
     """Return each client's encoded submission, except of clients with nothing to send."""
     expectation = _expectation(features, settings)
-    owners = share_out(
-        features.train_labels, partition, clients=settings.clients, rng=np.random.default_rng(seed)
-    )
     submissions = {}
     for client in np.unique(owners):
         rng = np.random.default_rng([seed, int(client)])

@@ -2,6 +2,7 @@
 
 import functools
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +64,12 @@ class Outcome:
     """The size of an encoded submission, mean over the devices, (rounds,)."""
     down_bytes: NDArray[np.int64]
     """The size of the blob of tensors that a round starts from, (rounds,)."""
+    once_bytes: int
+    """The size of the graphs, and of the tensors that the last round leaves."""
+    probabilities: tuple[NDArray[np.float32], ...]
+    """Each client's probabilities of its test images, (K) times (m, C)."""
+    seconds: float
+    """Processor time of the rounds, without the export of graphs and the evaluation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +79,7 @@ class _Task:
     expectation: Expectation
     blobs: BlobStore
     first: BlobRef
+    graph_bytes: int
 
 
 def run_rounds(
@@ -89,6 +97,7 @@ def run_rounds(
         task = _prepare(algorithm, blobs, feature_size=clients[0].train.shape[1], classes=classes, seed=seed)
         local_model: list[LocalModel | None] = [None] * len(clients)
         tensors, up, down = task.first, [], []
+        started_s = time.process_time()
         for number in range(algorithm.rounds):
             down.append(tensors.size_bytes)
             made = [
@@ -101,11 +110,13 @@ def run_rounds(
             payloads = [payload for _, payload in made]
             up.append(np.mean([len(payload) for payload in payloads]))
             tensors = _aggregate(task, payloads, tensors, number=number, robust=robust, falsify=falsify)
-        figures = [
-            _figures(task, client, model, tensors)
+        seconds = time.process_time() - started_s
+        probabilities = tuple(
+            _probabilities(task, client, model, tensors)
             for client, model in zip(clients, local_model, strict=True)
             if model is not None
-        ]
+        )
+    figures = [_figures(client, mine) for client, mine in zip(clients, probabilities, strict=True)]
     accuracies, balanced, reported = np.array(figures, dtype=np.float64).T
     return Outcome(
         accuracies=accuracies,
@@ -113,6 +124,9 @@ def run_rounds(
         reported=reported,
         up_bytes=np.array(up),
         down_bytes=np.array(down),
+        once_bytes=task.graph_bytes + tensors.size_bytes,
+        probabilities=probabilities,
+        seconds=seconds,
     )
 
 
@@ -133,6 +147,7 @@ def _prepare(algorithm: Algorithm, blobs: BlobStore, *, feature_size: int, class
         ),
         blobs=blobs,
         first=_put(blobs, pack_tensors(first), "tensors"),
+        graph_bytes=sum(map(len, vars(graphs).values())),
     )
 
 
@@ -205,10 +220,10 @@ def _read(blobs: BlobStore, reference: BlobRef) -> Mapping[str, NDArray[Any]]:
     return unpack_tensors(blobs.read(reference.digest))
 
 
-def _figures(
+def _probabilities(
     task: _Task, client: Client, local_model: LocalModel, tensors: BlobRef
-) -> tuple[float, float, float]:
-    """Return the accuracies of the client's head, bound to its local model, as in `Outcome`."""
+) -> NDArray[np.float32]:
+    """Return what the client's head, bound to its local model, says of its test images."""
     if task.manifest.program is None:
         raise TypeError("the task of a benchmark of rounds has a program")
     head = open_round_head(
@@ -218,7 +233,12 @@ def _figures(
         feature_size=client.train.shape[1],
         classes=task.manifest.classes,
     )
-    predicted = head.probabilities(client.test).argmax(axis=1)
+    return head.probabilities(client.test)
+
+
+def _figures(client: Client, probabilities: NDArray[np.float32]) -> tuple[float, float, float]:
+    """Return the client's accuracies, as in `Outcome`."""
+    predicted = probabilities.argmax(axis=1)
     owned = np.isin(client.test_labels, client.train_labels)
     reported = client.balanced_accuracy(np.where(owned, predicted, -1))
     return client.accuracy(predicted), client.balanced_accuracy(predicted), reported

@@ -58,6 +58,10 @@ class Result:
     """Bytes of all submissions, as encoded for the wire."""
     head_bytes: int
     """Bytes of the file, with the map."""
+    map_bytes: int
+    """Bytes of the map's graph."""
+    logits: NDArray[np.float32]
+    """Of the test images, (m, C)."""
     solve_seconds: float
     quarantined: Sequence[str]
 
@@ -70,6 +74,13 @@ def map_features(features: Features, *, random_features: int, seed: int) -> Mapp
 
 def map_by_adapter(features: Features, head: Sequence[Dense]) -> MappedFeatures:
     """Map a data set's training features by the adapter of FedTC's head."""
+    file = head_file(features, head)
+    feature_map = adapter_of(file)
+    return MappedFeatures(features, feature_map, _rows(features, feature_map), file)
+
+
+def head_file(features: Features, head: Sequence[Dense]) -> bytes:
+    """Return FedTC's head as the ONNX file that devices download."""
     metadata = HeadMetadata(
         classes=tuple(map(str, range(features.classes))),
         version=1,
@@ -78,9 +89,7 @@ def map_by_adapter(features: Features, head: Sequence[Dense]) -> MappedFeatures:
         feature_size=features.train.shape[1],
         training={},
     )
-    file = head_to_onnx(head, metadata=metadata)
-    feature_map = adapter_of(file)
-    return MappedFeatures(features, feature_map, _rows(features, feature_map), file)
+    return head_to_onnx(head, metadata=metadata)
 
 
 def _rows(features: Features, feature_map: RowMap) -> NDArray[np.int8]:
@@ -106,7 +115,8 @@ def run_fleet(
         seed: of the groups.
         robust: protection; by default outliers are not looked for, as in the benchmark of FedTC.
     """
-    manifest = _manifest(data, batch_size=batch_size)
+    graph = map_to_onnx(data.feature_map, num_classes=data.features.classes)
+    manifest = _manifest(data, graph, batch_size=batch_size)
     task = digest_of(encode(manifest))
     with tempfile.TemporaryDirectory() as folder:
         blobs = BlobStore(Path(folder) / "blobs")
@@ -138,6 +148,8 @@ def run_fleet(
         rows=solved.prototypes,
         bytes_up=sum(sizes),
         head_bytes=len(head),
+        map_bytes=len(graph),
+        logits=logits,
         solve_seconds=solved.metrics["seconds"],
         quarantined=sorted(solved.quarantined),
     )
@@ -148,8 +160,7 @@ def run_ceiling(data: MappedFeatures) -> Result:
     return run_fleet(data, np.zeros(len(data.rows), np.int64), batch_size=1, seed=0)
 
 
-def _manifest(data: MappedFeatures, *, batch_size: int) -> TaskManifest:
-    graph = map_to_onnx(data.feature_map, num_classes=data.features.classes)
+def _manifest(data: MappedFeatures, graph: bytes, *, batch_size: int) -> TaskManifest:
     reference = BlobRef(digest=digest_of(graph), size_bytes=len(graph), name="map.onnx")
     return task_manifest(
         "statistics",

@@ -1,0 +1,105 @@
+import dataclasses
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from aggregator.algorithms.fedtc.recipe import RECIPES
+from aggregator.algorithms.hierarchical import Hierarchical
+from aggregator.config.schema import StatisticsSettings
+from benchmarks.__main__ import cli
+from benchmarks.accuracy import fedpcl, rounds, which_methods
+from benchmarks.accuracy.which import BEGIN, END, SCENARIOS, Run, write_tables
+from benchmarks.data.features import cached_name
+from benchmarks.data.images import DIGITS
+from tests.benchmarks.feature_factory import domain, fill_cache
+from tests.support.graphs.exported_graphs import exported
+
+PAGE = Path(__file__).parents[2] / "docs" / "which-algorithm.md"
+NAMES = (
+    *(which_methods.FEDTC, which_methods.REFINED, "statistics", "statistics, `batch_size = 1`"),
+    *(algorithm.name for algorithm in which_methods.IN_ROUNDS),
+    *(which_methods.ALONE, which_methods.ALL_FEATURES),
+)
+
+
+def make_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out what takes time: adapters, random features, most passes, and three of four programs."""
+    linear = dataclasses.replace(RECIPES["default"], adapter=False)
+    alone = dataclasses.replace(fedpcl.RECIPES["Solo"], rounds=4)
+    monkeypatch.setattr(which_methods, "RECIPES", {"default": linear})
+    monkeypatch.setattr(fedpcl, "RECIPES", {"Solo": alone})
+    monkeypatch.setattr(which_methods, "StatisticsSettings", lambda: StatisticsSettings(features=32))
+    monkeypatch.setattr(which_methods, "IN_ROUNDS", (Hierarchical(directions=1),))
+    monkeypatch.setattr(rounds, "_built", exported)
+
+
+def test_which_benchmark_writes_its_report_and_its_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every algorithm trains on the same devices; of each, the page has accuracy, bytes and relative time."""
+    features = {
+        cached_name(name, 2000): domain(seed, classes=10, images=140) for seed, name in enumerate(DIGITS)
+    }
+    fill_cache(tmp_path, monkeypatch, features)
+    make_cheap(monkeypatch)
+    report, page = tmp_path / "report.json", tmp_path / "page.md"
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    options = ("--scenario", "domain-few", "--seed", "0", "--json", str(report), "--markdown", str(page))
+    result = CliRunner().invoke(cli, ["which", *options])
+    assert result.exit_code == 0, result.output
+    runs = {run["algorithm"]: run for run in json.loads(report.read_text())["runs"]}
+    assert list(runs) == [name for name in NAMES if name not in {"fedpcl", "fpl", "fedproto"}]
+    for run in runs.values():
+        assert len(run["own"]) == len(run["everywhere"]) == len(DIGITS)
+        assert min(run["own"]) > 0.5
+    text = page.read_text()
+    assert text.startswith(f"before\n{BEGIN}\n")
+    assert text.endswith(f"{END}\nafter\n")
+    first = next(line for line in text.splitlines() if line.startswith("| fedtc |"))
+    cells = [cell.strip() for cell in first.strip("|").split("|")]
+    run = runs["fedtc"]
+    assert cells[1:4] == ["1", f"{run['up_bytes'] / 1e3:,.0f}", f"{run['down_bytes'] / 1e3:,.0f}"]
+    assert cells[5] == f"{100 * sum(run['own']) / len(DIGITS):.1f}"
+    assert cells[6:] == ["", "1.0"]
+
+
+def test_tables_of_the_page_are_written_by_the_benchmark(tmp_path: Path) -> None:
+    """They are those of the benchmark for the same scenarios and algorithms, but for the figures."""
+    page = tmp_path / "page.md"
+    page.write_text(PAGE.read_text())
+    write_tables(page, list(_runs_of_page()))
+    assert _without_figures(page) == _without_figures(PAGE)
+
+
+def _runs_of_page() -> Iterator[Run]:
+    """Yield a run for each row of the page's tables."""
+    scenario = ""
+    for line in _tables(PAGE):
+        if line.startswith("### "):
+            (scenario,) = (name for name, each in SCENARIOS.items() if each.title == line[4:])
+        algorithm = line.strip("|").partition("|")[0].strip()
+        if line.startswith("|") and algorithm in NAMES:
+            yield Run(
+                scenario=scenario,
+                algorithm=algorithm,
+                seed=0,
+                everywhere=(0.5,),
+                own=(0.5,),
+                own_with_prior=() if algorithm in {"fedproto", which_methods.ALONE} else (0.5,),
+                uploads=int(algorithm not in {which_methods.ALONE, which_methods.ALL_FEATURES}),
+                up_bytes=1.0,
+                down_bytes=1.0,
+                seconds=1.0,
+            )
+
+
+def _tables(page: Path) -> list[str]:
+    return page.read_text().partition(BEGIN)[2].partition(END)[0].splitlines()
+
+
+def _without_figures(page: Path) -> list[str]:
+    return [re.sub(r"\d[\d,.± ]*(or \d+ )?", "#", line) for line in _tables(page)]
