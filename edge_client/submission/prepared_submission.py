@@ -134,6 +134,11 @@ def _require_prototype(task: TaskManifest, reports: Sequence[ClassReport], found
     if not reports:
         path, reason = found.unusable[0]
         raise NoPrototype(f"none of the {len(found.unusable)} images can be used; first: {path}: {reason}")
+    if missing := sum(report.missing for report in reports):
+        raise NoPrototype(
+            f"every prototype has lost images: {counted(missing, 'image')} missing: restore these, or wait a day and "
+            "add new ones"
+        )
     most = max(reports, key=lambda report: report.images)
     # The smallest number of images of which the fraction `alpha`, rounded up, is the number after it.
     alpha = Fraction(1) if task.program else Fraction(str(task.alpha))

@@ -197,6 +197,17 @@ def test_a_removed_image_takes_its_prototype_with_it(tmp_path: Path) -> None:
     assert sum(device.upload().classes[0].counts) == 15
 
 
+def test_images_that_every_prototype_lacks_are_a_reason_of_their_own(tmp_path: Path) -> None:
+    device = Folder(tmp_path, images=4)
+    device.upload(batch_size=4)
+    for name in CLASSES:
+        (device.data / name / "0000.png").unlink()
+    with pytest.raises(
+        ProtofleetError, match="every prototype has lost images: 2 images missing: restore these"
+    ):
+        device.upload(batch_size=4)
+
+
 def test_images_of_a_class_that_is_split_are_shown_as_waiting(tmp_path: Path) -> None:
     """One image of each prototype moves to the other class: nothing of either is left, and both say how many wait."""
     device = Folder(tmp_path, images=4)
