@@ -156,7 +156,7 @@ def _one_pass(
             if excess > before.excess:
                 factor = float(np.sqrt(ratio))
                 times = f"{factor:.1f}" if factor < MAX_REPORTED else f"over {MAX_REPORTED}"
-                reason = f"{how.format(times)} of {len(test.devices)} devices, limit {np.sqrt(limit):.1f}"
+                reason = f"{how.format(times)}, limit {np.sqrt(limit):.1f}"
             found[device] = Finding(max(excess, before.excess), reason, labels, before.tested | {label})
     return found
 
@@ -169,18 +169,18 @@ def _tests(
         one = class_means(parts, label)
         if len(one.devices) < MIN_DEVICES:
             continue
-        yield label, True, f"class {name!r}: {{}} times as far as expected from the median", distances(one)
-        scatter = scatters(one)
-        if len(scatter.devices) >= MIN_DEVICES:
-            yield (
-                label,
-                False,
-                f"class {name!r}: {{}} times as scattered as plausible, by the median",
-                scatter,
-            )
+        median = f"the median of {len(one.devices)} devices"
+        yield label, True, f"class {name!r}: {{}} times as far as expected from {median}", distances(one)
+        yield (
+            label,
+            False,
+            f"class {name!r}: {{}} times as scattered as plausible, by {median}",
+            scatters(one),
+        )
     length = lengths(parts)
     if len(length.devices) >= MIN_DEVICES:
-        yield None, False, "all classes: {} times as long as plausible, by the median", length
+        median = f"the median of {len(length.devices)} devices"
+        yield None, False, f"all classes: {{}} times as long as plausible, by {median}", length
 
 
 def _similar(parts: Mapping[str, DeviceSummary], found: Mapping[str, Finding], *, classes: int) -> set[str]:

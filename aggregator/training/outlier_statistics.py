@@ -5,7 +5,7 @@ distribution. Medians replace means, so that fewer than half of the devices cann
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -131,8 +131,11 @@ def _class_summary(part: Prototypes, mine: NDArray[np.bool_]) -> ClassSummary:
     counts = np.maximum(part.counts[mine], 1).astype(np.float64)
     mean = np.average(values, axis=0, weights=counts)
     squares = ((values - mean) ** 2).sum(axis=1)
-    # A prototype of n images has an n-th of the variance of one image.
-    variance = (counts * squares).sum() / (len(counts) - 1) if len(counts) > 1 else np.nan
+    # A prototype of n images has an n-th of the variance of one image. FedTC's prototypes count alike, and rows of
+    # statistics by their images: neither few heavy ones nor many light ones hide the others.
+    of_image = counts * squares
+    alike = of_image.sum() / (len(counts) - 1) if len(counts) > 1 else np.nan
+    variance = max(alike, np.average(of_image, weights=counts))
     return ClassSummary(mean, float(counts.sum()), float(len(counts)), float(variance))
 
 
@@ -205,12 +208,17 @@ def _between(excess: Floats, *, dimensions: float) -> float:
 
 
 def scatters(one: ClassMeans) -> Test:
-    """Return each device's variance of a class over TOLERANCE times the median; of devices with two prototypes."""
+    """Return each device's variance of a class over TOLERANCE times the median; of devices with two prototypes.
+
+    In the median, a device with one counts by the square of its distance: that is of its images and its place.
+    """
     known = np.isfinite(one.variances)
+    of_mean = one.images * (one.deviations**2).sum(axis=1)
     floor = (PRECISION * np.linalg.norm(one.median)) ** 2
-    dof = effective_dimensions(one.deviations) * (one.prototypes[known] - 1)
+    dof = effective_dimensions(one.deviations) * np.maximum(one.prototypes - 1, 1)
+    test = _variances(one.devices, np.where(known, one.variances, of_mean), dof, floor=float(floor))
     devices = tuple(device for device, each in zip(one.devices, known, strict=True) if each)
-    return _variances(devices, one.variances[known], dof, floor=float(floor))
+    return replace(test, devices=devices, ratios=test.ratios[known], dof=test.dof[known])
 
 
 def lengths(parts: Mapping[str, DeviceSummary]) -> Test:

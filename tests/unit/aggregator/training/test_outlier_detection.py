@@ -90,6 +90,24 @@ def test_noise_is_found_by_its_scatter() -> None:
     assert "times as scattered as plausible, by the median of 9 devices, limit " in found["noisy"]
 
 
+@pytest.mark.parametrize("prototypes", [1, 6])
+def test_scatter_is_found_whatever_the_numbers_of_images(prototypes: int) -> None:
+    """Of few prototypes of many images among many equal ones, also where the other devices have one of a class."""
+    parts = {f"dev{device}": honest(device, prototypes=prototypes) for device in range(9)}
+    part = honest(9, prototypes=200)
+    values, counts = part.values.copy(), part.counts.copy()
+    for label in range(len(CLASSES)):
+        mine = np.flatnonzero(part.labels == label)
+        values[mine] = values[mine].mean(axis=0)
+        heavy = mine[:18]
+        counts[heavy] = 300
+        values[heavy, 0] += np.resize([1, -1], 18) * np.sqrt(20 * FEATURE_SIZE / 300)
+    found = _judged({**parts, "malicious": Prototypes(values, part.labels, counts)})
+    assert found.keys() == {"malicious"}
+    assert "times as scattered as plausible, by the median of 10 devices" in found["malicious"]
+    assert _judged({**parts, "larger": honest(9, prototypes=6)}) == {}
+
+
 def test_scale_is_found_without_a_class_on_enough_devices() -> None:
     """Lengths are compared over all classes."""
     parts = {f"dev{device}": honest(device, labels=(device % 3,)) for device in range(6)}
