@@ -64,6 +64,8 @@ class DeviceMessages:
     """Device and receipt, to be published once the messages are durable."""
     _answered: TokenBuckets[tuple[str, Reason | None]] = field(init=False)
     """Answers by device and reason of refusal: a flood of refused messages does not delay its other receipts."""
+    _refused: dict[str, tuple[bytes, Reason, str]] = field(default_factory=dict, init=False)
+    """Digest of each device's last refused submission, and why: a query for it causes no second upload."""
     _reported: dict[str, tuple[str, str]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -156,15 +158,26 @@ class DeviceMessages:
     def _take_frame(self, device: str, frame: FrameView) -> None:
         with self._answering(device, frame.digest):
             self._authenticator.check(device, frame, may_pin=not self.receiver.is_stopped)
+            if (refused := self._refused.get(device)) is not None and refused[0] == frame.digest:
+                if frame.offset + len(frame.data) < frame.size_bytes:
+                    return
+                raise Refused(*refused[1:])
             outcome = self.receiver.take(device, frame)
             if isinstance(outcome, Complete):
-                message = read_message(outcome.payload)
-                if isinstance(message, Submission):
-                    outcome = self._take_submission(device, message, outcome)
-                else:
-                    outcome = self._take_evaluation(device, message, outcome.digest)
+                outcome = self._take_message(device, outcome)
         if outcome is not None:
             self._answer(device, outcome)
+
+    def _take_message(self, device: str, upload: Complete) -> Receipt:
+        try:
+            message = read_message(upload.payload)
+            if isinstance(message, Submission):
+                return self._take_submission(device, message, upload)
+        except Refused as refused:
+            if refused.reason not in {"superseded", "unknown_round"}:  # these may be accepted later
+                self._refused[device] = (upload.digest, refused.reason, refused.detail)
+            raise
+        return self._take_evaluation(device, message, upload.digest)
 
     def _take_submission(self, device: str, submission: Submission, upload: Complete) -> Receipt:
         labels = check_labels(submission, self.task.expectation)

@@ -202,12 +202,6 @@ class StoreReceipt(Action, frozen=True):
     item: UploadItem
 
 
-class ReportBlocked(Action, frozen=True):
-    """Store and publish what prevents uploads; empty if nothing does."""
-
-    reason: str
-
-
 class Log(Action, frozen=True):
     """Log a line for the operator."""
 

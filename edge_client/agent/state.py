@@ -24,7 +24,7 @@ Work = Literal["download", "build", "install"]
 """Work that may lack space on the disk."""
 
 MAX_DAMAGED = 3
-"""Transfers with a wrong digest in a row after which a device delays the next one."""
+"""Transfers with a wrong digest, or other refusals that may pass, after which a device delays or reports them."""
 
 SLOW_LINK = (
     "the network is slow or unstable: connections end before what was sent has arrived; transfers continue with "
@@ -69,7 +69,8 @@ class Upload:
         ranges: the ranges still to be sent before the next query.
         sent: everything missing and the query after it were sent.
         attempts: queries since the last new answer.
-        damaged: times that the aggregator received another digest.
+        refusals: times that the aggregator refused it.
+        problem: what prevents it; empty if nothing does.
         due_s: time of the next query; None while frames are with the MQTT session.
     """
 
@@ -78,7 +79,8 @@ class Upload:
     ranges: Ranges = ()
     sent: bool = False
     attempts: int = 0
-    damaged: int = 0
+    refusals: int = 0
+    problem: str = ""
     due_s: float | None = 0.0
 
     @property
@@ -142,7 +144,6 @@ class State:
         evaluated: key of the last head whose evaluation the aggregator has received.
         refused: key of the last head that was refused, and why.
         uploads: the uploads, the current one first.
-        blocked_reason: what prevents uploads; empty if nothing does.
         expired: channels whose newest manifest has expired.
         missing_space: the space that the disk lacks for some work, which does not begin meanwhile.
     """
@@ -172,7 +173,6 @@ class State:
     refused: tuple[bytes, str] | None = None
     download: Download | None = None
     uploads: tuple[Upload, ...] = ()
-    blocked_reason: str = ""
     expired: frozenset[str] = frozenset()
     missing_space: Mapping[Work, MissingSpace] = field(default_factory=dict)
 
@@ -193,6 +193,11 @@ class State:
             self.download is not None and self.download_frames.is_reduced
         )
         return SLOW_LINK if is_slow else ""
+
+    @property
+    def upload_problem(self) -> str:
+        """The reason why an upload is not received; empty if nothing prevents one."""
+        return next((upload.problem for upload in self.uploads if upload.problem), "")
 
     @property
     def download_problem(self) -> str:

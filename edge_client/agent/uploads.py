@@ -3,17 +3,18 @@
 A query is the last bytes of the item, to which the aggregator answers with the missing ranges. It is short, because
 queries are far more frequent than missing ranges.
 
-Receipts are not authenticated: any client that may publish them can send wrong ones. So an upload that is said to have
-arrived with another digest is repeated, with growing delays and for ever, and whatever another receipt says, the
-aggregator is queried again when it has started or has signed the task again.
+Receipts are not authenticated: any client that may publish them can send wrong ones. So what is refused is queried
+again, with growing delays and for ever, unless it is for a round that is over or is built again; and when the
+aggregator has started or has signed the task again, it is queried about what it is said to have received.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from edge_client.agent import events
 from edge_client.agent.state import MAX_DAMAGED, Mode, State, Upload, UploadItem
 from protocol.rates.retry_delay import retry_delay_s
-from protocol.wire.messages import Receipt
+from protocol.wire.messages import Reason, Receipt
 from protocol.wire.transfer import Ranges
 
 WINDOW_FRAMES = 8
@@ -27,6 +28,9 @@ MAX_SEQUENCE = 2**53
 NO_SPACE = "the aggregator has no space for this device's upload"
 """A reason that is not published, because the aggregator knows it."""
 
+MAY_PASS: frozenset[Reason] = frozenset({"digest", "late", "unknown_round", "unknown_task"})
+"""Reasons that are reported from the `MAX_DAMAGED`th time on: of the network, or of a manifest that is on its way."""
+
 DAMAGED = (
     "this device's upload arrives damaged at the aggregator: the broker, another client on it, or the network changes "
     "its bytes or the aggregator's receipts"
@@ -34,16 +38,12 @@ DAMAGED = (
 
 
 def start(state: State, item: UploadItem) -> State:
-    """Upload an item, unless it was received, in place of the current one of its kind; submissions come first."""
+    """Upload an item, unless it was received, in place of the current one of its kind."""
     if any(upload.digest == item.digest for upload in state.uploads):
         return state
     others = tuple(upload for upload in state.uploads if upload.item.kind != item.kind)
-    if item.kind == "submission":
-        others = tuple(map(restart, others))
-    if item.received:
-        return replace(state, uploads=others)
-    new = (Upload(item),)
-    return replace(state, uploads=(*new, *others) if item.kind == "submission" else (*others, *new))
+    new = () if item.received else (Upload(item),)
+    return replace(state, uploads=_queue((*others, *new)))
 
 
 def synchronize(state: State, items: tuple[UploadItem, ...]) -> State:
@@ -58,9 +58,7 @@ def synchronize(state: State, items: tuple[UploadItem, ...]) -> State:
         for item in items
         if not item.received or item.digest in running
     ]
-    # An upload that is no longer the current one restarts when it is its turn.
-    queue = (*pending[:1], *map(restart, pending[1:]))
-    return replace(state, received_submission=received, uploads=queue)
+    return replace(state, received_submission=received, uploads=_queue(pending))
 
 
 def confirm(state: State) -> State:
@@ -81,6 +79,12 @@ def cut(state: State) -> State:
     if not state.connected or not state.uploads or state.uploads[0].due_s is not None:
         return state
     return replace(state, upload_frames=state.upload_frames.failed())
+
+
+def _queue(uploads: Iterable[Upload]) -> tuple[Upload, ...]:
+    """Return what was refused after the rest, and submissions first; all but the first restart at their turn."""
+    queue = sorted(uploads, key=lambda each: (each.refusals > 0, each.item.kind == "evaluation"))
+    return (*queue[:1], *map(restart, queue[1:]))
 
 
 def query_due(state: State, now_s: float) -> events.Step:
@@ -111,8 +115,8 @@ def unsendable(state: State, reason: str, now_s: float) -> events.Step:
     """Keep what the broker does not accept, and try again later: its configuration may change."""
     if not state.uploads:
         return state, ()
-    state = _with_upload(state, _back_off(state.uploads[0], now_s))
-    return _blocked(state, f"the broker does not accept this device's upload: {reason}")
+    upload = _back_off(state.uploads[0], now_s)
+    return _blocked(state, upload, f"the broker does not accept this device's upload: {reason}")
 
 
 def receipt(state: State, receipt: Receipt, now_s: float) -> events.Step:
@@ -124,22 +128,15 @@ def receipt(state: State, receipt: Receipt, now_s: float) -> events.Step:
         return confirm(state) if is_lost else state, ()
     if receipt.status == "missing":
         return _send_missing(state, upload, receipt.missing, now_s)
-    if receipt.reason == "no_space":
-        return _blocked(_with_upload(state, _back_off(upload, now_s)), NO_SPACE)
-    if receipt.reason == "digest" and (state.mode is Mode.SERVICE or upload.damaged + 1 < MAX_DAMAGED):
-        return _damaged(state, upload, now_s)
-    actions: tuple[events.Action, ...] = (events.ReportBlocked(""),) if state.blocked_reason else ()
-    state = replace(state, blocked_reason="")
     if receipt.status == "refused":
-        state, more = _refused(state, upload, receipt)
-        return state, (*actions, *more)
+        return _refused(state, upload, receipt, now_s)
     state = replace(_without_upload(state, upload), upload_frames=state.upload_frames.arrived())
     item = upload.item
     if item.kind == "submission":
         state = replace(state, received_submission=item)
     elif item.head == state.installed:
         state = replace(state, evaluated=item.head)
-    return state, (*actions, events.StoreReceipt(item))
+    return state, (events.StoreReceipt(item),)
 
 
 def cut_window(ranges: Ranges, *, chunk_bytes: int, frames: int) -> tuple[Ranges, Ranges]:
@@ -183,44 +180,51 @@ def _back_off(upload: Upload, now_s: float) -> Upload:
     return replace(upload, ranges=(), sent=False, due_s=now_s + retry_delay_s(upload.attempts))
 
 
-def _damaged(state: State, upload: Upload, now_s: float) -> events.Step:
-    """Upload again what arrived with another digest, from the `MAX_DAMAGED`th time on after a delay."""
-    damaged = upload.damaged + 1
-    delay_s = retry_delay_s(damaged - MAX_DAMAGED) if damaged >= MAX_DAMAGED else 0.0
-    again = replace(restart(upload), missing=(), damaged=damaged, due_s=now_s + delay_s)
-    state, actions = _with_upload(state, again), (events.CheckOutbox(),)
-    if damaged < MAX_DAMAGED:
-        return state, actions
-    state, more = _blocked(state, DAMAGED)
+def _refused(state: State, upload: Upload, receipt: Receipt, now_s: float) -> events.Step:
+    if not (upload.attempts or upload.ranges or upload.sent):
+        return state, ()  # nothing was asked: nothing is logged for every receipt of a flood
+    text = f"the aggregator refused the {upload.item.kind} ({receipt.reason}): {receipt.detail}"
+    if receipt.reason == "no_space":
+        return _blocked(state, _back_off(upload, now_s), NO_SPACE)
+    if receipt.reason in {"unknown_device", "revoked"}:
+        return _without_upload(state, upload), (events.Exit(1, text),)
+    task, manifest, seen = state.task, state.manifest, state.open_round
+    if upload.item.kind == "submission" and task and manifest:
+        has_rounds, number = manifest.program is not None, seen.number if seen is not None else None
+        is_superseded = receipt.reason == "superseded" and receipt.sequence <= MAX_SEQUENCE
+        # A submission for a round that was not joined yet is built once its tensors are stored.
+        if has_rounds and (
+            str(number) != upload.item.about or (is_superseded and number != state.joined_round)
+        ):
+            return _without_upload(state, upload), (events.Log(f"{text}; continuing"),)
+        if is_superseded:
+            state = replace(_without_upload(state, upload), building=True, images_changed=False)
+            return state, (events.BuildSubmission(task, manifest, seen, above=receipt.sequence),)
+    return _repeated(state, upload, receipt.reason, text, now_s)
+
+
+def _repeated(state: State, upload: Upload, reason: Reason | None, text: str, now_s: float) -> events.Step:
+    """Query a refused upload again, after a delay and behind the others; report it."""
+    refusals = upload.refusals + 1
+    may_pass = reason in MAY_PASS and refusals < MAX_DAMAGED
+    is_damaged = reason == "digest"
+    if state.mode is Mode.ONCE and not may_pass and (is_damaged or reason not in MAY_PASS):
+        return _without_upload(state, upload), (events.Exit(1, text),)
+    delay_s = 0.0 if is_damaged and may_pass else retry_delay_s(refusals - 1)
+    again = replace(restart(upload), missing=(), refusals=refusals, due_s=now_s + delay_s)
+    state = _without_upload(state, upload)
+    state = replace(state, uploads=(*state.uploads, again))
+    actions: tuple[events.Action, ...] = (events.CheckOutbox(),) if is_damaged else ()
+    if may_pass:
+        return state, (*actions, events.Log(text))
+    state, more = _blocked(state, again, DAMAGED if is_damaged else text)
     return state, (*actions, *more)
 
 
-def _refused(state: State, upload: Upload, receipt: Receipt) -> events.Step:
-    state = _without_upload(state, upload)
-    text = f"the aggregator refused the {upload.item.kind} ({receipt.reason}): {receipt.detail}"
-    exits = state.mode is Mode.ONCE or receipt.reason in {"unknown_device", "revoked"}
-    final = events.Exit(1, text) if exits else events.Log(text, error=True)
-    if receipt.sequence > MAX_SEQUENCE:
-        return state, (final,)
-    task, manifest, seen = state.task, state.manifest, state.open_round
-    # A submission for a round that was not joined yet is built once its tensors are stored.
-    joined = seen is not None and seen.number == state.joined_round
-    if receipt.reason == "superseded" and task and manifest and (manifest.program is None or joined):
-        state = replace(state, building=True, images_changed=False)
-        return state, (events.BuildSubmission(task, manifest, seen, above=receipt.sequence),)
-    if receipt.reason in {"superseded", "late", "unknown_round"}:
-        return state, (events.Log(f"submission not counted, continuing: {receipt.detail or receipt.reason}"),)
-    if receipt.reason == "unknown_task":
-        return state, (events.Log("the aggregator has another task: waiting for it"),)
-    return state, (final,)
-
-
-def _blocked(state: State, reason: str) -> events.Step:
-    """Report once what prevents uploads."""
-    if state.blocked_reason == reason:
-        return state, ()
-    actions = (events.ReportBlocked(reason), events.Log(f"{reason}; retrying", error=True))
-    return replace(state, blocked_reason=reason), actions
+def _blocked(state: State, upload: Upload, problem: str) -> events.Step:
+    """Keep an upload, and log once what prevents it."""
+    state = _with_upload(state, replace(upload, problem=problem))
+    return state, () if upload.problem == problem else (events.Log(f"{problem}; retrying", error=True),)
 
 
 def _with_upload(state: State, upload: Upload) -> State:

@@ -63,6 +63,7 @@ class RunningAgent:
         self._report.set(DownloadProblem(self.state.download_problem))
         if self._report.set(LinkProblem(self.state.link_problem)):
             log.warning("%s", self.state.link_problem)
+        self._report.set(UploadProblem(self.state.upload_problem))
         for action in actions:
             try:
                 self._perform(action)
@@ -101,8 +102,6 @@ class RunningAgent:
                 self._check_outbox()
             case events.StoreReceipt(item=item):
                 self._store_receipt(item)
-            case events.ReportBlocked(reason=reason):
-                self._report.set(UploadProblem(reason))
             case events.Log(text=text, error=error):
                 log.log(logging.ERROR if error else logging.INFO, "%s", text)
             case events.Exit():

@@ -164,6 +164,19 @@ def test_hostile_messages_are_refused_and_counted(embedded: tuple[BrokerAddress,
         assert device.upload(submission(task=task)).status == "received"
 
 
+def test_a_query_for_a_refused_submission_causes_no_upload(embedded: tuple[BrokerAddress, Daemon]) -> None:
+    """It is refused again for the same reason; another submission is accepted."""
+    broker, _ = embedded
+    with Device(broker, "wrong") as device:
+        task, payload = digest_of(device.task()), b"no message" * 10
+        answers = [
+            device.receipt(device.send_payload(payload, ranges=ranges)) for ranges in (None, ((90, 100),))
+        ]
+        assert [(each.status, each.reason) for each in answers] == [("refused", "malformed")] * 2
+        assert answers[0].detail == answers[1].detail
+        assert device.upload(submission(task=task)).status == "received"
+
+
 def test_malformed_topics_are_counted_without_a_device(embedded: tuple[BrokerAddress, Daemon]) -> None:
     """An invalid device name and an invalid shard; other fleets' topics are not subscribed."""
     broker, daemon = embedded

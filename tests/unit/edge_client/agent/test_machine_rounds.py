@@ -211,10 +211,13 @@ def uploaded() -> State:
 
 @pytest.mark.parametrize("reason", ["late", "unknown_round"])
 def test_a_late_submission_is_dropped(reason: Reason) -> None:
-    """It is logged, and the next round is awaited."""
+    """It is logged, and queried again until the device knows that its round is over: receipts are not signed."""
     receipt = Receipt(digest=ITEM.digest, status="refused", reason=reason)
     state, actions = step(uploaded(), receipt, now_s=1)
     assert [type(action) for action in actions] == [events.Log]
+    state, actions = step(state, events.Ticked(), now_s=11)
+    assert [type(action) for action in actions] == [events.SendFrames]
+    state, _ = step(step(state, round_manifest(1), now_s=12)[0], receipt, now_s=12)
     assert state.uploads == ()
     state = replace(state, stored=state.stored | {digest_of(TENSORS[1])})
     _, actions = step(state, round_manifest(1), now_s=2)

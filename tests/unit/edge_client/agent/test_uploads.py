@@ -6,11 +6,11 @@ from hypothesis import strategies as st
 
 from edge_client.agent import events, uploads
 from edge_client.agent.frame_size import MIN_BYTES, WINDOWS_TO_DOUBLE, FrameSize
-from edge_client.agent.state import SLOW_LINK, Mode, State, Upload, UploadItem
+from edge_client.agent.state import MAX_DAMAGED, SLOW_LINK, Mode, State, Upload, UploadItem
 from edge_client.agent.state_machine import step
 from edge_client.agent.uploads import QUERY_BYTES, WINDOW_FRAMES
 from protocol.rates.retry_delay import MAX_DELAY_S
-from protocol.wire.messages import MAX_CHUNK_BYTES, Receipt
+from protocol.wire.messages import MAX_CHUNK_BYTES, Reason, Receipt
 from protocol.wire.transfer import ENVELOPE_BYTES, Ranges
 from tests.support.simulation.fleet import item_of
 
@@ -207,14 +207,13 @@ def test_an_aggregator_without_space_is_retried(mode: Mode) -> None:
             actions.extend(more)
         state, windows = tick(state, now_s=second)
         asked.extend(second for _ in windows)
-    blocked, logged = actions
-    assert isinstance(blocked, events.ReportBlocked)
+    (logged,) = actions
     assert isinstance(logged, events.Log)
-    assert "no space" in blocked.reason == state.blocked_reason
+    assert "no space" in state.upload_problem in logged.text
     assert 5 < len(asked) < 25
     state, received = step(state, Receipt(digest=ITEM.digest, status="received"), now_s=4000)
-    assert received[:2] == (events.ReportBlocked(""), events.StoreReceipt(ITEM))
-    assert (state.uploads, state.blocked_reason) == ((), "")
+    assert received[0] == events.StoreReceipt(ITEM)
+    assert (state.uploads, state.upload_problem) == ((), "")
 
 
 @pytest.mark.parametrize("mode", [Mode.SERVICE, Mode.ONCE])
@@ -229,25 +228,47 @@ def test_receipts_with_a_wrong_digest_do_not_end_an_upload(mode: Mode) -> None:
             actions.extend(more)
         state, windows = tick(state, now_s=second)
         asked += len(windows)
-    others = [action for action in actions if not isinstance(action, events.CheckOutbox | events.SendFrames)]
+    ended = [action for action in actions if isinstance(action, events.Exit)]
     if mode is Mode.ONCE:
-        assert [type(action) for action in others] == [events.Exit]
+        assert len(ended) == 1
         return
-    blocked, logged = others
-    assert isinstance(blocked, events.ReportBlocked)
-    assert isinstance(logged, events.Log)
-    assert "arrives damaged" in blocked.reason == state.blocked_reason
+    logged = [action.text for action in actions if isinstance(action, events.Log) and action.error]
+    assert not ended
+    assert "arrives damaged" in state.upload_problem
+    assert logged == [f"{state.upload_problem}; retrying"]
     assert 5 < asked < 25
     state, received = step(state, Receipt(digest=ITEM.digest, status="received"), now_s=1500)
-    assert received == (events.ReportBlocked(""), events.StoreReceipt(ITEM))
-    assert (state.uploads, state.blocked_reason) == ((), "")
+    assert received == (events.StoreReceipt(ITEM),)
+    assert (state.uploads, state.upload_problem) == ((), "")
+
+
+@pytest.mark.parametrize("reason", ["malformed", "superseded", "unknown_task"])
+def test_a_forged_refusal_keeps_an_upload_out_no_longer_than_the_attack(reason: Reason) -> None:
+    """It is queried again, after five minutes at most, behind other uploads, and is reported until it is received."""
+    forged = Receipt(digest=ITEM.digest, status="refused", reason=reason, sequence=2**60)
+    actions: list[events.Action] = []
+    state = begin()
+    for second in range(1, 4000):
+        for _ in range(2):  # only the first answer to a query counts
+            state, more = step(state, forged, now_s=second)
+            actions.extend(more)
+    assert reason in state.upload_problem
+    assert 10 < len([action for action in actions if isinstance(action, events.SendFrames)]) < 25
+    assert len([action for action in actions if isinstance(action, events.Log)]) <= MAX_DAMAGED
+    state = uploads.start(state, REPORT)
+    assert tick(state, now_s=4000)[1] == [((0, REPORT.size_bytes),)]  # before the refused one
+    state, windows = play(state, Receipt(digest=REPORT.digest, status="received"), now_s=4001)
+    assert windows == [(QUERY,)]
+    assert reason in state.upload_problem
+    state, _ = step(state, Receipt(digest=ITEM.digest, status="received"), now_s=4500)
+    assert (state.uploads, state.upload_problem) == ((), "")
 
 
 def test_an_upload_refused_by_the_broker_is_kept_and_retried() -> None:
     """It is logged once."""
     state, actions = step(begin(), events.Unsendable("not authorized"), now_s=1)
-    assert [type(action) for action in actions] == [events.ReportBlocked, events.Log]
-    assert "not authorized" in state.blocked_reason
+    assert [type(action) for action in actions] == [events.Log]
+    assert "not authorized" in state.upload_problem
     state, actions = step(state, events.Unsendable("not authorized"), now_s=1)
     assert actions == ()
     state, windows = drain(state)
@@ -261,12 +282,9 @@ def test_a_removed_item_is_not_sent() -> None:
     newer, other, running = item_of(b"newer"), item_of(b"other", task=b"o" * 32), state.uploads
     state, windows = play(state, events.OutboxSeen((ITEM, other)))
     assert (state.uploads, windows) == (running, [])
-    for seen in range(2):  # a refused item again, when the aggregator has restarted
-        state, windows = play(state, events.OutboxSeen((newer, other)))
-        assert windows == [((0, 5),)], seen
-        assert [upload.item for upload in state.uploads] == [newer]
-        state, _ = play(state, Receipt(digest=newer.digest, status="refused", reason="oversized"))
-        assert state.uploads == ()
+    state, windows = play(state, events.OutboxSeen((newer, other)))
+    assert windows == [((0, 5),)]
+    assert [upload.item for upload in state.uploads] == [newer]
 
 
 def test_a_lost_submission_is_sent_again() -> None:
