@@ -170,6 +170,14 @@ def test_a_build_that_failed_for_a_passing_reason_is_repeated() -> None:
     assert play(state, events.Ticked(), now_s=now_s + 1e6)[1] == []
 
 
+def test_a_build_that_lacked_images_is_repeated() -> None:
+    """They may be readable later, or back."""
+    built, build = events.SubmissionBuilt(TASK, ITEM, retries=True), events.BuildSubmission(TASK, MANIFEST)
+    state, _ = play(uploading(), events.ImagesChanged(), built)
+    assert build not in play(state, events.Ticked(), now_s=19)[1]
+    assert build in play(state, events.Ticked(), now_s=22)[1]
+
+
 def test_a_stored_task_is_started_but_must_be_confirmed() -> None:
     """A single run exits only after the broker has sent the same task."""
     done = head_key(HEAD_MANIFEST.current)
