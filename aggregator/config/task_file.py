@@ -200,7 +200,7 @@ def _privacy(task: TaskFile, given: Mapping[str, Any]) -> Iterator[Problem]:
     if perturbation and perturbation.on == "prototypes" and task.learning and task.learning.uploaded:
         yield (
             ("privacy", "perturbation", "on"),
-            f'{algorithm} uploads parameters as well, which would stay unperturbed: set on = "images"',
+            f'{algorithm} uploads more than prototypes, which would stay unperturbed: set on = "images"',
         )
     if dp is None:
         return
@@ -217,7 +217,7 @@ def _privacy(task: TaskFile, given: Mapping[str, Any]) -> Iterator[Problem]:
             "must be 1 with [privacy.dp], because whether an image is an outlier depends on other images: remove it",
         )
     if task.learning is not None:
-        problem = f"{algorithm} trains a projection on a device's images, whose influence on it has no bound"
+        problem = f"{algorithm} sets no bound to an image's influence on what its device uploads"
         yield ("privacy", "dp"), f'{problem}: use algorithm = "fedtc"'
 
 

@@ -17,6 +17,7 @@ from benchmarks.data.images import NAMES, load_data
 from benchmarks.report import Table, json_option, write_json
 from benchmarks.research.privacy.decoder import Decoder
 from benchmarks.research.privacy.leakage import (
+    CANDIDATES,
     Knowledge,
     Linkage,
     Release,
@@ -35,6 +36,9 @@ DEVICES = ("5x1", "20x1", "5x10", "10x10", "20x10", "200x10")
 
 FLEET = 10
 """Devices of a kind, as far as PER_CLASS images of each class suffice."""
+
+BEFORE, ADDED = 20, 5
+"""Images of each class on a device, and those that are added to one class: `batch_size` are released at once."""
 
 DEVIATIONS = 2.0
 """Steps along a direction, in its deviations, at which the attacker reconstructs an image."""
@@ -105,7 +109,11 @@ def command(
             *(kind, f"{found.directions:g}", found.means.auc, found.both.auc, found.means.top_1),
             *(found.both.top_1, found.means_first, found.directions_first),
         )
-    write_json(json_file, "directions", data=data, runs=list(map(asdict, results)))
+    new, others = added_images(scene, seed=seed)
+    click.echo(
+        f"{ADDED} images more: {new:.1%} of their offsets lie in the difference, {others:.1%} of others'"
+    )
+    write_json(json_file, "directions", data=data, runs=list(map(asdict, results)), added=[new, others])
 
 
 def measure(scene: Scene, kind: str, knowledge: Knowledge, decoder: Decoder, *, seed: int) -> Result:
@@ -143,6 +151,49 @@ def measure(scene: Scene, kind: str, knowledge: Knowledge, decoder: Decoder, *, 
         means_first=float(np.mean(first)),
         directions_first=float(np.mean(along)),
     )
+
+
+def added_images(scene: Scene, *, seed: int) -> tuple[float, float]:
+    """Return what is known of images that were added to a class between two submissions, and of non-members.
+
+    It is the share of the square of an image's offset from the mean of the new ones that lies in the leading directions
+    of the difference of both covariances. All of it would give the new images away but for a rotation.
+    """
+    found = []
+    for label, non_members in scene.non_members.items():
+        of_class = [scene.device[scene.labels[scene.device] == each] for each in scene.non_members]
+        before = np.concatenate([rows[:BEFORE] for rows in of_class])
+        new = of_class[list(scene.non_members).index(label)][BEFORE : BEFORE + ADDED]
+        center = scene.features[new].mean(axis=0)
+        units = _difference(scene, before, np.concatenate([before, new]), center, label=label, seed=seed)
+        for rows in (new, non_members[: CANDIDATES - ADDED]):
+            away = scene.features[rows] - center
+            found.append(float((np.square(away @ units.T).sum(axis=1) / np.square(away).sum(axis=1)).mean()))
+    return float(np.mean(found[::2])), float(np.mean(found[1::2]))
+
+
+def _difference(
+    scene: Scene,
+    before: NDArray[np.intp],
+    after: NDArray[np.intp],
+    center: NDArray[np.float32],
+    *,
+    label: int,
+    seed: int,
+) -> NDArray[np.float32]:
+    """Return the directions in which the scatter grew, without what follows from the means, which are known."""
+    rows, signs = [], []
+    for images, sign in ((after, 1.0), (before, -1.0)):
+        release, directions = _upload(scene, images, seed=seed)
+        rows.append(np.sqrt(len(images) - len(release.labels)) * directions)
+        signs += [sign] * len(directions)
+    old = int((scene.labels[before] == label).sum())
+    (place,) = np.flatnonzero(release.labels == label)
+    rows.append(np.sqrt(old * ADDED / (old + ADDED)) * (center - release.values[place])[None])
+    signs.append(-1.0)
+    basis, mixed = np.linalg.qr(np.concatenate(rows).T)
+    _, axes = np.linalg.eigh((mixed * np.array(signs)) @ mixed.T)
+    return np.asarray((basis @ axes[:, -(ADDED - 1) :]).T, dtype=np.float32)
 
 
 def by_directions(

@@ -205,15 +205,23 @@ WRONG_SETTINGS: list[tuple[str, int, str]] = [
         "`privacy.perturbation`: excludes [privacy.dp]: remove one",
     ),
     (DP + "[client]\nalpha = 0.99", 8, "`client.alpha`: must be 1 with [privacy.dp]"),
-    (
-        'algorithm = "fedpcl"\n' + DP,
-        4,
-        '`privacy.dp`: algorithm = "fedpcl" trains a projection on a device\'s images, whose influence on it has no',
+    *(
+        (
+            f'algorithm = "{name}"\n' + DP,
+            4,
+            f'`privacy.dp`: algorithm = "{name}" sets no bound to an image\'s influence on what its device uploads',
+        )
+        for name in ("fedpcl", "hierarchical")
     ),
     (
         ROUNDS + '[privacy.perturbation]\nscale = 0.1\non = "prototypes"',
         6,
-        '`privacy.perturbation.on`: algorithm = "fpl" uploads parameters as well, which would stay unperturbed',
+        '`privacy.perturbation.on`: algorithm = "fpl" uploads more than prototypes, which would stay unperturbed',
+    ),
+    (
+        'algorithm = "hierarchical"\n[privacy.perturbation]\nscale = 0.1\non = "prototypes"',
+        6,
+        '`privacy.perturbation.on`: algorithm = "hierarchical" uploads more than prototypes',
     ),
     (ROUNDS + "[fedpcl]\nrounds = 3", 4, '`fedpcl`: algorithm = "fpl" does not use this setting: remove it'),
     ("[fpl]", 3, '`fpl`: algorithm = "fedtc" does not use'),
