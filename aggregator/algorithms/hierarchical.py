@@ -236,12 +236,14 @@ def _of_groups(
     """Return groups' class means less the fleet's, of a shape (G, C, L), and for how many images each counts.
 
     `sets` are the groups of rows, then the devices in none. Groups' means are drawn to the fleet's by as much as sets
-    are alike.
+    are alike. No device counts for more images of a class than the median one of its group: groups are small.
     """
     number, classes, _ = shape
     if not number:
         return np.zeros(shape, np.float32), []
-    names, rows = np.unique(sets * classes + labels, return_inverse=True)
+    names, rows, members = np.unique(sets * classes + labels, return_inverse=True, return_counts=True)
+    median = np.cumsum(members) - members + (members - 1) // 2
+    images = np.minimum(images, images[np.lexsort((images, rows))][median][rows])
     means, totals = class_means(offsets, rows, images, num_classes=len(names))
     between = _kappa(means, names % classes, totals, variance)
     grouped = sets < number

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from aggregator.algorithms.algorithm import ABSENT_LOGIT, Contribution
-from aggregator.algorithms.hierarchical import Hierarchical, _nearest
+from aggregator.algorithms.hierarchical import Hierarchical, _nearest, _of_groups
 from aggregator.graphs.tracing import to_torch
 from aggregator.training.robust_rounds import robust_contributions
 
@@ -134,6 +134,26 @@ def test_devices_that_differ_keep_their_own_means(offset: float, low: float, hig
     ]
     kappa = SETTINGS.aggregate(parts, FIRST, num_classes=C, seed=0)["kappa"][0]
     assert low <= kappa <= high
+
+
+def test_no_device_of_a_group_counts_for_more_than_its_median_device() -> None:
+    """Whatever number of images it states, the group's means and how much they count stay the same."""
+    labels, sets = np.tile(np.arange(C), 6), np.repeat([0, 0, 0, 0, 1, 2], C)
+    offsets = np.random.default_rng(0).normal(size=(len(sets), L)).astype(np.float32)
+    stated = np.full(len(sets), 10)
+    few, many = (
+        _of_groups(
+            offsets,
+            labels,
+            np.where(np.arange(len(sets)) < C, count, stated),
+            sets,
+            shape=(1, C, L),
+            variance=6,
+        )
+        for count in (10, 10**6)
+    )
+    np.testing.assert_array_equal(few[0], many[0])
+    assert few[1] == many[1]
 
 
 def test_images_without_variance() -> None:
