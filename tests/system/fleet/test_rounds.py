@@ -23,22 +23,15 @@ HIERARCHICAL: dict[str, Any] = {"directions": 1}
 
 
 def start_aggregator(
-    fleet: Fleet,
-    algorithm: str,
-    *,
-    quorum: int,
-    deadline_s: float = 600,
-    classes: list[str] = CLASSES,
-    feature_sizes: tuple[int, ...] = FEATURES,
-    **settings: Any,
+    fleet: Fleet, algorithm: str, *, quorum: int, deadline_s: float = 600, **settings: Any
 ) -> None:
     lines = ["[rounds]", "grace_s = 1.0", f"[{algorithm}]"]
     lines += [f"{key} = {value!r}" for key, value in settings.items()]
     task = write_task(
         fleet.root,
-        feature_sizes=feature_sizes,
+        feature_sizes=FEATURES,
         tables="\n".join(lines) + "\n",
-        classes=classes,
+        classes=CLASSES,
         algorithm=algorithm,
         quorum=quorum,
         deadline_s=deadline_s,
@@ -116,9 +109,8 @@ def _rounds_of_fpl(fleet: Fleet) -> None:
 
 
 def _round_of_hierarchical(fleet: Fleet) -> None:
-    """Let the devices upload class means and directions once, for a task with more classes than they have."""
-    more: dict[str, Any] = {"classes": [str(digit) for digit in range(10)], "feature_sizes": (16,)}
-    start_aggregator(fleet, "hierarchical", quorum=4, **more, **HIERARCHICAL)
+    """Let the devices upload class means and directions once."""
+    start_aggregator(fleet, "hierarchical", quorum=4, **HIERARCHICAL)
     summary = fleet.wait_for("evaluations of the head", lambda s: _is_over(s, "hierarchical", rounds=1))
     (head,) = summary["heads"]
     assert (head["devices"], head["prototypes"]) == (4, sum(map(len, SHARES)))
