@@ -97,7 +97,11 @@ class Receiver:
     def _translate(  # noqa: PLR0911 - one case per channel
         self, topic: str, payload: bytes, *, retained: bool
     ) -> Sequence[Received]:
-        match self._channels.get(topic):
+        channel = self._channels.get(topic)
+        if retained and channel in {"cast", "own blk", "own ack"}:
+            # Its sender may be gone for long, and the broker would deliver it at every start.
+            raise MalformedMessage("a retained message, where the aggregator has none retained")
+        match channel:
             case "cast" | "own blk":
                 return (decode(payload, Frame, max_bytes=MAX_FRAME_BYTES),)
             case "own ack":

@@ -81,7 +81,7 @@ def test_any_order_and_loss_gives_the_blob(
     """Frames of any size are lost, duplicated or reordered; every byte is written once, in order."""
     chance = random.Random(seed)
     receiver = Receiver()
-    for _ in range(5_000):
+    for _ in range(100_000):  # half of the frames may be lost, and delays grow to five minutes
         if receiver.download.offset == len(BLOB):
             break
         requests = receiver.ask()

@@ -248,12 +248,13 @@ def test_a_submission_that_is_damaged_in_a_running_outbox_is_built_again(
     device._worker.follow(bench.task)
     device._agent.step(events.TaskSeen(bench.task, bench.manifest))
     device._agent.step(events.OutboxSeen(bench.store.outbox.items()))
+    device._agent.step(events.Connected(65_536))  # a receipt for what was not sent is ignored
     with sqlite3.connect(bench.store.folder / "device.sqlite") as other:
         other.execute("UPDATE payloads SET bytes = zeroblob(length(bytes))")
     assert damaged is not None
     device._agent.step(Receipt(digest=damaged.digest, status="refused", reason="digest"))
-    for _ in range(2):
-        device._handle(device._inbox.get(timeout=1))
+    while not device._inbox.empty():
+        device._handle(device._inbox.get())
     run_jobs(device._worker)
     built = device._inbox.get(timeout=1)
     assert isinstance(built, events.SubmissionBuilt)

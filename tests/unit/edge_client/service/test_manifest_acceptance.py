@@ -17,9 +17,9 @@ from edge_client.storage.stored_values import (
 )
 from protocol.mqtt.reconnecting_session import Received
 from protocol.wire.codec import decode, encode
-from protocol.wire.messages import DeviceInfo
+from protocol.wire.messages import DeviceInfo, Receipt
 from protocol.wire.signing import public_key
-from protocol.wire.topics import fleet_topic
+from protocol.wire.topics import device_topic, fleet_topic
 from tests.support.devices.device_factory import info_of, make_manifest, make_settings
 from tests.support.devices.round_factory import open_round
 from tests.support.graphs.backbones import tiny_backbone
@@ -141,3 +141,15 @@ def test_an_enrolled_device_without_a_clock_refuses_manifests_from_before_its_en
     payload = signed_manifest(encode(make_manifest()), key=b"k" * 32, fleet="f", channel="task", **times)
     device._handle(Received(fleet_topic("f", "task"), payload))
     assert device._agent.state.stale_manifests == {"task"}
+
+
+def test_a_retained_receipt_is_ignored(tmp_path: Path, store: DeviceState) -> None:
+    """A client that has left could otherwise end the program at every start."""
+    device = Device(make_settings(tmp_path), store)
+    forged = Receipt(digest=b"d" * 32, status="refused", reason="revoked")
+    for channel in ("ack", "blk"):
+        device._handle(Received(device_topic("f", "device", channel), encode(forged), retained=True))
+    assert device._receiver.receive(device_topic("f", "device", "ack"), encode(forged), retained=False) == (
+        forged,
+    )
+    assert info_of(device).refused_messages == {"malformed": 2}

@@ -1,6 +1,7 @@
 """Counts of the program's ends while it ran a task's graphs or a head."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -115,3 +116,15 @@ def test_a_head_that_fails_three_times_in_use_gives_way_to_the_previous_one(stat
     assert DeviceState(state.folder, read_only=True).heads_in_use() == Heads(head(2), head(1))
     assert state.heads_in_use() == state.get(Heads) == Heads(head(1))
     assert state.get(HeadProblem).text == "head 2 failed 3 times in use"
+
+
+def test_a_run_does_not_count_on_an_almost_full_disk(
+    state: DeviceState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There may be room for the count, and then none for its deletion: three predictions would take the head away."""
+    monkeypatch.setattr(
+        "edge_client.storage.device_state.disk_usage", lambda _: SimpleNamespace(free=44 * 1024)
+    )
+    with pytest.raises(EndedError), state.run_head(head(2)):
+        raise EndedError
+    assert DeviceState(state.folder).trials.ends(head(2).key) == 0
