@@ -11,7 +11,6 @@ import uuid
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from shutil import disk_usage
 
 import msgspec
 
@@ -137,7 +136,7 @@ class DeviceState:
         self.ledger = Ledger(self._database, folder / "releases")
         self.image_groups = ImageGroupRecord(self._database)
         self.outbox = Outbox(self._database, limit_bytes=outbox_bytes)
-        self.trials = Trials(self._database)
+        self.trials = Trials(self._database, folder)
 
     @cached_property
     def clock(self) -> ElapsedClock:
@@ -171,17 +170,15 @@ class DeviceState:
 
     @contextlib.contextmanager
     def run_head(self, head: InstalledHead, *, is_part: bool = False) -> Iterator[None]:
-        """Count a run of the head in use, which also counts if the head is refused, unless nothing can be written.
+        """Count a run of the head in use, which also counts if the head is refused, unless the disk is full.
 
-        On an almost full disk the count might be written, and its deletion not. Of several programs that run it at the
-        same time, one counts. `is_part` is as in `Trials.run`.
+        Of several programs that run it at the same time, one counts. `is_part` is as in `Trials.run`.
         """
         lock = FolderLock(self.folder, "predict.lock")
         trial = self.trials.run(head.key, what="the head", is_part=is_part, counts_refusal=True)
         with contextlib.ExitStack() as counted:
-            with contextlib.suppress(StateError, OSError):
-                can_write = not self._read_only and disk_usage(self.folder).free >= MIB
-                if can_write and lock.take(wait_s=0):
+            with contextlib.suppress(StateError):
+                if not self._read_only and lock.take(wait_s=0):
                     counted.callback(lock.release)
                     counted.enter_context(trial)
             yield

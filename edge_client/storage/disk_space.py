@@ -17,6 +17,9 @@ RESERVE_SHARE = 0.05
 
 MAX_RESERVE_BYTES = 1024**3
 
+RECORD_BYTES = 1024**2
+"""Space without which nothing is begun: a count might be written, and its deletion not."""
+
 _MB = 1_000_000
 
 
@@ -39,6 +42,14 @@ def free_bytes(folder: Path) -> int:
     if not disk.total:
         return sys.maxsize  # a file system that does not say
     return disk.free - min(int(disk.total * RESERVE_SHARE), MAX_RESERVE_BYTES)
+
+
+def require_space_for_records(folder: Path) -> None:
+    """Raise DiskAlmostFull if there is too little space for RECORD_BYTES, the reserve included."""
+    with state_errors(folder):
+        disk = disk_usage(folder)
+    if disk.total and disk.free < RECORD_BYTES:
+        require_space(folder, RECORD_BYTES, what="records")
 
 
 def require_space(folder: Path, needed_bytes: int, *, what: str) -> None:

@@ -6,8 +6,10 @@ system does not have. The count is written before a graph runs and deleted after
 
 import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Literal
 
+from edge_client.storage.disk_space import require_space_for_records
 from protocol.errors import CrashedBefore, GraphRefused, Interrupted, ProtofleetError
 from protocol.storage.database import Database
 from protocol.wire.codec import digest_of, encode
@@ -28,8 +30,9 @@ def task_key(manifest: TaskManifest, *, purpose: Literal["build", "install"] = "
 class Trials:
     """Counts how often the program has ended while it ran a task's graphs or a head."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, folder: Path) -> None:
         self._database = database
+        self._folder = folder
         self._running: bytes | None = None
 
     def ends(self, digest: bytes) -> int:
@@ -56,7 +59,9 @@ class Trials:
 
         Raises:
             CrashedBefore: it has ended the program `max_ends` times.
+            DiskAlmostFull: the count might be written, and its deletion not.
         """
+        require_space_for_records(self._folder)
         ends = self.ends(digest)
         if max_ends is not None and ends >= max_ends:
             times = "once" if ends == 1 else f"{ends} times"

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from edge_client.storage.device_state import DeviceState
+from edge_client.storage.disk_space import DiskAlmostFull
 from edge_client.storage.stored_values import HeadProblem, Heads, InstalledHead
 from edge_client.storage.trials import MAX_ENDS, MAX_ROWS
 from protocol.errors import CrashedBefore, GraphRefused, Interrupted, StateError
@@ -118,13 +119,14 @@ def test_a_head_that_fails_three_times_in_use_gives_way_to_the_previous_one(stat
     assert state.get(HeadProblem).text == "head 2 failed 3 times in use"
 
 
-def test_a_run_does_not_count_on_an_almost_full_disk(
+def test_nothing_is_counted_on_an_almost_full_disk(
     state: DeviceState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There may be room for the count, and then none for its deletion: three predictions would take the head away."""
-    monkeypatch.setattr(
-        "edge_client.storage.device_state.disk_usage", lambda _: SimpleNamespace(free=44 * 1024)
-    )
+    """There may be room for a count, and then none for its deletion: three builds or predictions would be the last."""
+    disk = SimpleNamespace(total=3 * 1024**2, free=44 * 1024)
+    monkeypatch.setattr("edge_client.storage.disk_space.disk_usage", lambda _: disk)
+    with pytest.raises(DiskAlmostFull):
+        end(state)
     with pytest.raises(EndedError), state.run_head(head(2)):
         raise EndedError
-    assert DeviceState(state.folder).trials.ends(head(2).key) == 0
+    assert [DeviceState(state.folder).trials.ends(key) for key in (GRAPH, head(2).key)] == [0, 0]
