@@ -96,6 +96,9 @@ class Hierarchical(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=T
 
         The covariance S / 2 + tr(S) / (2 L) I, with S the mean scatter, has the inverse scale (I - basis' basis).
 
+        No device counts for more images of a class than the class's median device: heads of devices without images of
+        their own are made of these means alone, and a device may state any number.
+
         Law: the order of the contributions does not matter.
 
         Returns:
@@ -112,6 +115,7 @@ class Hierarchical(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=T
         images = np.concatenate([np.zeros(0, np.int64), *(part.counts for part in parts)])
         values = np.concatenate([np.zeros((0, size), np.float32), *(part.values for part in parts)])
         devices = np.repeat(np.arange(len(parts)), [len(part.labels) for part in parts])
+        images = _at_most_median(images, labels)
         means, present = class_means(values, labels, images, num_classes=num_classes)
         factors, variance = _scatter(parts, start)
         basis, scale = _precision(factors, variance)
@@ -224,6 +228,14 @@ def _kappa(
     return variance / between if between * _ALIKE > variance else _ALIKE
 
 
+def _at_most_median(images: NDArray[np.int64], sets: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return numbers of images (p,), none greater than the lower median of its set (p,)."""
+    _, rows, members = np.unique(sets, return_inverse=True, return_counts=True)
+    median = np.cumsum(members) - members + (members - 1) // 2
+    capped: NDArray[np.int64] = np.minimum(images, images[np.lexsort((images, rows))][median][rows])
+    return capped
+
+
 def _of_groups(
     offsets: NDArray[np.float32],
     labels: NDArray[np.int64],
@@ -241,9 +253,8 @@ def _of_groups(
     number, classes, _ = shape
     if not number:
         return np.zeros(shape, np.float32), []
-    names, rows, members = np.unique(sets * classes + labels, return_inverse=True, return_counts=True)
-    median = np.cumsum(members) - members + (members - 1) // 2
-    images = np.minimum(images, images[np.lexsort((images, rows))][median][rows])
+    names, rows = np.unique(sets * classes + labels, return_inverse=True)
+    images = _at_most_median(images, rows)
     means, totals = class_means(offsets, rows, images, num_classes=len(names))
     between = _kappa(means, names % classes, totals, variance)
     grouped = sets < number

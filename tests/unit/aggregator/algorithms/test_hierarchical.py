@@ -156,6 +156,22 @@ def test_no_device_of_a_group_counts_for_more_than_its_median_device() -> None:
     assert few[1] == many[1]
 
 
+def test_no_device_counts_for_more_images_of_a_class_than_its_median_device() -> None:
+    """Whatever number of images it states; a head without a device's own images is made of these means alone."""
+    devices = [contribution(f"{number}", *images([0] * 9 + [1] * 9, seed=number)) for number in range(5)]
+    few, many = (
+        SETTINGS.aggregate(
+            [*devices, replace(devices[0], device="malicious", counts=count * devices[0].counts)],
+            FIRST,
+            num_classes=C,
+            seed=0,
+        )
+        for count in (1, 10**6)
+    )
+    np.testing.assert_array_equal(few["means"], many["means"])
+    assert few["kappa"].tolist() == pytest.approx(many["kappa"].tolist(), rel=0.5)
+
+
 def test_images_without_variance() -> None:
     """Identical images make a head of nearest means."""
     part = Contribution(
