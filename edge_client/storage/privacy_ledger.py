@@ -68,6 +68,8 @@ class Ledger:
             StateError: the disk is full or fails.
         """
         values = msgspec.structs.astuple(release)
+        if self._marked() != release.number - 1:  # one behind since a power loss: it must not become two
+            write_atomically(self._marker, b"%d\n" % (release.number - 1))
         with self._database.transaction() as database:
             database.execute("UPDATE releases SET key = NULL")
             database.execute("INSERT INTO releases VALUES (?, ?, ?, ?, ?)", values)

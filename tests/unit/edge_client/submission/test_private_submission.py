@@ -18,6 +18,7 @@ from edge_client.privacy import policy
 from edge_client.privacy.accountant import NO_ACCOUNTANT
 from edge_client.privacy.policy import BUDGET, FAILED, NO_PROTOTYPE
 from edge_client.service.device import Device
+from edge_client.storage import privacy_ledger
 from edge_client.storage.privacy_ledger import LOST
 from edge_client.storage.stored_values import BuildProblem, PrivacySpent, SubmissionReport
 from edge_client.submission import private_submission
@@ -289,15 +290,23 @@ def test_a_lost_ledger_refuses_every_release(bench: PrivateBench, lost: str) -> 
     assert bench.refused() == LOST
 
 
-def test_the_marker_may_be_one_behind_the_ledger(bench: PrivateBench) -> None:
-    """Power loss between the two writes is no damage."""
+def test_the_marker_may_be_one_behind_the_ledger(
+    bench: PrivateBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Power loss or a full disk between the two writes is no damage, also twice: nothing is charged with it behind."""
     bench.upload()
     bench.add_images(seed=1)
     bench.upload()
     (bench.folder / "state" / "releases").write_bytes(b"1\n")
     bench.restart()
     assert len(bench.store.ledger.releases()) == 2
+    bench.add_images(seed=2)
+    with monkeypatch.context() as full:
+        full.setattr(privacy_ledger, "write_atomically", _fails(StateError("full")))
+        assert bench.refused() == FAILED
+    assert len(bench.store.ledger.releases()) == 2
     bench.upload()
+    assert len(bench.store.ledger.releases()) == 3
 
 
 def test_a_device_without_images_releases_noise(tmp_path: Path) -> None:
