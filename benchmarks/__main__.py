@@ -7,6 +7,7 @@ import click
 # Read by OpenMP when torch is first imported: spinning idle threads slow other processes down.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+from benchmarks import pages
 from benchmarks.accuracy import fedpcl, fedtc, few_images, fpl, statistics, which
 from benchmarks.cost import device, ingest, memory, step, sums
 from benchmarks.research import cells, hierarchical, restoration
@@ -19,7 +20,7 @@ _HELP = {"help_option_names": ["-h", "--help"]}
 
 USER = (
     *(fedpcl.command, fedtc.command, few_images.command, fpl.command, statistics.command, which.command),
-    *(device.device, ingest.ingest, memory.memory, step.step, sums.command),
+    *(device.device, ingest.ingest, memory.memory, step.step, sums.command, pages.command),
 )
 RESEARCH = (
     *(false_alarms.command, prototypes.command, rare_class.command, rounds.command),

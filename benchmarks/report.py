@@ -1,12 +1,18 @@
-"""Results of a benchmark: a table on stdout, row by row, and a JSON file with the machine and all runs."""
+"""Results of a benchmark: tables on stdout, row by row, and a JSON file with the machine, all runs and the tables."""
 
+import contextlib
 import importlib.metadata
 import json
 import os
 import platform
-from collections.abc import Mapping
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 
@@ -27,20 +33,45 @@ class Table:
     """
 
     def __init__(self, columns: Mapping[str, str], *, title: str = "") -> None:
-        self._formats = tuple(columns.values())
+        self.title = title
+        self.columns = dict(columns)
+        self.rows: list[tuple[Any, ...]] = []
         if title:
             click.echo(f"\n{title}")
         click.echo("".join(f"{name:{_alignment(spec)}}" for name, spec in columns.items()).rstrip())
 
     def row(self, *cells: Any) -> None:
         """Print a row; None is an empty cell."""
-        texts = (
-            f"{cell:{spec}}"
-            if cell is not None and not isinstance(cell, str)
-            else f"{cell or '':{_alignment(spec)}}"
-            for cell, spec in zip(cells, self._formats, strict=True)
-        )
-        click.echo("".join(texts).rstrip())
+        self.rows.append(cells)
+        formats = zip(cells, self.columns.values(), strict=True)
+        click.echo("".join(_padded(cell, spec) for cell, spec in formats).rstrip())
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the title, the headings and the cells as they are printed, for `python -m benchmarks report`."""
+        rows = [
+            [_padded(cell, spec).strip() for cell, spec in zip(row, self.columns.values(), strict=True)]
+            for row in self.rows
+        ]
+        return {"title": self.title, "columns": list(self.columns), "rows": rows}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plot:
+    """Lines that `python -m benchmarks report` draws beside the tables."""
+
+    title: str
+    x: str
+    y: str
+    series: Mapping[str, Sequence[tuple[float, float]]]
+    """Points (x, y) of each line."""
+    log: tuple[Literal["x", "y"], ...] = ()
+    """Logarithmic axes."""
+
+
+def _padded(cell: Any, spec: str) -> str:
+    if cell is None or isinstance(cell, str):
+        return f"{cell or '':{_alignment(spec)}}"
+    return f"{cell:{spec}}"
 
 
 def _alignment(spec: str) -> str:
@@ -48,25 +79,70 @@ def _alignment(spec: str) -> str:
     return spec[0] + spec[1:].partition(".")[0].rstrip(",%fge")
 
 
-def print_figures(figures: Mapping[str, float]) -> None:
-    """Print one figure a line."""
+def print_figures(figures: Mapping[str, float]) -> Table:
+    """Print one figure a line; return the table."""
+    table = Table({"figure": "<28", "value": ">14,.3f"})
     for name, value in figures.items():
-        click.echo(f"{name:28} {value:,.3f}")
+        table.row(name, value)
+    return table
 
 
-def write_json(file: Path | None, benchmark: str, **results: Any) -> None:
-    """Write what was measured, and on which machine with which versions, if there is a file."""
-    if file is not None:
-        report = {"benchmark": benchmark, "machine": machine(), **results}
-        file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+def write_json(
+    file: Path | None,
+    benchmark: str,
+    *,
+    tables: Sequence[Table] = (),
+    plots: Sequence[Plot] = (),
+    **results: Any,
+) -> None:
+    """Write what was measured, when, by which command and on which machine with which versions, if there is a file."""
+    if file is None:
+        return
+    report = {
+        "benchmark": benchmark,
+        "command": _command(),
+        "date": datetime.now(UTC).date().isoformat(),
+        "commit": _commit(),
+        "machine": machine(),
+        "tables": [table.as_json() for table in tables],
+        "plots": [asdict(plot) for plot in plots],
+        **results,
+    }
+    file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def _command() -> str:
+    """Return the command line that is running, without `--json`."""
+    words = sys.argv[1:]
+    if "--json" in words:
+        at = words.index("--json")
+        words = words[:at] + words[at + 2 :]
+    return shlex.join(["python", "-m", "benchmarks", *words])
+
+
+def _commit() -> str:
+    """Return the commit of this checkout, or an empty string without git."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=7"]
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    return ""
 
 
 def machine() -> dict[str, Any]:
     """Return what figures depend on beside the code: processor, system and versions."""
     return {
-        "processor": platform.processor() or platform.machine(),
+        "processor": _processor(),
         "cores": os.cpu_count(),
         "system": platform.platform(),
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in PACKAGES},
     }
+
+
+def _processor() -> str:
+    """Return the processor's name, which `platform` does not know on Linux."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -166,6 +166,7 @@ def command(
     write_json(
         json_file,
         "fedtc",
+        tables=[table],
         **{"data": data, "backbone": backbone, "image_size": image_size, **asdict(settings)},
         root=root,
         validation=validation,

@@ -93,7 +93,14 @@ def command(
                     made = [_run(part, name, size, rare, seed) for seed in seeds]
                     runs += made
                     table.row(name, classes, size, rare, *_means(made))
-    write_json(json_file, "few", backbone=backbone, image_size=image_size, runs=[asdict(run) for run in runs])
+    write_json(
+        json_file,
+        "few",
+        tables=[table],
+        backbone=backbone,
+        image_size=image_size,
+        runs=[asdict(run) for run in runs],
+    )
 
 
 def _first(features: Features, classes: int) -> Features:

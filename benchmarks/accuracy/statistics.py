@@ -115,6 +115,7 @@ def command(
     write_json(
         json_file,
         "statistics",
+        tables=[table],
         data=data,
         backbone=backbone,
         image_size=image_size,

@@ -75,8 +75,8 @@ def device(
         }
         _run_in_turns(programs, repetitions, runs)
     figures = figures_of(runs)
-    write_json(json_file, "device", figures=figures, runs=runs)
-    print_figures(figures)
+    table = print_figures(figures)
+    write_json(json_file, "device", tables=[table], figures=figures, runs=runs)
 
 
 def _run_in_turns(programs: Mapping[str, str], repetitions: int, runs: Runs) -> None:

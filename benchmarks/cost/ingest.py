@@ -77,8 +77,8 @@ def ingest(
             size_bytes=int(megabytes * 1e6),
             repetitions=repetitions,
         )
-    write_json(json_file, "ingest", figures=figures, runs=runs)
-    print_figures(figures)
+    table = print_figures(figures)
+    write_json(json_file, "ingest", tables=[table], figures=figures, runs=runs)
 
 
 def measure(

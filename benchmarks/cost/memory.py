@@ -45,7 +45,7 @@ def memory(*, images: int, image_size: int, json_file: Path | None) -> None:
             task = write_task(Path(folder) / f"{len(figures)}", algorithm, backbones)
             figures[name] = peak_bytes(task, data)
             table.row(name, figures[name] / 1e6, figures[name] / figures["fedtc"])
-    write_json(json_file, "memory", images=images, peak_bytes=figures)
+    write_json(json_file, "memory", tables=[table], images=images, peak_bytes=figures)
 
 
 def write_task(folder: Path, algorithm: str, backbones: Sequence[Path]) -> Path:

@@ -71,7 +71,7 @@ def command(*, devices: tuple[int, ...], features: int, batch_size: int, json_fi
         seconds, peak = time.perf_counter() - started_s, _memory("VmHWM") - before
         table.row(number, seconds, 1000 * seconds / number, peak / 1e6)
         runs.append({"devices": number, "seconds": seconds, "peak_bytes": peak, "rows": total.rows})
-    write_json(json_file, "sums", features=features, batch_size=batch_size, runs=runs)
+    write_json(json_file, "sums", tables=[table], features=features, batch_size=batch_size, runs=runs)
 
 
 def _reset_peak() -> int:

@@ -1,0 +1,71 @@
+import json
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from benchmarks.pages import ROOT, command, fill, read_results
+from benchmarks.report import Plot, Table, json_option, write_json
+from protocol.errors import ConfigError
+
+PAGE = "# Speed\n\n<!-- benchmark speed -->\n<!-- end of speed -->\n\nText.\n"
+
+
+@click.command()
+@json_option
+def speed(*, json_file: Path | None) -> None:
+    table = Table({"program": "<10", "seconds": ">9.2f", "ratio": ">8.1f"}, title="Start")
+    table.row("ours", 0.254, None)
+    table.row("theirs", 4.0, 15.7)
+    plot = Plot(title="Start", x="devices", y="s", series={"ours": [(1, 2.0), (10, 3.0)]}, log=("x",))
+    write_json(json_file, "speed", tables=[table], plots=[plot], runs=[1, 2])
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    folder = tmp_path / "results"
+    folder.mkdir()
+    done = CliRunner().invoke(speed, ["--json", str(folder / "speed.json")], catch_exceptions=False)
+    assert done.exit_code == 0
+    return folder
+
+
+def test_a_page_has_the_stored_tables_and_plots(tmp_path: Path, results: Path) -> None:
+    docs = tmp_path / "docs"
+    (docs / "images").mkdir(parents=True)
+    page = docs / "speed.md"
+    page.write_text(PAGE)
+    arguments = ["--results", str(results), "--docs", str(docs)]
+
+    assert CliRunner().invoke(command, arguments, catch_exceptions=False).output == f"wrote {page}\n"
+
+    text = page.read_text()
+    assert (
+        "Start:\n\n| program | seconds | ratio |\n|---|---|---|\n| ours | 0.25 |  |\n| theirs | 4.00 | 15.7 |\n"
+        in text
+    )
+    assert "![Start](images/benchmark-speed.svg)\n<!-- end of speed -->\n\nText.\n" in text
+    image = (docs / "images" / "benchmark-speed.svg").read_bytes()
+    assert CliRunner().invoke(command, arguments, catch_exceptions=False).output == ""
+    assert (docs / "images" / "benchmark-speed.svg").read_bytes() == image
+
+
+def test_results_name_the_machine_and_keep_every_run(results: Path) -> None:
+    report = json.loads((results / "speed.json").read_text())
+
+    assert report["runs"] == [1, 2]
+    assert {"processor", "cores", "python", "torch"} <= report["machine"].keys()
+    assert report["command"].startswith("python -m benchmarks")
+
+
+def test_a_page_that_names_unknown_results_is_refused(results: Path) -> None:
+    with pytest.raises(ConfigError, match="no results of memory"):
+        fill("<!-- benchmark memory -->\n<!-- end of memory -->\n", read_results(results))
+
+
+def test_the_documents_have_the_stored_results() -> None:
+    reports = read_results(ROOT / "benchmarks" / "results")
+    for page in sorted((ROOT / "docs").glob("**/*.md")):
+        text = page.read_text()
+        assert fill(text, reports) == text, f"{page} is out of date: python -m benchmarks report"
