@@ -131,23 +131,30 @@ def _key(task: TaskFile, feature_size: int) -> str:
 
 def _sources(algorithm: str) -> list[Path]:
     """Return the files that an algorithm's graphs depend on: those that export them, and the algorithm's imports."""
-    found, pending = set(), {algorithm.rpartition(".")[2]}
+    found, pending = set[Path](), _files_of(algorithm)
     while pending:
-        name = pending.pop()
-        found.add(name)
-        pending |= _imports(PACKAGE / "algorithms" / f"{name}.py") - found
-    algorithms = [PACKAGE / "algorithms" / f"{name}.py" for name in sorted(found)]
-    return [*algorithms, *(PACKAGE / "graphs" / f"{name}.py" for name in _EXPORTING)]
+        file = pending.pop()
+        found.add(file)
+        pending |= _imports(file) - found
+    return [*sorted(found), *(PACKAGE / "graphs" / f"{name}.py" for name in _EXPORTING)]
 
 
-def _imports(file: Path) -> set[str]:
+def _files_of(module: str) -> set[Path]:
+    """Return the file of a module or package of `algorithms`; none of another name."""
+    if not module.startswith("aggregator.algorithms."):
+        return set()
+    path = PACKAGE.joinpath(*module.split(".")[1:])
+    return {file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()}
+
+
+def _imports(file: Path) -> set[Path]:
     """Return the other files of `algorithms` that a file imports, anywhere in it."""
-    names = set()
+    files = set[Path]()
     for node in ast.walk(ast.parse(file.read_bytes())):
         if isinstance(node, ast.ImportFrom) and node.module is not None:
-            imported = [f"{node.module}.{each.name}" for each in node.names]
-            names |= {name.split(".")[2] for name in imported if name.startswith("aggregator.algorithms.")}
-    return names
+            names = (node.module, *(f"{node.module}.{each.name}" for each in node.names))
+            files.update(*map(_files_of, names))
+    return files
 
 
 def _code(file: Path) -> str:

@@ -10,8 +10,8 @@ import click
 import numpy as np
 from numpy.typing import NDArray
 
-from aggregator.algorithms.device_groups import NO_GROUP, group_devices
-from aggregator.algorithms.finch import partitions
+from aggregator.algorithms.clustering.device_groups import NO_GROUP, group_devices
+from aggregator.algorithms.clustering.finch import partitions
 from benchmarks.accuracy import fpl
 from benchmarks.accuracy.comparison import repeated
 from benchmarks.accuracy.fedpcl import BACKBONES, IMAGE_SIZE

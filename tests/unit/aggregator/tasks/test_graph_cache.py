@@ -81,6 +81,16 @@ def test_code_of_the_graphs_enters(package: Path, file: str) -> None:
     assert key() != before
 
 
+def test_code_of_imported_packages_enters(package: Path) -> None:
+    """Of a package that is imported itself, what its `__init__.py` has."""
+    task = replace(FILE, algorithm="fpl")
+    keys, folder = [key(task)], package / "algorithms"
+    for file in ("clustering/finch.py", "fpl.py", "clustering/__init__.py"):
+        edit(folder / file, lambda text: f"{text}\nfrom aggregator.algorithms import clustering\n")
+        keys.append(key(task))
+    assert len(set(keys)) == len(keys)
+
+
 def test_settings_and_sizes_enter() -> None:
     """Except for those that no graph contains."""
     others = [

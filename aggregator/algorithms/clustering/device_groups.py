@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from aggregator.algorithms.finch import partitions
+from aggregator.algorithms.clustering.finch import partitions
 
 NO_GROUP = -1
 """The group of a device that is in none."""
