@@ -8,7 +8,8 @@ import click
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from benchmarks import pages
-from benchmarks.accuracy import fedpcl, fedtc, few_images, fpl, statistics, which
+from benchmarks.accuracy import fedpcl, fedtc, few_images, fpl, statistics
+from benchmarks.accuracy.which import command as which
 from benchmarks.cost import device, ingest, memory, step, sums
 from benchmarks.research import cells, hierarchical, restoration
 from benchmarks.research.poisoning import false_alarms, prototypes, rare_class, rounds

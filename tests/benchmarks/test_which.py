@@ -11,8 +11,9 @@ from aggregator.algorithms.fedtc.recipe import RECIPES
 from aggregator.algorithms.hierarchical import Hierarchical
 from aggregator.config.schema import StatisticsSettings
 from benchmarks.__main__ import cli
-from benchmarks.accuracy import fedpcl, rounds, which_methods
-from benchmarks.accuracy.which import BEGIN, END, SCENARIOS, Run, write_tables
+from benchmarks.accuracy import fedpcl, rounds
+from benchmarks.accuracy.which import methods
+from benchmarks.accuracy.which.command import BEGIN, END, SCENARIOS, Run, write_tables
 from benchmarks.data.features import cached_name
 from benchmarks.data.images import DIGITS
 from tests.benchmarks.feature_factory import domain, fill_cache
@@ -20,9 +21,9 @@ from tests.support.graphs.exported_graphs import exported
 
 PAGE = Path(__file__).parents[2] / "docs" / "which-algorithm.md"
 NAMES = (
-    *(which_methods.FEDTC, which_methods.REFINED, "statistics", "statistics, `batch_size = 1`"),
-    *(algorithm.name for algorithm in which_methods.IN_ROUNDS),
-    *(which_methods.ALONE, which_methods.ALL_FEATURES),
+    *(methods.FEDTC, methods.REFINED, "statistics", "statistics, `batch_size = 1`"),
+    *(algorithm.name for algorithm in methods.IN_ROUNDS),
+    *(methods.ALONE, methods.ALL_FEATURES),
 )
 
 
@@ -30,10 +31,10 @@ def make_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out what takes time: adapters, random features, most passes, and three of four programs."""
     linear = dataclasses.replace(RECIPES["default"], adapter=False)
     alone = dataclasses.replace(fedpcl.RECIPES["Solo"], rounds=4)
-    monkeypatch.setattr(which_methods, "RECIPES", {"default": linear})
+    monkeypatch.setattr(methods, "RECIPES", {"default": linear})
     monkeypatch.setattr(fedpcl, "RECIPES", {"Solo": alone})
-    monkeypatch.setattr(which_methods, "StatisticsSettings", lambda: StatisticsSettings(features=32))
-    monkeypatch.setattr(which_methods, "IN_ROUNDS", (Hierarchical(directions=1),))
+    monkeypatch.setattr(methods, "StatisticsSettings", lambda: StatisticsSettings(features=32))
+    monkeypatch.setattr(methods, "IN_ROUNDS", (Hierarchical(directions=1),))
     monkeypatch.setattr(rounds, "_built", exported)
 
 
@@ -75,6 +76,22 @@ def test_tables_of_the_page_are_written_by_the_benchmark(tmp_path: Path) -> None
     assert _without_figures(page) == _without_figures(PAGE)
 
 
+def test_tables_of_scenarios_that_were_not_run_stay(tmp_path: Path) -> None:
+    """All are in the order of the scenarios, in whatever order they were run."""
+    page, runs = tmp_path / "page.md", list(_runs_of_page())
+    page.write_text(PAGE.read_text())
+    write_tables(page, runs)
+    complete = page.read_text()
+    page.write_text(f"{complete.partition(BEGIN)[0]}{BEGIN}\n{END}{complete.partition(END)[2]}")
+    for name in reversed([*SCENARIOS]):
+        write_tables(page, [run for run in runs if run.scenario == name])
+    assert page.read_text() == complete
+    others = [dataclasses.replace(run, everywhere=(0.25,)) for run in runs if run.scenario == "alike-few"]
+    write_tables(page, others)
+    first, *rest = complete.split("\n### ")[1:]
+    assert page.read_text().split("\n### ")[1:] == [first.replace(" 50.0 ", " 25.0 "), *rest]
+
+
 def _runs_of_page() -> Iterator[Run]:
     """Yield a run for each row of the page's tables."""
     scenario = ""
@@ -89,8 +106,8 @@ def _runs_of_page() -> Iterator[Run]:
                 seed=0,
                 everywhere=(0.5,),
                 own=(0.5,),
-                own_with_prior=() if algorithm in {"fedproto", which_methods.ALONE} else (0.5,),
-                uploads=int(algorithm not in {which_methods.ALONE, which_methods.ALL_FEATURES}),
+                own_with_prior=() if algorithm in {"fedproto", methods.ALONE} else (0.5,),
+                uploads=int(algorithm not in {methods.ALONE, methods.ALL_FEATURES}),
                 up_bytes=1.0,
                 down_bytes=1.0,
                 seconds=1.0,

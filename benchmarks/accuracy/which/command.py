@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.accuracy import fpl
 from benchmarks.accuracy.comparison import repeated
-from benchmarks.accuracy.which_methods import FEDTC, Logits, Trained, train_all
+from benchmarks.accuracy.which.methods import FEDTC, Logits, Trained, train_all
 from benchmarks.data.domains import Client, feature_shift, load_domains, shifted, unequal
 from benchmarks.data.features import Features
 from benchmarks.data.images import DIGITS
@@ -152,7 +152,7 @@ class Run:
 @click.option(
     "--markdown",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Write the tables into this page, docs/which-algorithm.md for instance.",
+    help="Write the tables into this page, docs/which-algorithm.md for instance; those of other scenarios stay.",
 )
 @json_option
 def command(
@@ -270,25 +270,27 @@ def _uploads(runs: Sequence[Run]) -> str:
 
 
 def write_tables(page: Path, runs: Sequence[Run]) -> None:
-    """Replace what stands between BEGIN and END in a page by the means of all runs."""
+    """Write the means of all runs between BEGIN and END of a page; the tables there of other scenarios stay."""
     before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, after = rest.partition(END)
-    tables = "\n".join(_tables(runs))
-    page.write_text(f"{before}{BEGIN}\n{tables}\n{END}{after}", encoding="utf-8")
+    old, _, after = rest.partition(END)
+    sections = {each.partition("\n")[0]: each.rstrip() for each in old.split("\n### ")[1:]}
+    for name in {run.scenario for run in runs}:
+        section = "\n".join(_section(name, [run for run in runs if run.scenario == name]))
+        sections[SCENARIOS[name].title] = section
+    titles = (scenario.title for scenario in SCENARIOS.values())
+    text = "\n".join(f"\n### {sections[title]}" for title in titles if title in sections)
+    page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
 
 
-def _tables(runs: Sequence[Run]) -> Iterator[str]:
-    """Yield the lines of all scenarios."""
-    groups = _groups(runs)
-    for name in dict.fromkeys(run.scenario for run in runs):
-        scenario = SCENARIOS[name]
-        seeds = ", ".join(map(str, sorted({run.seed for run in runs if run.scenario == name})))
-        yield f"\n### {scenario.title}\n\n{scenario.text} Seeds: {seeds}.\n"
-        yield f"{HEADINGS}\n|{'---|' * HEADINGS.count(' | ')}---|"
-        unit = _mean(groups[name, FEDTC], "seconds")
-        for (mine, algorithm), each in groups.items():
-            if mine == name:
-                yield _line(algorithm, each, shift=scenario.shift, unit=unit)
+def _section(name: str, runs: Sequence[Run]) -> Iterator[str]:
+    """Yield the lines of a scenario, from its title on."""
+    scenario, groups = SCENARIOS[name], _groups(runs)
+    seeds = ", ".join(map(str, sorted({run.seed for run in runs})))
+    yield f"{scenario.title}\n\n{scenario.text} Seeds: {seeds}.\n"
+    yield f"{HEADINGS}\n|{'---|' * HEADINGS.count(' | ')}---|"
+    unit = _mean(groups[name, FEDTC], "seconds")
+    for (_, algorithm), each in groups.items():
+        yield _line(algorithm, each, shift=scenario.shift, unit=unit)
 
 
 def _line(algorithm: str, runs: Sequence[Run], *, shift: str, unit: float) -> str:

@@ -1,0 +1,1 @@
+"""Every algorithm with its defaults on the same fleets."""
