@@ -15,6 +15,9 @@ from protocol.wire.messages import TaskManifest
 
 log = logging.getLogger(__name__)
 
+DATABASE_BYTES = 1024**2
+"""Limit for what the database grows by when the other task follows."""
+
 
 def refinable_head(state: rollout_state.State, heads: Iterable[HeadRecord]) -> HeadRecord | None:
     """Return the head of FedTC's task that devices use, if it has an adapter and no forgotten device is part of it."""
@@ -60,11 +63,12 @@ def is_over(store: Store, head: HeadRecord) -> bool:
 
 
 def room_bytes(head: HeadRecord, manifest: TaskManifest) -> int:
-    """Return the greatest size of the files that are written when the other task follows."""
-    backbones = sum(backbone.size_bytes for backbone in manifest.backbones)
-    return (
-        1024**2 + 2 * head.size_bytes + backbones
-    )  # the database, head.onnx and the map or the adapter, model.onnx
+    """Return the greatest size of the files that are written when the other task follows.
+
+    They are the database, head.onnx, the map or the adapter (counted as a head), and model.onnx.
+    """
+    backbones_bytes = sum(backbone.size_bytes for backbone in manifest.backbones)
+    return DATABASE_BYTES + 2 * head.size_bytes + backbones_bytes
 
 
 def delete_outdated(store: Store, task: bytes) -> None:

@@ -142,9 +142,12 @@ def finished(state: State, event: events.DownloadFinished, now_s: float) -> even
 
 
 def refused(state: State, receipt: Receipt, now_s: float) -> events.Step:
-    """Request again later: the aggregator may announce other blobs; exit if it does not know this device."""
+    """Request again later: the aggregator may announce other blobs; exit if it does not know this device.
+
+    A refusal without a request is ignored: any client may publish one.
+    """
     download = state.download
-    if download is None:
+    if download is None or not download.until:
         return state, ()
     attempts = download.attempts + 1
     # `until` marks it as in flight, so that it is not requested before it is due.

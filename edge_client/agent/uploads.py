@@ -208,7 +208,7 @@ def _repeated(state: State, upload: Upload, reason: Reason | None, text: str, no
     refusals = upload.refusals + 1
     may_pass = reason in MAY_PASS and refusals < MAX_DAMAGED
     is_damaged = reason == "digest"
-    if state.mode is Mode.ONCE and not may_pass and (is_damaged or reason not in MAY_PASS):
+    if state.mode is Mode.ONCE and (reason not in MAY_PASS or (is_damaged and not may_pass)):
         return _without_upload(state, upload), (events.Exit(1, text),)
     delay_s = 0.0 if is_damaged and may_pass else retry_delay_s(refusals - 1)
     again = replace(restart(upload), missing=(), refusals=refusals, due_s=now_s + delay_s)

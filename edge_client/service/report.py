@@ -7,16 +7,7 @@ from edge_client.agent.manifest_trust import UntrustedManifest
 from edge_client.agent.state import Mode
 from edge_client.config import Settings
 from edge_client.storage.device_state import DeviceState
-from edge_client.storage.stored_values import (
-    BuildProblem,
-    DownloadProblem,
-    LinkProblem,
-    ManifestProblem,
-    Problem,
-    SpaceProblem,
-    TaskProblem,
-    UploadProblem,
-)
+from edge_client.storage.stored_values import PROBLEMS, BuildProblem, HeadProblem, Problem
 from protocol.errors import BadSignature, MalformedMessage
 from protocol.log import event
 
@@ -34,23 +25,20 @@ class Report:
         self.refused: Counter[str] = Counter()
         """Refused messages by reason."""
         self._store = None if settings.mode is Mode.DRY_RUN else store
-        kinds = (
-            *(TaskProblem, SpaceProblem, DownloadProblem),
-            *(ManifestProblem, UploadProblem, LinkProblem),
-        )
-        self._problems: dict[type[Problem], Problem] = {kind: kind() for kind in (*kinds, BuildProblem)}
+        # A build's problem stays until the next build, and a head's until the next head.
+        reset = [kind() for kind in PROBLEMS if kind not in {BuildProblem, HeadProblem}]
+        self._problems = {type(problem): problem for problem in reset}
         if self._store is not None:
-            self._store.set(
-                *(self._problems[kind] for kind in kinds)
-            )  # a build's stands until the next build
+            self._store.set(*reset)
 
     def problem(self, *kinds: type[Problem]) -> str:
-        """Return the first problem of some kinds that the device has; empty if it has none."""
-        return next(filter(None, (self._problems[kind].text for kind in kinds)), "")
+        """Return the first problem of some kinds that the device has had since the start; empty if it has none."""
+        texts = (self._problems.get(kind, Problem()).text for kind in kinds)
+        return next(filter(None, texts), "")
 
     def set(self, problem: Problem) -> bool:
         """Store and report a problem, or with an empty text its end; return whether the device has a new one."""
-        if problem == self._problems[type(problem)]:
+        if problem == self._problems.get(type(problem)):
             return False
         self._problems[type(problem)] = problem
         if self._store is not None:

@@ -89,9 +89,15 @@ class LinkProblem(Problem, frozen=True):
     """Why transfers are slow; empty if none is."""
 
 
-PROBLEMS = (
-    *(TaskProblem, SpaceProblem, DownloadProblem, ManifestProblem),
-    *(BuildProblem, HeadProblem, UploadProblem, LinkProblem),
+PROBLEMS: tuple[type[Problem], ...] = (
+    TaskProblem,
+    SpaceProblem,
+    DownloadProblem,
+    ManifestProblem,
+    BuildProblem,
+    HeadProblem,
+    UploadProblem,
+    LinkProblem,
 )
 """All problems; of several that the device has, the first is shown."""
 

@@ -12,7 +12,7 @@ from edge_client.agent.downloads import MAX_AHEAD, MAX_AHEAD_BYTES, MAX_REQUESTS
 from edge_client.agent.events import AppendBlob, RequestBlob
 from edge_client.agent.state import SLOW_LINK, Download, Mode, State
 from protocol.rates.retry_delay import retry_delay_s
-from protocol.wire.messages import MAX_CHUNK_BYTES, BlobRef, Frame, Receipt
+from protocol.wire.messages import MAX_CHUNK_BYTES, BlobRef, Frame, Reason, Receipt
 from protocol.wire.transfer import frames_of
 from tests.support.simulation.fleet import reference
 
@@ -158,6 +158,18 @@ def test_refused_requests_back_off_although_probes_are_answered(receiver: Receiv
                 receiver.take(*answer(request))
         receiver.now_s += 1.0
     assert len(asked_s) < 20
+
+
+@pytest.mark.parametrize("reason", ["rate_limited", "revoked"])
+def test_a_refusal_without_a_request_is_ignored(receiver: Receiver, reason: Reason) -> None:
+    """Neither before the first request nor between two windows."""
+    refusal = Receipt(digest=REFERENCE.digest, status="refused", reason=reason)
+    assert downloads.refused(receiver.state, refusal, 0.0) == (receiver.state, ())
+    for request in receiver.ask():
+        receiver.take(*answer(request))
+    assert downloads.refused(receiver.state, refusal, 0.0) == (receiver.state, ())
+    receiver.ask()
+    assert downloads.refused(receiver.state, refusal, 0.0) != (receiver.state, ())
 
 
 @pytest.mark.parametrize("carries_bytes", [70_000, 20_000, 6_000])

@@ -133,7 +133,8 @@ def test_a_blob_refused_to_an_unknown_device_ends_the_program() -> None:
     """The line has the aggregator's detail."""
     refusal = receipt(digest=digest_of(BACKBONE), reason="unknown_device", detail="not enrolled")
     state = State(mode=Mode.SERVICE, connected=True)
-    _, (_, action) = play(state, events.TaskSeen(TASK, MANIFEST), refusal)
+    opened = events.DownloadOpened(digest_of(BACKBONE), 0)
+    _, (*_, action) = play(state, events.TaskSeen(TASK, MANIFEST), opened, refusal)
     assert isinstance(action, events.Exit)
     assert "not enrolled" in action.text
 
