@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 import click
 import numpy as np
@@ -14,9 +14,9 @@ from benchmarks.accuracy.baselines import Method, Recipe, run_baseline, traffic_
 from benchmarks.accuracy.rounds import run_rounds
 from benchmarks.accuracy.scores import Run
 from benchmarks.data.domains import Client
+from benchmarks.options import Option, repeated
 from benchmarks.report import json_option
 
-Option = Callable[[Callable[..., None]], Callable[..., None]]
 Prior: TypeAlias = Literal["without", "with"]
 
 
@@ -81,11 +81,6 @@ def hierarchical(names: Sequence[str], priors: Sequence[Prior]) -> dict[str, Alg
 def named(method: str, prior: Prior) -> str:
     """Return a method's name in tables."""
     return f"{method}, prior" if prior == "with" else method
-
-
-def repeated(*names: str, **attributes: Any) -> Option:
-    """Return a `click.option` that may be given several times, and shows its default."""
-    return click.option(*names, multiple=True, show_default=True, **attributes)
 
 
 def comparison_options(recipes: Mapping[Method, Recipe], *, priors: Sequence[Prior]) -> Option:

@@ -11,10 +11,11 @@ import msgspec
 
 from aggregator.algorithms.fedpcl import FedPCL
 from benchmarks.accuracy.baselines import Method, Recipe
-from benchmarks.accuracy.comparison import Prior, compare, comparison_options, hierarchical, named, repeated
+from benchmarks.accuracy.comparison import Prior, compare, comparison_options, hierarchical, named
 from benchmarks.accuracy.scores import Run, by_method, show, write_report
 from benchmarks.data.domains import LABEL_DOMAIN, SHIFTS, load_domains, shifted
 from benchmarks.data.images import DIGITS, NAMES, PAIRED
+from benchmarks.options import repeated
 
 if TYPE_CHECKING:
     from aggregator.algorithms.algorithm import Algorithm

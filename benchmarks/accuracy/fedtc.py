@@ -18,6 +18,7 @@ from benchmarks.accuracy.fedtc_fleet import Result, Settings, run_ceiling, train
 from benchmarks.data.features import BACKBONES, Features, load_features, prepared
 from benchmarks.data.images import NAMES
 from benchmarks.data.partitions import Partition, parse_partition, share_out
+from benchmarks.options import Option, repeated
 from benchmarks.report import Table, json_option, write_json
 from protocol.errors import ConfigError
 
@@ -45,14 +46,12 @@ def _partitions_of(
         raise click.BadParameter(str(error)) from error
 
 
-def partitions_option(*default: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def partitions_option(*default: str) -> Option:
     """Return the option of how images are shared out over clients."""
-    return click.option(
+    return repeated(
         "--partition",
         "partitions",
-        multiple=True,
         default=default,
-        show_default=True,
         callback=_partitions_of,
         help="sharding:CLASSES_PER_CLIENT or dirichlet:CONCENTRATION; may be repeated.",
     )
@@ -110,9 +109,7 @@ def fleet_options(command: Callable[..., None]) -> Callable[..., None]:
 )
 @click.option("--refined", is_flag=True, help="Refine each head by a second upload, as `refine = true` does.")
 @click.option("--epochs", type=click.IntRange(min=1), help="Of the training.  [default: the recipe's]")
-@click.option(
-    "--seed", "seeds", type=int, multiple=True, default=(0,), show_default=True, help="May be repeated."
-)
+@repeated("--seed", "seeds", type=int, default=(0,), help="May be repeated.")
 @click.option(
     "--ceiling/--no-ceiling", default=True, show_default=True, help="Train on all features in one place, too."
 )

@@ -22,6 +22,7 @@ from benchmarks.accuracy.fedtc_fleet import calibration_error
 from benchmarks.data.averaging import averaged
 from benchmarks.data.features import BACKBONES, Features, load_features
 from benchmarks.data.images import NAMES, PACS
+from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
 
 DEVICES = 4
@@ -55,19 +56,17 @@ class Run:
 
 
 @click.command("few")
-@click.option(
-    "--data", "names", type=click.Choice([*NAMES, *PACS]), multiple=True,
-    default=("fashion_mnist", "cifar10", "pacs_photo"), show_default=True, help="May be repeated.",
+@repeated(
+    "--data", "names", type=click.Choice([*NAMES, *PACS]), default=("fashion_mnist", "cifar10", "pacs_photo"),
+    help="May be repeated.",
 )  # fmt: skip
 @click.option("--backbone", type=click.Choice(list(BACKBONES)), default="mobilenetv2_100", show_default=True)
 @click.option("--image-size", type=click.IntRange(min=32), default=96, show_default=True)
-@click.option(
-    "--images", "sizes", type=click.IntRange(min=1), multiple=True, default=(2, 5, 10, 20, 50, 100, 500),
-    show_default=True, help="Images of a class; may be repeated.",
+@repeated(
+    "--images", "sizes", type=click.IntRange(min=1), default=(2, 5, 10, 20, 50, 100, 500),
+    help="Images of a class; may be repeated.",
 )  # fmt: skip
-@click.option(
-    "--seed", "seeds", type=int, multiple=True, default=(0, 1, 2), show_default=True, help="May be repeated."
-)
+@repeated("--seed", "seeds", type=int, default=(0, 1, 2), help="May be repeated.")
 @json_option
 def command(
     *,

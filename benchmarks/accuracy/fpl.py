@@ -13,11 +13,12 @@ import numpy as np
 from aggregator.algorithms.algorithm import Algorithm
 from aggregator.algorithms.fpl import FPL
 from benchmarks.accuracy.baselines import Method, Recipe
-from benchmarks.accuracy.comparison import Prior, compare, comparison_options, hierarchical, repeated
+from benchmarks.accuracy.comparison import Prior, compare, comparison_options, hierarchical
 from benchmarks.accuracy.scores import Run, by_method, show, write_report
 from benchmarks.data.domains import Client, load_domains, unequal
 from benchmarks.data.features import BACKBONES, Features
 from benchmarks.data.images import DIGITS, PACS
+from benchmarks.options import repeated
 
 IMAGE_SIZE = 96
 IMAGES = 2000

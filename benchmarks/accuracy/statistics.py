@@ -16,6 +16,7 @@ from benchmarks.accuracy.fedtc_fleet import ALL_FEATURES
 from benchmarks.accuracy.statistics_fleet import Result, map_features, run_ceiling, run_fleet
 from benchmarks.data.features import Features, load_features, prepared
 from benchmarks.data.partitions import Partition, share_out
+from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
 
 COLUMNS = {
@@ -56,18 +57,21 @@ class Fleet:
 
 @click.command("statistics")
 @fleet_options
-@click.option(
-    "--features", "sizes", type=click.IntRange(0, 4096), multiple=True, default=(0, 1024), show_default=True,
+@repeated(
+    "--features", "sizes", type=click.IntRange(0, 4096), default=(0, 1024),
     help="Random features beside the backbone's; may be repeated.",
 )  # fmt: skip
-@click.option(
-    "--batch", "batches", type=click.IntRange(min=1), multiple=True, default=(1, 5), show_default=True,
+@repeated(
+    "--batch", "batches", type=click.IntRange(min=1), default=(1, 5),
     help="Images in a group, 1 for sums of single images; may be repeated. FedTC has 5.",
 )  # fmt: skip
-@click.option(
-    "--seed", "seeds", type=int, multiple=True, default=(0,), show_default=True,
+@repeated(
+    "--seed",
+    "seeds",
+    type=int,
+    default=(0,),
     help="Of the partition and the random features; may be repeated.",
-)  # fmt: skip
+)
 @click.option(
     "--ceiling/--no-ceiling",
     default=True,

@@ -18,6 +18,7 @@ from aggregator.training.jobs import StatisticsJob
 from aggregator.training.statistics_job import added, weighted
 from benchmarks.accuracy.fedtc_fleet import task_manifest
 from benchmarks.accuracy.statistics_fleet import group_submission, sums_submission
+from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
 from edge_client.data.statistics import to_rows
 from protocol.errors import ProtofleetError
@@ -49,7 +50,7 @@ class SimulatedJob(StatisticsJob, frozen=True, kw_only=True):
 
 
 @click.command("sums")
-@click.option("--devices", type=click.IntRange(min=1), multiple=True, default=SIZES, show_default=True)
+@repeated("--devices", type=click.IntRange(min=1), default=SIZES)
 @click.option(
     "--features", type=click.IntRange(2, 4096), default=64, show_default=True, help="Values of a row."
 )

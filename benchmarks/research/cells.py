@@ -15,10 +15,10 @@ from aggregator.algorithms.fedtc.recipe import RECIPES
 from aggregator.algorithms.fedtc.training_set import TrainingSet
 from aggregator.ingest.validation import Prototypes
 from aggregator.training.robust_training_set import combine, pool
-from benchmarks.accuracy.comparison import repeated
 from benchmarks.data.features import VALIDATION, Features, load_features, prepared
 from benchmarks.data.images import NAMES, load_data
 from benchmarks.data.partitions import Partition, share_out
+from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
 from benchmarks.research.privacy.leakage import Release, rounded, study
 from benchmarks.research.privacy.reconstruction import Form, Scene, attack, learn_decoder, set_scene

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from aggregator.algorithms.clustering.device_groups import NO_GROUP, group_devices
 from aggregator.algorithms.clustering.finch import partitions
 from benchmarks.accuracy import fpl
-from benchmarks.accuracy.comparison import repeated
 from benchmarks.accuracy.fedpcl import BACKBONES, IMAGE_SIZE
 from benchmarks.accuracy.fpl import PLANS
 from benchmarks.data.domains import LABEL_DOMAIN, SHIFTS, Client, load_domains, shifted
 from benchmarks.data.images import DIGITS, PACS, PAIRED
+from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
 
 Floats = NDArray[np.float64]

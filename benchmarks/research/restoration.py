@@ -16,11 +16,11 @@ from aggregator.algorithms.fedtc.recipe import RECIPES
 from aggregator.algorithms.fedtc.training_set import TrainingSet
 from aggregator.ingest.validation import Prototypes
 from aggregator.training.robust_training_set import combine, pool
-from benchmarks.accuracy.comparison import repeated
 from benchmarks.data.averaging import averaged
 from benchmarks.data.domains import load_domains
 from benchmarks.data.features import Features
 from benchmarks.data.images import DIGITS
+from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
 from protocol.wire.quantization import dequantize, quantize
 

@@ -9,11 +9,11 @@ import click
 import numpy as np
 
 from benchmarks.accuracy import fpl
-from benchmarks.accuracy.comparison import repeated
 from benchmarks.accuracy.which.methods import FEDTC, Logits, Trained, train_all
 from benchmarks.data.domains import Client, feature_shift, load_domains, shifted, unequal
 from benchmarks.data.features import Features
 from benchmarks.data.images import DIGITS
+from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
 
 BACKBONE = "mobilenetv2_100"

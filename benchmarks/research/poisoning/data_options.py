@@ -9,6 +9,7 @@ import click
 import numpy as np
 
 from benchmarks.data.features import BACKBONES, Features, load_features
+from benchmarks.options import Option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +48,7 @@ def _principal(features: Features, components: int) -> Features:
     )
 
 
-def data_options(
-    *, names: Sequence[str], images: int
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def data_options(*, names: Sequence[str], images: int) -> Option:
     """Return a decorator that adds the options; the command gets them as `source`."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:

@@ -15,6 +15,7 @@ from aggregator.training.outlier_statistics import summaries
 from aggregator.training.robust_training_set import pool
 from benchmarks.data.features import BACKBONES, load_features
 from benchmarks.data.images import DIGITS, NAMES
+from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
 
 GAUSSIAN = "gaussian"
@@ -47,31 +48,20 @@ class Result:
 
 
 @click.command("false-alarms")
-@click.option(
+@repeated(
     "--data",
     "sources",
     type=click.Choice([GAUSSIAN, *dict.fromkeys((*NAMES, *DIGITS))]),
-    multiple=True,
     default=(GAUSSIAN,),
-    show_default=True,
 )
 @click.option("--backbone", type=click.Choice(list(BACKBONES)), default="mobilenetv2_100", show_default=True)
 @click.option("--image-size", type=click.IntRange(min=32), default=96, show_default=True)
 @click.option("--at-most", type=click.IntRange(min=1), help="Images of the data set that are used.")
-@click.option(
-    "--devices", type=click.IntRange(min=1), multiple=True, default=(5, 8, 20, 100, 1000), show_default=True
+@repeated("--devices", type=click.IntRange(min=1), default=(5, 8, 20, 100, 1000))
+@repeated(
+    "--images", type=click.IntRange(min=2), default=(10, 20, 100, 1000), help="Of each class on each device."
 )
-@click.option(
-    "--images",
-    type=click.IntRange(min=2),
-    multiple=True,
-    default=(10, 20, 100, 1000),
-    show_default=True,
-    help="Of each class on each device.",
-)
-@click.option(
-    "--places", type=click.Choice(list(PLACES)), multiple=True, default=("one", "several"), show_default=True
-)
+@repeated("--places", type=click.Choice(list(PLACES)), default=("one", "several"))
 @click.option("--uneven", is_flag=True, help="Devices have from a quarter to four times the images.")
 @click.option("--classes", type=click.IntRange(min=1), default=3, show_default=True)
 @click.option("--fleets", type=click.IntRange(min=1), default=500, show_default=True)

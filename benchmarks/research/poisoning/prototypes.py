@@ -21,6 +21,7 @@ from benchmarks.accuracy.fedtc_fleet import Settings, accuracy_of, fleet_prototy
 from benchmarks.data.features import Features
 from benchmarks.data.images import NAMES
 from benchmarks.data.partitions import Partition
+from benchmarks.options import repeated, selected
 from benchmarks.report import Table, json_option, write_json
 from benchmarks.research.poisoning.data_options import DataOptions, data_options
 
@@ -67,17 +68,8 @@ class Result:
 @data_options(names=NAMES, images=10_000)
 @partitions_option(*PARTITIONS)
 @click.option("--clients", type=click.IntRange(min=1), default=20, show_default=True)
-@click.option(
-    "--share", "shares", type=click.FloatRange(0, 1), multiple=True, default=SHARES, show_default=True
-)
-@click.option(
-    "--attack",
-    "attacks",
-    type=click.Choice(ATTACKS),
-    multiple=True,
-    default=ATTACKS,
-    help="May be repeated.  [default: all]",
-)
+@repeated("--share", "shares", type=click.FloatRange(0, 1), default=SHARES)
+@selected("--attack", "attacks", choices=ATTACKS)
 @click.option(
     "--false-alarm-rate",
     type=click.FloatRange(0, 0.5, min_open=True),
@@ -91,16 +83,9 @@ class Result:
     show_default=True,
     help="Or only linear discriminants, which is faster.",
 )
-@click.option(
-    "--method",
-    "methods",
-    type=click.Choice(METHODS),
-    multiple=True,
-    default=METHODS,
-    help="May be repeated.  [default: all]",
-)
+@selected("--method", "methods", choices=METHODS)
 @click.option("--train/--no-train", default=True, show_default=True, help="Or only detect attackers.")
-@click.option("--seed", "seeds", type=int, multiple=True, default=(0, 1), show_default=True)
+@repeated("--seed", "seeds", type=int, default=(0, 1))
 @click.option("--device", default="auto", show_default=True, help="Where to train: auto, cpu, cuda.")
 @json_option
 def command(

@@ -20,6 +20,7 @@ from benchmarks.accuracy.fedtc_fleet import Settings, fleet_prototypes
 from benchmarks.data.features import Features
 from benchmarks.data.images import NAMES
 from benchmarks.data.partitions import parse_partition
+from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
 from benchmarks.research.poisoning.data_options import DataOptions, data_options
 
@@ -61,7 +62,7 @@ class Result:
 @click.option(
     "--adapter/--no-adapter", default=False, show_default=True, help="Or only linear discriminants."
 )
-@click.option("--seed", "seeds", type=int, multiple=True, default=(0, 1), show_default=True)
+@repeated("--seed", "seeds", type=int, default=(0, 1))
 @json_option
 def command(
     *,

@@ -19,6 +19,7 @@ from benchmarks.data.domains import Client
 from benchmarks.data.features import Features
 from benchmarks.data.images import DIGITS, NAMES
 from benchmarks.data.partitions import Partition, share_out
+from benchmarks.options import repeated, selected
 from benchmarks.report import Table, json_option, write_json
 from benchmarks.research.poisoning.data_options import DataOptions, data_options
 
@@ -53,34 +54,13 @@ class Result:
 
 @click.command("poisoned-rounds")
 @data_options(names=list(dict.fromkeys((*NAMES, *DIGITS))), images=2000)
-@click.option(
-    "--algorithm",
-    "algorithms",
-    type=click.Choice(list(ALGORITHMS)),
-    multiple=True,
-    default=("fpl",),
-    show_default=True,
-)
+@repeated("--algorithm", "algorithms", type=click.Choice(list(ALGORITHMS)), default=("fpl",))
 @click.option("--rounds", type=click.IntRange(min=1), default=10, show_default=True)
 @click.option("--clients", type=click.IntRange(min=1), default=6, show_default=True)
 @click.option("--attackers", type=click.IntRange(min=0), default=1, show_default=True)
-@click.option(
-    "--attack",
-    "attacks",
-    type=click.Choice(ATTACKS),
-    multiple=True,
-    default=ATTACKS,
-    help="May be repeated.  [default: all]",
-)
-@click.option(
-    "--method",
-    "methods",
-    type=click.Choice(list(METHODS)),
-    multiple=True,
-    default=tuple(METHODS),
-    help="May be repeated.  [default: all]",
-)
-@click.option("--seed", "seeds", type=int, multiple=True, default=(0,), show_default=True)
+@selected("--attack", "attacks", choices=ATTACKS)
+@selected("--method", "methods", choices=METHODS)
+@repeated("--seed", "seeds", type=int, default=(0,))
 @json_option
 def command(
     *,

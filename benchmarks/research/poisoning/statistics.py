@@ -13,6 +13,7 @@ from benchmarks.accuracy.fedtc import partitions_option
 from benchmarks.accuracy.statistics_fleet import MappedFeatures, map_features, run_fleet
 from benchmarks.data.images import NAMES
 from benchmarks.data.partitions import Partition, share_out
+from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
 from benchmarks.research.poisoning.data_options import DataOptions, data_options
 
@@ -41,12 +42,10 @@ class Result:
 @data_options(names=NAMES, images=2000)
 @partitions_option("dirichlet:0.5")
 @click.option("--features", "random_features", type=click.IntRange(min=0), default=0, show_default=True)
-@click.option(
-    "--batch", "batches", type=click.IntRange(min=1), multiple=True, default=(1, 5), show_default=True
-)
+@repeated("--batch", "batches", type=click.IntRange(min=1), default=(1, 5))
 @click.option("--clients", type=click.IntRange(min=1), default=20, show_default=True)
 @click.option("--attackers", type=click.IntRange(min=0), default=1, show_default=True)
-@click.option("--seed", "seeds", type=int, multiple=True, default=(0, 1), show_default=True)
+@repeated("--seed", "seeds", type=int, default=(0, 1))
 @json_option
 def command(
     *,

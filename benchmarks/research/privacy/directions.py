@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from aggregator.algorithms.fedtc.adapter import torch_device
 from aggregator.algorithms.hierarchical import Hierarchical
 from aggregator.graphs.tracing import to_torch
-from benchmarks.accuracy.comparison import repeated
 from benchmarks.data.features import BACKBONES, load_features
 from benchmarks.data.images import NAMES, load_data
+from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
 from benchmarks.research.privacy.decoder import Decoder
 from benchmarks.research.privacy.leakage import (

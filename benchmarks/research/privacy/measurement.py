@@ -9,9 +9,9 @@ import numpy as np
 
 from aggregator.algorithms.fedtc.adapter import torch_device
 from aggregator.algorithms.fedtc.recipe import RECIPES
-from benchmarks.accuracy.comparison import repeated
 from benchmarks.data.features import BACKBONES, Features, load_features
 from benchmarks.data.images import NAMES, load_data
+from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
 from benchmarks.research.privacy.differencing import Resubmitted, resubmit
 from benchmarks.research.privacy.plots import Rows, draw_accuracies, draw_images, rows_of
