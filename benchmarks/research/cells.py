@@ -214,11 +214,4 @@ def _release(scene: Scene, *, batch: int, cell: int) -> Release:
         values.append(_averages(scene.features[own], numbers)[0])
         labels += [int(label)] * len(cells)
         members += [own[numbers == number] for number in range(len(cells))]
-    counts = np.array([len(images) for images in members])
-    return Release(
-        rounded(np.concatenate(values)),
-        np.array(labels),
-        counts,
-        noise=np.zeros(len(counts)),
-        members=tuple(members),
-    )
+    return Release.without_noise(np.concatenate(values), np.array(labels), members)

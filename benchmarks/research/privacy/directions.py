@@ -25,7 +25,6 @@ from benchmarks.research.privacy.leakage import (
     by_likelihood,
     link,
     release_prototypes,
-    rounded,
     study,
 )
 from benchmarks.research.privacy.reconstruction import Scene, learn_decoder, own_first, set_scene
@@ -234,15 +233,9 @@ def _upload(scene: Scene, rows: NDArray[np.intp], *, seed: int) -> tuple[Release
         tensors["directions"] = step.apply(tensors)["next_directions"]
     directions = tensors["directions"].numpy()
     owned = np.unique(labels)
-    members = tuple(rows[labels == label] for label in owned)
-    release = Release(
-        rounded(np.stack([scene.features[own].mean(axis=0) for own in members])),
-        owned,
-        np.array([len(own) for own in members]),
-        noise=np.zeros(len(owned)),
-        members=members,
-    )
-    return release, directions[np.abs(directions).sum(axis=1) > 0]
+    members = [rows[labels == label] for label in owned]
+    means = np.stack([scene.features[own].mean(axis=0) for own in members])
+    return Release.without_noise(means, owned, members), directions[np.abs(directions).sum(axis=1) > 0]
 
 
 def _points(release: Release, directions: NDArray[np.float32]) -> tuple[Release, NDArray[np.float32]]:

@@ -1,8 +1,8 @@
 """Membership of single images in prototypes, inferred by an attacker with images of the same kind."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,14 @@ class Release:
     """Deviation of the noise added to each prototype's values, which the attacker knows."""
     members: tuple[NDArray[np.intp], ...]
     """The rows of each prototype's images, among all."""
+
+    @classmethod
+    def without_noise(
+        cls, values: NDArray[np.float32], labels: NDArray[np.int64], members: Sequence[NDArray[np.intp]]
+    ) -> Self:
+        """Return a release of averages of these images."""
+        counts = np.array([len(images) for images in members])
+        return cls(rounded(values), labels, counts, noise=np.zeros(len(counts)), members=tuple(members))
 
 
 @dataclass(frozen=True)
@@ -83,14 +91,7 @@ def release_prototypes(
         values.append(averages)
         classes += [label] * len(averages)
         members += [own[share > 0] for share in shares]
-    counts = np.array([len(of_one) for of_one in members])
-    return Release(
-        rounded(np.concatenate(values)),
-        np.array(classes),
-        counts,
-        noise=np.zeros(len(counts)),
-        members=tuple(members),
-    )
+    return Release.without_noise(np.concatenate(values), np.array(classes), members)
 
 
 def rounded(values: NDArray[np.float32]) -> NDArray[np.float32]:
