@@ -1,5 +1,7 @@
 """The command line of all three programs: settings, errors, exit codes and logging."""
 
+import contextlib
+import gc
 import importlib.util
 import logging
 import os
@@ -7,7 +9,7 @@ import signal
 import sys
 import tomllib
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -23,6 +25,17 @@ log = logging.getLogger(__name__)
 _PACKAGES = ("aggregator", "edge_client", "export", "protocol")
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+@contextlib.contextmanager
+def loading_modules() -> Iterator[None]:
+    """Pause garbage collection, and exempt from it what exists afterwards: modules stay for as long as the program."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _load_config(context: click.Context, _parameter: click.Parameter, path: Path | None) -> None:

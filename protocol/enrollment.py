@@ -8,18 +8,18 @@ import json
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-from cryptography import x509
-from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
-from cryptography.x509.oid import NameOID
 
 from protocol.errors import ConfigError
 from protocol.mqtt.tls import BrokerAccess
 from protocol.storage.keyfile import read_key
 from protocol.wire.messages import Natural
 from protocol.wire.signing import public_key
+
+if TYPE_CHECKING:
+    from cryptography import x509
 
 FORMAT = 1
 WAY_OUT = "use the folder as `aggregator enroll` wrote it"
@@ -116,7 +116,9 @@ def read_enrollment(folder: Path) -> Enrollment:
     )
 
 
-def _certificates(file: Path) -> list[x509.Certificate]:
+def _certificates(file: Path) -> "list[x509.Certificate]":
+    from cryptography import x509
+
     try:
         return x509.load_pem_x509_certificates(file.read_bytes())
     except OSError as error:
@@ -125,14 +127,18 @@ def _certificates(file: Path) -> list[x509.Certificate]:
         raise ConfigError(f"{file} is not a PEM certificate: {WAY_OUT}") from error
 
 
-def _names(certificate: x509.Certificate) -> list[str | bytes]:
+def _names(certificate: "x509.Certificate") -> list[str | bytes]:
+    from cryptography.x509.oid import NameOID
+
     try:
         return [name.value for name in certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)]
     except ValueError:
         return []
 
 
-def _is_issued_by(certificate: x509.Certificate, authority: x509.Certificate) -> bool:
+def _is_issued_by(certificate: "x509.Certificate", authority: "x509.Certificate") -> bool:
+    from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+
     try:
         certificate.verify_directly_issued_by(authority)
     except (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm):

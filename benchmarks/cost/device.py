@@ -1,4 +1,4 @@
-"""Cost of the device program: import time, memory over many images, and images per second.
+"""Cost of the device program: memory over many images, and images per second; `start` has the rest.
 
 `python -m benchmarks.cost.device --backbone FILE` measures in processes of their own and compares within the same run,
 in turns, since the machine may be busy: read the ratios, not the seconds.
@@ -20,21 +20,9 @@ import numpy as np
 
 from benchmarks.report import json_option, print_figures, write_json
 
-BARE = "import numpy, onnxruntime, paho.mqtt.client, PIL.Image"
-PROGRAM = "import edge_client.cli, edge_client.service.device, onnxruntime"
-"""Everything that a running device imports; the command line alone imports most of it later."""
-
 CLASSES = ("china", "flower")
 Runs = dict[str, list[dict[str, float]]]
 """Figures of each process, by measurement."""
-REPORT = """
-import time
-started = time.perf_counter()
-{imports}
-seconds = time.perf_counter() - started
-memory = next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmRSS:"))
-print('{{"seconds": %f, "memory_bytes": %d}}' % (seconds, int(memory) * 1024))
-"""
 
 
 @click.command("device")
@@ -59,10 +47,8 @@ def device(
     workers: int,
     json_file: Path | None,
 ) -> None:
-    """Measure the device program: imports, memory over many images, speed beside a plain loop."""
+    """Measure the device program: memory over many images, speed beside a plain loop."""
     runs: Runs = {}
-    imports = {"import_libraries": BARE, "import_program": PROGRAM}
-    _run_in_turns({name: REPORT.format(imports=text) for name, text in imports.items()}, repetitions, runs)
     with tempfile.TemporaryDirectory() as folder:
         few, many = Path(folder) / "few", Path(folder) / "many"
         write_photographs(many, count=images[1])
@@ -88,7 +74,7 @@ def _run_in_turns(programs: Mapping[str, str], repetitions: int, runs: Runs) -> 
 
 
 def figures_of(runs: Runs) -> dict[str, float]:
-    """Return medians, and ratios of the device program to its libraries, of many to few images, and to the loop."""
+    """Return medians, and ratios of many to few images, and of the device program to the loop."""
 
     def median(name: str, figure: str) -> float:
         return statistics.median(entry[figure] for entry in runs[name])
@@ -97,13 +83,8 @@ def figures_of(runs: Runs) -> dict[str, float]:
         (ours["images_per_second"], plain["images_per_second"])
         for ours, plain in zip(runs["extract_few"], runs["loop"], strict=True)
     ]
-    seconds, memory = (median("import_program", figure) for figure in ("seconds", "memory_bytes"))
     peak_few, peak_many = (median(name, "memory_bytes") for name in ("extract_few", "extract_many"))
     return {
-        "import_seconds": seconds,
-        "import_time_ratio": seconds / median("import_libraries", "seconds"),
-        "import_memory_mb": memory / 1e6,
-        "import_memory_ratio": memory / median("import_libraries", "memory_bytes"),
         "memory_few_mb": peak_few / 1e6,
         "memory_many_mb": peak_many / 1e6,
         "memory_ratio": peak_many / peak_few,

@@ -18,11 +18,12 @@ from edge_client.cli.options import (
     state_option,
     threads_option,
 )
-from edge_client.storage.outbox import DEFAULT_MB, LARGEST_MB, MIB
+from edge_client.storage.outbox_size import DEFAULT_MB, LARGEST_MB, MIB
 from protocol.cli import (
     access_options,
     config_option,
     counted,
+    loading_modules,
     read_access,
     say,
     setting,
@@ -133,14 +134,16 @@ def _serve(  # noqa: PLR0913 - every option of the command line
     batch_size: int, workers: int | None, rescan_s: float, strict: bool, outbox_mb: int, aggregator_key: bytes | None,
     enrollment: Path | None, max_epsilon: float | None, **access_given: Any,
 ) -> int:  # fmt: skip
-    from edge_client.agent.state import Mode
-    from edge_client.config import Settings, enrolled_identity, enrolled_name, merged_access
-    from edge_client.runtime.session import require_runtime
-    from edge_client.service.device import Device
-    from edge_client.storage.stored_values import CurrentTask
-    from protocol.enrollment import read_enrollment
-    from protocol.mqtt.tls import parse_broker, readable_by_others, warnings
+    with loading_modules():
+        from edge_client.agent.state import Mode
+        from edge_client.config import Settings, enrolled_identity, enrolled_name, merged_access
+        from edge_client.runtime.session import require_runtime
+        from edge_client.service.device import Device
+        from edge_client.storage.stored_values import CurrentTask
+        from protocol.enrollment import read_enrollment
+        from protocol.mqtt.tls import parse_broker, readable_by_others, warnings
 
+        require_runtime()
     start_logging(verbose=verbose)
     if once and dry_run:
         raise click.UsageError("--once and --dry-run cannot be used together")
@@ -152,7 +155,6 @@ def _serve(  # noqa: PLR0913 - every option of the command line
         broker = broker or enrolled.broker or None
         access = merged_access(access, enrolled)
         identity = enrolled_identity(enrolled, aggregator_key=aggregator_key)
-    require_runtime()
     if not data.exists():
         raise ConfigError(
             f"no images at {data}: expected a directory with one subdirectory per class, or a CSV file with the "

@@ -15,7 +15,8 @@ from pathlib import Path
 import msgspec
 
 from edge_client.storage.image_group_record import ImageGroupRecord
-from edge_client.storage.outbox import DEFAULT_MB, MIB, Outbox
+from edge_client.storage.outbox import Outbox
+from edge_client.storage.outbox_size import DEFAULT_MB, MIB
 from edge_client.storage.privacy_ledger import Ledger
 from edge_client.storage.stored_values import (
     DeviceName,

@@ -12,6 +12,7 @@ import msgspec
 
 from edge_client.agent.state import Kind, UploadItem
 from edge_client.storage.disk_space import require_space
+from edge_client.storage.outbox_size import MIB
 from protocol.errors import ProtofleetError
 from protocol.log import event
 from protocol.storage.database import Database
@@ -20,11 +21,6 @@ from protocol.wire.codec import digest_of
 from protocol.wire.transfer import Ranges
 
 log = logging.getLogger(__name__)
-
-MIB = 1024**2
-DEFAULT_MB = 64
-LARGEST_MB = 900
-"""SQLite's limit for one row."""
 
 
 class Outbox:

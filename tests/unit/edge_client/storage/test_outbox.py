@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from edge_client.agent.state import UploadItem
 from edge_client.storage.device_state import DeviceState
-from edge_client.storage.outbox import MIB
+from edge_client.storage.outbox_size import MIB
 from edge_client.storage.stored_values import Epoch, EvaluatedHead, SubmissionSequence
 from protocol.errors import ProtofleetError, StateError
 from protocol.wire.codec import digest_of
