@@ -7,6 +7,12 @@ from onnx import helper, numpy_helper
 from tests.support.graphs.backbones import tiny_backbone
 
 MARK = 1234.5
+IS_WHITE = (
+    helper.make_node("ReduceMin", ["flat"], ["darkest"], keepdims=1, axes=[1]),
+    helper.make_node("ReduceMax", ["darkest"], ["brightest"], keepdims=0),
+    helper.make_node("Floor", ["brightest"], ["is_white"]),
+)
+"""Nodes that make `is_white` of the images: 1 if one in the batch is all white, 0 otherwise."""
 
 
 def _extended(*nodes: onnx.NodeProto, **constants: np.ndarray) -> bytes:
@@ -22,9 +28,7 @@ def _extended(*nodes: onnx.NodeProto, **constants: np.ndarray) -> bytes:
 def fails_on_white() -> bytes:
     """Fail if an image in the batch is all white."""
     return _extended(
-        helper.make_node("ReduceMin", ["flat"], ["darkest"], keepdims=1, axes=[1]),
-        helper.make_node("ReduceMax", ["darkest"], ["brightest"], keepdims=0),
-        helper.make_node("Floor", ["brightest"], ["is_white"]),
+        *IS_WHITE,
         helper.make_node("Cast", ["is_white"], ["index"], to=onnx.TensorProto.INT64),
         helper.make_node("Gather", ["only", "index"], ["factor"]),
         helper.make_node("Mul", ["plain", "factor"], ["feature"]),
@@ -52,9 +56,7 @@ def never_ends_on_white() -> bytes:
         ],
     )
     return _extended(
-        helper.make_node("ReduceMin", ["flat"], ["darkest"], keepdims=1, axes=[1]),
-        helper.make_node("ReduceMax", ["darkest"], ["brightest"], keepdims=0),
-        helper.make_node("Floor", ["brightest"], ["is_white"]),
+        *IS_WHITE,
         helper.make_node("Cast", ["is_white"], ["index"], to=onnx.TensorProto.INT64),
         helper.make_node("Mul", ["index", "many"], ["times"]),
         helper.make_node("Loop", ["times", "", "plain"], ["feature"], body=body),
@@ -75,9 +77,7 @@ def always_fails() -> bytes:
 def flips_on_white() -> bytes:
     """Change the sign of all features of a batch that has an all-white image."""
     return _extended(
-        helper.make_node("ReduceMin", ["flat"], ["darkest"], keepdims=1, axes=[1]),
-        helper.make_node("ReduceMax", ["darkest"], ["brightest"], keepdims=0),
-        helper.make_node("Floor", ["brightest"], ["is_white"]),
+        *IS_WHITE,
         helper.make_node("Mul", ["is_white", "minus_two"], ["change"]),
         helper.make_node("Add", ["change", "one"], ["sign"]),
         helper.make_node("Mul", ["plain", "sign"], ["feature"]),
