@@ -4,7 +4,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 from aggregator.config.schema import Limits
 from aggregator.messaging.blob_sender import SMALLEST_DOWNLOAD_BYTES
 from protocol.wire.codec import decode, digest_of, encode, to_array, to_tensor, to_unsigned
-from protocol.wire.messages import MAX_CHUNK_BYTES, BlobRequest, Frame, Privacy, TaskManifest
+from protocol.wire.messages import MAX_CHUNK_BYTES, BlobRequest, Frame, Privacy, Submission, TaskManifest
 from protocol.wire.signing import open_manifest, public_key
 from tests.support.fleets.aggregator_process import spoil
 from tests.support.fleets.closed_fleet import FLEET
@@ -57,14 +57,8 @@ def declared_sizes(fleet: AttackedFleet) -> Iterator[bool]:
         b"\xc6\xff\xff\xff\xff",
     ]
     before = fleet.submitted(MALLORY)
-    with TrafficMonitor(fleet.open) as monitor, fleet.client_of() as client:
-        for payload in payloads:
-            monitor.received.clear()
-            for frame in fleet.upload_of(payload):
-                assert client.publish(own(MALLORY, "up"), frame)
-            fleet.wait_until("the answer", lambda: monitor.payloads(own(MALLORY, "ack")))
-            assert b"refused" in monitor.payloads(own(MALLORY, "ack"))[-1]
-            yield fleet.submitted(MALLORY) != before
+    yield from _refused(fleet, payloads)
+    with fleet.client_of() as client:
         first = Frame(v=1, digest=bytes(32), size_bytes=2**31, offset=0, data=b"x" * MAX_CHUNK_BYTES)
         assert client.publish(own(MALLORY, "up"), fleet.signed(first))
         fleet.wait_until("the refusal", lambda: fleet.refusals()["oversized", MALLORY])
@@ -89,11 +83,17 @@ def impossible_numbers(fleet: AttackedFleet) -> Iterator[bool]:
         {"counts": to_unsigned(np.full(counts.shape, 10**9))},
         {"counts": to_unsigned(np.full(counts.shape, 2))},
     ]
+    changed = [msgspec.structs.replace(submission, sequence=6, **change) for change in changes]
+    yield from _refused(fleet, changed)
+
+
+def _refused(fleet: AttackedFleet, payloads: Iterable[bytes | Submission]) -> Iterator[bool]:
+    """Upload as an enrolled device, which is refused; yields for each payload whether a submission is stored."""
     before = fleet.submitted(MALLORY)
     with TrafficMonitor(fleet.open) as monitor, fleet.client_of() as client:
-        for change in changes:
+        for payload in payloads:
             monitor.received.clear()
-            for frame in fleet.upload_of(msgspec.structs.replace(submission, sequence=6, **change)):
+            for frame in fleet.upload_of(payload):
                 assert client.publish(own(MALLORY, "up"), frame)
             fleet.wait_until("the answer", lambda: monitor.payloads(own(MALLORY, "ack")))
             assert b"refused" in monitor.payloads(own(MALLORY, "ack"))[-1]
