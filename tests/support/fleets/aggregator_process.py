@@ -249,6 +249,17 @@ class Device:
         return assembly.payload()
 
 
+@contextmanager
+def running_fleet(task: Path, broker: BrokerAddress, *names: str) -> Iterator[tuple[Daemon, list[Device]]]:
+    """Run the aggregator, and a client for each name, all of which have its presence."""
+    with contextlib.ExitStack() as running:
+        daemon = running.enter_context(aggregator(task, broker))
+        devices = [running.enter_context(Device(broker, name)) for name in names]
+        for device in devices:
+            device.aggregator_is("online")
+        yield daemon, devices
+
+
 def _body(event: Received) -> bytes:
     """Return the payload, without the envelope if it is signed."""
     channels: tuple[FleetChannel, ...] = ("task", "round", "head")

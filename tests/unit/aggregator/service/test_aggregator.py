@@ -37,6 +37,7 @@ from tests.support.fleets.aggregator_process import (
     Device,
     aggregator,
     run_aggregator,
+    running_fleet,
     signed,
     write_task,
 )
@@ -111,8 +112,7 @@ def test_features_of_several_backbones_are_concatenated(amqtt_broker: BrokerAddr
     (tmp_path / "eight.onnx").write_bytes(tiny_backbone(feature_size=8))
     text = task_file.read_text().replace('["tiny.onnx"]', '["tiny.onnx", "eight.onnx"]')
     task_file.write_text(text)
-    with aggregator(task_file, amqtt_broker) as daemon, Device(amqtt_broker, "a") as device:
-        device.aggregator_is("online")
+    with running_fleet(task_file, amqtt_broker, "a") as (daemon, [device]):
         backbones = decode(device.task(), TaskManifest, max_bytes=MAX_BYTES).backbones
         assert [backbone.name for backbone in backbones] == ["tiny.onnx", "eight.onnx"]
         task = digest_of(device.task())
@@ -130,8 +130,7 @@ def test_features_of_several_backbones_are_concatenated(amqtt_broker: BrokerAddr
 def test_failed_training_is_logged_and_shown(amqtt_broker: BrokerAddress, tmp_path: Path) -> None:
     """The same submission again does not repeat it."""
     task_file = write_task(tmp_path, 'quorum = 1\n[training]\nrecipe = "paper"\ndevice = "cuda:99"')
-    with aggregator(task_file, amqtt_broker) as daemon, Device(amqtt_broker, "a") as device:
-        device.aggregator_is("online")
+    with running_fleet(task_file, amqtt_broker, "a") as (daemon, [device]):
         task = digest_of(device.task())
         assert device.upload(_separable(task)).status == "received"
         daemon.until(lambda _: "head training failed version=1" in daemon.log())
@@ -152,12 +151,7 @@ def _limit_files(daemon: Daemon, size_bytes: int) -> None:
 def test_full_disk_stops_only_the_intake(amqtt_broker: BrokerAddress, tmp_path: Path) -> None:
     """Uploads are refused, blobs are sent, `status` shows the reason; with space again, intake resumes."""
     task_file = write_task(tmp_path, PATIENT)
-    with (
-        aggregator(task_file, amqtt_broker) as daemon,
-        Device(amqtt_broker, "a") as device,
-        Device(amqtt_broker, "b") as other,
-    ):
-        device.aggregator_is("online")
+    with running_fleet(task_file, amqtt_broker, "a", "b") as (daemon, [device, other]):
         task = digest_of(device.task())
         assert device.upload(submission(task=task)).status == "received"
         payload = encode(submission(task=task, sequence=2, labels=(0, 1, 2) * 5000))
@@ -199,6 +193,12 @@ def test_unavailable_broker_is_retried(tmp_path: Path, address: BrokerAddress) -
             device.aggregator_is("online")
 
 
+def _uploaded(message: Submission) -> list[Event]:
+    payload = encode(message)
+    frames = frames_of(payload, digest=digest_of(payload))
+    return [Received(device_topic(FLEET, "dev", "up"), signed(frame)) for frame in frames]
+
+
 def test_head_that_cannot_be_stored_is_a_failed_training(tmp_path: Path) -> None:
     """The next submission starts another training."""
     store = Store(tmp_path / "state")
@@ -229,14 +229,9 @@ def test_deadline_is_of_elapsed_time(tmp_path: Path, monkeypatch: pytest.MonkeyP
     store.clock = clock = FakeClock(7.0)
     task = prepare_task(*load_task(write_task(tmp_path, "quorum = 9\ndeadline_s = 100")), store=store)
     daemon = Aggregator(task, store, broker=BrokerAddress("127.0.0.1", 1))
-    now_s, payload = time.time(), encode(_separable(task.digest))
+    now_s = time.time()
     monkeypatch.setattr(time, "time", lambda: now_s + 365 * 86400)
-    daemon.handle(
-        [
-            Received(device_topic(FLEET, "dev", "up"), signed(frame))
-            for frame in frames_of(payload, digest=digest_of(payload))
-        ]
-    )
+    daemon.handle(_uploaded(_separable(task.digest)))
     assert [entry.received_s for entry in store.entries(task.digest).values()] == [7.0]
     monkeypatch.setattr(time, "time", lambda: now_s)
     clock.elapsed_s = 106.0
@@ -247,12 +242,6 @@ def test_deadline_is_of_elapsed_time(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert store.facts.get(PendingHead) is not None
     daemon._training.stop()
     store.close()
-
-
-def _uploaded(message: Submission) -> list[Event]:
-    payload = encode(message)
-    frames = frames_of(payload, digest=digest_of(payload))
-    return [Received(device_topic(FLEET, "dev", "up"), signed(frame)) for frame in frames]
 
 
 def _receipts(sent: list[Outgoing]) -> list[str]:

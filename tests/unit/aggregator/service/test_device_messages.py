@@ -23,6 +23,7 @@ from tests.support.fleets.aggregator_process import (
     Device,
     aggregator,
     presence_of,
+    running_fleet,
     signed,
     spoil,
     write_task,
@@ -253,8 +254,7 @@ def test_frames_fit_the_brokers_packet_size(address: BrokerAddress, tmp_path: Pa
 
 def test_unlisted_device_is_refused(broker: BrokerAddress, tmp_path: Path) -> None:
     task = write_task(tmp_path, PATIENT + '\ndevices = ["friend"]')
-    with aggregator(task, broker) as daemon, Device(broker, "friend") as friend, Device(broker, "foe") as foe:
-        friend.aggregator_is("online")
+    with running_fleet(task, broker, "friend", "foe") as (daemon, [friend, foe]):
         good = submission(task=digest_of(friend.task()))
         foe.send_payload(encode(good))
         foe.send("state", encode(Presence(state="online", epoch=1)))

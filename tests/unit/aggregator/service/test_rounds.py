@@ -28,6 +28,7 @@ from tests.support.fleets.aggregator_process import (
     Daemon,
     Device,
     aggregator,
+    running_fleet,
     write_task,
 )
 from tests.support.messages.submissions import round_submission
@@ -64,8 +65,7 @@ def _upload(device: Device, number: int, *, sequence: int = 1) -> Receipt:
 
 def test_three_rounds(broker: BrokerAddress, task_file: Path) -> None:
     """Each round is announced, its tensors are broadcast, its quorum closes it, and a head is trained."""
-    with aggregator(task_file, broker) as daemon, Device(broker, "a") as a, Device(broker, "b") as b:
-        a.aggregator_is("online")
+    with running_fleet(task_file, broker, "a", "b") as (daemon, [a, b]):
         task = decode(a.task(), TaskManifest, max_bytes=MAX_BYTES)
         assert task.program is not None
         assert task.program.uploaded == tuple(SHAPES)
@@ -135,12 +135,7 @@ def test_tensors_are_broadcast_once(broker: BrokerAddress, task_file: Path) -> N
 
 
 def test_invalid_round_submissions_are_refused(amqtt_broker: BrokerAddress, task_file: Path) -> None:
-    with (
-        aggregator(task_file, amqtt_broker) as daemon,
-        Device(amqtt_broker, "a") as a,
-        Device(amqtt_broker, "b") as b,
-    ):
-        a.aggregator_is("online")
+    with running_fleet(task_file, amqtt_broker, "a", "b") as (daemon, [a, b]):
         good = _made(a, 0, sequence=5)
         nan = to_tensor(np.full((2, 4), np.nan, np.float16))
         for changes, reason in (
@@ -159,13 +154,7 @@ def test_invalid_round_submissions_are_refused(amqtt_broker: BrokerAddress, task
 
 def test_late_submission_counts_until_it_is_stale(amqtt_broker: BrokerAddress, task_file: Path) -> None:
     """One round behind, it counts in the open round; two behind, it is refused."""
-    with (
-        aggregator(task_file, amqtt_broker) as daemon,
-        Device(amqtt_broker, "a") as a,
-        Device(amqtt_broker, "b") as b,
-        Device(amqtt_broker, "c") as c,
-    ):
-        a.aggregator_is("online")
+    with running_fleet(task_file, amqtt_broker, "a", "b", "c") as (daemon, [a, b, c]):
         for device in (a, b):
             assert _upload(device, 0).status == "received"
         assert c.round(1).number == 1
@@ -208,12 +197,7 @@ def test_round_survives_a_restart(amqtt_broker: BrokerAddress, task_file: Path) 
 
 def test_obsolete_blobs_are_deleted(amqtt_broker: BrokerAddress, task_file: Path) -> None:
     """Superseded and old submissions; the tensors of the last heads stay."""
-    with (
-        aggregator(task_file, amqtt_broker) as daemon,
-        Device(amqtt_broker, "a") as a,
-        Device(amqtt_broker, "b") as b,
-    ):
-        a.aggregator_is("online")
+    with running_fleet(task_file, amqtt_broker, "a", "b") as (daemon, [a, b]):
         first = a.round().tensors
         superseded = _made(a, 0)
         sent = [superseded, *(_made(a, number, sequence=2) for number in range(3))]
@@ -280,13 +264,7 @@ def test_packed_tensors_are_unchanged() -> None:
 
 def test_rollback_of_a_round_head(amqtt_broker: BrokerAddress, task_file: Path) -> None:
     """Devices get its tensors, the files are its own, and training continues with the newest round."""
-    with (
-        aggregator(task_file, amqtt_broker) as daemon,
-        Device(amqtt_broker, "a") as a,
-        Device(amqtt_broker, "b") as b,
-    ):
-        for device in (a, b):
-            device.aggregator_is("online")
+    with running_fleet(task_file, amqtt_broker, "a", "b") as (daemon, [a, b]):
         first, second = (_head_of(number, a, b) for number in range(2))
         assert submit_command(Store(daemon.state), "rollback") == "head 1 is current"
         back = a.wait(fleet_topic(FLEET, "head"), HeadManifest, when=lambda head: head != second)
