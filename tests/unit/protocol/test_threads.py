@@ -3,6 +3,8 @@
 import queue
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from unittest.mock import patch
 
 import pytest
 
@@ -45,26 +47,21 @@ def test_thread_that_returns_is_not_reported() -> None:
     assert failures == []
 
 
-def test_thread_that_cannot_be_started_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
+def _no_thread() -> AbstractContextManager[object]:
+    return patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread"))
 
-    monkeypatch.setattr(threading.Thread, "start", fail)
-    with pytest.raises(ThreadFailed, match="cannot start the thread worker: can't start new thread: raise"):
+
+def test_thread_that_cannot_be_started_is_an_error() -> None:
+    said = "cannot start the thread worker: can't start new thread: raise"
+    with _no_thread(), pytest.raises(ThreadFailed, match=said):
         start_thread(lambda: None, name="worker", on_failure=lambda _: None)
 
 
-def test_function_that_no_thread_was_started_for_never_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_function_that_no_thread_was_started_for_never_runs() -> None:
     """The pool queues it although it raises; a later thread must not run it."""
     ran: list[str] = []
-
-    def fail(_thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     with ThreadPoolExecutor(1) as pool:
-        with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", fail)
-            with pytest.raises(StateError, match="cannot start a thread that writes to the disk"):
-                submit(pool, ran.append, "first")
+        with _no_thread(), pytest.raises(StateError, match="cannot start a thread that writes to the disk"):
+            submit(pool, ran.append, "first")
         submit(pool, ran.append, "second").result()
     assert ran == ["second"]

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from cryptography import x509
@@ -180,12 +181,7 @@ def test_failed_enrollment_leaves_nothing(world: World, fault: str, monkeypatch:
                 "CREATE TRIGGER full BEFORE INSERT ON facts BEGIN SELECT RAISE(ABORT, 'full'); END"
             )
         else:
-            owner = Path if fault == "rename" else enrollment
-
-            def refuse(*_: object) -> None:
-                raise full
-
-            broken.setattr(owner, fault, refuse)
+            broken.setattr(Path if fault == "rename" else enrollment, fault, Mock(side_effect=full))
         with pytest.raises(StateError):
             world.enroll()
     assert list((world.root / "out").iterdir()) == []

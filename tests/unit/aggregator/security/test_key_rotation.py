@@ -4,6 +4,7 @@ import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -118,17 +119,14 @@ def test_the_greatest_number_of_a_stolen_key_does_not_outlast_it(
         verify(device, "task", open_manifest(forged, fleet="barn", channel="task"))
 
 
-def test_an_interrupted_rotation_changes_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_rotation_changes_nothing(store: Store) -> None:
     """Certificates without their key are not published; the next rotation works."""
     device = seen_by(ManifestTrust(), store)
-
-    def kill(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as killed:
-        killed.setattr(key_rotation, "write_private", kill)
-        with pytest.raises(KeyboardInterrupt):
-            rotate_key(store, fleet="barn")
+    with (
+        patch.object(key_rotation, "write_private", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        rotate_key(store, fleet="barn")
     assert seen_by(device, store).number == 0
     assert seen_by(device, store).key == device.key
     public = rotate_key(store, fleet="barn")
@@ -146,14 +144,11 @@ def test_a_rotation_killed_before_the_database_is_finished(
     issued = tmp_path / "new" if has_root else None
     if issued is not None:
         issue_key(tmp_path / "root.key", fleet="barn", out=issued)
-
-    def kill(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as killed:
-        killed.setattr(key_rotation, "SigningKey", kill)
-        with pytest.raises(KeyboardInterrupt):
-            rotate_key(store, fleet="barn", issued=issued)
+    with (
+        patch.object(key_rotation, "SigningKey", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        rotate_key(store, fleet="barn", issued=issued)
     key = identity_of(store.folder)
     if again == "command":
         public = rotate_key(store, fleet="barn", issued=issued)

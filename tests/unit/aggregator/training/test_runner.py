@@ -5,6 +5,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from msgspec import structs
@@ -188,13 +189,9 @@ def test_job_that_cannot_be_watched_is_killed_and_reported(
 def test_job_without_a_thread_to_watch_it_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The program ends, and its next start runs the job again."""
     _replace_python(tmp_path, monkeypatch, "#!/bin/sh\nexec sleep 1000\n")
-
-    def fail(_thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", fail)
     trainer = _trainer(tmp_path, lambda _: None)
-    with pytest.raises(ThreadFailed):
+    no_thread = patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread"))
+    with no_thread, pytest.raises(ThreadFailed):
         trainer.start(_job(tmp_path))
     assert trainer._process is not None
     assert trainer._process.wait(TIMEOUT_S) == -9

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import msgspec
 import numpy as np
@@ -185,18 +186,13 @@ def test_decoding_never_runs_far_ahead(tmp_path: Path) -> None:
     assert done == len(found)
 
 
-def test_refusal_that_may_pass_is_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusal_that_may_pass_is_not_stored() -> None:
     """A file without permission, and a lack of memory, are tried again although the file has not changed."""
-
-    def no_memory(*_: object) -> None:
-        raise MemoryError
-
     with open_folder() as folder:
         data = write_images(folder / "data", count=1)
         (data / "cat" / "0000.png").chmod(0)
         images, extractor = find_images(data, CLASSES), Extractor(folder)
-        with monkeypatch.context() as patched:
-            patched.setattr("edge_client.data.extraction.preprocess", no_memory)
+        with patch("edge_client.data.extraction.preprocess", side_effect=MemoryError):
             assert "MemoryError" in {reason for _, reason in extractor(images).refused}
         with not_root():
             made = extractor(images)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import onnxruntime
@@ -194,15 +195,13 @@ def test_a_backbone_that_fails_in_predict_gives_way_to_the_head_before(
         result = CliRunner().invoke(cli, arguments)
         return f"{result.output}{result.exception or ''}"
 
-    def fail(*_: object, **_given: object) -> Backbone:
-        raise BackboneMismatch("the backbone fails")
-
     bench.install(bench.head(1, CONSTANT["cat"]))
     _follow(bench, fails_on_white(), seed=1)
     bench.install(bench.head(2, CONSTANT["dog"]))
     with monkeypatch.context() as patched:
         if fails == "opening":
-            patched.setattr(inference, "open_backbone", fail)
+            error = BackboneMismatch("the backbone fails")
+            patched.setattr(inference, "open_backbone", Mock(side_effect=error))
         for _ in range(MAX_ENDS):
             assert "the backbone fails" in predict("white")
             if fails == "runs":
@@ -245,11 +244,7 @@ def test_no_graph_of_a_head_runs_beside_images_that_must_not_be_revealed(
     """It could read them in memory, and reveal them by being refused: it runs in another process."""
     bench = HeadBench(tmp_path, max_epsilon=max_epsilon)
     head = bench.head(1, CONSTANT["cat"])
-
-    def run(*_: object) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr(onnxruntime.InferenceSession, "run", run)
+    monkeypatch.setattr(onnxruntime.InferenceSession, "run", Mock(side_effect=MemoryError))
     bench.worker.install(events.InstallHead(bench.task, bench.manifest, head))
     run_jobs(bench.worker)
     assert (bench.store.get(Heads).installed is None) == (max_epsilon is None)

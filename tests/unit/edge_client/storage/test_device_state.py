@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -110,19 +111,11 @@ def test_an_empty_database_is_damaged(tmp_path: Path, *, read_only: bool) -> Non
         DeviceState(tmp_path, read_only=read_only)
 
 
-def test_a_kill_while_the_database_is_made_leaves_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_while_the_database_is_made_leaves_none(tmp_path: Path) -> None:
     """It is written beside its place first: the next start makes it."""
-
-    def kill(*_: object) -> None:
-        raise SystemExit
-
     (tmp_path / ".gitignore").write_text("*")
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "link", kill)
-        with pytest.raises(SystemExit):
-            DeviceState(tmp_path)
+    with patch.object(os, "link", side_effect=SystemExit), pytest.raises(SystemExit):
+        DeviceState(tmp_path)
     assert not (tmp_path / "device.sqlite").exists()
     assert DeviceState(tmp_path, lock=True).get(Epoch) == Epoch()
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import numpy as np
@@ -167,17 +168,11 @@ def test_no_image_is_read_without_budget(tmp_path: Path, monkeypatch: pytest.Mon
     assert bench.refused() == BUDGET
 
 
-def test_an_interrupted_release_is_charged_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_release_is_charged_once(tmp_path: Path) -> None:
     """The charge comes before the first image; the release that follows has that number."""
     bench = _bench(tmp_path, fails_on_white(), with_image=True)
-    with monkeypatch.context() as patched:
-
-        def lose_power(*_: object) -> None:
-            raise KeyboardInterrupt
-
-        patched.setattr(Workspace, "extract", lose_power)
-        with pytest.raises(KeyboardInterrupt):
-            bench.build()
+    with patch.object(Workspace, "extract", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        bench.build()
     assert len(bench.store.ledger.releases()) == 1
     bench.restart()
     assert bench.cost().releases == 1

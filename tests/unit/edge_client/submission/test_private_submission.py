@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import Mock, patch
 
 import msgspec
 import numpy as np
@@ -160,14 +161,11 @@ def test_the_budget_of_task_and_device_is_kept(tmp_path: Path, of_task: float, o
     assert bench.refused() == BUDGET
 
 
-def test_a_charged_release_is_built_after_a_crash(
-    bench: PrivateBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_charged_release_is_built_after_a_crash(bench: PrivateBench) -> None:
     """Power loss between charging and uploading costs nothing more."""
-    with monkeypatch.context() as patched:
-        patched.setattr(private_submission, "private_prototypes", _fails(KeyboardInterrupt()))
-        with pytest.raises(KeyboardInterrupt):
-            bench.build()
+    killed = patch.object(private_submission, "private_prototypes", side_effect=KeyboardInterrupt)
+    with killed, pytest.raises(KeyboardInterrupt):
+        bench.build()
     assert bench.store.outbox.items() == ()
     bench.restart()
     assert len(bench.store.ledger.releases()) == 1
@@ -196,15 +194,6 @@ def _lose_database(bench: PrivateBench) -> None:
         file.unlink()
 
 
-def _fails(error: BaseException) -> Callable[..., Any]:
-    """Return a function that raises an error."""
-
-    def fail(*_: object, **__: object) -> Any:
-        raise error
-
-    return fail
-
-
 def _not_a_number(names: Sequence[str], *_: object, **__: object) -> NDArray[np.float32]:
     return np.full((len(names), 16), np.nan, np.float32)
 
@@ -217,7 +206,7 @@ FAILURES: dict[str, tuple[str, Break]] = {
     "the accountant fails": (
         FAILED,
         lambda _, patch: patch.setattr(
-            private_submission, "epsilon_of", _fails(ArithmeticError("too small"))
+            private_submission, "epsilon_of", Mock(side_effect=ArithmeticError("too small"))
         ),
     ),
     "the accountant gives no bound": (
@@ -234,20 +223,25 @@ FAILURES: dict[str, tuple[str, Break]] = {
     "features are gone": (
         FAILED,
         lambda bench, patch: patch.setattr(
-            bench.worker._builder._workspace.cache, "matrix", _fails(StateError("secret.png"))
+            bench.worker._builder._workspace.cache, "matrix", Mock(side_effect=StateError("secret.png"))
         ),
     ),
     "clipping fails": (
         FAILED,
         lambda _, patch: patch.setattr(
-            private_submission, "private_prototypes", _fails(FloatingPointError("secret"))
+            private_submission, "private_prototypes", Mock(side_effect=FloatingPointError("secret"))
         ),
     ),
-    "no randomness": (FAILED, lambda _, patch: patch.setattr(os, "urandom", _fails(NotImplementedError()))),
+    "no randomness": (
+        FAILED,
+        lambda _, patch: patch.setattr(os, "urandom", Mock(side_effect=NotImplementedError())),
+    ),
     "no secret": (FAILED, lambda bench, patch: patch.setattr(bench.store, "secret", lambda **_: b"")),
     "out of memory": (
         FAILED,
-        lambda _, patch: patch.setattr(private_submission, "private_prototypes", _fails(MemoryError())),
+        lambda _, patch: patch.setattr(
+            private_submission, "private_prototypes", Mock(side_effect=MemoryError())
+        ),
     ),
 }
 """Failures on the way to a submission: the reported reason, and a function that causes each."""
@@ -290,9 +284,7 @@ def test_a_lost_ledger_refuses_every_release(bench: PrivateBench, lost: str) -> 
     assert bench.refused() == LOST
 
 
-def test_the_marker_may_be_one_behind_the_ledger(
-    bench: PrivateBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_marker_may_be_one_behind_the_ledger(bench: PrivateBench) -> None:
     """Power loss or a full disk between the two writes is no damage, also twice: nothing is charged with it behind."""
     bench.upload()
     bench.add_images(seed=1)
@@ -301,8 +293,7 @@ def test_the_marker_may_be_one_behind_the_ledger(
     bench.restart()
     assert len(bench.store.ledger.releases()) == 2
     bench.add_images(seed=2)
-    with monkeypatch.context() as full:
-        full.setattr(privacy_ledger, "write_atomically", _fails(StateError("full")))
+    with patch.object(privacy_ledger, "write_atomically", side_effect=StateError("full")):
         assert bench.refused() == FAILED
     assert len(bench.store.ledger.releases()) == 2
     bench.upload()
