@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from protocol.errors import ThreadFailed
-from protocol.mqtt.reconnecting_session import BrokerAddress, Disconnected, Event, Session
+from protocol.mqtt.reconnecting_session import BrokerAddress, Connected, Disconnected, Event, Session
+from protocol.mqtt.tls import BrokerAccess
 
 E = TypeVar("E", bound=Event)
 TIMEOUT_S = 300
@@ -76,6 +77,14 @@ def running(
         yield session, log
     finally:
         session.stop()
+
+
+def refusal(broker: BrokerAddress, access: BrokerAccess) -> str:
+    """Return why a session is refused."""
+    with running(broker, "a", access=access) as (_, log):
+        reason = log.wait(Disconnected).reason
+        assert Connected not in map(type, log.seen)
+        return reason
 
 
 @contextmanager

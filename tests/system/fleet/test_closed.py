@@ -17,7 +17,6 @@ from protocol.mqtt import reconnect_delay
 from protocol.mqtt.reconnecting_session import (
     BrokerAddress,
     Connected,
-    Disconnected,
     Drained,
     Outgoing,
     Received,
@@ -30,7 +29,7 @@ from protocol.wire.topics import DeviceChannel, FleetChannel, device_topic, flee
 from tests.support.fleets.closed_fleet import FLEET, ClosedFleet
 from tests.support.fleets.fleet import Fleet, write_digits, write_task
 from tests.support.network.brokers import mosquitto_program
-from tests.support.network.sessions import running
+from tests.support.network.sessions import refusal, running
 
 pytestmark = pytest.mark.skipif(mosquitto_program() is None, reason="mosquitto is not installed")
 
@@ -112,14 +111,6 @@ def test_second_program_with_one_enrollment_ends_the_first(
         fleet.start_device("shed-1", data)
         fleet.wait_exit("second", code=1)
         assert "this one stays out" in fleet.log("second")
-
-
-def refusal(broker: BrokerAddress, access: BrokerAccess) -> str:
-    """Return why a session was refused."""
-    with running(broker, "a", access=access) as (_, log):
-        reason = log.wait(Disconnected).reason
-        assert Connected not in map(type, log.seen)
-        return reason
 
 
 def test_unenrolled_clients_are_refused(closed: ClosedFleet, tmp_path: Path, address: BrokerAddress) -> None:

@@ -20,7 +20,6 @@ from protocol.mqtt.client import Version
 from protocol.mqtt.reconnecting_session import (
     BrokerAddress,
     Connected,
-    Disconnected,
     Drained,
     Outgoing,
     Received,
@@ -35,7 +34,7 @@ from protocol.mqtt.tls import (
 )
 from tests.support.network.brokers import mosquitto, needs_mosquitto
 from tests.support.network.certificates import Certificates
-from tests.support.network.sessions import leaked, listening, running
+from tests.support.network.sessions import leaked, listening, refusal, running
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
 
@@ -52,13 +51,6 @@ def closed(
     options = f"{made.mosquitto(mutual=mutual)}\n{more or 'allow_anonymous false'}\nuser {getpass.getuser()}"
     with mosquitto(address, made.folder, options=options):
         yield
-
-
-def refusal(broker: BrokerAddress, access: BrokerAccess) -> str:
-    with running(broker, "a", access=access) as (_, ear):
-        reason = ear.wait(Disconnected).reason
-        assert Connected not in map(type, ear.seen)
-        return reason
 
 
 @needs_mosquitto
