@@ -18,7 +18,7 @@ from aggregator.ingest import intake_status
 from aggregator.service.aggregator import Aggregator, Event
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import PendingHead
-from aggregator.tasks.task_preparation import prepare_task
+from aggregator.tasks.task_preparation import Task, prepare_task
 from aggregator.training.jobs import HeadJob, Result
 from aggregator.training.runner import Finished
 from protocol.errors import ThreadFailed
@@ -193,6 +193,23 @@ def test_unavailable_broker_is_retried(tmp_path: Path, address: BrokerAddress) -
             device.aggregator_is("online")
 
 
+def _in_process(
+    folder: Path,
+    settings: str = "",
+    *,
+    clock: FakeClock | None = None,
+    events: queue.SimpleQueue[Event] | None = None,
+) -> tuple[Aggregator, Task, Store, list[Outgoing]]:
+    """Return an aggregator without a broker, its task and store, and the list of what it sends from now on."""
+    store, sent = Store(folder / "state"), list[Outgoing]()
+    if clock is not None:
+        store.clock = clock
+    task = prepare_task(*load_task(write_task(folder, settings)), store=store)
+    daemon = Aggregator(task, store, broker=BrokerAddress("127.0.0.1", 1), events=events)
+    daemon._publisher._session.send = sent.append  # type: ignore[method-assign, assignment]
+    return daemon, task, store, sent
+
+
 def _uploaded(message: Submission) -> list[Event]:
     payload = encode(message)
     frames = frames_of(payload, digest=digest_of(payload))
@@ -201,9 +218,7 @@ def _uploaded(message: Submission) -> list[Event]:
 
 def test_head_that_cannot_be_stored_is_a_failed_training(tmp_path: Path) -> None:
     """The next submission starts another training."""
-    store = Store(tmp_path / "state")
-    task = prepare_task(*load_task(write_task(tmp_path, "quorum = 2")), store=store)
-    daemon = Aggregator(task, store, broker=BrokerAddress("127.0.0.1", 1))
+    daemon, task, store, _ = _in_process(tmp_path, "quorum = 2")
     entries = {"a": Entry(1, b"a", 0.0)}
     daemon._training.state = State(submissions=entries, training=entries)
     metrics = {"seconds": 1.0, "onnx_max_difference": 0.0}
@@ -225,10 +240,9 @@ def test_head_that_cannot_be_stored_is_a_failed_training(tmp_path: Path) -> None
 
 def test_deadline_is_of_elapsed_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A submission that arrives while the clock is a year ahead does not wait for a year."""
-    store = Store(tmp_path / "state")
-    store.clock = clock = FakeClock(7.0)
-    task = prepare_task(*load_task(write_task(tmp_path, "quorum = 9\ndeadline_s = 100")), store=store)
-    daemon = Aggregator(task, store, broker=BrokerAddress("127.0.0.1", 1))
+    daemon, task, store, _ = _in_process(
+        tmp_path, "quorum = 9\ndeadline_s = 100", clock=(clock := FakeClock(7.0))
+    )
     now_s = time.time()
     monkeypatch.setattr(time, "time", lambda: now_s + 365 * 86400)
     daemon.handle(_uploaded(_separable(task.digest)))
@@ -255,15 +269,10 @@ def _receipts(sent: list[Outgoing]) -> list[str]:
 
 
 @pytest.mark.parametrize("damage", ["deleted", "replaced", "damaged"])
-def test_database_that_is_lost_while_running_stops_the_intake(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
-) -> None:
+def test_database_that_is_lost_while_running_stops_the_intake(tmp_path: Path, damage: str) -> None:
     """Nothing is acknowledged that the next start does not have; `status` has the reason."""
-    store, file = Store(tmp_path / "state"), tmp_path / "state" / "aggregator.sqlite"
-    task = prepare_task(*load_task(write_task(tmp_path, PATIENT)), store=store)
-    daemon = Aggregator(task, store, broker=BrokerAddress("127.0.0.1", 1))
-    sent: list[Outgoing] = []
-    monkeypatch.setattr(daemon._publisher._session, "send", sent.append)
+    daemon, task, store, sent = _in_process(tmp_path, PATIENT)
+    file = store.folder / "aggregator.sqlite"
     daemon.handle(_uploaded(_separable(task.digest)))
     assert _receipts(sent) == ["received"]
     store.database.read("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -292,15 +301,9 @@ def test_database_that_is_lost_while_running_stops_the_intake(
     store.close()
 
 
-def test_folder_of_blobs_that_is_deleted_while_running_is_restored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folder_of_blobs_that_is_deleted_while_running_is_restored(tmp_path: Path) -> None:
     """With the backbone; submissions are requested from their devices, and accepted again."""
-    store = Store(tmp_path / "state")
-    task = prepare_task(*load_task(write_task(tmp_path, PATIENT)), store=store)
-    daemon = Aggregator(task, store, broker=BrokerAddress("127.0.0.1", 1))
-    sent: list[Outgoing] = []
-    monkeypatch.setattr(daemon._publisher._session, "send", sent.append)
+    daemon, task, store, sent = _in_process(tmp_path, PATIENT)
     message = _separable(task.digest)
     daemon.handle(_uploaded(message))
     assert _receipts(sent) == ["received"]
@@ -321,11 +324,9 @@ def test_folder_of_blobs_that_is_deleted_while_running_is_restored(
 
 def test_end_of_a_thread_ends_the_program(tmp_path: Path) -> None:
     """With a message, also if another thread reported it before the aggregator was made."""
-    store = Store(tmp_path / "state")
-    task = prepare_task(*load_task(write_task(tmp_path)), store=store)
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     events.put(ThreadFailed("the thread embedded-broker has ended"))
-    daemon = Aggregator(task, store, broker=BrokerAddress("127.0.0.1", 1), events=events)
+    daemon, _, store, _ = _in_process(tmp_path, events=events)
     with pytest.raises(ThreadFailed, match="embedded-broker"):
         daemon.run()
     store.close()
@@ -335,11 +336,7 @@ def test_manifests_are_published_again_before_they_expire(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once a day, without any event; a channel without a manifest stays empty."""
-    store = Store(tmp_path / "state")
-    task = prepare_task(*load_task(write_task(tmp_path)), store=store)
-    daemon, now_s = Aggregator(task, store, broker=BrokerAddress("127.0.0.1", 1)), time.time()
-    sent: list[Outgoing] = []
-    monkeypatch.setattr(daemon._publisher._session, "send", sent.append)
+    (daemon, _, store, sent), now_s = _in_process(tmp_path), time.time()
     daemon.handle([Connected(None)])
     first = [each for each in sent if each.topic == fleet_topic(FLEET, "task")]
     for days in (0.9, 1.1, 1.2):
