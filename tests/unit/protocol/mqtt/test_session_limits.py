@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import paho.mqtt.client as paho
@@ -23,6 +23,7 @@ from protocol.mqtt.reconnecting_session import (
     Drained,
     Outgoing,
     Received,
+    Session,
     Unsendable,
 )
 from tests.support.network.brokers import amqtt, mosquitto, needs_mosquitto
@@ -179,20 +180,25 @@ def test_receive_maximum_bounds_the_window() -> None:
     assert len(sent) == 2 * packet_bytes("t", 1)
 
 
-def _denying(folder: Path) -> str:
-    """Return options of a mosquitto on which clients may publish to `ours/...` only."""
+@contextlib.contextmanager
+def _denied(
+    address: BrokerAddress, folder: Path, heard: str, *more: str
+) -> Iterator[tuple[Session, EventLog, EventLog]]:
+    """Run a mosquitto on which clients may publish to `ours/...` only, a session, and a second one that listens."""
     (folder / "acl").write_text("topic read #\ntopic write ours/#\n", encoding="utf-8")
-    return f"allow_anonymous true\nuser {getpass.getuser()}\nacl_file {folder / 'acl'}"
+    options = ("allow_anonymous true", f"user {getpass.getuser()}", f"acl_file {folder / 'acl'}", *more)
+    with (
+        mosquitto(address, folder, options="\n".join(options)),
+        running(address, "b", heard) as (_, hears),
+        running(address, "a") as (says, ear),
+    ):
+        hears.wait(Connected)
+        yield says, ear, hears
 
 
 @needs_mosquitto
 def test_denied_publication_is_unsendable_and_others_are_sent(address: BrokerAddress, tmp_path: Path) -> None:
-    with (
-        mosquitto(address, tmp_path, options=_denying(tmp_path)),
-        running(address, "b", "ours/+") as (_, hears),
-        running(address, "a") as (says, ear),
-    ):
-        hears.wait(Connected)
+    with _denied(address, tmp_path, "ours/+") as (says, ear, hears):
         for topic in ("theirs", "theirs", "ours/1"):
             says.send(Outgoing(topic, b"x"))
         denied = [ear.wait(Unsendable), ear.wait(Unsendable)]
@@ -206,12 +212,7 @@ def test_denied_publication_is_unsendable_and_others_are_sent(address: BrokerAdd
 @needs_mosquitto
 def test_denied_retained_publication_is_retried(address: BrokerAddress, tmp_path: Path) -> None:
     pid_file = tmp_path / "mosquitto.pid"
-    with (
-        mosquitto(address, tmp_path, options=f"{_denying(tmp_path)}\npid_file {pid_file}"),
-        running(address, "b", "theirs/+") as (_, hears),
-        running(address, "a") as (says, ear),
-    ):
-        hears.wait(Connected)
+    with _denied(address, tmp_path, "theirs/+", f"pid_file {pid_file}") as (says, ear, hears):
         says.send(Outgoing("theirs/passing", b"x"))
         says.send(Outgoing("theirs/kept", b"old", retain=True))
         says.send(Outgoing("theirs/kept", b"new", retain=True))
@@ -228,12 +229,7 @@ def test_denied_retained_publication_is_retried(address: BrokerAddress, tmp_path
 @needs_mosquitto
 @pytest.mark.usefixtures("only_311")
 def test_silently_denied_publication_does_not_block(address: BrokerAddress, tmp_path: Path) -> None:
-    with (
-        mosquitto(address, tmp_path, options=_denying(tmp_path)),
-        running(address, "b", "ours/+") as (_, hears),
-        running(address, "a") as (says, ear),
-    ):
-        hears.wait(Connected)
+    with _denied(address, tmp_path, "ours/+") as (says, ear, hears):
         for topic in ("theirs", "ours/1"):
             says.send(Outgoing(topic, b"x"))
         assert hears.wait(Received).topic == "ours/1"
