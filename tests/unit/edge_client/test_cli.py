@@ -56,19 +56,22 @@ def test_options_take_precedence_over_the_environment(monkeypatch: pytest.Monkey
     assert CliRunner().invoke(cli, ["--state", "one", "status"]).output.startswith("device     one, ")
 
 
+def _status(*options: str) -> str:
+    return CliRunner().invoke(cli, ["status", "--state", "one", *options]).output
+
+
 def test_status_shows_whether_the_submission_was_received(here: Path) -> None:
     """If it was not, the status shows what prevents it."""
     state = DeviceState(here / "one")
     report = SubmissionReport(size_bytes=10)
     item = state.outbox.keep("submission", b"submission", task=b"t" * 32, about="", facts=(report,))
     state.set(UploadProblem("the aggregator has no space"))
-    status = ["status", "--state", "one"]
-    output = CliRunner().invoke(cli, status).output
+    output = _status()
     assert "submission 10 bytes, not received yet" in output
     assert "problem    the aggregator has no space" in output
     state.outbox.receive(item.digest)
     state.set(UploadProblem())
-    output = json.loads(CliRunner().invoke(cli, [*status, "--json"]).output)
+    output = json.loads(_status("--json"))
     assert (output["submission"], output["received"], output["problem"]) == (item.digest.hex(), True, "")
 
 
@@ -85,17 +88,17 @@ def test_status_shows_the_progress_of_features(
 ) -> None:
     state = DeviceState(here / "one", lock=running)
     state.set(progress)
-    assert f"features   {shown}" in CliRunner().invoke(cli, ["status", "--state", "one"]).output
-    output = json.loads(CliRunner().invoke(cli, ["status", "--state", "one", "--json"]).output)
+    assert f"features   {shown}" in _status()
+    output = json.loads(_status("--json"))
     assert output["extraction"]["done"] == progress.done
     state.set(ExtractionProgress())
-    assert "features" not in CliRunner().invoke(cli, ["status", "--state", "one"]).output
+    assert "features" not in _status()
 
 
 def test_json_has_no_infinity(here: Path) -> None:
     """Strict parsers refuse NaN and Infinity."""
     DeviceState(here / "one").set(ExtractionProgress(0, 300, 5e-324))
-    output = CliRunner().invoke(cli, ["status", "--state", "one", "--json"]).output
+    output = _status("--json")
     shown = msgspec.json.decode(output)
     assert (shown["extraction"]["total"], shown["extraction"]["left_s"]) == (300, None)
 
@@ -103,11 +106,10 @@ def test_json_has_no_infinity(here: Path) -> None:
 def test_status_shows_what_was_left_out(here: Path) -> None:
     left_out = LeftOut(("'wasps' (did you mean 'wasp'?)",), {"suffix .heic": 12, "no suffix": 1})
     DeviceState(here / "one").set(left_out)
-    status = ["status", "--state", "one"]
-    output = CliRunner().invoke(cli, status).output
+    output = _status()
     assert "left out   'wasps' (did you mean 'wasp'?): no class of the task\n" in output
     assert "skipped    12 files: suffix .heic\nskipped    1 file: no suffix\n" in output
-    shown = json.loads(CliRunner().invoke(cli, [*status, "--json"]).output)
+    shown = json.loads(_status("--json"))
     assert shown["unknown_classes"] == list(left_out.unknown)
     assert shown["skipped_files"] == left_out.skipped
 
@@ -130,8 +132,7 @@ def test_status_shows_a_heads_accuracy(here: Path, correct: int, total: int, sho
     """Only if it was evaluated: under differential privacy it is not."""
     installed = InstalledHead(head=b"", version=3, backbones=(), classes=(), correct=correct, total=total)
     DeviceState(here / "one").set(Heads(installed))
-    output = CliRunner().invoke(cli, ["status", "--state", "one"]).output
-    assert f"head       {shown}\n" in output
+    assert f"head       {shown}\n" in _status()
 
 
 def test_status_shows_a_heads_accuracy_over_all_classes(here: Path) -> None:
@@ -139,5 +140,5 @@ def test_status_shows_a_heads_accuracy_over_all_classes(here: Path) -> None:
         head=b"", version=3, backbones=(), classes=(), correct=49, total=50, balanced=0.49, known=2
     )
     DeviceState(here / "one").set(Heads(installed))
-    output = CliRunner().invoke(cli, ["status", "--state", "one"]).output
+    output = _status()
     assert "head       version 3, accuracy 98.0% (49/50), at least 49.0% over all 2 classes\n" in output
