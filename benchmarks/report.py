@@ -102,7 +102,7 @@ def write_json(
         "benchmark": benchmark,
         "command": _command(),
         "date": datetime.now(UTC).date().isoformat(),
-        "commit": _commit(),
+        "commit": commit(),
         "machine": machine(),
         "tables": [table.as_json() for table in tables],
         "plots": [asdict(plot) for plot in plots],
@@ -120,7 +120,7 @@ def _command() -> str:
     return shlex.join(["python", "-m", "benchmarks", *words])
 
 
-def _commit() -> str:
+def commit() -> str:
     """Return the commit of this checkout, or an empty string without git."""
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=7"]
     with contextlib.suppress(OSError, subprocess.CalledProcessError):

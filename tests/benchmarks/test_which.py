@@ -13,18 +13,14 @@ from aggregator.config.schema import StatisticsSettings
 from benchmarks.__main__ import cli
 from benchmarks.accuracy import fedpcl, rounds
 from benchmarks.accuracy.which import methods
-from benchmarks.accuracy.which.command import BEGIN, END, SCENARIOS, Run, write_tables
+from benchmarks.accuracy.which.scenarios import SCENARIOS
+from benchmarks.accuracy.which.tables import BEGIN, END, Run, write_tables
 from benchmarks.data.features import cached_name
 from benchmarks.data.images import DIGITS
 from tests.benchmarks.feature_factory import domain, fill_cache
 from tests.support.graphs.exported_graphs import exported
 
 PAGE = Path(__file__).parents[2] / "docs" / "which-algorithm.md"
-NAMES = (
-    *(methods.FEDTC, methods.REFINED, "statistics", "statistics, `batch_size = 1`"),
-    *(algorithm.name for algorithm in methods.IN_ROUNDS),
-    *(methods.ALONE, methods.ALL_FEATURES),
-)
 
 
 def make_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +49,7 @@ def test_which_benchmark_writes_its_report_and_its_page(
     result = CliRunner().invoke(cli, ["which", *options])
     assert result.exit_code == 0, result.output
     runs = {run["algorithm"]: run for run in json.loads(report.read_text())["runs"]}
-    assert list(runs) == [name for name in NAMES if name not in {"fedpcl", "fpl", "fedproto"}]
+    assert list(runs) == [name for name in methods.NAMES if name not in {"fedpcl", "fpl", "fedproto"}]
     for run in runs.values():
         assert len(run["own"]) == len(run["everywhere"]) == len(DIGITS)
         assert min(run["own"]) > 0.5
@@ -63,9 +59,48 @@ def test_which_benchmark_writes_its_report_and_its_page(
     first = next(line for line in text.splitlines() if line.startswith("| fedtc |"))
     cells = [cell.strip() for cell in first.strip("|").split("|")]
     run = runs["fedtc"]
-    assert cells[1:4] == ["1", f"{run['up_bytes'] / 1e3:,.0f}", f"{run['down_bytes'] / 1e3:,.0f}"]
-    assert cells[5] == f"{100 * sum(run['own']) / len(DIGITS):.1f}"
-    assert cells[6:] == ["", "1.0"]
+    assert cells[1:5] == ["0", "1", f"{run['up_bytes'] / 1e3:,.0f}", f"{run['down_bytes'] / 1e3:,.0f}"]
+    assert cells[6] == f"{100 * sum(run['own']) / len(DIGITS):.1f}"
+    assert cells[7:] == ["", "1.0"]
+
+
+def test_stored_runs_are_not_repeated_and_each_row_states_its_seeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Algorithms may have different seeds; one that lacks FedTC's of its seeds has no relative time."""
+    features = {
+        cached_name(name, 2000): domain(seed, classes=10, images=140) for seed, name in enumerate(DIGITS)
+    }
+    fill_cache(tmp_path, monkeypatch, features)
+    make_cheap(monkeypatch)
+    report, page = tmp_path / "report.json", tmp_path / "page.md"
+    page.write_text(f"{BEGIN}\n{END}\n")
+
+    def run(*options: str) -> list[dict[str, object]]:
+        result = CliRunner().invoke(
+            cli, ["which", "--scenario", "domain-few", "--json", str(report), *options]
+        )
+        assert result.exit_code == 0, result.output
+        runs: list[dict[str, object]] = json.loads(report.read_text())["runs"]
+        return runs
+
+    first = run("--seed", "0", "--algorithm", "fedtc")
+    assert [(each["algorithm"], each["seed"]) for each in first] == [(methods.FEDTC, 0), (methods.REFINED, 0)]
+    monkeypatch.setattr(methods, "_fedtc", None)
+    resumed = ("--resume", str(report), "--markdown", str(page))
+    run("--seed", "0", "--algorithm", "fedtc", "--algorithm", methods.ALONE, *resumed)
+    both = run("--seed", "1", "--algorithm", methods.ALONE, *resumed)
+    assert both[:2] == first
+    assert [(each["algorithm"], each["seed"]) for each in both[2:]] == [
+        (methods.ALONE, 0),
+        (methods.ALONE, 1),
+    ]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in _tables(page) if "|" in line]
+    assert [(row[0], row[1], bool(row[-1])) for row in rows[2:]] == [
+        (methods.FEDTC, "0", True),
+        (methods.REFINED, "0", True),
+        (methods.ALONE, "0, 1", False),
+    ]
 
 
 def test_tables_of_the_page_are_written_by_the_benchmark(tmp_path: Path) -> None:
@@ -99,7 +134,7 @@ def _runs_of_page() -> Iterator[Run]:
         if line.startswith("### "):
             (scenario,) = (name for name, each in SCENARIOS.items() if each.title == line[4:])
         algorithm = line.strip("|").partition("|")[0].strip()
-        if line.startswith("|") and algorithm in NAMES:
+        if line.startswith("|") and algorithm in methods.NAMES:
             yield Run(
                 scenario=scenario,
                 algorithm=algorithm,

@@ -1,7 +1,7 @@
 """Every algorithm with its default settings on one fleet, by the functions of the other benchmarks."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,10 +29,19 @@ Logits = Sequence[NDArray[np.float32]]
 
 FEDTC = "fedtc"
 REFINED = "fedtc, `refine = true`"
+STATISTICS = "statistics"
+SINGLE_IMAGES = "statistics, `batch_size = 1`"
 ALONE = "each device alone"
 ALL_FEATURES = "all features in one place"
 
 IN_ROUNDS: tuple[Algorithm, ...] = (Hierarchical(), FedPCL(), FPL(), FedProto())
+
+NAMES = (
+    *(FEDTC, REFINED, STATISTICS, SINGLE_IMAGES),
+    *(algorithm.name for algorithm in IN_ROUNDS),
+    *(ALONE, ALL_FEATURES),
+)
+"""Rows of the tables, in their order; before a comma, the algorithm's name."""
 
 SEED = 0
 """Of all algorithms, as by default: a fleet's seed draws the devices' images."""
@@ -58,24 +67,29 @@ class Trained:
     """Processor time of all devices and the aggregator, without backbones, the export of graphs and evaluation."""
 
 
-def train_all(clients: Sequence[Client], *, classes: int, prior: bool) -> Iterator[tuple[str, Trained]]:
+def train_all(
+    clients: Sequence[Client], *, classes: int, prior: bool, names: Collection[str] = NAMES
+) -> Iterator[tuple[str, Trained]]:
     """Yield what each algorithm makes of a fleet, by its name in tables; all clients have the same test images.
 
-    Without `prior` there is no `with_prior` of an algorithm that would have to train again for it.
+    Of `names`, the two of FedTC come together. Without `prior` there is no `with_prior` of an algorithm that would have
+    to train again for it.
     """
     features, owners = _pooled(clients)
-    head, trained = _fedtc(clients, features, owners)
-    yield FEDTC, trained
-    yield REFINED, _refined(trained, clients, features, owners, head)
-    for name, batch_size in (
-        ("statistics", ClientSettings().batch_size),
-        ("statistics, `batch_size = 1`", 1),
-    ):
-        yield name, _statistics(clients, features, owners, batch_size=batch_size)
+    if FEDTC in names or REFINED in names:
+        head, trained = _fedtc(clients, features, owners)
+        yield FEDTC, trained
+        yield REFINED, _refined(trained, clients, features, owners, head)
+    for name, batch_size in ((STATISTICS, ClientSettings().batch_size), (SINGLE_IMAGES, 1)):
+        if name in names:
+            yield name, _statistics(clients, features, owners, batch_size=batch_size)
     for algorithm in IN_ROUNDS:
-        yield algorithm.name, _rounds(algorithm, clients, classes=classes, prior=prior)
-    yield ALONE, _alone(clients, classes=classes)
-    yield ALL_FEATURES, _in_one_place(clients, features)
+        if algorithm.name in names:
+            yield algorithm.name, _rounds(algorithm, clients, classes=classes, prior=prior)
+    if ALONE in names:
+        yield ALONE, _alone(clients, classes=classes)
+    if ALL_FEATURES in names:
+        yield ALL_FEATURES, _in_one_place(clients, features)
 
 
 def _pooled(clients: Sequence[Client]) -> tuple[Features, NDArray[np.int64]]:
