@@ -1,7 +1,5 @@
 import dataclasses
 import json
-import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,14 +11,16 @@ from aggregator.config.schema import StatisticsSettings
 from benchmarks.__main__ import cli
 from benchmarks.accuracy import fedpcl, rounds
 from benchmarks.accuracy.which import methods
+from benchmarks.accuracy.which.command import stored_runs
 from benchmarks.accuracy.which.scenarios import SCENARIOS
-from benchmarks.accuracy.which.tables import BEGIN, END, Run, write_tables
+from benchmarks.accuracy.which.tables import BEGIN, END, write_tables
 from benchmarks.data.features import cached_name
 from benchmarks.data.images import DIGITS
 from tests.benchmarks.feature_factory import domain, fill_cache
 from tests.support.graphs.exported_graphs import exported
 
-PAGE = Path(__file__).parents[2] / "docs" / "which-algorithm.md"
+ROOT = Path(__file__).parents[2]
+PAGE, STORED = ROOT / "docs" / "which-algorithm.md", ROOT / "benchmarks" / "results" / "which.json"
 
 
 def make_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,9 +59,9 @@ def test_which_benchmark_writes_its_report_and_its_page(
     first = next(line for line in text.splitlines() if line.startswith("| fedtc |"))
     cells = [cell.strip() for cell in first.strip("|").split("|")]
     run = runs["fedtc"]
-    assert cells[1:5] == ["0", "1", f"{run['up_bytes'] / 1e3:,.0f}", f"{run['down_bytes'] / 1e3:,.0f}"]
-    assert cells[6] == f"{100 * sum(run['own']) / len(DIGITS):.1f}"
-    assert cells[7:] == ["", "1.0"]
+    assert cells[1:4] == ["1", f"{run['up_bytes'] / 1e3:,.0f}", f"{run['down_bytes'] / 1e3:,.0f}"]
+    assert cells[5] == f"{100 * sum(run['own']) / len(DIGITS):.1f}"
+    assert cells[6:] == ["", "1.0", "0", run["commit"]]
 
 
 def test_stored_runs_are_not_repeated_and_each_row_states_its_seeds(
@@ -96,24 +96,25 @@ def test_stored_runs_are_not_repeated_and_each_row_states_its_seeds(
         (methods.ALONE, 1),
     ]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in _tables(page) if "|" in line]
-    assert [(row[0], row[1], bool(row[-1])) for row in rows[2:]] == [
+    assert [(row[0], row[-2], bool(row[-3])) for row in rows[2:]] == [
         (methods.FEDTC, "0", True),
         (methods.REFINED, "0", True),
         (methods.ALONE, "0, 1", False),
     ]
 
 
-def test_tables_of_the_page_are_written_by_the_benchmark(tmp_path: Path) -> None:
-    """They are those of the benchmark for the same scenarios and algorithms, but for the figures."""
+def test_tables_of_the_page_are_those_of_the_stored_runs(tmp_path: Path) -> None:
+    """`--resume benchmarks/results/which.json --markdown` with nothing left to run leaves the page as it is."""
     page = tmp_path / "page.md"
     page.write_text(PAGE.read_text())
-    write_tables(page, list(_runs_of_page()))
-    assert _without_figures(page) == _without_figures(PAGE)
+    write_tables(page, stored_runs(STORED))
+    assert page.read_text() == PAGE.read_text()
 
 
 def test_tables_of_scenarios_that_were_not_run_stay(tmp_path: Path) -> None:
     """All are in the order of the scenarios, in whatever order they were run."""
-    page, runs = tmp_path / "page.md", list(_runs_of_page())
+    page = tmp_path / "page.md"
+    runs = [dataclasses.replace(run, everywhere=(0.5,)) for run in stored_runs(STORED)]
     page.write_text(PAGE.read_text())
     write_tables(page, runs)
     complete = page.read_text()
@@ -127,31 +128,5 @@ def test_tables_of_scenarios_that_were_not_run_stay(tmp_path: Path) -> None:
     assert page.read_text().split("\n### ")[1:] == [first.replace(" 50.0 ", " 25.0 "), *rest]
 
 
-def _runs_of_page() -> Iterator[Run]:
-    """Yield a run for each row of the page's tables."""
-    scenario = ""
-    for line in _tables(PAGE):
-        if line.startswith("### "):
-            (scenario,) = (name for name, each in SCENARIOS.items() if each.title == line[4:])
-        algorithm = line.strip("|").partition("|")[0].strip()
-        if line.startswith("|") and algorithm in methods.NAMES:
-            yield Run(
-                scenario=scenario,
-                algorithm=algorithm,
-                seed=0,
-                everywhere=(0.5,),
-                own=(0.5,),
-                own_with_prior=() if algorithm in {"fedproto", methods.ALONE} else (0.5,),
-                uploads=int(algorithm not in {methods.ALONE, methods.ALL_FEATURES}),
-                up_bytes=1.0,
-                down_bytes=1.0,
-                seconds=1.0,
-            )
-
-
 def _tables(page: Path) -> list[str]:
     return page.read_text().partition(BEGIN)[2].partition(END)[0].splitlines()
-
-
-def _without_figures(page: Path) -> list[str]:
-    return [re.sub(r"\d[\d,.± ]*(or \d+ )?", "#", line) for line in _tables(page)]

@@ -68,7 +68,7 @@ def command(
 ) -> None:
     """Compare all algorithms, with their defaults, on fleets that differ in different ways."""
     table = Table(COLUMNS)
-    runs = {_key(run): run for run in _stored(resume)}
+    runs = {_key(run): run for run in (stored_runs(resume) if resume else ())}
     rows = [row for row in NAMES if row.partition(",")[0] in algorithms]
     for seed in seeds:
         for name in names:
@@ -88,9 +88,9 @@ def _key(run: Run) -> tuple[str, str, int]:
     return run.scenario, run.algorithm, run.seed
 
 
-def _stored(file: Path | None) -> list[Run]:
-    """Return the runs of a report."""
-    return msgspec.convert(json.loads(file.read_text(encoding="utf-8"))["runs"], list[Run]) if file else []
+def stored_runs(file: Path) -> list[Run]:
+    """Return the runs of a file that `--json` wrote."""
+    return msgspec.convert(json.loads(file.read_text(encoding="utf-8"))["runs"], list[Run])
 
 
 def _store(file: Path | None, runs: Collection[Run]) -> None:

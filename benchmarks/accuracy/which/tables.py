@@ -13,7 +13,8 @@ BEGIN, END = "<!-- python -m benchmarks which: begin -->", "<!-- python -m bench
 """Lines of a page between which `--markdown` writes."""
 
 HEADINGS = (
-    "| algorithm | seeds | uploads | kB up | kB down | all test images | own share | with the prior | time |"
+    "| algorithm | uploads | kB up | kB down | all test images | own share | with the prior | time | seeds | "
+    "commit |"
 )
 
 
@@ -98,7 +99,8 @@ def _line(algorithm: str, runs: Sequence[Run], *, shift: str, units: Mapping[int
     time = ""
     if units.keys() >= set(seeds):
         time = f"{sum(run.seconds for run in runs) / sum(units[seed] for seed in seeds):.1f}"
-    cells = (algorithm, ", ".join(map(str, seeds)), *traffic, *accuracies, time)
+    measured = (", ".join(map(str, seeds)), ", ".join(dict.fromkeys(run.commit for run in runs)))
+    cells = (algorithm, *traffic, *accuracies, time, *measured)
     return f"| {' | '.join(cells)} |"
 
 
