@@ -10,7 +10,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 from benchmarks import pages
 from benchmarks.accuracy import fedpcl, fedtc, few_images, fpl, statistics
 from benchmarks.accuracy.which import command as which
-from benchmarks.cost import device, ingest, memory, start, step, sums
+from benchmarks.cost import device, features, ingest, memory, predict, start, step, sums
 from benchmarks.research import cells, hierarchical, restoration
 from benchmarks.research.poisoning import false_alarms, prototypes, rare_class, rounds
 from benchmarks.research.poisoning import statistics as poisoned_statistics
@@ -21,7 +21,17 @@ _HELP = {"help_option_names": ["-h", "--help"]}
 
 USER = (
     *(fedpcl.command, fedtc.command, few_images.command, fpl.command, statistics.command, which.command),
-    *(device.device, ingest.ingest, memory.memory, start.start, step.step, sums.command, pages.command),
+    *(
+        device.device,
+        features.features,
+        ingest.ingest,
+        memory.memory,
+        predict.predict,
+        start.start,
+        step.step,
+        sums.command,
+        pages.command,
+    ),
 )
 RESEARCH = (
     *(false_alarms.command, prototypes.command, rare_class.command, rounds.command),

@@ -15,6 +15,7 @@ import click
 
 from benchmarks.cost.device import CLASSES, write_photographs
 from benchmarks.cost.processes import free_address, running
+from benchmarks.cost.programs import peak_memory
 from benchmarks.data.features import backbone_file
 from benchmarks.report import Table, json_option, write_json
 from protocol.errors import ProtofleetError
@@ -43,7 +44,7 @@ def memory(*, images: int, image_size: int, json_file: Path | None) -> None:
             ("fpl, one backbone", "fpl", files[:1]),
         ):
             task = write_task(Path(folder) / f"{len(figures)}", algorithm, backbones)
-            figures[name] = peak_bytes(task, data)
+            figures[name] = run_fleet_of_one(task, data)
             table.row(name, figures[name] / 1e6, figures[name] / figures["fedtc"])
     write_json(json_file, "memory", tables=[table], images=images, peak_bytes=figures)
 
@@ -60,8 +61,8 @@ def write_task(folder: Path, algorithm: str, backbones: Sequence[Path]) -> Path:
     return task
 
 
-def peak_bytes(task: Path, data: Path) -> int:
-    """Return the peak memory of a device's process from its start to its last head.
+def run_fleet_of_one(task: Path, data: Path) -> int:
+    """Run an aggregator and a device until its last head; return the peak memory of the device's process, bytes.
 
     Raises:
         ProtofleetError: the device failed or timed out.
@@ -77,14 +78,10 @@ def peak_bytes(task: Path, data: Path) -> int:
 
 
 def _watch(process: subprocess.Popen[bytes]) -> int:
-    """Return the kernel's record of a process's peak memory, read until it ends; Linux only."""
+    """Return the peak memory of a process, read until it ends; Linux only."""
     peak, deadline_s = 0, time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline_s:
-        try:
-            status = Path(f"/proc/{process.pid}/status").read_text(encoding="ascii")
-            peak = max(peak, int(status.split("VmHWM:")[1].split()[0]) * 1024)
-        except (OSError, IndexError):
-            pass  # it has ended
+        peak = max(peak, peak_memory(process.pid))
         if process.poll() is not None:
             if process.returncode:
                 raise ProtofleetError(f"a device ended with status {process.returncode}")

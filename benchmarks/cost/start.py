@@ -5,14 +5,13 @@ the ratios, not the seconds.
 """
 
 import importlib.metadata
-import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ import psutil
 from packaging.requirements import Requirement
 
 from benchmarks.cost.processes import mosquitto
+from benchmarks.cost.programs import Cost, median, ratio
 from benchmarks.report import Table, json_option, write_json
 from protocol.errors import ProtofleetError
 from protocol.mqtt.reconnecting_session import BrokerAddress
@@ -50,22 +50,12 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
 """What each program needs installed."""
 
 
-@dataclass(frozen=True)
-class Start:
-    """One start of a program, until its first message arrived."""
-
-    wall_s: float
-    cpu_s: float
-    memory_bytes: int
-    """Resident."""
-
-
 @click.command("start")
 @click.option("--repetitions", type=click.IntRange(min=1), default=9, show_default=True)
 @json_option
 def start(*, repetitions: int, json_file: Path | None) -> None:
     """Compare the device program's cold start, memory and installed size with PyTorch's."""
-    runs: dict[str, list[Start]] = {}
+    runs: dict[str, list[Cost]] = {}
     with tempfile.TemporaryDirectory() as folder, mosquitto(Path(folder)) as broker:
         for number in range(repetitions + 1):
             for name, command in _commands(broker, Path(folder) / f"state-{number}").items():
@@ -78,10 +68,9 @@ def start(*, repetitions: int, json_file: Path | None) -> None:
          "ready, times ours": ">19.2f", "CPU, times ours": ">17.2f", "memory, times ours": ">20.2f"}
     )  # fmt: skip
     for name, each in runs.items():
-        medians = [statistics.median(getattr(one, figure) for one in each) for figure in ("wall_s", "cpu_s")]
-        memory = statistics.median(one.memory_bytes for one in each)
-        times = [_times(each, runs[OURS], figure) for figure in ("wall_s", "cpu_s", "memory_bytes")]
-        table.row(name, *medians, memory / 1e6, sizes[name] / 1e6, *times)
+        times = [ratio(each, runs[OURS], figure) for figure in ("wall_s", "cpu_s", "memory_bytes")]
+        megabytes = (median(each, "memory_bytes") / 1e6, sizes[name] / 1e6)
+        table.row(name, median(each, "wall_s"), median(each, "cpu_s"), *megabytes, *times)
     every = {name: [asdict(one) for one in each] for name, each in runs.items()}
     write_json(json_file, "start", tables=[table], runs=every, installed_bytes=sizes)
 
@@ -89,29 +78,12 @@ def start(*, repetitions: int, json_file: Path | None) -> None:
 def _commands(broker: BrokerAddress, state: Path) -> dict[str, list[str]]:
     data = state / "images"
     data.mkdir(parents=True)
-    ours = [
-        "-m",
-        "edge_client.cli",
-        "--broker",
-        str(broker),
-        "--data",
-        str(data),
-        "--state",
-        str(state / "device"),
-    ]
+    where = ["--broker", str(broker), "--data", str(data), "--state", str(state / "device")]
     rivals = {name: ["-c", program, str(broker.port)] for name, program in RIVALS.items()}
-    return {OURS: ours, **rivals}
+    return {OURS: ["-m", "edge_client.cli", *where], **rivals}
 
 
-def _times(runs: list[Start], ours: list[Start], figure: str) -> float:
-    """Return the median ratio of starts that followed each other."""
-    ratios: list[float] = [
-        getattr(one, figure) / getattr(own, figure) for one, own in zip(runs, ours, strict=True)
-    ]
-    return statistics.median(ratios)
-
-
-def until_ready(command: list[str], broker: BrokerAddress) -> Start:
+def until_ready(command: list[str], broker: BrokerAddress) -> Cost:
     """Run a Python program until a message of it arrives, and end it.
 
     Raises:
@@ -140,7 +112,7 @@ def until_ready(command: list[str], broker: BrokerAddress) -> Start:
         wall_s = time.perf_counter() - started_s
         observed = psutil.Process(process.pid)
         cpu = observed.cpu_times()
-        return Start(wall_s, cpu.user + cpu.system, observed.memory_info().rss)
+        return Cost(wall_s, cpu.user + cpu.system, observed.memory_info().rss)
     finally:
         process.terminate()
         process.wait()

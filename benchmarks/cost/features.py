@@ -1,0 +1,148 @@
+"""Features of a folder of photographs: the device program, beside PyTorch and a plain loop of ONNX Runtime.
+
+`python -m benchmarks features` runs whole programs in turns, over few and over many photographs: the difference is the
+rate without the start. Weights are random, for time does not depend on them.
+"""
+
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from benchmarks.cost.device import link_some, write_photographs
+from benchmarks.cost.memory import run_fleet_of_one, write_task
+from benchmarks.cost.programs import Command, Cost, in_turns, median, ratio
+from benchmarks.options import repeated
+from benchmarks.report import Table, json_option, write_json
+
+OURS = "edge-client --dry-run"
+MODELS = ("mobilenetv3_small_100", "resnet18", "resnet50", "vit_tiny_patch16_224")
+LABELED = 20
+"""Images of the device whose state the runs begin with, which has the task and the backbone."""
+
+COLUMNS = {
+    "program": "<22", "seconds": ">9.1f", "CPU s": ">8.1f", "peak MB": ">9.0f", "images/s": ">10.1f",
+    "seconds, times ours": ">21.2f", "rate, ours to this": ">20.2f",
+}  # fmt: skip
+
+
+@click.command("features")
+@repeated("--model", "models", default=MODELS, help="Of timm; may be repeated.")
+@click.option("--image-size", type=click.IntRange(min=32), default=224, show_default=True)
+@click.option("--threads", type=click.IntRange(min=1), default=2, show_default=True)
+@click.option("--images", nargs=2, type=int, default=(100, 1000), show_default=True, help="Few, and many.")
+@click.option("--repetitions", type=click.IntRange(min=1), default=3, show_default=True)
+@click.option("--compiled", is_flag=True, help="Also with torch.compile.")
+@json_option
+def features(
+    *,
+    models: tuple[str, ...],
+    image_size: int,
+    threads: int,
+    images: tuple[int, int],
+    repetitions: int,
+    compiled: bool,
+    json_file: Path | None,
+) -> None:
+    """Compare the device program's features of photographs with PyTorch's and a plain loop's."""
+    tables, every = [], {}
+    few, many = images
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_photographs(folder / str(many), count=many)
+        link_some(folder / str(many), folder / str(few), count=few)
+        link_some(folder / str(many), folder / "labeled", count=LABELED)
+        for model in models:
+            table = Table(
+                COLUMNS,
+                title=f"{model} at {image_size}x{image_size}, {many:,} photographs, threads: {threads}",
+            )
+            backbone = export_random(model, image_size=image_size, folder=folder)
+            task = write_task(folder / model, "fedtc", [backbone])
+            run_fleet_of_one(task, folder / "labeled")
+            runs = {
+                number: in_turns(
+                    _programs(
+                        model,
+                        image_size,
+                        threads,
+                        backbone,
+                        task.parent,
+                        folder / str(number),
+                        compiled=compiled,
+                    ),
+                    repetitions=repetitions,
+                )
+                for number in images
+            }
+            for row in _rows(runs):
+                table.row(*row)
+            tables.append(table)
+            every[model] = {
+                str(number): {name: [asdict(one) for one in each] for name, each in programs.items()}
+                for number, programs in runs.items()
+            }
+    write_json(json_file, "features", tables=tables, images=images, runs=every)
+
+
+def _rows(runs: Mapping[int, Mapping[str, list[Cost]]]) -> list[tuple[object, ...]]:
+    (few, short), (many, long) = runs.items()
+    rates = {
+        name: (many - few) / (median(long[name], "wall_s") - median(short[name], "wall_s")) for name in long
+    }
+    return [
+        (
+            *(name, median(each, "wall_s"), median(each, "cpu_s"), median(each, "memory_bytes") / 1e6),
+            *(rates[name], ratio(each, long[OURS], "wall_s"), rates[OURS] / rates[name]),
+        )
+        for name, each in long.items()
+    ]
+
+
+def _programs(
+    model: str,
+    image_size: int,
+    threads: int,
+    backbone: Path,
+    fleet: Path,
+    photographs: Path,
+    *,
+    compiled: bool,
+) -> dict[str, Callable[[], Command]]:
+    state, output = fleet / "state", fleet / "features.npy"
+
+    def ours() -> Command:
+        shutil.rmtree(state, ignore_errors=True)
+        shutil.copytree(fleet / "device", state)
+        options = ("--data", str(photographs), "--state", str(state), "--threads", str(threads))
+        return ["-m", "edge_client.cli", "--dry-run", *options]
+
+    def torch(mode: str) -> Command:
+        program = ["-m", "benchmarks.cost.rivals.torch_program", model, str(image_size), str(threads)]
+        return [*program, mode, str(photographs), str(output)]
+
+    def loop() -> Command:
+        program = ["-m", "benchmarks.cost.rivals.onnx_program", str(backbone), str(threads)]
+        return [*program, "features", str(photographs), str(output)]
+
+    rivals: dict[str, Callable[[], Command]] = {
+        "ONNX Runtime, a loop": loop,
+        "PyTorch, DataLoader": lambda: torch("features"),
+    }
+    if compiled:
+        rivals["torch.compile"] = lambda: torch("compiled")
+    return {OURS: ours, **rivals}
+
+
+def export_random(model: str, *, image_size: int, folder: Path) -> Path:
+    """Export a network with random weights, for images resized without a crop."""
+    from export.backbones import Choice, load_backbone
+    from export.to_onnx import export_module
+
+    path = folder / f"{model}-{image_size}.onnx"
+    loaded = load_backbone(Choice(model, random=True, image_size=image_size, crop_pct=1.0))
+    export_module(loaded.module, loaded.metadata, path=path)
+    return path

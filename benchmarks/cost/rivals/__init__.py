@@ -1,0 +1,1 @@
+"""Programs that a user would write instead; each runs in a process of its own and imports only what it needs."""
