@@ -47,7 +47,7 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
     "bare libraries": ("numpy", "onnxruntime", "pillow", "paho-mqtt"),
     "PyTorch and timm": ("numpy", "torch", "timm", "pillow", "paho-mqtt"),
 }
-"""What each program needs installed."""
+"""The packages that each program needs."""
 
 
 @click.command("start")
