@@ -13,6 +13,7 @@ from torch import Tensor
 from aggregator.algorithms.algorithm import Algorithm, Contribution, Function, Functions, class_means
 from aggregator.graphs.tracing import to_torch
 from protocol.errors import ProtofleetError
+from protocol.models.onnx_metadata import Basis
 
 BATCHES = (1, 5, 32)
 """Images in a step."""
@@ -77,12 +78,68 @@ def _runs(
                 _steps_of_torch(functions, tensors),
                 _steps_of_torch(functions, _precise(tensors)),
             )
+        if functions.basis is not None:
+            yield from _rotated_steps(graphs["step"], functions, functions.basis, tensors)
 
 
 def _outputs(graph: _Graph, function: Function, tensors: Tensors) -> tuple[Values, Values, Values]:
     runs = graph(tensors), function.apply(tensors), function.apply(_precise(tensors))
     ours, theirs, exact = ({("outputs", name): value for name, value in run.items()} for run in runs)
     return ours, theirs, exact
+
+
+def _rotated_steps(
+    graph: _Graph, functions: Functions, basis: Basis, tensors: Tensors
+) -> Iterator[tuple[Values, Values, Values]]:
+    """Yield the first two steps in another basis, and what they must be by the law of `Basis`."""
+    for _ in range(2):
+        rotate = _rotation(tensors, basis)
+        values = functions.step.apply(tensors), functions.step.apply(_precise(tensors))
+        rotated = {
+            **tensors,
+            **{name: rotate(tensors[name]) for name in (*basis.tensors, *basis.momenta)},
+            "feature": rotate(_standardized(tensors, basis)),
+            basis.mean: tensors[basis.mean].new_zeros(len(tensors[basis.mean]) + 1),
+            basis.deviation: tensors[basis.deviation].new_ones(len(tensors[basis.deviation]) + 1),
+        }
+        axes = {f"next_{name}" for name in (*basis.tensors, *basis.momenta)}
+        theirs, exact = (
+            {("outputs", name): rotate(value) if name in axes else value for name, value in run.items()}
+            for run in values
+        )
+        yield {("outputs", name): value for name, value in graph(rotated).items()}, theirs, exact
+        after = {name.removeprefix("next_"): value for name, value in values[0].items()}
+        tensors = {**tensors, **after}
+
+
+def _standardized(tensors: Tensors, basis: Basis) -> Tensor:
+    return (tensors["feature"] - tensors[basis.mean]) / tensors[basis.deviation]
+
+
+def _rotation(tensors: Tensors, basis: Basis) -> Callable[[Tensor], Tensor]:
+    """Return a map of rows (..., L) to L + 1 axes that keeps products with features, and lengths.
+
+    It reflects all of them alike, and each row of a tensor also in a direction of its own that no feature has.
+    """
+    inputs = _standardized(_precise(tensors), basis)
+    length = inputs.shape[1]
+    generator = torch.Generator().manual_seed(0)
+    normal = torch.randn(length + 1, generator=generator, dtype=torch.float64)
+    normal /= normal.norm()
+    span = torch.linalg.qr(inputs.T).Q if len(inputs) < length else None
+
+    def rotate(values: Tensor) -> Tensor:
+        rows = values.double().reshape(-1, length)
+        if span is not None:  # features have nothing in that direction
+            free = torch.randn(rows.shape, generator=generator.manual_seed(1), dtype=torch.float64)
+            free -= free @ span @ span.T
+            free /= free.norm(dim=1, keepdim=True)
+            rows = rows - 2 * (rows * free).sum(dim=1, keepdim=True) * free
+        rows = torch.nn.functional.pad(rows, (0, 1))
+        rows = rows - 2 * torch.outer(rows @ normal, normal)
+        return rows.reshape(*values.shape[:-1], length + 1).to(values.dtype)
+
+    return rotate
 
 
 def _opened(file: bytes) -> _Graph:

@@ -1,5 +1,6 @@
 """The graphs of a program: built with torch once per task; a head's inputs are bound without it."""
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from onnx import numpy_helper
 
 from aggregator.algorithms.algorithm import Algorithm
 from protocol.errors import ProtofleetError
-from protocol.models.onnx_metadata import GraphMetadata, HeadMetadata, to_properties
+from protocol.models.onnx_metadata import Basis, GraphMetadata, HeadMetadata, to_properties
 
 LOCAL = ("local_prototypes", "local_counts")
 """Inputs of a head that only a device has."""
@@ -43,7 +44,8 @@ def build(algorithm: Algorithm, *, feature_size: int, num_classes: int, seed: in
     from aggregator.graphs.tracing import examples, to_onnx
 
     functions = algorithm.functions(feature_size=feature_size, num_classes=num_classes, seed=seed)
-    tensors = examples(algorithm, functions, feature_size=feature_size, num_classes=num_classes, seed=seed)
+    sizes = {"feature_size": feature_size, "num_classes": num_classes, "seed": seed}
+    tensors = examples(algorithm, functions, **sizes)
     files = {}
     for role in ("init", "step", "project", "head"):
         metadata = GraphMetadata(
@@ -54,10 +56,27 @@ def build(algorithm: Algorithm, *, feature_size: int, num_classes: int, seed: in
             projection_size=algorithm.prototype_size(feature_size),
             opset=OPSET,
             runtime_min=RUNTIME_MIN,
+            basis=functions.basis if role == "step" else None,
         )
-        files[role] = to_onnx(getattr(functions, role), tensors, functions.dimensions, metadata=metadata)
+        traced, given = functions, tensors
+        if metadata.basis is not None:
+            free = _any_length(metadata.basis, tensors)
+            traced = dataclasses.replace(functions, dimensions={**functions.dimensions, **free})
+            given = examples(algorithm, traced, **sizes)
+        files[role] = to_onnx(getattr(functions, role), given, traced.dimensions, metadata=metadata)
     check(files, algorithm, functions, feature_size=feature_size, num_classes=num_classes)
     return Graphs(**files)
+
+
+def _any_length(basis: Basis, tensors: Mapping[str, Any]) -> dict[str, tuple[str | None, ...]]:
+    """Return the dynamic axes of tensors that have the features' axis, if its length is not fixed."""
+    return {
+        "feature": ("n", "length"),
+        **{
+            name: (*[None] * (tensors[name].ndim - 1), "length")
+            for name in (basis.mean, basis.deviation, *basis.tensors, *basis.momenta)
+        },
+    }
 
 
 def untrained(init: bytes, *, feature_size: int) -> dict[str, NDArray[Any]]:

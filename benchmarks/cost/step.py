@@ -1,9 +1,11 @@
-"""Time of a device's local step, beside the same step in eager torch.
+"""Time of a device's local training, beside the same in eager torch and with torch.compile.
 
-`python -m benchmarks step` takes whole epochs in turns within one process, since the machine may be busy: read the
-ratios, not the milliseconds. Features are random, for time does not depend on them.
+`python -m benchmarks step` takes whole trainings of a round in turns within one process, since the machine may be busy:
+read the ratios, not the milliseconds. A training is the device program's own, with all that is done before the first
+and after the last step. Features are random, for time does not depend on them.
 """
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -30,94 +32,133 @@ FEATURES = 1280
 """Length of a feature of one MobileNetV2."""
 CLASSES = 10
 DEVICES = 5
-STEPS = 20
-"""Steps in an epoch."""
-
 SETTINGS: dict[str, FedPCL | FPL] = {
     "fedpcl": FedPCL(loss="cross_entropy", relu=False, prior=True),
     "fpl": FPL(regularization=1.0),
 }
 """Settings that the losses below implement."""
 
-COLUMNS = ("torch_ms", "graph_ms", "ratio", "ratio_best")
+COLUMNS = ("torch_ms", "compiled_ms", "graph_ms", "ratio", "ratio_compiled", "ratio_cpu")
 
 Arrays = Mapping[str, NDArray[Any]]
 
 
 @click.command("step")
 @click.option("--algorithm", type=click.Choice(["fedpcl", "fpl"]), default="fedpcl", show_default=True)
+@click.option(
+    "--images",
+    type=click.IntRange(min=1),
+    multiple=True,
+    default=(100, 640),
+    show_default=True,
+    help="Images of the device.",
+)
+@click.option("--epochs", type=click.IntRange(min=1), help="Of a round; by default those of the algorithm.")
 @click.option("--batch-size", type=click.IntRange(min=1), default=32, show_default=True)
 @click.option(
     "--threads", type=click.IntRange(min=1), default=2, show_default=True, help="Of each of the two."
 )
 @click.option("--repetitions", type=click.IntRange(min=1), default=30, show_default=True)
+@click.option(
+    "--compile/--no-compile",
+    "compiled",
+    default=True,
+    show_default=True,
+    help="Also time torch.compile, which needs a C++ compiler.",
+)
 @json_option
 def step(
     *,
     algorithm: Literal["fedpcl", "fpl"],
+    images: tuple[int, ...],
+    epochs: int | None,
     batch_size: int,
     threads: int,
     repetitions: int,
+    compiled: bool,
     json_file: Path | None,
 ) -> None:
-    """Time a device's training step against eager torch's, with one backbone and with three."""
+    """Time a device's local training against torch, eager and compiled, with one backbone and with three.
+
+    Milliseconds and ratios are those of a whole training divided by its steps; the last ratio is that of processor time
+    to eager torch's.
+    """
     torch.set_num_threads(threads)
+    epochs = epochs or SETTINGS[algorithm].epochs
     figures, runs = {}, {}
-    columns = {"torch ms": ">10.2f", "graph ms": ">10.2f", "ratio": ">8.2f", "best": ">8.2f"}
-    table = Table({"features": "<12", **columns}, title=f"{algorithm} to 256 values, batch {batch_size}")
-    for backbones in (1, 3):
+    columns = dict.fromkeys(("eager ms", "compile ms", "graph ms", "x eager", "x compile"), ">10.2f")
+    title = f"{algorithm} to 256 values, batch {batch_size}, {epochs} epochs"
+    table = Table({"features": "<12", "images": ">8", **columns, "x CPU": ">8.2f"}, title=title)
+    for count, backbones in itertools.product(images, (1, 3)):
         times, every = measure(
             algorithm,
             feature_size=backbones * FEATURES,
+            images=count,
+            epochs=epochs,
             batch_size=batch_size,
             threads=threads,
             repetitions=repetitions,
+            compiled=compiled,
         )
-        name = f"{algorithm}_{backbones}_backbones"
+        name = f"{algorithm}_{backbones}_backbones_{count}_images"
         figures[name], runs[name] = times, every
-        table.row(f"{backbones} x {FEATURES}", *(times[column] for column in COLUMNS))
-    write_json(json_file, "step", figures=figures, epoch_s=runs)
+        table.row(f"{backbones} x {FEATURES}", count, *(times.get(column) for column in COLUMNS))
+    options = {"epochs": epochs, "batch_size": batch_size, "threads": threads}
+    write_json(json_file, "step", **options, figures=figures, training_s=runs)
 
 
 def measure(
     algorithm: Literal["fedpcl", "fpl"],
     *,
     feature_size: int,
+    images: int,
+    epochs: int,
     batch_size: int,
     threads: int,
     repetitions: int,
+    compiled: bool,
 ) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """Return milliseconds of a step, median and best of the epochs, the ratio to torch, and seconds of each epoch."""
+    """Return milliseconds of a step, median and best, ratios to torch, and the seconds of each training."""
     settings = SETTINGS[algorithm]
     graphs = build(settings, feature_size=feature_size, num_classes=CLASSES, seed=0)
     random = np.random.default_rng(0)
-    feature = random.normal(size=(STEPS * batch_size, feature_size)).astype(np.float32)
+    feature = random.normal(size=(images, feature_size)).astype(np.float32)
     labels = random.integers(0, CLASSES, size=len(feature))
     tensors = _round(settings, feature_size)
-    ours = _graph_epoch(graphs, feature, labels, tensors, batch_size=batch_size, threads=threads)
-    learner = (
-        _FedPCL(settings, feature_size, tensors)
-        if isinstance(settings, FedPCL)
-        else _FPL(settings, feature_size, tensors)
-    )
-    theirs = _torch_epoch(learner, feature, labels, batch_size=batch_size)
-    times: dict[str, list[float]] = {"graph": [], "torch": []}
+    schedule = Schedule(epochs=epochs, batch_size=batch_size, seed=(0,))
+    data = TrainingSet(feature, labels)
+    rivals = {"graph": _graph_training(graphs, data, tensors, schedule, threads=threads)}
+    for name in ("torch", "compiled") if compiled else ("torch",):
+        learner = (
+            _FedPCL(settings, feature_size, tensors)
+            if isinstance(settings, FedPCL)
+            else _FPL(settings, feature_size, tensors)
+        )
+        rivals[name] = _torch_training(learner, data, schedule, compiled=name == "compiled")
+        rivals[name]()  # compiles
+    times: dict[str, list[float]] = {name: [] for name in (*rivals, *(f"{name}_cpu" for name in rivals))}
     for _ in range(repetitions):
-        times["graph"].append(_timed(ours))
-        times["torch"].append(_timed(theirs))
-    figures = {"graph_bytes": float(len(graphs.step))}
-    for suffix, pick in (("", statistics.median), ("_best", min)):
-        graph_s, torch_s = (pick(times[name]) for name in ("graph", "torch"))
-        figures[f"graph{suffix}_ms"] = graph_s / STEPS * 1e3
-        figures[f"torch{suffix}_ms"] = torch_s / STEPS * 1e3
-        figures[f"ratio{suffix}"] = torch_s / graph_s
+        for name, training in rivals.items():
+            wall_s, cpu_s = _timed(training)
+            times[name].append(wall_s)
+            times[f"{name}_cpu"].append(cpu_s)
+    steps = epochs * -(-images // batch_size)
+    figures = {"graph_bytes": float(len(graphs.step)), "steps": float(steps)}
+    for name, every in times.items():
+        figures[f"{name}_ms"] = statistics.median(every) / steps * 1e3
+        figures[f"{name}_best_ms"] = min(every) / steps * 1e3
+    for suffix, kind in (("", "_ms"), ("_cpu", "_cpu_ms"), ("_best", "_best_ms")):
+        figures[f"ratio{suffix}"] = figures[f"torch{kind}"] / figures[f"graph{kind}"]
+    if compiled:
+        figures["ratio_compiled"] = figures["compiled_ms"] / figures["graph_ms"]
     return figures, times
 
 
-def _timed(epoch: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    epoch()
-    return time.perf_counter() - started
+def _timed(training: Callable[[], object]) -> tuple[float, float]:
+    """Return seconds, and seconds of processor time."""
+    started = time.perf_counter(), time.process_time()
+    training()
+    return time.perf_counter() - started[0], time.process_time() - started[1]
 
 
 def _round(settings: FedPCL | FPL, feature_size: int) -> Arrays:
@@ -137,43 +178,34 @@ def _round(settings: FedPCL | FPL, feature_size: int) -> Arrays:
     return settings.aggregate(contributions, first, num_classes=CLASSES, seed=0)
 
 
-def _graph_epoch(
-    graphs: Graphs,
-    feature: NDArray[np.float32],
-    labels: NDArray[np.int64],
-    tensors: Arrays,
-    *,
-    batch_size: int,
-    threads: int,
+def _graph_training(
+    graphs: Graphs, data: TrainingSet, tensors: Arrays, schedule: Schedule, *, threads: int
 ) -> Callable[[], object]:
-    """Return an epoch of the device program."""
+    """Return a training of the device program."""
     graph = open_graph(graphs.step, role="step", threads=threads)
-    state = {**untrained(graphs.init, feature_size=feature.shape[1]), **tensors}
+    state = {**untrained(graphs.init, feature_size=data.feature.shape[1]), **tensors}
     start = Checkpoint({name: value for name, value in state.items() if name in graph.model.inputs})
-    schedule = Schedule(epochs=1, batch_size=batch_size, seed=(0,))
-    data = TrainingSet(feature, labels)
     return lambda: train(graph, start, data, tensors=tensors, schedule=schedule, hooks=HOOKS)
 
 
-def _torch_epoch(
-    learner: "_FedPCL | _FPL",
-    feature: NDArray[np.float32],
-    labels: NDArray[np.int64],
-    *,
-    batch_size: int,
+def _torch_training(
+    learner: "_FedPCL | _FPL", data: TrainingSet, schedule: Schedule, *, compiled: bool
 ) -> Callable[[], object]:
-    """Return an epoch in eager torch."""
-    features, targets = torch.from_numpy(feature), torch.from_numpy(labels)
+    """Return a training in torch, from where the last one ended."""
+    features, targets = torch.from_numpy(data.feature), torch.from_numpy(data.labels)
+    objective: Any = torch.compile(learner.loss) if compiled else learner.loss
+    advance: Any = torch.compile(learner.optimizer.step) if compiled else learner.optimizer.step
 
-    def epoch() -> None:
-        for rows in torch.split(torch.randperm(len(features)), batch_size):
-            learner.optimizer.zero_grad()
-            loss = learner.loss(features[rows], targets[rows])
-            torch.autograd.backward(loss)
-            learner.optimizer.step()
-            loss.item()
+    def training() -> None:
+        for _ in range(schedule.epochs):
+            for rows in torch.split(torch.randperm(len(features)), schedule.batch_size):
+                learner.optimizer.zero_grad()
+                loss = objective(features[rows], targets[rows])
+                torch.autograd.backward(loss)
+                advance()
+                loss.item()
 
-    return epoch
+    return training
 
 
 class _FedPCL:
@@ -185,7 +217,7 @@ class _FedPCL:
             self.layer.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay
         )
         self.tau = settings.tau
-        self.prior = torch.full((CLASSES,), 1.1 * STEPS).log()
+        self.prior = torch.full((CLASSES,), 20.0).log()
         prototypes = torch.from_numpy(tensors["prototypes"].astype(np.float32))
         index = torch.from_numpy(tensors["index"].astype(np.int64))
         self.sets = torch.cat([prototypes[None, :CLASSES], prototypes[index]])

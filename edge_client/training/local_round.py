@@ -112,6 +112,7 @@ def train_round(
         tensors=tensors,
         schedule=Schedule(opened.epochs, program.batch_size, tuple(key)),
         hooks=hooks,
+        keep=(*program.persistent, *program.uploaded),
     )
     projection = project(
         _graph(blobs, program, "project"), data.feature, state=trained.state, tensors=tensors
