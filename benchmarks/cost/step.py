@@ -86,9 +86,9 @@ def step(
     torch.set_num_threads(threads)
     epochs = epochs or SETTINGS[algorithm].epochs
     figures, runs = {}, {}
-    columns = dict.fromkeys(("eager ms", "compile ms", "graph ms", "x eager", "x compile"), ">10.2f")
+    columns = dict.fromkeys(("eager ms", "compile ms", "graph ms", "x eager", "x compile"), ">12.2f")
     title = f"{algorithm} to 256 values, batch {batch_size}, {epochs} epochs"
-    table = Table({"features": "<12", "images": ">8", **columns, "x CPU": ">8.2f"}, title=title)
+    table = Table({"features": "<12", "images": ">8", **columns, "x CPU": ">10.2f"}, title=title)
     for count, backbones in itertools.product(images, (1, 3)):
         times, every = measure(
             algorithm,

@@ -31,17 +31,20 @@ _BLOCK = 512
 _Double = NDArray[np.float64]
 
 
-def is_worthwhile(*, images: int, feature_size: int, rows: int, steps: int, batch_size: int) -> bool:
-    """Return whether `steps` steps in the span, and the way there and back, take less time than in all features.
+def is_worthwhile(
+    *, images: int, feature_size: int, rows: int, steps: int, batch_size: int, kept: int
+) -> bool:
+    """Return whether `steps` steps in the span save clearly more than the way there and back costs.
 
-    `rows` is D. The costs are multiplications for each value of the layer; passing over it counts as 100 of them. They
-    depend on nothing that a restart changes.
+    `rows` is D, and `kept` the number of tensors that come back. The costs are multiplications for each value of the
+    layer; passing over it counts as 100 of them. They depend on nothing that a restart changes.
     """
     if not 0 < images < feature_size or images > MAX_IMAGES:
         return False
     saved = steps * (2 * min(batch_size, images) + 200) * (1 - images / feature_size)
-    inverse = images**3 / feature_size
-    return saved > 100 + 3 * images + (2 * images**2 + 2 * inverse) / rows
+    products = kept * (2 * images + 200) + 2 * images**2 / rows
+    inverse = 2 * images**3 / (feature_size * rows)
+    return saved > 1.5 * (products + inverse)
 
 
 @dataclass(frozen=True)

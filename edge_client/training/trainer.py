@@ -132,7 +132,7 @@ def train(
     slot = Slot(np.dtype(np.float32), (None, step.metadata.feature_size))
     feature = fit("feature", data.feature, slot)
     labels = fit("labels", data.labels, Slot(np.dtype(np.int64), (len(feature),)))
-    span = _span_of(step, start, feature, tensors, schedule)
+    span = _span_of(step, start, feature, tensors, schedule, keep)
     state = start.state
     if span is not None:
         changed = {**span.tensors, **span.constants}
@@ -169,7 +169,12 @@ def train(
 
 
 def _span_of(
-    step: Graph, start: Checkpoint, feature: NDArray[np.float32], tensors: Tensors, schedule: Schedule
+    step: Graph,
+    start: Checkpoint,
+    feature: NDArray[np.float32],
+    tensors: Tensors,
+    schedule: Schedule,
+    keep: Collection[str],
 ) -> Span | None:
     """Return the span of the data if the remaining steps run in it: as before an interruption, or if it saves time."""
     basis = step.metadata.basis
@@ -184,6 +189,7 @@ def _span_of(
         rows=max((math.prod(shape[:-1]) for shape in shapes), default=1),
         steps=schedule.epochs * -(-images // schedule.batch_size),
         batch_size=schedule.batch_size,
+        kept=len({*basis.tensors} | ({*basis.momenta} & {*keep})),
     )
     try:
         return Span(feature, begun, basis) if wanted else None

@@ -73,10 +73,10 @@ def test_iterates_of_sgd_are_the_same(
         "layer": (layer / max(np.abs(layer).max(), 1)).astype(np.float32),
         "momentum": random.normal(size=(rows, length)).astype(np.float32) * momentum,
     }
-    feature = feature.astype(np.float32)
+    rows_of_images: NDArray[np.float32] = feature.astype(np.float32)
     targets = random.uniform(-1, 1, (images, rows)).astype(np.float32)
-    expected = sgd(feature, tensors, steps=steps, targets=targets)
-    span = Span(feature, tensors, BASIS)
+    expected = sgd(rows_of_images, tensors, steps=steps, targets=targets)
+    span = Span(rows_of_images, tensors, BASIS)
     found = span.restored(
         sgd(span.feature, {**tensors, **span.tensors, **span.constants}, steps=steps, targets=targets)
     )
@@ -225,9 +225,10 @@ def test_basis_of_other_tensors_is_refused(
 
 def test_span_is_used_where_it_saves_time() -> None:
     """Few images and many steps; never more images than features, or than the matrices are bounded by."""
-    sizes = {"feature_size": 3840, "rows": 256, "batch_size": 64}
+    sizes = {"feature_size": 3840, "rows": 256, "batch_size": 64, "kept": 1}
     assert is_worthwhile(images=100, steps=10, **sizes)
     assert not is_worthwhile(images=100, steps=1, **sizes)
+    assert not is_worthwhile(images=100, steps=10, **{**sizes, "kept": 9})
     assert not is_worthwhile(images=100, steps=0, **sizes)
     assert not is_worthwhile(images=0, steps=10, **sizes)
     assert not is_worthwhile(images=3840, steps=10**6, **sizes)
