@@ -177,7 +177,7 @@ def test_training_of_another_program_continues_in_all_features(
 
 @pytest.mark.parametrize("value", [np.inf, np.nan, 1e30])
 def test_extreme_values_are_left_to_the_step(value: float) -> None:
-    """What has no coordinates is trained in all features, where it diverges or not."""
+    """Values without finite coordinates are refused: the trainer continues in all features."""
     tensors: Arrays = {
         "mean": np.zeros(5, np.float32),
         "deviation": np.ones(5, np.float32),
