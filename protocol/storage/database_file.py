@@ -124,7 +124,16 @@ class DatabaseFile:
 
     def _is_outdated(self, database: sqlite3.Connection) -> bool:
         version, expected = _version(database), len(self.migrations)
-        return version < expected or (self.is_cache and version != expected)
+        return version < expected or (
+            self.is_cache and (version != expected or not self._has_expected_tables(database))
+        )
+
+    def _has_expected_tables(self, database: sqlite3.Connection) -> bool:
+        """Return False if a development version, whose schema had the same number, has created the file."""
+        with contextlib.closing(sqlite3.connect(":memory:", isolation_level=None)) as expected:
+            for script in self.migrations:
+                expected.executescript(script)
+            return _columns(database) == _columns(expected)
 
     @contextlib.contextmanager
     def _migration_lock(self, database: sqlite3.Connection) -> Iterator[None]:
@@ -148,7 +157,7 @@ class DatabaseFile:
         expected = len(self.migrations)
         with transaction(database, "IMMEDIATE"):
             version = _version(database)  # again: another process may have migrated the file meanwhile
-            if self.is_cache and version != expected:
+            if self.is_cache and self._is_outdated(database):
                 _drop_tables(database)
                 version = 0
             for script in self.migrations[version:]:
@@ -157,14 +166,19 @@ class DatabaseFile:
             database.execute(f"PRAGMA user_version = {max(version, expected)}")
 
     def check_version(self, database: sqlite3.Connection) -> None:
-        """Raise StateError unless the file has the current schema."""
+        """Raise StateError unless the file has the current schema, and the tables that belong to it."""
         version, expected = _version(database), len(self.migrations)
         if version > expected:
             raise StateError(f"{self._found(database)}: upgrade protofleet here, or use another --state")
         if not version:
             raise self._empty()
-        if version < expected:
+        if self._is_outdated(database):
             raise StateError(f"{self._found(database)}: start `{self.program}` on it once")
+        if not self._has_expected_tables(database):
+            raise StateError(
+                f"a development version of protofleet, with other tables, wrote {self.path}: start that version on it, "
+                "or use another --state"
+            )
 
     def _empty(self) -> StateError:
         return StateError(f"cannot use {self.path}: damaged: it is empty: {self.advice}")
@@ -242,6 +256,16 @@ def _statements(script: str) -> Iterator[str]:
             statement = ""
     if statement.strip():
         yield statement
+
+
+def _columns(database: sqlite3.Connection) -> set[tuple[str, ...]]:
+    """Return table, name and type of all columns."""
+    return set(
+        database.execute(
+            "SELECT t.name, c.name, c.type FROM sqlite_schema t, pragma_table_info(t.name) c "
+            "WHERE t.type = 'table' AND t.name NOT LIKE 'sqlite_%'"
+        )
+    )
 
 
 def _drop_tables(database: sqlite3.Connection) -> None:
