@@ -143,10 +143,16 @@ class WriteBatch:
 
 
 def sync(path: Path) -> None:
-    """Make a file's contents, or the names in a folder, durable."""
+    """Make a file's contents, or the names in a folder, durable.
+
+    Some file systems, such as the shared folders of virtual machines, cannot sync a folder, and SQLite does without.
+    """
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno != errno.EINVAL or not path.is_dir():
+            raise
     finally:
         os.close(handle)
 

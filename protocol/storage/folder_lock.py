@@ -26,11 +26,12 @@ class FolderLock:
         with state_errors(self._file):
             held = self._file.open("ab")
         deadline = time.monotonic() + wait_s
-        while not _lock(held, fcntl.LOCK_EX):
-            if time.monotonic() > deadline:
-                held.close()
-                return False
-            time.sleep(0.02)
+        with state_errors(self._file):
+            while not _lock(held, fcntl.LOCK_EX):
+                if time.monotonic() > deadline:
+                    held.close()
+                    return False
+                time.sleep(0.02)
         self._held = held
         return True
 

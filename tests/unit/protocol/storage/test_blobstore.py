@@ -1,7 +1,9 @@
 """Blobs on disk: atomic, resumed, verified, and disk errors named."""
 
+import contextlib
 import errno
 import os
+import stat
 import subprocess
 import sys
 import time
@@ -289,6 +291,23 @@ def test_temporary_files_of_killed_processes_are_deleted(tmp_path: Path) -> None
         os.utime(file, (long_ago_s, long_ago_s))
     delete_temporary_files(tmp_path)
     assert _files(tmp_path) == sorted([young.name, other.name])
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EIO])
+def test_folder_that_cannot_be_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Some file systems refuse that with EINVAL, and the file is written; any other error is one."""
+    fsync = os.fsync
+
+    def refuse_folders(handle: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(number, os.strerror(number))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", refuse_folders)
+    refused = pytest.raises(StateError) if number == errno.EIO else contextlib.nullcontext()
+    with refused:
+        write_atomically(tmp_path / "file", DATA)
+    assert (tmp_path / "file").read_bytes() == DATA
 
 
 def test_first_of_two_creations_counts(tmp_path: Path) -> None:

@@ -1,5 +1,8 @@
 """A folder is locked by one program until that ends."""
 
+import errno
+import fcntl
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -45,3 +48,12 @@ def test_missing_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(StateError, match="missing"):
         FolderLock(missing).take()
     assert not missing.exists()
+
+
+def test_a_filesystem_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(StateError, match=r"cannot use .*lock: No locks available"):
+        FolderLock(tmp_path).take()
