@@ -38,11 +38,23 @@ def write(folder: Path, intake: Intake) -> None:
         os.fsync(file.fileno())
 
 
-def read(folder: Path) -> Intake:
-    """Return the status; that of a working intake if the file is missing or damaged."""
+def read(folder: Path, *, is_running: bool = False) -> Intake:
+    """Return the status; that of a working intake if the file is missing or damaged.
+
+    A running aggregator whose filesystem has become read-only cannot write it: the intake has stopped since the
+    last write.
+    """
+    found = Intake()
     with contextlib.suppress(OSError, msgspec.MsgspecError):
-        return msgspec.json.decode((folder / _NAME).read_bytes(), type=Intake)
-    return Intake()
+        found = msgspec.json.decode((folder / _NAME).read_bytes(), type=Intake)
+    if found.stopped_s is None and is_running:
+        with contextlib.suppress(OSError):
+            if os.statvfs(folder).f_flag & os.ST_RDONLY:
+                written_s = max(file.stat().st_mtime for file in folder.iterdir())
+                return Intake(
+                    written_s, "the filesystem is read-only: check the disk, and mount it for writing"
+                )
+    return found
 
 
 def _padded(intake: Intake) -> bytes:

@@ -50,9 +50,10 @@ def _collect(store: Store) -> model.Status:
     limit = store.facts.get(HeadRateLimit)
     closes_s = open_collection.closes_at_s(state, settings)
     key, files = store.facts.get(SigningKey), _current_files(store.folder, heads, used.current)
+    is_running = store.is_locked()
     return model.Status(
-        running=store.is_locked(),
-        intake=intake_status.read(store.folder),
+        running=is_running,
+        intake=intake_status.read(store.folder, is_running=is_running),
         aggregator_key=key.public if key is not None else "",
         root_key=root_of(key_certificates(store.folder, bytes.fromhex(key.public))).hex() if key else "",
         duplicate=store.facts.get(Duplicate),

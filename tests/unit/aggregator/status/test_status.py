@@ -1,7 +1,9 @@
 """Tests for `aggregator status`: the collected values and the printed text."""
 
+import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -216,6 +218,22 @@ def test_stopped_intake(tmp_path: Path) -> None:
     text = rendered(collected(store))
     assert "intake stopped since 1970-01-01" in text
     assert ": the disk is [full]" in text
+
+
+def test_intake_on_a_filesystem_that_has_become_read_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The running aggregator cannot write that its intake has stopped; a backup is no running aggregator."""
+    store = started_store(tmp_path)
+    intake_status.create(tmp_path)
+    for file in tmp_path.iterdir():
+        os.utime(file, (200.0, 200.0))
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_RDONLY))
+    found = collected(store).intake
+    assert found.stopped_s == 200.0
+    assert "the filesystem is read-only" in found.reason
+    store.close()
+    assert collected(Store(tmp_path, read_only=True)).intake == Intake()
 
 
 def test_heads_and_the_devices_that_use_them(tmp_path: Path) -> None:
