@@ -17,6 +17,7 @@ from protocol.models.onnx_metadata import BackboneMetadata
 from protocol.storage.blobstore import state_errors
 
 if TYPE_CHECKING:
+    from export.int8 import Int8
     from export.to_onnx import Exported
 
 NEEDED = ("torch", "timm", "onnx", "onnxscript", "safetensors", "sklearn", "onnxruntime")
@@ -68,7 +69,7 @@ def _keywords(values: tuple[str, ...]) -> dict[str, Any]:
     type=click.Path(file_okay=False, path_type=Path),
     default=Path(),
     show_default=True,
-    help="Folder for MODEL-SIZE.onnx, or MODEL-SIZE-sqrt.onnx with --square-root.",
+    help="Folder for MODEL-SIZE.onnx; -sqrt and -int8 are appended to SIZE with these options.",
 )
 @click.option(
     "--weights",
@@ -98,6 +99,26 @@ def _keywords(values: tuple[str, ...]) -> dict[str, Any]:
     "--crop-pct", type=click.FloatRange(0.1, 1), help="Fraction inside the crop  [default: the model's]"
 )
 @click.option("--square-root", is_flag=True, help="Take the square root of each feature, with its sign.")
+@click.option("--int8", is_flag=True, help="Quantize to 8 bits; --calibration is required.")
+@click.option(
+    "--calibration",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Folder of photos such as those of the devices, for --int8; one in five is held out for the comparison.",
+)
+@click.option(
+    "--float-layer",
+    "float_layers",
+    multiple=True,
+    metavar="NAME",
+    help="Layer that --int8 keeps in float32; may be repeated.",
+)
+@click.option(
+    "--min-cosine",
+    type=click.FloatRange(-1, 1),
+    default=0.8,
+    show_default=True,
+    help="Least cosine of a feature against PyTorch with --int8.",
+)
 @click.option(
     "--photos",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
@@ -116,10 +137,25 @@ def _keywords(values: tuple[str, ...]) -> dict[str, Any]:
 @click.option("--json", "as_json", is_flag=True, help="Print the summary, or the list, as JSON.")
 @verbose_option
 @click.version_option(package_name="protofleet")
-def cli(*, model: str | None, pattern: str | None, as_json: bool, verbose: bool, **options: Any) -> None:
+def cli(
+    *,
+    model: str | None,
+    pattern: str | None,
+    as_json: bool,
+    verbose: bool,
+    int8: bool,
+    calibration: Path | None,
+    float_layers: tuple[str, ...],
+    min_cosine: float,
+    **options: Any,
+) -> None:
     """Export a pretrained backbone of timm to an ONNX file for devices."""
     if model is None and pattern is None:
         raise click.UsageError("give a MODEL, or search for one with --list PATTERN")
+    if (calibration is not None) != int8:
+        raise click.UsageError("--int8 and --calibration DIRECTORY need each other")
+    if float_layers and not int8:
+        raise click.UsageError("--float-layer needs --int8")
     require_packages(*NEEDED, extras=EXTRAS)
     _require_torchvision()
     start_logging(verbose=verbose)
@@ -131,7 +167,10 @@ def cli(*, model: str | None, pattern: str | None, as_json: bool, verbose: bool,
         names = list_models(str(pattern))
         click.echo(json.dumps(names, indent=2) if as_json else "\n".join(names))
         return
-    summary = _export(model, **options)
+    from export.int8 import Int8
+
+    quantization = Int8(calibration, float_layers, min_cosine) if calibration else None
+    summary = _export(model, quantization=quantization, **options)
     click.echo(json.dumps(summary, indent=2) if as_json else _describe(summary))
 
 
@@ -156,6 +195,7 @@ def _export(
     tolerance: float,
     opset: int,
     keywords: dict[str, Any],
+    quantization: "Int8 | None",
     **chosen: Any,
 ) -> dict[str, Any]:
     """Export a backbone, and return the summary."""
@@ -168,23 +208,25 @@ def _export(
         out.mkdir(parents=True, exist_ok=True)
     click.echo(f"loading {model} ...", err=True)
     backbone = load_backbone(Choice(model, model_kwargs=keywords, **chosen))
-    click.echo("exporting and comparing with PyTorch ...", err=True)
+    click.echo(f"exporting{', quantizing' if quantization else ''} and comparing with PyTorch ...", err=True)
     exported = export_module(
         backbone.module,
         backbone.metadata,
-        path=out / _file_name(backbone.metadata, square_root=chosen["square_root"]),
+        path=out
+        / _file_name(backbone.metadata, square_root=chosen["square_root"], int8=quantization is not None),
         reference=timm_reference(backbone.module, backbone.config),
         photos=photos_in(photos) if photos else None,
         tolerance=tolerance,
         opset=opset,
+        convert=quantization.convert if quantization else None,
     )
     return _summary(exported) | {"seconds": round(time.monotonic() - started, 1)}
 
 
-def _file_name(metadata: BackboneMetadata, *, square_root: bool) -> str:
+def _file_name(metadata: BackboneMetadata, *, square_root: bool, int8: bool) -> str:
     spec = metadata.preprocessing
     size = f"{spec.height}" if spec.height == spec.width else f"{spec.height}x{spec.width}"
-    return f"{metadata.model}-{size}{'-sqrt' if square_root else ''}.onnx"
+    return f"{metadata.model}-{size}{'-sqrt' if square_root else ''}{'-int8' if int8 else ''}.onnx"
 
 
 def _summary(exported: "Exported") -> dict[str, Any]:
@@ -196,6 +238,7 @@ def _summary(exported: "Exported") -> dict[str, Any]:
         "model": metadata.model,
         "feature_size": metadata.feature_size,
         "image_size": [metadata.preprocessing.height, metadata.preprocessing.width],
+        "precision": metadata.precision,
         "weights": metadata.weights,
         "weights_sha256": metadata.weights_sha256,
         "parity": msgspec.to_builtins(metadata.parity),
@@ -210,8 +253,8 @@ def _describe(summary: dict[str, Any]) -> str:
         f"  {summary['size_bytes'] / 1e6:.1f} MB, images of {height}x{width} to "
         f"{summary['feature_size']} features\n"
         f"  sha256 {summary['sha256']}\n"
-        f"  against torch on {parity['images']} photographs: worst cosine {parity['cosine']:.12f}, "
-        f"worst relative error {parity['relative_error']:.1e}"
+        f"  {summary['precision']}, against torch on {parity['images']} photographs: "
+        f"worst cosine {parity['cosine']:.12f}, worst relative error {parity['relative_error']:.1e}"
     )
 
 

@@ -31,19 +31,25 @@ def sample_photos() -> list[Image.Image]:
 
 
 def photos_in(folder: Path) -> Iterator[Image.Image]:
-    """Yield every photo in a folder and its subfolders.
+    """Yield every photo in a folder and its subfolders; raises what `photo_files` and `read_photo` do."""
+    return map(read_photo, photo_files(folder))
+
+
+def photo_files(folder: Path) -> list[Path]:
+    """Return the photos in a folder and its subfolders, in the order of their names.
 
     Raises:
-        ConfigError: there is none, or one cannot be read.
+        ConfigError: there is none.
     """
     suffixes = Image.registered_extensions()
     paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in suffixes)
     if not paths:
         raise ConfigError(f"no photos in {folder}: expected files such as .jpg or .png")
-    return map(_read, paths)
+    return paths
 
 
-def _read(path: Path) -> Image.Image:
+def read_photo(path: Path) -> Image.Image:
+    """Return a photo in RGB; raises ConfigError if it cannot be read."""
     try:
         with Image.open(path) as photo:
             return photo.convert("RGB")

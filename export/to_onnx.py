@@ -1,7 +1,7 @@
 """Export a PyTorch image network to an ONNX file, after comparing the two."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,9 @@ OPSET = 18
 
 TOLERANCE = 1e-3
 """Maximum relative error of a feature."""
+
+Conversion = Callable[[bytes, BackboneMetadata, Reference], tuple[onnx.ModelProto, BackboneMetadata]]
+"""Takes a float32 file and PyTorch's features to another graph with its metadata and parity."""
 
 
 @dataclass(frozen=True)
@@ -109,21 +112,25 @@ def export_module(
     photos: Iterable[Image.Image] | None = None,
     tolerance: float = TOLERANCE,
     opset: int = OPSET,
+    convert: Conversion | None = None,
 ) -> Exported:
     """Write `to_onnx`'s file with its parity, after comparing it with PyTorch on photos.
 
     Without a reference, the module with the device's preprocessing computes the expected features; without photos,
-    scikit-learn's two are compared. `tolerance` is the maximum of |onnx - torch| / |torch|.
+    scikit-learn's two are compared. `tolerance` is the maximum of |onnx - torch| / |torch|. `convert` makes the file
+    that is written of the one that was compared.
 
     Raises:
-        ProtofleetError: PyTorch cannot export the network, or the features differ; no file is written.
+        ProtofleetError: PyTorch cannot export the network, or the features differ; no file is written; or
+            `convert` does.
         StateError: the file cannot be written.
     """
     file = to_onnx(module, metadata, opset=opset)
+    expected = reference or _own_reference(module, metadata)
     parity = compare(
         file,
         preprocessing=metadata.preprocessing,
-        reference=reference or _own_reference(module, metadata),
+        reference=expected,
         photos=sample_photos() if photos is None else photos,
     )
     if not parity.relative_error <= tolerance:
@@ -131,8 +138,11 @@ def export_module(
             f"{metadata.model} differs between ONNX Runtime and PyTorch: expected a relative error of at most "
             f"{tolerance:.2g}, got {parity.relative_error:.2g} (cosine {parity.cosine:.6f}); no file was written"
         )
-    measured = msgspec.structs.replace(metadata, parity=parity)
-    file = _with_metadata(onnx.load_from_string(file), measured)
+    if convert is None:
+        model, measured = onnx.load_from_string(file), msgspec.structs.replace(metadata, parity=parity)
+    else:
+        model, measured = convert(file, metadata, expected)
+    file = _with_metadata(model, measured)
     write_atomically(path, file)
     return Exported(
         path=path, sha256=hashlib.sha256(file).hexdigest(), size_bytes=len(file), metadata=measured

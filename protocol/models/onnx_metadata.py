@@ -50,6 +50,8 @@ class BackboneMetadata(msgspec.Struct, frozen=True, kw_only=True, tag="backbone"
     weights: str = ""
     """Source of the weights: a file name or hub name."""
     parity: Parity | None = None
+    precision: str = "float32"
+    """``float32`` or ``int8``, for information: what most layers compute with."""
 
 
 class HeadMetadata(msgspec.Struct, frozen=True, kw_only=True, tag="head", tag_field="kind"):

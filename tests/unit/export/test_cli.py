@@ -77,6 +77,29 @@ def test_backbone_is_exported_with_json_summary(
     assert metadata.feature_size == summary["feature_size"] == session.get_outputs()[0].shape[1]
 
 
+def test_backbone_is_quantized(
+    tmp_path: Path, weights: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    for index in range(10):
+        grid = np.random.default_rng(index).integers(0, 256, (4, 4, 3), dtype=np.uint8)
+        Image.fromarray(grid).resize((64, 64), Image.Resampling.BICUBIC).save(photos / f"{index}.png")
+    out = tmp_path / "out"
+    code = export_backbone(
+        MODEL, "--weights", weights, "--out", out, "--image-size", "64", "--json", "--int8", "--calibration", photos,
+        "--float-layer", "blocks.0.0.conv", "--min-cosine", "-1",
+        monkeypatch=monkeypatch,
+    )  # fmt: skip
+    captured = capsys.readouterr()
+    summary = json.loads(captured.out)
+    assert code == 0
+    assert [path.name for path in out.iterdir()] == [f"{MODEL}-64-int8.onnx"]
+    assert summary["precision"] == "int8"
+    assert summary["parity"]["images"] == 2
+    assert "quantizing" in captured.err
+
+
 def test_torchvision_of_another_torch_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -146,6 +169,9 @@ def test_errors_are_one_line_and_exit_1(
         [MODEL, "--model-kwargs", "pad_type"],
         [MODEL, "--opset", "9"],
         [MODEL, "--photos", "nowhere"],
+        [MODEL, "--random", "--int8"],
+        [MODEL, "--random", "--calibration", "."],
+        [MODEL, "--random", "--float-layer", "conv_stem"],
     ],
 )
 def test_usage_errors_exit_2(
