@@ -10,7 +10,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 from benchmarks import pages
 from benchmarks.accuracy import fedpcl, fedtc, few_images, fpl, statistics
 from benchmarks.accuracy.which import command as which
-from benchmarks.cost import device, features, ingest, memory, predict, start, step, sums
+from benchmarks.cost import device, features, ingest, int8, memory, predict, start, step, sums
 from benchmarks.research import cells, hierarchical, restoration
 from benchmarks.research.poisoning import false_alarms, prototypes, rare_class, rounds
 from benchmarks.research.poisoning import statistics as poisoned_statistics
@@ -25,6 +25,7 @@ USER = (
         device.device,
         features.features,
         ingest.ingest,
+        int8.command,
         memory.memory,
         predict.predict,
         start.start,

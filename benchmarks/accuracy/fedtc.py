@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import click
 import numpy as np
@@ -15,7 +15,7 @@ from aggregator.config.schema import MAX_MULTIPLE, Robust, Training
 from aggregator.training.head_job import recipe_of
 from benchmarks.accuracy import statistics_fleet
 from benchmarks.accuracy.fedtc_fleet import Result, Settings, run_ceiling, train_fleet
-from benchmarks.data.features import BACKBONES, Features, load_features, prepared
+from benchmarks.data.features import BACKBONES, Features, Precision, load_features, prepared
 from benchmarks.data.images import NAMES
 from benchmarks.data.partitions import Partition, parse_partition, share_out
 from benchmarks.options import Option, repeated
@@ -87,6 +87,13 @@ def fleet_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.command("fedtc")
 @fleet_options
 @click.option(
+    "--precision",
+    type=click.Choice(get_args(Precision)),
+    default="float32",
+    show_default=True,
+    help="Of the backbone; int8 is calibrated on 200 training images.",
+)
+@click.option(
     "--alpha",
     type=click.FloatRange(0, 1, min_open=True),
     default=0.99,
@@ -124,6 +131,7 @@ def command(
     validation: bool,
     partitions: list[Partition],
     clients: int,
+    precision: Precision,
     alpha: float,
     batch: int,
     recipe: Literal["default", "paper"],
@@ -147,7 +155,7 @@ def command(
         recipe=configured if compress is None else replace(configured, compress=compress),
         device=torch_device(device),
     )
-    loaded = load_features(data, backbone=backbone, image_size=image_size)
+    loaded = load_features(data, backbone=backbone, image_size=image_size, precision=precision)
     features = prepared(loaded, root=root, validation=validation)
     title = f"{data}, {backbone} at {image_size}x{image_size}, {clients} clients, B {batch}, {recipe} recipe"
     table = Table(COLUMNS, title=title)
@@ -165,6 +173,7 @@ def command(
         "fedtc",
         tables=[table],
         **{"data": data, "backbone": backbone, "image_size": image_size, **asdict(settings)},
+        precision=precision,
         root=root,
         validation=validation,
         runs=[asdict(result) for result in results],

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import click
 import numpy as np
@@ -16,6 +16,7 @@ from PIL import Image
 from benchmarks.data.images import load_data, sample, weights_folder
 from edge_client.runtime.backbone import Backbone, open_backbone
 from protocol.errors import ConfigError
+from protocol.models.onnx_metadata import to_properties
 from protocol.models.preprocessing import preprocess
 from protocol.storage.blobstore import file_digest
 
@@ -25,6 +26,12 @@ VALIDATION = 10_000
 """Training images that are held out for validation."""
 
 SPLIT_SEED = 12345
+
+CALIBRATION = 200
+"""Training images that a quantized backbone is calibrated on."""
+
+Precision = Literal["float32", "int8"]
+"""What a backbone computes with."""
 
 
 @dataclass(frozen=True)
@@ -72,15 +79,25 @@ def cache_folder() -> Path:
     return Path(os.environ.get("PROTOFLEET_BENCH_CACHE", Path.home() / ".cache" / "protofleet-bench"))
 
 
-def load_features(data: str, *, backbone: str, image_size: int, at_most: int | None = None) -> Features:
+def load_features(
+    data: str,
+    *,
+    backbone: str,
+    image_size: int,
+    at_most: int | None = None,
+    precision: Precision = "float32",
+) -> Features:
     """Return the features of a data set, as a device would extract them; from the cache the second time.
 
-    Images are resized to a square without a crop; of each part, `at_most` so many are used.
+    Images are resized to a square without a crop; of each part, `at_most` so many are used. A backbone of 8 bits is
+    calibrated on training images of the data set.
 
     Raises:
         ConfigError: the data or the weights are missing.
     """
     graph = backbone_file(backbone, image_size=image_size)
+    if precision == "int8":
+        graph = quantized_file(graph, data=data)
     file = graph.parent / f"{cached_name(data, at_most)}.npz"
     if not file.is_file():
         _extract(data, open_backbone(graph), file, at_most=at_most)
@@ -128,6 +145,26 @@ def backbone_file(backbone: str, *, image_size: int) -> Path:
     if not graph.is_file():
         export_backbone(backbone, weights=weights, image_size=image_size, path=graph)
     return graph
+
+
+def quantized_file(graph: Path, *, data: str) -> Path:
+    """Return a backbone quantized to 8 bits, calibrated on a data set's training images the first time."""
+    import msgspec
+    import onnx
+
+    from export.quantization import calibrate
+
+    file = graph.parent / f"int8-{data}" / "backbone.onnx"
+    if not file.is_file():
+        click.echo(f"quantizing {graph} to {file}", err=True)
+        images = sample(load_data(data).train, CALIBRATION).images
+        metadata = open_backbone(graph).metadata
+        pixels = (preprocess(Image.fromarray(image), metadata.preprocessing) for image in images)
+        made = calibrate(onnx.load(graph), pixels).to_int8()
+        onnx.helper.set_model_props(made, to_properties(msgspec.structs.replace(metadata, precision="int8")))
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(made.SerializeToString(deterministic=True))
+    return file
 
 
 def export_backbone(backbone: str, *, weights: Path, image_size: int, path: Path) -> None:
