@@ -102,7 +102,7 @@ def _keywords(values: tuple[str, ...]) -> dict[str, Any]:
 @click.option("--int8", is_flag=True, help="Quantize to 8 bits; --calibration is required.")
 @click.option(
     "--calibration",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    type=click.Path(file_okay=False, path_type=Path),
     help="Folder of photos such as those of the devices, for --int8; one in five is held out for the comparison.",
 )
 @click.option(

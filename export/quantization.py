@@ -109,15 +109,14 @@ def layer_names(model: onnx.ModelProto) -> dict[str, str]:
 
 
 def stem(model: onnx.ModelProto) -> list[str]:
-    """Return the names of the first layer and of a depthwise one that follows it.
+    """Return the names of the first layer and of the depthwise layer directly after it; none without such a layer.
 
     They take little time, and their errors go through all other layers: of MobileNetV2's layers, quantizing these two
-    does the most harm.
+    does the most harm. In a ResNet, the first layer takes an eighth of the time.
     """
     nodes = {node.name: node for node in model.graph.node}
-    first, *others = layer_names(model).items()
-    depthwise = [name for name, node in others[:1] if _groups(nodes[node]) > 1]
-    return [first[0], *depthwise]
+    first_two = list(layer_names(model).items())[:2]
+    return [name for name, _ in first_two] if _groups(nodes[first_two[-1][1]]) > 1 else []
 
 
 def _groups(node: onnx.NodeProto) -> int:

@@ -31,7 +31,7 @@ CALIBRATION = 200
 """Training images that a quantized backbone is calibrated on."""
 
 Precision = Literal["float32", "int8"]
-"""What a backbone computes with."""
+"""The precision of a backbone."""
 
 
 @dataclass(frozen=True)
