@@ -22,7 +22,7 @@ class ServedTask(msgspec.Struct, frozen=True):
 
 
 class Refinable(msgspec.Struct, frozen=True):
-    """A head of FedTC's that waits for devices to evaluate it before it is refined."""
+    """The first head of FedTC's that waited for devices to evaluate it before it, or a later one, is refined."""
 
     task: bytes
     """FedTC's task."""

@@ -21,7 +21,7 @@ DATABASE_BYTES = 1024**2
 
 def refinable_head(state: rollout_state.State, heads: Iterable[HeadRecord]) -> HeadRecord | None:
     """Return the head of FedTC's task that devices use, if it has an adapter and no forgotten device is part of it."""
-    if state.trial is not None or state.current <= state.forgotten:
+    if state.current <= state.forgotten:
         return None
     return next(
         (head for head in heads if head.version == state.current and head.metrics.get("epochs")), None
@@ -37,9 +37,15 @@ def refined_head(store: Store, task: bytes) -> HeadRecord | None:
 
 
 def begin_if_due(store: Store, head: HeadRecord, *, deadline_s: float) -> bool:
-    """Store that a head is refined once all devices that are online have evaluated it, or after `deadline_s`."""
-    waiting = store.devices.online() - store.evaluations.devices(head.task, head.version)
-    if waiting and store.clock.now_s() < _refinable_since_s(store, head) + deadline_s:
+    """Store that a head is refined once all devices that are online have evaluated it, and there is no candidate.
+
+    Or `deadline_s` after the first head that could be refined: a device that often uploads, and evaluates no head,
+    would otherwise prevent it with ever newer heads and candidates.
+    """
+    is_waiting = store.heads.rollout(head.task).trial is not None or bool(
+        store.devices.online() - store.evaluations.devices(head.task, head.version)
+    )
+    if is_waiting and store.clock.now_s() < _refinable_since_s(store, head) + deadline_s:
         return False
     store.facts.put(Refinement(head.task, head.version))
     event(log, logging.INFO, "refining the head: devices upload statistics of its adapter", head=head.version)
@@ -48,7 +54,7 @@ def begin_if_due(store: Store, head: HeadRecord, *, deadline_s: float) -> bool:
 
 def _refinable_since_s(store: Store, head: HeadRecord) -> float:
     known = store.facts.get(Refinable)
-    if known is None or (known.task, known.head) != (head.task, head.version):
+    if known is None or known.task != head.task or known.head <= store.forgotten.newest_head(head.task):
         known = Refinable(head.task, head.version, store.clock.now_s())
         store.facts.put(known)
     return known.since_s

@@ -14,7 +14,7 @@ from aggregator.config.schema import TaskFile
 from aggregator.ingest.validation import Expectation
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import Refinement
+from aggregator.storage.stored_values import Refinable, Refinement
 from aggregator.tasks.graph_cache import cached_graphs
 from aggregator.tasks.manifests import program_of, task_manifest
 from aggregator.tasks.refinement import delete_outdated, refined_head
@@ -87,6 +87,7 @@ def _refining(task: Task, head: HeadRecord, store: Store) -> Task:
     manifest = task_manifest(file, task.manifest.backbones, statistics=statistics)
     digest = store.blobs.put(encode(manifest))
     store.facts.put(Refinement(head.task, head.version, digest))
+    store.facts.delete(Refinable)
     return Task(
         file=file,
         feature_size=task.feature_size,

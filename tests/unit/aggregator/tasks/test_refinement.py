@@ -137,6 +137,47 @@ def test_head_is_refined_once_online_devices_use_it(bench: Bench) -> None:
     assert blobs_of(job, refined) == [refined.digest, head.digest]
 
 
+def test_device_cannot_prevent_it_by_newer_heads(bench: Bench) -> None:
+    """A device that is online, uploads often and evaluates no head: the deadline is that of the first head."""
+    store, fedtc = bench.store, bench.prepared()
+    store.clock = clock = FakeClock()
+    store.devices.put_presence("mallory", "online", now_s=0.0)
+    begun = []
+    for version in range(1, 6):
+        clock.elapsed_s = 3.0 * version
+        begun.append(refinement.begin_if_due(store, _add_head(store, fedtc, version), deadline_s=10.0))
+    assert begun == [False, False, False, False, True]
+
+
+def test_device_cannot_prevent_it_by_candidates(bench: Bench) -> None:
+    """A canary that does not answer keeps the newest head a candidate until the next one; a restart continues."""
+    store, fedtc = bench.store, bench.prepared()
+    store.clock = clock = FakeClock()
+    head = _add_head(store, fedtc)
+    store.heads.put_rollout(fedtc.digest, State(newest=2, current=1, trial=Trial(2, 0.0)))
+    assert not refinement.begin_if_due(store, head, deadline_s=10.0)
+    clock.elapsed_s = 10.0
+    assert refinement.begin_if_due(store, head, deadline_s=10.0)
+    assert bench.prepared().refined == head
+
+
+def test_next_refinement_has_a_deadline_of_its_own(bench: Bench) -> None:
+    """After a device was forgotten, or once the operator sets `refine` again."""
+    store, fedtc = bench.store, bench.prepared()
+    store.clock = clock = FakeClock()
+    store.devices.put_presence("b", "online", now_s=0.0)
+    head = _add_head(store, fedtc)
+    assert not refinement.begin_if_due(store, head, deadline_s=10.0)
+    forget(store, "a")
+    clock.elapsed_s = 10.0
+    second = _add_head(store, fedtc, 2)
+    assert not refinement.begin_if_due(store, second, deadline_s=10.0)
+    clock.elapsed_s = 20.0
+    assert refinement.begin_if_due(store, second, deadline_s=10.0)
+    assert bench.prepared().refined == second
+    assert not refinement.begin_if_due(store, _add_head(store, fedtc, 3), deadline_s=10.0)
+
+
 def test_forgotten_device_is_in_no_adapter(bench: Bench) -> None:
     """FedTC makes another head, whose adapter is refined; nothing of the first refinement stays."""
     store, fedtc = bench.store, bench.prepared()
@@ -174,12 +215,11 @@ def test_device_without_part_in_the_adapter_is_subtracted(bench: Bench) -> None:
     assert bench.prepared().digest == refined.digest
 
 
-def test_candidates_and_discriminants_are_not_refined(bench: Bench) -> None:
+def test_discriminants_are_not_refined(bench: Bench) -> None:
     store, fedtc = bench.store, bench.prepared()
     used, head = State(newest=1, current=1), _add_head(store, fedtc)
     assert refinable_head(used, [head]) == head
     assert refinable_head(State(), []) is None
-    assert refinable_head(State(newest=2, current=1, trial=Trial(2, 0.0)), [head]) is None
     assert refinable_head(used, [_add_head(store, fedtc, 2, epochs=0.0)]) is None
 
 
