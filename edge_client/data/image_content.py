@@ -16,7 +16,7 @@ from typing import BinaryIO
 
 from PIL import Image
 
-from edge_client.data.images import MAX_FILE_BYTES
+from edge_client.data.images import MAX_FILE_BYTES, open_file
 
 KEY_BYTES = 16
 """Bytes of the digest: it distinguishes the images of one device."""
@@ -60,7 +60,7 @@ def content_key(path: Path) -> bytes | None:
     """
     sha256 = hashlib.sha256()
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             if os.fstat(file.fileno()).st_size > MAX_FILE_BYTES:
                 return None
             start = file.read(12)

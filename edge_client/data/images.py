@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from stat import S_ISREG
+from typing import BinaryIO
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
@@ -30,6 +31,9 @@ IMAGE_FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "TIFF", "WEBP")
 MAX_FILE_BYTES = 2**29
 """Of an image: about the largest that is decoded, without compression and with 16 bits a channel. Pillow reads some
 parts of a file into memory as a whole."""
+
+MAX_ROWS = 2**20
+"""Of an image: Pillow takes about 20 bytes for each, 1.8 GB for one pixel in each of 89 million rows."""
 
 UNLABELED = -1
 
@@ -152,9 +156,26 @@ def decode(path: Path) -> Image.Image:
         raise UnreadableImage(f"{path}: {error or type(error).__name__}") from error
 
 
+def open_file(path: Path) -> BinaryIO:
+    """Open a regular file; a pipe that has replaced it since it was found would block forever.
+
+    Raises:
+        OSError: it cannot be opened, or is no regular file.
+    """
+    file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115 - Path.open has no opener
+    if not S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "not a regular file")
+    return file
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
 @contextlib.contextmanager
 def _open(path: Path) -> Iterator[Image.Image]:
-    with path.open("rb") as file:
+    with open_file(path) as file:
         if (size := os.fstat(file.fileno()).st_size) > MAX_FILE_BYTES:
             raise UnreadableImage(f"expected a file of at most {MAX_FILE_BYTES} bytes, got one of {size}")
         with Image.open(file, formats=IMAGE_FORMATS) as image:
@@ -167,6 +188,8 @@ def _check_kind(image: Image.Image) -> None:
         raise UnreadableImage(
             f"{image.width} x {image.height} pixels are more than the {most} that are decoded"
         )
+    if image.height > MAX_ROWS:
+        raise UnreadableImage(f"{image.height} rows are more than the {MAX_ROWS} that are decoded")
     if image.mode in {"I", "F"}:
         raise UnreadableImage("the white level of 32-bit pixels is undefined; save it with 8 bits a channel")
 

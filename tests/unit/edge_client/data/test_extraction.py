@@ -186,6 +186,27 @@ def test_decoding_never_runs_far_ahead(tmp_path: Path) -> None:
     assert done == len(found)
 
 
+def test_pipe_in_place_of_an_image_does_not_block(tmp_path: Path) -> None:
+    """It has replaced the image since the scan; the image counts once it is back."""
+    data = write_images(tmp_path / "data", count=1)
+    images, extractor = find_images(data, CLASSES), Extractor(tmp_path)
+    path = data / "cat" / "0000.png"
+    path.rename(tmp_path / "image.png")
+    os.mkfifo(path)
+    script = (
+        "import sys; from pathlib import Path; from edge_client.data.images import count_pixels; "
+        "from edge_client.data.image_content import content_key; file = Path(sys.argv[1]); "
+        "assert (count_pixels(file), content_key(file)) == (0, None)"
+    )
+    # A process that reads the pipe would wait for ever.
+    subprocess.run([sys.executable, "-c", script, path], check=True, timeout=60)
+    made = extractor(images)
+    assert (made.refused, made.may_pass) == (((path, "not a regular file"),), True)
+    path.unlink()
+    (tmp_path / "image.png").rename(path)
+    assert extractor(images) == Extraction(computed=1, cached=1, refused=())
+
+
 def test_refusal_that_may_pass_is_not_stored() -> None:
     """A file without permission, and a lack of memory, are tried again although the file has not changed."""
     with open_folder() as folder:

@@ -303,7 +303,13 @@ def png_claiming(width: int, height: int) -> bytes:
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 @pytest.mark.parametrize(
     ("width", "height", "reason"),
-    [(10_000, 10_000, ".*pixels"), (60_000, 60_000, ".*pixels"), (0, 10, ""), (10, 0, "")],
+    [
+        (10_000, 10_000, ".*pixels"),
+        (60_000, 60_000, ".*pixels"),
+        (1, 80_000_000, "80000000 rows"),
+        (0, 10, ""),
+        (10, 0, ""),
+    ],
 )
 def test_decompression_bombs_and_empty_images_are_refused(
     tmp_path: Path, width: int, height: int, reason: str
