@@ -42,6 +42,7 @@ def memory(*, images: int, image_size: int, json_file: Path | None) -> None:
             ("fedpcl, one backbone", "fedpcl", files[:1]),
             ("fedpcl, three backbones", "fedpcl", files),
             ("fpl, one backbone", "fpl", files[:1]),
+            ("fpl, three backbones", "fpl", files),
         ):
             task = write_task(Path(folder) / f"{len(figures)}", algorithm, backbones)
             figures[name] = run_fleet_of_one(task, data)
