@@ -9,6 +9,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from benchmarks import pages
 from benchmarks.accuracy import fedpcl, fedtc, few_images, fpl, statistics
+from benchmarks.accuracy.flower import command as flower
 from benchmarks.accuracy.which import command as which
 from benchmarks.cost import device, features, ingest, int8, memory, predict, start, step, sums
 from benchmarks.research import cells, hierarchical, restoration
@@ -20,7 +21,8 @@ from protocol.cli import run
 _HELP = {"help_option_names": ["-h", "--help"]}
 
 USER = (
-    *(fedpcl.command, fedtc.command, few_images.command, fpl.command, statistics.command, which.command),
+    *(fedpcl.command, fedtc.command, few_images.command, flower.command, fpl.command),
+    *(statistics.command, which.command),
     *(
         device.device,
         features.features,

@@ -1,0 +1,1 @@
+"""The fleet beside Flower: FedAvg and FedProx of the same head on the same features."""

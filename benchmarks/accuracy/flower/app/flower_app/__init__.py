@@ -1,0 +1,1 @@
+"""A Flower app: FedTC's adapter and head, trained by FedAvg or FedProx."""

@@ -1,0 +1,112 @@
+"""`python -m benchmarks flower`: this fleet and Flower's, with real processes, on the same features and head."""
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import click
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.accuracy.flower.fleets import Outcome, Setting, flower_programs, run_flower, run_ours
+from benchmarks.accuracy.flower.tuning import GRID, accuracies
+from benchmarks.data.features import Features, backbone_file, load_features, prepared
+from benchmarks.data.images import NAMES, load_data
+from benchmarks.data.partitions import Partition, share_out
+from benchmarks.report import Plot, Table, json_option, write_json
+
+BACKBONE, IMAGE_SIZE, CLIENTS = "mobilenetv2_100", 96, 10
+PARTITION = Partition("dirichlet", 0.1)
+OURS = "protofleet, FedTC"
+SETTINGS: Mapping[str, Setting] = {
+    "Flower, FedAvg": Setting(learning_rate=0.1, epochs=1),
+    "Flower, FedProx": Setting(learning_rate=0.1, epochs=3, mu=0.01),
+}
+"""The best of `--tune`."""
+
+
+@click.command("flower")
+@click.option(
+    "--flower",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("flower/bin"),
+    show_default=True,
+    help="Folder of Flower's programs, of a virtual environment with flwr, torch and numpy.",
+)
+@click.option("--data", type=click.Choice(NAMES), default="fashion_mnist", show_default=True)
+@click.option("--images", type=click.IntRange(min=1), help="Training images of all clients.  [default: all]")
+@click.option("--rounds", type=click.IntRange(min=1), default=25, show_default=True, help="Of Flower.")
+@click.option(
+    "--tune", is_flag=True, help="Show validation accuracies of settings of Flower's clients instead."
+)
+@json_option
+def command(
+    *, flower: Path, data: str, images: int | None, rounds: int, tune: bool, json_file: Path | None
+) -> None:
+    """Compare a fleet with Flower's FedAvg and FedProx: accuracy, time, bytes, memory and processor time."""
+    programs = flower if tune else flower_programs(flower)
+    loaded = load_features(data, backbone=BACKBONE, image_size=IMAGE_SIZE)
+    features = prepared(loaded, root=False, validation=tune)
+    rows = np.sort(np.random.default_rng(0).permutation(len(features.train))[:images])
+    features = replace(features, train=features.train[rows], train_labels=features.train_labels[rows])
+    owners = share_out(features.train_labels, PARTITION, clients=CLIENTS, rng=np.random.default_rng(0))
+    title = (
+        f"{data}, {len(rows):,} training images, {len(np.unique(owners))} clients with images, {PARTITION}"
+    )
+    if tune:
+        _tune(features, owners, rounds, title)
+        return
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        pixels = load_data(data).train.images[rows]
+        backbone = backbone_file(BACKBONE, image_size=IMAGE_SIZE)
+        outcomes = {OURS: run_ours(folder / "ours", backbone, features, pixels, owners)}
+        for number, (method, setting) in enumerate(SETTINGS.items()):
+            at = folder / f"flower-{number}"
+            outcomes[method] = run_flower(programs, at, features, owners, setting, rounds=rounds)
+    tables, plot = _report(outcomes, title)
+    write_json(
+        json_file,
+        "flower",
+        tables=tables,
+        plots=[plot],
+        settings={method: asdict(setting) for method, setting in SETTINGS.items()},
+        runs={method: asdict(outcome) for method, outcome in outcomes.items()},
+    )
+
+
+def _tune(features: Features, owners: NDArray[np.int64], rounds: int, title: str) -> None:
+    """Print the accuracy of each of the grid's settings on validation images, at its best and at the end."""
+    columns = {"learning rate": ">14g", "epochs": ">8", "mu": ">8g", "best": ">8.2%", "last": ">8.2%"}
+    table = Table(columns, title=f"{title}, {rounds} rounds, validation images")
+    for setting in GRID:
+        reached = list(accuracies(features, owners, setting, rounds=rounds))
+        table.row(setting.learning_rate, setting.epochs, setting.mu, max(reached), reached[-1])
+
+
+def _report(outcomes: Mapping[str, Outcome], title: str) -> tuple[list[Table], Plot]:
+    """Print each fleet's accuracy, and its costs until it is within 0.5 points of its own best."""
+    table = Table(
+        {"": "<18", "last accuracy": ">15.2%", "best": ">8.2%", "rounds": ">8", "seconds": ">9.1f",
+         "MB up": ">9.1f", "MB down": ">9.1f", "CPU s, clients": ">16.1f", "CPU s, server": ">15.1f",
+         "MB of memory, a client": ">24.0f"},
+        title=f"{title}; costs until 0.5 points below each one's best",
+    )  # fmt: skip
+    for method, outcome in outcomes.items():
+        needed = outcome.needed()
+        part = needed / len(outcome.rounds)
+        reached = [each.accuracy for each in outcome.rounds]
+        table.row(
+            *(method, reached[-1], max(reached), needed, outcome.rounds[needed - 1].seconds),
+            *(outcome.bytes_up * part / 1e6, outcome.bytes_down * part / 1e6),
+            *(outcome.clients_cpu_s * part, outcome.server_cpu_s * part),
+            np.median(outcome.client_memory_bytes) / 1e6,
+        )
+    lines = {
+        method: [(each.seconds, 100 * each.accuracy) for each in outcome.rounds]
+        for method, outcome in outcomes.items()
+    }
+    return [table], Plot(
+        title="Accuracy of each round", x="seconds", y="test accuracy, %", series=lines, log=("x",)
+    )

@@ -1,0 +1,271 @@
+"""The two fleets, as real processes on this machine: Flower's SuperLink and SuperNodes, and ours."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+from numpy.typing import NDArray
+from PIL import Image
+
+from aggregator.algorithms.fedtc.head import Dense, logits_of
+from benchmarks.accuracy.flower.observation import Usage, counting_proxy, observed
+from benchmarks.cost.processes import free_address, running
+from benchmarks.data.features import Features
+from protocol.errors import ConfigError, ProtofleetError
+
+APP = Path(__file__).parent / "app"
+PROGRAMS = ("flower-superlink", "flower-supernode", "flwr")
+TIMEOUT_S = 1800.0
+"""For a fleet to get ready, and for each round."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """How Flower's clients train; FedAvg without `mu`."""
+
+    learning_rate: float
+    epochs: int
+    mu: float = 0.0
+
+
+@dataclass(frozen=True)
+class Round:
+    """A round's end, in seconds from the start, and the accuracy of its head on the test images."""
+
+    seconds: float
+    accuracy: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """A fleet's rounds, and what they cost all together."""
+
+    rounds: Sequence[Round]
+    bytes_up: int
+    bytes_down: int
+    client_memory_bytes: Sequence[int]
+    """Peak of each client."""
+    clients_cpu_s: float
+    server_cpu_s: float
+
+    def needed(self, margin: float = 0.005) -> int:
+        """Return the number of rounds until the accuracy is within a margin of this fleet's own best."""
+        enough = max(each.accuracy for each in self.rounds) - margin
+        return next(number for number, each in enumerate(self.rounds, 1) if each.accuracy >= enough)
+
+
+def flower_programs(folder: Path) -> Path:
+    """Return a folder that has Flower's programs.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    if missing := [name for name in PROGRAMS if not (folder / name).is_file()]:
+        raise ConfigError(
+            f"no {' and no '.join(missing)} in {folder}: python -m venv flower && "
+            f"flower/bin/pip install flwr==1.41.0 torch numpy, then --flower flower/bin"
+        )
+    return folder.absolute()
+
+
+def run_flower(
+    programs: Path,
+    folder: Path,
+    features: Features,
+    owners: NDArray[np.int64],
+    setting: Setting,
+    *,
+    rounds: int,
+) -> Outcome:
+    """Train by Flower: a SuperLink, a SuperNode for each client, and an app in the strategy's rounds.
+
+    The clock starts when all SuperNodes are connected and the app's server has started.
+    """
+    folder.mkdir()
+    clients = np.unique(owners)
+    for client in clients:
+        mine = owners == client
+        np.savez(folder / f"{client}.npz", features=features.train[mine], labels=features.train_labels[mine])
+    link, out = free_address(), folder / "out"
+    out.mkdir()
+    (folder / "config.toml").write_text(f'[superlink.here]\naddress = "{link}"\ninsecure = true\n')
+    environment = {
+        **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        "FLWR_HOME": str(folder),
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "PATH": f"{programs}:{os.environ['PATH']}",
+    }
+    config = {"clients": len(clients), "classes": features.classes, "feature-size": features.train.shape[1]}
+    config |= {"rounds": rounds, "learning-rate": setting.learning_rate, "epochs": setting.epochs}
+    config |= {"mu": setting.mu, "out": str(out)}
+    run = [
+        "flwr",
+        "run",
+        str(APP),
+        "here",
+        "--run-config",
+        " ".join(f"{k}={json.dumps(v)}" for k, v in config.items()),
+    ]
+    serve = [
+        "--insecure",
+        "--disable-runtime-dependency-installation",
+        "--host",
+        link.host,
+        "--port",
+        str(link.port),
+    ]
+    with counting_proxy(link) as traffic, contextlib.ExitStack() as stack:
+
+        def start(name: str, program: str, *arguments: str) -> int:
+            process = _running([str(programs / program), *arguments], folder / f"{name}.log", environment)
+            return stack.enter_context(process).pid
+
+        processes = {"server": start("server", "flower-superlink", *serve)}
+        _wait_for(folder / "server.log", containing="Uvicorn running")
+        for client in clients:
+            data = f'data="{folder / f"{client}.npz"}"'
+            node = ("--insecure", "--superlink", str(traffic.address), "--port", str(free_address().port))
+            processes[f"{client}"] = start(f"{client}", "flower-supernode", *node, "--node-config", data)
+        for client in clients:
+            _wait_for(folder / f"{client}.log", containing="SuperNode ID")
+        with observed(processes) as usage:
+            subprocess.run(
+                [str(programs / run[0]), *run[1:]], env=environment, check=True, stdout=subprocess.DEVNULL
+            )
+            _wait_for(out / "000.npz")
+            before = (traffic.up, traffic.down)
+            _wait_for(out / f"{rounds:03}.npz", timeout_s=rounds * TIMEOUT_S)
+            after = (traffic.up, traffic.down)
+    started_s = float(np.load(out / "000.npz")["seconds"])
+    ended = [_round(file, started_s, features) for file in sorted(out.glob("*.npz"))[1:]]
+    return _outcome(ended, before, after, usage)
+
+
+def _round(file: Path, started_s: float, features: Features) -> Round:
+    with np.load(file) as head:
+        layers = [Dense(head[f"{name}.weight"], head[f"{name}.bias"]) for name in ("first", "second", "last")]
+        correct = logits_of(layers, features.test).argmax(axis=1) == features.test_labels
+        return Round(float(head["seconds"]) - started_s, float(correct.mean()))
+
+
+def run_ours(
+    folder: Path,
+    backbone: Path,
+    features: Features,
+    images: NDArray[np.uint8],
+    owners: NDArray[np.int64],
+) -> Outcome:
+    """Train by FedTC: `aggregator run --embedded-broker`, and `edge-client --once` for each client, on image files.
+
+    A dry run of each client extracts its features before the clock starts; features of the test images are given.
+    """
+    folder.mkdir()
+    clients, labels, broker = np.unique(owners), features.train_labels, free_address()
+    classes = [str(label) for label in range(features.classes)]
+    for number, (client, label) in enumerate(zip(owners, labels, strict=True)):
+        path = folder / f"{client}" / "images" / classes[label] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(images[number]).save(path)
+    task = folder / "task.toml"
+    task.write_text(
+        f"classes = {json.dumps(classes)}\nbackbones = [{json.dumps(str(backbone))}]\n"
+        f"quorum = {len(clients)}\ndeadline_s = 1000000\n"
+    )
+    serve = ("run", "--embedded-broker", "--broker", str(broker), "--task", str(task))
+    with counting_proxy(broker) as traffic, contextlib.ExitStack() as stack:
+
+        def client_command(client: int) -> list[str]:
+            here, name = folder / f"{client}", f"device-{client}"
+            command = [
+                sys.executable,
+                "-m",
+                "edge_client.cli",
+                "--broker",
+                str(traffic.address),
+                "--holdout",
+                "0",
+            ]
+            return [
+                *command,
+                "--device-id",
+                name,
+                "--data",
+                str(here / "images"),
+                "--state",
+                str(here / "state"),
+            ]
+
+        state = folder / "state"
+        server = stack.enter_context(
+            running("aggregator.cli", *serve, "--state", str(state), log=folder / "server.log")
+        )
+        for client in clients:
+            with (folder / f"{client}.log").open("wb") as log:
+                subprocess.run([*client_command(client), "--dry-run"], check=True, stdout=log, stderr=log)
+        before, started_s = (traffic.up, traffic.down), time.time()
+        devices = {}
+        for client in clients:
+            command = [*client_command(client), "--once", "--threads", "1", "--workers", "1"]
+            process = _running(command, folder / f"{client}.log", dict(os.environ))
+            devices[f"{client}"] = stack.enter_context(process)
+        with observed({"server": server.pid, **{name: each.pid for name, each in devices.items()}}) as usage:
+            for name, device in devices.items():
+                if device.wait(TIMEOUT_S):
+                    raise ProtofleetError(f"device-{name} failed: see {folder / name}.log")
+            seconds, after = time.time() - started_s, (traffic.up, traffic.down)
+    session = onnxruntime.InferenceSession(state / "head.onnx", providers=["CPUExecutionProvider"])
+    scores = session.run(None, {session.get_inputs()[0].name: features.test})[0]
+    accuracy = float((scores.argmax(axis=1) == features.test_labels).mean())
+    return _outcome([Round(seconds, accuracy)], before, after, usage)
+
+
+def _outcome(
+    rounds: Sequence[Round], before: tuple[int, int], after: tuple[int, int], usage: dict[str, Usage]
+) -> Outcome:
+    server, clients = usage.pop("server"), list(usage.values())
+    return Outcome(
+        rounds=rounds,
+        bytes_up=after[0] - before[0],
+        bytes_down=after[1] - before[1],
+        client_memory_bytes=[each.memory_bytes for each in clients],
+        clients_cpu_s=sum(sum(each.cpu_s.values()) for each in clients),
+        server_cpu_s=sum(server.cpu_s.values()),
+    )
+
+
+@contextlib.contextmanager
+def _running(
+    command: Sequence[str], log: Path, environment: Mapping[str, str]
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a program as long as the context lasts; its output goes to a file."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait(timeout=60)
+
+
+def _wait_for(file: Path, *, containing: str = "", timeout_s: float = TIMEOUT_S) -> None:
+    """Wait for a file, and for a text in it.
+
+    Raises:
+        ProtofleetError: it took too long.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while not file.is_file() or (containing and containing not in file.read_text(errors="replace")):
+        if time.monotonic() > deadline_s:
+            raise ProtofleetError(
+                f"no {containing or 'result'} in {file} within {timeout_s:.0f} s: see {file.parent}"
+            )
+        time.sleep(0.1)
