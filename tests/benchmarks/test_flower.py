@@ -77,7 +77,9 @@ def test_missing_programs_of_flower_are_an_error_before_anything_runs(tmp_path: 
 def digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_folders(tmp_path, monkeypatch)
     fill_data(tmp_path, train=600, test=200)
-    monkeypatch.setattr(flower, "BACKBONE", "tf_mobilenetv3_small_100")  # whose arguments a small network takes
+    monkeypatch.setattr(
+        flower, "BACKBONE", "tf_mobilenetv3_small_100"
+    )  # whose arguments a small network takes
     fill_weights(tmp_path, monkeypatch, flower.BACKBONE)
 
 
@@ -108,7 +110,8 @@ def test_flowers_real_programs_are_measured_beside_ours(
     theirs = json.loads(file.read_text())["runs"]["FedProx"]
     assert len(theirs["rounds"]) == 2
     assert 0 < theirs["rounds"][0]["seconds"] < theirs["rounds"][1]["seconds"]
-    weights = 4 * sum(each.numel() for each in task.Head(512, 10).parameters())
+    size = load_features("mnist", backbone=flower.BACKBONE, image_size=flower.IMAGE_SIZE).train.shape[1]
+    weights = 4 * sum(each.numel() for each in task.Head(size, 10).parameters())
     for direction in ("bytes_up", "bytes_down"):
         assert 2 * 2 * weights < theirs[direction] < 1.2 * 2 * 2 * weights
     assert min(*theirs["client_memory_bytes"], theirs["clients_cpu_s"]) > 0

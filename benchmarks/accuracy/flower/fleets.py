@@ -183,49 +183,50 @@ def run_ours(
     serve = ("run", "--embedded-broker", "--broker", str(broker), "--task", str(task))
     with counting_proxy(broker) as traffic, contextlib.ExitStack() as stack:
 
-        def client_command(client: int) -> list[str]:
-            here, name = folder / f"{client}", f"device-{client}"
-            command = [
-                sys.executable,
-                "-m",
-                "edge_client.cli",
-                "--broker",
-                str(traffic.address),
-                "--holdout",
-                "0",
-            ]
-            return [
-                *command,
-                "--device-id",
-                name,
-                "--data",
-                str(here / "images"),
-                "--state",
-                str(here / "state"),
-            ]
+        def start_clients(mode: str, stack: contextlib.ExitStack) -> dict[str, subprocess.Popen[bytes]]:
+            started = {}
+            for client in clients:
+                here = folder / f"{client}"
+                command = [sys.executable, "-m", "edge_client.cli", mode, "--holdout", "0", "--threads", "1"]
+                command += [
+                    "--workers",
+                    "1",
+                    "--broker",
+                    str(traffic.address),
+                    "--device-id",
+                    f"device-{client}",
+                ]
+                command += ["--data", str(here / "images"), "--state", str(here / "state")]
+                process = _running(command, folder / f"{client}{mode}.log", os.environ)
+                started[f"{client}"] = stack.enter_context(process)
+            return started
 
         state = folder / "state"
         server = stack.enter_context(
             running("aggregator.cli", *serve, "--state", str(state), log=folder / "server.log")
         )
-        for client in clients:
-            with (folder / f"{client}.log").open("wb") as log:
-                subprocess.run([*client_command(client), "--dry-run"], check=True, stdout=log, stderr=log)
+        with contextlib.ExitStack() as extraction:
+            _wait_for_exits(start_clients("--dry-run", extraction), folder)
         before, started_s = (traffic.up, traffic.down), time.time()
-        devices = {}
-        for client in clients:
-            command = [*client_command(client), "--once", "--threads", "1", "--workers", "1"]
-            process = _running(command, folder / f"{client}.log", dict(os.environ))
-            devices[f"{client}"] = stack.enter_context(process)
+        devices = start_clients("--once", stack)
         with observed({"server": server.pid, **{name: each.pid for name, each in devices.items()}}) as usage:
-            for name, device in devices.items():
-                if device.wait(TIMEOUT_S):
-                    raise ProtofleetError(f"device-{name} failed: see {folder / name}.log")
+            _wait_for_exits(devices, folder)
             seconds, after = time.time() - started_s, (traffic.up, traffic.down)
     session = onnxruntime.InferenceSession(state / "head.onnx", providers=["CPUExecutionProvider"])
     scores = session.run(None, {session.get_inputs()[0].name: features.test})[0]
     accuracy = float((scores.argmax(axis=1) == features.test_labels).mean())
     return _outcome([Round(seconds, accuracy)], before, after, usage)
+
+
+def _wait_for_exits(clients: Mapping[str, subprocess.Popen[bytes]], folder: Path) -> None:
+    """Wait until every client has ended.
+
+    Raises:
+        ProtofleetError: one failed.
+    """
+    for name, client in clients.items():
+        if client.wait(TIMEOUT_S):
+            raise ProtofleetError(f"client {name} failed: see {folder}")
 
 
 def _outcome(
@@ -237,8 +238,8 @@ def _outcome(
         bytes_up=after[0] - before[0],
         bytes_down=after[1] - before[1],
         client_memory_bytes=[each.memory_bytes for each in clients],
-        clients_cpu_s=sum(sum(each.cpu_s.values()) for each in clients),
-        server_cpu_s=sum(server.cpu_s.values()),
+        clients_cpu_s=sum(each.total_cpu_s for each in clients),
+        server_cpu_s=server.total_cpu_s,
     )
 
 

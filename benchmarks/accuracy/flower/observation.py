@@ -63,12 +63,22 @@ class Usage:
     memory_bytes: int = 0
     cpu_s: dict[int, float] = field(default_factory=dict)
     """By process, at the last sample."""
+    before_s: float = 0.0
+    """Before the first one."""
+
+    @property
+    def total_cpu_s(self) -> float:
+        """Seconds of all processes since the first sample."""
+        return sum(self.cpu_s.values()) - self.before_s
 
 
 @contextlib.contextmanager
 def observed(processes: Mapping[str, int]) -> Iterator[dict[str, Usage]]:
     """Sample the trees of processes, given by name, as long as the context lasts."""
     usage = {name: Usage() for name in processes}
+    _sample(processes, usage)
+    for each in usage.values():
+        each.before_s = sum(each.cpu_s.values())
     stop = threading.Event()
 
     def sample() -> None:
