@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from aggregator.algorithms.fedtc.head import Dense, logits_of
-from benchmarks.accuracy.flower.observation import Usage, counting_proxy, observed
+from benchmarks.accuracy.flower.observation import Traffic, Usage, counting_proxy, observed
 from benchmarks.cost.processes import free_address, running
 from benchmarks.data.features import Features
 from protocol.errors import ConfigError, ProtofleetError
@@ -36,30 +36,55 @@ class Setting:
     mu: float = 0.0
 
 
-@dataclass(frozen=True)
-class Round:
-    """A round's end, in seconds from the start, and the accuracy of its head on the test images."""
-
-    seconds: float
-    accuracy: float
-
-
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """A fleet's rounds, and what they cost all together."""
+class Round:
+    """The accuracy of a round's head on the test images, and what was spent since the start until it was there."""
 
-    rounds: Sequence[Round]
+    accuracy: float = 0.0
+    seconds: float
     bytes_up: int
     bytes_down: int
-    client_memory_bytes: Sequence[int]
-    """Peak of each client."""
     clients_cpu_s: float
     server_cpu_s: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A fleet's rounds, and the peak of each client's memory in bytes."""
+
+    rounds: Sequence[Round]
+    client_memory_bytes: Sequence[int]
 
     def needed(self, margin: float = 0.005) -> int:
         """Return the number of rounds until the accuracy is within a margin of this fleet's own best."""
         enough = max(each.accuracy for each in self.rounds) - margin
         return next(number for number, each in enumerate(self.rounds, 1) if each.accuracy >= enough)
+
+
+@dataclass(frozen=True)
+class Meter:
+    """The costs of a fleet since the start of the clock."""
+
+    traffic: Traffic
+    usage: Mapping[str, Usage]
+    bytes_up: int
+    bytes_down: int
+    started_s: float
+
+    def read(self) -> Round:
+        """Return what is spent until now."""
+        spent = {name: each.total_cpu_s for name, each in self.usage.items()}
+        return Round(
+            seconds=time.time() - self.started_s,
+            bytes_up=self.traffic.up - self.bytes_up,
+            bytes_down=self.traffic.down - self.bytes_down,
+            clients_cpu_s=sum(seconds for name, seconds in spent.items() if name != "server"),
+            server_cpu_s=spent["server"],
+        )
+
+    def outcome(self, rounds: Sequence[Round]) -> Outcome:
+        """Return the rounds with the clients' memory."""
+        return Outcome(rounds, [each.memory_bytes for name, each in self.usage.items() if name != "server"])
 
 
 def flower_programs(folder: Path) -> Path:
@@ -84,10 +109,12 @@ def run_flower(
     setting: Setting,
     *,
     rounds: int,
+    limit_s: float,
 ) -> Outcome:
     """Train by Flower: a SuperLink, a SuperNode for each client, and an app in the strategy's rounds.
 
-    The clock starts when all SuperNodes are connected and the app's server has started.
+    The clock starts when all SuperNodes are connected and the app's server has started; rounds that have not ended
+    at the limit do not count.
     """
     folder.mkdir()
     clients = np.unique(owners)
@@ -142,19 +169,26 @@ def run_flower(
                 [str(programs / run[0]), *run[1:]], env=environment, check=True, stdout=subprocess.DEVNULL
             )
             _wait_for(out / "000.npz")
-            before = (traffic.up, traffic.down)
-            _wait_for(out / f"{rounds:03}.npz", timeout_s=rounds * TIMEOUT_S)
-            after = (traffic.up, traffic.down)
-    started_s = float(np.load(out / "000.npz")["seconds"])
-    ended = [_round(file, started_s, features) for file in sorted(out.glob("*.npz"))[1:]]
-    return _outcome(ended, before, after, usage)
+            meter = Meter(
+                traffic, usage, traffic.up, traffic.down, float(np.load(out / "000.npz")["seconds"])
+            )
+            spent: list[Round] = []
+            while len(spent) < rounds and time.time() < meter.started_s + limit_s:
+                if (out / f"{len(spent) + 1:03}.npz").is_file():
+                    spent.append(meter.read())
+                time.sleep(0.05)
+    return meter.outcome(
+        [_evaluated(each, out / f"{number:03}.npz", meter, features) for number, each in enumerate(spent, 1)]
+    )
 
 
-def _round(file: Path, started_s: float, features: Features) -> Round:
+def _evaluated(spent: Round, file: Path, meter: Meter, features: Features) -> Round:
+    """Return a round with the accuracy of the head in a file, and when the file says that it was there."""
     with np.load(file) as head:
         layers = [Dense(head[f"{name}.weight"], head[f"{name}.bias"]) for name in ("first", "second", "last")]
         correct = logits_of(layers, features.test).argmax(axis=1) == features.test_labels
-        return Round(float(head["seconds"]) - started_s, float(correct.mean()))
+        seconds = float(head["seconds"]) - meter.started_s
+        return replace(spent, seconds=seconds, accuracy=float(correct.mean()))
 
 
 def run_ours(
@@ -207,15 +241,16 @@ def run_ours(
         )
         with contextlib.ExitStack() as extraction:
             _wait_for_exits(start_clients("--dry-run", extraction), folder)
-        before, started_s = (traffic.up, traffic.down), time.time()
+        before = (traffic.up, traffic.down, time.time())
         devices = start_clients("--once", stack)
         with observed({"server": server.pid, **{name: each.pid for name, each in devices.items()}}) as usage:
             _wait_for_exits(devices, folder)
-            seconds, after = time.time() - started_s, (traffic.up, traffic.down)
+            meter = Meter(traffic, usage, *before)
+            spent = meter.read()
     session = onnxruntime.InferenceSession(state / "head.onnx", providers=["CPUExecutionProvider"])
     scores = session.run(None, {session.get_inputs()[0].name: features.test})[0]
     accuracy = float((scores.argmax(axis=1) == features.test_labels).mean())
-    return _outcome([Round(seconds, accuracy)], before, after, usage)
+    return meter.outcome([replace(spent, accuracy=accuracy)])
 
 
 def _wait_for_exits(clients: Mapping[str, subprocess.Popen[bytes]], folder: Path) -> None:
@@ -229,20 +264,6 @@ def _wait_for_exits(clients: Mapping[str, subprocess.Popen[bytes]], folder: Path
             raise ProtofleetError(f"client {name} failed: see {folder}")
 
 
-def _outcome(
-    rounds: Sequence[Round], before: tuple[int, int], after: tuple[int, int], usage: dict[str, Usage]
-) -> Outcome:
-    server, clients = usage.pop("server"), list(usage.values())
-    return Outcome(
-        rounds=rounds,
-        bytes_up=after[0] - before[0],
-        bytes_down=after[1] - before[1],
-        client_memory_bytes=[each.memory_bytes for each in clients],
-        clients_cpu_s=sum(each.total_cpu_s for each in clients),
-        server_cpu_s=server.total_cpu_s,
-    )
-
-
 @contextlib.contextmanager
 def _running(
     command: Sequence[str], log: Path, environment: Mapping[str, str]
@@ -254,19 +275,23 @@ def _running(
         yield process
     finally:
         process.terminate()
-        process.wait(timeout=60)
+        try:
+            process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
-def _wait_for(file: Path, *, containing: str = "", timeout_s: float = TIMEOUT_S) -> None:
+def _wait_for(file: Path, *, containing: str = "") -> None:
     """Wait for a file, and for a text in it.
 
     Raises:
         ProtofleetError: it took too long.
     """
-    deadline_s = time.monotonic() + timeout_s
+    deadline_s = time.monotonic() + TIMEOUT_S
     while not file.is_file() or (containing and containing not in file.read_text(errors="replace")):
         if time.monotonic() > deadline_s:
             raise ProtofleetError(
-                f"no {containing or 'result'} in {file} within {timeout_s:.0f} s: see {file.parent}"
+                f"no {containing or 'result'} in {file} within {TIMEOUT_S:.0f} s: see {file.parent}"
             )
         time.sleep(0.1)
