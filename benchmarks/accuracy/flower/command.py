@@ -38,6 +38,13 @@ SETTINGS: Mapping[str, Setting] = {
 @click.option("--images", type=click.IntRange(min=1), help="Training images of all clients.  [default: all]")
 @click.option("--rounds", type=click.IntRange(min=1), default=25, show_default=True, help="Of Flower.")
 @click.option(
+    "--minutes",
+    type=click.FloatRange(min=0, min_open=True),
+    default=60.0,
+    show_default=True,
+    help="Of the rounds of each of Flower's methods, at most.",
+)
+@click.option(
     "--tune", is_flag=True, help="Show validation accuracies of settings of Flower's clients instead."
 )
 @json_option
