@@ -11,8 +11,9 @@ from benchmarks.accuracy.flower.fleets import Setting
 from benchmarks.data.features import Features
 
 GRID = (
-    *(Setting(learning_rate=rate, epochs=epochs) for rate in (0.03, 0.1, 0.3, 1.0) for epochs in (1, 3)),
-    *(Setting(learning_rate=rate, epochs=3, mu=mu) for rate in (0.1, 0.3) for mu in (0.001, 0.01, 0.1)),
+    *(Setting(learning_rate=rate, epochs=1) for rate in (0.03, 0.1, 0.3, 1.0)),
+    *(Setting(learning_rate=rate, epochs=3) for rate in (0.1, 0.3)),
+    *(Setting(learning_rate=rate, epochs=3, mu=mu) for rate in (0.1, 0.3) for mu in (0.01, 0.1)),
 )
 
 
