@@ -23,7 +23,7 @@ SETTINGS: Mapping[str, Setting] = {
     "Flower, FedAvg": Setting(learning_rate=0.1, epochs=3),
     "Flower, FedProx": Setting(learning_rate=0.1, epochs=3, mu=0.01),
 }
-"""The best of `--tune`."""
+"""The best of the grid on 3,000 validation images, with `--images 6000 --rounds 10`."""
 
 
 @click.command("flower")

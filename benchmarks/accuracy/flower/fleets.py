@@ -115,6 +115,9 @@ def run_flower(
 
     The clock starts when all SuperNodes are connected and the app's server has started; rounds that have not ended
     at the limit do not count.
+
+    Raises:
+        ProtofleetError: no round ended, or the programs did not start.
     """
     folder.mkdir()
     clients = np.unique(owners)
@@ -177,6 +180,8 @@ def run_flower(
                 if (out / f"{len(spent) + 1:03}.npz").is_file():
                     spent.append(meter.read())
                 time.sleep(0.05)
+    if not spent:
+        raise ProtofleetError(f"no round of Flower ended within {limit_s:.0f} s: allow more --minutes")
     return meter.outcome(
         [_evaluated(each, out / f"{number:03}.npz", meter, features) for number, each in enumerate(spent, 1)]
     )

@@ -13,7 +13,8 @@ from benchmarks.data.features import Features
 GRID = (
     *(Setting(learning_rate=rate, epochs=1) for rate in (0.03, 0.1, 0.3, 1.0)),
     *(Setting(learning_rate=rate, epochs=3) for rate in (0.1, 0.3)),
-    *(Setting(learning_rate=rate, epochs=3, mu=mu) for rate in (0.1, 0.3) for mu in (0.01, 0.1)),
+    *(Setting(learning_rate=rate, epochs=3, mu=0.01) for rate in (0.1, 0.3)),
+    Setting(learning_rate=0.1, epochs=1, mu=0.1),
 )
 
 
