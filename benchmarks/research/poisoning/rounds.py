@@ -23,10 +23,11 @@ from benchmarks.options import repeated, selected
 from benchmarks.report import Table, json_option, write_json
 from benchmarks.research.poisoning.data_options import DataOptions, data_options
 
-ATTACKS = ("none", "flip", "scale", "reverse", "claim", "directions", "spread")
+ATTACKS = ("none", "flip", "scale", "reverse", "claim", "directions", "spread", "still")
 """None; training with the label of the next class; all values times 100; changes times -10 and opposite prototypes;
-the same with CLAIMED_IMAGES of each class. The last two are for `hierarchical`, with as many images: long directions
-along what distinguishes classes; and opposite prototypes with a great deviation, so that the fleet's count for more."""
+the same with CLAIMED_IMAGES of each class. The last three are for `hierarchical`, with as many images: long directions
+along what distinguishes classes; opposite prototypes with a great deviation, so that the fleet's count for more; and
+the next class's prototypes without any deviation, so that the fleet's count for less."""
 
 CLAIMED_IMAGES = 1_000_000
 
@@ -154,6 +155,10 @@ def falsified(part: Prototypes, attack: str) -> Prototypes:
     """Return what an attacker sends in place of its own values."""
     if "directions" in part.tensors and attack in ("directions", "spread"):
         return _false_directions(part, attack)
+    if "directions" in part.tensors and attack == "still":
+        without = {name: np.zeros_like(values) for name, values in part.tensors.items()}
+        counts = np.full_like(part.counts, CLAIMED_IMAGES)
+        return Prototypes(np.roll(part.values, 1, axis=0), part.labels, counts, without)
     factors = {"scale": (100.0, 100.0), "reverse": (-1.0, -10.0), "claim": (-1.0, -10.0)}
     of_prototypes, of_changes = factors.get(attack, (1.0, 1.0))
     tensors = {name: np.float32(of_changes) * values for name, values in part.tensors.items()}
