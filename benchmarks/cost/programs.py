@@ -21,7 +21,7 @@ POLL_S = 0.01
 
 @dataclass(frozen=True)
 class Cost:
-    """What one run of a program took."""
+    """The cost of one run of a program."""
 
     wall_s: float
     cpu_s: float

@@ -1,1 +1,1 @@
-"""What a disk may have after a power loss: less than was written, never less than was synced."""
+"""The possible contents of a disk after a power loss: less than was written, never less than was synced."""

@@ -39,7 +39,7 @@ class Recorder:
 
 @dataclass
 class Recording:
-    """What a program has done below a folder, and sent; each with the time of its end (unix seconds)."""
+    """The actions of a program below a folder, and its messages, each with the time of its end (unix seconds)."""
 
     operations: list[tuple[float, disk.Operation]] = field(default_factory=list)
     sent: list[tuple[float, bytes]] = field(default_factory=list)
