@@ -1,4 +1,4 @@
-"""What a fleet on this machine costs: bytes that its clients send and receive, memory and processor time."""
+"""Costs of a fleet on this machine: bytes that its clients send and receive, memory and processor time."""
 
 import asyncio
 import contextlib

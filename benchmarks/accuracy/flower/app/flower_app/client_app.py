@@ -1,4 +1,4 @@
-"""What each client runs, made like the client of Flower's PyTorch quickstart."""
+"""Local training as the program of each client, made like that of Flower's PyTorch quickstart."""
 
 from __future__ import annotations
 

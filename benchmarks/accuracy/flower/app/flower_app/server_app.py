@@ -1,4 +1,4 @@
-"""What the server runs: rounds of one of Flower's strategies."""
+"""Rounds of one of Flower's strategies, as the program of its server."""
 
 from __future__ import annotations
 
