@@ -12,10 +12,12 @@ from click.testing import CliRunner
 from aggregator.algorithms.fedtc.adapter import Head as FedtcHead
 from benchmarks.accuracy.flower import command as flower
 from benchmarks.accuracy.flower.app.flower_app import task
-from benchmarks.accuracy.flower.fleets import Outcome, Round, Setting, run_ours
+from benchmarks.accuracy.flower.fleets import Meter, Outcome, Round, Setting, _evaluated, run_ours
+from benchmarks.accuracy.flower.observation import Traffic, Usage
 from benchmarks.accuracy.flower.tuning import accuracies
+from benchmarks.cost.processes import free_address
 from benchmarks.data.features import backbone_file, load_features
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, ProtofleetError
 from tests.benchmarks.feature_factory import domain, fill_data, fill_weights, make_folders, pixels_of_digits
 
 FLOWER = os.environ.get("PROTOFLEET_BENCH_FLOWER") or str(Path(shutil.which("flower-superlink") or "").parent)
@@ -114,3 +116,16 @@ def test_flowers_real_programs_are_measured_beside_ours(
     for direction in ("bytes_up", "bytes_down"):
         assert 2 * 2 * weights < theirs["rounds"][1][direction] < 1.2 * 2 * 2 * weights
     assert min(*theirs["client_memory_bytes"], theirs["rounds"][1]["clients_cpu_s"]) > 0
+
+
+def test_a_round_of_a_part_of_the_clients_is_an_error(tmp_path: Path) -> None:
+    features = domain(0, classes=3, images=30)
+    spent = Round(seconds=1.0, bytes_up=0, bytes_down=0, clients_cpu_s=0.0, server_cpu_s=0.0)
+    usage = {name: Usage() for name in ("server", "0", "1")}
+    meter = Meter(Traffic(free_address()), usage, 0, 0, 0.0)
+    state = {name: values.numpy() for name, values in task.Head(12, 3).state_dict().items()}
+    for clients in (1, 2):
+        np.savez(tmp_path / f"00{clients}.npz", seconds=5.0, clients=clients, **state)
+    assert _evaluated(spent, tmp_path / "002.npz", meter, features).seconds == 5.0
+    with pytest.raises(ProtofleetError, match="1 of 2 of Flower's clients answered in round 1"):
+        _evaluated(spent, tmp_path / "001.npz", meter, features)

@@ -188,8 +188,17 @@ def run_flower(
 
 
 def _evaluated(spent: Round, file: Path, meter: Meter, features: Features) -> Round:
-    """Return a round with the accuracy of the head in a file, and when the file says that it was there."""
+    """Return a round with the accuracy of the head in a file, and when the file says that it was there.
+
+    Raises:
+        ProtofleetError: not all clients contributed.
+    """
     with np.load(file) as head:
+        if head["clients"] != len(meter.usage) - 1:
+            raise ProtofleetError(
+                f"{head['clients']} of {len(meter.usage) - 1} of Flower's clients answered in round "
+                f"{int(file.stem)}: their tasks end where the machine is too busy for them"
+            )
         layers = [Dense(head[f"{name}.weight"], head[f"{name}.bias"]) for name in ("first", "second", "last")]
         correct = logits_of(layers, features.test).argmax(axis=1) == features.test_labels
         seconds = float(head["seconds"]) - meter.started_s

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, Context
+from flwr.app import ArrayRecord, Context, MetricRecord, RecordDict
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg, FedProx
 
@@ -22,7 +22,14 @@ def run_rounds(grid: Grid, context: Context) -> None:
     """Run the rounds of a strategy; write the head of each round, and when it was there, to a folder."""
     settings: Any = context.run_config
     clients = settings["clients"]
+    answers = [clients]
+
+    def count(replies: list[RecordDict], _key: str) -> MetricRecord:
+        answers.append(len(replies))
+        return MetricRecord({"clients": len(replies)})
+
     common: dict[str, Any] = {
+        "train_metrics_aggr_fn": count,
         "fraction_evaluate": 0.0,
         "min_train_nodes": clients,
         "min_available_nodes": clients,
@@ -36,7 +43,7 @@ def run_rounds(grid: Grid, context: Context) -> None:
         seconds = time.time()
         file = Path(settings["out"]) / f"{number:03}.npz"
         state = {name: array.numpy() for name, array in arrays.to_torch_state_dict().items()}
-        np.savez(file.with_suffix(".part.npz"), seconds=seconds, **state)
+        np.savez(file.with_suffix(".part.npz"), seconds=seconds, clients=answers[-1], **state)
         file.with_suffix(".part.npz").rename(file)
 
     strategy.start(
