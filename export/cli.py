@@ -17,6 +17,7 @@ from protocol.models.onnx_metadata import BackboneMetadata
 from protocol.storage.blobstore import state_errors
 
 if TYPE_CHECKING:
+    from export.backbones import Backbone
     from export.int8 import Int8
     from export.to_onnx import Exported
 
@@ -69,7 +70,7 @@ def _keywords(values: tuple[str, ...]) -> dict[str, Any]:
     type=click.Path(file_okay=False, path_type=Path),
     default=Path(),
     show_default=True,
-    help="Folder for MODEL-SIZE.onnx; -sqrt and -int8 are appended to SIZE with these options.",
+    help="Folder for MODEL-SIZE.onnx; -sqrt, -pN and -int8 are appended to SIZE with these options.",
 )
 @click.option(
     "--weights",
@@ -99,11 +100,18 @@ def _keywords(values: tuple[str, ...]) -> dict[str, Any]:
     "--crop-pct", type=click.FloatRange(0.1, 1), help="Fraction inside the crop  [default: the model's]"
 )
 @click.option("--square-root", is_flag=True, help="Take the square root of each feature, with its sign.")
+@click.option(
+    "--project",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Project features on their N principal components over the photos of --calibration.",
+)
 @click.option("--int8", is_flag=True, help="Quantize to 8 bits; --calibration is required.")
 @click.option(
     "--calibration",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Folder of photos such as those of the devices, for --int8; one in five is held out for the comparison.",
+    help="Folder of photos, for --project, and for --int8, which needs photos such as those of the devices and holds "
+    "one in five out for the comparison.",
 )
 @click.option(
     "--float-layer",
@@ -152,8 +160,12 @@ def cli(
     """Export a pretrained backbone of timm to an ONNX file for devices."""
     if model is None and pattern is None:
         raise click.UsageError("give a MODEL, or search for one with --list PATTERN")
-    if (calibration is not None) != int8:
-        raise click.UsageError("--int8 and --calibration DIRECTORY need each other")
+    if int8 and calibration is None:
+        raise click.UsageError("--int8 needs --calibration DIRECTORY")
+    if options["project"] and calibration is None:
+        raise click.UsageError("--project needs --calibration DIRECTORY")
+    if calibration is not None and not (int8 or options["project"]):
+        raise click.UsageError("--calibration needs --int8 or --project")
     if float_layers and not int8:
         raise click.UsageError("--float-layer needs --int8")
     require_packages(*NEEDED, extras=EXTRAS)
@@ -169,8 +181,8 @@ def cli(
         return
     from export.int8 import Int8
 
-    quantization = Int8(calibration, float_layers, min_cosine) if calibration else None
-    summary = _export(model, quantization=quantization, **options)
+    quantization = Int8(calibration, float_layers, min_cosine) if calibration and int8 else None
+    summary = _export(model, calibration=calibration, quantization=quantization, **options)
     click.echo(json.dumps(summary, indent=2) if as_json else _describe(summary))
 
 
@@ -194,26 +206,25 @@ def _export(
     photos: Path | None,
     tolerance: float,
     opset: int,
-    keywords: dict[str, Any],
     quantization: "Int8 | None",
     **chosen: Any,
 ) -> dict[str, Any]:
     """Export a backbone, and return the summary."""
-    from export.backbones import Choice, load_backbone
     from export.parity import photos_in, timm_reference
     from export.to_onnx import export_module
 
     started = time.monotonic()
     with state_errors(out):
         out.mkdir(parents=True, exist_ok=True)
-    click.echo(f"loading {model} ...", err=True)
-    backbone = load_backbone(Choice(model, model_kwargs=keywords, **chosen))
+    backbone = _load(model, **chosen)
     click.echo(f"exporting{', quantizing' if quantization else ''} and comparing with PyTorch ...", err=True)
+    options = "-sqrt" if chosen["square_root"] else ""
+    options += f"-p{chosen['project']}" if chosen["project"] else ""
+    options += "-int8" if quantization else ""
     exported = export_module(
         backbone.module,
         backbone.metadata,
-        path=out
-        / _file_name(backbone.metadata, square_root=chosen["square_root"], int8=quantization is not None),
+        path=out / _file_name(backbone.metadata, options),
         reference=timm_reference(backbone.module, backbone.config),
         photos=photos_in(photos) if photos else None,
         tolerance=tolerance,
@@ -223,10 +234,26 @@ def _export(
     return _summary(exported) | {"seconds": round(time.monotonic() - started, 1)}
 
 
-def _file_name(metadata: BackboneMetadata, *, square_root: bool, int8: bool) -> str:
+def _load(
+    model: str, *, project: int | None, calibration: Path | None, keywords: dict[str, Any], **chosen: Any
+) -> "Backbone":
+    """Return the network with its weights, projected if that is asked for."""
+    from export.backbones import Choice, load_backbone
+    from export.parity import photos_in
+    from export.projection import project_features
+
+    click.echo(f"loading {model} ...", err=True)
+    backbone = load_backbone(Choice(model, model_kwargs=keywords, **chosen))
+    if not project or calibration is None:
+        return backbone
+    click.echo(f"finding principal components of the photos in {calibration} ...", err=True)
+    return project_features(backbone, project, photos_in(calibration))
+
+
+def _file_name(metadata: BackboneMetadata, options: str) -> str:
     spec = metadata.preprocessing
     size = f"{spec.height}" if spec.height == spec.width else f"{spec.height}x{spec.width}"
-    return f"{metadata.model}-{size}{'-sqrt' if square_root else ''}{'-int8' if int8 else ''}.onnx"
+    return f"{metadata.model}-{size}{options}.onnx"
 
 
 def _summary(exported: "Exported") -> dict[str, Any]:
