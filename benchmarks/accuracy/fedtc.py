@@ -15,7 +15,7 @@ from aggregator.config.schema import MAX_MULTIPLE, Robust, Training
 from aggregator.training.head_job import recipe_of
 from benchmarks.accuracy import statistics_fleet
 from benchmarks.accuracy.fedtc_fleet import Result, Settings, run_ceiling, train_fleet
-from benchmarks.data.features import BACKBONES, Features, Precision, load_features, prepared
+from benchmarks.data.features import BACKBONES, Features, Precision, load_features, prepared, projected
 from benchmarks.data.images import NAMES
 from benchmarks.data.partitions import Partition, parse_partition, share_out
 from benchmarks.options import Option, repeated
@@ -94,6 +94,11 @@ def fleet_options(command: Callable[..., None]) -> Callable[..., None]:
     help="Of the backbone; int8 is calibrated on 200 training images.",
 )
 @click.option(
+    "--project",
+    type=click.IntRange(min=1),
+    help="Project features on so many principal components of the images of PACS.",
+)
+@click.option(
     "--alpha",
     type=click.FloatRange(0, 1, min_open=True),
     default=0.99,
@@ -132,6 +137,7 @@ def command(
     partitions: list[Partition],
     clients: int,
     precision: Precision,
+    project: int | None,
     alpha: float,
     batch: int,
     recipe: Literal["default", "paper"],
@@ -157,6 +163,8 @@ def command(
     )
     loaded = load_features(data, backbone=backbone, image_size=image_size, precision=precision)
     features = prepared(loaded, root=root, validation=validation)
+    if project:
+        features = projected(features, project, backbone=backbone, image_size=image_size, root=root)
     title = f"{data}, {backbone} at {image_size}x{image_size}, {clients} clients, B {batch}, {recipe} recipe"
     table = Table(COLUMNS, title=title)
     results = []
@@ -176,6 +184,7 @@ def command(
         precision=precision,
         root=root,
         validation=validation,
+        project=project,
         runs=[asdict(result) for result in results],
         accuracy={name: float(np.mean(each)) for name, each in accuracies.items()},
     )

@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from benchmarks.data.images import load_data, sample, weights_folder
+from benchmarks.data.images import PACS, load_data, sample, weights_folder
 from edge_client.runtime.backbone import Backbone, open_backbone
 from protocol.errors import ConfigError
 from protocol.models.onnx_metadata import to_properties
@@ -121,6 +121,17 @@ def prepared(features: Features, *, root: bool, validation: bool) -> Features:
     if root:
         train, test = (np.sign(part) * np.sqrt(np.abs(part)) for part in (train, test))
     return Features(train, labels, test, truth)
+
+
+def projected(features: Features, size: int, *, backbone: str, image_size: int, root: bool) -> Features:
+    """Project features on the `size` principal components of PACS's, as `export-backbone --project` does."""
+    from export.projection import principal_components
+
+    domains = [load_features(name, backbone=backbone, image_size=image_size) for name in PACS]
+    rooted = [prepared(domain, root=root, validation=False) for domain in domains]
+    photos = np.concatenate([part for domain in rooted for part in (domain.train, domain.test)])
+    directions = principal_components(photos, size)
+    return replace(features, train=features.train @ directions, test=features.test @ directions)
 
 
 def cached_name(data: str, at_most: int | None = None) -> str:
