@@ -16,6 +16,7 @@ from benchmarks.accuracy.scores import Run, by_method, show, write_report
 from benchmarks.data.domains import LABEL_DOMAIN, SHIFTS, load_domains, shifted
 from benchmarks.data.images import DIGITS, NAMES, PAIRED
 from benchmarks.options import repeated
+from benchmarks.report import Table
 
 if TYPE_CHECKING:
     from aggregator.algorithms.algorithm import Algorithm
@@ -162,6 +163,7 @@ def command(
     algorithms |= hierarchical(baselines, priors)
     recipes = {method: recipe for method, recipe in RECIPES.items() if method in baselines}
     runs: list[Run] = []
+    tables: list[Table] = []
     for number in backbones:
         for shift in shifts:
             names = (data,) if shift == "label" else DIGITS
@@ -190,9 +192,9 @@ def command(
                     seed=seed,
                 )
             runs += mine
-            _show(setting, mine, by_domain=shift == "feature")
+            tables.append(_show(setting, mine, by_domain=shift == "feature"))
     settings = {"per_class": per_class, "concentration": concentration, "validation": validation}
-    write_report(json_file, "fedpcl", settings, runs)
+    write_report(json_file, "fedpcl", settings, runs, tables)
 
 
 def _algorithms(
@@ -218,6 +220,6 @@ def _algorithms(
     return {name: msgspec.convert({**given, **settings}, FedPCL) for name, settings in asked.items()}
 
 
-def _show(setting: str, runs: Sequence[Run], *, by_domain: bool) -> None:
+def _show(setting: str, runs: Sequence[Run], *, by_domain: bool) -> Table:
     domains = [f"domain:{name}" for name in dict.fromkeys(runs[0].domains)] if by_domain else []
-    show(setting, by_method(runs), [COLUMNS[0], *domains, *COLUMNS[1:]])
+    return show(setting, by_method(runs), [COLUMNS[0], *domains, *COLUMNS[1:]])

@@ -101,6 +101,7 @@ def command(
     algorithms = _algorithms(**fpl) | hierarchical(baselines, priors)
     recipes = {method: recipe for method, recipe in RECIPES.items() if method in baselines}
     runs: list[Run] = []
+    tables = []
     for name in data:
         plan = PLANS[name]
         domains = load_domains(
@@ -121,8 +122,8 @@ def command(
             )
         runs += mine
         columns = [*COLUMNS[:2], *(f"domain:{domain}" for domain in plan), *COLUMNS[2:]]
-        show(f"{name}, {len(mine[0].domains)} devices", by_method(mine), columns)
-    write_report(json_file, "fpl", {"backbones": backbones, "validation": validation}, runs)
+        tables.append(show(f"{name}, {len(mine[0].domains)} devices", by_method(mine), columns))
+    write_report(json_file, "fpl", {"backbones": backbones, "validation": validation}, runs, tables)
 
 
 def fleet(name: str, domains: Mapping[str, Features], *, seed: int, validation: bool) -> list[Client]:

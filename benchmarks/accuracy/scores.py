@@ -101,18 +101,25 @@ def by_method(runs: Sequence[Run]) -> list[dict[str, Any]]:
     return [summary(group) for group in groups.values()]
 
 
-def write_report(file: Path | None, benchmark: str, setting: Mapping[str, Any], runs: Sequence[Run]) -> None:
-    """Write every run and the summaries as JSON, if there is a file."""
+def write_report(
+    file: Path | None,
+    benchmark: str,
+    setting: Mapping[str, Any],
+    runs: Sequence[Run],
+    tables: Sequence[Table],
+) -> None:
+    """Write every run, the summaries and their tables as JSON, if there is a file."""
     every = [{**asdict(run), "mean": run.mean, **spread(run.accuracies)} for run in runs]
-    write_json(file, benchmark, **setting, summaries=by_method(runs), runs=every)
+    write_json(file, benchmark, tables=tables, **setting, summaries=by_method(runs), runs=every)
 
 
-def show(setting: str, summaries: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
-    """Print summaries as a table: accuracies in percent, bytes as they are; "domain:NAME" is a single domain."""
+def show(setting: str, summaries: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> Table:
+    """Print and return a table of summaries: accuracies in percent, bytes as they are; "domain:NAME" is a domain."""
     names = [column.removeprefix("domain:").replace("_", " ") for column in columns]
     table = Table({"method": "<28", **dict.fromkeys(names, ">18")}, title=setting)
     for figures in summaries:
         table.row(figures["method"], *(_cell(figures, column) for column in columns))
+    return table
 
 
 def _cell(figures: Mapping[str, Any], column: str) -> str:
