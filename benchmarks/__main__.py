@@ -45,7 +45,7 @@ RESEARCH = (
 
 @click.group(context_settings=_HELP)
 def cli() -> None:
-    """Measure the figures of docs/benchmarks.md on real data."""
+    """Measure the figures of the documents on real data."""
 
 
 @cli.group(context_settings=_HELP)

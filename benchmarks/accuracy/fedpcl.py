@@ -55,7 +55,7 @@ RECIPES: Mapping[Method, Recipe] = MappingProxyType(
         "centralized": _UNSTANDARDIZED,
     }
 )
-"""Best recipe of each baseline on validation images, one for all settings; docs/benchmarks.md lists the candidates."""
+"""Best recipe of each baseline on validation images, one for all settings; docs/accuracy.md lists the candidates."""
 
 COLUMNS = (
     "mean",
