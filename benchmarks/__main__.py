@@ -11,7 +11,8 @@ from benchmarks import pages
 from benchmarks.accuracy import fedpcl, fedtc, few_images, fpl, statistics
 from benchmarks.accuracy.flower import command as flower
 from benchmarks.accuracy.which import command as which
-from benchmarks.cost import device, features, ingest, int8, memory, predict, start, step, sums
+from benchmarks.cost import device, ingest, int8, memory, step, sums
+from benchmarks.programs import features, predict, start
 from benchmarks.research import cells, hierarchical, restoration
 from benchmarks.research.poisoning import false_alarms, prototypes, rare_class, rounds
 from benchmarks.research.poisoning import statistics as poisoned_statistics

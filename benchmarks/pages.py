@@ -37,15 +37,15 @@ _BLOCK = re.compile(r"(<!-- benchmark (\S+) -->\n).*?(<!-- end of \2 -->)", re.D
 def command(*, results: Path, docs: Path) -> None:
     """Write tables and plots of stored results into the pages that name them."""
     reports = read_results(results)
-    for page in sorted(docs.glob("**/*.md")):
+    for page in sorted(docs.glob("*.md")):
         text = page.read_text(encoding="utf-8")
         written = fill(text, reports)
         if written != text:
             page.write_text(written, encoding="utf-8")
             click.echo(f"wrote {page}")
-        for name in _BLOCK.findall(text):
-            for number, plot in enumerate(reports[name[1]]["plots"]):
-                draw(plot, docs / _image(name[1], number))
+        for _, name, _ in _BLOCK.findall(text):
+            for number, plot in enumerate(reports[name]["plots"]):
+                draw(plot, docs / _image(name, number))
 
 
 def read_results(folder: Path) -> dict[str, dict[str, Any]]:

@@ -14,9 +14,6 @@ from protocol.errors import ConfigError, ProtofleetError
 from protocol.models.onnx_metadata import BackboneMetadata, Parity
 from protocol.models.preprocessing import preprocess
 
-MIN_COSINE = 0.8
-"""Least cosine similarity of a feature and PyTorch's, over the photos of the comparison."""
-
 MIN_PHOTOS = 10
 
 HELD_OUT = 5
@@ -37,7 +34,8 @@ class Int8:
     """Folder of photos such as those of the devices."""
     float_layers: tuple[str, ...] = ()
     """Layers that stay in float32, in addition to `stem`."""
-    min_cosine: float = MIN_COSINE
+    min_cosine: float = 0.8
+    """Least cosine similarity of a feature and PyTorch's, over the photos of the comparison."""
 
     def convert(
         self, file: bytes, metadata: BackboneMetadata, reference: Reference

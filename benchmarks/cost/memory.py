@@ -15,8 +15,8 @@ import click
 
 from benchmarks.cost.device import CLASSES, write_photographs
 from benchmarks.cost.processes import free_address, running
-from benchmarks.cost.programs import peak_memory
 from benchmarks.data.features import backbone_file
+from benchmarks.programs.measurement import peak_memory
 from benchmarks.report import Table, json_option, write_json
 from protocol.errors import ProtofleetError
 

@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from protocol.errors import ProtofleetError
@@ -14,6 +14,7 @@ from protocol.mqtt.reconnecting_session import BrokerAddress
 
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 20.0
+STOP_TIMEOUT_S = 30.0
 
 
 def free_address() -> BrokerAddress:
@@ -26,13 +27,26 @@ def free_address() -> BrokerAddress:
 @contextlib.contextmanager
 def running(module: str, *arguments: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Run a module's command line as long as the context lasts; its output goes to a file."""
+    with running_program([sys.executable, "-m", module, *arguments], log=log) as process:
+        yield process
+
+
+@contextlib.contextmanager
+def running_program(
+    command: Sequence[str], *, log: Path, environment: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a program as long as the context lasts; its output goes to a file."""
     with log.open("wb") as output:
-        process = subprocess.Popen([sys.executable, "-m", module, *arguments], stdout=output, stderr=output)
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
     try:
         yield process
     finally:
         process.terminate()
-        process.wait(timeout=30)
+        try:
+            process.wait(timeout=STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """SQLite files: created, migrated to the current schema, opened in WAL mode, and checked."""
 
 import contextlib
+import functools
 import logging
 import os
 import sqlite3
@@ -130,10 +131,7 @@ class DatabaseFile:
 
     def _has_expected_tables(self, database: sqlite3.Connection) -> bool:
         """Return False if a development version, whose schema had the same number, has created the file."""
-        with contextlib.closing(sqlite3.connect(":memory:", isolation_level=None)) as expected:
-            for script in self.migrations:
-                expected.executescript(script)
-            return _columns(database) == _columns(expected)
+        return _columns(database) == _columns_after(tuple(self.migrations))
 
     @contextlib.contextmanager
     def _migration_lock(self, database: sqlite3.Connection) -> Iterator[None]:
@@ -266,6 +264,14 @@ def _columns(database: sqlite3.Connection) -> set[tuple[str, ...]]:
             "WHERE t.type = 'table' AND t.name NOT LIKE 'sqlite_%'"
         )
     )
+
+
+@functools.cache
+def _columns_after(migrations: tuple[str, ...]) -> set[tuple[str, ...]]:
+    with contextlib.closing(sqlite3.connect(":memory:", isolation_level=None)) as database:
+        for script in migrations:
+            database.executescript(script)
+        return _columns(database)
 
 
 def _drop_tables(database: sqlite3.Connection) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.cost import start
+from benchmarks.programs import start
 from tests.support.network.brokers import needs_mosquitto
 
 

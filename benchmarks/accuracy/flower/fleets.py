@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from PIL import Image
 
 from aggregator.algorithms.fedtc.head import Dense, logits_of
 from benchmarks.accuracy.flower.observation import Traffic, Usage, counting_proxy, observed
-from benchmarks.cost.processes import free_address, running
+from benchmarks.cost.processes import free_address, running, running_program
 from benchmarks.data.features import Features
 from protocol.errors import ConfigError, ProtofleetError
 
@@ -137,27 +137,15 @@ def run_flower(
     config = {"clients": len(clients), "classes": features.classes, "feature-size": features.train.shape[1]}
     config |= {"rounds": rounds, "learning-rate": setting.learning_rate, "epochs": setting.epochs}
     config |= {"mu": setting.mu, "out": str(out)}
-    run = [
-        "flwr",
-        "run",
-        str(APP),
-        "here",
-        "--run-config",
-        " ".join(f"{k}={json.dumps(v)}" for k, v in config.items()),
-    ]
-    serve = [
-        "--insecure",
-        "--disable-runtime-dependency-installation",
-        "--host",
-        link.host,
-        "--port",
-        str(link.port),
-    ]
+    settings = " ".join(f"{key}={json.dumps(value)}" for key, value in config.items())
+    run = [str(programs / "flwr"), "run", str(APP), "here", "--run-config", settings]
+    serve = ["--insecure", "--disable-runtime-dependency-installation"]
+    serve += ["--host", link.host, "--port", str(link.port)]
     with counting_proxy(link) as traffic, contextlib.ExitStack() as stack:
 
         def start(name: str, program: str, *arguments: str) -> int:
-            process = _running([str(programs / program), *arguments], folder / f"{name}.log", environment)
-            return stack.enter_context(process).pid
+            command, log = [str(programs / program), *arguments], folder / f"{name}.log"
+            return stack.enter_context(running_program(command, log=log, environment=environment)).pid
 
         processes = {"server": start("server", "flower-superlink", *serve)}
         _wait_for(folder / "server.log", containing="Uvicorn running")
@@ -168,9 +156,7 @@ def run_flower(
         for client in clients:
             _wait_for(folder / f"{client}.log", containing="SuperNode ID")
         with observed(processes) as usage:
-            subprocess.run(
-                [str(programs / run[0]), *run[1:]], env=environment, check=True, stdout=subprocess.DEVNULL
-            )
+            subprocess.run(run, env=environment, check=True, stdout=subprocess.DEVNULL)
             _wait_for(out / "000.npz")
             meter = Meter(
                 traffic, usage, traffic.up, traffic.down, float(np.load(out / "000.npz")["seconds"])
@@ -245,7 +231,7 @@ def run_ours(
                     f"device-{client}",
                 ]
                 command += ["--data", str(here / "images"), "--state", str(here / "state")]
-                process = _running(command, folder / f"{client}{mode}.log", os.environ)
+                process = running_program(command, log=folder / f"{client}{mode}.log")
                 started[f"{client}"] = stack.enter_context(process)
             return started
 
@@ -276,24 +262,6 @@ def _wait_for_exits(clients: Mapping[str, subprocess.Popen[bytes]], folder: Path
     for name, client in clients.items():
         if client.wait(TIMEOUT_S):
             raise ProtofleetError(f"client {name} failed: see {folder}")
-
-
-@contextlib.contextmanager
-def _running(
-    command: Sequence[str], log: Path, environment: Mapping[str, str]
-) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a program as long as the context lasts; its output goes to a file."""
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
-    try:
-        yield process
-    finally:
-        process.terminate()
-        try:
-            process.wait(timeout=20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 def _wait_for(file: Path, *, containing: str = "") -> None:

@@ -21,7 +21,7 @@ import psutil
 from packaging.requirements import Requirement
 
 from benchmarks.cost.processes import mosquitto
-from benchmarks.cost.programs import Cost, median, ratio
+from benchmarks.programs.measurement import Cost, median, ratio
 from benchmarks.report import Table, json_option, write_json
 from protocol.errors import ProtofleetError
 from protocol.mqtt.reconnecting_session import BrokerAddress

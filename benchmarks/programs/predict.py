@@ -12,9 +12,9 @@ from pathlib import Path
 import click
 
 from benchmarks.cost.device import write_photographs
-from benchmarks.cost.features import LABELED, export_random
 from benchmarks.cost.memory import run_fleet_of_one, write_task
-from benchmarks.cost.programs import Command, in_turns, median, ratio
+from benchmarks.programs.features import LABELED, export_random
+from benchmarks.programs.measurement import Command, in_turns, median, ratio
 from benchmarks.report import Table, json_option, write_json
 
 OURS = "edge-client predict"
@@ -53,11 +53,11 @@ def predict(
             return {
                 OURS: lambda: ["-m", "edge_client.cli", "predict", *state, *paths],
                 "ONNX Runtime": lambda: [
-                    *("-m", "benchmarks.cost.rivals.onnx_program", str(fused)),
+                    *("-m", "benchmarks.programs.rivals.onnx_program", str(fused)),
                     *(str(threads), "predict", *paths),
                 ],
                 "PyTorch and timm": lambda: [
-                    *("-m", "benchmarks.cost.rivals.torch_program", model, str(image_size)),
+                    *("-m", "benchmarks.programs.rivals.torch_program", model, str(image_size)),
                     *(str(threads), "predict", *paths),
                 ],
             }

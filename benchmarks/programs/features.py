@@ -14,8 +14,8 @@ import click
 
 from benchmarks.cost.device import link_some, write_photographs
 from benchmarks.cost.memory import run_fleet_of_one, write_task
-from benchmarks.cost.programs import Command, Cost, in_turns, median, ratio
 from benchmarks.options import repeated
+from benchmarks.programs.measurement import Command, Cost, in_turns, median, ratio
 from benchmarks.report import Table, json_option, write_json
 
 OURS = "edge-client --dry-run"
@@ -121,11 +121,11 @@ def _programs(
         return ["-m", "edge_client.cli", "--dry-run", *options]
 
     def torch(mode: str) -> Command:
-        program = ["-m", "benchmarks.cost.rivals.torch_program", model, str(image_size), str(threads)]
+        program = ["-m", "benchmarks.programs.rivals.torch_program", model, str(image_size), str(threads)]
         return [*program, mode, str(photographs), str(output)]
 
     def loop() -> Command:
-        program = ["-m", "benchmarks.cost.rivals.onnx_program", str(backbone), str(threads)]
+        program = ["-m", "benchmarks.programs.rivals.onnx_program", str(backbone), str(threads)]
         return [*program, "features", str(photographs), str(output)]
 
     rivals: dict[str, Callable[[], Command]] = {

@@ -1,0 +1,1 @@
+"""The programs beside those that a user would write instead, as whole processes."""
