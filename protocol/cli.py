@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_PACKAGES = ("aggregator", "edge_client", "export", "protocol")
+_PACKAGES = ("aggregator", "edge_client", "export", "protocol", "protofleet")
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -62,6 +62,11 @@ def _fused(backbones: Sequence[bytes], head: bytes) -> bytes:
             f"the head needs features of backbone {', '.join(head_metadata.backbones)}, "
             f"got backbone {', '.join(digests)}"
         )
+    size = sum(each.feature_size for each in described)
+    if head_metadata.feature_size != size:
+        raise BackboneMismatch(
+            f"the head takes {head_metadata.feature_size} features, the backbones give {size}"
+        )
     model = _merged(models)
     by_input = dict(zip((value.name for value in model.graph.input), described, strict=True))
     return finished(model, ModelMetadata(backbones=by_input, head=head_metadata))

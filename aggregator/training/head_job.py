@@ -5,7 +5,6 @@ back. The job imports torch only to train an adapter.
 """
 
 import dataclasses
-import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,11 +12,11 @@ from numpy.typing import NDArray
 
 from aggregator.algorithms.fedtc.head import Dense
 from aggregator.algorithms.fedtc.recipe import RECIPES, Recipe
-from aggregator.algorithms.fedtc.train_head import train_head
 from aggregator.algorithms.statistics.feature_map import RowMap
 from aggregator.config.schema import Training
 from aggregator.graphs.head_export import head_to_onnx, max_difference
 from aggregator.ingest.validation import Expectation, Prototypes, check_submission
+from aggregator.training.fleet_head import train_fleet_head
 from aggregator.training.jobs import (
     FEW_PROTOTYPES,
     CollectionJob,
@@ -27,9 +26,7 @@ from aggregator.training.jobs import (
     report_progress,
     run_as_program,
 )
-from aggregator.training.outlier_detection import Judgment, judge
-from aggregator.training.outlier_statistics import summaries
-from aggregator.training.robust_training_set import combine, half_of
+from aggregator.training.robust_training_set import half_of
 from protocol.errors import ProtofleetError
 from protocol.wire.messages import Submission, TaskManifest
 
@@ -66,39 +63,19 @@ def run(job: HeadJob) -> Result:
         return half_of(part) if job.half_memory else part
 
     parts, invalid = checked_parts(job.submissions(), check)
-    judgment = Judgment({})
-    if job.robust.detect_outliers:
-        judgment = judge(
-            summaries(parts),
-            classes=manifest.classes,
-            false_alarm_rate=job.robust.false_alarm_rate,
-            released=job.released,
-        )
-    included = [part for device, part in parts.items() if device not in judgment.quarantined]
-    data = combine(
-        included,
-        by=job.robust.combine,
-        max_multiple=job.robust.max_multiple,
-        disputed=judgment.disputed,
-    )
-    report_progress({"prototypes": len(data.labels)})
-    started_s = time.perf_counter()
-    trained = train_head(
-        data.values,
-        data.labels,
-        data.counts,
-        weights=data.weights,
-        common=data.common,
-        devices=data.devices,
-        num_classes=len(manifest.classes),
+    made = train_fleet_head(
+        parts,
+        classes=manifest.classes,
         recipe=recipe_of(
             job.training, private=manifest.differential_privacy is not None, half_memory=job.half_memory
         ),
+        robust=job.robust,
+        released=job.released,
         seed=job.training.seed,
         device=job.training.device,
         report=report_progress,
     )
-    seconds = time.perf_counter() - started_s
+    trained, data, judgment = made.trained, made.data, made.judgment
     figures = {
         "loss": trained.loss,
         "accuracy": trained.accuracy,
@@ -108,7 +85,7 @@ def run(job: HeadJob) -> Result:
     metrics = write_checked(job, manifest, trained.layers, figures, features=data.values[:256])
     return Result(
         prototypes=len(data.labels),
-        metrics={**metrics, "seconds": seconds},
+        metrics={**metrics, "seconds": made.seconds},
         quarantined={**invalid, **judgment.quarantined},
         warning=judgment.warning,
         few_prototypes=few_prototypes(np.bincount(data.labels), manifest),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("aggregator", "edge_client", "export", "protocol")
+PACKAGES = ("aggregator", "edge_client", "export", "protocol", "protofleet")
 SECRETS = ("aggregator.sqlite", "identity/signing.key", "identity/ca.key", "state/identity/ca.crt")
 
 pytestmark = pytest.mark.skipif(
@@ -42,7 +42,7 @@ def build(source: Path, target: str, out: Path) -> Path:
 
 
 def test_wheel_holds_code_only(source: Path, tmp_path: Path) -> None:
-    """Every Python file of the four packages, their py.typed, and the wheel's own metadata."""
+    """Every Python file of the packages, their py.typed, and the wheel's own metadata."""
     with zipfile.ZipFile(build(source, "wheel", tmp_path)) as wheel:
         names = {name for name in wheel.namelist() if ".dist-info/" not in name}
     code = {

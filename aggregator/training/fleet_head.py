@@ -1,0 +1,76 @@
+"""A head of the prototypes of several devices: outliers quarantined, influence limited, then trained. Pure."""
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from aggregator.algorithms.fedtc.recipe import Recipe
+from aggregator.algorithms.fedtc.train_head import TrainedHead, train_head
+from aggregator.config.schema import Robust
+from aggregator.ingest.validation import Prototypes
+from aggregator.training.outlier_detection import Judgment, judge
+from aggregator.training.outlier_statistics import summaries
+from aggregator.training.robust_training_set import WeightedPrototypes, combine
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetHead:
+    """A head, what it was trained on, and the devices whose prototypes were omitted."""
+
+    trained: TrainedHead
+    data: WeightedPrototypes
+    judgment: Judgment
+    seconds: float
+    """Duration of the training."""
+
+
+def train_fleet_head(
+    parts: Mapping[str, Prototypes],
+    *,
+    classes: Sequence[str],
+    recipe: Recipe,
+    robust: Robust,
+    released: Collection[str] = (),
+    seed: int,
+    device: str,
+    report: Callable[[dict[str, Any]], None] = lambda _: None,
+) -> FleetHead:
+    """Train a head on the prototypes of each device, in the order of `parts`, as the aggregator does.
+
+    Devices in `released` are not quarantined. `report` is called as by `train_head`, and before with the number of
+    `prototypes`.
+
+    Raises:
+        ProtofleetError: the data cannot be trained on.
+    """
+    judgment = Judgment({})
+    if robust.detect_outliers:
+        judgment = judge(
+            summaries(parts),
+            classes=classes,
+            false_alarm_rate=robust.false_alarm_rate,
+            released=released,
+        )
+    data = combine(
+        [part for name, part in parts.items() if name not in judgment.quarantined],
+        by=robust.combine,
+        max_multiple=robust.max_multiple,
+        disputed=judgment.disputed,
+    )
+    report({"prototypes": len(data.labels)})
+    started_s = time.perf_counter()
+    trained = train_head(
+        data.values,
+        data.labels,
+        data.counts,
+        weights=data.weights,
+        common=data.common,
+        devices=data.devices,
+        num_classes=len(classes),
+        recipe=recipe,
+        seed=seed,
+        device=device,
+        report=report,
+    )
+    return FleetHead(trained=trained, data=data, judgment=judgment, seconds=time.perf_counter() - started_s)

@@ -1,0 +1,149 @@
+"""Heads trained on the prototypes of several devices, as the aggregator trains them."""
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aggregator.algorithms.fedtc.head import Dense, logits_of
+from aggregator.algorithms.fedtc.recipe import RECIPES
+from aggregator.config.schema import Robust
+from aggregator.ingest.validation import Prototypes
+from aggregator.training.fleet_head import train_fleet_head
+from protocol.errors import ConfigError
+from protocol.models.onnx_metadata import HeadMetadata
+from protocol.storage.blobstore import write_atomically
+
+ROBUST = Robust()
+"""The aggregator's protection against incorrect prototypes, with its defaults."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """A classifier of features.
+
+    Attributes:
+        classes: the C class names, in the order of its outputs.
+        layers: dense layers as arrays.
+        loss: mean cross-entropy on held-out prototypes; on all if none could be held out.
+        quarantined: devices whose prototypes were omitted as outliers, with reasons.
+        warning: why outliers were not quarantined; empty if there is nothing to say.
+    """
+
+    classes: tuple[str, ...]
+    layers: tuple[Dense, ...]
+    loss: float
+    quarantined: Mapping[str, str]
+    warning: str = ""
+
+    @property
+    def feature_size(self) -> int:
+        """Return L, the length of a feature."""
+        first = self.layers[0]
+        return int((first.weight if first.projection is None else first.projection).shape[1])
+
+    def logits(self, features: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return logits, float32 (n, C), of features float32 (n, L)."""
+        return logits_of(self.layers, features)
+
+    def probabilities(self, features: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return class probabilities, float32 (n, C), of features float32 (n, L)."""
+        logits = self.logits(features)
+        odds = np.exp(logits - logits.max(axis=1, keepdims=True))
+        return np.asarray(odds / odds.sum(axis=1, keepdims=True))
+
+    def predict(self, features: NDArray[np.float32]) -> NDArray[np.int64]:
+        """Return the most probable class, int64 (n,), of each of n features."""
+        return np.asarray(self.logits(features).argmax(axis=1), np.int64)
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        backbones: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    ) -> None:
+        """Write `model.onnx`: the head fused with the backbones' files, images to probabilities.
+
+        `Model.load` opens it, and so does any program with ONNX Runtime (docs/export.md).
+
+        Raises:
+            BackboneMismatch: the backbones do not give the head's features.
+            StateError: the file cannot be written.
+        """
+        from aggregator.graphs.fused_model import fuse
+        from aggregator.graphs.head_export import head_to_onnx
+
+        files = [Path(backbones)] if isinstance(backbones, str | os.PathLike) else list(map(Path, backbones))
+        try:
+            contents = [file.read_bytes() for file in files]
+        except OSError as error:
+            raise ConfigError(f"cannot read the backbone {error.filename}: {error.strerror}") from error
+        metadata = HeadMetadata(
+            classes=self.classes,
+            version=1,
+            task=bytes(32).hex(),
+            backbones=tuple(hashlib.sha256(content).hexdigest() for content in contents),
+            feature_size=self.feature_size,
+            training={"loss": self.loss},
+        )
+        write_atomically(Path(path), fuse(contents, head_to_onnx(self.layers, metadata=metadata)))
+
+
+def train_head(
+    devices: Mapping[str, Prototypes] | Sequence[Prototypes],
+    *,
+    classes: Sequence[str] | int,
+    recipe: Literal["default", "paper"] = "default",
+    robust: Robust = ROBUST,
+    seed: int = 0,
+    device: str = "cpu",
+    on_progress: Callable[[dict[str, Any]], None] = lambda _: None,
+) -> Head:
+    """Train a head on the prototypes of several devices (FedTC eq. 5), as the aggregator does.
+
+    By the default recipe cross-validation chooses between a linear discriminant and an adapter; the adapter needs
+    torch, which is imported only for it. The same prototypes and seed give the same head on the CPU.
+
+    Args:
+        devices: what `batch_prototypes` returned on each device, by its name, or as a sequence.
+        classes: the C class names, or their number.
+        recipe: `default`, or `paper` for the training that the FedTC paper describes.
+        robust: protection against incorrect prototypes, as `[robust]` in a task file.
+        seed: of cross-validation and training.
+        device: where an adapter is trained: `cpu`, `cuda`, or `auto` for CUDA if available.
+        on_progress: called with `prototypes`, and during the training of an adapter with `epoch`, `epochs` and `loss`.
+
+    Raises:
+        ConfigError: there are no prototypes, or labels that are no class.
+        ProtofleetError: the prototypes cannot be trained on.
+    """
+    names = tuple(map(str, range(classes))) if isinstance(classes, int) else tuple(classes)
+    parts = devices if isinstance(devices, Mapping) else {str(at): part for at, part in enumerate(devices)}
+    parts = {name: part for name, part in parts.items() if len(part.labels)}
+    if not parts:
+        raise ConfigError(
+            "expected prototypes of at least one device, got none: give the devices more images"
+        )
+    greatest = max(int(part.labels.max()) for part in parts.values())
+    if greatest >= len(names):
+        raise ConfigError(f"expected labels below {len(names)}, the number of classes, got {greatest}")
+    made = train_fleet_head(
+        parts,
+        classes=names,
+        recipe=RECIPES[recipe],
+        robust=robust,
+        seed=seed,
+        device=device,
+        report=on_progress,
+    )
+    return Head(
+        classes=names,
+        layers=made.trained.layers,
+        loss=made.trained.loss,
+        quarantined=made.judgment.quarantined,
+        warning=made.judgment.warning,
+    )

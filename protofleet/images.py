@@ -1,0 +1,73 @@
+"""Images as files, Pillow images or arrays, preprocessed for backbones ahead of their use."""
+
+import itertools
+import os
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
+
+from edge_client.data.images import decode
+from protocol.errors import ConfigError
+from protocol.models.preprocessing import Preprocessing, preprocess
+
+ImageSource: TypeAlias = str | os.PathLike[str] | Image.Image | NDArray[np.uint8]
+"""The path of an image file, a Pillow image, or an array uint8 (H, W, 3) in RGB or (H, W) in gray."""
+
+Batch: TypeAlias = Mapping[Preprocessing, NDArray[np.uint8]]
+"""Images uint8 (n, H, W, 3), preprocessed in each way that a model's backbones require."""
+
+BATCH_SIZE = 16
+"""Images in a run of a backbone."""
+
+WORKERS = 4
+"""Threads that decode images, at most."""
+
+
+def open_image(image: ImageSource) -> Image.Image:
+    """Return any image as a Pillow image, upright by its EXIF orientation.
+
+    Raises:
+        UnreadableImage: the file cannot be decoded.
+        ConfigError: the array has another dtype or shape.
+    """
+    if isinstance(image, str | os.PathLike):
+        return decode(Path(image))
+    if isinstance(image, Image.Image):
+        return ImageOps.exif_transpose(image)
+    if image.dtype != np.uint8 or not (image.ndim == 2 or (image.ndim == 3 and image.shape[2] == 3)):
+        raise ConfigError(f"expected an image as uint8 (H, W, 3) or (H, W), got {image.dtype} {image.shape}")
+    return Image.fromarray(np.ascontiguousarray(image))
+
+
+def batches(
+    images: Iterable[ImageSource], specs: Collection[Preprocessing], *, batch_size: int = BATCH_SIZE
+) -> Iterator[Batch]:
+    """Yield images in batches, in their order; threads decode at most one batch ahead.
+
+    Raises:
+        UnreadableImage: an image cannot be decoded or resized.
+    """
+
+    def load(image: ImageSource) -> dict[Preprocessing, NDArray[np.uint8]]:
+        opened = open_image(image)
+        return {spec: preprocess(opened, spec) for spec in specs}
+
+    ahead = iter(images)
+    waiting: deque[Future[dict[Preprocessing, NDArray[np.uint8]]]] = deque()
+    with ThreadPoolExecutor(min(WORKERS, os.cpu_count() or 1), thread_name_prefix="decode") as pool:
+        try:
+            while True:
+                for image in itertools.islice(ahead, 2 * batch_size - len(waiting)):
+                    waiting.append(pool.submit(load, image))
+                if not waiting:
+                    return
+                loaded = [waiting.popleft().result() for _ in range(min(batch_size, len(waiting)))]
+                yield {spec: np.stack([each[spec] for each in loaded]) for spec in specs}
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)

@@ -1,0 +1,180 @@
+"""Trained classifiers of images, run with ONNX Runtime."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from edge_client.inference import open_in_use
+from edge_client.runtime.onnx_model import Slot, describe, open_model
+from edge_client.storage.device_state import DeviceState
+from protocol.errors import BackboneMismatch, GraphRefused, StateError
+from protocol.models.onnx_metadata import ModelMetadata, read_metadata
+from protocol.models.preprocessing import Preprocessing
+from protocol.storage.state_folder import default_state_folder
+from protocol.wire.messages import MAX_BLOB_BYTES
+from protofleet.features import features_of
+from protofleet.images import BATCH_SIZE, Batch, ImageSource, batches
+
+if TYPE_CHECKING:
+    from edge_client.runtime.session import Provider
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The result for one image."""
+
+    label: str
+    """The most probable class."""
+    probabilities: Mapping[str, float]
+    """The probability of each class, in descending order."""
+
+    @property
+    def probability(self) -> float:
+        """The probability of the most probable class."""
+        return self.probabilities[self.label]
+
+
+class Model:
+    """A classifier of images: frozen backbones and a head. Make one with `Model.load` or `Model.installed`.
+
+    Attributes:
+        classes: the C class names, in the order of the probabilities.
+        provider: what runs it, such as `cpu` or `cuda`.
+    """
+
+    def __init__(
+        self,
+        classes: tuple[str, ...],
+        specs: frozenset[Preprocessing],
+        run: Callable[[Batch], NDArray[np.float32]],
+        *,
+        provider: str,
+    ) -> None:
+        self.classes = classes
+        self.provider = provider
+        self._specs = specs
+        self._run = run
+
+    @classmethod
+    def load(
+        cls, path: str | os.PathLike[str], *, provider: "Provider" = "auto", threads: int | None = None
+    ) -> "Model":
+        """Open `model.onnx`: images to probabilities in one file, written by the aggregator or `Head.save`.
+
+        Args:
+            path: the file.
+            provider: `cpu`, `cuda`, `tensorrt`, or `auto` for CUDA if available.
+            threads: CPU threads of a run; None for all cores.
+
+        Raises:
+            RuntimeMissing: ONNX Runtime is not installed.
+            BackboneMismatch: the file is no such model.
+            GraphRefused: the file is broken, or may not be run here.
+        """
+        opened = open_model(
+            Path(path),
+            name="model",
+            provider=provider,
+            threads=threads,
+            max_bytes=MAX_BLOB_BYTES,
+            deterministic=True,
+        )
+        metadata = read_metadata(opened.properties, ModelMetadata)
+        specs = {name: each.preprocessing for name, each in metadata.backbones.items()}
+        inputs = {
+            name: Slot(np.dtype(np.uint8), (None, spec.height, spec.width, 3)) for name, spec in specs.items()
+        }
+        classes = metadata.head.classes
+        output = Slot(np.dtype(np.float32), (None, len(classes)))
+        if opened.inputs != inputs or opened.outputs.get("probabilities") != output:
+            raise BackboneMismatch(
+                f"{Path(path).name} must take {describe(inputs)} and give probabilities {output}, but takes "
+                f"{describe(opened.inputs)} and gives {describe(opened.outputs)}"
+            )
+
+        def run(batch: Batch) -> NDArray[np.float32]:
+            feeds = {name: batch[spec] for name, spec in specs.items()}
+            probabilities: NDArray[np.float32] = opened.run(feeds, ["probabilities"])["probabilities"]
+            if not np.isfinite(probabilities).all():
+                raise GraphRefused("the model gives NaN or infinity, not probabilities")
+            return probabilities
+
+        return cls(classes, frozenset(specs.values()), run, provider=opened.provider)
+
+    @classmethod
+    def installed(
+        cls,
+        *,
+        fleet: str = "default",
+        state: str | os.PathLike[str] | None = None,
+        provider: "Provider" = "auto",
+        threads: int | None = None,
+    ) -> "Model":
+        """Open the head that `edge-client` has installed on this machine, with its backbones.
+
+        Args:
+            fleet: the fleet of the device, if there is no `state`.
+            state: the device's state directory; None for the default one of the fleet.
+            provider: as for `load`.
+            threads: as for `load`.
+
+        Raises:
+            ConfigError: no head is installed.
+            StateError: the state cannot be read, or a file was damaged on disk.
+            GraphRefused: the head cannot be used.
+        """
+        folder = Path(state) if state is not None else default_state_folder(f"protofleet/{fleet}")
+        store = DeviceState(folder, read_only=True)  # raises where there is none, instead of creating one
+        with contextlib.suppress(
+            StateError
+        ):  # a disk that cannot be written, on which failures are not counted
+            store = DeviceState(folder)
+        head_in_use, backbones, head = open_in_use(store, provider=provider, threads=threads)
+        specs = frozenset(each.metadata.preprocessing for each in backbones)
+
+        def run(batch: Batch) -> NDArray[np.float32]:
+            with store.run_backbones(head_in_use):
+                features = features_of(batch, backbones)
+            with store.run_head(head_in_use):
+                return head.probabilities(features)
+
+        return cls(head.classes, specs, run, provider=backbones[0].model.provider)
+
+    def predict(self, image: ImageSource) -> Prediction:
+        """Classify one image: a path, a Pillow image, or an array uint8 (H, W, 3).
+
+        Raises:
+            UnreadableImage: it cannot be decoded.
+        """
+        return next(self.predict_all([image]))
+
+    def predict_all(
+        self, images: Iterable[ImageSource], *, batch_size: int = BATCH_SIZE
+    ) -> Iterator[Prediction]:
+        """Yield a prediction for each image, in order; two batches of images are in memory at a time.
+
+        Raises:
+            UnreadableImage: an image cannot be decoded.
+        """
+        for batch in batches(images, self._specs, batch_size=batch_size):
+            for row in self._run(batch):
+                best = np.argsort(-row, kind="stable")
+                sorted_row = {self.classes[label]: float(row[label]) for label in best}
+                yield Prediction(self.classes[best[0]], sorted_row)
+
+    def probabilities(
+        self, images: Iterable[ImageSource], *, batch_size: int = BATCH_SIZE
+    ) -> NDArray[np.float32]:
+        """Return class probabilities, float32 (n, C), of n images; each row adds up to 1.
+
+        Raises:
+            UnreadableImage: an image cannot be decoded.
+        """
+        rows = [self._run(batch) for batch in batches(images, self._specs, batch_size=batch_size)]
+        return np.concatenate(rows) if rows else np.zeros((0, len(self.classes)), np.float32)

@@ -1,0 +1,83 @@
+"""Prototypes of features, as a device makes them."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aggregator.ingest.validation import Prototypes
+from edge_client.data.outlier_filter import closest_features
+from edge_client.data.prototype_averaging import average
+from protocol.errors import ConfigError
+
+__all__ = ["Prototypes", "average_class", "batch_prototypes"]
+
+
+def batch_prototypes(
+    features: NDArray[np.float32],
+    labels: NDArray[np.integer],
+    *,
+    batch_size: int = 5,
+    alpha: float = 0.99,
+    min_images: int = 2,
+    seed: int = 0,
+) -> Prototypes:
+    """Return the prototypes of one device's images: averages of batches of each class (FedTC eq. 1-4).
+
+    Args:
+        features: float32 (n, L), of `extract_features`.
+        labels: integers (n,), the class of each.
+        batch_size: images in a prototype, B; the remainder of a class joins its last one.
+        alpha: share of each class that outlier filtering keeps, those closest to the class mean by cosine.
+        min_images: images that a class with less than a batch needs for a prototype.
+        seed: of the batches.
+
+    Returns:
+        `values` float32 (m, L), `labels` int64 (m,), and `counts` int64 (m,), the images averaged in each.
+
+    Raises:
+        ConfigError: features and labels do not fit each other, or a label is negative.
+        ProtofleetError: a feature is not finite.
+    """
+    if features.ndim != 2 or labels.shape != features.shape[:1]:
+        raise ConfigError(
+            f"expected features (n, L) and labels (n,), got features {features.shape} and labels {labels.shape}"
+        )
+    if labels.min(initial=0) < 0:
+        raise ConfigError(f"expected labels from 0, got {labels.min()}")
+    rng = np.random.default_rng(seed)
+    parts = [
+        (
+            label,
+            *average_class(
+                features[labels == label], batch=batch_size, rng=rng, alpha=alpha, min_images=min_images
+            ),
+        )
+        for label in np.unique(labels)
+    ]
+    return Prototypes(
+        np.concatenate([np.zeros((0, features.shape[1]), np.float32), *(values for _, values, _ in parts)]),
+        np.repeat(
+            np.array([label for label, _, _ in parts], np.int64), [len(counts) for *_, counts in parts]
+        ),
+        np.concatenate([np.zeros(0, np.int64), *(counts.astype(np.int64) for *_, counts in parts)]),
+    )
+
+
+def average_class(
+    features: NDArray[np.float32],
+    *,
+    batch: int,
+    rng: np.random.Generator,
+    alpha: float = 1.0,
+    min_images: int = 2,
+) -> tuple[NDArray[np.float32], NDArray[np.uint32]]:
+    """Return prototypes (m, L) of one class's features (n, L), and the number of images in each, (m,).
+
+    Laws: the counts add up to the images kept, and the count-weighted mean of the prototypes is the mean of the kept
+    features. The remainder of the batches joins the last one; fewer than `min_images` give no prototype.
+    """
+    kept = np.flatnonzero(closest_features(lambda: [features], alpha=alpha))
+    batches = max(len(kept) // batch, int(len(kept) >= min(min_images, batch)))
+    kept = kept if batches else kept[:0]
+    numbers = np.minimum(np.arange(len(kept)) // batch, batches - 1)
+    in_order = np.argsort(rng.permutation(len(kept)))
+    return average(lambda: [features[kept]], numbers[in_order])

@@ -1,0 +1,176 @@
+"""Features, prototypes and heads on arrays, and the model that a head becomes."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from PIL import Image
+
+import protofleet
+from edge_client.data.images import find_images
+from protocol.errors import BackboneMismatch, ConfigError, UnreadableImage
+from tests.support.graphs.backbones import tiny_backbone
+from tests.unit.protofleet.conftest import CLASSES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+Labels = NDArray[np.int64]
+
+
+@pytest.fixture(scope="module")
+def labels(photos: Path) -> Labels:
+    return np.array([image.label for image in find_images(photos, CLASSES)])
+
+
+@pytest.fixture(scope="module")
+def paths(photos: Path) -> list[Path]:
+    return [image.path for image in find_images(photos, CLASSES)]
+
+
+@pytest.fixture(scope="module")
+def head(paths: list[Path], labels: Labels, backbone: Path) -> protofleet.Head:
+    """The head of four devices with the first 30 images of each class."""
+    features = protofleet.extract_features(paths, backbone)
+    rows = np.concatenate([np.flatnonzero(labels == label)[:30] for label in range(4)])
+    devices = [
+        protofleet.batch_prototypes(features[mine], labels[mine])
+        for mine in np.array_split(np.random.default_rng(0).permutation(rows), 4)
+    ]
+    return protofleet.train_head(devices, classes=CLASSES)
+
+
+def test_features_do_not_depend_on_the_form_of_an_image(paths: list[Path], backbone: Path) -> None:
+    """A path, a Pillow image and an array of the same image have the same feature, in batches of any size."""
+    few = paths[:5]
+    opened = [Image.open(path).convert("RGB") for path in few]
+    forms: list[Iterable[protofleet.ImageSource]] = [few, map(str, few), opened, map(np.asarray, opened)]
+    first, *others = (protofleet.extract_features(form, backbone, batch_size=2) for form in forms)
+    assert first.shape == (5, 16)
+    assert first.dtype == np.float32
+    for other in others:
+        np.testing.assert_array_equal(first, other)
+
+
+def test_several_backbones_are_concatenated_and_progress_is_reported(
+    paths: list[Path], backbone: Path
+) -> None:
+    opened = protofleet.load_backbone(backbone)
+    done: list[int] = []
+    features = protofleet.extract_features(
+        paths[:5], [opened, backbone], batch_size=2, on_progress=done.append
+    )
+    assert features.shape == (5, 32)
+    assert done == [2, 2, 1]
+    assert protofleet.extract_features([], backbone).shape == (0, 16)
+
+
+@pytest.mark.parametrize("array", [np.zeros((4, 4, 3)), np.zeros((4, 4, 4), np.uint8), np.zeros(4, np.uint8)])
+def test_array_that_is_no_image_is_refused(array: NDArray[Any], backbone: Path) -> None:
+    with pytest.raises(ConfigError, match="expected an image as uint8"):
+        protofleet.extract_features([array], backbone)
+
+
+def test_unreadable_image_is_named(tmp_path: Path, backbone: Path) -> None:
+    file = tmp_path / "broken.jpg"
+    file.write_bytes(b"no image")
+    with pytest.raises(UnreadableImage, match=r"broken\.jpg"):
+        protofleet.extract_features([file], backbone)
+
+
+def test_prototypes_keep_the_mean_of_each_class() -> None:
+    """Without outlier filtering, the count-weighted mean of a class's prototypes is the mean of its features."""
+    random = np.random.default_rng(0)
+    features, labels = random.normal(size=(40, 6)).astype(np.float32), random.integers(0, 3, 40)
+    made = protofleet.batch_prototypes(features, labels, batch_size=4, alpha=1.0)
+    assert made.counts.sum() == 40
+    assert [each.dtype.name for each in (made.values, made.labels, made.counts)] == [
+        "float32",
+        "int64",
+        "int64",
+    ]
+    for label in range(3):
+        mine = made.labels == label
+        mean = np.average(made.values[mine], axis=0, weights=made.counts[mine])
+        np.testing.assert_allclose(mean, features[labels == label].mean(axis=0), atol=1e-5)
+
+
+def test_prototypes_of_a_class_with_one_image_are_not_made() -> None:
+    """One image alone is uploaded by no device with the default settings."""
+    made = protofleet.batch_prototypes(np.ones((3, 2), np.float32), np.array([0, 0, 5]))
+    assert made.labels.tolist() == [0]
+    empty = protofleet.batch_prototypes(np.zeros((0, 2), np.float32), np.zeros(0, np.int64))
+    assert empty.values.shape == (0, 2)
+
+
+def test_labels_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"labels \(n,\)"):
+        protofleet.batch_prototypes(np.zeros((3, 2), np.float32), np.zeros(2, np.int64))
+    with pytest.raises(ConfigError, match="labels from 0, got -1"):
+        protofleet.batch_prototypes(np.zeros((1, 2), np.float32), np.array([-1]))
+    part = protofleet.batch_prototypes(np.ones((4, 2), np.float32), np.array([0, 0, 2, 2]))
+    with pytest.raises(ConfigError, match="labels below 2"):
+        protofleet.train_head([part], classes=2)
+    with pytest.raises(ConfigError, match="at least one device"):
+        protofleet.train_head([], classes=2)
+
+
+def test_head_recognizes_images_that_no_device_has(
+    head: protofleet.Head, paths: list[Path], labels: Labels, backbone: Path
+) -> None:
+    rest = np.concatenate([np.flatnonzero(labels == label)[30:] for label in range(4)])
+    features = protofleet.extract_features([paths[row] for row in rest], backbone)
+    assert (head.predict(features) == labels[rest]).mean() > 0.8
+    np.testing.assert_allclose(head.probabilities(features).sum(axis=1), 1, atol=1e-5)
+    assert head.feature_size == 16
+    assert not head.quarantined
+
+
+def test_head_quarantines_an_outlier() -> None:
+    """Outlier detection is the aggregator's: a device far from the others is quarantined by its name."""
+    random = np.random.default_rng(0)
+    centers = random.normal(size=(3, 8)).astype(np.float32)
+    labels = np.repeat(np.arange(3), 20)
+
+    def device(shift: float) -> protofleet.Prototypes:
+        noise = random.normal(scale=0.1, size=(60, 8))
+        return protofleet.batch_prototypes((centers[labels] + noise + shift).astype(np.float32), labels)
+
+    devices = {f"shed-{number}": device(0.0) for number in range(7)} | {"attacker": device(50.0)}
+    head = protofleet.train_head(devices, classes=3)
+    assert set(head.quarantined) == {"attacker"}
+
+
+def test_saved_head_is_a_model_of_images(
+    head: protofleet.Head, paths: list[Path], backbone: Path, tmp_path: Path
+) -> None:
+    """The model gives the head's probabilities, for one image and for many."""
+    head.save(tmp_path / "model.onnx", backbone)
+    model = protofleet.Model.load(tmp_path / "model.onnx", provider="cpu")
+    assert model.classes == CLASSES
+    expected = head.probabilities(protofleet.extract_features(paths[::8], backbone))
+    np.testing.assert_allclose(model.probabilities(paths[::8], batch_size=3), expected, atol=1e-5)
+    predictions = list(model.predict_all(paths[::8]))
+    assert [each.label for each in predictions] == [CLASSES[row.argmax()] for row in expected]
+    one = model.predict(str(paths[0]))
+    assert one.label == predictions[0].label
+    assert list(one.probabilities.values()) == sorted(one.probabilities.values(), reverse=True)
+    assert one.probability == max(one.probabilities.values())
+    assert model.probabilities([]).shape == (0, 4)
+
+
+def test_file_that_is_no_model_is_refused(backbone: Path, tmp_path: Path) -> None:
+    with pytest.raises(BackboneMismatch, match=r"model\.onnx"):
+        protofleet.Model.load(backbone)
+    with pytest.raises(protofleet.ProtofleetError):
+        protofleet.Model.load(tmp_path / "missing.onnx")
+
+
+def test_head_is_not_fused_with_a_backbone_of_other_features(head: protofleet.Head, tmp_path: Path) -> None:
+    (tmp_path / "other.onnx").write_bytes(tiny_backbone(feature_size=8))
+    with pytest.raises(BackboneMismatch, match="takes 16 features, the backbones give 8"):
+        head.save(tmp_path / "model.onnx", tmp_path / "other.onnx")
+    with pytest.raises(ConfigError, match=r"missing\.onnx"):
+        head.save(tmp_path / "model.onnx", tmp_path / "missing.onnx")
