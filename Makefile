@@ -4,9 +4,9 @@ ifeq (, $(shell command -v $(PYTHON) 2>/dev/null))
 PYTHON := python3
 endif
 BIN := .venv/bin
-DEMO_INSTALLED := $(if $(filter test check fuzz format,$(MAKECMDGOALS))$(wildcard .venv/installed),.venv/installed,.venv/installed-demo)
+DEMO_INSTALLED := $(if $(filter test check docs fuzz format,$(MAKECMDGOALS))$(wildcard .venv/installed),.venv/installed,.venv/installed-demo)
 
-.PHONY: help demo test check fuzz format clean
+.PHONY: help demo test check docs fuzz format clean
 help:             ## list the targets
 	@grep -E '^[a-z]+: .*##|^[a-z]+:  *##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -26,6 +26,9 @@ FUZZ_RUNS ?= 10000000
 fuzz: .venv/installed      ## fuzz every parser of untrusted bytes with FUZZ_RUNS=10000000 inputs; more than an hour
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[fuzz]'
 	$(BIN)/python -m tests.fuzz --runs $(FUZZ_RUNS) $(FUZZ)
+
+docs: .venv/installed      ## build the documentation as a website, in build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 format: .venv/installed    ## format the code
 	$(BIN)/ruff format .
