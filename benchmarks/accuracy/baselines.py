@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from aggregator.algorithms.layers import log_prior, statistics
-from benchmarks.data.domains import Client
+from protofleet.simulation.fleet import Client
 
 Method: TypeAlias = Literal[
     "Solo", "FedAvg-v", "FedProx", "FedRep", "FedProto", "FedProto averaged", "centralized"

@@ -11,11 +11,11 @@ import numpy as np
 from aggregator.algorithms.algorithm import Algorithm
 from aggregator.algorithms.hierarchical import Hierarchical
 from benchmarks.accuracy.baselines import Method, Recipe, run_baseline, traffic_bytes
-from benchmarks.accuracy.rounds import run_rounds
 from benchmarks.accuracy.scores import Run
-from benchmarks.data.domains import Client
 from benchmarks.options import Option, repeated
 from benchmarks.report import json_option
+from protofleet.simulation.fleet import Client
+from protofleet.simulation.rounds import run_rounds
 
 Prior: TypeAlias = Literal["without", "with"]
 

@@ -13,14 +13,15 @@ from aggregator.algorithms.fedtc.adapter import torch_device
 from aggregator.algorithms.fedtc.head import Dense
 from aggregator.config.schema import MAX_MULTIPLE, Robust, Training
 from aggregator.training.head_job import recipe_of
-from benchmarks.accuracy import statistics_fleet
-from benchmarks.accuracy.fedtc_fleet import Result, Settings, run_ceiling, train_fleet
-from benchmarks.data.features import BACKBONES, Features, Precision, load_features, prepared, projected
+from benchmarks.data.features import BACKBONES, Precision, load_features, prepared, projected
 from benchmarks.data.images import NAMES
-from benchmarks.data.partitions import Partition, parse_partition, share_out
 from benchmarks.options import Option, repeated
 from benchmarks.report import Table, json_option, write_json
 from protocol.errors import ConfigError
+from protofleet.simulation import statistics as statistics_fleet
+from protofleet.simulation.fedtc import Result, Settings, run_ceiling, train_fleet
+from protofleet.simulation.fleet import Features
+from protofleet.simulation.partitions import Partition, parse_partition, share_out
 
 COLUMNS = {
     "partition": "<24",

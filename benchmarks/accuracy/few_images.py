@@ -18,12 +18,13 @@ from aggregator.algorithms.fedtc.train_head import train_head
 from aggregator.algorithms.fedtc.training_set import TrainingSet
 from aggregator.ingest.validation import Prototypes
 from aggregator.training.robust_training_set import pool
-from benchmarks.accuracy.fedtc_fleet import calibration_error
-from benchmarks.data.averaging import averaged
-from benchmarks.data.features import BACKBONES, Features, load_features
+from benchmarks.data.features import BACKBONES, load_features
 from benchmarks.data.images import NAMES, PACS
 from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
+from protofleet.prototypes import average_class
+from protofleet.simulation.fedtc import calibration_error
+from protofleet.simulation.fleet import Features
 
 DEVICES = 4
 BATCH_SIZE = 5
@@ -171,7 +172,7 @@ def _prototypes(
     for label, images in enumerate(drawn):
         for share in np.array_split(images, DEVICES):
             if len(share):
-                values, counts = averaged(train[share], batch=BATCH_SIZE, rng=rng, min_images=1)
+                values, counts = average_class(train[share], batch=BATCH_SIZE, rng=rng, min_images=1)
                 yield Prototypes(values, np.full(len(counts), label), counts.astype(np.int64))
 
 

@@ -15,10 +15,11 @@ from aggregator.algorithms.fpl import FPL
 from benchmarks.accuracy.baselines import Method, Recipe
 from benchmarks.accuracy.comparison import Prior, compare, comparison_options, hierarchical
 from benchmarks.accuracy.scores import Run, by_method, show, write_report
-from benchmarks.data.domains import Client, load_domains, unequal
-from benchmarks.data.features import BACKBONES, Features
+from benchmarks.data.domains import load_domains, unequal
+from benchmarks.data.features import BACKBONES
 from benchmarks.data.images import DIGITS, PACS
 from benchmarks.options import repeated
+from protofleet.simulation.fleet import Client, Features
 
 IMAGE_SIZE = 96
 IMAGES = 2000

@@ -10,14 +10,15 @@ import numpy as np
 
 from aggregator.algorithms.fedtc.recipe import RECIPES
 from aggregator.config.schema import Robust
-from benchmarks.accuracy import fedtc_fleet
 from benchmarks.accuracy.fedtc import fleet_options
-from benchmarks.accuracy.fedtc_fleet import ALL_FEATURES
-from benchmarks.accuracy.statistics_fleet import Result, map_features, run_ceiling, run_fleet
-from benchmarks.data.features import Features, load_features, prepared
-from benchmarks.data.partitions import Partition, share_out
+from benchmarks.data.features import load_features, prepared
 from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
+from protofleet.simulation import fedtc as fedtc_fleet
+from protofleet.simulation.fedtc import ALL_FEATURES
+from protofleet.simulation.fleet import Features
+from protofleet.simulation.partitions import Partition, share_out
+from protofleet.simulation.statistics import Result, map_features, run_ceiling, run_fleet
 
 COLUMNS = {
     "method": "<32", "partition": "<16", "seed": ">6", "top-1": ">8.2%", "ECE": ">7.1%", "devices": ">9",

@@ -23,10 +23,10 @@ from aggregator.algorithms.algorithm import Contribution
 from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.algorithms.fpl import FPL
 from aggregator.graphs.program_export import Graphs, build, untrained
-from benchmarks.accuracy.rounds import HOOKS
 from benchmarks.report import Table, json_option, write_json
 from edge_client.runtime.program_graph import open_graph
 from edge_client.training.trainer import Checkpoint, Schedule, TrainingSet, train
+from protofleet.simulation.rounds import HOOKS
 
 FEATURES = 1280
 """Length of a feature of one MobileNetV2."""

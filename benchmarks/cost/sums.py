@@ -16,14 +16,14 @@ from aggregator.graphs.head_export import mapped
 from aggregator.ingest.validation import Expectation, read_message
 from aggregator.training.jobs import StatisticsJob
 from aggregator.training.statistics_job import added, weighted
-from benchmarks.accuracy.fedtc_fleet import task_manifest
-from benchmarks.accuracy.statistics_fleet import group_submission, sums_submission
 from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
 from edge_client.data.statistics import to_rows
 from protocol.errors import ProtofleetError
 from protocol.wire.codec import encode
 from protocol.wire.messages import BlobRef, Statistics, Submission, TaskManifest
+from protofleet.simulation.fedtc import task_manifest
+from protofleet.simulation.statistics import group_submission, sums_submission
 
 CLASSES = 10
 DIFFERENT = 50

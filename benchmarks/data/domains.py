@@ -1,39 +1,17 @@
 """Fleets whose devices differ: in their domain, in their mixture of classes, or in both."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.data.features import Features, load_features
-from benchmarks.data.partitions import Partition, share_out
+from benchmarks.data.features import load_features
 from protocol.errors import ConfigError
+from protofleet.simulation.fleet import Client, Features
+from protofleet.simulation.partitions import Partition, share_out
 
 VALIDATION = 400
 """Greatest number of images of a domain to choose settings by."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Client:
-    """A device's features (n, L) and classes (n,) for training and (m, L), (m,) for evaluation."""
-
-    domain: str
-    train: NDArray[np.float32]
-    train_labels: NDArray[np.int64]
-    test: NDArray[np.float32]
-    test_labels: NDArray[np.int64]
-    weights: NDArray[np.float64]
-    """Weight of each test image, (m,); they add up to 1."""
-
-    def accuracy(self, predicted: NDArray[np.int64]) -> float:
-        """Return the weighted share of the test images that are predicted correctly."""
-        return float(self.weights[predicted == self.test_labels].sum())
-
-    def balanced_accuracy(self, predicted: NDArray[np.int64]) -> float:
-        """Return the mean over all classes of the share of their test images that are predicted correctly."""
-        correct, labels = predicted == self.test_labels, self.test_labels
-        return float(np.mean([correct[labels == label].mean() for label in np.unique(labels)]))
 
 
 def load_domains(

@@ -19,6 +19,7 @@ from protocol.errors import ConfigError
 from protocol.models.onnx_metadata import to_properties
 from protocol.models.preprocessing import preprocess
 from protocol.storage.blobstore import file_digest
+from protofleet.simulation.fleet import Features
 
 IMAGES_PER_RUN = 128
 HALF = (0.5, 0.5, 0.5)
@@ -57,21 +58,6 @@ BACKBONES: Mapping[str, Weights] = MappingProxyType(
         "tf_mobilenetv3_small_100": Weights("tf_mobilenetv3_small_100.google_qat_in1k.safetensors"),
     }
 )
-
-
-@dataclass(frozen=True)
-class Features:
-    """Features (n, L) float32 and classes (n,) int64, for training and evaluation."""
-
-    train: NDArray[np.float32]
-    train_labels: NDArray[np.int64]
-    test: NDArray[np.float32]
-    test_labels: NDArray[np.int64]
-
-    @property
-    def classes(self) -> int:
-        """Return C; labels run from 0 to C - 1."""
-        return int(self.train_labels.max()) + 1
 
 
 def cache_folder() -> Path:

@@ -15,15 +15,16 @@ from aggregator.algorithms.fedtc.recipe import RECIPES
 from aggregator.algorithms.fedtc.training_set import TrainingSet
 from aggregator.ingest.validation import Prototypes
 from aggregator.training.robust_training_set import combine, pool
-from benchmarks.data.features import VALIDATION, Features, load_features, prepared
+from benchmarks.data.features import VALIDATION, load_features, prepared
 from benchmarks.data.images import NAMES, load_data
-from benchmarks.data.partitions import Partition, share_out
 from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
 from benchmarks.research.privacy.leakage import Release, rounded, study
 from benchmarks.research.privacy.reconstruction import Form, Scene, attack, learn_decoder, set_scene
 from edge_client.data.outlier_filter import closest_features
 from edge_client.data.prototype_averaging import average
+from protofleet.simulation.fleet import Features
+from protofleet.simulation.partitions import Partition, share_out
 
 ITERATIONS = 8
 CLIENTS = 10

@@ -15,10 +15,11 @@ from aggregator.algorithms.clustering.finch import partitions
 from benchmarks.accuracy import fpl
 from benchmarks.accuracy.fedpcl import BACKBONES, IMAGE_SIZE
 from benchmarks.accuracy.fpl import PLANS
-from benchmarks.data.domains import LABEL_DOMAIN, SHIFTS, Client, load_domains, shifted
+from benchmarks.data.domains import LABEL_DOMAIN, SHIFTS, load_domains, shifted
 from benchmarks.data.images import DIGITS, PACS, PAIRED
 from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
+from protofleet.simulation.fleet import Client
 
 Floats = NDArray[np.float64]
 

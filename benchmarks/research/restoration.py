@@ -16,13 +16,13 @@ from aggregator.algorithms.fedtc.recipe import RECIPES
 from aggregator.algorithms.fedtc.training_set import TrainingSet
 from aggregator.ingest.validation import Prototypes
 from aggregator.training.robust_training_set import combine, pool
-from benchmarks.data.averaging import averaged
 from benchmarks.data.domains import load_domains
-from benchmarks.data.features import Features
 from benchmarks.data.images import DIGITS
 from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
 from protocol.wire.quantization import dequantize, quantize
+from protofleet.prototypes import average_class
+from protofleet.simulation.fleet import Features
 
 AT_MOST = 2000
 """Images of each part of a domain."""
@@ -106,7 +106,7 @@ def _parts(trained: Sequence[Images], devices: int, batch: int, seed: int) -> li
             rng = np.random.default_rng([seed, len(parts)])
             of_class = []
             for label in np.unique(labels):
-                values, counts = averaged(
+                values, counts = average_class(
                     features[rows][labels[rows] == label], batch=batch, rng=rng, alpha=0.99
                 )
                 of_class.append(Prototypes(values, np.full(len(counts), label), counts.astype(np.int64)))

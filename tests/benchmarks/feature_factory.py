@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 from safetensors.torch import save_file
 from sklearn.datasets import load_digits
 
-from benchmarks.data.features import BACKBONES, Features
+from benchmarks.data.features import BACKBONES
 from protocol.storage.blobstore import file_digest
+from protofleet.simulation.fleet import Features
 
 FEATURES = 12
 

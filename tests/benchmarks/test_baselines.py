@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from benchmarks.accuracy.baselines import METHODS, Method, Recipe, run_baseline, traffic_bytes
-from benchmarks.data.domains import Client
+from protofleet.simulation.fleet import Client
 
 CLASSES, FEATURES = 3, 8
 RECIPE = Recipe(

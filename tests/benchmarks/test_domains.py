@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
-from benchmarks.data.domains import Client, feature_shift, label_shift, unequal
-from benchmarks.data.features import Features
+from benchmarks.data.domains import feature_shift, label_shift, unequal
 from protocol.errors import ConfigError
+from protofleet.simulation.fleet import Client, Features
 
 
 def _features(offset: int, *, per_class: int = 30) -> Features:

@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.__main__ import cli
-from benchmarks.accuracy.fedtc_fleet import calibration_error
+from protofleet.simulation.fedtc import calibration_error
 from tests.benchmarks.feature_factory import features_of_digits, fill_cache
 
 

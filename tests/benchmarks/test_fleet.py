@@ -5,9 +5,10 @@ import pytest
 from sklearn.datasets import load_digits
 
 from aggregator.algorithms.fedtc.recipe import RECIPES
-from benchmarks.accuracy.fedtc_fleet import Settings, run_ceiling, run_fleet
-from benchmarks.data.features import VALIDATION, Features, prepared
-from benchmarks.data.partitions import Partition
+from benchmarks.data.features import VALIDATION, prepared
+from protofleet.simulation.fedtc import Settings, run_ceiling, run_fleet
+from protofleet.simulation.fleet import Features
+from protofleet.simulation.partitions import Partition
 
 ADAPTER = dataclasses.replace(RECIPES["default"], min_steps=60, compress=False, closed_form=False)
 DEFAULT = Settings(

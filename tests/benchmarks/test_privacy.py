@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 
 from aggregator.algorithms.fedtc.recipe import RECIPES
 from benchmarks.__main__ import cli
-from benchmarks.data.features import Features
 from benchmarks.data.images import DataSet, Labeled
 from benchmarks.research.privacy import measurement
 from benchmarks.research.privacy.decoder import as_values, decode, train_decoder
@@ -27,6 +26,7 @@ from benchmarks.research.privacy.private_fleet import DELTA, PAPER, Fleet, noise
 from benchmarks.research.privacy.reconstruction import Scene, attack, forms_of, learn_decoder, set_scene
 from edge_client.privacy.gaussian_mechanism import Mechanism
 from protocol.wire.messages import Perturbation
+from protofleet.simulation.fleet import Features
 from tests.benchmarks.feature_factory import features_of_digits, fill_cache, fill_data, pixels_of_digits
 
 RNG = np.random.default_rng(0)

@@ -11,11 +11,12 @@ from aggregator.algorithms.fedproto import FedProto
 from aggregator.algorithms.fpl import FPL
 from aggregator.algorithms.hierarchical import Hierarchical
 from benchmarks.__main__ import cli
-from benchmarks.accuracy import rounds
-from benchmarks.accuracy.rounds import run_rounds
-from benchmarks.data.domains import Client, feature_shift
+from benchmarks.data.domains import feature_shift
 from benchmarks.data.features import cached_name
 from benchmarks.data.images import DIGITS, PACS
+from protofleet.simulation import rounds
+from protofleet.simulation.fleet import Client
+from protofleet.simulation.rounds import run_rounds
 from tests.benchmarks.feature_factory import FEATURES, domain, fill_cache
 from tests.support.graphs.exported_graphs import exported
 

@@ -9,13 +9,14 @@ from aggregator.algorithms.fedtc.recipe import RECIPES
 from aggregator.algorithms.hierarchical import Hierarchical
 from aggregator.config.schema import StatisticsSettings
 from benchmarks.__main__ import cli
-from benchmarks.accuracy import fedpcl, rounds
+from benchmarks.accuracy import fedpcl
 from benchmarks.accuracy.which import methods
 from benchmarks.accuracy.which.command import stored_runs
 from benchmarks.accuracy.which.scenarios import SCENARIOS
 from benchmarks.accuracy.which.tables import BEGIN, END, write_tables
 from benchmarks.data.features import cached_name
 from benchmarks.data.images import DIGITS
+from protofleet.simulation import algorithms, rounds
 from tests.benchmarks.feature_factory import domain, fill_cache
 from tests.support.graphs.exported_graphs import exported
 
@@ -27,9 +28,9 @@ def make_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out what takes time: adapters, random features, most passes, and three of four programs."""
     linear = dataclasses.replace(RECIPES["default"], adapter=False)
     alone = dataclasses.replace(fedpcl.RECIPES["Solo"], rounds=4)
-    monkeypatch.setattr(methods, "RECIPES", {"default": linear})
+    monkeypatch.setattr(algorithms, "RECIPES", {"default": linear})
     monkeypatch.setattr(fedpcl, "RECIPES", {"Solo": alone})
-    monkeypatch.setattr(methods, "StatisticsSettings", lambda: StatisticsSettings(features=32))
+    monkeypatch.setattr(algorithms, "StatisticsSettings", lambda: StatisticsSettings(features=32))
     monkeypatch.setattr(methods, "IN_ROUNDS", (Hierarchical(directions=1),))
     monkeypatch.setattr(rounds, "_built", exported)
 

@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 
 from benchmarks.accuracy.flower.fleets import Outcome, Setting, flower_programs, run_flower, run_ours
 from benchmarks.accuracy.flower.tuning import GRID, accuracies
-from benchmarks.data.features import Features, backbone_file, load_features, prepared
+from benchmarks.data.features import backbone_file, load_features, prepared
 from benchmarks.data.images import NAMES, load_data
-from benchmarks.data.partitions import Partition, share_out
 from benchmarks.report import Plot, Table, json_option, write_json
+from protofleet.simulation.fleet import Features
+from protofleet.simulation.partitions import Partition, share_out
 
 BACKBONE, IMAGE_SIZE, CLIENTS = "mobilenetv2_100", 96, 10
 PARTITION = Partition("dirichlet", 0.1)

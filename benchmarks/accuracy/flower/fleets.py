@@ -18,8 +18,8 @@ from PIL import Image
 from aggregator.algorithms.fedtc.head import Dense, logits_of
 from benchmarks.accuracy.flower.observation import Traffic, Usage, counting_proxy, observed
 from benchmarks.cost.processes import free_address, running, running_program
-from benchmarks.data.features import Features
 from protocol.errors import ConfigError, ProtofleetError
+from protofleet.simulation.fleet import Features
 
 APP = Path(__file__).parent / "app"
 PROGRAMS = ("flower-superlink", "flower-supernode", "flwr")

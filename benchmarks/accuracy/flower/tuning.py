@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from benchmarks.accuracy.flower.app.flower_app.task import Head, train
 from benchmarks.accuracy.flower.fleets import Setting
-from benchmarks.data.features import Features
+from protofleet.simulation.fleet import Features
 
 GRID = (
     *(Setting(learning_rate=rate, epochs=1) for rate in (0.03, 0.1, 0.3, 1.0)),

@@ -10,13 +10,14 @@ import msgspec
 import numpy as np
 
 from benchmarks.accuracy import fpl
-from benchmarks.accuracy.which.methods import NAMES, Logits, Trained, train_all
+from benchmarks.accuracy.which.methods import NAMES, Trained, train_all
 from benchmarks.accuracy.which.scenarios import FASHION, SCENARIOS, Domains
 from benchmarks.accuracy.which.tables import Run, groups_of, mean_of, uploads_of, write_tables
-from benchmarks.data.domains import Client, load_domains
-from benchmarks.data.features import Features
+from benchmarks.data.domains import load_domains
 from benchmarks.options import repeated
 from benchmarks.report import Table, commit, json_option, write_json
+from protofleet.simulation.algorithms import Logits
+from protofleet.simulation.fleet import Client, Features
 
 BACKBONE = "mobilenetv2_100"
 TEST_IMAGES = 2000

@@ -7,9 +7,9 @@ from types import MappingProxyType
 import numpy as np
 
 from benchmarks.accuracy import fpl
-from benchmarks.data.domains import Client, feature_shift, shifted, unequal
-from benchmarks.data.features import Features
+from benchmarks.data.domains import feature_shift, shifted, unequal
 from benchmarks.data.images import DIGITS
+from protofleet.simulation.fleet import Client, Features
 
 FASHION = "fashion_mnist"
 

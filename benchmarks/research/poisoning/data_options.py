@@ -8,8 +8,9 @@ from typing import Any
 import click
 import numpy as np
 
-from benchmarks.data.features import BACKBONES, Features, load_features
+from benchmarks.data.features import BACKBONES, load_features
 from benchmarks.options import Option
+from protofleet.simulation.fleet import Features
 
 
 @dataclass(frozen=True, kw_only=True)

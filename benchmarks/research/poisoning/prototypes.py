@@ -17,13 +17,13 @@ from aggregator.training.outlier_detection import judge
 from aggregator.training.outlier_statistics import summaries
 from aggregator.training.robust_training_set import combine, pool
 from benchmarks.accuracy.fedtc import partitions_option
-from benchmarks.accuracy.fedtc_fleet import Settings, accuracy_of, fleet_prototypes, train_on
-from benchmarks.data.features import Features
 from benchmarks.data.images import NAMES
-from benchmarks.data.partitions import Partition
 from benchmarks.options import repeated, selected
 from benchmarks.report import Table, json_option, write_json
 from benchmarks.research.poisoning.data_options import DataOptions, data_options
+from protofleet.simulation.fedtc import Settings, accuracy_of, fleet_prototypes, train_on
+from protofleet.simulation.fleet import Features
+from protofleet.simulation.partitions import Partition
 
 ATTACKS = ("flip", "noise", "scale", "volume", "near")
 PARTITIONS = ("dirichlet:0.5",)

@@ -16,13 +16,13 @@ from aggregator.training.head_job import recipe_of
 from aggregator.training.outlier_detection import judge
 from aggregator.training.outlier_statistics import summaries
 from aggregator.training.robust_training_set import combine, pool
-from benchmarks.accuracy.fedtc_fleet import Settings, fleet_prototypes
-from benchmarks.data.features import Features
 from benchmarks.data.images import NAMES
-from benchmarks.data.partitions import parse_partition
 from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
 from benchmarks.research.poisoning.data_options import DataOptions, data_options
+from protofleet.simulation.fedtc import Settings, fleet_prototypes
+from protofleet.simulation.fleet import Features
+from protofleet.simulation.partitions import parse_partition
 
 BATCH = 5
 

@@ -14,14 +14,13 @@ from numpy.typing import NDArray
 from aggregator.algorithms.registry import ALGORITHMS
 from aggregator.config.schema import Robust
 from aggregator.ingest.validation import Prototypes, Refused
-from benchmarks.accuracy.rounds import run_rounds
-from benchmarks.data.domains import Client
-from benchmarks.data.features import Features
 from benchmarks.data.images import DIGITS, NAMES
-from benchmarks.data.partitions import Partition, share_out
 from benchmarks.options import repeated, selected
 from benchmarks.report import Table, json_option, write_json
 from benchmarks.research.poisoning.data_options import DataOptions, data_options
+from protofleet.simulation.fleet import Client, Features
+from protofleet.simulation.partitions import Partition, share_out
+from protofleet.simulation.rounds import run_rounds
 
 ATTACKS = ("none", "flip", "scale", "reverse", "claim", "directions", "spread", "still")
 """None; training with the label of the next class; all values times 100; changes times -10 and opposite prototypes;

@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 
 from aggregator.config.schema import Robust
 from benchmarks.accuracy.fedtc import partitions_option
-from benchmarks.accuracy.statistics_fleet import MappedFeatures, map_features, run_fleet
 from benchmarks.data.images import NAMES
-from benchmarks.data.partitions import Partition, share_out
 from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
 from benchmarks.research.poisoning.data_options import DataOptions, data_options
+from protofleet.simulation.partitions import Partition, share_out
+from protofleet.simulation.statistics import MappedFeatures, map_features, run_fleet
 
 ATTACKS = ("", "flip", "volume")
 """None; all images with the label of the next class; the same, VOLUME times."""

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.data.averaging import averaged
 from benchmarks.research.privacy.decoder import Decoder, decode
 from benchmarks.research.privacy.leakage import CANDIDATES, best_ssim
 from benchmarks.research.privacy.reconstruction import Scene
+from protofleet.prototypes import average_class
 
 
 def submit(
@@ -20,7 +20,7 @@ def submit(
     The features (n, L) are in the order of the images' names. A device has the same seed for a class of a task,
     whatever its images are.
     """
-    values, counts = averaged(features, batch=batch, rng=np.random.default_rng(seed), alpha=alpha)
+    values, counts = average_class(features, batch=batch, rng=np.random.default_rng(seed), alpha=alpha)
     return values.astype(np.float16), counts
 
 
@@ -52,7 +52,7 @@ def unmix(
     for values, counts in submissions:
         had = int(counts.sum())
         one_hot = np.eye(had, dtype=np.float32)
-        shares, _ = averaged(one_hot, batch=batch, rng=np.random.default_rng(seed))
+        shares, _ = average_class(one_hot, batch=batch, rng=np.random.default_rng(seed))
         rows.append(np.pad(shares.astype(np.float64), ((0, 0), (0, images - had))))
         known.append(values.astype(np.float64))
     solved: NDArray[np.float64] = np.linalg.lstsq(np.concatenate(rows), np.concatenate(known), rcond=None)[0]

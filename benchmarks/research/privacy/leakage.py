@@ -7,8 +7,8 @@ from typing import Self, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.data.averaging import averaged
 from protocol.wire.quantization import dequantize, quantize
+from protofleet.prototypes import average_class
 
 CANDIDATES = 100
 """Images of a class among which the attacker searches the one in a prototype."""
@@ -85,7 +85,7 @@ def release_prototypes(
     for label in np.unique(labels[rows]):
         own = rows[labels[rows] == label]
         averages, shares = (
-            averaged(part, batch=batch, rng=np.random.default_rng([seed, int(label)]))[0]
+            average_class(part, batch=batch, rng=np.random.default_rng([seed, int(label)]))[0]
             for part in (features[own], np.eye(len(own), dtype=np.float32))
         )
         values.append(averages)

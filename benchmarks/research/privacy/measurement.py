@@ -9,7 +9,7 @@ import numpy as np
 
 from aggregator.algorithms.fedtc.adapter import torch_device
 from aggregator.algorithms.fedtc.recipe import RECIPES
-from benchmarks.data.features import BACKBONES, Features, load_features
+from benchmarks.data.features import BACKBONES, load_features
 from benchmarks.data.images import NAMES, load_data
 from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
@@ -32,6 +32,7 @@ from benchmarks.research.privacy.reconstruction import (
     set_scene,
 )
 from edge_client.privacy.gaussian_mechanism import Mechanism
+from protofleet.simulation.fleet import Features
 
 BATCHES = (2, 5, 25, 100)
 LEAKS = {

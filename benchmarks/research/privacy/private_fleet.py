@@ -9,13 +9,13 @@ from numpy.typing import NDArray
 from aggregator.algorithms.fedtc.recipe import Recipe
 from aggregator.ingest.validation import Prototypes
 from aggregator.training.robust_training_set import pool
-from benchmarks.accuracy.fedtc_fleet import accuracy_of, train_on
-from benchmarks.data.averaging import averaged
-from benchmarks.data.features import Features
 from edge_client.privacy.gaussian_mechanism import Mechanism, private_prototypes
 from edge_client.privacy.perturbation import perturb_prototypes
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import Perturbation
+from protofleet.prototypes import average_class
+from protofleet.simulation.fedtc import accuracy_of, train_on
+from protofleet.simulation.fleet import Features
 
 DELTA = 1e-5
 PAPER = Perturbation(on="prototypes", noise="gaussian", scale=0.05, shrink=0.1)
@@ -102,7 +102,7 @@ def _release(
         values, counts = private_prototypes(features, identities, how, secret=key, key=key)
     else:
         rng = np.random.default_rng(list(key))
-        values, counts = averaged(features, batch=fleet.batch, rng=rng, alpha=0.99)
+        values, counts = average_class(features, batch=fleet.batch, rng=rng, alpha=0.99)
     labels = np.full(len(counts), label)
     if isinstance(how, Perturbation):
         values = perturb_prototypes(values, labels.astype(np.uint32), how, secret=key).astype(np.float32)

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 
-from benchmarks.data.averaging import averaged
 from edge_client.data.outlier_filter import closest_features
 from edge_client.data.prototype_averaging import average, class_means
 from protocol.errors import ProtofleetError
+from protofleet.prototypes import average_class
 
 Features = NDArray[np.float32]
 
@@ -22,7 +22,7 @@ def _prototypes_of(
     features: Features, *, alpha: float = 1.0, batch_size: int = 5, min_images: int = 2, seed: int = 0
 ) -> tuple[Features, NDArray[np.uint32]]:
     rng = np.random.default_rng(seed)
-    return averaged(features, batch=batch_size, rng=rng, alpha=alpha, min_images=min_images)
+    return average_class(features, batch=batch_size, rng=rng, alpha=alpha, min_images=min_images)
 
 
 def _random_features(count: int, size: int = 3) -> Features:

@@ -11,7 +11,6 @@ import pytest
 from PIL import Image
 
 from aggregator.ingest.validation import Expectation, check_submission, read_message
-from benchmarks.data.averaging import averaged
 from edge_client.data.images import LabeledImage
 from edge_client.submission import round_submission
 from edge_client.submission.image_features import FoundImages, Workspace, training_feature_keys
@@ -24,6 +23,7 @@ from edge_client.submission.prepared_submission import (
 from edge_client.training import local_round
 from protocol.errors import ProtofleetError
 from protocol.wire.messages import BlobRef, Program, RoundManifest, Submission, TaskManifest
+from protofleet.prototypes import average_class
 from tests.support.devices.device_factory import CLASSES, TINY, make_manifest, make_workspace, write_images
 from tests.support.devices.linear_attacker import fewest_images
 from tests.support.devices.round_factory import put_contents
@@ -155,7 +155,7 @@ def test_first_submission_is_fedtcs(tmp_path: Path) -> None:
     found = device.workspace.extract(make_manifest(), should_stop=lambda: False)
     features = device.workspace.features(found.of_class(1), training_feature_keys(make_manifest()), 16)
     key = hmac.digest(device.workspace.store.secret(), b"0/device/1", "sha256")
-    values, counts = averaged(features, batch=5, alpha=0.9, rng=np.random.default_rng(list(key)))
+    values, counts = average_class(features, batch=5, alpha=0.9, rng=np.random.default_rng(list(key)))
     assert prepared.classes[1].counts == tuple(counts)
     np.testing.assert_array_equal(prepared.prototypes[prepared.labels == 1], values.astype(np.float16))
 

@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.data.partitions import Partition, parse_partition, share_out
 from protocol.errors import ConfigError
+from protofleet.simulation.partitions import Partition, parse_partition, share_out
 
 partitions = st.one_of(
     st.builds(Partition, st.just("sharding"), st.integers(1, 7)),
@@ -53,7 +53,7 @@ def test_seed_decides() -> None:
     assert not np.array_equal(first, other)
 
 
-@pytest.mark.parametrize("text", ["sharding:2", "dirichlet:0.1", "dirichlet:3"])
+@pytest.mark.parametrize("text", ["iid", "sharding:2", "dirichlet:0.1", "dirichlet:3"])
 def test_partition_text_round_trip(text: str) -> None:
     """The command line and the report spell partitions alike."""
     assert str(parse_partition(text)) == text
@@ -73,3 +73,8 @@ def test_impossible_sharding_is_refused(clients: int, delta: int) -> None:
     """Too few clients would leave images over; no client has more classes than there are."""
     with pytest.raises(ConfigError, match="choose delta between"):
         share_out(np.arange(10), Partition("sharding", delta), clients=clients, rng=np.random.default_rng(0))
+
+
+def test_random_partition_gives_all_clients_equally_many() -> None:
+    owners = share_out(np.repeat([0, 1], 10), Partition("iid"), clients=4, rng=np.random.default_rng(0))
+    assert np.bincount(owners).tolist() == [5, 5, 5, 5]

@@ -18,8 +18,6 @@ from aggregator.graphs.adapter_map import adapter_of
 from aggregator.graphs.head_export import head_to_onnx, map_to_onnx, mapped
 from aggregator.training.jobs import StatisticsJob
 from aggregator.training.statistics_job import run
-from benchmarks.accuracy.fedtc_fleet import calibration_error, task_manifest
-from benchmarks.data.features import Features
 from edge_client.data.statistics import group_rows, to_rows
 from protocol.models.onnx_metadata import HeadMetadata
 from protocol.statistics import second_moment
@@ -27,6 +25,8 @@ from protocol.statistics.row_sums import RowSums
 from protocol.storage.blobstore import BlobStore
 from protocol.wire.codec import digest_of, encode, to_tensor, to_unsigned
 from protocol.wire.messages import BlobRef, Statistics, Submission, TaskManifest
+from protofleet.simulation.fedtc import calibration_error, task_manifest
+from protofleet.simulation.fleet import Features
 
 ROWS_PER_RUN = 4096
 
@@ -113,7 +113,7 @@ def run_fleet(
         owners: the client of each training image, (n,).
         batch_size: images in a group; 1 for sums of single images.
         seed: of the groups.
-        robust: protection; by default outliers are not looked for, as in the benchmark of FedTC.
+        robust: protection; by default outliers are not detected.
     """
     graph = map_to_onnx(data.feature_map, num_classes=data.features.classes)
     manifest = _manifest(data, graph, batch_size=batch_size)

@@ -1,4 +1,4 @@
-"""Partitions of a data set: the two ways in which papers make the data of clients differ."""
+"""Partitions of a data set: at random, or one of the two ways in which papers make the data of clients differ."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -13,21 +13,24 @@ from protocol.errors import ConfigError
 class Partition:
     """Division of labeled images among clients."""
 
-    kind: Literal["sharding", "dirichlet"]
-    """Equal numbers of classes per client, or shares of each class drawn from a symmetric Dirichlet distribution."""
-    parameter: float
+    kind: Literal["iid", "sharding", "dirichlet"]
+    """Equal numbers of random images, equal numbers of classes per client, or shares of each class drawn from a
+    symmetric Dirichlet distribution."""
+    parameter: float = 0.0
     """Classes per client, delta; or the distribution's concentration, beta."""
 
     def __str__(self) -> str:
-        return f"{self.kind}:{self.parameter:g}"
+        return self.kind if self.kind == "iid" else f"{self.kind}:{self.parameter:g}"
 
 
 def parse_partition(text: str) -> Partition:
-    """Read `sharding:DELTA` or `dirichlet:BETA`.
+    """Read `iid`, `sharding:DELTA` or `dirichlet:BETA`.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: it is none of them.
     """
+    if text == "iid":
+        return Partition("iid")
     kind, _, number = text.partition(":")
     try:
         parameter = float(number)
@@ -37,7 +40,7 @@ def parse_partition(text: str) -> Partition:
         return Partition("sharding", parameter)
     if kind == "dirichlet" and 0 < parameter < np.inf:
         return Partition("dirichlet", parameter)
-    raise ConfigError(f"expected a partition such as sharding:2 or dirichlet:0.1, got {text!r}")
+    raise ConfigError(f"expected a partition such as iid, sharding:2 or dirichlet:0.1, got {text!r}")
 
 
 def share_out(
@@ -48,6 +51,8 @@ def share_out(
     Raises:
         ConfigError: so few clients with so few classes cannot have all the images.
     """
+    if partition.kind == "iid":
+        return np.asarray(rng.permutation(np.arange(len(labels)) % clients), np.int64)
     classes = np.unique(labels)
     if partition.kind == "sharding":
         shares = _sharding(len(classes), int(partition.parameter), clients=clients, rng=rng)

@@ -5,27 +5,26 @@ the accuracy of the same head trained on all the features themselves: the ceilin
 """
 
 import dataclasses
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
-import click
 import numpy as np
 from numpy.typing import NDArray
 
 from aggregator.algorithms.fedtc.head import Dense, logits_of
 from aggregator.algorithms.fedtc.recipe import Recipe
 from aggregator.algorithms.fedtc.train_head import TrainedHead, train_head
-from aggregator.config.schema import MAX_MULTIPLE
+from aggregator.config.schema import MAX_MULTIPLE, Robust
 from aggregator.ingest.validation import Expectation, Prototypes, check_submission, read_message
-from aggregator.training.robust_training_set import WeightedPrototypes, combine, pool
-from benchmarks.data.averaging import averaged
-from benchmarks.data.features import Features
-from benchmarks.data.partitions import Partition, share_out
+from aggregator.training.fleet_head import train_fleet_head
+from aggregator.training.robust_training_set import WeightedPrototypes, pool
 from protocol.wire.codec import digest_of, encode, to_unsigned
 from protocol.wire.messages import BlobRef, Submission, TaskManifest
 from protocol.wire.quantization import prototype_fields
+from protofleet.prototypes import average_class
+from protofleet.simulation.fleet import Features
+from protofleet.simulation.partitions import Partition, share_out
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,6 +38,8 @@ class Settings:
     """Images in a prototype, B."""
     max_multiple: float = MAX_MULTIPLE
     """Times the median device's images that a device's count at most; 0 is without limit."""
+    detect_outliers: bool = False
+    """Quarantine outliers, as the aggregator does by default."""
     recipe: Recipe
     device: str
 
@@ -64,6 +65,7 @@ class Result:
     """Bytes of the head's arrays."""
     epochs: int
     train_seconds: float
+    quarantined: tuple[str, ...] = ()
 
 
 ALL_FEATURES = "all features"
@@ -92,15 +94,24 @@ def train_clients(
     `owners` are the clients of the training images, (n,).
     """
     expectation = _expectation(features, settings)
-    payloads = _submissions(features, owners, settings, seed=seed).values()
-    taken = combine(
-        [decoded(payload, expectation) for payload in payloads], by="none", max_multiple=settings.max_multiple
+    payloads = _submissions(features, owners, settings, seed=seed)
+    made = train_fleet_head(
+        {client: decoded(payload, expectation) for client, payload in payloads.items()},
+        classes=expectation.manifest.classes,
+        recipe=settings.recipe,
+        robust=Robust(detect_outliers=settings.detect_outliers, max_multiple=settings.max_multiple),
+        seed=seed,
+        device=settings.device,
     )
-    result, head = _evaluated(taken, features, settings.recipe, device=settings.device, seed=seed)
+    result = _evaluated(made.trained, made.data, features, seed=seed, seconds=made.seconds)
     fleet = dataclasses.replace(
-        result, partition="given", devices=len(payloads), bytes_up=sum(map(len, payloads))
+        result,
+        partition="given",
+        devices=len(payloads),
+        bytes_up=sum(map(len, payloads.values())),
+        quarantined=tuple(sorted(made.judgment.quarantined)),
     )
-    return fleet, head
+    return fleet, made.trained.layers
 
 
 def fleet_prototypes(
@@ -122,18 +133,18 @@ def train_ceiling(features: Features, settings: Settings, *, seed: int) -> tuple
     """Return the result of `run_ceiling`, and the head."""
     everything = Prototypes(features.train, features.train_labels, np.ones_like(features.train_labels))
     recipe = dataclasses.replace(settings.recipe, restore=False, mix=False)
-    return _evaluated(everything, features, recipe, device=settings.device, seed=seed)
+    started_s = time.perf_counter()
+    trained = train_on(everything, features, recipe=recipe, device=settings.device, seed=seed)
+    seconds = time.perf_counter() - started_s
+    return _evaluated(trained, everything, features, seed=seed, seconds=seconds), trained.layers
 
 
 def _evaluated(
-    data: Prototypes, features: Features, recipe: Recipe, *, device: str, seed: int
-) -> tuple[Result, Sequence[Dense]]:
-    """Train a head; return its result, of no devices, and the head."""
-    started_s = time.perf_counter()
-    trained = train_on(data, features, recipe=recipe, device=device, seed=seed)
-    seconds = time.perf_counter() - started_s
+    trained: TrainedHead, data: Prototypes, features: Features, *, seed: int, seconds: float
+) -> Result:
+    """Return a head's result, of no devices."""
     logits = logits_of(trained.layers, features.test)
-    result = Result(
+    return Result(
         partition=ALL_FEATURES,
         seed=seed,
         accuracy=float((logits.argmax(axis=1) == features.test_labels).mean()),
@@ -147,13 +158,12 @@ def _evaluated(
         epochs=trained.epochs,
         train_seconds=seconds,
     )
-    return result, trained.layers
 
 
 def task_manifest(algorithm: str, classes: int, **settings: Any) -> TaskManifest:
     """Return the manifest of a task whose features are given."""
     return TaskManifest(
-        fleet="benchmark",
+        fleet="simulation",
         algorithm=algorithm,
         classes=tuple(map(str, range(classes))),
         backbones=(BlobRef(digest=bytes(32), size_bytes=1, name="features are given"),),
@@ -214,7 +224,7 @@ def _prototypes(
 ) -> Prototypes:
     """Return a client's prototypes of one class."""
     task = expectation.manifest
-    values, counts = averaged(features, batch=task.batch_size, rng=rng, alpha=task.alpha)
+    values, counts = average_class(features, batch=task.batch_size, rng=rng, alpha=task.alpha)
     return Prototypes(values, np.full(len(counts), label), counts.astype(np.int64))
 
 
@@ -222,31 +232,25 @@ def decoded(payload: bytes, expectation: Expectation) -> Prototypes:
     """Return the checked prototypes of an encoded submission."""
     message = read_message(payload)
     if not isinstance(message, Submission):
-        raise TypeError(f"a client of the benchmark sent {type(message).__name__}")
+        raise TypeError(f"a simulated client sent {type(message).__name__}")
     return check_submission(message, expectation)
 
 
 def train_on(data: Prototypes, features: Features, *, recipe: Recipe, device: str, seed: int) -> TrainedHead:
     """Train a head as the aggregator would."""
-    with click.progressbar(length=1, label="training", file=sys.stderr) as bar:
-
-        def report(progress: dict[str, Any]) -> None:
-            bar.length = progress["epochs"]
-            bar.update(progress["epoch"] - bar.pos)
-
-        return train_head(
-            data.values,
-            data.labels,
-            data.counts,
-            weights=data.weights if isinstance(data, WeightedPrototypes) else None,
-            common=data.common if isinstance(data, WeightedPrototypes) else None,
-            devices=data.devices if isinstance(data, WeightedPrototypes) else None,
-            num_classes=features.classes,
-            recipe=recipe,
-            seed=seed,
-            device=device,
-            report=report,
-        )
+    weighted = data if isinstance(data, WeightedPrototypes) else None
+    return train_head(
+        data.values,
+        data.labels,
+        data.counts,
+        weights=weighted.weights if weighted else None,
+        common=weighted.common if weighted else None,
+        devices=weighted.devices if weighted else None,
+        num_classes=features.classes,
+        recipe=recipe,
+        seed=seed,
+        device=device,
+    )
 
 
 def accuracy_of(layers: Sequence[Dense], features: Features) -> float:

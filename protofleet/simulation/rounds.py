@@ -19,8 +19,6 @@ from aggregator.ingest.validation import Expectation, Prototypes
 from aggregator.tasks.manifests import program_of, round_manifest
 from aggregator.training.robust_rounds import robust_contributions
 from aggregator.training.weights import limited
-from benchmarks.accuracy.fedtc_fleet import decoded, task_manifest
-from benchmarks.data.domains import Client
 from edge_client.inference import open_round_head
 from edge_client.storage.stored_values import ClassReport
 from edge_client.submission.prepared_submission import PreparedSubmission, encode_submission
@@ -29,6 +27,8 @@ from edge_client.training.trainer import TrainingHooks, TrainingSet
 from protocol.storage.blobstore import BlobStore
 from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import BlobRef, TaskManifest
+from protofleet.simulation.fedtc import decoded, task_manifest
+from protofleet.simulation.fleet import Client
 
 HOOKS = TrainingHooks(
     on_checkpoint=lambda _: None, should_stop=lambda: False, on_progress=lambda _done, _total: None
@@ -225,7 +225,7 @@ def _probabilities(
 ) -> NDArray[np.float32]:
     """Return what the client's head, bound to its local model, says of its test images."""
     if task.manifest.program is None:
-        raise TypeError("the task of a benchmark of rounds has a program")
+        raise TypeError("the task of an algorithm of rounds has a program")
     head = open_round_head(
         task.blobs.read(task.manifest.program.head.digest),
         local_model=local_model,

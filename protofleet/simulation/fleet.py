@@ -1,0 +1,55 @@
+"""A simulated fleet: features that are divided among its devices, and images to evaluate its heads on."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class Features:
+    """Features (n, L) float32 and classes (n,) int64, for training and evaluation."""
+
+    train: NDArray[np.float32]
+    train_labels: NDArray[np.int64]
+    test: NDArray[np.float32]
+    test_labels: NDArray[np.int64]
+
+    @property
+    def classes(self) -> int:
+        """Return C; labels run from 0 to C - 1."""
+        return int(self.train_labels.max()) + 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Client:
+    """A device's features (n, L) and classes (n,) for training and (m, L), (m,) for evaluation."""
+
+    domain: str
+    train: NDArray[np.float32]
+    train_labels: NDArray[np.int64]
+    test: NDArray[np.float32]
+    test_labels: NDArray[np.int64]
+    weights: NDArray[np.float64]
+    """Weight of each test image, (m,); they add up to 1."""
+
+    def accuracy(self, predicted: NDArray[np.int64]) -> float:
+        """Return the weighted share of the test images that are predicted correctly."""
+        return float(self.weights[predicted == self.test_labels].sum())
+
+    def balanced_accuracy(self, predicted: NDArray[np.int64]) -> float:
+        """Return the mean over all classes of the share of their test images that are predicted correctly."""
+        correct, labels = predicted == self.test_labels, self.test_labels
+        return float(np.mean([correct[labels == label].mean() for label in np.unique(labels)]))
+
+
+def pooled(clients: Sequence[Client]) -> tuple[Features, NDArray[np.int64]]:
+    """Return the images of all clients, which have the same test images, as one data set, and the client of each."""
+    features = Features(
+        train=np.concatenate([client.train for client in clients]),
+        train_labels=np.concatenate([client.train_labels for client in clients]),
+        test=clients[0].test,
+        test_labels=clients[0].test_labels,
+    )
+    return features, np.repeat(np.arange(len(clients)), [len(client.train) for client in clients])
