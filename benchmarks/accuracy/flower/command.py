@@ -19,7 +19,12 @@ from protofleet.simulation.partitions import Partition, share_out
 
 BACKBONE, IMAGE_SIZE, CLIENTS = "mobilenetv2_100", 96, 10
 PARTITION = Partition("dirichlet", 0.1)
-OURS = "protofleet, FedTC"
+OURS: Mapping[str, str] = {
+    "protofleet, FedTC": "",
+    "protofleet, statistics": 'algorithm = "statistics"\n[client]\nbatch_size = 1\nmin_images = 1\n',
+}
+"""Settings of the task file for each method."""
+
 SETTINGS: Mapping[str, Setting] = {
     "Flower, FedAvg": Setting(learning_rate=0.1, epochs=3),
     "Flower, FedProx": Setting(learning_rate=0.1, epochs=3, mu=0.01),
@@ -76,7 +81,10 @@ def command(
         folder = Path(name)
         pixels = load_data(data).train.images[rows]
         backbone = backbone_file(BACKBONE, image_size=IMAGE_SIZE)
-        outcomes = {OURS: run_ours(folder / "ours", backbone, features, pixels, owners)}
+        outcomes = {
+            method: run_ours(folder / f"ours-{number}", backbone, features, pixels, owners, settings)
+            for number, (method, settings) in enumerate(OURS.items())
+        }
         for number, (method, setting) in enumerate(SETTINGS.items()):
             at = folder / f"flower-{number}"
             outcomes[method] = run_flower(
@@ -105,7 +113,7 @@ def _tune(features: Features, owners: NDArray[np.int64], rounds: int, title: str
 def _report(outcomes: Mapping[str, Outcome], title: str) -> tuple[list[Table], Plot]:
     """Print each fleet's accuracy, and its costs until it is within 0.5 points of its own best."""
     table = Table(
-        {"": "<18", "last accuracy": ">15.2%", "of rounds": ">11", "best": ">8.2%",
+        {"": "<22", "last accuracy": ">15.2%", "of rounds": ">11", "best": ">8.2%",
          "rounds until there": ">19", "seconds": ">9.1f",
          "MB up": ">9.1f", "MB down": ">9.1f",
          "CPU s, clients": ">16.1f", "CPU s, server": ">15.1f", "MB of memory, a client": ">24.0f"},

@@ -197,8 +197,11 @@ def run_ours(
     features: Features,
     images: NDArray[np.uint8],
     owners: NDArray[np.int64],
+    settings: str = "",
 ) -> Outcome:
-    """Train by FedTC: `aggregator run --embedded-broker`, and `edge-client --once` for each client, on image files.
+    """Train with one upload: `aggregator run --embedded-broker`, and `edge-client --once` for each client, on images.
+
+    `settings` are lines of the task file; FedTC without any.
 
     A dry run of each client extracts its features before the clock starts; features of the test images are given.
     """
@@ -212,7 +215,7 @@ def run_ours(
     task = folder / "task.toml"
     task.write_text(
         f"classes = {json.dumps(classes)}\nbackbones = [{json.dumps(str(backbone))}]\n"
-        f"quorum = {len(clients)}\ndeadline_s = 1000000\n"
+        f"quorum = {len(clients)}\ndeadline_s = 1000000\n{settings}"
     )
     serve = ("run", "--embedded-broker", "--broker", str(broker), "--task", str(task))
     with counting_proxy(broker) as traffic, contextlib.ExitStack() as stack:
