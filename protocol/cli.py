@@ -110,7 +110,7 @@ def read_access(
         raise click.UsageError("--cert and --key require each other: give both, or neither")
     password = os.environ.get("PROTOFLEET_PASSWORD")
     if password_file is not None:
-        password = _read_password(password_file)
+        password = read_secret(password_file, what="password")
         if warning := readable_by_others(password_file):
             log.warning("%s", warning)
     if password is not None and username is None:
@@ -125,14 +125,15 @@ def read_access(
     )
 
 
-def _read_password(file: Path) -> str:
+def read_secret(file: Path, *, what: str) -> str:
+    """Return the first line of a file; raises ConfigError if it cannot be read or is empty."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
-        raise ConfigError(f"cannot read the password in {file}: {reason}") from error
+        raise ConfigError(f"cannot read the {what} in {file}: {reason}") from error
     if not lines or not lines[0]:
-        raise ConfigError(f"expected a password in the first line of {file}, which is empty")
+        raise ConfigError(f"expected a {what} in the first line of {file}, which is empty")
     return lines[0]
 
 

@@ -20,6 +20,9 @@ from tests.support.network.brokers import amqtt, free_address, mosquitto, mosqui
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+# Aggregators in tests run beside each other and have no dashboard, unless a test gives its address.
+os.environ.setdefault("PROTOFLEET_HTTP", "off")
+
 # Until all tests are imported: nothing of that is garbage.
 gc.disable()
 

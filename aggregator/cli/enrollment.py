@@ -161,13 +161,9 @@ def issue_key_command(*, root: Path, fleet: str, out: Path) -> None:
 
 
 def _explain_revocation_list(state: Path) -> None:
-    from aggregator.security.identity import identity_folder
-    from aggregator.security.mosquitto_config import FOLDER
+    from aggregator.security.enrollment import revocation_advice
 
-    file = identity_folder(state) / "revoked.crl"
-    click.echo(
-        f"copy {file} to {FOLDER} on the broker and restart it: then it refuses the old certificate too"
-    )
+    click.echo(revocation_advice(state))
 
 
 @contextlib.contextmanager

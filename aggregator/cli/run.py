@@ -45,6 +45,23 @@ log = logging.getLogger(__name__)
     help="Run a broker in this process; without --broker, reachable from this machine only. It accepts any client and "
     "limits nothing: what clients send it to retain stays in this process's memory.",
 )
+@setting(
+    "--http",
+    metavar="HOST:PORT",
+    help="Address of the dashboard, the JSON API and the metrics, or off. Default: 127.0.0.1:8080, if that is free.",
+)
+@setting(
+    "--http-token-file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="File with the token that the dashboard requires, in line 1; or set PROTOFLEET_HTTP_TOKEN. Required unless "
+    "--http is a loopback address; there, without one, commands require the token in STATE/http-token.",
+)
+@setting(
+    "--http-host",
+    multiple=True,
+    metavar="NAME",
+    help="Name under which browsers reach the dashboard, beside localhost and IP addresses; repeatable.",
+)
 @verbose_option
 def run_command(
     *,
@@ -52,6 +69,9 @@ def run_command(
     state: Path,
     broker: str,
     embedded_broker: bool,
+    http: str | None,
+    http_token_file: Path | None,
+    http_host: tuple[str, ...],
     verbose: bool,
     **access_given: Any,
 ) -> None:
@@ -59,6 +79,7 @@ def run_command(
     start_logging(verbose=verbose)
     require_packages("onnx", "onnxscript", "onnxruntime", "rpds", "scipy", "torch", extras=EXTRAS)
     from aggregator.config.task_file import load_task
+    from aggregator.http.process import http_options, start_http
     from aggregator.messaging.embedded_broker import EmbeddedBroker
     from aggregator.security.identity import aggregator_access, restore_access
     from aggregator.service.aggregator import Aggregator, Event
@@ -67,6 +88,7 @@ def run_command(
     from protocol.mqtt.tls import NO_AUTHENTICATION, parse_broker, warnings
 
     access = read_access(**access_given)
+    dashboard = http_options(http, token_file=http_token_file, hosts=http_host, extras=EXTRAS)
     if embedded_broker and access != NO_AUTHENTICATION:
         raise click.UsageError("the embedded broker has neither encryption nor passwords: use mosquitto")
     address = parse_broker(broker, tls=access.tls)
@@ -77,6 +99,8 @@ def run_command(
         access = aggregator_access(state, access, fleet=task_file.fleet, is_closed=store.keys.is_closed())
         restore_access(store)
         stop_on_terminate()
+        if (server := start_http(dashboard, state)) is not None:
+            cleanup.callback(server.stop)
         prepared = prepare_task(task_file, backbones, store=store)
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         if embedded_broker:

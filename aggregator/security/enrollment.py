@@ -160,6 +160,14 @@ def revoke(store: Store, device: str) -> bool:
     return True
 
 
+def revocation_advice(state: Path) -> str:
+    """Return what an operator does with the revocation list of a state directory."""
+    return (
+        f"copy {identity_folder(state) / 'revoked.crl'} to {mosquitto_config.FOLDER} on the broker and restart it: "
+        "then it refuses the old certificate too"
+    )
+
+
 class _Unfinished(msgspec.Struct, frozen=True):
     """A folder that is being written, so that the next command can complete or remove it."""
 

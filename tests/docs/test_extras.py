@@ -12,8 +12,8 @@ from tests.support.fleets.aggregator_process import write_task
 from tests.support.messages.submissions import SERVED
 
 EXTRAS = (
-    "amqtt", "dp_accounting", "onnx", "onnxruntime", "onnxscript", "rich", "rpds", "safetensors", "scipy", "sklearn",
-    "timm", "torch",
+    "amqtt", "dp_accounting", "onnx", "onnxruntime", "onnxscript", "prometheus_client", "rich", "rpds", "safetensors",
+    "scipy", "sklearn", "starlette", "timm", "torch", "uvicorn",
 )  # fmt: skip
 """Packages that only extras bring."""
 

@@ -1,0 +1,54 @@
+"""The HTTP server's process: settings in a line on its standard input, whose end ends it."""
+
+import asyncio
+import logging
+import os
+import socket
+import sys
+import threading
+
+import msgspec
+import uvicorn
+
+from aggregator.http.app import make_app
+from aggregator.http.settings import HttpSettings
+from protocol.cli import start_logging
+
+MAX_CONNECTIONS = 512
+"""Open connections, beyond which requests are answered with 503."""
+
+NICENESS = 5
+"""Below the aggregator's intake, where the processor is busy."""
+
+
+def main() -> None:
+    """Serve until the standard input ends."""
+    settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=HttpSettings)
+    os.nice(NICENESS)
+    start_logging(verbose=False)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    config = uvicorn.Config(
+        make_app(settings),
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        lifespan="off",
+        ws="none",
+        http="h11",
+        loop="asyncio",
+        limit_concurrency=MAX_CONNECTIONS,
+        timeout_graceful_shutdown=1,
+    )
+    with socket.socket(fileno=settings.socket) as listening:
+        asyncio.run(uvicorn.Server(config).serve(sockets=[listening]))
+
+
+def _end_with_parent() -> None:
+    sys.stdin.buffer.read()
+    os._exit(0)  # at once: the aggregator's next start needs the port
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,208 @@
+"""The web application: routes of the API, the metrics, the files and the page."""
+
+import asyncio
+import importlib.metadata
+import importlib.util
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import BaseRoute, Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from aggregator.http import commands
+from aggregator.http.access import COOKIE, Access, has_bearer, has_session, is_token, problem, session_value
+from aggregator.http.metrics import CONTENT_TYPE, metrics_text
+from aggregator.http.openapi import Session, SignIn, openapi_document
+from aggregator.http.readiness import readiness
+from aggregator.http.settings import HttpSettings
+from aggregator.http.snapshots import Snapshots
+from protocol.errors import ProtofleetError
+from protocol.log import event
+
+log = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 16 * 1024
+
+WRONG_TOKEN_S = 1.0
+"""Seconds that an answer to a wrong token takes."""
+
+PAGE_PACKAGE = "dashboard"
+
+NO_PAGE = (
+    "The dashboard's page is not installed: install the wheel protofleet-dashboard beside this one. "
+    "The API is at /api/v1/openapi.json, metrics are at /metrics.\n"
+)
+
+
+def make_app(settings: HttpSettings) -> Starlette:
+    """Return the application."""
+    server = _Server(settings)
+    routes: list[BaseRoute] = [
+        Route("/healthz", server.health),
+        Route("/readyz", server.ready),
+        Route("/metrics", server.metrics),
+        Route("/api/v1/status", server.document),
+        Route("/api/v1/details", server.document),
+        Route("/api/v1/events", server.events),
+        Route("/api/v1/openapi.json", server.openapi),
+        Route("/api/v1/session", server.session, methods=["GET", "POST", "DELETE"]),
+        Route("/api/v1/files/{name}", server.file),
+        Route("/api/v1/commands/enroll", server.enroll, methods=["POST"]),
+        Route("/api/v1/commands/{name}", server.command, methods=["POST"]),
+    ]
+    folder = page_folder()
+    if folder is None:
+        routes.append(Route("/", server.no_page))
+    else:
+        routes.append(Mount("/", StaticFiles(directory=folder, html=True)))
+    return Starlette(
+        routes=routes,
+        middleware=[Middleware(Access, settings=settings)],
+        exception_handlers={
+            HTTPException: _http_problem,
+            ProtofleetError: _problem,
+            msgspec.MsgspecError: _problem,
+        },
+    )
+
+
+def page_folder() -> Path | None:
+    """Return the folder of the page's files; None if they are not installed."""
+    found = importlib.util.find_spec(PAGE_PACKAGE)
+    for place in (found.submodule_search_locations or ()) if found is not None else ():
+        folder = Path(place) / "static"
+        if (folder / "index.html").is_file() and (folder / "vendor").is_dir():
+            return folder
+    return None
+
+
+async def _http_problem(_request: Request, error: Exception) -> Response:
+    return (
+        problem(error.status_code, error.detail)
+        if isinstance(error, HTTPException)
+        else problem(500, "error")
+    )
+
+
+async def _problem(_request: Request, error: Exception) -> Response:
+    return problem(400 if isinstance(error, msgspec.MsgspecError) else 409, str(error))
+
+
+class _Server:
+    def __init__(self, settings: HttpSettings) -> None:
+        self._settings = settings
+        self._state = Path(settings.state)
+        self._snapshots = Snapshots(self._state)
+        self._commands = asyncio.Lock()
+
+    async def health(self, _request: Request) -> Response:
+        return PlainTextResponse("ok\n")
+
+    async def ready(self, _request: Request) -> Response:
+        found = readiness(await self._snapshots.current())
+        return _json(found, 200 if found.ready else 503)
+
+    async def metrics(self, _request: Request) -> Response:
+        text = metrics_text(await self._snapshots.current())
+        return Response(text, headers={"content-type": CONTENT_TYPE})
+
+    async def document(self, request: Request) -> Response:
+        snapshot = await self._snapshots.current()
+        if snapshot.status is None:
+            return problem(503, snapshot.problem)
+        tag = f'"{snapshot.version}"'
+        headers = {"etag": tag, "cache-control": "no-cache", "vary": "accept-encoding, cookie, authorization"}
+        if request.headers.get("if-none-match") == tag:
+            return Response(status_code=304, headers=headers)
+        document = snapshot.documents[request.url.path.rpartition("/")[2]]
+        if "gzip" in request.headers.get("accept-encoding", ""):
+            headers["content-encoding"] = "gzip"
+            return Response(document.compressed, headers=headers, media_type="application/json")
+        return Response(document.body, headers=headers, media_type="application/json")
+
+    async def events(self, _request: Request) -> Response:
+        return StreamingResponse(self._event_lines(), media_type="text/event-stream")
+
+    async def _event_lines(self) -> AsyncIterator[str]:
+        yield "retry: 1000\n\n"
+        async for version in self._snapshots.changes():
+            yield f'event: change\ndata: {{"version": "{version}"}}\n\n' if version else ": alive\n\n"
+
+    async def openapi(self, _request: Request) -> Response:
+        return _json(openapi_document(importlib.metadata.version("protofleet")))
+
+    async def session(self, request: Request) -> Response:
+        token, settings = self._settings.token, self._settings
+        if request.method == "GET":
+            signed_in = has_session(request, token) or has_bearer(request.headers, token)
+            return _json(Session(read=settings.public or signed_in, command=signed_in))
+        if request.method == "DELETE":
+            response = _json(Session(read=settings.public, command=False))
+            response.delete_cookie(COOKIE, httponly=True, samesite="strict")
+            return response
+        if not is_token(msgspec.json.decode(await _body(request), type=SignIn).token.strip(), token):
+            await asyncio.sleep(WRONG_TOKEN_S)
+            where = request.client.host if request.client else None
+            event(log, logging.WARNING, "sign-in with a wrong token refused", address=where)
+            return problem(401, "wrong token")
+        response = _json(Session(read=True, command=True))
+        response.set_cookie(COOKIE, session_value(token), httponly=True, samesite="strict")
+        return response
+
+    async def file(self, request: Request) -> Response:
+        snapshot, name = await self._snapshots.current(), request.path_params["name"]
+        status = snapshot.status
+        paths = {"head.onnx": status.head_path, "model.onnx": status.model_path} if status else {}
+        path = paths.get(name)
+        if path is None:
+            return problem(
+                404, f"no {name} yet: the first head is not trained, or this task has no such file"
+            )
+        return FileResponse(path, filename=name, media_type="application/octet-stream")
+
+    async def command(self, request: Request) -> Response:
+        name, arguments = request.path_params["name"], await _body(request)
+        if name not in commands.COMMANDS:
+            return problem(404, f"unknown command: expected one of {', '.join(commands.COMMANDS)}")
+        async with self._commands:
+            outcome = await asyncio.to_thread(commands.run_command, self._state, name, arguments)
+        event(log, logging.INFO, "operator command", command=name, outcome=outcome.message)
+        return _json(outcome)
+
+    async def enroll(self, request: Request) -> Response:
+        arguments = await _body(request)
+        async with self._commands:
+            device, archive = await asyncio.to_thread(commands.enrollment_archive, self._state, arguments)
+        event(log, logging.INFO, "operator command", command="enroll", device=device)
+        headers = {"content-disposition": f'attachment; filename="{device}.zip"'}
+        return Response(archive, headers=headers, media_type="application/zip")
+
+    async def no_page(self, _request: Request) -> Response:
+        return PlainTextResponse(NO_PAGE)
+
+
+async def _body(request: Request) -> bytes:
+    """Return the JSON body of a request.
+
+    Raises:
+        HTTPException: it is not JSON by its type, or too large.
+    """
+    if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+        raise HTTPException(415, "expected content-type application/json")
+    body = b""
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > MAX_BODY_BYTES:
+            raise HTTPException(413, f"expected at most {MAX_BODY_BYTES} bytes")
+    return body
+
+
+def _json(value: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")

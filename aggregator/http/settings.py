@@ -1,0 +1,113 @@
+"""The settings of the HTTP server: where it listens, and which requests it accepts."""
+
+import ipaddress
+import os
+import secrets
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from protocol.cli import read_secret
+from protocol.errors import ConfigError
+from protocol.storage.blobstore import state_errors, write_atomically
+
+DEFAULT_ADDRESS = "127.0.0.1:8080"
+
+OFF = "off"
+
+TOKEN_FILE = "http-token"  # noqa: S105 - the name of a file
+"""In the state directory: the token for commands of an aggregator that was given none."""
+
+MIN_TOKEN = 16
+"""Characters of a token."""
+
+
+@dataclass(frozen=True)
+class HttpAddress:
+    """An address to listen on; port 0 is any free port."""
+
+    host: str
+    port: int
+
+    @property
+    def is_loopback(self) -> bool:
+        """Return True if only this machine reaches it."""
+        return is_loopback(self.host)
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What the server's process receives on its standard input."""
+
+    state: str
+    """The aggregator's state directory."""
+    socket: int
+    """File descriptor of the listening socket."""
+    token: str
+    """The secret that commands require."""
+    public: bool
+    """Reading requires no token."""
+    hosts: tuple[str, ...] = ()
+    """Names, beside those of loopback, under which browsers reach the server."""
+
+
+def parse_address(text: str) -> HttpAddress:
+    """Parse `HOST:PORT` or `[IPv6]:PORT`; raises ConfigError if the text is neither."""
+    host, _, port = text.strip().rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if host and port.isascii() and port.isdigit() and int(port) < 65536:
+        return HttpAddress(host, int(port))
+    raise ConfigError(f"expected --http as HOST:PORT, [IPV6]:PORT or {OFF}, got {text!r}")
+
+
+def is_loopback(host: str) -> bool:
+    """Return True for `localhost` and the loopback addresses."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def given_token(file: Path | None) -> str | None:
+    """Return the token in a file, or in PROTOFLEET_HTTP_TOKEN; None if there is none.
+
+    Raises:
+        ConfigError: the file cannot be read, or the token is too short.
+    """
+    token = read_secret(file, what="token") if file is not None else os.environ.get("PROTOFLEET_HTTP_TOKEN")
+    if token is not None and len(token) < MIN_TOKEN:
+        raise ConfigError(
+            f"expected a token of at least {MIN_TOKEN} characters, got {len(token)}: "
+            "make one with `openssl rand -hex 32`"
+        )
+    return token
+
+
+def own_token(state: Path) -> str:
+    """Return the token in the state directory, created at the first call, readable by its owner only."""
+    file = state / TOKEN_FILE
+    with state_errors(file):
+        if not file.exists():
+            write_atomically(file, f"{secrets.token_urlsafe(32)}\n".encode(), mode=0o600)
+    return read_secret(file, what="token")
+
+
+def listen(address: HttpAddress) -> socket.socket:
+    """Return a socket that listens on an address; raises ConfigError if that is impossible."""
+    try:
+        family, kind, _, _, where = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, kind)
+        try:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind(where)
+            listening.listen(128)
+        except BaseException:
+            listening.close()
+            raise
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {address}: {error.strerror}: give another --http") from error
+    return listening

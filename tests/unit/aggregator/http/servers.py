@@ -1,0 +1,77 @@
+"""The HTTP server's real process on a state directory, and requests to it."""
+
+import contextlib
+import http.client
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from aggregator.http.process import HttpOptions, HttpServer
+from aggregator.http.settings import HttpAddress, own_token
+from tests.support.fleets.fleet import wait_until
+
+TOKEN = "a token of the operator's"
+
+
+@dataclass
+class Answer:
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+@dataclass
+class Client:
+    """Requests to a server; `headers` are sent with all of them."""
+
+    port: int
+    headers: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def origin(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def request(
+        self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None
+    ) -> Answer:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        given = {**self.headers, **(headers or {})}
+        data = None
+        if body is not None:
+            data, given = json.dumps(body).encode(), {"Content-Type": "application/json", **given}
+        with contextlib.closing(connection):
+            connection.request(method, path, data, given)
+            response = connection.getresponse()
+            found = {name.lower(): value for name, value in response.getheaders()}
+            return Answer(response.status, found, response.read())
+
+    def get(self, path: str, **headers: str) -> Answer:
+        return self.request("GET", path, headers={name.replace("_", "-"): headers[name] for name in headers})
+
+    def post(self, path: str, body: Any, **headers: str) -> Answer:
+        return self.request("POST", path, body, {name.replace("_", "-"): headers[name] for name in headers})
+
+
+@contextlib.contextmanager
+def serving(
+    state: Path, *, token: str | None = None, hosts: tuple[str, ...] = ()
+) -> Iterator[tuple[Client, str]]:
+    """Run the server's process; yields a client without a token, and the token."""
+    options = HttpOptions(address=HttpAddress("127.0.0.1", 0), is_default=False, token=token, hosts=hosts)
+    server = HttpServer(options, state)
+    server.start()
+    try:
+        client = Client(server.port)
+        wait_until(
+            "an answer of the server",
+            lambda: client.get("/healthz").status == 200,
+            diagnostics=lambda: "see its log on stderr",
+        )
+        yield client, token if token is not None else own_token(state)
+    finally:
+        server.stop()

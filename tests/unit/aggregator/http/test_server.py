@@ -1,0 +1,275 @@
+"""The HTTP server's real process on a state directory: what it answers, and what it refuses."""
+
+import contextlib
+import gzip
+import http.client
+import io
+import stat
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from aggregator.http.settings import own_token
+from aggregator.status import model
+from aggregator.status.collect import collect_status
+from aggregator.status.details import Details
+from aggregator.storage.store import Store
+from tests.support.fleets.fleet import wait_until
+from tests.support.messages.submissions import TASK
+from tests.unit.aggregator.http.servers import TOKEN, Answer, Client, serving
+from tests.unit.aggregator.status.stores import busy_store, started_store, submission_row
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    with contextlib.closing(busy_store(tmp_path_factory.mktemp("state"))) as store:
+        yield store
+
+
+@pytest.fixture(scope="module")
+def server(store: Store) -> Iterator[tuple[Client, str]]:
+    """Read by every test of this module, and changed by none."""
+    with serving(store.folder) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: tuple[Client, str]) -> Client:
+    return server[0]
+
+
+@pytest.fixture(scope="module")
+def guarded(store: Store) -> Iterator[Client]:
+    """A server that was given a token, and a name."""
+    with serving(store.folder, token=TOKEN, hosts=("fleet.example",)) as (client, _):
+        yield client
+
+
+def test_status_is_that_of_the_command_line(client: Client, store: Store) -> None:
+    answer = client.get("/api/v1/status")
+    assert answer.status == 200
+    sent, expected = msgspec.json.decode(answer.body, type=model.Status), collect_status(store)
+    assert msgspec.structs.replace(sent, closes_at_s=None) == msgspec.structs.replace(
+        expected, closes_at_s=None
+    )
+
+
+def test_details_count_by_class(client: Client) -> None:
+    """Images, prototypes and held-out results of a device, and of a head over its devices."""
+    details = msgspec.json.decode(client.get("/api/v1/details").body, type=Details)
+    device = next(each for each in details.devices if each.device == "a")
+    assert (device.images, device.prototypes) == ((30, 0, 20), (6, 0, 4))
+    assert (device.correct, device.incorrect) == ((4, 5, 0), (1, 0, 0))
+    (head,) = details.heads
+    assert (head.correct, head.incorrect) == ((4, 5, 0), (1, 0, 0))
+    assert head.spread is not None
+    assert (head.spread.mean, head.spread.worst, head.spread.devices) == (0.9, 0.9, 1)
+
+
+def test_unchanged_document_is_not_sent_again(client: Client) -> None:
+    first = client.get("/api/v1/status", Accept_Encoding="gzip")
+    assert msgspec.json.decode(gzip.decompress(first.body), type=model.Status).fleet == "barn"
+    assert client.get("/api/v1/status", If_None_Match=first.headers["etag"]).status == 304
+
+
+def test_openapi_document_has_every_route_and_struct(client: Client) -> None:
+    document = client.get("/api/v1/openapi.json").json()
+    for path, methods in document["paths"].items():
+        for method in methods:
+            name = path.replace("{", "").replace("}", "")
+            answer = client.request(method.upper(), name) if name != "/api/v1/events" else None
+            assert answer is None or answer.status not in {404, 405} or name.startswith("/api/v1/files/"), (
+                path
+            )
+    text = msgspec.json.encode(document).decode()
+    for part in text.split('"#/components/schemas/')[1:]:
+        assert part.partition('"')[0] in document["components"]["schemas"]
+
+
+def test_metrics_have_names_and_units_of_prometheus(client: Client) -> None:
+    """Base units, `_total` on counters, no device as a label."""
+    answer = client.get("/metrics")
+    families = {family.name: family for family in text_string_to_metric_families(answer.body.decode())}
+    assert all(name.startswith("protofleet_") and family.documentation for name, family in families.items())
+    (refused,) = families["protofleet_refused_messages"].samples
+    assert (refused.name, refused.labels, refused.value) == (
+        "protofleet_refused_messages_total",
+        {"reason": "shape"},
+        1.0,
+    )
+    states = {sample.labels["state"]: sample.value for sample in families["protofleet_devices"].samples}
+    assert (states["online"], states["offline"]) == (1, 1)
+    assert families["protofleet_head_accuracy_ratio"].samples[0].value == pytest.approx(0.9)
+    assert {
+        label for family in families.values() for sample in family.samples for label in sample.labels
+    } <= {*("state", "reason", "kind", "head", "fleet", "task", "algorithm")}
+
+
+def test_readiness_names_what_is_wrong(tmp_path: Path) -> None:
+    """Nothing runs on a state, then an aggregator does: its lock is held."""
+    started_store(tmp_path).close()
+    with serving(tmp_path) as (client, _):
+        answer = client.get("/readyz")
+        assert answer.status == 503
+        assert "not running" in answer.json()["problems"][0]
+        with contextlib.closing(Store(tmp_path, lock=True)):
+            wait_until("readiness", lambda: client.get("/readyz").status == 200, diagnostics=str)
+
+
+def test_state_without_a_task_is_a_problem(tmp_path: Path) -> None:
+    with contextlib.closing(Store(tmp_path)), serving(tmp_path) as (client, _):
+        answer = client.get("/api/v1/status")
+        assert answer.status == 503
+        assert "no task" in answer.json()["error"]
+        assert b"protofleet_state_readable 0.0" in client.get("/metrics").body
+
+
+def test_each_change_is_an_event(tmp_path: Path) -> None:
+    """A browser that watches receives another version, and no event for what it does not show."""
+    with contextlib.closing(busy_store(tmp_path)) as store, serving(tmp_path) as (client, _):
+        connection = http.client.HTTPConnection("127.0.0.1", client.port, timeout=60)
+        with contextlib.closing(connection):
+            connection.request("GET", "/api/v1/events")
+            response = connection.getresponse()
+
+            def event() -> str:
+                while not (line := response.readline().decode()).startswith("data:"):
+                    pass
+                return line
+
+            first = event()
+            store.submissions.put(TASK, submission_row("c", {1: 3}, received_s=300.0))
+            assert event() != first
+            assert len(client.get("/api/v1/details").json()["devices"]) == 4
+
+
+REFUSED_HOSTS = (
+    "attacker.example",
+    "attacker.example:8080",
+    "localhost.attacker.example",
+    "",
+    "127.0.0.1.nip.io",
+)
+
+
+@pytest.mark.parametrize("host", REFUSED_HOSTS)
+@pytest.mark.parametrize("path", ["/", "/api/v1/status", "/metrics", "/healthz"])
+def test_other_host_names_are_refused(client: Client, host: str, path: str) -> None:
+    """DNS rebinding: an attacker's name that has become an address of this machine."""
+    assert client.get(path, Host=host).status in {400, 421}
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost:80", "127.0.0.1", "[::1]:8080", "192.0.2.7:8080", "Fleet.Example:443"]
+)
+def test_own_host_names_are_accepted(guarded: Client, host: str) -> None:
+    assert guarded.get("/healthz", Host=host).status == 200
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Origin": "https://attacker.example"},
+        {"Origin": "null"},
+        {"Sec_Fetch_Site": "cross-site"},
+        {"Sec_Fetch_Site": "same-site"},
+    ],
+)
+def test_cross_site_requests_are_refused(server: tuple[Client, str], headers: dict[str, str]) -> None:
+    """Also with a cookie that the browser would add."""
+    client, token = server
+    cookie = sign_in(client, token).headers["set-cookie"].partition(";")[0]
+    assert client.get("/api/v1/status", Cookie=cookie, **headers).status == 403
+    answer = client.post("/api/v1/commands/promote", {}, Cookie=cookie, **headers)
+    assert answer.status == 403
+
+
+def sign_in(client: Client, token: str) -> Answer:
+    return client.post("/api/v1/session", {"token": token}, Origin=client.origin)
+
+
+def test_form_of_another_page_cannot_command(server: tuple[Client, str]) -> None:
+    """Neither without an origin, nor with a type that a form can send."""
+    client, token = server
+    answer = sign_in(client, token)
+    assert "HttpOnly" in answer.headers["set-cookie"]
+    assert "SameSite=strict" in answer.headers["set-cookie"]
+    cookie = answer.headers["set-cookie"].partition(";")[0]
+    assert client.post("/api/v1/commands/promote", {}, Cookie=cookie).status == 403
+    sent = {"Cookie": cookie, "Origin": client.origin, "Content-Type": "text/plain"}
+    assert client.request("POST", "/api/v1/commands/promote", {}, sent).status == 415
+    answer = client.post("/api/v1/commands/promote", {}, Cookie=cookie, Origin=client.origin)
+    assert answer.status == 409
+    assert "no candidate" in answer.json()["error"]
+
+
+def test_commands_need_the_token_on_loopback(server: tuple[Client, str], store: Store) -> None:
+    """Reading does not; the token is in the state directory, for its owner."""
+    client, token = server
+    assert client.get("/api/v1/status").status == 200
+    assert client.get("/api/v1/session").json() == {"read": True, "command": False}
+    assert client.post("/api/v1/commands/promote", {}).status == 401
+    assert client.post("/api/v1/commands/promote", {}, Authorization="Bearer wrong").status == 401
+    assert client.post("/api/v1/commands/promote", {}, Authorization=f"Bearer {token}").status == 409
+    assert stat.S_IMODE((store.folder / "http-token").stat().st_mode) == 0o600
+    assert own_token(store.folder) == token
+
+
+def test_given_token_is_needed_for_reading(guarded: Client) -> None:
+    for path in (
+        "/api/v1/status",
+        "/api/v1/details",
+        "/api/v1/events",
+        "/metrics",
+        "/api/v1/files/head.onnx",
+    ):
+        assert guarded.get(path).status == 401, path
+    assert guarded.get("/api/v1/status", Authorization=f"Bearer {TOKEN}").status == 200
+    assert guarded.get("/api/v1/session").json() == {"read": False, "command": False}
+    assert sign_in(guarded, "wrong").status == 401
+    cookie = sign_in(guarded, TOKEN).headers["set-cookie"].partition(";")[0]
+    assert guarded.get("/metrics", Cookie=cookie).status == 200
+
+
+def test_every_answer_forbids_other_sources(client: Client) -> None:
+    for path in ("/", "/api/v1/status", "/nothing"):
+        headers = client.get(path).headers
+        assert "default-src 'none'" in headers["content-security-policy"]
+        assert headers["x-content-type-options"] == "nosniff"
+
+
+def test_hostile_bodies_are_refused(server: tuple[Client, str]) -> None:
+    anyone, token = server
+    client = Client(anyone.port, {"Authorization": f"Bearer {token}"})
+    assert client.post("/api/v1/commands/rollback", {"version": "x" * 20000}).status == 413
+    for body in ({"version": 0}, {"version": "1"}, {"unknown": 1}, [], "x"):
+        assert client.post("/api/v1/commands/rollback", body).status == 400
+    assert client.post("/api/v1/commands/release", {"device": "../identity"}).status == 400
+    assert client.post("/api/v1/commands/nothing", {}).status == 404
+    assert client.get("/api/v1/files/..%2Fidentity%2Fsigning.key").status == 404
+    assert client.get("/%2e%2e/%2e%2e/etc/passwd").status == 404
+
+
+def test_commands_are_those_of_the_command_line(tmp_path: Path) -> None:
+    """A device is enrolled, revoked and forgotten; its enrollment folder stays nowhere on this machine."""
+    with contextlib.closing(started_store(tmp_path)) as store, serving(tmp_path) as (anyone, token):
+        store.submissions.put(TASK, submission_row("shed-1", {1: 3}))
+        client = Client(anyone.port, {"Authorization": f"Bearer {token}"})
+        answer = client.post("/api/v1/commands/enroll", {"device": "shed-1", "broker": "broker.example"})
+        assert answer.status == 200
+        with zipfile.ZipFile(io.BytesIO(answer.body)) as archive:
+            assert {"shed-1/device.key", "shed-1/enrollment.toml"} <= set(archive.namelist())
+        assert not list(tmp_path.glob("**/device.key"))
+        assert store.keys.is_closed()
+        again = client.post("/api/v1/commands/enroll", {"device": "shed-1"})
+        assert again.status == 409
+        assert "already enrolled" in again.json()["error"]
+        assert client.post("/api/v1/commands/forget", {"device": "shed-1"}).status == 200
+        assert not store.submissions.all(TASK)
+        revoked = client.post("/api/v1/commands/revoke", {"device": "shed-1"})
+        assert "revoked.crl" in revoked.json()["message"]
+        assert "shed-1" in store.keys.revoked()
