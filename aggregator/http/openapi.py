@@ -53,7 +53,7 @@ def openapi_document(version: str) -> dict[str, Any]:
             "delete": _operation("Sign a browser out.", {"200": _content("Signed out.", "Session")}),
         },
         "/healthz": {"get": _text("The HTTP server answers.", "text/plain")},
-        "/readyz": {"get": _reading("Whether the fleet is served; 503 if not.", "Readiness")},
+        "/readyz": {"get": _reading("200 if the fleet is served; 503 otherwise.", "Readiness")},
         "/metrics": {"get": _text("Metrics for Prometheus.", "text/plain")},
         "/api/v1/files/head.onnx": {"get": _text("The current head.", "application/octet-stream")},
         "/api/v1/files/model.onnx": {"get": _text("Head and backbones in one.", "application/octet-stream")},

@@ -1,4 +1,4 @@
-"""Whether the fleet is served, for load balancers and service managers."""
+"""The readiness of the fleet, for load balancers and service managers."""
 
 import msgspec
 
@@ -6,14 +6,14 @@ from aggregator.http.snapshots import Snapshot
 
 
 class Readiness(msgspec.Struct, frozen=True):
-    """Whether devices can upload, and if not, why."""
+    """The readiness for uploads of devices, and what is wrong without it."""
 
     ready: bool
     problems: tuple[str, ...] = ()
 
 
 def readiness(snapshot: Snapshot) -> Readiness:
-    """Return whether an aggregator runs on the state and stores uploads."""
+    """Return the readiness: an aggregator runs on the state and stores uploads."""
     status = snapshot.status
     if status is None:
         return Readiness(ready=False, problems=(snapshot.problem,))

@@ -1,0 +1,1 @@
+"""The dashboard's page: static files that `aggregator run --http` serves."""

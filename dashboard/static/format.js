@@ -1,0 +1,45 @@
+// Numbers and times as text.
+
+import { fleet } from "./fleet.js";
+
+export function percent(value) {
+  return value === null || value === undefined ? "–" : `${(100 * value).toFixed(1)} %`;
+}
+
+export function bytes(value) {
+  if (!value) return "0 B";
+  const units = ["B", "kB", "MB", "GB", "TB"];
+  const power = Math.min(units.length - 1, Math.floor(Math.log10(value) / 3));
+  return `${(value / 1000 ** power).toFixed(power ? 1 : 0)} ${units[power]}`;
+}
+
+export function counted(number, noun) {
+  return `${number.toLocaleString("en")} ${noun}${number === 1 ? "" : "s"}`;
+}
+
+/** The server's time, in unix seconds. */
+export function now() {
+  return Date.now() / 1000 + fleet.skew_s;
+}
+
+export function duration(seconds) {
+  const value = Math.max(0, Math.round(seconds));
+  if (value < 100) return `${value} s`;
+  if (value < 6000) return `${Math.round(value / 60)} min`;
+  if (value < 172800) return `${Math.round(value / 3600)} h`;
+  return `${Math.round(value / 86400)} d`;
+}
+
+export function ago(unix_s) {
+  return unix_s === null || unix_s === undefined ? "never" : `${duration(now() - unix_s)} ago`;
+}
+
+export function moment(unix_s) {
+  return new Date(unix_s * 1000).toLocaleString();
+}
+
+export function accuracyOf(correct, incorrect) {
+  const sum = (values) => values.reduce((total, each) => total + each, 0);
+  const total = sum(correct) + sum(incorrect);
+  return total ? sum(correct) / total : null;
+}

@@ -1,0 +1,132 @@
+// Accuracy on held-out images: of each head, by class and over devices.
+
+import { html, useEffect, useRef } from "../vendor/standalone.module.js";
+import { accuracyOf, percent } from "../format.js";
+import { color } from "./colors.js";
+
+const SHOWN_CLASSES = 30;
+const BINS = 10;
+
+const SERIES = [
+  ["All images", "--series-1", (head) => head.held_out.accuracy],
+  ["Classes alike", "--series-2", (head) => head.held_out.balanced],
+  ["Mean device", "--series-3", (_, details) => details?.spread?.mean],
+  ["Worst 10 % of devices", "--series-4", (_, details) => details?.spread?.worst],
+  ["Best 10 % of devices", "--series-5", (_, details) => details?.spread?.best],
+];
+
+function dataOf(status, details) {
+  const known = new Map(details.heads.map((each) => [each.version, each]));
+  const heads = status.heads.filter((head) => head.held_out.devices);
+  return [
+    heads.map((head) => head.version),
+    ...SERIES.map(([, , value]) => heads.map((head) => value(head, known.get(head.version)) ?? null)),
+  ];
+}
+
+function optionsOf(width) {
+  const axis = { stroke: color("--muted"), grid: { stroke: color("--line"), width: 1 }, ticks: { show: false } };
+  return {
+    width,
+    height: 260,
+    scales: { x: { time: false, range: (_, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) }, y: { range: [0, 1] } },
+    axes: [
+      { ...axis, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000] },
+      { ...axis, size: 60, values: (_, values) => values.map((value) => `${Math.round(100 * value)} %`) },
+    ],
+    series: [
+      { label: "Head" },
+      ...SERIES.map(([label, name]) => ({
+        label,
+        stroke: color(name),
+        width: 2,
+        points: { show: true, size: 6 },
+        value: (_, value) => percent(value),
+      })),
+    ],
+    legend: { live: true },
+  };
+}
+
+function Chart({ data }) {
+  const place = useRef();
+  const chart = useRef(null);
+  useEffect(() => {
+    const draw = () => {
+      chart.current?.destroy();
+      chart.current = new uPlot(optionsOf(place.current.clientWidth), place.current.data ?? data, place.current);
+    };
+    const fit = new ResizeObserver(() => {
+      if (chart.current && place.current.clientWidth !== chart.current.width) {
+        chart.current.setSize({ width: place.current.clientWidth, height: 260 });
+      }
+    });
+    draw();
+    fit.observe(place.current);
+    window.addEventListener("themechange", draw);
+    return () => {
+      window.removeEventListener("themechange", draw);
+      fit.disconnect();
+      chart.current?.destroy();
+    };
+  }, []);
+  useEffect(() => {
+    place.current.data = data;
+    chart.current?.setData(data);
+  }, [data]);
+  const last = data[0].length - 1;
+  const label = `Accuracy of ${data[0].length} heads. Of head ${data[0][last]}: ${SERIES.map(([name], number) => `${name} ${percent(data[number + 1][last])}`).join(", ")}`;
+  return html`<div class="chart" role="img" aria-label=${label} ref=${place}></div>`;
+}
+
+function Classes({ status, head }) {
+  const rows = status.classes
+    .map((name, number) => ({
+      name,
+      total: head.correct[number] + head.incorrect[number],
+      accuracy: accuracyOf([head.correct[number]], [head.incorrect[number]]),
+    }))
+    .filter((row) => row.total)
+    .sort((one, other) => one.accuracy - other.accuracy);
+  return html`<h3>By class, lowest first</h3>
+    <ul class="bars">
+      ${rows.slice(0, SHOWN_CLASSES).map(
+        (row) => html`<li key=${row.name}>
+          <span class="name">${row.name}</span>
+          <meter min="0" max="1" value=${row.accuracy} aria-label=${row.name}></meter>
+          <span>${percent(row.accuracy)} of ${row.total}</span>
+        </li>`,
+      )}
+    </ul>
+    ${rows.length > SHOWN_CLASSES && html`<p class="quiet">${SHOWN_CLASSES} of ${rows.length} classes.</p>`}`;
+}
+
+function DeviceBins({ details }) {
+  const bins = Array(BINS).fill(0);
+  for (const device of details.devices) {
+    const accuracy = accuracyOf(device.correct, device.incorrect);
+    if (accuracy !== null) bins[Math.min(BINS - 1, Math.floor(accuracy * BINS))] += 1;
+  }
+  const most = Math.max(1, ...bins);
+  return html`<h3>By device</h3>
+    <ul class="bars" aria-label="Devices by accuracy">
+      ${bins.map(
+        (count, number) => html`<li key=${number}>
+          <span class="name">${number * 10} to ${number * 10 + 10} %</span>
+          <meter min="0" max=${most} value=${count} aria-label=${`${number * 10} to ${number * 10 + 10} %`}></meter>
+          <span>${count}</span>
+        </li>`,
+      )}
+    </ul>`;
+}
+
+export function Accuracy({ status, details }) {
+  const data = dataOf(status, details);
+  if (!data[0].length) return html`<p class="empty">No device has evaluated a head yet.</p>`;
+  const head = details.heads.find((each) => each.version === status.rollout.current) ?? details.heads.at(-1);
+  return html`<${Chart} data=${data} />
+    <div class="columns">
+      <div><${Classes} status=${status} head=${head} /></div>
+      <div><${DeviceBins} details=${details} /></div>
+    </div>`;
+}

@@ -1,0 +1,46 @@
+// What needs an operator: each with what to do.
+
+import { html } from "../vendor/standalone.module.js";
+import { ago, counted, duration, now } from "../format.js";
+
+function alarmsOf(status) {
+  const found = [];
+  const add = (kind, text) => found.push({ kind, text });
+  if (!status.running) add("bad", "The aggregator is not running: start `aggregator run`.");
+  if (status.intake.stopped_s !== null) {
+    add("bad", `Uploads are not stored since ${ago(status.intake.stopped_s)}: ${status.intake.reason}`);
+  }
+  if (status.duplicate) add("bad", `Another aggregator uses this key, at ${status.duplicate.where}: stop one of them.`);
+  if (status.lost_files.length) {
+    add("bad", `The disk has lost ${counted(status.lost_files.length, "file")} that devices need: restart the aggregator.`);
+  }
+  const failed = status.failed_training;
+  if (failed) {
+    const again = duration(failed.retry_at_s - now());
+    add("bad", `Training of head ${failed.version} has failed ${counted(failed.failures, "time")}: ${failed.reason}. Repeated in ${again}.`);
+  }
+  if (status.lost_submissions.length) {
+    add("warn", `The disk has lost ${counted(status.lost_submissions.length, "submission")}: in no head until the device uploads again.`);
+  }
+  const held = status.quarantine.filter((each) => each.released_s === null);
+  if (held.length) {
+    add("warn", `${counted(held.length, "device")} quarantined: ${held.slice(0, 5).map((each) => each.device).join(", ")}${held.length > 5 ? " …" : ""}`);
+  }
+  const problems = status.devices.filter((device) => device.problem);
+  if (problems.length) {
+    add("warn", `${counted(problems.length, "device")} cannot take part: ${problems[0].device}: ${problems[0].problem}`);
+  }
+  for (const head of status.heads.slice(-1)) if (head.warning) add("warn", `Head ${head.version}: ${head.warning}`);
+  if (status.rate_limited_until_s && status.rate_limited_until_s > now()) {
+    add("warn", `The next training starts in ${duration(status.rate_limited_until_s - now())}, by limits.heads_per_hour.`);
+  }
+  return found;
+}
+
+export function Alarms({ status }) {
+  const alarms = alarmsOf(status);
+  if (!alarms.length) return null;
+  return html`<ul class="alarms" aria-label="Needs attention">
+    ${alarms.map(({ kind, text }) => html`<li class=${kind} key=${text}>${text}</li>`)}
+  </ul>`;
+}

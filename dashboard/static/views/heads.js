@@ -1,0 +1,64 @@
+// Trained heads: their figures, the files of the current one, and what an operator can do.
+
+import { html } from "../vendor/standalone.module.js";
+import { bytes, counted, moment, percent } from "../format.js";
+import { ask } from "./dialogs.js";
+
+const SHOWN = 20;
+
+function Candidate({ candidate }) {
+  return html`<div class="note">
+    <p>
+      Head ${candidate.version} is tried by ${counted(candidate.canaries.length, "canary device")};
+      ${candidate.awaited.length ? ` waiting for ${candidate.awaited.slice(0, 10).join(", ")}.` : " all have answered."}
+      ${` ${candidate.summary}`}
+    </p>
+    <button onClick=${() => ask("promote")}>Promote head ${candidate.version}</button>
+  </div>`;
+}
+
+function Head({ head, details }) {
+  const { version, held_out: heldOut } = head;
+  return html`<tr>
+    <th scope="row">${version}</th>
+    <td>${head.state && html`<span class="state ${head.state}">${head.state}</span>`} ${head.reason}</td>
+    <td>${moment(head.trained_s)}</td>
+    <td class="number">${head.devices}</td>
+    <td class="number">${head.prototypes}</td>
+    <td class="number">${percent(heldOut.accuracy)}</td>
+    <td class="number">${percent(heldOut.balanced)}</td>
+    <td class="number">${heldOut.devices}</td>
+    <td class="number">${details ? bytes(details.size_bytes) : "–"}</td>
+    <td class="actions">
+      ${head.state !== "current" && html`<button onClick=${() => ask("rollback", version)}>Roll back to ${version}</button>`}
+    </td>
+  </tr>`;
+}
+
+export function Heads({ status, details }) {
+  if (!status.heads.length) return html`<p class="empty">No head is trained yet.</p>`;
+  const known = new Map(details.heads.map((each) => [each.version, each]));
+  const newest = [...status.heads].reverse().slice(0, SHOWN);
+  return html`${status.rollout.candidate && html`<${Candidate} candidate=${status.rollout.candidate} />`}
+    ${status.rollout.requested !== null && html`<p class="note">Head ${status.rollout.requested} will be current.</p>`}
+    <p class="tools">
+      ${status.head_path && html`<a class="button" href="api/v1/files/head.onnx" download>Download head.onnx</a>`}
+      ${status.model_path && html`<a class="button" href="api/v1/files/model.onnx" download>Download model.onnx</a>`}
+    </p>
+    <div class="scroll" tabindex="0" role="region" aria-label="Heads">
+      <table>
+        <thead>
+          <tr>
+            <th scope="col">Head</th><th scope="col">State</th><th scope="col">Trained</th>
+            <th scope="col" class="number">Devices</th><th scope="col" class="number">Prototypes</th>
+            <th scope="col" class="number">Accuracy</th><th scope="col" class="number">Classes alike</th>
+            <th scope="col" class="number">Evaluated by</th><th scope="col" class="number">Size</th><th scope="col">Actions</th>
+          </tr>
+        </thead>
+        <tbody>
+          ${newest.map((head) => html`<${Head} key=${head.version} head=${head} details=${known.get(head.version)} />`)}
+        </tbody>
+      </table>
+    </div>
+    ${status.heads.length > SHOWN && html`<p class="quiet">The newest ${SHOWN} of ${status.heads.length}.</p>`}`;
+}

@@ -1,0 +1,40 @@
+// The fleet in eight figures.
+
+import { html } from "../vendor/standalone.module.js";
+import { bytes, percent } from "../format.js";
+
+function Figure({ name, value, note }) {
+  return html`<div class="figure">
+    <dt>${name}</dt>
+    <dd><strong>${value}</strong>${note && html` <span>${note}</span>`}</dd>
+  </div>`;
+}
+
+export function Summary({ status }) {
+  const { devices, rollout } = status;
+  const online = devices.filter((device) => device.state === "online").length;
+  const current = status.heads.find((head) => head.version === rollout.current);
+  const covered = Object.values(status.coverage).filter((each) => each.devices).length;
+  const uploaded = devices.reduce((total, device) => total + device.bytes, 0);
+  const epsilons = devices.map((device) => device.epsilon).filter((value) => value !== null);
+  const refused = status.refusals.reduce((total, each) => total + each.count, 0);
+  return html`<dl class="figures">
+    <${Figure} name="Devices online" value=${online} note="of ${devices.length}" />
+    <${Figure} name="Submissions" value=${status.submissions} note=${`${status.waiting} in no head yet`} />
+    <${Figure} name="Classes covered" value=${covered} note="of ${status.classes.length}" />
+    <${Figure}
+      name="Current head"
+      value=${rollout.current || "none"}
+      note=${rollout.candidate ? `candidate ${rollout.candidate.version}` : ""}
+    />
+    <${Figure}
+      name="Accuracy"
+      value=${percent(current?.held_out.accuracy)}
+      note=${current ? `on ${current.held_out.devices} devices` : ""}
+    />
+    <${Figure} name="Submissions stored" value=${bytes(uploaded)} />
+    ${epsilons.length > 0 &&
+    html`<${Figure} name="Greatest epsilon" value=${Math.max(...epsilons).toFixed(2)} note="of ${epsilons.length} devices" />`}
+    <${Figure} name="Refused messages" value=${refused} />
+  </dl>`;
+}
