@@ -1,7 +1,7 @@
 """Fetches the page's libraries from npm: `python -m dashboard.vendor`.
 
-`package-lock.json` pins each package by sha512. What the page uses is copied to `static/vendor/`, with the licenses; nothing
-of it is in the repository.
+`package-lock.json` pins each package by sha512. What the page uses is copied to `static/vendor/`, with the licenses;
+nothing of it is in the repository.
 """
 
 import json

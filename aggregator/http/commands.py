@@ -47,7 +47,7 @@ class EnrollCommand(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What a command has done."""
+    """The result of a command, in words."""
 
     message: str
 

@@ -25,7 +25,7 @@ class SignIn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Session(msgspec.Struct, frozen=True):
-    """What the browser may do."""
+    """The rights of the browser."""
 
     read: bool
     command: bool

@@ -41,7 +41,7 @@ class HttpAddress:
 
 
 class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the server's process receives on its standard input."""
+    """The settings that the server's process receives on its standard input."""
 
     state: str
     """The aggregator's state directory."""

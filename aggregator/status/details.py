@@ -1,4 +1,4 @@
-"""What the dashboard shows beside `aggregator status`: figures by device and class, and by head and class."""
+"""Figures of the dashboard that `aggregator status` has not: by device and class, and by head and class."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import ceil
