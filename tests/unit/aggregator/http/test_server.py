@@ -246,7 +246,8 @@ def test_hostile_bodies_are_refused(server: tuple[Client, str]) -> None:
     anyone, token = server
     client = Client(anyone.port, {"Authorization": f"Bearer {token}"})
     assert client.post("/api/v1/commands/rollback", {"version": "x" * 20000}).status == 413
-    for body in ({"version": 0}, {"version": "1"}, {"unknown": 1}, [], "x"):
+    bodies: tuple[object, ...] = ({"version": 0}, {"version": "1"}, {"unknown": 1}, [], "x")
+    for body in bodies:
         assert client.post("/api/v1/commands/rollback", body).status == 400
     assert client.post("/api/v1/commands/release", {"device": "../identity"}).status == 400
     assert client.post("/api/v1/commands/nothing", {}).status == 404
