@@ -1,6 +1,8 @@
 """`edge-client predict`."""
 
-from contextlib import suppress
+import sys
+from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,16 +13,26 @@ from edge_client.cli.options import (
     COUNT,
     as_json_text,
     fleet_option,
-    open_state,
+    open_state_to_predict,
     provider_option,
     state_option,
     threads_option,
 )
-from protocol.cli import say
+from protocol.cli import plain, say
 from protocol.errors import ProtofleetError
 
 if TYPE_CHECKING:
+    from edge_client.inference import Prediction
     from edge_client.runtime.session import Provider
+    from edge_client.storage.stored_values import InstalledHead
+
+Print = Callable[["Prediction", "InstalledHead"], None]
+
+top_option = click.option(
+    "--top", type=COUNT, default=3, show_default=True, help="Number of classes to print."
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object per image.")
+csv_option = click.option("--csv", "as_csv", is_flag=True, help="Print CSV with a header, one row per image.")
 
 
 @click.command("predict")
@@ -29,38 +41,88 @@ if TYPE_CHECKING:
 @state_option
 @provider_option
 @threads_option
-@click.option("--top", type=COUNT, default=3, show_default=True, help="Number of classes to print.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per image.")
+@top_option
+@json_option
+@csv_option
 def predict_command(
     *, images: tuple[Path, ...], fleet: str, state: Path | None, provider: "Provider", threads: int | None,
-    top: int, as_json: bool,
+    top: int, as_json: bool, as_csv: bool,
 ) -> None:  # fmt: skip
-    """Classify IMAGES with the installed head, offline."""
-    from edge_client.inference import open_in_use, predict
-    from edge_client.runtime.session import require_runtime
-    from protocol.errors import StateError
+    """Classify IMAGES with the installed head, offline.
 
+    IMAGES are files, folders, which are searched recursively, and patterns in quotes, such as 'photos/**/*.jpg'; `-`
+    reads paths from stdin, one per line.
+    """
+    from edge_client.cli.image_arguments import named_images
+    from edge_client.inference import open_in_use, predict
+    from edge_client.progress_bar import Progress
+    from edge_client.runtime.session import require_runtime
+
+    output = printer(as_json=as_json, as_csv=as_csv)
     require_runtime()
-    store = open_state(state, fleet, read_only=True)
-    with suppress(StateError):  # a disk that cannot be written, on which failures of the head are not counted
-        store = open_state(state, fleet)
+    paths = named_images(images)
+    store = open_state_to_predict(state, fleet)
     installed, backbones, head = open_in_use(store, provider=provider, threads=threads)
     for note in {backbone.model.note: None for backbone in backbones if backbone.model.note}:
         say(note, err=True)
     failed = 0
-    for prediction in predict(
-        images, backbones, head, top=top,
+    predictions = predict(
+        paths, backbones, head, top=top,
         run_head=partial(store.run_head, installed), run_backbones=partial(store.run_backbones, installed),
-    ):  # fmt: skip
-        if prediction.error:
-            failed += 1
-            say(f"error: {prediction.error}", err=True)
-        elif as_json:
-            scores = dict(prediction.top)
-            line = {"image": str(prediction.path), "label": prediction.label, "scores": scores}
-            click.echo(as_json_text({**line, "head_version": installed.version, "round": installed.round}))
-        else:
-            shown = "  ".join(f"{name} {score:.1%}" for name, score in prediction.top)
-            say(f"{prediction.path}: {shown}")
+    )  # fmt: skip
+    with closing(Progress("Images")) as progress:
+        for done, prediction in enumerate(predictions, start=1):
+            failed += bool(prediction.error)
+            output(prediction, installed)
+            if not sys.stdout.isatty():  # where the results themselves show it
+                progress.update(done, len(paths))
     if failed:
-        raise ProtofleetError(f"{failed} of {len(images)} images could not be read")
+        raise ProtofleetError(f"{failed} of {len(paths)} images could not be read")
+
+
+def printer(*, as_json: bool, as_csv: bool) -> Print:
+    """Return a function that prints a prediction of a head; that of an unusable image is an error on stderr.
+
+    Raises:
+        UsageError: both formats were given.
+    """
+    if as_json and as_csv:
+        raise click.UsageError("--json and --csv cannot be used together")
+    output = _print_json if as_json else _CsvPrinter() if as_csv else _print_text
+
+    def print_one(prediction: "Prediction", head: "InstalledHead") -> None:
+        if prediction.error:
+            say(f"error: {prediction.error}", err=True)
+        else:
+            output(prediction, head)
+
+    return print_one
+
+
+def _print_text(prediction: "Prediction", _head: "InstalledHead") -> None:
+    say(f"{prediction.path}: {'  '.join(f'{name} {score:.1%}' for name, score in prediction.top)}")
+
+
+def _print_json(prediction: "Prediction", head: "InstalledHead") -> None:
+    line = {"image": str(prediction.path), "label": prediction.label, "scores": dict(prediction.top)}
+    click.echo(as_json_text({**line, "head_version": head.version, "round": head.round}))
+
+
+class _CsvPrinter:
+    """Prints rows, before the first one a header, with the most probable classes as pairs of columns."""
+
+    def __init__(self) -> None:
+        self._has_header = False
+
+    def __call__(self, prediction: "Prediction", head: "InstalledHead") -> None:
+        import csv
+
+        rows = csv.writer(sys.stdout, lineterminator="\n")
+        if not self._has_header:
+            numbers = range(1, len(prediction.top) + 1)
+            pairs = (name for number in numbers for name in (f"label_{number}", f"probability_{number}"))
+            rows.writerow(["image", *pairs, "head_version"])
+            self._has_header = True
+        scores = (value for name, score in prediction.top for value in (plain(name), f"{score:.6f}"))
+        rows.writerow([plain(str(prediction.path)), *scores, head.version])
+        sys.stdout.flush()

@@ -5,6 +5,7 @@ import csv
 import difflib
 import errno
 import functools
+import io
 import itertools
 import os
 import unicodedata
@@ -122,6 +123,15 @@ def find_images(source: Path, classes: Sequence[str]) -> tuple[LabeledImage, ...
     return scan_images(source, classes).images
 
 
+def images_below(folder: Path, skipped: Counter[str]) -> Iterator[str]:
+    """Yield the paths of the images in a folder and below it; `skipped` counts other files by reason.
+
+    Raises:
+        OSError: a folder cannot be read.
+    """
+    return _walk(folder, {_place(folder.stat())}, skipped)
+
+
 def unlabeled(path: Path) -> LabeledImage:
     """Return a single file as an image of unknown class."""
     return _image(Path(), str(path), UNLABELED)
@@ -140,20 +150,40 @@ def decode(path: Path) -> Image.Image:
     Raises:
         UnreadableImage: it is not an image, truncated, corrupt, or too large; the message names the file.
     """
+    with _naming(f"{path}: "), _open(path) as image:
+        return _loaded(image)
+
+
+def decode_bytes(data: bytes) -> Image.Image:
+    """Return an image as `decode` does, from the bytes of its file.
+
+    Raises:
+        UnreadableImage: it is not an image, truncated, corrupt, or too large.
+    """
+    with _naming(""), Image.open(io.BytesIO(data), formats=IMAGE_FORMATS) as image:
+        return _loaded(image)
+
+
+@contextlib.contextmanager
+def _naming(source: str) -> Iterator[None]:
+    """Raise every error of an image as UnreadableImage, which begins with its source."""
     try:
-        with _open(path) as image:
-            _check_kind(image)
-            image.load()
-            ImageOps.exif_transpose(image, in_place=True)
-            return image
+        yield
     except UnreadableImage as error:
-        raise UnreadableImage(f"{path}: {error}") from error
+        raise UnreadableImage(f"{source}{error}") from error
     except UnidentifiedImageError as error:
-        raise UnreadableImage(f"{path}: it is none of {', '.join(IMAGE_FORMATS)}") from error
+        raise UnreadableImage(f"{source}it is none of {', '.join(IMAGE_FORMATS)}") from error
     except OSError as error:
-        raise UnreadableImage(f"{path}: {error.strerror or error}") from error
+        raise UnreadableImage(f"{source}{error.strerror or error}") from error
     except Exception as error:  # decoders raise errors of many classes on broken files
-        raise UnreadableImage(f"{path}: {error or type(error).__name__}") from error
+        raise UnreadableImage(f"{source}{error or type(error).__name__}") from error
+
+
+def _loaded(image: Image.Image) -> Image.Image:
+    _check_kind(image)
+    image.load()
+    ImageOps.exif_transpose(image, in_place=True)
+    return image
 
 
 def open_file(path: Path) -> BinaryIO:

@@ -5,17 +5,12 @@ from pathlib import Path
 import pytest
 
 from edge_client.storage.device_state import DeviceState
-from tests.support.devices.worker_benches import HeadBench, RoundsBench
+from tests.support.devices.worker_benches import RoundsBench
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> DeviceState:
     return DeviceState(tmp_path / "state")
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> HeadBench:
-    return HeadBench(tmp_path)
 
 
 @pytest.fixture

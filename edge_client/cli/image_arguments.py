@@ -1,0 +1,51 @@
+"""The images that arguments name: files, folders, patterns, and paths from stdin."""
+
+import glob
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from edge_client.data.images import images_below, is_folder
+from protocol.errors import ConfigError
+
+STDIN = Path("-")
+
+
+def named_images(arguments: Iterable[Path]) -> list[Path]:
+    """Return the images that arguments name, in their order, and those in a folder or of a pattern by path.
+
+    A folder is searched recursively, as those of classes are. A pattern (`*`, `?`, `[...]`, and `**` for folders at
+    any depth) is one that the shell has not replaced. `-` reads paths from stdin until its end, one per line.
+
+    Raises:
+        ConfigError: there is no image in a folder, or no file for a pattern.
+        OSError: a folder cannot be read.
+    """
+    return [path for argument in arguments for path in _named(argument)]
+
+
+def _named(argument: Path) -> Iterable[Path]:
+    if argument == STDIN:
+        return [path for line in _lines() for path in _in(Path(os.fsdecode(line)))]
+    if not os.path.lexists(argument) and glob.has_magic(str(argument)):
+        found = sorted(glob.iglob(str(argument), recursive=True))  # noqa: PTH207 - Path.glob takes no absolute pattern
+        if not found:
+            raise ConfigError(f"no file for the pattern {argument}")
+        return [Path(each) for each in found if not is_folder(Path(each))]
+    return _in(argument)
+
+
+def _in(path: Path) -> list[Path]:
+    if not is_folder(path):
+        return [path]
+    skipped: Counter[str] = Counter()
+    if not (found := sorted(images_below(path, skipped))):
+        reasons = ", ".join(f"{files} files: {reason}" for reason, files in skipped.most_common(3))
+        raise ConfigError(f"no image in {path}" + (f" ({reasons})" if reasons else ""))
+    return [Path(each) for each in found]
+
+
+def _lines() -> Iterator[bytes]:
+    return filter(None, (line.rstrip(b"\r\n") for line in sys.stdin.buffer))
