@@ -240,13 +240,18 @@ def predict(
             predictions = [
                 Prediction(image.path, error=f"{image.path}: {feature.reason}")
                 if isinstance(feature, Refusal)
-                else Prediction(image.path, _best(head, feature, top))
+                else Prediction(image.path, best_classes(head, feature, top))
                 for image, feature in batch
             ]
         yield from predictions
 
 
-def _best(head: Head, feature: NDArray[np.float32], top: int) -> tuple[tuple[str, float], ...]:
+def best_classes(head: Head, feature: NDArray[np.float32], top: int) -> tuple[tuple[str, float], ...]:
+    """Return the `top` most probable classes of a feature, float32 (L,), with probabilities in descending order.
+
+    Raises:
+        GraphRefused: the head fails on it.
+    """
     (probabilities,) = head.probabilities(feature[None])
     best = np.argsort(-probabilities, kind="stable")[:top]
     return tuple((head.classes[label], float(probabilities[label])) for label in best)

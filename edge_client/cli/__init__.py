@@ -2,12 +2,14 @@
 
 from edge_client.cli.predict import predict_command
 from edge_client.cli.run import cli
+from edge_client.cli.serve import serve_command
 from edge_client.cli.status import status_command, take_over_command
+from edge_client.cli.watch import watch_command
 from protocol.cli import run
 
 __all__ = ["cli", "main"]
 
-for _command in (predict_command, status_command, take_over_command):
+for _command in (predict_command, serve_command, status_command, take_over_command, watch_command):
     cli.add_command(_command)
 
 

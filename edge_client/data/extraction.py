@@ -16,8 +16,9 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
-from edge_client.data.images import LabeledImage, count_pixels, decode
+from edge_client.data.images import LabeledImage, count_pixels, decode, decode_bytes
 from edge_client.runtime.backbone import Backbone
 from edge_client.runtime.session import release_memory
 from edge_client.storage.feature_cache import FeatureCache
@@ -223,6 +224,21 @@ def _load(image: LabeledImage, specs: Iterable[Preprocessing], alter: Alter | No
             return _decoded(image, specs, alter)
         finally:
             release_memory()  # which the allocator would keep for this thread
+
+
+def feature_of(image: Image.Image | bytes, backbones: Sequence[Backbone]) -> NDArray[np.float32] | Refusal:
+    """Return the feature of an image, decoded or as its file's bytes: float32 (L1 + ... + LK,), or why it has none.
+
+    Raises:
+        ProtofleetError: a backbone fails.
+    """
+    try:
+        decoded = decode_bytes(image) if isinstance(image, bytes) else image
+        specs = {backbone.metadata.preprocessing for backbone in backbones}
+        pixels = {spec: preprocess(decoded, spec) for spec in specs}
+    except Exception as error:  # as in `_decoded`
+        return Refusal(str(error) or type(error).__name__)
+    return _finite(_features(backbones, [pixels])[0])
 
 
 def _decoded(image: LabeledImage, specs: Iterable[Preprocessing], alter: Alter | None) -> _Pixels | Refusal:

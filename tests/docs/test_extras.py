@@ -27,7 +27,9 @@ from {{module}} import main
 EDGE_CLIENT = {
     "": ["--broker", "127.0.0.1:9", "--data", "{folder}", "--state", "{folder}/device"],
     "predict": ["predict", "photo.jpg", "--state", "{folder}/device"],
+    "serve": ["serve", "--state", "{folder}/device"],
     "status": ["status", "--state", "{folder}/device"],
+    "watch": ["watch", "{folder}", "--state", "{folder}/device"],
     "take-over": ["take-over", "--state", "{folder}/device"],
 }
 AGGREGATOR = {

@@ -1,0 +1,84 @@
+"""`edge-client serve`."""
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from edge_client.cli.options import (
+    fleet_option,
+    open_state_to_predict,
+    provider_option,
+    state_option,
+    threads_option,
+)
+from protocol.cli import (
+    loading_modules,
+    read_secret,
+    setting,
+    start_logging,
+    stop_on_terminate,
+    verbose_option,
+)
+
+if TYPE_CHECKING:
+    from edge_client.runtime.session import Provider
+
+log = logging.getLogger(__name__)
+
+_MIB = 1024**2
+
+
+@click.command("serve")
+@fleet_option
+@state_option
+@provider_option
+@threads_option
+@setting("--http", metavar="HOST:PORT", default="127.0.0.1:8090", help="Address to listen on.")
+@setting(
+    "--http-token-file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="File with the token that a prediction requires, in line 1; or set PROTOFLEET_HTTP_TOKEN. Required unless "
+    "--http is a loopback address.",
+)
+@click.option(
+    "--max-image-mb", type=click.IntRange(1, 512), default=32, show_default=True,
+    help="MiB; a larger image file is refused.",
+)  # fmt: skip
+@verbose_option
+def serve_command(
+    *, fleet: str, state: Path | None, provider: "Provider", threads: int | None, http: str,
+    http_token_file: Path | None, max_image_mb: int, verbose: bool,
+) -> None:  # fmt: skip
+    """Answer HTTP requests with predictions of the newest head, until interrupted.
+
+    POST /predict takes an image file as its body, and returns JSON; GET /healthz returns 200 if there is a head. A head
+    that the device installs is used from the next request on.
+    """
+    import os
+
+    with loading_modules():
+        from edge_client.runtime.session import require_runtime
+        from edge_client.serving.head_in_use import HeadInUse
+        from edge_client.serving.http_server import PredictionServer, parse_options
+        from protocol.errors import ProtofleetError
+        from protocol.log import event
+
+        require_runtime()
+    start_logging(verbose=verbose)
+    logging.captureWarnings(capture=True)
+    logging.getLogger("py.warnings").setLevel(logging.CRITICAL)  # Pillow's repeat the reason of a refusal
+    token = os.environ.get("PROTOFLEET_HTTP_TOKEN")
+    if http_token_file is not None:
+        token = read_secret(http_token_file, what="token")
+    options = parse_options(http, token=token or None, max_image_bytes=max_image_mb * _MIB)
+    heads = HeadInUse(open_state_to_predict(state, fleet), provider=provider, threads=threads)
+    with PredictionServer(options, heads) as server:
+        stop_on_terminate()
+        try:
+            heads.follow()
+        except ProtofleetError as error:
+            event(log, logging.WARNING, "no predictions yet", reason=str(error))
+        event(log, logging.INFO, "listening", host=options.host, port=server.server_port)
+        server.serve_forever()

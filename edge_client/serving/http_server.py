@@ -1,0 +1,349 @@
+"""Predictions over HTTP: an image in, classes and probabilities out.
+
+`http.server` parses the requests, because a device installs no web framework. It has no limits of its own; here they
+are: on bytes and time of a request, on connections, and on images in memory. Each connection has one request.
+"""
+
+import hmac
+import io
+import ipaddress
+import json
+import logging
+import re
+import socket
+import socketserver
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from edge_client.runtime.session import release_memory
+from edge_client.serving.head_in_use import HeadInUse
+from protocol.errors import ConfigError, ProtofleetError, UnreadableImage
+from protocol.log import event
+
+log = logging.getLogger(__name__)
+
+MAX_HEAD_BYTES = 32 * 1024
+"""Of a request: its line and its headers."""
+
+REQUEST_S = 30.0
+"""Time limit for receiving a request."""
+
+WAIT_S = 10.0
+"""Time limit for the predictions before it, and for receiving the answer."""
+
+MAX_CONNECTIONS = 32
+
+MAX_IMAGES = 4
+"""Images in memory at a time, as received; one of them is decoded."""
+
+MAX_TOP = 4096
+
+_LARGE_BYTES = 2**20
+
+_ADDRESS = re.compile(r"(?:\[(?P<ipv6>[^]]+)\]|(?P<host>[^]/:[]+)):(?P<port>[0-9]{1,5})")
+_BUSY = (
+    b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+)
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Where a server listens, and what it requires of a request."""
+
+    host: str = "127.0.0.1"
+    port: int = 8090
+    token: str | None = None
+    """Required of a prediction unless it is None."""
+    max_image_bytes: int = 32 * 1024**2
+
+    @property
+    def is_local(self) -> bool:
+        """True if it can be reached from this machine only."""
+        return _is_loopback(self.host)
+
+
+def parse_options(address: str, *, token: str | None, max_image_bytes: int) -> ServerOptions:
+    """Return the options for an address `HOST:PORT` or `[IPv6]:PORT`.
+
+    Raises:
+        ConfigError: it is none, or can be reached from other machines and there is no token.
+    """
+    found = _ADDRESS.fullmatch(address.strip())
+    if found is None or int(found["port"]) > 65535:
+        raise ConfigError(f"expected the address to listen on as HOST:PORT, got {address!r}")
+    options = ServerOptions(found["host"] or found["ipv6"], int(found["port"]), token, max_image_bytes)
+    if token is None and not options.is_local:
+        raise ConfigError(
+            f"anybody who reaches {options.host} could use it: give --http-token-file, or listen on 127.0.0.1"
+        )
+    return options
+
+
+class PredictionServer(ThreadingHTTPServer):
+    """Answers `POST /predict` and `GET /healthz`, each connection in a thread of its own.
+
+    Raises:
+        ConfigError: it cannot listen there.
+    """
+
+    daemon_threads = True
+    block_on_close = False
+    allow_reuse_port = False
+    request_queue_size = 128
+
+    def __init__(self, options: ServerOptions, heads: HeadInUse) -> None:
+        self.options = options
+        self.heads = heads
+        self.images = threading.BoundedSemaphore(MAX_IMAGES)
+        self.predicting = threading.Lock()
+        self._connections = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self.address_family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+        try:
+            super().__init__((options.host, options.port), _Handler)
+        except OSError as error:
+            where = f"{options.host}:{options.port}"
+            raise ConfigError(f"cannot listen on {where}: {error.strerror}; give another --http") from error
+
+    def server_bind(self) -> None:
+        """Bind without asking a name server for the host's name."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Start the connection's thread, or refuse the connection if there are MAX_CONNECTIONS."""
+        if self._connections.acquire(blocking=False):
+            try:
+                super().process_request(request, client_address)
+            except BaseException:  # no further thread
+                self._connections.release()
+                raise
+            return
+        with suppress(OSError):
+            request.setblocking(False)
+            request.send(_BUSY)
+        self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer a connection's request."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._connections.release()
+
+    def handle_error(self, *_: object) -> None:
+        """Log what a client causes that ends its connection early."""
+        log.debug("connection failed", exc_info=sys.exc_info())
+
+
+class _Refused(Exception):
+    """A request that is answered with an error."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class _Incoming(io.RawIOBase):
+    """The bytes of a request, up to its limits of bytes and time; at the first, it ends."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._until_s = time.monotonic() + REQUEST_S
+        self.left = MAX_HEAD_BYTES
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        left_s = self._until_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        self._connection.settimeout(left_s)
+        received = self._connection.recv_into(buffer, min(len(buffer), self.left)) if self.left else 0
+        self.left -= received
+        return received
+
+
+class _Handler(BaseHTTPRequestHandler):
+    default_request_version = "HTTP/1.0"  # an answer with a status, also for bytes that are no request
+    protocol_version = "HTTP/1.1"  # for clients that wait for `100 Continue` before they send an image
+    server: PredictionServer
+
+    def setup(self) -> None:
+        super().setup()
+        self._incoming = _Incoming(self.connection)
+        self.rfile = io.BufferedReader(self._incoming)
+
+    def handle(self) -> None:
+        with suppress(TimeoutError):
+            self.handle_one_request()
+
+    def do_GET(self) -> None:
+        self._answer(self._health)
+
+    def do_POST(self) -> None:
+        self._answer(self._predict)
+
+    def _answer(self, work: Any) -> None:
+        try:
+            self._check_origin()
+            status, content = work()
+        except _Refused as refused:
+            status, content = refused.status, {"error": str(refused)}
+        except UnreadableImage as error:
+            status, content = 422, {"error": str(error)}
+        except TimeoutError:
+            status, content = 408, {"error": f"no complete request within {REQUEST_S:.0f} s"}
+        except ConnectionError:
+            raise
+        except Exception as error:  # whatever an image causes, the server goes on
+            event(log, logging.ERROR, "prediction failed", reason=str(error) or type(error).__name__)
+            status, content = 500, {"error": "the prediction failed: see the log"}
+        self._send(status, content)
+
+    def _check_origin(self) -> None:
+        """Refuse the requests of web pages: without a token, any page could send its images."""
+        given = self.headers.get("Host", "")
+        if self.server.options.token is None and not _is_loopback(_host_of(given)):
+            raise _Refused(421, "expected localhost, 127.0.0.1 or [::1] as Host")
+        if self.headers.get("Origin") is not None or "Sec-Fetch-Site" in self.headers:
+            raise _Refused(403, "requests of web pages are refused")
+
+    def _health(self) -> tuple[int, dict[str, Any]]:
+        if urlsplit(self.path).path != "/healthz":
+            raise _Refused(404, "expected GET /healthz or POST /predict")
+        try:
+            head = self.server.heads.follow().installed
+        except ProtofleetError:
+            return 503, {"status": "no head"}
+        return 200, {"status": "ok", "head_version": head.version, "round": head.round}
+
+    def _predict(self) -> tuple[int, dict[str, Any]]:
+        if urlsplit(self.path).path != "/predict":
+            raise _Refused(404, "expected GET /healthz or POST /predict")
+        self._check_token()
+        top, size_bytes = self._top(), self._size()
+        with _taken(self.server.images):
+            self._incoming.left += (
+                size_bytes  # what was read ahead of the image counted as a part of the headers
+            )
+            data = self.rfile.read(size_bytes)
+            if len(data) != size_bytes:
+                raise _Refused(400, f"expected {size_bytes} bytes, got {len(data)}")
+            with _taken(self.server.predicting):
+                try:
+                    opened = self.server.heads.follow()
+                except ProtofleetError as error:
+                    raise _Refused(503, str(error)) from error
+                best = opened.classify(data, top=top)
+                if size_bytes > _LARGE_BYTES:
+                    release_memory()  # which the allocator would keep for this thread
+        head = opened.installed
+        scores = {"label": best[0][0], "scores": dict(best)}
+        return 200, {**scores, "head_version": head.version, "round": head.round}
+
+    def _check_token(self) -> None:
+        if (token := self.server.options.token) is None:
+            return
+        scheme, _, given = self.headers.get("Authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(
+            given.strip().encode(errors="replace"), token.encode()
+        ):
+            raise _Refused(401, "expected the token, as `Authorization: Bearer TOKEN`")
+
+    def _top(self) -> int:
+        (text, *_) = parse_qs(urlsplit(self.path).query).get("top", ["3"])
+        if not re.fullmatch("[0-9]{1,4}", text) or not 0 < int(text) <= MAX_TOP:
+            raise _Refused(400, f"expected top to be from 1 to {MAX_TOP}")
+        return int(text)
+
+    def _size(self) -> int:
+        if "Transfer-Encoding" in self.headers:
+            raise _Refused(411, "expected Content-Length instead of Transfer-Encoding")
+        given = self.headers.get("Content-Length", "")
+        if not re.fullmatch("[0-9]{1,12}", given):
+            raise _Refused(411, "expected Content-Length and an image as the body")
+        if self.headers.get_content_maintype() == "multipart":
+            raise _Refused(415, "expected the image itself as the body: curl --data-binary @photo.jpg")
+        if int(given) > self.server.options.max_image_bytes:
+            raise _Refused(413, f"expected at most {self.server.options.max_image_bytes} bytes, got {given}")
+        return int(given)
+
+    def _send(self, status: int, content: dict[str, Any]) -> None:
+        body = json.dumps(content).encode() + b"\n"
+        self.connection.settimeout(WAIT_S)
+        self.send_response(status)
+        for name, value in (
+            ("Content-Type", "application/json"),
+            ("Content-Length", str(len(body))),
+            ("Connection", "close"),
+            ("X-Content-Type-Options", "nosniff"),
+            ("Cache-Control", "no-store"),
+        ):
+            self.send_header(name, value)
+        if status == 503:
+            self.send_header("Retry-After", "1")
+        if status == 401:
+            self.send_header("WWW-Authenticate", "Bearer")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+        self._end_request()
+
+    def _end_request(self) -> None:
+        """Discard what the client still sends, for a moment: it could not read an answer beside unread bytes."""
+        self.close_connection = True
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_WR)
+            until_s = time.monotonic() + 1.0
+            while (left_s := until_s - time.monotonic()) > 0:
+                self.connection.settimeout(left_s)
+                if not self.connection.recv(65_536):
+                    return
+
+    def send_error(self, code: int, message: str | None = None, *_: object) -> None:
+        """Answer a request that cannot be parsed, or of another method."""
+        self.command = getattr(self, "command", None) or ""
+        text = message or self.responses.get(code, ("error",))[0]
+        if code == 501:
+            code, text = 405, "expected GET /healthz or POST /predict"
+        self._send(code, {"error": text})
+
+    def version_string(self) -> str:
+        return "protofleet"
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - http.server's name
+        if log.isEnabledFor(logging.DEBUG):
+            event(log, logging.DEBUG, "request", client=self.client_address[0], text=format % args)
+
+
+@contextmanager
+def _taken(lock: "threading.Lock | threading.Semaphore") -> Iterator[None]:
+    if not lock.acquire(timeout=WAIT_S):
+        raise _Refused(503, f"busy for {WAIT_S:.0f} s: try again")
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _host_of(header: str) -> str:
+    """Return the name or address in a header Host, without its port."""
+    text = header.strip().lower()
+    if text.startswith("["):
+        return text[1:].partition("]")[0]
+    return text.partition(":")[0] if text.count(":") == 1 else text
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

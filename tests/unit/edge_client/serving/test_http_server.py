@@ -1,0 +1,192 @@
+"""`edge-client serve`: predictions over HTTP, and requests that it refuses."""
+
+import contextlib
+import http.client
+import io
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+
+from edge_client.serving import http_server
+from edge_client.serving.head_in_use import HeadInUse
+from edge_client.serving.http_server import PredictionServer, parse_options
+from protocol.errors import ConfigError
+from tests.support.devices.device_factory import noise
+from tests.support.devices.worker_benches import CONSTANT, HeadBench
+
+MAX_BYTES = 100_000
+
+Start = Callable[..., AbstractContextManager[int]]
+Answer = tuple[int, dict[str, Any]]
+
+
+def _png() -> bytes:
+    file = io.BytesIO()
+    noise().save(file, "PNG")
+    return file.getvalue()
+
+
+PNG = _png()
+
+
+@pytest.fixture
+def start(bench: HeadBench) -> Start:
+    """Return a function that serves the device's heads, and yields the port."""
+
+    @contextlib.contextmanager
+    def started(token: str | None = None) -> Iterator[int]:
+        options = parse_options("127.0.0.1:0", token=token, max_image_bytes=MAX_BYTES)
+        heads = HeadInUse(bench.store, provider="cpu", threads=1)
+        with PredictionServer(options, heads) as server:
+            thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+            thread.start()
+            try:
+                yield server.server_port
+            finally:
+                server.shutdown()
+                thread.join()
+
+    return started
+
+
+def _ask(
+    port: int, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
+) -> Answer:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    try:
+        connection.request(method, path, body, headers or {})
+        answer = connection.getresponse()
+        return answer.status, json.loads(answer.read() or b"{}")
+    finally:
+        connection.close()
+
+
+def _send(port: int, request: bytes) -> bytes:
+    """Send bytes and the end of them, and return the answer."""
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(request)
+            connection.shutdown(socket.SHUT_WR)
+        answer = b""
+        with contextlib.suppress(ConnectionError):
+            while part := connection.recv(65_536):
+                answer += part
+        return answer
+
+
+def test_newest_head_answers(bench: HeadBench, start: Start) -> None:
+    """The server needs no restart for the first head, nor for the next one."""
+    with start() as port:
+        assert _ask(port, "GET", "/healthz") == (503, {"status": "no head"})
+        assert _ask(port, "POST", "/predict", PNG)[0] == 503
+        for version in (1, 2):
+            bench.install(bench.head(version, CONSTANT["cat"] * version))
+            assert _ask(port, "GET", "/healthz") == (
+                200,
+                {"status": "ok", "head_version": version, "round": None},
+            )
+            status, answer = _ask(port, "POST", "/predict?top=2", PNG)
+            assert (status, answer["head_version"], set(answer["scores"])) == (200, version, {"cat", "dog"})
+            assert answer["label"] == max(answer["scores"], key=answer["scores"].get)
+
+
+@pytest.mark.parametrize(
+    ("status", "method", "path", "body", "headers"),
+    [
+        (404, "GET", "/", None, {}),
+        (404, "POST", "/other", PNG, {}),
+        (405, "PUT", "/predict", PNG, {}),
+        (411, "POST", "/predict", None, {"Content-Length": "-5"}),
+        (411, "POST", "/predict", PNG, {"Transfer-Encoding": "chunked"}),
+        (415, "POST", "/predict", PNG, {"Content-Type": "multipart/form-data; boundary=x"}),
+        (413, "POST", "/predict", bytes(MAX_BYTES + 1), {}),
+        (400, "POST", "/predict?top=0", PNG, {}),
+        (422, "POST", "/predict", b"no image", {}),
+        (422, "POST", "/predict", PNG[:-100], {}),
+        (422, "POST", "/predict", b"", {}),
+        (421, "POST", "/predict", PNG, {"Host": "attacker.example"}),
+        (421, "GET", "/healthz", None, {"Host": "attacker.example:8090"}),
+        (403, "POST", "/predict", PNG, {"Origin": "http://attacker.example"}),
+        (403, "POST", "/predict", PNG, {"Sec-Fetch-Site": "cross-site"}),
+    ],
+)
+def test_unsuitable_requests_are_refused(
+    bench: HeadBench, start: Start, status: int, method: str, path: str, body: bytes | None, headers: dict[str, str]
+) -> None:  # fmt: skip
+    """With a reason; the next request is answered."""
+    bench.install(bench.head(1, CONSTANT["cat"]))
+    with start() as port:
+        refused, answer = _ask(port, method, path, body, headers)
+        assert (refused, list(answer)) == (status, ["error"])
+        assert _ask(port, "POST", "/predict", PNG)[0] == 200
+
+
+def test_bytes_that_are_no_request_end_their_connection_only(bench: HeadBench, start: Start) -> None:
+    bench.install(bench.head(1, CONSTANT["cat"]))
+    length = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n"
+    with start() as port:
+        assert b" 400 " in _send(port, b"\x16\x03\x01\x02\x00\r\n\r\n")
+        assert b" 400 " in _send(port, length + b"short")
+        _send(port, b"")
+        _send(port, b"GET /healthz HTTP/1.1\r\n" + b"X-Header: " + bytes(10 * http_server.MAX_HEAD_BYTES))
+        _send(port, b"GET /healthz HTTP/1.1\r\n" + b"X: y\r\n" * 10_000)
+        _send(port, b"A" * 10 * http_server.MAX_HEAD_BYTES)
+        assert _ask(port, "POST", "/predict", PNG)[0] == 200
+
+
+def test_slow_request_is_ended(bench: HeadBench, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time limit is that of the whole request, however often bytes arrive."""
+    bench.install(bench.head(1, CONSTANT["cat"]))
+    monkeypatch.setattr(http_server, "REQUEST_S", 0.5)
+    begin = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n"
+    with start() as port:
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+            connection.sendall(begin)
+            assert b" 408 " in connection.recv(65_536)
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+            connection.sendall(begin[:10])
+            assert connection.recv(65_536) == b""
+
+
+def test_connections_are_limited(bench: HeadBench, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.install(bench.head(1, CONSTANT["cat"]))
+    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 1)
+    with start() as port:
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as first:
+            first.sendall(b"GET")
+            assert b" 503 " in _send(port, b"GET /healthz HTTP/1.1\r\n\r\n")
+        while (answer := _ask(port, "GET", "/healthz"))[0] == 503:  # until the first one has ended
+            pass
+        assert answer[0] == 200
+
+
+def test_token_is_required(bench: HeadBench, start: Start) -> None:
+    """Of predictions, not of the health check; with a token, any Host is accepted."""
+    bench.install(bench.head(1, CONSTANT["cat"]))
+    with start("secret") as port:
+        assert _ask(port, "GET", "/healthz")[0] == 200
+        for given in ({}, {"Authorization": "Bearer other"}, {"Authorization": "Basic secret"}):
+            assert _ask(port, "POST", "/predict", PNG, given)[0] == 401
+        given = {"Authorization": "Bearer secret", "Host": "camera.example"}
+        assert _ask(port, "POST", "/predict", PNG, given)[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("address", "token", "error"),
+    [
+        ("0.0.0.0:80", None, "--http-token-file"),
+        ("[::]:80", None, "--http-token-file"),
+        ("127.0.0.1", None, "HOST:PORT"),
+        ("127.0.0.1:65536", None, "HOST:PORT"),
+    ],
+)
+def test_address_that_others_reach_requires_a_token(address: str, token: str | None, error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        parse_options(address, token=token, max_image_bytes=1)
+    assert parse_options("[::1]:8090", token=None, max_image_bytes=1).is_local
+    assert not parse_options("0.0.0.0:8090", token="secret", max_image_bytes=1).is_local
