@@ -8,15 +8,21 @@ import click
 from aggregator.cli import cli as aggregator
 from edge_client.cli import cli as edge_client
 from export.cli import cli as export_backbone
+from protofleet.cli import cli as protofleet
 
-PROGRAMS = {"edge-client": edge_client, "aggregator": aggregator, "export-backbone": export_backbone}
+PROGRAMS = {
+    "edge-client": edge_client,
+    "aggregator": aggregator,
+    "export-backbone": export_backbone,
+    "protofleet": protofleet,
+}
 PAGE = Path(__file__).with_name("cli.md")
 WIDTH = 100
 
 PREFACE = """\
 # Command lines
 
-The options of `edge-client`, `aggregator` and `export-backbone`, written by `python -m docs.generate_cli`
+The options of `edge-client`, `aggregator`, `export-backbone` and `protofleet`, written by `python -m docs.generate_cli`
 from their `--help`.
 
 Exit codes: 0 success, 1 an expected error with one line on stderr, 2 wrong usage, 130 interrupted. Results are

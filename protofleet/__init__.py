@@ -14,33 +14,45 @@ if TYPE_CHECKING:
     from protofleet.images import ImageSource
     from protofleet.model import Model, Prediction
     from protofleet.prototypes import Prototypes, batch_prototypes
+    from protofleet.simulation.dataset import Dataset, load_dataset
+    from protofleet.simulation.simulate import AlgorithmResult, Simulation, simulate
 
 _HOMES = {
+    "AlgorithmResult": "protofleet.simulation.simulate",
     "Backbone": "edge_client.runtime.backbone",
+    "Dataset": "protofleet.simulation.dataset",
     "Head": "protofleet.head",
     "ImageSource": "protofleet.images",
     "Model": "protofleet.model",
     "Prediction": "protofleet.model",
     "ProtofleetError": "protocol.errors",
     "Prototypes": "protofleet.prototypes",
+    "Simulation": "protofleet.simulation.simulate",
     "batch_prototypes": "protofleet.prototypes",
     "extract_features": "protofleet.features",
     "load_backbone": "protofleet.features",
+    "load_dataset": "protofleet.simulation.dataset",
+    "simulate": "protofleet.simulation.simulate",
     "train_head": "protofleet.head",
 }
 """The module of each public name."""
 
 __all__ = [
+    "AlgorithmResult",
     "Backbone",
+    "Dataset",
     "Head",
     "ImageSource",
     "Model",
     "Prediction",
     "ProtofleetError",
     "Prototypes",
+    "Simulation",
     "batch_prototypes",
     "extract_features",
     "load_backbone",
+    "load_dataset",
+    "simulate",
     "train_head",
 ]
 

@@ -81,6 +81,11 @@ class OnnxModel:
     _session: Any = field(repr=False)
     _source: Path | bytes = field(repr=False)
 
+    @property
+    def size_bytes(self) -> int:
+        """Size of its file."""
+        return self._source.stat().st_size if isinstance(self._source, Path) else len(self._source)
+
     @contextlib.contextmanager
     def isolated(self) -> Iterator["OnnxModel"]:
         """Yield the model with runs that have a process of their own each, on the CPU."""

@@ -7,6 +7,7 @@ import pytest
 from aggregator.cli import cli as aggregator
 from aggregator.storage.store import Store
 from edge_client.cli import cli as edge_client
+from protofleet.cli import cli as protofleet
 from tests.support.commands import run_command
 from tests.support.fleets.aggregator_process import write_task
 from tests.support.messages.submissions import SERVED
@@ -47,6 +48,7 @@ AGGREGATOR = {
     "rotate-key": [],
     "take-over": [],
 }
+SIMULATION = ["simulate", "{folder}", "--backbone", "{folder}/task.toml"]
 EXPORT = {"export": ["resnet18", "--random"], "list": ["--list", "resnet*"]}
 
 
@@ -62,6 +64,7 @@ COMMANDS = [
         for name, arguments in AGGREGATOR.items()
     ),
     *(("export.cli", "export,cpu", arguments) for arguments in EXPORT.values()),
+    ("protofleet.cli", "aggregator,cpu", SIMULATION),
 ]
 WITHOUT_EXTRAS = (
     *("enroll", "enroll-broker", "revoke", "forget", "reset-key", "issue-key", "rotate-key"),
@@ -73,6 +76,7 @@ WITHOUT_EXTRAS = (
 def test_every_command_is_tried() -> None:
     assert EDGE_CLIENT.keys() == {"", *edge_client.commands}
     assert AGGREGATOR.keys() == set(aggregator.commands)
+    assert {SIMULATION[0]} == set(protofleet.commands)
 
 
 @pytest.mark.parametrize(("module", "extra", "arguments"), COMMANDS)

@@ -187,7 +187,7 @@ def test_every_command_on_a_page_is_accepted(page: Path) -> None:
     """The programs accept the commands in console blocks."""
     blocks = re.findall(r"(?ms)^```console\n(.*?)^```", page.read_text(encoding="utf-8"))
     for line in "".join(blocks).splitlines():
-        if re.match(r"(\S*/)?(edge-client|aggregator|export-backbone) ", line):
+        if re.match(r"(\S*/)?(edge-client|aggregator|export-backbone|protofleet) ", line):
             parse(line)
 
 

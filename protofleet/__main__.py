@@ -1,0 +1,5 @@
+"""`python -m protofleet`."""
+
+from protofleet.cli import main
+
+main()

@@ -1,0 +1,179 @@
+"""The `protofleet` program: fleets simulated on this machine."""
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from protocol.cli import counted, require_packages, run, say
+
+if TYPE_CHECKING:
+    from protofleet.simulation.simulate import Simulation
+
+EXTRAS = "aggregator,cpu"
+"""Extras of the package that the program needs."""
+
+ALGORITHMS = (
+    *("fedtc", "fedtc-refined", "statistics"),
+    *("fedpcl", "fpl", "fedproto", "hierarchical"),
+    *("alone", "all-images"),
+)
+"""Those of `protofleet.simulation.simulate`, which is imported when the command runs."""
+
+COLUMNS = {
+    "algorithm": "<16", "all images": ">12", "device mean": ">13", "worst 10 %": ">12", "uploads": ">9", "kB up": ">10",
+    "kB down": ">10", "CPU s": ">9",
+}  # fmt: skip
+
+
+def _default_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "protofleet"
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="protofleet")
+def cli() -> None:
+    """Simulate a fleet on this machine before there is one."""
+
+
+@cli.command("simulate")
+@click.argument("data", type=click.Path(exists=True, path_type=Path))
+@click.option(
+    "--backbone",
+    "backbones",
+    multiple=True,
+    required=True,
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="ONNX file that `export-backbone` wrote; may be repeated.",
+)
+@click.option("--devices", type=click.IntRange(min=1), default=10, show_default=True)
+@click.option(
+    "--partition",
+    default="dirichlet:0.3",
+    show_default=True,
+    help="iid, dirichlet:BETA (the smaller BETA, the more devices differ) or sharding:CLASSES_PER_DEVICE.",
+)
+@click.option(
+    "--domains",
+    is_flag=True,
+    help="Each directory in DATA is a domain, such as a place or a camera; a device has images of one of them.",
+)
+@click.option(
+    "--algorithm",
+    "algorithms",
+    multiple=True,
+    type=click.Choice(ALGORITHMS),
+    default=("fedtc", "statistics", "alone", "all-images"),
+    show_default=True,
+    help="May be repeated. alone: each device without the fleet; all-images: training in one place.",
+)
+@click.option(
+    "--held-out",
+    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    default=0.2,
+    show_default=True,
+    help="Fraction of each class that no device gets, to evaluate heads on.",
+)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the division.")
+@click.option(
+    "--cache",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=_default_cache,
+    show_default="~/.cache/protofleet",
+    help="Directory that keeps the images' features for the next time.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def simulate_command(  # noqa: PLR0913 - every option of the command line
+    *,
+    data: Path,
+    backbones: tuple[Path, ...],
+    devices: int,
+    partition: str,
+    domains: bool,
+    algorithms: tuple[str, ...],
+    held_out: float,
+    seed: int,
+    cache: Path,
+    as_json: bool,
+) -> None:
+    """Deal the images in DATA out to simulated devices, and show what each algorithm reaches.
+
+    DATA is a directory with one subdirectory of images per class, or a CSV file with the columns path,label, as for
+    `edge-client --data`. Devices and aggregator compute what real ones do, and encode the same messages.
+
+    Example: protofleet simulate photos --backbone backbone.onnx --devices 100 --partition dirichlet:0.1
+    """
+    require_packages("onnx", "onnxruntime", "onnxscript", "scipy", "torch", extras=EXTRAS)
+    from edge_client.progress_bar import Progress
+    from protofleet.simulation.dataset import load_dataset
+    from protofleet.simulation.simulate import AlgorithmResult, simulate
+
+    bar = Progress("features")
+    try:
+        loaded = load_dataset(data, backbones, domains=domains, cache=cache, on_progress=bar.update)
+    finally:
+        bar.close()
+    for path, reason in loaded.unusable:
+        say(f"image left out: {path}: {reason}", err=True)
+    bar, done = Progress("algorithms", estimates=False), 0
+    bar.update(0, len(algorithms), algorithms[0])
+
+    def advance(_: AlgorithmResult) -> None:
+        nonlocal done
+        done += 1
+        bar.update(done, len(algorithms), next(iter(algorithms[done:]), ""))
+
+    try:
+        made = simulate(
+            loaded,
+            devices=devices,
+            partition=partition,
+            algorithms=algorithms,
+            held_out=held_out,
+            seed=seed,
+            on_result=advance,
+        )
+    finally:
+        bar.close()
+    if as_json:
+        click.echo(json.dumps(made.as_dict(), allow_nan=False))
+    else:
+        for line in describe(made):
+            say(line)
+
+
+def describe(made: "Simulation") -> list[str]:
+    """Return the lines of a simulation's report."""
+    each = sorted(made.images.sum(axis=1).tolist())
+    domains = len(set(made.domains))
+    lines = [
+        f"{counted(made.devices, 'device')}, {made.partition}, seed {made.seed}: {each[0]} to {each[-1]} images each, "
+        f"median {each[len(each) // 2]}; {len(made.classes)} classes"
+        + (f", {domains} domains" if domains > 1 else "")
+        + f", {counted(made.held_out, 'held-out image')}",
+        f"backbone: {made.backbone_bytes / 1e3:,.0f} kB, downloaded once by each device",
+        "",
+        "".join(f"{name:{spec}}" for name, spec in COLUMNS.items()),
+    ]
+    for result in made.results:
+        cells = (
+            result.algorithm,
+            *(f"{100 * value:.1f} %" for value in (result.accuracy, result.device_mean, result.device_worst)),
+            *(str(result.uploads), f"{result.up_bytes / 1e3:,.1f}", f"{result.down_bytes / 1e3:,.1f}"),
+            f"{result.seconds:,.1f}",
+        )
+        lines.append("".join(f"{cell:{spec}}" for cell, spec in zip(cells, COLUMNS.values(), strict=True)))
+    lines += [
+        f"{result.algorithm}: {counted(len(result.quarantined), 'device')} quarantined as outliers: "
+        + ", ".join(result.quarantined)
+        for result in made.results
+        if result.quarantined
+    ]
+    return lines
+
+
+def main() -> None:
+    """Run the console script."""
+    run(cli, program="protofleet", extras=EXTRAS)

@@ -1,0 +1,280 @@
+"""Simulated fleets: labeled images dealt out to devices, and what each algorithm makes of them."""
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aggregator.algorithms.registry import ALGORITHMS as IN_ROUNDS
+from aggregator.config.schema import Client as ClientSettings
+from aggregator.config.schema import Robust
+from protocol.errors import ConfigError
+from protofleet.simulation import algorithms as methods
+from protofleet.simulation.algorithms import Trained
+from protofleet.simulation.dataset import Dataset
+from protofleet.simulation.fleet import Client
+from protofleet.simulation.partitions import Partition, parse_partition, share_out
+
+FEDTC, REFINED, STATISTICS = "fedtc", "fedtc-refined", "statistics"
+ALONE, ALL_IMAGES = "alone", "all-images"
+
+ALGORITHMS = (FEDTC, REFINED, STATISTICS, *IN_ROUNDS, ALONE, ALL_IMAGES)
+"""The algorithms that can be simulated; `alone` is each device without the fleet, `all-images` training on all images
+in one place."""
+
+DEFAULT_ALGORITHMS = (FEDTC, STATISTICS, ALONE, ALL_IMAGES)
+"""Those that take seconds."""
+
+WORST_SHARE = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmResult:
+    """The result of one algorithm.
+
+    Attributes:
+        algorithm: one of ALGORITHMS.
+        accuracy: share of all held-out images that are classified correctly, mean over the devices' heads.
+        device_accuracies: likewise of each device's own head on held-out images of its domain, in the mixture of
+            classes that the device has; NaN for a device of whose classes no image is held out.
+        uploads: submissions of a device.
+        up_bytes: bytes of all uploads of a device, mean over the devices.
+        down_bytes: bytes of all downloads of a device, without the backbone.
+        seconds: processor time of all devices and the aggregator, without backbones and the export of graphs.
+        quarantined: devices that were omitted as outliers; empty in rounds, where none is quarantined.
+    """
+
+    algorithm: str
+    accuracy: float
+    device_accuracies: tuple[float, ...]
+    uploads: int
+    up_bytes: float
+    down_bytes: float
+    seconds: float
+    quarantined: tuple[str, ...] = ()
+
+    @property
+    def device_mean(self) -> float:
+        """Mean of `device_accuracies`."""
+        return float(np.nanmean(self.device_accuracies))
+
+    @property
+    def device_worst(self) -> float:
+        """Mean of the worst tenth of `device_accuracies`, at least of one device."""
+        ordered = np.sort([each for each in self.device_accuracies if not math.isnan(each)])
+        return float(ordered[: max(1, math.ceil(WORST_SHARE * len(ordered)))].mean())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simulation:
+    """A simulated fleet and its results.
+
+    Attributes:
+        devices: number of devices.
+        partition: how the images were dealt out.
+        classes: the C class names.
+        domains: the domain of each device.
+        images: int64 (K, C), the images of each device and class.
+        held_out: images that no device has, to evaluate heads on.
+        backbone_bytes: size of the backbone's file, which each device downloads once; 0 if it is unknown.
+        seed: of the division.
+        results: one for each algorithm.
+    """
+
+    devices: int
+    partition: str
+    classes: tuple[str, ...]
+    domains: tuple[str, ...]
+    images: NDArray[np.int64]
+    held_out: int
+    backbone_bytes: int
+    seed: int
+    results: tuple[AlgorithmResult, ...]
+
+    def __getitem__(self, algorithm: str) -> AlgorithmResult:
+        """Return the result of an algorithm; raises KeyError if it was not simulated."""
+        for result in self.results:
+            if result.algorithm == algorithm:
+                return result
+        raise KeyError(algorithm)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything as numbers, texts and lists, for JSON; None in place of NaN."""
+        results = [
+            {
+                **asdict(result),
+                "device_mean": result.device_mean,
+                "device_worst": result.device_worst,
+                "device_accuracies": [
+                    None if math.isnan(each) else each for each in result.device_accuracies
+                ],
+            }
+            for result in self.results
+        ]
+        return {**vars(self), "images": self.images.tolist(), "results": results}
+
+
+def simulate(
+    data: Dataset,
+    *,
+    devices: int = 10,
+    partition: str = "dirichlet:0.3",
+    algorithms: Sequence[str] = DEFAULT_ALGORITHMS,
+    held_out: float = 0.2,
+    robust: Robust | None = None,
+    seed: int = 0,
+    on_result: Callable[[AlgorithmResult], None] = lambda _: None,
+) -> Simulation:
+    """Deal the images of a dataset out to simulated devices, and report what each algorithm reaches.
+
+    Devices and aggregator run their own functions and encode their own messages, in this process and without a network.
+    All settings that are not arguments are the defaults of the task file.
+
+    Args:
+        data: what `load_dataset` returned, or a `Dataset` of arrays.
+        devices: K; with several domains a device has images of one of them, and all have about the same number of
+            devices.
+        partition: `iid` for random images; `dirichlet:BETA` for shares of each class drawn from a Dirichlet
+            distribution, the more unequal the smaller BETA; `sharding:N` for N classes on each device.
+        algorithms: some of `ALGORITHMS`.
+        held_out: share of each class of each domain that no device gets.
+        robust: the aggregator's protection against incorrect prototypes; None for its defaults.
+        seed: of the images that are held out, and of their division.
+        on_result: called with each result as soon as there is one.
+
+    Raises:
+        ConfigError: an argument is out of range, or there are too few images.
+    """
+    unknown = [name for name in algorithms if name not in ALGORITHMS]
+    if unknown:
+        raise ConfigError(f"expected algorithms out of {', '.join(ALGORITHMS)}, got {unknown[0]!r}")
+    clients = deal_out(data, parse_partition(partition), devices=devices, held_out=held_out, seed=seed)
+    results = []
+    for trained, name in _train(clients, len(data.classes), algorithms, robust or Robust()):
+        results.append(_result(name, trained, clients))
+        on_result(results[-1])
+    return Simulation(
+        devices=devices,
+        partition=partition,
+        classes=data.classes,
+        domains=tuple(client.domain for client in clients),
+        images=np.array(
+            [np.bincount(client.train_labels, minlength=len(data.classes)) for client in clients], np.int64
+        ),
+        held_out=len(clients[0].test_labels),
+        backbone_bytes=data.backbone_bytes,
+        seed=seed,
+        results=tuple(results),
+    )
+
+
+def deal_out(
+    data: Dataset, partition: Partition, *, devices: int, held_out: float, seed: int
+) -> list[Client]:
+    """Return the clients of a fleet, all with the same held-out images.
+
+    A client's weights are those of held-out images of its domain in its own mixture of classes; zeros if there are none
+    of its classes.
+
+    Raises:
+        ConfigError: there are fewer devices than domains, no held-out images, or too few images for each device to have
+            one.
+    """
+    domain_of = np.zeros(len(data.labels), np.int64) if data.domain_of is None else data.domain_of
+    if not 1 <= devices <= len(data.labels) or devices < len(data.domains):
+        raise ConfigError(
+            f"expected {len(data.domains)} to {len(data.labels)} devices for {len(data.labels)} images in "
+            f"{len(data.domains)} domains, got {devices}"
+        )
+    if not 0 < held_out < 1:
+        raise ConfigError(f"expected a held-out share between 0 and 1, got {held_out}")
+    rng = np.random.default_rng(seed)
+    kept_back = _held_out(domain_of * len(data.classes) + data.labels, held_out, rng)
+    if not kept_back.any():
+        raise ConfigError(
+            f"no image is held out: a class needs {math.ceil(1 / held_out)} images at least, or a greater share"
+        )
+    test, test_labels = data.features[kept_back], data.labels[kept_back]
+    clients = []
+    for number, domain in enumerate(data.domains):
+        rows = np.flatnonzero((domain_of == number) & ~kept_back)
+        mine = len(range(number, devices, len(data.domains)))
+        owners = share_out(data.labels[rows], partition, clients=mine, rng=rng)
+        present = np.where(domain_of[kept_back] == number, test_labels, -1)
+        for owner in range(mine):
+            own = rows[owners == owner]
+            clients.append(
+                Client(
+                    domain=domain,
+                    train=data.features[own],
+                    train_labels=data.labels[own],
+                    test=test,
+                    test_labels=test_labels,
+                    weights=_weights(data.labels[own], present, len(data.classes)),
+                )
+            )
+    return clients
+
+
+def _held_out(groups: NDArray[np.int64], share: float, rng: np.random.Generator) -> NDArray[np.bool_]:
+    """Mark a share of each group, rounded down, (n,)."""
+    marked = np.zeros(len(groups), np.bool_)
+    for group in np.unique(groups):
+        members = rng.permutation(np.flatnonzero(groups == group))
+        marked[members[: int(share * len(members))]] = True
+    return marked
+
+
+def _weights(own: NDArray[np.int64], present: NDArray[np.int64], classes: int) -> NDArray[np.float64]:
+    """Return the weight of each test image, (m,), by its class or -1, so that classes weigh as much as in `own`."""
+    available = np.bincount(present[present >= 0], minlength=classes)
+    of_class = np.append(np.bincount(own, minlength=classes) / np.maximum(available, 1), 0.0)
+    weights: NDArray[np.float64] = of_class[present]
+    return np.asarray(weights / max(weights.sum(), np.finfo(np.float64).tiny))
+
+
+def _train(
+    clients: Sequence[Client], classes: int, names: Sequence[str], robust: Robust
+) -> Iterator[tuple[Trained, str]]:
+    """Yield the result of each algorithm; only devices with images take part, and all are evaluated."""
+    members = [client for client in clients if len(client.train_labels)]
+    fedtc = functools.cache(lambda: methods.train_fedtc(members, robust=robust))
+    runs: Mapping[str, Callable[[], Trained]] = {
+        FEDTC: lambda: fedtc()[0],
+        REFINED: lambda: methods.refine(*fedtc(), members, robust=robust),
+        STATISTICS: lambda: methods.train_statistics(
+            members, batch_size=ClientSettings().batch_size, robust=robust
+        ),
+        **{
+            name: functools.partial(methods.train_rounds, kind(), members, classes=classes, robust=robust)
+            for name, kind in IN_ROUNDS.items()
+        },
+        ALONE: lambda: methods.train_alone(members, classes=classes),
+        ALL_IMAGES: lambda: methods.train_in_one_place(members),
+    }
+    for name in names:
+        yield runs[name](), name
+
+
+def _result(name: str, trained: Trained, clients: Sequence[Client]) -> AlgorithmResult:
+    members = [client for client in clients if len(client.train_labels)]
+    everywhere, own = [], dict[int, float]()
+    for client, logits in zip(members, trained.logits, strict=True):
+        predicted = logits.argmax(axis=1)
+        everywhere.append(float((predicted == client.test_labels).mean()))
+        own[id(client)] = client.accuracy(predicted) if client.weights.any() else math.nan
+    numbers = [number for number, client in enumerate(clients) if len(client.train_labels)]
+    return AlgorithmResult(
+        algorithm=name,
+        accuracy=float(np.mean(everywhere)),
+        device_accuracies=tuple(own.get(id(client), math.nan) for client in clients),
+        uploads=trained.uploads,
+        up_bytes=trained.up_bytes,
+        down_bytes=trained.down_bytes,
+        seconds=trained.seconds,
+        quarantined=tuple(str(numbers[int(each)]) for each in trained.quarantined),
+    )

@@ -1,0 +1,201 @@
+"""Simulated fleets, on arrays and on folders of images."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from sklearn.datasets import load_digits
+
+import protofleet
+from aggregator.config.schema import Robust
+from protocol.errors import ConfigError
+from protofleet.cli import ALGORITHMS, cli
+from protofleet.simulation import simulate
+from protofleet.simulation.partitions import Partition
+from tests.support.fleets.fleet import write_digits
+from tests.unit.protofleet.conftest import CLASSES
+
+CHEAP = ("statistics", "alone")
+
+
+@pytest.fixture(scope="module")
+def digits() -> protofleet.Dataset:
+    """400 handwritten digits in two domains, their pixels as features; the second domain is darker."""
+    pixels, labels = load_digits(return_X_y=True)
+    domain = np.arange(400) % 2
+    return protofleet.Dataset(
+        features=(pixels[:400] / 16 / (1 + domain[:, None])).astype(np.float32),
+        labels=labels[:400].astype(np.int64),
+        classes=tuple(map(str, range(10))),
+        domains=("bright", "dark"),
+        domain_of=domain,
+    )
+
+
+def test_fleet_is_better_than_each_device_alone(digits: protofleet.Dataset) -> None:
+    """On all held-out images; a device alone knows its own classes only."""
+    made = protofleet.simulate(digits, devices=8, partition="sharding:3", algorithms=("fedtc", *CHEAP))
+    assert [each.algorithm for each in made.results] == ["fedtc", *CHEAP]
+    assert made["statistics"].accuracy > made["alone"].accuracy + 0.3
+    assert made["fedtc"].accuracy > made["alone"].accuracy + 0.3
+    assert made["alone"].device_mean > made["alone"].accuracy
+    for result in made.results:
+        assert result.device_worst <= result.device_mean <= 1
+        assert (result.uploads > 0) == (result.up_bytes > 0) == (result.algorithm != "alone")
+
+
+def test_every_image_is_on_one_device_or_held_out(digits: protofleet.Dataset) -> None:
+    """Devices are shared out evenly over domains, and a fifth of each class of each domain is held out."""
+    made = protofleet.simulate(digits, devices=5, partition="dirichlet:0.5", algorithms=("alone",))
+    assert made.images.sum() + made.held_out == len(digits.labels)
+    assert made.domains == ("bright",) * 3 + ("dark",) * 2
+    assert 0.15 * 400 < made.held_out <= 0.2 * 400
+
+
+def test_seed_decides_the_division(digits: protofleet.Dataset) -> None:
+    first, again, other = (
+        protofleet.simulate(digits, devices=4, algorithms=("statistics",), seed=seed) for seed in (0, 0, 1)
+    )
+    np.testing.assert_array_equal(first.images, again.images)
+    assert first["statistics"].device_accuracies == again["statistics"].device_accuracies
+    assert not np.array_equal(first.images, other.images)
+
+
+def test_devices_without_images_take_no_part(digits: protofleet.Dataset) -> None:
+    """Their accuracy is not a number, which is null in JSON and does not count in means."""
+    made = protofleet.simulate(digits, devices=60, partition="dirichlet:0.01", algorithms=("statistics",))
+    empty = np.flatnonzero(made.images.sum(axis=1) == 0)
+    result = made["statistics"]
+    assert len(empty)
+    assert all(math.isnan(result.device_accuracies[number]) for number in empty)
+    assert 0.5 < result.device_mean <= 1
+    stored = json.loads(json.dumps(made.as_dict(), allow_nan=False))
+    assert stored["results"][0]["device_accuracies"][empty[0]] is None
+
+
+def test_device_accuracy_is_over_its_own_mixture_of_classes(digits: protofleet.Dataset) -> None:
+    """A head that knows one class only is right on the devices that have no other."""
+    clients = simulate.deal_out(digits, Partition("sharding", 1), devices=20, held_out=0.2, seed=0)
+    for client in clients:
+        (label,) = np.unique(client.train_labels)
+        assert client.accuracy(np.full(len(client.test_labels), label)) == pytest.approx(1)
+        assert client.accuracy(np.full(len(client.test_labels), (label + 1) % 10)) == 0
+
+
+def test_outlier_is_reported_by_its_number() -> None:
+    """Outlier detection is on, as in the aggregator: the only device of a domain far from the others is found."""
+    random = np.random.default_rng(0)
+    labels, domain = np.tile(np.arange(3), 300), np.repeat(np.arange(9), 100)
+    centers = random.normal(size=(3, 8))
+    features = centers[labels] + random.normal(scale=0.1, size=(900, 8)) + 50.0 * (domain == 8)[:, None]
+    data = protofleet.Dataset(
+        features=features.astype(np.float32),
+        labels=labels,
+        classes=("a", "b", "c"),
+        domains=tuple(map(str, range(9))),
+        domain_of=domain,
+    )
+    made, unprotected = (
+        protofleet.simulate(data, devices=9, partition="iid", algorithms=("statistics",), robust=robust)
+        for robust in (None, Robust(detect_outliers=False))
+    )
+    assert made["statistics"].quarantined == ("8",)
+    assert unprotected["statistics"].quarantined == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"devices": 1}, "expected 2 to 400 devices"),
+        ({"devices": 401}, "expected 2 to 400 devices"),
+        ({"partition": "equal"}, "expected a partition such as"),
+        ({"algorithms": ("fedavg",)}, "expected algorithms out of"),
+        ({"held_out": 1.0}, "between 0 and 1"),
+        ({"held_out": 0.01}, "no image is held out"),
+    ],
+)
+def test_wrong_argument_is_refused(
+    digits: protofleet.Dataset, changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        protofleet.simulate(digits, **{"algorithms": ("alone",), **changes})  # type: ignore[arg-type]
+
+
+def test_arrays_that_do_not_fit_are_refused() -> None:
+    features, labels = np.zeros((4, 2), np.float32), np.array([0, 1, 1, 3])
+    with pytest.raises(ConfigError, match="check class 2"):
+        protofleet.Dataset(features=features, labels=labels, classes=("a", "b", "c"))
+    with pytest.raises(ConfigError, match=r"features \(n, L\)"):
+        protofleet.Dataset(features=features[:3], labels=labels, classes=("a", "b", "c"))
+
+
+def test_folder_is_read_as_devices_read_it(photos: Path, backbone: Path, tmp_path: Path) -> None:
+    """Features are the same from the cache; an unreadable image is left out and named, an empty class too."""
+    folder = tmp_path / "photos"
+    shutil.copytree(photos, folder)
+    (folder / "empty").mkdir()
+    (folder / "0" / "broken.png").write_bytes(b"no image")
+    steps: list[tuple[int, int]] = []
+    first, again = (
+        protofleet.load_dataset(
+            folder, backbone, cache=tmp_path / "cache", on_progress=lambda *step: steps.append(step)
+        )
+        for _ in range(2)
+    )
+    assert first.classes == CLASSES
+    assert first.features.shape == (160, 16)
+    assert first.backbone_bytes == backbone.stat().st_size
+    assert [path.name for path, _ in first.unusable] == ["broken.png"]
+    np.testing.assert_array_equal(first.features, again.features)
+    assert steps[-1] == (161, 161)
+    paths = [image for name in CLASSES for image in sorted((photos / name).iterdir())]
+    np.testing.assert_array_equal(first.features, protofleet.extract_features(paths, backbone))
+
+
+def test_list_of_images_is_read(photos: Path, backbone: Path, tmp_path: Path) -> None:
+    rows = [f"{path},{path.parent.name}" for path in sorted(photos.rglob("*.png"))]
+    (tmp_path / "list.csv").write_text("\n".join(["path,label", *rows]))
+    data = protofleet.load_dataset(tmp_path / "list.csv", backbone)
+    assert data.classes == CLASSES
+    assert len(data.labels) == 160
+
+
+def test_domains_are_top_level_folders(backbone: Path, tmp_path: Path) -> None:
+    """A class may be missing in a domain; files of the same name in two domains are two images."""
+    write_digits(tmp_path / "barn", classes=[0, 1], each=10)
+    write_digits(tmp_path / "shed", classes=[1, 3], each=5)
+    data = protofleet.load_dataset(tmp_path, backbone, domains=True)
+    assert (data.classes, data.domains) == (("0", "1", "3"), ("barn", "shed"))
+    assert data.domain_of is not None
+    assert np.bincount(data.domain_of).tolist() == [20, 10]
+    assert np.bincount(data.labels).tolist() == [10, 15, 5]
+
+
+def test_folder_without_images_is_refused(backbone: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no usable images"):
+        protofleet.load_dataset(tmp_path, backbone)
+
+
+def test_command_shows_a_table_or_json(photos: Path, backbone: Path, tmp_path: Path) -> None:
+    arguments = [
+        "simulate", str(photos), "--backbone", str(backbone), "--devices", "4", "--cache", str(tmp_path),
+        "--algorithm", "statistics", "--algorithm", "alone",
+    ]  # fmt: skip
+    shown = CliRunner().invoke(cli, arguments)
+    assert shown.exit_code == 0, shown.output
+    lines = shown.stdout.splitlines()
+    assert lines[0].startswith("4 devices, dirichlet:0.3, seed 0: ")
+    assert [line.split()[0] for line in lines[-2:]] == ["statistics", "alone"]
+    made = CliRunner().invoke(cli, [*arguments, "--json"])
+    assert [each["algorithm"] for each in json.loads(made.stdout)["results"]] == ["statistics", "alone"]
+
+
+def test_options_of_the_command_are_those_of_the_function() -> None:
+    """The command repeats names, so that `--help` imports nothing."""
+    assert ALGORITHMS == simulate.ALGORITHMS
+    (option,) = [each for each in cli.commands["simulate"].params if each.name == "algorithms"]
+    assert option.default == simulate.DEFAULT_ALGORITHMS
