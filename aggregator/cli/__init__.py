@@ -2,7 +2,7 @@
 
 import click
 
-from aggregator.cli import enrollment, operator_commands
+from aggregator.cli import enrollment, operator_commands, task_file
 from aggregator.cli.run import run_command
 from aggregator.cli.state import EXTRAS
 from protocol.cli import run
@@ -14,7 +14,7 @@ def cli() -> None:
     """Collect prototypes from a fleet, train a head on them, and publish it as ONNX."""
 
 
-for _command in (run_command, *operator_commands.COMMANDS, *enrollment.COMMANDS):
+for _command in (run_command, *task_file.COMMANDS, *operator_commands.COMMANDS, *enrollment.COMMANDS):
     cli.add_command(_command)
 
 

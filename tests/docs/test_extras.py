@@ -34,6 +34,8 @@ EDGE_CLIENT = {
     "take-over": ["take-over", "--state", "{folder}/device"],
 }
 AGGREGATOR = {
+    "init": ["--class", "a", "--backbone", "photo.onnx"],
+    "check": ["{folder}/task.toml"],
     "run": ["--task", "{folder}/task.toml"],
     "status": [],
     "rollback": [],
@@ -54,7 +56,7 @@ EXPORT = {"export": ["resnet18", "--random"], "list": ["--list", "resnet*"]}
 
 def _state(command: str) -> list[str]:
     """Return the option of the state folder, which commands for another machine do not have."""
-    return [] if command == "issue-key" else ["--state", "{folder}/aggregator"]
+    return [] if command in {"issue-key", "init", "check"} else ["--state", "{folder}/aggregator"]
 
 
 COMMANDS = [

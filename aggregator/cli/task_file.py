@@ -1,0 +1,171 @@
+"""`aggregator init` and `aggregator check`: a task file, written and checked."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from aggregator.cli.state import EXTRAS
+from protocol.cli import require_packages, say
+from protocol.errors import ConfigError, ProtofleetError
+
+if TYPE_CHECKING:
+    from aggregator.config.schema import TaskFile
+
+_FILE = click.Path(dir_okay=False, path_type=Path)
+
+
+@click.command("init")
+@click.argument("task", type=_FILE, default=Path("task.toml"))
+@click.option("--fleet", help="Name of the fleet.")
+@click.option("--class", "classes", multiple=True, metavar="NAME", help="Name of a class; repeatable.")
+@click.option(
+    "--images",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder whose sub-folders name the classes, as on a device.",
+)
+@click.option(
+    "--backbone", "backbones", multiple=True, type=_FILE,
+    help="ONNX file written by export-backbone; repeatable.",
+)  # fmt: skip
+@click.option("--algorithm", help="fedtc (default), statistics, fedpcl, fpl, fedproto or hierarchical.")
+@click.option(
+    "--quorum", type=click.IntRange(min=1), help="Devices that the first head, or each round, waits for."
+)
+@click.option(
+    "--deadline-s", type=click.FloatRange(min=0, min_open=True), default=600.0, show_default=True,
+    help="Seconds after the first submission at which it no longer waits.",
+)  # fmt: skip
+def init_command(
+    *, task: Path, fleet: str | None, classes: tuple[str, ...], images: Path | None, backbones: tuple[Path, ...],
+    algorithm: str | None, quorum: int | None, deadline_s: float,
+) -> None:  # fmt: skip
+    """Write a commented task file TASK (default: task.toml), and check it.
+
+    On a terminal, asks for what is not given.
+    """
+    require_packages("onnx", extras=EXTRAS)
+    from aggregator.config.template import ALL_ALGORITHMS, task_text
+
+    if task.exists():
+        raise ConfigError(f"{task} exists already: delete it, or give another name")
+    if images is not None:
+        classes = (*classes, *_folders(images))
+    ask = _Questions(is_asked=_is_terminal())
+    fleet = fleet or ask("Name of the fleet", default="default")
+    classes = classes or ask.names(
+        "Classes, separated by commas, or a folder with one sub-folder per class", "--class"
+    )
+    found = sorted(map(str, task.parent.glob("**/*.onnx"))) if not backbones and ask.is_asked else []
+    backbones = backbones or tuple(
+        map(
+            Path,
+            ask.names(
+                "Backbones (ONNX files), separated by commas", "--backbone", default=",".join(found[:1])
+            ),
+        )
+    )
+    algorithm = algorithm or ask("Algorithm", default="fedtc", kind=click.Choice(ALL_ALGORITHMS))
+    if algorithm not in ALL_ALGORITHMS:
+        raise click.BadParameter(f"expected one of {', '.join(ALL_ALGORITHMS)}", param_hint="--algorithm")
+    quorum = quorum or ask("Devices that the first head waits for", default=1, kind=click.IntRange(min=1))
+    text = task_text(
+        fleet=fleet, classes=classes, backbones=[_from(task.parent, path) for path in backbones], algorithm=algorithm,
+        quorum=quorum, deadline_s=deadline_s,
+    )  # fmt: skip
+    try:
+        with task.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise ConfigError(f"cannot write {task}: {error.strerror}") from error
+    say(f"wrote {task}")
+    try:
+        _check(task)
+    except ProtofleetError as error:
+        raise ConfigError(f"{error}; correct it there, then run: aggregator check {task}") from error
+    say(f"start the aggregator with: aggregator run --task {task}")
+
+
+@click.command("check")
+@click.argument("task", type=_FILE)
+def check_command(*, task: Path) -> None:
+    """Check the task file TASK and its backbones, and show what it defines."""
+    require_packages("onnx", extras=EXTRAS)
+    _check(task)
+
+
+def _check(path: Path) -> None:
+    from aggregator.config.task_file import load_task
+    from aggregator.tasks.task_preparation import read_backbone
+
+    task, files = load_task(path)
+    size = 0
+    for file in files:
+        metadata = read_backbone(file)
+        size += metadata.feature_size
+        spec = metadata.preprocessing
+        say(f"backbone   {file}: {metadata.feature_size} features of images at {spec.width}x{spec.height}")
+    say(f"task       fleet {task.fleet}, {task.algorithm}, {len(task.classes)} classes, {size} features")
+    for note in _notes(task):
+        say(f"note       {note}")
+    say(f"{path} is valid")
+
+
+def _notes(task: "TaskFile") -> list[str]:
+    """Return what a new operator may not expect of valid settings."""
+    notes = []
+    if task.quorum == 1:
+        notes.append("quorum is 1: the first head, or each round, is made as soon as one device has uploaded")
+    if task.devices is not None and task.quorum > len(task.devices):
+        notes.append(f"quorum is more than the {len(task.devices)} devices: deadline_s decides")
+    if len(task.classes) == 1:
+        notes.append("there is one class: every image will be classified as it")
+    if task.client.min_images == 1:
+        notes.append("client.min_images is 1: the feature of a single image may leave a device")
+    return notes
+
+
+def _is_terminal() -> bool:
+    return sys.stdin.isatty()
+
+
+class _Questions:
+    """Asks on a terminal; elsewhere uses defaults."""
+
+    def __init__(self, *, is_asked: bool) -> None:
+        self.is_asked = is_asked
+
+    def __call__(self, text: str, *, default: Any, kind: Any = None) -> Any:
+        """Return the answer; the default without a terminal."""
+        return click.prompt(text, default=default, type=kind) if self.is_asked else default
+
+    def names(self, text: str, option: str, default: str = "") -> tuple[str, ...]:
+        """Return names separated by commas, or those of a folder's sub-folders.
+
+        Raises:
+            UsageError: there is no terminal.
+        """
+        if not self.is_asked:
+            raise click.UsageError(f"missing {option}")
+        answer = click.prompt(text, default=default or None).strip()
+        if option == "--class" and Path(answer).is_dir():
+            return _folders(Path(answer))
+        return tuple(filter(None, (name.strip() for name in answer.split(","))))
+
+
+def _folders(images: Path) -> tuple[str, ...]:
+    found = images.iterdir() if images.is_dir() else ()
+    names = sorted(each.name for each in found if each.is_dir() and not each.name.startswith("."))
+    if not names:
+        raise ConfigError(f"no folder in {images}: expected one sub-folder per class")
+    return tuple(names)
+
+
+def _from(folder: Path, path: Path) -> str:
+    """Return a path as a task file in the folder names it."""
+    whole = path.resolve()
+    return str(whole.relative_to(folder.resolve()) if whole.is_relative_to(folder.resolve()) else whole)
+
+
+COMMANDS = (init_command, check_command)
