@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -70,6 +70,28 @@ class _Tensors:
     labels: Tensor
     first: Tensor
     sizes: Tensor
+
+
+@dataclass(frozen=True)
+class _Draws:
+    """Random numbers of an epoch or a step, on the device.
+
+    Attributes:
+        members: (n,), numbers of prototypes.
+        angles: (n, 1), between 0 and 1, to mix with another prototype; None to mix none.
+        partners: (n,), large numbers that choose it.
+    """
+
+    members: Tensor
+    angles: Tensor | None = None
+    partners: Tensor | None = None
+
+    def split(self, size: int) -> "Iterator[_Draws]":
+        """Yield the parts of the steps."""
+        parts = [
+            torch.split(each, size) for each in (self.members, self.angles, self.partners) if each is not None
+        ]
+        return itertools.starmap(_Draws, zip(*parts, strict=True))
 
 
 def train_adapter(
@@ -166,14 +188,14 @@ def _fit(
     step = _optimizer(head, recipe)
     for epoch in range(epochs):
         total = torch.zeros((), device=data.labels.device)
-        order = torch.randperm(len(data.labels), generator=generator)
-        for batch, members in enumerate(torch.split(order, recipe.batch_size)):
-            logits = head(_features(data, members, generator=generator, mix=recipe.mix))
-            batch_loss = functional.cross_entropy(logits, data.labels[members])
+        draws = _draws(data, recipe, generator).split(recipe.batch_size)
+        for batch, draw in enumerate(draws):
+            logits = head(_features(data, draw))
+            batch_loss = functional.cross_entropy(logits, data.labels[draw.members])
             torch.autograd.backward(batch_loss)
             step(recipe.learning_rate * recipe.rate_at((epoch + batch / batches) / epochs))
-            total += batch_loss.detach() * len(members)
-        loss = total.item() / len(order)
+            total += batch_loss.detach() * len(draw.members)
+        loss = total.item() / len(data.labels)
         report({"device": total.device.type, "epoch": epoch + 1, "epochs": epochs, "loss": loss})
     return epochs
 
@@ -215,17 +237,29 @@ def _optimizer(head: Head, recipe: Recipe) -> Callable[[float], None]:
     return step
 
 
-def _features(data: _Tensors, members: Tensor, *, generator: torch.Generator, mix: bool) -> Tensor:
+def _draws(data: _Tensors, recipe: Recipe, generator: torch.Generator) -> _Draws:
+    """Draw an epoch's random numbers on the CPU, the same for every device, and move them to the device at once."""
+    order = torch.randperm(len(data.labels), generator=generator)
+    angles, partners = [], []
+    for members in torch.split(order, recipe.batch_size) if recipe.mix else ():
+        angles.append(torch.rand(len(members), 1, generator=generator))
+        partners.append(torch.randint(2**62, (len(members),), generator=generator))
+    device = data.labels.device
+    if not recipe.mix:
+        return _Draws(order.to(device))
+    return _Draws(order.to(device), torch.cat(angles).to(device), torch.cat(partners).to(device))
+
+
+def _features(data: _Tensors, draw: _Draws) -> Tensor:
     """Return a step's features, (b, L).
 
     Mixed, each deviation d becomes cos(t) d + sin(t) d', with d' that of a random prototype of the same class and t
     random: another point of the class, with the class's variance.
     """
-    labels = data.labels[members]
-    deviations = data.deviations[members]
-    if mix:
-        angle = torch.rand(len(members), 1, generator=generator).to(labels.device) * (math.pi / 2)
-        draw = torch.randint(2**62, (len(members),), generator=generator).to(labels.device)
-        partners = data.first[labels] + draw % data.sizes[labels]
+    labels = data.labels[draw.members]
+    deviations = data.deviations[draw.members]
+    if draw.angles is not None and draw.partners is not None:
+        angle = draw.angles * (math.pi / 2)
+        partners = data.first[labels] + draw.partners % data.sizes[labels]
         deviations = torch.cos(angle) * deviations + torch.sin(angle) * data.deviations[partners]
     return data.centers[labels] + deviations
