@@ -11,7 +11,8 @@ from benchmarks import pages
 from benchmarks.accuracy import fedpcl, fedtc, few_images, fpl, statistics
 from benchmarks.accuracy.flower import command as flower
 from benchmarks.accuracy.which import command as which
-from benchmarks.cost import device, ingest, int8, memory, step, sums
+from benchmarks.accuracy.wire import command as wire
+from benchmarks.cost import device, ingest, int8, memory, step, sums, train
 from benchmarks.programs import features, predict, start
 from benchmarks.research import cells, hierarchical, restoration
 from benchmarks.research.poisoning import false_alarms, prototypes, rare_class, rounds
@@ -23,7 +24,7 @@ _HELP = {"help_option_names": ["-h", "--help"]}
 
 USER = (
     *(fedpcl.command, fedtc.command, few_images.command, flower.command, fpl.command),
-    *(statistics.command, which.command),
+    *(statistics.command, which.command, wire.command),
     *(
         device.device,
         features.features,
@@ -34,6 +35,7 @@ USER = (
         start.start,
         step.step,
         sums.command,
+        train.command,
         pages.command,
     ),
 )

@@ -18,6 +18,10 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = {"onnxruntime": "ONNX Runtime", "torch": "PyTorch", "numpy": "numpy"}
 """Packages whose versions a page names."""
 
+_COLORS = [f"C{number}" for number in range(10)]
+_MARKERS = "osv^"
+"""Of the first ten lines of a plot, of the next ten, ..."""
+
 _BLOCK = re.compile(r"(<!-- benchmark (\S+) -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
 
 
@@ -103,14 +107,19 @@ def draw(plot: Mapping[str, Any], file: Path) -> None:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
+    crowded = len(plot["series"]) > len(_COLORS)
     with mpl.rc_context({"svg.hashsalt": "protofleet", "font.size": 9}):
-        figure = Figure(figsize=(6.4, 3.8), layout="constrained")
+        figure = Figure(figsize=(9.6, 5.2) if crowded else (6.4, 3.8), layout="constrained")
         axes = figure.add_subplot()
-        for label, points in plot["series"].items():
-            axes.plot(*zip(*points, strict=True), marker="o", markersize=4, label=label)
+        for number, (label, points) in enumerate(plot["series"].items()):
+            color, marker = _COLORS[number % len(_COLORS)], _MARKERS[number // len(_COLORS)]
+            axes.plot(*zip(*points, strict=True), color=color, marker=marker, markersize=4, label=label)
         axes.set(title=plot["title"], xlabel=plot["x"], ylabel=plot["y"])
         for axis in plot["log"]:
             getattr(axes, f"set_{axis}scale")("log")
         axes.grid(alpha=0.3)
-        axes.legend()
+        if crowded:
+            figure.legend(loc="outside right upper")
+        else:
+            axes.legend()
         figure.savefig(file, metadata={"Date": None})

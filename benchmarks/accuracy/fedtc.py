@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 import click
 import numpy as np
+from numpy.typing import NDArray
 
 from aggregator.algorithms.fedtc.adapter import torch_device
 from aggregator.algorithms.fedtc.head import Dense
@@ -205,18 +206,22 @@ def _runs(
             result, head = train_fleet(features, partition, settings, seed=seed)
             yield result
             if refined and len(head) > 1:  # a linear discriminant has no adapter
-                yield _refined(features, partition, settings, result, head)
+                rng = np.random.default_rng(seed)
+                owners = share_out(features.train_labels, partition, clients=settings.clients, rng=rng)
+                again = refined_fleet(features, owners, settings, result, head)
+                yield replace(again, partition=f"{partition}, refined")
     if ceiling:
         for seed in seeds:
             yield run_ceiling(features, settings, seed=seed)
 
 
-def _refined(
-    features: Features, partition: Partition, settings: Settings, result: Result, head: Sequence[Dense]
+def refined_fleet(
+    features: Features, owners: NDArray[np.int64], settings: Settings, result: Result, head: Sequence[Dense]
 ) -> Result:
-    """Return the head of rows of FedTC's groups, of its adapter's features, and the bytes of both uploads."""
-    rng = np.random.default_rng(result.seed)
-    owners = share_out(features.train_labels, partition, clients=settings.clients, rng=rng)
+    """Return the head of rows of FedTC's groups, of its adapter's features, and the bytes of both uploads.
+
+    `owners` are the clients of the training images, (n,).
+    """
     robust = Robust(detect_outliers=False, max_multiple=settings.max_multiple)
     mapped = statistics_fleet.map_by_adapter(features, head)
     made = statistics_fleet.run_fleet(
@@ -224,7 +229,6 @@ def _refined(
     )
     return replace(
         result,
-        partition=f"{partition}, refined",
         accuracy=made.accuracy,
         calibration_error=made.calibration_error,
         bytes_up=result.bytes_up + made.bytes_up,

@@ -1,6 +1,6 @@
 """`python -m benchmarks research cells`: batches of images that are alike, and what they give away (ADR 0034)."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from aggregator.algorithms.fedtc.discriminant import discriminants
 from aggregator.algorithms.fedtc.head import logits_of
 from aggregator.algorithms.fedtc.recipe import RECIPES
 from aggregator.algorithms.fedtc.training_set import TrainingSet
+from aggregator.config.schema import MAX_MULTIPLE
 from aggregator.ingest.validation import Prototypes
 from aggregator.training.robust_training_set import combine, pool
 from benchmarks.data.features import VALIDATION, load_features, prepared
@@ -23,6 +24,9 @@ from benchmarks.research.privacy.leakage import Release, rounded, study
 from benchmarks.research.privacy.reconstruction import Form, Scene, attack, learn_decoder, set_scene
 from edge_client.data.outlier_filter import closest_features
 from edge_client.data.prototype_averaging import average
+from protocol.wire.codec import encode
+from protocol.wire.quantization import prototype_fields
+from protofleet.simulation.fedtc import submission_of
 from protofleet.simulation.fleet import Features
 from protofleet.simulation.partitions import Partition, share_out
 
@@ -93,10 +97,12 @@ def command(
             COLUMNS, title=f"{data}: {CLIENTS} devices, Dirichlet 0.1, {VALIDATION:,} validation images"
         )
         for seed in seeds:
+            rng = np.random.default_rng(seed)
+            owners = share_out(split.train_labels, Partition("dirichlet", 0.1), clients=CLIENTS, rng=rng)
             for cell in cells:
-                megabytes, adapter, linear = _accuracies(split, batch=batch, cell=cell, seed=seed)
-                table.row(f"{batch}", cell, seed, megabytes, adapter, linear)
-                runs.append({"cell": cell, "seed": seed, "adapter": adapter, "lda": linear})
+                made = accuracies(split, owners, batch=batch, cell=cell, seed=seed)
+                table.row(f"{batch}", cell, seed, made.bytes_up / 1e6, made.adapter, made.discriminant)
+                runs.append({"cell": cell, "seed": seed, "adapter": made.adapter, "lda": made.discriminant})
     write_json(json_file, "cells", data=data, batch=batch, root=root, runs=runs)
 
 
@@ -155,16 +161,35 @@ def _k_means(features: NDArray[np.float32], number: int, rng: np.random.Generato
     return found
 
 
-def _accuracies(data: Features, *, batch: int, cell: int, seed: int) -> tuple[float, float, float]:
-    """Return the megabytes of all prototypes, and the accuracies of the adapter and of the linear discriminant."""
-    parts, cells = _parts(data, batch=batch, cell=cell, seed=seed)
-    joined = combine(parts, by="none")
+@dataclass(frozen=True, kw_only=True)
+class Accuracies:
+    """The bytes of all devices' prototypes, and the accuracies of the heads made from them."""
+
+    bytes_up: int
+    adapter: float
+    discriminant: float
+
+
+def accuracies(
+    data: Features,
+    owners: NDArray[np.int64],
+    *,
+    batch: int,
+    cell: int,
+    seed: int,
+    max_multiple: float = MAX_MULTIPLE,
+) -> Accuracies:
+    """Average random images of cells on each device, and make both heads; `owners` are the devices, (n,)."""
+    made, of_parts = _parts(data, owners, batch=batch, cell=cell, seed=seed)
+    joined = combine(
+        [replace(part, values=rounded(part.values)) for part in made], by="none", max_multiple=max_multiple
+    )
     prototypes = TrainingSet(
         *(joined.values, joined.labels, joined.counts, data.classes),
         restore=True,
         weights=joined.weights,
         common=joined.common,
-        devices=cells if cell else joined.devices,
+        devices=of_parts if cell else joined.devices,
     ).evenly_weighted()
     # Mixed over the whole class, deviations would lose the shape of the cells.
     recipe = replace(RECIPES["default"], mix=not cell)
@@ -174,13 +199,19 @@ def _accuracies(data: Features, *, batch: int, cell: int, seed: int) -> tuple[fl
         float((logits_of(head, data.test).argmax(axis=1) == data.test_labels).mean())
         for head in (layers, [linear])
     )
-    return joined.values.size / 1e6, adapter, simple
+    return Accuracies(bytes_up=sum(map(_bytes_of, made)), adapter=adapter, discriminant=simple)
 
 
-def _parts(data: Features, *, batch: int, cell: int, seed: int) -> tuple[list[Prototypes], NDArray[np.intp]]:
-    """Return each device's prototypes, rounded as on the wire, and the cell of each, of all devices."""
-    partition = Partition("dirichlet", 0.1)
-    owners = share_out(data.train_labels, partition, clients=CLIENTS, rng=np.random.default_rng(seed))
+def _bytes_of(part: Prototypes) -> int:
+    """Return the size of a device's encoded submission."""
+    fields = prototype_fields(part.values.astype(np.float16))
+    return len(encode(submission_of(part, task=bytes(32), images=int(part.counts.sum()), **fields)))
+
+
+def _parts(
+    data: Features, owners: NDArray[np.int64], *, batch: int, cell: int, seed: int
+) -> tuple[list[Prototypes], NDArray[np.intp]]:
+    """Return each device's prototypes, and the cell of each, of all devices."""
     parts, cells = [], []
     for client in np.unique(owners).tolist():
         rng = np.random.default_rng([seed, client])
@@ -192,8 +223,7 @@ def _parts(data: Features, *, batch: int, cell: int, seed: int) -> tuple[list[Pr
                 values, counts = _averages(features, numbers)
                 made.append(Prototypes(values, np.full(len(counts), label), counts))
                 cells.append(of_class + CELLS_OF_A_DEVICE * client)
-        part = pool(made)
-        parts.append(replace(part, values=rounded(part.values)))
+        parts.append(pool(made))
     return parts, np.concatenate(cells)
 
 

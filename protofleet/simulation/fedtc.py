@@ -194,8 +194,38 @@ def _submissions(
     features: Features, owners: NDArray[np.int64], settings: Settings, *, seed: int
 ) -> dict[str, bytes]:
     """Return each client's encoded submission, except of clients with nothing to send."""
+    task = _expectation(features, settings).task
+    return {
+        client: encode(
+            submission_of(
+                mine,
+                task=task,
+                images=int(np.count_nonzero(owners == int(client))),
+                **prototype_fields(mine.values.astype(np.float16)),
+            )
+        )
+        for client, mine in client_prototypes(features, owners, settings, seed=seed).items()
+    }
+
+
+def submission_of(mine: Prototypes, *, task: bytes, images: int, **fields: Any) -> Submission:
+    """Return a client's submission, with the values of its prototypes as `fields`."""
+    return Submission(
+        task=task,
+        sequence=1,
+        labels=to_unsigned(mine.labels),
+        counts=to_unsigned(mine.counts),
+        images=images,
+        **fields,
+    )
+
+
+def client_prototypes(
+    features: Features, owners: NDArray[np.int64], settings: Settings, *, seed: int
+) -> dict[str, Prototypes]:
+    """Return the prototypes of each client that has any, before they are rounded for the wire."""
     expectation = _expectation(features, settings)
-    submissions = {}
+    made = {}
     for client in np.unique(owners):
         rng = np.random.default_rng([seed, int(client)])
         of_class = [
@@ -206,17 +236,8 @@ def _submissions(
         ]
         mine = pool(of_class)
         if len(mine.labels):
-            submissions[str(client)] = encode(
-                Submission(
-                    task=expectation.task,
-                    sequence=1,
-                    **prototype_fields(mine.values.astype(np.float16)),
-                    labels=to_unsigned(mine.labels),
-                    counts=to_unsigned(mine.counts),
-                    images=int(np.count_nonzero(owners == client)),
-                )
-            )
-    return submissions
+            made[str(client)] = mine
+    return made
 
 
 def _prototypes(

@@ -1,0 +1,228 @@
+"""`python -m benchmarks wire`: bytes up against accuracy, of every algorithm and of what else one could send."""
+
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+import click
+import msgspec
+import numpy as np
+
+from benchmarks.accuracy.wire.methods import (
+    CLIENTS,
+    LINEAR_GRID,
+    METHODS,
+    Fleet,
+    Point,
+    flower_bytes,
+    linear_head,
+)
+from benchmarks.data.features import backbone_file, load_features, prepared, projected
+from benchmarks.data.images import NAMES
+from benchmarks.options import repeated
+from benchmarks.report import Plot, Table, commit, json_option, write_json
+from protofleet.simulation.fleet import Features
+from protofleet.simulation.partitions import Partition, share_out
+
+BACKBONE, IMAGE_SIZE = "mobilenetv2_100", 96
+PARTITION = Partition("dirichlet", 0.1)
+TUNED_ROUNDS = 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(Point):
+    """A point of one seed."""
+
+    method: str
+    seed: int
+    commit: str = ""
+    """Of the code that ran."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mean(Point):
+    """A point's means over seeds."""
+
+    method: str
+    accuracies: Sequence[float]
+    """Of each seed."""
+
+
+@click.command("wire")
+@click.option("--data", type=click.Choice(NAMES), default="fashion_mnist", show_default=True)
+@click.option("--images", type=click.IntRange(min=1), help="Training images of all devices.  [default: all]")
+@repeated(
+    "--method", "names", type=click.Choice(list(METHODS)), default=tuple(METHODS), help="May be repeated."
+)
+@repeated("--seed", "seeds", type=int, default=(0, 1, 2), help="Of the devices' images; may be repeated.")
+@click.option(
+    "--max-multiple",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    show_default=True,
+    help="Times the median device's images that a device's count at most; 0 is without limit.",
+)
+@click.option(
+    "--resume",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="File that --json wrote earlier: its runs are not repeated, and are in the tables and in the new file.",
+)
+@click.option(
+    "--tune", is_flag=True, help="Show validation accuracies of settings of FedAvg of a linear head instead."
+)
+@json_option
+def command(
+    *,
+    data: str,
+    images: int | None,
+    names: tuple[str, ...],
+    seeds: tuple[int, ...],
+    max_multiple: float,
+    resume: Path | None,
+    tune: bool,
+    json_file: Path | None,
+) -> None:
+    """Measure the bytes that devices upload and the accuracy that this gives, of every algorithm."""
+    loaded = load_features(data, backbone=BACKBONE, image_size=IMAGE_SIZE)
+    if tune:
+        _tune(_fleet(prepared(loaded, root=False, validation=True), images, 0, max_multiple=max_multiple))
+        return
+    table = Table(_COLUMNS)
+    runs = list(stored_runs(resume)) if resume else []
+    done = {(run.method, run.seed) for run in runs}
+    for seed in seeds:
+        fleet = _fleet(loaded, images, seed, max_multiple=max_multiple)
+        for name in names:
+            if (name, seed) in done:
+                continue
+            for point in METHODS[name](fleet):
+                runs.append(Run(**asdict(point), method=name, seed=seed, commit=commit()))
+                table.row(
+                    name, point.setting, point.uploads, f"{seed}", point.accuracy, None, point.bytes_up / 1e6
+                )
+            _store(json_file, data, runs, [table])
+    _store(json_file, data, runs, _tables(runs, data, min(images or len(loaded.train), len(loaded.train))))
+
+
+_COLUMNS = {
+    "method": "<36", "setting": "<20", "uploads": ">8", "seeds": ">8", "top-1": ">8.2%", "front": ">6",
+    "MB up": ">9.2f",
+}  # fmt: skip
+
+
+def stored_runs(file: Path) -> list[Run]:
+    """Return the runs of a file that `--json` wrote."""
+    return msgspec.convert(json.loads(file.read_text(encoding="utf-8"))["runs"], list[Run])
+
+
+def _fleet(loaded: Features, images: int | None, seed: int, *, max_multiple: float) -> Fleet:
+    """Return the devices of a seed, those of `benchmarks flower` for seed 0 and as many images."""
+    rows = np.sort(np.random.default_rng(seed).permutation(len(loaded.train))[:images])
+    features = replace(loaded, train=loaded.train[rows], train_labels=loaded.train_labels[rows])
+
+    @lru_cache(maxsize=1)
+    def project(size: int) -> Features:
+        rooted = prepared(features, root=True, validation=False)
+        return projected(rooted, size, backbone=BACKBONE, image_size=IMAGE_SIZE, root=True)
+
+    return Fleet(
+        owners=share_out(features.train_labels, PARTITION, clients=CLIENTS, rng=np.random.default_rng(seed)),
+        max_multiple=max_multiple,
+        seed=seed,
+        features=features,
+        project=project,
+    )
+
+
+def means_of(runs: Collection[Run]) -> list[Mean]:
+    """Return the means of all points over their seeds, those with the fewest bytes first."""
+    groups: dict[tuple[str, str], list[Run]] = {}
+    for run in runs:
+        groups.setdefault((run.method, run.setting), []).append(run)
+    means = [
+        Mean(
+            method=method,
+            setting=setting,
+            uploads=each[0].uploads,
+            accuracy=float(np.mean([run.accuracy for run in each])),
+            bytes_up=float(np.mean([run.bytes_up for run in each])),
+            accuracies=[run.accuracy for run in each],
+        )
+        for (method, setting), each in groups.items()
+    ]
+    return sorted(means, key=lambda mean: mean.bytes_up)
+
+
+def front(points: Sequence[Point]) -> list[bool]:
+    """Return for each point, in the order of bytes, whether none with as few bytes or fewer is as accurate."""
+    best, on_front = 0.0, []
+    for point in points:
+        on_front.append(point.accuracy > best)
+        best = max(best, point.accuracy)
+    return on_front
+
+
+def _store(file: Path | None, data: str, runs: Collection[Run], tables: Sequence[Table]) -> None:
+    means = means_of(runs)
+    lines: dict[str, list[tuple[float, float]]] = {
+        method: [] for method in METHODS if any(mean.method == method for mean in means)
+    }
+    for mean in means:
+        lines[mean.method].append((mean.bytes_up / 1e6, 100 * mean.accuracy))
+    plot = Plot(
+        title=f"Bytes up and accuracy, {data}",
+        x="MB up, all ten devices and all rounds",
+        y="test accuracy, %",
+        series=lines,
+        log=("x",),
+    )
+    write_json(
+        file,
+        "wire",
+        tables=tables,
+        plots=[plot],
+        data=data,
+        backbone=BACKBONE,
+        runs=[asdict(run) for run in runs],
+    )
+
+
+def _tables(runs: Collection[Run], data: str, images: int) -> list[Table]:
+    """Print the means of all points, and what others send."""
+    means = means_of(runs)
+    table = Table(_COLUMNS, title=f"{data}, {images:,} training images, {CLIENTS} devices, {PARTITION}")
+    for mean, is_best in zip(means, front(means), strict=True):
+        seeds = f"{len(mean.accuracies)}"
+        megabytes = mean.bytes_up / 1e6
+        table.row(
+            mean.method, mean.setting, mean.uploads, seeds, mean.accuracy, "*" if is_best else None, megabytes
+        )
+    others = Table(
+        {"what": "<60", "devices": ">8", "top-1": ">8.2%", "MB up": ">10.2f"}, title="What others send"
+    )
+    model = backbone_file(BACKBONE, image_size=IMAGE_SIZE).stat().st_size
+    others.row(f"the model, {BACKBONE} in float32, one round", CLIENTS, None, CLIENTS * model / 1e6)
+    others.row("adapter and head, one round, measured with Flower", CLIENTS, None, flower_bytes() / 1e6)
+    for what, devices, accuracy, values in PRINTED:
+        others.row(what, devices, accuracy, FLOAT32 * values / 1e6)
+    return [table, others]
+
+
+FLOAT32 = 4
+PRINTED: Sequence[tuple[str, int, float | None, float]] = (
+    ("FedTC's paper: CIFAR-10, Dirichlet 0.1, ResNet-50", 10, 0.8469, 8.75e6),
+    ("FedTC's paper: the same model itself, one round", 10, None, 380.48e6),
+    ("FedPCL's paper: Digit-5, one backbone, one round", 5, 0.5283, 5 * 2560),
+    ("FedPCL's paper: FedAvg, one round", 5, 0.4404, 5 * 395_776),
+)
+"""What papers state: devices, top-1 accuracy after all rounds, and values of float32 that all devices send."""
+
+
+def _tune(fleet: Fleet) -> None:
+    """Print the accuracy of FedAvg of a linear head on validation images."""
+    table = Table({"learning rate": ">14g", "epochs": ">8", f"after {TUNED_ROUNDS} rounds": ">18.2%"})
+    for recipe in LINEAR_GRID:
+        (point,) = linear_head(fleet, rounds=(TUNED_ROUNDS,), recipe=recipe)
+        table.row(recipe.learning_rate, recipe.epochs, point.accuracy)

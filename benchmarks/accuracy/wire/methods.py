@@ -1,0 +1,256 @@
+"""The methods of the benchmark, and their settings, all of which are listed here before anything is measured."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aggregator.algorithms.algorithm import Algorithm
+from aggregator.algorithms.fedpcl import FedPCL
+from aggregator.algorithms.fedproto import FedProto
+from aggregator.algorithms.fedtc.recipe import RECIPES
+from aggregator.algorithms.fpl import FPL
+from aggregator.algorithms.hierarchical import Hierarchical
+from aggregator.config.schema import Robust
+from aggregator.training.fleet_head import train_fleet_head
+from benchmarks.accuracy import baselines
+from benchmarks.accuracy.fedtc import refined_fleet
+from benchmarks.pages import ROOT
+from benchmarks.research import cells
+from protocol.wire.codec import encode, to_tensor
+from protofleet.simulation import fedtc, statistics
+from protofleet.simulation.fleet import Client, Features
+from protofleet.simulation.rounds import run_rounds
+
+CLIENTS = 10
+ALPHA = 0.99
+RANDOM_FEATURES = 1024
+FLOWER = ("Flower, FedAvg", "Flower, FedProx")
+LINEAR = baselines.Recipe(
+    rounds=1,
+    epochs=1,
+    batch_size=64,
+    optimizer="sgd",
+    learning_rate=0.01,
+    weight_decay=0.0,
+    standardize=False,
+    adapter_size=0,
+)
+"""Of FedAvg of a linear head; the learning rate and the epochs are the best of `--tune` on validation images."""
+
+LINEAR_GRID = tuple(
+    replace(LINEAR, learning_rate=rate, epochs=epochs)
+    for rate in (0.001, 0.003, 0.01, 0.03)
+    for epochs in (1, 5)
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """A setting of a method."""
+
+    setting: str
+    accuracy: float
+    """On the test images, the mean over devices where each has a head of its own."""
+    bytes_up: float
+    """Of all uploads of all devices."""
+    uploads: int = 1
+    """Of each device."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fleet:
+    """The devices of a seed."""
+
+    owners: NDArray[np.int64]
+    """The device of each training image, (n,)."""
+    max_multiple: float
+    """Times the median device's images that a device's count at most; 0 is without limit."""
+    seed: int
+    project: Callable[[int], Features]
+    """Returns the square roots of features, projected on so many principal components of other images."""
+    features: Features
+
+    @property
+    def robust(self) -> Robust:
+        """The aggregator's protection, without outlier detection."""
+        return Robust(detect_outliers=False, max_multiple=self.max_multiple)
+
+    @property
+    def clients(self) -> list[Client]:
+        """The devices, all of which are evaluated on all test images alike."""
+        data, number = self.features, len(self.features.test_labels)
+        return [
+            Client(
+                domain="",
+                train=data.train[mine],
+                train_labels=data.train_labels[mine],
+                test=data.test,
+                test_labels=data.test_labels,
+                weights=np.full(number, 1 / number),
+            )
+            for mine in (self.owners == client for client in np.unique(self.owners))
+        ]
+
+    def settings(self, *, batch: int, recipe: str = "default") -> fedtc.Settings:
+        """Return FedTC's settings."""
+        return fedtc.Settings(
+            clients=CLIENTS,
+            alpha=ALPHA,
+            batch_size=batch,
+            max_multiple=self.max_multiple,
+            recipe=RECIPES[recipe],
+            device="cpu",
+        )
+
+
+def _fedtc(fleet: Fleet, *, batches: Sequence[int], size: int = 0) -> Iterator[Point]:
+    features = fleet.project(size) if size else fleet.features
+    for batch in batches:
+        made, _ = fedtc.train_clients(features, fleet.owners, fleet.settings(batch=batch), seed=fleet.seed)
+        yield Point(setting=f"B {batch}", accuracy=made.accuracy, bytes_up=made.bytes_up)
+
+
+def _fedtc_floats(
+    fleet: Fleet, *, batches: Sequence[int], dtype: type[np.floating], recipe: str = "default"
+) -> Iterator[Point]:
+    """Yield heads of prototypes of a floating-point type, which devices sent before they had one byte a value."""
+    data = fleet.features
+    for batch in batches:
+        settings = fleet.settings(batch=batch, recipe=recipe)
+        made = fedtc.client_prototypes(data, fleet.owners, settings, seed=fleet.seed)
+        sent = {name: replace(mine, values=mine.values.astype(dtype)) for name, mine in made.items()}
+        sizes = [
+            len(
+                encode(fedtc.submission_of(mine, task=bytes(32), images=0, prototypes=to_tensor(mine.values)))
+            )
+            for mine in sent.values()
+        ]
+        trained = train_fleet_head(
+            {name: replace(mine, values=mine.values.astype(np.float32)) for name, mine in sent.items()},
+            classes=tuple(map(str, range(data.classes))),
+            recipe=settings.recipe,
+            robust=fleet.robust,
+            seed=fleet.seed,
+            device=settings.device,
+        ).trained
+        accuracy = fedtc.accuracy_of(trained.layers, data)
+        yield Point(setting=f"B {batch}", accuracy=accuracy, bytes_up=sum(sizes))
+
+
+def _refined(fleet: Fleet, *, batches: Sequence[int], size: int = 0) -> Iterator[Point]:
+    features = fleet.project(size) if size else fleet.features
+    for batch in batches:
+        settings = fleet.settings(batch=batch)
+        first, head = fedtc.train_clients(features, fleet.owners, settings, seed=fleet.seed)
+        if len(head) > 1:  # a linear discriminant has no adapter
+            made = refined_fleet(features, fleet.owners, settings, first, head)
+            yield Point(setting=f"B {batch}", accuracy=made.accuracy, bytes_up=made.bytes_up, uploads=2)
+
+
+def _cells(fleet: Fleet, *, batch: int, cell: int) -> Iterator[Point]:
+    made = cells.accuracies(
+        fleet.features, fleet.owners, batch=batch, cell=cell, seed=fleet.seed, max_multiple=fleet.max_multiple
+    )
+    yield Point(setting=f"B {batch}", accuracy=made.adapter, bytes_up=made.bytes_up)
+
+
+def _statistics(
+    fleet: Fleet, *, batch: int, sizes: Sequence[int], random_features: Sequence[int] = (0,)
+) -> Iterator[Point]:
+    """Yield heads from sums (B 1) or rows of groups, of all features (size 0) or of so many components."""
+    for size in sizes:
+        features = fleet.project(size) if size else fleet.features
+        for number in random_features:
+            data = statistics.map_features(features, random_features=number, seed=fleet.seed)
+            made = statistics.run_fleet(
+                data, fleet.owners, batch_size=batch, seed=fleet.seed, robust=fleet.robust
+            )
+            width = f"{features.train.shape[1]:,}" + (f" + {number:,}" if number else "")
+            yield Point(setting=f"B {batch}, {width}", accuracy=made.accuracy, bytes_up=made.bytes_up)
+
+
+def _rounds(fleet: Fleet, *, algorithm: Algorithm) -> Iterator[Point]:
+    clients, robust = fleet.clients, Robust(max_multiple=fleet.max_multiple)
+    outcome = run_rounds(algorithm, clients, classes=fleet.features.classes, seed=fleet.seed, robust=robust)
+    yield Point(
+        setting=f"{algorithm.rounds} rounds",
+        accuracy=float(outcome.accuracies.mean()),
+        bytes_up=float(outcome.up_bytes.sum()) * len(clients),
+        uploads=algorithm.rounds,
+    )
+
+
+def linear_head(fleet: Fleet, *, rounds: Sequence[int], recipe: baselines.Recipe = LINEAR) -> Iterator[Point]:
+    """Yield FedAvg of a linear head, whose bytes are those of its parameters in float16."""
+    clients, classes = fleet.clients, fleet.features.classes
+    each = baselines.traffic_bytes(
+        "FedAvg-v", recipe, feature_size=fleet.features.train.shape[1], classes=classes
+    )
+    for number in rounds:
+        reached = baselines.run_baseline(
+            "FedAvg-v", clients, replace(recipe, rounds=number), classes=classes, seed=fleet.seed
+        )
+        yield Point(
+            setting=f"{number} rounds",
+            accuracy=float(reached.mean()),
+            bytes_up=float(each * number * len(clients)),
+            uploads=number,
+        )
+
+
+def _flower(fleet: Fleet, *, method: str) -> Iterator[Point]:
+    """Yield the rounds of a measured run of Flower's programs on the same images, which is of seed 0."""
+    stored = flower_run()
+    if fleet.seed == 0 and len(fleet.owners) == int(stored["images"]):
+        for number, each in enumerate(stored["runs"][method]["rounds"], 1):
+            yield Point(
+                setting=f"{number} rounds",
+                accuracy=each["accuracy"],
+                bytes_up=float(each["bytes_up"]),
+                uploads=number,
+            )
+
+
+def flower_run() -> dict[str, Any]:
+    """Return the stored result of `benchmarks flower`, with the number of its training images."""
+    stored: dict[str, Any] = json.loads((ROOT / "benchmarks" / "results" / "flower.json").read_text("utf-8"))
+    words = stored["command"].split()
+    return {**stored, "images": words[words.index("--images") + 1]}
+
+
+def flower_bytes() -> float:
+    """Return the bytes that Flower's ten clients together send in a round."""
+    rounds = flower_run()["runs"][FLOWER[0]]["rounds"]
+    return float(rounds[-1]["bytes_up"]) / len(rounds)
+
+
+METHODS: Mapping[str, Callable[[Fleet], Iterator[Point]]] = MappingProxyType(
+    {
+        "FedTC": partial(_fedtc, batches=(100, 25, 10, 5, 3, 2)),
+        "FedTC, 640 components": partial(_fedtc, batches=(5, 3, 2), size=640),
+        "FedTC, 320 components": partial(_fedtc, batches=(25, 10, 5, 3, 2), size=320),
+        "FedTC, 160 components": partial(_fedtc, batches=(25, 10, 5, 3, 2), size=160),
+        "FedTC, float16": partial(_fedtc_floats, batches=(25, 5), dtype=np.float16),
+        "FedTC as printed, float32": partial(_fedtc_floats, batches=(5,), dtype=np.float32, recipe="paper"),
+        "FedTC refined": partial(_refined, batches=(25, 5)),
+        "FedTC refined, 320 components": partial(_refined, batches=(5,), size=320),
+        "FedTC, cells of 50": partial(_cells, batch=5, cell=50),
+        "statistics, groups": partial(_statistics, batch=5, sizes=(160, 320, 0)),
+        "statistics, sums": partial(_statistics, batch=1, sizes=(160, 320, 640, 0)),
+        "statistics, sums, random features": partial(
+            _statistics, batch=1, sizes=(320, 0), random_features=(RANDOM_FEATURES,)
+        ),
+        "hierarchical": partial(_rounds, algorithm=Hierarchical()),
+        "fedproto": partial(_rounds, algorithm=FedProto()),
+        "fedpcl": partial(_rounds, algorithm=FedPCL()),
+        "fpl": partial(_rounds, algorithm=FPL()),
+        "FedAvg of a linear head": partial(linear_head, rounds=(1, 3, 10, 30, 100)),
+        **{name: partial(_flower, method=name) for name in FLOWER},
+    }
+)
