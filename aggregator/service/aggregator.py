@@ -26,6 +26,7 @@ from protocol.log import event as log_event
 from protocol.mqtt import reconnecting_session as mqtt
 from protocol.mqtt.own_presence import OwnPresence, Replaced, require_not_replaced
 from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess
+from protocol.service_manager import ServiceManager
 from protocol.wire.presence import Duplicate
 from protocol.wire.topics import fleet_topic
 from protocol.wire.transfer import chunk_bytes
@@ -110,7 +111,10 @@ class Aggregator:
         """
         self._publisher.start()
         try:
+            manager = ServiceManager()
+            manager.ready()
             while not self._is_over:
+                manager.alive()
                 self.handle(self._next_batch())
         finally:
             self._training.stop()

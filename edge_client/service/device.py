@@ -26,6 +26,7 @@ from protocol.errors import BackboneMismatch, ConfigError, ProtofleetError, Stat
 from protocol.log import event as log_event
 from protocol.mqtt import reconnecting_session as mqtt
 from protocol.mqtt.own_presence import require_not_replaced
+from protocol.service_manager import ServiceManager
 from protocol.wire.messages import Presence, RoundManifest, TaskManifest
 from protocol.wire.presence import Duplicate
 
@@ -80,7 +81,10 @@ class Device:
         self._publisher.start()
         try:
             self._recall()
+            manager = ServiceManager()
+            manager.ready()
             while self._agent.exit is None:
+                manager.alive()
                 self._handle(self._next_event())
         finally:
             self._worker.stop()

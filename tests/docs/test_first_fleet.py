@@ -4,8 +4,10 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -62,7 +64,14 @@ def test_commands_lead_to_a_prediction(folder: Path) -> None:
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PROTOFLEET_BROKER": str(address),
+        "NOTIFY_SOCKET": str(folder / "notify"),
     }
+    manager = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    manager.bind(environment["NOTIFY_SOCKET"])
+    states: list[bytes] = []
+    threading.Thread(
+        target=lambda: states.extend(iter(lambda: manager.recv(100), b"end")), daemon=True
+    ).start()
 
     def start(line: str) -> subprocess.Popen[str]:
         line = line.replace("--pretrained", "--random").replace("127.0.0.1", str(address))
@@ -84,6 +93,7 @@ def test_commands_lead_to_a_prediction(folder: Path) -> None:
         if server is not None:
             server.send_signal(signal.SIGINT)
             server.communicate(timeout=TIMEOUT_S)
+    assert states.count(b"READY=1") == 2 + len(DEVICES), "aggregator, dry run, devices"
     (prediction,) = [text for line, text in outputs.items() if "predict" in line]
     assert "plum" in prediction
     (status,) = [text for line, text in outputs.items() if line.startswith("aggregator status")]

@@ -1,0 +1,37 @@
+"""Notifications to systemd, which restarts a service whose main loop no longer runs (`sd_notify(3)`)."""
+
+import contextlib
+import os
+import socket
+import time
+
+INTERVAL_S = 10.0
+"""Time between two signs of life; far below the units' `WatchdogSec`."""
+
+
+class ServiceManager:
+    """The service manager that started this program, if any; the main loop calls `alive` in each iteration."""
+
+    def __init__(self) -> None:
+        self._address = os.environ.get("NOTIFY_SOCKET", "")
+        self._due_s = 0.0
+
+    def ready(self) -> None:
+        """Report that the service has started."""
+        self._send(b"READY=1")
+
+    def alive(self) -> None:
+        """Report that the main loop runs, at most every `INTERVAL_S`."""
+        if self._address and time.monotonic() >= self._due_s:
+            self._due_s = time.monotonic() + INTERVAL_S
+            self._send(b"WATCHDOG=1")
+
+    def _send(self, state: bytes) -> None:
+        if not self._address:
+            return
+        # A leading @ stands for the null byte of an abstract address.
+        address = self._address.replace("@", "\0", 1) if self._address.startswith("@") else self._address
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            sender.setblocking(False)  # a sign of life that cannot be sent is not worth waiting for
+            sender.connect(address)
+            sender.send(state)
