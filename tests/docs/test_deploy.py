@@ -4,15 +4,18 @@ import getpass
 import re
 import shutil
 import subprocess
+import sys
 import threading
 import time
 import tomllib
 from pathlib import Path
 
+import kubernetes_validate
 import msgspec
 import paho.mqtt.client as paho
 import psutil
 import pytest
+import yaml
 from paho.mqtt.enums import CallbackAPIVersion
 
 from aggregator.algorithms.fedpcl import FedPCL
@@ -297,6 +300,7 @@ def test_container_images_get_every_package() -> None:
             pattern.split("/")[1]
             for pattern in project["tool"]["hatch"]["build"]["targets"]["wheel"]["include"]
         ),
+        "dashboard",
     }
     assert needed == set(" ".join(copied).split())
     allowed = (DEPLOY / "Dockerfile.dockerignore").read_text(encoding="utf-8").splitlines()
@@ -314,3 +318,42 @@ def test_access_list_draws_only_the_documented_warning(tmp_path: Path, address: 
     said = "ACL pattern '{}' does not contain '%c' or '%u'"
     assert said.format("pf/1/orchard/+") in warning
     assert said.format("pf/1/FLEET/+") in (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
+
+
+def test_compose_file_runs_the_images_and_the_commands_that_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Targets of the Dockerfile, mounted files of the repository, and commands that the programs accept."""
+    monkeypatch.setenv("PROTOFLEET_TASK", str(DEPLOY / "task.toml"))  # set by the image
+    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text(encoding="utf-8"))["services"]
+    stages = re.findall(r"(?m)^FROM \S+ AS (\S+)$", (DEPLOY / "Dockerfile").read_text(encoding="utf-8"))
+    programs = {"device": "edge-client", "aggregator": "aggregator"}
+    ours = {name: service for name, service in services.items() if "build" in service}
+    assert set(services) - set(ours) == {"broker"}
+    for name, service in ours.items():
+        target = service["build"]["target"]
+        assert target in stages, name
+        context = parse(
+            f"{programs[target]} {service['command'].replace('/run/secrets/http-token', __file__)}"
+        )
+        assert context.params["broker"] == "broker:1883"
+    for service in services.values():
+        for volume in service["volumes"]:
+            source = Path(volume.partition(":")[0])
+            assert source.parts[0] in {"fleet", source.name} or (ROOT / source).is_file(), volume
+
+
+def test_kubernetes_manifests_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROTOFLEET_TASK", str(DEPLOY / "task.toml"))  # set by the image
+    text = (DEPLOY / "kubernetes.yaml").read_text(encoding="utf-8")
+    resources = list(yaml.safe_load_all(text))
+    assert [resource["kind"] for resource in resources] == ["Service", "StatefulSet"]
+    for resource in resources:
+        kubernetes_validate.validate(resource, kubernetes_validate.latest_version(), strict=True)
+    (container,) = resources[1]["spec"]["template"]["spec"]["containers"]
+    command = container["command"][-1].partition("exec ")[2]
+    assert parse(command).params["http"] == "0.0.0.0:8080"
+
+
+def test_installation_script_has_no_finding_of_shellcheck() -> None:
+    subprocess.run([Path(sys.executable).with_name("shellcheck"), DEPLOY / "install-device.sh"], check=True)
