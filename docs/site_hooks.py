@@ -72,4 +72,4 @@ def _source(target: str) -> Path:
 
 def _copy(source: Path) -> str:
     """Return the path of a file's copy in the site; a browser shows it as text."""
-    return f"source/{source.relative_to(ROOT)}.txt"
+    return f"source/{source.relative_to(ROOT)}.txt".replace("/.", "/")  # MkDocs omits hidden files

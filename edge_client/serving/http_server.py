@@ -81,7 +81,7 @@ def parse_options(address: str, *, token: str | None, max_image_bytes: int) -> S
     options = ServerOptions(found["host"] or found["ipv6"], int(found["port"]), token, max_image_bytes)
     if token is None and not options.is_local:
         raise ConfigError(
-            f"anybody who reaches {options.host} could use it: give --http-token-file, or listen on 127.0.0.1"
+            f"any client that reaches {options.host} could use it: give --http-token-file, or listen on 127.0.0.1"
         )
     return options
 
