@@ -45,6 +45,7 @@ define install
 	@echo "==> making the virtual environment .venv with $(PYTHON)"
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/python examples/install.py $(1)
+	@$(BIN)/python -m dashboard.vendor || echo "==> without the dashboard's page"
 	@touch $@
 endef
 

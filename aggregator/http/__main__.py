@@ -6,12 +6,14 @@ import os
 import socket
 import sys
 import threading
+from pathlib import Path
 
 import msgspec
 import uvicorn
 
 from aggregator.http.app import make_app
 from aggregator.http.settings import HttpSettings
+from aggregator.http.snapshots import Snapshots
 from protocol.cli import start_logging
 
 MAX_CONNECTIONS = 512
@@ -28,8 +30,25 @@ def main() -> None:
     start_logging(verbose=False)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    asyncio.run(_serve(settings))
+
+
+class _Uvicorn(uvicorn.Server):
+    """Ends the streams of events before it waits for the end of all requests."""
+
+    def __init__(self, config: uvicorn.Config, snapshots: Snapshots) -> None:
+        super().__init__(config)
+        self._snapshots = snapshots
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await self._snapshots.end()
+        await super().shutdown(sockets)
+
+
+async def _serve(settings: HttpSettings) -> None:
+    snapshots = Snapshots(Path(settings.state))
     config = uvicorn.Config(
-        make_app(settings),
+        make_app(settings, snapshots),
         log_config=None,
         access_log=False,
         server_header=False,
@@ -42,7 +61,7 @@ def main() -> None:
         timeout_graceful_shutdown=1,
     )
     with socket.socket(fileno=settings.socket) as listening:
-        asyncio.run(uvicorn.Server(config).serve(sockets=[listening]))
+        await _Uvicorn(config, snapshots).serve(sockets=[listening])
 
 
 def _end_with_parent() -> None:

@@ -41,9 +41,9 @@ NO_PAGE = (
 )
 
 
-def make_app(settings: HttpSettings) -> Starlette:
+def make_app(settings: HttpSettings, snapshots: Snapshots) -> Starlette:
     """Return the application."""
-    server = _Server(settings)
+    server = _Server(settings, snapshots)
     routes: list[BaseRoute] = [
         Route("/healthz", server.health),
         Route("/readyz", server.ready),
@@ -96,10 +96,10 @@ async def _problem(_request: Request, error: Exception) -> Response:
 
 
 class _Server:
-    def __init__(self, settings: HttpSettings) -> None:
+    def __init__(self, settings: HttpSettings, snapshots: Snapshots) -> None:
         self._settings = settings
         self._state = Path(settings.state)
-        self._snapshots = Snapshots(self._state)
+        self._snapshots = snapshots
         self._commands = asyncio.Lock()
 
     async def health(self, _request: Request) -> Response:

@@ -25,6 +25,9 @@ POLL_S = 0.5
 REST = 4.0
 """Times as long as a snapshot took, before the next one is made: at most a fifth of a processor."""
 
+KEEP_ALIVE_S = 15.0
+"""Seconds without a change after which a watching browser receives something nevertheless."""
+
 _COMPRESSION = 1
 """Of gzip: a fourth of the size in a tenth of the time of its best."""
 
@@ -64,6 +67,13 @@ class Snapshots:
         self._changed = asyncio.Condition()
         self._watchers = 0
         self._poll: asyncio.Task[None] | None = None
+        self._is_ending = False
+
+    async def end(self) -> None:
+        """End all iterations of `changes`."""
+        self._is_ending = True
+        async with self._changed:
+            self._changed.notify_all()
 
     async def current(self) -> Snapshot:
         """Return the newest snapshot, made anew if the state has changed and the last one is old enough."""
@@ -79,17 +89,17 @@ class Snapshots:
             return self._snapshot
 
     async def changes(self) -> AsyncIterator[str | None]:
-        """Yield the version of the newest snapshot, then each later one; None if nothing changes for 15 s."""
+        """Yield the version of the newest snapshot, then each later one; None if nothing changes for `KEEP_ALIVE_S`."""
         async with self._watching():
             seen = (await self.current()).version
             yield seen
-            while True:
+            while not self._is_ending:
                 try:
-                    async with asyncio.timeout(15), self._changed:
-                        await self._changed.wait_for(lambda: self._snapshot.version != seen)  # noqa: B023
+                    async with asyncio.timeout(KEEP_ALIVE_S), self._changed:
+                        await self._changed.wait()
                 except TimeoutError:
                     yield None
-                else:
+                if self._snapshot.version != seen:
                     seen = self._snapshot.version
                     yield seen
 

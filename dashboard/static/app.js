@@ -75,19 +75,29 @@ function Header({ status, live, session }) {
   </header>`;
 }
 
+/** A section, drawn in a task of its own, so that the browser can answer in between. */
+function Section({ name, title, View, place, status, details }) {
+  const [shown, show] = useState(null);
+  useEffect(() => {
+    const timer = setTimeout(() => show({ status, details }), 20 * place);
+    return () => clearTimeout(timer);
+  }, [status, details]);
+  return html`<section id=${name} aria-labelledby="${name}-title">
+    <h2 id="${name}-title">${title}</h2>
+    ${shown && html`<${View} ...${shown} />`}
+  </section>`;
+}
+
 function Fleet({ status, details }) {
-  const sections = SECTIONS.filter(([name]) => name !== "collection" || status);
   return html`<nav aria-label="Sections">
-      ${sections.map(([name, title]) => html`<a href="#${name}">${titleOf(name, title, status)}</a>`)}
+      ${SECTIONS.map(([name, title]) => html`<a href="#${name}">${titleOf(name, title, status)}</a>`)}
     </nav>
     <main>
       <${Alarms} status=${status} />
       <${Summary} status=${status} />
-      ${sections.map(
-        ([name, title, View]) => html`<section id=${name} aria-labelledby="${name}-title" key=${name}>
-          <h2 id="${name}-title">${titleOf(name, title, status)}</h2>
-          <${View} status=${status} details=${details} />
-        </section>`,
+      ${SECTIONS.map(
+        ([name, title, View], place) =>
+          html`<${Section} key=${name} title=${titleOf(name, title, status)} ...${{ name, View, place, status, details }} />`,
       )}
     </main>`;
 }

@@ -60,3 +60,21 @@ def test_source_distribution_holds_no_state(source: Path, tmp_path: Path) -> Non
         names = archive.getnames()
     assert any(name.endswith("aggregator/py.typed") for name in names)
     assert not [name for name in names if name.endswith((".key", ".crt", ".sqlite"))]
+
+
+def test_wheel_of_the_dashboard_holds_its_page(tmp_path: Path) -> None:
+    """With the libraries from npm, their licenses, and nothing that belongs to the build."""
+    source = tmp_path / "dashboard"
+    shutil.copytree(ROOT / "dashboard", source, ignore=shutil.ignore_patterns("__pycache__", "vendor*"))
+    shutil.copy(ROOT / "dashboard" / "vendor.py", source)
+    vendor = source / "static" / "vendor"
+    vendor.mkdir()
+    for name in ("standalone.module.js", "LICENSE.preact", "README.txt"):
+        (vendor / name).write_text(name, encoding="ascii")
+    with zipfile.ZipFile(build(source, "wheel", tmp_path / "out")) as wheel:
+        names = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    static = {
+        f"dashboard/{file.relative_to(source)}" for file in (source / "static").rglob("*") if file.is_file()
+    }
+    assert names == {"dashboard/__init__.py", *static}
+    assert "dashboard/static/vendor/LICENSE.preact" in names

@@ -75,7 +75,7 @@ function Row({ row }) {
     <td class="number">${percent(row.accuracy)}</td>
     <td class="number">${row.epsilon === null ? "–" : row.epsilon.toFixed(2)}</td>
     <td><${Backbones} row=${row} /></td>
-    <td>${row.flags.map(([kind, text]) => html`<span class="flag ${kind}" key=${text}>${text}</span>`)}</td>
+    <td class=${row.flags.length ? "text" : ""}>${row.flags.map(([kind, text]) => html`<span class="flag ${kind}" key=${text}>${text}</span>`)}</td>
     <td class="actions">
       ${row.quarantined && html`<button onClick=${() => ask("release", row.device)}>Release<span class="hidden"> ${row.device}</span></button>`}
       ${row.prototypes > 0 && html`<button onClick=${() => ask("forget", row.device)}>Forget<span class="hidden"> ${row.device}</span></button>`}

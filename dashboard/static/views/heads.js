@@ -21,7 +21,7 @@ function Head({ head, details }) {
   const { version, held_out: heldOut } = head;
   return html`<tr>
     <th scope="row">${version}</th>
-    <td>${head.state && html`<span class="state ${head.state}">${head.state}</span>`} ${head.reason}</td>
+    <td class=${head.reason ? "text" : ""}>${head.state && html`<span class="state ${head.state}">${head.state}</span>`} ${head.reason}</td>
     <td>${moment(head.trained_s)}</td>
     <td class="number">${head.devices}</td>
     <td class="number">${head.prototypes}</td>

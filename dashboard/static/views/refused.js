@@ -26,7 +26,7 @@ export function Refused({ status }) {
         <tbody>
           ${most.map(
             (each) => html`<tr key=${`${each.device} ${each.reason}`}>
-              <th scope="row">${each.device}</th><td>${each.reason}</td><td class="number">${each.count}</td><td>${each.detail}</td>
+              <th scope="row">${each.device}</th><td>${each.reason}</td><td class="number">${each.count}</td><td class="text">${each.detail}</td>
             </tr>`,
           )}
         </tbody>
