@@ -4,7 +4,7 @@ import { html, useMemo, useState } from "../vendor/standalone.module.js";
 import { ago, bytes, counted, moment, percent } from "../format.js";
 import { ask } from "./dialogs.js";
 
-const PAGE = 50;
+const PAGE = 25;
 
 const COLUMNS = [
   ["device", "Device", (row) => row.device],
