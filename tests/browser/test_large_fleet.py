@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 LONG_TASK_MS = 50.0
 
 ROUNDS = 3
-"""Other programs on this machine make a task slower, also in processor time; a page that is slow by itself always is."""
+"""Other programs of this machine make tasks slower, also in processor time; a slow page is slow in every round."""
 
 
 def test_a_thousand_devices_cause_no_long_task(open_page: OpenPage, tmp_path: Path) -> None:
