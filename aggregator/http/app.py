@@ -18,8 +18,10 @@ from starlette.staticfiles import StaticFiles
 
 from aggregator.http import commands
 from aggregator.http.access import COOKIE, Access, has_bearer, has_session, is_token, problem, session_value
+from aggregator.http.documents import Document
 from aggregator.http.metrics import CONTENT_TYPE, metrics_text
 from aggregator.http.openapi import Session, SignIn, openapi_document
+from aggregator.http.projections import Projections
 from aggregator.http.readiness import readiness
 from aggregator.http.settings import HttpSettings
 from aggregator.http.snapshots import Snapshots
@@ -50,6 +52,7 @@ def make_app(settings: HttpSettings, snapshots: Snapshots) -> Starlette:
         Route("/metrics", server.metrics),
         Route("/api/v1/status", server.document),
         Route("/api/v1/details", server.document),
+        Route("/api/v1/prototypes", server.prototypes),
         Route("/api/v1/events", server.events),
         Route("/api/v1/openapi.json", server.openapi),
         Route("/api/v1/session", server.session, methods=["GET", "POST", "DELETE"]),
@@ -100,6 +103,7 @@ class _Server:
         self._settings = settings
         self._state = Path(settings.state)
         self._snapshots = snapshots
+        self._projections = Projections(self._state)
         self._commands = asyncio.Lock()
 
     async def health(self, _request: Request) -> Response:
@@ -117,15 +121,12 @@ class _Server:
         snapshot = await self._snapshots.current()
         if snapshot.status is None:
             return problem(503, snapshot.problem)
-        tag = f'"{snapshot.version}"'
-        headers = {"etag": tag, "cache-control": "no-cache", "vary": "accept-encoding, cookie, authorization"}
-        if request.headers.get("if-none-match") == tag:
-            return Response(status_code=304, headers=headers)
         document = snapshot.documents[request.url.path.rpartition("/")[2]]
-        if "gzip" in request.headers.get("accept-encoding", ""):
-            headers["content-encoding"] = "gzip"
-            return Response(document.compressed, headers=headers, media_type="application/json")
-        return Response(document.body, headers=headers, media_type="application/json")
+        return _document(request, document, snapshot.version)
+
+    async def prototypes(self, request: Request) -> Response:
+        document = await self._projections.current()
+        return _document(request, document, document.version)
 
     async def events(self, _request: Request) -> Response:
         return StreamingResponse(self._event_lines(), media_type="text/event-stream")
@@ -202,6 +203,18 @@ async def _body(request: Request) -> bytes:
         if len(body) > MAX_BODY_BYTES:
             raise HTTPException(413, f"expected at most {MAX_BODY_BYTES} bytes")
     return body
+
+
+def _document(request: Request, document: Document, version: str) -> Response:
+    """Answer a document, compressed if the client can read that, or that it has not changed."""
+    tag = f'"{version}"'
+    headers = {"etag": tag, "cache-control": "no-cache", "vary": "accept-encoding, cookie, authorization"}
+    if request.headers.get("if-none-match") == tag:
+        return Response(status_code=304, headers=headers)
+    body = document.body
+    if "gzip" in request.headers.get("accept-encoding", ""):
+        headers["content-encoding"], body = "gzip", document.compressed
+    return Response(body, headers=headers, media_type="application/json")
 
 
 def _json(value: object, status: int = 200) -> Response:

@@ -8,6 +8,7 @@ from aggregator.http.commands import COMMANDS, EnrollCommand, Outcome
 from aggregator.http.readiness import Readiness
 from aggregator.status.details import Details
 from aggregator.status.model import Status
+from aggregator.status.projection import Projection
 
 JSON_TYPE = "application/json"
 
@@ -32,7 +33,7 @@ class Session(msgspec.Struct, frozen=True):
 
 
 _STRUCTS = (
-    Status, Details, Readiness, Problem, SignIn, Session, Outcome, EnrollCommand,
+    Status, Details, Projection, Readiness, Problem, SignIn, Session, Outcome, EnrollCommand,
     *dict.fromkeys(command.arguments for command in COMMANDS.values()),
 )  # fmt: skip
 
@@ -45,6 +46,7 @@ def openapi_document(version: str) -> dict[str, Any]:
         "/api/v1/details": {
             "get": _reading("Figures by device and class, and by head and class.", "Details")
         },
+        "/api/v1/prototypes": {"get": _reading("The prototypes in two dimensions.", "Projection")},
         "/api/v1/events": {"get": _stream()},
         "/api/v1/openapi.json": {"get": _reading("This document.", None)},
         "/api/v1/session": {

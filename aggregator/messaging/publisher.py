@@ -54,6 +54,8 @@ class Publisher:
             will=lambda: presence.outgoing("offline"),
             manual_ack=True,
         )
+        self.sent_bytes = 0
+        """Payload bytes of all messages to devices since the start."""
         self._unacknowledged: list[mqtt.Received] = []
         self._is_congested = False
 
@@ -81,17 +83,21 @@ class Publisher:
 
     def publish_to_fleet(self, channel: FleetChannel, payload: bytes) -> None:
         """Publish to all devices; an empty payload clears a retained message."""
-        self._session.send(self._outgoing(channel, payload))
+        self._send(self._outgoing(channel, payload))
 
     def broadcast(self, payload: bytes) -> None:
         """Send a blob to all devices at once."""
         for frame in frames_of(payload, digest=digest_of(payload), chunk_bytes=self.chunk_bytes):
-            self._session.send(self._outgoing("cast", encode(frame)))
+            self._send(self._outgoing("cast", encode(frame)))
 
     def publish_to_device(self, device: str, channel: DeviceChannel, message: Message | Frame) -> None:
         """Publish to one device."""
         topic = device_topic(self._fleet, device, channel)
-        self._session.send(mqtt.Outgoing(topic, encode(message), channel in RETAINED))
+        self._send(mqtt.Outgoing(topic, encode(message), channel in RETAINED))
+
+    def _send(self, outgoing: mqtt.Outgoing) -> None:
+        self.sent_bytes += len(outgoing.payload)
+        self._session.send(outgoing)
 
     def _outgoing(self, channel: FleetChannel, payload: bytes) -> mqtt.Outgoing:
         return mqtt.Outgoing(fleet_topic(self._fleet, channel), payload, channel in RETAINED)

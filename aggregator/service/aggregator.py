@@ -16,6 +16,7 @@ from aggregator.messaging.publisher import Publisher
 from aggregator.service.announcements import Announcements
 from aggregator.service.device_messages import DeviceMessages
 from aggregator.service.own_topic import TAKE_OVER
+from aggregator.service.traffic_meter import TrafficMeter
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import ServedTask
 from aggregator.tasks import refinement
@@ -76,6 +77,7 @@ class Aggregator:
         self._publisher = Publisher(
             broker, access=access, fleet=task.file.fleet, presence=presence, on_event=self._events.put
         )
+        self._traffic = TrafficMeter(store)
         restoration = self._training.restoration
         restoration.verify_all(self._releases.served)
         self._blob_sender = BlobSender(
@@ -155,6 +157,7 @@ class Aggregator:
         self._announcements.refresh()
         with self._receiver.guard():
             self._store.clock.keep()
+            self._traffic.keep(sent=self._publisher.sent_bytes)
             self._training.tick()
             if self._training.deleted:
                 self._receiver.drop(self._training.deleted)
@@ -193,6 +196,7 @@ class Aggregator:
 
     def _handle_messages(self, messages: list[mqtt.Received]) -> None:
         """Store all messages durably, or none; then answer them, and acknowledge them to the broker."""
+        self._traffic.received += sum(len(message.payload) for message in messages)
         try:
             with self._store.transaction():
                 for message in messages:

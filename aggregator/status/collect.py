@@ -20,6 +20,7 @@ from aggregator.storage.stored_values import (
     LostFiles,
     Refinement,
     SigningKey,
+    Traffic,
     TrainingProgress,
 )
 from aggregator.storage.submissions import SubmissionRecord
@@ -86,6 +87,7 @@ def _collect(store: Store) -> model.Status:
         forgotten=tuple(store.forgotten.all(task)),
         heads=tuple(_head(store, task, head, used, known, is_personal=is_personal) for head in heads),
         refusals=tuple(store.refusals.all()),
+        traffic=store.facts.get(Traffic) or Traffic(),
         head_path=files.get("head.onnx"),
         model_path=files.get("model.onnx"),
     )

@@ -8,7 +8,7 @@ from msgspec import Meta
 from aggregator.ingest.intake_status import Intake
 from aggregator.storage.devices import QuarantinedDevice, Refusal, UnixSeconds
 from aggregator.storage.forgotten_devices import ForgottenDevice
-from aggregator.storage.stored_values import TrainingProgress
+from aggregator.storage.stored_values import Traffic, TrainingProgress
 from aggregator.storage.submissions import LostSubmission
 from protocol.wire.presence import Duplicate
 
@@ -192,6 +192,9 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     ]
     heads: Annotated[tuple[Head, ...], Meta(description="Oldest first.")]
     refusals: tuple[Refusal, ...]
+    traffic: Annotated[
+        Traffic, Meta(description="Payload bytes between aggregator and broker, of all starts on this state.")
+    ]
     head_path: Annotated[
         str | None, Meta(description="File of the current head; null until that is written.")
     ]

@@ -103,6 +103,13 @@ class TrainingTokens(msgspec.Struct, frozen=True):
     at_s: float
 
 
+class Traffic(msgspec.Struct, frozen=True):
+    """Bytes of messages to and from the broker since the state directory was created."""
+
+    received: int = 0
+    sent: int = 0
+
+
 class LostFiles(msgspec.Struct, frozen=True):
     """Blobs that devices or trainings need and that were damaged and could not be restored, by hex digest."""
 
