@@ -25,9 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_client.runtime.session import open_session
+from edge_client.runtime.watchdog import POLL_S
 from protocol.errors import StateError
-
-POLL_S = 0.25
 
 MAX_RUN_S = 300
 """Seconds of the CPU after which a run ends by itself, if the device program has ended before it."""

@@ -6,6 +6,7 @@ import math
 import queue
 import time
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from edge_client.agent import events
 from edge_client.agent.state import Mode
@@ -20,7 +21,6 @@ from edge_client.storage.device_state import DeviceState
 from edge_client.storage.disk_space import free_bytes
 from edge_client.storage.stored_values import BuildProblem, ManifestProblem, TaskProblem
 from edge_client.storage.trials import MAX_ENDS, task_key
-from edge_client.submission.builder import ShowDryRun
 from protocol.cli import plain
 from protocol.errors import BackboneMismatch, ConfigError, ProtofleetError, StateError
 from protocol.log import event as log_event
@@ -29,6 +29,9 @@ from protocol.mqtt.own_presence import require_not_replaced
 from protocol.service_manager import ServiceManager
 from protocol.wire.messages import Presence, RoundManifest, TaskManifest
 from protocol.wire.presence import Duplicate
+
+if TYPE_CHECKING:
+    from edge_client.submission.builder import ShowDryRun
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +50,7 @@ EXPIRED = (
 class Device:
     """One device of one fleet, on a locked state directory; in a dry run `show` takes what would be sent."""
 
-    def __init__(self, settings: Settings, store: DeviceState, *, show: ShowDryRun | None = None) -> None:
+    def __init__(self, settings: Settings, store: DeviceState, *, show: "ShowDryRun | None" = None) -> None:
         self._settings = settings
         self._store = store
         self._is_dry_run = settings.mode is Mode.DRY_RUN

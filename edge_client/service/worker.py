@@ -6,24 +6,25 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
-from typing import Literal
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Literal
 
 from edge_client.agent import events
 from edge_client.agent.state import MAX_DAMAGED, head_key
 from edge_client.config import Settings
-from edge_client.runtime.onnx_model import allow_runs, interrupt_runs
+from edge_client.runtime.watchdog import allow_runs, interrupt_runs
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.disk_space import DiskAlmostFull
-from edge_client.storage.feature_cache import FeatureCache
-from edge_client.submission.builder import ShowDryRun, SubmissionBuilder
-from edge_client.submission.head_installer import HeadInstaller
-from edge_client.submission.image_features import Workspace
-from edge_client.submission.round_submission import RoundTraining
 from protocol.errors import BlobLost, Interrupted, ProtofleetError, StateError
 from protocol.log import event
 from protocol.threads import start_thread
 from protocol.wire.messages import TaskManifest
+
+if TYPE_CHECKING:
+    from edge_client.submission.builder import ShowDryRun, SubmissionBuilder
+    from edge_client.submission.head_installer import HeadInstaller
+    from edge_client.submission.image_features import Workspace
+    from edge_client.submission.round_submission import RoundTraining
 
 log = logging.getLogger(__name__)
 
@@ -40,18 +41,16 @@ class Worker:
         state: DeviceState,
         *,
         emit: Callable[[events.Event | BaseException], None],
-        show: ShowDryRun | None,
+        show: "ShowDryRun | None",
     ) -> None:
         self.task: bytes | None = None
         """The current task; jobs for another one are dropped."""
         self.round: int | None = None
         """The current round, likewise."""
         self._emit = emit
-        cache = FeatureCache(state.folder / "features.sqlite")
-        self._workspace = Workspace(settings, state, cache, dry_run=show is not None)
-        rounds = RoundTraining(self._workspace)
-        self._builder = SubmissionBuilder(self._workspace, rounds, show)
-        self._installer = HeadInstaller(self._workspace, rounds)
+        self._settings = settings
+        self._store = state
+        self._show = show
         self._newest_head: bytes | None = None
         self._lost: Counter[bytes] = Counter()
         self._manifest: TaskManifest | None = None
@@ -78,7 +77,7 @@ class Worker:
         if self._thread is not None:
             self._thread.join(timeout=5)
         with contextlib.suppress(StateError):
-            self._workspace.store.trials.stop()
+            self._store.trials.stop()
 
     def build(self, build: events.BuildSubmission) -> None:
         """Build a submission; emits SubmissionBuilt, unless another task or round becomes current."""
@@ -92,6 +91,34 @@ class Worker:
     def check_images(self) -> None:
         """Emit ImagesChanged if there are new images, or if two scans in a row miss one of the last submission."""
         self._put(self._check_images)
+
+    # Made at the first job, which loads their modules: a device without a task needs none of them.
+
+    @cached_property
+    def _workspace(self) -> "Workspace":
+        from edge_client.storage.feature_cache import FeatureCache
+        from edge_client.submission.image_features import Workspace
+
+        cache = FeatureCache(self._store.folder / "features.sqlite")
+        return Workspace(self._settings, self._store, cache, dry_run=self._show is not None)
+
+    @cached_property
+    def _rounds(self) -> "RoundTraining":
+        from edge_client.submission.round_submission import RoundTraining
+
+        return RoundTraining(self._workspace)
+
+    @cached_property
+    def _builder(self) -> "SubmissionBuilder":
+        from edge_client.submission.builder import SubmissionBuilder
+
+        return SubmissionBuilder(self._workspace, self._rounds, self._show)
+
+    @cached_property
+    def _installer(self) -> "HeadInstaller":
+        from edge_client.submission.head_installer import HeadInstaller
+
+        return HeadInstaller(self._workspace, self._rounds)
 
     def _put(self, job: Callable[[], None]) -> None:
         """Queue a job; one that is interrupted has no result."""
@@ -166,7 +193,7 @@ class Worker:
         # A file that a program replaces is missing for a moment. Each of two submissions would cost privacy.
         if self._missing_images & before or not frozenset(images) <= frozenset(self._images):
             self._images = images
-            event(log, logging.INFO, "images changed", folder=self._workspace.settings.data)
+            event(log, logging.INFO, "images changed", folder=self._settings.data)
             self._emit(events.ImagesChanged())
 
     def _find_images(self, manifest: TaskManifest) -> tuple[str, ...]:

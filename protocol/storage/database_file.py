@@ -121,7 +121,10 @@ class DatabaseFile:
             for name, value in self._all_pragmas().items():
                 database.execute(f"PRAGMA {name} = {value}")
             self._migrate(database)
-            return database.serialize()
+            contents = bytearray(database.serialize())
+        # In WAL mode from its first byte, by the versions in its header: SQLite would switch it with four syncs.
+        contents[18:20] = b"\2\2"
+        return bytes(contents)
 
     def _is_outdated(self, database: sqlite3.Connection) -> bool:
         version, expected = _version(database), len(self.migrations)

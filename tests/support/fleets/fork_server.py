@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
-from edge_client.runtime import onnx_model
+from edge_client.runtime import watchdog
 
 PRELOADED = (
     "aggregator.cli",
@@ -32,6 +32,8 @@ PRELOADED = (
     "edge_client.cli",
     "edge_client.inference",
     "edge_client.service.device",
+    "edge_client.submission.builder",
+    "edge_client.submission.head_installer",
     "protocol.enrollment",
     "scipy.optimize",
     "onnxruntime",
@@ -218,7 +220,7 @@ def _prepare_child(request: dict[str, Any]) -> None:
     if request["forks_jobs"]:
         subprocess.Popen = _ForkedJob  # type: ignore[misc]
     # A thread that was made before a fork cannot be started after it.
-    onnx_model._WATCHDOG = onnx_model._Watchdog()
+    watchdog._WATCHDOG = watchdog._Watchdog()
     os.kill(os.getpid(), signal.SIGSTOP)
 
 

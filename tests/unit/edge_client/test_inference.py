@@ -11,7 +11,7 @@ from PIL import Image
 
 from edge_client.data.images import decode
 from edge_client.inference import Head, evaluate, open_head, open_round_head, predict
-from edge_client.runtime import onnx_model
+from edge_client.runtime import onnx_model, watchdog
 from edge_client.runtime.backbone import Backbone
 from edge_client.training.local_round import LocalModel
 from protocol.errors import BackboneMismatch, GraphRefused
@@ -121,7 +121,7 @@ def test_interrupted_thread_runs_no_graph_to_its_end(tmp_path: Path, monkeypatch
     backbone = tiny(tmp_path)
     endless = changed(linear_head([backbone], np.zeros((16, 2), dtype=np.float32)), infinite_loop)
     thread = threading.get_ident()
-    later = threading.Timer(0.3, onnx_model.interrupt_runs, [thread])
+    later = threading.Timer(0.3, watchdog.interrupt_runs, [thread])
     later.start()
     try:
         for _ in range(2):
@@ -129,7 +129,7 @@ def test_interrupted_thread_runs_no_graph_to_its_end(tmp_path: Path, monkeypatch
                 open_head(endless, backbones=[backbone])
     finally:
         later.join()
-        onnx_model.allow_runs(thread)
+        watchdog.allow_runs(thread)
     monkeypatch.setattr(onnx_model, "MAX_RUN_S", 0.5)
     with pytest.raises(GraphRefused, match="exceeded the time limit of 0 s"):
         open_head(endless, backbones=[backbone])

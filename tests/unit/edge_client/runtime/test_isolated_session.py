@@ -9,7 +9,7 @@ import numpy as np
 import psutil
 import pytest
 
-from edge_client.runtime import onnx_model
+from edge_client.runtime import watchdog
 from edge_client.runtime.backbone import Backbone, open_backbone
 from edge_client.runtime.isolated_session import IsolatedSession
 from protocol.errors import ProtofleetError, StateError
@@ -52,7 +52,7 @@ def test_runs_begin_alike_after_one_that_fails_is_killed_or_takes_long(tmp_path:
 
         def interrupt() -> None:
             run_of_program()
-            onnx_model.interrupt_runs(thread)
+            watchdog.interrupt_runs(thread)
 
         with pytest.raises(ProtofleetError, match="fails on its inputs"):
             isolated.features(WHITE[..., :2])
@@ -62,7 +62,7 @@ def test_runs_begin_alike_after_one_that_fails_is_killed_or_takes_long(tmp_path:
             with pytest.raises(ProtofleetError, match=words):
                 isolated.features(WHITE)
             other.join()
-            onnx_model.allow_runs(thread)
+            watchdog.allow_runs(thread)
             np.testing.assert_array_equal(isolated.features(GRAY), feature)
         assert _program(isolated) is program
 

@@ -66,16 +66,16 @@ def test_releasing_memory_never_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 _LATE = """
 import time
-from edge_client.runtime import onnx_model
+from edge_client.runtime import watchdog
 
-onnx_model.GRACE_S = 0.1
-with getattr(onnx_model, "{limit}")(0.1):
+watchdog.GRACE_S = 0.1
+with getattr(watchdog, "{limit}")(0.1):
     time.sleep(1000)
 """
 
 
 @pytest.mark.parametrize(
-    ("limit", "words"), [("_load_limit", "Timeout"), ("_time_limit", "cannot be interrupted")]
+    ("limit", "words"), [("load_limit", "Timeout"), ("time_limit", "cannot be interrupted")]
 )
 def test_what_cannot_be_interrupted_ends_the_program(limit: str, words: str) -> None:
     """A load, and a run that goes on after its time limit: the end is counted, and its cause is on stderr."""

@@ -1,0 +1,127 @@
+"""Time limits for what ONNX Runtime does: a watchdog ends runs, and the program where that has no effect."""
+
+import contextlib
+import faulthandler
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from edge_client.runtime.session import require_runtime
+from protocol.log import event
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.25
+
+GRACE_S = 60.0
+"""How long a run may go on after its time limit, in an operator that cannot be interrupted, before the program ends."""
+
+
+@dataclass
+class _Run:
+    """A run's ONNX Runtime options, its time limit, a time of the monotonic clock, and its thread."""
+
+    options: Any
+    until_s: float
+    thread: int
+
+
+class _Watchdog(threading.Thread):
+    """Ends runs that exceed their time limit; a thread for each run would often cost more than the run."""
+
+    def __init__(self) -> None:
+        super().__init__(name="watchdog", daemon=True)
+        self._changed = threading.Condition()
+        self._runs: dict[int, _Run] = {}
+        self._interrupted: set[int] = set()
+
+    def watch(self, run: _Run) -> None:
+        """Terminate a run at its time limit, and the program if that has no effect."""
+        with self._changed:
+            if not self.is_alive():
+                self.start()
+            self._runs[id(run)] = run
+            self._limit()
+            self._changed.notify()
+
+    def release(self, run: _Run) -> None:
+        with self._changed:
+            del self._runs[id(run)]
+
+    def interrupt(self, thread: int, *, on: bool) -> None:
+        """Make the time limit of a thread's runs now, of later ones too, or with `on` False allow them again."""
+        with self._changed:
+            (self._interrupted.add if on else self._interrupted.discard)(thread)
+            self._limit()
+
+    def _limit(self) -> None:
+        for run in self._runs.values():
+            if run.thread in self._interrupted:
+                run.until_s = min(run.until_s, time.monotonic())
+
+    def run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._runs)
+                for run in self._runs.values():
+                    late_s = time.monotonic() - run.until_s
+                    run.options.terminate = run.options.terminate or late_s > 0
+                    if late_s > GRACE_S:
+                        _end_program()
+            time.sleep(POLL_S)
+
+
+_WATCHDOG = _Watchdog()
+
+
+def interrupt_runs(thread: int) -> None:
+    """End a thread's runs, which raise GraphRefused, until `allow_runs`: their results are no longer needed."""
+    _WATCHDOG.interrupt(thread, on=True)
+
+
+def allow_runs(thread: int) -> None:
+    """Let a thread run graphs again."""
+    _WATCHDOG.interrupt(thread, on=False)
+
+
+def _end_program() -> None:
+    text = "a graph does not end and cannot be interrupted: the program ends, and counts it"
+    event(log, logging.CRITICAL, text, grace_s=GRACE_S)
+    os._exit(1)
+
+
+@contextlib.contextmanager
+def time_limit(limit_s: float) -> Iterator[Any]:
+    """Yield ONNX Runtime options that end a run after a time, between two operators or iterations of a loop."""
+    options = require_runtime().RunOptions()
+    # Without it ONNX Runtime's Python code raises and catches an error in each run with bound arrays: 30 us.
+    options.add_run_config_entry("gpu_graph_id", "0")
+    run = _Run(options, time.monotonic() + limit_s, threading.get_ident())
+    _WATCHDOG.watch(run)
+    try:
+        yield options
+    except Exception as error:
+        if options.terminate:
+            raise TimeoutError(f"it exceeded the time limit of {limit_s:.0f} s") from error
+        raise
+    finally:
+        _WATCHDOG.release(run)
+
+
+@contextlib.contextmanager
+def load_limit(limit_s: float) -> Iterator[None]:
+    """End the program with a traceback if the body takes longer: it may hold Python's lock, so no thread can."""
+    with contextlib.ExitStack() as opened:
+        # There is no standard error without a terminal or a service manager.
+        file = sys.__stderr__ or opened.enter_context(Path(os.devnull).open("w", encoding="ascii"))
+        faulthandler.dump_traceback_later(limit_s, exit=True, file=file)
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
