@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from edge_client.agent.state import Mode
-from protocol.enrollment import Enrollment
 from protocol.errors import ConfigError
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess
 
 if TYPE_CHECKING:
     from edge_client.runtime.session import Provider
+    from protocol.enrollment import Enrollment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ def enrolled_name(what: str, *, given: str | None, enrolled: str) -> str:
     return enrolled
 
 
-def merged_access(access: BrokerAccess, enrollment: Enrollment) -> BrokerAccess:
+def merged_access(access: BrokerAccess, enrollment: "Enrollment") -> BrokerAccess:
     """Return the connection security given on the command line, completed from the enrollment."""
     own = enrollment.access
     if access.certificate is None:
@@ -78,7 +78,7 @@ def merged_access(access: BrokerAccess, enrollment: Enrollment) -> BrokerAccess:
     return replace(access, tls=True, ca=access.ca or own.ca)
 
 
-def enrolled_identity(enrollment: Enrollment, *, aggregator_key: bytes | None) -> dict[str, Any]:
+def enrolled_identity(enrollment: "Enrollment", *, aggregator_key: bytes | None) -> dict[str, Any]:
     """Return the settings that an enrollment gives, with another aggregator's key if one was given."""
     own = {"signing_key": enrollment.signing_key, "enrolled_s": enrollment.enrolled_s}
     if aggregator_key not in (None, enrollment.aggregator_key):

@@ -1,15 +1,12 @@
 """The command line of all three programs: settings, errors, exit codes and logging."""
 
-import contextlib
-import gc
 import importlib.util
 import logging
 import os
 import signal
 import sys
-import tomllib
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -27,21 +24,12 @@ _PACKAGES = ("aggregator", "edge_client", "export", "protocol", "protofleet")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-@contextlib.contextmanager
-def loading_modules() -> Iterator[None]:
-    """Pause garbage collection, and exempt from it what exists afterwards: modules stay for as long as the program."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
-
-
 def _load_config(context: click.Context, _parameter: click.Parameter, path: Path | None) -> None:
     """Use the values in a TOML file as defaults of the command's options."""
     if path is None:
         return
+    import tomllib
+
     try:
         values: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:

@@ -1,6 +1,9 @@
 """Options of several commands, and the state directory that they name."""
 
+import contextlib
+import gc
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +18,17 @@ if TYPE_CHECKING:
 
 FOLDER = click.Path(file_okay=False, path_type=Path)
 COUNT = click.IntRange(min=1)
+
+
+@contextlib.contextmanager
+def loading_modules() -> Iterator[None]:
+    """Pause garbage collection, and exempt from it what exists afterwards: modules stay for as long as the program."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _inherit(context: click.Context, option: click.Parameter, value: Any) -> Any:

@@ -13,6 +13,7 @@ from edge_client.cli.options import (
     COUNT,
     as_json_text,
     fleet_option,
+    loading_modules,
     open_state_to_predict,
     provider_option,
     state_option,
@@ -53,13 +54,14 @@ def predict_command(
     IMAGES are files, folders, which are searched recursively, and patterns in quotes, such as 'photos/**/*.jpg'; `-`
     reads paths from stdin, one per line.
     """
-    from edge_client.cli.image_arguments import named_images
-    from edge_client.inference import open_in_use, predict
-    from edge_client.progress_bar import Progress
-    from edge_client.runtime.session import require_runtime
+    with loading_modules():
+        from edge_client.cli.image_arguments import named_images
+        from edge_client.inference import open_in_use, predict
+        from edge_client.progress_bar import Progress
+        from edge_client.runtime.session import require_runtime
 
+        require_runtime()
     output = printer(as_json=as_json, as_csv=as_csv)
-    require_runtime()
     paths = named_images(images)
     store = open_state_to_predict(state, fleet)
     installed, backbones, head = open_in_use(store, provider=provider, threads=threads)

@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from edge_client.cli.options import (
     COUNT,
     FOLDER,
     fleet_option,
+    loading_modules,
     open_state,
     provider_option,
     state_option,
@@ -23,7 +25,6 @@ from protocol.cli import (
     access_options,
     config_option,
     counted,
-    loading_modules,
     read_access,
     say,
     setting,
@@ -137,18 +138,17 @@ def _serve(  # noqa: PLR0913 - every option of the command line
     with loading_modules():
         from edge_client.agent.state import Mode
         from edge_client.config import Settings, enrolled_identity, enrolled_name, merged_access
-        from edge_client.runtime.session import require_runtime
         from edge_client.service.device import Device
         from edge_client.storage.stored_values import CurrentTask
-        from protocol.enrollment import read_enrollment
         from protocol.mqtt.tls import parse_broker, readable_by_others, warnings
 
-        require_runtime()
     start_logging(verbose=verbose)
     if once and dry_run:
         raise click.UsageError("--once and --dry-run cannot be used together")
     access, identity = read_access(**access_given), dict[str, Any]()
     if enrollment is not None:
+        from protocol.enrollment import read_enrollment
+
         enrolled = read_enrollment(enrollment)
         device_id = enrolled_name("device-id", given=device_id, enrolled=enrolled.device)
         fleet = enrolled_name("fleet", given=fleet, enrolled=enrolled.fleet)
@@ -160,36 +160,49 @@ def _serve(  # noqa: PLR0913 - every option of the command line
             f"no images at {data}: expected a directory with one subdirectory per class, or a CSV file with the "
             "columns path,label; pass it with --data, or an empty directory to receive heads only"
         )
-    store = open_state(state, fleet, lock=True, outbox_bytes=outbox_mb * MIB)
-    device_id = store.device_id(device_id)
-    if broker is None and not (dry_run and store.get(CurrentTask).digest):
-        raise click.UsageError("missing broker: pass --broker HOST[:PORT]")
-    address = parse_broker(broker, tls=access.tls) if broker else None
-    notes = warnings(access, address) if address else []
-    if enrollment is not None:
-        notes.append(readable_by_others(enrollment / "signing.key"))
-    for warning in filter(None, notes):
-        log.warning("%s", warning)
-    settings = Settings(
-        broker=address,
-        access=access,
-        fleet=fleet,
-        device_id=device_id,
-        mode=Mode.DRY_RUN if dry_run else Mode.ONCE if once else Mode.SERVICE,
-        data=data,
-        holdout=holdout,
-        provider=provider,
-        threads=threads,
-        batch_size=batch_size,
-        workers=workers or min(4, os.cpu_count() or 1),
-        max_epsilon=max_epsilon,
-        backbones=backbone,
-        rescan_s=rescan_s,
-        strict=strict,
-        **{"aggregator_key": aggregator_key, **identity},
-    )
-    stop_on_terminate()
-    return Device(settings, store, show=_show_dry_run if dry_run else None).run()
+    with ThreadPoolExecutor(1) as pool:
+        libraries = pool.submit(_load_libraries)  # while the disk syncs the files of the state
+        store = open_state(state, fleet, lock=True, outbox_bytes=outbox_mb * MIB)
+        device_id = store.device_id(device_id)
+        if broker is None and not (dry_run and store.get(CurrentTask).digest):
+            raise click.UsageError("missing broker: pass --broker HOST[:PORT]")
+        address = parse_broker(broker, tls=access.tls) if broker else None
+        notes = warnings(access, address) if address else []
+        if enrollment is not None:
+            notes.append(readable_by_others(enrollment / "signing.key"))
+        for warning in filter(None, notes):
+            log.warning("%s", warning)
+        settings = Settings(
+            broker=address,
+            access=access,
+            fleet=fleet,
+            device_id=device_id,
+            mode=Mode.DRY_RUN if dry_run else Mode.ONCE if once else Mode.SERVICE,
+            data=data,
+            holdout=holdout,
+            provider=provider,
+            threads=threads,
+            batch_size=batch_size,
+            workers=workers or min(4, os.cpu_count() or 1),
+            max_epsilon=max_epsilon,
+            backbones=backbone,
+            rescan_s=rescan_s,
+            strict=strict,
+            **{"aggregator_key": aggregator_key, **identity},
+        )
+        stop_on_terminate()
+        device = Device(settings, store, show=_show_dry_run if dry_run else None)
+    libraries.result()
+    return device.run()
+
+
+@loading_modules()
+def _load_libraries() -> None:
+    """Load the libraries that only jobs need, so that a missing one ends the program at its start."""
+    from edge_client.runtime.session import require_runtime
+
+    require_runtime()
+    import PIL.Image  # noqa: F401
 
 
 def _show_dry_run(prepared: "PreparedSubmission", size_bytes: int) -> None:

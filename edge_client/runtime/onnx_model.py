@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_client.runtime.isolated_session import IsolatedSession
 from edge_client.runtime.onnx_validation import MAX_GRAPH_BYTES, check_graph
 from edge_client.runtime.session import Provider, first_line, open_session, require_runtime
 from edge_client.runtime.watchdog import load_limit, time_limit
@@ -78,6 +77,8 @@ class OnnxModel:
     @contextlib.contextmanager
     def isolated(self) -> Iterator["OnnxModel"]:
         """Yield the model with runs that have a process of their own each, on the CPU."""
+        from edge_client.runtime.isolated_session import IsolatedSession
+
         session = IsolatedSession(self._source)
         try:
             yield replace(self, provider="cpu", note="", _session=session)
@@ -93,7 +94,7 @@ class OnnxModel:
             GraphRefused: it fails on these inputs, or exceeds the time limit.
         """
         names = list(self.outputs if outputs is None else outputs)
-        if isinstance(self._session, IsolatedSession) and not self._session.is_started:
+        if not getattr(self._session, "is_started", True):  # that of an `IsolatedSession`
             self._guarded(self._session.start, MAX_START_S)
         given = self._guarded(lambda options: self._session.run(names, dict(feeds), options), limit_s)
         return dict(zip(names, given, strict=True))

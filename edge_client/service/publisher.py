@@ -1,7 +1,6 @@
 """Publishes the device's messages over its MQTT session."""
 
 from collections.abc import Callable
-from importlib.metadata import version
 
 from edge_client.agent.events import RequestBlob, SendFrames
 from edge_client.agent.state import Mode, State
@@ -22,6 +21,7 @@ from edge_client.storage.stored_values import (
     TaskProblem,
     UploadProblem,
 )
+from protocol import __version__
 from protocol.mqtt import reconnecting_session as mqtt
 from protocol.mqtt.own_presence import OwnPresence
 from protocol.storage.keyfile import read_or_make_key
@@ -127,7 +127,7 @@ class Publisher:
         backbones = state.manifest.backbones if state.manifest is not None else ()
         return DeviceInfo(
             epoch=self.presence.epoch,
-            software=version("protofleet"),
+            software=__version__,
             runtime=self._store.get(BackboneProvider).name,
             # Not of other files: a local model's digest is a function of images.
             backbones=tuple(blob.digest for blob in backbones if blob.digest in state.stored),

@@ -180,7 +180,9 @@ def test_device_program_imports_no_training_framework() -> None:
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-@pytest.mark.parametrize("arguments", [["--broker", "127.0.0.1"], ["predict", "a.png"]])
+@pytest.mark.parametrize(
+    "arguments", [["--broker", "127.0.0.1", "--data", ".", "--state", "state"], ["predict", "a.png"]]
+)
 def test_missing_onnx_runtime_is_one_line_with_the_install_command(
     tmp_path: Path, arguments: list[str]
 ) -> None:
