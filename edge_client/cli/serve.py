@@ -8,13 +8,13 @@ import click
 
 from edge_client.cli.options import (
     fleet_option,
+    loading_modules,
     open_state_to_predict,
     provider_option,
     state_option,
     threads_option,
 )
 from protocol.cli import (
-    loading_modules,
     read_secret,
     setting,
     start_logging,
