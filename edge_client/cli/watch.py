@@ -11,13 +11,14 @@ import click
 from edge_client.cli.options import (
     FOLDER,
     fleet_option,
+    loading_modules,
     open_state_to_predict,
     provider_option,
     state_option,
     threads_option,
 )
 from edge_client.cli.predict import Print, csv_option, json_option, printer, top_option
-from protocol.cli import loading_modules, start_logging, stop_on_terminate, verbose_option
+from protocol.cli import start_logging, stop_on_terminate, verbose_option
 from protocol.errors import ConfigError, ProtofleetError
 
 if TYPE_CHECKING:
