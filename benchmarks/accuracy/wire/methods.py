@@ -31,6 +31,7 @@ CLIENTS = 10
 ALPHA = 0.99
 RANDOM_FEATURES = 1024
 FLOWER = ("Flower, FedAvg", "Flower, FedProx")
+FLOWER_ROUNDS = (1, 3, 10, 25)
 LINEAR = baselines.Recipe(
     rounds=1,
     epochs=1,
@@ -209,6 +210,8 @@ def _flower(fleet: Fleet, *, method: str) -> Iterator[Point]:
     stored = flower_run()
     if fleet.seed == 0 and len(fleet.owners) == int(stored["images"]):
         for number, each in enumerate(stored["runs"][method]["rounds"], 1):
+            if number not in FLOWER_ROUNDS:
+                continue
             yield Point(
                 setting=f"{number} rounds",
                 accuracy=each["accuracy"],
