@@ -15,6 +15,9 @@ from aggregator.training.outlier_detection import MAX_MALICIOUS, SIMILAR, is_mis
 from aggregator.training.outlier_statistics import TINY, ClassMeans, class_means, distances, summaries
 from aggregator.training.weights import MIN_DEVICES
 
+ROWS = 256
+"""Devices that are compared with all at once."""
+
 
 def limited_means(parts: Sequence[Prototypes]) -> list[Prototypes]:
     """Return one part per device, in which no mean of a class is farther from the median than expected.
@@ -49,10 +52,13 @@ def explained(one: ClassMeans, label: int, medians: dict[int, NDArray[np.float64
     Such a device is much nearer to another device than both are to the median. Where those that it resembles are fewer
     than a third of the devices, they may all be malicious: then its mean must not be much nearer to another class.
     """
-    products = one.deviations @ one.deviations.T
-    squares = np.diag(products)
-    sums = squares[:, None] + squares
-    alike = (sums - 2 * products < SIMILAR * sums / 2).sum(axis=1)
+    deviations = one.deviations
+    squares = (deviations**2).sum(axis=1)
+    alike = np.zeros(len(squares), dtype=np.int64)
+    for start in range(0, len(squares), ROWS):  # all pairs at once would take much memory in a large fleet
+        rows = slice(start, start + ROWS)
+        sums = squares[rows, None] + squares
+        alike[rows] = (sums - 2 * deviations[rows] @ deviations.T < SIMILAR * sums / 2).sum(axis=1)
     return np.array(
         [
             number > 1 and (number >= MAX_MALICIOUS * len(squares) or not is_mislabeled(mean, label, medians))

@@ -164,12 +164,14 @@ def effective_dimensions(deviations: Floats) -> float:
     """
     lengths = np.linalg.norm(deviations, axis=1)
     unit = deviations / np.where(lengths > 0, lengths, 1.0)[:, None]
-    squares = (unit @ unit.T) ** 2
-    squares[lengths == 0] = 1.0
-    squares[:, lengths == 0] = 1.0
-    np.fill_diagonal(squares, 0.0)
-    usual = float(np.median(squares.sum(axis=1))) / max(len(squares) - 1, 1)
-    return max(1.0, COSINE_MARGIN / (usual + 1 / len(squares) ** 2))
+    if len(unit) <= unit.shape[1]:
+        sums = ((unit @ unit.T) ** 2).sum(axis=1) - 1
+    else:  # the same, u_i' (U' U) u_i, in memory that does not grow with the square of the devices
+        sums = ((unit @ (unit.T @ unit)) * unit).sum(axis=1) - 1
+    is_zero = lengths == 0
+    sums = np.where(is_zero, len(unit) - 1, sums + np.count_nonzero(is_zero))
+    usual = float(np.median(sums)) / max(len(unit) - 1, 1)
+    return max(1.0, COSINE_MARGIN / (usual + 1 / len(unit) ** 2))
 
 
 def distances(one: ClassMeans) -> Test:

@@ -7,6 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from aggregator.ingest.validation import Prototypes
+from aggregator.training import limited_means as limiting
 from aggregator.training.limited_means import limited_means
 from aggregator.training.outlier_detection import judge
 from aggregator.training.outlier_statistics import summaries
@@ -111,3 +112,12 @@ def test_nothing_is_limited_without_a_multiple() -> None:
     parts = [*fleet(6).values(), flipped(honest(9))]
     data = combine(parts, by="none", max_multiple=0)
     assert np.array_equal(data.values, np.concatenate([part.values for part in parts]))
+
+
+def test_devices_are_compared_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many are compared with all at once does not change what is moved."""
+    parts = [*fleet(7, shift=0.5).values(), _moved(honest(9, shift=0.5), 0.5)]
+    whole = _moves(parts)
+    assert whole.any()
+    monkeypatch.setattr(limiting, "ROWS", 3)
+    np.testing.assert_array_equal(_moves(parts), whole)

@@ -330,3 +330,11 @@ def test_device_without_classes_of_many_devices_is_quarantined() -> None:
     parts |= {f"fox{device}": honest(20 + device, labels=(2,)) for device in range(4)}
     place = 3 * np.random.default_rng(3).normal(size=FEATURE_SIZE)
     assert _judged({**parts, "far": _elsewhere(50, place, labels=(2,))}).keys() == {"far"}
+
+
+def test_effective_dimensions_of_many_devices_are_those_of_their_pairs() -> None:
+    """With more devices than dimensions, the cosines of all pairs are not computed, and the result is the same."""
+    deviations = np.random.default_rng(0).normal(size=(40, 6)) * (5, 3, 1, 1, 1, 1)
+    deviations[3] = 0
+    wide = np.hstack([deviations, np.zeros((40, 60))])
+    assert effective_dimensions(deviations) == pytest.approx(effective_dimensions(wide), rel=1e-12)
