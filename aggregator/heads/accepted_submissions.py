@@ -43,7 +43,7 @@ class AcceptedSubmissions:
             prototypes=record.prototypes,
             images=record.images,
             bytes=record.size_bytes,
-            devices=sum(map(before.decisions.counts, {*before.submissions, record.device})),
+            devices=devices_after(record.device, before),
             quorum=settings.quorum,
         )
         self._to_log.append(log_it)
@@ -68,3 +68,10 @@ class AcceptedSubmissions:
         if self._replaced_bytes > MAX_REPLACED_BYTES:
             self._replaced_bytes = 0
             self._store.blobs.keep_only(needed_blobs(self._task, self._store))
+
+
+def devices_after(device: str, before: State) -> int:
+    """Return the number of devices that are not quarantined and have submitted, without looking at all of them."""
+    submitted, quarantined = before.submissions, before.decisions.quarantined
+    total = len(submitted) + (device not in submitted)
+    return total - sum(each in submitted or each == device for each in quarantined)

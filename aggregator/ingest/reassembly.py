@@ -71,9 +71,14 @@ class Reassembly:
     def __post_init__(self, transfers: Iterable[Transfer]) -> None:
         self._transfers = {each.key: each for each in transfers}
         """The one without frames for longest comes first."""
+        self._keys_of: dict[str, dict[Key, None]] = {}
+        """Each device's transfers, in the same order."""
+        self._fresh: dict[Key, Transfer] = {}
+        """Those with bytes that are not on the disk yet."""
         self._held_bytes = 0
         self._held_by = Counter[str]()
         for each in self._transfers.values():
+            self._keys_of.setdefault(each.key[0], {})[each.key] = None
             self._count(each.key[0], each.weight)
         for key in [key for key in self._transfers if self.holds(*key)]:
             self._drop(key)  # a kill came between storing the payload and clearing the transfer
@@ -95,10 +100,13 @@ class Reassembly:
                 return Receipt(digest=frame.digest, status="received") if is_last else None
             self._open(key, frame)
         transfer = self._transfers[key] = self._transfers.pop(key)  # to the end: it has the newest frame
+        self._keys_of[device][key] = self._keys_of[device].pop(key)
         transfer.seen_s = now_s
         try:
             before = transfer.weight
             transfer.assembly.add(frame)
+            if transfer.assembly.fresh:
+                self._fresh[key] = transfer
             self._count(device, transfer.weight - before)
             if transfer.assembly.held_bytes == frame.size_bytes:
                 payload = transfer.assembly.payload(self.read(key, transfer.stored))
@@ -109,7 +117,7 @@ class Reassembly:
             raise Refused("digest", str(error)) from error
         while self._held_bytes > self.max_held_bytes and len(self._transfers) > 1:
             greatest = max(self._held_by, key=self._held_by.__getitem__)
-            self._drop(next(key for key in self._transfers if key[0] == greatest))
+            self._drop(next(iter(self._keys_of[greatest])))
         if not is_last or key not in self._transfers:
             return None
         missing = transfer.assembly.missing(MAX_RANGES)
@@ -124,31 +132,38 @@ class Reassembly:
 
     def drop_device(self, device: str) -> None:
         """Drop a device's transfers."""
-        for key in [key for key in self._transfers if key[0] == device]:
+        for key in list(self._keys_of.get(device, ())):
             self._drop(key)
 
     def pending(self) -> list[Transfer]:
         """Return the transfers with bytes that are not on the disk yet."""
-        return [transfer for transfer in self._transfers.values() if transfer.assembly.fresh]
+        return list(self._fresh.values())
 
     def settle(self) -> None:
         """Release from memory what `pending` returned, and forget `ended`: the disk is up to date."""
         for transfer in self.pending():
             transfer.stored = transfer.assembly.ranges()
             transfer.assembly.settle()
+        self._fresh.clear()
         self.ended.clear()
 
     def _open(self, key: Key, frame: Frame) -> None:
         if frame.size_bytes > self.max_bytes:
             raise Refused("oversized", f"expected at most {self.max_bytes} bytes, got {frame.size_bytes}")
-        own = [other for other in self._transfers if other[0] == key[0]]
+        own = list(self._keys_of.get(key[0], ()))
         for other in own[: len(own) - self.per_device + 1]:
             self._drop(other)
         transfer = self._transfers[key] = Transfer(key, Assembly(frame.digest, frame.size_bytes), 0.0)
+        self._keys_of.setdefault(key[0], {})[key] = None
         self._count(key[0], transfer.weight)
 
     def _drop(self, key: Key) -> None:
         transfer = self._transfers.pop(key)
+        self._fresh.pop(key, None)
+        own = self._keys_of[key[0]]
+        del own[key]
+        if not own:
+            del self._keys_of[key[0]]
         self._count(key[0], -transfer.weight)
         if transfer.stored:
             self.ended.append(key)

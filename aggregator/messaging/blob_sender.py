@@ -7,7 +7,7 @@ device and blob.
 import contextlib
 import logging
 import time
-from collections import Counter
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -55,25 +55,26 @@ class BlobSender:
             capacity=downloads_per_hour, per_s=downloads_per_hour / 3600
         )
         """A token for each download of a blob by a device."""
-        self._waiting: dict[tuple[str, bytes, int], BlobRequest] = {}
-        self._per_device: Counter[str] = Counter()
+        self._waiting: deque[tuple[str, BlobRequest]] = deque()
+        self._of_device: dict[str, list[BlobRequest]] = {}
+        """Waiting requests of each device, in the same order."""
         self._is_busy = False
 
     def request(self, device: str, request: BlobRequest) -> float:
-        """Queue a request; one that is waiting already is not queued again.
+        """Queue a request, unless its bytes are waiting already: in a large fleet, devices ask again while they wait.
 
         Returns 0, or the seconds until the device may request these bytes, if it has downloaded the blob too often.
         """
-        key = (device, request.digest, request.offset)
-        is_room = len(self._waiting) < MAX_REQUESTS and self._per_device[device] < MAX_DEVICE_BYTES
-        if not is_room or key in self._waiting:
+        own = self._of_device.get(device, [])
+        is_room = len(self._waiting) < MAX_REQUESTS and sum(map(_weight, own)) < MAX_DEVICE_BYTES
+        if not is_room or any(_contains(each, request) for each in own):
             return 0.0
         bucket, now_s = (device, request.digest), time.monotonic()
         tokens = self._fraction(request)
         if not self._downloads.take(bucket, tokens, now_s=now_s):
             return self._downloads.wait_s(bucket, tokens, now_s=now_s)
-        self._waiting[key] = request
-        self._per_device[device] += _weight(request)
+        self._waiting.append((device, request))
+        self._of_device.setdefault(device, []).append(request)
         return 0.0
 
     def _fraction(self, request: BlobRequest) -> float:
@@ -90,7 +91,7 @@ class BlobSender:
     def forget(self) -> None:
         """Drop all requests: the connection is lost, and devices repeat them."""
         self._waiting.clear()
-        self._per_device.clear()
+        self._of_device.clear()
         self._is_busy = False
 
     def send(self) -> None:
@@ -98,11 +99,12 @@ class BlobSender:
         size_bytes = 0
         burst = []
         while self._waiting and size_bytes < BURST_BYTES and not self._is_busy:
-            key = next(iter(self._waiting))
-            burst.append((key[0], self._waiting.pop(key)))
-            size_bytes += burst[-1][1].length
-            self._per_device[key[0]] -= _weight(burst[-1][1])
-        self._per_device += Counter()  # drops zeros
+            device, request = self._waiting.popleft()
+            burst.append((device, request))
+            size_bytes += request.length
+            self._of_device[device].remove(request)
+            if not self._of_device[device]:
+                del self._of_device[device]
         for device, request in burst:
             path = self._blobs.path(request.digest)
             with reading():
@@ -110,6 +112,12 @@ class BlobSender:
                 for frame in read_frames(path, request, chunk_bytes=self._publisher.chunk_bytes):
                     self._publisher.publish_to_device(device, "blk", frame)
                     self._is_busy = True
+
+
+def _contains(waiting: BlobRequest, request: BlobRequest) -> bool:
+    """Return True if the waiting request is for all bytes of the other one."""
+    stops = (waiting.offset + waiting.length, request.offset + request.length)
+    return waiting.digest == request.digest and waiting.offset <= request.offset and stops[0] >= stops[1]
 
 
 def _weight(request: BlobRequest) -> int:

@@ -16,6 +16,8 @@ MAX_PINNED_DEVICES = 10_000
 MAX_CACHED = 20_000
 """Answers of the database in memory, of which all are dropped for one more, for the same reason."""
 
+_KEY = "SELECT public, enrolled, since_s, serial, revoked_s FROM keys WHERE device = ?"
+
 
 @dataclass(frozen=True)
 class Key:
@@ -54,6 +56,7 @@ class DeviceKeys:
         self._database = database
         self._facts = facts
         self._cache: dict[tuple[str, ...], list[tuple[Any, ...]]] = {}
+        self._sets: dict[str, frozenset[str]] = {}
         self._version = -1
 
     def refresh(self) -> None:
@@ -66,6 +69,7 @@ class DeviceKeys:
     def drop_cache(self) -> None:
         """Read everything again; call it after a rollback."""
         self._cache.clear()
+        self._sets.clear()
 
     def _read(self, sql: str, *values: str) -> list[tuple[Any, ...]]:
         """Return the rows of a query from the cache, unless another process may have written."""
@@ -79,11 +83,16 @@ class DeviceKeys:
             self._cache[sql, *values] = self._database.read(sql, *values)
         return self._cache[sql, *values]
 
+    def _read_set(self, sql: str) -> frozenset[str]:
+        """Return the devices that a query finds: the same object until something was written."""
+        rows = self._read(sql)
+        if sql not in self._sets:
+            self._sets[sql] = frozenset(device for (device,) in rows)
+        return self._sets[sql]
+
     def get(self, device: str) -> Key | None:
         """Return a device's key; None if none is known."""
-        rows = self._read(
-            "SELECT public, enrolled, since_s, serial, revoked_s FROM keys WHERE device = ?", device
-        )
+        rows = self._read(_KEY, device)
         return Key(rows[0][0], bool(rows[0][1]), *rows[0][2:]) if rows else None
 
     def all(self) -> dict[str, Key]:
@@ -95,16 +104,13 @@ class DeviceKeys:
 
     def revoked(self) -> frozenset[str]:
         """Return the devices whose keys were revoked."""
-        return frozenset(
-            device for (device,) in self._read("SELECT device FROM keys WHERE revoked_s IS NOT NULL")
-        )
+        return self._read_set("SELECT device FROM keys WHERE revoked_s IS NOT NULL")
 
     def enrolled(self) -> frozenset[str] | None:
         """Return the enrolled devices of a closed fleet; None for an open fleet."""
         if not self.is_closed():
             return None
-        rows = self._read("SELECT device FROM keys WHERE enrolled AND revoked_s IS NULL")
-        return frozenset(device for (device,) in rows)
+        return self._read_set("SELECT device FROM keys WHERE enrolled AND revoked_s IS NULL")
 
     def _write(self, sql: str, *values: object) -> None:
         self._database.write(sql, *values)
@@ -112,11 +118,14 @@ class DeviceKeys:
 
     def pin(self, device: str, public: bytes, *, now_s: float) -> bool:
         """Store the first key seen for a device; returns False if there are too many devices."""
-        self._write(
-            "INSERT INTO keys (device, public, enrolled, since_s) SELECT ?, ?, 0, ? "
-            "WHERE (SELECT count(*) FROM keys WHERE enrolled = 0) < ? ON CONFLICT (device) DO NOTHING",
+        self._database.write(
+            # The greatest row number is never below the number of rows, and needs no scan of them.
+            "INSERT INTO keys (device, public, enrolled, since_s) SELECT ?1, ?2, 0, ?3 "
+            "WHERE (SELECT ifnull(max(rowid), 0) FROM keys) < ?4 "
+            "OR (SELECT count(*) FROM keys WHERE enrolled = 0) < ?4 ON CONFLICT (device) DO NOTHING",
             *(device, public, now_s, MAX_PINNED_DEVICES),
         )
+        self._cache.pop((_KEY, device), None)  # no other answer depends on a pinned key
         known = self.get(device)
         return known is not None and known.public == public
 

@@ -176,3 +176,13 @@ def test_frames_are_clipped_to_the_blob(tmp_path: Path) -> None:
 
     assert frames(90, 50) == [(90, 7, 100), (97, 3, 100)]
     assert frames(100, 50) == []
+
+
+def test_bytes_that_are_waiting_are_not_queued_again(blobs: BlobStore) -> None:
+    """A device that waits long asks for the last bytes of what it has requested; each device gets every byte once."""
+    bench = Bench(blobs)
+    bench.request("a", 0, 1000)
+    bench.request("a", 900, 100)
+    bench.request("b", 900, 100)
+    bench.request("a", 900, 200)
+    assert bench.send() == [("a", 0), ("b", 900), ("a", 900)]
