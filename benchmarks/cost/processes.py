@@ -56,10 +56,17 @@ def mosquitto(folder: Path) -> Iterator[BrokerAddress]:
     Raises:
         ProtofleetError: it is not installed, or does not start.
     """
+    address = free_address()
+    with running_mosquitto(folder, address):
+        yield address
+
+
+@contextlib.contextmanager
+def running_mosquitto(folder: Path, address: BrokerAddress) -> Iterator[subprocess.Popen[bytes]]:
+    """Run mosquitto like `mosquitto`, on an address; what it retains in the folder outlives it."""
     program = shutil.which("mosquitto", path="/usr/sbin:/usr/local/sbin:/usr/bin:/usr/local/bin")
     if program is None:
         raise ProtofleetError("mosquitto is not installed: apt-get install mosquitto")
-    address = free_address()
     text = (ROOT / "deploy" / "mosquitto.conf").read_text()
     text = text.replace("listener 1883", f"listener {address.port} 127.0.0.1")
     config = folder / "mosquitto.conf"
@@ -72,7 +79,7 @@ def mosquitto(folder: Path) -> Iterator[BrokerAddress]:
             if time.monotonic() > deadline_s:
                 raise ProtofleetError(f"mosquitto did not start on {address} within {START_TIMEOUT_S:.0f} s")
             time.sleep(0.05)
-        yield address
+        yield process
     finally:
         process.terminate()
         process.wait()

@@ -1,0 +1,186 @@
+"""Broker connections of many clients on one thread, where `protocol.mqtt.reconnecting_session` has two for each.
+
+The connection, the publication window and the delays before reconnecting are those of the programs.
+"""
+
+import heapq
+import random
+import selectors
+import time
+from collections import deque
+from collections.abc import Callable
+from itertools import count
+
+from protocol.mqtt.client import (
+    KEEPALIVE_S,
+    Acknowledged,
+    Closed,
+    Connection,
+    ConnectionOptions,
+    Ready,
+    Signal,
+    Version,
+)
+from protocol.mqtt.events import Connected, Disconnected, Event, Outgoing, Received
+from protocol.mqtt.publisher import Publisher
+from protocol.mqtt.reconnect_delay import failures_after, retry_delay_s
+
+CONNECT_TIMEOUT_S = 15.0
+KEEPALIVE_CHECK_S = 5.0
+CALLS_AT_ONCE = 8
+"""Timers that run before the sockets are read again."""
+
+
+class Loop:
+    """Sockets and timers of all clients of a process."""
+
+    def __init__(self) -> None:
+        self.selector = selectors.DefaultSelector()
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = count()
+
+    def after(self, seconds: float, call: Callable[[], None]) -> None:
+        """Call a function later."""
+        heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._numbers), call))
+
+    def run_once(self) -> None:
+        """Handle the sockets that are ready, and some of the timers that are due."""
+        wait_s = max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else 1.0
+        for key, mask in self.selector.select(wait_s):
+            key.data(mask)
+        now_s = time.monotonic()
+        for _ in range(CALLS_AT_ONCE):
+            if self._timers and self._timers[0][0] <= now_s:
+                heapq.heappop(self._timers)[2]()
+
+
+class PolledConnection(Connection):
+    """A connection that is read and written when its owner says so."""
+
+    def open(self, *, timeout_s: float) -> Closed | None:
+        """Open the network connection and send the first packet; None on success."""
+        self._client.connect_timeout = timeout_s
+        try:
+            self._client.connect(self._options.broker.host, self._options.broker.port, keepalive=KEEPALIVE_S)
+        except OSError as error:
+            return Closed(self, str(error))
+        return None
+
+    def fileno(self) -> int:
+        """Return the socket's number; -1 if it is closed."""
+        opened = self._client.socket()
+        return -1 if opened is None else opened.fileno()
+
+    def use(self, mask: int) -> None:
+        """Read and write what the socket is ready for."""
+        if mask & selectors.EVENT_READ:
+            self._client.loop_read()
+        if mask & selectors.EVENT_WRITE:
+            self._client.loop_write()
+
+    def wanted(self) -> int:
+        """Return what the socket is to be watched for."""
+        return selectors.EVENT_READ | (selectors.EVENT_WRITE if self._client.want_write() else 0)
+
+    def keep_alive(self) -> None:
+        """Ping the broker if nothing else was sent, and give up if it does not answer."""
+        self._client.loop_misc()
+
+
+class PolledSession:
+    """A connection that is restored when it ends, like `reconnecting_session.Session`, for brokers with MQTT 5."""
+
+    def __init__(self, options: ConnectionOptions, loop: Loop, *, on_event: Callable[[Event], None]) -> None:
+        self.attempts = 0
+        """Connections that were opened or refused."""
+        self._options = options
+        self._loop = loop
+        self._on_event = on_event
+        self._publisher = Publisher(on_event)
+        self._happened: deque[Signal | Received] = deque()
+        self._connection: PolledConnection | None = None
+        self._fileno = -1
+        self._watched = 0
+        self._failures = 0
+        self._delay_s = 0.0
+
+    @property
+    def is_connected(self) -> bool:
+        """True if the connection is open and subscribed."""
+        return self._publisher.is_connected
+
+    def connect(self) -> None:
+        """Open a connection."""
+        self.attempts += 1
+        self._publisher.discard()
+        self._connection = connection = PolledConnection(
+            self._options,
+            Version.MQTTv5,
+            is_probe=False,
+            signal=self._happened.append,
+            on_message=self._happened.append,
+        )
+        if (end := connection.open(timeout_s=CONNECT_TIMEOUT_S)) is not None:
+            self._end(end)
+            return
+        self._fileno, self._watched = connection.fileno(), connection.wanted()
+        self._loop.selector.register(self._fileno, self._watched, self._use)
+        self._loop.after(CONNECT_TIMEOUT_S, lambda: self._give_up(connection))
+        self._loop.after(KEEPALIVE_CHECK_S * random.random(), lambda: self._keep_alive(connection))
+
+    def send(self, outgoing: Outgoing) -> None:
+        """Publish at QoS 1, in order; dropped without a connection."""
+        if self._publisher.is_connected:
+            self._publisher.add([outgoing])
+
+    def _use(self, mask: int) -> None:
+        if self._connection is not None:
+            self._connection.use(mask)
+            self._handle()
+
+    def _handle(self) -> None:
+        """Handle what has happened: outside of paho's callbacks, so that answers are sent at once."""
+        connection = self._connection
+        while self._happened and connection is not None:
+            match self._happened.popleft():
+                case Received() as received:
+                    self._on_event(received)
+                case Acknowledged() as answer:
+                    self._publisher.acknowledge(answer.mid, answer.denial)
+                case Ready():
+                    limit = self._publisher.begin(connection)
+                    self._on_event(Connected(limit, connection.local_address()))
+                    self._publisher.send_queued()
+                case Closed() as end:
+                    self._end(end)
+                    return
+        if connection is not None and (wanted := connection.wanted()) != self._watched:
+            self._watched = wanted
+            self._loop.selector.modify(self._fileno, wanted, self._use)
+
+    def _end(self, end: Closed) -> None:
+        """Close the connection, and open another one after a delay."""
+        connected_s, messages = end.connection.connected_s(), end.connection.messages
+        self._failures = failures_after(
+            self._failures, connected_s=connected_s, delay_s=self._delay_s, messages=messages
+        )
+        self._delay_s = retry_delay_s(self._failures, random.uniform)
+        self._connection = None
+        self._publisher.end()
+        if self._fileno >= 0:
+            self._loop.selector.unregister(self._fileno)
+        self._fileno = -1
+        end.connection.close()
+        self._happened.clear()
+        self._on_event(Disconnected(end.reason, self._delay_s))
+        self._loop.after(self._delay_s, self.connect)
+
+    def _give_up(self, connection: PolledConnection) -> None:
+        if self._connection is connection and not self._publisher.is_connected:
+            self._end(Closed(connection, "the broker does not answer"))
+
+    def _keep_alive(self, connection: PolledConnection) -> None:
+        if self._connection is connection:
+            connection.keep_alive()
+            self._handle()
+            self._loop.after(KEEPALIVE_CHECK_S, lambda: self._keep_alive(connection))

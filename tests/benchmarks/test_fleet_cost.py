@@ -1,0 +1,31 @@
+"""The benchmark of fleets runs the real programs beside simulated devices, and finds nothing lost."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from benchmarks.cost.fleet import command
+from tests.support.network.brokers import mosquitto_program
+
+pytestmark = pytest.mark.skipif(mosquitto_program() is None, reason="mosquitto is not installed")
+
+
+def test_a_fleet_with_a_real_device(tmp_path: Path) -> None:
+    """Every device, simulated or real, uploads a submission and has the head."""
+    file = tmp_path / "figures.json"
+    result = CliRunner().invoke(command, ["--devices", "4", "--real", "1", "--json", str(file)])
+    assert result.exit_code == 0, result.output
+    (run,) = json.loads(file.read_text())["runs"]
+    assert (run["devices"], run["real"]) == (4, 1)
+    assert run["peak_bytes"] >= run["before_bytes"] > 0
+
+
+def test_idle_connections_come_back_after_a_restart_of_the_broker(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    result = CliRunner().invoke(command, ["--idle", "3", "--minutes", "0.01", "--json", str(file)])
+    assert result.exit_code == 0, result.output
+    phases = json.loads(file.read_text())["runs"]
+    assert [phase["connected"] for phase in phases] == [0, 3, 3, 3, 3]
+    assert phases[3]["attempts"] >= 3
