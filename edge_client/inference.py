@@ -100,9 +100,11 @@ def open_installed(blobs: BlobStore, installed: InstalledHead, backbones: Sequen
 
 
 def open_in_use(
-    store: DeviceState, *, provider: Provider, threads: int | None
+    store: DeviceState, *, provider: Provider, threads: int | None, images: int = 1
 ) -> tuple[InstalledHead, list[Backbone], Head]:
     """Open the head in use and its backbones; the previous head if the one in use has failed too often in a row.
+
+    `images` is the number of images to predict: of several, parts run at the same time.
 
     Raises:
         ConfigError: there is no head.
@@ -117,7 +119,7 @@ def open_in_use(
         files = [(digest, store.blobs.verified_path(digest)) for digest in installed.backbones]
         with store.run_backbones(installed):
             backbones = [
-                open_backbone(path, provider=provider, threads=threads, digest=digest)
+                open_backbone(path, provider=provider, threads=threads, concurrent=images > 1, digest=digest)
                 for digest, path in files
             ]
         with store.run_head(installed, is_part=True):

@@ -64,7 +64,7 @@ def predict_command(
     output = printer(as_json=as_json, as_csv=as_csv)
     paths = named_images(images)
     store = open_state_to_predict(state, fleet)
-    installed, backbones, head = open_in_use(store, provider=provider, threads=threads)
+    installed, backbones, head = open_in_use(store, provider=provider, threads=threads, images=len(paths))
     for note in {backbone.model.note: None for backbone in backbones if backbone.model.note}:
         say(note, err=True)
     failed = 0

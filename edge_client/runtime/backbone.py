@@ -59,9 +59,16 @@ class Backbone:
 
 
 def open_backbone(
-    path: Path, *, provider: Provider = "auto", threads: int | None = None, digest: bytes = b""
+    path: Path,
+    *,
+    provider: Provider = "auto",
+    threads: int | None = None,
+    concurrent: bool = True,
+    digest: bytes = b"",
 ) -> Backbone:
     """Open an ONNX file written by `export-backbone`, as `open_session` does; `digest` is its sha256, if it is known.
+
+    One image at a time needs `concurrent` false, so that several threads share it.
 
     Raises:
         RuntimeMissing: ONNX Runtime is not installed.
@@ -73,6 +80,7 @@ def open_backbone(
             name="backbone",
             provider=provider,
             threads=threads,
+            concurrent=concurrent,
             max_bytes=MAX_BLOB_BYTES,
             deterministic=True,
             max_load_s=MAX_ENGINE_S if provider == "tensorrt" else MAX_LOAD_S,

@@ -122,12 +122,13 @@ class OnnxModel:
             raise GraphRefused(f"the {self.name} fails on its inputs: {first_line(error)}") from error
 
 
-def open_model(
+def open_model(  # noqa: PLR0913 - all of it is about one file
     source: Path | bytes,
     *,
     name: str,
     provider: Provider = "cpu",
     threads: int | None = 1,
+    concurrent: bool = False,
     max_bytes: int = MAX_GRAPH_BYTES,
     deterministic: bool = False,
     max_load_s: float | None = None,
@@ -147,7 +148,9 @@ def open_model(
     properties = check_graph(content, max_bytes=max_bytes, deterministic=deterministic)
     accept(properties)
     with load_limit(MAX_LOAD_S if max_load_s is None else max_load_s):
-        session, used_provider, note = open_session(source, provider=provider, threads=threads)
+        session, used_provider, note = open_session(
+            source, provider=provider, threads=threads, concurrent=concurrent
+        )
     model = OnnxModel(
         name=name,
         properties=properties,

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import io
 import json
+import os
 import re
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_client.runtime.concurrent_session import ConcurrentSession
 from protocol.errors import GraphRefused, RuntimeMissing
 
 Provider = Literal["auto", "cpu", "cuda", "tensorrt"]
@@ -47,11 +49,14 @@ def require_runtime() -> Any:
     return onnxruntime
 
 
-def open_session(file: Path | bytes, *, provider: Provider, threads: int | None) -> tuple[Any, str, str]:
+def open_session(
+    file: Path | bytes, *, provider: Provider, threads: int | None, concurrent: bool = False
+) -> tuple[Any, str, str]:
     """Open an ONNX file, given by its path or bytes, on a provider, or on the next best one that works.
 
-    `auto` takes CUDA if it works, else the CPU. A run uses `threads` CPU threads; all cores if None. Returns the
-    session, what runs it, such as `cpu` or `cuda`, and one line if that is not the best or requested provider.
+    `auto` takes CUDA if it works, else the CPU. A run uses `threads` CPU threads; all cores if None. With `concurrent`,
+    parts of a batch run at the same time on the CPU, on one thread each. Returns the session, what runs it, such as
+    `cpu` or `cuda`, and one line if that is not the best or requested provider.
 
     Raises:
         RuntimeMissing: ONNX Runtime is not installed.
@@ -75,7 +80,11 @@ def open_session(file: Path | bytes, *, provider: Provider, threads: int | None)
             )
         if coverage >= LEAST_COVERAGE:
             return session, name, _note(reasons, name)
-    return _create(runtime, file, [_CPU], threads), "cpu", _note(reasons, "cpu")
+    note = _note(reasons, "cpu")
+    if not concurrent:
+        return _create(runtime, file, [_CPU], threads), "cpu", note
+    session = ConcurrentSession(_create(runtime, file, [_CPU], 1), threads=threads or os.cpu_count() or 1)
+    return session, "cpu", note
 
 
 def release_memory() -> None:
