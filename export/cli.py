@@ -18,8 +18,7 @@ from protocol.storage.blobstore import state_errors
 
 if TYPE_CHECKING:
     from export.backbones import Backbone
-    from export.int8 import Int8
-    from export.to_onnx import Exported
+    from export.to_onnx import Conversion, Exported
 
 NEEDED = ("torch", "timm", "onnx", "onnxscript", "safetensors", "sklearn", "onnxruntime")
 """Packages of the extras."""
@@ -70,7 +69,7 @@ def _keywords(values: tuple[str, ...]) -> dict[str, Any]:
     type=click.Path(file_okay=False, path_type=Path),
     default=Path(),
     show_default=True,
-    help="Folder for MODEL-SIZE.onnx; -sqrt, -pN and -int8 are appended to SIZE with these options.",
+    help="Folder for MODEL-SIZE.onnx; -sqrt, -pN and -int8 or -fp16 are appended to SIZE with these options.",
 )
 @click.option(
     "--weights",
@@ -107,6 +106,7 @@ def _keywords(values: tuple[str, ...]) -> dict[str, Any]:
     help="Project features on their N principal components over the photos of --calibration.",
 )
 @click.option("--int8", is_flag=True, help="Quantize to 8 bits; --calibration is required.")
+@click.option("--fp16", is_flag=True, help="Convert to float16, for GPUs and half the download.")
 @click.option(
     "--calibration",
     type=click.Path(file_okay=False, path_type=Path),
@@ -123,9 +123,7 @@ def _keywords(values: tuple[str, ...]) -> dict[str, Any]:
 @click.option(
     "--min-cosine",
     type=click.FloatRange(-1, 1),
-    default=0.8,
-    show_default=True,
-    help="Least cosine of a feature against PyTorch with --int8.",
+    help="Least cosine of a feature against PyTorch  [default: 0.8 with --int8, 0.999 with --fp16]",
 )
 @click.option(
     "--photos",
@@ -145,29 +143,12 @@ def _keywords(values: tuple[str, ...]) -> dict[str, Any]:
 @click.option("--json", "as_json", is_flag=True, help="Print the summary, or the list, as JSON.")
 @verbose_option
 @click.version_option(package_name="protofleet")
-def cli(
-    *,
-    model: str | None,
-    pattern: str | None,
-    as_json: bool,
-    verbose: bool,
-    int8: bool,
-    calibration: Path | None,
-    float_layers: tuple[str, ...],
-    min_cosine: float,
-    **options: Any,
-) -> None:
+def cli(*, model: str | None, pattern: str | None, as_json: bool, verbose: bool, **options: Any) -> None:
     """Export a pretrained backbone of timm to an ONNX file for devices."""
     if model is None and pattern is None:
         raise click.UsageError("give a MODEL, or search for one with --list PATTERN")
-    if int8 and calibration is None:
-        raise click.UsageError("--int8 needs --calibration DIRECTORY")
-    if options["project"] and calibration is None:
-        raise click.UsageError("--project needs --calibration DIRECTORY")
-    if calibration is not None and not (int8 or options["project"]):
-        raise click.UsageError("--calibration needs --int8 or --project")
-    if float_layers and not int8:
-        raise click.UsageError("--float-layer needs --int8")
+    precision = {name: options.pop(name) for name in ("int8", "fp16", "float_layers", "min_cosine")}
+    _check_options(**precision, project=options["project"], calibration=options["calibration"])
     require_packages(*NEEDED, extras=EXTRAS)
     _require_torchvision()
     start_logging(verbose=verbose)
@@ -179,11 +160,55 @@ def cli(
         names = list_models(str(pattern))
         click.echo(json.dumps(names, indent=2) if as_json else "\n".join(names))
         return
-    from export.int8 import Int8
-
-    quantization = Int8(calibration, float_layers, min_cosine) if calibration and int8 else None
-    summary = _export(model, calibration=calibration, quantization=quantization, **options)
+    convert, suffix = _conversion(**precision, calibration=options["calibration"], photos=options["photos"])
+    summary = _export(model, convert=convert, suffix=suffix, **options)
     click.echo(json.dumps(summary, indent=2) if as_json else _describe(summary))
+
+
+def _check_options(
+    *,
+    int8: bool,
+    fp16: bool,
+    float_layers: tuple[str, ...],
+    min_cosine: float | None,
+    project: int | None,
+    calibration: Path | None,
+) -> None:
+    """Raise UsageError for options that need others, or exclude them."""
+    if int8 and calibration is None:
+        raise click.UsageError("--int8 needs --calibration DIRECTORY")
+    if project and calibration is None:
+        raise click.UsageError("--project needs --calibration DIRECTORY")
+    if calibration is not None and not (int8 or project):
+        raise click.UsageError("--calibration needs --int8 or --project")
+    if float_layers and not int8:
+        raise click.UsageError("--float-layer needs --int8")
+    if int8 and fp16:
+        raise click.UsageError("give --int8 or --fp16")
+    if min_cosine is not None and not (int8 or fp16):
+        raise click.UsageError("--min-cosine needs --int8 or --fp16")
+
+
+def _conversion(
+    *,
+    int8: bool,
+    fp16: bool,
+    float_layers: tuple[str, ...],
+    min_cosine: float | None,
+    calibration: Path | None,
+    photos: Path | None,
+) -> "tuple[Conversion | None, str]":
+    """Return what makes the file of the float32 graph, and the suffix of its name."""
+    least = {} if min_cosine is None else {"min_cosine": min_cosine}
+    if int8 and calibration:
+        from export.int8 import Int8
+
+        return Int8(calibration, float_layers, **least).convert, "-int8"
+    if fp16:
+        from export.float16 import Float16
+
+        return Float16(photos, **least).convert, "-fp16"
+    return None, ""
 
 
 def _require_torchvision() -> None:
@@ -206,7 +231,8 @@ def _export(
     photos: Path | None,
     tolerance: float,
     opset: int,
-    quantization: "Int8 | None",
+    convert: "Conversion | None",
+    suffix: str,
     **chosen: Any,
 ) -> dict[str, Any]:
     """Export a backbone, and return the summary."""
@@ -217,19 +243,18 @@ def _export(
     with state_errors(out):
         out.mkdir(parents=True, exist_ok=True)
     backbone = _load(model, **chosen)
-    click.echo(f"exporting{', quantizing' if quantization else ''} and comparing with PyTorch ...", err=True)
+    click.echo(f"exporting{', converting' if convert else ''} and comparing with PyTorch ...", err=True)
     options = "-sqrt" if chosen["square_root"] else ""
     options += f"-p{chosen['project']}" if chosen["project"] else ""
-    options += "-int8" if quantization else ""
     exported = export_module(
         backbone.module,
         backbone.metadata,
-        path=out / _file_name(backbone.metadata, options),
+        path=out / _file_name(backbone.metadata, options + suffix),
         reference=timm_reference(backbone.module, backbone.config),
         photos=photos_in(photos) if photos else None,
         tolerance=tolerance,
         opset=opset,
-        convert=quantization.convert if quantization else None,
+        convert=convert,
     )
     return _summary(exported) | {"seconds": round(time.monotonic() - started, 1)}
 

@@ -46,9 +46,7 @@ class Calibrated:
         """Return the graph with these layers quantized, and what is between them; by default all but `stem`."""
         chosen = set(self.layers) - set(stem(self.model)) if layers is None else layers
         left_out = [node for layer, node in self.layers.items() if layer not in chosen]
-        return self._quantized(
-            nodes_to_quantize=[], nodes_to_exclude=[*left_out, *_normalization(self.model)]
-        )
+        return self._quantized(nodes_to_quantize=[], nodes_to_exclude=[*left_out, *normalization(self.model)])
 
     def with_one_layer(self, layer: str) -> onnx.ModelProto:
         """Return the graph with one layer quantized: its weights, its input and its output."""
@@ -132,7 +130,7 @@ class _Reader(CalibrationDataReader):  # type: ignore[misc]  # it has no types
         return None if image is None else {"image": image[None]}
 
 
-def _normalization(model: onnx.ModelProto) -> list[str]:
+def normalization(model: onnx.ModelProto) -> list[str]:
     """Return the nodes before the first layer: 8 bits of a normalized pixel are not those of the pixel."""
     names = []
     for node in model.graph.node:

@@ -51,7 +51,7 @@ class BackboneMetadata(msgspec.Struct, frozen=True, kw_only=True, tag="backbone"
     """Source of the weights: a file name or hub name."""
     parity: Parity | None = None
     precision: str = "float32"
-    """``float32`` or ``int8``, for information: what most layers compute with."""
+    """``float32``, ``float16`` or ``int8``, for information: what most layers compute with."""
 
 
 class HeadMetadata(msgspec.Struct, frozen=True, kw_only=True, tag="head", tag_field="kind"):

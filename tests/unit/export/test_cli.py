@@ -97,7 +97,29 @@ def test_backbone_is_quantized(
     assert [path.name for path in out.iterdir()] == [f"{MODEL}-64-int8.onnx"]
     assert summary["precision"] == "int8"
     assert summary["parity"]["images"] == 2
-    assert "quantizing" in captured.err
+    assert "converting" in captured.err
+
+
+def test_projected_backbone_is_converted_to_float16(
+    tmp_path: Path, weights: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    for index in range(4):
+        noise = np.random.default_rng(index).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+        Image.fromarray(noise).save(photos / f"{index}.png")
+    out = tmp_path / "out"
+    code = export_backbone(
+        MODEL, "--weights", weights, "--out", out, "--image-size", "64", "--json", "--fp16", "--photos", photos,
+        "--project", "3", "--calibration", photos,
+        monkeypatch=monkeypatch,
+    )  # fmt: skip
+    summary = json.loads(capsys.readouterr().out)
+    assert code == 0
+    assert [path.name for path in out.iterdir()] == [f"{MODEL}-64-p3-fp16.onnx"]
+    assert (summary["precision"], summary["feature_size"]) == ("float16", 3)
+    assert summary["parity"]["images"] == 4
+    assert summary["parity"]["cosine"] > 0.999
 
 
 def test_torchvision_of_another_torch_is_one_line(
@@ -172,6 +194,8 @@ def test_errors_are_one_line_and_exit_1(
         [MODEL, "--random", "--int8"],
         [MODEL, "--random", "--calibration", "."],
         [MODEL, "--random", "--float-layer", "conv_stem"],
+        [MODEL, "--random", "--int8", "--calibration", ".", "--fp16"],
+        [MODEL, "--random", "--min-cosine", "0.9"],
     ],
 )
 def test_usage_errors_exit_2(
