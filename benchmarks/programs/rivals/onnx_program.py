@@ -1,6 +1,7 @@
 """The same as `torch_program.py` by ONNX Runtime and Pillow alone, one batch after the other.
 
-`python onnx_program.py GRAPH THREADS MODE PATH...`: MODE is `features` (a folder, and where to write) or `predict`.
+`python onnx_program.py GRAPH THREADS MODE ARGUMENT...`: MODE is `features` (a folder, and where to write), `predict`
+(files), or `arrays` (a number of images), which runs the network alone, again and again on a batch that is in memory.
 """
 
 import sys
@@ -21,6 +22,13 @@ def main() -> None:
     options.intra_op_num_threads = int(THREADS)
     session = onnxruntime.InferenceSession(GRAPH, options, providers=["CPUExecutionProvider"])
     size = session.get_inputs()[0].shape[1]
+    if MODE == "arrays":
+        batch = np.random.default_rng(0).integers(0, 256, (BATCH_SIZE, size, size, 3), dtype=np.uint8)
+        left = int(PATHS[0])
+        while left > 0:
+            session.run(["feature"], {"image": batch[:left]})
+            left -= BATCH_SIZE
+        return
 
     def read(path: Path) -> np.ndarray:
         with Image.open(path) as image:
