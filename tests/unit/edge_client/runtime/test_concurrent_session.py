@@ -8,7 +8,7 @@ import numpy as np
 import onnxruntime
 import pytest
 
-from edge_client.runtime import onnx_model
+from edge_client.runtime import watchdog
 from edge_client.runtime.backbone import open_backbone
 from edge_client.runtime.concurrent_session import MAX_PART, ConcurrentSession
 from edge_client.runtime.session import open_session
@@ -59,10 +59,10 @@ def test_interrupt_ends_all_parts(tmp_path: Path) -> None:
     (tmp_path / "b.onnx").write_bytes(never_ends_on_white())
     backbone = open_backbone(tmp_path / "b.onnx", provider="cpu", threads=2)
     thread = threading.get_ident()
-    onnx_model.interrupt_runs(thread)
+    watchdog.interrupt_runs(thread)
     try:
         with pytest.raises(ProtofleetError, match="time limit"):
             backbone.features(WITH_WHITE)
     finally:
-        onnx_model.allow_runs(thread)
+        watchdog.allow_runs(thread)
     assert len(backbone.features(IMAGES)) == len(IMAGES)
