@@ -9,6 +9,7 @@ import { Collection } from "./views/collection.js";
 import { Coverage } from "./views/coverage.js";
 import { Devices } from "./views/devices.js";
 import { Heads } from "./views/heads.js";
+import { Prototypes } from "./views/prototypes.js";
 import { Refused } from "./views/refused.js";
 import { Summary } from "./views/summary.js";
 
@@ -17,6 +18,7 @@ const SECTIONS = [
   ["devices", "Devices", Devices],
   ["coverage", "Coverage", Coverage],
   ["accuracy", "Accuracy", Accuracy],
+  ["prototypes", "Prototypes", Prototypes],
   ["heads", "Heads", Heads],
   ["refused", "Refused messages", Refused],
 ];
@@ -116,6 +118,8 @@ function Page() {
     ${status && problem && html`<p class="banner" role="alert">${problem}</p>`} ${content}
     <${Dialogs} />`;
 }
+
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => window.dispatchEvent(new Event("themechange")));
 
 render(html`<${Page} />`, document.body);
 start();

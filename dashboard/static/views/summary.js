@@ -32,7 +32,8 @@ export function Summary({ status }) {
       value=${percent(current?.held_out.accuracy)}
       note=${current ? `on ${current.held_out.devices} devices` : ""}
     />
-    <${Figure} name="Submissions stored" value=${bytes(uploaded)} />
+    <${Figure} name="Received" value=${bytes(status.traffic.received)} note=${`${bytes(uploaded)} stored`} />
+    <${Figure} name="Sent" value=${bytes(status.traffic.sent)} />
     ${epsilons.length > 0 &&
     html`<${Figure} name="Greatest epsilon" value=${Math.max(...epsilons).toFixed(2)} note="of ${epsilons.length} devices" />`}
     <${Figure} name="Refused messages" value=${refused} />

@@ -1,0 +1,81 @@
+"""The files in deploy/monitoring: valid, and about metrics that the aggregator has."""
+
+import contextlib
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from aggregator.http.metrics import metrics_text
+from aggregator.http.snapshots import read_snapshot
+from tests.docs.command_lines import DEPLOY
+from tests.unit.aggregator.status.stores import busy_store
+
+FOLDER = DEPLOY / "monitoring"
+IN_ROUNDS = {"protofleet_round", "protofleet_rounds", "protofleet_round_devices"}
+"""Metrics of tasks in rounds."""
+
+
+@pytest.fixture
+def metrics(tmp_path: Path) -> set[str]:
+    """The names that Prometheus stores."""
+    with contextlib.closing(busy_store(tmp_path)):
+        families = text_string_to_metric_families(metrics_text(read_snapshot(tmp_path)).decode())
+        return {
+            name for family in families for name in (family.name, *(each.name for each in family.samples))
+        }
+
+
+@pytest.mark.parametrize("file", ["alerts.yml", "grafana.json"])
+def test_metrics_of_rules_and_panels_exist(file: str, metrics: set[str]) -> None:
+    used = set(re.findall(r"protofleet_\w+", (FOLDER / file).read_text(encoding="utf-8")))
+    assert used
+    assert used <= metrics | IN_ROUNDS
+
+
+def test_panels_do_not_overlap() -> None:
+    """Each has a place of its own on Grafana's 24 columns, and a query."""
+    panels = json.loads((FOLDER / "grafana.json").read_text(encoding="utf-8"))["panels"]
+    taken: set[tuple[int, int]] = set()
+    for panel in panels:
+        place = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert cells.isdisjoint(taken)
+        assert max(x for x, _ in cells) < 24
+        assert all(target["expr"] for target in panel["targets"])
+        taken |= cells
+
+
+@pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="promtool is not installed: apt-get install prometheus"
+)
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("check", "config", "prometheus.yml"),
+        ("check", "rules", "alerts.yml"),
+        ("test", "rules", "alerts.test.yml"),
+    ],
+)
+def test_promtool_accepts_the_rules(command: tuple[str, ...]) -> None:
+    """Each alert fires when it should, and not before, on made-up series."""
+    done = subprocess.run(["promtool", *command], cwd=FOLDER, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_promtool_accepts_the_metrics(tmp_path: Path) -> None:
+    """Names, units and help texts are as Prometheus asks."""
+    if shutil.which("promtool") is None:
+        pytest.skip("promtool is not installed: apt-get install prometheus")
+    with contextlib.closing(busy_store(tmp_path)):
+        text = metrics_text(read_snapshot(tmp_path))
+    done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, check=False)
+    assert (done.returncode, done.stdout + done.stderr) == (0, b"")
