@@ -11,6 +11,7 @@ import { Devices } from "./views/devices.js";
 import { Heads } from "./views/heads.js";
 import { Prototypes } from "./views/prototypes.js";
 import { Refused } from "./views/refused.js";
+import { TryIt } from "./views/try-it.js";
 import { Summary } from "./views/summary.js";
 
 const SECTIONS = [
@@ -20,6 +21,7 @@ const SECTIONS = [
   ["accuracy", "Accuracy", Accuracy],
   ["prototypes", "Prototypes", Prototypes],
   ["heads", "Heads", Heads],
+  ["try-it", "Try it", TryIt],
   ["refused", "Refused messages", Refused],
 ];
 

@@ -20,6 +20,7 @@ class DashboardPage:
     Attributes:
         errors: what the page has logged as an error or warning, or thrown.
         elsewhere: requests to other places than the server.
+        uploads: requests that are no reading.
     """
 
     def __init__(self, browser: "Browser", origin: str, **options: Any) -> None:
@@ -27,6 +28,7 @@ class DashboardPage:
         self.origin = origin
         self.errors: list[str] = []
         self.elsewhere: list[str] = []
+        self.uploads: list[str] = []
         self.server_stops = False
         self.context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **options})
         self.page = self.context.new_page()
@@ -45,6 +47,8 @@ class DashboardPage:
             self.errors.append(f"{message.text} {message.location}")
 
     def _request(self, request: "Request") -> None:
+        if request.method != "GET":
+            self.uploads.append(request.url)
         if not request.url.startswith((f"{self.origin}/", "blob:", "data:")):
             self.elsewhere.append(request.url)
 

@@ -91,7 +91,7 @@ function HeatMap({ devices, classes, what }) {
   return html`<div class="heatmap">
       <canvas ref=${canvas} role="img" aria-label=${label} onPointerMove=${locate} onPointerLeave=${() => setPlace("")}></canvas>
     </div>
-    <p class="quiet place">${place || "Darker means more; point at a cell for its figure."}</p>`;
+    <p class="quiet place">${place || "A stronger color means more; point at a cell for its figure."}</p>`;
 }
 
 function Sums({ status, devices }) {
