@@ -1,9 +1,10 @@
 """Cost of durable ingest: an aggregator that stores submissions, against a subscriber that discards them.
 
-`python -m benchmarks ingest` sends the same packets through the same mosquitto for both, in turns, since the machine
-may be busy: read the ratio, not the speeds. The time is from the first packet until the subscriber has received the
-last one, or until the last receipt, which confirms that everything is on the aggregator's disk. The frames of all
-devices are mixed, one of each in turn. The processor time of each depends less on other programs.
+`python -m benchmarks ingest` sends the same packets through the same mosquitto to each receiver, in turns: to none, to
+a paho program that discards, to one that does the least that is durable, and to `aggregator run`. The time is from the
+first packet until the subscriber has received the last one, or until the last receipt, which confirms that everything
+is on the aggregator's disk. The frames of all devices are mixed, one of each in turn. Processor time is the kernel's
+count for the process, without the kernel's own threads for disk and network.
 """
 
 import contextlib
@@ -15,8 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO
 
@@ -25,7 +26,8 @@ import psutil
 
 from benchmarks.cost.ingest_load import Load, write_load
 from benchmarks.cost.processes import mosquitto, running
-from benchmarks.report import json_option, print_figures, write_json
+from benchmarks.programs.measurement import median, ratio
+from benchmarks.report import Table, json_option, write_json
 from protocol.errors import ProtofleetError
 from protocol.mqtt.reconnecting_session import BrokerAddress, Connected, Event, Received, Session
 from protocol.wire.codec import decode
@@ -44,137 +46,218 @@ deadline_s = 1000000
 batch_size = 1
 min_images = 1
 """
-TIMEOUT_S = 300.0
+TIMEOUT_S = 120.0
+MAX_LOAD_BYTES = 128 * 1024**2
+"""What mosquitto queues for a subscriber: it drops what is beyond, and no device is there to send it again."""
+
+UNRECEIVED, DISCARDS, STORES, OURS = "no subscriber", "discards", "stores, checks nothing", "aggregator run"
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Cost of a load for a subscriber: seconds, and seconds of a processor."""
+    """Cost of a load: seconds, and seconds of a processor."""
 
     wall_s: float
-    cpu_s: float
+    receiver_s: float
+    broker_s: float
+    """Of the broker's process: receiving from the devices and delivering."""
+    bytes: int
+    submissions: int
+    delivery_s: float = 0.0
+    """The broker's above that without a subscriber."""
+
+    @property
+    def whole_s(self) -> float:
+        """Processor time of the receiver, and of the broker to deliver to it."""
+        return self.receiver_s + self.delivery_s
 
 
 @click.command("ingest")
 @click.option("--devices", type=click.IntRange(min=1), default=5, show_default=True)
 @click.option(
-    "--submissions", type=click.IntRange(min=1), default=20, show_default=True, help="Of each device."
+    "--megabytes",
+    type=click.FloatRange(min=0.001),
+    multiple=True,
+    default=(2.0, 0.1),
+    show_default=True,
+    help="Size of a submission; repeatable.",
 )
 @click.option(
-    "--megabytes", type=click.FloatRange(min=0.001), default=2.0, show_default=True, help="Of each."
+    "--load",
+    "load_mb",
+    type=click.FloatRange(min=0.001, max=MAX_LOAD_BYTES / 1e6),
+    default=100.0,
+    show_default=True,
+    help="Megabytes of all submissions of a run.",
 )
-@click.option("--repetitions", type=click.IntRange(min=1), default=3, show_default=True)
+@click.option("--repetitions", type=click.IntRange(min=1), default=5, show_default=True)
 @json_option
 def ingest(
-    *, devices: int, submissions: int, megabytes: float, repetitions: int, json_file: Path | None
+    *, devices: int, megabytes: Sequence[float], load_mb: float, repetitions: int, json_file: Path | None
 ) -> None:
     """Compare the aggregator's ingest with a subscriber that discards, on mosquitto."""
-    with tempfile.TemporaryDirectory() as folder:
-        figures, runs = measure(
-            Path(folder),
-            devices=devices,
-            submissions=submissions,
-            size_bytes=int(megabytes * 1e6),
-            repetitions=repetitions,
+    tables, every, figures = [], {}, {}
+    for size in megabytes:
+        with tempfile.TemporaryDirectory() as folder:
+            submissions = max(1, round(load_mb / size / devices))
+            runs = measure(
+                Path(folder),
+                devices=devices,
+                submissions=submissions,
+                size_bytes=int(size * 1e6),
+                repetitions=repetitions,
+            )
+        tables.append(table_of(f"Submissions of {size:g} MB", runs))
+        every[f"{size:g}"] = {name: [asdict(run) for run in each] for name, each in runs.items()}
+        figures[f"{size:g}"] = ratios(runs)
+    write_json(json_file, "ingest", tables=tables, figures=figures, runs=every)
+
+
+def table_of(title: str, runs: dict[str, list[Cost]]) -> Table:
+    """Print and return the medians of each receiver, and how its costs compare with discarding."""
+    table = Table(
+        {"receiver": "<22", "submissions/s": ">13.1f", "CPU s/GB": ">10.2f", "broker, to deliver": ">20.2f",
+         "speed, ratio": ">14.2f", "CPU, ratio": ">12.2f", "CPU with broker, ratio": ">24.2f"},
+        title=title,
+    )  # fmt: skip
+    for name, each in runs.items():
+        if name == UNRECEIVED:
+            continue
+        gigabytes = each[0].bytes / 1e9
+        table.row(
+            name,
+            each[0].submissions / median(each, "wall_s"),
+            median(each, "receiver_s") / gigabytes,
+            median(each, "delivery_s") / gigabytes,
+            *(ratio(runs[DISCARDS], each, figure) for figure in ("wall_s", "receiver_s", "whole_s")),
         )
-    table = print_figures(figures)
-    write_json(json_file, "ingest", tables=[table], figures=figures, runs=runs)
+    return table
+
+
+def ratios(runs: dict[str, list[Cost]]) -> dict[str, float]:
+    """Return the cost of discarding over that of the aggregator: medians, lowest and highest of runs in turn."""
+    found: dict[str, float] = {}
+    for figure in ("wall_s", "receiver_s", "whole_s"):
+        each = [
+            getattr(theirs, figure) / getattr(ours, figure)
+            for theirs, ours in zip(runs[DISCARDS], runs[OURS], strict=True)
+        ]
+        found |= {
+            f"{figure}_lowest": min(each),
+            figure: statistics.median(each),
+            f"{figure}_highest": max(each),
+        }
+    return found
 
 
 def measure(
     folder: Path, *, devices: int, submissions: int, size_bytes: int, repetitions: int
-) -> tuple[dict[str, float], list[dict[str, dict[str, float]]]]:
-    """Return medians of throughput and of processor time a submission, ratios of neighboring runs, and all runs."""
+) -> dict[str, list[Cost]]:
+    """Return the costs of each receiver, in turns."""
     task = folder / "task.toml"
     backbone = ROOT / "examples" / "quickstart" / "backbone.onnx"
     task.write_text(TASK.format(fleet=FLEET, backbone=backbone))
     load = write_load(folder, task, devices=devices, submissions=submissions, size_bytes=size_bytes)
-    discarded, received = [], []
+    runs: dict[str, list[Cost]] = {UNRECEIVED: [], DISCARDS: [], STORES: [], OURS: []}
     with mosquitto(folder) as broker:
-        for number in range(repetitions):
-            discarded.append(time_discarding(broker, load))
-            received.append(time_aggregator(broker, load, task, folder / f"state-{number}"))
-            shutil.rmtree(folder / f"state-{number}")
-    ratios = [theirs.wall_s / ours.wall_s for ours, theirs in zip(received, discarded, strict=True)]
-    figures = {"megabytes": load.size_bytes / 1e6}
-    for name, costs in (("discarding", discarded), ("aggregator", received)):
-        wall_s = statistics.median(cost.wall_s for cost in costs)
-        cpu_s = statistics.median(cost.cpu_s for cost in costs)
-        figures[f"{name}_mb_per_second"] = load.size_bytes / wall_s / 1e6
-        figures[f"{name}_cpu_ms"] = cpu_s / load.submissions * 1e3
-    figures |= {
-        "ratio_lowest": min(ratios),
-        "ratio": statistics.median(ratios),
-        "ratio_highest": max(ratios),
-    }
-    runs = [
-        {"discarding": asdict(theirs), "aggregator": asdict(ours)}
-        for ours, theirs in zip(received, discarded, strict=True)
-    ]
-    return figures, runs
+        for number in range(repetitions + 1):
+            state = folder / f"state-{number}"
+            costs = {
+                UNRECEIVED: time_broker(broker, load),
+                DISCARDS: time_plain(broker, load, "discard", state),
+                STORES: time_plain(broker, load, "store", state),
+                OURS: time_aggregator(broker, load, task, state / "aggregator"),
+            }
+            shutil.rmtree(state)
+            if number:  # the first runs fill caches
+                for name, cost in costs.items():
+                    delivery_s = cost.broker_s - costs[UNRECEIVED].broker_s
+                    runs[name].append(replace(cost, delivery_s=delivery_s))
+    return runs
 
 
-def time_discarding(broker: BrokerAddress, load: Load) -> Cost:
-    """Measure until a process with a bare session has received every message."""
-    call = f"from benchmarks.cost.ingest import discard\ndiscard({broker.port}, {load.messages})"
-    with _running("-c", call) as lines:
+class Meter:
+    """Seconds since its creation: of the clock, of a receiver's process and of the broker's."""
+
+    def __init__(self, load: Load, receiver: int | None) -> None:
+        broker = next(each.pid for each in psutil.Process().children() if each.name() == "mosquitto")
+        self._load, self._pids = load, (receiver, broker)
+        self._begin = self._now()
+
+    def _now(self) -> list[float]:
+        return [time.perf_counter(), *(_cpu_s(pid) if pid is not None else 0.0 for pid in self._pids)]
+
+    def read(self) -> Cost:
+        """Return the costs so far."""
+        wall_s, receiver_s, broker_s = (
+            now - begin for now, begin in zip(self._now(), self._begin, strict=True)
+        )
+        return Cost(wall_s, receiver_s, broker_s, self._load.size_bytes, self._load.submissions)
+
+
+def _cpu_s(pid: int) -> float:
+    """Return the processor time of all threads of a process; Linux only.
+
+    It is exact, other than that in `/proc`, which counts in 10 ms. The clock's number is that of clock_getcpuclockid.
+    """
+    return time.clock_gettime((~pid << 3) | 2)
+
+
+def time_broker(broker: BrokerAddress, load: Load) -> Cost:
+    """Measure until the broker has acknowledged every message."""
+    with publisher(broker, load) as lines:
+        meter = Meter(load, None)
+        lines.read()
+        return meter.read()
+
+
+def time_plain(broker: BrokerAddress, load: Load, kind: str, folder: Path) -> Cost:
+    """Measure until a program of `ingest_receivers` has received every message."""
+    topic = f"pf/1/{FLEET}/d/+/up/+"
+    arguments = [kind, str(broker.port), topic, str(load.messages), str(folder)]
+    with _running("-m", "benchmarks.cost.ingest_receivers", *arguments) as (process, lines):
         lines.readline()
         with publisher(broker, load):
-            started = time.perf_counter()
-            cpu_s = float(lines.readline())
-            return Cost(time.perf_counter() - started, cpu_s)
-
-
-def discard(port: int, messages: int) -> None:
-    """Subscribe to what devices upload; print on stdout when subscribed, and at the end the processor time.
-
-    Each message is acknowledged from this thread, as the aggregator has to, but at once.
-    """
-    broker, topic = BrokerAddress("127.0.0.1", port), f"pf/1/{FLEET}/d/+/up/+"
-    with listening(broker, topic, manual_ack=True) as (session, events):
-        print("ready", flush=True)
-        started = time.process_time()
-        for _ in range(messages):
-            session.acknowledge(events.get(timeout=TIMEOUT_S))
-        print(time.process_time() - started, flush=True)
+            meter = Meter(load, process.pid)
+            lines.readline()
+            return meter.read()
 
 
 def time_aggregator(broker: BrokerAddress, load: Load, task: Path, state: Path) -> Cost:
     """Measure until a new aggregator has sent a receipt for every submission."""
+    state.parent.mkdir(exist_ok=True)
     log = state.with_suffix(".log")
     arguments = ["run", "--task", str(task), "--state", str(state), "--broker", str(broker)]
     topics = [fleet_topic(FLEET, "state"), *(device_topic(FLEET, name, "ack") for name in load.devices)]
-    with listening(broker, *topics) as (_, events), running("aggregator.cli", *arguments, log=log) as process:
+    with listening(broker, *topics) as events, running("aggregator.cli", *arguments, log=log) as process:
         _wait_online(events)
         with publisher(broker, load):
-            started, before_s = time.perf_counter(), _cpu_s(process.pid)
+            meter = Meter(load, process.pid)
             _count_receipts(events, load.submissions)
-            return Cost(time.perf_counter() - started, _cpu_s(process.pid) - before_s)
+            return meter.read()
 
 
 @contextlib.contextmanager
-def publisher(broker: BrokerAddress, load: Load) -> Iterator[None]:
-    """Publish a load from a process of its own, beginning now."""
+def publisher(broker: BrokerAddress, load: Load) -> Iterator[IO[bytes]]:
+    """Publish a load from a process of its own, beginning now; its output ends with the last acknowledgement."""
     arguments = [str(broker.port), str(load.packets), str(load.messages)]
-    with _running("-m", "benchmarks.cost.publish_packets", *arguments) as lines:
+    with _running("-m", "benchmarks.cost.publish_packets", *arguments) as (_, lines):
         lines.readline()
-        yield
+        yield lines
 
 
 @contextlib.contextmanager
-def _running(*arguments: str) -> Iterator[IO[bytes]]:
+def _running(*arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
     """Run Python; what it prints can be read."""
     with subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE) as process:
         try:
-            yield process.stdout or io.BytesIO()
+            yield process, process.stdout or io.BytesIO()
         finally:
             process.kill()
 
 
 @contextlib.contextmanager
-def listening(
-    broker: BrokerAddress, *topics: str, manual_ack: bool = False
-) -> Iterator[tuple[Session, "queue.SimpleQueue[Received]"]]:
+def listening(broker: BrokerAddress, *topics: str) -> Iterator["queue.SimpleQueue[Received]"]:
     """Subscribe to topics; received messages are in the queue."""
     others: queue.SimpleQueue[Event] = queue.SimpleQueue()
     received: queue.SimpleQueue[Received] = queue.SimpleQueue()
@@ -184,33 +267,32 @@ def listening(
         client_id="listener",
         subscriptions=topics,
         on_event=lambda event: received.put(event) if isinstance(event, Received) else others.put(event),
-        manual_ack=manual_ack,
     )
     session.start()
     try:
         while not isinstance(others.get(timeout=TIMEOUT_S), Connected):
             pass
-        yield session, received
+        yield received
     finally:
         session.stop()
 
 
-def _cpu_s(process: int) -> float:
-    times = psutil.Process(process).cpu_times()
-    return float(times.user + times.system)
-
-
 def _wait_online(received: "queue.SimpleQueue[Received]") -> None:
     while True:
-        payload = received.get(timeout=TIMEOUT_S).payload
-        if decode(payload, Presence, max_bytes=1024).state == "online":
+        message = received.get(timeout=TIMEOUT_S)
+        if message.retained or message.topic.endswith("/ack"):
+            continue  # of an earlier run
+        if decode(message.payload, Presence, max_bytes=1024).state == "online":
             return
 
 
 def _count_receipts(received: "queue.SimpleQueue[Received]", number: int) -> None:
     """Wait for so many receipts; a refused submission is an error."""
     while number:
-        message = received.get(timeout=TIMEOUT_S)
+        try:
+            message = received.get(timeout=TIMEOUT_S)
+        except queue.Empty:
+            raise ProtofleetError(f"no receipts for {number} submissions within {TIMEOUT_S:.0f} s") from None
         if not message.topic.endswith("/ack"):
             continue
         receipt = decode(message.payload, Receipt, max_bytes=65536)
