@@ -1,6 +1,7 @@
 """The HTTP server's process: settings in a line on its standard input, whose end ends it."""
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -26,7 +27,8 @@ NICENESS = 5
 def main() -> None:
     """Serve until the standard input ends."""
     settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=HttpSettings)
-    os.nice(NICENESS)
+    with contextlib.suppress(OSError):  # a sandbox may forbid it
+        os.nice(NICENESS)
     start_logging(verbose=False)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     threading.Thread(target=_end_with_parent, daemon=True).start()

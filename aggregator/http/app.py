@@ -129,7 +129,9 @@ class _Server:
         return _document(request, document, document.version)
 
     async def events(self, _request: Request) -> Response:
-        return StreamingResponse(self._event_lines(), media_type="text/event-stream")
+        # A reverse proxy passes each event on at once.
+        headers = {"x-accel-buffering": "no"}
+        return StreamingResponse(self._event_lines(), headers=headers, media_type="text/event-stream")
 
     async def _event_lines(self) -> AsyncIterator[str]:
         yield "retry: 1000\n\n"
@@ -154,7 +156,8 @@ class _Server:
             event(log, logging.WARNING, "sign-in with a wrong token refused", address=where)
             return problem(401, "wrong token")
         response = _json(Session(read=True, command=True))
-        response.set_cookie(COOKIE, session_value(token), httponly=True, samesite="strict")
+        is_tls = request.headers.get("origin", "").startswith("https://")  # of a reverse proxy
+        response.set_cookie(COOKIE, session_value(token), httponly=True, samesite="strict", secure=is_tls)
         return response
 
     async def file(self, request: Request) -> Response:

@@ -1,6 +1,7 @@
 """The project's programs and a broker, as processes of a benchmark."""
 
 import contextlib
+import os
 import shutil
 import socket
 import subprocess
@@ -36,8 +37,12 @@ def running_program(
     command: Sequence[str], *, log: Path, environment: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run a program as long as the context lasts; its output goes to a file."""
+    variables = {
+        "PROTOFLEET_HTTP": "off",
+        **(environment or os.environ),
+    }  # no dashboard beside what is measured
     with log.open("wb") as output:
-        process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+        process = subprocess.Popen(command, env=variables, stdout=output, stderr=output)
     try:
         yield process
     finally:

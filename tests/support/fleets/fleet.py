@@ -180,7 +180,8 @@ class Fleet:
     ) -> Process:
         """Start a module as a process, with `limits` as arguments of `ulimit`; its output goes to NAME.log."""
         assert name not in self.processes or self.processes[name].poll() is not None, f"{name} still runs"
-        log, variables = self.root / f"{name}.log", {**os.environ, **environment}
+        # No dashboard, unless a test gives its address.
+        log, variables = self.root / f"{name}.log", {"PROTOFLEET_HTTP": "off", **os.environ, **environment}
         if self.forks and module in FORKED and not limits:
             with _starting:
                 server = _fork_server()
