@@ -5,10 +5,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from aggregator.algorithms.registry import ALGORITHMS
 from benchmarks.__main__ import cli
 from benchmarks.accuracy.wire.command import Mean, front
 from tests.benchmarks.feature_factory import domain, fill_cache
 
+STORED = Path(__file__).parents[2] / "benchmarks" / "results" / "wire.json"
 LINEAR, FLOATS, BYTES = "FedAvg of a linear head", "FedTC, float16", "FedTC"
 
 
@@ -51,3 +53,9 @@ def test_the_front_is_what_nothing_smaller_reaches() -> None:
         for number, accuracy in enumerate((0.5, 0.4, 0.5, 0.6))
     ]
     assert front(points) == [True, False, False, True]
+
+
+def test_the_stored_plot_has_every_algorithm() -> None:
+    series = json.loads(STORED.read_text())["plots"][0]["series"]
+    named = {name.partition(",")[0].lower() for name in series}
+    assert {"fedtc", "statistics", *ALGORITHMS} <= named
