@@ -10,7 +10,7 @@ function alarmsOf(status) {
   if (status.intake.stopped_s !== null) {
     add("bad", `Uploads are not stored since ${ago(status.intake.stopped_s)}: ${status.intake.reason}`);
   }
-  if (status.duplicate) add("bad", `Another aggregator uses this key, at ${status.duplicate.where}: stop one of them.`);
+  if (status.duplicate) add("bad", `Another aggregator uses this key, at ${status.duplicate.address || "an unknown address"}: stop one of them.`);
   if (status.lost_files.length) {
     add("bad", `The disk has lost ${counted(status.lost_files.length, "file")} that devices need: restart the aggregator.`);
   }

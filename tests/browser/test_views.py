@@ -1,0 +1,84 @@
+"""States that a short fleet does not reach: a task in rounds, and everything that needs an operator."""
+
+import contextlib
+import time
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from aggregator.algorithms.fpl import FPL
+from aggregator.config.schema import Rounds
+from aggregator.coordination.canary_comparison import CanaryResult
+from aggregator.coordination.rollout_state import State, Trial
+from aggregator.ingest import intake_status
+from aggregator.ingest.intake_status import Intake
+from aggregator.storage.stored_values import FailedTraining, LostFiles, TrainingProgress
+from protocol.wire.messages import BlobRef
+from protocol.wire.presence import Duplicate
+from tests.browser.conftest import OpenPage
+from tests.support.messages.submissions import TASK, device_info
+from tests.unit.aggregator.http.servers import serving
+from tests.unit.aggregator.status.stores import (
+    TASK_FILE,
+    add_head,
+    busy_store,
+    started_store,
+    submission_row,
+)
+
+
+def test_round_shows_who_is_in_and_who_is_missing(open_page: OpenPage, tmp_path: Path) -> None:
+    task = replace(TASK_FILE, algorithm="fpl", fpl=FPL(rounds=2), rounds=Rounds(min_devices=1))
+    with contextlib.closing(started_store(tmp_path, task)) as store:
+        tensors = BlobRef(digest=bytes(32), size_bytes=1, name="tensors-1")
+        add_head(store, 1, tensors=tensors, a=b"a".hex(), b=b"b".hex())
+        store.submissions.put(TASK, submission_row("a", {0: 1, 2: 1}, 200.0, number=1))
+        store.submissions.put(TASK, submission_row("b", {0: 1}, number=0))
+        store.devices.put_info("c", device_info(problem="no room"), now_s=11.0)
+        store.devices.raise_epsilon("a", 2.5)
+        with serving(tmp_path) as (client, _):
+            dashboard = open_page(client.origin)
+            dashboard.wait_for_text("#collection h2", "Round")
+            dashboard.wait_for_text("#collection", "Round 1 of 2: 1 of 2 submissions")
+            lines = dashboard.page.locator("#collection .names").all_inner_texts()
+            assert lines == ["In: a", "Earlier submission counts: b", "Missing: b, c"]
+            dashboard.wait_for_text(".figure", "Greatest epsilon")
+            dashboard.wait_for_text(".alarms", "1 device cannot take part: c: no room")
+            dashboard.server_stops = True
+
+
+def test_everything_that_needs_an_operator_is_at_the_top(open_page: OpenPage, tmp_path: Path) -> None:
+    """Each with its reason; and a candidate with what its canaries found."""
+    with contextlib.closing(busy_store(tmp_path)) as store:
+        now_s = time.time()
+        intake_status.create(tmp_path)
+        intake_status.write(tmp_path, Intake(now_s, "no space left on the disk: free space"))
+        store.facts.put(Duplicate(instance="aa", epoch=1, address="other/192.0.2.1", seen_s=now_s))
+        store.facts.put(LostFiles(("ab" * 32,)))
+        store.facts.put(TrainingProgress(version=4, epoch=3, epochs=15))
+        store.facts.put(FailedTraining(TASK, 4, 2, "out of memory", now_s, store.clock.now_s() + 60))
+        store.submissions.add_lost(TASK, "lost", b"digest", now_s=now_s)
+        store.quarantine.add(TASK, "a", reason="far from the others", now_s=now_s)
+        add_head(store, 2)
+        add_head(store, 3)
+        trial = Trial(3, 70.0, ("a", "idle"), 2**32, {"a": CanaryResult(8, 10, 9)})
+        rejected = {2: "worse by 5 points"}
+        store.heads.put_rollout(TASK, State(newest=3, current=1, trial=trial, rejected=rejected))
+        with serving(tmp_path) as (client, _):
+            dashboard = open_page(client.origin)
+            for text in (
+                "no space left on the disk",
+                "Another aggregator uses this key, at other/192.0.2.1",
+                "lost 1 file",
+                "Training of head 4 has failed 2 times: out of memory",
+                "lost 1 submission",
+                "1 device quarantined: a",
+            ):
+                dashboard.wait_for_text(".alarms li", text)
+            dashboard.wait_for_text("#collection", "Training head 4: epoch 3 of 15")
+            dashboard.wait_for_text("#devices .flag", "quarantined: far from the others")
+            dashboard.wait_for_text("#heads .note", "Head 3 is tried by 2 canary devices; waiting for idle.")
+            dashboard.wait_for_text("#heads tr", "worse by 5 points")
+            dashboard.page.get_by_role("button", name="Promote head 3").wait_for()
+            assert not dashboard.violations()
+            dashboard.server_stops = True
