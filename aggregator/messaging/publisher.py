@@ -73,8 +73,7 @@ class Publisher:
         backlog = self._session.backlog
         self._is_congested = backlog > (0 if self._is_congested else MAX_BACKLOG)
         if not self._is_congested:
-            for message in self._unacknowledged:
-                self._session.acknowledge(message)
+            self._session.acknowledge(*self._unacknowledged)
             self._unacknowledged.clear()
 
     def publish_presence(self, state: PresenceState) -> None:
