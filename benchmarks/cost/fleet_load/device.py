@@ -1,6 +1,7 @@
 """A simulated device: the agent's state machine, with its outbox and blobs in memory, and made-up prototypes."""
 
 import functools
+import hashlib
 import time
 from collections.abc import Iterator
 
@@ -84,7 +85,8 @@ class SimulatedDevice:
         self.session = PolledSession(options, loop, on_event=self._on_event)
         self._state = State(mode=Mode.SERVICE, device=name, stored=frozenset({backbone}))
         self._outbox: dict[UploadItem, bytes] = {}
-        self._partial: dict[bytes, bytes] = {}
+        self._hashes: dict[bytes, hashlib._Hash] = {}
+        """Of the bytes of each blob so far, which are not kept."""
         self._aggregator = b""
 
     def start(self) -> None:
@@ -186,14 +188,14 @@ class SimulatedDevice:
                 self._step(events.SubmissionBuilt(task, item))
                 self._send_info()
             case events.OpenDownload(blob=blob):
-                self._partial[blob.digest] = b""
+                self._hashes[blob.digest] = hashlib.sha256()
                 self._step(events.DownloadOpened(blob.digest, 0))
             case events.RequestBlob(digest=digest, offset=offset, length=length):
                 self._send("get", BlobRequest(digest=digest, offset=offset, length=length))
             case events.AppendBlob(blob=blob, data=data, done=done):
-                self._partial[blob.digest] += data
+                self._hashes[blob.digest].update(data)
                 if done == blob.size_bytes:
-                    is_valid = digest_of(self._partial.pop(blob.digest)) == blob.digest
+                    is_valid = self._hashes.pop(blob.digest).digest() == blob.digest
                     self._step(events.DownloadFinished(blob.digest, is_valid))
             case events.SendFrames(item=item, ranges=ranges):
                 for frame in frames_of(self._outbox[item], digest=item.digest, ranges=ranges):
