@@ -83,9 +83,7 @@ class DashboardPage:
         ended: list[bool] = []
         session.on("Tracing.dataCollected", lambda data: events.extend(data["value"]))
         session.on("Tracing.tracingComplete", lambda _: ended.append(True))
-        config = {
-            "includedCategories": ["toplevel", "disabled-by-default-devtools.timeline", "devtools.timeline"]
-        }
+        config = {"includedCategories": ["toplevel"]}
         session.send("Tracing.start", {"traceConfig": config, "transferMode": "ReportEvents"})
         times: list[float] = []
         yield times
