@@ -79,6 +79,7 @@ def features(
                         compiled=compiled and number == many,
                     ),
                     repetitions=repetitions,
+                    warm_up=number == few,
                 )
                 for number in images
             }

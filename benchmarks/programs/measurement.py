@@ -68,13 +68,15 @@ def peak_memory(pid: int) -> int:
         return 0
 
 
-def in_turns(programs: Mapping[str, Callable[[], Command]], *, repetitions: int) -> dict[str, list[Cost]]:
-    """Run all programs one after the other, so many times, after one time that does not count.
+def in_turns(
+    programs: Mapping[str, Callable[[], Command]], *, repetitions: int, warm_up: bool = True
+) -> dict[str, list[Cost]]:
+    """Run all programs one after the other, so many times, with `warm_up` after one time that does not count.
 
     Each function prepares a run, which is not measured, and returns its command.
     """
     runs: dict[str, list[Cost]] = {name: [] for name in programs}
-    for number in range(repetitions + 1):
+    for number in range(not warm_up, repetitions + 1):
         for name, make in programs.items():
             cost = run(make())
             if number:
