@@ -1,8 +1,7 @@
 """An ONNX Runtime session on the CPU that runs the parts of a batch at the same time, on one thread each.
 
 Threads that share each operator wait for one another at its end, and a large batch leaves the caches between operators.
-Against runs of 16 images on two threads, parts of four took 19 % less processor time with MobileNetV3-small and 22 %
-less with ViT-tiny (docs/benchmarks.md).
+docs/benchmarks.md has the figures.
 """
 
 from collections.abc import Mapping, Sequence
