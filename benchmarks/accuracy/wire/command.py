@@ -217,7 +217,7 @@ PRINTED: Sequence[tuple[str, int, float | None, float]] = (
     ("FedPCL's paper: Digit-5, one backbone, one round", 5, 0.5283, 5 * 2560),
     ("FedPCL's paper: FedAvg, one round", 5, 0.4404, 5 * 395_776),
 )
-"""What papers state: devices, top-1 accuracy after all rounds, and values of float32 that all devices send."""
+"""Figures of papers: devices, top-1 accuracy after all rounds, and values of float32 that all devices send."""
 
 
 def _tune(fleet: Fleet) -> None:
