@@ -48,7 +48,7 @@ min_images = 1
 """
 TIMEOUT_S = 120.0
 MAX_LOAD_BYTES = 128 * 1024**2
-"""What mosquitto queues for a subscriber: it drops what is beyond, and no device is there to send it again."""
+"""Messages that mosquitto queues for a subscriber: it drops what is beyond, and no device is there to send it again."""
 
 UNRECEIVED, DISCARDS, STORES, OURS = "no subscriber", "discards", "stores, checks nothing", "aggregator run"
 
