@@ -1,8 +1,13 @@
-"""Which requests are accepted: by the name they address, the page they come from, and the token they have."""
+"""Which requests are accepted: by the name they address, the page they come from, and the token they have.
 
-import hashlib
+The token is in a header that the page itself sets. There is no cookie, which a browser would also send for other pages,
+and to other servers on this machine.
+"""
+
+import asyncio
 import hmac
 import ipaddress
+import logging
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -10,8 +15,12 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from aggregator.http.settings import HttpSettings
+from protocol.log import event
 
-COOKIE = "protofleet_session"
+log = logging.getLogger(__name__)
+
+WRONG_TOKEN_S = 1.0
+"""Seconds that an answer to a wrong token takes."""
 
 SECURITY_HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self' 'wasm-unsafe-eval'; style-src 'self'; "
@@ -25,9 +34,7 @@ SECURITY_HEADERS = {
 }
 """Headers of every response, unless it has one of its own."""
 
-SESSION = "/api/v1/session"
-
-_OPEN = ("/healthz", "/readyz", SESSION)
+_OPEN = ("/healthz", "/readyz", "/api/v1/session")
 """Paths that need no token; nor do the page and its files, which show nothing of the fleet."""
 
 
@@ -57,29 +64,33 @@ class Access:
             await send(message)
 
         request = Request(scope)
-        refused = self._refusal(request)
+        refused = self._refusal(request) or await self._unauthorized(request)
         await (refused or self._app)(scope, receive, send_with_headers)
 
     def _refusal(self, request: Request) -> JSONResponse | None:
         if not is_own_host(request.headers.get("host", ""), self._settings.hosts):
             return problem(421, "unknown host: give its name as --http-host")
-        is_read = request.method in {"GET", "HEAD"}
-        if (not is_read or request.url.path.startswith("/api/")) and is_cross_site(request.headers):
+        if (not _is_read(request) or request.url.path.startswith("/api/")) and is_cross_site(request.headers):
             return problem(403, "cross-site request")
-        return self._unauthorized(request, is_read=is_read)
-
-    def _unauthorized(self, request: Request, *, is_read: bool) -> JSONResponse | None:
-        settings, path = self._settings, request.url.path
-        is_open = path in _OPEN or not (path.startswith("/api/") or path == "/metrics")
-        if path == SESSION or (is_read and (settings.public or is_open)):
-            return None
-        if has_bearer(request.headers, settings.token):
-            return None
-        if not has_session(request, settings.token):
-            return problem(401, "expected the token, as `Authorization: Bearer TOKEN` or by a sign-in")
-        if not is_read and "origin" not in request.headers:
-            return problem(403, "expected the header Origin of the dashboard's own page")
         return None
+
+    async def _unauthorized(self, request: Request) -> JSONResponse | None:
+        settings, path = self._settings, request.url.path
+        if has_token(request.headers, settings.token):
+            return None
+        if "authorization" in request.headers:
+            where = request.client.host if request.client else None
+            event(log, logging.WARNING, "request with a wrong token refused", address=where)
+            await asyncio.sleep(WRONG_TOKEN_S)
+            return problem(401, "wrong token")
+        is_open = path in _OPEN or not (path.startswith("/api/") or path == "/metrics")
+        if _is_read(request) and (settings.public or is_open):
+            return None
+        return problem(401, "expected the token, as `Authorization: Bearer TOKEN`")
+
+
+def _is_read(request: Request) -> bool:
+    return request.method in {"GET", "HEAD"}
 
 
 def problem(status: int, text: str) -> JSONResponse:
@@ -112,24 +123,9 @@ def is_cross_site(headers: Headers) -> bool:
     return origin is not None and origin.partition("://")[2] != headers.get("host", "")
 
 
-def session_value(token: str) -> str:
-    """Return the cookie of a browser that has sent the token; a restart of the server leaves it valid."""
-    return hmac.new(token.encode(), b"protofleet dashboard session", hashlib.sha256).hexdigest()
-
-
-def has_session(request: Request, token: str) -> bool:
-    """Return True if the request has the cookie."""
-    return hmac.compare_digest(
-        request.cookies.get(COOKIE, "").encode(errors="replace"), session_value(token).encode()
-    )
-
-
-def has_bearer(headers: Headers, token: str) -> bool:
-    """Return True if the request has the token itself."""
+def has_token(headers: Headers, token: str) -> bool:
+    """Return True if the request has the token; it is compared in constant time."""
     scheme, _, given = headers.get("authorization", "").partition(" ")
-    return scheme.lower() == "bearer" and is_token(given.strip(), token)
-
-
-def is_token(given: str, token: str) -> bool:
-    """Compare a token in constant time."""
-    return hmac.compare_digest(given.encode(errors="replace"), token.encode())
+    return scheme.lower() == "bearer" and hmac.compare_digest(
+        given.strip().encode(errors="replace"), token.encode()
+    )

@@ -17,10 +17,10 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from aggregator.http import commands
-from aggregator.http.access import COOKIE, Access, has_bearer, has_session, is_token, problem, session_value
+from aggregator.http.access import Access, has_token, problem
 from aggregator.http.documents import Document
 from aggregator.http.metrics import CONTENT_TYPE, metrics_text
-from aggregator.http.openapi import Session, SignIn, openapi_document
+from aggregator.http.openapi import Session, openapi_document
 from aggregator.http.projections import Projections
 from aggregator.http.readiness import readiness
 from aggregator.http.settings import HttpSettings
@@ -31,9 +31,6 @@ from protocol.log import event
 log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 16 * 1024
-
-WRONG_TOKEN_S = 1.0
-"""Seconds that an answer to a wrong token takes."""
 
 PAGE_PACKAGE = "dashboard"
 
@@ -55,7 +52,7 @@ def make_app(settings: HttpSettings, snapshots: Snapshots) -> Starlette:
         Route("/api/v1/prototypes", server.prototypes),
         Route("/api/v1/events", server.events),
         Route("/api/v1/openapi.json", server.openapi),
-        Route("/api/v1/session", server.session, methods=["GET", "POST", "DELETE"]),
+        Route("/api/v1/session", server.session),
         Route("/api/v1/files/{name}", server.file),
         Route("/api/v1/commands/enroll", server.enroll, methods=["POST"]),
         Route("/api/v1/commands/{name}", server.command, methods=["POST"]),
@@ -142,23 +139,8 @@ class _Server:
         return _json(openapi_document(importlib.metadata.version("protofleet")))
 
     async def session(self, request: Request) -> Response:
-        token, settings = self._settings.token, self._settings
-        if request.method == "GET":
-            signed_in = has_session(request, token) or has_bearer(request.headers, token)
-            return _json(Session(read=settings.public or signed_in, command=signed_in))
-        if request.method == "DELETE":
-            response = _json(Session(read=settings.public, command=False))
-            response.delete_cookie(COOKIE, httponly=True, samesite="strict")
-            return response
-        if not is_token(msgspec.json.decode(await _body(request), type=SignIn).token.strip(), token):
-            await asyncio.sleep(WRONG_TOKEN_S)
-            where = request.client.host if request.client else None
-            event(log, logging.WARNING, "sign-in with a wrong token refused", address=where)
-            return problem(401, "wrong token")
-        response = _json(Session(read=True, command=True))
-        is_tls = request.headers.get("origin", "").startswith("https://")  # of a reverse proxy
-        response.set_cookie(COOKIE, session_value(token), httponly=True, samesite="strict", secure=is_tls)
-        return response
+        can_command = has_token(request.headers, self._settings.token)
+        return _json(Session(read=self._settings.public or can_command, command=can_command))
 
     async def file(self, request: Request) -> Response:
         snapshot, name = await self._snapshots.current(), request.path_params["name"]
@@ -211,7 +193,7 @@ async def _body(request: Request) -> bytes:
 def _document(request: Request, document: Document, version: str) -> Response:
     """Answer a document, compressed if the client can read that, or that it has not changed."""
     tag = f'"{version}"'
-    headers = {"etag": tag, "cache-control": "no-cache", "vary": "accept-encoding, cookie, authorization"}
+    headers = {"etag": tag, "cache-control": "no-cache", "vary": "accept-encoding, authorization"}
     if request.headers.get("if-none-match") == tag:
         return Response(status_code=304, headers=headers)
     body = document.body

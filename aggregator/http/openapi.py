@@ -19,21 +19,15 @@ class Problem(msgspec.Struct, frozen=True):
     error: str
 
 
-class SignIn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The token of the HTTP server."""
-
-    token: str
-
-
 class Session(msgspec.Struct, frozen=True):
-    """The rights of the browser."""
+    """The rights of the client, by its token."""
 
     read: bool
     command: bool
 
 
 _STRUCTS = (
-    Status, Details, Projection, Readiness, Problem, SignIn, Session, Outcome, EnrollCommand,
+    Status, Details, Projection, Readiness, Problem, Session, Outcome, EnrollCommand,
     *dict.fromkeys(command.arguments for command in COMMANDS.values()),
 )  # fmt: skip
 
@@ -49,11 +43,7 @@ def openapi_document(version: str) -> dict[str, Any]:
         "/api/v1/prototypes": {"get": _reading("The prototypes in two dimensions.", "Projection")},
         "/api/v1/events": {"get": _stream()},
         "/api/v1/openapi.json": {"get": _reading("This document.", None)},
-        "/api/v1/session": {
-            "get": _reading("What the browser may do.", "Session"),
-            "post": _command("Sign a browser in with the token; sets a cookie.", "SignIn", "Session"),
-            "delete": _operation("Sign a browser out.", {"200": _content("Signed out.", "Session")}),
-        },
+        "/api/v1/session": {"get": _reading("The rights of the client.", "Session")},
         "/healthz": {"get": _text("The HTTP server answers.", "text/plain")},
         "/readyz": {"get": _reading("200 if the fleet is served; 503 otherwise.", "Readiness")},
         "/metrics": {"get": _text("Metrics for Prometheus.", "text/plain")},

@@ -24,9 +24,17 @@ function publish(changes) {
 
 const tags = {};
 
+// In a header and not in a cookie: other pages, and servers on other ports of this machine, never receive it.
+let token = sessionStorage.getItem("token") ?? "";
+
+/** Send a request, with the token if the operator has given one. */
+export function request(path, options = {}) {
+  const headers = token ? { ...options.headers, Authorization: `Bearer ${token}` } : options.headers;
+  return fetch(path, { cache: "no-store", ...options, headers });
+}
+
 async function fetchDocument(name) {
-  const headers = tags[name] ? { "If-None-Match": tags[name] } : {};
-  const response = await fetch(`api/v1/${name}`, { headers, cache: "no-store" });
+  const response = await request(`api/v1/${name}`, { headers: tags[name] ? { "If-None-Match": tags[name] } : {} });
   const date = Date.parse(response.headers.get("date") ?? "");
   if (date) fleet.skew_s = (date - Date.now()) / 1000;
   if (response.status === 304) return undefined;
@@ -78,6 +86,7 @@ export async function refresh() {
       publish({ session: { read: false, command: false }, status: null, details: null });
     } else {
       publish({ problem: error instanceof ServerProblem ? error.message : "" });
+      if (fleet.live) setTimeout(refresh, 3000);
     }
   } finally {
     isLoading = false;
@@ -104,23 +113,41 @@ export function pause() {
   return new Promise((resolve) => setTimeout(resolve));
 }
 
-let events = null;
+let isListening = false;
 
-function listen() {
-  events?.close();
-  events = new EventSource("api/v1/events");
-  events.addEventListener("open", () => publish({ live: true }));
-  events.addEventListener("change", refresh);
-  events.addEventListener("error", () => {
-    publish({ live: false });
-    if (events.readyState === EventSource.CLOSED) setTimeout(start, 2000);
-  });
+/** Follow the server-sent events until the connection ends. They are read by fetch, as an EventSource sends no token. */
+async function listen() {
+  if (isListening) return;
+  isListening = true;
+  try {
+    const response = await request("api/v1/events");
+    if (response.ok) {
+      publish({ live: true });
+      const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+      let text = "";
+      for (let part = await reader.read(); !part.done; part = await reader.read()) {
+        const lines = (text + part.value).split("\n");
+        text = lines.pop();
+        if (lines.some((line) => line.startsWith("data:"))) refresh();
+      }
+    }
+  } catch {
+    // The connection is lost: start again.
+  }
+  isListening = false;
+  publish({ live: false });
+  setTimeout(start, 1000);
 }
 
 /** Ask what this browser may do, and follow the fleet if it may read. */
 export async function start() {
   try {
-    const session = await (await fetch("api/v1/session")).json();
+    const response = await request("api/v1/session");
+    if (response.status === 401) {
+      setToken("");
+      return start();
+    }
+    const session = await response.json();
     publish({ session });
     if (session.read) listen();
   } catch {
@@ -129,8 +156,13 @@ export async function start() {
   }
 }
 
+function setToken(text) {
+  token = text;
+  sessionStorage.setItem("token", text);
+}
+
 async function send(path, body) {
-  const response = await fetch(path, {
+  const response = await request(path, {
     method: "POST",
     headers: { "Content-Type": "application/json" },
     body: JSON.stringify(body),
@@ -139,11 +171,30 @@ async function send(path, body) {
   return response;
 }
 
-/** Exchange the token for a cookie. */
-export async function signIn(token) {
-  const session = await (await send("api/v1/session", { token })).json();
-  publish({ session });
-  if (!fleet.live) listen();
+/** Use a token from now on, until the tab is closed. */
+export async function signIn(text) {
+  const response = await fetch("api/v1/session", { headers: { Authorization: `Bearer ${text.trim()}` } });
+  if (!response.ok) throw new ServerProblem(response.status, await problemOf(response));
+  setToken(text.trim());
+  publish({ session: await response.json() });
+  listen();
+}
+
+/** Save a file of the server, where the link alone would send no token. */
+export async function save(event) {
+  if (!token) return;
+  event.preventDefault();
+  const { href } = event.currentTarget;
+  const response = await request(href);
+  if (response.ok) saveAs(await response.blob(), href.split("/").at(-1));
+}
+
+function saveAs(blob, name) {
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(blob);
+  link.download = name;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 60000);
 }
 
 /** Carry out an operator command; returns the outcome in words. */
@@ -151,10 +202,6 @@ export async function command(name, options) {
   const response = await send(`api/v1/commands/${name}`, options);
   if (name !== "enroll") return (await response.json()).message;
   const file = `${options.device}.zip`;
-  const link = document.createElement("a");
-  link.href = URL.createObjectURL(await response.blob());
-  link.download = file;
-  link.click();
-  URL.revokeObjectURL(link.href);
+  saveAs(await response.blob(), file);
   return `enrolled ${options.device}: unpack ${file} on the device; it has the device's private keys`;
 }

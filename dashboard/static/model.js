@@ -1,5 +1,7 @@
 // The fleet's model in the browser: model.onnx run by ONNX Runtime Web. Nothing is uploaded.
 
+import { request } from "./fleet.js";
+
 const vendor = new URL("vendor/", import.meta.url).href;
 
 let runtime = null;
@@ -37,7 +39,7 @@ export async function predict(file, version) {
 }
 
 async function openModel(ort) {
-  const response = await fetch("api/v1/files/model.onnx");
+  const response = await request("api/v1/files/model.onnx");
   if (!response.ok) throw new Error((await response.json()).error);
   const bytes = new Uint8Array(await response.arrayBuffer());
   const metadata = JSON.parse(propertyOf(bytes, "protofleet"));

@@ -58,6 +58,8 @@ ATTACKS = {
     "a form's request": "(origin) => fetch(origin + '/api/v1/commands/revoke', {method: 'POST', mode: 'no-cors', "
     "credentials: 'include', headers: {'Content-Type': 'text/plain'}, body: '{\"device\": \"a\"}'})"
     ".then(() => 'sent', () => 'blocked')",
+    "a beacon": "(origin) => navigator.sendBeacon(origin + '/api/v1/commands/revoke', '{\"device\": \"a\"}') "
+    "? 'sent' : 'blocked'",
     "a JSON request": "(origin) => fetch(origin + '/api/v1/commands/revoke', {method: 'POST', credentials: 'include', "
     "headers: {'Content-Type': 'application/json'}, body: '{\"device\": \"a\"}'}).then(() => 'sent', () => 'blocked')",
     "reading": "(origin) => fetch(origin + '/api/v1/status', {credentials: 'include'})"

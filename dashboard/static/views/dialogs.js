@@ -1,4 +1,4 @@
-// Signing in, and operator commands behind a confirmation.
+// The token, and operator commands behind a confirmation.
 
 import { html, useEffect, useRef, useState } from "../vendor/standalone.module.js";
 import { command, fleet, signIn } from "../fleet.js";

@@ -1,6 +1,7 @@
 // Trained heads: their figures, the files of the current one, and what an operator can do.
 
 import { html } from "../vendor/standalone.module.js";
+import { save } from "../fleet.js";
 import { bytes, counted, moment, percent } from "../format.js";
 import { ask } from "./dialogs.js";
 
@@ -42,8 +43,8 @@ export function Heads({ status, details }) {
   return html`${status.rollout.candidate && html`<${Candidate} candidate=${status.rollout.candidate} />`}
     ${status.rollout.requested !== null && html`<p class="note">Head ${status.rollout.requested} will be current.</p>`}
     <p class="tools">
-      ${status.head_path && html`<a class="button" href="api/v1/files/head.onnx" download>Download head.onnx</a>`}
-      ${status.model_path && html`<a class="button" href="api/v1/files/model.onnx" download>Download model.onnx</a>`}
+      ${status.head_path && html`<a class="button" href="api/v1/files/head.onnx" download onClick=${save}>Download head.onnx</a>`}
+      ${status.model_path && html`<a class="button" href="api/v1/files/model.onnx" download onClick=${save}>Download model.onnx</a>`}
     </p>
     <div class="scroll" tabindex="0" role="region" aria-label="Heads">
       <table>

@@ -20,7 +20,7 @@ from aggregator.status.details import Details
 from aggregator.storage.store import Store
 from tests.support.fleets.fleet import wait_until
 from tests.support.messages.submissions import TASK
-from tests.unit.aggregator.http.servers import TOKEN, Answer, Client, serving
+from tests.unit.aggregator.http.servers import TOKEN, Client, serving
 from tests.unit.aggregator.status.stores import busy_store, started_store, submission_row
 
 
@@ -180,31 +180,23 @@ def test_own_host_names_are_accepted(guarded: Client, host: str) -> None:
     ],
 )
 def test_cross_site_requests_are_refused(server: tuple[Client, str], headers: dict[str, str]) -> None:
-    """Also with a cookie that the browser would add."""
+    """Also with the token, and from another port of this machine."""
     client, token = server
-    cookie = sign_in(client, token).headers["set-cookie"].partition(";")[0]
-    assert client.get("/api/v1/status", Cookie=cookie, **headers).status == 403
-    answer = client.post("/api/v1/commands/promote", {}, Cookie=cookie, **headers)
-    assert answer.status == 403
+    known = {"Authorization": f"Bearer {token}", **headers}
+    assert client.get("/api/v1/status", **known).status == 403
+    assert client.post("/api/v1/commands/promote", {}, **known).status == 403
 
 
-def sign_in(client: Client, token: str) -> Answer:
-    return client.post("/api/v1/session", {"token": token}, Origin=client.origin)
-
-
-def test_form_of_another_page_cannot_command(server: tuple[Client, str]) -> None:
-    """Neither without an origin, nor with a type that a form can send."""
+def test_commands_are_json_of_the_own_page_or_a_program(server: tuple[Client, str]) -> None:
+    """A form of another page can send neither the type nor the header; no cookie is used."""
     client, token = server
-    answer = sign_in(client, token)
-    assert "HttpOnly" in answer.headers["set-cookie"]
-    assert "SameSite=strict" in answer.headers["set-cookie"]
-    cookie = answer.headers["set-cookie"].partition(";")[0]
-    assert client.post("/api/v1/commands/promote", {}, Cookie=cookie).status == 403
-    sent = {"Cookie": cookie, "Origin": client.origin, "Content-Type": "text/plain"}
+    known = {"Authorization": f"Bearer {token}", "Origin": client.origin}
+    sent = {**known, "Content-Type": "text/plain"}
     assert client.request("POST", "/api/v1/commands/promote", {}, sent).status == 415
-    answer = client.post("/api/v1/commands/promote", {}, Cookie=cookie, Origin=client.origin)
+    answer = client.post("/api/v1/commands/promote", {}, **known)
     assert answer.status == 409
     assert "no candidate" in answer.json()["error"]
+    assert "set-cookie" not in client.get("/api/v1/session", **known).headers
 
 
 def test_commands_need_the_token_on_loopback(server: tuple[Client, str], store: Store) -> None:
@@ -228,11 +220,11 @@ def test_given_token_is_needed_for_reading(guarded: Client) -> None:
         "/api/v1/files/head.onnx",
     ):
         assert guarded.get(path).status == 401, path
-    assert guarded.get("/api/v1/status", Authorization=f"Bearer {TOKEN}").status == 200
     assert guarded.get("/api/v1/session").json() == {"read": False, "command": False}
-    assert sign_in(guarded, "wrong").status == 401
-    cookie = sign_in(guarded, TOKEN).headers["set-cookie"].partition(";")[0]
-    assert guarded.get("/metrics", Cookie=cookie).status == 200
+    assert guarded.get("/api/v1/session", Authorization="Bearer wrong").status == 401
+    for path in ("/api/v1/status", "/metrics"):
+        assert guarded.get(path, Authorization=f"Bearer {TOKEN}").status == 200
+        assert guarded.get(path, Authorization=f"Basic {TOKEN}").status == 401
 
 
 def test_every_answer_forbids_other_sources(client: Client) -> None:
