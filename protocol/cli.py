@@ -35,7 +35,7 @@ def _load_config(context: click.Context, _parameter: click.Parameter, path: Path
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise click.BadParameter(f"{path}: {error}") from error
     options = [option for option in context.command.params if isinstance(option, click.Option)]
-    names = {option.name for option in options if option.expose_value}
+    names = {option.name for option in options if option.expose_value or option.name == "log_format"}
     values = {key.replace("-", "_"): value for key, value in values.items()}
     if unknown := values.keys() - names:
         known = ", ".join(sorted(name for name in names if name))
@@ -125,7 +125,33 @@ def read_secret(file: Path, *, what: str) -> str:
     return lines[0]
 
 
-verbose_option = click.option("-v", "--verbose", is_flag=True, help="Log debug messages.")
+_LOG_FORMAT = "PROTOFLEET_LOG_FORMAT"
+
+_HANDLER = "protofleet"
+
+
+def _choose_log_format(_context: click.Context, _option: click.Parameter, value: str) -> None:
+    """Store the format where this program's subprocesses find it, too."""
+    if value and value != os.environ.get(_LOG_FORMAT, "text"):
+        os.environ[_LOG_FORMAT] = value
+
+
+def verbose_option(command: F) -> F:
+    """Add --verbose and --log-format, which `start_logging` reads, to a command."""
+    command = click.option("-v", "--verbose", is_flag=True, help="Log debug messages.")(command)
+    return setting(
+        "--log-format",
+        type=click.Choice(["text", "json"]),
+        default="text",
+        expose_value=False,
+        callback=_choose_log_format,
+        help="Log lines as text, or as one JSON object each.",
+    )(command)
+
+
+def examples(*lines: str) -> str:
+    """Return the end of a command's help: command lines, as they are typed."""
+    return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
 
 
 def plain(text: str) -> str:
@@ -156,15 +182,20 @@ class _OneLine(logging.Formatter):
 
 
 def start_logging(*, verbose: bool) -> None:
-    """Log to stderr, one line per event: local date and time, level, logger and message.
+    """Log to stderr, one line per event: local date and time, level, logger and message, or JSON with --log-format.
 
     `verbose` adds this project's debug events. Those of libraries stay off: Pillow logs an image's metadata, GPS
     position included.
     """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(
-        _OneLine("%(asctime)s %(levelname)s %(name)s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
-    )
+    handler.name = _HANDLER
+    if os.environ.get(_LOG_FORMAT) == "json":
+        from protocol.log import JsonLines
+
+        handler.setFormatter(JsonLines())
+    else:
+        form = "%(asctime)s %(levelname)s %(name)s %(message)s"
+        handler.setFormatter(_OneLine(form, datefmt="%Y-%m-%d %H:%M:%S"))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     for package in _PACKAGES:
         logging.getLogger(package).setLevel(logging.DEBUG if verbose else logging.NOTSET)
@@ -173,10 +204,18 @@ def start_logging(*, verbose: bool) -> None:
 def _is_logging() -> bool:
     return any(
         isinstance(handler, logging.StreamHandler)
-        and isinstance(handler.formatter, _OneLine)
+        and handler.name == _HANDLER
         and handler.stream is sys.stderr
         for handler in logging.getLogger().handlers
     )
+
+
+def _show_error(text: str) -> None:
+    """Print the error that ends the program, or log it where the log is JSON."""
+    if not _is_logging() or os.environ.get(_LOG_FORMAT) != "json":
+        say(f"error: {text}", err=True)
+    else:
+        log.error("%s", text)
 
 
 def stop_on_terminate() -> None:
@@ -225,10 +264,10 @@ def run(command: click.Command, *, program: str, extras: str | None = None) -> N
         name = (error.name or "").partition(".")[0]
         if extras is None or not name or name in _PACKAGES:
             raise
-        say(f"error: {_not_installed(name, extras)}", err=True)
+        _show_error(_not_installed(name, extras))
         sys.exit(1)
     except ProtofleetError as error:
-        say(f"error: {error}", err=True)
+        _show_error(str(error))
         sys.exit(1)
     except BrokenPipeError:
         # The reader of a pipe has ended; without stdout, Python does not fail again on the flush at exit.
@@ -238,6 +277,6 @@ def run(command: click.Command, *, program: str, extras: str | None = None) -> N
         log.debug("the system failed", exc_info=error)
         if not (problem := problem_of_system(error)):
             raise
-        say(f"error: {problem}", err=True)
+        _show_error(problem)
         sys.exit(1)
     sys.exit(code if isinstance(code, int) else 0)

@@ -3,10 +3,12 @@
 import contextlib
 import json
 import logging
+import math
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from datetime import UTC, datetime
 
 from protocol.rates.token_buckets import TokenBuckets
 
@@ -14,6 +16,9 @@ LINES_AT_ONCE = 100
 """Lines about one device with the same message, after a pause."""
 
 LINES_PER_S = 10 / 60
+
+_EVENT = "protofleet_event"
+"""Attribute of a record: the event's message and fields."""
 
 MAX_COUNTS = 10_000
 """Counts of omitted lines in memory."""
@@ -53,8 +58,37 @@ class DeviceEvents:
 
 
 def _write(logger: logging.Logger, level: int, message: str, fields: Mapping[str, object]) -> None:
-    pairs = [f"{name}={_text(value)}" for name, value in fields.items() if value is not None]
-    logger.log(level, "%s", " ".join([message, *pairs]), stacklevel=3)
+    given = {name: value for name, value in fields.items() if value is not None}
+    pairs = [f"{name}={_text(value)}" for name, value in given.items()]
+    extra = {_EVENT: (message, given)}
+    logger.log(level, "%s", " ".join([message, *pairs]), stacklevel=3, extra=extra)
+
+
+class JsonLines(logging.Formatter):
+    """Formats a record as one JSON object: `time`, `level`, `logger`, `message`, and the event's fields.
+
+    `time` is that of ISO 8601 in UTC; a field's value is a number, true, false or a text. An exception is `traceback`.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return a record in ASCII."""
+        message, fields = getattr(record, _EVENT, None) or (record.getMessage(), {})
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "message": message,
+        }
+        line |= {name: _value(value) for name, value in fields.items() if name not in line}
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def _value(value: object) -> object:
+    if isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    return value.hex() if isinstance(value, bytes) else str(value)
 
 
 @contextlib.contextmanager

@@ -1,11 +1,14 @@
 """Exit codes, configuration files and logging of all programs."""
 
+import json
 import logging
+import math
 import os
 import re
 import signal
 import subprocess
 import sys
+from datetime import datetime
 from pathlib import Path
 
 import click
@@ -13,6 +16,7 @@ import pytest
 
 from protocol.cli import config_option, counted, run, start_logging, stop_on_terminate, verbose_option
 from protocol.errors import ConfigError
+from protocol.log import event
 
 log = logging.getLogger(__name__)
 
@@ -245,6 +249,53 @@ def test_log_lines_escape_control_characters(capsys: pytest.CaptureFixture[str])
     assert trace[0].startswith("Traceback")
 
 
+def test_log_lines_can_be_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """With an event's fields, exceptions, and the error that ends the program; as an option or in the environment."""
+    monkeypatch.setenv("PROTOFLEET_LOG_FORMAT", "json")
+    start_logging(verbose=False)
+    log = logging.getLogger("test")
+    event(
+        log,
+        logging.WARNING,
+        "image omitted",
+        path=Path("a b"),
+        size_bytes=3,
+        share=0.25,
+        digest=b"\xff",
+        none=None,
+    )
+    log.info("%s is %s", "\x1b[2J\n", math.nan)
+    try:
+        raise ConfigError("below")
+    except ConfigError:
+        log.exception("then")
+    monkeypatch.setattr(sys, "argv", ["example", "--fail", "expected", "--log-format", "json"])
+    with pytest.raises(SystemExit):
+        main()
+    first, second, third, last = map(json.loads, capsys.readouterr().err.splitlines())
+    times = {line.pop("time") for line in (first, second, third, last)}
+    assert all(datetime.fromisoformat(time).tzinfo is not None for time in times)
+    fields = {"path": "a b", "size_bytes": 3, "share": 0.25, "digest": "ff"}
+    assert first == {"level": "WARNING", "logger": "test", "message": "image omitted", **fields}
+    assert second["message"] == "\x1b[2J\n is nan"
+    assert (third["message"], third["traceback"].startswith("Traceback")) == ("then", True)
+    assert (last["level"], last["message"]) == ("ERROR", "the folder is empty: put images in it")
+
+
+def test_log_format_is_an_option_for_subprocesses_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In a configuration file as well."""
+    monkeypatch.setenv("PROTOFLEET_LOG_FORMAT", "text")
+    _command.make_context("example", ["--log-format", "json"])
+    assert os.environ["PROTOFLEET_LOG_FORMAT"] == "json"
+    monkeypatch.delenv("PROTOFLEET_LOG_FORMAT")
+    (tmp_path / "settings.toml").write_text('log-format = "json"\n')
+    _command.make_context("example", ["--config", str(tmp_path / "settings.toml")])
+    assert os.environ["PROTOFLEET_LOG_FORMAT"] == "json"
+    monkeypatch.delenv("PROTOFLEET_LOG_FORMAT")
+
+
 def test_verbose_excludes_debug_lines_of_libraries(capsys: pytest.CaptureFixture[str]) -> None:
     start_logging(verbose=True)
     logging.getLogger("PIL.TiffImagePlugin").debug("tag: GPSInfo - value: 52.5 N")
@@ -254,6 +305,24 @@ def test_verbose_excludes_debug_lines_of_libraries(capsys: pytest.CaptureFixture
     assert [line[20:] for line in capsys.readouterr().err.splitlines()] == [
         "DEBUG edge_client.service.device ours"
     ]
+
+
+@pytest.mark.parametrize(
+    ("module", "words", "expected"),
+    [
+        ("edge_client.cli", "edge-client do", "plain,doctor"),
+        ("aggregator.cli", "aggregator status --j", "plain,--json"),
+    ],
+)
+def test_shell_completion(module: str, words: str, expected: str) -> None:
+    """Of commands and options, as docs/cli.md describes it."""
+    variable = f"_{words.split(maxsplit=1)[0].upper().replace('-', '_')}_COMPLETE"
+    number = str(len(words.split()) - 1)
+    environment = {**os.environ, variable: "bash_complete", "COMP_WORDS": words, "COMP_CWORD": number}
+    done = subprocess.run(
+        [sys.executable, "-m", module], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.split() == [expected], done.stderr
 
 
 def test_broken_pipe_exits_without_traceback() -> None:
