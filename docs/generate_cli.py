@@ -29,6 +29,18 @@ Exit codes: 0 success, 1 an expected error with one line on stderr, 2 wrong usag
 written to stdout, everything else to stderr. An option with an `env var` can be set in the environment, and the
 options of a command with `--config` in a TOML file. The command line takes precedence over the environment, and the
 environment over the file.
+
+## Shell completion
+
+Commands and options are completed by the Tab key after one of these lines, for bash in `~/.bashrc`, for zsh in
+`~/.zshrc` and for fish in `~/.config/fish/completions/edge-client.fish`; for another program with its name, in upper
+case and with `_` for `-` in the variable:
+
+```sh
+eval "$(_EDGE_CLIENT_COMPLETE=bash_source edge-client)"    # bash 4.4 or later
+eval "$(_EDGE_CLIENT_COMPLETE=zsh_source edge-client)"     # zsh
+_EDGE_CLIENT_COMPLETE=fish_source edge-client | source     # fish
+```
 """
 
 

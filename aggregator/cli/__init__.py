@@ -3,18 +3,32 @@
 import click
 
 from aggregator.cli import enrollment, operator_commands, task_file
+from aggregator.cli.doctor import doctor_command
 from aggregator.cli.run import run_command
 from aggregator.cli.state import EXTRAS
-from protocol.cli import run
+from aggregator.cli.top import top_command
+from protocol.cli import examples, run
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=examples(
+        "aggregator init task.toml", "aggregator run --task task.toml --embedded-broker", "aggregator top"
+    ),
+)
 @click.version_option(package_name="protofleet")
 def cli() -> None:
     """Collect prototypes from a fleet, train a head on them, and publish it as ONNX."""
 
 
-for _command in (run_command, *task_file.COMMANDS, *operator_commands.COMMANDS, *enrollment.COMMANDS):
+for _command in (
+    run_command,
+    doctor_command,
+    top_command,
+    *task_file.COMMANDS,
+    *operator_commands.COMMANDS,
+    *enrollment.COMMANDS,
+):
     cli.add_command(_command)
 
 

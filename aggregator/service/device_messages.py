@@ -79,6 +79,8 @@ class DeviceMessages:
         try:
             where = parse_device_topic(topic)
             device, prefix = where.device, f"{where.channel}: "
+            if not payload and where.channel in {"up", "get"}:
+                return  # `edge-client doctor`, which finds out what the broker allows
             match where.channel:
                 case "up":
                     self._take_frame(device, decode(payload, FrameView, max_bytes=MAX_FRAME_BYTES))

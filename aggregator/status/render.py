@@ -37,6 +37,14 @@ def render_status(status: Status, console: Console) -> None:
         _print(console, *line)
 
 
+def render_page(status: Status, console: Console) -> None:
+    """Print a status for a terminal of a limited height: the devices last, those that are online first."""
+    status = msgspec.convert(_plain(msgspec.to_builtins(status)), Status)
+    for line in (*_above(status), *_below(status)):
+        _print(console, *line)
+    console.print(_device_table(sorted(status.devices, key=lambda each: each.state != "online")))
+
+
 def _print(console: Console, label: str, text: str, style: str = "") -> None:
     """Print a label in a style and a text as it is, however long."""
     if label:

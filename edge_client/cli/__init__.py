@@ -1,5 +1,6 @@
 """The `edge-client` program. Commands import what they need when they run, so that `--help` answers at once."""
 
+from edge_client.cli.doctor import doctor_command
 from edge_client.cli.predict import predict_command
 from edge_client.cli.run import cli
 from edge_client.cli.serve import serve_command
@@ -9,7 +10,14 @@ from protocol.cli import run
 
 __all__ = ["cli", "main"]
 
-for _command in (predict_command, serve_command, status_command, take_over_command, watch_command):
+for _command in (
+    doctor_command,
+    predict_command,
+    serve_command,
+    status_command,
+    take_over_command,
+    watch_command,
+):
     cli.add_command(_command)
 
 

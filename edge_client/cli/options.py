@@ -31,30 +31,30 @@ def loading_modules() -> Iterator[None]:
         gc.enable()
 
 
-def _inherit(context: click.Context, option: click.Parameter, value: Any) -> Any:
-    """Return the value given before the command's name, unless one is given after it."""
+def inherit(context: click.Context, option: click.Parameter, value: Any) -> Any:
+    """Return an option's value given before the command's name, unless one is given after it."""
     name = option.name or ""
     if context.parent is None or context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
         return value
     return context.parent.params.get(name, value)
 
 
-fleet_option = setting("--fleet", default="default", callback=_inherit, help="Name of the fleet.")
+fleet_option = setting("--fleet", default="default", callback=inherit, help="Name of the fleet.")
 state_option = setting(
     "--state",
     type=FOLDER,
-    callback=_inherit,
+    callback=inherit,
     help="State directory  [default: ~/.local/state/protofleet/FLEET]",
 )
 provider_option = setting(
     "--provider",
     type=click.Choice(["auto", "cpu", "cuda", "tensorrt"]),
     default="auto",
-    callback=_inherit,
+    callback=inherit,
     help="ONNX Runtime execution provider; auto uses CUDA if available.",
 )
 threads_option = setting(
-    "--threads", type=COUNT, callback=_inherit, help="Threads for the backbone  [default: all cores]"
+    "--threads", type=COUNT, callback=inherit, help="Threads for the backbone  [default: all cores]"
 )
 
 

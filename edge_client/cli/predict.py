@@ -19,7 +19,7 @@ from edge_client.cli.options import (
     state_option,
     threads_option,
 )
-from protocol.cli import plain, say
+from protocol.cli import examples, plain, say
 from protocol.errors import ProtofleetError
 
 if TYPE_CHECKING:
@@ -36,7 +36,14 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 csv_option = click.option("--csv", "as_csv", is_flag=True, help="Print CSV with a header, one row per image.")
 
 
-@click.command("predict")
+@click.command(
+    "predict",
+    epilog=examples(
+        "edge-client predict photo.jpg",
+        "edge-client predict photos --csv > predictions.csv",
+        "find photos -name '*.jpg' | edge-client predict - --json",
+    ),
+)
 @click.argument("images", nargs=-1, required=True, type=click.Path(path_type=Path))
 @fleet_option
 @state_option

@@ -15,6 +15,7 @@ from edge_client.cli.options import (
     threads_option,
 )
 from protocol.cli import (
+    examples,
     read_secret,
     setting,
     start_logging,
@@ -30,7 +31,10 @@ log = logging.getLogger(__name__)
 _MIB = 1024**2
 
 
-@click.command("serve")
+@click.command(
+    "serve",
+    epilog=examples("edge-client serve", "curl --data-binary @photo.jpg http://127.0.0.1:8090/predict"),
+)
 @fleet_option
 @state_option
 @provider_option

@@ -7,13 +7,13 @@ import click
 import msgspec
 
 from edge_client.cli.options import as_json_text, fleet_option, open_state, state_option
-from protocol.cli import counted, say
+from protocol.cli import counted, examples, say
 
 if TYPE_CHECKING:
     from edge_client.storage.device_state import DeviceState
 
 
-@click.command("status")
+@click.command("status", epilog=examples("edge-client status --json"))
 @fleet_option
 @state_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -64,7 +64,7 @@ def status_command(*, fleet: str, state: Path | None, as_json: bool) -> None:
     say(f"head       version {head['version']}{trained}{accuracy}")
 
 
-@click.command("take-over")
+@click.command("take-over", epilog=examples("edge-client take-over --state /var/lib/protofleet/edge-client"))
 @fleet_option
 @state_option
 def take_over_command(*, fleet: str, state: Path | None) -> None:

@@ -18,7 +18,7 @@ from edge_client.cli.options import (
     threads_option,
 )
 from edge_client.cli.predict import Print, csv_option, json_option, printer, top_option
-from protocol.cli import start_logging, stop_on_terminate, verbose_option
+from protocol.cli import examples, start_logging, stop_on_terminate, verbose_option
 from protocol.errors import ConfigError, ProtofleetError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-@click.command("watch")
+@click.command("watch", epilog=examples("edge-client watch /srv/camera --json"))
 @click.argument("folder", type=FOLDER)
 @fleet_option
 @state_option

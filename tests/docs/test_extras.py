@@ -28,6 +28,7 @@ from {{module}} import main
 EDGE_CLIENT = {
     "": ["--broker", "127.0.0.1:9", "--data", "{folder}", "--state", "{folder}/device"],
     "predict": ["predict", "photo.jpg", "--state", "{folder}/device"],
+    "doctor": ["doctor", "--state", "{folder}/device", "--json"],
     "serve": ["serve", "--state", "{folder}/device"],
     "status": ["status", "--state", "{folder}/device"],
     "watch": ["watch", "{folder}", "--state", "{folder}/device"],
@@ -35,9 +36,11 @@ EDGE_CLIENT = {
 }
 AGGREGATOR = {
     "init": ["--class", "a", "--backbone", "photo.onnx"],
+    "doctor": [],
     "check": ["{folder}/task.toml"],
     "run": ["--task", "{folder}/task.toml"],
     "status": [],
+    "top": [],
     "rollback": [],
     "promote": [],
     "release": ["shed-1"],
@@ -94,6 +97,9 @@ def test_missing_extra_is_one_line(
     monkeypatch.chdir(tmp_path)
     done = run_command(PROGRAM.format(module=module), *given)
     assert "Traceback" not in done.stderr
+    if arguments[0] == "doctor" and module == "edge_client.cli":
+        assert "pip install" in done.stdout
+        return
     if arguments[0] in WITHOUT_EXTRAS or ("status" in arguments and module == "edge_client.cli"):
         assert "pip install" not in done.stderr
         return

@@ -1,0 +1,164 @@
+"""`aggregator doctor`: what keeps the aggregator from serving its fleet, found before it runs or while it does."""
+
+import contextlib
+import importlib.metadata
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import get_args
+
+from aggregator.config.schema import TaskFile
+from aggregator.config.task_file import load_task
+from aggregator.security.identity import aggregator_access, identity_folder
+from aggregator.storage.store import Store
+from aggregator.tasks.task_preparation import read_backbone
+from protocol.doctor.broker import BrokerProbe, check_network
+from protocol.doctor.findings import Finding
+from protocol.doctor.machine import check_clock, check_disk
+from protocol.errors import ProtofleetError
+from protocol.mqtt.tls import BrokerAccess, BrokerAddress, expiry_warning
+from protocol.storage.folder_lock import FolderLock
+from protocol.storage.keyfile import read_key
+from protocol.storage.state_folder import database_of
+from protocol.wire.signing import public_key
+from protocol.wire.topics import FleetChannel, device_filters, device_topic, fleet_topic
+
+PACKAGES = ("onnx", "onnxruntime", "onnxscript", "rpds", "scipy", "torch")
+"""What `aggregator run` imports, beside what every install has."""
+
+_OTHER = "protofleet-doctor"
+"""A device that no fleet has."""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What the aggregator is started with."""
+
+    task: Path | None
+    state: Path
+    broker: BrokerAddress
+    access: BrokerAccess
+
+
+def check_all(given: Surroundings) -> Iterator[Finding]:
+    """Yield the findings, as the checks are made."""
+    yield from _check_packages()
+    task = None
+    if given.task is None:
+        yield Finding("task", "skipped", "no task file was given", "give --task")
+    else:
+        try:
+            task, backbones = load_task(given.task)
+            for path in backbones:
+                read_backbone(path)
+            yield Finding("task", "ok", f"{given.task}: fleet {task.fleet}, {task.algorithm}")
+        except ProtofleetError as error:
+            yield Finding("task", "failed", str(error), "correct it, and run `aggregator check`")
+    fleet, is_closed, is_running = task.fleet if task else None, False, False
+    try:
+        if database_of("aggregator", given.state).is_file():
+            with contextlib.closing(Store(given.state, read_only=True)) as store:
+                is_closed, is_running = store.keys.is_closed(), FolderLock(given.state).is_taken()
+                with contextlib.suppress(ProtofleetError):
+                    fleet = fleet or store.served_task().fleet
+            yield Finding("state", "ok", f"{given.state}, {'running' if is_running else 'not running'}")
+        else:
+            yield Finding("state", "ok", f"no state in {given.state} yet: the first start creates it")
+    except ProtofleetError as error:
+        yield Finding("state", "failed", str(error), "see docs/operations/backup-and-upgrade.md")
+    yield from check_disk(given.state)
+    yield check_clock()
+    yield from _check_keys(given.state)
+    yield from _check_device(task)
+    yield from _check_broker(given, fleet, is_closed=is_closed, is_running=is_running)
+
+
+def _check_packages() -> Iterator[Finding]:
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        action = "pip install 'protofleet[aggregator,cpu]'"
+        yield Finding("packages", "failed", f"not installed: {', '.join(missing)}", action)
+        return
+    versions = (f"{name} {importlib.metadata.version(name)}" for name in ("torch", "onnx"))
+    yield Finding("packages", "ok", ", ".join(versions))
+
+
+def _check_device(task: TaskFile | None) -> Iterator[Finding]:
+    """Check the device that the task file names for training."""
+    if (
+        task is None
+        or not task.training.device.startswith("cuda")
+        or importlib.util.find_spec("torch") is None
+    ):
+        return
+    import torch
+
+    if torch.cuda.is_available():
+        yield Finding("runtime", "ok", f"CUDA works: {torch.cuda.get_device_name()}")
+    else:
+        text = f"training.device is {task.training.device}, and PyTorch finds no CUDA device"
+        yield Finding("runtime", "failed", text, 'install the driver, or set training.device = "auto"')
+
+
+def _check_keys(state: Path) -> Iterator[Finding]:
+    folder = identity_folder(state)
+    file = folder / "signing.key"
+    if not file.is_file():
+        yield Finding("key", "ok", "no signing key yet: the first start creates it")
+    else:
+        try:
+            key = public_key(read_key(file, advice="restore it from a backup"))
+            yield Finding("key", "ok", f"devices pin the key {key.hex()}")
+        except ProtofleetError as error:
+            yield Finding("key", "failed", str(error), "restore the identity folder from a backup")
+    for name in ("ca", "aggregator"):
+        if warning := expiry_warning(folder / f"{name}.crt", datetime.now(UTC)):
+            yield Finding("key", "warning", warning, "see docs/operations/enrollment.md")
+
+
+def _check_broker(
+    given: Surroundings, fleet: str | None, *, is_closed: bool, is_running: bool
+) -> Iterator[Finding]:
+    if fleet is None:
+        yield Finding("broker", "skipped", "the fleet's name is not known", "give --task")
+        return
+    try:
+        access = aggregator_access(given.state, given.access, fleet=fleet, is_closed=is_closed)
+    except ProtofleetError as error:
+        yield Finding("broker", "failed", str(error), "see the message")
+        return
+    yield from (network := check_network(given.broker, access))
+    if any(each.status == "failed" for each in network):
+        return
+    if access.certificate is not None and is_running:
+        text = "the aggregator runs, and a login with its certificate would interrupt it"
+        yield Finding("login", "skipped", text, "see `aggregator status`, or stop it for this check")
+    else:
+        yield from _check_login(given.broker, access, fleet)
+    if access.tls:
+        yield _check_anonymous(given.broker, access, is_closed=is_closed)
+
+
+def _check_login(broker: BrokerAddress, access: BrokerAccess, fleet: str) -> Iterator[Finding]:
+    with BrokerProbe(broker, access, subscriptions=device_filters(fleet)) as probe:
+        opened = probe.open()
+        yield opened
+        if opened.status != "ok":
+            return
+        yield probe.check_packet_limit()
+        allowed = [fleet_topic(fleet, channel) for channel in get_args(FleetChannel)]
+        allowed += [device_topic(fleet, _OTHER, "ack"), device_topic(fleet, _OTHER, "blk")]
+        yield from probe.check_writes(allowed=allowed, denied=(), is_closed=False)
+
+
+def _check_anonymous(broker: BrokerAddress, access: BrokerAccess, *, is_closed: bool) -> Finding:
+    """Check that a broker with TLS refuses a client that has no certificate and no password."""
+    nobody = replace(access, certificate=None, key=None, username=None, password=None)
+    with BrokerProbe(broker, nobody) as probe:
+        if probe.open().status != "ok":
+            return Finding("anonymous", "ok", "the broker refuses clients without a certificate or password")
+    text = "the broker admits clients without a certificate or password"
+    action = "use the configuration that `aggregator enroll-broker` writes"
+    return Finding("anonymous", "failed" if is_closed else "warning", text, action)

@@ -1,0 +1,122 @@
+"""`edge-client doctor`."""
+
+import copy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from edge_client.cli.options import (
+    fleet_option,
+    inherit,
+    open_state,
+    provider_option,
+    state_option,
+    threads_option,
+)
+from edge_client.cli.run import cli
+from protocol.cli import examples, read_access
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from edge_client.config import Settings
+    from edge_client.storage.device_state import DeviceState
+    from protocol.doctor.findings import Finding
+
+_SHARED = (
+    "enrollment", "broker", "tls", "ca", "cert", "key", "username", "password_file", "data", "device_id", "batch_size",
+)  # fmt: skip
+"""Options of the program itself that may also follow the command's name."""
+
+
+def _shared_options(command: click.Command) -> click.Command:
+    for name in reversed(_SHARED):
+        option = copy.copy(next(each for each in cli.params if each.name == name))
+        option.callback = inherit
+        command.params.insert(0, option)
+    return command
+
+
+@_shared_options
+@click.command(
+    "doctor",
+    epilog=examples(
+        "edge-client doctor --broker broker.example --data /srv/images",
+        "edge-client --config edge-client.toml doctor --json",
+    ),
+)
+@fleet_option
+@state_option
+@provider_option
+@threads_option
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.pass_context
+def doctor_command(context: click.Context, /, *, as_json: bool, **options: Any) -> None:
+    """Check broker, TLS, login, access list, packet limit, clock, disk, images, ONNX Runtime and the pinned key.
+
+    Takes the options of the program, before or after `doctor`, changes nothing, and says what to do. The exit status is
+    1 if a check failed; warnings leave it 0. What it publishes are empty messages, which programs ignore.
+    """
+    from protocol.doctor.findings import report
+
+    key = context.parent.params["aggregator_key"] if context.parent is not None else None
+    settings, store, folder = _settings(aggregator_key=key, **options)
+    context.exit(report(_findings(settings, store, folder), as_json=as_json))
+
+
+def _findings(settings: "Settings", store: "DeviceState | None", folder: Path) -> "Iterator[Finding]":
+    from edge_client.doctor.fleet import FleetChecks
+    from edge_client.doctor.machine import check_images, check_runtime, check_state, stored_task
+    from protocol.doctor.machine import check_clock
+
+    yield from check_state(folder, store)
+    yield check_clock(known_s=settings.enrolled_s, source="the enrollment")
+    fleet = FleetChecks(settings, store)
+    yield from fleet.run()
+    task = fleet.task or stored_task(store)
+    yield from check_images(settings.data, task)
+    yield from check_runtime(settings, store, task)
+
+
+def _settings(  # noqa: PLR0913 - options of the command line
+    *, enrollment: Path | None, broker: str | None, data: Path, fleet: str, device_id: str | None, state: Path | None,
+    aggregator_key: bytes | None, provider: Any, threads: int | None, batch_size: int, **access_given: Any,
+) -> "tuple[Settings, DeviceState | None, Path]":  # fmt: skip
+    from edge_client.agent.state import Mode
+    from edge_client.config import Settings, enrolled_identity, enrolled_name, merged_access
+    from edge_client.storage.device_state import default_device_id
+    from edge_client.storage.stored_values import DeviceName
+    from protocol.enrollment import read_enrollment
+    from protocol.mqtt.tls import parse_broker
+    from protocol.storage.state_folder import default_state_folder
+
+    access, identity = read_access(**access_given), dict[str, Any](aggregator_key=aggregator_key)
+    if enrollment is not None:
+        enrolled = read_enrollment(enrollment)
+        device_id = enrolled_name("device-id", given=device_id, enrolled=enrolled.device)
+        fleet, broker = enrolled.fleet, broker or enrolled.broker or None
+        access = merged_access(access, enrolled)
+        identity = enrolled_identity(enrolled, aggregator_key=aggregator_key)
+    folder = state or default_state_folder(f"protofleet/{fleet}")
+    store = None
+    if (folder / "device.sqlite").exists():
+        store = open_state(folder, fleet, read_only=True)
+    stored = store.get(DeviceName).value if store is not None else ""
+    settings = Settings(
+        broker=parse_broker(broker, tls=access.tls) if broker else None,
+        access=access,
+        fleet=fleet,
+        device_id=device_id or stored or default_device_id(folder),
+        mode=Mode.DRY_RUN,
+        data=data,
+        holdout=0.0,
+        provider=provider,
+        threads=threads,
+        batch_size=batch_size,
+        workers=1,
+        backbones=(),
+        rescan_s=1.0,
+        **identity,
+    )
+    return settings, store, folder

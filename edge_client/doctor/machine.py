@@ -1,0 +1,160 @@
+"""Checks of a device's state directory, its images and ONNX Runtime."""
+
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from shutil import disk_usage
+
+import numpy as np
+
+from edge_client.config import Settings
+from edge_client.data.images import LabeledImage, decode, name_some, scan_images
+from edge_client.runtime.backbone import open_backbone
+from edge_client.runtime.session import Provider, require_runtime
+from edge_client.storage.device_state import DeviceState
+from edge_client.storage.disk_space import MAX_RESERVE_BYTES, RESERVE_SHARE
+from edge_client.storage.stored_values import CurrentTask, Heads
+from protocol.cli import counted
+from protocol.doctor.findings import Finding
+from protocol.doctor.machine import check_disk
+from protocol.errors import MalformedMessage, ProtofleetError, RuntimeMissing, UnreadableImage
+from protocol.wire.codec import decode as decode_message
+from protocol.wire.messages import MAX_MANIFEST_BYTES, TaskManifest
+
+READ_S = 20.0
+"""Time in which images are read, in random order."""
+
+SPEED_S = 2.0
+
+_NAMED = 5
+
+
+def check_state(folder: Path, store: DeviceState | None) -> Iterator[Finding]:
+    """Check the state directory and its disk, with the reserve that the program leaves."""
+    if store is None:
+        text = f"no device state in {folder} yet: the first start of edge-client creates it"
+        yield Finding("state", "ok", text)
+    else:
+        yield Finding("state", "ok", f"{folder}, {'running' if store.is_locked() else 'not running'}")
+    place = next((each for each in (folder, *folder.parents) if each.is_dir()), Path("/"))
+    reserve = min(int(disk_usage(place).total * RESERVE_SHARE), MAX_RESERVE_BYTES)
+    yield from check_disk(folder, reserve_bytes=reserve)
+
+
+def stored_task(store: DeviceState | None) -> TaskManifest | None:
+    """Return the task that the device works on; None if there is none."""
+    try:
+        digest = store.get(CurrentTask).digest if store is not None else b""
+        if store is None or not digest:
+            return None
+        return decode_message(store.blobs.read(digest), TaskManifest, max_bytes=MAX_MANIFEST_BYTES)
+    except (ProtofleetError, MalformedMessage):
+        return None
+
+
+def check_runtime(
+    settings: Settings, store: DeviceState | None, task: TaskManifest | None
+) -> Iterator[Finding]:
+    """Check ONNX Runtime, and measure the backbones that are on the disk."""
+    try:
+        runtime = require_runtime()
+    except RuntimeMissing as error:
+        yield Finding("runtime", "failed", str(error), "pip install 'protofleet[cpu]', or [gpu]")
+        return
+    names = [name.removesuffix("ExecutionProvider").lower() for name in runtime.get_available_providers()]
+    yield Finding("runtime", "ok", f"ONNX Runtime {runtime.__version__}: {', '.join(names)}")
+    if store is None:
+        return
+    head = store.get(Heads).installed
+    digests = [blob.digest for blob in task.backbones] if task else list(head.backbones) if head else []
+    for digest in digests:
+        yield _measure(store, digest, settings)
+
+
+def _measure(store: DeviceState, digest: bytes, settings: Settings) -> Finding:
+    try:
+        path = store.blobs.verified_path(digest)
+    except ProtofleetError:
+        return Finding("speed", "skipped", "the task's backbone is not downloaded yet")
+    provider: Provider = settings.provider
+    try:
+        backbone = open_backbone(path, provider=provider, threads=settings.threads, digest=digest)
+        spec = backbone.metadata.preprocessing
+        batch = np.zeros((settings.batch_size, spec.height, spec.width, 3), np.uint8)
+        backbone.features(batch[:1])
+        begin_s, images = time.perf_counter(), 0
+        while (passed_s := time.perf_counter() - begin_s) < SPEED_S or not images:
+            backbone.features(batch)
+            images += len(batch)
+    except ProtofleetError as error:
+        return Finding("speed", "failed", str(error), "lower --batch-size, or choose another --provider")
+    text = f"{backbone.model.provider}, {images / passed_s:.1f} images/s in batches of {len(batch)}"
+    if backbone.model.note:
+        return Finding(
+            "speed", "warning", f"{text}; {backbone.model.note}", "see the message, or --provider cpu"
+        )
+    return Finding("speed", "ok", text)
+
+
+def check_images(data: Path, task: TaskManifest | None) -> Iterator[Finding]:
+    """Check the images against the task's classes, and whether they can be read."""
+    if not data.exists():
+        action = "give --data; an empty folder, to receive heads only"
+        yield Finding("images", "failed", f"no images at {data}", action)
+        return
+    if task is None:
+        text = f"{data} exists; its classes cannot be compared without a task"
+        yield Finding("images", "skipped", text, "run edge-client until it has the fleet's task")
+        return
+    try:
+        scan = scan_images(data, task.classes)
+    except ProtofleetError as error:
+        yield Finding("images", "failed", str(error), "correct --data, or the list")
+        return
+    yield from _check_classes(scan.images, task)
+    if scan.unknown:
+        text = f"{name_some(scan.unknown)}: no class of the task"
+        yield Finding("images", "warning", text, "rename them, or add the classes to the task file")
+    if scan.skipped:
+        text = ", ".join(f"{counted(files, 'file')}: {reason}" for reason, files in scan.skipped.items())
+        yield Finding("images", "warning", f"skipped {text}", "convert or move them if they are images")
+    if scan.images:
+        yield _check_readable(scan.images)
+
+
+def _check_classes(images: Sequence[LabeledImage], task: TaskManifest) -> Iterator[Finding]:
+    counts = Counter(image.label for image in images)
+    if not counts:
+        yield Finding(
+            "images", "warning", "no image of the task's classes: the device uploads nothing, and receives heads",
+            f"expected folders named {name_some(task.classes)}",
+        )  # fmt: skip
+        return
+    yield Finding(
+        "images", "ok", f"{counted(len(images), 'image')} of {len(counts)} of {len(task.classes)} classes"
+    )
+    few = [task.classes[label] for label, number in counts.items() if number < task.min_images]
+    if few:
+        text = f"too few images of {name_some(few)}: at least {task.min_images} are needed"
+        yield Finding("images", "warning", text, "add images")
+
+
+def _check_readable(images: Sequence[LabeledImage]) -> Finding:
+    """Decode images in random order, for READ_S at most."""
+    begin_s, read, broken = time.monotonic(), 0, list[str]()
+    for image in random.sample(images, len(images)):
+        try:
+            decode(image.path)
+        except UnreadableImage as error:
+            broken.append(str(error))
+        read += 1
+        if time.monotonic() - begin_s > READ_S:
+            break
+    of = "all" if read == len(images) else f"{read} of"
+    if broken:
+        shown = "; ".join(broken[:_NAMED]) + (f" and {len(broken) - _NAMED} more" if broken[_NAMED:] else "")
+        text = f"{len(broken)} of {counted(read, 'image')} cannot be read: {shown}"
+        return Finding("files", "warning", text, "repair or delete them, or correct their permissions")
+    return Finding("files", "ok", f"{of} {counted(len(images), 'image')} can be read")

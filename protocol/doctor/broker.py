@@ -1,0 +1,228 @@
+"""Checks of a broker: reachable, TLS, login, what a client may publish, packet limit."""
+
+import contextlib
+import queue
+import socket
+import ssl
+import time
+import uuid
+from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
+from typing import Self
+
+from protocol.doctor.findings import Finding
+from protocol.errors import ConfigError
+from protocol.mqtt import diagnostics
+from protocol.mqtt.client import (
+    VERSIONS,
+    Acknowledged,
+    Closed,
+    Connection,
+    ConnectionOptions,
+    Ready,
+    Signal,
+    Version,
+)
+from protocol.mqtt.events import Outgoing, Received
+from protocol.mqtt.tls import (
+    EXPIRY_WARNING,
+    BrokerAccess,
+    BrokerAddress,
+    expiry_warning,
+    open_tls,
+    readable_by_others,
+)
+
+TIMEOUT_S = 15.0
+
+LEAST_PACKET_BYTES = 8 * 1024
+"""Packet limit of a broker below which there is a warning: the smaller, the slower transfers are."""
+
+PATIENCE_S = 3.0
+"""Time in which a broker sends a retained message."""
+
+
+def check_network(broker: BrokerAddress, access: BrokerAccess) -> list[Finding]:
+    """Check that the broker accepts a connection, and its certificate."""
+    try:
+        with socket.create_connection((broker.host, broker.port), timeout=TIMEOUT_S) as connection:
+            reached = Finding("broker", "ok", f"{broker} accepts connections")
+            return [reached, *_check_tls(connection, broker, access)]
+    except OSError as error:
+        text = diagnostics.connect_error(error, broker, BrokerAccess())
+        action = "check the broker's address and port, that it runs, and the firewalls in between"
+        return [Finding("broker", "failed", text, action)]
+
+
+def _check_tls(connection: socket.socket, broker: BrokerAddress, access: BrokerAccess) -> Iterator[Finding]:
+    try:
+        context = open_tls(access)
+    except ConfigError as error:
+        yield Finding("tls", "failed", str(error), "correct --ca, --cert and --key, or the enrollment")
+        return
+    if context is None:
+        if broker.is_local:
+            yield Finding("tls", "skipped", "no TLS, on this machine only")
+        else:
+            text = "no TLS: others on the network can read and change all messages"
+            yield Finding("tls", "warning", text, "close the fleet: aggregator enroll-broker, enroll")
+        return
+    try:
+        with context.wrap_socket(connection, server_hostname=broker.host) as encrypted:
+            certificate, version = encrypted.getpeercert() or {}, encrypted.version()
+    except (OSError, ValueError) as error:
+        text = diagnostics.connect_error(error, broker, access)
+        yield Finding(
+            "tls", "failed", text, "see the message; `openssl s_client -connect HOST:PORT` shows more"
+        )
+        return
+    end = datetime.fromtimestamp(ssl.cert_time_to_seconds(str(certificate["notAfter"])), UTC)
+    text = f"{version}, the broker's certificate is valid until {end:%Y-%m-%d}"
+    if end - datetime.now(UTC) < EXPIRY_WARNING:
+        yield Finding("tls", "warning", text, "renew it: aggregator enroll-broker")
+    else:
+        yield Finding("tls", "ok", text)
+    own = access.certificate
+    if own is not None and (warning := expiry_warning(own, datetime.now(UTC))):
+        yield Finding("tls", "warning", warning, "aggregator enroll DEVICE --renew --out DIR")
+    if access.key is not None and (warning := readable_by_others(access.key)):
+        yield Finding("tls", "warning", warning, f"chmod 600 {access.key}")
+
+
+class BrokerProbe:
+    """One client's connection to a broker, to find out what it may do. Nothing that it publishes is retained.
+
+    Use as a context manager, after `open`.
+
+    Args:
+        broker: its address.
+        access: TLS settings and credentials.
+        subscriptions: topics to subscribe.
+    """
+
+    def __init__(
+        self, broker: BrokerAddress, access: BrokerAccess, *, subscriptions: tuple[str, ...] = ()
+    ) -> None:
+        self._options = ConnectionOptions(
+            broker=broker,
+            access=access,
+            tls=open_tls(access),
+            client_id=f"pf-doctor-{uuid.uuid4().hex[:12]}",
+            subscriptions=subscriptions,
+            will=None,
+            window=20,
+            manual_ack=False,
+        )
+        self._signals: queue.SimpleQueue[Signal] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[Received] = queue.SimpleQueue()
+        self._connection: Connection | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def open(self) -> Finding:
+        """Connect, and subscribe; the connection is open if the finding is ok."""
+        reason = ""
+        for version in VERSIONS:
+            connection = Connection(
+                self._options,
+                version,
+                is_probe=False,
+                signal=self._signals.put,
+                on_message=self._messages.put,
+            )
+            ended = connection.open(timeout_s=TIMEOUT_S)
+            signal = ended or self._next(connection)
+            if isinstance(signal, Ready):
+                self._connection = connection
+                name = "MQTT 5" if version is Version.MQTTv5 else "MQTT 3.1.1"
+                return Finding("login", "ok", f"accepted with {name}, and all subscriptions")
+            connection.close()
+            if not isinstance(signal, Closed):
+                reason = f"the broker does not answer within {TIMEOUT_S:.0f} s"
+                break
+            reason = signal.reason
+            if not signal.unanswered:
+                break
+        return Finding("login", "failed", reason, "see the message, and the broker's log")
+
+    def check_packet_limit(self) -> Finding:
+        """Report the largest packet that the broker announces to accept."""
+        limit = self._connection.max_packet_bytes if self._connection is not None else None
+        if limit is None:
+            return Finding("packets", "ok", "the broker announces no limit of a packet's size")
+        text = f"packets of at most {limit:,} bytes"
+        if limit < LEAST_PACKET_BYTES:
+            return Finding(
+                "packets", "warning", f"{text}: transfers are slow", "raise the broker's max_packet_size"
+            )
+        return Finding("packets", "ok", text)
+
+    def check_writes(
+        self, *, allowed: Iterable[str], denied: Iterable[str], is_closed: bool
+    ) -> list[Finding]:
+        """Check that the client may publish on some topics, and that it may not on others.
+
+        The messages are empty: programs of the fleet ignore them. `is_closed` makes topics that should be denied, and
+        are not, a failure.
+        """
+        if self._connection is None or self._connection.version is not Version.MQTTv5:
+            text = "a broker with MQTT 3.1.1 does not tell what it denies"
+            return [Finding("acl", "skipped", text, "look for denied publications in its log")]
+        lacking = [topic for topic in allowed if not self._may_write(topic)]
+        excess = [topic for topic in denied if self._may_write(topic)]
+        if lacking:
+            text = f"may not publish on {', '.join(lacking)}"
+            return [Finding("acl", "failed", text, "allow these topics in the broker's access list")]
+        if excess and is_closed:
+            text = f"may publish on {', '.join(excess)}: the access list protects nothing"
+            return [
+                Finding("acl", "failed", text, "use the access list that `aggregator enroll-broker` writes")
+            ]
+        if excess:
+            text = "every client may publish in the name of others: the fleet is open"
+            return [Finding("acl", "warning", text, "close the fleet: aggregator enroll-broker, enroll")]
+        return [Finding("acl", "ok", "may publish what it must, and nothing in the name of others")]
+
+    def retained(self, topic: str) -> bytes | None:
+        """Return the message that the broker retains on a subscribed topic; None if there is none."""
+        until_s = time.monotonic() + PATIENCE_S
+        while (left_s := until_s - time.monotonic()) > 0:
+            with contextlib.suppress(queue.Empty):
+                message = self._messages.get(timeout=left_s)
+                if message.topic == topic and message.retained and message.payload:
+                    return message.payload
+        return None
+
+    def close(self) -> None:
+        """Disconnect."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _may_write(self, topic: str) -> bool:
+        if self._connection is None and self.open().status != "ok":
+            return False
+        connection = self._connection
+        if connection is None:
+            return False
+        mid = connection.publish(Outgoing(topic, b""))
+        signal = self._next(connection, mid=mid)
+        if isinstance(signal, Acknowledged):
+            return not signal.denial
+        self.close()  # some brokers end the connection instead
+        return False
+
+    def _next(self, connection: Connection, *, mid: int | None = None) -> Signal | None:
+        """Return the next signal of a connection, without answers to other messages; None if there is none in time."""
+        until_s = time.monotonic() + TIMEOUT_S
+        while (left_s := until_s - time.monotonic()) > 0:
+            with contextlib.suppress(queue.Empty):
+                signal = self._signals.get(timeout=left_s)
+                is_other = isinstance(signal, Acknowledged) and signal.mid != mid
+                if signal.connection is connection and not is_other:
+                    return signal
+        return None

@@ -1,0 +1,153 @@
+"""`edge-client doctor`, with real brokers, images and ONNX Runtime."""
+
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from aggregator.security.enrollment import revoke
+from aggregator.security.mosquitto_config import access_list
+from edge_client.cli import cli
+from edge_client.storage.device_state import DeviceState
+from protocol.mqtt.reconnecting_session import BrokerAddress
+from protocol.wire.topics import device_topic
+from tests.support.devices.device_factory import write_images
+from tests.support.devices.worker_benches import CONSTANT, HeadBench
+from tests.support.fleets.closed_fleet import FLEET, ClosedFleet
+from tests.support.fleets.doctors import Findings, findings, publish_task, statuses
+from tests.support.network.brokers import Mosquitto, free_address, needs_mosquitto
+
+DEVICE = "shed-1"
+
+
+@pytest.fixture
+def closed(tmp_path: Path, address: BrokerAddress) -> ClosedFleet:
+    fleet = ClosedFleet(tmp_path, address)
+    fleet.enroll(DEVICE)
+    return fleet
+
+
+def _doctor(closed: ClosedFleet, *arguments: str) -> tuple[int, Findings]:
+    data = closed.root / "data"
+    if not data.exists():
+        write_images(data, count=3)
+    state = closed.root / "device"
+    given = ["--enrollment", str(closed.root / DEVICE), "--data", str(data), "--state", str(state)]
+    return findings(cli, "doctor", *given, *arguments)
+
+
+@needs_mosquitto
+def test_all_is_well_in_a_closed_fleet(closed: ClosedFleet) -> None:
+    """With the broker's configuration as `aggregator enroll-broker` writes it; nothing is created on the device."""
+    with closed.mosquitto():
+        publish_task(closed)
+        code, found = _doctor(closed)
+    assert code == 0, found
+    checks = (
+        "broker",
+        "tls",
+        "login",
+        "packets",
+        "task",
+        "acl",
+        "key",
+        "clock",
+        "disk",
+        "images",
+        "files",
+        "runtime",
+    )
+    assert {check: statuses(found)[check] for check in checks} == {
+        **dict.fromkeys(checks, "ok"),
+        "tls": "warning",  # the broker's certificate is valid for 30 days
+    }, found
+    assert "262,144 bytes" in found["packets"][0]["text"]
+    assert "6 images of 2 of 2 classes" in found["images"][0]["text"]
+    assert not (closed.root / "device").exists()
+
+
+@needs_mosquitto
+def test_access_list_is_found_too_narrow_or_too_wide(closed: ClosedFleet) -> None:
+    up = device_topic(FLEET, DEVICE, "up")
+    narrow = access_list(FLEET).replace(f"pattern write {up.replace(DEVICE, '%u')}\n", "")
+    with closed.mosquitto():
+        pass
+    for rules, text in ((narrow, f"may not publish on {up}"), ("topic readwrite #", "protects nothing")):
+        (closed.root / "broker" / "acl").write_text(rules)
+        with closed.mosquitto():
+            code, found = _doctor(closed)
+        assert (code, found["acl"][0]["status"]) == (1, "failed")
+        assert text in found["acl"][0]["text"]
+        assert found["acl"][0]["action"]
+
+
+@needs_mosquitto
+def test_faults_of_the_way_to_the_fleet_are_named(closed: ClosedFleet) -> None:
+    """No broker, no task, a clock that is wrong, another aggregator's key, a revoked certificate."""
+    code, found = _doctor(closed)
+    assert (code, statuses(found)["broker"]) == (1, "failed")
+    assert "login" not in found
+    with closed.mosquitto():
+        code, found = _doctor(closed)
+        assert (code, found["task"][0]["text"]) == (1, f"the broker has no task of fleet {FLEET}")
+        publish_task(closed, issued_s=time.time() + 7200)
+        assert "earlier than the date of the fleet's task" in _doctor(closed)[1]["clock"][-1]["text"]
+        publish_task(closed, issued_s=time.time() - 7200)
+        assert "the fleet's task has expired" in _doctor(closed)[1]["clock"][-1]["text"]
+        other = CliRunner().invoke(
+            cli, ["--aggregator-key", "ab" * 32, "doctor", "--broker", str(closed.broker)]
+        )
+        assert other.exit_code == 1
+        code, found = findings(
+            cli, "--aggregator-key", "ab" * 32, "doctor", "--enrollment", str(closed.root / DEVICE)
+        )
+        assert "signed by another aggregator" in found["task"][0]["text"]
+    revoke(closed.store, DEVICE)
+    closed.publish_revocations()
+    with closed.mosquitto():
+        code, found = _doctor(closed)
+    assert (code, statuses(found)["login"]) == (1, "failed")
+    assert "revoked" in found["login"][0]["text"]
+
+
+@needs_mosquitto
+def test_running_device_is_not_interrupted(closed: ClosedFleet) -> None:
+    """The broker would close its connection for another one with the same certificate."""
+    store = DeviceState(closed.root / "device", lock=True)
+    with closed.mosquitto():
+        _, found = _doctor(closed)
+    assert (found["login"][0]["status"], "acl" in found) == ("skipped", False), store
+
+
+@needs_mosquitto
+def test_open_fleet_is_a_warning(bench: HeadBench, tmp_path: Path) -> None:
+    """So is a key that is not pinned. The backbone is measured, and unusable images are named."""
+    bench.install(bench.head(1, CONSTANT["cat"]))
+    data = tmp_path / "data"
+    (data / "cats").mkdir()
+    (data / "cat" / "broken.png").write_bytes(b"no image")
+    (data / "cat" / "new.heic").touch()
+    with Mosquitto(free_address(), tmp_path) as broker:
+        given = ["--broker", str(broker.address), "--data", str(data), "--state", str(bench.store.folder)]
+        code, found = findings(cli, *given, "--fleet", "f", "doctor", "--provider", "cpu")
+    assert code == 1, "there is no task on the broker"
+    assert "open" in found["acl"][0]["text"]
+    assert {check: statuses(found)[check] for check in ("acl", "key", "speed", "images")} == {
+        "acl": "warning", "key": "warning", "speed": "ok", "images": "warning",
+    }  # fmt: skip
+    texts = "\n".join(each["text"] for each in found["images"] + found["files"])
+    assert "'cats' (did you mean 'cat'?): no class of the task" in texts
+    assert "suffix .heic" in texts
+    assert "1 of 41 images cannot be read: " in texts
+
+
+def test_report_is_readable(tmp_path: Path) -> None:
+    """Each line has a status, a check, and below it what to do."""
+    done = CliRunner().invoke(
+        cli, ["doctor", "--state", str(tmp_path / "state"), "--data", str(tmp_path / "none")]
+    )
+    assert done.exit_code == 1
+    assert f"failed   images     no images at {tmp_path}/none\n" in done.output
+    assert "                    do: give --data; an empty folder, to receive heads only\n" in done.output
+    assert done.output.endswith("1 check failed, 1 warning\n")
