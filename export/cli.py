@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from protocol.cli import config_option, require_packages, run, start_logging, verbose_option
+from protocol.cli import config_option, examples, require_packages, run, start_logging, verbose_option
 from protocol.errors import RuntimeMissing
 from protocol.models.onnx_metadata import BackboneMetadata
 from protocol.storage.blobstore import state_errors
@@ -60,7 +60,12 @@ def _keywords(values: tuple[str, ...]) -> dict[str, Any]:
     return keywords
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=examples(
+        "export-backbone mobilenetv3_small_100 --pretrained --out backbones", "export-backbone --list 'vit*'"
+    ),
+)
 @click.argument("model", required=False)
 @config_option
 @click.option("--list", "pattern", metavar="PATTERN", help="Print timm's models that match, and exit.")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from protocol.cli import counted, require_packages, run, say
+from protocol.cli import counted, examples, require_packages, run, say
 
 if TYPE_CHECKING:
     from protofleet.simulation.simulate import Simulation
@@ -22,6 +22,8 @@ ALGORITHMS = (
 )
 """Those of `protofleet.simulation.simulate`, which is imported when the command runs."""
 
+_EXAMPLE = "protofleet simulate photos --backbone backbone.onnx --devices 100 --partition dirichlet:0.1"
+
 COLUMNS = {
     "algorithm": "<16", "all images": ">12", "device mean": ">13", "worst 10 %": ">12", "uploads": ">9", "kB up": ">10",
     "kB down": ">10", "CPU s": ">9",
@@ -32,13 +34,13 @@ def _default_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "protofleet"
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(context_settings={"help_option_names": ["-h", "--help"]}, epilog=examples(_EXAMPLE))
 @click.version_option(package_name="protofleet")
 def cli() -> None:
     """Simulate a fleet on this machine before there is one."""
 
 
-@cli.command("simulate")
+@cli.command("simulate", epilog=examples(_EXAMPLE))
 @click.argument("data", type=click.Path(exists=True, path_type=Path))
 @click.option(
     "--backbone",
@@ -102,8 +104,6 @@ def simulate_command(  # noqa: PLR0913 - every option of the command line
 
     DATA is a directory with one subdirectory of images per class, or a CSV file with the columns path,label, as for
     `edge-client --data`. Devices and aggregator compute what real ones do, and encode the same messages.
-
-    Example: protofleet simulate photos --backbone backbone.onnx --devices 100 --partition dirichlet:0.1
     """
     require_packages("onnx", "onnxruntime", "onnxscript", "scipy", "torch", extras=EXTRAS)
     from edge_client.progress_bar import Progress

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from aggregator.cli.state import existing_state, require_owner, state_option
+from protocol.cli import examples
 from protocol.errors import ConfigError, StateError
 
 if TYPE_CHECKING:
@@ -34,7 +35,10 @@ _days_option = click.option(
 )
 
 
-@click.command("enroll")
+@click.command(
+    "enroll",
+    epilog=examples("aggregator enroll shed-1 --out shed-1 --broker broker.example --task task.toml"),
+)
 @click.argument("device")
 @_out_option
 @click.option("--broker", default="", metavar="HOST[:PORT]", help="Broker address as seen from the device.")
@@ -65,7 +69,10 @@ def enroll_command(
         _explain_revocation_list(state)
 
 
-@click.command("enroll-broker")
+@click.command(
+    "enroll-broker",
+    epilog=examples("aggregator enroll-broker broker.example 10.0.0.1 --out broker --task task.toml"),
+)
 @click.argument("hosts", nargs=-1, required=True, metavar="HOST...")
 @_out_option
 @_fleet_option
@@ -86,7 +93,7 @@ def enroll_broker_command(
     click.echo(f"copy the files in {out} to {FOLDER}, and mosquitto.conf over /etc/mosquitto/mosquitto.conf")
 
 
-@click.command("revoke")
+@click.command("revoke", epilog=examples("aggregator revoke shed-1"))
 @click.argument("device")
 @state_option
 def revoke_command(*, device: str, state: Path) -> None:
@@ -100,7 +107,7 @@ def revoke_command(*, device: str, state: Path) -> None:
         _explain_revocation_list(state)
 
 
-@click.command("reset-key")
+@click.command("reset-key", epilog=examples("aggregator reset-key shed-1"))
 @click.argument("device")
 @state_option
 def reset_key_command(*, device: str, state: Path) -> None:
@@ -117,7 +124,9 @@ def reset_key_command(*, device: str, state: Path) -> None:
     click.echo(f"the next key used under the name {device} will be stored")
 
 
-@click.command("rotate-key")
+@click.command(
+    "rotate-key", epilog=examples("aggregator rotate-key", "aggregator rotate-key --issued new-key")
+)
 @click.option(
     "--issued",
     type=click.Path(file_okay=False, exists=True, path_type=Path),
@@ -140,7 +149,9 @@ def rotate_key_command(*, issued: Path | None, state: Path) -> None:
     )
 
 
-@click.command("issue-key")
+@click.command(
+    "issue-key", epilog=examples("aggregator issue-key --root root.key --fleet orchard --out new-key")
+)
 @click.option(
     "--root",
     type=click.Path(dir_okay=False, path_type=Path),

@@ -8,13 +8,13 @@ import click
 import msgspec
 
 from aggregator.cli.state import EXTRAS, existing_state, state_option
-from protocol.cli import plain, require_packages
+from protocol.cli import examples, plain, require_packages
 
 if TYPE_CHECKING:
     from aggregator.coordination.rollout_events import CommandKind
 
 
-@click.command("status")
+@click.command("status", epilog=examples("aggregator status", "aggregator status --json"))
 @state_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, as in docs/status.schema.json.")
 def status_command(*, state: Path, as_json: bool) -> None:
@@ -36,7 +36,7 @@ def status_command(*, state: Path, as_json: bool) -> None:
     render_status(status, Console(width=None if sys.stdout.isatty() else 200))
 
 
-@click.command("rollback")
+@click.command("rollback", epilog=examples("aggregator rollback", "aggregator rollback 3"))
 @click.argument("version", type=click.IntRange(min=1), required=False)
 @state_option
 def rollback_command(*, version: int | None, state: Path) -> None:
@@ -47,14 +47,14 @@ def rollback_command(*, version: int | None, state: Path) -> None:
     _command(state, "rollback", version)
 
 
-@click.command("promote")
+@click.command("promote", epilog=examples("aggregator promote"))
 @state_option
 def promote_command(*, state: Path) -> None:
     """Roll the candidate out to all devices without waiting for its canaries."""
     _command(state, "promote")
 
 
-@click.command("release")
+@click.command("release", epilog=examples("aggregator release shed-1"))
 @click.argument("device")
 @state_option
 def release_command(*, device: str, state: Path) -> None:
@@ -68,7 +68,7 @@ def release_command(*, device: str, state: Path) -> None:
         click.echo(release(store, device))
 
 
-@click.command("forget")
+@click.command("forget", epilog=examples("aggregator forget shed-1"))
 @click.argument("device")
 @state_option
 def forget_command(*, device: str, state: Path) -> None:
@@ -83,7 +83,7 @@ def forget_command(*, device: str, state: Path) -> None:
             click.echo(line)
 
 
-@click.command("take-over")
+@click.command("take-over", epilog=examples("aggregator take-over"))
 @state_option
 def take_over_command(*, state: Path) -> None:
     """Continue with this state, although another aggregator with its key was started later.

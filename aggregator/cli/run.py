@@ -12,6 +12,7 @@ from aggregator.cli.state import EXTRAS, state_option
 from protocol.cli import (
     access_options,
     config_option,
+    examples,
     read_access,
     require_packages,
     setting,
@@ -23,7 +24,13 @@ from protocol.cli import (
 log = logging.getLogger(__name__)
 
 
-@click.command("run")
+@click.command(
+    "run",
+    epilog=examples(
+        "aggregator run --task task.toml --embedded-broker",
+        "aggregator run --task task.toml --broker broker.example --tls",
+    ),
+)
 @config_option
 @setting(
     "--task",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from aggregator.cli.state import EXTRAS
-from protocol.cli import require_packages, say
+from protocol.cli import examples, require_packages, say
 from protocol.errors import ConfigError, ProtofleetError
 
 if TYPE_CHECKING:
@@ -16,7 +16,13 @@ if TYPE_CHECKING:
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
 
-@click.command("init")
+@click.command(
+    "init",
+    epilog=examples(
+        "aggregator init",
+        "aggregator init task.toml --fleet orchard --images /srv/images --backbone backbone.onnx --quorum 8",
+    ),
+)
 @click.argument("task", type=_FILE, default=Path("task.toml"))
 @click.option("--fleet", help="Name of the fleet.")
 @click.option("--class", "classes", multiple=True, metavar="NAME", help="Name of a class; repeatable.")
@@ -87,7 +93,7 @@ def init_command(
     say(f"start the aggregator with: aggregator run --task {task}")
 
 
-@click.command("check")
+@click.command("check", epilog=examples("aggregator check task.toml"))
 @click.argument("task", type=_FILE)
 def check_command(*, task: Path) -> None:
     """Check the task file TASK and its backbones, and show what it defines."""

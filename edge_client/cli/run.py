@@ -25,6 +25,7 @@ from protocol.cli import (
     access_options,
     config_option,
     counted,
+    examples,
     read_access,
     say,
     setting,
@@ -50,7 +51,14 @@ def _public_key(_context: click.Context, _option: click.Parameter, value: str | 
     return bytes.fromhex(value)
 
 
-@click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=examples(
+        "edge-client --broker broker.example --data /srv/images --dry-run",
+        "edge-client --enrollment /etc/protofleet/enrollment --data /srv/images",
+    ),
+)
 @config_option
 @setting(
     "--enrollment",

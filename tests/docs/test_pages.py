@@ -154,6 +154,18 @@ def test_every_command_is_explained(program: str, command: click.Group) -> None:
         assert f"`{program} {name}" in OPERATIONS or f"\n{program} {name}" in OPERATIONS
 
 
+def test_every_help_ends_with_examples_that_are_accepted() -> None:
+    for program, root in generate_cli.PROGRAMS.items():
+        for context in generate_cli.contexts(program, root):
+            epilog = context.command.epilog or ""
+            lines = epilog.partition("Examples:\n")[2].splitlines()
+            assert lines, context.command_path
+            for line in lines:
+                for part in line.strip().split(" | "):
+                    if part.partition(" ")[0] in generate_cli.PROGRAMS:
+                        parse(part.partition(" > ")[0])
+
+
 def test_quoted_log_lines_are_in_the_code() -> None:
     """The troubleshooting page quotes log lines of the code."""
     packages = ("protocol", "edge_client", "aggregator")
