@@ -47,6 +47,8 @@ MAX_TOP = 4096
 
 _LARGE_BYTES = 2**20
 
+_PART_BYTES = 2**16
+
 _ADDRESS = re.compile(r"(?:\[(?P<ipv6>[^]]+)\]|(?P<host>[^]/:[]+)):(?P<port>[0-9]{1,5})")
 _BUSY = (
     b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
@@ -106,7 +108,7 @@ class PredictionServer(ThreadingHTTPServer):
         self._connections = threading.BoundedSemaphore(MAX_CONNECTIONS)
         self.address_family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
         try:
-            super().__init__((options.host, options.port), _Handler)
+            super().__init__((options.host, options.port), RequestHandler)
         except OSError as error:
             where = f"{options.host}:{options.port}"
             raise ConfigError(f"cannot listen on {where}: {error.strerror}; give another --http") from error
@@ -171,24 +173,30 @@ class _Incoming(io.RawIOBase):
         return received
 
 
-class _Handler(BaseHTTPRequestHandler):
+class RequestHandler(BaseHTTPRequestHandler):
+    """Answers the request of one connection."""
+
     default_request_version = "HTTP/1.0"  # an answer with a status, also for bytes that are no request
     protocol_version = "HTTP/1.1"  # for clients that wait for `100 Continue` before they send an image
     server: PredictionServer
 
     def setup(self) -> None:
+        """Read within the limits of bytes and time."""
         super().setup()
         self._incoming = _Incoming(self.connection)
-        self.rfile = io.BufferedReader(self._incoming)
+        self.rfile = self._buffered = io.BufferedReader(self._incoming)
 
     def handle(self) -> None:
+        """Answer one request."""
         with suppress(TimeoutError):
             self.handle_one_request()
 
     def do_GET(self) -> None:
+        """Report whether there is a head."""
         self._answer(self._health)
 
     def do_POST(self) -> None:
+        """Predict."""
         self._answer(self._predict)
 
     def _answer(self, work: Any) -> None:
@@ -231,12 +239,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._check_token()
         top, size_bytes = self._top(), self._size()
         with _taken(self.server.images):
-            self._incoming.left += (
-                size_bytes  # what was read ahead of the image counted as a part of the headers
-            )
-            data = self.rfile.read(size_bytes)
-            if len(data) != size_bytes:
-                raise _Refused(400, f"expected {size_bytes} bytes, got {len(data)}")
+            data = self._read(size_bytes)
             with _taken(self.server.predicting):
                 try:
                     opened = self.server.heads.follow()
@@ -275,6 +278,18 @@ class _Handler(BaseHTTPRequestHandler):
         if int(given) > self.server.options.max_image_bytes:
             raise _Refused(413, f"expected at most {self.server.options.max_image_bytes} bytes, got {given}")
         return int(given)
+
+    def _read(self, size_bytes: int) -> bytes:
+        """Return the body; memory grows with what arrives, not with what is announced."""
+        self._incoming.left += size_bytes  # what was read ahead of the body counted as a part of the headers
+        data = bytearray()
+        while len(data) < size_bytes and (
+            part := self._buffered.read1(min(_PART_BYTES, size_bytes - len(data)))
+        ):
+            data += part
+        if len(data) != size_bytes:
+            raise _Refused(400, f"expected {size_bytes} bytes, got {len(data)}")
+        return bytes(data)
 
     def _send(self, status: int, content: dict[str, Any]) -> None:
         body = json.dumps(content).encode() + b"\n"
@@ -317,9 +332,11 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(code, {"error": text})
 
     def version_string(self) -> str:
+        """Return the header Server, without versions."""
         return "protofleet"
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - http.server's name
+        """Log a request at debug level."""
         if log.isEnabledFor(logging.DEBUG):
             event(log, logging.DEBUG, "request", client=self.client_address[0], text=format % args)
 

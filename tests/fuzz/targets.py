@@ -6,6 +6,7 @@ from tests.fuzz.aggregators import AGGREGATOR
 from tests.fuzz.devices import DEVICE
 from tests.fuzz.files import ARRAYS, ENROLLMENT, METADATA
 from tests.fuzz.graphs import GRAPHS
+from tests.fuzz.http_requests import HTTP
 from tests.fuzz.messages import MESSAGES, SECOND_MOMENT, SIGNATURES, TOPICS
 from tests.fuzz.mutations import of_message
 from tests.fuzz.target import MIB, Target
@@ -16,7 +17,7 @@ TARGETS: dict[str, Target] = {
     target.name: target
     for target in (
         *(MESSAGES, TOPICS, SIGNATURES, ASSEMBLY, REASSEMBLY, DEVICE, AGGREGATOR, UPLOADED, GRAPHS),
-        *(ARRAYS, METADATA, ENROLLMENT, SECOND_MOMENT),
+        *(ARRAYS, METADATA, ENROLLMENT, SECOND_MOMENT, HTTP),
     )
 }
 

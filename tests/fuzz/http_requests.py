@@ -1,0 +1,65 @@
+"""Requests to `edge-client serve`: the bytes of a connection, until the client sends no more."""
+
+import io
+import re
+import socket
+import threading
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any, cast
+
+from PIL import Image
+
+from edge_client.data.images import decode_bytes
+from edge_client.serving.http_server import RequestHandler, ServerOptions
+from tests.fuzz.target import MIB, Target
+
+_HEAD = SimpleNamespace(version=1, round=None)
+
+
+def _classify(data: bytes, *, top: int) -> tuple[tuple[str, float], ...]:
+    """Decode the image, and return as many classes as there are."""
+    assert decode_bytes(data).width > 0
+    return (("cat", 1.0),)[:top]
+
+
+_SERVER = cast(
+    "Any",
+    SimpleNamespace(
+        options=ServerOptions(max_image_bytes=32 * MIB),
+        heads=SimpleNamespace(follow=lambda: SimpleNamespace(installed=_HEAD, classify=_classify)),
+        images=threading.BoundedSemaphore(1),
+        predicting=threading.Lock(),
+    ),
+)
+
+
+def answer_any(data: bytes) -> None:
+    """Answer a connection; the answer is one of the documented ones, or none to an incomplete request."""
+    client, server = socket.socketpair()
+    with client, server:
+        client.sendall(data)
+        client.shutdown(socket.SHUT_WR)
+        RequestHandler(server, ("127.0.0.1", 0), _SERVER)
+        server.close()
+        answer = b"".join(iter(lambda: client.recv(65_536), b""))
+    if answer:
+        status = re.match(rb"(HTTP/1\.1 100 Continue\r\n\r\n)?HTTP/1\.1 (\d{3}) ", answer)
+        assert status is not None, answer
+        assert int(status[2]) in {200, 400, 403, 404, 405, 408, 411, 413, 414, 415, 421, 422, 431, 505}, (
+            answer
+        )
+
+
+def _requests() -> Iterable[bytes]:
+    file = io.BytesIO()
+    Image.new("RGB", (4, 4)).save(file, "PNG")
+    image = file.getvalue()
+    head = f"POST /predict?top=2 HTTP/1.1\r\nHost: localhost:8090\r\nContent-Length: {len(image)}\r\n"
+    yield head.encode() + b"\r\n" + image
+    yield head.encode() + b"Expect: 100-continue\r\nContent-Type: image/png\r\n\r\n" + image
+    yield b"GET /healthz HTTP/1.1\r\nHost: [::1]:8090\r\n\r\n"
+    yield b"PUT / HTTP/1.0\r\nOrigin: null\r\nTransfer-Encoding: chunked\r\nContent-Length: 99999999\r\n\r\n"
+
+
+HTTP = Target("http", answer_any, _requests, max_bytes=16_384, at_least_bytes=2 * MIB, share=0.2)
