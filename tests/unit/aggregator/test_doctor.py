@@ -60,8 +60,14 @@ def test_all_is_well_in_a_closed_fleet(closed: ClosedFleet) -> None:
         "tls": "warning",  # the broker's certificate is valid for 30 days
     }, found
     assert public_key(identity_of(closed.state)).hex() in found["key"][0]["text"]
-    text = closed.configuration().replace("require_certificate true", "require_certificate false")
-    with closed.mosquitto(text.replace("allow_anonymous false", "allow_anonymous true")):
+    text = closed.configuration().replace("allow_anonymous false", "allow_anonymous true")
+    for line in (
+        "require_certificate true",
+        "use_identity_as_username true",
+        "use_username_as_clientid true",
+    ):
+        text = text.replace(line, "")
+    with closed.mosquitto(text):
         code, found = findings(cli, "doctor", *given)
     assert (code, statuses(found)["anonymous"]) == (1, "failed")
 

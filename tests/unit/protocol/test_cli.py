@@ -187,10 +187,13 @@ def test_config_file_gives_defaults(
     ("text", "reason"),
     [
         (b"broker = x", "Invalid value (at line 1, column 10)"),
-        (b"brokr = 'x'", "unknown setting 'brokr'; known: batch_size, broker, fail, verbose, wait"),
+        (
+            b"brokr = 'x'",
+            "unknown setting 'brokr'; known: batch_size, broker, fail, log_format, verbose, wait",
+        ),
         (
             b"config = 'other.toml'",
-            "unknown setting 'config'; known: batch_size, broker, fail, verbose, wait",
+            "unknown setting 'config'; known: batch_size, broker, fail, log_format, verbose, wait",
         ),
         (b"batch_size = 'many'", "'many' is not a valid integer"),
         (b"\xff\xfe", "can't decode byte"),
