@@ -1,6 +1,7 @@
 """A status on a terminal that is updated until the user interrupts it."""
 
 import contextlib
+import io
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -36,11 +37,13 @@ def show_live(state: Path, console: Console, *, wait: Callable[[], None]) -> Non
 
 
 def _page(state: Path, console: Console) -> Text:
-    with console.capture() as captured:
-        console.print(f"aggregator top  {datetime.now().astimezone():%H:%M:%S}  Ctrl-C ends", style="dim")
-        try:
-            with contextlib.closing(Store(state, read_only=True)) as store:
-                render_page(collect_status(store), console)
-        except ProtofleetError as error:
-            console.print(plain(str(error)), style="red", markup=False, highlight=False)
-    return Text.from_ansi(captured.get(), no_wrap=True, overflow="ellipsis")
+    """Return a page in the width and colors of a console, which shows another one meanwhile."""
+    output = io.StringIO()
+    page = Console(file=output, force_terminal=True, width=console.width)
+    page.print(f"aggregator top  {datetime.now().astimezone():%H:%M:%S}  Ctrl-C ends", style="dim")
+    try:
+        with contextlib.closing(Store(state, read_only=True)) as store:
+            render_page(collect_status(store), page)
+    except ProtofleetError as error:
+        page.print(plain(str(error)), style="red", markup=False, highlight=False)
+    return Text.from_ansi(output.getvalue(), no_wrap=True, overflow="ellipsis")

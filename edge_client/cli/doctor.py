@@ -43,7 +43,7 @@ def _shared_options(command: click.Command) -> click.Command:
     "doctor",
     epilog=examples(
         "edge-client doctor --broker broker.example --data /srv/images",
-        "edge-client --config edge-client.toml doctor --json",
+        "edge-client --config /etc/protofleet/edge-client.toml doctor --json",
     ),
 )
 @fleet_option

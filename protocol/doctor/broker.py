@@ -38,7 +38,7 @@ TIMEOUT_S = 15.0
 LEAST_PACKET_BYTES = 8 * 1024
 """Packet limit of a broker below which there is a warning: the smaller, the slower transfers are."""
 
-PATIENCE_S = 3.0
+RETAINED_S = 3.0
 """Time in which a broker sends a retained message."""
 
 
@@ -189,7 +189,7 @@ class BrokerProbe:
 
     def retained(self, topic: str) -> bytes | None:
         """Return the message that the broker retains on a subscribed topic; None if there is none."""
-        until_s = time.monotonic() + PATIENCE_S
+        until_s = time.monotonic() + RETAINED_S
         while (left_s := until_s - time.monotonic()) > 0:
             with contextlib.suppress(queue.Empty):
                 message = self._messages.get(timeout=left_s)

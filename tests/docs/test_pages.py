@@ -154,7 +154,14 @@ def test_every_command_is_explained(program: str, command: click.Group) -> None:
         assert f"`{program} {name}" in OPERATIONS or f"\n{program} {name}" in OPERATIONS
 
 
-def test_every_help_ends_with_examples_that_are_accepted() -> None:
+def test_every_help_ends_with_examples_that_are_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a folder with the files that they name."""
+    for name in ("photos", "new-key"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "backbone.onnx").touch()
+    monkeypatch.chdir(tmp_path)
     for program, root in generate_cli.PROGRAMS.items():
         for context in generate_cli.contexts(program, root):
             epilog = context.command.epilog or ""

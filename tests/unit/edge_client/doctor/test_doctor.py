@@ -9,8 +9,10 @@ from click.testing import CliRunner
 from aggregator.security.enrollment import revoke
 from aggregator.security.mosquitto_config import access_list
 from edge_client.cli import cli
+from edge_client.doctor import machine
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import CurrentTask
+from protocol.doctor import broker as broker_checks
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.wire.topics import device_topic
 from tests.support.devices.device_factory import write_images
@@ -69,7 +71,10 @@ def test_all_is_well_in_a_closed_fleet(closed: ClosedFleet) -> None:
 
 
 @needs_mosquitto
-def test_access_list_is_found_too_narrow_or_too_wide(closed: ClosedFleet) -> None:
+def test_access_list_is_found_too_narrow_or_too_wide(
+    closed: ClosedFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(broker_checks, "RETAINED_S", 0.1)  # there is no task
     up = device_topic(FLEET, DEVICE, "up")
     narrow = access_list(FLEET).replace(f"pattern write {up.replace(DEVICE, '%u')}\n", "")
     for rules, text in ((narrow, f"may not publish on {up}"), ("pattern readwrite #", "protects nothing")):
@@ -120,8 +125,10 @@ def test_running_device_is_not_interrupted(closed: ClosedFleet) -> None:
 
 
 @needs_mosquitto
-def test_open_fleet_is_a_warning(bench: HeadBench, tmp_path: Path) -> None:
+def test_open_fleet_is_a_warning(bench: HeadBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So is a key that is not pinned. The backbone is measured, and unusable images are named."""
+    monkeypatch.setattr(broker_checks, "RETAINED_S", 0.1)  # there is no task
+    monkeypatch.setattr(machine, "SPEED_S", 0.1)
     bench.install(bench.head(1, CONSTANT["cat"]))
     bench.store.set(CurrentTask(bench.task))
     data = tmp_path / "data"
