@@ -136,20 +136,18 @@ def _choose(
     common = data.common_classes
     calibrated = [calibrate(each[tested][rows], held_out.labels[rows], common=common) for each in logits]
     best = int(np.argmin([losses.mean() for _, losses in calibrated]))
+    if adapter is not None and first.sum() >= MIN_HELD_OUT:
+        training, held_out = data.part(~first), data.part(first)
+        rows = held_out.even_rows
+        trial, _ = adapter(training)
+        labels, trial_logits = held_out.labels[rows], logits_of(trial, held_out.extrapolated()[rows])
+        temperature, losses = calibrate(trial_logits, labels, common=common)
+        gain = calibrate(logits[best, first][rows], labels, common=common)[1] - losses
+        if gain.mean() > gain.std(ddof=1) / math.sqrt(len(gain)):
+            return _Candidate(*adapter(data), temperature=temperature, loss=float(losses.mean()))
     temperature, losses = calibrated[best]
     layers = tuple(_discriminants(data, (SHARES[best],)))
-    linear = _Candidate(layers, temperature=temperature, loss=float(losses.mean()))
-    if adapter is None or first.sum() < MIN_HELD_OUT:
-        return linear
-    training, held_out = data.part(~first), data.part(first)
-    rows = held_out.even_rows
-    trial, _ = adapter(training)
-    labels, trial_logits = held_out.labels[rows], logits_of(trial, held_out.extrapolated()[rows])
-    temperature, losses = calibrate(trial_logits, labels, common=common)
-    gain = calibrate(logits[best, first][rows], labels, common=common)[1] - losses
-    if gain.mean() <= gain.std(ddof=1) / math.sqrt(len(gain)):
-        return linear
-    return _Candidate(*adapter(data), temperature=temperature, loss=float(losses.mean()))
+    return _Candidate(layers, temperature=temperature, loss=float(losses.mean()))
 
 
 def _folds(labels: NDArray[np.integer], seed: int) -> NDArray[np.int64]:
