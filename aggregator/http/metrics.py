@@ -82,9 +82,7 @@ def _of_aggregator(status: Status) -> Iterable[Metric]:
     by_devices: Counter[str] = Counter()
     for device in status.devices:
         by_devices.update(device.refused_messages)
-    text = (
-        "Messages of the aggregator that online or earlier devices have refused since their start, by reason."
-    )
+    text = "Messages that devices have refused since their start, by reason."
     yield _labelled("device_refused_messages", text, "reason", dict(sorted(by_devices.items())))
 
 

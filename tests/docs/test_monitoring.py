@@ -8,12 +8,15 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
+from aggregator.algorithms.fpl import FPL
+from aggregator.config.schema import Rounds
 from aggregator.http.metrics import metrics_text
 from aggregator.http.snapshots import read_snapshot
 from tests.docs.command_lines import DEPLOY
-from tests.unit.aggregator.status.stores import busy_store
+from tests.unit.aggregator.status.stores import TASK_FILE, busy_store, started_store
 
 FOLDER = DEPLOY / "monitoring"
 IN_ROUNDS = {"protofleet_round", "protofleet_rounds", "protofleet_round_devices"}
@@ -28,6 +31,24 @@ def metrics(tmp_path: Path) -> set[str]:
         return {
             name for family in families for name in (family.name, *(each.name for each in family.samples))
         }
+
+
+def table_of(text: str) -> str:
+    """Return the table of the metrics in a text of the exposition format, as on the page."""
+    rows = [
+        f"| `{family.name}{'_total' if family.type == 'counter' else ''}` | {family.type} | {family.documentation} |"
+        for family in text_string_to_metric_families(text)
+    ]
+    return "\n".join(["| metric | type | meaning |", "|---|---|---|", *rows])
+
+
+def test_page_lists_the_metrics(tmp_path: Path) -> None:
+    """All of them, with their help texts; the three of rounds included."""
+    task = replace(TASK_FILE, algorithm="fpl", fpl=FPL(rounds=2), rounds=Rounds(min_devices=1))
+    with contextlib.closing(started_store(tmp_path, task)):
+        table = table_of(metrics_text(read_snapshot(tmp_path)).decode())
+    page = (DEPLOY.parent / "docs" / "operations" / "dashboard.md").read_text(encoding="utf-8")
+    assert f"<!-- metrics -->\n{table}\n<!-- end of metrics -->" in page, f"write this table:\n{table}"
 
 
 @pytest.mark.parametrize("file", ["alerts.yml", "grafana.json"])

@@ -4,6 +4,7 @@ import contextlib
 import gzip
 import http.client
 import io
+import ipaddress
 import stat
 import zipfile
 from collections.abc import Iterator
@@ -11,8 +12,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
+from aggregator.http.access import is_own_host
 from aggregator.http.settings import own_token
 from aggregator.status import model
 from aggregator.status.collect import collect_status
@@ -168,6 +172,15 @@ def test_other_host_names_are_refused(client: Client, host: str, path: str) -> N
 )
 def test_own_host_names_are_accepted(guarded: Client, host: str) -> None:
     assert guarded.get("/healthz", Host=host).status == 200
+
+
+@given(name=st.from_regex(r"[a-z0-9.:\\[\\]-]{1,40}", fullmatch=True) | st.text(max_size=40))
+def test_only_addresses_and_known_names_are_own_hosts(name: str) -> None:
+    """Whatever the header: no name that a DNS server answers for, beside those that were given."""
+    host = name.strip().lower().removeprefix("[").partition("]")[0] if "[" in name else name.strip().lower()
+    if is_own_host(name, ("fleet.example",)):
+        bare = host if host.count(":") > 1 else host.partition(":")[0]
+        assert bare in {"localhost", "fleet.example"} or ipaddress.ip_address(bare)
 
 
 @pytest.mark.parametrize(
