@@ -73,7 +73,8 @@ class Publisher:
         backlog = self._session.backlog
         self._is_congested = backlog > (0 if self._is_congested else MAX_BACKLOG)
         if not self._is_congested:
-            self._session.acknowledge(*self._unacknowledged)
+            for message in self._unacknowledged:
+                self._session.acknowledge(message)
             self._unacknowledged.clear()
 
     def publish_presence(self, state: PresenceState) -> None:

@@ -4,37 +4,26 @@ paho's callbacks only pass values on, and paho never reconnects by itself: `sess
 """
 
 import contextlib
-import functools
 import select
 import ssl
-import struct
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import paho.mqtt.client as mqtt
-from paho.mqtt.enums import CallbackAPIVersion, LogLevel, MQTTErrorCode, MQTTProtocolVersion
+from paho.mqtt.enums import CallbackAPIVersion, LogLevel, MQTTProtocolVersion
 from paho.mqtt.properties import Properties
 from paho.mqtt.reasoncodes import ReasonCode
 from paho.mqtt.subscribeoptions import SubscribeOptions
 
 from protocol.mqtt import diagnostics
-from protocol.mqtt.buffered_socket import BufferedSocket
 from protocol.mqtt.events import Outgoing, Received
 from protocol.mqtt.tls import BrokerAccess, BrokerAddress
 
 KEEPALIVE_S = 30
 
 Version = MQTTProtocolVersion
-
-MAX_PACKETS = 64
-"""Packets read before anything is written."""
-
-MAX_TOPICS = 4096
-"""Topics of received messages in memory, with whether they match a subscription."""
-
-PUBACK = 0x40
 
 VERSIONS = (Version.MQTTv5, Version.MQTTv311)
 """Versions of MQTT, in the order in which they are tried."""
@@ -91,7 +80,7 @@ class ConnectionOptions:
 
 
 class _Client(mqtt.Client):
-    """paho's client, with fewer system calls and a callback for an exception that ends its thread.
+    """paho's client, with a callback for an exception that ends its thread.
 
     paho raises various exceptions on bytes that are not MQTT, such as a topic that is not UTF-8.
     """
@@ -103,29 +92,6 @@ class _Client(mqtt.Client):
             super()._thread_main()
         except Exception as error:
             self.on_crash(error)
-
-    def _create_socket(self) -> BufferedSocket:
-        return BufferedSocket(super()._create_socket())
-
-    def loop_read(self, max_packets: int = MAX_PACKETS) -> MQTTErrorCode:
-        """Read the packets that have arrived, where paho waits for the network after each."""
-        code = super().loop_read()
-        for _ in range(max_packets):
-            opened = self.socket()
-            if code or not isinstance(opened, BufferedSocket) or not opened.pending():
-                break
-            code = super().loop_read()
-        return code
-
-    def acknowledge(self, mids: Iterable[int]) -> None:
-        """Acknowledge messages of QoS 1, written at once."""
-        packets = b"".join(struct.pack("!BBH", PUBACK, 2, mid) for mid in mids)
-        if packets:
-            self._packet_queue(PUBACK, packets, 0, 1)
-
-
-def _matches(subscriptions: tuple[str, ...], topic: str) -> bool:
-    return any(mqtt.topic_matches_sub(each, topic) for each in subscriptions)
 
 
 def stop_thread(client: mqtt.Client) -> None:
@@ -164,9 +130,6 @@ class Connection:
         self._report_message = on_message
         self._tls_error = ""
         self._ready_s: float | None = None
-        self._is_subscribed = functools.lru_cache(maxsize=MAX_TOPICS)(
-            functools.partial(_matches, options.subscriptions)
-        )
         self._client = self._make_client()
 
     def open(self, *, timeout_s: float) -> Closed | None:
@@ -199,10 +162,10 @@ class Connection:
         """Publish at QoS 1; returns the message id, even if this publication ends the connection."""
         return self._client.publish(outgoing.topic, outgoing.payload, qos=1, retain=outgoing.retain).mid
 
-    def acknowledge(self, mids: Iterable[int]) -> None:
-        """Acknowledge received messages; from any thread."""
+    def acknowledge(self, mid: int) -> None:
+        """Acknowledge a received message; from any thread."""
         with contextlib.suppress(OSError):  # the connection is ending
-            self._client.acknowledge(mids)
+            self._client.ack(mid, 1)
 
     def close(self) -> None:
         """Disconnect, and drop the callbacks, whose references would keep the socket open."""
@@ -286,8 +249,7 @@ class Connection:
         self._signal(Acknowledged(self, mid, diagnostics.denied(str(code)) if code.is_failure else ""))
 
     def _on_message(self, client: mqtt.Client, _d: Any, message: mqtt.MQTTMessage) -> None:
-        topic = message.topic
-        if not self._is_subscribed(topic):
+        if not any(mqtt.topic_matches_sub(topic, message.topic) for topic in self._options.subscriptions):
             # amqtt delivers retained messages of all topics to every client.
             client.ack(message.mid, message.qos)
             return
@@ -297,7 +259,7 @@ class Connection:
         self.messages += 1
         connection = self if self._options.manual_ack else None
         payload = bytes(message.payload)
-        self._report_message(Received(topic, payload, message.retain, connection, message.mid))
+        self._report_message(Received(message.topic, payload, message.retain, connection, message.mid))
 
     def _on_log(self, _c: mqtt.Client, _d: Any, level: int, text: str) -> None:
         # paho reports OpenSSL's errors only here.

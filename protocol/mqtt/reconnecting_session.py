@@ -121,14 +121,14 @@ class Session:
         """About how many publications the broker has not acknowledged yet; from any thread."""
         return self._inbox.qsize() + self._publisher.backlog
 
-    def acknowledge(self, *messages: Received) -> None:
-        """Acknowledge messages to the broker, with `manual_ack`; from any thread.
+    def acknowledge(self, received: Received) -> None:
+        """Acknowledge a message to the broker, with `manual_ack`; from any thread.
 
-        Does nothing for one whose connection has ended: the broker has forgotten its message ids.
+        Does nothing if the message's connection has ended: the broker has forgotten its message ids.
         """
         connection = self._connection
-        if connection is not None:
-            connection.acknowledge(each.mid for each in messages if each.connection is connection)
+        if connection is not None and received.connection is connection:
+            connection.acknowledge(received.mid)
 
     def stop(self, final: Sequence[Outgoing] = (), *, timeout_s: float = 5.0) -> None:
         """Send the final publications, disconnect and end the thread."""
@@ -194,7 +194,7 @@ class Session:
 
     def _on_message(self, received: Received) -> None:
         self._on_event(received)
-        if self._final and (received.topic, received.payload) in self._final:
+        if (received.topic, received.payload) in self._final:
             self._inbox.put(_Echoed(self._connection))
 
     def _next(self, connection: Connection, deadline_s: float | None) -> _Command | None:

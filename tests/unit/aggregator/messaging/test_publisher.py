@@ -39,7 +39,7 @@ def test_messages_stay_unacknowledged_while_the_broker_takes_no_answers() -> Non
     acknowledged: list[Received] = []
     presence = OwnPresence(epoch=1, topic=fleet_topic("f", "state"), key=b"k" * 32)
     publisher = Publisher(BrokerAddress("nowhere", 1), fleet="f", presence=presence, on_event=lambda _: None)
-    session: Any = SimpleNamespace(backlog=0, acknowledge=lambda *each: acknowledged.extend(each))
+    session: Any = SimpleNamespace(backlog=0, acknowledge=acknowledged.append)
     publisher._session = session
     messages = [Received(f"topic-{number}", b"payload") for number in range(4)]
     for backlog, message, count in (
