@@ -35,7 +35,10 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
     "--backbone", "backbones", multiple=True, type=_FILE,
     help="ONNX file written by export-backbone; repeatable.",
 )  # fmt: skip
-@click.option("--algorithm", help="fedtc (default), statistics, fedpcl, fpl, fedproto or hierarchical.")
+@click.option(
+    "--algorithm",
+    help="Such as statistics or hierarchical; docs/which-algorithm.md compares them.  [default: fedtc]",
+)
 @click.option(
     "--quorum", type=click.IntRange(min=1), help="Devices that the first head, or each round, waits for."
 )
