@@ -26,7 +26,7 @@ from protocol.wire.signing import public_key
 from protocol.wire.topics import FleetChannel, device_filters, device_topic, fleet_topic
 
 PACKAGES = ("onnx", "onnxruntime", "onnxscript", "rpds", "scipy", "torch")
-"""What `aggregator run` imports, beside what every install has."""
+"""Packages that `aggregator run` imports, beside those of every install."""
 
 _OTHER = "protofleet-doctor"
 """A device that no fleet has."""
@@ -34,7 +34,7 @@ _OTHER = "protofleet-doctor"
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What the aggregator is started with."""
+    """The files, folder and broker that the aggregator is started with."""
 
     task: Path | None
     state: Path
@@ -155,8 +155,8 @@ def _check_login(broker: BrokerAddress, access: BrokerAccess, fleet: str) -> Ite
 
 def _check_anonymous(broker: BrokerAddress, access: BrokerAccess, *, is_closed: bool) -> Finding:
     """Check that a broker with TLS refuses a client that has no certificate and no password."""
-    nobody = replace(access, certificate=None, key=None, username=None, password=None)
-    with BrokerProbe(broker, nobody) as probe:
+    anonymous = replace(access, certificate=None, key=None, username=None, password=None)
+    with BrokerProbe(broker, anonymous) as probe:
         if probe.open().status != "ok":
             return Finding("anonymous", "ok", "the broker refuses clients without a certificate or password")
     text = "the broker admits clients without a certificate or password"
