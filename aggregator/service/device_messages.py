@@ -4,7 +4,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import get_args
 
@@ -37,6 +37,7 @@ from protocol.wire.messages import (
     Reason,
     Receipt,
     Submission,
+    TaskManifest,
 )
 from protocol.wire.topics import parse_device_topic
 
@@ -107,7 +108,7 @@ class DeviceMessages:
             self.store.devices.put_presence(device, presence.state, now_s=now_s)
             return
         info = decode(payload, DeviceInfo, max_bytes=MAX_MANIFEST_BYTES)
-        self.store.devices.put_info(device, bounded_info(info, self.task.manifest.classes), now_s=now_s)
+        self.store.devices.put_info(device, bounded_info(info, self.task.manifest), now_s=now_s)
         before, self._reported[device] = self._reported.get(device, ("", "")), (info.problem, info.warning)
         if info.problem and info.problem != before[0]:
             self._log.event(logging.WARNING, "device cannot take part", device=device, reason=info.problem)
@@ -236,12 +237,12 @@ class DeviceMessages:
         return Receipt(digest=digest, status="received")
 
 
-def bounded_info(info: DeviceInfo, classes: Collection[str]) -> DeviceInfo:
-    """Return what is stored of a device's report: only the task's classes, and only known reasons."""
+def bounded_info(info: DeviceInfo, task: TaskManifest) -> DeviceInfo:
+    """Return what is stored of a device's report: only the task's classes and backbones, and only known reasons."""
     return msgspec.structs.replace(
         info,
-        backbones=(),
-        images={name: count for name, count in info.images.items() if name in classes},
+        backbones=tuple(blob.digest for blob in task.backbones if blob.digest in info.backbones),
+        images={name: count for name, count in info.images.items() if name in task.classes},
         refused_messages={
             name: count for name, count in info.refused_messages.items() if name in get_args(Reason)
         },

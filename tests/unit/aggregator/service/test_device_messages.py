@@ -28,7 +28,7 @@ from tests.support.fleets.aggregator_process import (
     spoil,
     write_task,
 )
-from tests.support.messages.submissions import device_info, evaluation, submission
+from tests.support.messages.submissions import MANIFEST, device_info, evaluation, submission
 from tests.support.network.brokers import free_address, mosquitto, mosquitto_program
 
 
@@ -264,7 +264,14 @@ def test_unlisted_device_is_refused(broker: BrokerAddress, tmp_path: Path) -> No
         assert [row["device"] for row in summary["devices"]] == ["friend"]
 
 
-def test_reported_info_is_reduced_to_known_classes_and_reasons() -> None:
-    info = device_info(images={"cat": 3, "made up": 9}, refused_messages={"signature": 2, "made up": 9})
-    bounded = bounded_info(info, ("cat", "dog"))
+def test_reported_info_is_reduced_to_what_is_known() -> None:
+    """The task's classes and backbones, and reasons of the protocol."""
+    known = MANIFEST.backbones[0].digest
+    info = device_info(
+        images={"cat": 3, "made up": 9},
+        refused_messages={"signature": 2, "made up": 9},
+        backbones=(bytes([1]) * 32, known),
+    )
+    bounded = bounded_info(info, MANIFEST)
+    assert bounded.backbones == (known,)
     assert (bounded.images, bounded.refused_messages) == ({"cat": 3}, {"signature": 2})
