@@ -121,6 +121,8 @@ class Aggregator:
         finally:
             self._training.stop()
             self._publisher.stop()
+            with self._receiver.guard():
+                self._traffic.keep(sent=self._publisher.sent_bytes, at_once=True)
             self._receiver.close()
 
     def _next_batch(self) -> list[Event]:

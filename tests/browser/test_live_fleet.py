@@ -81,6 +81,7 @@ def first_head_arrives(fleet: Fleet, dashboard: DashboardPage) -> None:
 
 
 def files_are_downloaded(fleet: Fleet, dashboard: DashboardPage) -> None:
+    fleet.wait_for("bytes of uploads", lambda status: status["traffic"]["received"] > 1000)
     with dashboard.page.expect_download() as download:
         dashboard.page.get_by_role("link", name="Download head.onnx").click()
     assert download.value.path().read_bytes() == (fleet.aggregator_state / "head.onnx").read_bytes()
