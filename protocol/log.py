@@ -8,6 +8,8 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from protocol.rates.token_buckets import TokenBuckets
@@ -24,13 +26,52 @@ MAX_COUNTS = 10_000
 """Counts of omitted lines in memory."""
 
 
+@dataclass(frozen=True)
+class Event:
+    """A logged event."""
+
+    message: str
+    """Its constant words, as in the log."""
+    level: int
+    """As in `logging`, at least INFO."""
+    fields: Mapping[str, object]
+    """Its values by name."""
+
+
+Observer = Callable[[Event], None]
+
+_OBSERVER: ContextVar[Observer | None] = ContextVar("observer of events", default=None)
+
+
 def event(logger: logging.Logger, level: int, message: str, **fields: object) -> None:
     """Log `message key=value ...`, formatted only if the logger is enabled for the level.
 
     The message is constant: the same event has the same words everywhere. A field whose value is None is omitted.
     """
-    if logger.isEnabledFor(level):
+    if _is_wanted(logger, level):
         _write(logger, level, message, fields)
+
+
+def observer() -> Observer | None:
+    """Return the observer of this thread's events."""
+    return _OBSERVER.get()
+
+
+@contextlib.contextmanager
+def observed(by: Observer | None) -> Iterator[None]:
+    """Pass events of the body, and of threads that `protocol.threads.start_thread` starts there, to an observer.
+
+    The observer gets them whatever is logged, from any of these threads; it must not raise.
+    """
+    before = _OBSERVER.set(by)
+    try:
+        yield
+    finally:
+        _OBSERVER.reset(before)
+
+
+def _is_wanted(logger: logging.Logger, level: int) -> bool:
+    return logger.isEnabledFor(level) or (level >= logging.INFO and _OBSERVER.get() is not None)
 
 
 class DeviceEvents:
@@ -47,7 +88,7 @@ class DeviceEvents:
 
     def event(self, level: int, message: str, *, device: str, **fields: object) -> None:
         """Log an event like `protocol.log.event`, or count it as omitted."""
-        if not self._logger.isEnabledFor(level):
+        if not _is_wanted(self._logger, level):
             return
         key = (device, message)
         if self._lines.take(key, now_s=self._clock()):
@@ -59,9 +100,12 @@ class DeviceEvents:
 
 def _write(logger: logging.Logger, level: int, message: str, fields: Mapping[str, object]) -> None:
     given = {name: value for name, value in fields.items() if value is not None}
-    pairs = [f"{name}={_text(value)}" for name, value in given.items()]
-    extra = {_EVENT: (message, given)}
-    logger.log(level, "%s", " ".join([message, *pairs]), stacklevel=3, extra=extra)
+    if level >= logging.INFO and (observe := _OBSERVER.get()) is not None:
+        observe(Event(message, level, given))
+    if logger.isEnabledFor(level):
+        pairs = [f"{name}={_text(value)}" for name, value in given.items()]
+        extra = {_EVENT: (message, given)}
+        logger.log(level, "%s", " ".join([message, *pairs]), stacklevel=3, extra=extra)
 
 
 class JsonLines(logging.Formatter):

@@ -7,6 +7,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
 from protocol.errors import StateError, ThreadFailed, problem_of_system
+from protocol.log import observed, observer
 
 log = logging.getLogger(__name__)
 
@@ -22,10 +23,12 @@ def start_thread(
     Raises:
         ThreadFailed: the thread cannot be started.
     """
+    by = observer()
 
     def guarded() -> None:
         try:
-            run()
+            with observed(by):
+                run()
         except BaseException as error:
             problem = problem_of_system(error)
             log.critical("thread ended unexpectedly: %s", name, exc_info=None if problem else error)

@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import queue
 from pathlib import Path
 from typing import Any
 
@@ -87,11 +86,10 @@ def run_command(
     require_packages("onnx", "onnxscript", "onnxruntime", "rpds", "scipy", "torch", extras=EXTRAS)
     from aggregator.config.task_file import load_task
     from aggregator.http.process import http_options, start_http
-    from aggregator.messaging.embedded_broker import EmbeddedBroker
     from aggregator.security.identity import aggregator_access, restore_access
-    from aggregator.service.aggregator import Aggregator, Event
+    from aggregator.service.serving import serve
     from aggregator.storage.store import Store
-    from aggregator.tasks.task_preparation import prepare_task, task_to_serve
+    from aggregator.tasks.task_preparation import prepare_task
     from protocol.mqtt.tls import NO_AUTHENTICATION, parse_broker, warnings
 
     access = read_access(**access_given)
@@ -109,11 +107,6 @@ def run_command(
         if (server := start_http(dashboard, state)) is not None:
             cleanup.callback(server.stop)
         prepared = prepare_task(task_file, backbones, store=store)
-        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        if embedded_broker:
-            embedded = EmbeddedBroker(address, on_failure=events.put)
-            embedded.start()
-            cleanup.callback(embedded.stop)
-        while True:  # until interrupted
-            served = task_to_serve(prepared, store)
-            Aggregator(served, store, broker=address, access=access, events=events).run()
+        serve(
+            prepared, store, broker=address, access=access, embedded_broker=embedded_broker
+        )  # until interrupted

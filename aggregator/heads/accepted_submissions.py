@@ -13,6 +13,9 @@ from protocol.storage.blobstore import WriteBatch
 
 log = logging.getLogger(__name__)
 
+SUBMISSION_ACCEPTED = "submission accepted"
+"""The event that a device's submission is stored."""
+
 MAX_REPLACED_BYTES = 512 * 1024**2
 """Size of replaced submissions at which their blobs are deleted, since a device can upload all day."""
 
@@ -37,7 +40,7 @@ class AcceptedSubmissions:
         settings = self._task.file.settings
         log_it = partial(
             self._device_log.event,
-            *(logging.INFO, "submission accepted"),
+            *(logging.INFO, SUBMISSION_ACCEPTED),
             device=record.device,
             round=record.entry.round if settings.rounds is not None else None,
             prototypes=record.prototypes,

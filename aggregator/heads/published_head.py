@@ -23,6 +23,9 @@ from protocol.wire.messages import Evaluation, HeadManifest
 
 log = logging.getLogger(__name__)
 
+HEAD_ACTIVATED = "head activated"
+"""The event that the fleet is to use a head."""
+
 POLL_S = 0.5
 """Seconds between queries for commands and online devices."""
 
@@ -204,7 +207,7 @@ class Releases:
         match action:
             case rollout_events.Activate(version=version, reason=reason):
                 path = self._store.folder / "head.onnx"
-                event(log, logging.INFO, "head activated", version=version, reason=reason or None, file=path)
+                event(log, logging.INFO, HEAD_ACTIVATED, version=version, reason=reason or None, file=path)
             case rollout_events.OfferToCanaries(trial=trial):
                 devices = ",".join(trial.awaited[:10])
                 event(log, logging.INFO, "head offered to canaries", version=trial.version, devices=devices)

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import queue
 import time
+from dataclasses import dataclass
 from itertools import groupby
 
 from aggregator.coordination import round_state
@@ -41,7 +42,13 @@ BATCH_EVENTS = 256
 
 BATCH_BYTES = 16 * 1024**2
 
-Event = mqtt.Event | Progress | Finished
+
+@dataclass(frozen=True)
+class Stop:
+    """The program that runs the aggregator wants it to end."""
+
+
+Event = mqtt.Event | Progress | Finished | Stop
 
 
 class Aggregator:
@@ -62,6 +69,8 @@ class Aggregator:
         self._task = task
         self._store = store
         self._is_over = False
+        self.is_stopped = False
+        """`Stop` was among the events."""
         self._events: queue.SimpleQueue[Event] = events or queue.SimpleQueue()
         require_not_replaced(store.facts.get(Duplicate) or Duplicate(), command=TAKE_OVER)
         key = identity_of(store.folder)
@@ -107,7 +116,7 @@ class Aggregator:
         )
 
     def run(self) -> None:
-        """Serve the fleet until interrupted, or until another task follows: `task_to_serve` returns it then.
+        """Serve the fleet until `Stop`, or until another task follows: `task_to_serve` returns it then.
 
         Raises ThreadFailed if a thread that it depends on has ended.
         """
@@ -115,7 +124,7 @@ class Aggregator:
         try:
             manager = ServiceManager()
             manager.ready()
-            while not self._is_over:
+            while not (self._is_over or self.is_stopped):
                 manager.alive()
                 self.handle(self._next_batch())
         finally:
@@ -256,6 +265,8 @@ class Aggregator:
                 self._blob_sender.drained()
             case ThreadFailed():
                 raise event
+            case Stop():
+                self.is_stopped = True
             case Progress(figures=figures):
                 self._training.store_progress(figures)
             case Finished() as finished:

@@ -15,7 +15,7 @@ from edge_client.service.duplicates import TAKE_OVER, OwnTopic
 from edge_client.service.publisher import Publisher
 from edge_client.service.receiver import Received, Receiver
 from edge_client.service.report import Report
-from edge_client.service.running_agent import Inbox, Incoming, RunningAgent, stored_state
+from edge_client.service.running_agent import Inbox, Incoming, RunningAgent, Stop, stored_state
 from edge_client.service.worker import Worker
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.disk_space import free_bytes
@@ -96,6 +96,10 @@ class Device:
             raise ProtofleetError(self._agent.exit.text)
         return 0
 
+    def stop(self) -> None:
+        """Make `run` return 0 soon, from any thread."""
+        self._inbox.put(Stop())
+
     def _next_event(self) -> Incoming:
         if time.monotonic() < self._ticked_s + MAX_TICK_S:
             with contextlib.suppress(queue.Empty):
@@ -140,6 +144,8 @@ class Device:
         match event:
             case BaseException():
                 raise event
+            case Stop():
+                self._agent.exit = events.Exit(0)
             case mqtt.Received(topic=topic, payload=payload, retained=retained):
                 log_event(log, logging.DEBUG, "message received", topic=topic, bytes=len(payload))
                 try:

@@ -3,7 +3,7 @@
 import logging
 import queue
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from edge_client.agent import events, state_machine
 from edge_client.agent.state import Mode, State, UploadItem
@@ -28,7 +28,16 @@ from protocol.mqtt import reconnecting_session as mqtt
 
 log = logging.getLogger(__name__)
 
-Incoming = mqtt.Event | events.Event | BaseException
+SUBMISSION_RECEIVED = "submission received by the aggregator"
+"""The event that the aggregator has acknowledged a submission."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """The program that runs the device wants it to end."""
+
+
+Incoming = mqtt.Event | events.Event | Stop | BaseException
 Inbox = queue.SimpleQueue[Incoming]
 """Events of the MQTT session, the worker and the agent's own actions, and errors of threads, in their order."""
 
@@ -121,7 +130,7 @@ class RunningAgent:
         head = self._store.get(Heads).installed
         facts = (EvaluatedHead(head.key),) if head is not None and head.key == item.head else ()
         if self._store.outbox.receive(item.digest, facts=facts) and item.kind == "submission":
-            log_event(log, logging.INFO, "submission received by the aggregator", digest=item.digest)
+            log_event(log, logging.INFO, SUBMISSION_RECEIVED, digest=item.digest)
 
 
 def stored_state(settings: Settings, store: DeviceState) -> State:

@@ -67,7 +67,7 @@ class Worker:
     def follow(self, task: bytes | None) -> None:
         """Make a task the current one, and end runs of the previous one's graphs."""
         self.task = task
-        if self._thread is not None and self._thread.ident is not None:
+        if self._thread is not None and self._thread.ident is not None and self._thread.is_alive():
             interrupt_runs(self._thread.ident)
 
     def stop(self) -> None:
@@ -130,12 +130,17 @@ class Worker:
         self._jobs.put(run)
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            allow_runs(threading.get_ident())  # a job of an earlier task ends at once by itself
-            try:
-                job()
-            except BaseException as error:
-                self._emit(error)
+        try:
+            while (job := self._jobs.get()) is not None:
+                allow_runs(threading.get_ident())  # a job of an earlier task ends at once by itself
+                try:
+                    job()
+                except BaseException as error:
+                    self._emit(error)
+        finally:
+            allow_runs(threading.get_ident())  # a later thread of this process may have the same number
+            if "_workspace" in vars(self):
+                self._workspace.cache.close()
 
     def _is_current(self, build: events.BuildSubmission) -> bool:
         return build.task == self.task and (build.round is None or build.round.number == self.round)

@@ -139,6 +139,10 @@ class DeviceState:
         self.outbox = Outbox(self._database, limit_bytes=outbox_bytes)
         self.trials = Trials(self._database, folder)
 
+    def close(self) -> None:
+        """Close the files and release the folder's lock."""
+        self._database.close()
+
     @cached_property
     def clock(self) -> ElapsedClock:
         """Elapsed time, of which the first use stores a reading."""

@@ -128,7 +128,8 @@ class Database:
 
     def close(self) -> None:
         """Close the file and release the folder's lock."""
-        self._db.close()
+        with self._thread_lock:
+            self._db.close()
         self._release()
 
     def _release(self) -> None:

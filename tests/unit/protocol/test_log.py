@@ -1,11 +1,13 @@
 """Log events: one line of a message and key=value pairs."""
 
 import logging
+import threading
 import warnings
 
 import pytest
 
-from protocol.log import LINES_AT_ONCE, DeviceEvents, event, warnings_suppressed
+from protocol.log import LINES_AT_ONCE, DeviceEvents, Event, event, observed, warnings_suppressed
+from protocol.threads import start_thread
 
 log = logging.getLogger("protocol.test_log")
 
@@ -95,3 +97,23 @@ def test_lines_of_a_device_are_limited(caplog: pytest.LogCaptureFixture) -> None
     events.event(logging.WARNING, "device cannot take part", device="mallory", reason="y")
     assert caplog.messages[-1] == "device cannot take part device=mallory reason=y omitted_before=99900"
     assert caplog.records[-1].filename == "test_log.py", "the record names the caller, not the helper"
+
+
+def test_observer_gets_events_of_the_body_and_of_its_threads() -> None:
+    """Whatever is logged; other threads' events, debug events and those after the body are not observed."""
+    seen: list[Event] = []
+    quiet = logging.getLogger("protocol.test_log.quiet")
+    quiet.setLevel(logging.CRITICAL)
+
+    def report(device: str) -> None:
+        event(quiet, logging.DEBUG, "frame received", device=device)
+        DeviceEvents(quiet).event(logging.INFO, "head in use", device=device, round=None)
+
+    with observed(seen.append):
+        report("body")
+        start_thread(lambda: report("thread"), name="inside", on_failure=lambda _: None).join()
+        outside = threading.Thread(target=report, args=["outside"])
+        outside.start()
+        outside.join()
+    report("after")
+    assert seen == [Event("head in use", logging.INFO, {"device": name}) for name in ("body", "thread")]

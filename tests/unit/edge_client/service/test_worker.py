@@ -14,7 +14,10 @@ from PIL import Image
 from edge_client.agent import events
 from edge_client.cli import cli
 from edge_client.data.images import decode
+from edge_client.runtime import watchdog
 from edge_client.runtime.backbone import Backbone
+from edge_client.service.device import Device
+from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import Heads, LeftOut, SubmissionReport
 from edge_client.submission.image_features import FoundImages
 from protocol.errors import UnreadableImage
@@ -22,6 +25,7 @@ from protocol.wire.codec import encode
 from tests.support.devices.device_factory import (
     image_file,
     make_manifest,
+    make_settings,
     noise,
     run_jobs,
     tiny,
@@ -216,3 +220,16 @@ def test_an_interrupted_evaluation_has_no_result(bench: HeadBench) -> None:
     assert all(item.kind == "submission" for item in bench.store.outbox.items())
     cache.chunks, bench.worker.task = chunks, task  # type: ignore[method-assign]
     assert bench.install(head)[0].reason == ""
+
+
+def test_a_later_thread_with_the_workers_number_may_run_graphs(tmp_path: Path) -> None:
+    """A device that stops leaves nothing behind that ends the runs of the rest of the program."""
+    write_images(tmp_path / "data", count=1)
+    device = Device(make_settings(tmp_path), DeviceState(tmp_path / "state"))
+    device._worker.start()
+    thread = device._worker._thread
+    assert thread is not None
+    device._worker.stop()
+    assert thread.ident not in watchdog._WATCHDOG._interrupted
+    device._worker.follow(None)
+    assert thread.ident not in watchdog._WATCHDOG._interrupted

@@ -1,0 +1,41 @@
+"""An aggregator for as long as its program wants: one task after the other, and the embedded broker."""
+
+import contextlib
+import queue
+
+from aggregator.messaging.embedded_broker import EmbeddedBroker
+from aggregator.service.aggregator import Aggregator, Event
+from aggregator.storage.store import Store
+from aggregator.tasks.task_preparation import Task, task_to_serve
+from protocol.mqtt.reconnecting_session import BrokerAddress
+from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess
+
+
+def serve(
+    prepared: Task,
+    store: Store,
+    *,
+    broker: BrokerAddress,
+    access: BrokerAccess = NO_AUTHENTICATION,
+    embedded_broker: bool = False,
+    events: queue.SimpleQueue[Event] | None = None,
+) -> None:
+    """Serve a fleet, with a broker in this process if asked for, until `Stop` is put into `events`.
+
+    Raises:
+        ConfigError: the embedded broker cannot listen.
+        StateError: the state directory cannot be used.
+        ThreadFailed: a thread that it depends on has ended.
+    """
+    events = queue.SimpleQueue() if events is None else events
+    with contextlib.ExitStack() as cleanup:
+        if embedded_broker:
+            embedded = EmbeddedBroker(broker, on_failure=events.put)
+            embedded.start()
+            cleanup.callback(embedded.stop)
+        is_stopped = False
+        while not is_stopped:
+            served = task_to_serve(prepared, store)
+            aggregator = Aggregator(served, store, broker=broker, access=access, events=events)
+            aggregator.run()
+            is_stopped = aggregator.is_stopped
