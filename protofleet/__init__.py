@@ -9,6 +9,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from edge_client.runtime.backbone import Backbone
     from protocol.errors import ProtofleetError
+    from protocol.log import Event
+    from protocol.mqtt.tls import BrokerAccess
+    from protofleet.aggregator import Aggregator
+    from protofleet.device import Device
     from protofleet.features import extract_features, load_backbone
     from protofleet.head import Head, train_head
     from protofleet.images import ImageSource
@@ -18,9 +22,13 @@ if TYPE_CHECKING:
     from protofleet.simulation.simulate import AlgorithmResult, Simulation, simulate
 
 _HOMES = {
+    "Aggregator": "protofleet.aggregator",
     "AlgorithmResult": "protofleet.simulation.simulate",
     "Backbone": "edge_client.runtime.backbone",
+    "BrokerAccess": "protocol.mqtt.tls",
     "Dataset": "protofleet.simulation.dataset",
+    "Device": "protofleet.device",
+    "Event": "protocol.log",
     "Head": "protofleet.head",
     "ImageSource": "protofleet.images",
     "Model": "protofleet.model",
@@ -38,9 +46,13 @@ _HOMES = {
 """The module of each public name."""
 
 __all__ = [
+    "Aggregator",
     "AlgorithmResult",
     "Backbone",
+    "BrokerAccess",
     "Dataset",
+    "Device",
+    "Event",
     "Head",
     "ImageSource",
     "Model",

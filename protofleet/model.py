@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_client.inference import open_in_use
 from edge_client.runtime.onnx_model import Slot, describe, open_model
+from edge_client.serving.head_in_use import HeadInUse
 from edge_client.storage.device_state import DeviceState
 from protocol.errors import BackboneMismatch, GraphRefused, StateError
 from protocol.models.onnx_metadata import ModelMetadata, read_metadata
@@ -40,26 +40,31 @@ class Prediction:
         return self.probabilities[self.label]
 
 
+@dataclass(frozen=True)
+class _Opened:
+    """A model that can be run."""
+
+    classes: tuple[str, ...]
+    specs: frozenset[Preprocessing]
+    run: Callable[[Batch], NDArray[np.float32]]
+    provider: str
+
+
 class Model:
-    """A classifier of images: frozen backbones and a head. Make one with `Model.load` or `Model.installed`.
+    """A classifier of images: frozen backbones and a head. Make one with `Model.load` or `Model.installed`."""
 
-    Attributes:
-        classes: the C class names, in the order of the probabilities.
-        provider: what runs it, such as `cpu` or `cuda`.
-    """
+    def __init__(self, opened: Callable[[], _Opened]) -> None:
+        self._opened = opened
 
-    def __init__(
-        self,
-        classes: tuple[str, ...],
-        specs: frozenset[Preprocessing],
-        run: Callable[[Batch], NDArray[np.float32]],
-        *,
-        provider: str,
-    ) -> None:
-        self.classes = classes
-        self.provider = provider
-        self._specs = specs
-        self._run = run
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The C class names, in the order of the probabilities."""
+        return self._opened().classes
+
+    @property
+    def provider(self) -> str:
+        """What runs it, such as `cpu` or `cuda`."""
+        return self._opened().provider
 
     @classmethod
     def load(
@@ -105,7 +110,8 @@ class Model:
                 raise GraphRefused("the model gives NaN or infinity, not probabilities")
             return probabilities
 
-        return cls(classes, frozenset(specs.values()), run, provider=opened.provider)
+        model = _Opened(classes, frozenset(specs.values()), run, opened.provider)
+        return cls(lambda: model)
 
     @classmethod
     def installed(
@@ -116,7 +122,9 @@ class Model:
         provider: "Provider" = "auto",
         threads: int | None = None,
     ) -> "Model":
-        """Open the head that `edge-client` has installed on this machine, with its backbones.
+        """Open the head that a device has installed on this machine, with its backbones.
+
+        Each call of `predict` uses the newest head: one that is installed later is opened then.
 
         Args:
             fleet: the fleet of the device, if there is no `state`.
@@ -135,16 +143,19 @@ class Model:
             StateError
         ):  # a disk that cannot be written, on which failures are not counted
             store = DeviceState(folder)
-        head_in_use, backbones, head = open_in_use(store, provider=provider, threads=threads)
-        specs = frozenset(each.metadata.preprocessing for each in backbones)
+        heads = HeadInUse(store, provider=provider, threads=threads)
 
-        def run(batch: Batch) -> NDArray[np.float32]:
-            with store.run_backbones(head_in_use):
-                features = features_of(batch, backbones)
-            with store.run_head(head_in_use):
-                return head.probabilities(features)
+        def opened() -> _Opened:
+            found = heads.follow()
+            return _Opened(
+                found.head.classes,
+                frozenset(each.metadata.preprocessing for each in found.backbones),
+                lambda batch: found.head.probabilities(features_of(batch, found.backbones)),
+                found.backbones[0].model.provider,
+            )
 
-        return cls(head.classes, specs, run, provider=backbones[0].model.provider)
+        opened()
+        return cls(opened)
 
     def predict(self, image: ImageSource) -> Prediction:
         """Classify one image: a path, a Pillow image, or an array uint8 (H, W, 3).
@@ -162,11 +173,12 @@ class Model:
         Raises:
             UnreadableImage: an image cannot be decoded.
         """
-        for batch in batches(images, self._specs, batch_size=batch_size):
-            for row in self._run(batch):
+        model = self._opened()
+        for batch in batches(images, model.specs, batch_size=batch_size):
+            for row in model.run(batch):
                 best = np.argsort(-row, kind="stable")
-                sorted_row = {self.classes[label]: float(row[label]) for label in best}
-                yield Prediction(self.classes[best[0]], sorted_row)
+                sorted_row = {model.classes[label]: float(row[label]) for label in best}
+                yield Prediction(model.classes[best[0]], sorted_row)
 
     def probabilities(
         self, images: Iterable[ImageSource], *, batch_size: int = BATCH_SIZE
@@ -176,5 +188,6 @@ class Model:
         Raises:
             UnreadableImage: an image cannot be decoded.
         """
-        rows = [self._run(batch) for batch in batches(images, self._specs, batch_size=batch_size)]
-        return np.concatenate(rows) if rows else np.zeros((0, len(self.classes)), np.float32)
+        model = self._opened()
+        rows = [model.run(batch) for batch in batches(images, model.specs, batch_size=batch_size)]
+        return np.concatenate(rows) if rows else np.zeros((0, len(model.classes)), np.float32)

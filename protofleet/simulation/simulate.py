@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from aggregator.algorithms.algorithm import Algorithm
 from aggregator.algorithms.registry import ALGORITHMS as IN_ROUNDS
 from aggregator.config.schema import Client as ClientSettings
 from aggregator.config.schema import Robust
@@ -37,7 +38,7 @@ class AlgorithmResult:
     """The result of one algorithm.
 
     Attributes:
-        algorithm: one of ALGORITHMS.
+        algorithm: its name.
         accuracy: share of all held-out images that are classified correctly, mean over the devices' heads.
         device_accuracies: likewise of each device's own head on held-out images of its domain, in the mixture of
             classes that the device has; NaN for a device of whose classes no image is held out.
@@ -123,7 +124,7 @@ def simulate(
     *,
     devices: int = 10,
     partition: str = "dirichlet:0.3",
-    algorithms: Sequence[str] = DEFAULT_ALGORITHMS,
+    algorithms: Sequence[str | Algorithm] = DEFAULT_ALGORITHMS,
     held_out: float = 0.2,
     robust: Robust | None = None,
     seed: int = 0,
@@ -140,7 +141,7 @@ def simulate(
             devices.
         partition: `iid` for random images; `dirichlet:BETA` for shares of each class drawn from a Dirichlet
             distribution, the more unequal the smaller BETA; `sharding:N` for N classes on each device.
-        algorithms: some of `ALGORITHMS`.
+        algorithms: some of `ALGORITHMS`, with their defaults, or algorithms of rounds with settings of their own.
         held_out: share of each class of each domain that no device gets.
         robust: the aggregator's protection against incorrect prototypes; None for its defaults.
         seed: of the images that are held out, and of their division.
@@ -149,7 +150,7 @@ def simulate(
     Raises:
         ConfigError: an argument is out of range, or there are too few images.
     """
-    unknown = [name for name in algorithms if name not in ALGORITHMS]
+    unknown = [each for each in algorithms if not isinstance(each, Algorithm) and each not in ALGORITHMS]
     if unknown:
         raise ConfigError(f"expected algorithms out of {', '.join(ALGORITHMS)}, got {unknown[0]!r}")
     clients = deal_out(data, parse_partition(partition), devices=devices, held_out=held_out, seed=seed)
@@ -238,7 +239,7 @@ def _weights(own: NDArray[np.int64], present: NDArray[np.int64], classes: int) -
 
 
 def _train(
-    clients: Sequence[Client], classes: int, names: Sequence[str], robust: Robust
+    clients: Sequence[Client], classes: int, wanted: Sequence[str | Algorithm], robust: Robust
 ) -> Iterator[tuple[Trained, str]]:
     """Yield the result of each algorithm; only devices with images take part, and all are evaluated."""
     members = [client for client in clients if len(client.train_labels)]
@@ -256,8 +257,11 @@ def _train(
         ALONE: lambda: methods.train_alone(members, classes=classes),
         ALL_IMAGES: lambda: methods.train_in_one_place(members),
     }
-    for name in names:
-        yield runs[name](), name
+    for each in wanted:
+        if isinstance(each, Algorithm):
+            yield methods.train_rounds(each, members, classes=classes, robust=robust), each.name
+        else:
+            yield runs[each](), each
 
 
 def _result(name: str, trained: Trained, clients: Sequence[Client]) -> AlgorithmResult:

@@ -1,0 +1,1 @@
+"""Examples of the Python API, one file each."""

@@ -1,0 +1,175 @@
+"""A device of a fleet in this program."""
+
+import os
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from edge_client.agent.state import Mode
+from edge_client.cli.status import device_status
+from edge_client.config import Settings, enrolled_identity, enrolled_name, merged_access
+from edge_client.runtime.session import require_runtime
+from edge_client.service import device as service
+from edge_client.service.running_agent import SUBMISSION_RECEIVED
+from edge_client.storage.device_state import DeviceState
+from edge_client.storage.stored_values import Heads
+from edge_client.submission.head_installer import HEAD_IN_USE
+from protocol.enrollment import read_enrollment
+from protocol.errors import ConfigError, StateError
+from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess, parse_broker
+from protocol.storage.state_folder import default_state_folder
+from protocol.wire.topics import is_name
+from protofleet.embedded import Callback, Embedded
+from protofleet.images import BATCH_SIZE, WORKERS
+from protofleet.model import Model
+
+if TYPE_CHECKING:
+    from edge_client.runtime.session import Provider
+
+
+class Device(Embedded):
+    """A device of a fleet, as `edge-client` runs one, on threads of this program.
+
+    Use it as a context manager, or with `start` and `stop`. A program may run several, each with a state directory of
+    its own. A graph that neither ends nor can be interrupted ends the whole program, as it ends `edge-client`.
+
+    Args:
+        data: folder with one sub-folder of images per class, or a CSV file with the columns path and label; new images
+            are found while it runs.
+        broker: `HOST` or `HOST:PORT`; None for the one in the enrollment.
+        state: state directory; None for the fleet's, `~/.local/state/protofleet/FLEET`.
+        fleet: name of the fleet.
+        device_id: name of the device; None derives one from the machine.
+        enrollment: directory made by `aggregator enroll`, for a closed fleet.
+        access: TLS settings and credentials for the broker.
+        holdout: fraction of the images that is held out to evaluate heads.
+        backbones: local copies of the task's backbones, used instead of a download.
+        provider: `cpu`, `cuda`, `tensorrt`, or `auto` for CUDA if available.
+        threads: CPU threads of a run; None for all cores.
+        rescan_s: seconds between scans for new images.
+        max_epsilon: privacy budget for all submissions together; None leaves the limit to the task.
+        on_head: called when a head is installed.
+        on_submission: called when the aggregator has received a submission.
+        on_event: called with every event that the device logs.
+
+    Raises:
+        ConfigError: a setting is wrong.
+    """
+
+    def __init__(  # noqa: PLR0913 - the options of `edge-client`
+        self,
+        data: str | os.PathLike[str],
+        *,
+        broker: str | None = None,
+        state: str | os.PathLike[str] | None = None,
+        fleet: str = "default",
+        device_id: str | None = None,
+        enrollment: str | os.PathLike[str] | None = None,
+        access: BrokerAccess = NO_AUTHENTICATION,
+        holdout: float = 0.2,
+        backbones: Sequence[str | os.PathLike[str]] = (),
+        provider: "Provider" = "auto",
+        threads: int | None = None,
+        rescan_s: float = 30.0,
+        max_epsilon: float | None = None,
+        on_head: Callback | None = None,
+        on_submission: Callback | None = None,
+        on_event: Callback | None = None,
+    ) -> None:
+        super().__init__(
+            name="device",
+            on_event=on_event,
+            callbacks={HEAD_IN_USE: on_head, SUBMISSION_RECEIVED: on_submission},
+        )
+        identity: dict[str, Any] = {}
+        if enrollment is not None:
+            enrolled = read_enrollment(Path(enrollment))
+            device_id = enrolled_name("device-id", given=device_id, enrolled=enrolled.device)
+            fleet = enrolled.fleet
+            broker = broker or enrolled.broker or None
+            access = merged_access(access, enrolled)
+            identity = enrolled_identity(enrolled, aggregator_key=None)
+        if broker is None:
+            raise ConfigError("expected a broker as HOST or HOST:PORT, got none")
+        if not is_name(fleet):
+            raise ConfigError(f"expected a fleet of 1 to 64 letters, digits, '-' or '_', got {fleet!r}")
+        if not Path(data).exists():
+            raise ConfigError(f"no images at {data}: expected a folder with one sub-folder per class")
+        if not 0 <= holdout < 1:
+            raise ConfigError(f"expected a held-out fraction from 0 to below 1, got {holdout}")
+        self._folder = Path(state) if state is not None else default_state_folder(f"protofleet/{fleet}")
+        self._wanted_id = device_id
+        self._provider: Provider = provider
+        self._threads = threads
+        self._settings: dict[str, Any] = {
+            "broker": parse_broker(broker, tls=access.tls),
+            "access": access,
+            "fleet": fleet,
+            "data": Path(data),
+            "holdout": holdout,
+            "backbones": tuple(map(Path, backbones)),
+            "rescan_s": rescan_s,
+            "max_epsilon": max_epsilon,
+            **identity,
+        }
+        self._service: service.Device | None = None
+
+    @property
+    def state(self) -> Path:
+        """The state directory."""
+        return self._folder
+
+    def _run(self, on_ready: Callable[[], None]) -> None:
+        require_runtime()
+        with closing(DeviceState(self._folder, lock=True)) as store:
+            settings = Settings(
+                device_id=store.device_id(self._wanted_id),
+                mode=Mode.SERVICE,
+                provider=self._provider,
+                threads=self._threads,
+                batch_size=BATCH_SIZE,
+                workers=min(WORKERS, os.cpu_count() or 1),
+                **self._settings,
+            )
+            self._service = service.Device(settings, store)
+            on_ready()
+            self._service.run()
+
+    def _request_stop(self) -> None:
+        if self._service is not None:
+            self._service.stop()
+
+    def status(self) -> dict[str, Any]:
+        """Return what `edge-client status --json` prints: task, submission, head, problem and more.
+
+        Raises:
+            StateError: the device has never run.
+        """
+        with closing(DeviceState(self._folder, read_only=True)) as store:
+            return device_status(store)
+
+    def wait_for_head(self, timeout_s: float | None = None) -> Model:
+        """Wait until a head is installed, also by an earlier run, and return it with its backbones.
+
+        Raises:
+            TimeoutError: there is none after the timeout, in seconds.
+            ProtofleetError: the device has ended.
+        """
+        self._wait_for(self._has_head, timeout_s, "head")
+        return self.model()
+
+    def model(self) -> Model:
+        """Return the head that is installed with its backbones; each prediction uses the newest one.
+
+        Raises:
+            ConfigError: no head is installed.
+        """
+        return Model.installed(state=self._folder, provider=self._provider, threads=self._threads)
+
+    def _has_head(self) -> bool:
+        try:
+            with closing(DeviceState(self._folder, read_only=True)) as store:
+                return store.get(Heads).installed is not None
+        except StateError:
+            return False

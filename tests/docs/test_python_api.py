@@ -1,0 +1,59 @@
+"""docs/python-api.md: its code runs, in the order of the page, on images that the project has."""
+
+import re
+import runpy
+import shutil
+from pathlib import Path
+
+import pytest
+
+import protofleet
+from aggregator.heads.accepted_submissions import SUBMISSION_ACCEPTED
+from aggregator.heads.published_head import HEAD_ACTIVATED
+from edge_client.service.running_agent import SUBMISSION_RECEIVED
+from edge_client.submission.head_installer import HEAD_IN_USE
+from protocol.mqtt.reconnecting_session import BrokerAddress
+from tests.support.fleets.fleet import write_digits, write_task
+
+PAGE = (Path(__file__).parents[2] / "docs" / "python-api.md").read_text(encoding="utf-8")
+CLASSES = ("0", "1", "2")
+
+
+def test_code_on_the_page_runs(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    address: BrokerAddress,
+) -> None:
+    """The second block makes the model of the first one."""
+    monkeypatch.chdir(tmp_path)
+    photos = write_digits(tmp_path / "photos", classes=[0, 1, 2], each=20)
+    task = write_task(tmp_path, classes=CLASSES, quorum=1)
+    task.write_text(task.read_text().replace("backbone-0.onnx", "backbone.onnx"))
+    (tmp_path / "backbone-0.onnx").rename("backbone.onnx")
+    shutil.copy(next(iter(sorted((photos / "1").iterdir()))), "photo.png")
+    first, *blocks = re.findall(r"(?ms)^```python\n(.*?)^```", PAGE)
+    assert len(blocks) == 4
+    whole = "\n".join(["import protofleet", blocks[0], first, *blocks[1:]])
+    (tmp_path / "page.py").write_text(whole.replace("127.0.0.1:1883", f"{address.host}:{address.port}"))
+    runpy.run_path("page.py")
+    printed = capsys.readouterr().out
+    assert "submission of" in printed
+    assert "head 1" in printed
+    assert "backbone" in printed.splitlines()[-1]
+
+
+def test_callbacks_on_the_page_are_those_of_the_code() -> None:
+    """The table has the message of each callback."""
+    rows = re.findall(r"^\| `(on_\w+)` \| `([^`]+)` \| `([^`]+)` \|$", PAGE, re.MULTILINE)
+    assert rows == [
+        ("on_head", HEAD_IN_USE, HEAD_ACTIVATED),
+        ("on_submission", SUBMISSION_RECEIVED, SUBMISSION_ACCEPTED),
+    ]
+
+
+def test_functions_and_classes_are_on_the_page() -> None:
+    """All but the types of what they take and return."""
+    types = {"AlgorithmResult", "Backbone", "BrokerAccess", "Head", "ImageSource", "Prediction", "Prototypes"}
+    others = {"Simulation", "load_backbone"}
+    assert [name for name in protofleet.__all__ if name not in PAGE and name not in types | others] == []

@@ -1,0 +1,167 @@
+"""Devices and an aggregator in one process, with a broker: heads, callbacks, starts and stops."""
+
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import protofleet
+from protocol.errors import ConfigError, StateError
+from protocol.mqtt.reconnecting_session import BrokerAddress
+from tests.support.fleets.fleet import write_digits, write_task
+from tests.support.network.brokers import amqtt
+
+TIMEOUT_S = 120.0
+CLASSES = ("0", "1", "2", "3")
+
+
+@pytest.fixture
+def broker(address: BrokerAddress) -> Iterator[str]:
+    with amqtt(address):
+        yield f"{address.host}:{address.port}"
+
+
+class Events:
+    """Events of one service, in their order."""
+
+    def __init__(self) -> None:
+        self.seen: list[protofleet.Event] = []
+        self._changed = threading.Condition()
+
+    def __call__(self, event: protofleet.Event) -> None:
+        with self._changed:
+            self.seen.append(event)
+            self._changed.notify_all()
+
+    def wait_for(self, message: str) -> protofleet.Event:
+        """Return the first event with this message."""
+
+        def found() -> protofleet.Event | None:
+            return next((event for event in self.seen if event.message == message), None)
+
+        with self._changed:
+            assert self._changed.wait_for(lambda: found() is not None, TIMEOUT_S), [*map(str, self.seen)]
+            event = found()
+            assert event is not None
+            return event
+
+
+def device(folder: Path, broker: str, number: int, **options: object) -> protofleet.Device:
+    """Return a device with eight images of each class, which no other device has."""
+    data = write_digits(folder / f"photos-{number}", classes=[0, 1, 2, 3], start=8 * number, each=8)
+    return protofleet.Device(
+        data, broker=broker, state=folder / f"device-{number}", device_id=f"shed-{number}",
+        provider="cpu", threads=1, **options,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def test_fleet_in_one_process(tmp_path: Path, address: BrokerAddress) -> None:
+    """Two devices and an aggregator with its broker train a head, tell it by callbacks, and classify with it."""
+    task = write_task(tmp_path, classes=CLASSES, quorum=2)
+    uploads, heads, installed, received = Events(), Events(), Events(), Events()
+    broker = f"{address.host}:{address.port}"
+    aggregator = protofleet.Aggregator(
+        task, state=tmp_path / "state", broker=broker, embedded_broker=True, on_submission=uploads, on_head=heads
+    )  # fmt: skip
+    first = device(tmp_path, broker, 0, on_head=installed, on_submission=received)
+    with aggregator, first, device(tmp_path, broker, 1) as second:
+        image = tmp_path / "photos-0" / "3"
+        path = next(iter(sorted(image.iterdir())))
+        models = [each.wait_for_head(TIMEOUT_S) for each in (aggregator, first, second)]
+        predictions = [model.predict(path) for model in models]
+        assert {each.label for each in predictions} == {predictions[0].label}
+        assert models[0].classes == CLASSES
+        assert heads.wait_for("head activated").fields["version"] == 1
+        assert installed.wait_for("head in use").fields["head"] == 1
+        received.wait_for("submission received by the aggregator")
+        assert {event.fields["device"] for event in uploads.seen} == {"shed-0", "shed-1"}
+        status = aggregator.status()
+        assert status.running
+        assert second.status()["device_id"] == "shed-1"
+        assert len(status.devices) == 2
+    assert not any(each.is_running for each in (aggregator, first, second))
+    assert not aggregator.status().running
+    assert aggregator.model().predict(path).label == first.model().predict(path).label
+
+
+def test_device_starts_again_after_a_stop(tmp_path: Path, broker: str) -> None:
+    """A stop ends its threads and frees the state directory; it can be used by another object, too."""
+    threads = threading.active_count()
+    one = device(tmp_path, broker, 0)
+    for _ in range(2):
+        events = Events()
+        one._on_event = events
+        with one:
+            events.wait_for("connected to the broker")
+            with pytest.raises(protofleet.ProtofleetError, match="runs already"):
+                one.start()
+        assert not one.is_running
+    one.stop()
+    events = Events()
+    with device(tmp_path, broker, 0, on_event=events):
+        events.wait_for("connected to the broker")
+    left = [thread.name for thread in threading.enumerate()]
+    assert threading.active_count() <= threads + 1, left  # the watchdog of ONNX Runtime stays
+
+
+def test_state_directory_of_a_running_device_is_refused(tmp_path: Path, broker: str) -> None:
+    with device(tmp_path, broker, 0), pytest.raises(StateError, match="already runs"):
+        device(tmp_path, broker, 0).start()
+
+
+def test_callback_may_fail_or_stop_the_service(
+    tmp_path: Path, broker: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A failure is logged, and later events arrive all the same; stopping from a callback waits for no one."""
+    stopped = threading.Event()
+
+    def call(event: protofleet.Event) -> None:
+        if event.message == "connected to the broker":
+            raise ValueError("a bug")
+        if event.message == "waiting for the fleet's task":
+            one.stop()
+            stopped.set()
+
+    one = device(tmp_path, broker, 0, on_event=call)
+    with caplog.at_level(logging.ERROR):
+        one.start()
+        assert stopped.wait(TIMEOUT_S)
+    assert "a callback failed: connected to the broker" in caplog.text
+    assert one.wait(0)
+
+
+def test_head_that_does_not_come_is_a_timeout(tmp_path: Path, broker: str) -> None:
+    with device(tmp_path, broker, 0) as one:
+        with pytest.raises(TimeoutError, match="no head after 0 s"):
+            one.wait_for_head(0)
+        with pytest.raises(ConfigError, match="no head"):
+            one.model()
+    with pytest.raises(protofleet.ProtofleetError, match="start it"):
+        one.wait_for_head()
+
+
+def test_settings_are_checked_before_the_start(tmp_path: Path) -> None:
+    """Errors are those of the programs."""
+    with pytest.raises(ConfigError, match="no images at"):
+        protofleet.Device(tmp_path / "missing", broker="127.0.0.1")
+    with pytest.raises(ConfigError, match="expected a broker"):
+        protofleet.Device(tmp_path)
+    with pytest.raises(ConfigError, match="cannot read the task file"):
+        protofleet.Aggregator(tmp_path / "missing.toml")
+    task = write_task(tmp_path, classes=CLASSES)
+    with pytest.raises(ConfigError, match="use mosquitto"):
+        protofleet.Aggregator(task, embedded_broker=True, access=protofleet.BrokerAccess(username="a"))
+    aggregator = protofleet.Aggregator(task, state=tmp_path / "state")
+    with pytest.raises(ConfigError, match=r"no model\.onnx"):
+        aggregator.model()
+
+
+def test_broker_that_cannot_listen_ends_the_aggregator(tmp_path: Path, broker: str) -> None:
+    """The error of the thread is raised where the program waits."""
+    task = write_task(tmp_path, classes=CLASSES)
+    aggregator = protofleet.Aggregator(task, state=tmp_path / "state", broker=broker, embedded_broker=True)
+    with pytest.raises(ConfigError, match="cannot listen"):
+        aggregator.start().wait(TIMEOUT_S)
+    assert not aggregator.is_running
