@@ -41,13 +41,13 @@ def cli() -> None:
 
 
 @cli.command("simulate", epilog=examples(_EXAMPLE))
-@click.argument("data", type=click.Path(exists=True, path_type=Path))
+@click.argument("data", type=click.Path(path_type=Path))
 @click.option(
     "--backbone",
     "backbones",
     multiple=True,
     required=True,
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=click.Path(dir_okay=False, path_type=Path),
     help="ONNX file that `export-backbone` wrote; may be repeated.",
 )
 @click.option("--devices", type=click.IntRange(min=1), default=10, show_default=True)

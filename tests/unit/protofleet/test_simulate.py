@@ -194,6 +194,14 @@ def test_command_shows_a_table_or_json(photos: Path, backbone: Path, tmp_path: P
     assert [each["algorithm"] for each in json.loads(made.stdout)["results"]] == ["statistics", "alone"]
 
 
+def test_missing_file_is_one_line(photos: Path, backbone: Path, tmp_path: Path) -> None:
+    missing = tmp_path / "missing"
+    with pytest.raises(ConfigError, match=r"cannot read .*missing: No such file"):
+        protofleet.load_dataset(missing, backbone)
+    with pytest.raises(protofleet.ProtofleetError, match=r"cannot load missing: .*No such file"):
+        protofleet.load_dataset(photos, missing)
+
+
 def test_options_of_the_command_are_those_of_the_function() -> None:
     """The command repeats names, so that `--help` imports nothing."""
     assert ALGORITHMS == simulate.ALGORITHMS
