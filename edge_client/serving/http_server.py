@@ -294,6 +294,8 @@ class RequestHandler(BaseHTTPRequestHandler):
     def _send(self, status: int, content: dict[str, Any]) -> None:
         body = json.dumps(content).encode() + b"\n"
         self.connection.settimeout(WAIT_S)
+        if self.request_version == "HTTP/0.9":
+            self.request_version = self.default_request_version  # that version has no status
         self.send_response(status)
         for name, value in (
             ("Content-Type", "application/json"),
