@@ -63,7 +63,8 @@ def check_runtime(
     except RuntimeMissing as error:
         yield Finding("runtime", "failed", str(error), "pip install 'protofleet[cpu]', or [gpu]")
         return
-    names = [name.removesuffix("ExecutionProvider").lower() for name in runtime.get_available_providers()]
+    available = (name.removesuffix("ExecutionProvider").lower() for name in runtime.get_available_providers())
+    names = [name for name in available if name != "azure"]  # a remote service, in every wheel
     yield Finding("runtime", "ok", f"ONNX Runtime {runtime.__version__}: {', '.join(names)}")
     if store is None:
         return

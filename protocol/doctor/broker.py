@@ -50,7 +50,7 @@ def check_network(broker: BrokerAddress, access: BrokerAccess) -> list[Finding]:
             return [reached, *_check_tls(connection, broker, access)]
     except OSError as error:
         text = diagnostics.connect_error(error, broker, BrokerAccess())
-        action = "check the broker's address and port, that it runs, and the firewalls in between"
+        action = "check the address and port, that the broker runs (an embedded one: its aggregator), and the firewalls"
         return [Finding("broker", "failed", text, action)]
 
 
