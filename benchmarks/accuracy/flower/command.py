@@ -1,5 +1,6 @@
 """`python -m benchmarks flower`: this fleet and Flower's, with real processes, on the same features and head."""
 
+import json
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -9,7 +10,7 @@ import click
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.accuracy.flower.fleets import Outcome, Setting, flower_programs, run_flower, run_ours
+from benchmarks.accuracy.flower.fleets import Outcome, Round, Setting, flower_programs, run_flower, run_ours
 from benchmarks.accuracy.flower.tuning import GRID, accuracies
 from benchmarks.data.features import backbone_file, load_features, prepared
 from benchmarks.data.images import NAMES, load_data
@@ -19,9 +20,11 @@ from protofleet.simulation.partitions import Partition, share_out
 
 BACKBONE, IMAGE_SIZE, CLIENTS = "mobilenetv2_100", 96, 10
 PARTITION = Partition("dirichlet", 0.1)
+STATISTICS = 'algorithm = "statistics"\n[client]\nbatch_size = 1\nmin_images = 1\n'
 OURS: Mapping[str, str] = {
     "protofleet, FedTC": "",
-    "protofleet, statistics": 'algorithm = "statistics"\n[client]\nbatch_size = 1\nmin_images = 1\n',
+    "protofleet, statistics": STATISTICS,
+    "protofleet, statistics, no bound": f"{STATISTICS}[robust]\nmax_multiple = 0\n",
 }
 """Settings of the task file for each method."""
 
@@ -53,6 +56,11 @@ SETTINGS: Mapping[str, Setting] = {
 @click.option(
     "--tune", is_flag=True, help="Show validation accuracies of settings of Flower's clients instead."
 )
+@click.option(
+    "--resume",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="JSON file of an earlier run with the same options, whose methods are not run again.",
+)
 @json_option
 def command(
     *,
@@ -62,6 +70,7 @@ def command(
     rounds: int,
     minutes: float,
     tune: bool,
+    resume: Path | None,
     json_file: Path | None,
 ) -> None:
     """Compare a fleet with Flower's FedAvg and FedProx: accuracy, time, bytes, memory and processor time."""
@@ -81,15 +90,18 @@ def command(
         folder = Path(name)
         pixels = load_data(data).train.images[rows]
         backbone = backbone_file(BACKBONE, image_size=IMAGE_SIZE)
-        outcomes = {
-            method: run_ours(folder / f"ours-{number}", backbone, features, pixels, owners, settings)
-            for number, (method, settings) in enumerate(OURS.items())
-        }
+        outcomes = _stored(resume) if resume else {}
+        for number, (method, settings) in enumerate(OURS.items()):
+            if method not in outcomes:
+                at = folder / f"ours-{number}"
+                outcomes[method] = run_ours(at, backbone, features, pixels, owners, settings)
         for number, (method, setting) in enumerate(SETTINGS.items()):
-            at = folder / f"flower-{number}"
-            outcomes[method] = run_flower(
-                programs, at, features, owners, setting, rounds=rounds, limit_s=60 * minutes
-            )
+            if method not in outcomes:
+                at = folder / f"flower-{number}"
+                outcomes[method] = run_flower(
+                    programs, at, features, owners, setting, rounds=rounds, limit_s=60 * minutes
+                )
+        outcomes = {method: outcomes[method] for method in (*OURS, *SETTINGS)}
     tables, plot = _report(outcomes, title)
     write_json(
         json_file,
@@ -99,6 +111,14 @@ def command(
         settings={method: asdict(setting) for method, setting in SETTINGS.items()},
         runs={method: asdict(outcome) for method, outcome in outcomes.items()},
     )
+
+
+def _stored(file: Path) -> dict[str, Outcome]:
+    """Return the outcomes in the JSON file of an earlier run."""
+    return {
+        method: Outcome([Round(**each) for each in run["rounds"]], run["client_memory_bytes"])
+        for method, run in json.loads(file.read_text(encoding="utf-8"))["runs"].items()
+    }
 
 
 def _tune(features: Features, owners: NDArray[np.int64], rounds: int, title: str) -> None:
@@ -113,7 +133,7 @@ def _tune(features: Features, owners: NDArray[np.int64], rounds: int, title: str
 def _report(outcomes: Mapping[str, Outcome], title: str) -> tuple[list[Table], Plot]:
     """Print each fleet's accuracy, and its costs until it is within 0.5 points of its own best."""
     table = Table(
-        {"": "<22", "last accuracy": ">15.2%", "of rounds": ">11", "best": ">8.2%",
+        {"": "<34", "last accuracy": ">15.2%", "of rounds": ">11", "best": ">8.2%",
          "rounds until there": ">19", "seconds": ">9.1f",
          "MB up": ">9.1f", "MB down": ">9.1f",
          "CPU s, clients": ">16.1f", "CPU s, server": ">15.1f", "MB of memory, a client": ">24.0f"},
