@@ -1,7 +1,12 @@
-"""The state directory of a fleet of a thousand devices."""
+"""A fleet of a thousand devices, and what its page costs: `python -m tests.browser.large_fleet`."""
 
+import contextlib
 import random
+import shutil
+import sys
+import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from aggregator.config.schema import TaskFile
 from aggregator.coordination.round_state import Entry
@@ -11,6 +16,9 @@ from aggregator.storage.submissions import SubmissionRecord
 from protocol.wire.messages import Evaluation
 from tests.support.messages.submissions import TASK, device_info
 from tests.unit.aggregator.status.stores import started_store
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
 
 CLASSES = tuple(f"class {number}" for number in range(20))
 HEADS = 10
@@ -66,3 +74,40 @@ def put_evaluation(store: Store, name: str, version: int, chance: random.Random)
         task=TASK, head_version=version, correct=tuple(correct), incorrect=tuple(incorrect)
     )
     store.evaluations.put(name, evaluation, digest=f"{name} {version}".encode(), now_s=NOW_S)
+
+
+def operate(page: "Page") -> None:
+    """Do what an operator does on the page."""
+    page.get_by_role("button", name="Accuracy").click()
+    page.get_by_role("button", name="Next").click()
+    page.get_by_label("Filter").fill("shed-09")
+    page.get_by_text("100 devices", exact=True).wait_for()
+    page.get_by_label("Show").select_option("prototypes")
+    for _ in range(10):
+        page.mouse.wheel(0, 400)
+    page.wait_for_timeout(200)
+
+
+def main() -> None:
+    """Show the longest task of the page's main thread while a device joins and an operator works."""
+    from playwright.sync_api import sync_playwright
+
+    from tests.browser.pages import CHROMIUM, DashboardPage
+    from tests.unit.aggregator.http.servers import serving
+
+    with tempfile.TemporaryDirectory() as name, sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=shutil.which(CHROMIUM), args=["--no-sandbox"])
+        with contextlib.closing(large_store(Path(name), 1000)) as store, serving(Path(name)) as (client, _):
+            dashboard = DashboardPage(browser, client.origin)
+            dashboard.wait_for_text("#devices", "1,000 devices")
+            with dashboard.task_times() as times:
+                add_device(store, "new", random.Random(1))
+                dashboard.wait_for_text("#devices", "1,001 devices")
+                operate(dashboard.page)
+            dashboard.close()
+        browser.close()
+    sys.stdout.write(f"{len(times)} tasks, the longest {max(times):.1f} ms of processor time\n")
+
+
+if __name__ == "__main__":
+    main()
