@@ -63,7 +63,7 @@ class Model:
 
     @property
     def provider(self) -> str:
-        """What runs it, such as `cpu` or `cuda`."""
+        """The execution provider that runs it, such as `cpu` or `cuda`."""
         return self._opened().provider
 
     @classmethod

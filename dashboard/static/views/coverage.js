@@ -1,8 +1,9 @@
 // Which device has images of which class: a heat map of devices and classes, and the sums by class.
 
-import { html, useEffect, useMemo, useRef, useState } from "../vendor/standalone.module.js";
+import { html, useMemo, useRef, useState } from "../vendor/standalone.module.js";
 import { counted } from "../format.js";
 import { channels, color } from "./colors.js";
+import { useDrawing } from "./drawing.js";
 
 const HEIGHT = 480;
 const SHOWN_CLASSES = 50;
@@ -71,16 +72,7 @@ async function draw(canvas, devices, classes, what) {
 function HeatMap({ devices, classes, what }) {
   const canvas = useRef();
   const [place, setPlace] = useState("");
-  useEffect(() => {
-    const show = () => canvas.current && draw(canvas.current, devices, classes, what);
-    const fit = new ResizeObserver(show);
-    fit.observe(canvas.current.parentElement);
-    window.addEventListener("themechange", show);
-    return () => {
-      fit.disconnect();
-      window.removeEventListener("themechange", show);
-    };
-  }, [devices, classes, what]);
+  useDrawing(canvas, draw, [devices, classes, what]);
   function locate(event) {
     const { height, left, top, width } = layoutOf(canvas.current, devices, classes);
     const row = devices[Math.floor((event.offsetY - top) / height)];

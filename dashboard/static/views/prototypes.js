@@ -4,6 +4,7 @@ import { html, useEffect, useMemo, useRef, useState } from "../vendor/standalone
 import { refreshProjection } from "../fleet.js";
 import { counted } from "../format.js";
 import { color } from "./colors.js";
+import { useDrawing } from "./drawing.js";
 
 const HEIGHT = 420;
 const SHOWN_CLASSES = 24;
@@ -89,16 +90,7 @@ function nearest(projection, place, x, y) {
 function Scatter({ projection, held, label, classes }) {
   const canvas = useRef();
   const [place, setPlace] = useState("");
-  useEffect(() => {
-    const show = () => canvas.current && draw(canvas.current, projection, held, label);
-    const fit = new ResizeObserver(show);
-    fit.observe(canvas.current.parentElement);
-    window.addEventListener("themechange", show);
-    return () => {
-      fit.disconnect();
-      window.removeEventListener("themechange", show);
-    };
-  }, [projection, held, label]);
+  useDrawing(canvas, draw, [projection, held, label]);
   function locate(event) {
     const point = nearest(projection, layoutOf(projection, canvas.current.parentElement.clientWidth), event.offsetX, event.offsetY);
     const device = point === null ? "" : projection.devices[projection.device[point]];
