@@ -8,6 +8,7 @@ import asyncio
 import hmac
 import ipaddress
 import logging
+import re
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -33,6 +34,8 @@ SECURITY_HEADERS = {
     "cache-control": "no-store",
 }
 """Headers of every response, unless it has one of its own."""
+
+_HOST = re.compile(r"(?:\[(?P<ipv6>[0-9a-f:.]+)\]|(?P<host>[a-z0-9_.-]+))(?::[0-9]{1,5})?")
 
 _OPEN = ("/healthz", "/readyz", "/api/v1/session")
 """Paths that need no token; nor do the page and its files, which show nothing of the fleet."""
@@ -70,12 +73,12 @@ class Access:
     def _refusal(self, request: Request) -> JSONResponse | None:
         if not is_own_host(request.headers.get("host", ""), self._settings.hosts):
             return problem(421, "unknown host: give its name as --http-host")
-        if (not _is_read(request) or request.url.path.startswith("/api/")) and is_cross_site(request.headers):
+        if (not _is_read(request) or _path(request).startswith("/api/")) and is_cross_site(request.headers):
             return problem(403, "cross-site request")
         return None
 
     async def _unauthorized(self, request: Request) -> JSONResponse | None:
-        settings, path = self._settings, request.url.path
+        settings, path = self._settings, _path(request)
         if has_token(request.headers, settings.token):
             return None
         if "authorization" in request.headers:
@@ -87,6 +90,11 @@ class Access:
         if _is_read(request) and (settings.public or is_open):
             return None
         return problem(401, "expected the token, as `Authorization: Bearer TOKEN`")
+
+
+def _path(request: Request) -> str:
+    """Return the path that is routed; that of `request.url` may contain a part of the header Host."""
+    return str(request.scope["path"])
 
 
 def _is_read(request: Request) -> bool:
@@ -103,11 +111,10 @@ def is_own_host(header: str, hosts: tuple[str, ...]) -> bool:
 
     An address in digits, which no DNS server answers for, is accepted, as are `localhost` and the configured names.
     """
-    host = header.strip().lower()
-    if host.startswith("["):
-        host = host[1:].partition("]")[0]
-    elif host.count(":") == 1:
-        host = host.partition(":")[0]
+    found = _HOST.fullmatch(header.strip().lower())
+    if found is None:
+        return False
+    host = found["ipv6"] or found["host"]
     try:
         ipaddress.ip_address(host)
     except ValueError:

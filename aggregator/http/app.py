@@ -118,7 +118,7 @@ class _Server:
         snapshot = await self._snapshots.current()
         if snapshot.status is None:
             return problem(503, snapshot.problem)
-        document = snapshot.documents[request.url.path.rpartition("/")[2]]
+        document = snapshot.documents[request.scope["path"].rpartition("/")[2]]
         return _document(request, document, snapshot.version)
 
     async def prototypes(self, request: Request) -> Response:

@@ -157,6 +157,10 @@ REFUSED_HOSTS = (
     "localhost.attacker.example",
     "",
     "127.0.0.1.nip.io",
+    "127.0.0.1:80/page?",
+    "[::1]/page#",
+    "[::1]attacker.example",
+    "127.0.0.1:8080@attacker.example",
 )
 
 
