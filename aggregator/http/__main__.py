@@ -7,15 +7,19 @@ import os
 import socket
 import sys
 import threading
+import time
 from pathlib import Path
 
 import msgspec
 import uvicorn
 
 from aggregator.http.app import make_app
+from aggregator.http.connection import TimedConnection
 from aggregator.http.settings import HttpSettings
 from aggregator.http.snapshots import Snapshots
 from protocol.cli import start_logging
+from protocol.log import LINES_AT_ONCE, LINES_PER_S
+from protocol.rates.token_buckets import TokenBuckets
 
 MAX_CONNECTIONS = 512
 """Open connections, beyond which requests are answered with 503."""
@@ -31,8 +35,22 @@ def main() -> None:
         os.nice(NICENESS)
     start_logging(verbose=False)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    limit = _LimitedLines()
+    for name in ("uvicorn.error", "aggregator.http.access"):
+        logging.getLogger(name).addFilter(limit)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     asyncio.run(_serve(settings))
+
+
+class _LimitedLines(logging.Filter):
+    """Limits lines that clients cause, by logger and message: an unlimited log fills the disk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines = TokenBuckets[tuple[str, str]](capacity=LINES_AT_ONCE, per_s=LINES_PER_S)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return self._lines.take((record.name, str(record.msg)), now_s=time.monotonic())
 
 
 class _Uvicorn(uvicorn.Server):
@@ -57,7 +75,7 @@ async def _serve(settings: HttpSettings) -> None:
         proxy_headers=False,
         lifespan="off",
         ws="none",
-        http="h11",
+        http=TimedConnection,
         loop="asyncio",
         limit_concurrency=MAX_CONNECTIONS,
         timeout_graceful_shutdown=1,

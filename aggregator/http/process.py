@@ -23,7 +23,7 @@ from aggregator.http.settings import (
     HttpSettings,
     given_token,
     listen,
-    own_token,
+    new_token,
     parse_address,
 )
 from protocol.cli import require_packages
@@ -81,7 +81,7 @@ class HttpServer:
         self.port = int(self._listening.getsockname()[1])
         self._stopping = threading.Event()
         try:
-            token = options.token if options.token is not None else own_token(state)
+            token = options.token if options.token is not None else new_token(state)
         except BaseException:
             self._listening.close()
             raise

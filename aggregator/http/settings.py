@@ -11,7 +11,7 @@ import msgspec
 
 from protocol.cli import read_secret
 from protocol.errors import ConfigError
-from protocol.storage.blobstore import state_errors, write_atomically
+from protocol.storage.blobstore import write_atomically
 
 DEFAULT_ADDRESS = "127.0.0.1:8080"
 
@@ -87,13 +87,20 @@ def given_token(file: Path | None) -> str | None:
     return token
 
 
+def new_token(state: Path) -> str:
+    """Return a new token, written to the state directory, readable by its owner only.
+
+    Each start of the aggregator makes one: while the port was free, another user of this machine could have listened on
+    it, and received the token of a page that was open.
+    """
+    token = secrets.token_urlsafe(32)
+    write_atomically(state / TOKEN_FILE, f"{token}\n".encode(), mode=0o600)
+    return token
+
+
 def own_token(state: Path) -> str:
-    """Return the token in the state directory, created at the first call, readable by its owner only."""
-    file = state / TOKEN_FILE
-    with state_errors(file):
-        if not file.exists():
-            write_atomically(file, f"{secrets.token_urlsafe(32)}\n".encode(), mode=0o600)
-    return read_secret(file, what="token")
+    """Return the token in the state directory; raises ConfigError if there is none."""
+    return read_secret(state / TOKEN_FILE, what="token")
 
 
 def listen(address: HttpAddress) -> socket.socket:

@@ -1,6 +1,7 @@
 """The HTTP server's process: started again if it ends, and gone with its aggregator."""
 
 import contextlib
+import os
 import socket
 import subprocess
 import sys
@@ -62,3 +63,55 @@ def answers(port: int) -> bool:
         connection.settimeout(5)
         return connection.recv(64).startswith(b"HTTP/1.1 200")
     return False
+
+
+def test_clients_that_do_nothing_are_disconnected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a request, within its headers or its body; a client that waits for events is not."""
+    starts = (
+        b"",
+        b"GET /healthz HTTP/1.1\r\nHost: ",
+        b"POST /api/v1/commands/promote HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{",
+    )
+    monkeypatch.setenv("PYTHONPATH", str(short_request_limit(tmp_path)), prepend=os.pathsep)
+    with serving(tmp_path) as (client, _), contextlib.ExitStack() as opened:
+        where = ("127.0.0.1", client.port)
+        watching, *idle = (
+            opened.enter_context(socket.create_connection(where, timeout=60)) for _ in range(1 + len(starts))
+        )
+        watching.sendall(b"GET /api/v1/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        for connection, start in zip(idle, starts, strict=True):
+            connection.sendall(start)
+            with contextlib.suppress(ConnectionError):
+                while connection.recv(65_536):
+                    pass
+        watching.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                assert watching.recv(65_536)
+
+
+def short_request_limit(folder: Path) -> Path:
+    """Write a module that shortens the time limit in the server's process; returns its folder."""
+    site = folder / "site"
+    site.mkdir()
+    lines = ("import aggregator.http.connection", "aggregator.http.connection.REQUEST_S = 0.3", "")
+    (site / "sitecustomize.py").write_text("\n".join(lines))
+    return site
+
+
+def test_clients_cannot_fill_the_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with serving(tmp_path) as (client, _):
+        for _ in range(300):
+            with socket.create_connection(("127.0.0.1", client.port), timeout=60) as connection:
+                connection.sendall(b"no request\r\n\r\n")
+                assert connection.recv(64).startswith(b"HTTP/1.1 400")
+    assert 0 < capfd.readouterr().err.count("Invalid HTTP request") < 250
+
+
+def test_each_start_has_a_new_token(tmp_path: Path) -> None:
+    """That of the start before may be known to a program that had the port meanwhile."""
+    with serving(tmp_path) as (_, before):
+        pass
+    with serving(tmp_path) as (client, token):
+        assert client.get("/api/v1/session", Authorization=f"Bearer {token}").json()["command"]
+        assert client.get("/api/v1/session", Authorization=f"Bearer {before}").status == 401

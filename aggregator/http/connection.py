@@ -1,0 +1,39 @@
+"""An HTTP connection with a time limit on what the client does: uvicorn has none but between requests."""
+
+import asyncio
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+REQUEST_S = 30.0
+"""Time limit for a request's headers, for its body, and for the client to receive anything of an answer."""
+
+
+class TimedConnection(H11Protocol):
+    """A connection that is closed if its client does nothing for REQUEST_S to twice as long.
+
+    A client that waits for events does nothing, too, but its request is complete: it is not closed.
+    """
+
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Start the time limit."""
+        super().connection_made(transport)
+        self._watch(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End the time limit."""
+        if self._timer is not None:
+            self._timer.cancel()
+        super().connection_lost(exc)
+
+    def _watch(self, before: Any) -> None:
+        unsent_bytes = self.transport.get_write_buffer_size()
+        is_waiting = self.conn.their_state in {h11.IDLE, h11.SEND_BODY} or unsent_bytes > 0
+        now = (self.cycle, unsent_bytes) if is_waiting else None  # `cycle` is another one for each request
+        if now is not None and now == before:
+            self.transport.abort()
+            return
+        self._timer = self.loop.call_later(REQUEST_S, self._watch, now)
