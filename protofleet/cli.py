@@ -83,8 +83,7 @@ def cli() -> None:
     "--cache",
     type=click.Path(file_okay=False, path_type=Path),
     default=_default_cache,
-    show_default="~/.cache/protofleet",
-    help="Directory that keeps the images' features for the next time.",
+    help="Directory that keeps the images' features for the next time  [default: ~/.cache/protofleet]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def simulate_command(  # noqa: PLR0913 - every option of the command line
@@ -154,6 +153,7 @@ def describe(made: "Simulation") -> list[str]:
         + (f", {domains} domains" if domains > 1 else "")
         + f", {counted(made.held_out, 'held-out image')}",
         f"backbone: {made.backbone_bytes / 1e3:,.0f} kB, downloaded once by each device",
+        "uploads, kB up and kB down: of one device, on average; CPU s: of all devices and the aggregator",
         "",
         "".join(f"{name:{spec}}" for name, spec in COLUMNS.items()),
     ]

@@ -82,15 +82,18 @@ class Model:
             BackboneMismatch: the file is no such model.
             GraphRefused: the file is broken, or may not be run here.
         """
-        opened = open_model(
-            Path(path),
-            name="model",
-            provider=provider,
-            threads=threads,
-            max_bytes=MAX_BLOB_BYTES,
-            deterministic=True,
-        )
-        metadata = read_metadata(opened.properties, ModelMetadata)
+        try:
+            opened = open_model(
+                Path(path),
+                name="model",
+                provider=provider,
+                threads=threads,
+                max_bytes=MAX_BLOB_BYTES,
+                deterministic=True,
+            )
+            metadata = read_metadata(opened.properties, ModelMetadata)
+        except (GraphRefused, BackboneMismatch) as error:
+            raise type(error)(f"cannot load {Path(path).name}: {error}") from error
         specs = {name: each.preprocessing for name, each in metadata.backbones.items()}
         inputs = {
             name: Slot(np.dtype(np.uint8), (None, spec.height, spec.width, 3)) for name, spec in specs.items()

@@ -24,8 +24,8 @@ state_option = setting(
     "--state",
     type=click.Path(file_okay=False, path_type=Path),
     default=lambda: default_state_folder("protofleet-aggregator"),
-    show_default="~/.local/state/protofleet-aggregator",
-    help="State directory of the aggregator.",
+    show_default=False,
+    help="State directory of the aggregator  [default: ~/.local/state/protofleet-aggregator]",
 )
 
 

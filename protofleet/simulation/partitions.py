@@ -70,8 +70,8 @@ def _sharding(classes: int, delta: int, *, clients: int, rng: np.random.Generato
     """Return each client's share of each class, (C, K): equal among the clients that have the class."""
     if not classes / clients <= delta <= classes:
         raise ConfigError(
-            f"{clients} clients with {delta} classes each cannot share out {classes} classes: "
-            f"choose delta between {-(-classes // clients)} and {classes}"
+            f"{clients} devices with {delta} classes each cannot share out {classes} classes: "
+            f"expected sharding:N with N from {-(-classes // clients)} to {classes}"
         )
     has = np.zeros((classes, clients))
     dealt = rng.permutation(classes)[np.arange(clients * delta) % classes]

@@ -71,7 +71,7 @@ def test_invalid_partition_is_refused(text: str) -> None:
 @pytest.mark.parametrize(("clients", "delta"), [(3, 3), (10, 11)])
 def test_impossible_sharding_is_refused(clients: int, delta: int) -> None:
     """Too few clients would leave images over; no client has more classes than there are."""
-    with pytest.raises(ConfigError, match="choose delta between"):
+    with pytest.raises(ConfigError, match="expected sharding:N with N from"):
         share_out(np.arange(10), Partition("sharding", delta), clients=clients, rng=np.random.default_rng(0))
 
 
