@@ -35,15 +35,18 @@ def test_round_shows_who_is_in_and_who_is_missing(open_page: OpenPage, tmp_path:
         store.submissions.put(TASK, submission_row("a", {0: 1, 2: 1}, 200.0, number=1))
         store.submissions.put(TASK, submission_row("b", {0: 1}, number=0))
         store.devices.put_info("c", device_info(problem="no room"), now_s=11.0)
+        store.devices.put_info("d", device_info(problem="no class"), now_s=11.0)
         store.devices.raise_epsilon("a", 2.5)
         with serving(tmp_path) as (client, _):
             dashboard = open_page(client.origin)
             dashboard.wait_for_text("#collection h2", "Round")
             dashboard.wait_for_text("#collection", "Round 1 of 2: 1 of 2 submissions")
             lines = dashboard.page.locator("#collection .names").all_inner_texts()
-            assert lines == ["In: a", "Earlier submission counts: b", "Missing: b, c"]
+            assert lines == ["In: a", "Earlier submission counts: b", "Missing: b, c, d"]
             dashboard.wait_for_text(".figure", "Greatest epsilon")
-            dashboard.wait_for_text(".alarms", "1 device cannot take part: c: no room")
+            dashboard.wait_for_text(
+                ".alarms", "2 devices cannot take part: c: no room; also d: see the flags"
+            )
             dashboard.server_stops = True
 
 
@@ -75,6 +78,8 @@ def test_everything_that_needs_an_operator_is_at_the_top(open_page: OpenPage, tm
                 "1 device quarantined: a",
             ):
                 dashboard.wait_for_text(".alarms li", text)
+            dashboard.wait_for_text("#collection", "new submission")
+            dashboard.wait_for_text("#collection .names", "Submissions of: ")
             dashboard.wait_for_text("#collection", "Training head 4: epoch 3 of 15")
             dashboard.wait_for_text("#devices .flag", "quarantined: far from the others")
             dashboard.wait_for_text("#heads .note", "Head 3 is tried by 2 canary devices; waiting for idle.")

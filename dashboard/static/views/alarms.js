@@ -28,7 +28,9 @@ function alarmsOf(status) {
   }
   const problems = status.devices.filter((device) => device.problem);
   if (problems.length) {
-    add("warn", `${counted(problems.length, "device")} cannot take part: ${problems[0].device}: ${problems[0].problem}`);
+    const others = problems.slice(1, 6).map((each) => each.device).join(", ") + (problems.length > 6 ? " …" : "");
+    const more = others && `; also ${others}: see the flags in Devices`;
+    add("warn", `${counted(problems.length, "device")} cannot take part: ${problems[0].device}: ${problems[0].problem}${more}`);
   }
   for (const head of status.heads.slice(-1)) if (head.warning) add("warn", `Head ${head.version}: ${head.warning}`);
   if (status.rate_limited_until_s && status.rate_limited_until_s > now()) {

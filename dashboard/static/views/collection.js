@@ -51,12 +51,12 @@ export function Collection({ status }) {
       ? "Collection for the next head"
       : "Collection for the first head";
   return html`<p>
-      <b>${what}:</b> ${done} of ${counted(wanted, "submission")}
+      <b>${what}:</b> ${done} of ${counted(wanted, first ? "submission" : "new submission")}
       <progress max=${wanted} value=${Math.min(done, wanted)} aria-label="Submissions"></progress>
       <span class="quiet">${timeLeft(status)}</span>
     </p>
     ${status.training && html`<${Training} training=${status.training} />`}
-    <${Names} title="In:" devices=${inside.map((device) => device.device)} />
+    <${Names} title=${first ? "In:" : "Submissions of:"} devices=${inside.map((device) => device.device)} />
     ${status.round && html`<${Names} title="Earlier submission counts:" devices=${status.round.carried} />`}
     <${Names} title="Missing:" devices=${missing.map((device) => device.device)} />`;
 }
