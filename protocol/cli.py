@@ -166,9 +166,9 @@ def plain(text: str) -> str:
     )
 
 
-def counted(number: int, noun: str) -> str:
-    """Return a number of things in words: `1 prototype`, `2 prototypes`."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """Return a number of things in words: `1 prototype`, `2 prototypes`; `plural` is `noun` with an s by default."""
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"
 
 
 def say(text: str, *, err: bool = False) -> None:

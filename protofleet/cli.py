@@ -149,7 +149,7 @@ def describe(made: "Simulation") -> list[str]:
     domains = len(set(made.domains))
     lines = [
         f"{counted(made.devices, 'device')}, {made.partition}, seed {made.seed}: {each[0]} to {each[-1]} images each, "
-        f"median {each[len(each) // 2]}; {len(made.classes)} classes"
+        f"median {each[len(each) // 2]}; {counted(len(made.classes), 'class', 'classes')}"
         + (f", {domains} domains" if domains > 1 else "")
         + f", {counted(made.held_out, 'held-out image')}",
         f"backbone: {made.backbone_bytes / 1e3:,.0f} kB, downloaded once by each device",

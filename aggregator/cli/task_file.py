@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from aggregator.cli.state import EXTRAS
-from protocol.cli import examples, require_packages, say
+from protocol.cli import counted, examples, require_packages, say
 from protocol.errors import ConfigError, ProtofleetError
 
 if TYPE_CHECKING:
@@ -115,7 +115,8 @@ def _check(path: Path) -> None:
         size += metadata.feature_size
         spec = metadata.preprocessing
         say(f"backbone   {file}: {metadata.feature_size} features of images at {spec.width}x{spec.height}")
-    say(f"task       fleet {task.fleet}, {task.algorithm}, {len(task.classes)} classes, {size} features")
+    classes = counted(len(task.classes), "class", "classes")
+    say(f"task       fleet {task.fleet}, {task.algorithm}, {classes}, {size} features")
     for note in _notes(task):
         say(f"note       {note}")
     say(f"{path} is valid")
@@ -124,6 +125,8 @@ def _check(path: Path) -> None:
 def _notes(task: "TaskFile") -> list[str]:
     """Return what a new operator may not expect of valid settings."""
     notes = []
+    if task.fleet != "default":
+        notes.append(f"devices need --fleet {task.fleet}, or an enrollment, which contains it")
     if task.quorum == 1:
         notes.append("quorum is 1: the first head, or each round, is made as soon as one device has uploaded")
     if task.devices is not None and task.quorum > len(task.devices):
@@ -156,7 +159,7 @@ class _Questions:
             UsageError: there is no terminal.
         """
         if not self.is_asked:
-            raise click.UsageError(f"missing {option}")
+            raise click.UsageError(f"missing {option}" + (" or --images" if option == "--class" else ""))
         answer = click.prompt(text, default=default or None).strip()
         if option == "--class" and Path(answer).is_dir():
             return _folders(Path(answer))

@@ -172,7 +172,7 @@ def _plain(value: Any) -> Any:
 def _enrollment(keys: Enrollment) -> str:
     known = f"closed, {keys.enrolled} enrolled"
     if not keys.closed:
-        known = f"open to every device, {keys.first_use} keys stored at first use"
+        known = f"open to every device, {counted(keys.first_use, 'key')} stored at first use"
     return known + (f", {keys.revoked} revoked" if keys.revoked else "")
 
 

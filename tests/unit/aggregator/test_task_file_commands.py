@@ -66,12 +66,13 @@ def test_questions_are_asked_on_a_terminal(folder: Path, monkeypatch: pytest.Mon
     task, _ = load_task(folder / "my.toml")
     assert (task.fleet, task.classes, task.backbones) == ("orchard", ("apple", "pear"), ("tiny.onnx",))
     assert (task.algorithm, task.quorum) == ("statistics", 2)
+    assert "devices need --fleet orchard" in done.output
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "error"),
     [
-        (["init"], 2, "missing --class"),
+        (["init"], 2, "missing --class or --images"),
         (["init", "--class", "a"], 2, "missing --backbone"),
         (["init", "--class", "a", "--backbone", "none.onnx"], 1, "run: aggregator check task.toml"),
         (["init", "--class", "a", "--backbone", "tiny.onnx", "--algorithm", "x"], 2, "expected one of fedtc"),
