@@ -23,6 +23,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # Aggregators in tests run beside each other and have no dashboard, unless a test gives its address.
 os.environ.setdefault("PROTOFLEET_HTTP", "off")
 
+# Ignored where a shell has started pytest in the background, and inherited by every program that a test interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # Until all tests are imported: nothing of that is garbage.
 gc.disable()
 

@@ -3,7 +3,6 @@
 import os
 import re
 import shlex
-import signal
 import socket
 import subprocess
 import sys
@@ -91,7 +90,7 @@ def test_commands_lead_to_a_prediction(folder: Path) -> None:
                 assert process.returncode == 0, f"{line}\n{outputs[line]}"
     finally:
         if server is not None:
-            server.send_signal(signal.SIGINT)
+            server.terminate()
             server.communicate(timeout=TIMEOUT_S)
     assert states.count(b"READY=1") == 2 + len(DEVICES), "aggregator, dry run, devices"
     (prediction,) = [text for line, text in outputs.items() if "predict" in line]
