@@ -45,8 +45,6 @@ MAX_IMAGES = 4
 
 MAX_TOP = 4096
 
-_LARGE_BYTES = 2**20
-
 _PART_BYTES = 2**16
 
 _ADDRESS = re.compile(r"(?:\[(?P<ipv6>[^]]+)\]|(?P<host>[^]/:[]+)):(?P<port>[0-9]{1,5})")
@@ -245,9 +243,10 @@ class RequestHandler(BaseHTTPRequestHandler):
                     opened = self.server.heads.follow()
                 except ProtofleetError as error:
                     raise _Refused(503, str(error)) from error
-                best = opened.classify(data, top=top)
-                if size_bytes > _LARGE_BYTES:
-                    release_memory()  # which the allocator would keep for this thread
+                try:
+                    best = opened.classify(data, top=top)
+                finally:
+                    release_memory()  # which the allocator would keep for this thread; few bytes can be many pixels
         head = opened.installed
         scores = {"label": best[0][0], "scores": dict(best)}
         return 200, {**scores, "head_version": head.version, "round": head.round}

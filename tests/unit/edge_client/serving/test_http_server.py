@@ -10,8 +10,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
+import psutil
 import pytest
+from PIL import Image
 
+from edge_client.runtime.session import release_memory
 from edge_client.serving import http_server
 from edge_client.serving.head_in_use import HeadInUse
 from edge_client.serving.http_server import PredictionServer, parse_options
@@ -163,6 +166,20 @@ def test_connections_are_limited(bench: HeadBench, start: Start, monkeypatch: py
         while (answer := _ask(port, "GET", "/healthz"))[0] == 503:  # until the first one has ended
             pass
         assert answer[0] == 200
+
+
+def test_small_file_of_a_large_image_leaves_no_memory(bench: HeadBench, start: Start) -> None:
+    """98 bytes are 36 million pixels, whose memory is returned to the system."""
+    bench.install(bench.head(1, CONSTANT["cat"]))
+    file = io.BytesIO()
+    Image.new("RGB", (6000, 6000)).save(file, "WEBP", lossless=True, method=0)
+    assert len(file.getvalue()) < 100
+    with start() as port:
+        assert _ask(port, "POST", "/predict", PNG)[0] == 200
+        release_memory()
+        before_bytes = psutil.Process().memory_info().rss
+        assert _ask(port, "POST", "/predict", file.getvalue())[0] == 200
+        assert psutil.Process().memory_info().rss - before_bytes < 50e6
 
 
 def test_token_is_required(bench: HeadBench, start: Start) -> None:
