@@ -99,6 +99,8 @@ class Model:
             name: Slot(np.dtype(np.uint8), (None, spec.height, spec.width, 3)) for name, spec in specs.items()
         }
         classes = metadata.head.classes
+        if len(set(classes)) < len(classes):
+            raise BackboneMismatch(f"{Path(path).name} names a class twice")
         output = Slot(np.dtype(np.float32), (None, len(classes)))
         if opened.inputs != inputs or opened.outputs.get("probabilities") != output:
             raise BackboneMismatch(
@@ -109,6 +111,11 @@ class Model:
         def run(batch: Batch) -> NDArray[np.float32]:
             feeds = {name: batch[spec] for name, spec in specs.items()}
             probabilities: NDArray[np.float32] = opened.run(feeds, ["probabilities"])["probabilities"]
+            expected = (len(next(iter(feeds.values()))), len(classes))
+            if probabilities.shape != expected:
+                raise GraphRefused(
+                    f"expected probabilities {expected}, got {probabilities.shape} from the model"
+                )
             if not np.isfinite(probabilities).all():
                 raise GraphRefused("the model gives NaN or infinity, not probabilities")
             return probabilities

@@ -197,6 +197,8 @@ def describe(slots: Mapping[str, Slot]) -> str:
 
 def _content(path: Path) -> memoryview:
     try:
+        if path.exists() and not path.is_file():  # to open a pipe would wait for its writer
+            raise GraphRefused(f"{path} is not a regular file")
         with path.open("rb") as file:
             return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     except (OSError, ValueError) as error:  # an empty file cannot be mapped

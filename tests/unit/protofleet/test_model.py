@@ -1,0 +1,86 @@
+"""`Model.load` on files that are no such model, or whose outputs are no probabilities."""
+
+import os
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from protocol.errors import BackboneMismatch, GraphRefused
+from protocol.models.onnx_metadata import BackboneMetadata, HeadMetadata, ModelMetadata, to_properties
+from protocol.models.preprocessing import Preprocessing
+from protofleet import Model
+
+METADATA = ModelMetadata(
+    backbones={
+        "image": BackboneMetadata(
+            model="none",
+            feature_size=2,
+            preprocessing=Preprocessing(height=4, width=4),
+            mean=(0, 0, 0),
+            std=(1, 1, 1),
+            weights_sha256="0" * 64,
+        )
+    },
+    head=HeadMetadata(
+        classes=("cat", "dog", "owl"),
+        version=1,
+        task="0" * 64,
+        backbones=("0" * 64,),
+        feature_size=2,
+        training={},
+    ),
+)
+
+IMAGE = np.zeros((4, 4, 3), np.uint8)
+
+
+ROWS = {
+    "one": helper.make_node("Identity", ["mean"], ["probabilities"]),
+    "none": helper.make_node("Slice", ["mean", "start", "start"], ["probabilities"]),
+    "two": helper.make_node("Concat", ["mean", "mean"], ["probabilities"], axis=0),
+}
+"""The last node of models that return so many rows for each image."""
+
+
+def model_file(path: Path, rows: str = "one", metadata: ModelMetadata = METADATA) -> Path:
+    """Write a model that returns the mean of each channel as the classes' probabilities."""
+    graph = helper.make_graph(
+        [
+            helper.make_node("Cast", ["image"], ["pixels"], to=TensorProto.FLOAT),
+            helper.make_node("ReduceMean", ["pixels"], ["mean"], axes=[1, 2], keepdims=0),
+            ROWS[rows],
+        ],
+        "model",
+        [helper.make_tensor_value_info("image", TensorProto.UINT8, ["n", 4, 4, 3])],
+        [helper.make_tensor_value_info("probabilities", TensorProto.FLOAT, ["rows", 3])],
+        [numpy_helper.from_array(np.array([0], np.int64), "start")],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    helper.set_model_props(model, to_properties(metadata))
+    onnx.save(model, path)
+    return path
+
+
+@pytest.mark.parametrize("rows", ["none", "two"])
+def test_model_gives_a_row_for_each_image(tmp_path: Path, rows: str) -> None:
+    """Others would be those of other images."""
+    assert Model.load(model_file(tmp_path / "model.onnx")).predict(IMAGE).label == "cat"
+    with pytest.raises(GraphRefused, match="expected probabilities"):
+        Model.load(model_file(tmp_path / "other.onnx", rows)).predict(IMAGE)
+
+
+def test_class_names_are_unique(tmp_path: Path) -> None:
+    head = msgspec.structs.replace(METADATA.head, classes=("cat", "dog", "cat"))
+    file = model_file(tmp_path / "model.onnx", metadata=msgspec.structs.replace(METADATA, head=head))
+    with pytest.raises(BackboneMismatch, match="twice"):
+        Model.load(file)
+
+
+def test_pipe_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.onnx")
+    with pytest.raises(GraphRefused, match="regular file"):
+        Model.load(tmp_path / "model.onnx")
