@@ -79,6 +79,7 @@ def test_everything_that_needs_an_operator_is_at_the_top(open_page: OpenPage, tm
             ):
                 dashboard.wait_for_text(".alarms li", text)
             dashboard.wait_for_text("#collection", "new submission")
+            dashboard.wait_for_text(".figure", "images")
             dashboard.wait_for_text("#collection .names", "Submissions of: ")
             dashboard.wait_for_text("#collection", "Training head 4: epoch 3 of 15")
             dashboard.wait_for_text("#devices .flag", "quarantined: far from the others")

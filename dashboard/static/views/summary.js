@@ -1,7 +1,7 @@
 // The fleet in eight figures.
 
 import { html } from "../vendor/standalone.module.js";
-import { bytes, percent } from "../format.js";
+import { bytes, counted, percent } from "../format.js";
 
 function Figure({ name, value, note }) {
   return html`<div class="figure">
@@ -30,7 +30,7 @@ export function Summary({ status }) {
     <${Figure}
       name="Accuracy"
       value=${percent(current?.held_out.accuracy)}
-      note=${current ? `on ${current.held_out.devices} devices` : ""}
+      note=${current ? `on ${counted(current.held_out.correct + current.held_out.incorrect, "image")}` : ""}
     />
     <${Figure} name="Received" value=${bytes(status.traffic.received)} note=${`${bytes(uploaded)} stored`} />
     <${Figure} name="Sent" value=${bytes(status.traffic.sent)} />
