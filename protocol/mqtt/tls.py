@@ -12,7 +12,7 @@ from protocol.errors import ConfigError
 PORT = 1883
 TLS_PORT = 8883
 
-_ADDRESS = re.compile(r"(?:\[(?P<ipv6>[^]]+)\]|(?P<host>[^]/:[]+))(?::(?P<port>[0-9]{1,5}))?")
+_ADDRESS = re.compile(r"(?:\[(?P<ipv6>[^]]+)\]|(?P<host>[\w.-]+))(?::(?P<port>[0-9]{1,5}))?")
 
 
 @dataclass(frozen=True)

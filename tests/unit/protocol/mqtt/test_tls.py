@@ -274,6 +274,10 @@ def test_broker_address_is_parsed(*, text: str, tls: bool, expected: BrokerAddre
         "[::1]1883",
         "[]",
         "[a]",
+        "a b",
+        "a\nb",
+        'a"b',
+        "\u202ea",
     ],
 )
 def test_invalid_broker_address_is_refused(text: str) -> None:
