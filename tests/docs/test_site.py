@@ -22,3 +22,5 @@ def test_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert "make demo" in start, "README.md is the start page"
     assert 'href="operations/index.html"' in start
     assert (tmp_path / "site" / "source" / "deploy" / "Dockerfile.txt").is_file()
+    reference = (tmp_path / "site" / "python-reference.html").read_text(encoding="utf-8")
+    assert 'id="protofleet.Model.predict"' in reference
