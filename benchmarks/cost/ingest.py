@@ -26,6 +26,7 @@ import psutil
 
 from benchmarks.cost.ingest_load import Load, write_load
 from benchmarks.cost.processes import mosquitto, running
+from benchmarks.programs import measurement
 from benchmarks.programs.measurement import median, ratio
 from benchmarks.report import Table, json_option, write_json
 from protocol.errors import ProtofleetError
@@ -138,10 +139,7 @@ def ratios(runs: dict[str, list[Cost]]) -> dict[str, float]:
     """Return the cost of discarding over that of the aggregator: medians, lowest and highest of runs in turn."""
     found: dict[str, float] = {}
     for figure in ("wall_s", "receiver_s", "whole_s"):
-        each = [
-            getattr(theirs, figure) / getattr(ours, figure)
-            for theirs, ours in zip(runs[DISCARDS], runs[OURS], strict=True)
-        ]
+        each = measurement.ratios(runs[DISCARDS], runs[OURS], figure)
         found |= {
             f"{figure}_lowest": min(each),
             figure: statistics.median(each),

@@ -1,5 +1,6 @@
 """Whole programs, measured as processes in turns, since the machine may be busy: read the ratios, not the seconds."""
 
+import math
 import os
 import statistics
 import subprocess
@@ -86,10 +87,15 @@ def in_turns(
 
 def ratio(runs: Sequence[object], others: Sequence[object], figure: str) -> float:
     """Return the median ratio of a figure between runs that followed each other."""
-    ratios: list[float] = [
-        getattr(one, figure) / getattr(other, figure) for one, other in zip(runs, others, strict=True)
+    return statistics.median(ratios(runs, others, figure))
+
+
+def ratios(runs: Sequence[object], others: Sequence[object], figure: str) -> list[float]:
+    """Return the ratio of a figure between each two runs that followed each other; NaN where the kernel counted 0."""
+    pairs: list[tuple[float, float]] = [
+        (getattr(one, figure), getattr(other, figure)) for one, other in zip(runs, others, strict=True)
     ]
-    return statistics.median(ratios)
+    return [one / other if other else math.nan for one, other in pairs]
 
 
 def median(runs: Sequence[object], figure: str) -> float:

@@ -23,6 +23,9 @@ def test_ingest_benchmark_writes_its_figures(tmp_path: Path) -> None:
         (run,) = written["runs"]["0.2"][name]
         assert run["submissions"] == 4
         assert run["bytes"] == pytest.approx(0.8e6, rel=0.05)
-        assert min(run["wall_s"], run["receiver_s"], run["broker_s"]) > 0
+        assert run["wall_s"] > 0
+        assert min(run["receiver_s"], run["broker_s"]) >= 0, (
+            "so few bytes may take less than the kernel counts"
+        )
     figures = written["figures"]["0.2"]
     assert figures["wall_s_lowest"] <= figures["wall_s"] <= figures["wall_s_highest"]

@@ -1,7 +1,9 @@
 """Command lines in pages and files, parsed by their programs and not run."""
 
+import os
 import shlex
 from pathlib import Path
+from unittest import mock
 
 import click
 
@@ -11,7 +13,15 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 
 
 def parse(line: str) -> click.Context:
-    """Parse a command line, with deploy/ for /etc/protofleet; `click.ClickException` if its program would refuse it."""
+    """Parse a command line, with deploy/ for /etc/protofleet; `click.ClickException` if its program would refuse it.
+
+    An option that the program hands on to its subprocesses by the environment does not stay there.
+    """
+    with mock.patch.dict(os.environ):
+        return _parsed(line)
+
+
+def _parsed(line: str) -> click.Context:
     path, *arguments = shlex.split(line.replace("/etc/protofleet", str(DEPLOY)), comments=True)
     command: click.Command = PROGRAMS[Path(path).name]
     parent = None
