@@ -17,13 +17,16 @@ RETAINED = frozenset({"task", "round", "head", "state", "info"})
 FROM_DEVICES: tuple[DeviceChannel, ...] = ("state", "info", "up", "get")
 """The channels that devices publish on; the aggregator publishes on the others."""
 
-SHARDS = 8
-"""Number of sub-topics of `up`, so that several aggregator workers could share the devices."""
+SHARDS = 64
+"""Number of sub-topics of `up`, by which several receivers can share the devices.
+
+The parser accepts all of them from any device: one of an older version, which had 8, publishes on one of the first 8.
+"""
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _DEVICE_TOPIC = re.compile(
     rf"pf/{PROTOCOL_VERSION}/(?P<fleet>[A-Za-z0-9_-]{{1,64}})/d/(?P<device>[A-Za-z0-9_-]{{1,64}})"
-    r"/(?P<channel>state|info|get|ack|blk|up/[0-7])"
+    r"/(?P<channel>state|info|get|ack|blk|up/(?:[1-5]?[0-9]|6[0-3]))"
 )
 
 
@@ -47,7 +50,7 @@ def fleet_topic(fleet: str, channel: FleetChannel) -> str:
 
 
 def device_topic(fleet: str, device: str, channel: DeviceChannel) -> str:
-    """Return the topic of a device's channel; `up` includes the device's shard."""
+    """Return the topic of a device's channel; `up` includes the shard of the device's name."""
     tail = f"up/{zlib.crc32(device.encode()) % SHARDS}" if channel == "up" else channel
     return f"pf/{PROTOCOL_VERSION}/{fleet}/d/{device}/{tail}"
 
@@ -62,6 +65,8 @@ def device_filters(fleet: str) -> tuple[str, ...]:
 
 def parse_device_topic(topic: str) -> DeviceTopic:
     """Parse a device's topic: `parse_device_topic(device_topic(f, d, c)) == DeviceTopic(f, d, c)`.
+
+    `up` may have any shard, not only that of the device's name.
 
     Raises:
         MalformedMessage: the topic is not a device's.

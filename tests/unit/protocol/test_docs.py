@@ -135,7 +135,7 @@ def test_every_topic_is_documented() -> None:
     topics: dict[str, str] = {fleet_topic("{fleet}", channel): channel for channel in fleet}
     for each in device:
         topic = device_topic("{fleet}", "{device}", each)
-        topics[re.sub(r"/up/\d$", "/up/{shard}", topic)] = each
+        topics[re.sub(r"/up/\d+$", "/up/{shard}", topic)] = each
     rows = _rows(_section("## Topics"))
     assert {row[0].strip("`"): row[2:4] for row in rows} == {
         topic: ["1", "yes" if channel in RETAINED else "no"] for topic, channel in topics.items()

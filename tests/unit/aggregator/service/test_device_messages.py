@@ -12,9 +12,10 @@ import pytest
 
 from aggregator.service.device_messages import bounded_info
 from protocol.mqtt.reconnecting_session import BrokerAddress
+from protocol.wire import topics
 from protocol.wire.codec import decode, digest_of, encode, to_tensor, to_unsigned
 from protocol.wire.messages import BlobRequest, Frame, Presence, TaskManifest
-from protocol.wire.topics import fleet_topic
+from protocol.wire.topics import device_topic, fleet_topic
 from tests.support.fleets.aggregator_process import (
     FLEET,
     MAX_BYTES,
@@ -182,10 +183,33 @@ def test_malformed_topics_are_counted_without_a_device(embedded: tuple[BrokerAdd
     """An invalid device name and an invalid shard; other fleets' topics are not subscribed."""
     broker, daemon = embedded
     with Device(broker, "stranger") as device:
-        for topic in (f"pf/1/{FLEET}/d/a b/state", f"pf/1/{FLEET}/d/x/up/9", "pf/1/other/d/x/state"):
+        for topic in (f"pf/1/{FLEET}/d/a b/state", f"pf/1/{FLEET}/d/x/up/64", "pf/1/other/d/x/state"):
             device.say(topic, b"\x00")
         summary = daemon.until(lambda summary: 2 in _refused(summary, "?").values())
         assert not {"a b", "x"} & {row["device"] for row in summary["devices"]}
+
+
+def test_devices_with_different_numbers_of_shards(
+    embedded: tuple[BrokerAddress, Daemon], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of an older version, with 8, beside one with 64; after its upgrade its upload continues on its new shard."""
+    broker, daemon = embedded
+    with Device(broker, "older") as older, Device(broker, "newer") as newer:
+        task = digest_of(older.task())
+        first, second = encode(submission(task=task)), encode(submission(task=task, sequence=2))
+        last = ((len(second) - 10, len(second)),)
+        with monkeypatch.context() as version:
+            version.setattr(topics, "SHARDS", 8)
+            before = device_topic(FLEET, "older", "up")
+            assert older.receipt(older.send_payload(first)).status == "received"
+            answer = older.receipt(older.send_payload(second, ranges=last))
+            assert answer.missing == ((0, len(second) - 10),)
+        assert newer.upload(submission(task=task)).status == "received"
+        assert device_topic(FLEET, "older", "up") != before
+        assert older.receipt(older.send_payload(second, ranges=answer.missing + last)).status == "received"
+        devices = {row["device"]: row for row in daemon.status()["devices"]}
+        assert not _refused(daemon.status(), "older")
+        assert devices.keys() >= {"older", "newer"}
 
 
 def test_presence_and_info_are_in_the_status(embedded: tuple[BrokerAddress, Daemon]) -> None:

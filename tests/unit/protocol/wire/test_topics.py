@@ -55,7 +55,7 @@ def test_topics_of_version_1() -> None:
     assert spelled == {
         "state": "pf/1/fleet/d/dev-1/state",
         "info": "pf/1/fleet/d/dev-1/info",
-        "up": "pf/1/fleet/d/dev-1/up/6",
+        "up": "pf/1/fleet/d/dev-1/up/22",
         "ack": "pf/1/fleet/d/dev-1/ack",
         "get": "pf/1/fleet/d/dev-1/get",
         "blk": "pf/1/fleet/d/dev-1/blk",
@@ -64,9 +64,15 @@ def test_topics_of_version_1() -> None:
 
 
 def test_devices_spread_over_shards() -> None:
-    used = Counter(device_topic("f", f"device-{n}", "up")[-1] for n in range(1000))
-    assert len(used) == SHARDS
+    used = Counter(device_topic("f", f"device-{n}", "up").rpartition("/")[2] for n in range(1000))
+    assert used.keys() == {str(shard) for shard in range(SHARDS)}
     assert max(used.values()) < 2 * 1000 / SHARDS
+
+
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_a_device_may_publish_on_any_shard(shard: int) -> None:
+    """One of an older version has another number of shards."""
+    assert parse_device_topic(f"pf/1/f/d/dev/up/{shard}") == DeviceTopic("f", "dev", "up")
 
 
 @pytest.mark.parametrize(
@@ -74,7 +80,11 @@ def test_devices_spread_over_shards() -> None:
     [
         "",
         "pf/1/f/d/dev",
-        *(f"pf/1/f/d/dev/{tail}" for tail in ("", "state/", "state\n", "other", "up", "up/8", "up/12")),
+        *(f"pf/1/f/d/dev/{tail}" for tail in ("", "state/", "state\n", "other", "up", "up/")),
+        *(
+            f"pf/1/f/d/dev/up/{shard}"
+            for shard in ("64", "70", "100", "07", "-1", "+1", "1 ", "\u0663", "1/1")
+        ),
         "pf/2/f/d/dev/state",
         "pf/1/f/d//state",
         "pf/1//d/dev/state",
