@@ -61,7 +61,7 @@ class DeviceKeys:
 
     def refresh(self) -> None:
         """Drop the cache if another process has written to the database."""
-        ((version,),) = self._database.read("PRAGMA data_version")
+        version = self._database.data_version()
         if version != self._version:
             self._version = version
             self.drop_cache()
@@ -73,9 +73,7 @@ class DeviceKeys:
 
     def _read(self, sql: str, *values: str) -> list[tuple[Any, ...]]:
         """Return the rows of a query from the cache, unless another process may have written."""
-        with self._database.connection() as connection:
-            is_held = connection.in_transaction
-        if not is_held:  # in a transaction no other process can write
+        if not self._database.in_transaction():  # in a transaction no other process can write
             self.refresh()
         if (sql, *values) not in self._cache:
             if len(self._cache) >= MAX_CACHED:
@@ -110,7 +108,7 @@ class DeviceKeys:
         """Return the enrolled devices of a closed fleet; None for an open fleet."""
         if not self.is_closed():
             return None
-        return self._read_set("SELECT device FROM keys WHERE enrolled AND revoked_s IS NULL")
+        return self._read_set("SELECT device FROM keys WHERE enrolled = 1 AND revoked_s IS NULL")
 
     def _write(self, sql: str, *values: object) -> None:
         self._database.write(sql, *values)
@@ -118,20 +116,31 @@ class DeviceKeys:
 
     def pin(self, device: str, public: bytes, *, now_s: float) -> bool:
         """Store the first key seen for a device; returns False if there are too many devices."""
-        self._database.write(
-            # The greatest row number is never below the number of rows, and needs no scan of them.
-            "INSERT INTO keys (device, public, enrolled, since_s) SELECT ?1, ?2, 0, ?3 "
-            "WHERE (SELECT ifnull(max(rowid), 0) FROM keys) < ?4 "
-            "OR (SELECT count(*) FROM keys WHERE enrolled = 0) < ?4 ON CONFLICT (device) DO NOTHING",
-            *(device, public, now_s, MAX_PINNED_DEVICES),
-        )
+        if self._has_room():
+            self._database.write(
+                "INSERT INTO keys (device, public, enrolled, since_s) VALUES (?, ?, 0, ?) "
+                "ON CONFLICT (device) DO NOTHING",
+                *(device, public, now_s),
+            )
         self._cache.pop((_KEY, device), None)  # no other answer depends on a pinned key
         known = self.get(device)
         return known is not None and known.public == public
 
+    def _has_room(self) -> bool:
+        """Return True if another key can be pinned."""
+        if self._database.max_rows("keys") < MAX_PINNED_DEVICES:
+            return True
+        ((pinned,),) = self._database.read("SELECT count(*) FROM keys WHERE enrolled = 0")
+        return bool(pinned < MAX_PINNED_DEVICES)
+
     def enroll(self, device: str, public: bytes, *, serial: str = "", now_s: float) -> None:
         """Store an enrolled device's key in place of its previous one."""
-        self._write("INSERT OR REPLACE INTO keys VALUES (?, ?, 1, ?, ?, NULL)", device, public, now_s, serial)
+        self._write(
+            "INSERT INTO keys VALUES (?, ?, 1, ?, ?, NULL) ON CONFLICT (device) DO UPDATE SET "
+            "public = excluded.public, enrolled = 1, since_s = excluded.since_s, serial = excluded.serial, "
+            "revoked_s = NULL",
+            *(device, public, now_s, serial),
+        )
 
     def revoke(self, device: str, *, now_s: float) -> None:
         """Revoke a device's key."""

@@ -43,9 +43,9 @@ class Devices:
         """Return True if a device is known or enrolled, or the number of devices is below its bound."""
         return bool(
             self._database.read(
-                "SELECT 1 FROM devices WHERE device = ?1 UNION ALL SELECT 1 FROM keys WHERE device = ?1 AND enrolled "
-                "UNION ALL SELECT 1 WHERE (SELECT count(*) FROM devices) < ?2",
-                *(device, MAX_PINNED_DEVICES),
+                "SELECT 1 FROM devices WHERE device = ? UNION ALL SELECT 1 FROM keys WHERE device = ? AND enrolled = 1 "
+                "UNION ALL SELECT 1 WHERE (SELECT count(*) FROM devices) < ?",
+                *(device, device, MAX_PINNED_DEVICES),
             )
         )
 
@@ -85,17 +85,18 @@ class Devices:
 
     def online(self) -> frozenset[str]:
         """Return the devices that are online and accepted: a revoked device cannot report that it goes offline."""
+        accepted = "AND enrolled = 1" if self._keys.is_closed() else ""
         rows = self._database.read(
-            "SELECT device FROM devices LEFT JOIN keys USING (device) "
-            "WHERE state = 'online' AND revoked_s IS NULL AND (enrolled OR NOT ?)",
-            self._keys.is_closed(),
+            "SELECT device FROM devices LEFT JOIN keys USING (device) "  # noqa: S608 - one of two texts
+            f"WHERE state = 'online' AND revoked_s IS NULL {accepted}"
         )
         return frozenset(device for (device,) in rows)
 
     def raise_epsilon(self, device: str, total: float) -> None:
         """Store the greatest total epsilon that a device has reported, over all tasks."""
         self._database.write(
-            "INSERT INTO epsilons VALUES (?, ?) ON CONFLICT (device) DO UPDATE SET total = max(total, excluded.total)",
+            "INSERT INTO epsilons VALUES (?, ?) ON CONFLICT (device) DO UPDATE SET total = excluded.total "
+            "WHERE excluded.total > epsilons.total",
             *(device, total),
         )
 
@@ -130,7 +131,7 @@ class Refusals:
             device = UNKNOWN_DEVICE
         rows = self._database.read(
             "INSERT INTO refusals VALUES (?, ?, 1, ?, ?) ON CONFLICT (device, reason) DO UPDATE SET "
-            "count = count + 1, last_s = excluded.last_s, detail = excluded.detail RETURNING count",
+            "count = refusals.count + 1, last_s = excluded.last_s, detail = excluded.detail RETURNING count",
             *(device, reason, now_s, detail),
         )
         return bool(rows[0][0] == 1)
@@ -175,7 +176,7 @@ class Quarantine:
         self._database.write(
             "INSERT INTO quarantine (task, device, since_s, reason) VALUES (?, ?, ?, ?) ON CONFLICT (task, device) "
             "DO UPDATE SET reason = excluded.reason, released_s = NULL, "
-            "since_s = CASE WHEN released_s IS NULL THEN since_s ELSE excluded.since_s END",
+            "since_s = CASE WHEN quarantine.released_s IS NULL THEN quarantine.since_s ELSE excluded.since_s END",
             *(task, device, now_s, reason),
         )
 

@@ -32,7 +32,8 @@ class ForgottenDevices:
         """Store that a device is forgotten in a task, perhaps again."""
         self._database.write(
             "INSERT INTO forgotten (task, device, head, since_s) VALUES (?, ?, ?, ?) ON CONFLICT (task, device) "
-            "DO UPDATE SET head = max(head, excluded.head), since_s = excluded.since_s",
+            "DO UPDATE SET head = CASE WHEN excluded.head > forgotten.head THEN excluded.head ELSE forgotten.head END, "
+            "since_s = excluded.since_s",
             *(task, forgotten.device, forgotten.head, forgotten.since_s),
         )
 
@@ -45,5 +46,5 @@ class ForgottenDevices:
 
     def newest_head(self, task: bytes) -> int:
         """Return the newest head of a task that a forgotten device may be part of; 0 if there is none."""
-        ((head,),) = self._database.read("SELECT ifnull(max(head), 0) FROM forgotten WHERE task = ?", task)
+        ((head,),) = self._database.read("SELECT coalesce(max(head), 0) FROM forgotten WHERE task = ?", task)
         return int(head)

@@ -67,22 +67,25 @@ class Heads:
 
     def all(self, task: bytes | None = None) -> list[HeadRecord]:
         """Return the heads of a task, or of all tasks, oldest first."""
-        rows = self._database.read(
-            "SELECT record FROM heads WHERE task = ?1 OR ?1 IS NULL ORDER BY version", task
-        )
+        if task is None:
+            rows = self._database.read("SELECT record FROM heads ORDER BY version")
+        else:
+            rows = self._database.read("SELECT record FROM heads WHERE task = ? ORDER BY version", task)
         return [self._database.decode(record, HeadRecord) for (record,) in rows]
 
     def delete_except(self, task: bytes, versions: Collection[int]) -> None:
         """Delete the records of all heads of a task but these."""
-        self._database.write(
-            "DELETE FROM heads WHERE task = ? AND version NOT IN (SELECT value FROM json_each(?))",
-            *(task, msgspec.json.encode(sorted(versions)).decode()),
-        )
+        stored = self._database.read("SELECT version FROM heads WHERE task = ?", task)
+        for version in sorted({version for (version,) in stored} - set(versions)):
+            self._database.write("DELETE FROM heads WHERE task = ? AND version = ?", task, version)
 
     def put_rollout(self, task: bytes, state: rollout_state.State) -> None:
         """Store which head of a task is current, candidate or rejected."""
         value = msgspec.json.encode(state).decode()
-        self._database.write("INSERT OR REPLACE INTO rollouts VALUES (?, ?)", task, value)
+        self._database.write(
+            "INSERT INTO rollouts VALUES (?, ?) ON CONFLICT (task) DO UPDATE SET state = excluded.state",
+            *(task, value),
+        )
 
     def rollout(self, task: bytes) -> rollout_state.State:
         """Return which head of a task is current, candidate or rejected; without a rollout, all were used in turn."""
@@ -103,7 +106,8 @@ class Evaluations:
     def put(self, device: str, evaluation: Evaluation, *, digest: bytes, now_s: float) -> None:
         """Store a device's evaluation of a head in place of its previous one."""
         self._database.write(
-            "INSERT OR REPLACE INTO evaluations VALUES (?, ?, ?, ?, ?, ?)",
+            "INSERT INTO evaluations VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (task, device, head_version) DO UPDATE SET "
+            "digest = excluded.digest, received_s = excluded.received_s, message = excluded.message",
             *(evaluation.task, device, evaluation.head_version, digest, now_s),
             msgspec.json.encode(evaluation).decode(),
         )
@@ -127,9 +131,9 @@ class Evaluations:
 
     def delete_except(self, task: bytes, versions: Collection[int]) -> None:
         """Delete the evaluations of all heads of a task but these."""
-        marks = ", ".join("?" * len(versions))
+        excepted = f"AND head_version NOT IN ({', '.join('?' * len(versions))})" if versions else ""
         self._database.write(
-            f"DELETE FROM evaluations WHERE task = ? AND head_version NOT IN ({marks})",  # noqa: S608 - marks
+            f"DELETE FROM evaluations WHERE task = ? {excepted}",  # noqa: S608 - marks
             *(task, *versions),
         )
 

@@ -72,6 +72,18 @@ MIGRATIONS = (
 )
 """SQL scripts, each from one schema version to the next."""
 
+TASK_TABLES = (
+    "evaluations",
+    "forgotten",
+    "heads",
+    "lost_submissions",
+    "operator_commands",
+    "quarantine",
+    "rollouts",
+    "submissions",
+)
+"""The tables with a column `task`."""
+
 _ADVICE = (
     "restore it from a backup; without one, move aggregator.sqlite* away and keep identity/: devices send their "
     "submissions again, in a closed fleet after `aggregator enroll DEVICE --renew`"
@@ -161,7 +173,7 @@ class Store:
 
     def data_version(self) -> int:
         """Return a number that changes when another process has written."""
-        return int(self.database.read("PRAGMA data_version")[0][0])
+        return self.database.data_version()
 
     def served_task(self) -> ServedTask:
         """Return the task that the aggregator was started with last; raises StateError if it was never started."""
@@ -178,9 +190,9 @@ class Store:
         self.database.check_file()
         return bool(
             self.database.read(
-                "SELECT 1 FROM submissions WHERE device = ?1 AND digest = ?2 "
-                "UNION ALL SELECT 1 FROM evaluations WHERE device = ?1 AND digest = ?2",
-                *(device, digest),
+                "SELECT 1 FROM submissions WHERE device = ? AND digest = ? "
+                "UNION ALL SELECT 1 FROM evaluations WHERE device = ? AND digest = ?",
+                *(device, digest, device, digest),
             )
         )
 
@@ -196,10 +208,7 @@ class Store:
 
     def delete_task(self, task: bytes) -> None:
         """Delete all rows of a task that is never served again."""
-        tables = self.database.read(
-            "SELECT m.name FROM sqlite_master m, pragma_table_info(m.name) c WHERE m.type = 'table' AND c.name = 'task'"
-        )
-        for (table,) in tables:
+        for table in TASK_TABLES:
             self.database.write(f"DELETE FROM {table} WHERE task = ?", task)  # noqa: S608 - of the schema
 
     def revoke_device(self, device: str, *, now_s: float) -> None:

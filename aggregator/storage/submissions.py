@@ -1,7 +1,7 @@
 """Accepted submissions, of which the newest per device and task counts."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import msgspec
@@ -45,7 +45,8 @@ class Submissions:
             "DELETE FROM lost_submissions WHERE task = ? AND device = ?", task, record.device
         )
         self._database.write(
-            "INSERT OR REPLACE INTO submissions VALUES (?, ?, ?, ?)",
+            "INSERT INTO submissions VALUES (?, ?, ?, ?) ON CONFLICT (task, device) "
+            "DO UPDATE SET digest = excluded.digest, record = excluded.record",
             *(task, record.device, record.entry.digest, msgspec.json.encode(record).decode()),
         )
 
@@ -64,9 +65,9 @@ class Submissions:
     def of_device(self, device: str) -> list[tuple[bytes, bytes]]:
         """Return the tasks and digests of a device's submissions, those that are lost included."""
         return self._database.read(
-            "SELECT task, digest FROM submissions WHERE device = ?1 "
-            "UNION SELECT task, digest FROM lost_submissions WHERE device = ?1",
-            device,
+            "SELECT task, digest FROM submissions WHERE device = ? "
+            "UNION SELECT task, digest FROM lost_submissions WHERE device = ?",
+            *(device, device),
         )
 
     def has_digest(self, digest: bytes) -> bool:
@@ -80,16 +81,17 @@ class Submissions:
     def add_lost(self, task: bytes, device: str, digest: bytes, *, now_s: float) -> None:
         """Store that a device's submission is lost."""
         self._database.write(
-            "INSERT OR REPLACE INTO lost_submissions VALUES (?, ?, ?, ?)", task, device, digest, now_s
+            "INSERT INTO lost_submissions VALUES (?, ?, ?, ?) ON CONFLICT (task, device) "
+            "DO UPDATE SET digest = excluded.digest, since_s = excluded.since_s",
+            *(task, device, digest, now_s),
         )
 
     def lost(self, task: bytes) -> list[LostSubmission]:
         """Return the lost submissions whose devices have not submitted since."""
         rows = self._database.read(
-            "SELECT device, lower(hex(digest)), since_s FROM lost_submissions WHERE task = ? ORDER BY device",
-            task,
+            "SELECT device, digest, since_s FROM lost_submissions WHERE task = ? ORDER BY device", task
         )
-        return [LostSubmission(*row) for row in rows]
+        return [LostSubmission(device, digest.hex(), since_s) for device, digest, since_s in rows]
 
     def delete_device(self, device: str) -> None:
         """Delete a device's submissions to all tasks."""
@@ -98,6 +100,11 @@ class Submissions:
 
     def reset_sequence(self, device: str) -> None:
         """Let the device's next submission replace the stored ones whatever its sequence number."""
-        self._database.write(
-            "UPDATE submissions SET record = json_set(record, '$.entry.sequence', 0) WHERE device = ?", device
-        )
+        rows = self._database.read("SELECT task, record FROM submissions WHERE device = ?", device)
+        for task, text in rows:
+            record = self._database.decode(text, SubmissionRecord)
+            record = replace(record, entry=replace(record.entry, sequence=0))
+            self._database.write(
+                "UPDATE submissions SET record = ? WHERE task = ? AND device = ?",
+                *(msgspec.json.encode(record).decode(), task, device),
+            )

@@ -24,7 +24,10 @@ class Facts:
         """Store values in place of the previous ones of their kinds; several need an open transaction."""
         for fact in facts:
             value = msgspec.json.encode(fact).decode()
-            self._database.write("INSERT OR REPLACE INTO facts VALUES (?, ?)", type(fact).__name__, value)
+            self._database.write(
+                "INSERT INTO facts VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value",
+                *(type(fact).__name__, value),
+            )
 
     def delete(self, kind: type[msgspec.Struct]) -> None:
         """Delete the value of a kind."""

@@ -12,7 +12,7 @@ from aggregator.coordination.rounds import Ticked, Train, Trained, resumed, step
 from aggregator.storage import store as store_module
 from aggregator.storage.devices import REVOKED, DeviceRecord, Refusal
 from aggregator.storage.heads import HeadRecord
-from aggregator.storage.store import MIGRATIONS, Store
+from aggregator.storage.store import MIGRATIONS, TASK_TABLES, Store
 from aggregator.storage.stored_values import PendingHead, SigningKey, TrainingProgress
 from aggregator.storage.submissions import SubmissionRecord
 from protocol.errors import StateError
@@ -292,3 +292,9 @@ def test_a_stored_upload_is_found_without_reading_all_of_them(store: Store, quer
     ((*_, plan),) = store.database.read(query, "a", b"a1")
     assert " USING COVERING INDEX " in plan
     assert plan.startswith("SEARCH ")
+
+
+def test_tables_of_a_task_are_named(store: Store) -> None:
+    """A table that is added with a column `task` is emptied with the others by `delete_task`."""
+    query = "SELECT m.name FROM sqlite_master m, pragma_table_info(m.name) c WHERE m.type = 'table' AND c.name = 'task'"
+    assert {name for (name,) in store.database.read(query)} == set(TASK_TABLES)
