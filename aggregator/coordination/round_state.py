@@ -105,15 +105,15 @@ class State:
     """Derived from the others."""
 
 
-def is_over(state: State, settings: Settings) -> bool:
-    """Return True if all rounds have closed."""
-    return settings.rounds is not None and state.head_version >= settings.rounds
+def is_over(head_version: int, settings: Settings) -> bool:
+    """Return True if all rounds have closed, the newest head being `head_version`."""
+    return settings.rounds is not None and head_version >= settings.rounds
 
 
-def still_counts(entry: Entry, state: State, settings: Settings) -> bool:
+def still_counts(entry: Entry, head_version: int, settings: Settings) -> bool:
     """Return True if a submission may be part of the open collection or a later one."""
     return settings.rounds is None or (
-        entry.round >= state.head_version - settings.staleness and not is_over(state, settings)
+        entry.round >= head_version - settings.staleness and not is_over(head_version, settings)
     )
 
 
@@ -136,7 +136,7 @@ def counting(state: State, settings: Settings) -> dict[str, Entry]:
 
 
 def _counts(device: str, entry: Entry, state: State, settings: Settings) -> bool:
-    return still_counts(entry, state, settings) and state.decisions.counts(device)
+    return still_counts(entry, state.head_version, settings) and state.decisions.counts(device)
 
 
 def is_waiting(device: str, entry: Entry, state: State, settings: Settings) -> bool:

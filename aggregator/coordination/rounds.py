@@ -141,31 +141,45 @@ def resumed(state: State) -> tuple[Train, ...]:
     return () if state.training is None else (_train(state.head_version + 1, state.training),)
 
 
+def judged(
+    entry: Entry, counted: Entry | None, *, head_version: int, settings: Settings
+) -> SubmissionVerdict:
+    """Judge a device's submission by its own entry that has counted until now, and the newest head.
+
+    Other devices and decisions about this one do not matter. The entry of a new submission is the one to store.
+    """
+    is_same_round = counted is not None and counted.round == entry.round
+    verdict: Verdict = "new"
+    if counted is not None and counted.digest == entry.digest:
+        verdict = "duplicate"
+    elif not still_counts(entry, head_version, settings):
+        verdict = "late"
+    elif settings.rounds is not None and entry.round > head_version:
+        verdict = "unknown_round"
+    elif counted is not None and counted.rank > entry.rank:
+        verdict = "superseded" if is_same_round else "late"
+    if verdict != "new":
+        return SubmissionVerdict(verdict, counted)
+    if settings.rounds is not None and counted is not None and is_same_round:
+        # A device that submits again does not postpone the grace period or the deadline of its round.
+        entry = replace(entry, received_s=counted.received_s)
+    return SubmissionVerdict("new", entry)
+
+
 def _submitted(
     state: State, device: str, entry: Entry, *, settings: Settings
 ) -> tuple[State, SubmissionVerdict]:
     counted = state.submissions.get(device)
-
-    def unchanged(verdict: Verdict) -> tuple[State, SubmissionVerdict]:
-        return state, SubmissionVerdict(verdict, counted)
-
-    if counted is not None and counted.digest == entry.digest:
-        return unchanged("duplicate")
-    if not still_counts(entry, state, settings):
-        return unchanged("late")
-    if settings.rounds is not None and entry.round > state.head_version:
-        return unchanged("unknown_round")
-    if counted is not None and counted.rank > entry.rank:
-        return unchanged("superseded" if counted.round == entry.round else "late")
-    if settings.rounds is not None and counted is not None and counted.round == entry.round:
-        # A device that submits again does not postpone the grace period or the deadline of its round.
-        entry = replace(entry, received_s=counted.received_s)
+    verdict = judged(entry, counted, head_version=state.head_version, settings=settings)
+    if verdict.verdict != "new":
+        return state, verdict
+    entry = verdict.counted_entry or entry
     changed = replace(state, submissions=_with_item(state.submissions, device, entry))
     collection = state.collection
     if collection is not None and is_of(collection, state, settings):
         was_waiting = counted is not None and is_waiting(device, counted, state, settings)
         collection = updated(collection, changed, device, was_waiting=was_waiting, settings=settings)
-    return replace(changed, collection=collection), SubmissionVerdict("new", entry)
+    return replace(changed, collection=collection), verdict
 
 
 def _with_item(submissions: Mapping[str, Entry], device: str, entry: Entry) -> Mapping[str, Entry]:

@@ -77,7 +77,7 @@ def log_head(head: HeadRecord, state: round_state.State, settings: round_state.S
     carried, classes = int(metrics["carried"]), int(metrics["classes"])
     figures = {**made, "carried": carried, "classes": classes, "head": head.version}
     event(log, logging.INFO, "round closed", round=head.version - 1, rounds=total, **figures)
-    if round_state.is_over(state, settings):
+    if round_state.is_over(state.head_version, settings):
         event(log, logging.INFO, "last round closed", rounds=total, head=head.version)
 
 

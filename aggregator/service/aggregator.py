@@ -16,6 +16,7 @@ from aggregator.messaging.manifest_signer import identity_of
 from aggregator.messaging.publisher import Publisher
 from aggregator.service.announcements import Announcements
 from aggregator.service.device_messages import DeviceMessages
+from aggregator.service.local_coordinator import LocalCoordinator
 from aggregator.service.own_topic import TAKE_OVER
 from aggregator.service.traffic_meter import TrafficMeter
 from aggregator.storage.store import Store
@@ -109,10 +110,10 @@ class Aggregator:
             task=task,
             store=store,
             receiver=self._receiver,
-            training=self._training,
-            releases=self._releases,
+            coordinator=LocalCoordinator(
+                training=self._training, releases=self._releases, announcements=self._announcements
+            ),
             blob_sender=self._blob_sender,
-            announcements=self._announcements,
         )
 
     def run(self) -> None:

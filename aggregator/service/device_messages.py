@@ -11,14 +11,12 @@ from typing import get_args
 import msgspec
 
 from aggregator.coordination import round_state, rounds
-from aggregator.heads.published_head import Releases
-from aggregator.heads.training_schedule import HeadTraining
 from aggregator.ingest.frame_authentication import FrameAuthenticator
 from aggregator.ingest.reassembly import Complete
 from aggregator.ingest.receiver import Receiver
 from aggregator.ingest.validation import Refused, check_evaluation, check_labels, read_message
 from aggregator.messaging.blob_sender import BlobSender
-from aggregator.service.announcements import Announcements
+from aggregator.service.coordinator import Coordinator
 from aggregator.storage.devices import UNKNOWN_DEVICE
 from aggregator.storage.store import Store
 from aggregator.storage.submissions import SubmissionRecord
@@ -56,11 +54,8 @@ class DeviceMessages:
     task: Task
     store: Store
     receiver: Receiver
-    training: HeadTraining
-    releases: Releases
+    coordinator: Coordinator
     blob_sender: BlobSender
-    announcements: Announcements
-    """Publish the round again for a device that has seen another one."""
     receipts: list[tuple[str, Receipt]] = field(default_factory=list, init=False)
     """Device and receipt, to be published once the messages are durable."""
     _answered: TokenBuckets[tuple[str, Reason | None]] = field(init=False)
@@ -147,7 +142,7 @@ class DeviceMessages:
 
     def _take_request(self, device: str, request: BlobRequest) -> None:
         with self._answering(device, request.digest):
-            if request.digest not in self.releases.served:
+            if request.digest not in self.coordinator.served:
                 raise Refused(
                     "unknown_blob",
                     f"no blob {request.digest.hex()[:12]}: request what task, round and head name",
@@ -194,7 +189,7 @@ class DeviceMessages:
             prototypes=len(labels),
             per_class=Counter(labels.tolist()),
         )
-        verdict = self.training.submit(record, upload.payload)
+        verdict = self.coordinator.submit(record, upload.payload)
         self._check_verdict(verdict, submission.round)
         if submission.privacy is not None:
             self.store.devices.raise_epsilon(device, submission.privacy.total_epsilon)
@@ -208,17 +203,17 @@ class DeviceMessages:
                 detail = f"the submission with sequence {sequence} counts"
                 raise Refused("superseded", detail, sequence=sequence)
             case "late" | "unknown_round" as reason:
-                state, settings = self.training.state, self.task.file.settings
-                now = f"round {state.head_version} is open"
-                if round_state.is_over(state, settings):
+                newest, settings = self.coordinator.newest_head, self.task.file.settings
+                now = f"round {newest} is open"
+                if round_state.is_over(newest, settings):
                     now = f"all {settings.rounds} rounds are over"
                 if reason == "unknown_round":
-                    self.announcements.repeat_round()  # the device has seen a round that is not this aggregator's
+                    self.coordinator.repeat_round()  # the device has seen a round that is not this aggregator's
                 raise Refused(reason, f"the submission is for round {number}, but {now}")
 
     def _take_evaluation(self, device: str, evaluation: Evaluation, digest: bytes) -> Receipt:
-        check_evaluation(evaluation, self.task.expectation, newest_head=self.training.state.head_version)
-        if evaluation.head_version not in self.releases.retained:
+        check_evaluation(evaluation, self.task.expectation, newest_head=self.coordinator.newest_head)
+        if evaluation.head_version not in self.coordinator.retained_heads:
             return Receipt(digest=digest, status="received")  # nothing depends on it any more
         version, correct = evaluation.head_version, sum(evaluation.correct)
         images = correct + sum(evaluation.incorrect)
@@ -232,7 +227,7 @@ class DeviceMessages:
         else:
             self._log.event(logging.INFO, "head in use", device=device, head=version)
         # What follows from it first: once stored, the same evaluation is not looked at again.
-        self.releases.evaluate(device, evaluation)
+        self.coordinator.evaluate(device, evaluation)
         self.store.evaluations.put(device, evaluation, digest=digest, now_s=time.time())
         return Receipt(digest=digest, status="received")
 

@@ -141,7 +141,7 @@ def _round(state: round_state.State, settings: round_state.Settings) -> model.Ro
     return model.Round(
         number=state.head_version,
         rounds=settings.rounds,
-        over=round_state.is_over(state, settings),
+        over=round_state.is_over(state.head_version, settings),
         min_devices=settings.min_devices,
         devices=tuple(sorted(current)),
         carried=tuple(sorted(round_state.counting(state, settings).keys() - current.keys())),

@@ -36,7 +36,11 @@ def needed_blobs(task: Task, store: Store) -> set[bytes]:
         | {digest for head in retained for digest in (head.digest, head.file)}
         | _tensors(retained)
         | {graph.digest for graphs in known_graphs(store).values() for graph in graphs.values()}
-        | {entry.digest for entry in state.submissions.values() if still_counts(entry, state, settings)}
+        | {
+            entry.digest
+            for entry in state.submissions.values()
+            if still_counts(entry, state.head_version, settings)
+        }
         | {entry.digest for entry in (state.training or {}).values()}
         | store.submissions.digests_of_other_tasks(task.digest)
     )
@@ -49,7 +53,7 @@ def delete_carried_submissions(task: Task, store: Store) -> None:
     """
     state, settings = store.round_state(task.digest), task.file.settings
     for device, entry in state.submissions.items():
-        is_missing = entry.digest not in store.blobs and still_counts(entry, state, settings)
+        is_missing = entry.digest not in store.blobs and still_counts(entry, state.head_version, settings)
         if is_missing and settings.rounds is not None and entry.round < state.head_version:
             store.submissions.delete(task.digest, device)
 

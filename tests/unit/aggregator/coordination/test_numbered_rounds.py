@@ -3,10 +3,12 @@
 from dataclasses import replace
 from functools import partial
 
+import pytest
+
 from aggregator.coordination.open_collection import closes_at_s
 from aggregator.coordination.round_state import Settings, State, is_over, waiting
-from aggregator.coordination.rounds import Ticked, Trained, TrainingFailed
-from tests.unit.aggregator.coordination.round_events import play, submitted
+from aggregator.coordination.rounds import Ticked, Trained, TrainingFailed, Verdict, judged
+from tests.unit.aggregator.coordination.round_events import entry, play, submitted
 
 SETTINGS = Settings(quorum=2, deadline_s=100.0, grace_s=10.0, min_devices=2, staleness=1, rounds=3)
 AB = [submitted("a"), submitted("b")]
@@ -116,7 +118,7 @@ def test_after_the_last_round_everything_is_late() -> None:
     state = _after_round_0("ab")
     for number in (1, 2):
         state, _, _ = run(submitted("a", number), submitted("b", number), Trained(number + 1), state=state)
-    assert is_over(state, SETTINGS)
+    assert is_over(state.head_version, SETTINGS)
     state, _, verdicts = run(*(submitted("c", number) for number in range(5)), state=state)
     assert verdicts == ["late"] * 5
     assert run(submitted("a", 2), Ticked(10**9), state=state)[1:] == ([], ["duplicate"])
@@ -136,3 +138,24 @@ def test_failed_round_is_retried() -> None:
     assert run(Ticked(29), state=state)[1] == []
     assert run(Ticked(30), state=state)[1] == [(1, ["a0.1", "b0.1"])]
     assert run(submitted("c", now_s=21), state=state)[1] == [(1, ["a0.1", "b0.1", "c0.1"])]
+
+
+@pytest.mark.parametrize(
+    ("number", "sequence", "verdict"),
+    [
+        (1, 3, "duplicate"),
+        (1, 2, "superseded"),
+        (0, 9, "late"),  # of a round that may still count, but the device has submitted to a later one
+        (1, 4, "new"),
+        (2, 1, "new"),
+        (3, 1, "unknown_round"),
+    ],
+)
+def test_verdict_needs_the_devices_own_entry_only(number: int, sequence: int, verdict: Verdict) -> None:
+    """The refused leave the entry that counts; a new one has the time of the device's first one for the round."""
+    settings, counted = replace(SETTINGS, staleness=2), entry("a", 1, sequence=3, now_s=5.0)
+    sent = entry("a", number, sequence=sequence, now_s=9.0)
+    outcome = judged(sent, counted, head_version=2, settings=settings)
+    expected = counted if verdict != "new" else replace(sent, received_s=5.0 if number == 1 else 9.0)
+    assert (outcome.verdict, outcome.counted_entry) == (verdict, expected)
+    assert judged(sent, None, head_version=9, settings=settings).verdict == "late"

@@ -167,7 +167,7 @@ def test_all_rounds_close(settings: Settings, happenings: list[Happening]) -> No
         world.tick(MAX_DELAY_S)
         world.end_training()
     assert len(world.heads) == settings.rounds
-    assert is_over(world.state, settings)
+    assert is_over(world.state.head_version, settings)
     world.verdicts.clear()
     world.submit("e", len(world.heads) - 1)
     world.tick(10**9)

@@ -18,6 +18,7 @@ from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import BlobRequest, Evaluation
 from protocol.wire.topics import device_topic
 from tests.support.messages.submissions import EXPECTATION, MANIFEST, TASK, device_info, evaluation
+from tests.support.simulation.coordinators import FixedCoordinator
 
 HEADS = 50
 
@@ -26,11 +27,7 @@ HEADS = 50
 def messages(store: Store) -> DeviceMessages:
     """The handler of a fleet with many heads, of which the last five are retained."""
     parts: Any = SimpleNamespace(
-        retained=set(range(HEADS - 4, HEADS + 1)),
-        evaluate=lambda *_: None,
-        state=SimpleNamespace(head_version=HEADS),
         is_stopped=False,
-        served={bytes(32)},
         request=lambda *_: 60.0,
         count_refusal=lambda *_: None,
     )
@@ -40,10 +37,13 @@ def messages(store: Store) -> DeviceMessages:
         task=task,
         store=store,
         receiver=parts,
-        training=parts,
-        releases=parts,
+        coordinator=FixedCoordinator(
+            settings=file.settings,
+            newest_head=HEADS,
+            retained_heads=frozenset(range(HEADS - 4, HEADS + 1)),
+            served=frozenset({bytes(32)}),
+        ),
         blob_sender=parts,
-        announcements=parts,
     )
 
 
