@@ -1,4 +1,4 @@
-"""What the messages of devices depend on of the rounds and heads, which a coordinator decides about."""
+"""The decisions about rounds and heads that the messages of devices depend on."""
 
 from collections.abc import Set as AbstractSet
 from typing import Protocol
