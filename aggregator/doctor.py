@@ -18,7 +18,7 @@ from protocol.doctor.broker import BrokerProbe, check_network
 from protocol.doctor.findings import Finding
 from protocol.doctor.machine import check_clock, check_disk
 from protocol.errors import ProtofleetError
-from protocol.mqtt.tls import BrokerAccess, BrokerAddress, expiry_warning
+from protocol.mqtt.tls import BrokerAccess, BrokerAddress, Brokers, addresses_of, expiry_warning
 from protocol.storage.folder_lock import FolderLock
 from protocol.storage.keyfile import read_key
 from protocol.storage.state_folder import database_of
@@ -38,7 +38,7 @@ class Surroundings:
 
     task: Path | None
     state: Path
-    broker: BrokerAddress
+    broker: Brokers
     access: BrokerAccess
 
 
@@ -129,16 +129,17 @@ def _check_broker(
     except ProtofleetError as error:
         yield Finding("broker", "failed", str(error), "see the message")
         return
-    yield from (network := check_network(given.broker, access))
-    if any(each.status == "failed" for each in network):
-        return
-    if access.certificate is not None and is_running:
-        text = "the aggregator runs, and a login with its certificate would interrupt it"
-        yield Finding("login", "skipped", text, "see `aggregator status`, or stop it for this check")
-    else:
-        yield from _check_login(given.broker, access, fleet)
-    if access.tls:
-        yield _check_anonymous(given.broker, access, is_closed=is_closed)
+    for broker in addresses_of(given.broker):
+        yield from (network := check_network(broker, access))
+        if any(each.status == "failed" for each in network):
+            continue
+        if access.certificate is not None and is_running:
+            text = "the aggregator runs, and a login with its certificate would interrupt it"
+            yield Finding("login", "skipped", text, "see `aggregator status`, or stop it for this check")
+        else:
+            yield from _check_login(broker, access, fleet)
+        if access.tls:
+            yield _check_anonymous(broker, access, is_closed=is_closed)
 
 
 def _check_login(broker: BrokerAddress, access: BrokerAccess, fleet: str) -> Iterator[Finding]:

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from edge_client.agent.state import Mode
 from protocol.errors import ConfigError
-from protocol.mqtt.reconnecting_session import BrokerAddress
-from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess
+from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess, Brokers
 
 if TYPE_CHECKING:
     from edge_client.runtime.session import Provider
@@ -34,7 +33,7 @@ class Settings:
         enrolled_s: when the device was enrolled, unix seconds; the time is later than that, whatever the clock says.
     """
 
-    broker: BrokerAddress | None
+    broker: Brokers | None
     access: BrokerAccess = NO_AUTHENTICATION
     fleet: str
     device_id: str

@@ -13,7 +13,9 @@ from protocol.cli import access_options, config_option, examples, read_access, r
 @config_option
 @setting("--task", type=click.Path(dir_okay=False, path_type=Path), help="Task file (TOML).")
 @state_option
-@setting("--broker", default="127.0.0.1", metavar="HOST[:PORT]", help="MQTT broker of the fleet.")
+@setting(
+    "--broker", default="127.0.0.1", metavar="HOST[:PORT][,...]", help="MQTT broker of the fleet, or several."
+)
 @access_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
@@ -35,8 +37,8 @@ def doctor_command(
     require_packages("onnx", "rpds", "scipy", extras=EXTRAS)
     from aggregator.doctor import Surroundings, check_all
     from protocol.doctor.findings import report
-    from protocol.mqtt.tls import parse_broker
+    from protocol.mqtt.tls import parse_brokers
 
     access = read_access(**access_given)
-    given = Surroundings(task, state, parse_broker(broker, tls=access.tls), access)
+    given = Surroundings(task, state, parse_brokers(broker, tls=access.tls), access)
     context.exit(report(check_all(given), as_json=as_json))

@@ -41,7 +41,12 @@ _days_option = click.option(
 )
 @click.argument("device")
 @_out_option
-@click.option("--broker", default="", metavar="HOST[:PORT]", help="Broker address as seen from the device.")
+@click.option(
+    "--broker",
+    default="",
+    metavar="HOST[:PORT][,...]",
+    help="Broker address as seen from the device; several are tried in turn.",
+)
 @_fleet_option
 @state_option
 @_days_option
@@ -54,10 +59,10 @@ def enroll_command(
     Copy the folder to the device and keep it secret: it contains the device's private keys.
     """
     from aggregator.security.enrollment import enroll
-    from protocol.mqtt.tls import parse_broker
+    from protocol.mqtt.tls import parse_brokers
 
     if broker:
-        parse_broker(broker)
+        parse_brokers(broker)
     with _fleet_state(state, task) as (store, fleet):
         was_closed, known = store.keys.is_closed(), store.keys.get(device)
         enroll(store, device, fleet=fleet, out=out, broker=broker, days=days, renew=renew)

@@ -41,8 +41,9 @@ log = logging.getLogger(__name__)
 @setting(
     "--broker",
     default="127.0.0.1",
-    metavar="HOST[:PORT]",
-    help="MQTT broker to connect to, or the address that the embedded broker listens on.",
+    metavar="HOST[:PORT][,...]",
+    help="MQTT broker to connect to (several are tried in turn), or the address that the embedded broker "
+    "listens on.",
 )
 @access_options
 @setting(
@@ -90,14 +91,16 @@ def run_command(
     from aggregator.service.serving import serve
     from aggregator.storage.store import Store
     from aggregator.tasks.task_preparation import prepare_task
-    from protocol.mqtt.tls import NO_AUTHENTICATION, parse_broker, warnings
+    from protocol.mqtt.tls import NO_AUTHENTICATION, parse_brokers, warnings
 
     access = read_access(**access_given)
     dashboard = http_options(http, token_file=http_token_file, hosts=http_host, extras=EXTRAS)
     if embedded_broker and access != NO_AUTHENTICATION:
         raise click.UsageError("the embedded broker has neither encryption nor passwords: use mosquitto")
-    address = parse_broker(broker, tls=access.tls)
-    for warning in warnings(access, address):
+    brokers = parse_brokers(broker, tls=access.tls)
+    if embedded_broker and len(brokers) > 1:
+        raise click.UsageError("the embedded broker listens on one address")
+    for warning in warnings(access, brokers):
         log.warning("%s", warning)
     task_file, backbones = load_task(task)
     with contextlib.closing(Store(state, lock=True)) as store, contextlib.ExitStack() as cleanup:
@@ -108,5 +111,5 @@ def run_command(
             cleanup.callback(server.stop)
         prepared = prepare_task(task_file, backbones, store=store)
         serve(
-            prepared, store, broker=address, access=access, embedded_broker=embedded_broker
+            prepared, store, broker=brokers, access=access, embedded_broker=embedded_broker
         )  # until interrupted

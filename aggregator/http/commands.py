@@ -16,7 +16,7 @@ from aggregator.heads.forgotten_devices import forget
 from aggregator.heads.operator_commands import release, submit_command
 from aggregator.security.enrollment import enroll, revocation_advice, revoke
 from aggregator.storage.store import Store
-from protocol.mqtt.tls import parse_broker
+from protocol.mqtt.tls import parse_brokers
 from protocol.wire.messages import Name
 
 Arguments = TypeVar("Arguments", bound=msgspec.Struct)
@@ -42,7 +42,9 @@ class EnrollCommand(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A device to enroll, as with `aggregator enroll`."""
 
     device: Name
-    broker: Annotated[str, Meta(max_length=256, description="HOST[:PORT], as seen from the device.")] = ""
+    broker: Annotated[
+        str, Meta(max_length=256, description="HOST[:PORT][,...], as seen from the device.")
+    ] = ""
     renew: bool = False
 
 
@@ -115,7 +117,7 @@ def enrollment_archive(state: Path, arguments: bytes) -> tuple[str, bytes]:
     """
     command = msgspec.json.decode(arguments, type=EnrollCommand)
     if command.broker:
-        parse_broker(command.broker)
+        parse_brokers(command.broker)
     with _existing(state) as store, tempfile.TemporaryDirectory(dir=state, prefix=".enroll-") as folder:
         out = Path(folder) / command.device
         fleet = store.served_task().fleet

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from protocol.mqtt import reconnecting_session as mqtt
 from protocol.mqtt.own_presence import OwnPresence
-from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess
+from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess, Brokers
 from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import MAX_CHUNK_BYTES, Frame, Message, PresenceState
 from protocol.wire.topics import (
@@ -33,7 +33,7 @@ class Publisher:
 
     def __init__(
         self,
-        broker: mqtt.BrokerAddress,
+        broker: Brokers,
         *,
         access: BrokerAccess = NO_AUTHENTICATION,
         fleet: str,

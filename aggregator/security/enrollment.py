@@ -57,8 +57,8 @@ def enroll(
 ) -> None:
     """Enroll a device and close the fleet; the folder `out` then contains all that the device needs.
 
-    `broker` is `HOST[:PORT]` as seen from the device, or empty if it is configured there; `renew` replaces the keys
-    of a device that is enrolled or revoked.
+    `broker` is `HOST[:PORT][,...]` as seen from the device, or empty if it is configured there; `renew` replaces the
+    keys of a device that is enrolled or revoked.
 
     Raises:
         ConfigError: the name is invalid or taken, or `out` exists.

@@ -28,7 +28,7 @@ from protocol.errors import StateError, ThreadFailed
 from protocol.log import event as log_event
 from protocol.mqtt import reconnecting_session as mqtt
 from protocol.mqtt.own_presence import OwnPresence, Replaced, require_not_replaced
-from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess
+from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess, Brokers
 from protocol.service_manager import ServiceManager
 from protocol.wire.presence import Duplicate
 from protocol.wire.topics import fleet_topic
@@ -63,7 +63,7 @@ class Aggregator:
         task: Task,
         store: Store,
         *,
-        broker: mqtt.BrokerAddress,
+        broker: Brokers,
         access: BrokerAccess = NO_AUTHENTICATION,
         events: queue.SimpleQueue[Event] | None = None,
     ) -> None:
@@ -248,17 +248,17 @@ class Aggregator:
 
     def _handle_event(self, event: Event) -> None:
         match event:
-            case mqtt.Connected(max_packet_bytes=limit, address=ip):
+            case mqtt.Connected(max_packet_bytes=limit, address=ip, broker=broker):
                 self._publisher.presence.connected(ip)
                 self._publisher.chunk_bytes = chunk_bytes(limit)
                 fleet, task = self._task.file.fleet, self._task.digest
-                log_event(log, logging.INFO, "connected to the broker", fleet=fleet, task=task)
+                log_event(log, logging.INFO, "connected to the broker", broker=broker, fleet=fleet, task=task)
                 self._announcements.connected()
-            case mqtt.Disconnected(reason=reason, retry_s=retry_s, repeated=repeated):
+            case mqtt.Disconnected(reason=reason, retry_s=retry_s, repeated=repeated, broker=broker):
                 self._announcements.is_connected = False
                 self._blob_sender.forget()
                 level = logging.DEBUG if repeated else logging.WARNING
-                log_event(log, level, reason, retry_s=retry_s)
+                log_event(log, level, reason, broker=broker, retry_s=retry_s)
             case mqtt.Unsendable(topic=topic, reason=reason, repeated=repeated):
                 level = logging.DEBUG if repeated else logging.ERROR
                 log_event(log, level, "publication refused by the broker", topic=topic, reason=reason)

@@ -7,15 +7,14 @@ from aggregator.messaging.embedded_broker import EmbeddedBroker
 from aggregator.service.aggregator import Aggregator, Event
 from aggregator.storage.store import Store
 from aggregator.tasks.task_preparation import Task, task_to_serve
-from protocol.mqtt.reconnecting_session import BrokerAddress
-from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess
+from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess, Brokers, addresses_of
 
 
 def serve(
     prepared: Task,
     store: Store,
     *,
-    broker: BrokerAddress,
+    broker: Brokers,
     access: BrokerAccess = NO_AUTHENTICATION,
     embedded_broker: bool = False,
     events: queue.SimpleQueue[Event] | None = None,
@@ -30,7 +29,7 @@ def serve(
     events = queue.SimpleQueue() if events is None else events
     with contextlib.ExitStack() as cleanup:
         if embedded_broker:
-            embedded = EmbeddedBroker(broker, on_failure=events.put)
+            embedded = EmbeddedBroker(addresses_of(broker)[0], on_failure=events.put)
             embedded.start()
             cleanup.callback(embedded.stop)
         is_stopped = False

@@ -88,7 +88,7 @@ def _settings(  # noqa: PLR0913 - options of the command line
     from edge_client.storage.device_state import default_device_id
     from edge_client.storage.stored_values import DeviceName
     from protocol.enrollment import read_enrollment
-    from protocol.mqtt.tls import parse_broker
+    from protocol.mqtt.tls import parse_brokers
     from protocol.storage.state_folder import default_state_folder
 
     access, identity = read_access(**access_given), dict[str, Any](aggregator_key=aggregator_key)
@@ -104,7 +104,7 @@ def _settings(  # noqa: PLR0913 - options of the command line
         store = open_state(folder, fleet, read_only=True)
     stored = store.get(DeviceName).value if store is not None else ""
     settings = Settings(
-        broker=parse_broker(broker, tls=access.tls) if broker else None,
+        broker=parse_brokers(broker, tls=access.tls) if broker else None,
         access=access,
         fleet=fleet,
         device_id=device_id or stored or default_device_id(folder),

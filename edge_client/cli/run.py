@@ -66,7 +66,7 @@ def _public_key(_context: click.Context, _option: click.Parameter, value: str | 
     is_eager=True,
     help="Enrollment directory made by `aggregator enroll`: device id, fleet, broker and keys.",
 )
-@setting("--broker", metavar="HOST[:PORT]", help="MQTT broker of the fleet.")
+@setting("--broker", metavar="HOST[:PORT][,...]", help="MQTT broker of the fleet; several are tried in turn.")
 @access_options
 @setting(
     "--data",
@@ -148,7 +148,7 @@ def _serve(  # noqa: PLR0913 - every option of the command line
         from edge_client.config import Settings, enrolled_identity, enrolled_name, merged_access
         from edge_client.service.device import Device
         from edge_client.storage.stored_values import CurrentTask
-        from protocol.mqtt.tls import parse_broker, readable_by_others, warnings
+        from protocol.mqtt.tls import parse_brokers, readable_by_others, warnings
 
     start_logging(verbose=verbose)
     if once and dry_run:
@@ -174,14 +174,14 @@ def _serve(  # noqa: PLR0913 - every option of the command line
         device_id = store.device_id(device_id)
         if broker is None and not (dry_run and store.get(CurrentTask).digest):
             raise click.UsageError("missing broker: pass --broker HOST[:PORT]")
-        address = parse_broker(broker, tls=access.tls) if broker else None
-        notes = warnings(access, address) if address else []
+        brokers = parse_brokers(broker, tls=access.tls) if broker else None
+        notes = warnings(access, brokers) if brokers else []
         if enrollment is not None:
             notes.append(readable_by_others(enrollment / "signing.key"))
         for warning in filter(None, notes):
             log.warning("%s", warning)
         settings = Settings(
-            broker=address,
+            broker=brokers,
             access=access,
             fleet=fleet,
             device_id=device_id,

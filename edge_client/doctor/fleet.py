@@ -11,7 +11,7 @@ from protocol.doctor.broker import BrokerProbe, check_network
 from protocol.doctor.findings import Finding
 from protocol.doctor.machine import check_clock
 from protocol.errors import BadSignature, MalformedMessage
-from protocol.mqtt.tls import BrokerAddress
+from protocol.mqtt.tls import BrokerAddress, addresses_of
 from protocol.wire.codec import decode
 from protocol.wire.messages import MAX_MANIFEST_BYTES, Signed, TaskManifest
 from protocol.wire.signing import open_manifest
@@ -38,7 +38,12 @@ class FleetChecks:
                 "broker", "skipped", "no broker was given", "give --broker HOST[:PORT], or --enrollment"
             )
             return
-        yield from (network := check_network(settings.broker, settings.access))
+        for broker in addresses_of(settings.broker):
+            yield from self._check_broker(broker, trust)
+
+    def _check_broker(self, broker: BrokerAddress, trust: ManifestTrust) -> Iterator[Finding]:
+        settings = self._settings
+        yield from (network := check_network(broker, settings.access))
         if any(each.status == "failed" for each in network):
             return
         if settings.access.certificate is not None and self._store is not None and self._store.is_locked():
@@ -47,7 +52,7 @@ class FleetChecks:
                 "login", "skipped", text, "see `edge-client status`, or stop the program for this check"
             )
             return
-        yield from self._check_login(settings.broker, trust)
+        yield from self._check_login(broker, trust)
 
     def _check_login(self, broker: BrokerAddress, trust: ManifestTrust) -> Iterator[Finding]:
         settings = self._settings

@@ -155,8 +155,8 @@ class Device:
                         self._take(received)
                 except BackboneMismatch as error:
                     self._wait_for_another_task(error)
-            case mqtt.Connected(max_packet_bytes=limit, address=ip):
-                broker, device = self._settings.broker, self._settings.device_id
+            case mqtt.Connected(max_packet_bytes=limit, address=ip, broker=broker):
+                device = self._settings.device_id
                 log_event(log, logging.INFO, "connected to the broker", broker=broker, device=device)
                 self._publisher.presence.connected(ip)
                 self._publisher.send_presence()
@@ -164,9 +164,9 @@ class Device:
                 self._agent.step(events.Connected(limit))
                 if self._agent.state.task is None:
                     log_event(log, logging.INFO, "waiting for the fleet's task", fleet=self._settings.fleet)
-            case mqtt.Disconnected(reason=reason, retry_s=retry_s, repeated=repeated):
+            case mqtt.Disconnected(reason=reason, retry_s=retry_s, repeated=repeated, broker=broker):
                 level = logging.DEBUG if repeated else logging.WARNING
-                log_event(log, level, reason, retry_s=retry_s)
+                log_event(log, level, reason, broker=broker, retry_s=retry_s)
                 self._agent.step(events.Disconnected())
             case mqtt.Unsendable(topic=topic, reason=reason) if topic == self._publisher.topic("up"):
                 self._agent.step(events.Unsendable(reason))

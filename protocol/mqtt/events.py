@@ -22,6 +22,8 @@ class Connected:
     """The largest packet that it accepts; None if it does not say."""
     address: str = field(default="", compare=False)
     """This machine's IP address on the connection."""
+    broker: str = field(default="", compare=False)
+    """The broker's address."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,9 @@ class Disconnected:
     retry_s: float
     """Seconds until the next attempt."""
     repeated: bool = False
-    """The previous attempt failed for the same reason."""
+    """The previous attempt at this broker failed for the same reason."""
+    broker: str = field(default="", compare=False)
+    """The broker's address."""
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,34 @@ def retry_delay_s(failures: int, uniform: Callable[[float, float], float]) -> fl
     return uniform(MIN_RETRY_DELAY_S, min(MAX_RETRY_DELAY_S, 2.0 ** min(failures, 10)))
 
 
-def failures_after(failures: int, *, connected_s: float, delay_s: float, messages: int) -> int:
-    """Return the number of consecutive failures after another connection ended or could not be made.
+class Backoff:
+    """The pauses between a session's connections to one or more addresses, which are tried in turn.
 
-    Only a useful connection resets the count: one that outlived the delay before it, or that carried more than the
-    first few messages. A broker that ends every connection at the first publication is thus retried ever more slowly.
+    After a connection has ended, the next address is tried at once. A pause follows each time that as many connections
+    have ended as there are addresses; a connection that lasted a minute starts the count anew. With a single address,
+    every end is followed by a pause.
+
+    The pauses grow with the number of failures, which only a useful connection resets: one that outlived the last
+    pause, or that carried more than the first few messages. A broker that ends every connection at the first
+    publication is thus retried ever more slowly.
     """
-    return 1 if connected_s > delay_s or messages >= USEFUL_MESSAGES else failures + 1
+
+    def __init__(self, addresses: int, uniform: Callable[[float, float], float]) -> None:
+        self._addresses = addresses
+        self._uniform = uniform
+        self._ended = 0
+        self._failures = 0
+        self._pause_s = 0.0
+
+    def pause_s(self, *, connected_s: float, messages: int) -> float:
+        """Return the seconds to wait after a connection has ended, or could not be made (`connected_s` 0)."""
+        if connected_s > self._pause_s or messages >= USEFUL_MESSAGES:
+            self._failures = 0
+        if connected_s > MAX_RETRY_DELAY_S:
+            self._ended = 0
+        self._ended += 1
+        if self._ended % self._addresses:
+            return 0.0
+        self._failures += 1
+        self._pause_s = retry_delay_s(self._failures, self._uniform)
+        return self._pause_s

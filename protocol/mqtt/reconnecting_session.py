@@ -1,4 +1,4 @@
-"""A connection to a broker that is restored when it ends, with events reported to a callback.
+"""A connection to a broker, or to one of several, that is restored when it ends; events go to a callback.
 
 At most `window` publications are inside paho at any time, its callbacks only put something on a queue, and every
 connection has a fresh client, so that paho sends nothing again that was meant for an earlier connection. A session
@@ -11,7 +11,8 @@ import queue
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import cycle
 from typing import TYPE_CHECKING
 
 from protocol.mqtt.client import VERSIONS, Acknowledged, Closed, Connection, ConnectionOptions, Ready, Version
@@ -25,8 +26,8 @@ from protocol.mqtt.events import (
     Unsendable,
 )
 from protocol.mqtt.publisher import Publisher
-from protocol.mqtt.reconnect_delay import failures_after, retry_delay_s
-from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess, BrokerAddress, open_tls
+from protocol.mqtt.reconnect_delay import Backoff
+from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess, BrokerAddress, Brokers, addresses_of, open_tls
 from protocol.threads import start_thread
 
 if TYPE_CHECKING:
@@ -68,6 +69,8 @@ _Command = Outgoing | Closed | Ready | Acknowledged | _Echoed | _Stop
 class Session:
     """A connection to a broker for the lifetime of a program, with the options of `ConnectionOptions`.
 
+    Of several brokers, which forward messages to each other, it uses one at a time: the next one after each connection.
+
     `on_event` is called from the session's threads, and must return at once.
 
     Raises:
@@ -76,7 +79,7 @@ class Session:
 
     def __init__(
         self,
-        broker: BrokerAddress,
+        broker: Brokers,
         *,
         client_id: str,
         subscriptions: Sequence[str],
@@ -86,8 +89,9 @@ class Session:
         window: int = 8,
         manual_ack: bool = False,
     ) -> None:
+        self._addresses = addresses_of(broker)
         self._options = ConnectionOptions(
-            broker=broker,
+            broker=self._addresses[0],
             access=access,
             tls=open_tls(access),
             client_id=client_id,
@@ -97,7 +101,8 @@ class Session:
             manual_ack=manual_ack,
         )
         self._on_event = on_event
-        self._version: Version | None = None
+        self._versions: dict[BrokerAddress, Version] = {}
+        """The version of MQTT that each broker accepted last."""
         self._publisher = Publisher(on_event)
         self._connection: Connection | None = None
         self._final: set[tuple[str, bytes]] = set()
@@ -137,45 +142,50 @@ class Session:
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        failures, reported, delay_s = 0, "", 0.0
-        while (end := self._connect()) is not None:
+        backoff = Backoff(len(self._addresses), random.uniform)
+        reported: dict[BrokerAddress, str] = {}
+        for broker in cycle(self._addresses):
+            self._options = replace(self._options, broker=broker)
+            end = self._connect()
+            if end is None:
+                return
             connected_s, messages = end.connection.connected_s(), end.connection.messages
-            failures = failures_after(failures, connected_s=connected_s, delay_s=delay_s, messages=messages)
-            delay_s = retry_delay_s(failures, random.uniform)
-            repeated = end.reason == reported and not connected_s
-            self._on_event(Disconnected(end.reason, delay_s, repeated=repeated))
-            reported = end.reason
-            if self._stopped_within(delay_s):
+            pause_s = backoff.pause_s(connected_s=connected_s, messages=messages)
+            repeated = end.reason == reported.get(broker) and not connected_s
+            self._on_event(Disconnected(end.reason, pause_s, repeated=repeated, broker=str(broker)))
+            reported[broker] = end.reason
+            if self._stopped_within(pause_s):
                 return
 
     def _stopped_within(self, seconds: float) -> bool:
         """Wait without a connection; returns early, and True, on `stop`."""
         deadline_s = time.monotonic() + seconds
-        while (left_s := deadline_s - time.monotonic()) > 0:
+        while True:
             try:
-                if isinstance(self._inbox.get(timeout=left_s), _Stop):
+                if isinstance(self._inbox.get(timeout=max(0.0, deadline_s - time.monotonic())), _Stop):
                     return True
             except queue.Empty:
                 return False
-        return False
 
     def _connect(self) -> Closed | None:
         """Connect with the MQTT version that the broker accepted last, then with the other one; None after `stop`."""
         self._publisher.discard()
         end: Closed | None = None
-        for version in sorted(VERSIONS, key=lambda version: version is not self._version):
+        known = self._versions.get(self._options.broker)
+        for version in sorted(VERSIONS, key=lambda version: version is not known):
             end = self._connect_with(version)
             if end is None or not end.unanswered:
                 break
         return end
 
     def _connect_with(self, version: Version) -> Closed | None:
-        is_new = version is Version.MQTTv5 and version is not self._version
+        broker = self._options.broker
+        is_new = version is Version.MQTTv5 and version is not self._versions.get(broker)
         if is_new and self._options.will is not None:
             # amqtt reads an MQTT 5 will as one of 3.1.1, waits for the rest of it, and never answers. A broker that
             # is not known to speak MQTT 5 is therefore probed without a will first.
             end = self._use(version, is_probe=True)
-            if self._version is not version:
+            if self._versions.get(broker) is not version:
                 return end
         return self._use(version, is_probe=False)
 
@@ -225,10 +235,11 @@ class Session:
                 case Closed() as end:
                     return end
                 case Ready():
-                    self._version = connection.version
+                    self._versions[self._options.broker] = connection.version
                     if connection.is_probe:
                         return Closed(connection, "the broker speaks MQTT 5")
-                    self._on_event(Connected(publisher.begin(connection), connection.local_address()))
+                    limit, ip = publisher.begin(connection), connection.local_address()
+                    self._on_event(Connected(limit, ip, str(self._options.broker)))
                     publisher.send_queued()
                 case Acknowledged() as answer:
                     publisher.acknowledge(answer.mid, answer.denial)

@@ -1,4 +1,4 @@
-"""A broker's address, and how to connect: trusted authorities, client certificate, password."""
+"""Addresses of brokers, and how to connect: trusted authorities, client certificate, password."""
 
 import ipaddress
 import re
@@ -32,6 +32,10 @@ class BrokerAddress:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return self.host == "localhost"
+
+
+Brokers = BrokerAddress | tuple[BrokerAddress, ...]
+"""A broker's address, or those of a cluster, which are tried in turn."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,20 @@ def parse_broker(text: str, *, tls: bool = False) -> BrokerAddress:
         if 0 < port < 65536:
             return BrokerAddress(found["host"] or found["ipv6"], port)
     raise ConfigError(f"expected the broker as HOST or HOST:PORT, or [IPV6]:PORT, got {text!r}")
+
+
+def parse_brokers(text: str, *, tls: bool = False) -> tuple[BrokerAddress, ...]:
+    """Parse one or more addresses, separated by commas, in the form that `parse_broker` takes; none is repeated.
+
+    Raises:
+        ConfigError: one of them is no address.
+    """
+    return tuple(dict.fromkeys(parse_broker(each, tls=tls) for each in text.split(",")))
+
+
+def addresses_of(brokers: Brokers) -> tuple[BrokerAddress, ...]:
+    """Return the addresses to try, in order."""
+    return (brokers,) if isinstance(brokers, BrokerAddress) else brokers
 
 
 def _is_ipv6(text: str) -> bool:
@@ -122,12 +140,13 @@ def _unreadable(error: OSError, what: str) -> ConfigError:
     return ConfigError(f"cannot read {what}: {error.strerror or error}")
 
 
-def warnings(access: BrokerAccess, broker: BrokerAddress) -> list[str]:
+def warnings(access: BrokerAccess, brokers: Brokers) -> list[str]:
     """Return warnings to log before connecting: secrets that others can read, and a certificate that expires soon."""
     found = []
-    if access.password is not None and not access.tls and not broker.is_local:
+    remote = ", ".join(str(each) for each in addresses_of(brokers) if not each.is_local)
+    if access.password is not None and not access.tls and remote:
         found.append(
-            f"the password is sent to {broker} without encryption, and others can read it: give --ca FILE or --tls"
+            f"the password is sent to {remote} without encryption, and others can read it: give --ca FILE or --tls"
         )
     if access.key is not None and (warning := readable_by_others(access.key)):
         found.append(warning)

@@ -23,7 +23,7 @@ from protocol.mqtt.client import (
 )
 from protocol.mqtt.events import Connected, Disconnected, Event, Outgoing, Received
 from protocol.mqtt.publisher import Publisher
-from protocol.mqtt.reconnect_delay import failures_after, retry_delay_s
+from protocol.mqtt.reconnect_delay import Backoff
 
 CONNECT_TIMEOUT_S = 15.0
 KEEPALIVE_CHECK_S = 5.0
@@ -101,8 +101,7 @@ class PolledSession:
         self._connection: PolledConnection | None = None
         self._fileno = -1
         self._watched = 0
-        self._failures = 0
-        self._delay_s = 0.0
+        self._backoff = Backoff(1, random.uniform)
 
     @property
     def is_connected(self) -> bool:
@@ -161,10 +160,7 @@ class PolledSession:
     def _end(self, end: Closed) -> None:
         """Close the connection, and open another one after a delay."""
         connected_s, messages = end.connection.connected_s(), end.connection.messages
-        self._failures = failures_after(
-            self._failures, connected_s=connected_s, delay_s=self._delay_s, messages=messages
-        )
-        self._delay_s = retry_delay_s(self._failures, random.uniform)
+        pause_s = self._backoff.pause_s(connected_s=connected_s, messages=messages)
         self._connection = None
         self._publisher.end()
         if self._fileno >= 0:
@@ -172,8 +168,8 @@ class PolledSession:
         self._fileno = -1
         end.connection.close()
         self._happened.clear()
-        self._on_event(Disconnected(end.reason, self._delay_s))
-        self._loop.after(self._delay_s, self.connect)
+        self._on_event(Disconnected(end.reason, pause_s))
+        self._loop.after(pause_s, self.connect)
 
     def _give_up(self, connection: PolledConnection) -> None:
         if self._connection is connection and not self._publisher.is_connected:

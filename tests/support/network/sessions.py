@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from protocol.errors import ThreadFailed
 from protocol.mqtt.reconnecting_session import BrokerAddress, Connected, Disconnected, Event, Session
-from protocol.mqtt.tls import BrokerAccess
+from protocol.mqtt.tls import BrokerAccess, Brokers
 
 E = TypeVar("E", bound=Event)
 TIMEOUT_S = 300
@@ -67,7 +67,7 @@ def leaked(ear: EventLog) -> tuple[int, int]:
 
 @contextmanager
 def running(
-    broker: BrokerAddress, client_id: str, *topics: str, **options: Any
+    broker: Brokers, client_id: str, *topics: str, **options: Any
 ) -> Iterator[tuple[Session, EventLog]]:
     """Run a session as long as the context lasts."""
     log = EventLog()

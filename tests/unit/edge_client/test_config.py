@@ -59,7 +59,7 @@ def test_an_enrollment_sets_everything(folder: Path, started: list[Settings]) ->
     run(folder, PROTOFLEET_ENROLLMENT=str(folder))
     enrollment = read_enrollment(folder)
     for settings in started:
-        assert settings.broker == BrokerAddress("broker.example", 8883)
+        assert settings.broker == (BrokerAddress("broker.example", 8883),)
         assert (settings.fleet, settings.device_id) == ("orchard", "shed-1")
         assert settings.access == enrollment.access
         assert settings.signing_key == enrollment.signing_key
@@ -73,7 +73,7 @@ def test_options_override_the_enrollment(folder: Path, started: list[Settings]) 
     key = ("--aggregator-key", "0a" * 32)
     run(folder, "--enrollment", str(folder), "--broker", "10.0.0.1:1", *files, *key, "--username", "shed-1")
     (settings,) = started
-    assert settings.broker == BrokerAddress("10.0.0.1", 1)
+    assert settings.broker == (BrokerAddress("10.0.0.1", 1),)
     access = settings.access
     assert (access.ca, access.certificate, access.key) == (Path("other.crt"), Path("a.crt"), Path("a.key"))
     assert (access.username, access.tls) == ("shed-1", True)

@@ -5,7 +5,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.mqtt.reconnect_delay import MAX_RETRY_DELAY_S, failures_after, retry_delay_s
+from protocol.mqtt.reconnect_delay import MAX_RETRY_DELAY_S, Backoff, retry_delay_s
 
 
 @given(failures=st.integers(0, 10**9), seed=st.integers())
@@ -21,9 +21,34 @@ def test_maximum_delay_doubles_up_to_a_minute() -> None:
     assert longest == [2, 4, 8, 16, 32, 60, 60, 60]
 
 
+def _longest(_: float, high: float) -> float:
+    return high
+
+
 def test_only_a_useful_connection_resets_the_count() -> None:
-    assert failures_after(0, connected_s=0.1, delay_s=0, messages=0) == 1
-    assert failures_after(4, connected_s=0, delay_s=7, messages=0) == 5
-    assert failures_after(4, connected_s=6.9, delay_s=7, messages=8) == 5
-    assert failures_after(4, connected_s=7.1, delay_s=7, messages=0) == 1
-    assert failures_after(4, connected_s=0.1, delay_s=7, messages=50) == 1
+    backoff = Backoff(1, _longest)
+    assert backoff.pause_s(connected_s=0.1, messages=0) == 2
+    assert backoff.pause_s(connected_s=0, messages=0) == 4
+    assert backoff.pause_s(connected_s=3.9, messages=8) == 8
+    assert backoff.pause_s(connected_s=8.1, messages=0) == 2
+    assert backoff.pause_s(connected_s=0, messages=0) == 4
+    assert backoff.pause_s(connected_s=0.1, messages=50) == 2
+
+
+def test_next_address_is_tried_at_once_and_a_pause_follows_a_whole_round() -> None:
+    backoff = Backoff(3, _longest)
+    pauses = [backoff.pause_s(connected_s=0, messages=0) for _ in range(9)]
+    assert pauses == [0, 0, 2, 0, 0, 4, 0, 0, 8]
+    # A connection of more than a minute starts the count anew.
+    assert backoff.pause_s(connected_s=0, messages=0) == 0
+    pauses = [backoff.pause_s(connected_s=seconds, messages=0) for seconds in (100, 0, 0, 0)]
+    assert pauses == [0, 0, 2, 0]
+
+
+@given(connected_s=st.floats(0, 59), messages=st.integers(0, 10**6), addresses=st.integers(1, 5))
+def test_brokers_that_end_each_connection_are_not_tried_without_a_pause(
+    *, connected_s: float, messages: int, addresses: int
+) -> None:
+    backoff = Backoff(addresses, _longest)
+    pauses = [backoff.pause_s(connected_s=connected_s, messages=messages) for _ in range(3 * addresses)]
+    assert sum(map(bool, pauses)) == 3

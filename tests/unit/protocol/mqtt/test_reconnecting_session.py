@@ -23,7 +23,7 @@ from protocol.mqtt.reconnecting_session import (
     Received,
 )
 from tests.conftest import Serve
-from tests.support.network.brokers import mosquitto, needs_mosquitto
+from tests.support.network.brokers import free_address, mosquitto, needs_mosquitto
 from tests.support.network.sessions import TIMEOUT_S, leaked, listening, running
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
@@ -255,3 +255,24 @@ def test_end_of_the_sessions_thread_is_reported(
     monkeypatch.setattr(threading.Thread, "start", fail)
     with running(broker, "a") as (_, ear):
         assert "mqtt-session has ended unexpectedly: cannot start a thread" in str(ear.wait(ThreadFailed))
+
+
+@needs_mosquitto
+def test_next_broker_is_used_when_one_ends(address: BrokerAddress, tmp_path: Path) -> None:
+    """A broker that does not run is skipped; after the first one's end, the next one is used without a pause."""
+    nothing, second = free_address(), free_address()
+    with (
+        mosquitto(address, tmp_path) as first,
+        mosquitto(second, tmp_path),
+        running((nothing, address, second), "a", "t") as (session, log),
+    ):
+        assert log.wait(Connected).broker == str(address)
+        (skipped,) = log.seen[:-1]
+        assert isinstance(skipped, Disconnected)
+        assert (skipped.broker, skipped.retry_s) == (str(nothing), 0)
+        first.kill()
+        ended = log.wait(Disconnected)
+        assert (ended.broker, ended.retry_s) == (str(address), 0)
+        assert log.wait(Connected).broker == str(second)
+        session.send(Outgoing("t", b"over the second"))
+        assert log.wait(Received).payload == b"over the second"

@@ -13,7 +13,7 @@ import paho.mqtt.client as paho
 import pytest
 from paho.mqtt.enums import CallbackAPIVersion, MQTTProtocolVersion
 
-from protocol.mqtt import reconnecting_session
+from protocol.mqtt import reconnect_delay, reconnecting_session
 from protocol.mqtt.client import stop_thread
 from protocol.mqtt.publisher import packet_bytes
 from protocol.mqtt.reconnecting_session import (
@@ -97,7 +97,7 @@ def test_amqtt_connects_without_timeout(address: BrokerAddress, monkeypatch: pyt
         says = Outgoing("t", b"sent while connecting")
         made.send(says)
         assert ear.wait(Received) == Received("t", says.payload)
-        assert made._version is V311
+        assert made._versions[address] is V311
         assert Disconnected not in map(type, ear.seen)
 
 
@@ -108,7 +108,7 @@ def test_mosquitto_connects_in_mqtt_5_with_will(address: BrokerAddress, tmp_path
         running(address, "a", will=lambda: Outgoing("state", b"")) as (made, ear),
     ):
         ear.wait(Connected)
-        assert made._version is V5
+        assert made._versions[address] is V5
 
 
 SMALL = "allow_anonymous true\nmax_packet_size 20000"
@@ -246,7 +246,7 @@ def test_delay_grows_if_every_publication_disconnects(
         counts.append(failures)
         return 3600.0
 
-    monkeypatch.setattr(reconnecting_session, "retry_delay_s", retry_delay_s)
+    monkeypatch.setattr(reconnect_delay, "retry_delay_s", retry_delay_s)
     monkeypatch.setattr(reconnecting_session.Session, "_stopped_within", lambda *_: False)
 
     def answer(peer: socket.socket) -> None:

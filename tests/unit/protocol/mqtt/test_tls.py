@@ -20,6 +20,7 @@ from protocol.mqtt.client import Version
 from protocol.mqtt.reconnecting_session import (
     BrokerAddress,
     Connected,
+    Disconnected,
     Drained,
     Outgoing,
     Received,
@@ -29,6 +30,7 @@ from protocol.mqtt.tls import (
     expiry_warning,
     open_tls,
     parse_broker,
+    parse_brokers,
     readable_by_others,
     warnings,
 )
@@ -121,6 +123,21 @@ def test_unverifiable_broker_is_refused(address: BrokerAddress, made: Certificat
         assert "not signed by" in refusal(address, replace(access, ca=other.ca))
         assert "an authority of this system: give" in refusal(address, replace(access, ca=None))
         assert "its certificate is not for 127.0.0.2" in refusal(elsewhere, access)
+
+
+@needs_mosquitto
+def test_each_of_several_brokers_is_verified_under_its_own_name(
+    address: BrokerAddress, made: Certificates
+) -> None:
+    made.client("shed-1")
+    elsewhere = BrokerAddress("127.0.0.2", address.port)
+    with (
+        closed(BrokerAddress("0.0.0.0", address.port), made),  # noqa: S104 - for the other name
+        running((elsewhere, address), "a", access=made.access("shed-1")) as (_, log),
+    ):
+        assert log.wait(Connected).broker == str(address)
+        (refused,) = [each for each in log.seen if isinstance(each, Disconnected)]
+        assert "its certificate is not for 127.0.0.2" in refused.reason
 
 
 @needs_mosquitto
@@ -253,6 +270,15 @@ def test_broker_address_is_parsed(*, text: str, tls: bool, expected: BrokerAddre
     """An address as text is parsed to the same address."""
     assert parse_broker(text, tls=tls) == expected
     assert parse_broker(str(expected)) == expected
+
+
+def test_several_broker_addresses_are_parsed() -> None:
+    a, b = BrokerAddress("a", 8883), BrokerAddress("b", 1884)
+    assert parse_brokers("a, b:1884,[::1]", tls=True) == (a, b, BrokerAddress("::1", 8883))
+    assert parse_brokers("a,b:1884,a:8883", tls=True) == (a, b)
+    for text in ("", "a,", "a,,b", "a;b"):
+        with pytest.raises(ConfigError, match="expected the broker as HOST"):
+            parse_brokers(text)
 
 
 @pytest.mark.parametrize(

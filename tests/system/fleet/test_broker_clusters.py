@@ -1,0 +1,73 @@
+"""Brokers that forward messages to each other: one is killed during the uploads, and the fleet uses the others."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from protocol.mqtt.reconnecting_session import BrokerAddress, Received
+from protocol.wire.topics import device_topic, fleet_topic
+from tests.support.fleets.fleet import Fleet, accepted_submissions, write_digits, write_task
+from tests.support.network.brokers import Mosquitto, free_address, needs_mosquitto
+from tests.support.network.sessions import EventLog, running
+
+FLEET = "default"
+CLASSES = [0, 1, 2]
+DEVICES = ("device-0", "device-1", "device-2")
+CONNECTED = "connected to the broker broker="
+
+
+def _rotated(brokers: tuple[BrokerAddress, ...], start: int) -> str:
+    """Return a list of brokers for `--broker` that starts with another one."""
+    first = start % len(brokers)
+    return ",".join(map(str, brokers[first:] + brokers[:first]))
+
+
+def _wait_for_topics(log: EventLog, topics: set[str]) -> None:
+    while topics:
+        topics.discard(log.wait(Received).topic)
+
+
+def _kill_during_uploads(root: Path, brokers: tuple[BrokerAddress, ...], kill: Callable[[], None]) -> None:
+    """Kill the first broker, which the aggregator and the first device use, when no upload has been answered.
+
+    The aggregator is paused, so that what the brokers have for it is lost with the first one.
+    """
+    uploads = [device_topic(FLEET, name, "up") for name in DEVICES]
+    manifests = [fleet_topic(FLEET, "task"), fleet_topic(FLEET, "round")]
+    task = write_task(root, classes=list(map(str, CLASSES)), quorum=3)
+    with (
+        Fleet(root, brokers[0]) as fleet,
+        running(brokers[1], "observer", *uploads, *manifests) as (_, observed),
+    ):
+        fleet.start_aggregator(task, "--broker", _rotated(brokers, 0))
+        _wait_for_topics(observed, set(manifests))
+        fleet.wait_for_log("aggregator", f"{CONNECTED}{brokers[0]}")
+        fleet.pause("aggregator")
+        for number, name in enumerate(DEVICES):
+            data = write_digits(root / f"images-{number}", classes=CLASSES, start=20 * number)
+            options = ("--broker", _rotated(brokers, number), "--backbone", root / "backbone-0.onnx")
+            fleet.start_device(name, data, *options, program="tests.support.fleets.fast_device")
+            fleet.wait_for_log(name, f"{CONNECTED}{brokers[number % len(brokers)]}")
+        _wait_for_topics(observed, set(uploads))
+        kill()
+        fleet.resume("aggregator")
+        fleet.wait_for(
+            "the head on each device", lambda s: [row["head"] for row in s["devices"]] == [1, 1, 1]
+        )
+        fleet.wait_for_log("aggregator", f"{CONNECTED}{brokers[1]}")
+        fleet.wait_for_log(DEVICES[0], f"{CONNECTED}{brokers[1]}")
+        assert sorted(name for name, _ in accepted_submissions(fleet.log("aggregator"))) == sorted(DEVICES)
+        assert fleet.status()["submissions"] == len(DEVICES)
+
+
+@needs_mosquitto
+def test_bridged_mosquitto_is_killed(tmp_path: Path) -> None:
+    """The second mosquitto has a bridge to the first one; all programs move to it."""
+    brokers = (free_address(), free_address())
+    folders = [tmp_path / name for name in ("first", "second")]
+    for folder in folders:
+        folder.mkdir()
+    bridge = (
+        f"allow_anonymous true\nconnection first\naddress {brokers[0]}\nrestart_timeout 1\ntopic # both 1"
+    )
+    with Mosquitto(brokers[0], folders[0]) as first, Mosquitto(brokers[1], folders[1], options=bridge):
+        _kill_during_uploads(tmp_path, brokers, first.kill)
