@@ -75,6 +75,9 @@ class BlobLost(StateError):
         super().__init__(text)
         self.digest = digest
 
+    def __reduce__(self) -> tuple[type, tuple[bytes, str]]:
+        return type(self), (self.digest, str(self))
+
 
 _NO_THREAD = ("can't start new thread", "unable to start watchdog thread")
 """Messages of the RuntimeErrors of `threading` and `faulthandler`."""

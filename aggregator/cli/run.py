@@ -103,6 +103,8 @@ def run_command(
     for warning in warnings(access, brokers):
         log.warning("%s", warning)
     task_file, backbones = load_task(task)
+    if task_file.training.engine == "ray":
+        require_packages("ray", extras=f"{EXTRAS},ray")
     with contextlib.closing(Store(state, lock=True)) as store, contextlib.ExitStack() as cleanup:
         access = aggregator_access(state, access, fleet=task_file.fleet, is_closed=store.keys.is_closed())
         restore_access(store)

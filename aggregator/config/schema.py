@@ -30,6 +30,9 @@ class Training(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: Annotated[float, Meta(gt=0, le=1e9)] = 3600.0
     """Seconds after which a training, the closing of a round or an export of graphs is ended, and has failed."""
 
+    engine: Literal["local", "ray"] = "local"
+    """Where submissions are added: in one process, or on the workers of a Ray cluster; `statistics` only."""
+
     recipe: Literal["default", "paper"] = "default"
     refine: bool = False
     """Once FedTC's head is in use, make another one from statistics of its adapter's features."""

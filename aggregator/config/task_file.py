@@ -119,6 +119,9 @@ def _contradictions(task: TaskFile, given: Mapping[str, Any], backbones: Sequenc
     yield from _class_names(task.classes)
     yield from _unused(task, given)
     yield from _statistics(task, given)
+    if task.training.engine == "ray" and task.algorithm != "statistics":
+        problem = f'"ray" adds statistics, and algorithm = "{task.algorithm}" has none'
+        yield ("training", "engine"), f'{problem}: use algorithm = "statistics", or remove it'
     yield from _thresholds(task)
     yield from _privacy(task, given)
     yield from _backbones(backbones)
@@ -144,7 +147,8 @@ def _unused(task: TaskFile, given: Mapping[str, Any]) -> Iterator[Problem]:
         ]
         paths += [("limits", "heads_per_hour")] if "heads_per_hour" in given.get("limits", {}) else []
     if task.learning is not None or task.algorithm == "statistics":
-        paths += [("training", name) for name in sorted(given.get("training", {}).keys() - {"timeout_s"})]
+        used = {"timeout_s", "engine"}
+        paths += [("training", name) for name in sorted(given.get("training", {}).keys() - used)]
     robust = {"clip_multiple"} if task.learning is None else {"detect_outliers", "false_alarm_rate"}
     paths += [("robust", name) for name in sorted(robust & given.get("robust", {}).keys())]
     for path in paths:

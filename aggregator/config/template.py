@@ -30,7 +30,8 @@ _ONE_SHOT = """\
 # seed = 0
 # timeout_s = 3600.0    # after which a training is ended, and repeated
 
-# For algorithm = "statistics", which uses nothing in [training] but timeout_s, and no [client] alpha.
+# For algorithm = "statistics", which uses nothing in [training] but timeout_s and engine, and no [client] alpha.
+# engine = "ray" in [training] adds the submissions on a Ray cluster; the default is "local".
 # [statistics]
 #   features = 1024       # random features beside those of the backbones, at most 4096 together
 

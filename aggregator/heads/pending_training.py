@@ -101,6 +101,7 @@ def job_of(
             **shared,
             random_features=task.file.statistics.features,
             seed=task.file.client.seed,
+            engine=task.file.training.engine,
             adapter="" if task.refined is None else task.refined.digest.hex(),
         )
     return HeadJob(**shared, training=task.file.training)

@@ -27,6 +27,9 @@ class Refused(ProtofleetError):
         self.detail = detail
         self.sequence = sequence
 
+    def __reduce__(self) -> tuple[type, tuple[Reason, str], dict[str, object]]:
+        return type(self), (self.reason, self.detail), self.__dict__
+
 
 @dataclass(frozen=True)
 class Expectation:

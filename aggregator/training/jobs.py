@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -102,6 +102,7 @@ class StatisticsJob(CollectionJob, frozen=True, kw_only=True, dict=True):
 
     random_features: int = 0
     seed: int = 0
+    engine: Literal["local", "ray"] = "local"
     adapter: str = ""
     """Hex digest of FedTC's head, a blob, whose adapter is the map; empty for random features."""
 

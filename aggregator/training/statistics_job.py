@@ -10,36 +10,28 @@ import itertools
 import math
 import time
 from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from aggregator.algorithms.statistics.feature_map import BLOCK, RowMap, shortened
-from aggregator.algorithms.statistics.moments import (
-    WHOLE,
-    Moments,
-    add,
-    factors,
-    moments_of,
-    no_rows,
-    of_all_classes,
-    require_image_lengths,
-    require_possible,
-)
+from aggregator.algorithms.statistics.moments import WHOLE, Moments, factors
 from aggregator.algorithms.statistics.ridge import TEMPERATURE, solve
 from aggregator.graphs.head_export import map_to_onnx
-from aggregator.ingest.validation import Expectation, Prototypes, Refused, check_statistics
+from aggregator.ingest.validation import Expectation, Refused
 from aggregator.training.head_job import few_prototypes, write_checked
 from aggregator.training.jobs import Result, StatisticsJob, report_progress, run_as_program
 from aggregator.training.outlier_detection import MIN_DEVICES as COMMON_DEVICES
 from aggregator.training.outlier_detection import judge
-from aggregator.training.outlier_statistics import DeviceSummary, summarized
-from aggregator.training.robust_training_set import MIN_COMMON_SHARE, half_of
+from aggregator.training.robust_training_set import MIN_COMMON_SHARE
+from aggregator.training.sums.blocks import Block, DeviceFigures, add_block, blocks_of, subtract_block
+from aggregator.training.sums.engine import Engine, engine_of
 from aggregator.training.weights import counted_totals
-from protocol.errors import BlobLost, MalformedMessage, ProtofleetError
-from protocol.statistics.second_moment import decode
+from protocol.errors import BlobLost, ProtofleetError
 from protocol.wire.codec import digest_of
-from protocol.wire.messages import Submission
+
+if TYPE_CHECKING:
+    from aggregator.training.outlier_statistics import DeviceSummary
 
 SHOWN_WARNINGS = 3
 """Cohorts whose warnings are shown."""
@@ -81,8 +73,9 @@ def run(job: StatisticsJob) -> Result:
     if manifest.statistics is None or manifest.statistics.map.digest != digest_of(graph):
         raise ProtofleetError("expected the task's map, got another one: restart the aggregator")
     started_s = time.perf_counter()
-    sums = added(job, expectation)
-    total, limited = weighted(job, expectation, sums)
+    with engine_of(job) as engine:
+        sums = added(job, expectation, engine)
+        total, limited = weighted(job, expectation, sums, engine)
     report_progress({"prototypes": total.rows})
     images = [each for device, each in sums.images.items() if device not in sums.quarantined]
     ridge = solve(total, common=common_classes(np.array(images)))
@@ -107,33 +100,41 @@ def run(job: StatisticsJob) -> Result:
     )
 
 
-def added(job: StatisticsJob, expectation: Expectation) -> Sums:
+def added(job: StatisticsJob, expectation: Expectation, engine: Engine) -> Sums:
     """Read each submission once and add it; find outliers among groups of images, one cohort after the other.
 
     Raises:
         Refused: no submission is valid.
         BlobLost: after the last one, if some were lost.
     """
-    sums = Sums(no_rows(num_classes=len(expectation.manifest.classes), size=expectation.prototype_size))
-    cohorts, lost = cohorts_of(job.members, version=job.version), None
-    for cohort in cohorts:
-        groups: dict[str, DeviceSummary] = {}
-        try:
-            for device, submission in job.submissions(cohort):
-                _add(sums, device, submission, expectation, job, groups)
-        except BlobLost as error:
-            lost = error
-        if groups:
+    cohorts = cohorts_of(job.members, version=job.version)
+    nothing = Block(job, expectation).nothing()
+    sums = Sums(nothing)
+    rate = job.robust.false_alarm_rate / len(cohorts)
+    summaries: dict[str, DeviceSummary] = {}
+    lost: list[BlobLost] = []
+
+    def keep(block: Block, figures: DeviceFigures) -> None:
+        sums.images |= figures.images
+        sums.rows |= figures.rows
+        sums.refused |= figures.refused
+        summaries.update(figures.summaries)
+        lost.extend(filter(None, [figures.lost]))
+        if block.ends_cohort and summaries:
             judgment = judge(
-                groups,
+                summaries,
                 classes=expectation.manifest.classes,
-                false_alarm_rate=job.robust.false_alarm_rate / len(cohorts),
+                false_alarm_rate=rate,
                 released=job.released,
             )
             sums.quarantined |= judgment.quarantined
             sums.warnings += filter(None, [judgment.warning])
-    if lost is not None:
-        raise lost
+            summaries.clear()
+
+    blocks = itertools.chain.from_iterable(blocks_of(job, expectation, cohort) for cohort in cohorts)
+    sums.total = engine.sum(add_block, blocks, nothing, keep)
+    if lost:
+        raise lost[-1]
     if sums.refused and not sums.images:
         raise next(reversed(sums.refused.values()))
     return sums
@@ -150,31 +151,7 @@ def cohorts_of(devices: Collection[str], *, version: int) -> list[list[str]]:
     return [list(itertools.islice(order, start, None, number)) for start in range(number)]
 
 
-def _add(
-    sums: Sums,
-    device: str,
-    submission: Submission,
-    expectation: Expectation,
-    job: StatisticsJob,
-    groups: dict[str, DeviceSummary],
-) -> None:
-    try:
-        moments = submitted_moments(submission, expectation, job.feature_map)
-    except Refused as error:
-        sums.refused[device] = error
-        return
-    sums.total = add(sums.total, moments, factor=WHOLE)
-    sums.images[device] = sums.rows[device] = moments.counts
-    if submission.tensors:
-        return
-    rows, labels, counts = check_statistics(submission, expectation)
-    sums.rows[device] = np.bincount(labels, minlength=len(moments.counts))
-    if job.robust.detect_outliers:
-        part = _groups(rows, labels, counts)
-        groups[device] = summarized(half_of(part) if job.half_memory else part)
-
-
-def weighted(job: StatisticsJob, expectation: Expectation, sums: Sums) -> tuple[Moments, int]:
+def weighted(job: StatisticsJob, expectation: Expectation, sums: Sums, engine: Engine) -> tuple[Moments, int]:
     """Return the sum of what counts of each device, and the number of devices of which not everything does.
 
     It is that of all, from which the rest is subtracted: only of limited devices and outliers, the submissions are read
@@ -185,10 +162,9 @@ def weighted(job: StatisticsJob, expectation: Expectation, sums: Sums) -> tuple[
     counted = counted_totals(stated, multiple=job.robust.max_multiple)
     shares = dict(zip(devices, factors(stated.sum(axis=1).tolist(), counted.tolist()), strict=True))
     limited = [device for device, share in shares.items() if share < WHOLE]
-    total = sums.total
-    for device, submission in job.submissions([*sums.quarantined, *limited]):
-        surplus = WHOLE - shares.get(device, 0)
-        total = add(total, submitted_moments(submission, expectation, job.feature_map), factor=-surplus)
+    surplus = {device: WHOLE - shares.get(device, 0) for device in [*sums.quarantined, *limited]}
+    blocks = blocks_of(job, expectation, surplus, surplus)
+    total = engine.sum(subtract_block, blocks, sums.total, lambda _block, _figures: None)
     return dataclasses.replace(total, rows=max(1, round(total.rows / WHOLE))), len(limited)
 
 
@@ -196,43 +172,6 @@ def common_classes(images: NDArray[np.int64]) -> NDArray[np.bool_] | None:
     """Return the classes (C,) that COMMON_DEVICES devices have, by their images (K, C); None if they have too few."""
     common: NDArray[np.bool_] = np.count_nonzero(images, axis=0) >= COMMON_DEVICES
     return common if images[:, common].sum() >= MIN_COMMON_SHARE * images.sum() else None
-
-
-def submitted_moments(submission: Submission, expectation: Expectation, feature_map: RowMap) -> Moments:
-    """Return the moments of one device; raises Refused unless they can be those of images."""
-    values, labels, counts = check_statistics(submission, expectation)
-    classes = len(expectation.manifest.classes)
-    labels, counts = labels.astype(np.int64), counts.astype(np.int64)
-    if not submission.tensors:
-        return moments_of(shortened(values, feature_map), labels, counts, num_classes=classes)
-    try:
-        second_moment = decode(submission.tensors["second_moment"], counts, values)
-    except MalformedMessage as error:
-        raise Refused("malformed", str(error)) from error
-    moments = of_all_classes(int(counts.sum()), labels, counts, values, second_moment, num_classes=classes)
-    try:
-        require_image_lengths(moments, feature_map)
-        require_possible(moments)
-    except ProtofleetError as error:
-        raise Refused("implausible", str(error)) from error
-    return moments
-
-
-def _groups(
-    rows: NDArray[np.integer], labels: NDArray[np.integer], counts: NDArray[np.integer]
-) -> Prototypes:
-    """Return the means of groups of images, of which a row is as far from its class's mean as one image."""
-    values = rows.astype(np.float32)
-    weights = counts.astype(np.float32)
-    for label in np.unique(labels):
-        mine = np.flatnonzero(labels == label)
-        blocks = [mine[at : at + BLOCK] for at in range(0, len(mine), BLOCK)]
-        mean = (
-            np.array([weights[block] @ values[block] for block in blocks]).sum(axis=0) / weights[mine].sum()
-        )
-        for block in blocks:
-            values[block] = mean + (values[block] - mean) / np.sqrt(weights[block])[:, None]
-    return Prototypes(values, labels.astype(np.int64), counts.astype(np.int64))
 
 
 if __name__ == "__main__":

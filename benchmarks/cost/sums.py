@@ -16,6 +16,7 @@ from aggregator.graphs.head_export import mapped
 from aggregator.ingest.validation import Expectation, read_message
 from aggregator.training.jobs import StatisticsJob
 from aggregator.training.statistics_job import added, weighted
+from aggregator.training.sums.engine import LocalEngine
 from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
 from edge_client.data.statistics import to_rows
@@ -66,9 +67,9 @@ def command(*, devices: tuple[int, ...], features: int, batch_size: int, json_fi
     payloads = tuple(_payloads(manifest, features))
     expectation = Expectation(bytes(32), manifest, features)
     for number in sorted(devices):
-        job = _job(number, payloads, features)
+        job, engine = _job(number, payloads, features), LocalEngine()
         started_s, before = time.perf_counter(), _reset_peak()
-        total, _ = weighted(job, expectation, added(job, expectation))
+        total, _ = weighted(job, expectation, added(job, expectation, engine), engine)
         seconds, peak = time.perf_counter() - started_s, _memory("VmHWM") - before
         table.row(number, seconds, 1000 * seconds / number, peak / 1e6)
         runs.append({"devices": number, "seconds": seconds, "peak_bytes": peak, "rows": total.rows})

@@ -18,7 +18,10 @@ from aggregator.ingest.validation import Expectation, Prototypes, Refused
 from aggregator.training import statistics_job
 from aggregator.training.jobs import Result, StatisticsJob
 from aggregator.training.outlier_statistics import DeviceSummary, summarized
-from aggregator.training.statistics_job import added, cohorts_of, run, submitted_moments, weighted
+from aggregator.training.statistics_job import added, cohorts_of, run, weighted
+from aggregator.training.sums import blocks
+from aggregator.training.sums.blocks import submitted_moments
+from aggregator.training.sums.engine import LocalEngine
 from aggregator.training.weights import counted_totals
 from protocol.errors import ProtofleetError
 from protocol.statistics.second_moment import decode, from_triangle, to_triangle
@@ -261,16 +264,18 @@ def test_half_of_the_groups_are_compared_with_half_the_memory(
         compared.append(len(part.labels))
         return summarized(part)
 
-    monkeypatch.setattr(statistics_job, "summarized", watched)
+    monkeypatch.setattr(blocks, "summarized", watched)
     parts = {str(device): groups_of(*images(device)) for device in range(3)}
     job = job_on(tmp_path, parts, GROUPS_EXPECTATION)
-    every = added(job, GROUPS_EXPECTATION)
-    half = added(msgspec.structs.replace(job, half_memory=True), GROUPS_EXPECTATION)
+    every = added(job, GROUPS_EXPECTATION, LocalEngine())
+    half = added(msgspec.structs.replace(job, half_memory=True), GROUPS_EXPECTATION, LocalEngine())
     assert compared == [12] * 3 + [6] * 3
     for device in parts:
         np.testing.assert_array_equal(half.rows[device], every.rows[device])
         np.testing.assert_array_equal(half.images[device], every.images[device])
-    added(msgspec.structs.replace(job, robust=Robust(detect_outliers=False)), GROUPS_EXPECTATION)
+    added(
+        msgspec.structs.replace(job, robust=Robust(detect_outliers=False)), GROUPS_EXPECTATION, LocalEngine()
+    )
     assert len(compared) == 6
 
 
@@ -290,9 +295,9 @@ def test_each_submission_is_added_once(tmp_path: Path, monkeypatch: pytest.Monke
     parts["large"] = groups_of(*images(9, 400))
     parts["invalid"] = sums_of(*images(7))
     job = job_on(tmp_path, parts, GROUPS_EXPECTATION)
-    sums = added(job, GROUPS_EXPECTATION)
+    sums = added(job, GROUPS_EXPECTATION, LocalEngine())
     sums.quarantined["3"] = "as if outlier detection had found it"
-    total, limited = weighted(job, GROUPS_EXPECTATION, sums)
+    total, limited = weighted(job, GROUPS_EXPECTATION, sums, LocalEngine())
     again = {"large", "3"}
     assert {device: reads[digest] for device, digest in job.members.items()} == {
         device: 1 + (device in again) for device in parts
@@ -321,12 +326,12 @@ def test_what_is_kept_of_devices_is_bounded(tmp_path: Path, monkeypatch: pytest.
         most = max(most, len(kept))
         return summary
 
-    monkeypatch.setattr(statistics_job, "summarized", watched)
+    monkeypatch.setattr(blocks, "summarized", watched)
     parts = {f"{device:03}": groups_of(*images(device, 40)) for device in range(15)}
     features, labels = images(40, 40)
     parts["flipped"] = groups_of(np.roll(features, 40, axis=0), labels)
     job = job_on(tmp_path, parts, GROUPS_EXPECTATION)
-    assert list(added(job, GROUPS_EXPECTATION).quarantined) == ["flipped"]
+    assert list(added(job, GROUPS_EXPECTATION, LocalEngine()).quarantined) == ["flipped"]
     assert most == 8
 
 

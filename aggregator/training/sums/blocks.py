@@ -1,0 +1,157 @@
+"""Blocks of devices whose submissions are added one after the other, by whichever process has the block."""
+
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from aggregator.algorithms.statistics.feature_map import BLOCK, RowMap, shortened
+from aggregator.algorithms.statistics.moments import (
+    WHOLE,
+    Moments,
+    add,
+    moments_of,
+    no_rows,
+    of_all_classes,
+    require_image_lengths,
+    require_possible,
+)
+from aggregator.ingest.validation import Expectation, Prototypes, Refused, check_statistics
+from aggregator.training.jobs import StatisticsJob
+from aggregator.training.outlier_statistics import DeviceSummary, summarized
+from aggregator.training.robust_training_set import half_of
+from protocol.errors import BlobLost, MalformedMessage, ProtofleetError
+from protocol.statistics.second_moment import decode
+from protocol.wire.messages import Submission
+
+BLOCK_DEVICES = 100
+"""Devices of a block, at most."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Devices whose submissions are added together: its job's members are only these."""
+
+    job: StatisticsJob
+    expectation: Expectation
+    ends_cohort: bool = False
+    """True for the last block of devices that are compared with each other."""
+    surplus: Mapping[str, int] = field(default_factory=dict)
+    """Parts of WHOLE of each device that do not count."""
+
+    def nothing(self) -> Moments:
+        """Return the moments of no rows."""
+        classes = len(self.expectation.manifest.classes)
+        return no_rows(num_classes=classes, size=self.expectation.prototype_size)
+
+
+@dataclass
+class DeviceFigures:
+    """Each device of a block, as far as it is kept: numbers of its rows, no row. `Sums` has those of all devices."""
+
+    images: dict[str, NDArray[np.int64]] = field(default_factory=dict)
+    rows: dict[str, NDArray[np.int64]] = field(default_factory=dict)
+    refused: dict[str, Refused] = field(default_factory=dict)
+    summaries: dict[str, DeviceSummary] = field(default_factory=dict)
+    """For outlier detection, of groups of images only."""
+    lost: BlobLost | None = None
+    """The last submission that is lost."""
+
+
+Figures = TypeVar("Figures")
+Work = Callable[[Block, Moments], tuple[Moments, Figures]]
+"""Adds a block to a total, which it may change in place, and returns it with other figures of the block."""
+
+
+def blocks_of(
+    job: StatisticsJob,
+    expectation: Expectation,
+    devices: Iterable[str],
+    surplus: Mapping[str, int] = types.MappingProxyType({}),
+) -> Iterator[Block]:
+    """Yield a cohort's devices in blocks, in their order."""
+    left = list(devices)
+    for at in range(0, len(left), BLOCK_DEVICES):
+        members = {device: job.members[device] for device in left[at : at + BLOCK_DEVICES]}
+        yield Block(
+            msgspec.structs.replace(job, members=members),
+            expectation,
+            ends_cohort=at + BLOCK_DEVICES >= len(left),
+            surplus={device: surplus[device] for device in members if device in surplus},
+        )
+
+
+def add_block(block: Block, total: Moments) -> tuple[Moments, DeviceFigures]:
+    """Return the total with the factor WHOLE of each valid submission added, and what is kept of the devices."""
+    figures = DeviceFigures()
+    try:
+        for device, submission in block.job.submissions():
+            try:
+                moments = submitted_moments(submission, block.expectation, block.job.feature_map)
+            except Refused as error:
+                figures.refused[device] = error
+                continue
+            total = add(total, moments, factor=WHOLE)
+            figures.images[device] = figures.rows[device] = moments.counts
+            if not submission.tensors:
+                _keep_rows(figures, device, submission, block)
+    except BlobLost as error:
+        figures.lost = error
+    return total, figures
+
+
+def _keep_rows(figures: DeviceFigures, device: str, submission: Submission, block: Block) -> None:
+    rows, labels, counts = check_statistics(submission, block.expectation)
+    figures.rows[device] = np.bincount(labels, minlength=len(figures.images[device]))
+    if block.job.robust.detect_outliers:
+        part = _groups(rows, labels, counts)
+        figures.summaries[device] = summarized(half_of(part) if block.job.half_memory else part)
+
+
+def subtract_block(block: Block, total: Moments) -> tuple[Moments, None]:
+    """Return the total without what does not count of a block's devices; raises BlobLost if some are lost."""
+    for device, submission in block.job.submissions():
+        moments = submitted_moments(submission, block.expectation, block.job.feature_map)
+        total = add(total, moments, factor=-block.surplus[device])
+    return total, None
+
+
+def submitted_moments(submission: Submission, expectation: Expectation, feature_map: RowMap) -> Moments:
+    """Return the moments of one device; raises Refused unless they can be those of images."""
+    values, labels, counts = check_statistics(submission, expectation)
+    classes = len(expectation.manifest.classes)
+    labels, counts = labels.astype(np.int64), counts.astype(np.int64)
+    if not submission.tensors:
+        return moments_of(shortened(values, feature_map), labels, counts, num_classes=classes)
+    try:
+        second_moment = decode(submission.tensors["second_moment"], counts, values)
+    except MalformedMessage as error:
+        raise Refused("malformed", str(error)) from error
+    moments = of_all_classes(int(counts.sum()), labels, counts, values, second_moment, num_classes=classes)
+    try:
+        require_image_lengths(moments, feature_map)
+        require_possible(moments)
+    except ProtofleetError as error:
+        raise Refused("implausible", str(error)) from error
+    return moments
+
+
+def _groups(
+    rows: NDArray[np.integer], labels: NDArray[np.integer], counts: NDArray[np.integer]
+) -> Prototypes:
+    """Return the means of groups of images, of which a row is as far from its class's mean as one image."""
+    values = rows.astype(np.float32)
+    weights = counts.astype(np.float32)
+    for label in np.unique(labels):
+        mine = np.flatnonzero(labels == label)
+        blocks = [mine[at : at + BLOCK] for at in range(0, len(mine), BLOCK)]
+        mean = (
+            np.array([weights[block] @ values[block] for block in blocks]).sum(axis=0) / weights[mine].sum()
+        )
+        for block in blocks:
+            values[block] = mean + (values[block] - mean) / np.sqrt(weights[block])[:, None]
+    return Prototypes(values, labels.astype(np.int64), counts.astype(np.int64))

@@ -1,0 +1,109 @@
+"""A head that is made on a Ray cluster has the same bytes as one that is made in one process."""
+
+import contextlib
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from aggregator.training.jobs import Result, StatisticsJob
+from aggregator.training.statistics_job import run
+from aggregator.training.sums import blocks
+from protocol.errors import BlobLost, ProtofleetError, RuntimeMissing
+from protocol.storage.blobstore import BlobStore
+from protocol.wire.codec import encode
+from protocol.wire.messages import Submission
+from tests.support.messages.statistics import FEATURE_MAP, GROUPS_EXPECTATION, groups_of, images, sums_of
+
+ray = pytest.importorskip("ray", reason="needs ray")
+
+
+class KillingJob(StatisticsJob, frozen=True, kw_only=True, dict=True):
+    """Its first reader is killed after its first submission, as when memory runs out."""
+
+    def submissions(self, devices: Iterable[str] | None = None) -> Iterator[tuple[str, Submission]]:
+        for each in super().submissions(devices):
+            yield each
+            with contextlib.suppress(FileExistsError):
+                (Path(self.folder) / "killed").touch(exist_ok=False)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def workers(number: int) -> Iterator[None]:
+    """Connect to a Ray of so many workers; it knows how to import what this process does."""
+    with tempfile.TemporaryDirectory(
+        prefix="pf-", ignore_cleanup_errors=True
+    ) as folder:  # sockets: a short path
+        ray.init("local", num_cpus=number, include_dashboard=False, log_to_driver=False, _temp_dir=folder)
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+def job_in(folder: Path) -> StatisticsJob:
+    """40 devices: one has a second class's images as its first, one many images, and one an invalid submission."""
+    store, expectation = BlobStore(folder / "blobs"), GROUPS_EXPECTATION
+    parts = {f"{device:02}": groups_of(*images(device, 40)) for device in range(37)}
+    features, labels = images(50, 40)
+    parts["flipped"] = groups_of(np.roll(features, 40, axis=0), labels)
+    parts["large"] = groups_of(*images(51, 800))
+    parts["invalid"] = sums_of(*images(52))
+    return StatisticsJob(
+        version=1,
+        task=store.put(encode(expectation.manifest)).hex(),
+        members={device: store.put(encode(each)).hex() for device, each in parts.items()},
+        blobs=str(store.folder),
+        feature_size=FEATURE_MAP.feature_size,
+        random_features=FEATURE_MAP.random_features,
+        seed=FEATURE_MAP.seed,
+        folder=str(folder),
+    )
+
+
+def made(job: StatisticsJob, **changes: object) -> tuple[Result, bytes]:
+    """The result without the times, and the head."""
+    result = run(msgspec.structs.replace(job, **changes))
+    metrics = {name: value for name, value in result.metrics.items() if "seconds" not in name}
+    return msgspec.structs.replace(result, metrics=metrics), (Path(job.folder) / "head.onnx").read_bytes()
+
+
+def test_same_bytes_at_any_number_of_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while a worker is killed; outliers, limits and refused submissions are the same."""
+    monkeypatch.setattr(blocks, "BLOCK_DEVICES", 3)
+    job = job_in(tmp_path)
+    result, head = made(job)
+    assert sorted(result.quarantined) == ["flipped", "invalid"]
+    assert result.metrics["limited_devices"] == 1
+    for number in (1, 2, 4):
+        with workers(number):
+            assert made(job, engine="ray") == (result, head)
+            if number == 2:
+                fields = {name: getattr(job, name) for name in job.__struct_fields__}
+                assert made(KillingJob(**fields), engine="ray") == (result, head)
+                assert (tmp_path / "killed").exists()
+                Path(job.blobs, job.members["00"]).unlink()
+                with pytest.raises(BlobLost) as lost:
+                    made(job, engine="ray")
+                assert lost.value.digest.hex() == job.members["00"]
+                BlobStore(Path(job.blobs)).put(encode(groups_of(*images(0, 40))))
+
+
+def test_cluster_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1")
+    with pytest.raises(ProtofleetError, match=r"RAY_ADDRESS 127\.0\.0\.1"):
+        made(job_in(tmp_path), engine="ray")
+
+
+def test_missing_ray_names_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "aggregator.training.sums.ray_engine", raising=False)
+    with pytest.raises(RuntimeMissing, match=r"pip install 'protofleet\[ray\]'"):
+        made(job_in(tmp_path), engine="ray")
