@@ -32,6 +32,8 @@ DIFFERENT = 50
 
 SIZES = (1_000, 10_000, 100_000)
 
+_MAP = BlobRef(digest=bytes(32), size_bytes=1, name="map.onnx")
+
 EACH = 20
 """Images of a device in each class."""
 
@@ -63,8 +65,8 @@ def command(*, devices: tuple[int, ...], features: int, batch_size: int, json_fi
     """Measure the job that adds the submissions of fleets of growing size."""
     table = Table({"devices": ">9,", "seconds": ">9.1f", "ms a device": ">13.2f", "added MB": ">9.1f"})
     runs = []
-    manifest = _manifest(features, batch_size=batch_size)
-    payloads = tuple(_payloads(manifest, features))
+    manifest = manifest_of_sums(features, batch_size=batch_size, reference=_MAP)
+    payloads = tuple(payloads_of_sums(manifest, features, task=bytes(32)))
     expectation = Expectation(bytes(32), manifest, features)
     for number in sorted(devices):
         job, engine = _job(number, payloads, features), LocalEngine()
@@ -88,8 +90,8 @@ def _memory(name: str) -> int:
     return int(status.split(f"{name}:")[1].split()[0]) * 1024
 
 
-def _manifest(features: int, *, batch_size: int) -> TaskManifest:
-    reference = BlobRef(digest=bytes(32), size_bytes=1, name="map.onnx")
+def manifest_of_sums(features: int, *, batch_size: int, reference: BlobRef) -> TaskManifest:
+    """Return a task of sums of rows; `reference` is its map."""
     return task_manifest(
         "statistics",
         CLASSES,
@@ -101,7 +103,8 @@ def _manifest(features: int, *, batch_size: int) -> TaskManifest:
     )
 
 
-def _payloads(manifest: TaskManifest, features: int) -> Iterator[bytes]:
+def payloads_of_sums(manifest: TaskManifest, features: int, *, task: bytes) -> Iterator[bytes]:
+    """Yield DIFFERENT submissions to a task."""
     feature_map = FeatureMap(features, 0, seed=0)
     means = np.random.default_rng(99).exponential(size=(CLASSES, features))
     for seed in range(DIFFERENT):
@@ -110,7 +113,7 @@ def _payloads(manifest: TaskManifest, features: int) -> Iterator[bytes]:
         of_class = {
             label: to_rows(mapped(feature_map, each)) for label, each in enumerate(values.astype(np.float32))
         }
-        task, count = bytes(32), EACH * CLASSES
+        count = EACH * CLASSES
         if manifest.batch_size == 1:
             yield encode(sums_submission(of_class, task=task, images=count))
         else:
