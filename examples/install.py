@@ -45,7 +45,7 @@ TARGETS = {
         cuda="about 6 GB on disk, 4.7 GB of it for CUDA, several minutes",
     ),
     "all": Target(
-        "cpu,demo,export,dev",
+        "cpu,demo,cluster,export,dev",
         ("torch", "torchvision"),
         cpu="about 2 GB on disk, a few minutes",
         cuda="6.5 GB on disk, 4.7 GB of it for CUDA, several minutes",

@@ -39,6 +39,13 @@ log = logging.getLogger(__name__)
 )
 @state_option
 @setting(
+    "--blobs",
+    default="",
+    metavar="s3://BUCKET/PREFIX",
+    help="S3-compatible object store of submissions, backbones and heads, each aggregator's with a prefix of its own; "
+    "AWS_* variables say how to reach it. Default: where they were before, at first in the state directory.",
+)
+@setting(
     "--broker",
     default="127.0.0.1",
     metavar="HOST[:PORT][,...]",
@@ -70,10 +77,11 @@ log = logging.getLogger(__name__)
     help="Name under which browsers reach the dashboard, beside localhost and IP addresses; repeatable.",
 )
 @verbose_option
-def run_command(
+def run_command(  # noqa: PLR0913 - one for each option
     *,
     task: Path,
     state: Path,
+    blobs: str,
     broker: str,
     embedded_broker: bool,
     http: str | None,
@@ -105,7 +113,7 @@ def run_command(
     task_file, backbones = load_task(task)
     if task_file.training.engine == "ray":
         require_packages("ray", extras=f"{EXTRAS},ray")
-    with contextlib.closing(Store(state, lock=True)) as store, contextlib.ExitStack() as cleanup:
+    with contextlib.closing(Store(state, lock=True, blobs=blobs)) as store, contextlib.ExitStack() as cleanup:
         access = aggregator_access(state, access, fleet=task_file.fleet, is_closed=store.keys.is_closed())
         restore_access(store)
         stop_on_terminate()

@@ -80,7 +80,7 @@ def job_of(
         "version": train.version,
         "task": task.digest.hex(),
         "members": {device: entry.digest.hex() for device, entry in train.members},
-        "blobs": str(store.blobs.folder),
+        "blobs": store.blobs.location,
         "feature_size": task.feature_size,
     }
     if tensors is not None:

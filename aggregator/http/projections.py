@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 
 from aggregator.http.documents import Document, make_document
@@ -21,12 +22,12 @@ class Projections:
     async def current(self) -> Document:
         """Return the projection; raises StateError if the state cannot be read."""
         async with self._lock:
-            sources = await asyncio.to_thread(self._read)
+            sources, read = await asyncio.to_thread(self._read)
             if self._document is None or sources != self._sources:
-                projection = await asyncio.to_thread(project, self._state, sources)
+                projection = await asyncio.to_thread(project, read, sources)
                 self._document, self._sources = make_document(projection), sources
             return self._document
 
-    def _read(self) -> Sources:
+    def _read(self) -> tuple[Sources, Callable[[bytes], bytes]]:
         with contextlib.closing(Store(self._state, read_only=True)) as store:
-            return projection_sources(store)
+            return projection_sources(store), store.blob_reader()

@@ -157,6 +157,7 @@ class Receiver:
         """Raise StateError unless there is room for so many bytes, at most an upload's, also in the database."""
         self._chunks.check_writable(min(size_bytes, self._max_bytes, MAX_TRIAL_BYTES))
         self._store.database.check_writable()
+        self._store.blobs.check_writable()
 
     def _resume(self) -> bool:
         self._trial_s = time.monotonic() + TRIAL_S

@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from aggregator.messaging.publisher import Publisher
+from aggregator.storage.blobs import Blobs
 from protocol.errors import StateError
 from protocol.log import event
 from protocol.rates.token_buckets import TokenBuckets
-from protocol.storage.blobstore import BlobStore, state_errors
+from protocol.storage.blobstore import state_errors
 from protocol.wire.messages import MAX_CHUNK_BYTES, PROTOCOL_VERSION, BlobRequest, Frame
 
 log = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ class BlobSender:
 
     def __init__(
         self,
-        blobs: BlobStore,
+        blobs: Blobs,
         publisher: Publisher,
         *,
         downloads_per_hour: int,
@@ -80,8 +81,8 @@ class BlobSender:
     def _fraction(self, request: BlobRequest) -> float:
         """Return the fraction of a download that a request is."""
         size = 0
-        with contextlib.suppress(OSError):  # `send` logs what cannot be read
-            size = self._blobs.path(request.digest).stat().st_size
+        with contextlib.suppress(StateError):  # `send` logs what cannot be read
+            size = self._blobs.size(request.digest)
         return min(request.length, max(0, size - request.offset)) / max(size, SMALLEST_DOWNLOAD_BYTES)
 
     def drained(self) -> None:

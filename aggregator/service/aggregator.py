@@ -204,7 +204,7 @@ class Aggregator:
             self._store.blobs.create()
             self._training.restoration.verify_all(self._releases.served)
             text = "folder was deleted and has been created again: check who deletes it"
-            log_event(log, logging.ERROR, text, folder=self._store.blobs.folder)
+            log_event(log, logging.ERROR, text, folder=self._store.blobs.location)
 
     def _handle_messages(self, messages: list[mqtt.Received]) -> None:
         """Store all messages durably, or none; then answer them, and acknowledge them to the broker."""

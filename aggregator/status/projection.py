@@ -1,8 +1,7 @@
 """The submitted prototypes in two dimensions: their first two principal components."""
 
 import contextlib
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Annotated
 
 import msgspec
@@ -11,7 +10,7 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from aggregator.storage.store import Store
-from protocol.errors import MalformedMessage
+from protocol.errors import MalformedMessage, StateError
 from protocol.wire.codec import decode, digest_of, to_array
 from protocol.wire.messages import Submission
 from protocol.wire.quantization import RANGE, dequantize
@@ -61,14 +60,14 @@ def projection_sources(store: Store) -> Sources:
     return Sources({name: submissions[name].entry.digest for name in sorted(chosen)}, len(names))
 
 
-def project(folder: Path, sources: Sources) -> Projection:
-    """Return the projection of submissions in a state directory; one that cannot be read is left out."""
+def project(read: Callable[[bytes], bytes], sources: Sources) -> Projection:
+    """Return the projection of submissions that `read` reads; one that cannot be read is left out."""
     each = max(1, MAX_POINTS // max(1, len(sources.digests)))
     devices: list[str] = []
     rows: list[NDArray[np.float32]] = []
     labels: list[NDArray[np.integer]] = []
     for device, digest in sources.digests.items():
-        found = _prototypes(folder / "blobs" / digest.hex(), digest)
+        found = _prototypes(read, digest)
         if found is None or (rows and found[0].shape[1] != rows[0].shape[1]):
             continue
         places = np.linspace(0, len(found[0]) - 1, min(each, len(found[0]))).astype(int)
@@ -121,10 +120,12 @@ def _rounded(values: NDArray[np.float64]) -> tuple[float, ...]:
     return tuple(float(f"{value:.4g}") for value in values)
 
 
-def _prototypes(file: Path, digest: bytes) -> tuple[NDArray[np.float32], NDArray[np.integer]] | None:
+def _prototypes(
+    read: Callable[[bytes], bytes], digest: bytes
+) -> tuple[NDArray[np.float32], NDArray[np.integer]] | None:
     """Return a submission's prototypes, or class means of its statistics, and labels; None if it cannot be read."""
-    with contextlib.suppress(OSError, MalformedMessage):
-        data = file.read_bytes()
+    with contextlib.suppress(OSError, StateError, MalformedMessage):
+        data = read(digest)
         if digest_of(data) == digest:
             submission = decode(data, Submission, max_bytes=len(data))
             return _values(submission), to_array(submission.labels)

@@ -1,19 +1,20 @@
 """The aggregator's state directory: SQLite tables, and blobs beside them."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from aggregator.coordination.round_state import DeviceDecisions, Entry, State
+from aggregator.storage.blobs import blobs_of, open_blobs
 from aggregator.storage.device_keys import DeviceKeys
 from aggregator.storage.devices import REVOKED, Devices, Quarantine, Refusals
 from aggregator.storage.forgotten_devices import ForgottenDevices
 from aggregator.storage.heads import Evaluations, Heads, OperatorCommands
-from aggregator.storage.stored_values import FailedTraining, PendingHead, ServedTask
+from aggregator.storage.stored_values import BlobLocation, FailedTraining, PendingHead, ServedTask
 from aggregator.storage.submissions import Submissions
 from protocol.errors import StateError
-from protocol.storage.blobstore import BlobStore, delete_temporary_files, state_errors
+from protocol.storage.blobstore import delete_temporary_files, state_errors
 from protocol.storage.database import Database
 from protocol.storage.database_file import DatabaseFile
 from protocol.storage.elapsed_clock import ElapsedClock
@@ -91,22 +92,18 @@ _ADVICE = (
 """Advice for a damaged database."""
 
 
-def open_blobs(folder: Path) -> BlobStore:
-    """Return the blobs of a state directory; damaged ones are moved to a folder beside it."""
-    return BlobStore(folder, damaged=folder.with_name("damaged"))
-
-
 class Store:
     """The aggregator's state directory, created if missing; `read_only` reads the state of a running aggregator.
 
     `lock` keeps other aggregators out of it until `close`; without it, the state of a running aggregator can be
-    changed, but not migrated.
+    changed, but not migrated. `blobs` is s3://BUCKET/PREFIX, or empty: then the blobs are where they were before, at
+    first in the state directory.
 
     Raises ConfigError if it is a device's or among Python source files, and StateError if it cannot be used, another
     protofleet wrote it, or another aggregator has locked it.
     """
 
-    def __init__(self, folder: Path, *, read_only: bool = False, lock: bool = False) -> None:
+    def __init__(self, folder: Path, *, read_only: bool = False, lock: bool = False, blobs: str = "") -> None:
         self.folder = folder
         self._lock = FolderLock(folder)
         file = database_of("aggregator", folder)
@@ -118,7 +115,6 @@ class Store:
             raise StateError(f"no aggregator state in {folder}: give the --state of `aggregator run`")
         if not read_only:
             make_state_folder(folder)
-            self.blobs = open_blobs(folder / "blobs")
         self.database = Database(
             DatabaseFile(
                 path=file,
@@ -135,6 +131,8 @@ class Store:
         self.facts = Facts(self.database)
         try:
             self.clock = ElapsedClock(self.facts, read_only=read_only)
+            if not read_only:
+                self.blobs = blobs_of(folder, self.facts, blobs)
         except BaseException:
             self.database.close()
             raise
@@ -195,6 +193,16 @@ class Store:
                 *(device, digest, device, digest),
             )
         )
+
+    def blob_reader(self) -> Callable[[bytes], bytes]:
+        """Return a function that reads a blob, also where this is read only, and leaves damaged files where they are.
+
+        It raises StateError or OSError, and does not verify the digest.
+        """
+        stored = self.facts.get(BlobLocation)
+        if stored is not None and stored.location:
+            return open_blobs(stored.location).read
+        return lambda digest: (self.folder / "blobs" / digest.hex()).read_bytes()
 
     def put_blob(self, data: bytes, name: str) -> BlobRef:
         """Store a blob and return the reference to it."""

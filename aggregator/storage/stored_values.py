@@ -21,6 +21,15 @@ class ServedTask(msgspec.Struct, frozen=True):
     rollout: rollout_state.Settings = rollout_state.Settings()
 
 
+class BlobLocation(msgspec.Struct, frozen=True):
+    """The object store of the aggregator's blobs, unless they are in its state directory."""
+
+    owner: str
+    """What the store's object `owner` contains: it tells aggregators apart."""
+    location: str = ""
+    """Of the form s3://BUCKET/PREFIX; empty until its owner was written."""
+
+
 class Refinable(msgspec.Struct, frozen=True):
     """The first head of FedTC's that waited for devices to evaluate it before it, or a later one, is refined."""
 

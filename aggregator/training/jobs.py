@@ -13,7 +13,7 @@ import msgspec
 from aggregator.algorithms.statistics.feature_map import FeatureMap, RowMap
 from aggregator.config.schema import Robust, TaskFile, Training
 from aggregator.ingest.validation import Refused, read_message
-from aggregator.storage.store import open_blobs
+from aggregator.storage.blobs import open_blobs
 from protocol.errors import BackboneMismatch, BlobLost, ProtofleetError, StateError
 from protocol.models.onnx_metadata import HeadMetadata
 from protocol.storage.blobstore import write_atomically
@@ -30,12 +30,13 @@ class SubmissionsJob(msgspec.Struct, frozen=True, kw_only=True):
     members: dict[str, str]
     """Device to the hex digest of its submission, a blob, in the order to train on."""
     blobs: str
+    """A folder, or s3://BUCKET/PREFIX."""
     feature_size: int
     folder: str
 
     def manifest(self) -> TaskManifest:
         """Read the task manifest."""
-        data = open_blobs(Path(self.blobs)).read(bytes.fromhex(self.task))
+        data = open_blobs(self.blobs).read(bytes.fromhex(self.task))
         return decode(data, TaskManifest, max_bytes=MAX_MANIFEST_BYTES)
 
     def submissions(self, devices: Iterable[str] | None = None) -> Iterator[tuple[str, Submission]]:
@@ -45,7 +46,7 @@ class SubmissionsJob(msgspec.Struct, frozen=True, kw_only=True):
             BlobLost: after the last one, if some were lost.
             ProtofleetError: a blob is no submission.
         """
-        blobs, lost = open_blobs(Path(self.blobs)), None
+        blobs, lost = open_blobs(self.blobs), None
         for device in self.members if devices is None else devices:
             try:
                 payload = blobs.read(bytes.fromhex(self.members[device]))
@@ -75,7 +76,7 @@ class SubmissionsJob(msgspec.Struct, frozen=True, kw_only=True):
         from aggregator.graphs.fused_model import fuse  # onnx, which `aggregator release` does not need
 
         write_atomically(Path(self.folder) / "head.onnx", head)
-        blobs = open_blobs(Path(self.blobs))
+        blobs = open_blobs(self.blobs)
         with contextlib.suppress(BackboneMismatch, StateError):  # the aggregator tries it again, and logs why
             backbones = [blobs.read(backbone.digest) for backbone in manifest.backbones]
             write_atomically(Path(self.folder) / "model.onnx", fuse(backbones, head))
@@ -112,7 +113,7 @@ class StatisticsJob(CollectionJob, frozen=True, kw_only=True, dict=True):
         if self.adapter:
             from aggregator.graphs.adapter_map import adapter_of  # onnx, as in `write_head`
 
-            head = open_blobs(Path(self.blobs)).read(bytes.fromhex(self.adapter))
+            head = open_blobs(self.blobs).read(bytes.fromhex(self.adapter))
             return adapter_of(head)
         return FeatureMap(self.feature_size, self.random_features, self.seed)
 

@@ -17,7 +17,7 @@ from aggregator.algorithms.tensors import check_finite, pack_tensors, unpack_ten
 from aggregator.config.schema import Robust
 from aggregator.graphs.program_export import bind, untrained
 from aggregator.ingest.validation import Expectation, Prototypes, check_submission
-from aggregator.storage.store import open_blobs
+from aggregator.storage.blobs import open_blobs
 from aggregator.training.jobs import Result, RoundJob, checked_parts, run_as_program
 from aggregator.training.robust_rounds import robust_contributions
 from aggregator.training.weights import limited
@@ -33,7 +33,7 @@ def run(job: RoundJob) -> Result:
         ProtofleetError: the submissions cannot be aggregated, or the result is not finite.
     """
     started_s = time.perf_counter()
-    blobs, manifest = open_blobs(Path(job.blobs)), job.manifest()
+    blobs, manifest = open_blobs(job.blobs), job.manifest()
     algorithm, program = job.task_file.learning, manifest.program
     if algorithm is None or program is None:
         raise ProtofleetError(f"{job.task_file.algorithm} has no rounds")

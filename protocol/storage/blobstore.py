@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from io import BufferedReader
 from pathlib import Path
+from typing import Any
 
 from protocol.errors import BlobLost, StateError, TransferError
 from protocol.threads import submit
@@ -110,19 +111,25 @@ class WriteBatch:
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(4, thread_name_prefix="writing")
         self._written: dict[Path, Future[Path]] = {}
+        self._elsewhere: list[Future[None]] = []
 
     def add(self, path: Path, data: bytes) -> None:
         """Start to write a file, which `finish` renames to its path; raises StateError without a thread to do so."""
         if path not in self._written:
             self._written[path] = submit(self._pool, _write_beside, path, data, is_for_later=True)
 
+    def wait_for(self, write: Future[None]) -> None:
+        """Let `finish` wait for a write elsewhere, too."""
+        self._elsewhere.append(write)
+
     def finish(self) -> None:
         """Wait until all files are durable, and rename them; raises StateError, and renames none, if one failed."""
-        wait(self._written.values())
-        if failures := [failure for each in self._written.values() if (failure := each.exception())]:
+        every: list[Future[Any]] = [*self._written.values(), *self._elsewhere]
+        wait(every)
+        if failures := [failure for each in every if (failure := each.exception())]:
             self.discard()
             raise failures[0]
-        written, self._written = self._written, {}
+        written, self._written, self._elsewhere = self._written, {}, []
         with state_errors(Path()), contextlib.ExitStack() as stack:
             for each in written.values():
                 stack.enter_context(_deleted_on_failure(each.result()))
@@ -133,6 +140,8 @@ class WriteBatch:
 
     def discard(self) -> None:
         """Delete the files that were added since `finish`."""
+        wait([each for each in self._elsewhere if not each.cancel()])
+        self._elsewhere = []
         with contextlib.suppress(OSError, StateError):
             self._written = {path: each for path, each in self._written.items() if not each.cancel()}
             wait(self._written.values())
@@ -180,6 +189,14 @@ class BlobStore:
         with state_errors(self.folder):
             self._partial.mkdir(parents=True, exist_ok=True)
 
+    @property
+    def location(self) -> str:
+        """The folder, as text."""
+        return str(self.folder)
+
+    def check_writable(self) -> None:
+        """Return at once: the database is on the same disk, and is checked by itself."""
+
     def is_missing(self) -> bool:
         """Return True if the folder was deleted."""
         return not self.folder.is_dir()
@@ -187,6 +204,12 @@ class BlobStore:
     def path(self, digest: bytes) -> Path:
         """Return the path of a blob, whether it exists or not."""
         return self.folder / digest.hex()
+
+    def size(self, digest: bytes) -> int:
+        """Return the bytes of a blob; raises StateError if it cannot be read."""
+        path = self.path(digest)
+        with state_errors(path):
+            return path.stat().st_size
 
     def __contains__(self, digest: bytes) -> bool:
         path = self.path(digest)

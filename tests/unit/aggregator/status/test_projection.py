@@ -39,7 +39,7 @@ def test_same_prototypes_have_the_same_places(tmp_path: Path) -> None:
         for seed, device in enumerate(("a", "b", "c")):
             submit(store, device, seed)
         sources = projection_sources(store)
-        first, again = project(tmp_path, sources), project(tmp_path, sources)
+        first, again = project(store.blob_reader(), sources), project(store.blob_reader(), sources)
         assert first == again
         assert first.devices == ("a", "b", "c")
         assert first.device == (0,) * 4 + (1,) * 4 + (2,) * 4
@@ -49,7 +49,7 @@ def test_same_prototypes_have_the_same_places(tmp_path: Path) -> None:
         assert np.column_stack([first.x, first.y]) == pytest.approx(points, rel=1e-2, abs=1e-2)
         file = tmp_path / "blobs" / sources.digests["b"].hex()
         file.write_bytes(b"damaged")
-        assert project(tmp_path, sources).devices == ("a", "c")
+        assert project(store.blob_reader(), sources).devices == ("a", "c")
 
 
 def test_devices_in_quarantine_are_always_shown(tmp_path: Path) -> None:

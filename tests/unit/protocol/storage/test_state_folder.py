@@ -3,6 +3,7 @@
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -62,7 +63,7 @@ def test_folder_among_source_files_is_refused(tmp_path: Path, make: type[Store],
 )
 @pytest.mark.parametrize(("owner", "other"), [(Store, DeviceState), (DeviceState, Store)])
 def test_state_folder_of_the_other_program_is_refused(
-    tmp_path: Path, owner: type[Store], other: type[Store], options: dict[str, bool]
+    tmp_path: Path, owner: type[Store], other: type[Store], options: dict[str, Any]
 ) -> None:
     """Both programs read PROTOFLEET_STATE, and delete blobs that they do not know; nothing is written or deleted."""
     owner(tmp_path).blobs.put(b"submission")

@@ -1,0 +1,325 @@
+"""Blobs in an S3-compatible object store, by their sha256, with a folder of copies for files that are read as paths.
+
+The objects are PREFIX/blobs/HEX. PREFIX/owner names the one aggregator whose they are, and PREFIX/damaged/HEX keeps
+objects whose contents are not what their names say.
+"""
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timedelta
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, TypeVar
+from urllib.parse import urlsplit
+
+from protocol.cli import require_packages
+from protocol.errors import BlobLost, ConfigError, StateError
+from protocol.storage.blobstore import BlobStore, WriteBatch
+from protocol.threads import submit
+from protocol.wire.codec import digest_of
+
+if TYPE_CHECKING:
+    from obstore.store import S3Store
+
+PART_BYTES = 8 * 1024**2
+"""Bytes of one request: larger blobs are sent and read in parts."""
+
+REQUEST_S = 10.0
+"""Seconds for one request, its body included."""
+
+RETRY_S = 10.0
+"""Seconds after which a failed request is not repeated: the transaction that waits for it ends within a minute."""
+
+GRACE = timedelta(hours=1)
+"""Age below which no object is deleted: the transaction that refers to it may not have ended."""
+
+THREADS = 16
+"""Uploads at a time: one takes as long as the network takes, not the disk."""
+
+MAX_REASON = 300
+
+T = TypeVar("T")
+
+
+class ObjectBlobs:
+    """Blobs below `s3://BUCKET/PREFIX`, with the methods of `BlobStore`; the usual AWS_* variables are read.
+
+    Args:
+        location: of the form s3://BUCKET/PREFIX.
+        cache: folder of the blobs that are read as paths; without one, a temporary folder.
+
+    Raises:
+        ConfigError: the location is of another form.
+        RuntimeMissing: obstore is not installed.
+    """
+
+    def __init__(self, location: str, *, cache: Path | None = None) -> None:
+        self.location = location.rstrip("/")
+        self._store, self._prefix = _open(self.location)
+        self._temporary = None if cache else TemporaryDirectory(prefix="protofleet-blobs-")
+        self._cache = BlobStore(cache or Path(self._temporary.name if self._temporary else ""))
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="uploading")
+        self._lock = threading.Lock()
+        """Held while a copy is downloaded."""
+
+    @property
+    def folder(self) -> Path:
+        """The folder of copies."""
+        return self._cache.folder
+
+    def create(self) -> None:
+        """Create the folder of copies if it does not exist."""
+        self._cache.create()
+
+    def is_missing(self) -> bool:
+        """Return False: a bucket that was deleted is a StateError of each use."""
+        return False
+
+    def claim(self, owner: str, *, is_new: bool) -> None:
+        """Check that the objects are those of `owner`; where `is_new`, they may become its own.
+
+        Raises:
+            ConfigError: they belong to another aggregator, which would lose them here.
+            StateError: the store cannot be used, or the object that names the owner is missing.
+        """
+        import obstore
+
+        if is_new and self._get(self._owner_key()) is None:
+            with contextlib.suppress(FileExistsError):
+                self._try(lambda: obstore.put(self._store, self._owner_key(), owner.encode(), mode="create"))
+        found = self._get(self._owner_key())
+        if found is None:
+            raise StateError(
+                f"{self.location}/owner is missing: another bucket or endpoint, or objects were deleted. Copy all "
+                f"objects there; or write {owner} into it, and devices send again what is lost"
+            )
+        if found != owner.encode():
+            raise ConfigError(f"{self.location} belongs to another aggregator: give each a prefix of its own")
+
+    def check_writable(self) -> None:
+        """Check that an object can be written; raises StateError."""
+        self._put(f"{self._prefix}trial", b"")
+
+    def __contains__(self, digest: bytes) -> bool:
+        import obstore
+
+        if self._found(lambda: obstore.head(self._store, self._key(digest))) is not None:
+            return True
+        self._check_owner()
+        return False
+
+    def digests(self) -> Iterator[bytes]:
+        """Yield the digest of every blob."""
+        for page in self._pages():
+            for key, _ in page:
+                yield bytes.fromhex(key[-64:])
+
+    def put(self, data: bytes) -> bytes:
+        """Store `data` and return its digest; one that exists is replaced, and is as new for `keep_only`."""
+        digest = digest_of(data)
+        self._put(self._key(digest), data)
+        return digest
+
+    def put_in_batch(self, data: bytes, *, digest: bytes, batch: WriteBatch) -> None:
+        """Start to store `data`, whose digest was verified; the batch waits for it."""
+        batch.wait_for(submit(self._pool, self._put, self._key(digest), data))
+
+    def is_whole(self, digest: bytes) -> bool:
+        """Return True if a blob exists and its digest is correct; raises StateError if it cannot be read."""
+        try:
+            self.read(digest)
+        except BlobLost:
+            return False
+        return True
+
+    def size(self, digest: bytes) -> int:
+        """Return the bytes of a blob's copy; raises StateError if there is none."""
+        return self._cache.size(digest)
+
+    def path(self, digest: bytes) -> Path:
+        """Return the path of a blob's copy, which exists once `verified_path` has returned it."""
+        return self._cache.path(digest)
+
+    def read(self, digest: bytes) -> bytes:
+        """Return a blob after verifying its digest.
+
+        Raises:
+            BlobLost: the object does not exist, or has twice had the same wrong contents; it is moved to `damaged`.
+            StateError: it cannot be read for another reason, or what arrives is not what is stored.
+        """
+        wrong: bytes = b""
+        for _ in range(2):
+            data = self._get(self._key(digest))
+            if data is None:
+                self._check_owner()
+                raise BlobLost(digest, f"{self.location}/blobs/{digest.hex()} is missing")
+            got = digest_of(data)
+            if got == digest:
+                return data
+            if got == wrong:
+                raise self._moved(digest)
+            wrong = got
+        raise StateError(f"cannot use {self.location}: {digest.hex()} arrives with other contents each time")
+
+    def verified_path(self, digest: bytes) -> Path:
+        """Return the path of a blob's verified copy, downloading it first if necessary; raises what `read` does."""
+        with self._lock:
+            if not self._cache.is_whole(digest):
+                self._cache.create()
+                self._cache.put(self.read(digest))
+            return self._cache.path(digest)
+
+    def delete(self, digests: Collection[bytes]) -> None:
+        """Delete blobs, damaged ones and copies too, if they exist; raises StateError if one cannot be deleted."""
+        self._delete([self._key(digest) for digest in digests])
+        self._delete([self._damaged_key(digest) for digest in digests])
+        self._cache.delete(digests)
+
+    def keep_only(self, digests: Collection[bytes]) -> None:
+        """Delete all other blobs that are older than an hour by the store's clock, and all other copies."""
+        import obstore
+
+        self._cache.keep_only(digests)
+        self._check_owner()
+        self.check_writable()
+        trial = self._try(lambda: obstore.head(self._store, f"{self._prefix}trial"))
+        kept, before = {self._key(digest) for digest in digests}, trial["last_modified"] - GRACE
+        for page in self._pages():
+            self._delete([key for key, written in page if key not in kept and written < before])
+
+    def _key(self, digest: bytes) -> str:
+        return f"{self._prefix}blobs/{digest.hex()}"
+
+    def _damaged_key(self, digest: bytes) -> str:
+        return f"{self._prefix}damaged/{digest.hex()}"
+
+    def _owner_key(self) -> str:
+        return f"{self._prefix}owner"
+
+    def _check_owner(self) -> None:
+        """Raise StateError if the whole store is gone: then no single blob counts as lost."""
+        if self._get(self._owner_key()) is None:
+            raise StateError(f"cannot use {self.location}: {self.location}/owner is missing")
+
+    def _pages(self) -> Iterator[list[tuple[str, datetime]]]:
+        """Yield the keys of all blobs, with the times when they were written, in lists."""
+        import obstore
+
+        folder = f"{self._prefix}blobs/"
+        pages = iter(obstore.list(self._store, folder, chunk_size=1000))
+        while page := self._try(lambda: next(pages, None)):
+            yield [
+                (each["path"], each["last_modified"])
+                for each in page
+                if _is_digest(each["path"].removeprefix(folder))
+            ]
+
+    def _put(self, key: str, data: bytes) -> None:
+        import obstore
+
+        self._try(lambda: obstore.put(self._store, key, data, chunk_size=PART_BYTES, max_concurrency=4))
+
+    def _get(self, key: str) -> bytes | None:
+        """Return an object; None if there is none."""
+        import obstore
+
+        def first() -> tuple[int, bytes | None]:
+            result = obstore.get(self._store, key)
+            size = result.meta["size"]
+            return size, bytes(result.bytes()) if size <= PART_BYTES else None
+
+        found = self._found(first)
+        if found is None:
+            return None
+        size, data = found
+        if data is None:
+            parts = (self._part(key, start, size) for start in range(0, size, PART_BYTES))
+            data = b"".join(parts)
+        return data
+
+    def _part(self, key: str, start: int, size: int) -> bytes:
+        import obstore
+
+        end = min(start + PART_BYTES, size)
+        return bytes(self._try(lambda: obstore.get_range(self._store, key, start=start, end=end)))
+
+    def _delete(self, keys: list[str]) -> None:
+        import obstore
+
+        if keys:
+            self._found(lambda: obstore.delete(self._store, keys))
+
+    def _moved(self, digest: bytes) -> BlobLost:
+        """Move a damaged object, so that it is uploaded again, and return the error to raise."""
+        import obstore
+
+        self._found(lambda: obstore.rename(self._store, self._key(digest), self._damaged_key(digest)))
+        moved = f"{self.location}/damaged/{digest.hex()}"
+        return BlobLost(digest, f"{self.location}/blobs/{digest.hex()} was damaged, and moved to {moved}")
+
+    def _found(self, request: Callable[[], T]) -> T | None:
+        """Return the answer of a request; None if the object does not exist."""
+
+        def found() -> T | None:
+            try:
+                return request()
+            except FileNotFoundError:
+                return None
+
+        return self._try(found)
+
+    def _try(self, request: Callable[[], T]) -> T:
+        """Return the answer of a request.
+
+        Raises:
+            FileExistsError: the object exists, and must not.
+            StateError: the store cannot be reached, or refuses.
+        """
+        from obstore.exceptions import AlreadyExistsError, BaseError
+
+        try:
+            return request()
+        except AlreadyExistsError:
+            raise FileExistsError from None
+        except FileExistsError:
+            raise
+        except (BaseError, OSError, ValueError) as error:
+            reason = " ".join(str(error).split("\n\nDebug source")[0].split())[:MAX_REASON]
+            raise StateError(f"cannot use {self.location}: {reason}") from None
+
+
+def _open(location: str) -> "tuple[S3Store, str]":
+    """Return the store, and the start of all its keys."""
+    parts = urlsplit(location)
+    if parts.scheme != "s3" or not parts.netloc or "@" in parts.netloc or parts.query or parts.fragment:
+        raise ConfigError("expected s3://BUCKET/PREFIX for blobs; credentials are read from AWS_* variables")
+    require_packages("obstore", extras="cluster")
+    from obstore.store import S3Store
+
+    endpoint = os.environ.get("AWS_ENDPOINT_URL", os.environ.get("AWS_ENDPOINT", ""))
+    prefix = parts.path.strip("/")
+    store = S3Store(
+        parts.netloc,
+        client_options={
+            "allow_http": endpoint.startswith("http://"),
+            "connect_timeout": timedelta(seconds=3),
+            "timeout": timedelta(seconds=REQUEST_S),
+        },
+        retry_config={
+            "max_retries": 3,
+            "retry_timeout": timedelta(seconds=RETRY_S),
+            "backoff": {
+                "init_backoff": timedelta(milliseconds=100),
+                "max_backoff": timedelta(seconds=2),
+                "base": 2,
+            },
+        },
+    )
+    return store, f"{prefix}/" if prefix else ""
+
+
+def _is_digest(name: str) -> bool:
+    return len(name) == 64 and all(each in "0123456789abcdef" for each in name)

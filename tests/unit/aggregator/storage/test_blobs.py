@@ -1,0 +1,227 @@
+"""Blobs in a folder and in an object store: the same methods, and the faults of each."""
+
+import contextlib
+import secrets
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from aggregator.storage import object_blobs
+from aggregator.storage.blobs import Blobs, open_blobs
+from aggregator.storage.object_blobs import PART_BYTES, ObjectBlobs
+from aggregator.storage.store import Store
+from protocol.errors import BlobLost, ConfigError, StateError
+from protocol.mqtt.reconnecting_session import BrokerAddress
+from protocol.storage.blobstore import WriteBatch
+from protocol.wire.codec import digest_of
+from tests.support.stores.object_store import BUCKET, ObjectStore, moto_server, object_store
+
+DATA = bytes(range(256)) * 100
+DIGEST = digest_of(DATA)
+OWNER = "this aggregator"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrokerAddress]:
+    with moto_server(tmp_path_factory.mktemp("moto")) as address:
+        yield address
+
+
+@pytest.fixture
+def remote(server: BrokerAddress, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectStore]:
+    with object_store(server, monkeypatch) as store:
+        yield store
+
+
+@pytest.fixture
+def location() -> str:
+    """A prefix of this test's own."""
+    return f"s3://{BUCKET}/{secrets.token_hex(8)}"
+
+
+@pytest.fixture
+def objects(remote: ObjectStore, location: str, tmp_path: Path) -> ObjectBlobs:
+    del remote
+    blobs = ObjectBlobs(location, cache=tmp_path / "copies")
+    blobs.claim(OWNER, is_new=True)
+    return blobs
+
+
+@pytest.fixture(params=["folder", "object store"])
+def blobs(request: pytest.FixtureRequest, tmp_path: Path) -> Blobs:
+    if request.param == "folder":
+        return open_blobs(str(tmp_path / "blobs"))
+    objects: ObjectBlobs = request.getfixturevalue("objects")
+    return objects
+
+
+def path_of(blobs: Blobs, digest: bytes) -> str:
+    return f"/{blobs.location.removeprefix('s3://')}/blobs/{digest.hex()}"
+
+
+def test_blob_is_read_back_until_it_is_deleted(blobs: Blobs) -> None:
+    """Also an empty one, one in several parts, and by another process that opens the location."""
+    large = secrets.token_bytes(2 * PART_BYTES + 1)
+    with pytest.raises(BlobLost, match=DIGEST.hex()):
+        blobs.read(DIGEST)
+    with pytest.raises(BlobLost):
+        blobs.verified_path(DIGEST)
+    assert DIGEST not in blobs
+    assert not blobs.is_whole(DIGEST)
+    every = {blobs.put(data): data for data in (DATA, DATA, b"", large)}
+    assert DIGEST in every
+    other = open_blobs(blobs.location)
+    for digest, data in every.items():
+        assert digest in blobs
+        assert blobs.is_whole(digest)
+        assert blobs.read(digest) == other.read(digest) == data
+        assert blobs.verified_path(digest) == blobs.path(digest)
+        assert blobs.path(digest).read_bytes() == data
+        assert blobs.size(digest) == len(data)
+    assert sorted(blobs.digests()) == sorted(every)
+    blobs.check_writable()
+    assert not blobs.is_missing()
+    blobs.delete([DIGEST, digest_of(b"unknown")])
+    assert sorted(blobs.digests()) == sorted(every.keys() - {DIGEST})
+    with pytest.raises(BlobLost):
+        blobs.read(DIGEST)
+    assert not blobs.path(DIGEST).exists()
+
+
+def test_batch_is_durable_once_it_is_finished(blobs: Blobs) -> None:
+    batch, every = WriteBatch(), [secrets.token_bytes(100) for _ in range(40)]
+    for data in every:
+        blobs.put_in_batch(data, digest=digest_of(data), batch=batch)
+    batch.finish()
+    assert sorted(blobs.digests()) == sorted(map(digest_of, every))
+    assert [blobs.read(digest_of(data)) for data in every] == every
+    blobs.put_in_batch(DATA, digest=DIGEST, batch=batch)
+    batch.discard()
+    batch.finish()
+
+
+def test_unused_blobs_are_deleted(blobs: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_blobs, "GRACE", timedelta(seconds=-5))
+    kept, other = blobs.put(DATA), blobs.put(b"other")
+    assert blobs.verified_path(other).exists()
+    blobs.keep_only({kept})
+    assert list(blobs.digests()) == [kept]
+    assert not blobs.path(other).exists()
+
+
+def test_new_objects_are_kept_for_an_hour(objects: ObjectBlobs) -> None:
+    """The transaction that refers to one may not have ended yet."""
+    digest = objects.put(DATA)
+    objects.keep_only(set())
+    assert objects.read(digest) == DATA
+
+
+def test_damaged_object_is_moved_and_can_be_stored_again(objects: ObjectBlobs, remote: ObjectStore) -> None:
+    path = path_of(objects, objects.put(DATA))
+    remote.direct("PUT", path, b"damaged")
+    with pytest.raises(BlobLost, match="was damaged, and moved"):
+        objects.read(DIGEST)
+    assert DIGEST not in objects
+    assert remote.direct("GET", path.replace("/blobs/", "/damaged/"))[2] == b"damaged"
+    objects.put(DATA)
+    assert objects.verified_path(DIGEST).read_bytes() == DATA
+    objects.path(DIGEST).write_bytes(b"damaged copy")
+    assert objects.verified_path(DIGEST).read_bytes() == DATA
+
+
+@pytest.mark.parametrize("fault", ["500", "503", "cut", "changed", "slow"])
+def test_fault_that_passes_is_not_noticed(
+    objects: ObjectBlobs, remote: ObjectStore, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objects.put(DATA)
+    monkeypatch.setattr(object_blobs, "REQUEST_S", 1.0)
+    impatient = ObjectBlobs(objects.location)
+    harm(remote, fault)
+    remote.only, remote.left = "GET", 1
+    assert impatient.read(DIGEST) == DATA
+    assert remote.harmed == 1
+
+
+@pytest.mark.parametrize("fault", ["500", "503", "cut", "changed", "slow", "unreachable"])
+def test_fault_that_stays_is_an_error_and_loses_nothing(
+    objects: ObjectBlobs, remote: ObjectStore, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A StateError, which stops the intake, and no BlobLost, after which devices would send again."""
+    objects.put(DATA)
+    if fault == "unreachable":
+        monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setattr(object_blobs, "REQUEST_S", 0.5)
+    broken = ObjectBlobs(objects.location)
+    harm(remote, fault)
+    with pytest.raises(StateError, match=f"cannot use {objects.location}") as raised:
+        broken.read(DIGEST)
+    assert not isinstance(raised.value, BlobLost)
+    assert "do-not-log-this" not in str(raised.value)
+    if fault in ("500", "503", "unreachable"):
+        batch = WriteBatch()
+        broken.put_in_batch(b"new", digest=digest_of(b"new"), batch=batch)
+        with pytest.raises(StateError, match="cannot use s3://"):
+            batch.finish()
+        for use in (lambda: DIGEST in broken, lambda: broken.keep_only(set()), broken.check_writable):
+            with pytest.raises(StateError, match="cannot use s3://"):
+                use()
+    remote.heal()
+    assert list(objects.digests()) == [DIGEST]
+    assert objects.read(DIGEST) == DATA
+
+
+def harm(remote: ObjectStore, fault: str) -> None:
+    count = 0
+
+    def changed(data: bytes) -> bytes:
+        nonlocal count
+        count += 1
+        return data[:-1] + bytes([count % 255])
+
+    match fault:
+        case "500" | "503":
+            remote.status = int(fault)
+        case "cut":
+            remote.cut = True
+        case "changed":
+            remote.change = changed
+        case "slow":
+            remote.delay_s = 2.0
+
+
+def test_deleted_bucket_is_no_lost_blob(objects: ObjectBlobs, remote: ObjectStore) -> None:
+    """Otherwise all devices would be asked for their submissions, because of a wrong name or endpoint."""
+    remote.direct("DELETE", path_of(objects, DIGEST).partition("/blobs/")[0] + "/owner")
+    for use in (lambda: objects.read(DIGEST), lambda: DIGEST in objects, lambda: objects.keep_only(set())):
+        with pytest.raises(StateError, match="owner is missing") as raised:
+            use()
+        assert not isinstance(raised.value, BlobLost)
+    with pytest.raises(StateError, match="cannot use s3://no-such-bucket"):
+        ObjectBlobs("s3://no-such-bucket/a").put(DATA)
+
+
+@pytest.mark.parametrize("wrong", ["s3://", "s3:///prefix", "http://host/bucket", "s3://key:secret@bucket/a"])
+def test_wrong_location_is_refused(wrong: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="expected s3://BUCKET/PREFIX") as raised:
+        Store(tmp_path / "state", blobs=wrong)
+    assert "secret" not in str(raised.value)
+    with pytest.raises(ConfigError, match="expected s3://BUCKET/PREFIX"):
+        Store(tmp_path / "state", blobs="/a/folder")
+
+
+def test_store_remembers_its_object_store(remote: ObjectStore, location: str, tmp_path: Path) -> None:
+    """Blobs of the folder are copied; another aggregator cannot use the same prefix, nor the store an empty one."""
+    del remote
+    with contextlib.closing(Store(tmp_path / "state")) as store:
+        store.blobs.put(DATA)
+    with contextlib.closing(Store(tmp_path / "state", blobs=location)) as store:
+        assert store.blobs.read(DIGEST) == DATA
+    with contextlib.closing(Store(tmp_path / "state")) as store:
+        assert store.blobs.location == location
+        assert store.blob_reader()(DIGEST) == DATA
+    with pytest.raises(ConfigError, match="belongs to another aggregator"):
+        Store(tmp_path / "other", blobs=location)
+    with pytest.raises(StateError, match="owner is missing"):
+        Store(tmp_path / "state", blobs=f"{location}-empty")
