@@ -17,7 +17,7 @@ class Blobs(Protocol):
 
     @property
     def location(self) -> str:
-        """What `open_blobs` opens again: a folder, or s3://BUCKET/PREFIX."""
+        """The folder, or s3://BUCKET/PREFIX, as `open_blobs` takes it."""
 
     @property
     def folder(self) -> Path:

@@ -25,7 +25,7 @@ class BlobLocation(msgspec.Struct, frozen=True):
     """The object store of the aggregator's blobs, unless they are in its state directory."""
 
     owner: str
-    """What the store's object `owner` contains: it tells aggregators apart."""
+    """Contents of the store's object `owner`, by which aggregators are told apart."""
     location: str = ""
     """Of the form s3://BUCKET/PREFIX; empty until its owner was written."""
 

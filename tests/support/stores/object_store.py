@@ -45,7 +45,8 @@ class ObjectStore:
     def __init__(self, server: BrokerAddress) -> None:
         self.server = server
         self.heal()
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        handler = type("Handler", (_Handler,), {"store": self})
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self._http.daemon_threads = True
         self.endpoint = f"http://127.0.0.1:{self._http.server_address[1]}"
         threading.Thread(target=self._http.serve_forever, args=(0.05,), daemon=True).start()
@@ -73,50 +74,43 @@ class ObjectStore:
         self.harmed += 1
         return True
 
-    def _handler(self) -> type[BaseHTTPRequestHandler]:
-        store = self
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
+class _Handler(BaseHTTPRequestHandler):
+    store: ObjectStore
+    protocol_version = "HTTP/1.1"
 
-            def log_message(self, *_: object) -> None:
-                """Log nothing."""
+    def log_message(self, *_: object) -> None:
+        """Log nothing."""
 
-            def handle_any(self) -> None:
-                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                is_harmed = store.is_harmful(self.command)
-                if is_harmed:
-                    time.sleep(store.delay_s)
-                if is_harmed and store.status:
-                    self._answer(store.status, {}, b"<Error><Code>SlowDown</Code></Error>")
-                    return
-                status, headers, data = forward(
-                    store.server, self.command, self.path, dict(self.headers), body
-                )
-                if is_harmed and store.change and "/blobs/" in self.path:
-                    data = store.change(data)
-                self._answer(status, headers, data, is_cut=is_harmed and store.cut)
+    def handle_any(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        is_harmed = self.store.is_harmful(self.command)
+        if is_harmed:
+            time.sleep(self.store.delay_s)
+        if is_harmed and self.store.status:
+            self._answer(self.store.status, {}, b"<Error><Code>SlowDown</Code></Error>")
+            return
+        status, headers, data = forward(self.store.server, self.command, self.path, dict(self.headers), body)
+        if is_harmed and self.store.change and "/blobs/" in self.path:
+            data = self.store.change(data)
+        self._answer(status, headers, data, is_cut=is_harmed and self.store.cut)
 
-            def _answer(
-                self, status: int, headers: dict[str, str], data: bytes, *, is_cut: bool = False
-            ) -> None:
-                self.send_response(status)
-                for name, value in headers.items():
-                    if name.lower() not in ("content-length", "connection", "transfer-encoding"):
-                        self.send_header(name, value)
-                is_head = self.command == "HEAD"
-                length = headers.get("Content-Length", "0") if is_head else str(len(data))
-                self.send_header("Content-Length", length)
-                self.end_headers()
-                with contextlib.suppress(OSError):
-                    if not is_head:
-                        self.wfile.write(data[: len(data) // 2] if is_cut else data)
-                if is_cut:
-                    self.close_connection = True
+    def _answer(self, status: int, headers: dict[str, str], data: bytes, *, is_cut: bool = False) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            if name.lower() not in ("content-length", "connection", "transfer-encoding"):
+                self.send_header(name, value)
+        is_head = self.command == "HEAD"
+        length = headers.get("Content-Length", "0") if is_head else str(len(data))
+        self.send_header("Content-Length", length)
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            if not is_head:
+                self.wfile.write(data[: len(data) // 2] if is_cut else data)
+        if is_cut:
+            self.close_connection = True
 
-            do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = handle_any  # noqa: N815
-
-        return Handler
+    do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = handle_any  # noqa: N815
 
 
 def forward(
