@@ -12,6 +12,7 @@ from typing import get_args
 from aggregator.config.schema import TaskFile
 from aggregator.config.task_file import load_task
 from aggregator.security.identity import aggregator_access, identity_folder
+from aggregator.storage.location import has_database
 from aggregator.storage.store import Store
 from aggregator.tasks.task_preparation import read_backbone
 from protocol.doctor.broker import BrokerProbe, check_network
@@ -19,9 +20,7 @@ from protocol.doctor.findings import Finding
 from protocol.doctor.machine import check_clock, check_disk
 from protocol.errors import ProtofleetError
 from protocol.mqtt.tls import BrokerAccess, BrokerAddress, Brokers, addresses_of, expiry_warning
-from protocol.storage.folder_lock import FolderLock
 from protocol.storage.keyfile import read_key
-from protocol.storage.state_folder import database_of
 from protocol.wire.signing import public_key
 from protocol.wire.topics import FleetChannel, device_filters, device_topic, fleet_topic
 
@@ -58,9 +57,9 @@ def check_all(given: Surroundings) -> Iterator[Finding]:
             yield Finding("task", "failed", str(error), "correct it, and run `aggregator check`")
     fleet, is_closed, is_running = task.fleet if task else None, False, False
     try:
-        if database_of("aggregator", given.state).is_file():
+        if has_database(given.state):
             with contextlib.closing(Store(given.state, read_only=True)) as store:
-                is_closed, is_running = store.keys.is_closed(), FolderLock(given.state).is_taken()
+                is_closed, is_running = store.keys.is_closed(), store.is_locked()
                 with contextlib.suppress(ProtofleetError):
                     fleet = fleet or store.served_task().fleet
             yield Finding("state", "ok", f"{given.state}, {'running' if is_running else 'not running'}")

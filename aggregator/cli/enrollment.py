@@ -191,11 +191,11 @@ def _fleet_state(state: Path, task: Path | None) -> "Iterator[tuple[Store, str]]
     """
     from aggregator.config.task_file import load_task
     from aggregator.security.identity import ca_fleet, has_ca, identity_folder
+    from aggregator.storage.location import has_database
     from aggregator.storage.store import Store
-    from protocol.storage.state_folder import database_of
 
     fleet = load_task(task)[0].fleet if task is not None else None
-    if fleet is None and not database_of("aggregator", state).is_file():
+    if fleet is None and not has_database(state):
         raise click.UsageError(
             f"no aggregator state in {state}: give the --state of `aggregator run`, or, "
             "before its first start, --task, the fleet's task file"

@@ -46,6 +46,15 @@ log = logging.getLogger(__name__)
     "AWS_* variables say how to reach it. Default: where they were before, at first in the state directory.",
 )
 @setting(
+    "--store",
+    "database",
+    default="",
+    show_default=False,
+    metavar="URL",
+    help="PostgreSQL database for the tables, postgresql://[USER@]HOST[:PORT]/DATABASE, in place of a file in --state, "
+    "which remembers it for the other commands. The password: PGPASSWORD or ~/.pgpass.",
+)
+@setting(
     "--broker",
     default="127.0.0.1",
     metavar="HOST[:PORT][,...]",
@@ -82,6 +91,7 @@ def run_command(  # noqa: PLR0913 - one for each option
     task: Path,
     state: Path,
     blobs: str,
+    database: str,
     broker: str,
     embedded_broker: bool,
     http: str | None,
@@ -113,7 +123,8 @@ def run_command(  # noqa: PLR0913 - one for each option
     task_file, backbones = load_task(task)
     if task_file.training.engine == "ray":
         require_packages("ray", extras=f"{EXTRAS},ray")
-    with contextlib.closing(Store(state, lock=True, blobs=blobs)) as store, contextlib.ExitStack() as cleanup:
+    opened = Store(state, lock=True, blobs=blobs, database=database, fleet=task_file.fleet)
+    with contextlib.closing(opened) as store, contextlib.ExitStack() as cleanup:
         access = aggregator_access(state, access, fleet=task_file.fleet, is_closed=store.keys.is_closed())
         restore_access(store)
         stop_on_terminate()

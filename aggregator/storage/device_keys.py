@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from aggregator.storage.stored_values import ClosedFleet
-from protocol.storage.database import Database
 from protocol.storage.facts import Facts
+from protocol.storage.tables import Tables
 from protocol.wire.messages import Reason
 
 MAX_PINNED_DEVICES = 10_000
@@ -52,7 +52,7 @@ def refusal_reason(known: Key | None, *, is_closed: bool, public: bytes | None =
 class DeviceKeys:
     """The tables `keys` and `revoked_certificates`, cached: keys are read with every frame and rarely change."""
 
-    def __init__(self, database: Database, facts: Facts) -> None:
+    def __init__(self, database: Tables, facts: Facts) -> None:
         self._database = database
         self._facts = facts
         self._cache: dict[tuple[str, ...], list[tuple[Any, ...]]] = {}

@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Meta
 
 from aggregator.storage.device_keys import MAX_PINNED_DEVICES, DeviceKeys
-from protocol.storage.database import Database
+from protocol.storage.tables import Tables
 from protocol.wire.messages import DeviceInfo
 
 MAX_REFUSALS = 1000
@@ -35,7 +35,7 @@ class DeviceRecord:
 class Devices:
     """The tables `devices` and `epsilons`."""
 
-    def __init__(self, database: Database, keys: DeviceKeys) -> None:
+    def __init__(self, database: Tables, keys: DeviceKeys) -> None:
         self._database = database
         self._keys = keys
 
@@ -117,7 +117,7 @@ class Refusal(msgspec.Struct, frozen=True):
 class Refusals:
     """The table `refusals`: refused messages, counted per device and reason."""
 
-    def __init__(self, database: Database, keys: DeviceKeys) -> None:
+    def __init__(self, database: Tables, keys: DeviceKeys) -> None:
         self._database = database
         self._keys = keys
 
@@ -168,7 +168,7 @@ class QuarantinedDevice(msgspec.Struct, frozen=True):
 class Quarantine:
     """The table `quarantine`."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Tables) -> None:
         self._database = database
 
     def add(self, task: bytes, device: str, *, reason: str, now_s: float) -> None:

@@ -6,7 +6,7 @@ import msgspec
 from msgspec import Meta
 
 from aggregator.storage.devices import UnixSeconds
-from protocol.storage.database import Database
+from protocol.storage.tables import Tables
 
 
 class ForgottenDevice(msgspec.Struct, frozen=True):
@@ -25,7 +25,7 @@ class ForgottenDevice(msgspec.Struct, frozen=True):
 class ForgottenDevices:
     """The table `forgotten`."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Tables) -> None:
         self._database = database
 
     def put(self, task: bytes, forgotten: ForgottenDevice) -> None:

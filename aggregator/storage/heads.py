@@ -8,7 +8,7 @@ import msgspec
 from aggregator.coordination import rollout_events, rollout_state
 from aggregator.coordination.rollout_state import without_forgotten
 from aggregator.storage.forgotten_devices import ForgottenDevices
-from protocol.storage.database import Database
+from protocol.storage.tables import Tables
 from protocol.wire.messages import BlobRef, Evaluation
 
 
@@ -45,7 +45,7 @@ class HeadRecord:
 class Heads:
     """The tables `heads` and `rollouts`."""
 
-    def __init__(self, database: Database, forgotten: ForgottenDevices) -> None:
+    def __init__(self, database: Tables, forgotten: ForgottenDevices) -> None:
         self._database = database
         self._forgotten = forgotten
 
@@ -100,7 +100,7 @@ class Heads:
 class Evaluations:
     """The table `evaluations`: results of each head on each device's held-out images."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Tables) -> None:
         self._database = database
 
     def put(self, device: str, evaluation: Evaluation, *, digest: bytes, now_s: float) -> None:
@@ -150,7 +150,7 @@ class OperatorCommand:
 class OperatorCommands:
     """The table `operator_commands`: what an operator leaves for the running aggregator."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Tables) -> None:
         self._database = database
 
     def add(self, task: bytes, kind: rollout_events.CommandKind, version: int | None) -> int:

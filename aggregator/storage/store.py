@@ -1,4 +1,4 @@
-"""The aggregator's state directory: SQLite tables, and blobs beside them."""
+"""The aggregator's state directory: tables in SQLite or PostgreSQL, and blobs."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -11,13 +11,15 @@ from aggregator.storage.device_keys import DeviceKeys
 from aggregator.storage.devices import REVOKED, Devices, Quarantine, Refusals
 from aggregator.storage.forgotten_devices import ForgottenDevices
 from aggregator.storage.heads import Evaluations, Heads, OperatorCommands
+from aggregator.storage.location import Location, record, recorded
+from aggregator.storage.postgresql import PostgresDatabase, check_url
 from aggregator.storage.stored_values import BlobLocation, FailedTraining, PendingHead, ServedTask
 from aggregator.storage.submissions import Submissions
 from protocol.errors import StateError
 from protocol.storage.blobstore import delete_temporary_files, state_errors
 from protocol.storage.database import Database
 from protocol.storage.database_file import DatabaseFile
-from protocol.storage.elapsed_clock import ElapsedClock
+from protocol.storage.elapsed_clock import ElapsedClock, machine_time
 from protocol.storage.facts import Facts
 from protocol.storage.folder_lock import FolderLock
 from protocol.storage.state_folder import database_of, make_state_folder
@@ -99,13 +101,38 @@ class Store:
     changed, but not migrated. `blobs` is s3://BUCKET/PREFIX, or empty: then the blobs are where they were before, at
     first in the state directory.
 
+    `database` is a URL of PostgreSQL (`postgresql://[USER@]HOST[:PORT]/DATABASE`), which holds the tables of `fleet`
+    in place of an SQLite file; the directory remembers both, and later a Store finds them there.
+
     Raises ConfigError if it is a device's or among Python source files, and StateError if it cannot be used, another
     protofleet wrote it, or another aggregator has locked it.
     """
 
-    def __init__(self, folder: Path, *, read_only: bool = False, lock: bool = False, blobs: str = "") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        read_only: bool = False,
+        lock: bool = False,
+        blobs: str = "",
+        database: str = "",
+        fleet: str = "",
+    ) -> None:
         self.folder = folder
         self._lock = FolderLock(folder)
+        location = Location(database, fleet) if database else recorded(folder)
+        if location is not None:
+            self.database: Database | PostgresDatabase = self._open_postgresql(
+                location, read_only=read_only, lock=lock
+            )
+        else:
+            self.database = self._open_file(read_only=read_only, lock=lock)
+        if lock:
+            delete_temporary_files(folder)
+        self._open_tables(read_only=read_only, blobs=blobs)
+
+    def _open_file(self, *, read_only: bool, lock: bool) -> Database:
+        folder = self.folder
         file = database_of("aggregator", folder)
         if read_only and not file.is_file():
             if (folder / "blobs").is_dir():
@@ -115,7 +142,7 @@ class Store:
             raise StateError(f"no aggregator state in {folder}: give the --state of `aggregator run`")
         if not read_only:
             make_state_folder(folder)
-        self.database = Database(
+        return Database(
             DatabaseFile(
                 path=file,
                 program="aggregator run",
@@ -126,13 +153,29 @@ class Store:
             ),
             held=self._lock if lock else None,
         )
-        if lock:
-            delete_temporary_files(folder)
+
+    def _open_postgresql(self, location: Location, *, read_only: bool, lock: bool) -> PostgresDatabase:
+        check_url(location.database)
+        if not read_only:
+            make_state_folder(self.folder)
+            record(self.folder, location)
+        return PostgresDatabase(
+            location.database,
+            fleet=location.fleet,
+            migrations=MIGRATIONS,
+            read_only=read_only,
+            held=self._lock if lock else None,
+        )
+
+    def _open_tables(self, *, read_only: bool, blobs: str) -> None:
         self.facts = Facts(self.database)
         try:
-            self.clock = ElapsedClock(self.facts, read_only=read_only)
+            machine = (
+                self.database.machine_time if isinstance(self.database, PostgresDatabase) else machine_time
+            )
+            self.clock = ElapsedClock(self.facts, read_only=read_only, machine=machine)
             if not read_only:
-                self.blobs = blobs_of(folder, self.facts, blobs)
+                self.blobs = blobs_of(self.folder, self.facts, blobs)
         except BaseException:
             self.database.close()
             raise
@@ -147,7 +190,9 @@ class Store:
         self.commands = OperatorCommands(self.database)
 
     def is_locked(self) -> bool:
-        """Return True if an aggregator is running in this directory."""
+        """Return True if an aggregator is running in this directory, or elsewhere on its tables in PostgreSQL."""
+        if isinstance(self.database, PostgresDatabase):
+            return self.database.is_locked()
         return self._lock.is_taken()
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from aggregator.coordination.round_state import Entry
 from aggregator.storage.devices import UnixSeconds
-from protocol.storage.database import Database
+from protocol.storage.tables import Tables
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class LostSubmission(msgspec.Struct, frozen=True):
 class Submissions:
     """The tables `submissions` and `lost_submissions`."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Tables) -> None:
         self._database = database
 
     def put(self, task: bytes, record: SubmissionRecord) -> None:

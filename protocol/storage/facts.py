@@ -4,7 +4,7 @@ from typing import TypeVar
 
 import msgspec
 
-from protocol.storage.database import Database
+from protocol.storage.tables import Tables
 
 Fact = TypeVar("Fact", bound=msgspec.Struct)
 
@@ -12,7 +12,7 @@ Fact = TypeVar("Fact", bound=msgspec.Struct)
 class Facts:
     """The table `facts` of a database."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Tables) -> None:
         self._database = database
 
     def get(self, kind: type[Fact]) -> Fact | None:

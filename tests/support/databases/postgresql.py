@@ -1,0 +1,94 @@
+"""A PostgreSQL server for tests, run by a user who is not root, with files in a folder of its own."""
+
+import contextlib
+import getpass
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.network.brokers import free_address
+
+_DEBIAN = "/usr/lib/postgresql/15/bin"
+_START_S = 60.0
+
+
+def postgresql_program(name: str) -> str | None:
+    """Return the path of a program of PostgreSQL; None if it is not installed."""
+    return shutil.which(name, path=_DEBIAN) or shutil.which(name)
+
+
+needs_postgresql = pytest.mark.skipif(
+    postgresql_program("initdb") is None, reason="PostgreSQL is not installed: apt-get install postgresql"
+)
+
+
+class PostgreSQL:
+    """A server on a free port that can be killed and started again with the same files."""
+
+    def __init__(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="pg-", dir="/tmp"))
+        self._user = "postgres" if os.geteuid() == 0 else getpass.getuser()
+        self._as_user = ("runuser", "-u", self._user, "--") if os.geteuid() == 0 else ()
+        if self._as_user:
+            shutil.chown(self.folder, self._user)
+        self.port = free_address().port
+        self._run(
+            "initdb", "-D", str(self.folder / "data"), "-A", "trust", "--no-sync", "-U", "fleet", "-E", "UTF8"
+        )
+
+    @property
+    def url(self) -> str:
+        """The URL of the database."""
+        return f"postgresql://fleet@127.0.0.1:{self.port}/postgres"
+
+    def _run(self, name: str, *arguments: str) -> None:
+        command = [*self._as_user, str(postgresql_program(name)), *arguments]
+        subprocess.run(command, check=True, capture_output=True, cwd="/")
+
+    def start(self) -> None:
+        """Start the server, and wait until it answers."""
+        options = f"-p {self.port} -c unix_socket_directories='' -c listen_addresses=127.0.0.1 -c shared_buffers=16MB"
+        log = str(self.folder / "log")
+        self._run(
+            "pg_ctl",
+            "-D",
+            str(self.folder / "data"),
+            "-l",
+            log,
+            "-o",
+            options,
+            "-w",
+            "-t",
+            str(int(_START_S)),
+            "start",
+        )
+
+    def kill(self) -> None:
+        """Kill the server and its children without warning."""
+        pid = int((self.folder / "data" / "postmaster.pid").read_text().split()[0])
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        for each in (pid, *map(int, children)):
+            os.kill(each, signal.SIGKILL)
+        while any(_is_running(each) for each in (pid, *map(int, children))):
+            time.sleep(0.01)
+        # Where nothing reaps orphans the process id stays in use, and PostgreSQL would take it for a running server.
+        (self.folder / "data" / "postmaster.pid").unlink()
+
+    def close(self) -> None:
+        """Stop the server, and delete its files."""
+        with contextlib.suppress(subprocess.CalledProcessError):  # it does not run
+            self._run("pg_ctl", "-D", str(self.folder / "data"), "-m", "immediate", "stop")
+        shutil.rmtree(self.folder)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
