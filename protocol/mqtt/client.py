@@ -229,7 +229,9 @@ class Connection:
         asked = zip(self._options.subscriptions, codes, strict=False)
         topics = ", ".join(topic for topic, code in asked if code.is_failure)
         if topics:
-            reason = f"the broker denies subscribing to {topics}: change its access list, or see the broker's log"
+            reason = (
+                f"the broker denies subscribing to {topics}: change its access list, or see the broker's log"
+            )
             self._signal(Closed(self, reason))
         else:
             self._report_ready()
