@@ -7,6 +7,7 @@ from aggregator.cli.doctor import doctor_command
 from aggregator.cli.run import run_command
 from aggregator.cli.state import EXTRAS
 from aggregator.cli.top import top_command
+from aggregator.cli.train import train_command
 from protocol.cli import examples, run
 
 
@@ -23,6 +24,7 @@ def cli() -> None:
 
 for _command in (
     run_command,
+    train_command,
     doctor_command,
     top_command,
     *task_file.COMMANDS,

@@ -69,6 +69,11 @@ log = logging.getLogger(__name__)
     "limits nothing: what clients send it to retain stays in this process's memory.",
 )
 @setting(
+    "--external-training",
+    is_flag=True,
+    help="Leave trainings to `aggregator train`, any number of programs that use the same state directory.",
+)
+@setting(
     "--http",
     metavar="HOST:PORT",
     help="Address of the dashboard, the JSON API and the metrics, or off. Default: 127.0.0.1:8080, if that is free.",
@@ -94,6 +99,7 @@ def run_command(  # noqa: PLR0913 - one for each option
     database: str,
     broker: str,
     embedded_broker: bool,
+    external_training: bool,
     http: str | None,
     http_token_file: Path | None,
     http_host: tuple[str, ...],
@@ -132,5 +138,10 @@ def run_command(  # noqa: PLR0913 - one for each option
             cleanup.callback(server.stop)
         prepared = prepare_task(task_file, backbones, store=store)
         serve(
-            prepared, store, broker=brokers, access=access, embedded_broker=embedded_broker
+            prepared,
+            store,
+            broker=brokers,
+            access=access,
+            embedded_broker=embedded_broker,
+            external_training=external_training,
         )  # until interrupted

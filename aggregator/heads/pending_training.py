@@ -34,6 +34,7 @@ def delete_pending(store: Store, devices: Collection[str]) -> None:
     pending = store.facts.get(PendingHead)
     if pending is not None and not pending.members.keys().isdisjoint(devices):
         store.facts.delete(PendingHead)
+        store.jobs.cancel(pending.task)
 
 
 def put_stopped(store: Store) -> None:

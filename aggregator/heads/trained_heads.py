@@ -58,6 +58,7 @@ def store_head(
         if pending is None or (pending.task, pending.version) != (record.task, record.version):
             raise StateError(f"a submission that head {record.version} is made of was deleted")
         store.heads.add(record)
+        store.jobs.cancel(record.task)  # so that no later start counts the result again
         store.facts.delete(FailedTraining)
         update_quarantine(store, record, result)
     if result.few_prototypes:

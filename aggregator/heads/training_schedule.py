@@ -29,6 +29,7 @@ from aggregator.tasks.retention import delete_carried_submissions
 from aggregator.tasks.task_preparation import Task
 from aggregator.training.jobs import CompileJob, Job
 from aggregator.training.runner import Finished, Progress, Trainer
+from aggregator.training.workers.queue_trainer import QueueTrainer
 from protocol.errors import StateError
 from protocol.log import event
 from protocol.wire.messages import BlobRef, RoundManifest
@@ -39,10 +40,18 @@ log = logging.getLogger(__name__)
 class HeadTraining:
     """Makes the heads of a task from its submissions; `state` is the state of the round logic.
 
-    `on_event` is called from a thread with the progress and the end of a training; it must only enqueue it.
+    `on_event` is called from a thread with the progress and the end of a training; it must only enqueue it. With
+    `external`, programs of their own train, `aggregator train`.
     """
 
-    def __init__(self, task: Task, store: Store, *, on_event: Callable[[Progress | Finished], None]) -> None:
+    def __init__(
+        self,
+        task: Task,
+        store: Store,
+        *,
+        on_event: Callable[[Progress | Finished], None],
+        external: bool = False,
+    ) -> None:
         self._task = task
         self._store = store
         self._on_event = on_event
@@ -55,9 +64,8 @@ class HeadTraining:
         self.accepted = AcceptedSubmissions(task, store)
         self._rate = HeadRate(task, store)
         self.restoration = Restoration(task, store)
-        self._trainer = Trainer(
-            store.folder / "training", timeout_s=task.file.training.timeout_s, on_event=on_event
-        )
+        self._is_external = external
+        self._trainer = self._trainer_of(task.file.training.timeout_s)
         delete_carried_submissions(task, store)
         self.lost = LostSubmissions(task, store)
         self.lost.remove(round_state.counting(store.round_state(task.digest), self._settings))
@@ -66,10 +74,18 @@ class HeadTraining:
         store.facts.delete(TrainingProgress)
         self._resume()
 
+    def _trainer_of(self, timeout_s: float) -> Trainer | QueueTrainer:
+        if self._is_external:
+            return QueueTrainer(self._store, timeout_s=timeout_s, on_event=self._on_event)
+        return Trainer(self._store.folder / "training", timeout_s=timeout_s, on_event=self._on_event)
+
     def _resume(self) -> None:
-        """Start the training that has failed or was interrupted; one that ended with the aggregator has failed."""
+        """Start the training that has failed or was interrupted; one that ended with the aggregator has failed.
+
+        An external one has not ended with it, and is watched again.
+        """
         for train in rounds.resumed(self.state):
-            if was_killed(self._store):
+            if was_killed(self._store) and not self._is_external:
                 self.state = replace(self.state, failures=self.state.failures + 1)
                 reason = "the aggregator was killed during the training"
                 put_failure(self._store, self._task.digest, self.state, reason)
@@ -189,7 +205,7 @@ class HeadTraining:
         for device in sorted(deleted):
             event(log, logging.INFO, "submission deleted by an operator", device=device)
         if not deleted.isdisjoint(self.state.training or ()):
-            self._trainer.stop()
+            self._trainer.cancel(self._task.digest)
             self._job = None
             self._due.clear()
             self.state = replace(self.state, training=None)

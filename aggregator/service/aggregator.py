@@ -66,6 +66,7 @@ class Aggregator:
         broker: Brokers,
         access: BrokerAccess = NO_AUTHENTICATION,
         events: queue.SimpleQueue[Event] | None = None,
+        external_training: bool = False,
     ) -> None:
         self._task = task
         self._store = store
@@ -82,7 +83,7 @@ class Aggregator:
             max_bytes=int(task.file.max_submission_mb * 1024**2),
             unfinished_s=task.file.unfinished_h * 3600,
         )
-        self._training = HeadTraining(task, store, on_event=self._events.put)
+        self._training = HeadTraining(task, store, on_event=self._events.put, external=external_training)
         self._releases = Releases(task, store)
         self._publisher = Publisher(
             broker, access=access, fleet=task.file.fleet, presence=presence, on_event=self._events.put

@@ -18,8 +18,11 @@ def serve(
     access: BrokerAccess = NO_AUTHENTICATION,
     embedded_broker: bool = False,
     events: queue.SimpleQueue[Event] | None = None,
+    external_training: bool = False,
 ) -> None:
     """Serve a fleet, with a broker in this process if asked for, until `Stop` is put into `events`.
+
+    With `external_training`, programs of their own train, `aggregator train`.
 
     Raises:
         ConfigError: the embedded broker cannot listen.
@@ -35,6 +38,13 @@ def serve(
         is_stopped = False
         while not is_stopped:
             served = task_to_serve(prepared, store)
-            aggregator = Aggregator(served, store, broker=broker, access=access, events=events)
+            aggregator = Aggregator(
+                served,
+                store,
+                broker=broker,
+                access=access,
+                events=events,
+                external_training=external_training,
+            )
             aggregator.run()
             is_stopped = aggregator.is_stopped

@@ -11,6 +11,7 @@ from aggregator.storage.device_keys import DeviceKeys
 from aggregator.storage.devices import REVOKED, Devices, Quarantine, Refusals
 from aggregator.storage.forgotten_devices import ForgottenDevices
 from aggregator.storage.heads import Evaluations, Heads, OperatorCommands
+from aggregator.storage.jobs import Jobs
 from aggregator.storage.location import Location, record, recorded
 from aggregator.storage.postgresql import PostgresDatabase, check_url
 from aggregator.storage.stored_values import BlobLocation, FailedTraining, PendingHead, ServedTask
@@ -72,6 +73,15 @@ MIGRATIONS = (
         detail TEXT NOT NULL, PRIMARY KEY (device, reason)
     ) STRICT;
     """,
+    """
+    CREATE TABLE jobs (
+        number INTEGER PRIMARY KEY, task BLOB NOT NULL, kind TEXT NOT NULL, job TEXT NOT NULL,
+        digest BLOB NOT NULL UNIQUE, timeout_s REAL NOT NULL, created_s REAL NOT NULL,
+        state TEXT NOT NULL DEFAULT 'waiting', worker TEXT NOT NULL DEFAULT '', attempt INTEGER NOT NULL DEFAULT 0,
+        lost INTEGER NOT NULL DEFAULT 0, lease_until_s REAL NOT NULL DEFAULT 0, progress TEXT NOT NULL DEFAULT '{}',
+        files TEXT NOT NULL DEFAULT '{}', outcome TEXT NOT NULL DEFAULT ''
+    ) STRICT;
+    """,
 )
 """SQL scripts, each from one schema version to the next."""
 
@@ -79,6 +89,7 @@ TASK_TABLES = (
     "evaluations",
     "forgotten",
     "heads",
+    "jobs",
     "lost_submissions",
     "operator_commands",
     "quarantine",
@@ -188,6 +199,7 @@ class Store:
         self.heads = Heads(self.database, self.forgotten)
         self.quarantine = Quarantine(self.database)
         self.commands = OperatorCommands(self.database)
+        self.jobs = Jobs(self.database)
 
     def is_locked(self) -> bool:
         """Return True if an aggregator is running in this directory, or elsewhere on its tables in PostgreSQL."""

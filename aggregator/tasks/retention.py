@@ -43,6 +43,7 @@ def needed_blobs(task: Task, store: Store) -> set[bytes]:
         }
         | {entry.digest for entry in (state.training or {}).values()}
         | store.submissions.digests_of_other_tasks(task.digest)
+        | store.jobs.blobs()
     )
 
 

@@ -110,6 +110,10 @@ class Trainer:
             except subprocess.TimeoutExpired:
                 _kill(self._process)
 
+    def cancel(self, _task: bytes) -> None:
+        """Stop a running job: its result is not wanted any more."""
+        self.stop()
+
     def _watch(self, job: Job, process: subprocess.Popen[str]) -> None:
         is_late = threading.Event()
 

@@ -1,5 +1,6 @@
 """The methods of a database, SQLite's or another, that the classes of tables use."""
 
+import contextlib
 from typing import Any, Protocol, TypeVar
 
 Value = TypeVar("Value")
@@ -13,6 +14,9 @@ class Tables(Protocol):
 
     def write(self, statement: str, *values: Any) -> None:
         """Execute one statement."""
+
+    def transaction(self) -> contextlib.AbstractContextManager[Any]:
+        """Make the changes of the body durable together, or none of them."""
 
     def decode(self, text: str, kind: type[Value]) -> Value:
         """Return the value of a JSON text."""

@@ -39,6 +39,7 @@ AGGREGATOR = {
     "doctor": [],
     "check": ["{folder}/task.toml"],
     "run": ["--task", "{folder}/task.toml"],
+    "train": [],
     "status": [],
     "top": [],
     "rollback": [],

@@ -26,7 +26,7 @@ from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks.restoration import Restoration
 from aggregator.tasks.task_preparation import Task, prepare_task
 from aggregator.training.jobs import HeadJob, Result, RoundJob, StatisticsJob
-from aggregator.training.runner import Finished, Progress
+from aggregator.training.runner import Finished, Progress, Trainer
 from protocol.errors import StateError
 from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import Receipt
@@ -158,6 +158,7 @@ def test_killed_training_is_repeated(task: Task, store: Store) -> None:
     for device in "ab":
         _take(training, task, device)
     for failures in (1, 2):
+        assert isinstance(training._trainer, Trainer)
         process = training._trainer._process
         assert process is not None
         process.kill()

@@ -1,0 +1,55 @@
+"""`aggregator train`."""
+
+import os
+import re
+import socket
+from pathlib import Path
+
+import click
+
+from aggregator.cli.state import EXTRAS, existing_state, state_option
+from protocol.cli import (
+    config_option,
+    examples,
+    require_packages,
+    setting,
+    start_logging,
+    stop_on_terminate,
+    verbose_option,
+)
+
+
+def _checked_name(_context: click.Context, _option: click.Parameter, name: str | None) -> str:
+    name = name or f"{socket.gethostname()}-{os.getpid()}"
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
+        raise click.BadParameter(f"expected letters, digits, dots, hyphens and underscores, got {name!r}")
+    return name
+
+
+@click.command(
+    "train", epilog=examples("aggregator train", "aggregator train --state /srv/fleet --name gpu-1")
+)
+@config_option
+@state_option
+@setting(
+    "--name",
+    envvar="PROTOFLEET_WORKER",
+    callback=_checked_name,
+    help="Unique name of this worker.  [default: host name and process id]",
+)
+@setting(
+    "--lease-s",
+    type=click.FloatRange(min=1),
+    default=30.0,
+    help="Seconds after which another worker may claim the job of this one, if this one has stopped answering.",
+)
+@verbose_option
+def train_command(*, state: Path, name: str, lease_s: float, verbose: bool) -> None:
+    """Train heads for an `aggregator run --external-training` until interrupted."""
+    start_logging(verbose=verbose)
+    require_packages("onnx", "onnxscript", "onnxruntime", "scipy", "torch", extras=EXTRAS)
+    from aggregator.training.workers.worker import Worker, scratch_folder
+
+    stop_on_terminate()
+    with existing_state(state) as store, scratch_folder(state, name) as folder:
+        Worker(store, folder, name=name, lease_s=lease_s).run()

@@ -1,0 +1,77 @@
+"""An aggregator whose trainings are run by `aggregator train`, as real processes that are killed."""
+
+import contextlib
+import os
+import queue
+from pathlib import Path
+
+import pytest
+
+from aggregator.config.task_file import load_task
+from aggregator.storage.store import Store
+from aggregator.training.jobs import HeadJob
+from aggregator.training.runner import Finished, Progress, Trainer
+from protocol.mqtt.reconnecting_session import BrokerAddress
+from protocol.wire.codec import digest_of
+from tests.support.fleets.aggregator_process import TIMEOUT_S, Device, write_task
+from tests.support.fleets.fleet import Fleet
+from tests.support.messages.submissions import FEATURE_SIZE, submission
+from tests.support.network.brokers import mosquitto, mosquitto_program
+
+HANGING = """
+import sys, time
+if "aggregator.training.head_job" in sys.orig_argv:
+    time.sleep(600)
+"""
+"""A `sitecustomize` with which a training never ends."""
+
+
+@pytest.mark.skipif(
+    mosquitto_program() is None, reason="mosquitto is not installed: apt-get install mosquitto"
+)
+def test_killed_worker_and_killed_aggregator(tmp_path: Path, address: BrokerAddress) -> None:
+    """The training goes on in another worker, counts once and as no failure, and makes the head of a local one."""
+    task_file = write_task(tmp_path, 'quorum = 1\n[training]\ndevice = "cpu"\nepochs = 2')
+    (tmp_path / "hanging").mkdir()
+    (tmp_path / "hanging" / "sitecustomize.py").write_text(HANGING)
+    path = f"{tmp_path / 'hanging'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    train = ("aggregator.cli", "train", "--lease-s", "4", "--state", tmp_path / "aggregator", "--name")
+    with mosquitto(address, tmp_path), Fleet(tmp_path, address) as fleet, Device(address, "a") as device:
+        fleet.start_aggregator(task_file, "--external-training")
+        device.aggregator_is("online")
+        task = digest_of(device.task())
+        fleet.start("first", *train, "first", environment={"PYTHONPATH": path})
+        fleet.wait_for_log("first", "worker ready")
+        assert device.upload(submission(task=task)).status == "received"
+        fleet.wait_for_log("first", "job claimed job=1 kind=head attempt=1")
+        fleet.kill("aggregator")
+        fleet.start_aggregator(task_file, "--external-training")
+        fleet.wait_for_log("aggregator", "interrupted training resumed")
+        fleet.start("second", *train, "second")
+        fleet.wait_for_log("second", "worker ready")
+        fleet.kill("first")
+        fleet.wait_for_log("second", "job claimed job=1 kind=head attempt=2")
+        fleet.wait_for_log("second", "job finished")
+        assert device.head().version == 1
+        status = fleet.status()
+        assert ([head["version"] for head in status["heads"]], status["failed_training"]) == ([1], None)
+        fleet.stop("second")
+        fleet.stop("aggregator")
+    with contextlib.closing(Store(tmp_path / "aggregator")) as store:
+        (head,) = store.heads.all(task)
+        assert store.database.read("SELECT count(*) FROM jobs") == [(0,)]
+        events: queue.SimpleQueue[Progress | Finished] = queue.SimpleQueue()
+        job = HeadJob(
+            version=1,
+            task=task.hex(),
+            members=dict(head.members),
+            blobs=store.blobs.location,
+            feature_size=FEATURE_SIZE,
+            training=load_task(task_file)[0].training,
+            folder=str(tmp_path / "local" / "head-1"),
+        )
+        Trainer(tmp_path / "local", timeout_s=TIMEOUT_S, on_event=events.put).start(job)
+        while not isinstance(event := events.get(timeout=TIMEOUT_S), Finished):
+            pass
+        assert event.result is not None
+        assert (tmp_path / "local" / "head-1" / "head.onnx").read_bytes() == store.blobs.read(head.file)

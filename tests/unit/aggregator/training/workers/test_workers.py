@@ -1,0 +1,138 @@
+"""Jobs between the aggregator's side of the queue and a worker, with real training processes."""
+
+import queue
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+from msgspec import structs
+
+from aggregator.config.schema import Training
+from aggregator.storage.store import Store
+from aggregator.training.jobs import HeadJob
+from aggregator.training.runner import Finished, Progress, Trainer
+from aggregator.training.workers.queue_trainer import QueueTrainer
+from aggregator.training.workers.worker import Worker, scratch_folder
+from protocol.errors import StateError
+from protocol.storage.folder_lock import FolderLock
+from protocol.wire.codec import encode
+from tests.support.messages.submissions import FEATURE_SIZE, MANIFEST, submission
+
+Events = queue.SimpleQueue[Progress | Finished]
+
+TIMEOUT_S = 300.0
+
+
+def _job(store: Store) -> HeadJob:
+    return HeadJob(
+        version=1,
+        task=store.blobs.put(encode(MANIFEST)).hex(),
+        members={"dev": store.blobs.put(encode(submission())).hex()},
+        blobs=store.blobs.location,
+        feature_size=FEATURE_SIZE,
+        training=Training(device="cpu", recipe="paper", epochs=2),
+        folder=str(store.folder / "training" / "head-1"),
+    )
+
+
+def _trainer(store: Store) -> tuple[QueueTrainer, Events]:
+    events: Events = queue.SimpleQueue()
+    return QueueTrainer(store, timeout_s=TIMEOUT_S, on_event=events.put), events
+
+
+def _end(events: Events) -> Finished:
+    while not isinstance(event := events.get(timeout=TIMEOUT_S), Finished):
+        pass
+    return event
+
+
+def _worker(store: Store) -> Worker:
+    (folder := store.folder / "workers" / "one").mkdir(parents=True, exist_ok=True)
+    return Worker(store, folder, name="one", lease_s=30.0)
+
+
+def test_result_of_a_worker_reaches_a_restarted_aggregator(store: Store) -> None:
+    """The files are in the job's folder; until the job is deleted, their blobs are needed."""
+    job = _job(store)
+    before, _ = _trainer(store)
+    before.start(job)
+    before.stop()
+    worker = _worker(store)
+    assert worker.run_next()
+    assert not worker.run_next()
+    after, events = _trainer(store)
+    after.start(job)
+    finished = _end(events)
+    assert finished.result is not None
+    head = (Path(job.folder) / "head.onnx").read_bytes()
+    assert {store.blobs.put(head)} == store.jobs.blobs()
+    local: Events = queue.SimpleQueue()
+    folder = store.folder / "local"
+    Trainer(folder, timeout_s=TIMEOUT_S, on_event=local.put).start(
+        structs.replace(job, folder=str(folder / "head-1"))
+    )
+    assert _end(local).result is not None
+    assert (folder / "head-1" / "head.onnx").read_bytes() == head
+
+
+def test_failed_job_is_reported_and_queued_again(store: Store) -> None:
+    """With the training's own reason; a result whose file is lost has failed as well."""
+    job = _job(store)
+    trainer, events = _trainer(store)
+    lost = structs.replace(job, members={"dev": "00" * 32})
+    trainer.start(lost)
+    assert _worker(store).run_next()
+    finished = _end(events)
+    assert finished.result is None
+    assert finished.reason.startswith("exit status 1: cannot use ")
+    assert not finished.is_killed
+    trainer.start(job)
+    assert _worker(store).run_next()
+    trainer.stop()
+    store.blobs.delete(store.jobs.blobs())
+    trainer, events = _trainer(store)
+    trainer.start(job)
+    assert "its files cannot be used" in _end(events).reason
+    trainer.start(job)
+    assert _worker(store).run_next()
+    assert _end(events).result is not None
+
+
+def test_stopped_worker_gives_its_job_back(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGTERM is an exception in the worker; another worker claims the job at once."""
+
+    def terminated(*_: object) -> NoReturn:
+        raise SystemExit(0)
+
+    trainer, events = _trainer(store)
+    trainer.start(_job(store))
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "start", terminated)
+        with pytest.raises(SystemExit):
+            _worker(store).run_next()
+    assert _worker(store).run_next()
+    assert _end(events).result is not None
+
+
+def test_cancelled_job_is_not_run(store: Store) -> None:
+    """No event follows a cancellation."""
+    job = _job(store)
+    trainer, events = _trainer(store)
+    trainer.start(job)
+    trainer.cancel(bytes.fromhex(job.task))
+    assert not _worker(store).run_next()
+    assert events.empty()
+
+
+def test_scratch_folders_of_killed_workers_are_deleted(tmp_path: Path) -> None:
+    """Those of running workers stay, whose names are taken."""
+    (tmp_path / "workers" / "killed").mkdir(parents=True)
+    FolderLock(tmp_path / "workers", "killed.lock").take()
+    (tmp_path / "workers" / "killed.lock").touch()
+    with scratch_folder(tmp_path, "one") as one:
+        with pytest.raises(StateError, match="give another --name"), scratch_folder(tmp_path, "one"):
+            pass
+        with scratch_folder(tmp_path, "two"):
+            assert one.is_dir()
+            assert not (tmp_path / "workers" / "killed").exists()
+    assert not one.exists()
