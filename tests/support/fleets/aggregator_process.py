@@ -95,6 +95,10 @@ class Daemon:
         """Wait until the status meets a condition; returns that status."""
         return self._fleet.wait_for("a status", holds)
 
+    def until_logged(self, text: str) -> None:
+        """Wait until the log contains a text."""
+        self._fleet.wait_for_log("aggregator", text)
+
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
         """End it by a signal; returns its exit status."""
         self.process.send_signal(number)
