@@ -13,7 +13,7 @@ from tests.support.messages.submissions import submission
 
 @needs_postgresql
 def test_uploads_survive_a_killed_postgresql(broker: BrokerAddress, tmp_path: Path) -> None:
-    """What was acknowledged is kept; what arrives meanwhile is sent again and counts once; a person sees why."""
+    """An acknowledged submission is kept; what arrives meanwhile is sent again and counts once; a person sees why."""
     server = PostgreSQL()
     try:
         server.start()
