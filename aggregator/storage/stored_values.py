@@ -25,7 +25,7 @@ class BlobLocation(msgspec.Struct, frozen=True):
     """The object store of the aggregator's blobs, unless they are in its state directory."""
 
     owner: str
-    """Contents of the store's object `owner`, by which aggregators are told apart."""
+    """Contents of the store's object `owner`, which identifies the aggregator that the prefix belongs to."""
     location: str = ""
     """Of the form s3://BUCKET/PREFIX; empty until its owner was written."""
 
