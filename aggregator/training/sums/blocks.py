@@ -1,5 +1,6 @@
 """Blocks of devices whose submissions are added one after the other, by whichever process has the block."""
 
+import dataclasses
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -34,14 +35,20 @@ BLOCK_DEVICES = 100
 
 @dataclass(frozen=True)
 class Block:
-    """Devices whose submissions are added together: its job's members are only these."""
+    """Devices whose submissions are added together."""
 
     job: StatisticsJob
     expectation: Expectation
+    devices: tuple[str, ...] = ()
     ends_cohort: bool = False
     """True for the last block of devices that are compared with each other."""
     surplus: Mapping[str, int] = field(default_factory=dict)
     """Parts of WHOLE of each device that do not count."""
+
+    def alone(self) -> "Block":
+        """Return the block for another process: its job has no other members."""
+        members = {device: self.job.members[device] for device in self.devices}
+        return dataclasses.replace(self, job=msgspec.structs.replace(self.job, members=members))
 
     def nothing(self) -> Moments:
         """Return the moments of no rows."""
@@ -70,18 +77,19 @@ Work = Callable[[Block, Moments], tuple[Moments, Figures]]
 def blocks_of(
     job: StatisticsJob,
     expectation: Expectation,
-    devices: Iterable[str],
+    cohort: Iterable[str],
     surplus: Mapping[str, int] = types.MappingProxyType({}),
 ) -> Iterator[Block]:
     """Yield a cohort's devices in blocks, in their order."""
-    left = list(devices)
+    left = list(cohort)
     for at in range(0, len(left), BLOCK_DEVICES):
-        members = {device: job.members[device] for device in left[at : at + BLOCK_DEVICES]}
+        devices = tuple(left[at : at + BLOCK_DEVICES])
         yield Block(
-            msgspec.structs.replace(job, members=members),
+            job,
             expectation,
+            devices,
             ends_cohort=at + BLOCK_DEVICES >= len(left),
-            surplus={device: surplus[device] for device in members if device in surplus},
+            surplus={device: surplus[device] for device in devices if device in surplus},
         )
 
 
@@ -89,7 +97,7 @@ def add_block(block: Block, total: Moments) -> tuple[Moments, DeviceFigures]:
     """Return the total with the factor WHOLE of each valid submission added, and what is kept of the devices."""
     figures = DeviceFigures()
     try:
-        for device, submission in block.job.submissions():
+        for device, submission in block.job.submissions(block.devices):
             try:
                 moments = submitted_moments(submission, block.expectation, block.job.feature_map)
             except Refused as error:
@@ -114,7 +122,7 @@ def _keep_rows(figures: DeviceFigures, device: str, submission: Submission, bloc
 
 def subtract_block(block: Block, total: Moments) -> tuple[Moments, None]:
     """Return the total without what does not count of a block's devices; raises BlobLost if some are lost."""
-    for device, submission in block.job.submissions():
+    for device, submission in block.job.submissions(block.devices):
         moments = submitted_moments(submission, block.expectation, block.job.feature_map)
         total = add(total, moments, factor=-block.surplus[device])
     return total, None

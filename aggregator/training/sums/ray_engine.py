@@ -94,7 +94,7 @@ class RayEngine:
             self._insert(levels, moments)
 
         for block in blocks:
-            running.append((block, *self._add.remote(work, block, __version__)))
+            running.append((block, *self._add.remote(work, block.alone(), __version__)))
             if len(running) >= self._ahead:
                 take()
         while running:
