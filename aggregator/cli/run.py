@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from aggregator.cli.state import EXTRAS, state_option
+from aggregator.cli.state import EXTRAS, state_option, store_option
 from protocol.cli import (
     access_options,
     config_option,
@@ -45,14 +45,9 @@ log = logging.getLogger(__name__)
     help="S3-compatible object store of submissions, backbones and heads, each aggregator's with a prefix of its own; "
     "AWS_* variables say how to reach it. Default: where they were before, at first in the state directory.",
 )
-@setting(
-    "--store",
-    "database",
-    default="",
-    show_default=False,
-    metavar="URL",
-    help="PostgreSQL database for the tables, postgresql://[USER@]HOST[:PORT]/DATABASE, in place of a file in --state, "
-    "which remembers it for the other commands. The password: PGPASSWORD or ~/.pgpass.",
+@store_option(
+    "PostgreSQL database for the tables, postgresql://[USER@]HOST[:PORT]/DATABASE, in place of a file in --state, "
+    "which remembers it for the other commands. The password: PGPASSWORD or ~/.pgpass."
 )
 @setting(
     "--broker",
@@ -71,7 +66,8 @@ log = logging.getLogger(__name__)
 @setting(
     "--external-training",
     is_flag=True,
-    help="Leave trainings to `aggregator train`, any number of programs that use the same state directory.",
+    help="Leave trainings to `aggregator train`, any number of programs, with --store and --blobs also on other "
+    "machines.",
 )
 @setting(
     "--http",

@@ -4,7 +4,7 @@ import contextlib
 import os
 import pwd
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -13,9 +13,11 @@ from protocol.errors import ConfigError
 from protocol.storage.state_folder import default_state_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from aggregator.storage.store import Store
+
+F = TypeVar("F", bound="Callable[..., Any]")
 
 EXTRAS = "aggregator,cpu"
 """Extras of the package that the program needs."""
@@ -28,15 +30,29 @@ state_option = setting(
     help="State directory of the aggregator  [default: ~/.local/state/protofleet-aggregator]",
 )
 
+fleet_option = setting("--fleet", default="default", help="Name of the fleet whose tables --store holds.")
+
+
+def store_option(text: str) -> "Callable[[F], F]":
+    """Return the option `--store`, which is passed as `database`, with its help."""
+    return setting("--store", "database", default="", show_default=False, metavar="URL", help=text)
+
 
 @contextlib.contextmanager
-def existing_state(folder: Path) -> "Iterator[Store]":
-    """Open an existing state directory for writing."""
+def existing_state(folder: Path, *, database: str = "", fleet: str = "") -> "Iterator[Store]":
+    """Open an existing state for writing: that of a state directory, or a fleet's in a PostgreSQL database.
+
+    Raises:
+        ConfigError: the fleet's blobs are in another state directory.
+        StateError: there is no state, or it cannot be used.
+    """
     from aggregator.storage.store import Store
 
-    Store(folder, read_only=True).close()  # raises where there is none, instead of creating one
+    # It raises where there is none, instead of creating one.
+    with contextlib.closing(Store(folder, read_only=True, database=database, fleet=fleet)) as found:
+        found.require_blobs()
     require_owner(folder)
-    with contextlib.closing(Store(folder)) as store:
+    with contextlib.closing(Store(folder, database=database, fleet=fleet)) as store:
         yield store
 
 

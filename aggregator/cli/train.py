@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from aggregator.cli.state import EXTRAS, existing_state, state_option
+from aggregator.cli.state import EXTRAS, existing_state, fleet_option, state_option, store_option
 from protocol.cli import (
     config_option,
     examples,
@@ -27,10 +27,19 @@ def _checked_name(_context: click.Context, _option: click.Parameter, name: str |
 
 
 @click.command(
-    "train", epilog=examples("aggregator train", "aggregator train --state /srv/fleet --name gpu-1")
+    "train",
+    epilog=examples(
+        "aggregator train --name gpu-1",
+        "aggregator train --state /srv/worker --store postgresql://protofleet@db.example/fleets --fleet barn",
+    ),
 )
 @config_option
 @state_option
+@store_option(
+    "PostgreSQL database of an aggregator on another machine, whose blobs are in an object store: --state is then this "
+    "worker's own, and remembers it. The password: PGPASSWORD or ~/.pgpass."
+)
+@fleet_option
 @setting(
     "--name",
     envvar="PROTOFLEET_WORKER",
@@ -44,12 +53,15 @@ def _checked_name(_context: click.Context, _option: click.Parameter, name: str |
     help="Seconds after which another worker may claim the job of this one, if this one has stopped answering.",
 )
 @verbose_option
-def train_command(*, state: Path, name: str, lease_s: float, verbose: bool) -> None:
+def train_command(
+    *, state: Path, database: str, fleet: str, name: str, lease_s: float, verbose: bool
+) -> None:
     """Train heads for an `aggregator run --external-training` until interrupted."""
     start_logging(verbose=verbose)
     require_packages("onnx", "onnxscript", "onnxruntime", "scipy", "torch", extras=EXTRAS)
     from aggregator.training.workers.worker import Worker, scratch_folder
 
     stop_on_terminate()
-    with existing_state(state) as store, scratch_folder(state, name) as folder:
+    opened = existing_state(state, database=database, fleet=fleet)
+    with opened as store, scratch_folder(state, name) as folder:
         Worker(store, folder, name=name, lease_s=lease_s).run()

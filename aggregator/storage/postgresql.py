@@ -54,7 +54,7 @@ class PostgresDatabase:
         if importlib.util.find_spec("psycopg") is None:
             raise RuntimeMissing("psycopg is not installed: pip install 'protofleet[cluster]'")
         if not fleet:
-            raise ConfigError("expected the fleet's name, whose tables a PostgreSQL database holds")
+            raise ConfigError("expected the name of the fleet whose tables --store holds: give --fleet")
         check_url(url)
         self._url, self._read_only, self._held = url, read_only, held
         self._schema = PostgresSchema(fleet, migrations)

@@ -16,7 +16,7 @@ from aggregator.storage.location import Location, record, recorded
 from aggregator.storage.postgresql import PostgresDatabase, check_url
 from aggregator.storage.stored_values import BlobLocation, FailedTraining, PendingHead, ServedTask
 from aggregator.storage.submissions import Submissions
-from protocol.errors import StateError
+from protocol.errors import ConfigError, StateError
 from protocol.storage.blobstore import delete_temporary_files, state_errors
 from protocol.storage.database import Database
 from protocol.storage.database_file import DatabaseFile
@@ -200,6 +200,16 @@ class Store:
         self.quarantine = Quarantine(self.database)
         self.commands = OperatorCommands(self.database)
         self.jobs = Jobs(self.database)
+
+    def require_blobs(self) -> None:
+        """Raise ConfigError if the blobs are in another state directory, which shares the tables with this one."""
+        stored = self.facts.get(BlobLocation)
+        is_shared = isinstance(self.database, PostgresDatabase)
+        if is_shared and not (stored and stored.location) and not (self.folder / "blobs").is_dir():
+            raise ConfigError(
+                f"the fleet's blobs are in the state directory of `aggregator run`, which {self.folder} is not: give "
+                "that one as --state, or start `aggregator run` with --blobs s3://BUCKET/PREFIX"
+            )
 
     def is_locked(self) -> bool:
         """Return True if an aggregator is running in this directory, or elsewhere on its tables in PostgreSQL."""

@@ -14,6 +14,7 @@ from aggregator.algorithms.statistics.feature_map import FeatureMap, RowMap
 from aggregator.config.schema import Robust, TaskFile, Training
 from aggregator.ingest.validation import Refused, read_message
 from aggregator.storage.blobs import open_blobs
+from aggregator.storage.read_ahead import read_each
 from protocol.errors import BackboneMismatch, BlobLost, ProtofleetError, StateError
 from protocol.models.onnx_metadata import HeadMetadata
 from protocol.storage.blobstore import write_atomically
@@ -46,12 +47,11 @@ class SubmissionsJob(msgspec.Struct, frozen=True, kw_only=True):
             BlobLost: after the last one, if some were lost.
             ProtofleetError: a blob is no submission.
         """
-        blobs, lost = open_blobs(self.blobs), None
-        for device in self.members if devices is None else devices:
-            try:
-                payload = blobs.read(bytes.fromhex(self.members[device]))
-            except BlobLost as error:
-                lost = error
+        chosen, lost = list(self.members if devices is None else devices), None
+        digests = (bytes.fromhex(self.members[device]) for device in chosen)
+        for device, payload in zip(chosen, read_each(open_blobs(self.blobs), digests), strict=True):
+            if isinstance(payload, BlobLost):
+                lost = payload
                 continue
             message = read_message(payload)
             if not isinstance(message, Submission):

@@ -13,10 +13,12 @@ from aggregator.training.jobs import HeadJob
 from aggregator.training.runner import Finished, Progress, Trainer
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.wire.codec import digest_of
-from tests.support.fleets.aggregator_process import TIMEOUT_S, Device, write_task
+from tests.support.databases.postgresql import PostgreSQL, needs_postgresql
+from tests.support.fleets.aggregator_process import FLEET, TIMEOUT_S, Device, write_task
 from tests.support.fleets.fleet import Fleet
 from tests.support.messages.submissions import FEATURE_SIZE, submission
-from tests.support.network.brokers import mosquitto, mosquitto_program
+from tests.support.network.brokers import mosquitto, needs_mosquitto
+from tests.support.stores.object_store import BUCKET, moto_server, object_store
 
 HANGING = """
 import sys, time
@@ -26,21 +28,16 @@ if "aggregator.training.head_job" in sys.orig_argv:
 """A `sitecustomize` with which a training never ends."""
 
 
-@pytest.mark.skipif(
-    mosquitto_program() is None, reason="mosquitto is not installed: apt-get install mosquitto"
-)
+@needs_mosquitto
 def test_killed_worker_and_killed_aggregator(tmp_path: Path, address: BrokerAddress) -> None:
     """The training goes on in another worker, counts once and as no failure, and makes the head of a local one."""
     task_file = write_task(tmp_path, 'quorum = 1\n[training]\ndevice = "cpu"\nepochs = 2')
-    (tmp_path / "hanging").mkdir()
-    (tmp_path / "hanging" / "sitecustomize.py").write_text(HANGING)
-    path = f"{tmp_path / 'hanging'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     train = ("aggregator.cli", "train", "--lease-s", "4", "--state", tmp_path / "aggregator", "--name")
     with mosquitto(address, tmp_path), Fleet(tmp_path, address) as fleet, Device(address, "a") as device:
         fleet.start_aggregator(task_file, "--external-training")
         device.aggregator_is("online")
         task = digest_of(device.task())
-        fleet.start("first", *train, "first", environment={"PYTHONPATH": path})
+        fleet.start("first", *train, "first", environment=hanging_training(tmp_path))
         fleet.wait_for_log("first", "worker ready")
         assert device.upload(submission(task=task)).status == "received"
         fleet.wait_for_log("first", "job claimed job=1 kind=head attempt=1")
@@ -58,20 +55,76 @@ def test_killed_worker_and_killed_aggregator(tmp_path: Path, address: BrokerAddr
         fleet.stop("second")
         fleet.stop("aggregator")
     with contextlib.closing(Store(tmp_path / "aggregator")) as store:
-        (head,) = store.heads.all(task)
         assert store.database.read("SELECT count(*) FROM jobs") == [(0,)]
-        events: queue.SimpleQueue[Progress | Finished] = queue.SimpleQueue()
-        job = HeadJob(
-            version=1,
-            task=task.hex(),
-            members=dict(head.members),
-            blobs=store.blobs.location,
-            feature_size=FEATURE_SIZE,
-            training=load_task(task_file)[0].training,
-            folder=str(tmp_path / "local" / "head-1"),
-        )
-        Trainer(tmp_path / "local", timeout_s=TIMEOUT_S, on_event=events.put).start(job)
-        while not isinstance(event := events.get(timeout=TIMEOUT_S), Finished):
-            pass
-        assert event.result is not None
-        assert (tmp_path / "local" / "head-1" / "head.onnx").read_bytes() == store.blobs.read(head.file)
+        assert_local_training_makes_the_same(store, task_file, task)
+
+
+@needs_postgresql
+@needs_mosquitto
+def test_workers_on_other_machines(
+    tmp_path: Path, address: BrokerAddress, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With state folders of their own: the database and the object store are all that they share."""
+    task_file = write_task(tmp_path, 'quorum = 2\n[training]\ndevice = "cpu"\nepochs = 2')
+    server = PostgreSQL()
+    with (
+        contextlib.closing(server),
+        moto_server(tmp_path) as objects,
+        object_store(objects, monkeypatch),
+        mosquitto(address, tmp_path),
+        Fleet(tmp_path, address) as fleet,
+        Device(address, "a") as a,
+        Device(address, "b") as b,
+    ):
+        server.start()
+        database = ("--store", server.url)
+        fleet.start_aggregator(task_file, "--external-training", *database, "--blobs", f"s3://{BUCKET}/herd")
+        a.aggregator_is("online")
+        task = digest_of(a.task())
+        train = ("aggregator.cli", "train", "--lease-s", "4", *database, "--fleet", FLEET, "--state")
+        fleet.start("first", *train, tmp_path / "first", environment=hanging_training(tmp_path))
+        fleet.wait_for_log("first", "worker ready")
+        for device in (a, b):
+            assert device.upload(submission(task=task)).status == "received"
+        fleet.wait_for_log("first", "job claimed job=1 kind=head attempt=1")
+        fleet.start("second", *train, tmp_path / "second")
+        fleet.wait_for_log("second", "worker ready")
+        fleet.kill("first")
+        fleet.wait_for_log("second", "job finished job=1 kind=head attempt=2")
+        assert a.head().version == 1
+        fleet.stop("second")
+        fleet.start(
+            "third", "aggregator.cli", "train", "--state", tmp_path / "second"
+        )  # it remembers the database
+        fleet.wait_for_log("third", "worker ready")
+        fleet.stop("third")
+        fleet.stop("aggregator")
+        with contextlib.closing(Store(tmp_path / "aggregator")) as store:
+            assert_local_training_makes_the_same(store, task_file, task)
+
+
+def hanging_training(folder: Path) -> dict[str, str]:
+    """Return variables with which a training never ends."""
+    (folder / "hanging").mkdir()
+    (folder / "hanging" / "sitecustomize.py").write_text(HANGING)
+    return {"PYTHONPATH": f"{folder / 'hanging'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+
+
+def assert_local_training_makes_the_same(store: Store, task_file: Path, task: bytes) -> None:
+    (head,) = store.heads.all(task)
+    events: queue.SimpleQueue[Progress | Finished] = queue.SimpleQueue()
+    folder = store.folder / "local"
+    job = HeadJob(
+        version=1,
+        task=task.hex(),
+        members=dict(head.members),
+        blobs=store.blobs.location,
+        feature_size=FEATURE_SIZE,
+        training=load_task(task_file)[0].training,
+        folder=str(folder / "head-1"),
+    )
+    Trainer(folder, timeout_s=TIMEOUT_S, on_event=events.put).start(job)
+    while not isinstance(event := events.get(timeout=TIMEOUT_S), Finished):
+        pass
+    assert event.result is not None
+    assert (folder / "head-1" / "head.onnx").read_bytes() == store.blobs.read(head.file)

@@ -2,15 +2,17 @@
 
 import contextlib
 import secrets
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
-from aggregator.storage import object_blobs
+from aggregator.storage import object_blobs, read_ahead
 from aggregator.storage.blobs import Blobs, open_blobs
 from aggregator.storage.object_blobs import PART_BYTES, ObjectBlobs
+from aggregator.storage.read_ahead import read_each
 from aggregator.storage.store import Store
 from protocol.errors import BlobLost, ConfigError, StateError
 from protocol.mqtt.reconnecting_session import BrokerAddress
@@ -100,6 +102,41 @@ def test_batch_is_durable_once_it_is_finished(blobs: Blobs) -> None:
     blobs.put_in_batch(DATA, digest=DIGEST, batch=batch)
     batch.discard()
     batch.finish()
+
+
+def test_each_blob_is_read_in_order(blobs: Blobs) -> None:
+    """A lost one is an error in its place; reading may end before the last one."""
+    every = [blobs.put(secrets.token_bytes(100)) for _ in range(20)]
+    blobs.delete([every[3]])
+    found = list(read_each(blobs, every))
+    assert [None if isinstance(each, BlobLost) else digest_of(each) for each in found] == [
+        *every[:3],
+        None,
+        *every[4:],
+    ]
+    assert next(read_each(blobs, every)) == found[0]
+
+
+def test_blobs_of_an_object_store_are_read_ahead_in_bounded_memory(
+    objects: ObjectBlobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two are read at a time, then as many as fit."""
+    every = [objects.put(secrets.token_bytes(100)) for _ in range(6)]
+    monkeypatch.setattr(read_ahead, "AHEAD_BYTES", 400)
+    meeting, requested = threading.Barrier(2), list[bytes]()
+    read = objects.read
+
+    def read_together(digest: bytes) -> bytes:
+        requested.append(digest)
+        if len(requested) <= 2:
+            meeting.wait(timeout=60)
+        return read(digest)
+
+    monkeypatch.setattr(objects, "read", read_together)
+    reading = read_each(objects, every)
+    for taken, _ in enumerate(reading, start=1):
+        assert len(requested) <= taken + 3  # the one that is taken counts, too
+    assert sorted(requested) == sorted(every)
 
 
 def test_unused_blobs_are_deleted(blobs: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:

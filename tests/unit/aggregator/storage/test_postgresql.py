@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from aggregator.cli.state import existing_state
 from aggregator.storage import store as store_module
 from aggregator.storage.store import MIGRATIONS, Store
 from aggregator.storage.stored_values import SigningKey
@@ -29,6 +30,27 @@ def test_state_directory_remembers_its_database(tmp_path: Path, postgresql: Post
     Store(tmp_path / "file").close()
     with pytest.raises(ConfigError, match="give --store with another --state"):
         Store(tmp_path / "file", database=postgresql.url, fleet="f")
+
+
+def test_program_with_another_state_directory_needs_an_object_store(
+    tmp_path: Path, postgresql: PostgreSQL
+) -> None:
+    """It would look for the blobs in its own folder, in which they are not."""
+    with _open(tmp_path / "a", postgresql, lock=True):
+        database = {"database": postgresql.url, "fleet": tmp_path.name}
+        with (
+            pytest.raises(ConfigError, match="start `aggregator run` with --blobs"),
+            existing_state(tmp_path / "b", **database),
+        ):
+            pass
+        assert not (tmp_path / "b").exists()
+        with existing_state(tmp_path / "a", **database) as store:
+            assert store.blobs.put(b"")
+        with (
+            pytest.raises(StateError, match="no aggregator state"),
+            existing_state(tmp_path / "b", database=postgresql.url, fleet="other"),
+        ):
+            pass
 
 
 def test_one_aggregator_runs_on_a_fleet_whatever_its_directory(
