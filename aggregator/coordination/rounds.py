@@ -51,6 +51,14 @@ class SubmissionReceived:
 
 
 @dataclass(frozen=True)
+class SubmissionStored:
+    """Another process has judged a submission, and stored it."""
+
+    device: str
+    entry: Entry
+
+
+@dataclass(frozen=True)
 class Ticked:
     """Time has passed: it is `now_s` (elapsed seconds)."""
 
@@ -80,7 +88,15 @@ class SubmissionsLost:
     now_s: float = 0.0
 
 
-Event = SubmissionReceived | Ticked | Trained | TrainingFailed | SubmissionsLost | DeviceDecisions
+Event = (
+    SubmissionReceived
+    | SubmissionStored
+    | Ticked
+    | Trained
+    | TrainingFailed
+    | SubmissionsLost
+    | DeviceDecisions
+)
 
 
 @dataclass(frozen=True)
@@ -113,6 +129,8 @@ def step(  # noqa: PLR0911 - one case per event
             if verdict.verdict == "new":
                 state, actions = _close(state, entry.received_s, settings)
             return state, (verdict, *actions)
+        case SubmissionStored(device=device, entry=entry):
+            return _with_entry(state, device, entry, settings=settings), ()
         case Ticked(now_s=now_s):
             return _close(state, now_s, settings)
         case Trained(version=version, excluded=excluded) if state.training is not None:
@@ -173,13 +191,17 @@ def _submitted(
     verdict = judged(entry, counted, head_version=state.head_version, settings=settings)
     if verdict.verdict != "new":
         return state, verdict
-    entry = verdict.counted_entry or entry
+    return _with_entry(state, device, verdict.counted_entry or entry, settings=settings), verdict
+
+
+def _with_entry(state: State, device: str, entry: Entry, *, settings: Settings) -> State:
+    counted = state.submissions.get(device)
     changed = replace(state, submissions=_with_item(state.submissions, device, entry))
     collection = state.collection
     if collection is not None and is_of(collection, state, settings):
         was_waiting = counted is not None and is_waiting(device, counted, state, settings)
         collection = updated(collection, changed, device, was_waiting=was_waiting, settings=settings)
-    return replace(changed, collection=collection), verdict
+    return replace(changed, collection=collection)
 
 
 def _with_item(submissions: Mapping[str, Entry], device: str, entry: Entry) -> Mapping[str, Entry]:

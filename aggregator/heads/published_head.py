@@ -43,6 +43,7 @@ class Releases:
         self._has_changed = True
         self._has_unused = False
         self._problems: dict[str, str] | None = None
+        self._data_version, self._change = store.data_version(), store.newest_change()
         self.manifest: HeadManifest | None = None
         """The manifest to publish; None if there is no head."""
         self._heads = self._read_heads()
@@ -51,6 +52,9 @@ class Releases:
         store.heads.put_rollout(task.digest, self._state)
         self.delete_unused()
         self._publish()
+        if (trial := self._state.trial) is not None:  # what was stored while this program did not run
+            for device, each in store.evaluations.of_head(task.digest, trial.version).items():
+                self.evaluate(device, each)
 
     def tick(self, newest: int) -> None:
         """Apply the passing of time; `newest` is the version of the newest head.
@@ -65,6 +69,7 @@ class Releases:
         if time.monotonic() < self._poll_s:
             return
         self._poll_s = time.monotonic() + POLL_S
+        self._read_evaluations()
         self._leave_forgotten()
         self._carry_out_commands()
         self._check_failures()
@@ -95,6 +100,15 @@ class Releases:
         self._state = self._store.heads.rollout(self._task.digest)
         self._written, self._has_changed = 0, True
         self._problems = None
+
+    def _read_evaluations(self) -> None:
+        """Apply the evaluations that other processes have stored."""
+        if (version := self._store.data_version()) == self._data_version:
+            return
+        found, self._change = self._store.evaluations.changes(self._task.digest, since=self._change)
+        for device, evaluation in found:
+            self.evaluate(device, evaluation)
+        self._data_version = version
 
     def _leave_forgotten(self) -> None:
         """Keep heads that learned from a forgotten device from becoming current."""

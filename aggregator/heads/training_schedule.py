@@ -60,7 +60,7 @@ class HeadTraining:
         self._job: Job | None = None
         self.deleted: set[str] = set()
         """Devices whose submissions another process has deleted; the caller clears it."""
-        self._data_version = store.data_version()
+        self._data_version, self._change = store.data_version(), store.newest_change()
         self.accepted = AcceptedSubmissions(task, store)
         self._rate = HeadRate(task, store)
         self.restoration = Restoration(task, store)
@@ -141,6 +141,7 @@ class HeadTraining:
     def reload(self) -> None:
         """Return to the stored state after a failed write; raises StateError if it cannot be read."""
         self.accepted.discard()
+        self._change = self._store.newest_change()
         stored = self._store.round_state(self._task.digest)
         # The store may still name a training that has failed since.
         running = None if self._due else self.state.training
@@ -191,17 +192,23 @@ class HeadTraining:
         self.state = replace(self.state, failed=None, retry_s=0.0)
 
     def _read_changes(self) -> None:
-        """Read the submissions again if another process has written: a command may have deleted a device's.
+        """Apply what other processes have changed: a receiver may have stored submissions, a command deleted some.
 
         A training on deleted ones stops; the collection closes again without them.
         """
         if (version := self._store.data_version()) == self._data_version:
             return
         self._data_version = version
-        before, stored = self.state.submissions, self._store.entries(self._task.digest)
-        self.state = replace(self.state, submissions=stored)
-        deleted = set(before) - stored.keys()
+        changes = self._store.submission_changes(self._task.digest, since=self._change)
+        self._change = changes.newest
+        for device, record in changes.records.items():
+            if record.entry != self.state.submissions.get(device):
+                self._step(rounds.SubmissionStored(device, record.entry))
+        deleted = {device for device in changes.deleted if device in self.state.submissions}
         self.deleted |= deleted
+        if deleted:
+            left = {device: each for device, each in self.state.submissions.items() if device not in deleted}
+            self.state = replace(self.state, submissions=left)
         for device in sorted(deleted):
             event(log, logging.INFO, "submission deleted by an operator", device=device)
         if not deleted.isdisjoint(self.state.training or ()):

@@ -7,6 +7,7 @@ import msgspec
 
 from aggregator.coordination import rollout_events, rollout_state
 from aggregator.coordination.rollout_state import without_forgotten
+from aggregator.storage.changes import NEXT, keep_number, newest_change
 from aggregator.storage.forgotten_devices import ForgottenDevices
 from protocol.storage.tables import Tables
 from protocol.wire.messages import BlobRef, Evaluation
@@ -106,8 +107,9 @@ class Evaluations:
     def put(self, device: str, evaluation: Evaluation, *, digest: bytes, now_s: float) -> None:
         """Store a device's evaluation of a head in place of its previous one."""
         self._database.write(
-            "INSERT INTO evaluations VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (task, device, head_version) DO UPDATE SET "
-            "digest = excluded.digest, received_s = excluded.received_s, message = excluded.message",
+            f"INSERT INTO evaluations VALUES (?, ?, ?, ?, ?, ?, {NEXT}) "  # noqa: S608 - of the schema
+            "ON CONFLICT (task, device, head_version) DO UPDATE SET digest = excluded.digest, "
+            "received_s = excluded.received_s, message = excluded.message, changed = excluded.changed",
             *(evaluation.task, device, evaluation.head_version, digest, now_s),
             msgspec.json.encode(evaluation).decode(),
         )
@@ -120,22 +122,38 @@ class Evaluations:
         )
         return {device: self._database.decode(message, Evaluation) for device, message in rows}
 
+    def changes(self, task: bytes, *, since: int) -> tuple[list[tuple[str, Evaluation]], int]:
+        """Return devices and evaluations that are new after change number `since`, and the number for the next call.
+
+        Some may be returned again by the next call.
+        """
+        newest = newest_change(self._database)
+        rows = self._database.read(
+            "SELECT device, message FROM evaluations WHERE task = ? AND changed > ? ORDER BY changed",
+            task,
+            since,
+        )
+        return [(device, self._database.decode(message, Evaluation)) for device, message in rows], newest
+
     def devices(self, task: bytes, version: int) -> set[str]:
         """Return the devices that have evaluated a head."""
         query = "SELECT device FROM evaluations WHERE task = ? AND head_version = ?"
         return {device for (device,) in self._database.read(query, task, version)}
 
     def delete_device(self, device: str) -> None:
-        """Delete a device's evaluations of all heads."""
+        """Delete a device's evaluations of all heads, in a transaction of the caller."""
+        keep_number(self._database)
         self._database.write("DELETE FROM evaluations WHERE device = ?", device)
 
     def delete_except(self, task: bytes, versions: Collection[int]) -> None:
         """Delete the evaluations of all heads of a task but these."""
         excepted = f"AND head_version NOT IN ({', '.join('?' * len(versions))})" if versions else ""
-        self._database.write(
-            f"DELETE FROM evaluations WHERE task = ? {excepted}",  # noqa: S608 - marks
-            *(task, *versions),
-        )
+        with self._database.transaction():
+            keep_number(self._database)
+            self._database.write(
+                f"DELETE FROM evaluations WHERE task = ? {excepted}",  # noqa: S608 - marks
+                *(task, *versions),
+            )
 
 
 @dataclass(frozen=True)

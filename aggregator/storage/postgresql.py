@@ -132,11 +132,16 @@ class PostgresDatabase:
         No other process can write in between.
         """
         with self._thread_lock:
-            with self._transaction("BEGIN"):
-                self._execute(_RAISE, ())
-                yield
-            # Only now: after a commit whose outcome is unknown, everything is read again.
-            self._own_changes += 1
+            before = self._own_changes
+            try:
+                with self._transaction("BEGIN"):
+                    self._execute(_RAISE, ())
+                    self._own_changes += 1
+                    yield
+            except BaseException:
+                # Also after a commit whose outcome is unknown: everything is read again.
+                self._own_changes = before
+                raise
 
     @contextlib.contextmanager
     def _transaction(self, begin: str) -> Iterator[None]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from aggregator.coordination.round_state import DeviceDecisions, Entry, State
 from aggregator.storage.blobs import blobs_of, open_blobs
+from aggregator.storage.changes import keep_number, newest_change
 from aggregator.storage.device_keys import DeviceKeys
 from aggregator.storage.devices import REVOKED, Devices, Quarantine, Refusals
 from aggregator.storage.forgotten_devices import ForgottenDevices
@@ -15,7 +16,7 @@ from aggregator.storage.jobs import Jobs
 from aggregator.storage.location import Location, record, recorded
 from aggregator.storage.postgresql import PostgresDatabase, check_url
 from aggregator.storage.stored_values import BlobLocation, FailedTraining, PendingHead, ServedTask
-from aggregator.storage.submissions import Submissions
+from aggregator.storage.submissions import SubmissionChanges, Submissions
 from protocol.errors import ConfigError, StateError
 from protocol.storage.blobstore import delete_temporary_files, state_errors
 from protocol.storage.database import Database
@@ -82,10 +83,21 @@ MIGRATIONS = (
         files TEXT NOT NULL DEFAULT '{}', outcome TEXT NOT NULL DEFAULT ''
     ) STRICT;
     """,
+    """
+    ALTER TABLE submissions ADD COLUMN changed INTEGER NOT NULL DEFAULT 0;
+    ALTER TABLE evaluations ADD COLUMN changed INTEGER NOT NULL DEFAULT 0;
+    CREATE TABLE deletions (
+        task BLOB NOT NULL, device TEXT NOT NULL, number INTEGER NOT NULL, PRIMARY KEY (task, device)
+    ) STRICT;
+    CREATE INDEX submission_changes ON submissions (changed);
+    CREATE INDEX evaluation_changes ON evaluations (changed);
+    CREATE INDEX deletion_numbers ON deletions (number);
+    """,
 )
 """SQL scripts, each from one schema version to the next."""
 
 TASK_TABLES = (
+    "deletions",
     "evaluations",
     "forgotten",
     "heads",
@@ -282,7 +294,8 @@ class Store:
         return self.put_blob(data, name or file.name)
 
     def delete_task(self, task: bytes) -> None:
-        """Delete all rows of a task that is never served again."""
+        """Delete all rows of a task that is never served again, in a transaction of the caller."""
+        keep_number(self.database)
         for table in TASK_TABLES:
             self.database.write(f"DELETE FROM {table} WHERE task = ?", task)  # noqa: S608 - of the schema
 
@@ -334,12 +347,25 @@ class Store:
 
         None has arrived later than now, although a reboot may set the clock back.
         """
-        now_s = self.clock.now_s()
-        stored = {device: record.entry for device, record in self.submissions.all(task).items()}
-        return {
-            device: entry if entry.received_s <= now_s else replace(entry, received_s=now_s)
-            for device, entry in stored.items()
+        return {device: self._arrived(record.entry) for device, record in self.submissions.all(task).items()}
+
+    def submission_changes(self, task: bytes, *, since: int) -> SubmissionChanges:
+        """Return what has changed in the submissions to a task after change number `since`, as `entries` does."""
+        changes = self.submissions.changes(task, since=since)
+        records = {
+            device: replace(record, entry=self._arrived(record.entry))
+            for device, record in changes.records.items()
         }
+        return replace(changes, records=records)
+
+    def newest_change(self) -> int:
+        """Return the number of the last change, before what is read next."""
+        return newest_change(self.database)
+
+    def _arrived(self, entry: Entry) -> Entry:
+        return (
+            entry if entry.received_s <= (now_s := self.clock.now_s()) else replace(entry, received_s=now_s)
+        )
 
     def failed_training(self, task: bytes, version: int) -> FailedTraining | None:
         """Return the last failed training of a head; None if none has failed."""

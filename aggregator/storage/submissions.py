@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from aggregator.coordination.round_state import Entry
+from aggregator.storage.changes import NEXT, newest_change, record_deletion
 from aggregator.storage.devices import UnixSeconds
 from protocol.storage.tables import Tables
 
@@ -23,6 +24,18 @@ class SubmissionRecord:
     prototypes: int
     per_class: Mapping[int, int]
     """Prototypes per class index."""
+
+
+@dataclass(frozen=True)
+class SubmissionChanges:
+    """What has changed in the submissions to a task since an earlier change."""
+
+    records: Mapping[str, SubmissionRecord]
+    """New or replaced submissions, by device."""
+    deleted: frozenset[str]
+    """Devices whose submission was deleted, and who have not submitted since."""
+    newest: int
+    """The number of the change from which to read the next time."""
 
 
 class LostSubmission(msgspec.Struct, frozen=True):
@@ -45,8 +58,8 @@ class Submissions:
             "DELETE FROM lost_submissions WHERE task = ? AND device = ?", task, record.device
         )
         self._database.write(
-            "INSERT INTO submissions VALUES (?, ?, ?, ?) ON CONFLICT (task, device) "
-            "DO UPDATE SET digest = excluded.digest, record = excluded.record",
+            f"INSERT INTO submissions VALUES (?, ?, ?, ?, {NEXT}) ON CONFLICT (task, device) "  # noqa: S608 - of the schema
+            "DO UPDATE SET digest = excluded.digest, record = excluded.record, changed = excluded.changed",
             *(task, record.device, record.entry.digest, msgspec.json.encode(record).decode()),
         )
 
@@ -56,6 +69,32 @@ class Submissions:
             "SELECT device, record FROM submissions WHERE task = ? ORDER BY device", task
         )
         return {device: self._database.decode(record, SubmissionRecord) for device, record in rows}
+
+    def get(self, task: bytes, device: str) -> SubmissionRecord | None:
+        """Return a device's newest submission to a task; None if there is none."""
+        rows = self._database.read(
+            "SELECT record FROM submissions WHERE task = ? AND device = ?", task, device
+        )
+        return self._database.decode(rows[0][0], SubmissionRecord) if rows else None
+
+    def changes(self, task: bytes, *, since: int) -> SubmissionChanges:
+        """Return what has changed after change number `since`; some of it may be returned again by the next call."""
+        newest = newest_change(self._database)
+        rows = self._database.read(
+            "SELECT device, record FROM submissions WHERE task = ? AND changed > ? ORDER BY changed",
+            task,
+            since,
+        )
+        deleted = self._database.read(
+            "SELECT device FROM deletions WHERE task = ? AND number > ? AND NOT EXISTS "
+            "(SELECT 1 FROM submissions WHERE task = deletions.task AND device = deletions.device)",
+            *(task, since),
+        )
+        return SubmissionChanges(
+            {device: self._database.decode(record, SubmissionRecord) for device, record in rows},
+            frozenset(device for (device,) in deleted),
+            newest,
+        )
 
     def digests_of_other_tasks(self, task: bytes) -> set[bytes]:
         """Return the digests of the submissions to all tasks but this one."""
@@ -75,7 +114,8 @@ class Submissions:
         return bool(self._database.read("SELECT 1 FROM submissions WHERE digest = ? LIMIT 1", digest))
 
     def delete(self, task: bytes, device: str) -> None:
-        """Delete a device's submission to a task."""
+        """Delete a device's submission to a task, in a transaction of the caller."""
+        record_deletion(self._database, device, task)
         self._database.write("DELETE FROM submissions WHERE task = ? AND device = ?", task, device)
 
     def add_lost(self, task: bytes, device: str, digest: bytes, *, now_s: float) -> None:
@@ -94,7 +134,8 @@ class Submissions:
         return [LostSubmission(device, digest.hex(), since_s) for device, digest, since_s in rows]
 
     def delete_device(self, device: str) -> None:
-        """Delete a device's submissions to all tasks."""
+        """Delete a device's submissions to all tasks, in a transaction of the caller."""
+        record_deletion(self._database, device)
         self._database.write("DELETE FROM lost_submissions WHERE device = ?", device)
         self._database.write("DELETE FROM submissions WHERE device = ?", device)
 
@@ -105,6 +146,6 @@ class Submissions:
             record = self._database.decode(text, SubmissionRecord)
             record = replace(record, entry=replace(record.entry, sequence=0))
             self._database.write(
-                "UPDATE submissions SET record = ? WHERE task = ? AND device = ?",
+                f"UPDATE submissions SET record = ?, changed = {NEXT} WHERE task = ? AND device = ?",  # noqa: S608
                 *(msgspec.json.encode(record).decode(), task, device),
             )

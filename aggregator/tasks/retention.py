@@ -54,10 +54,18 @@ def delete_carried_submissions(task: Task, store: Store) -> None:
     """
     state, settings = store.round_state(task.digest), task.file.settings
     present = set(store.blobs.digests())  # faster than a question for each
-    for device, entry in state.submissions.items():
-        is_missing = entry.digest not in present and still_counts(entry, state.head_version, settings)
-        if is_missing and settings.rounds is not None and entry.round < state.head_version:
-            store.submissions.delete(task.digest, device)
+    missing = [
+        device
+        for device, entry in state.submissions.items()
+        if entry.digest not in present
+        and still_counts(entry, state.head_version, settings)
+        and settings.rounds is not None
+        and entry.round < state.head_version
+    ]
+    if missing:
+        with store.transaction():
+            for device in missing:
+                store.submissions.delete(task.digest, device)
 
 
 def _retained(heads: Sequence[HeadRecord], state: rollout_state.State) -> list[HeadRecord]:

@@ -1,5 +1,6 @@
 """Heads in the fleet, mostly with the aggregator as a process: canaries, decisions, commands and restarts."""
 
+import contextlib
 import dataclasses
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,7 @@ from msgspec.structs import replace
 
 from aggregator.config.schema import Limits
 from aggregator.config.task_file import load_task
-from aggregator.coordination.rollout_state import State
+from aggregator.coordination.rollout_state import Settings, State
 from aggregator.heads.operator_commands import submit_command
 from aggregator.heads.published_head import Releases
 from aggregator.storage.heads import HeadRecord
@@ -303,6 +304,34 @@ def test_current_head_that_fails_on_devices_is_rejected(
     assert releases.manifest.current.version == store.heads.rollout(task.digest).current == 1
     reason = "2 of 6 devices cannot use it, such as a: it gives NaN"
     assert f'head rejected version=2 current=1 reason="{reason}"' in caplog.text
+
+
+def test_evaluations_that_another_process_stores_count(store: Store, task: Task) -> None:
+    """Those of canaries decide, also if this program did not run when they were stored."""
+    task = dataclasses.replace(
+        task, file=replace(task.file, rollout=Settings(canary_fraction=1.0, min_canaries=1))
+    )
+    for version in (1, 2, 3):
+        _add_head(store, task.digest, version)
+        if version == 1:
+            Releases(task, store).tick(1)
+    for device in "ab":
+        store.devices.put_presence(device, "online", now_s=0.0)
+
+    def _stored(device: str, head: int) -> None:
+        with contextlib.closing(Store(store.folder)) as other:
+            report = replace(_evaluation(task.digest, 10, previous=10), head_version=head)
+            other.evaluations.put(device, report, digest=device.encode(), now_s=0.0)
+
+    releases = Releases(task, store)
+    releases.tick(3)
+    _stored("a", 3)
+    releases._poll_s = 0.0
+    releases.tick(3)
+    assert store.heads.rollout(task.digest).current == 1
+    _stored("b", 3)
+    releases = Releases(task, store)
+    assert store.heads.rollout(task.digest).current == 3
 
 
 def test_rollback_to_a_head_without_blobs_is_refused(store: Store) -> None:

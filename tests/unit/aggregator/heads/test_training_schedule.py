@@ -104,6 +104,27 @@ def test_submission_is_logged_as_accepted_once_it_is_durable(
     assert caplog.text.count("submission accepted") == 1
 
 
+def test_submissions_that_another_process_stores_close_a_round(task: Task, store: Store) -> None:
+    """They count as if this process had accepted them; one that was deleted again does not."""
+    events: Events = queue.SimpleQueue()
+    training = HeadTraining(task, store, on_event=events.put)
+    receiver = HeadTraining(task, other := Store(store.folder), on_event=events.put)
+    for device in "ab":
+        _submit(receiver, task, device)
+        receiver.accepted.flush()
+        with contextlib.closing(Store(store.folder)) as third, third.transaction():
+            third.submissions.delete(task.digest, "a")
+        training.tick()
+        assert set(training.state.submissions) == ({"b"} if device == "b" else set())
+    assert training.state.training is None
+    _submit(receiver, task, "c")
+    receiver.accepted.flush()
+    training.tick()
+    assert set(training.state.training or ()) == {"b", "c"}
+    assert training.finish(_end(events))
+    other.close()
+
+
 def test_failed_round_is_logged_and_retried(
     task: Task, store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
