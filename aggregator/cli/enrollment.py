@@ -65,7 +65,16 @@ def enroll_command(
         parse_brokers(broker)
     with _fleet_state(state, task) as (store, fleet):
         was_closed, known = store.keys.is_closed(), store.keys.get(device)
-        enroll(store, device, fleet=fleet, out=out, broker=broker, days=days, renew=renew)
+        enroll(
+            store,
+            device,
+            fleet=fleet,
+            out=out,
+            broker=broker,
+            days=days,
+            renew=renew,
+            max_devices=_max_devices(store, task),
+        )
     where = "" if broker else " --broker HOST[:PORT]"
     click.echo(f"enrolled {device}; start it with: edge-client --enrollment {out}{where} --data IMAGES")
     if not was_closed:
@@ -174,6 +183,17 @@ def issue_key_command(*, root: Path, fleet: str, out: Path) -> None:
 
     public = issue_key(root, fleet=fleet, out=out)
     click.echo(f"signed with the root key {public.hex()}; delete {out} here once it is installed")
+
+
+def _max_devices(store: "Store", task: Path | None) -> int | None:
+    """Return the quota of the task file, or of the task that was served last."""
+    from aggregator.config.task_file import load_task
+    from aggregator.storage.stored_values import ServedTask
+
+    served = store.facts.get(ServedTask)
+    if task is not None:
+        return load_task(task)[0].limits.max_devices
+    return served.limits.max_devices if served is not None else None
 
 
 def _explain_revocation_list(state: Path) -> None:

@@ -90,6 +90,17 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Downloads of each blob by a device: as many at once, and as many in each hour."""
     kept_heads: Annotated[int, Meta(ge=10, le=1_000_000)] = 200
     """Newest heads in `status`; older ones are deleted."""
+    max_devices: Annotated[int, Meta(ge=1)] | None = None
+    """Quota of devices with a valid key; None for as many as the fleet takes."""
+    max_storage_mb: Annotated[float, Meta(gt=0, le=1e9)] | None = None
+    """Quota of the submissions of all devices, MiB."""
+    uploads_per_hour: Annotated[int, Meta(ge=1)] | None = None
+    """Quota of the submissions accepted from all devices: as many at once, and as many in each hour."""
+
+    @property
+    def max_storage_bytes(self) -> int | None:
+        """`max_storage_mb` in bytes."""
+        return None if self.max_storage_mb is None else int(self.max_storage_mb * 1024**2)
 
 
 class PrivacyBudget(msgspec.Struct, frozen=True, kw_only=True):

@@ -120,8 +120,16 @@ def enrollment_archive(state: Path, arguments: bytes) -> tuple[str, bytes]:
         parse_brokers(command.broker)
     with _existing(state) as store, tempfile.TemporaryDirectory(dir=state, prefix=".enroll-") as folder:
         out = Path(folder) / command.device
-        fleet = store.served_task().fleet
-        enroll(store, command.device, fleet=fleet, out=out, broker=command.broker, renew=command.renew)
+        served = store.served_task()
+        enroll(
+            store,
+            command.device,
+            fleet=served.fleet,
+            out=out,
+            broker=command.broker,
+            renew=command.renew,
+            max_devices=served.limits.max_devices,
+        )
         archive = io.BytesIO()
         with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as files:
             for file in sorted(out.iterdir()):

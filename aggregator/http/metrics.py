@@ -8,7 +8,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 
 from aggregator.http.snapshots import Snapshot
-from aggregator.status.model import Status
+from aggregator.status.model import Quota, Quotas, Status
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
@@ -27,8 +27,17 @@ class _Metrics:
         self._snapshot = snapshot
 
     def collect(self) -> Iterable[Metric]:
-        """Yield all metrics."""
+        """Yield all metrics, each with the fleet's name as a label."""
         status = self._snapshot.status
+        for family in self._families(status):
+            if status is not None:
+                family.samples = [
+                    sample._replace(labels={"fleet": status.fleet, **sample.labels})
+                    for sample in family.samples
+                ]
+            yield family
+
+    def _families(self, status: Status | None) -> Iterable[Metric]:
         yield _gauge("state_readable", "1 if the state directory can be read.", float(status is not None))
         if status is not None:
             yield _gauge(
@@ -38,6 +47,7 @@ class _Metrics:
             yield from _of_devices(status)
             yield from _of_collection(status)
             yield from _of_heads(status)
+            yield from _of_quotas(status)
 
 
 def _gauge(name: str, text: str, value: float | None) -> Metric:
@@ -150,3 +160,11 @@ def _of_heads(status: Status) -> Iterable[Metric]:
     yield _gauge("head_balanced_accuracy_ratio", text, held_out.balanced if held_out else None)
     text = "Devices that have evaluated the current head."
     yield _gauge("head_evaluations", text, held_out.devices if held_out else 0)
+
+
+def _of_quotas(status: Status) -> Iterable[Metric]:
+    quotas: dict[str, Quota] = {name: getattr(status.quotas, name) for name in Quotas.__struct_fields__}
+    limits = {name: quota.limit for name, quota in quotas.items() if quota.limit is not None}
+    used = {name: quota.used for name, quota in quotas.items()}
+    yield _labelled("quota_used", "What the fleet uses of what its task file can limit.", "quota", used)
+    yield _labelled("quota_limit", "Quotas of the task file.", "quota", limits)

@@ -25,6 +25,7 @@ from aggregator.security.identity import (
     write_revocation_list,
 )
 from aggregator.security.key_rotation import key_certificates, root_of
+from aggregator.storage.device_keys import Key
 from aggregator.storage.store import Store
 from protocol.enrollment import FORMAT, EnrollmentCard, card_text, read_card
 from protocol.errors import ConfigError
@@ -54,14 +55,15 @@ def enroll(
     broker: str = "",
     days: int = 1825,
     renew: bool = False,
+    max_devices: int | None = None,
 ) -> None:
     """Enroll a device and close the fleet; the folder `out` then contains all that the device needs.
 
     `broker` is `HOST[:PORT][,...]` as seen from the device, or empty if it is configured there; `renew` replaces the
-    keys of a device that is enrolled or revoked.
+    keys of a device that is enrolled or revoked; `max_devices` is the fleet's quota.
 
     Raises:
-        ConfigError: the name is invalid or taken, or `out` exists.
+        ConfigError: the name is invalid or taken, the device is one too many, or `out` exists.
         StateError: the state or the folder cannot be written; unless `out` exists, nothing was changed.
     """
     if not is_name(device):
@@ -73,6 +75,7 @@ def enroll(
             raise ConfigError(
                 f"{device} is already {state}: --renew replaces its keys and revokes the old ones"
             )
+        _check_quota(known, store.keys.valid(), max_devices)
         ca = open_ca(store.folder, fleet)
         now = utc_now()
         issued = issue_client(ca, device, now=now, days=days)
@@ -115,6 +118,15 @@ def enroll(
                 publish()
         mark_closed(store.folder)
         write_revocation_list(store, ca)
+
+
+def _check_quota(known: Key | None, devices: int, most: int | None) -> None:
+    is_new = known is None or known.revoked_s is not None
+    if most is not None and is_new and devices >= most:
+        raise ConfigError(
+            f"the fleet has {devices} of {most} devices (limits.max_devices): revoke one, or raise the quota in the "
+            "task file and restart the aggregator"
+        )
 
 
 def enroll_broker(store: Store, hosts: Sequence[str], *, fleet: str, out: Path, days: int) -> None:

@@ -290,6 +290,7 @@ def _next_epoch(task: Task, store: Store) -> int:
             tuple(file.classes),
             settings=file.settings,
             rollout=file.rollout,
+            limits=file.limits,
         )
     )
     return epoch

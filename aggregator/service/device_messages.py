@@ -12,6 +12,7 @@ import msgspec
 
 from aggregator.coordination import round_state, rounds
 from aggregator.ingest.frame_authentication import FrameAuthenticator
+from aggregator.ingest.quotas import Quotas
 from aggregator.ingest.reassembly import Complete
 from aggregator.ingest.receiver import Receiver
 from aggregator.ingest.validation import Refused, check_evaluation, check_labels, read_message
@@ -68,6 +69,7 @@ class DeviceMessages:
         self._log = DeviceEvents(log)
         self._answered = TokenBuckets(capacity=RECEIPTS_AT_ONCE, per_s=RECEIPTS_PER_S)
         self._authenticator = FrameAuthenticator(self.store, fleet=self.task.file.fleet)
+        self._quotas = Quotas(self.store, self.task.file.limits, task=self.task.digest)
 
     def handle(self, topic: str, payload: bytes) -> None:
         """Handle a message; one that is refused is counted. Raises StateError if it cannot be stored."""
@@ -114,7 +116,8 @@ class DeviceMessages:
         allowed = self.task.file.devices
         if allowed is not None and device not in allowed:
             raise Refused("unknown_device", f"{device} is not among the task file's devices")
-        self._authenticator.check_name(device)
+        if self._authenticator.check_name(device) is None:
+            self._quotas.check_new_device(device)
 
     @contextlib.contextmanager
     def _answering(self, device: str, digest: bytes) -> Iterator[None]:
@@ -135,7 +138,10 @@ class DeviceMessages:
 
     def _answer(self, device: str, receipt: Receipt) -> None:
         """Send a receipt, unless the device has caused too many."""
-        is_unknown = receipt.reason == "unknown_device"  # a client can make up any number of names
+        # A client can make up any number of names.
+        is_unknown = receipt.reason == "unknown_device" or (
+            receipt.reason == "quota" and self.store.keys.get(device) is None
+        )
         bucket = (UNKNOWN_DEVICE if is_unknown else device, receipt.reason)
         if self._answered.take(bucket, now_s=time.monotonic()):
             self.receipts.append((device, receipt))
@@ -160,6 +166,8 @@ class DeviceMessages:
                 if frame.offset + len(frame.data) < frame.size_bytes:
                     return
                 raise Refused(*refused[1:])
+            if not self.receiver.is_stopped and frame.offset + len(frame.data) >= frame.size_bytes:
+                self._quotas.check_transfer(device, frame.digest, frame.size_bytes)
             outcome = self.receiver.take(device, frame)
             if isinstance(outcome, Complete):
                 outcome = self._take_message(device, outcome)
@@ -172,7 +180,7 @@ class DeviceMessages:
             if isinstance(message, Submission):
                 return self._take_submission(device, message, upload)
         except Refused as refused:
-            if refused.reason not in {"superseded", "unknown_round"}:  # these may be accepted later
+            if refused.reason not in {"superseded", "unknown_round", "quota"}:  # these may be accepted later
                 self._refused[device] = (upload.digest, refused.reason, refused.detail)
             raise
         return self._take_evaluation(device, message, upload.digest)
@@ -189,8 +197,10 @@ class DeviceMessages:
             prototypes=len(labels),
             per_class=Counter(labels.tolist()),
         )
+        self._quotas.check_submission(device, record.size_bytes)
         verdict = self.coordinator.submit(record, upload.payload)
         self._check_verdict(verdict, submission.round)
+        self._quotas.count_upload()
         if submission.privacy is not None:
             self.store.devices.raise_epsilon(device, submission.privacy.total_epsilon)
         return Receipt(digest=upload.digest, status="received")

@@ -6,10 +6,12 @@ from statistics import fmean
 from typing import Any
 
 from aggregator.algorithms.registry import ALGORITHMS
+from aggregator.config.schema import Limits
 from aggregator.coordination import canary_rollout, open_collection, rollout_state, round_state
 from aggregator.heads import operator_commands
 from aggregator.heads.pending_training import has_half_memory
 from aggregator.ingest import intake_status
+from aggregator.ingest.quotas import upload_tokens
 from aggregator.security.key_rotation import key_certificates, root_of
 from aggregator.status import model
 from aggregator.storage.device_keys import counts, refusal_reason
@@ -22,6 +24,7 @@ from aggregator.storage.stored_values import (
     SigningKey,
     Traffic,
     TrainingProgress,
+    UploadTokens,
 )
 from aggregator.storage.submissions import SubmissionRecord
 from protocol.statistics.balanced_accuracy import balanced_accuracy
@@ -74,6 +77,7 @@ def _collect(store: Store) -> model.Status:
         waiting=len(round_state.waiting(state, settings)),
         closes_at_s=None if closes_s is None else store.clock.unix_s(closes_s),
         rate_limited_until_s=limit.until_s if limit is not None else None,
+        quotas=_quotas(store, served.limits),
         round=_round(state, settings),
         rollout=_rollout(
             used,
@@ -131,6 +135,18 @@ def _failed_training(
         failed_s=failed.failed_s,
         retry_at_s=store.clock.unix_s(failed.retry_s),
         half_memory=settings.rounds is None and has_half_memory(failed.failures),
+    )
+
+
+def _quotas(store: Store, limits: Limits) -> model.Quotas:
+    hourly, uploads = limits.uploads_per_hour, 0.0
+    if hourly is not None:
+        tokens = upload_tokens(hourly, store.facts.get(UploadTokens))
+        uploads = hourly - tokens.available("", now_s=store.clock.now_s())
+    return model.Quotas(
+        devices=model.Quota(used=store.keys.valid(), limit=limits.max_devices),
+        storage_bytes=model.Quota(used=store.submissions.stored_bytes(), limit=limits.max_storage_bytes),
+        uploads=model.Quota(used=round(uploads, 2), limit=hourly),
     )
 
 

@@ -145,6 +145,23 @@ class Refined(msgspec.Struct, frozen=True, kw_only=True):
     held_out: HeldOut
 
 
+class Quota(msgspec.Struct, frozen=True, kw_only=True):
+    """A quota of the task file, and how much of it the fleet uses."""
+
+    used: float
+    limit: Annotated[float | None, Meta(description="Null where nothing is set.")]
+
+
+class Quotas(msgspec.Struct, frozen=True, kw_only=True):
+    """The fleet's quotas, of the task file's `[limits]`."""
+
+    devices: Annotated[Quota, Meta(description="Devices with a valid key: `max_devices`.")]
+    storage_bytes: Annotated[Quota, Meta(description="Submissions of all tasks: `max_storage_mb`.")]
+    uploads: Annotated[
+        Quota, Meta(description="Submissions accepted lately: `uploads_per_hour`; 0 if that is not set.")
+    ]
+
+
 class Status(msgspec.Struct, frozen=True, kw_only=True):
     """The state of an aggregator and its fleet."""
 
@@ -182,6 +199,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     rate_limited_until_s: Annotated[
         UnixSeconds | None, Meta(description="No training starts before, by `limits.heads_per_hour`.")
     ]
+    quotas: Quotas
     round: Annotated[Round | None, Meta(description="Null for a task without rounds.")]
     rollout: Rollout
     devices: tuple[Device, ...]

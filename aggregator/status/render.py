@@ -16,6 +16,7 @@ from aggregator.status.model import (
     Enrollment,
     FailedTraining,
     Head,
+    Quotas,
     Refined,
     Round,
     Status,
@@ -25,6 +26,8 @@ from protocol.cli import counted, plain
 
 SHOWN_HEADS = 5
 SHOWN_NAMES = 10
+NEARLY = 0.9
+"""Share of a quota from which it is shown as nearly used up."""
 
 
 def render_status(status: Status, console: Console) -> None:
@@ -61,10 +64,30 @@ def _above(status: Status) -> Iterator[tuple[str, ...]]:
         yield "root key", status.root_key
     if (other := status.duplicate) is not None:
         yield "duplicate", f"{_clock(other.seen_s)}: {other.summary}", "red"
+    yield from _quotas(status.quotas)
     if (failed := status.failed_training) is not None:
         yield "training failed", _failed_training(failed), "red"
     if status.intake.stopped_s is not None:
         yield "intake stopped", f"since {_clock(status.intake.stopped_s)}: {status.intake.reason}", "red"
+
+
+def _quotas(quotas: Quotas) -> Iterator[tuple[str, ...]]:
+    """Yield what is used of the quotas that are set, apart from those that are nearly used up."""
+    lines = (
+        (quotas.devices, 1, "devices (limits.max_devices)"),
+        (quotas.storage_bytes, 1024**2, "MiB of submissions (limits.max_storage_mb)"),
+        (quotas.uploads, 1, "uploads an hour (limits.uploads_per_hour)"),
+    )
+    texts: dict[bool, list[str]] = {False: [], True: []}
+    for quota, unit, what in lines:
+        if quota.limit is not None:
+            is_nearly_full = quota.used >= NEARLY * quota.limit
+            texts[is_nearly_full].append(f"{quota.used / unit:.4g} of {quota.limit / unit:.4g} {what}")
+    if texts[False]:
+        yield "quotas", ", ".join(texts[False])
+    if texts[True]:
+        advice = "raise it in the task file, or revoke or forget devices"
+        yield "quota nearly used up", f"{', '.join(texts[True])}: {advice}", "yellow"
 
 
 def _failed_training(failed: FailedTraining) -> str:

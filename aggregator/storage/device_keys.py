@@ -133,6 +133,11 @@ class DeviceKeys:
         ((pinned,),) = self._database.read("SELECT count(*) FROM keys WHERE enrolled = 0")
         return bool(pinned < MAX_PINNED_DEVICES)
 
+    def valid(self) -> int:
+        """Return the number of devices with a key that was not revoked."""
+        ((count,),) = self._database.read("SELECT count(*) FROM keys WHERE revoked_s IS NULL")
+        return int(count)
+
     def enroll(self, device: str, public: bytes, *, serial: str = "", now_s: float) -> None:
         """Store an enrolled device's key in place of its previous one."""
         self._write(

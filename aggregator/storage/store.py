@@ -93,6 +93,10 @@ MIGRATIONS = (
     CREATE INDEX evaluation_changes ON evaluations (changed);
     CREATE INDEX deletion_numbers ON deletions (number);
     """,
+    """
+    ALTER TABLE submissions ADD COLUMN size_bytes INTEGER NOT NULL DEFAULT 0;
+    UPDATE submissions SET size_bytes = json_extract(record, '$.size_bytes');
+    """,
 )
 """SQL scripts, each from one schema version to the next."""
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from aggregator.config.schema import Limits
 from aggregator.coordination import rollout_state, round_state
 from protocol.wire.messages import BlobRef
 
@@ -19,6 +20,7 @@ class ServedTask(msgspec.Struct, frozen=True):
     classes: tuple[str, ...]
     settings: round_state.Settings
     rollout: rollout_state.Settings = rollout_state.Settings()
+    limits: Limits = Limits()
 
 
 class BlobLocation(msgspec.Struct, frozen=True):
@@ -108,6 +110,13 @@ class TrainingTokens(msgspec.Struct, frozen=True):
     """The bucket of `limits.heads_per_hour`: the trainings left after the last one, and its time (elapsed seconds)."""
 
     task: bytes
+    left: float
+    at_s: float
+
+
+class UploadTokens(msgspec.Struct, frozen=True):
+    """The bucket of `limits.uploads_per_hour`: the uploads left after the last one, and its time (elapsed seconds)."""
+
     left: float
     at_s: float
 

@@ -58,10 +58,20 @@ class Submissions:
             "DELETE FROM lost_submissions WHERE task = ? AND device = ?", task, record.device
         )
         self._database.write(
-            f"INSERT INTO submissions VALUES (?, ?, ?, ?, {NEXT}) ON CONFLICT (task, device) "  # noqa: S608 - of the schema
-            "DO UPDATE SET digest = excluded.digest, record = excluded.record, changed = excluded.changed",
+            "INSERT INTO submissions (task, device, digest, record, size_bytes, changed) "  # noqa: S608 - of the schema
+            f"VALUES (?, ?, ?, ?, ?, {NEXT}) ON CONFLICT (task, device) DO UPDATE SET digest = excluded.digest, "
+            "record = excluded.record, size_bytes = excluded.size_bytes, changed = excluded.changed",
             *(task, record.device, record.entry.digest, msgspec.json.encode(record).decode()),
+            record.size_bytes,
         )
+
+    def stored_bytes(self, *, task: bytes = b"", without: str = "") -> int:
+        """Return the size of the submissions to all tasks, without one device's to one task."""
+        ((size,),) = self._database.read(
+            "SELECT COALESCE(SUM(size_bytes), 0) FROM submissions WHERE NOT (task = ? AND device = ?)",
+            *(task, without),
+        )
+        return int(size)
 
     def all(self, task: bytes) -> dict[str, SubmissionRecord]:
         """Return the newest submission of each device to a task."""

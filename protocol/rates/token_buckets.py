@@ -31,7 +31,7 @@ class TokenBuckets(Generic[Key]):
 
     def take(self, key: Key, tokens: float = 1.0, *, now_s: float) -> bool:
         """Take tokens from a bucket; returns False, and takes none, if it has not as many."""
-        left = self._tokens(key, now_s)
+        left = self.available(key, now_s=now_s)
         if left < tokens:
             return False
         self._left.pop(key, None)
@@ -46,8 +46,9 @@ class TokenBuckets(Generic[Key]):
 
     def wait_s(self, key: Key, tokens: float = 1.0, *, now_s: float) -> float:
         """Return the seconds until a bucket has as many tokens; 0 if it has."""
-        return max(0.0, tokens - self._tokens(key, now_s)) / self._per_s
+        return max(0.0, tokens - self.available(key, now_s=now_s)) / self._per_s
 
-    def _tokens(self, key: Key, now_s: float) -> float:
+    def available(self, key: Key, *, now_s: float) -> float:
+        """Return the tokens in a bucket."""
         left, since_s = self._left.get(key, (self._capacity, now_s))
         return min(self._capacity, left + max(0.0, now_s - since_s) * self._per_s)

@@ -76,6 +76,7 @@ Reason = Literal[
     "replayed",
     "implausible",
     "rate_limited",
+    "quota",
 ]
 """Why a message was refused; the detail beside it is for people."""
 

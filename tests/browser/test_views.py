@@ -7,7 +7,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from aggregator.algorithms.fpl import FPL
-from aggregator.config.schema import Rounds
+from aggregator.config.schema import Limits, Rounds
 from aggregator.coordination.canary_comparison import CanaryResult
 from aggregator.coordination.rollout_state import State, Trial
 from aggregator.ingest import intake_status
@@ -54,6 +54,9 @@ def test_everything_that_needs_an_operator_is_at_the_top(open_page: OpenPage, tm
     """Each with its reason; and a candidate with what its canaries found."""
     with contextlib.closing(busy_store(tmp_path)) as store:
         now_s = time.time()
+        served = store.served_task()
+        store.facts.put(replace(served, limits=Limits(max_devices=1)))
+        store.keys.pin("a", bytes(32), now_s=now_s)
         intake_status.create(tmp_path)
         intake_status.write(tmp_path, Intake(now_s, "no space left on the disk: free space"))
         store.facts.put(Duplicate(instance="aa", epoch=1, address="other/192.0.2.1", seen_s=now_s))
@@ -76,6 +79,7 @@ def test_everything_that_needs_an_operator_is_at_the_top(open_page: OpenPage, tm
                 "Training of head 4 has failed 2 times: out of memory",
                 "lost 1 submission",
                 "1 device quarantined: a",
+                "A quota is nearly used up: 1 of 1 devices (limits.max_devices)",
             ):
                 dashboard.wait_for_text(".alarms li", text)
             dashboard.wait_for_text("#collection", "new submission")

@@ -33,6 +33,15 @@ function alarmsOf(status) {
     add("warn", `${counted(problems.length, "device")} cannot take part: ${problems[0].device}: ${problems[0].problem}${more}`);
   }
   for (const head of status.heads.slice(-1)) if (head.warning) add("warn", `Head ${head.version}: ${head.warning}`);
+  for (const [quota, unit, what] of [
+    [status.quotas.devices, 1, "devices (limits.max_devices)"],
+    [status.quotas.storage_bytes, 1024 ** 2, "MiB of submissions (limits.max_storage_mb)"],
+    [status.quotas.uploads, 1, "uploads an hour (limits.uploads_per_hour)"],
+  ]) {
+    if (quota.limit === null || quota.used < 0.9 * quota.limit) continue;
+    const used = `${+(quota.used / unit).toPrecision(4)} of ${+(quota.limit / unit).toPrecision(4)} ${what}`;
+    add("warn", `A quota is nearly used up: ${used}. Raise it in the task file, or revoke or forget devices.`);
+  }
   if (status.rate_limited_until_s && status.rate_limited_until_s > now()) {
     add("warn", `The next training starts in ${duration(status.rate_limited_until_s - now())}, by limits.heads_per_hour.`);
   }

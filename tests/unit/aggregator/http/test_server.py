@@ -102,7 +102,7 @@ def test_metrics_have_names_and_units_of_prometheus(client: Client) -> None:
     (refused,) = families["protofleet_refused_messages"].samples
     assert (refused.name, refused.labels, refused.value) == (
         "protofleet_refused_messages_total",
-        {"reason": "shape"},
+        {"fleet": "barn", "reason": "shape"},
         1.0,
     )
     states = {sample.labels["state"]: sample.value for sample in families["protofleet_devices"].samples}
@@ -110,7 +110,8 @@ def test_metrics_have_names_and_units_of_prometheus(client: Client) -> None:
     assert families["protofleet_head_accuracy_ratio"].samples[0].value == pytest.approx(0.9)
     assert {
         label for family in families.values() for sample in family.samples for label in sample.labels
-    } <= {*("state", "reason", "kind", "head", "fleet", "task", "algorithm")}
+    } <= {*("state", "reason", "kind", "head", "fleet", "task", "algorithm", "quota")}
+    assert all(sample.labels["fleet"] == "barn" for family in families.values() for sample in family.samples)
 
 
 def test_readiness_names_what_is_wrong(tmp_path: Path) -> None:

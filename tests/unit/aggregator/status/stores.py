@@ -41,7 +41,7 @@ def started_store(folder: Path, task: TaskFile = TASK_FILE) -> Store:
     store = Store(folder, lock=True)
     store.clock = FakeClock(1e6)
     served = (TASK, 1, task.fleet, task.algorithm, task.classes)
-    store.facts.put(ServedTask(*served, settings=task.settings, rollout=task.rollout))
+    store.facts.put(ServedTask(*served, settings=task.settings, rollout=task.rollout, limits=task.limits))
     return store
 
 

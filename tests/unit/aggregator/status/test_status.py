@@ -1,5 +1,6 @@
 """Tests for `aggregator status`: the collected values and the printed text."""
 
+import contextlib
 import os
 import re
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from aggregator.algorithms.fpl import FPL
-from aggregator.config.schema import Rounds
+from aggregator.config.schema import Limits, Rounds
 from aggregator.coordination.canary_comparison import CanaryResult
 from aggregator.coordination.rollout_state import State, Trial
 from aggregator.ingest import intake_status
@@ -19,7 +20,7 @@ from aggregator.status import model
 from aggregator.status.collect import collect_status
 from aggregator.storage.devices import Refusal
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import HeadRateLimit, TrainingProgress
+from aggregator.storage.stored_values import HeadRateLimit, TrainingProgress, UploadTokens
 from protocol.errors import StateError
 from protocol.wire.messages import BlobRef, Evaluation
 from tests.support.messages.submissions import TASK, device_info
@@ -304,3 +305,18 @@ def test_waiting_candidate_and_pending_command(tmp_path: Path) -> None:
     assert "head 2 will be current soon, by an operator's command" in rendered(status)
     waits = "head 2 will be current when the aggregator is started, by an operator's command"
     assert waits in rendered(replace(status, running=False))
+
+
+def test_quotas_are_shown_where_they_are_set(tmp_path: Path) -> None:
+    """Apart from those that are nearly used up, of which an operator has to know."""
+    limits = Limits(max_devices=10, max_storage_mb=0.002, uploads_per_hour=60)
+    with contextlib.closing(started_store(tmp_path, replace(TASK_FILE, limits=limits))) as store:
+        store.keys.pin("a", bytes(32), now_s=1.0)
+        store.submissions.put(TASK, submission_row("a", {0: 6}))
+        store.submissions.put(TASK, submission_row("b", {0: 6}))
+        store.facts.put(UploadTokens(50.0, store.clock.now_s()))
+        text = rendered(collected(store))
+    assert "quotas 1 of 10 devices (limits.max_devices), 10 of 60 uploads an hour" in text
+    assert (
+        "quota nearly used up 0.001907 of 0.002 MiB of submissions (limits.max_storage_mb): raise it" in text
+    )

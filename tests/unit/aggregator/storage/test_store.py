@@ -1,5 +1,6 @@
 """The store keeps its contents over restarts, a full disk, a second reader and a newer program."""
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -297,3 +298,22 @@ def test_tables_of_a_task_are_named(tmp_path: Path) -> None:
     """A table that is added with a column `task` is emptied with the others by `delete_task`."""
     query = "SELECT m.name FROM sqlite_master m, pragma_table_info(m.name) c WHERE m.type = 'table' AND c.name = 'task'"
     assert {name for (name,) in Store(tmp_path).database.read(query)} == set(TASK_TABLES)
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
+def test_sizes_of_submissions_of_an_older_version_are_counted(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """And those that are replaced are counted once."""
+    url = request.getfixturevalue("postgresql").url if kind == "postgresql" else ""
+    with monkeypatch.context() as older:
+        older.setattr(store_module, "MIGRATIONS", MIGRATIONS[:3])
+        with contextlib.closing(Store(tmp_path, database=url, fleet=tmp_path.name if url else "")) as store:
+            text = msgspec.json.encode(_row("a")).decode()
+            store.database.write("INSERT INTO submissions VALUES (?, ?, ?, ?, 1)", TASK, "a", b"a", text)
+    with contextlib.closing(Store(tmp_path)) as store:
+        assert store.submissions.stored_bytes() == _row("a").size_bytes > 0
+        store.submissions.put(TASK, _row("a"))
+        store.submissions.put(bytes(32), _row("a"))
+        assert store.submissions.stored_bytes() == 2 * _row("a").size_bytes
+        assert store.submissions.stored_bytes(task=TASK, without="a") == _row("a").size_bytes
