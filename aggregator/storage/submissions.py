@@ -28,7 +28,7 @@ class SubmissionRecord:
 
 @dataclass(frozen=True)
 class SubmissionChanges:
-    """What has changed in the submissions to a task since an earlier change."""
+    """Changes of the submissions to a task since an earlier change."""
 
     records: Mapping[str, SubmissionRecord]
     """New or replaced submissions, by device."""

@@ -1,4 +1,4 @@
-"""What a process reads of submissions and evaluations that others have stored, on both databases."""
+"""Reading only the submissions and evaluations that other processes have stored since, on both databases."""
 
 from aggregator.coordination.round_state import Entry
 from aggregator.storage.store import Store
@@ -48,7 +48,7 @@ def test_deletions_are_changes(store: Store) -> None:
 
 
 def test_no_number_is_used_again(store: Store) -> None:
-    """What was stored after the last change was deleted is a later change."""
+    """A change that is stored after the last one was deleted has a higher number."""
     other = bytes(32)
     store.submissions.put(other, _record("a"))
     store.evaluations.put("a", evaluation(head_version=1), digest=b"1", now_s=0.0)
