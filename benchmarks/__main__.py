@@ -12,7 +12,8 @@ from benchmarks.accuracy import fedpcl, fedtc, few_images, fpl, statistics
 from benchmarks.accuracy.flower import command as flower
 from benchmarks.accuracy.which import command as which
 from benchmarks.accuracy.wire import command as wire
-from benchmarks.cost import device, engines, fleet, ingest, int8, memory, step, sums, train
+from benchmarks.cost import device, fleet, ingest, int8, memory, step, sums, train
+from benchmarks.cost.engines import command as engines
 from benchmarks.programs import features, predict, start
 from benchmarks.research import cells, hierarchical, restoration
 from benchmarks.research.poisoning import false_alarms, prototypes, rare_class, rounds

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from aggregator.algorithms.fedtc.arrays import Arrays
 from aggregator.algorithms.fedtc.recipe import Recipe
 from aggregator.algorithms.fedtc.train_head import TrainedHead, train_head
 from aggregator.config.schema import Robust
@@ -25,7 +26,7 @@ class FleetHead:
     """Duration of the training."""
 
 
-def train_fleet_head(
+def train_fleet_head(  # noqa: PLR0913 - what a job says of a training
     parts: Mapping[str, Prototypes],
     *,
     classes: Sequence[str],
@@ -34,12 +35,13 @@ def train_fleet_head(
     released: Collection[str] = (),
     seed: int,
     device: str,
+    arrays: Arrays | None = None,
     report: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> FleetHead:
     """Train a head on the prototypes of each device, in the order of `parts`, as the aggregator does.
 
-    Devices in `released` are not quarantined. `report` is called as by `train_head`, and before with the number of
-    `prototypes`.
+    Devices in `released` are not quarantined. Arrays of all prototypes are made by `arrays`, in memory if it is None.
+    `report` is called as by `train_head`, and before with the number of `prototypes`.
 
     Raises:
         ProtofleetError: the data cannot be trained on.
@@ -57,6 +59,7 @@ def train_fleet_head(
         by=robust.combine,
         max_multiple=robust.max_multiple,
         disputed=judgment.disputed,
+        arrays=arrays,
     )
     report({"prototypes": len(data.labels)})
     started_s = time.perf_counter()
@@ -71,6 +74,7 @@ def train_fleet_head(
         recipe=recipe,
         seed=seed,
         device=device,
+        arrays=arrays,
         report=report,
     )
     return FleetHead(trained=trained, data=data, judgment=judgment, seconds=time.perf_counter() - started_s)

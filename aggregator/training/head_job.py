@@ -6,10 +6,12 @@ back. The job imports torch only to train an adapter.
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from aggregator.algorithms.fedtc.arrays import Arrays
 from aggregator.algorithms.fedtc.head import Dense
 from aggregator.algorithms.fedtc.recipe import RECIPES, Recipe
 from aggregator.algorithms.statistics.feature_map import RowMap
@@ -57,10 +59,12 @@ def run(job: HeadJob) -> Result:
     """
     manifest = job.manifest()
     expectation = Expectation(bytes.fromhex(job.task), manifest, job.feature_size)
+    arrays = Arrays(Path(job.folder))
 
     def check(submission: Submission) -> Prototypes:
         part = check_submission(submission, expectation)
-        return half_of(part) if job.half_memory else part
+        part = half_of(part) if job.half_memory else part
+        return dataclasses.replace(part, values=arrays.keep(part.values))
 
     parts, invalid = checked_parts(job.submissions(), check)
     made = train_fleet_head(
@@ -73,6 +77,7 @@ def run(job: HeadJob) -> Result:
         released=job.released,
         seed=job.training.seed,
         device=job.training.device,
+        arrays=arrays,
         report=report_progress,
     )
     trained, data, judgment = made.trained, made.data, made.judgment

@@ -7,6 +7,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from aggregator.algorithms.fedtc.arrays import Arrays
 from aggregator.config.schema import MAX_MULTIPLE
 from aggregator.ingest.validation import Prototypes
 from aggregator.training.limited_means import limited_means
@@ -34,10 +35,11 @@ class WeightedPrototypes(Prototypes):
     """(m,), the number of its device among `parts`."""
 
 
-def pool(parts: Sequence[Prototypes]) -> Prototypes:
-    """Concatenate the prototypes of several submissions (FedTC section 3.1, before eq. 5)."""
+def pool(parts: Sequence[Prototypes], arrays: Arrays | None = None) -> Prototypes:
+    """Concatenate the prototypes of several submissions (FedTC section 3.1, before eq. 5), in an array of `arrays`."""
+    shape = (sum(len(part.labels) for part in parts), *parts[0].values.shape[1:])
     return Prototypes(
-        np.concatenate([part.values for part in parts]),
+        np.concatenate([part.values for part in parts], out=(arrays or Arrays()).empty(shape)),
         np.concatenate([part.labels for part in parts]),
         np.concatenate([part.counts for part in parts]),
     )
@@ -57,6 +59,7 @@ def combine(
     by: Literal["none", "trimmed", "median"],
     max_multiple: float = MAX_MULTIPLE,
     disputed: Collection[int] = (),
+    arrays: Arrays | None = None,
 ) -> WeightedPrototypes:
     """Return the training set of one part per device, with little influence of devices that differ from the others.
 
@@ -64,6 +67,8 @@ def combine(
     others' than is expected (`limited_means`); with 0, neither is limited. `trimmed` omits the fifth of each class that
     is farthest from the median of the devices' means; `median` shifts each device's prototypes of a class so that their
     mean is that median. A class of fewer than MIN_DEVICES devices is neither limited, trimmed nor shifted.
+
+    The prototypes are in an array of `arrays`; in memory if it is None.
     """
     weights = np.concatenate(prototype_weights(parts, multiple=max_multiple))
     parts = limited(parts, multiple=max_multiple)
@@ -74,9 +79,9 @@ def combine(
         if by != "none" and (median := _median(parts, label)) is not None
     }
     if by == "median":
-        data = pool([_shifted(part, medians) for part in parts])
+        data = pool([_shifted(part, medians) for part in parts], arrays)
     else:
-        data = pool(limited_means(parts) if max_multiple else parts)
+        data = pool(limited_means(parts) if max_multiple else parts, arrays)
     uploaded = pool(parts) if by == "trimmed" else data
     included = np.ones(len(data.labels), dtype=np.bool_)
     for label, median in medians.items() if by == "trimmed" else ():
@@ -87,7 +92,7 @@ def combine(
         omitted = np.cumsum(weights[farthest]) <= TRIMMED_SHARE * weights[farthest].sum() + ROUNDING
         included[farthest[omitted]] = False
     return WeightedPrototypes(
-        data.values[included],
+        data.values if included.all() else (arrays or Arrays()).rows(data.values, included),
         data.labels[included],
         data.counts[included],
         weights=weights[included],

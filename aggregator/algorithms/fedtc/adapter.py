@@ -13,6 +13,7 @@ from torch.nn import functional
 from torch.optim.adamw import adamw
 
 from aggregator.algorithms.algorithm import ABSENT_LOGIT
+from aggregator.algorithms.fedtc.arrays import blocks, is_in_file
 from aggregator.algorithms.fedtc.compression import compress
 from aggregator.algorithms.fedtc.head import Dense
 from aggregator.algorithms.fedtc.recipe import Recipe
@@ -121,21 +122,27 @@ def train_adapter(
     data = _tensors(prototypes, device=device)
     head = _first_head(data, seed).to(device)
     mean, scale = _mean_and_scale(data) if recipe.standardize else (0.0, 1.0)
-    data = replace(data, centers=(data.centers - mean) / scale, deviations=data.deviations / scale)
+    for block in blocks(len(data.labels)):
+        data.deviations[block] /= scale
+    data = replace(data, centers=(data.centers - mean) / scale)
     epochs = _fit(head, data, recipe=recipe, generator=generator, report=report)
-    _fold(head, mean, scale)
-    layers = tuple(
-        Dense(layer.weight.detach().numpy(), layer.bias.detach().numpy()) for layer in head.cpu().layers
-    )
-    return compress(layers, prototypes.features) if recipe.compress else layers, epochs
+    _fold(head.cpu(), torch.as_tensor(mean, device="cpu"), torch.as_tensor(scale, device="cpu"))
+    layers = tuple(Dense(layer.weight.detach().numpy(), layer.bias.detach().numpy()) for layer in head.layers)
+    if recipe.compress:
+        layers = compress(layers, prototypes.features)
+    return layers, epochs
 
 
 def _tensors(prototypes: TrainingSet, *, device: str) -> _Tensors:
+    """Sort the prototypes by class. Those in a file stay there: then only the features of a step are on the device."""
     order = np.argsort(prototypes.labels, kind="stable")
+    deviations = prototypes.arrays.rows(prototypes.deviations, order)
+    if is_in_file(deviations):
+        device = "cpu"
     sizes = np.bincount(prototypes.labels, minlength=prototypes.num_classes)
     return _Tensors(
         centers=torch.as_tensor(prototypes.centers, device=device),
-        deviations=torch.as_tensor(prototypes.deviations[order], device=device),
+        deviations=torch.as_tensor(deviations, device=device),
         labels=torch.as_tensor(prototypes.labels[order].astype(np.int64), device=device),
         first=torch.as_tensor(np.cumsum(sizes) - sizes, device=device),
         sizes=torch.as_tensor(sizes, device=device),
@@ -160,13 +167,20 @@ def _mean_and_scale(data: _Tensors) -> tuple[Tensor, Tensor]:
     No scale is less than a hundredth of the mean scale, so that a feature that hardly varies among the prototypes is
     not amplified on devices.
     """
-    features = data.centers[data.labels] + data.deviations
-    scale = features.std(dim=0, correction=0)
+    rows, size = data.deviations.shape
+    mean, squares = torch.zeros(2, size, dtype=torch.float64, device=data.deviations.device)
+    for block in blocks(rows):
+        mean += (data.centers[data.labels[block]] + data.deviations[block]).sum(dim=0, dtype=torch.float64)
+    mean /= rows
+    for block in blocks(rows):
+        features = data.centers[data.labels[block]] + data.deviations[block]
+        squares += (features - mean).square().sum(dim=0)
+    scale = (squares / rows).sqrt().float()
     floor = scale.mean() / 100
-    return features.mean(dim=0), scale.clamp_min(floor if floor > 0 else 1.0)
+    return mean.float(), scale.clamp_min(floor if floor > 0 else 1.0)
 
 
-def _fold(head: Head, mean: Tensor | float, scale: Tensor | float) -> None:
+def _fold(head: Head, mean: Tensor, scale: Tensor) -> None:
     """Fold standardization into the first layer: a head trained on (x - mean) / scale then takes x."""
     first = head.layers[0]
     with torch.no_grad():
@@ -185,18 +199,18 @@ def _fit(
     """Run the recipe; return the number of epochs."""
     batches = math.ceil(len(data.labels) / recipe.batch_size)
     epochs = max(recipe.epochs, math.ceil(recipe.min_steps / batches))
-    step = _optimizer(head, recipe)
+    step, device = _optimizer(head, recipe), next(head.parameters()).device
     for epoch in range(epochs):
-        total = torch.zeros((), device=data.labels.device)
+        total = torch.zeros((), device=device)
         draws = _draws(data, recipe, generator).split(recipe.batch_size)
         for batch, draw in enumerate(draws):
-            logits = head(_features(data, draw))
-            batch_loss = functional.cross_entropy(logits, data.labels[draw.members])
+            logits = head(_features(data, draw).to(device))
+            batch_loss = functional.cross_entropy(logits, data.labels[draw.members].to(device))
             torch.autograd.backward(batch_loss)
             step(recipe.learning_rate * recipe.rate_at((epoch + batch / batches) / epochs))
             total += batch_loss.detach() * len(draw.members)
         loss = total.item() / len(data.labels)
-        report({"device": total.device.type, "epoch": epoch + 1, "epochs": epochs, "loss": loss})
+        report({"device": device.type, "epoch": epoch + 1, "epochs": epochs, "loss": loss})
     return epochs
 
 

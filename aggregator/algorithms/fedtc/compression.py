@@ -1,10 +1,11 @@
 """A smaller adapter: layers of low rank in float16, which compute nearly the same."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
+from aggregator.algorithms.fedtc.arrays import blocks
 from aggregator.algorithms.fedtc.head import Dense, unit_rows
 
 OUTPUTS_PER_RANK = 8
@@ -23,22 +24,37 @@ def compress(layers: Sequence[Dense], features: NDArray[np.float32]) -> tuple[De
         features: (m, L), of the training set.
     """
     *adapter, classifier = layers
-    compressed = []
+    compressed: list[Dense] = []
+
+    def inputs() -> Iterator[NDArray[np.float32]]:
+        """Yield the inputs of the next layer, block by block."""
+        for block in blocks(len(features)):
+            rows = features[block]
+            for layer in compressed:
+                rows = unit_rows(layer.of(rows))
+            yield rows
+
     for layer in adapter:
-        outputs, inputs = layer.weight.shape
+        outputs, size = layer.weight.shape
         rank = max(1, outputs // OUTPUTS_PER_RANK)
-        if rank * (outputs + inputs) < outputs * inputs:
-            layer = _projected(layer, features, rank)  # noqa: PLW2901
-        compressed.append(_rounded(layer))
-        features = unit_rows(compressed[-1].of(features))
+        is_smaller = rank * (outputs + size) < outputs * size
+        compressed.append(_rounded(_projected(layer, inputs, rank) if is_smaller else layer))
     return *compressed, classifier
 
 
-def _projected(layer: Dense, inputs: NDArray[np.float32], rank: int) -> Dense:
-    """Project the outputs for inputs (m, L) on their first principal components."""
-    mean = inputs.mean(axis=0)
-    deviations = (inputs - mean) @ layer.weight.T
-    _, components = np.linalg.eigh(deviations.T @ deviations)
+def _projected(layer: Dense, inputs: Callable[[], Iterable[NDArray[np.float32]]], rank: int) -> Dense:
+    """Project the outputs for inputs, in blocks (b, L), on their first principal components."""
+    outputs, size = layer.weight.shape
+    total, number = np.zeros(size), 0
+    for rows in inputs():
+        total += rows.sum(axis=0, dtype=np.float64)
+        number += len(rows)
+    mean = (total / number).astype(np.float32)
+    products = np.zeros((outputs, outputs), np.float32)
+    for rows in inputs():
+        deviations = (rows - mean) @ layer.weight.T
+        products += deviations.T @ deviations
+    _, components = np.linalg.eigh(products)
     left = components[:, -rank:]
     center = layer.weight @ mean
     return Dense(left, layer.bias + center - left @ (left.T @ center), left.T @ layer.weight)

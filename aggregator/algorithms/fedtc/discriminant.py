@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aggregator.algorithms.algorithm import ABSENT_LOGIT
+from aggregator.algorithms.fedtc.arrays import blocks
 from aggregator.algorithms.fedtc.head import Dense
 
 TINY = 1e-30
@@ -51,21 +52,22 @@ def discriminants(
     is_common = np.ones(len(means), dtype=np.bool_) if common is None else common[present]
     middle = means[is_common].mean(axis=0)
     means -= middle
-    rows = deviations.astype(np.float64)
-    size, freedom = rows.shape[1], len(rows) - len(means)
-    axes, squares = _principal_axes(rows)
+    size, freedom = deviations.shape[1], len(deviations) - len(means)
+    axes, squares = _principal_axes(deviations)
     if known := freedom > 0 and len(axes) > 0:
         variance, remaining = squares.sum() / freedom / size, 1 - _shrinkage(squares, freedom, size)
     else:
         # The spread within classes is unknown: as large as that between them.
         variance, remaining = float((means**2).sum()) / size / max(len(means) - 1, 1) or 1.0, 0.0
-    on_axes, squared_rows = means @ axes.T, (rows @ axes.T) ** 2
-    for share in shares:
-        weight = share * remaining / max(freedom, 1)
-        shared = (1 - share * remaining) * variance
-        variances = shared + weight * squares
+    on_axes = means @ axes.T
+    kept = remaining * np.array(shares)
+    weights, shared_parts = kept / max(freedom, 1), (1 - kept) * variance
+    all_variances = shared_parts[:, None] + weights[:, None] * squares
+    all_lengths = _squared_lengths(deviations, axes, all_variances)
+    for weight, shared, variances, lengths in zip(
+        weights, shared_parts, all_variances, all_lengths, strict=True
+    ):
         directions = (means - on_axes * (weight * squares / variances) @ axes) / shared
-        lengths = squared_rows @ (1 / variances)
         trace = float((lengths / (1 - np.minimum(weight * lengths, 1 - 1e-9))).sum()) / (freedom + 2) * known
         squared_lengths = (directions * means).sum(axis=1)
         true_lengths = np.maximum(squared_lengths - trace / images[present], 0)
@@ -75,22 +77,38 @@ def discriminants(
         # The logits of the classes that are present then add up to 0, so that an absent one is never the highest.
         directions -= directions.mean(axis=0)
         constant -= constant.mean()
-        weights = np.zeros(centers.shape, dtype=np.float32)
+        matrix = np.zeros(centers.shape, dtype=np.float32)
         bias = np.full(len(centers), ABSENT_LOGIT, dtype=np.float32)
-        weights[present] = directions
+        matrix[present] = directions
         bias[present] = constant - directions @ middle
-        yield Dense(weights, bias)
+        yield Dense(matrix, bias)
 
 
-def _principal_axes(rows: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _principal_axes(rows: NDArray[np.floating]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return orthonormal axes (r, L) that span rows (m, L), and the sum of squares along each (r,)."""
     if wide := len(rows) < rows.shape[1]:
-        squares, vectors = np.linalg.eigh(rows @ rows.T)
+        few = rows.astype(np.float64)
+        squares, vectors = np.linalg.eigh(few @ few.T)
     else:
-        squares, vectors = np.linalg.eigh(rows.T @ rows)
+        products = np.zeros((rows.shape[1], rows.shape[1]))
+        for block in blocks(len(rows)):
+            part = rows[block].astype(np.float64)
+            products += part.T @ part
+        squares, vectors = np.linalg.eigh(products)
     real = squares > squares.max(initial=0) * 1e-10
     squares, vectors = squares[real], vectors[:, real]
-    return (vectors.T @ rows / np.sqrt(squares)[:, None] if wide else vectors.T), squares
+    return (vectors.T @ few / np.sqrt(squares)[:, None] if wide else vectors.T), squares
+
+
+def _squared_lengths(
+    rows: NDArray[np.float32], axes: NDArray[np.float64], variances: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Return the squared length of each of m rows on axes (r, L), for each of S variances (S, r) of these: (S, m)."""
+    lengths = np.empty((len(variances), len(rows)))
+    for block in blocks(len(rows)):
+        squared = (rows[block].astype(np.float64) @ axes.T) ** 2
+        lengths[:, block] = (squared @ (1 / variances).T).T
+    return lengths
 
 
 def _shrinkage(squares: NDArray[np.float64], freedom: int, size: int) -> float:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from aggregator.algorithms.fedtc.arrays import blocks
+
 MIN_LENGTH = 1e-12
 """Least length that a row is divided by, as in `torch.nn.functional.normalize`."""
 
@@ -47,6 +49,10 @@ def unit_rows(dense: NDArray[np.float32]) -> NDArray[np.float32]:
 def logits_of(layers: Sequence[Dense], features: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return a head's logits (n, C) for features (n, L)."""
     *adapter, classifier = layers
-    for layer in adapter:
-        features = unit_rows(layer.of(features))
-    return classifier.of(features)
+    logits = np.empty((len(features), len(classifier.bias)), np.float32)
+    for block in blocks(len(features)):
+        rows = features[block]
+        for layer in adapter:
+            rows = unit_rows(layer.of(rows))
+        logits[block] = classifier.of(rows)
+    return logits

@@ -9,11 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aggregator.algorithms.algorithm import ABSENT_LOGIT
+from aggregator.algorithms.fedtc.arrays import Arrays
 from aggregator.algorithms.fedtc.calibration import calibrate, cross_entropy
 from aggregator.algorithms.fedtc.discriminant import discriminants
 from aggregator.algorithms.fedtc.head import Dense, logits_of
 from aggregator.algorithms.fedtc.recipe import Recipe
-from aggregator.algorithms.fedtc.training_set import TrainingSet
+from aggregator.algorithms.fedtc.training_set import TrainingSet, even_rows
 
 FOLDS = 5
 """Parts of the prototypes in cross-validation; of fewer than LEAVE_PAIRS_OUT, two of a class are left out at a time."""
@@ -69,6 +70,7 @@ def train_head(  # noqa: PLR0913 - arrays that belong together
     recipe: Recipe,
     seed: int,
     device: str,
+    arrays: Arrays | None = None,
     report: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> TrainedHead:
     """Make a head from the pooled prototypes (FedTC eq. 5).
@@ -93,6 +95,7 @@ def train_head(  # noqa: PLR0913 - arrays that belong together
         recipe: how to train.
         seed: of the folds, the first weights, the shuffling and the mixing.
         device: where the adapter is trained: a torch device, or "auto" for CUDA if available.
+        arrays: makes the arrays of m rows; in memory if it is None.
         report: called after each epoch of the adapter with `device`, `epoch` from 1, `epochs` and its mean `loss`.
 
     Raises:
@@ -104,7 +107,9 @@ def train_head(  # noqa: PLR0913 - arrays that belong together
 
         return train_adapter(part.evenly_weighted(), recipe=recipe, seed=seed, device=device, report=report)
 
-    data = TrainingSet(prototypes, labels, counts, num_classes, recipe.restore, weights, common, devices)
+    data = TrainingSet(
+        prototypes, labels, counts, num_classes, recipe.restore, weights, common, devices, arrays or Arrays()
+    )
     if recipe.closed_form:
         chosen = _choose(data, adapter if recipe.adapter else None, seed)
     else:
@@ -131,23 +136,27 @@ def _choose(
         temperature, _ = calibrate(logits_of(nearest_mean, data.values), data.labels)
         return _Candidate(nearest_mean, temperature=temperature)
     logits = _cross_validated(data, folds)
-    held_out = data.part(tested)
-    rows = held_out.even_rows
-    common = data.common_classes
-    calibrated = [calibrate(each[tested][rows], held_out.labels[rows], common=common) for each in logits]
+    rows, common = _even(data, tested), data.common_classes
+    calibrated = [calibrate(each[rows], data.labels[rows], common=common) for each in logits]
     best = int(np.argmin([losses.mean() for _, losses in calibrated]))
     if adapter is not None and first.sum() >= MIN_HELD_OUT:
-        training, held_out = data.part(~first), data.part(first)
-        rows = held_out.even_rows
-        trial, _ = adapter(training)
-        labels, trial_logits = held_out.labels[rows], logits_of(trial, held_out.extrapolated()[rows])
-        temperature, losses = calibrate(trial_logits, labels, common=common)
-        gain = calibrate(logits[best, first][rows], labels, common=common)[1] - losses
+        trial, _ = adapter(data.part(~first))
+        rows = _even(data, first)
+        of_trial = np.empty_like(logits[0])
+        of_trial[first] = logits_of(trial, data.part(first).extrapolated())
+        temperature, losses = calibrate(of_trial[rows], data.labels[rows], common=common)
+        gain = calibrate(logits[best, rows], data.labels[rows], common=common)[1] - losses
         if gain.mean() > gain.std(ddof=1) / math.sqrt(len(gain)):
             return _Candidate(*adapter(data), temperature=temperature, loss=float(losses.mean()))
     temperature, losses = calibrated[best]
     layers = tuple(_discriminants(data, (SHARES[best],)))
     return _Candidate(layers, temperature=temperature, loss=float(losses.mean()))
+
+
+def _even(data: TrainingSet, included: NDArray[np.bool_]) -> NDArray[np.intp]:
+    """Return the numbers of those of some prototypes (m,) that together weigh what these do."""
+    weights = None if data.weights is None else data.weights[included]
+    return np.flatnonzero(included)[even_rows(data.labels[included], weights)]
 
 
 def _folds(labels: NDArray[np.integer], seed: int) -> NDArray[np.int64]:

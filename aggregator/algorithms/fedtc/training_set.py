@@ -1,13 +1,14 @@
 """The prototypes of all devices, and the features that they stand for."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from aggregator.algorithms.fedtc.arrays import Arrays, blocks
 from protocol.errors import ProtofleetError
 
 TINY = 1e-30
@@ -31,6 +32,7 @@ class TrainingSet:
         weights: (m,), how much each prototype counts, 1 on average; None if all count alike.
         common: (m,), False in a class on so few devices that one could decide about others; None if none is.
         devices: (m,), the number of each prototype's device; None if devices are alike.
+        arrays: makes the arrays of m rows.
     """
 
     values: NDArray[np.float32]
@@ -41,6 +43,7 @@ class TrainingSet:
     weights: NDArray[np.float64] | None = None
     common: NDArray[np.bool_] | None = None
     devices: NDArray[np.integer] | None = None
+    arrays: Arrays = field(default_factory=Arrays, compare=False)
 
     def __post_init__(self) -> None:
         """Check the arrays.
@@ -60,7 +63,7 @@ class TrainingSet:
             )
         if counts.min() < 1:
             raise ProtofleetError("every prototype must average at least one image")
-        if not np.isfinite(values).all():
+        if not all(np.isfinite(values[block]).all() for block in blocks(len(values))):
             raise ProtofleetError("prototypes must be finite; refuse their submission")
 
     def part(self, rows: NDArray[np.bool_]) -> "TrainingSet":
@@ -68,31 +71,15 @@ class TrainingSet:
         weights = None if self.weights is None else self.weights[rows]
         return self._of(rows, weights)
 
-    @cached_property
-    def even_rows(self) -> NDArray[np.intp]:
-        """About as many rows as there are, of each class at least one: each as often as its weight, rounded up or down.
-
-        This is systematic resampling from the middle of each step: equal weights give each row once.
-        """
-        if self.weights is None:
-            return np.arange(len(self.labels))
-        rows = []
-        for label in np.unique(self.labels):
-            members = np.flatnonzero(self.labels == label)
-            ends = np.cumsum(self.weights[members])
-            steps = max(round(ends[-1]), 1)
-            rows.append(members[np.searchsorted(ends, (np.arange(steps) + 0.5) * (ends[-1] / steps))])
-        return np.sort(np.concatenate(rows))
-
     def evenly_weighted(self) -> "TrainingSet":
         """Return the prototypes of `even_rows`, which all count alike."""
-        rows = self.even_rows
+        rows = even_rows(self.labels, self.weights)
         return self if np.array_equal(rows, np.arange(len(self.labels))) else self._of(rows, None)
 
     def _of(self, rows: NDArray[Any], weights: NDArray[np.float64] | None) -> "TrainingSet":
         return replace(
             self,
-            values=self.values[rows],
+            values=self.arrays.rows(self.values, rows),
             labels=self.labels[rows],
             counts=self.counts[rows],
             weights=weights,
@@ -115,8 +102,12 @@ class TrainingSet:
         """The mean of each class (C, L), weighted by counts; zeros for a class without prototypes."""
         centers = np.zeros((self.num_classes, self.values.shape[1]), dtype=np.float32)
         for label in np.unique(self.labels):
-            members = self.labels == label
-            centers[label] = np.average(self.values[members], axis=0, weights=self.counts[members])
+            members = np.flatnonzero(self.labels == label)
+            counts = self.counts[members].astype(np.float64)
+            sums = np.zeros(self.values.shape[1])
+            for block in blocks(len(members)):
+                sums += counts[block] @ self.values[members[block]].astype(np.float64)
+            centers[label] = sums / counts.sum()
         return centers
 
     @cached_property
@@ -125,23 +116,29 @@ class TrainingSet:
 
         Those of a class that is not common are no longer than those of the common ones, by the mean of their squares.
         """
-        deviations = np.asarray(self.values - self.centers[self.labels])
+        deviations = self.arrays.empty(self.values.shape)
+        for block in blocks(len(deviations)):
+            deviations[block] = self.values[block] - self.centers[self.labels[block]]
         if self.restore:
             for members, places in self._places(deviations):
                 spread = np.sqrt(self.counts[members]).astype(np.float32)[:, None]
                 deviations[members] = places + spread * (deviations[members] - places)
         rare = ~self.common_rows
         if rare.any():
-            squares = (deviations.astype(np.float64) ** 2).sum(axis=1)
+            squares = np.empty(len(deviations))
+            for block in blocks(len(deviations)):
+                squares[block] = (deviations[block].astype(np.float64) ** 2).sum(axis=1)
             of_class = np.bincount(self.labels, squares) / np.maximum(np.bincount(self.labels), 1)
             limit = np.sqrt(np.minimum(squares[~rare].mean() / np.maximum(of_class, TINY), 1))
-            deviations[rare] *= limit[self.labels[rare], None].astype(np.float32)
+            factors = np.where(rare, limit[self.labels], 1).astype(np.float32)
+            for block in blocks(len(deviations)):
+                deviations[block] *= factors[block, None]
         return deviations
 
     def _places(
         self, deviations: NDArray[np.float32]
     ) -> Iterator[tuple[NDArray[np.intp], NDArray[np.float32]]]:
-        """Yield the rows (m_v,) of each class, and the deviation (m_v, L) of each one's place from the class center.
+        """Yield rows (b,) of each class, and the deviation (b, L) of each one's place from the class center.
 
         The place is the best linear estimate from the mean o_k of the device's N_k images, o_k t / (t + s / N_k): s is
         the variance of an image about its device's mean and t that between places, from the sums of squares within and
@@ -153,25 +150,33 @@ class TrainingSet:
             _, device = np.unique(self._device_numbers[of_class], return_inverse=True)
             images = np.bincount(device, counts)
             means = np.zeros((len(images), deviations.shape[1]))
-            np.add.at(means, device, counts[:, None] * deviations[of_class])
+            for block in blocks(len(of_class)):
+                np.add.at(means, device[block], counts[block, None] * deviations[of_class[block]])
             means /= images[:, None]
-            squares = ((deviations[of_class] - means[device]) ** 2).sum(axis=1) @ counts
+            squares = 0.0
+            for block in blocks(len(of_class)):
+                away = deviations[of_class[block]] - means[device[block]]
+                squares += (away**2).sum(axis=1) @ counts[block]
             between, freedom = images @ (means**2).sum(axis=1), len(images) - 1
             variance = squares / max(len(counts) - len(images), 1)
             unequal = images.sum() - (images**2).sum() / images.sum()
             known = freedom > 0 and squares > 0
             of_places = max(between - freedom * variance, 0) / max(unequal, TINY) if known else 0.0
-            shares = of_places / np.maximum(of_places + variance / images, TINY)
-            yield of_class, (shares[:, None] * means)[device].astype(np.float32)
+            means *= (of_places / np.maximum(of_places + variance / images, TINY))[:, None]
+            for block in blocks(len(of_class)):
+                yield of_class[block], means[device[block]].astype(np.float32)
 
     @property
     def _device_numbers(self) -> NDArray[np.integer]:
         return np.zeros_like(self.labels) if self.devices is None else self.devices
 
-    @cached_property
+    @property
     def features(self) -> NDArray[np.float32]:
         """The features (m, L) that the prototypes stand for."""
-        return np.asarray(self.centers[self.labels] + self.deviations)
+        features = self.arrays.empty(self.values.shape)
+        for block in blocks(len(features)):
+            features[block] = self.centers[self.labels[block]] + self.deviations[block]
+        return features
 
     @cached_property
     def samples(self) -> NDArray[np.float64]:
@@ -200,5 +205,26 @@ class TrainingSet:
             partner[members] = np.roll(members, -1)
         mine, other = 1 / self.counts, 1 / self.counts[partner]
         factor = (np.sqrt(mine**2 + (mine + other) * (1 - mine)) - mine) / (mine + other)
-        away = self.values - self.values[partner]
-        return np.asarray(self.values + factor.astype(np.float32)[:, None] * away)
+        features = self.arrays.empty(self.values.shape)
+        for block in blocks(len(features)):
+            values = self.values[block]
+            away = values - self.values[partner[block]]
+            features[block] = values + factor[block, None].astype(np.float32) * away
+        return features
+
+
+def even_rows(labels: NDArray[np.integer], weights: NDArray[np.float64] | None) -> NDArray[np.intp]:
+    """Return about as many rows as there are labels (m,), of each class at least one.
+
+    Each row is there as often as its weight (m,), rounded up or down. This is systematic resampling from the middle of
+    each step: equal weights give each row once.
+    """
+    if weights is None:
+        return np.arange(len(labels))
+    rows = []
+    for label in np.unique(labels):
+        members = np.flatnonzero(labels == label)
+        ends = np.cumsum(weights[members])
+        steps = max(round(ends[-1]), 1)
+        rows.append(members[np.searchsorted(ends, (np.arange(steps) + 0.5) * (ends[-1] / steps))])
+    return np.sort(np.concatenate(rows))

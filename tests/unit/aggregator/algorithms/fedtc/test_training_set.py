@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aggregator.algorithms.fedtc.training_set import TrainingSet
+from aggregator.algorithms.fedtc.training_set import TrainingSet, even_rows
 from protocol.errors import ProtofleetError
 from tests.unit.aggregator.algorithms.fedtc.heads import (
     FEATURE_SIZE,
@@ -154,7 +154,7 @@ def test_rows_occur_in_proportion_to_their_weight(weights: list[float], seed: in
     """Rounded up or down, within each class; no class is lost."""
     labels = np.random.default_rng(seed).integers(0, 3, len(weights)).tolist()
     data = _weighted(weights, labels)
-    occurrences = np.bincount(data.even_rows, minlength=len(weights))
+    occurrences = np.bincount(even_rows(data.labels, data.weights), minlength=len(weights))
     for label in set(labels):
         mine = data.labels == label
         total = np.array(weights)[mine].sum()
