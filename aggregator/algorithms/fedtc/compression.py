@@ -57,7 +57,8 @@ def _projected(layer: Dense, inputs: Callable[[], Iterable[NDArray[np.float32]]]
     _, components = np.linalg.eigh(products)
     left = components[:, -rank:]
     center = layer.weight @ mean
-    return Dense(left, layer.bias + center - left @ (left.T @ center), left.T @ layer.weight)
+    bias = np.asarray(layer.bias + center - left @ (left.T @ center), np.float32)
+    return Dense(left, bias, left.T @ layer.weight)
 
 
 def _rounded(layer: Dense) -> Dense:
