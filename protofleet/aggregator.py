@@ -10,7 +10,7 @@ from aggregator.config.task_file import load_task
 from aggregator.heads.accepted_submissions import SUBMISSION_ACCEPTED
 from aggregator.heads.published_head import HEAD_ACTIVATED
 from aggregator.security.identity import aggregator_access, restore_access
-from aggregator.service import aggregator as service
+from aggregator.service import event_loop as service
 from aggregator.service.serving import serve
 from aggregator.status.collect import collect_status
 from aggregator.status.model import Status
@@ -66,7 +66,7 @@ class Aggregator(Embedded):
         self._broker = parse_broker(broker, tls=access.tls)
         self._access = access
         self._embedded_broker = embedded_broker
-        self._queue: queue.SimpleQueue[service.Event] = queue.SimpleQueue()
+        self._queue: service.Events = queue.SimpleQueue()
 
     @property
     def state(self) -> Path:

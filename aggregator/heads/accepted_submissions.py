@@ -3,11 +3,9 @@
 import logging
 from functools import partial
 
-from aggregator.coordination.round_state import State
+from aggregator.coordination.round_state import Settings, State
 from aggregator.storage.store import Store
 from aggregator.storage.submissions import SubmissionRecord
-from aggregator.tasks.retention import needed_blobs
-from aggregator.tasks.task_preparation import Task
 from protocol.log import DeviceEvents
 from protocol.storage.blobstore import WriteBatch
 
@@ -16,38 +14,35 @@ log = logging.getLogger(__name__)
 SUBMISSION_ACCEPTED = "submission accepted"
 """The event that a device's submission is stored."""
 
-MAX_REPLACED_BYTES = 512 * 1024**2
-"""Size of replaced submissions at which their blobs are deleted, since a device can upload all day."""
-
 
 class AcceptedSubmissions:
-    """The submissions of a batch."""
+    """The submissions of a batch, to one task."""
 
-    def __init__(self, task: Task, store: Store) -> None:
+    def __init__(self, task: bytes, settings: Settings, store: Store) -> None:
         self._task = task
+        self._settings = settings
         self._store = store
         self._device_log = DeviceEvents(log)
         self._to_log: list[partial[None]] = []
         self._writing = WriteBatch()
-        self._replaced_bytes = 0
 
-    def add(self, record: SubmissionRecord, payload: bytes, before: State) -> None:
-        """Store a submission to the state before it; raises StateError if it cannot be stored."""
+    def add(self, record: SubmissionRecord, payload: bytes, *, devices: int | None = None) -> None:
+        """Store a submission; raises StateError if it cannot be stored.
+
+        `devices` is the number of devices that have submitted, for the log, where it is known.
+        """
         self._store.blobs.put_in_batch(payload, digest=record.entry.digest, batch=self._writing)
-        if record.device in before.submissions:
-            self._replaced_bytes += record.size_bytes
-        self._store.submissions.put(self._task.digest, record)
-        settings = self._task.file.settings
+        self._store.submissions.put(self._task, record)
         log_it = partial(
             self._device_log.event,
             *(logging.INFO, SUBMISSION_ACCEPTED),
             device=record.device,
-            round=record.entry.round if settings.rounds is not None else None,
+            round=record.entry.round if self._settings.rounds is not None else None,
             prototypes=record.prototypes,
             images=record.images,
             bytes=record.size_bytes,
-            devices=devices_after(record.device, before),
-            quorum=settings.quorum,
+            devices=devices,
+            quorum=self._settings.quorum if devices is not None else None,
         )
         self._to_log.append(log_it)
 
@@ -65,12 +60,6 @@ class AcceptedSubmissions:
         """Forget the submissions after a failed write."""
         self._to_log.clear()
         self._writing.discard()
-
-    def delete_replaced(self) -> None:
-        """Delete the blobs of replaced submissions once they are large."""
-        if self._replaced_bytes > MAX_REPLACED_BYTES:
-            self._replaced_bytes = 0
-            self._store.blobs.keep_only(needed_blobs(self._task, self._store))
 
 
 def devices_after(device: str, before: State) -> int:

@@ -14,7 +14,7 @@ from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
 from aggregator.tasks.manifests import head_ref
 from aggregator.tasks.refinement import refinable_head
-from aggregator.tasks.retention import needed_blobs, served_blobs
+from aggregator.tasks.retention import delete_unneeded_blobs, served_blobs
 from aggregator.tasks.task_preparation import Task
 from protocol.errors import BackboneMismatch, StateError
 from protocol.log import event
@@ -215,7 +215,7 @@ class Releases:
             }
             self._state = replace(self._state, rejected=rejected)
             self._store.heads.put_rollout(self._task.digest, self._state)
-        self._store.blobs.keep_only(needed_blobs(self._task, self._store))
+        delete_unneeded_blobs(self._task, self._store)
 
     def _log_action(self, action: rollout_events.Action) -> None:
         match action:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from aggregator.coordination import round_state, rounds
-from aggregator.heads.accepted_submissions import AcceptedSubmissions
+from aggregator.heads.accepted_submissions import AcceptedSubmissions, devices_after
 from aggregator.heads.head_rate import HeadRate
 from aggregator.heads.lost_submissions import LostSubmissions
 from aggregator.heads.pending_training import (
@@ -25,7 +25,7 @@ from aggregator.storage.stored_values import PendingHead, TrainingProgress
 from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks.manifests import round_manifest
 from aggregator.tasks.restoration import Restoration
-from aggregator.tasks.retention import delete_carried_submissions
+from aggregator.tasks.retention import delete_carried_submissions, delete_unneeded_blobs
 from aggregator.tasks.task_preparation import Task
 from aggregator.training.jobs import CompileJob, Job
 from aggregator.training.runner import Finished, Progress, Trainer
@@ -35,6 +35,9 @@ from protocol.log import event
 from protocol.wire.messages import BlobRef, RoundManifest
 
 log = logging.getLogger(__name__)
+
+MAX_REPLACED_BYTES = 512 * 1024**2
+"""Size of replaced submissions at which their blobs are deleted, since a device can upload all day."""
 
 
 class HeadTraining:
@@ -61,7 +64,8 @@ class HeadTraining:
         self.deleted: set[str] = set()
         """Devices whose submissions another process has deleted; the caller clears it."""
         self._data_version, self._change = store.data_version(), store.newest_change()
-        self.accepted = AcceptedSubmissions(task, store)
+        self.accepted = AcceptedSubmissions(task.digest, self._settings, store)
+        self._replaced_bytes = 0
         self._rate = HeadRate(task, store)
         self.restoration = Restoration(task, store)
         self._is_external = external
@@ -121,7 +125,9 @@ class HeadTraining:
         due, self._due = self._due, []
         for train in due:
             self._start(train)
-        self.accepted.delete_replaced()
+        if self._replaced_bytes > MAX_REPLACED_BYTES:
+            self._replaced_bytes = 0
+            delete_unneeded_blobs(self._task, self._store)
 
     def submit(self, record: SubmissionRecord, payload: bytes) -> rounds.SubmissionVerdict:
         """Apply a validated submission; it is stored once `accepted.flush` and a commit of the store have returned.
@@ -134,9 +140,14 @@ class HeadTraining:
         verdict = next(action for action in actions if isinstance(action, rounds.SubmissionVerdict))
         if verdict.verdict == "new":
             stored = replace(record, entry=verdict.counted_entry or record.entry)
-            self.accepted.add(stored, payload, self.state)
+            self._count_replaced(stored)
+            self.accepted.add(stored, payload, devices=devices_after(record.device, self.state))
         self._enter(state, actions)
         return verdict
+
+    def _count_replaced(self, record: SubmissionRecord) -> None:
+        if record.device in self.state.submissions:
+            self._replaced_bytes += record.size_bytes
 
     def reload(self) -> None:
         """Return to the stored state after a failed write; raises StateError if it cannot be read."""
@@ -203,6 +214,7 @@ class HeadTraining:
         self._change = changes.newest
         for device, record in changes.records.items():
             if record.entry != self.state.submissions.get(device):
+                self._count_replaced(record)
                 self._step(rounds.SubmissionStored(device, record.entry))
         deleted = {device for device in changes.deleted if device in self.state.submissions}
         self.deleted |= deleted

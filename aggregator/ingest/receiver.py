@@ -8,6 +8,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from aggregator.ingest import intake_status
 from aggregator.ingest.chunk_store import ChunkStore
@@ -38,17 +39,22 @@ MAX_DETAIL = 500
 class Receiver:
     """The uploads of devices, of at most `max_bytes`, until they are complete.
 
-    An unfinished one is deleted after `unfinished_s` seconds without a frame. Raises StateError like `commit`.
+    They are in `folder`, by default the store's. An unfinished one is deleted after `unfinished_s` seconds without a
+    frame. Raises StateError like `commit`.
     """
 
-    def __init__(self, store: Store, *, max_bytes: int, unfinished_s: float) -> None:
+    def __init__(
+        self, store: Store, *, max_bytes: int, unfinished_s: float, folder: Path | None = None
+    ) -> None:
         self._store = store
+        self._folder = store.folder if folder is None else folder
         self._max_bytes = max_bytes
         self._unfinished_s = unfinished_s
-        self._chunks = ChunkStore(store.folder)
-        self._intake = Intake()
+        self._chunks = ChunkStore(self._folder)
+        self.intake = Intake()
+        """Its status."""
         self._trial_s = self._expiry_s = self._check_s = 0.0
-        intake_status.create(store.folder)
+        intake_status.create(self._folder)
         self._reassembly = self._load()
 
     def _load(self) -> Reassembly:
@@ -69,7 +75,7 @@ class Receiver:
     @property
     def is_stopped(self) -> bool:
         """True while nothing can be stored."""
-        return self._intake.stopped_s is not None
+        return self.intake.stopped_s is not None
 
     def close(self) -> None:
         """Close the files."""
@@ -173,8 +179,8 @@ class Receiver:
         return True
 
     def _set_intake(self, intake: Intake) -> None:
-        self._intake = intake
+        self.intake = intake
         try:
-            intake_status.write(self._store.folder, intake)
+            intake_status.write(self._folder, intake)
         except StateError as error:
             event(log, logging.WARNING, "intake status not written for `aggregator status`", reason=error)

@@ -1,4 +1,4 @@
-"""The aggregator's connection to its fleet."""
+"""Connections of the aggregator's programs to the fleet."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -8,14 +8,7 @@ from protocol.mqtt.own_presence import OwnPresence
 from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess, Brokers
 from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import MAX_CHUNK_BYTES, Frame, Message, PresenceState
-from protocol.wire.topics import (
-    RETAINED,
-    DeviceChannel,
-    FleetChannel,
-    device_filters,
-    device_topic,
-    fleet_topic,
-)
+from protocol.wire.topics import RETAINED, DeviceChannel, FleetChannel, device_topic, fleet_topic
 from protocol.wire.transfer import frames_of
 
 OWN_CHANNELS: tuple[FleetChannel, ...] = ("state", "task", "round", "head")
@@ -26,9 +19,9 @@ MAX_BACKLOG = 1024
 
 
 class Publisher:
-    """An MQTT session that subscribes to the devices' topics and publishes to them.
+    """An MQTT session that subscribes to topics of devices and publishes to devices.
 
-    `presence` is that of this start of the aggregator. `on_event` is called from a thread, and must only enqueue.
+    `name` is a part of the MQTT client id. `on_event` is called from a thread, and must only enqueue.
     """
 
     def __init__(
@@ -37,21 +30,21 @@ class Publisher:
         *,
         access: BrokerAccess = NO_AUTHENTICATION,
         fleet: str,
-        presence: OwnPresence,
+        name: str,
+        subscriptions: Sequence[str],
         on_event: Callable[[mqtt.Event], None],
+        will: Callable[[], mqtt.Outgoing] | None = None,
     ) -> None:
         self.chunk_bytes = MAX_CHUNK_BYTES
         """Payload bytes of a frame, as the broker's packet size allows."""
         self._fleet = fleet
-        self.presence = presence
-        self.own_topics = {fleet_topic(fleet, channel): channel for channel in OWN_CHANNELS}
         self._session = mqtt.Session(
             broker,
-            client_id=f"pf-{fleet}-aggregator-{presence.client_id}",
-            subscriptions=[*device_filters(fleet), *self.own_topics],
+            client_id=f"pf-{fleet}-{name}",
+            subscriptions=subscriptions,
             on_event=on_event,
             access=access,
-            will=lambda: presence.outgoing("offline"),
+            will=will,
             manual_ack=True,
         )
         self.sent_bytes = 0
@@ -64,8 +57,12 @@ class Publisher:
         self._session.start()
 
     def stop(self) -> None:
-        """Publish that the aggregator has stopped or was replaced, and disconnect."""
-        self._session.stop([self.presence.outgoing(self.presence.final_state)])
+        """Disconnect."""
+        self._session.stop(self._final())
+
+    def _final(self) -> Sequence[mqtt.Outgoing]:
+        """Return the last publications."""
+        return ()
 
     def acknowledge(self, messages: Sequence[mqtt.Received]) -> None:
         """Acknowledge messages, so that the broker sends others: not while too many answers wait for the broker."""
@@ -76,6 +73,47 @@ class Publisher:
             for message in self._unacknowledged:
                 self._session.acknowledge(message)
             self._unacknowledged.clear()
+
+    def publish_to_device(self, device: str, channel: DeviceChannel, message: Message | Frame) -> None:
+        """Publish to one device."""
+        topic = device_topic(self._fleet, device, channel)
+        self._send(mqtt.Outgoing(topic, encode(message), channel in RETAINED))
+
+    def _send(self, outgoing: mqtt.Outgoing) -> None:
+        self.sent_bytes += len(outgoing.payload)
+        self._session.send(outgoing)
+
+
+class FleetPublisher(Publisher):
+    """A publisher that publishes to the whole fleet too.
+
+    `subscriptions` are those beside the fleet's own topics; `presence` is that of this start of the aggregator.
+    """
+
+    def __init__(
+        self,
+        broker: Brokers,
+        *,
+        access: BrokerAccess = NO_AUTHENTICATION,
+        fleet: str,
+        presence: OwnPresence,
+        subscriptions: Sequence[str],
+        on_event: Callable[[mqtt.Event], None],
+    ) -> None:
+        self.presence = presence
+        self.own_topics = {fleet_topic(fleet, channel): channel for channel in OWN_CHANNELS}
+        super().__init__(
+            broker,
+            access=access,
+            fleet=fleet,
+            name=f"aggregator-{presence.client_id}",
+            subscriptions=[*subscriptions, *self.own_topics],
+            on_event=on_event,
+            will=lambda: presence.outgoing("offline"),
+        )
+
+    def _final(self) -> Sequence[mqtt.Outgoing]:
+        return [self.presence.outgoing(self.presence.final_state)]
 
     def publish_presence(self, state: PresenceState) -> None:
         """Publish the aggregator's presence."""
@@ -89,15 +127,6 @@ class Publisher:
         """Send a blob to all devices at once."""
         for frame in frames_of(payload, digest=digest_of(payload), chunk_bytes=self.chunk_bytes):
             self._send(self._outgoing("cast", encode(frame)))
-
-    def publish_to_device(self, device: str, channel: DeviceChannel, message: Message | Frame) -> None:
-        """Publish to one device."""
-        topic = device_topic(self._fleet, device, channel)
-        self._send(mqtt.Outgoing(topic, encode(message), channel in RETAINED))
-
-    def _send(self, outgoing: mqtt.Outgoing) -> None:
-        self.sent_bytes += len(outgoing.payload)
-        self._session.send(outgoing)
 
     def _outgoing(self, channel: FleetChannel, payload: bytes) -> mqtt.Outgoing:
         return mqtt.Outgoing(fleet_topic(self._fleet, channel), payload, channel in RETAINED)

@@ -1,11 +1,8 @@
-"""The daemon's event loop: one event at a time, on one thread."""
+"""The aggregator: what it does beside the messages of devices."""
 
-import contextlib
 import logging
 import queue
 import time
-from dataclasses import dataclass
-from itertools import groupby
 
 from aggregator.coordination import round_state
 from aggregator.heads.published_head import Releases
@@ -13,47 +10,31 @@ from aggregator.heads.training_schedule import HeadTraining
 from aggregator.ingest.receiver import Receiver
 from aggregator.messaging.blob_sender import BlobSender
 from aggregator.messaging.manifest_signer import identity_of
-from aggregator.messaging.publisher import Publisher
+from aggregator.messaging.publisher import FleetPublisher
 from aggregator.service.announcements import Announcements
 from aggregator.service.device_messages import DeviceMessages
+from aggregator.service.event_loop import EventLoop, Events, Parts
 from aggregator.service.local_coordinator import LocalCoordinator
 from aggregator.service.own_topic import TAKE_OVER
-from aggregator.service.traffic_meter import TrafficMeter
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import ServedTask
+from aggregator.storage.stored_values import IntakeHeads, RoundRequest, ServedTask
 from aggregator.tasks import refinement
 from aggregator.tasks.task_preparation import Task
 from aggregator.training.runner import Finished, Progress
-from protocol.errors import StateError, ThreadFailed
 from protocol.log import event as log_event
 from protocol.mqtt import reconnecting_session as mqtt
 from protocol.mqtt.own_presence import OwnPresence, Replaced, require_not_replaced
 from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess, Brokers
-from protocol.service_manager import ServiceManager
 from protocol.wire.presence import Duplicate
-from protocol.wire.topics import fleet_topic
-from protocol.wire.transfer import chunk_bytes
+from protocol.wire.topics import device_filters, fleet_topic
 
 log = logging.getLogger(__name__)
 
-TICK_S = 0.5
 
-BATCH_EVENTS = 256
-"""Events handled before their messages are made durable together."""
-
-BATCH_BYTES = 16 * 1024**2
-
-
-@dataclass(frozen=True)
-class Stop:
-    """The program that runs the aggregator wants it to end."""
-
-
-Event = mqtt.Event | Progress | Finished | Stop
-
-
-class Aggregator:
+class Aggregator(EventLoop):
     """A fleet's aggregator; `events` may have events of other threads.
+
+    With `is_coordinator`, uploads and requests of devices are left to `aggregator receive`.
 
     Raises StateError or ConfigError if the state directory or a key cannot be used.
     """
@@ -65,33 +46,33 @@ class Aggregator:
         *,
         broker: Brokers,
         access: BrokerAccess = NO_AUTHENTICATION,
-        events: queue.SimpleQueue[Event] | None = None,
+        events: Events | None = None,
         external_training: bool = False,
+        is_coordinator: bool = False,
     ) -> None:
         self._task = task
         self._store = store
-        self._is_over = False
-        self.is_stopped = False
-        """`Stop` was among the events."""
-        self._events: queue.SimpleQueue[Event] = events or queue.SimpleQueue()
+        events = events or queue.SimpleQueue()
         require_not_replaced(store.facts.get(Duplicate) or Duplicate(), command=TAKE_OVER)
-        key = identity_of(store.folder)
-        topic = fleet_topic(task.file.fleet, "state")
-        presence = OwnPresence(epoch=_next_epoch(task, store), topic=topic, key=key)
+        key, fleet = identity_of(store.folder), task.file.fleet
+        presence = OwnPresence(epoch=_next_epoch(task, store), topic=fleet_topic(fleet, "state"), key=key)
+        store.facts.put(task.intake)
         self._receiver = Receiver(
-            store,
-            max_bytes=int(task.file.max_submission_mb * 1024**2),
-            unfinished_s=task.file.unfinished_h * 3600,
+            store, max_bytes=task.intake.max_bytes, unfinished_s=task.intake.unfinished_s
         )
-        self._training = HeadTraining(task, store, on_event=self._events.put, external=external_training)
+        self._training = HeadTraining(task, store, on_event=events.put, external=external_training)
         self._releases = Releases(task, store)
-        self._publisher = Publisher(
-            broker, access=access, fleet=task.file.fleet, presence=presence, on_event=self._events.put
+        self._publisher = FleetPublisher(
+            broker,
+            access=access,
+            fleet=fleet,
+            presence=presence,
+            subscriptions=() if is_coordinator else device_filters(fleet),
+            on_event=events.put,
         )
-        self._traffic = TrafficMeter(store)
         restoration = self._training.restoration
         restoration.verify_all(self._releases.served)
-        self._blob_sender = BlobSender(
+        blob_sender = BlobSender(
             store.blobs,
             self._publisher,
             downloads_per_hour=task.file.limits.downloads_per_hour,
@@ -107,78 +88,82 @@ class Aggregator:
             releases=self._releases,
             restoration=restoration,
         )
-        self._messages = DeviceMessages(
-            task=task,
+        messages = DeviceMessages(
+            task=task.intake,
+            expectation=task.expectation,
             store=store,
             receiver=self._receiver,
             coordinator=LocalCoordinator(
                 training=self._training, releases=self._releases, announcements=self._announcements
             ),
-            blob_sender=self._blob_sender,
+            blob_sender=blob_sender,
+        )
+        self._intake_heads: IntakeHeads | None = None
+        self._round_request = store.facts.get(RoundRequest)
+        super().__init__(
+            Parts(
+                store=store,
+                receiver=self._receiver,
+                publisher=self._publisher,
+                blob_sender=blob_sender,
+                accepted=self._training.accepted,
+                messages=messages,
+            ),
+            events=events,
         )
 
-    def run(self) -> None:
-        """Serve the fleet until `Stop`, or until another task follows: `task_to_serve` returns it then.
+    def _stop(self) -> None:
+        self._training.stop()
 
-        Raises ThreadFailed if a thread that it depends on has ended.
-        """
-        self._publisher.start()
-        try:
-            manager = ServiceManager()
-            manager.ready()
-            while not (self._is_over or self.is_stopped):
-                manager.alive()
-                self.handle(self._next_batch())
-        finally:
-            self._training.stop()
-            self._publisher.stop()
-            with self._receiver.guard():
-                self._traffic.keep(sent=self._publisher.sent_bytes, at_once=True)
-            self._receiver.close()
+    def _prepare(self) -> None:
+        """Create the folder of blobs again if it was deleted, with those that have a copy; request submissions."""
+        if self._store.blobs.is_missing():
+            self._training.lost.remove(round_state.counting(self._training.state, self._task.file.settings))
+            self._training.reload()
+            self._store.blobs.create()
+            self._training.restoration.verify_all(self._releases.served)
+            text = "folder was deleted and has been created again: check who deletes it"
+            log_event(log, logging.ERROR, text, folder=self._store.blobs.location)
 
-    def _next_batch(self) -> list[Event]:
-        """Return the events that have arrived, at most a batch; none if nothing arrives for `TICK_S`."""
-        batch: list[Event] = []
-        size_bytes = 0
-        with contextlib.suppress(queue.Empty):
-            batch.append(self._events.get(timeout=TICK_S))
-            while len(batch) < BATCH_EVENTS and size_bytes < BATCH_BYTES:
-                batch.append(event := self._events.get_nowait())
-                size_bytes += len(event.payload) if isinstance(event, mqtt.Received) else 0
-        return batch
-
-    def handle(self, batch: list[Event]) -> None:
-        """Handle a batch of events, and let time pass."""
-        with self._receiver.guard():
-            self._restore_blobs()
-        for is_message, group in groupby(batch, key=lambda event: isinstance(event, mqtt.Received)):
-            events = list(group)
-            if is_message:
-                self._handle_messages([event for event in events if isinstance(event, mqtt.Received)])
-            else:
-                for event in events:
-                    with self._receiver.guard():
-                        self._handle_event(event)
-        self._publisher.acknowledge([])
-        self._blob_sender.send()
-        if self._receiver.tick():
-            self._reload()
+    def _tick(self, *, is_resumed: bool) -> None:
+        if is_resumed:
             self._training.retry()
-        with self._receiver.guard():
-            self._releases.tick(self._training.state.head_version)
+        self._update_releases()
         self._announcements.publish_new_head()
         self._announcements.refresh()
         with self._receiver.guard():
             self._store.clock.keep()
-            self._traffic.keep(sent=self._publisher.sent_bytes)
             self._training.tick()
             if self._training.deleted:
                 self._receiver.drop(self._training.deleted)
                 self._releases.delete_unused()
                 self._training.deleted.clear()
+            self._read_round_request()
             for device, request in self._training.lost.requests():
                 self._publisher.publish_to_device(device, "ack", request)
             self._is_over = self._is_replaced()
+
+    def _update_releases(self) -> None:
+        """Apply the newest head and the passing of time to the rollout, and store what receivers need of it."""
+        with self._receiver.guard():
+            self._releases.tick(self._training.state.head_version)
+            heads = IntakeHeads(
+                self._task.digest,
+                newest=self._training.state.head_version,
+                retained=frozenset(self._releases.retained),
+                served=frozenset(self._releases.served),
+            )
+            if heads != self._intake_heads:
+                self._store.facts.put(heads)
+                self._intake_heads = heads
+
+    def _read_round_request(self) -> None:
+        """Publish the open round again if a receiver asks for it."""
+        if self._task.file.settings.rounds is None:
+            return
+        if (request := self._store.facts.get(RoundRequest)) != self._round_request:
+            self._round_request = request
+            self._announcements.repeat_round()
 
     def _is_replaced(self) -> bool:
         """Return True if another task is to be served: FedTC's head is refined from now on, or no more.
@@ -197,83 +182,44 @@ class Aggregator:
             self._receiver.check_writable(refinement.room_bytes(head, self._task.manifest))
         return is_replaced
 
-    def _restore_blobs(self) -> None:
-        """Create the folder of blobs again if it was deleted, with those that have a copy; request submissions."""
-        if self._store.blobs.is_missing():
-            self._training.lost.remove(round_state.counting(self._training.state, self._task.file.settings))
-            self._training.reload()
-            self._store.blobs.create()
-            self._training.restoration.verify_all(self._releases.served)
-            text = "folder was deleted and has been created again: check who deletes it"
-            log_event(log, logging.ERROR, text, folder=self._store.blobs.location)
-
     def _handle_messages(self, messages: list[mqtt.Received]) -> None:
-        """Store all messages durably, or none; then answer them, and acknowledge them to the broker."""
-        self._traffic.received += sum(len(message.payload) for message in messages)
         try:
-            with self._store.transaction():
-                for message in messages:
-                    self._handle_message(message)
-                self._training.accepted.flush()
-            self._training.accepted.log()
-            self._receiver.commit()
+            super()._handle_messages(messages)
         except Replaced as replaced:
             with self._receiver.guard():
                 self._store.facts.put(replaced.duplicate)
             raise
-        except StateError as error:
-            self._receiver.stop(error)
-            self._reload()
-            self._messages.receipts.clear()
-            for message in messages:  # again, now that the intake is stopped
-                with self._receiver.guard():
-                    self._handle_message(message)
-        self._announcements.restore()
-        for device, receipt in self._messages.receipts:
-            self._publisher.publish_to_device(device, "ack", receipt)
-        self._messages.receipts.clear()
-        self._publisher.acknowledge(messages)
-
-    def _reload(self) -> None:
-        """Return to the stored state; while it cannot be read, the intake stays stopped."""
-        with self._receiver.guard():
-            self._training.reload()
-            self._releases.reload()
 
     def _handle_message(self, message: mqtt.Received) -> None:
         channel = self._publisher.own_topics.get(message.topic)
         if channel is None:
-            self._messages.handle(message.topic, message.payload)
+            super()._handle_message(message)
         else:
             self._announcements.observe(channel, message.payload)
 
-    def _handle_event(self, event: Event) -> None:
-        match event:
-            case mqtt.Connected(max_packet_bytes=limit, address=ip, broker=broker):
-                self._publisher.presence.connected(ip)
-                self._publisher.chunk_bytes = chunk_bytes(limit)
-                fleet, task = self._task.file.fleet, self._task.digest
-                log_event(log, logging.INFO, "connected to the broker", broker=broker, fleet=fleet, task=task)
-                self._announcements.connected()
-            case mqtt.Disconnected(reason=reason, retry_s=retry_s, repeated=repeated, broker=broker):
-                self._announcements.is_connected = False
-                self._blob_sender.forget()
-                level = logging.DEBUG if repeated else logging.WARNING
-                log_event(log, level, reason, broker=broker, retry_s=retry_s)
-            case mqtt.Unsendable(topic=topic, reason=reason, repeated=repeated):
-                level = logging.DEBUG if repeated else logging.ERROR
-                log_event(log, level, "publication refused by the broker", topic=topic, reason=reason)
-            case mqtt.Drained():
-                self._blob_sender.drained()
-            case ThreadFailed():
-                raise event
-            case Stop():
-                self.is_stopped = True
-            case Progress(figures=figures):
-                self._training.store_progress(figures)
-            case Finished() as finished:
-                if self._training.finish(finished):
-                    self._announcements.open_round()
+    def _answer(self) -> None:
+        self._announcements.restore()
+
+    def _reload(self) -> None:
+        with self._receiver.guard():
+            self._training.reload()
+            self._releases.reload()
+
+    def _connected(self, event: mqtt.Connected) -> None:
+        self._publisher.presence.connected(event.address)
+        fleet, task = self._task.file.fleet, self._task.digest
+        log_event(log, logging.INFO, "connected to the broker", broker=event.broker, fleet=fleet, task=task)
+        self._announcements.connected()
+
+    def _disconnected(self) -> None:
+        self._announcements.is_connected = False
+
+    def _trained(self, event: Progress | Finished) -> None:
+        if isinstance(event, Progress):
+            self._training.store_progress(event.figures)
+        elif self._training.finish(event):
+            self._update_releases()  # receivers serve the round's tensors before devices know of them
+            self._announcements.open_round()
 
 
 def _next_epoch(task: Task, store: Store) -> int:

@@ -9,7 +9,7 @@ from aggregator.ingest.receiver import Receiver
 from aggregator.ingest.validation import Refused
 from aggregator.messaging.blob_sender import reading
 from aggregator.messaging.manifest_signer import ManifestSigner
-from aggregator.messaging.publisher import Publisher
+from aggregator.messaging.publisher import FleetPublisher
 from aggregator.service.own_topic import OwnTopic
 from aggregator.storage.devices import UNKNOWN_DEVICE
 from aggregator.storage.store import Store
@@ -31,7 +31,7 @@ class Announcements:
     store: Store
     key: bytes
     """The aggregator's private key, 32 bytes."""
-    publisher: Publisher
+    publisher: FleetPublisher
     receiver: Receiver
     """The intake, which is stopped when a release number cannot be stored."""
     training: HeadTraining

@@ -15,13 +15,13 @@ from aggregator.ingest.frame_authentication import FrameAuthenticator
 from aggregator.ingest.quotas import Quotas
 from aggregator.ingest.reassembly import Complete
 from aggregator.ingest.receiver import Receiver
-from aggregator.ingest.validation import Refused, check_evaluation, check_labels, read_message
+from aggregator.ingest.validation import Expectation, Refused, check_evaluation, check_labels, read_message
 from aggregator.messaging.blob_sender import BlobSender
 from aggregator.service.coordinator import Coordinator
 from aggregator.storage.devices import UNKNOWN_DEVICE
 from aggregator.storage.store import Store
+from aggregator.storage.stored_values import IntakeTask
 from aggregator.storage.submissions import SubmissionRecord
-from aggregator.tasks.task_preparation import Task
 from protocol.errors import MalformedMessage, VersionMismatch
 from protocol.log import DeviceEvents
 from protocol.rates.token_buckets import TokenBuckets
@@ -52,7 +52,8 @@ RECEIPTS_PER_S = 4.0
 class DeviceMessages:
     """Handles what devices publish, each message by its topic."""
 
-    task: Task
+    task: IntakeTask
+    expectation: Expectation
     store: Store
     receiver: Receiver
     coordinator: Coordinator
@@ -68,8 +69,8 @@ class DeviceMessages:
     def __post_init__(self) -> None:
         self._log = DeviceEvents(log)
         self._answered = TokenBuckets(capacity=RECEIPTS_AT_ONCE, per_s=RECEIPTS_PER_S)
-        self._authenticator = FrameAuthenticator(self.store, fleet=self.task.file.fleet)
-        self._quotas = Quotas(self.store, self.task.file.limits, task=self.task.digest)
+        self._authenticator = FrameAuthenticator(self.store, fleet=self.task.fleet)
+        self._quotas = Quotas(self.store, self.task.limits, task=self.task.digest)
 
     def handle(self, topic: str, payload: bytes) -> None:
         """Handle a message; one that is refused is counted. Raises StateError if it cannot be stored."""
@@ -105,7 +106,7 @@ class DeviceMessages:
             self.store.devices.put_presence(device, presence.state, now_s=now_s)
             return
         info = decode(payload, DeviceInfo, max_bytes=MAX_MANIFEST_BYTES)
-        self.store.devices.put_info(device, bounded_info(info, self.task.manifest), now_s=now_s)
+        self.store.devices.put_info(device, bounded_info(info, self.expectation.manifest), now_s=now_s)
         before, self._reported[device] = self._reported.get(device, ("", "")), (info.problem, info.warning)
         if info.problem and info.problem != before[0]:
             self._log.event(logging.WARNING, "device cannot take part", device=device, reason=info.problem)
@@ -113,7 +114,7 @@ class DeviceMessages:
             self._log.event(logging.WARNING, "device warns its operator", device=device, warning=info.warning)
 
     def _check_known(self, device: str) -> None:
-        allowed = self.task.file.devices
+        allowed = self.task.devices
         if allowed is not None and device not in allowed:
             raise Refused("unknown_device", f"{device} is not among the task file's devices")
         if self._authenticator.check_name(device) is None:
@@ -154,9 +155,7 @@ class DeviceMessages:
                     f"no blob {request.digest.hex()[:12]}: request what task, round and head name",
                 )
             if wait_s := self.blob_sender.request(device, request):
-                limit = (
-                    f"downloaded {self.task.file.limits.downloads_per_hour} times (limits.downloads_per_hour)"
-                )
+                limit = f"downloaded {self.task.limits.downloads_per_hour} times (limits.downloads_per_hour)"
                 raise Refused("rate_limited", f"{limit}: request it again in {wait_s:.0f} s")
 
     def _take_frame(self, device: str, frame: FrameView) -> None:
@@ -186,7 +185,7 @@ class DeviceMessages:
         return self._take_evaluation(device, message, upload.digest)
 
     def _take_submission(self, device: str, submission: Submission, upload: Complete) -> Receipt:
-        labels = check_labels(submission, self.task.expectation)
+        labels = check_labels(submission, self.expectation)
         record = SubmissionRecord(
             device=device,
             entry=round_state.Entry(
@@ -213,7 +212,7 @@ class DeviceMessages:
                 detail = f"the submission with sequence {sequence} counts"
                 raise Refused("superseded", detail, sequence=sequence)
             case "late" | "unknown_round" as reason:
-                newest, settings = self.coordinator.newest_head, self.task.file.settings
+                newest, settings = self.coordinator.newest_head, self.task.settings
                 now = f"round {newest} is open"
                 if round_state.is_over(newest, settings):
                     now = f"all {settings.rounds} rounds are over"
@@ -222,7 +221,7 @@ class DeviceMessages:
                 raise Refused(reason, f"the submission is for round {number}, but {now}")
 
     def _take_evaluation(self, device: str, evaluation: Evaluation, digest: bytes) -> Receipt:
-        check_evaluation(evaluation, self.task.expectation, newest_head=self.coordinator.newest_head)
+        check_evaluation(evaluation, self.expectation, newest_head=self.coordinator.newest_head)
         if evaluation.head_version not in self.coordinator.retained_heads:
             return Receipt(digest=digest, status="received")  # nothing depends on it any more
         version, correct = evaluation.head_version, sum(evaluation.correct)

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from aggregator.ingest.receiver import Receiver
 from aggregator.ingest.validation import Refused
-from aggregator.messaging.publisher import Publisher
+from aggregator.messaging.publisher import FleetPublisher
 from aggregator.storage.devices import UNKNOWN_DEVICE
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import ServedTask
@@ -29,7 +29,7 @@ class OwnTopic:
     """Watches the topic of the aggregator's presence."""
 
     store: Store
-    publisher: Publisher
+    publisher: FleetPublisher
     receiver: Receiver
     fleet: str
     _is_outdated: bool = field(default=False, init=False)

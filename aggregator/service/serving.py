@@ -4,7 +4,8 @@ import contextlib
 import queue
 
 from aggregator.messaging.embedded_broker import EmbeddedBroker
-from aggregator.service.aggregator import Aggregator, Event
+from aggregator.service.aggregator import Aggregator
+from aggregator.service.event_loop import Event
 from aggregator.storage.store import Store
 from aggregator.tasks.task_preparation import Task, task_to_serve
 from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess, Brokers, addresses_of

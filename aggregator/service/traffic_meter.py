@@ -10,12 +10,11 @@ KEEP_S = 5.0
 
 
 class TrafficMeter:
-    """Counts bytes on top of those of earlier starts."""
+    """Counts bytes on top of those of earlier starts, and of other programs."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._before = store.facts.get(Traffic) or Traffic()
-        self._kept = self._before
+        self._kept = Traffic()
         self._next_s = 0.0
         self.received = 0
 
@@ -24,7 +23,11 @@ class TrafficMeter:
         if time.monotonic() < self._next_s and not at_once:
             return
         self._next_s = time.monotonic() + KEEP_S
-        now = Traffic(self._before.received + self.received, self._before.sent + sent)
-        if now != self._kept:
-            self._store.facts.put(now)
-            self._kept = now
+        now, kept = Traffic(self.received, sent), self._kept
+        if now == kept:
+            return
+        with self._store.transaction():
+            sums = self._store.facts.get(Traffic) or Traffic()
+            received = sums.received + now.received - kept.received
+            self._store.facts.put(Traffic(received, sums.sent + now.sent - kept.sent))
+        self._kept = now

@@ -95,16 +95,20 @@ class Submissions:
             task,
             since,
         )
-        deleted = self._database.read(
+        return SubmissionChanges(
+            {device: self._database.decode(record, SubmissionRecord) for device, record in rows},
+            self.deleted(task, since=since),
+            newest,
+        )
+
+    def deleted(self, task: bytes, *, since: int) -> frozenset[str]:
+        """Return the devices whose submission was deleted after change number `since`, and is still missing."""
+        rows = self._database.read(
             "SELECT device FROM deletions WHERE task = ? AND number > ? AND NOT EXISTS "
             "(SELECT 1 FROM submissions WHERE task = deletions.task AND device = deletions.device)",
             *(task, since),
         )
-        return SubmissionChanges(
-            {device: self._database.decode(record, SubmissionRecord) for device, record in rows},
-            frozenset(device for (device,) in deleted),
-            newest,
-        )
+        return frozenset(device for (device,) in rows)
 
     def digests_of_other_tasks(self, task: bytes) -> set[bytes]:
         """Return the digests of the submissions to all tasks but this one."""

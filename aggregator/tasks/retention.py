@@ -1,5 +1,6 @@
 """Which blobs must be kept: served to devices, part of a later head, or needed by another task."""
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from itertools import groupby
@@ -10,6 +11,7 @@ from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
 from aggregator.tasks.graph_cache import known_graphs
 from aggregator.tasks.task_preparation import Task
+from protocol.storage.blobstore import BlobStore
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +47,14 @@ def needed_blobs(task: Task, store: Store) -> set[bytes]:
         | store.submissions.digests_of_other_tasks(task.digest)
         | store.jobs.blobs()
     )
+
+
+def delete_unneeded_blobs(task: Task, store: Store) -> None:
+    """Delete the blobs that nothing needs any more; raises StateError."""
+    # In a folder also those of a transaction that has not ended yet: nobody may write meanwhile.
+    in_folder = isinstance(store.blobs, BlobStore)
+    with store.transaction() if in_folder else contextlib.nullcontext():
+        store.blobs.keep_only(needed_blobs(task, store))
 
 
 def delete_carried_submissions(task: Task, store: Store) -> None:

@@ -14,7 +14,7 @@ from aggregator.config.schema import TaskFile
 from aggregator.ingest.validation import Expectation
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import Refinable, Refinement
+from aggregator.storage.stored_values import IntakeTask, Refinable, Refinement
 from aggregator.tasks.graph_cache import cached_graphs
 from aggregator.tasks.manifests import program_of, task_manifest
 from aggregator.tasks.refinement import delete_outdated, refined_head
@@ -50,6 +50,23 @@ class Task:
     def digest(self) -> bytes:
         """The sha256 of the encoded manifest, which identifies the task."""
         return self.expectation.task
+
+    @property
+    def intake(self) -> IntakeTask:
+        """What the intake of uploads needs to know."""
+        file, expected = self.file, self.expectation
+        return IntakeTask(
+            digest=self.digest,
+            fleet=file.fleet,
+            prototype_size=expected.prototype_size,
+            tensors=expected.tensors,
+            max_norm=expected.max_norm if math.isfinite(expected.max_norm) else None,
+            settings=file.settings,
+            devices=None if file.devices is None else frozenset(file.devices),
+            max_bytes=int(file.max_submission_mb * 1024**2),
+            unfinished_s=file.unfinished_h * 3600,
+            limits=file.limits,
+        )
 
     @property
     def blobs(self) -> set[bytes]:

@@ -2,6 +2,7 @@
 
 import re
 import zlib
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -51,16 +52,20 @@ def fleet_topic(fleet: str, channel: FleetChannel) -> str:
 
 def device_topic(fleet: str, device: str, channel: DeviceChannel) -> str:
     """Return the topic of a device's channel; `up` includes the shard of the device's name."""
-    tail = f"up/{zlib.crc32(device.encode()) % SHARDS}" if channel == "up" else channel
+    tail = f"up/{shard_of(device)}" if channel == "up" else channel
     return f"pf/{PROTOCOL_VERSION}/{fleet}/d/{device}/{tail}"
 
 
-def device_filters(fleet: str) -> tuple[str, ...]:
-    """Return the aggregator's subscriptions: every topic that devices publish on."""
-    return tuple(
-        f"pf/{PROTOCOL_VERSION}/{fleet}/d/+/{'up/+' if channel == 'up' else channel}"
-        for channel in FROM_DEVICES
-    )
+def shard_of(device: str) -> int:
+    """Return the shard of a device's name."""
+    return zlib.crc32(device.encode()) % SHARDS
+
+
+def device_filters(fleet: str, *, shards: Collection[int] | None = None) -> tuple[str, ...]:
+    """Return subscriptions to every topic that devices publish on, with `shards` only to uploads on these."""
+    uploads = ["up/+"] if shards is None else [f"up/{shard}" for shard in sorted(shards)]
+    others = [channel for channel in FROM_DEVICES if channel != "up"]
+    return tuple(f"pf/{PROTOCOL_VERSION}/{fleet}/d/+/{tail}" for tail in (*others, *uploads))
 
 
 def parse_device_topic(topic: str) -> DeviceTopic:

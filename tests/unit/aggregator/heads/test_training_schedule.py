@@ -15,7 +15,7 @@ from msgspec import structs
 from aggregator.config.schema import TaskFile, Training
 from aggregator.config.task_file import load_task
 from aggregator.coordination import round_state, rounds
-from aggregator.heads import accepted_submissions
+from aggregator.heads import training_schedule
 from aggregator.heads.forgotten_devices import forget
 from aggregator.heads.pending_training import FULL_MEMORY_TRAININGS, job_of
 from aggregator.heads.trained_heads import store_head
@@ -394,7 +394,7 @@ def test_replaced_submissions_are_deleted(task: Task, store: Store, monkeypatch:
     training = HeadTraining(task, store, on_event=queue.SimpleQueue[Progress | Finished]().put)
     before = set(store.blobs.digests())
     message = round_submission(task=task.digest, shapes=task.expectation.tensors)
-    monkeypatch.setattr(accepted_submissions, "MAX_REPLACED_BYTES", 3 * len(encode(message)))
+    monkeypatch.setattr(training_schedule, "MAX_REPLACED_BYTES", 3 * len(encode(message)))
     for number in range(1, 30):
         verdict = _submit(training, task, "a", sequence=number)
         training.accepted.flush()

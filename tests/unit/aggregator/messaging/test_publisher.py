@@ -4,12 +4,12 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from aggregator.messaging.publisher import MAX_BACKLOG, Publisher
+from aggregator.messaging.publisher import MAX_BACKLOG, FleetPublisher
 from protocol.mqtt.own_presence import OwnPresence
 from protocol.mqtt.reconnecting_session import BrokerAddress, Connected, Received
 from protocol.wire.codec import decode
 from protocol.wire.messages import MAX_FRAME_BYTES, Frame
-from protocol.wire.topics import fleet_topic
+from protocol.wire.topics import device_filters, fleet_topic
 from tests.support.network.sessions import EventLog, running
 
 
@@ -17,7 +17,9 @@ def test_broadcast_frames_have_the_set_size(broker: BrokerAddress) -> None:
     payload = bytes(range(250))
     ear = EventLog()
     presence = OwnPresence(epoch=1, topic=fleet_topic("f", "state"), key=b"k" * 32)
-    publisher = Publisher(broker, fleet="f", presence=presence, on_event=ear.put)
+    publisher = FleetPublisher(
+        broker, fleet="f", presence=presence, subscriptions=device_filters("f"), on_event=ear.put
+    )
     with running(broker, "device", fleet_topic("f", "cast")) as (_, hears):
         hears.wait(Connected)
         publisher.start()
@@ -38,7 +40,9 @@ def test_messages_stay_unacknowledged_while_the_broker_takes_no_answers() -> Non
     """The broker then sends no more of them, so that the answers do not fill the memory; until all have left."""
     acknowledged: list[Received] = []
     presence = OwnPresence(epoch=1, topic=fleet_topic("f", "state"), key=b"k" * 32)
-    publisher = Publisher(BrokerAddress("nowhere", 1), fleet="f", presence=presence, on_event=lambda _: None)
+    publisher = FleetPublisher(
+        BrokerAddress("nowhere", 1), fleet="f", presence=presence, subscriptions=(), on_event=lambda _: None
+    )
     session: Any = SimpleNamespace(backlog=0, acknowledge=acknowledged.append)
     publisher._session = session
     messages = [Received(f"topic-{number}", b"payload") for number in range(4)]

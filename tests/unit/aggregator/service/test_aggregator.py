@@ -15,7 +15,8 @@ from aggregator.config.schema import Training
 from aggregator.config.task_file import load_task
 from aggregator.coordination.round_state import Entry, State
 from aggregator.ingest import intake_status
-from aggregator.service.aggregator import Aggregator, Event
+from aggregator.service.aggregator import Aggregator
+from aggregator.service.event_loop import Event
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import PendingHead
 from aggregator.tasks.task_preparation import Task, prepare_task

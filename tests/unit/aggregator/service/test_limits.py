@@ -34,7 +34,8 @@ def messages(store: Store) -> DeviceMessages:
     file = TaskFile(classes=MANIFEST.classes, backbones=("tiny.onnx",), fleet="f")
     task = Task(file=file, feature_size=16, expectation=EXPECTATION, first_tensors=None)
     return DeviceMessages(
-        task=task,
+        task=task.intake,
+        expectation=EXPECTATION,
         store=store,
         receiver=parts,
         coordinator=FixedCoordinator(

@@ -46,7 +46,8 @@ class Bench:
         blob_sender: Any = SimpleNamespace(request=lambda *_: 0.0)
         self.receiver = Receiver(store, max_bytes=10**6, unfinished_s=3600.0)
         self.messages = DeviceMessages(
-            task=Task(file=FILE, feature_size=16, expectation=ROUNDS_EXPECTATION, first_tensors=None),
+            task=Task(file=FILE, feature_size=16, expectation=ROUNDS_EXPECTATION, first_tensors=None).intake,
+            expectation=ROUNDS_EXPECTATION,
             store=store,
             receiver=self.receiver,
             coordinator=self.coordinator,
