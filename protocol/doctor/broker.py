@@ -21,6 +21,7 @@ from protocol.mqtt.client import (
     ConnectionOptions,
     Ready,
     Signal,
+    Subscribing,
     Version,
 )
 from protocol.mqtt.events import Outgoing, Received
@@ -222,7 +223,9 @@ class BrokerProbe:
         while (left_s := until_s - time.monotonic()) > 0:
             with contextlib.suppress(queue.Empty):
                 signal = self._signals.get(timeout=left_s)
-                is_other = isinstance(signal, Acknowledged) and signal.mid != mid
+                is_other = isinstance(signal, Subscribing) or (
+                    isinstance(signal, Acknowledged) and signal.mid != mid
+                )
                 if signal.connection is connection and not is_other:
                     return signal
         return None

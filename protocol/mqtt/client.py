@@ -23,6 +23,12 @@ from protocol.mqtt.tls import BrokerAccess, BrokerAddress
 
 KEEPALIVE_S = 30
 
+SUBSCRIBE_ATTEMPTS = 8
+"""How often a filter is subscribed that the broker refuses without a reason.
+
+A cluster of NATS without one of its three servers refuses every third one, at random (nats-io/nats-server, issue 5498).
+"""
+
 Version = MQTTProtocolVersion
 
 VERSIONS = (Version.MQTTv5, Version.MQTTv311)
@@ -37,6 +43,13 @@ class Closed:
     reason: str
     unanswered: bool = False
     """Possibly because of the MQTT version."""
+
+
+@dataclass(frozen=True)
+class Subscribing:
+    """The broker has accepted the connection, or some of the subscriptions, and is asked for the others."""
+
+    connection: "Connection"
 
 
 @dataclass(frozen=True)
@@ -56,7 +69,7 @@ class Acknowledged:
     """Why the broker refused it; empty if it was accepted."""
 
 
-Signal = Closed | Ready | Acknowledged
+Signal = Closed | Subscribing | Ready | Acknowledged
 
 
 @dataclass(frozen=True)
@@ -130,6 +143,9 @@ class Connection:
         self._report_message = on_message
         self._tls_error = ""
         self._ready_s: float | None = None
+        self._unconfirmed: tuple[str, ...] = ()
+        self._attempts = 0
+        """How often the unconfirmed filters were subscribed."""
         self._client = self._make_client()
 
     def open(self, *, timeout_s: float) -> Closed | None:
@@ -216,25 +232,34 @@ class Connection:
         self.max_packet_bytes = getattr(properties, "MaximumPacketSize", None)
         self.window = min(self._options.window, getattr(properties, "ReceiveMaximum", self._options.window))
         if self._options.subscriptions and not self.is_probe:
-            qos: Any = SubscribeOptions(qos=1) if self.version is Version.MQTTv5 else 1
-            self._client.subscribe([(topic, qos) for topic in self._options.subscriptions])
+            self._subscribe(self._options.subscriptions)
         else:
             self._report_ready()
+
+    def _subscribe(self, topics: tuple[str, ...]) -> None:
+        self._unconfirmed = topics
+        self._attempts += 1
+        qos: Any = SubscribeOptions(qos=1) if self.version is Version.MQTTv5 else 1
+        self._client.subscribe([(topic, qos) for topic in topics])
+        self._signal(Subscribing(self))
 
     def _report_ready(self) -> None:
         self._ready_s = time.monotonic()
         self._signal(Ready(self))
 
     def _on_subscribe(self, _c: mqtt.Client, _d: Any, _m: int, codes: list[ReasonCode], _p: Any) -> None:
-        asked = zip(self._options.subscriptions, codes, strict=False)
-        topics = ", ".join(topic for topic, code in asked if code.is_failure)
-        if topics:
+        asked = zip(self._unconfirmed, codes, strict=False)
+        failed = {topic: str(code) for topic, code in asked if code.is_failure}
+        if not failed:
+            self._report_ready()
+        elif self._attempts < SUBSCRIBE_ATTEMPTS and set(failed.values()) == {diagnostics.UNSPECIFIED}:
+            self._subscribe(tuple(failed))
+        else:
+            topics = ", ".join(failed)
             reason = (
                 f"the broker denies subscribing to {topics}: change its access list, or see the broker's log"
             )
             self._signal(Closed(self, reason))
-        else:
-            self._report_ready()
 
     def _on_disconnect(self, _c: mqtt.Client, _d: Any, _f: Any, code: ReasonCode, _p: Any) -> None:
         if self.is_answered:

@@ -114,6 +114,13 @@ def lost(code: str) -> str:
     return f"connection lost: {code}"
 
 
+def unanswered(broker: BrokerAddress, *, is_accepted: bool) -> str:
+    """Return why a connection is ended whose broker does not answer; `is_accepted` after it has accepted the login."""
+    if is_accepted:
+        return f"the broker at {broker} accepts the connection, and does not answer the subscription: see its log"
+    return f"the broker at {broker} does not answer"
+
+
 def denied(code: str) -> str:
     """Return why the broker denies a publication, from its reason code by its MQTT name."""
     return "the broker gives no reason: see its log" if code == UNSPECIFIED else code

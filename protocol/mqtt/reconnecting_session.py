@@ -15,7 +15,17 @@ from dataclasses import dataclass, replace
 from itertools import cycle
 from typing import TYPE_CHECKING
 
-from protocol.mqtt.client import VERSIONS, Acknowledged, Closed, Connection, ConnectionOptions, Ready, Version
+from protocol.mqtt import diagnostics
+from protocol.mqtt.client import (
+    VERSIONS,
+    Acknowledged,
+    Closed,
+    Connection,
+    ConnectionOptions,
+    Ready,
+    Subscribing,
+    Version,
+)
 from protocol.mqtt.events import (
     Connected,
     Disconnected,
@@ -46,6 +56,8 @@ __all__ = [
 ]
 
 CONNECT_TIMEOUT_S = 15.0
+SUBSCRIBE_TIMEOUT_S = 30.0
+"""For one answer: a cluster that has lost a server needs seconds for each filter."""
 STOP_TIMEOUT_S = 2.0
 
 
@@ -63,7 +75,7 @@ class _Stop:
     final: tuple[Outgoing, ...]
 
 
-_Command = Outgoing | Closed | Ready | Acknowledged | _Echoed | _Stop
+_Command = Outgoing | Closed | Subscribing | Ready | Acknowledged | _Echoed | _Stop
 
 
 class Session:
@@ -225,7 +237,7 @@ class Session:
         while True:
             match self._next(connection, deadline_s):
                 case None if not publisher.is_connected:
-                    reason = f"the broker at {self._options.broker} does not answer"
+                    reason = diagnostics.unanswered(self._options.broker, is_accepted=connection.is_answered)
                     return Closed(connection, reason, unanswered=not connection.is_answered)
                 case None:
                     publisher.retry_denied()
@@ -234,6 +246,8 @@ class Session:
                     return None
                 case Closed() as end:
                     return end
+                case Subscribing():
+                    deadline_s = time.monotonic() + SUBSCRIBE_TIMEOUT_S
                 case Ready():
                     self._versions[self._options.broker] = connection.version
                     if connection.is_probe:

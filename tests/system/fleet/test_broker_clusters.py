@@ -3,10 +3,11 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from protocol.mqtt.reconnecting_session import BrokerAddress, Received
+from protocol.mqtt.reconnecting_session import BrokerAddress, Connected, Received
 from protocol.wire.topics import device_topic, fleet_topic
 from tests.support.fleets.fleet import Fleet, accepted_submissions, write_digits, write_task
 from tests.support.network.brokers import Mosquitto, free_address, needs_mosquitto
+from tests.support.network.nats import NatsCluster, needs_nats
 from tests.support.network.sessions import EventLog, running
 
 FLEET = "default"
@@ -38,6 +39,7 @@ def _kill_during_uploads(root: Path, brokers: tuple[BrokerAddress, ...], kill: C
         Fleet(root, brokers[0]) as fleet,
         running(brokers[1], "observer", *uploads, *manifests) as (_, observed),
     ):
+        observed.wait(Connected)
         fleet.start_aggregator(task, "--broker", _rotated(brokers, 0))
         _wait_for_topics(observed, set(manifests))
         fleet.wait_for_log("aggregator", f"{CONNECTED}{brokers[0]}")
@@ -46,6 +48,7 @@ def _kill_during_uploads(root: Path, brokers: tuple[BrokerAddress, ...], kill: C
             data = write_digits(root / f"images-{number}", classes=CLASSES, start=20 * number)
             options = ("--broker", _rotated(brokers, number), "--backbone", root / "backbone-0.onnx")
             fleet.start_device(name, data, *options, program="tests.support.fleets.fast_device")
+        for number, name in enumerate(DEVICES):
             fleet.wait_for_log(name, f"{CONNECTED}{brokers[number % len(brokers)]}")
         _wait_for_topics(observed, set(uploads))
         kill()
@@ -53,8 +56,8 @@ def _kill_during_uploads(root: Path, brokers: tuple[BrokerAddress, ...], kill: C
         fleet.wait_for(
             "the head on each device", lambda s: [row["head"] for row in s["devices"]] == [1, 1, 1]
         )
-        fleet.wait_for_log("aggregator", f"{CONNECTED}{brokers[1]}")
-        fleet.wait_for_log(DEVICES[0], f"{CONNECTED}{brokers[1]}")
+        for name in ("aggregator", DEVICES[0]):
+            fleet.wait_for_log(name, CONNECTED, times=2)
         assert sorted(name for name, _ in accepted_submissions(fleet.log("aggregator"))) == sorted(DEVICES)
         assert fleet.status()["submissions"] == len(DEVICES)
 
@@ -71,3 +74,10 @@ def test_bridged_mosquitto_is_killed(tmp_path: Path) -> None:
     )
     with Mosquitto(brokers[0], folders[0]) as first, Mosquitto(brokers[1], folders[1], options=bridge):
         _kill_during_uploads(tmp_path, brokers, first.kill)
+
+
+@needs_nats
+def test_nats_server_is_killed(tmp_path: Path) -> None:
+    """Of three NATS servers one is killed; each subscription on another one is repeated until it is accepted."""
+    with NatsCluster(tmp_path) as cluster:
+        _kill_during_uploads(tmp_path, cluster.brokers, lambda: cluster.kill(0))

@@ -14,6 +14,7 @@ import pytest
 
 from protocol.errors import ThreadFailed
 from protocol.mqtt import reconnect_delay, reconnecting_session
+from protocol.mqtt.client import SUBSCRIBE_ATTEMPTS
 from protocol.mqtt.reconnecting_session import (
     BrokerAddress,
     Connected,
@@ -221,24 +222,54 @@ def test_refused_connection_reports_the_reason(address: BrokerAddress, tmp_path:
         ear.wait(Disconnected)
 
 
-def _suback(code: int) -> Callable[[socket.socket], None]:
-    """A broker that accepts the connection and answers the subscription with a return code."""
+def _suback(*answers: list[int]) -> Callable[[socket.socket], None]:
+    """A broker of MQTT 5 that accepts the connection and answers each subscription with return codes, then never."""
 
     def answer(peer: socket.socket) -> None:
         peer.recv(1024)
         peer.sendall(b"\x20\x03\x00\x00\x00")
-        packet = peer.recv(1024)
-        peer.sendall(b"\x90\x04" + packet[2:4] + b"\x00" + bytes([code]))
-        peer.recv(1024)
+        for codes in answers:
+            packet = peer.recv(1024)
+            peer.sendall(bytes([0x90, 3 + len(codes)]) + packet[2:4] + b"\x00" + bytes(codes))
+        while peer.recv(1024):
+            pass
 
     return answer
 
 
 def test_denied_subscription_is_a_failed_connection() -> None:
-    with listening(_suback(0x80)) as (broker, _), running(broker, "a", "secret") as (_, ear):
+    with listening(_suback([0x87])) as (broker, _), running(broker, "a", "secret") as (_, ear):
         assert "denies subscribing to secret" in ear.wait(Disconnected).reason
         ear.wait(Disconnected)
         assert Connected not in map(type, ear.rest())
+
+
+def test_only_subscriptions_that_failed_are_repeated() -> None:
+    """The answers have as many codes as filters were asked for; the last filter fails twice."""
+    with (
+        listening(_suback([0x80, 1, 0x80], [1, 0x80], [1])) as (broker, times),
+        running(broker, "a", "b", "c", "d") as (_, ear),
+    ):
+        ear.wait(Connected)
+        assert Disconnected not in map(type, ear.seen)
+        assert len(times) == 1
+
+
+def test_subscription_that_always_fails_is_a_failed_connection() -> None:
+    always = [[0x80]] * SUBSCRIBE_ATTEMPTS
+    with listening(_suback(*always)) as (broker, _), running(broker, "a", "b") as (_, ear):
+        assert "denies subscribing to b" in ear.wait(Disconnected).reason
+
+
+def test_unanswered_subscription_moves_on_to_the_next_broker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reconnecting_session, "SUBSCRIBE_TIMEOUT_S", 0.5)
+    with (
+        listening(_suback()) as (silent, _),
+        listening(_suback([1])) as (other, _),
+        running((silent, other), "a", "b") as (_, ear),
+    ):
+        assert "does not answer the subscription" in ear.wait(Disconnected).reason
+        assert ear.wait(Connected).broker == str(other)
 
 
 def test_end_of_the_sessions_thread_is_reported(
