@@ -68,6 +68,10 @@ class StateError(ProtofleetError):
     """The state directory cannot be read or written."""
 
 
+class NotLeader(StateError):
+    """Another aggregator leads the fleet: this one can write nothing more."""
+
+
 class BlobLost(StateError):
     """A blob that is missing or was damaged on disk, by its digest; it can be downloaded or made again."""
 

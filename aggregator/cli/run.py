@@ -102,13 +102,17 @@ def run_command(  # noqa: PLR0913 - one for each option
     verbose: bool,
     **access_given: Any,
 ) -> None:
-    """Run the aggregator until interrupted."""
+    """Run the aggregator until interrupted.
+
+    With PostgreSQL, a second one for the same fleet is a standby: it waits, and leads when the first one ends.
+    """
     start_logging(verbose=verbose)
     require_packages("onnx", "onnxscript", "onnxruntime", "rpds", "scipy", "torch", extras=EXTRAS)
     from aggregator.config.task_file import load_task
     from aggregator.http.process import http_options, start_http
     from aggregator.security.identity import aggregator_access, restore_access
     from aggregator.service.serving import serve
+    from aggregator.service.standby import Standby
     from aggregator.storage.store import Store
     from aggregator.tasks.task_preparation import prepare_task
     from protocol.mqtt.tls import NO_AUTHENTICATION, parse_brokers, warnings
@@ -125,19 +129,29 @@ def run_command(  # noqa: PLR0913 - one for each option
     task_file, backbones = load_task(task)
     if task_file.training.engine == "ray":
         require_packages("ray", extras=f"{EXTRAS},ray")
-    opened = Store(state, lock=True, blobs=blobs, database=database, fleet=task_file.fleet)
-    with contextlib.closing(opened) as store, contextlib.ExitStack() as cleanup:
-        access = aggregator_access(state, access, fleet=task_file.fleet, is_closed=store.keys.is_closed())
-        restore_access(store)
-        stop_on_terminate()
-        if (server := start_http(dashboard, state)) is not None:
-            cleanup.callback(server.stop)
-        prepared = prepare_task(task_file, backbones, store=store)
-        serve(
-            prepared,
-            store,
-            broker=brokers,
-            access=access,
-            embedded_broker=embedded_broker,
-            external_training=external_training,
-        )  # until interrupted
+    stop_on_terminate()
+    standby = Standby(state)
+
+    def open_store() -> Store:
+        return Store(
+            state, lock=True, blobs=blobs, database=database, fleet=task_file.fleet, standby=standby.wait
+        )
+
+    def lead() -> None:
+        with contextlib.closing(standby.open(open_store)) as store, contextlib.ExitStack() as cleanup:
+            is_closed = store.keys.is_closed()
+            own_access = aggregator_access(state, access, fleet=task_file.fleet, is_closed=is_closed)
+            restore_access(store)
+            if (server := start_http(dashboard, state)) is not None:
+                cleanup.callback(server.stop)
+            prepared = prepare_task(task_file, backbones, store=store)
+            serve(
+                prepared,
+                store,
+                broker=brokers,
+                access=own_access,
+                embedded_broker=embedded_broker,
+                external_training=external_training,
+            )  # until interrupted
+
+    standby.repeat(lead)

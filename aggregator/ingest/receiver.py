@@ -16,7 +16,7 @@ from aggregator.ingest.intake_status import Intake
 from aggregator.ingest.reassembly import Complete, Reassembly
 from aggregator.ingest.validation import Refused
 from aggregator.storage.store import Store
-from protocol.errors import StateError
+from protocol.errors import NotLeader, StateError
 from protocol.log import event
 from protocol.wire.messages import Frame, Receipt
 
@@ -115,7 +115,9 @@ class Receiver:
         self.commit()
 
     def stop(self, error: StateError) -> None:
-        """Stop the intake, because something could not be stored."""
+        """Stop the intake, because something could not be stored; raises the error if another aggregator leads."""
+        if isinstance(error, NotLeader):
+            raise error
         if self.is_stopped:
             log.debug("%s", error)
             return

@@ -21,7 +21,8 @@ MAX_BACKLOG = 1024
 class Publisher:
     """An MQTT session that subscribes to topics of devices and publishes to devices.
 
-    `name` is a part of the MQTT client id. `on_event` is called from a thread, and must only enqueue.
+    `name` is a part of the MQTT client id. While `leads` returns False, it publishes nothing, and does not connect.
+    `on_event` is called from a thread, and must only enqueue.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class Publisher:
         subscriptions: Sequence[str],
         on_event: Callable[[mqtt.Event], None],
         will: Callable[[], mqtt.Outgoing] | None = None,
+        leads: Callable[[], bool] = lambda: True,
     ) -> None:
         self.chunk_bytes = MAX_CHUNK_BYTES
         """Payload bytes of a frame, as the broker's packet size allows."""
@@ -46,7 +48,11 @@ class Publisher:
             access=access,
             will=will,
             manual_ack=True,
+            may_connect=leads,
         )
+        self._leads = leads
+        self.has_dropped = False
+        """A publication was dropped, because another aggregator might lead; the caller clears it."""
         self.sent_bytes = 0
         """Payload bytes of all messages to devices since the start."""
         self._unacknowledged: list[mqtt.Received] = []
@@ -58,7 +64,7 @@ class Publisher:
 
     def stop(self) -> None:
         """Disconnect."""
-        self._session.stop(self._final())
+        self._session.stop(self._final() if self._leads() else ())
 
     def _final(self) -> Sequence[mqtt.Outgoing]:
         """Return the last publications."""
@@ -79,15 +85,19 @@ class Publisher:
         topic = device_topic(self._fleet, device, channel)
         self._send(mqtt.Outgoing(topic, encode(message), channel in RETAINED))
 
-    def _send(self, outgoing: mqtt.Outgoing) -> None:
-        self.sent_bytes += len(outgoing.payload)
+    def _send(self, outgoing: mqtt.Outgoing, *, is_counted: bool = True) -> None:
+        if not self._leads():
+            self.has_dropped = True
+            return
+        self.sent_bytes += len(outgoing.payload) if is_counted else 0
         self._session.send(outgoing)
 
 
 class FleetPublisher(Publisher):
     """A publisher that publishes to the whole fleet too.
 
-    `subscriptions` are those beside the fleet's own topics; `presence` is that of this start of the aggregator.
+    `subscriptions` are those beside the fleet's own topics; `presence` is that of this start of the aggregator. With
+    `is_shared` all leaders of the fleet have one MQTT client id, so that the broker ends an earlier leader's connection.
     """
 
     def __init__(
@@ -99,6 +109,8 @@ class FleetPublisher(Publisher):
         presence: OwnPresence,
         subscriptions: Sequence[str],
         on_event: Callable[[mqtt.Event], None],
+        leads: Callable[[], bool] = lambda: True,
+        is_shared: bool = False,
     ) -> None:
         self.presence = presence
         self.own_topics = {fleet_topic(fleet, channel): channel for channel in OWN_CHANNELS}
@@ -106,10 +118,11 @@ class FleetPublisher(Publisher):
             broker,
             access=access,
             fleet=fleet,
-            name=f"aggregator-{presence.client_id}",
+            name="aggregator" if is_shared else f"aggregator-{presence.client_id}",
             subscriptions=[*subscriptions, *self.own_topics],
             on_event=on_event,
             will=lambda: presence.outgoing("offline"),
+            leads=leads,
         )
 
     def _final(self) -> Sequence[mqtt.Outgoing]:
@@ -117,7 +130,7 @@ class FleetPublisher(Publisher):
 
     def publish_presence(self, state: PresenceState) -> None:
         """Publish the aggregator's presence."""
-        self._session.send(self.presence.outgoing(state))
+        self._send(self.presence.outgoing(state), is_counted=False)
 
     def publish_to_fleet(self, channel: FleetChannel, payload: bytes) -> None:
         """Publish to all devices; an empty payload clears a retained message."""

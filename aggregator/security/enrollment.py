@@ -24,7 +24,7 @@ from aggregator.security.identity import (
     restore_access,
     write_revocation_list,
 )
-from aggregator.security.key_rotation import key_certificates, root_of
+from aggregator.security.key_rotation import key_certificates, require_fleet_key, root_of
 from aggregator.storage.device_keys import Key
 from aggregator.storage.store import Store
 from protocol.enrollment import FORMAT, EnrollmentCard, card_text, read_card
@@ -76,6 +76,7 @@ def enroll(
                 f"{device} is already {state}: --renew replaces its keys and revokes the old ones"
             )
         _check_quota(known, store.keys.valid(), max_devices)
+        require_fleet_key(store)
         ca = open_ca(store.folder, fleet)
         now = utc_now()
         issued = issue_client(ca, device, now=now, days=days)

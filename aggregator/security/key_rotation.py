@@ -36,6 +36,30 @@ def key_certificates(state: Path, public: bytes) -> tuple[KeyCertificate, ...]:
     return tuple(each for each in found if each.number <= newest)[-MAX_KEY_CERTIFICATES:]
 
 
+def require_fleet_key(store: Store) -> None:
+    """Check that the state directory has the signing key of its fleet, if the fleet's tables are in PostgreSQL.
+
+    Raises:
+        ConfigError: it has another one, or none.
+    """
+    known = store.facts.get(SigningKey)
+    if known is None or not store.is_shared:
+        return
+    file = identity_folder(store.folder) / "signing.key"
+    if file.is_file():
+        own = public_key(read_key(file))
+        certificates = key_certificates(store.folder, own)
+        if known.public in {
+            own.hex(),
+            *(key.hex() for each in certificates for key in (each.signer, each.key)),
+        }:
+            return
+    raise ConfigError(
+        f"{file} is {'another key than' if file.is_file() else 'missing:'} the signing key of the fleet, "
+        f"{known.public[:16]}: copy the folder identity/ of the aggregator that leads the fleet into {store.folder}"
+    )
+
+
 def root_of(certificates: tuple[KeyCertificate, ...]) -> bytes:
     """Return the root key that the newest certificate names; empty if the fleet has none."""
     return certificates[-1].root if certificates else b""

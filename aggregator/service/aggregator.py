@@ -11,6 +11,7 @@ from aggregator.ingest.receiver import Receiver
 from aggregator.messaging.blob_sender import BlobSender
 from aggregator.messaging.manifest_signer import identity_of
 from aggregator.messaging.publisher import FleetPublisher
+from aggregator.security.key_rotation import require_fleet_key
 from aggregator.service.announcements import Announcements
 from aggregator.service.device_messages import DeviceMessages
 from aggregator.service.event_loop import EventLoop, Events, Parts
@@ -54,6 +55,7 @@ class Aggregator(EventLoop):
         self._store = store
         events = events or queue.SimpleQueue()
         require_not_replaced(store.facts.get(Duplicate) or Duplicate(), command=TAKE_OVER)
+        require_fleet_key(store)
         key, fleet = identity_of(store.folder), task.file.fleet
         presence = OwnPresence(epoch=_next_epoch(task, store), topic=fleet_topic(fleet, "state"), key=key)
         store.facts.put(task.intake)
@@ -69,6 +71,8 @@ class Aggregator(EventLoop):
             presence=presence,
             subscriptions=() if is_coordinator else device_filters(fleet),
             on_event=events.put,
+            leads=store.leads,
+            is_shared=store.is_shared,
         )
         restoration = self._training.restoration
         restoration.verify_all(self._releases.served)
@@ -131,6 +135,7 @@ class Aggregator(EventLoop):
         self._update_releases()
         self._announcements.publish_new_head()
         self._announcements.refresh()
+        self._announcements.restore_dropped()
         with self._receiver.guard():
             self._store.clock.keep()
             self._training.tick()
@@ -186,8 +191,9 @@ class Aggregator(EventLoop):
         try:
             super()._handle_messages(messages)
         except Replaced as replaced:
-            with self._receiver.guard():
-                self._store.facts.put(replaced.duplicate)
+            if not self._store.is_shared:  # there, it would keep other aggregators of the fleet from starting
+                with self._receiver.guard():
+                    self._store.facts.put(replaced.duplicate)
             raise
 
     def _handle_message(self, message: mqtt.Received) -> None:

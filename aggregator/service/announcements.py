@@ -87,6 +87,12 @@ class Announcements:
             for channel in filter(self._published.get, self._signer.due()):
                 self._publish(channel)
 
+    def restore_dropped(self) -> None:
+        """Publish everything again after publications that were dropped because another aggregator might have led."""
+        if self.publisher.has_dropped and self.is_connected and self.store.leads():
+            self.publisher.has_dropped = False
+            self.connected()
+
     def _publish(self, channel: FleetChannel) -> None:
         """Publish a signed manifest, or clear its topic if there is none; also while nothing can be stored."""
         if channel == "head":

@@ -14,7 +14,7 @@ from aggregator.service.device_messages import DeviceMessages
 from aggregator.service.traffic_meter import TrafficMeter
 from aggregator.storage.store import Store
 from aggregator.training.runner import Finished, Progress
-from protocol.errors import StateError, ThreadFailed
+from protocol.errors import NotLeader, StateError, ThreadFailed
 from protocol.log import event as log_event
 from protocol.mqtt import reconnecting_session as mqtt
 from protocol.service_manager import ServiceManager
@@ -65,7 +65,7 @@ class EventLoop:
     def run(self) -> None:
         """Handle events until `Stop`, or until the subclass ends it.
 
-        Raises ThreadFailed if a thread that it depends on has ended.
+        Raises ThreadFailed if a thread that it depends on has ended, and NotLeader if another aggregator leads.
         """
         parts = self._parts
         parts.publisher.start()
@@ -78,7 +78,7 @@ class EventLoop:
         finally:
             self._stop()
             parts.publisher.stop()
-            with parts.receiver.guard():
+            with contextlib.suppress(NotLeader), parts.receiver.guard():
                 self._traffic.keep(sent=parts.publisher.sent_bytes, at_once=True)
             parts.receiver.close()
 
@@ -97,6 +97,7 @@ class EventLoop:
         """Handle a batch of events, and let time pass."""
         parts = self._parts
         with parts.receiver.guard():
+            parts.store.check_lead()
             self._prepare()
         for is_message, group in groupby(batch, key=lambda event: isinstance(event, mqtt.Received)):
             events = list(group)

@@ -39,6 +39,7 @@ class OwnTopic:
 
         Raises:
             Replaced: another aggregator with this key has started later; the caller stores it, after the transaction.
+            NotLeader: that one leads the fleet on the same PostgreSQL database.
             ConfigError: another aggregator has started later for this open fleet.
         """
         try:
@@ -51,8 +52,11 @@ class OwnTopic:
             own.observe(presence) if own.has_signed(presence) else self._reaction_to_other_key(presence)
         )
         if reaction is Reaction.STAY_OUT:
+            self.store.check_lead()
             raise Replaced(duplicate_of(presence, started_later=True), command=TAKE_OVER)
-        if reaction is Reaction.REPORT:
+        if (
+            reaction is Reaction.REPORT and not self.store.is_shared
+        ):  # there it has led before, and was replaced
             self._report(duplicate_of(presence, started_later=False))
         served = self.store.facts.get(ServedTask)
         if served is not None and own.epoch > served.epoch:

@@ -7,20 +7,17 @@ Writers of a fleet run one after the other, as on SQLite: each write transaction
 import contextlib
 import importlib.util
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
+from aggregator.storage.lead import Lead, Standby, elapsed_s
 from aggregator.storage.postgresql_schema import PostgresSchema, connect, statement_of
 from protocol.errors import ConfigError, RuntimeMissing, StateError
 from protocol.storage.folder_lock import FolderLock
 
 Value = TypeVar("Value")
-
-LOCK_S = 5.0
-"""Seconds in which PostgreSQL should notice that an earlier connection of this program has ended."""
 
 _RAISE = "UPDATE changes SET number = number + 1"
 
@@ -40,6 +37,7 @@ class PostgresDatabase:
         migrations: as of `DatabaseFile`, in SQLite's types.
         read_only: write nothing, and do not create the schema.
         held: the lock of the state directory, held until `close`, and with it the fleet's lock in PostgreSQL.
+        standby: with `held`, wait while another aggregator leads the fleet, and call this.
 
     Raises:
         ConfigError: the URL cannot be used, or the fleet's name is missing.
@@ -49,7 +47,7 @@ class PostgresDatabase:
 
     def __init__(
         self, url: str, *, fleet: str, migrations: Sequence[str], read_only: bool = False,
-        held: FolderLock | None = None,
+        held: FolderLock | None = None, standby: Standby | None = None,
     ) -> None:  # fmt: skip
         if importlib.util.find_spec("psycopg") is None:
             raise RuntimeMissing("psycopg is not installed: pip install 'protofleet[cluster]'")
@@ -59,6 +57,7 @@ class PostgresDatabase:
         self._url, self._read_only, self._held = url, read_only, held
         self._schema = PostgresSchema(fleet, migrations)
         self.path = f"{url}#{self._schema.name}"
+        self._lead = None if held is None else Lead(self._schema, place=self.path, standby=standby)
         self._thread_lock = threading.RLock()
         self._db: Any = None
         self._is_open = False  # a transaction or snapshot
@@ -108,13 +107,19 @@ class PostgresDatabase:
             yield
 
     def _connect(self) -> None:
+        if self._lead is not None:
+            self._lead.check()
         try:
             with self._errors():
-                self._db = connect(self._url, self._schema, read_only=self._read_only)
-                self._lock_fleet()
+                program = "protofleet" if self._lead is None else "protofleet aggregator"
+                self._db = connect(self._url, self._schema, read_only=self._read_only, program=program)
+                if self._lead is not None:
+                    self._lead.lock(self._db)
                 if not self._read_only:
                     self._schema.migrate(self._db, is_locked=self._held is not None)
                 self._schema.check_version(self._db)
+                if self._lead is not None:
+                    self._lead.begin(self._db)
         except BaseException:
             self._drop()
             raise
@@ -150,6 +155,8 @@ class PostgresDatabase:
                 raise StateError(f"cannot use {self.path}: a transaction is open in this thread")
             self._execute(begin, ())
             self._is_open = True
+            if self._lead is not None:
+                self._lead.begun_s = elapsed_s()
             try:
                 yield
                 self._commit()
@@ -160,9 +167,13 @@ class PostgresDatabase:
                 raise
             finally:
                 self._is_open = False
+                if self._lead is not None:
+                    self._lead.begun_s = None
 
     def _commit(self) -> None:
-        if self._db is not None and self._db.info.transaction_status.name == "INERROR":
+        with contextlib.nullcontext() if self._lead is None else self._lead.in_use:
+            has_failed = self._db is not None and self._db.info.transaction_status.name == "INERROR"
+        if has_failed:
             # PostgreSQL would roll it back, and report no error.
             raise StateError(f"cannot use {self.path}: a statement of the transaction has failed")
         self._execute("COMMIT", ())
@@ -186,6 +197,23 @@ class PostgresDatabase:
         with self.connection(), self._errors():
             return self._schema.is_locked(self._db)
 
+    def leads(self) -> bool:
+        """Return False if another aggregator may have taken the fleet's lead from this program."""
+        return self._lead is None or self._lead.is_certain()
+
+    def check_lead(self) -> None:
+        """Ask PostgreSQL whether this program still leads.
+
+        Raises:
+            NotLeader: another aggregator leads, and this program can write nothing more.
+            StateError: PostgreSQL cannot be reached.
+        """
+        if self._lead is not None:
+            self._lead.check()
+            self.read(_READ_CHANGES)  # on a lost connection it takes the lock again
+            if not self._lead.is_certain():
+                self._lead.beat()
+
     def machine_time(self) -> tuple[str, float]:
         """Return the seconds of the database's clock, for `ElapsedClock`, which all machines agree on.
 
@@ -193,9 +221,9 @@ class PostgresDatabase:
         """
         if self._time is None:
             ((now_s,),) = self.read("SELECT extract(epoch FROM clock_timestamp())::float8")
-            self._time = now_s, time.clock_gettime(_CLOCK)
+            self._time = now_s, elapsed_s()
         now_s, read_s = self._time
-        return "postgresql", now_s + time.clock_gettime(_CLOCK) - read_s
+        return "postgresql", now_s + elapsed_s() - read_s
 
     def check_writable(self) -> None:
         """Write without changing the contents, to find out whether PostgreSQL can."""
@@ -213,23 +241,17 @@ class PostgresDatabase:
         """Close the connection, which ends the fleet's lock, and release the state directory's."""
         with self._thread_lock:
             self._drop()
+        if self._lead is not None:
+            self._lead.close()
         if self._held is not None:
             self._held.release()
 
     def _drop(self) -> None:
+        if self._lead is not None:
+            self._lead.end()
         if self._db is not None:
             self._db.close()
             self._db = None
-
-    def _lock_fleet(self) -> None:
-        """Keep other aggregators out, on all machines, while this connection lasts."""
-        deadline = time.monotonic() + LOCK_S
-        while self._held is not None and not self._schema.lock(self._db):
-            if time.monotonic() > deadline:
-                raise StateError(
-                    f"`aggregator run` already runs on {self.path}: stop it, or use another --store"
-                )
-            time.sleep(0.1)
 
     def _execute(self, sql: str, values: Sequence[Any]) -> list[tuple[Any, ...]]:
         if self._is_open and self._db is None:
@@ -258,9 +280,6 @@ class PostgresDatabase:
                 self._drop()
             text = " ".join(str(error).split())
             raise StateError(f"cannot use {self.path}: {text}") from error
-
-
-_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 def _storable(value: Any) -> Any:

@@ -2,10 +2,15 @@
 
 import functools
 import hashlib
+import platform
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
+from aggregator.storage.stored_values import Leader
 from protocol.errors import StateError
 
 MAX_NAME = 50
@@ -52,6 +57,27 @@ _IS_LOCKED = (
     "AND classid::bigint = %s AND objid::bigint = %s"
 )
 
+_HOLDER = f"""
+SELECT pid, backend_start::text, application_name, state = 'active',
+    extract(epoch FROM clock_timestamp() - state_change)::float8
+FROM pg_stat_activity WHERE pid IN ({_IS_LOCKED.replace("SELECT 1", "SELECT pid")})
+"""  # noqa: S608 - of this file
+_END = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid = %s AND backend_start::text = %s"
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The session that holds the lock of a fleet's aggregator."""
+
+    key: tuple[int, str]
+    """Process id and start, which identify the session."""
+    name: str
+    """Its application name, which has the host's."""
+    is_active: bool
+    """It executes a statement."""
+    idle_s: float
+    """Seconds since the beginning or end of its last statement; 0 if another role may not see it."""
+
 
 class PostgresSchema:
     """The tables of a fleet, whose statements run on connections of the caller."""
@@ -73,6 +99,38 @@ class PostgresSchema:
         """Return True if a connection holds the lock of the fleet's aggregator."""
         values = [self._lock >> 32, self._lock & 0xFFFFFFFF]
         return database.execute(_IS_LOCKED, values).fetchone() is not None
+
+    def holder(self, database: Any) -> Holder | None:
+        """Return the session that holds the lock of the fleet's aggregator; None if it is free."""
+        values = [self._lock >> 32, self._lock & 0xFFFFFFFF]
+        row = database.execute(_HOLDER, values).fetchone()
+        if row is None:
+            return None
+        pid, start, name, is_active, idle_s = row
+        return Holder((pid, start), name or "", bool(is_active), idle_s or 0.0)
+
+    def end(self, database: Any, holder: Holder) -> None:
+        """End a session, and with it its transaction and its locks."""
+        database.execute(_END, list(holder.key))
+
+    def term(self, database: Any) -> int:
+        """Return how many aggregators have taken the lead of the fleet so far."""
+        row = database.execute("SELECT value FROM facts WHERE name = %s", [Leader.__name__]).fetchone()
+        try:
+            return 0 if row is None else msgspec.json.decode(row[0], type=Leader).term
+        except msgspec.MsgspecError as error:
+            raise StateError(f"cannot use {self.name}: damaged contents: {error}") from error
+
+    def next_term(self, database: Any) -> int:
+        """Count and name this program as the one that leads; returns the number."""
+        with database.transaction():
+            database.execute("UPDATE changes SET number = number + 1")
+            leader = Leader(self.term(database) + 1)
+            database.execute(
+                "INSERT INTO facts VALUES (%s, %s) ON CONFLICT (name) DO UPDATE SET value = excluded.value",
+                [Leader.__name__, msgspec.json.encode(leader).decode()],
+            )
+        return leader.term
 
     def migrate(self, database: Any, *, is_locked: bool) -> None:
         """Bring the schema to this version, created if missing, in one transaction.
@@ -114,21 +172,24 @@ class PostgresSchema:
         return int(database.execute("SELECT version FROM changes").fetchone()[0])
 
 
-def connect(url: str, schema: PostgresSchema, *, read_only: bool) -> Any:
+def connect(url: str, schema: PostgresSchema, *, read_only: bool, program: str = "protofleet") -> Any:
     """Return a connection to a database, on which each statement is a transaction unless one is begun.
+
+    PostgreSQL shows administrators the `program`, and the machine's.
 
     Raises:
         psycopg.Error: PostgreSQL cannot be reached.
     """
     import psycopg
 
-    database = psycopg.connect(url, autocommit=True, **_OPTIONS)  # type: ignore[arg-type]
+    name = f"{program} on {platform.node()[:30]}"
+    database = psycopg.connect(url, autocommit=True, application_name=name, **_OPTIONS)  # type: ignore[arg-type]
     settings = {**_SETTINGS, "search_path": schema.quoted}
     if read_only:
         settings["default_transaction_read_only"] = "on"
     try:
-        for name, value in settings.items():
-            database.execute("SELECT set_config(%s, %s, false)", [name, value])
+        for setting, value in settings.items():
+            database.execute("SELECT set_config(%s, %s, false)", [setting, value])
     except BaseException:
         database.close()
         raise

@@ -13,6 +13,7 @@ from aggregator.storage.devices import REVOKED, Devices, Quarantine, Refusals
 from aggregator.storage.forgotten_devices import ForgottenDevices
 from aggregator.storage.heads import Evaluations, Heads, OperatorCommands
 from aggregator.storage.jobs import Jobs
+from aggregator.storage.lead import Standby
 from aggregator.storage.location import Location, record, recorded
 from aggregator.storage.postgresql import PostgresDatabase, check_url
 from aggregator.storage.stored_values import BlobLocation, FailedTraining, PendingHead, ServedTask
@@ -129,7 +130,8 @@ class Store:
     first in the state directory.
 
     `database` is a URL of PostgreSQL (`postgresql://[USER@]HOST[:PORT]/DATABASE`), which holds the tables of `fleet`
-    in place of an SQLite file; the directory remembers both, and later a Store finds them there.
+    in place of an SQLite file; the directory remembers both, and later a Store finds them there. While another aggregator
+    leads the fleet there, a Store with `lock` waits, and calls `standby` about every second; without it, it raises.
 
     Raises ConfigError if it is a device's or among Python source files, and StateError if it cannot be used, another
     protofleet wrote it, or another aggregator has locked it.
@@ -144,13 +146,14 @@ class Store:
         blobs: str = "",
         database: str = "",
         fleet: str = "",
+        standby: Standby | None = None,
     ) -> None:
         self.folder = folder
         self._lock = FolderLock(folder)
         location = Location(database, fleet) if database else recorded(folder)
         if location is not None:
             self.database: Database | PostgresDatabase = self._open_postgresql(
-                location, read_only=read_only, lock=lock
+                location, read_only=read_only, lock=lock, standby=standby
             )
         else:
             self.database = self._open_file(read_only=read_only, lock=lock)
@@ -181,7 +184,9 @@ class Store:
             held=self._lock if lock else None,
         )
 
-    def _open_postgresql(self, location: Location, *, read_only: bool, lock: bool) -> PostgresDatabase:
+    def _open_postgresql(
+        self, location: Location, *, read_only: bool, lock: bool, standby: Standby | None
+    ) -> PostgresDatabase:
         check_url(location.database)
         if not read_only:
             make_state_folder(self.folder)
@@ -192,6 +197,7 @@ class Store:
             migrations=MIGRATIONS,
             read_only=read_only,
             held=self._lock if lock else None,
+            standby=standby,
         )
 
     def _open_tables(self, *, read_only: bool, blobs: str) -> None:
@@ -232,6 +238,20 @@ class Store:
         if isinstance(self.database, PostgresDatabase):
             return self.database.is_locked()
         return self._lock.is_taken()
+
+    @property
+    def is_shared(self) -> bool:
+        """True if aggregators on other machines can use the same tables."""
+        return isinstance(self.database, PostgresDatabase)
+
+    def leads(self) -> bool:
+        """Return False if another aggregator may have taken the fleet's lead, which is possible on PostgreSQL only."""
+        return not isinstance(self.database, PostgresDatabase) or self.database.leads()
+
+    def check_lead(self) -> None:
+        """Raise NotLeader if another aggregator has taken the lead, and StateError if that cannot be found out."""
+        if isinstance(self.database, PostgresDatabase):
+            self.database.check_lead()
 
     def close(self) -> None:
         """Close the database and release the lock."""

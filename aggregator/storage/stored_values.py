@@ -93,6 +93,12 @@ class Refinement(msgspec.Struct, frozen=True):
     """The task of the statistics, once it was served."""
 
 
+class Leader(msgspec.Struct, frozen=True):
+    """Which aggregator of the fleet leads, on PostgreSQL: the number of times that one has taken the lead."""
+
+    term: int
+
+
 class SigningKey(msgspec.Struct, frozen=True):
     """The public key that devices know the aggregator by, in hex."""
 

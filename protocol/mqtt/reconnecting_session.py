@@ -59,6 +59,8 @@ CONNECT_TIMEOUT_S = 15.0
 SUBSCRIBE_TIMEOUT_S = 30.0
 """For one answer: a cluster that has lost a server needs seconds for each filter."""
 STOP_TIMEOUT_S = 2.0
+WAIT_S = 0.5
+"""Seconds between two calls of `may_connect`."""
 
 
 @dataclass(frozen=True)
@@ -83,13 +85,14 @@ class Session:
 
     Of several brokers, which forward messages to each other, it uses one at a time: the next one after each connection.
 
-    `on_event` is called from the session's threads, and must return at once.
+    `on_event` is called from the session's threads, and must return at once. While `may_connect` returns False, no
+    connection is opened; an open one stays.
 
     Raises:
         ConfigError: a certificate or key cannot be used.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each has a default but three
         self,
         broker: Brokers,
         *,
@@ -100,7 +103,9 @@ class Session:
         will: Callable[[], Outgoing] | None = None,
         window: int = 8,
         manual_ack: bool = False,
+        may_connect: Callable[[], bool] = lambda: True,
     ) -> None:
+        self._may_connect = may_connect
         self._addresses = addresses_of(broker)
         self._options = ConnectionOptions(
             broker=self._addresses[0],
@@ -158,6 +163,9 @@ class Session:
         reported: dict[BrokerAddress, str] = {}
         for broker in cycle(self._addresses):
             self._options = replace(self._options, broker=broker)
+            while not self._may_connect():
+                if self._stopped_within(WAIT_S):
+                    return
             end = self._connect()
             if end is None:
                 return

@@ -1,0 +1,92 @@
+"""An aggregator that waits while another one leads its fleet on PostgreSQL, and leads after that one."""
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from aggregator.security.key_rotation import require_fleet_key
+from aggregator.storage.lead import STANDBY_S
+from aggregator.storage.store import Store
+from protocol.errors import NotLeader, StateError
+from protocol.log import event
+from protocol.service_manager import ServiceManager
+
+log = logging.getLogger(__name__)
+
+CHECK_S = 60.0
+"""Seconds between two checks of a standby's signing key."""
+
+Result = TypeVar("Result")
+
+
+class Standby:
+    """What a program does while another one leads; it calls `wait` about every second.
+
+    Args:
+        state: the program's state directory.
+    """
+
+    def __init__(self, state: Path) -> None:
+        self._state = state
+        self._manager = ServiceManager()
+        self._is_known = False
+        """Another aggregator has led while this program ran."""
+        self._leader = ""
+        self._problem = ""
+        self._check_s = 0.0
+
+    def wait(self, leader: str) -> None:
+        """Log once that another aggregator leads, and check that this one could take over.
+
+        Raises:
+            ConfigError: the state directory has another signing key than the fleet.
+        """
+        self._is_known, self._problem = True, ""
+        if leader != self._leader:
+            self._leader = leader
+            event(log, logging.INFO, "standby: another aggregator leads the fleet", leader=leader)
+            self._manager.ready()
+        self._manager.alive()
+        if (now_s := time.monotonic()) >= self._check_s:
+            with (
+                contextlib.suppress(StateError),
+                contextlib.closing(Store(self._state, read_only=True)) as store,
+            ):
+                require_fleet_key(store)
+                self._check_s = now_s + CHECK_S
+
+    def open(self, open_store: Callable[[], Store]) -> Store:
+        """Return the store once this program leads; if it has been a standby, it outlives failures of PostgreSQL.
+
+        Raises:
+            StateError: the store cannot be used at the program's start.
+            ConfigError: as `wait` does.
+        """
+        while True:
+            try:
+                return open_store()
+            except StateError as error:
+                if not self._is_known:
+                    raise
+                if (problem := str(error)) != self._problem:
+                    self._problem = problem
+                    event(
+                        log,
+                        logging.WARNING,
+                        "standby: cannot find out which aggregator leads",
+                        reason=problem,
+                    )
+                self._manager.alive()
+                time.sleep(STANDBY_S)
+
+    def repeat(self, lead: Callable[[], Result]) -> Result:
+        """Return what `lead` does, which is called again each time that another aggregator takes the lead from it."""
+        while True:
+            try:
+                return lead()
+            except NotLeader as error:
+                self._is_known, self._leader = True, ""
+                event(log, logging.WARNING, "this aggregator no longer leads", reason=error)
