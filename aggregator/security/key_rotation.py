@@ -54,9 +54,10 @@ def require_fleet_key(store: Store) -> None:
             *(key.hex() for each in certificates for key in (each.signer, each.key)),
         }:
             return
+    problem = "is not the fleet's signing key" if file.is_file() else "is missing"
     raise ConfigError(
-        f"{file} is {'another key than' if file.is_file() else 'missing:'} the signing key of the fleet, "
-        f"{known.public[:16]}: copy the folder identity/ of the aggregator that leads the fleet into {store.folder}"
+        f"{file} {problem}, {known.public[:16]}: copy the folder identity of the fleet's other aggregator "
+        f"into {store.folder}"
     )
 
 

@@ -130,7 +130,7 @@ class Store:
     first in the state directory.
 
     `database` is a URL of PostgreSQL (`postgresql://[USER@]HOST[:PORT]/DATABASE`), which holds the tables of `fleet`
-    in place of an SQLite file; the directory remembers both, and later a Store finds them there. While another aggregator
+    in place of an SQLite file; the directory remembers both, and later a Store finds them there. While another one
     leads the fleet there, a Store with `lock` waits, and calls `standby` about every second; without it, it raises.
 
     Raises ConfigError if it is a device's or among Python source files, and StateError if it cannot be used, another

@@ -220,6 +220,10 @@ class Device:
     def topics(self) -> set[str]:
         return {event.topic for event in self._unread}
 
+    def received(self, topic: str) -> list[Received]:
+        """Return all messages on a topic so far, read or not."""
+        return [event for event in self._events.seen if isinstance(event, Received) and event.topic == topic]
+
     def say(self, topic: str, payload: bytes, *, retain: bool = False) -> None:
         """Publish anything anywhere, and wait for the broker's acknowledgement."""
         self._session.send(Outgoing(topic, payload, retain))

@@ -1,0 +1,241 @@
+"""One aggregator of a fleet leads on PostgreSQL; standbys wait for its session's end, or end it when it is silent."""
+
+import contextlib
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+
+from aggregator.messaging.manifest_signer import identity_of
+from aggregator.security.key_rotation import require_fleet_key, rotate_key
+from aggregator.service.standby import Standby
+from aggregator.storage import lead
+from aggregator.storage.postgresql import PostgresDatabase
+from aggregator.storage.store import Store
+from aggregator.storage.stored_values import SigningKey
+from protocol.errors import ConfigError, NotLeader, StateError
+from protocol.wire.signing import public_key
+from tests.support.databases.postgresql import PostgreSQL
+
+NEVER_S = 3600.0
+
+
+class Waiting:
+    """A store that is opened in a thread as soon as it leads."""
+
+    def __init__(self, open_store: Callable[[lead.Standby], Store]) -> None:
+        self._calls = threading.Semaphore(0)
+        self._leaders: list[str] = []
+        self._opened: list[Store] = []
+        self._thread = threading.Thread(
+            target=lambda: self._opened.append(open_store(self._wait)), daemon=True
+        )
+        self._thread.start()
+
+    def _wait(self, leader: str) -> None:
+        self._leaders.append(leader)
+        self._calls.release()
+
+    def leader(self) -> str:
+        """Wait until it waits once more, and return who leads."""
+        self._calls.acquire()
+        return self._leaders[-1]
+
+    def store(self) -> Store:
+        self._thread.join()
+        return self._opened[0]
+
+
+class Fleet:
+    def __init__(self, folder: Path, server: PostgreSQL) -> None:
+        self._folder, self._server = folder, server
+        self.url = server.url
+        self._stores = contextlib.ExitStack()
+
+    def store(self, name: str, *, standby: lead.Standby | None = None, lock: bool = True) -> Store:
+        fleet = self._folder.name
+        opened = Store(
+            self._folder / name, database=self._server.url, fleet=fleet, lock=lock, standby=standby
+        )
+        self._stores.callback(opened.close)
+        return opened
+
+    def waiting(self, name: str) -> Waiting:
+        return Waiting(lambda standby: self.store(name, standby=standby))
+
+    def close(self) -> None:
+        self._stores.close()
+
+
+@pytest.fixture
+def fleet(tmp_path: Path, postgresql: PostgreSQL, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(lead, "STANDBY_S", 0.05)
+    monkeypatch.setattr(lead, "HEARTBEAT_S", NEVER_S)  # without luck: only a test's own statements count
+    monkeypatch.setattr(lead, "LEASE_S", NEVER_S)
+    opened = Fleet(tmp_path, postgresql)
+    yield opened
+    opened.close()
+
+
+def _session(store: Store) -> Any:
+    assert isinstance(store.database, PostgresDatabase)
+    return store.database._db
+
+
+def _lead_of(store: Store) -> lead.Lead:
+    assert isinstance(store.database, PostgresDatabase)
+    assert store.database._lead is not None
+    return store.database._lead
+
+
+def _cut(fleet: Fleet, store: Store) -> None:
+    """End a store's session, and wait until its locks are free."""
+    pid = _session(store).info.backend_pid
+    with psycopg.connect(fleet.url, autocommit=True) as other:
+        other.execute("SELECT pg_terminate_backend(%s)", [pid])
+        while other.execute("SELECT 1 FROM pg_stat_activity WHERE pid = %s", [pid]).fetchone():
+            pass
+
+
+def test_a_standby_leads_when_the_leader_has_ended(fleet: Fleet) -> None:
+    """It knows by name who leads, changes nothing before, and is no longer certain of it once it is replaced."""
+    first = fleet.store("first")
+    first.facts.put(SigningKey("1"))
+    waiting = fleet.waiting("second")
+    assert waiting.leader().startswith("protofleet aggregator on ")
+    assert first.leads()
+    first.check_lead()
+    first.close()
+    second = waiting.store()
+    assert second.leads()
+    assert second.facts.get(SigningKey) == SigningKey("1")
+    with pytest.raises(NotLeader):
+        first.facts.put(SigningKey("2"))
+    assert not first.leads()
+
+
+def test_a_silent_leader_loses_its_lead_for_good(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also within its transaction, of which nothing is stored, and after its successor has ended."""
+    first = fleet.store("first")
+
+    def put_and_lose() -> Store:
+        with contextlib.suppress(StateError), first.transaction():
+            first.facts.put(SigningKey("1"))
+            waiting = fleet.waiting("second")
+            waiting.leader()
+            monkeypatch.setattr(lead, "LEASE_S", 0.0)
+            second = waiting.store()
+            monkeypatch.setattr(lead, "LEASE_S", NEVER_S)
+            first.facts.put(SigningKey("2"))
+        return second
+
+    second = put_and_lose()
+    with pytest.raises(NotLeader, match="another aggregator leads the fleet, protofleet aggregator on"):
+        first.check_lead()
+    second.close()
+    with pytest.raises(NotLeader):
+        first.facts.put(SigningKey("3"))
+    assert not first.leads()
+    assert fleet.store("third").facts.get(SigningKey) is None
+
+
+def test_a_leader_lives_as_long_as_its_heartbeat_also_in_a_transaction(fleet: Fleet) -> None:
+    """Also in one in which a statement has failed, which stays failed."""
+    first = fleet.store("first")
+
+    def last_sign() -> str:
+        with psycopg.connect(fleet.url) as other:
+            query = "SELECT state_change::text FROM pg_stat_activity WHERE pid = %s"
+            return str(other.execute(query, [_session(first).info.backend_pid]).fetchone())
+
+    def beat_and_fail() -> None:
+        with first.transaction():
+            before = last_sign()
+            _lead_of(first).beat()
+            between = last_sign()
+            with contextlib.suppress(StateError):
+                first.database.write("SELECT no_such_column")
+            failed = last_sign()
+            _lead_of(first).beat()
+            assert len({before, between, failed, last_sign()}) == 4
+            assert first.leads()
+
+    with pytest.raises(StateError, match="a statement of the transaction has failed"):
+        beat_and_fail()
+    first.check_lead()
+
+
+def test_no_heartbeat_keeps_a_transaction_open_for_ever(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = fleet.store("first")
+    monkeypatch.setattr(lead, "LEASE_S", 0.0)
+    with first.transaction():
+        monkeypatch.setattr(lead, "TRANSACTION_S", 0.0)
+        _lead_of(first).beat()
+        assert not first.leads()
+
+
+def test_a_leader_whose_connection_is_cut_leads_on(fleet: Fleet) -> None:
+    """It ends its own earlier session if PostgreSQL has not noticed that end."""
+    first = fleet.store("first")
+    _cut(fleet, first)
+    _lead_of(first).beat()
+    assert not first.leads()
+    first.check_lead()
+    assert first.leads()
+    unnoticed = _session(first)
+    assert isinstance(first.database, PostgresDatabase)
+    first.database._db = None
+    first.check_lead()
+    assert first.leads()
+    with pytest.raises(psycopg.OperationalError):
+        unnoticed.execute("SELECT 1")
+
+
+def test_a_leader_that_others_have_followed_does_not_lead_again(fleet: Fleet) -> None:
+    """Although the lock is free: what it knows is outdated."""
+    first = fleet.store("first")
+    _cut(fleet, first)
+    fleet.store("second").close()
+    with pytest.raises(NotLeader):
+        first.check_lead()
+    assert fleet.store("third").leads()
+
+
+def test_commands_run_beside_a_leader(fleet: Fleet) -> None:
+    first, command = fleet.store("first"), fleet.store("second", lock=False)
+    command.facts.put(SigningKey("1"))
+    command.check_lead()
+    assert command.leads()
+    assert first.facts.get(SigningKey) == SigningKey("1")
+
+
+def test_only_the_fleets_signing_key_may_lead(fleet: Fleet, tmp_path: Path) -> None:
+    """A standby is refused at its start, and a missing key is not replaced by a new one."""
+    first = fleet.store("first")
+    key = identity_of(first.folder)
+    require_fleet_key(first)
+    first.facts.put(SigningKey(public_key(key).hex()))
+    require_fleet_key(first)
+    fleet.store("second", lock=False)
+    standby = Standby(tmp_path / "second")
+    with pytest.raises(ConfigError, match=r"is missing, .* copy the folder identity"):
+        standby.wait("host")
+    assert not (tmp_path / "second" / "identity").exists()
+    identity_of(tmp_path / "second")
+    with pytest.raises(ConfigError, match="is not the fleet's signing key"):
+        standby.wait("host")
+    shutil.rmtree(tmp_path / "second" / "identity")
+    shutil.copytree(tmp_path / "first" / "identity", tmp_path / "second" / "identity")
+    standby.wait("host")
+    first.close()
+    command = fleet.store("first", lock=False)
+    rotate_key(command, fleet=tmp_path.name)
+    require_fleet_key(command)
+    with pytest.raises(ConfigError, match="is not the fleet's signing key"):
+        Standby(tmp_path / "second").wait("host")
