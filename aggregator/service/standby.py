@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 
 
 class Standby:
-    """What a program does while another one leads; it calls `wait` about every second.
+    """The wait of a program while another one leads.
 
     Args:
         state: the program's state directory.
