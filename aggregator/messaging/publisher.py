@@ -97,7 +97,7 @@ class FleetPublisher(Publisher):
     """A publisher that publishes to the whole fleet too.
 
     `subscriptions` are those beside the fleet's own topics; `presence` is that of this start of the aggregator. With
-    `is_shared` all leaders of the fleet have one MQTT client id, so that the broker ends an earlier leader's connection.
+    `is_shared` all leaders of the fleet have one MQTT client id: the broker ends an earlier leader's connection.
     """
 
     def __init__(
