@@ -222,7 +222,7 @@ def _fleet_state(state: Path, task: Path | None) -> "Iterator[tuple[Store, str]]
         )
     require_owner(state)
     had_ca = has_ca(state)
-    with contextlib.closing(Store(state)) as store:
+    with contextlib.closing(Store(state, fleet=fleet or "")) as store:
         if fleet is None and had_ca:
             fleet = ca_fleet(state)
         if fleet is None:

@@ -182,6 +182,10 @@ def aggregator_access(
         ConfigError: the CA is another fleet's, or lost.
     """
     folder = identity_folder(state)
+    if has_ca(state) and (known := ca_fleet(state)) != fleet:
+        raise ConfigError(
+            f"{folder} is the CA of fleet {known!r}, not of the task's fleet {fleet!r}: give each its own --state"
+        )
     if not access.tls:
         return access
     if not has_ca(state):
@@ -191,10 +195,6 @@ def aggregator_access(
     if access.ca is None:
         access = replace(access, ca=folder / "ca.crt")
     if access.certificate is None and access.username is None:
-        if (known := ca_fleet(state)) != fleet:
-            raise ConfigError(
-                f"{folder} is the CA of fleet {known!r}, not of the task's fleet {fleet!r}: give each its own --state"
-            )
         access = replace(access, certificate=folder / "aggregator.crt", key=folder / "aggregator.key")
     return access
 

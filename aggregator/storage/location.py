@@ -39,14 +39,25 @@ def record(folder: Path, location: Location) -> None:
     """Store where the database of a state directory is, for the other commands.
 
     Raises:
-        ConfigError: the directory has an SQLite file.
+        ConfigError: the directory has an SQLite file, or holds another fleet.
         StateError: the record cannot be written.
     """
     if (file := database_of("aggregator", folder)).is_file():
         raise ConfigError(f"{file} holds this aggregator's state: give --store with another --state")
-    if recorded(folder) != location:
+    before = recorded(folder)
+    if before is not None:
+        check_fleet(folder, location.fleet, before.fleet)
+    if before != location:
         with state_errors(folder):
             write_atomically(folder / _FILE, msgspec.json.encode(location))
+
+
+def check_fleet(folder: Path, fleet: str, known: str) -> None:
+    """Raise ConfigError unless the fleet is the one that a state directory holds."""
+    if fleet != known:
+        raise ConfigError(
+            f"{folder} holds the state of fleet {known!r}, not {fleet!r}: give {fleet!r} its own --state"
+        )
 
 
 def has_database(folder: Path) -> bool:

@@ -84,8 +84,8 @@ class PostgresSchema:
 
     def __init__(self, fleet: str, migrations: Sequence[str]) -> None:
         digest = hashlib.sha256(fleet.encode()).digest()
-        short = fleet if len(fleet) <= MAX_NAME else f"{fleet[:30]}-{digest.hex()[:16]}"
-        self.name = f"fleet_{short}"
+        # A period is in no fleet's name: no short name is that of a long one's schema.
+        self.name = f"fleet_{fleet}" if len(fleet) <= MAX_NAME else f"fleet.{fleet[:30]}-{digest.hex()[:16]}"
         self.quoted = '"' + self.name.replace('"', '""') + '"'
         self._migrations = tuple(migrations)
         self._lock = int.from_bytes(digest[:8]) >> 1  # below 2**63
@@ -149,7 +149,9 @@ class PostgresSchema:
                     "of an older protofleet runs on it: stop it, and start it with this version"
                 )
             if version < 0:
-                database.execute(f"CREATE SCHEMA IF NOT EXISTS {self.quoted}")
+                # It may be there, made for a role that may not create any.
+                if database.execute("SELECT to_regnamespace(%s)", [self.quoted]).fetchone() == (None,):
+                    database.execute(f"CREATE SCHEMA {self.quoted}")
                 database.execute(_CHANGES)
             for script in self._migrations[max(version, 0) :]:
                 database.execute(_translated(script))

@@ -14,7 +14,7 @@ from aggregator.storage.forgotten_devices import ForgottenDevices
 from aggregator.storage.heads import Evaluations, Heads, OperatorCommands
 from aggregator.storage.jobs import Jobs
 from aggregator.storage.lead import Standby
-from aggregator.storage.location import Location, record, recorded
+from aggregator.storage.location import Location, check_fleet, record, recorded
 from aggregator.storage.postgresql import PostgresDatabase, check_url
 from aggregator.storage.stored_values import BlobLocation, FailedTraining, PendingHead, ServedTask
 from aggregator.storage.submissions import SubmissionChanges, Submissions
@@ -132,9 +132,10 @@ class Store:
     `database` is a URL of PostgreSQL (`postgresql://[USER@]HOST[:PORT]/DATABASE`), which holds the tables of `fleet`
     in place of an SQLite file; the directory remembers both, and later a Store finds them there. While another one
     leads the fleet there, a Store with `lock` waits, and calls `standby` about every second; without it, it raises.
+    A directory holds one fleet: with `fleet`, that is checked.
 
-    Raises ConfigError if it is a device's or among Python source files, and StateError if it cannot be used, another
-    protofleet wrote it, or another aggregator has locked it.
+    Raises ConfigError if it is a device's, another fleet's or among Python source files, and StateError if it cannot be
+    used, another protofleet wrote it, or another aggregator has locked it.
     """
 
     def __init__(
@@ -152,6 +153,8 @@ class Store:
         self._lock = FolderLock(folder)
         location = Location(database, fleet) if database else recorded(folder)
         if location is not None:
+            if fleet:
+                check_fleet(folder, fleet, location.fleet)
             self.database: Database | PostgresDatabase = self._open_postgresql(
                 location, read_only=read_only, lock=lock, standby=standby
             )
@@ -159,7 +162,7 @@ class Store:
             self.database = self._open_file(read_only=read_only, lock=lock)
         if lock:
             delete_temporary_files(folder)
-        self._open_tables(read_only=read_only, blobs=blobs)
+        self._open_tables(read_only=read_only, blobs=blobs, fleet=fleet)
 
     def _open_file(self, *, read_only: bool, lock: bool) -> Database:
         folder = self.folder
@@ -200,9 +203,11 @@ class Store:
             standby=standby,
         )
 
-    def _open_tables(self, *, read_only: bool, blobs: str) -> None:
+    def _open_tables(self, *, read_only: bool, blobs: str, fleet: str) -> None:
         self.facts = Facts(self.database)
         try:
+            if fleet and (served := self.facts.get(ServedTask)) is not None:
+                check_fleet(self.folder, fleet, served.fleet)
             machine = (
                 self.database.machine_time if isinstance(self.database, PostgresDatabase) else machine_time
             )

@@ -51,6 +51,14 @@ class PostgreSQL:
         command = [*self._as_user, str(postgresql_program(name)), *arguments]
         subprocess.run(command, check=True, capture_output=True, cwd="/")
 
+    def add_fleet(self, fleet: str, *, password: str) -> str:
+        """Make a role and a database of a fleet's own as deploy/postgresql-fleet.sql does; returns the URL."""
+        script = Path("deploy/postgresql-fleet.sql").resolve().read_text(encoding="utf-8")
+        command = [str(postgresql_program("psql")), "-v", f"fleet={fleet}", "-v", "ON_ERROR_STOP=1", self.url]
+        added = f"{script}\nALTER ROLE \"{fleet}\" PASSWORD '{password}';\n"
+        subprocess.run(command, input=added, text=True, check=True, capture_output=True)
+        return f"postgresql://{fleet}@127.0.0.1:{self.port}/{fleet}"
+
     def start(self) -> None:
         """Start the server, and wait until it answers."""
         options = f"-p {self.port} -c unix_socket_directories='' -c listen_addresses=127.0.0.1 -c shared_buffers=16MB"
@@ -68,6 +76,12 @@ class PostgreSQL:
             str(int(_START_S)),
             "start",
         )
+
+    def require_passwords(self, *users: str) -> None:
+        """Let these users log in with a password only; call it before `start`."""
+        file = self.folder / "data" / "pg_hba.conf"
+        lines = "".join(f"host all {user} 127.0.0.1/32 scram-sha-256\n" for user in users)
+        file.write_text(lines + file.read_text())
 
     def kill(self) -> None:
         """Kill the server and its children without warning."""

@@ -16,6 +16,12 @@ from tests.support.network.brokers import Mosquitto
 
 FLEET = "orchard"
 
+_OF_A_LISTENER = {
+    *("listener", "cafile", "certfile", "keyfile", "crlfile", "allow_anonymous", "require_certificate"),
+    *("use_identity_as_username", "use_username_as_clientid", "acl_file"),
+}
+"""Settings that mosquitto has for each listener."""
+
 
 class ClosedFleet:
     """A fleet's state, its enrollment folders and its broker.
@@ -24,48 +30,68 @@ class ClosedFleet:
         root: their folder.
         address: where the broker listens.
         open_address: a second listener, without certificates and access list.
+        fleet: its name.
+        database: URL of its tables; by default they are in its state directory.
     """
 
     def __init__(
-        self, root: Path, address: BrokerAddress, *, open_address: BrokerAddress | None = None
+        self,
+        root: Path,
+        address: BrokerAddress,
+        *,
+        open_address: BrokerAddress | None = None,
+        fleet: str = FLEET,
+        database: str = "",
     ) -> None:
         self.root = root
         self.broker = replace(address, host="localhost")
         self.state = root / "aggregator"
-        self.store = Store(self.state)
+        self.fleet = fleet
+        self.store = Store(self.state, database=database, fleet=fleet)
         self._open_address = open_address
-        enroll_broker(self.store, ["broker.example"], fleet=FLEET, out=root / "broker", days=30)
+        enroll_broker(self.store, ["broker.example"], fleet=self.fleet, out=root / "broker", days=30)
 
     def enroll(self, device: str, *, renew: bool = False, folder: str = "") -> Path:
         """Enroll a device; returns its folder."""
         out = self.root / (folder or device)
-        enroll(self.store, device, broker=str(self.broker), renew=renew, fleet=FLEET, out=out)
+        enroll(self.store, device, broker=str(self.broker), renew=renew, fleet=self.fleet, out=out)
         return out
 
     def access(self, device: str) -> BrokerAccess:
         return read_enrollment(self.root / device).access
 
     def aggregator_access(self) -> BrokerAccess:
-        return aggregator_access(self.state, BrokerAccess(tls=True), fleet=FLEET)
+        return aggregator_access(self.state, BrokerAccess(tls=True), fleet=self.fleet)
 
     def configuration(self) -> str:
         return (self.root / "broker" / "mosquitto.conf").read_text(encoding="utf-8")
 
-    def mosquitto(self, configuration: str = "") -> Mosquitto:
-        """Return the broker, by default with the written configuration; its paths lead to this folder."""
-        text = configuration or self.configuration()
+    def mosquitto(self, configuration: str = "", *, also: "ClosedFleet | None" = None) -> Mosquitto:
+        """Return the broker, by default with the written configuration, whose paths lead to this folder.
+
+        With a second listener, `also` is another fleet, which has one of its own on the same broker.
+        """
+        text = self._with_paths(configuration or self.configuration())
+        if self._open_address is None:
+            text = re.sub(r"(?m)^listener .*$", "", text)
+            return Mosquitto(BrokerAddress("127.0.0.1", self.broker.port), self.root, options=text)
+        text = f"per_listener_settings true\nallow_anonymous true\n{self._on_own_port(text)}"
+        if also is not None:
+            others = also._on_own_port(also._with_paths(also.configuration()))
+            text += "\n".join(line for line in others.splitlines() if line.split(" ")[0] in _OF_A_LISTENER)
+        return Mosquitto(self._open_address, self.root, options=text)
+
+    def _on_own_port(self, text: str) -> str:
+        return re.sub(r"(?m)^listener .*$", f"listener {self.broker.port} 127.0.0.1", text)
+
+    def _with_paths(self, text: str) -> str:
         for there, here in (
             (FOLDER, f"{self.root}/broker"),
             ("/var/lib/mosquitto/", f"{self.root}/"),
             (f"file {LOG}", "stderr"),
         ):
             text = text.replace(there, here)
-        if self._open_address is None:
-            text = re.sub(r"(?m)^listener .*$", "", text)
-            return Mosquitto(BrokerAddress("127.0.0.1", self.broker.port), self.root, options=text)
-        text = re.sub(r"(?m)^listener .*$", f"listener {self.broker.port} 127.0.0.1", text)
-        options = f"per_listener_settings true\nallow_anonymous true\n{text}"
-        return Mosquitto(self._open_address, self.root, options=options)
+        return text
 
     def publish_revocations(self, broker: Mosquitto | None = None) -> None:
         """Copy the revocation list to the broker, and let it read it if it runs."""

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -144,6 +144,34 @@ def moto_server(folder: Path) -> Iterator[BrokerAddress]:
     finally:
         process.kill()
         process.wait()
+
+
+def fleet_credentials(server: BrokerAddress, fleets: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Return an access key and its secret for each fleet, with the rights of deploy/s3-fleet-policy.json.
+
+    From now on the server verifies signatures, and rights on objects; it ignores conditions of policies.
+    """
+    import boto3
+
+    policy = Path("deploy/s3-fleet-policy.json").resolve().read_text(encoding="utf-8")
+    endpoint = f"http://{server.host}:{server.port}"
+    iam = boto3.client(
+        "iam",
+        endpoint_url=endpoint,
+        region_name="us-east-1",
+        aws_access_key_id="x",
+        aws_secret_access_key="x",
+    )
+    found = {}
+    for fleet in fleets:
+        iam.create_user(UserName=fleet)
+        document = policy.replace("BUCKET", BUCKET).replace("FLEET", fleet)
+        iam.put_user_policy(UserName=fleet, PolicyName="fleet", PolicyDocument=document)
+        key = iam.create_access_key(UserName=fleet)["AccessKey"]
+        found[fleet] = key["AccessKeyId"], key["SecretAccessKey"]
+    text = {"Content-Type": "text/plain"}
+    assert forward(server, "POST", "/moto-api/reset-auth", text, b"0")[0] == 200
+    return found
 
 
 def _is_ready(address: BrokerAddress) -> bool:

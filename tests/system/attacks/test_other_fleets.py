@@ -1,0 +1,224 @@
+"""No device, credential or file of one fleet reaches another one on the same machine."""
+
+import http.client
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from click.testing import CliRunner
+
+from aggregator.cli import cli as aggregator
+from aggregator.storage.postgresql_schema import MAX_NAME, PostgresSchema
+from aggregator.storage.store import MIGRATIONS, Store
+from protocol.errors import ConfigError
+from protocol.wire.codec import decode, digest_of, encode
+from protocol.wire.messages import BlobRequest, Presence, Receipt
+from protocol.wire.signing import public_key, sign_presence
+from protocol.wire.topics import DeviceChannel, FleetChannel, device_topic, fleet_topic
+from protocol.wire.transfer import frames_of
+from tests.support.databases.postgresql import needs_postgresql
+from tests.support.network.brokers import needs_mosquitto
+from tests.system.attacks.attacker_client import AttackerClient, TrafficMonitor
+from tests.system.attacks.two_fleets import MALLORY, OURS, THEIRS, VICTIM, TwoFleets
+
+pytestmark = [needs_mosquitto, needs_postgresql]
+
+NAMES = ("orchard/..", "a/b", "+", "#", "..", "", "a'b", 'a"b', "a b", "a\n", "a\0", "x" * 65, "\u043erchard")
+"""Of fleets: paths, wildcards, quotes, NUL, too long, and a letter that looks like another."""
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoFleets]:
+    with ExitStack() as stack, TwoFleets(tmp_path_factory.mktemp("two"), stack) as fleets:
+        yield fleets
+
+
+def _their_topics() -> list[str]:
+    devices = [
+        device_topic(THEIRS, device, channel)
+        for device in (VICTIM, MALLORY)
+        for channel in get_args(DeviceChannel)
+    ]
+    return [*devices, *(fleet_topic(THEIRS, channel) for channel in get_args(FleetChannel))]
+
+
+def test_device_neither_writes_nor_reads_topics_of_another_fleet(two: TwoFleets) -> None:
+    """With its own certificate, on its own listener; it cannot connect to the other one."""
+    with TrafficMonitor(two.open) as monitor, two.mallory() as client:
+        for topic in _their_topics():
+            assert not client.publish(topic, b"from mallory", retain=True), topic
+        for each in ("#", "pf/1/+/#", f"pf/1/{THEIRS}/#", f"pf/1/{THEIRS}/d/+/up/+", "pf/+/+/task"):
+            client.subscribe(each)
+        for topic in _their_topics():
+            assert monitor.publish(topic, b"" if topic.endswith(("/up/0", "/get")) else b"\xc0")
+        assert monitor.publish(device_topic(OURS, MALLORY, "ack"), b"the end")
+        two.ours.wait_until("the end", lambda: any(one.payload == b"the end" for one in client.received))
+        monitor.settle()
+        assert {topic.split("/")[2] for topic in (one.topic for one in client.received)} == {OURS}
+        assert not any(one.payload == b"from mallory" for one in monitor.received)
+    assert not AttackerClient(two.theirs.broker, two.ours.closed.access(MALLORY)).connect()
+
+
+def test_messages_of_one_fleet_are_refused_by_the_other_one(two: TwoFleets) -> None:
+    """Past the broker, and even where the device has the same key in both: the fleet's name is signed."""
+    with two.inside() as client:
+        assert client.subscribe(fleet_topic(OURS, "task"))
+        two.ours.wait_until("the task", lambda: client.received)
+        manifest = client.received[0].payload
+        before = two.theirs.counts().get((f"by {VICTIM}", "signature"), 0)
+        assert client.publish(fleet_topic(THEIRS, "task"), manifest, retain=True)
+        two.theirs.wait_until(
+            "the device's refusal", lambda: two.theirs.counts().get((f"by {VICTIM}", "signature"), 0) > before
+        )
+        _send(two, client, VICTIM)
+        _send(two, client, MALLORY, reason="unknown_device")
+        two.theirs.closed.store.keys.enroll(MALLORY, public_key(two.key()), now_s=0.0)
+        _send(two, client, MALLORY)
+        online = Presence(state="online", epoch=2**40)
+        presence = sign_presence(online, key=two.key(), topic=device_topic(OURS, MALLORY, "state"))
+        before = two.theirs.counts()[MALLORY, "signature"]
+        assert client.publish(device_topic(THEIRS, MALLORY, "state"), encode(presence))
+        two.theirs.wait_until(
+            "the refused presence", lambda: two.theirs.counts()[MALLORY, "signature"] > before
+        )
+    two.theirs.closed.store.keys.revoke(MALLORY, now_s=0.0)
+    assert [device["device"] for device in two.theirs.status()["devices"] if device["bytes"]] == [VICTIM]
+
+
+def _send(two: TwoFleets, client: AttackerClient, device: str, *, reason: str = "signature") -> None:
+    """Send an upload that is signed for OURS to THEIRS, and wait until it is refused."""
+    (frame,) = frames_of(b"payload", digest=digest_of(b"payload"))
+    before = two.theirs.counts().get((device, reason), 0)
+    payload = two.signed(frame, fleet=OURS, device=device)
+    assert client.publish(device_topic(THEIRS, device, "up"), payload)
+    two.theirs.wait_until(
+        f"{reason} of {device}", lambda: two.theirs.counts().get((device, reason), 0) > before
+    )
+
+
+def test_aggregator_sends_no_blob_of_another_fleet(two: TwoFleets) -> None:
+    """Whose digest the device knows: of a backbone and of a submission."""
+    with closing(Store(two.theirs.aggregator_state, read_only=True)) as store:
+        records = store.submissions.all(store.served_task().digest)
+    backbone = (two.theirs.root / "backbone-0.onnx").read_bytes()
+    with two.mallory() as client:
+        client.subscribe(device_topic(OURS, MALLORY, "ack"))
+        for digest in (digest_of(backbone), records[VICTIM].entry.digest):
+            client.received.clear()
+            request = BlobRequest(digest=digest, offset=0, length=1000)
+            assert client.publish(device_topic(OURS, MALLORY, "get"), encode(request))
+            two.ours.wait_until("an answer", lambda: client.received)
+            receipt = decode(client.received[0].payload, Receipt, max_bytes=1000)
+            assert (receipt.status, receipt.reason) == ("refused", "unknown_blob")
+
+
+def test_role_of_one_fleet_reads_no_database_of_another(two: TwoFleets) -> None:
+    """Nor does its aggregator start with the other one's URL, or with its own role there."""
+    import psycopg
+
+    there = two.theirs.database.replace(f"{THEIRS}@", f"{OURS}@")
+    with pytest.raises(psycopg.OperationalError, match="permission denied for database"):
+        psycopg.connect(there)
+    for url, text in (
+        (there, "permission denied for database"),
+        (two.theirs.database, "no password supplied"),
+    ):
+        log = two.ours.refused_run("--task", two.theirs.task, "--state", two.root / "new", "--store", url)
+        assert text in log
+    assert not any(password in log for password in ("red apples", "white grapes"))
+
+
+def test_schemas_in_one_database_are_their_roles_own(two: TwoFleets, tmp_path: Path) -> None:
+    """Where a database has a schema for each role, in place of a database for each; none may create any."""
+    import psycopg
+
+    schema = PostgresSchema("shared", MIGRATIONS)
+    with psycopg.connect(two.server.url, autocommit=True) as admin:
+        admin.execute(f"CREATE SCHEMA {schema.quoted} AUTHORIZATION {THEIRS}")
+    url = two.server.url.replace("fleet@", f"{THEIRS}@")
+    with closing(Store(tmp_path / "theirs", database=url, fleet="shared")) as store:
+        store.keys.pin("a", bytes(32), now_s=1.0)
+    other = url.replace(f"{THEIRS}@", f"{OURS}@")
+    with psycopg.connect(other, autocommit=True) as connection:
+        for statement in (
+            f"TABLE {schema.quoted}.keys",
+            f"DROP SCHEMA {schema.quoted} CASCADE",
+            'CREATE SCHEMA "fleet_squatted"',
+        ):
+            with pytest.raises(psycopg.errors.InsufficientPrivilege):
+                connection.execute(statement)
+
+
+def test_state_folder_of_one_fleet_is_refused_as_another(two: TwoFleets, tmp_path: Path) -> None:
+    """By `run`, `enroll`, and with its place in the database; nothing in it changes."""
+    two.ours.stop("aggregator")
+    before = sorted(two.ours.aggregator_state.rglob("*"))
+    options = ("--task", two.theirs.task, "--state", two.ours.aggregator_state)
+    wrong = f"holds the state of fleet '{OURS}', not '{THEIRS}': give '{THEIRS}' its own --state"
+    assert wrong in two.ours.refused_run(*options)
+    assert wrong in two.ours.refused_run(*options, "--store", two.ours.database)
+    enrolled = CliRunner().invoke(
+        aggregator, ["enroll", "x", "--out", str(tmp_path / "x"), *map(str, options)]
+    )
+    assert enrolled.exit_code == 1
+    assert isinstance(enrolled.exception, ConfigError)
+    assert sorted(two.ours.aggregator_state.rglob("*")) == before
+    open_state = tmp_path / "open"
+    with (
+        closing(Store(open_state)) as store,
+        closing(Store(two.ours.aggregator_state, read_only=True)) as ours,
+    ):
+        store.facts.put(ours.served_task())
+    with pytest.raises(ConfigError, match="holds the state of fleet 'orchard'"):
+        Store(open_state, fleet=THEIRS)
+    shutil.copytree(two.ours.aggregator_state / "identity", tmp_path / "copied" / "identity")
+    log = two.ours.refused_run("--task", two.theirs.task, "--state", tmp_path / "copied")
+    assert f"is the CA of fleet '{OURS}', not of the task's fleet '{THEIRS}'" in log
+    _restart(two)
+
+
+def test_prefix_of_one_fleet_is_refused_by_another(two: TwoFleets, tmp_path: Path) -> None:
+    """By the rights of its credentials; and by the owner object, where the credentials may do anything."""
+    options = ("--task", two.ours.task, "--state", tmp_path / "new", "--blobs", two.theirs.blobs)
+    assert "lacked the necessary privileges" in two.ours.refused_run(*options)
+    two.ours.environment, before = two.theirs.environment, two.ours.environment
+    assert f"{two.theirs.blobs} belongs to another aggregator" in two.ours.refused_run(*options)
+    two.ours.environment = before
+
+
+def test_token_of_one_dashboard_is_refused_by_another(two: TwoFleets) -> None:
+    token = (two.ours.aggregator_state / "http-token").read_text().strip()
+    for fleet, status in ((two.ours, 200), (two.theirs, 401)):
+        connection = http.client.HTTPConnection(fleet.http.host, fleet.http.port, timeout=60)
+        with closing(connection):
+            connection.request("GET", "/api/v1/session", headers={"Authorization": f"Bearer {token}"})
+            assert connection.getresponse().status == status
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_that_could_lead_elsewhere_name_no_fleet(name: str, tmp_path: Path) -> None:
+    task = tmp_path / "task.toml"
+    escaped = "".join(f"\\u{ord(each):04x}" for each in name)
+    task.write_text(f'classes = ["a"]\nbackbones = ["b.onnx"]\nfleet = "{escaped}"\n')
+    found = CliRunner().invoke(aggregator, ["check", str(task)])
+    assert isinstance(found.exception, ConfigError)
+    assert "`fleet`: Expected `str`" in str(found.exception)
+
+
+def test_no_two_names_have_one_schema() -> None:
+    """Long names are cut, and a name could be chosen that looks like a cut one."""
+    long = "x" * 64
+    cut = PostgresSchema(long, MIGRATIONS).name
+    names = ["A", "a", "a-b", "a_b", "x" * MAX_NAME, "x" * (MAX_NAME + 1), long, long[:-1] + "y"]
+    names.append(cut.removeprefix("fleet."))
+    assert len({PostgresSchema(name, MIGRATIONS).name for name in names}) == len(names)
+    assert all(len(PostgresSchema(name, MIGRATIONS).name) <= 63 for name in names)
+
+
+def _restart(two: TwoFleets) -> None:
+    options = ("--broker", str(two.ours.broker), "--tls", "--http", str(two.ours.http))
+    two.ours.run("--task", two.ours.task, "--state", two.ours.aggregator_state, *options)
+    two.ours.wait_for_log("aggregator", "connected to the broker", times=2)
