@@ -151,7 +151,7 @@ def fleet_credentials(server: BrokerAddress, fleets: Iterable[str]) -> dict[str,
 
     From now on the server verifies signatures, and rights on objects; it ignores conditions of policies.
     """
-    import boto3
+    import boto3  # type: ignore[import-untyped]
 
     policy = Path("deploy/s3-fleet-policy.json").resolve().read_text(encoding="utf-8")
     endpoint = f"http://{server.host}:{server.port}"
