@@ -26,7 +26,7 @@ REFRESH_S = 0.25
 
 @dataclass(frozen=True)
 class Plan:
-    """What to do.
+    """Settings of a run.
 
     Attributes:
         names: of the devices.
