@@ -103,7 +103,6 @@ def object_store() -> tuple[Program, Program, int]:
         "AWS_ACCESS_KEY_ID": "example",
         "AWS_SECRET_ACCESS_KEY": secrets.token_hex(16),
         "AWS_REGION": "us-east-1",
-        "AWS_ALLOW_HTTP": "true",
     }
     return (
         Program(
