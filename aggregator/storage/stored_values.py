@@ -24,7 +24,7 @@ class ServedTask(msgspec.Struct, frozen=True):
 
 
 class IntakeTask(msgspec.Struct, frozen=True, kw_only=True):
-    """What the intake of uploads needs to know about the served task, beside its manifest."""
+    """Facts about the served task that the intake of uploads needs beside its manifest."""
 
     digest: bytes
     fleet: str
@@ -44,7 +44,7 @@ class IntakeTask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class IntakeHeads(msgspec.Struct, frozen=True):
-    """What the intake of uploads needs to know about the heads of the served task."""
+    """Facts about the heads of the served task that the intake of uploads needs."""
 
     task: bytes
     newest: int

@@ -51,7 +51,7 @@ def needed_blobs(task: Task, store: Store) -> set[bytes]:
 
 def delete_unneeded_blobs(task: Task, store: Store) -> None:
     """Delete the blobs that nothing needs any more; raises StateError."""
-    # In a folder also those of a transaction that has not ended yet: nobody may write meanwhile.
+    # In a folder also those of a transaction that has not ended yet: no other process may write meanwhile.
     in_folder = isinstance(store.blobs, BlobStore)
     with store.transaction() if in_folder else contextlib.nullcontext():
         store.blobs.keep_only(needed_blobs(task, store))

@@ -53,7 +53,7 @@ class Task:
 
     @property
     def intake(self) -> IntakeTask:
-        """What the intake of uploads needs to know."""
+        """Return the task as the intake of uploads needs it."""
         file, expected = self.file, self.expectation
         return IntakeTask(
             digest=self.digest,

@@ -74,7 +74,7 @@ class Cluster:
         """Start two of each role."""
         self.start(self._aggregator(1))
         self._share_keys()
-        self.start(self._trainer(1), self._trainer(2))
+        self.start(self._aggregator(2), self._trainer(1), self._trainer(2))
 
     def state(self, name: str) -> Path:
         """Return the state folder of a role."""
@@ -109,7 +109,7 @@ class Cluster:
         return Counter(re.findall(r"submission accepted device=(\S+)", logs))
 
     def _share_keys(self) -> None:
-        """Give the second coordinator the first one's keys, which an operator copies or mounts."""
+        """Give the second aggregator the first one's keys, which an operator copies or mounts."""
         first, second = (self.state(f"aggregator-{number}") for number in (1, 2))
         second.mkdir(mode=0o700)
         shutil.copytree(first / "identity", second / "identity", ignore=shutil.ignore_patterns("lock"))
