@@ -20,6 +20,7 @@ from aggregator.heads.pending_training import (
     was_killed,
 )
 from aggregator.heads.trained_heads import log_head, store_head
+from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import PendingHead, TrainingProgress
 from aggregator.storage.submissions import SubmissionRecord
@@ -177,6 +178,8 @@ class HeadTraining:
                 reason = str(error)
                 if self._is_stopped(finished.job):
                     return False
+        if head is None and self._adopt_stored():
+            return True
         has_lost = finished.result is None and self._close_without_lost(members or {})
         if head is None and not has_lost:
             self._fail(reason)
@@ -187,6 +190,23 @@ class HeadTraining:
         with contextlib.suppress(StateError):  # `status` may show outdated progress
             self._store.facts.delete(TrainingProgress)
         return head is not None
+
+    def _adopt_stored(self) -> bool:
+        """Return True if the next head is stored already, by a transaction that failed only to report its commit."""
+        with contextlib.suppress(StateError):
+            head = self._stored_head()
+            if head is not None:
+                state = self._store.round_state(self._task.digest)
+                self.state = replace(state, is_rate_limited=self.state.is_rate_limited)
+                self._head = head
+                self._due.clear()
+                log_head(head, self.state, self._settings)
+                return True
+        return False
+
+    def _stored_head(self) -> HeadRecord | None:
+        head = next(reversed(self._store.heads.all(self._task.digest)), None)
+        return head if head is not None and head.version > self.state.head_version else None
 
     def _close_without_lost(self, members: Mapping[str, round_state.Entry]) -> bool:
         """Repeat the training without the submissions that are lost; return False if none is."""
@@ -247,6 +267,8 @@ class HeadTraining:
     def _start(self, train: rounds.Train) -> None:
         self._job = job = job_of(train, self._task, self._store, self.state, tensors=self._tensors)
         try:
+            if self._stored_head() is not None:
+                raise StateError(f"head {train.version} is stored already")  # `finish` adopts it
             self.state = replace(self.state, is_rate_limited=not self._rate.count())
             put_pending(self._store, self._task.digest, train.version, dict(train.members), is_running=True)
             self.restoration.verify(blobs_of(job, self._task))

@@ -6,6 +6,7 @@ Writers of a fleet run one after the other, as on SQLite: each write transaction
 
 import contextlib
 import importlib.util
+import secrets
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
@@ -18,6 +19,9 @@ from protocol.errors import ConfigError, RuntimeMissing, StateError
 from protocol.storage.folder_lock import FolderLock
 
 Value = TypeVar("Value")
+
+TRIAL_BYTES = 64 * 1024
+"""More than fits into the free space of a page of a table: on a full disk it cannot be written."""
 
 _RAISE = "UPDATE changes SET number = number + 1"
 
@@ -226,9 +230,11 @@ class PostgresDatabase:
         return "postgresql", now_s + elapsed_s() - read_s
 
     def check_writable(self) -> None:
-        """Write without changing the contents, to find out whether PostgreSQL can."""
+        """Write TRIAL_BYTES and delete them, to find out whether PostgreSQL can."""
         with self.transaction():
-            pass
+            trial = secrets.token_hex(TRIAL_BYTES // 2)
+            self._execute("INSERT INTO facts VALUES ('trial', ?)", (trial,))
+            self._execute("DELETE FROM facts WHERE name = 'trial'", ())
 
     def check_file(self) -> None:
         """Do nothing: a connection that answers is one to the tables, which are not a file to delete."""
@@ -276,7 +282,9 @@ class PostgresDatabase:
         try:
             yield
         except psycopg.Error as error:
-            if self._db is not None and self._db.closed:
+            # A server that has become read-only has perhaps been replaced, and another one is at its address now.
+            is_replaced = isinstance(error, psycopg.errors.ReadOnlySqlTransaction) and not self._read_only
+            if self._db is not None and (self._db.closed or is_replaced):
                 self._drop()
             text = " ".join(str(error).split())
             raise StateError(f"cannot use {self.path}: {text}") from error

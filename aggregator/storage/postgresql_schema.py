@@ -182,10 +182,10 @@ def connect(url: str, schema: PostgresSchema, *, read_only: bool, program: str =
     Raises:
         psycopg.Error: PostgreSQL cannot be reached.
     """
-    import psycopg
+    from aggregator.storage.postgresql_connection import Connection  # psycopg, an extra of its own
 
     name = f"{program} on {platform.node()[:30]}"
-    database = psycopg.connect(url, autocommit=True, application_name=name, **_OPTIONS)  # type: ignore[arg-type]
+    database = Connection.connect(url, autocommit=True, application_name=name, **_OPTIONS)  # type: ignore[arg-type]
     settings = {**_SETTINGS, "search_path": schema.quoted}
     if read_only:
         settings["default_transaction_read_only"] = "on"

@@ -4,9 +4,12 @@ import contextlib
 import os
 import resource
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 
 @contextlib.contextmanager
@@ -30,6 +33,27 @@ def full_disk(*, after_bytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@contextlib.contextmanager
+def small_disk(*, size_bytes: int) -> Iterator[Path]:
+    """A file system of its own that every user may enter; skips the test where none can be mounted."""
+    with open_folder() as folder:
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes},mode=755", "tmpfs", str(folder)]
+        mounted = subprocess.run(command, capture_output=True, text=True, check=False)
+        if mounted.returncode:
+            pytest.skip(f"a file system cannot be mounted here: {mounted.stderr.strip()}")
+        try:
+            yield folder
+        finally:
+            subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fill(disk: Path) -> None:
+    """Write the file `filler` until a file system is full."""
+    with (disk / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(65536))
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,17 +30,33 @@ needs_postgresql = pytest.mark.skipif(
 
 
 class PostgreSQL:
-    """A server on a free port that can be killed and started again with the same files."""
+    """A server on a free port that can be killed and started again with the same files.
 
-    def __init__(self) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="pg-", dir="/tmp"))
+    Args:
+        parent: folder for its folder; every user must be able to enter it.
+    """
+
+    def __init__(self, parent: str | Path = "/tmp") -> None:  # noqa: S108 - which every user may enter
+        self.folder = Path(tempfile.mkdtemp(prefix="pg-", dir=parent))
         self._user = "postgres" if os.geteuid() == 0 else getpass.getuser()
         self._as_user = ("runuser", "-u", self._user, "--") if os.geteuid() == 0 else ()
         if self._as_user:
             shutil.chown(self.folder, self._user)
         self.port = free_address().port
         self._run(
-            "initdb", "-D", str(self.folder / "data"), "-A", "trust", "--no-sync", "-U", "fleet", "-E", "UTF8"
+            *(
+                "initdb",
+                "-D",
+                str(self.folder / "data"),
+                "-A",
+                "trust",
+                "--no-sync",
+                "-U",
+                "fleet",
+                "-E",
+                "UTF8",
+            ),
+            "--wal-segsize=1",
         )
 
     @property
@@ -82,6 +99,16 @@ class PostgreSQL:
         file = self.folder / "data" / "pg_hba.conf"
         lines = "".join(f"host all {user} 127.0.0.1/32 scram-sha-256\n" for user in users)
         file.write_text(lines + file.read_text())
+
+    def execute(self, *statements: str) -> list[tuple[Any, ...]]:
+        """Execute statements as an administrator, who may always write; returns the rows of the last one."""
+        import psycopg
+
+        with psycopg.connect(self.url, autocommit=True) as database:
+            database.execute("SET default_transaction_read_only = off")
+            for statement in statements:
+                cursor = database.execute(statement)
+            return cursor.fetchall() if cursor.description else []
 
     def kill(self) -> None:
         """Kill the server and its children without warning."""

@@ -95,9 +95,9 @@ class Daemon:
         """Wait until the status meets a condition; returns that status."""
         return self._fleet.wait_for("a status", holds)
 
-    def until_logged(self, text: str) -> None:
-        """Wait until the log contains a text."""
-        self._fleet.wait_for_log("aggregator", text)
+    def until_logged(self, text: str, *, times: int = 1) -> None:
+        """Wait until the log contains a text at least `times` times."""
+        self._fleet.wait_for_log("aggregator", text, times=times)
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
         """End it by a signal; returns its exit status."""

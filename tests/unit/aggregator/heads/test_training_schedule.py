@@ -329,6 +329,37 @@ def test_failure_on_a_full_disk_is_retried(task: Task, store: Store) -> None:
     assert [len(head.members) for head in store.heads.all()] == [2]
 
 
+@pytest.mark.parametrize("is_readable", [True, False])
+def test_head_whose_commit_was_not_reported_is_adopted(
+    task: Task, store: Store, *, is_readable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As soon as the database can be read again; it counts once."""
+    events: Events = queue.SimpleQueue()
+    training = HeadTraining(task, store, on_event=events.put)
+    for device in ("a", "b"):
+        _take(training, task, device)
+    finished = _end(events)
+
+    def store_and_fail(*arguments: object) -> None:
+        store_head(*arguments)  # type: ignore[arg-type]
+        raise StateError("the connection was lost")
+
+    monkeypatch.setattr(training_schedule, "store_head", store_and_fail)
+    if is_readable:
+        assert training.finish(finished)
+    else:
+        with patch.object(store.heads, "all", side_effect=StateError("cannot be read")):
+            assert not training.finish(finished)
+        training.retry()
+        training.tick()
+        assert training.finish(_end(events))
+    assert [head.version for head in store.heads.all(task.digest)] == [1]
+    assert training.state == replace(store.round_state(task.digest), is_rate_limited=False)
+    assert training.round is not None
+    assert training.round.number == 1
+    training.stop()
+
+
 def test_interrupted_round_is_closed_again(
     task: Task, store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,0 +1,77 @@
+"""The aggregator on PostgreSQL under faults during uploads: no submission is lost, and each counts once."""
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+from aggregator.storage.store import Store
+from protocol.mqtt.tls import BrokerAddress
+from protocol.wire.codec import digest_of, encode
+from tests.support.databases.postgresql import PostgreSQL, needs_postgresql
+from tests.support.databases.proxy import DatabaseProxy
+from tests.support.fleets.aggregator_process import PATIENT, Device, aggregator, write_task
+from tests.support.messages.submissions import submission
+from tests.support.network.brokers import mosquitto, needs_mosquitto
+
+END_SESSIONS = "SELECT pg_terminate_backend(pid) FROM pg_locks WHERE locktype = 'advisory'"
+
+Faults = dict[str, tuple[Callable[[], object], Callable[[], object]]]
+"""How to provoke each fault, and how to end it."""
+
+
+def faults_of(server: PostgreSQL, proxy: DatabaseProxy) -> Faults:
+    def read_only(setting: str) -> None:
+        server.execute(f"ALTER SYSTEM {setting}", "SELECT pg_reload_conf()", END_SESSIONS)
+
+    def nothing() -> None:
+        pass
+
+    return {
+        "cut within a transaction": (
+            lambda: proxy.provoke("request lost", "BEGIN", "INSERT INTO submissions"),
+            nothing,
+        ),
+        "cut after a COMMIT": (
+            lambda: proxy.provoke("answer lost", "INSERT INTO submissions", "COMMIT"),
+            nothing,
+        ),
+        "read-only": (
+            lambda: read_only("SET default_transaction_read_only = on"),
+            lambda: read_only("RESET default_transaction_read_only"),
+        ),
+        "killed": (server.kill, server.start),
+    }
+
+
+@needs_postgresql
+@needs_mosquitto
+def test_each_submission_counts_once(address: BrokerAddress, tmp_path: Path) -> None:
+    """An acknowledged submission is kept; what a fault interrupts is sent again; a person sees why."""
+    with (
+        contextlib.closing(PostgreSQL()) as server,
+        contextlib.closing(DatabaseProxy(server.port)) as proxy,
+        mosquitto(address, tmp_path),
+    ):
+        server.start()
+        task = write_task(tmp_path, PATIENT)
+        with aggregator(task, address, "--store", proxy.url) as daemon, Device(address, "first") as first:
+            first.aggregator_is("online")
+            message = submission(task=digest_of(first.task()))
+            assert first.upload(message).status == "received"
+            faults = faults_of(server, proxy)
+            devices = {f"device-{number}": fault for number, fault in enumerate(faults)}
+            for times, (name, fault) in enumerate(devices.items(), start=1):
+                provoke, heal = faults[fault]
+                with Device(address, name) as device:
+                    provoke()
+                    device.send_payload(encode(message))
+                    daemon.until_logged("intake stopped", times=times)
+                    heal()
+                    daemon.until_logged("intake resumed", times=times)
+                    while device.upload(message).status != "received":
+                        pass  # the first receipt may say that it was not stored
+            assert proxy.faults == 2
+            assert first.upload(message).status == "received"
+            with contextlib.closing(Store(daemon.state, read_only=True)) as store:
+                assert set(store.submissions.all(message.task)) == {"first", *devices}
+                assert {each.reason for each in store.refusals.all()} <= {"not_stored"}
