@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from aggregator.ingest import intake_status
 from aggregator.security.key_rotation import require_fleet_key
 from aggregator.storage.lead import STANDBY_S
 from aggregator.storage.store import Store
@@ -34,7 +35,7 @@ class Standby:
         self._manager = ServiceManager()
         self._is_known = False
         """Another aggregator has led while this program ran."""
-        self._leader = ""
+        self._leader: str | None = None
         self._problem = ""
         self._check_s = 0.0
 
@@ -47,6 +48,7 @@ class Standby:
         self._is_known, self._problem = True, ""
         if leader != self._leader:
             self._leader = leader
+            intake_status.create(self._state)  # that of an earlier lead is over
             event(log, logging.INFO, "standby: another aggregator leads the fleet", leader=leader)
             self._manager.ready()
         self._manager.alive()
@@ -88,5 +90,5 @@ class Standby:
             try:
                 return lead()
             except NotLeader as error:
-                self._is_known, self._leader = True, ""
+                self._is_known, self._leader = True, None
                 event(log, logging.WARNING, "this aggregator no longer leads", reason=error)

@@ -57,6 +57,7 @@ def _collect(store: Store) -> model.Status:
     is_running = store.is_locked()
     return model.Status(
         running=is_running,
+        leader=store.leader(),
         intake=intake_status.read(store.folder, is_running=is_running),
         aggregator_key=key.public if key is not None else "",
         root_key=root_of(key_certificates(store.folder, bytes.fromhex(key.public))).hex() if key else "",

@@ -166,6 +166,9 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """The state of an aggregator and its fleet."""
 
     running: bool
+    leader: Annotated[
+        str, Meta(description="The machine of the aggregator that runs, on PostgreSQL; otherwise empty.")
+    ]
     intake: Intake
     aggregator_key: Annotated[str, Meta(description="Public key in hex: `edge-client --aggregator-key`.")]
     root_key: Annotated[

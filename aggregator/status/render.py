@@ -57,7 +57,8 @@ def _print(console: Console, label: str, text: str, style: str = "") -> None:
 
 def _above(status: Status) -> Iterator[tuple[str, ...]]:
     """Yield label, text and style of each line above the devices."""
-    running = "running" if status.running else "not running"
+    on = status.leader and f" on {status.leader}"
+    running = f"running{on}" if status.running else "not running"
     yield "fleet", f"{status.fleet}, {status.algorithm}, task {status.task[:12]}, {running}", "bold"
     yield "key", f"{status.aggregator_key}; {_enrollment(status.enrollment)}"
     if status.root_key:

@@ -36,7 +36,7 @@ LOCK_S = 5.0
 """Seconds in which PostgreSQL should notice that an earlier connection of this program has ended."""
 
 Standby = Callable[[str], None]
-"""Called about every `STANDBY_S` while another aggregator leads, with the name of its session; may raise."""
+"""Called about every `STANDBY_S` while another aggregator leads, with its machine's name; may raise."""
 
 
 class Lead:
@@ -80,14 +80,14 @@ class Lead:
             if holder is None:
                 pass  # it has just ended
             elif self._term and holder.key != self._key:
-                raise self._lose(holder.name)
+                raise self._lose(holder.host)
             elif self._term:
                 self._schema.end(database, holder)  # this program's own, whose end PostgreSQL has not noticed
             elif self._standby is not None:
-                self._standby(holder.name)
+                self._standby(holder.host)
                 if holder.idle_s > (STATEMENT_S if holder.is_active else LEASE_S):
                     text = "the leading aggregator does not answer: its session is ended"
-                    event(log, logging.WARNING, text, leader=holder.name, seconds=round(holder.idle_s, 1))
+                    event(log, logging.WARNING, text, leader=holder.host, seconds=round(holder.idle_s, 1))
                     self._schema.end(database, holder)
                 else:
                     pause_s = STANDBY_S
@@ -156,7 +156,7 @@ class Lead:
             self.beat()
 
     def _lose(self, leader: str) -> NotLeader:
-        self._lost = f"another aggregator leads the fleet{leader and f', {leader}'}"
+        self._lost = f"another aggregator leads the fleet{leader and f' on {leader}'}"
         return NotLeader(self._lost)
 
 

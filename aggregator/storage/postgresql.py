@@ -201,6 +201,12 @@ class PostgresDatabase:
         with self.connection(), self._errors():
             return self._schema.is_locked(self._db)
 
+    def leader(self) -> str:
+        """Return the machine of the aggregator that holds the fleet's lock; empty if there is none."""
+        with self.connection(), self._errors():
+            holder = self._schema.holder(self._db)
+        return "" if holder is None else holder.host
+
     def leads(self) -> bool:
         """Return False if another aggregator may have taken the fleet's lead from this program."""
         return self._lead is None or self._lead.is_certain()

@@ -62,6 +62,9 @@ SELECT pid, backend_start::text, application_name, state = 'active',
     extract(epoch FROM clock_timestamp() - state_change)::float8
 FROM pg_stat_activity WHERE pid IN ({_IS_LOCKED.replace("SELECT 1", "SELECT pid")})
 """  # noqa: S608 - of this file
+_ON = " on "
+"""Between program and machine in the application name of a connection."""
+
 _END = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid = %s AND backend_start::text = %s"
 
 
@@ -71,8 +74,8 @@ class Holder:
 
     key: tuple[int, str]
     """Process id and start, which identify the session."""
-    name: str
-    """Its application name, which has the host's."""
+    host: str
+    """The machine's name, from the application name."""
     is_active: bool
     """It executes a statement."""
     idle_s: float
@@ -107,7 +110,7 @@ class PostgresSchema:
         if row is None:
             return None
         pid, start, name, is_active, idle_s = row
-        return Holder((pid, start), name or "", bool(is_active), idle_s or 0.0)
+        return Holder((pid, start), (name or "").rpartition(_ON)[2], bool(is_active), idle_s or 0.0)
 
     def end(self, database: Any, holder: Holder) -> None:
         """End a session, and with it its transaction and its locks."""
@@ -184,7 +187,7 @@ def connect(url: str, schema: PostgresSchema, *, read_only: bool, program: str =
     """
     from aggregator.storage.postgresql_connection import Connection  # psycopg, an extra of its own
 
-    name = f"{program} on {platform.node()[:30]}"
+    name = f"{program}{_ON}{platform.node()[:30]}"
     database = Connection.connect(url, autocommit=True, application_name=name, **_OPTIONS)  # type: ignore[arg-type]
     settings = {**_SETTINGS, "search_path": schema.quoted}
     if read_only:

@@ -244,6 +244,10 @@ class Store:
             return self.database.is_locked()
         return self._lock.is_taken()
 
+    def leader(self) -> str:
+        """Return the machine of the aggregator that leads the fleet on PostgreSQL; empty if there is none."""
+        return self.database.leader() if isinstance(self.database, PostgresDatabase) else ""
+
     @property
     def is_shared(self) -> bool:
         """True if aggregators on other machines can use the same tables."""

@@ -1,7 +1,10 @@
 """One aggregator of a fleet leads on PostgreSQL; standbys wait for its session's end, or end it when it is silent."""
 
 import contextlib
+import logging
+import platform
 import shutil
+import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -106,7 +109,7 @@ def test_a_standby_leads_when_the_leader_has_ended(fleet: Fleet) -> None:
     first = fleet.store("first")
     first.facts.put(SigningKey("1"))
     waiting = fleet.waiting("second")
-    assert waiting.leader().startswith("protofleet aggregator on ")
+    assert waiting.leader() == first.leader() == platform.node()[:30]
     assert first.leads()
     first.check_lead()
     first.close()
@@ -134,7 +137,7 @@ def test_a_silent_leader_loses_its_lead_for_good(fleet: Fleet, monkeypatch: pyte
         return second
 
     second = put_and_lose()
-    with pytest.raises(NotLeader, match="another aggregator leads the fleet, protofleet aggregator on"):
+    with pytest.raises(NotLeader, match="another aggregator leads the fleet on "):
         first.check_lead()
     second.close()
     with pytest.raises(NotLeader):
@@ -205,6 +208,37 @@ def test_a_leader_that_others_have_followed_does_not_lead_again(fleet: Fleet) ->
     with pytest.raises(NotLeader):
         first.check_lead()
     assert fleet.store("third").leads()
+
+
+def test_a_standby_counts_as_started(
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Service managers would end it otherwise; what it logs is there once."""
+    fleet.store("second", lock=False)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager, caplog.at_level(logging.INFO):
+        manager.bind(str(tmp_path / "notify"))
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        standby = Standby(tmp_path / "second")
+        standby.wait("host")
+        standby.wait("host")
+        assert [manager.recv(100), manager.recv(100)] == [b"READY=1", b"WATCHDOG=1"]
+    assert caplog.text.count("standby: another aggregator leads the fleet leader=host") == 1
+
+
+def test_a_standby_outlives_postgresql(tmp_path: Path, postgresql: PostgreSQL) -> None:
+    """But a program that is started without it ends with an error."""
+    standby, failures = Standby(tmp_path), [StateError("no server"), StateError("no server")]
+
+    def open_store() -> Store:
+        if failures:
+            raise failures.pop()
+        return Store(tmp_path, database=postgresql.url, fleet=tmp_path.name, lock=True)
+
+    with pytest.raises(StateError, match="no server"):
+        standby.open(open_store)
+    standby.wait("host")
+    with contextlib.closing(standby.open(open_store)) as store:
+        assert store.leads()
 
 
 def test_commands_run_beside_a_leader(fleet: Fleet) -> None:
