@@ -113,7 +113,7 @@ def _write_until_it_fails(store: Store) -> None:
 
 
 def test_full_disk(tmp_path: Path) -> None:
-    """What does not fit is an error, as is a trial; once there is room, everything can be written again."""
+    """A write that does not fit is an error, as is a trial; once there is room, both succeed."""
     with small_disk(size_bytes=64 * 1024**2) as disk, contextlib.closing(PostgreSQL(disk)) as server:
         server.start()
         with contextlib.closing(Store(tmp_path / "a", database=server.url, fleet="f", lock=True)) as store:
