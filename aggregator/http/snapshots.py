@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import hashlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -48,6 +48,7 @@ class Snapshots:
 
     def __init__(self, state: Path) -> None:
         self._state = state
+        self._stamps = Stamps(state)
         self._stamp: object = None
         self._next_s = 0.0
         self._snapshot = Snapshot("")
@@ -62,16 +63,18 @@ class Snapshots:
         self._is_ending = True
         async with self._changed:
             self._changed.notify_all()
+        async with self._reading:
+            self._stamps.close()
 
     async def current(self) -> Snapshot:
         """Return the newest snapshot, made anew if the state has changed and the last one is old enough."""
         async with self._reading:
             if time.monotonic() >= self._next_s:
-                stamp = await asyncio.to_thread(_stamp, self._state)
+                stamp = await asyncio.to_thread(self._stamps.read)
                 if stamp != self._stamp:
                     start_s = time.monotonic()
                     self._snapshot = await asyncio.to_thread(read_snapshot, self._state)
-                    self._stamp = stamp
+                    self._stamp = None if self._snapshot.problem else stamp
                     took_s = time.monotonic() - start_s
                     self._next_s = start_s + took_s + max(POLL_S / 2, REST * took_s)
             return self._snapshot
@@ -128,16 +131,41 @@ def read_snapshot(state: Path) -> Snapshot:
     return Snapshot("", status, documents, version, time.time())
 
 
-def _stamp(state: Path) -> object:
-    """Return a value that changes when anything changes that a snapshot shows."""
-    if recorded(state) is not None:
-        return time.time()  # no file tells when PostgreSQL's tables change
-    database = database_of("aggregator", state)
-    files = (
-        database,
-        database.with_name(f"{database.name}-wal"),
-        *(state / name for name in ("intake.json", "head.onnx", "model.onnx")),
-    )
+class Stamps:
+    """Finds out whether anything has changed that a snapshot of a state directory shows.
+
+    PostgreSQL is asked on a connection that stays open; of an SQLite database the files tell.
+    """
+
+    def __init__(self, state: Path) -> None:
+        self._state = state
+        self._store: Store | None = None
+
+    def read(self) -> object:
+        """Return a value that changes when anything changes."""
+        files = [self._state / name for name in ("intake.json", "head.onnx", "model.onnx")]
+        try:
+            if recorded(self._state) is not None:
+                return _times(files), self._postgresql()
+            database = database_of("aggregator", self._state)
+            files += [database, database.with_name(f"{database.name}-wal")]
+            return _times(files), FolderLock(self._state).is_taken()
+        except ProtofleetError as error:
+            return _times(files), str(error)
+
+    def _postgresql(self) -> object:
+        if self._store is None:
+            self._store = Store(self._state, read_only=True)
+        return self._store.data_version(), self._store.is_locked()
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self._store is not None:
+            self._store.close()
+
+
+def _times(files: Iterable[Path]) -> list[tuple[int, int, int] | None]:
+    """Return the time of the last write, the size and the number of each file; None if there is none."""
     times: list[tuple[int, int, int] | None] = []
     for file in files:
         try:
@@ -146,8 +174,4 @@ def _stamp(state: Path) -> object:
             times.append(None)
         else:
             times.append((found.st_mtime_ns, found.st_size, found.st_ino))
-    try:
-        is_running = FolderLock(state).is_taken()
-    except ProtofleetError:
-        is_running = False
-    return *times, is_running
+    return times

@@ -193,8 +193,8 @@ def connect(url: str, schema: PostgresSchema, *, read_only: bool, program: str =
     if read_only:
         settings["default_transaction_read_only"] = "on"
     try:
-        for setting, value in settings.items():
-            database.execute("SELECT set_config(%s, %s, false)", [setting, value])
+        each = ", ".join(["set_config(%s, %s, false)"] * len(settings))
+        database.execute(f"SELECT {each}", [text for setting in settings.items() for text in setting])
     except BaseException:
         database.close()
         raise

@@ -9,6 +9,7 @@ from aggregator.config.task_file import load_task
 from aggregator.storage.store import Store
 from aggregator.tasks.task_preparation import prepare_task
 from protocol.mqtt.tls import BrokerAddress
+from tests.support.databases.postgresql import PostgreSQL, postgresql_program
 from tests.support.fleets.aggregator_process import IN_ROUNDS, write_task
 from tests.support.graphs.exported_graphs import provide
 from tests.support.network.brokers import amqtt
@@ -23,6 +24,19 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     prepare_task(*load_task(task_file), store=store)
     store.close()
     return folder
+
+
+@pytest.fixture(scope="session")
+def postgresql() -> Iterator[PostgreSQL]:
+    """A running server."""
+    if postgresql_program("initdb") is None:
+        pytest.skip("PostgreSQL is not installed: apt-get install postgresql")
+    server = PostgreSQL()
+    try:
+        server.start()
+        yield server
+    finally:
+        server.close()
 
 
 @pytest.fixture

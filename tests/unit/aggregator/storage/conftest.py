@@ -7,20 +7,6 @@ from pathlib import Path
 import pytest
 
 from aggregator.storage.store import Store
-from tests.support.databases.postgresql import PostgreSQL, postgresql_program
-
-
-@pytest.fixture(scope="session")
-def postgresql() -> Iterator[PostgreSQL]:
-    """A running server."""
-    if postgresql_program("initdb") is None:
-        pytest.skip("PostgreSQL is not installed: apt-get install postgresql")
-    server = PostgreSQL()
-    try:
-        server.start()
-        yield server
-    finally:
-        server.close()
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -29,7 +15,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     if request.param == "sqlite":
         yield Store(tmp_path)
         return
-    server: PostgreSQL = request.getfixturevalue("postgresql")
+    server = request.getfixturevalue("postgresql")
     opened = Store(tmp_path, database=server.url, fleet=tmp_path.name)
     with contextlib.closing(opened):
         yield opened

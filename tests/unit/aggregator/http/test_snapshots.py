@@ -1,0 +1,44 @@
+"""Snapshots of a state in PostgreSQL."""
+
+import asyncio
+import contextlib
+from pathlib import Path
+
+import pytest
+
+from aggregator.http import snapshots
+from aggregator.http.snapshots import Snapshots
+from aggregator.storage.store import Store
+from aggregator.storage.stored_values import SigningKey
+from tests.support.databases.postgresql import PostgreSQL
+from tests.support.messages.submissions import SERVED
+
+
+def test_state_in_postgresql_is_read_again_only_when_it_has_changed(
+    tmp_path: Path, postgresql: PostgreSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By another program; the start and the end of the aggregator are changes, too."""
+    monkeypatch.setattr(snapshots, "POLL_S", 0)
+    monkeypatch.setattr(snapshots, "REST", 0)
+
+    async def compare() -> None:
+        read = Snapshots(tmp_path)
+        with contextlib.closing(
+            Store(tmp_path, database=postgresql.url, fleet=tmp_path.name, lock=True)
+        ) as store:
+            store.facts.put(SERVED)
+            first = await read.current()
+            assert first.status is not None
+            assert first.status.running
+            assert await read.current() is first
+            store.facts.put(SigningKey("00"))
+            second = await read.current()
+            assert second.status is not None
+            assert second.status.aggregator_key == "00"
+            assert await read.current() is second
+        third = await read.current()
+        assert third.status is not None
+        assert not third.status.running
+        await read.end()
+
+    asyncio.run(compare())
