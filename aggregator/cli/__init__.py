@@ -3,6 +3,7 @@
 import click
 
 from aggregator.cli import enrollment, operator_commands, task_file
+from aggregator.cli.dashboard import dashboard_command
 from aggregator.cli.doctor import doctor_command
 from aggregator.cli.run import run_command
 from aggregator.cli.state import EXTRAS
@@ -27,6 +28,7 @@ for _command in (
     train_command,
     doctor_command,
     top_command,
+    dashboard_command,
     *task_file.COMMANDS,
     *operator_commands.COMMANDS,
     *enrollment.COMMANDS,

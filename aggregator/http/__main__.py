@@ -14,15 +14,12 @@ import msgspec
 import uvicorn
 
 from aggregator.http.app import make_app
-from aggregator.http.connection import TimedConnection
+from aggregator.http.connection import server_config
 from aggregator.http.settings import HttpSettings
 from aggregator.http.snapshots import Snapshots
 from protocol.cli import start_logging
 from protocol.log import LINES_AT_ONCE, LINES_PER_S
 from protocol.rates.token_buckets import TokenBuckets
-
-MAX_CONNECTIONS = 512
-"""Open connections, beyond which requests are answered with 503."""
 
 NICENESS = 5
 """Below the aggregator's intake, where the processor is busy."""
@@ -67,19 +64,7 @@ class _Uvicorn(uvicorn.Server):
 
 async def _serve(settings: HttpSettings) -> None:
     snapshots = Snapshots(Path(settings.state))
-    config = uvicorn.Config(
-        make_app(settings, snapshots),
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        lifespan="off",
-        ws="none",
-        http=TimedConnection,
-        loop="asyncio",
-        limit_concurrency=MAX_CONNECTIONS,
-        timeout_graceful_shutdown=1,
-    )
+    config = server_config(make_app(settings, snapshots))
     with socket.socket(fileno=settings.socket) as listening:
         await _Uvicorn(config, snapshots).serve(sockets=[listening])
 

@@ -4,10 +4,14 @@ import asyncio
 from typing import Any
 
 import h11
+import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 REQUEST_S = 30.0
 """Time limit for a request's headers, for its body, and for the client to receive anything of an answer."""
+
+MAX_CONNECTIONS = 512
+"""Open connections, beyond which requests are answered with 503."""
 
 
 class TimedConnection(H11Protocol):
@@ -37,3 +41,20 @@ class TimedConnection(H11Protocol):
             self.transport.abort()
             return
         self._timer = self.loop.call_later(REQUEST_S, self._watch, now)
+
+
+def server_config(app: Any) -> uvicorn.Config:
+    """Return uvicorn's settings for an application that browsers reach directly."""
+    return uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        lifespan="off",
+        ws="none",
+        http=TimedConnection,
+        loop="asyncio",
+        limit_concurrency=MAX_CONNECTIONS,
+        timeout_graceful_shutdown=1,
+    )

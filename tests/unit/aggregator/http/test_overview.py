@@ -1,0 +1,159 @@
+"""The page over several fleets: what it shows of each, and of one that does not answer as it should."""
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import uvicorn
+from msgspec.structs import replace
+
+from aggregator.config.schema import Limits
+from aggregator.http.connection import server_config
+from aggregator.http.overview import summaries
+from aggregator.http.overview.app import overview
+from aggregator.http.overview.fleets_file import Fleet, read_fleets
+from aggregator.http.overview.summaries import Summaries, summary_of
+from protocol.errors import ConfigError
+from tests.unit.aggregator.http.servers import TOKEN, Client, serving
+from tests.unit.aggregator.status.stores import TASK_FILE, busy_store, started_store
+
+
+@contextlib.contextmanager
+def _answering(status: int, body: bytes, **headers: str) -> Iterator[Fleet]:
+    """Run a server that always answers the same; yields it as a fleet."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            """Log nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    try:
+        yield Fleet(url=f"http://127.0.0.1:{server.server_address[1]}")
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_each_fleet_is_a_line_of_its_own_dashboard(tmp_path: Path) -> None:
+    """Also one that needs a token, one that is stopped, and one that is none."""
+    token = tmp_path / "token"
+    token.write_text(f"{TOKEN}\n")
+    limits = Limits(max_devices=1)
+    orchard = replace(TASK_FILE, fleet="orchard", limits=limits)
+    with (
+        contextlib.closing(busy_store(tmp_path / "barn")),
+        contextlib.closing(started_store(tmp_path / "orchard", orchard)) as store,
+        serving(tmp_path / "barn") as (barn, _),
+        serving(tmp_path / "orchard", token=TOKEN) as (other, _),
+    ):
+        store.keys.pin("a", bytes(32), now_s=1.0)
+        fleets = {
+            "barn": Fleet(url=barn.origin, link="https://barn.example/"),
+            "orchard": Fleet(url=other.origin, token_file=str(token)),
+            "locked": Fleet(url=other.origin),
+            "pond": Fleet(url=barn.origin),
+        }
+        shown = {each.name: each for each in (summary_of(*each) for each in fleets.items())}
+    assert shown["barn"].link == "https://barn.example/"
+    assert (shown["barn"].problem, shown["barn"].running, shown["barn"].head) == ("", True, 1)
+    assert (shown["barn"].online, shown["barn"].submissions) == (1, 2)
+    assert shown["barn"].accuracy == pytest.approx(0.9)
+    assert shown["orchard"].attention == ("quota nearly used up: devices",)
+    assert shown["locked"].problem.endswith("does not answer: it answers 401")
+    assert shown["pond"].problem.endswith("is the dashboard of another fleet")
+    assert (shown["pond"].submissions, shown["pond"].quotas) == (0, None)
+
+
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [(200, b"<html>"), (200, b"[]"), (200, b'{"fleet": "a", "running": 1}'), (302, b""), (500, b"{}")],
+)
+def test_wrong_answer_is_a_problem_of_its_fleet(status: int, body: bytes) -> None:
+    """A redirection is not followed: the token would go elsewhere."""
+    with _answering(status, body, Location="http://attacker.example/") as fleet:
+        shown = summary_of("a", fleet)
+    assert shown.problem.startswith(f"{fleet.url} does not answer")
+    assert shown == type(shown)(name="a", link=fleet.url, problem=shown.problem)
+
+
+def test_answer_of_any_size_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(summaries, "MAX_BYTES", 1000)
+    with _answering(200, b" " * 2000) as fleet:
+        assert "more than 1000 bytes" in summary_of("a", fleet).problem
+
+
+def test_silent_fleet_delays_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked once, and shown as silent; the other one is shown again and again."""
+    monkeypatch.setattr(summaries, "GRACE_S", 0.2)
+    monkeypatch.setattr(summaries, "AGE_S", 0.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent, _answering(500, b"") as fleet:
+        here = Summaries({"a": Fleet(url=f"http://127.0.0.1:{silent.getsockname()[1]}"), "b": fleet})
+        for _ in range(3):
+            a, b = here.current().fleets
+            assert "has not answered" in a.problem
+            assert "it answers 500" in b.problem
+        assert len(here._asked) == 1
+
+
+@contextlib.contextmanager
+def _served(fleets: dict[str, Fleet], *, token: str | None) -> Iterator[Client]:
+    """Serve the overview in a thread; yields a client without a token."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        server = uvicorn.Server(server_config(overview(fleets, token=token)))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        try:
+            yield Client(listening.getsockname()[1])
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+def test_reading_needs_the_token_and_there_are_no_commands() -> None:
+    with _served({"a": Fleet(url="http://127.0.0.1:1")}, token=TOKEN) as client:
+        assert client.get("/api/v1/fleets").status == 401
+        authorized = {"Authorization": f"Bearer {TOKEN}"}
+        found = client.get("/api/v1/fleets", **authorized)
+        assert [each["name"] for each in found.json()["fleets"]] == ["a"]
+        assert found.headers["x-content-type-options"] == "nosniff"
+        for path in ("/api/v1/fleets", "/api/v1/commands/revoke"):
+            assert client.post(path, {}, **authorized).status in {404, 405}
+        assert client.get("/api/v1/fleets", Host="attacker.example").status == 421
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "missing required field `fleets`"),
+        ("[fleets]", "expected a table for each fleet"),
+        ('[fleets."a/b"]\nurl = "http://localhost"', "expected a name"),
+        ('[fleets.a]\nurl = "ftp://localhost"', "`fleets.a.url`: expected http"),
+        ('[fleets.a]\nurl = "http://me:secret@localhost"', "`fleets.a.url`: expected http"),
+        ('[fleets.a]\nurl = "http://localhost:99999"', "`fleets.a.url`: expected http"),
+        (
+            '[fleets.a]\nurl = "http://localhost"\nlink = "javascript:alert(1)"',
+            "`fleets.a.link`: expected http",
+        ),
+        ('[fleets.a]\nurl = "http://localhost"\ntoken = "x"', "unknown field `token`"),
+        ("[fleets.a", "Expected"),
+    ],
+)
+def test_wrong_file_is_an_error(text: str, reason: str, tmp_path: Path) -> None:
+    file = tmp_path / "fleets.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        read_fleets(file)
+    assert reason in str(error.value)
+    assert "secret" not in str(error.value)
