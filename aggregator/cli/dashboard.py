@@ -6,7 +6,15 @@ from pathlib import Path
 import click
 
 from aggregator.cli.state import EXTRAS
-from protocol.cli import config_option, examples, setting, start_logging, stop_on_terminate, verbose_option
+from protocol.cli import (
+    config_option,
+    examples,
+    require_packages,
+    setting,
+    start_logging,
+    stop_on_terminate,
+    verbose_option,
+)
 
 log = logging.getLogger(__name__)
 
@@ -42,9 +50,10 @@ def dashboard_command(
     reading requires a token. Commands are on each one's own dashboard.
     """
     start_logging(verbose=verbose)
-    from aggregator.http.process import http_options
+    from aggregator.http.process import PACKAGES, http_options
     from protocol.log import event
 
+    require_packages(*PACKAGES, extras=EXTRAS)
     options = http_options(http, token_file=http_token_file, hosts=http_host, extras=EXTRAS)
     if options is None:
         raise click.UsageError("expected --http as HOST:PORT")

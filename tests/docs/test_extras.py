@@ -61,7 +61,9 @@ EXPORT = {"export": ["resnet18", "--random"], "list": ["--list", "resnet*"]}
 
 def _state(command: str) -> list[str]:
     """Return the option of the state folder, which commands for another machine do not have."""
-    return [] if command in {"issue-key", "init", "check", "dashboard"} else ["--state", "{folder}/aggregator"]
+    return (
+        [] if command in {"issue-key", "init", "check", "dashboard"} else ["--state", "{folder}/aggregator"]
+    )
 
 
 COMMANDS = [

@@ -28,7 +28,7 @@ NO_PAGE = (
 
 
 def overview(fleets: dict[str, Fleet], *, token: str | None, hosts: tuple[str, ...] = ()) -> Starlette:
-    """Return the application; without a token, which only loopback may be, everybody may read."""
+    """Return the application; without a token, it can be read without one: for loopback only."""
     summaries, reading, folder = Summaries(fleets), asyncio.Lock(), page_folder()
 
     async def all_fleets(_request: Request) -> Response:

@@ -1,4 +1,4 @@
-"""What the overview shows of a fleet: read from `/api/v1/status` of its dashboard, whose every byte may be wrong."""
+"""The overview's summary of a fleet, read from `/api/v1/status` of its dashboard, whose every byte may be wrong."""
 
 import http.client
 import ssl
