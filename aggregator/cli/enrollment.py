@@ -92,18 +92,27 @@ def enroll_command(
 @_fleet_option
 @state_option
 @_days_option
+@click.option(
+    "--port",
+    type=click.IntRange(1, 65535),
+    help="Port of one of several mosquittos on the broker's machine, each for a fleet: its files are in "
+    "/etc/mosquitto/FLEET. Default: the only one, on 8883.",
+)
 def enroll_broker_command(
-    *, hosts: tuple[str, ...], out: Path, task: Path | None, state: Path, days: int
+    *, hosts: tuple[str, ...], out: Path, task: Path | None, state: Path, days: int, port: int | None
 ) -> None:
     """Create certificate, access list and configuration for a mosquitto of a closed fleet.
 
     HOST are the names and IP addresses under which devices reach the broker.
     """
     from aggregator.security.enrollment import enroll_broker
-    from aggregator.security.mosquitto_config import FOLDER
+    from aggregator.security.mosquitto_config import FOLDER, folder_of
 
     with _fleet_state(state, task) as (store, fleet):
-        enroll_broker(store, hosts, fleet=fleet, out=out, days=days)
+        enroll_broker(store, hosts, fleet=fleet, out=out, days=days, port=port)
+    if port is not None:
+        click.echo(f"copy the files in {out} to {folder_of(fleet)}, and start mosquitto@{fleet}")
+        return
     click.echo(f"copy the files in {out} to {FOLDER}, and mosquitto.conf over /etc/mosquitto/mosquitto.conf")
 
 

@@ -130,13 +130,20 @@ def _check_quota(known: Key | None, devices: int, most: int | None) -> None:
         )
 
 
-def enroll_broker(store: Store, hosts: Sequence[str], *, fleet: str, out: Path, days: int) -> None:
+def enroll_broker(
+    store: Store, hosts: Sequence[str], *, fleet: str, out: Path, days: int, port: int | None = None
+) -> None:
     """Create certificate, access list, revocation list and configuration for a mosquitto of a closed fleet.
+
+    With `port`, it is one of several on its machine.
 
     Raises:
         ConfigError: a host is invalid, or the folder exists.
         StateError: the state or the folder cannot be written.
     """
+    configuration = mosquitto_config.CONFIGURATION
+    if port is not None:
+        configuration = mosquitto_config.own_configuration(fleet, port)
     with _consistent_identity(store):
         ca = open_ca(store.folder, fleet)
         issued = issue_server(ca, [*hosts, *LOCAL_HOSTS], now=datetime.now(UTC), days=days)
@@ -146,7 +153,7 @@ def enroll_broker(store: Store, hosts: Sequence[str], *, fleet: str, out: Path, 
             "broker.key": issued.key,
             "revoked.crl": write_revocation_list(store, ca),
             "acl": mosquitto_config.access_list(fleet).encode(),
-            "mosquitto.conf": mosquitto_config.CONFIGURATION.encode(),
+            "mosquitto.conf": configuration.encode(),
         }
         with _new_folder(store, _Unfinished(str(out.absolute())), files) as publish:
             publish()
@@ -176,8 +183,8 @@ def revoke(store: Store, device: str) -> bool:
 def revocation_advice(state: Path) -> str:
     """Return what an operator does with the revocation list of a state directory."""
     return (
-        f"copy {identity_folder(state) / 'revoked.crl'} to {mosquitto_config.FOLDER} on the broker and restart it: "
-        "then it refuses the old certificate too"
+        f"copy {identity_folder(state) / 'revoked.crl'} to {mosquitto_config.FOLDER} on the broker, or to "
+        f"{mosquitto_config.folder_of('FLEET')}, and restart it: then it refuses the old certificate too"
     )
 
 

@@ -69,6 +69,27 @@ connection_messages false
 """
 
 
+def folder_of(fleet: str) -> str:
+    """Return the folder of the files on the broker's machine, for a mosquitto of the fleet's own beside others."""
+    return f"/etc/mosquitto/{fleet}"
+
+
+def own_configuration(fleet: str, port: int) -> str:
+    """Return the configuration of a mosquitto of the fleet's own beside others, which no path is shared with."""
+    text = CONFIGURATION.replace("listener 8883", f"listener {port}")
+    for shared, own in (
+        (FOLDER, folder_of(fleet)),
+        (LOG, f"/var/log/mosquitto/{fleet}.log"),
+        ("/var/lib/mosquitto/", f"/var/lib/mosquitto/{fleet}/"),
+        (
+            "use it as /etc/mosquitto/mosquitto.conf, not",
+            "the unit mosquitto@.service runs it. Do not use it",
+        ),
+    ):
+        text = text.replace(shared, own)
+    return text
+
+
 def aggregator_name(fleet: str) -> str:
     """Return the aggregator's user name at the broker, which is not a valid device name."""
     return f"aggregator@{fleet}"

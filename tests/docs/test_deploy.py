@@ -32,7 +32,7 @@ from aggregator.config.schema import (
 )
 from aggregator.config.task_file import load_task
 from aggregator.coordination.rollout_state import Settings
-from aggregator.security.mosquitto_config import CONFIGURATION, access_list
+from aggregator.security.mosquitto_config import CONFIGURATION, access_list, own_configuration
 from edge_client.cli import cli as edge_client
 from protocol.mqtt.client import stop_thread
 from protocol.mqtt.reconnecting_session import BrokerAddress
@@ -269,15 +269,18 @@ def test_device_file_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert named == {parameter.name for parameter in edge_client.params} - set_elsewhere
 
 
-@pytest.mark.parametrize("unit", ["edge-client", "aggregator"])
+@pytest.mark.parametrize("unit", ["edge-client", "aggregator", "aggregator@", "mosquitto@"])
 def test_units_are_valid(unit: str, tmp_path: Path) -> None:
     """Systemd reports no problem in the unit, and the program accepts its command."""
     text = (DEPLOY / f"{unit}.service").read_text(encoding="utf-8")
     started = re.search(r"(?m)^ExecStart=(.*)$", text)
     assert started
     program = started[1].split()[0]
-    assert Path(program).name == unit
-    parse(started[1].replace("%S", "/var/lib"))
+    assert Path(program).name == unit.removesuffix("@")
+    if unit != "mosquitto@":
+        parse(started[1].replace("%S", "/var/lib").replace("%i", "orchard"))
+    if unit.endswith("@"):
+        unit += "orchard"
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd-analyze is not installed")
     copy = tmp_path / f"{unit}.service"
@@ -286,6 +289,41 @@ def test_units_are_valid(unit: str, tmp_path: Path) -> None:
         ["systemd-analyze", "verify", "--man=no", str(copy)], capture_output=True, text=True, check=False
     )
     assert not [line for line in done.stderr.splitlines() if unit in line]
+
+
+def test_units_of_one_and_of_several_fleets_confine_alike() -> None:
+    """All lines of the sandbox are in both."""
+    one, several = (
+        (DEPLOY / f"{name}.service").read_text(encoding="utf-8").partition("UMask=")[2]
+        for name in ("aggregator", "aggregator@")
+    )
+    assert one == several
+
+
+def test_brokers_of_fleets_share_no_path() -> None:
+    """With `enroll-broker --port`; each is otherwise the broker of the only fleet."""
+    orchard, vineyard = (
+        own_configuration(name, port) for name, port in (("orchard", 8884), ("vineyard", 8885))
+    )
+    assert own_configuration("orchard", 8884) == orchard
+    own, others = (set(re.findall(r"(?m)^[^#].*?(/\S+)$", text)) for text in (orchard, vineyard))
+    assert len(own) == 7
+    assert not own & others
+    assert all("/orchard" in path for path in own)
+    settings = [line for line in CONFIGURATION.splitlines() if line and line[0] != "#"]
+    changed = [line for line in settings if line not in orchard.splitlines()]
+    assert [line.split()[0] for line in changed] == [
+        *(
+            "listener",
+            "cafile",
+            "certfile",
+            "keyfile",
+            "crlfile",
+            "acl_file",
+            "persistence_location",
+            "log_dest",
+        )
+    ]
 
 
 def test_container_images_get_every_package() -> None:

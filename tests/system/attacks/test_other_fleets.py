@@ -20,7 +20,8 @@ from protocol.wire.signing import public_key, sign_presence
 from protocol.wire.topics import DeviceChannel, FleetChannel, device_topic, fleet_topic
 from protocol.wire.transfer import frames_of
 from tests.support.databases.postgresql import needs_postgresql
-from tests.support.network.brokers import needs_mosquitto
+from tests.support.fleets.closed_fleet import ClosedFleet
+from tests.support.network.brokers import free_address, needs_mosquitto
 from tests.system.attacks.attacker_client import AttackerClient, TrafficMonitor
 from tests.system.attacks.two_fleets import MALLORY, OURS, THEIRS, VICTIM, TwoFleets
 
@@ -216,6 +217,25 @@ def test_no_two_names_have_one_schema() -> None:
     names.append(cut.removeprefix("fleet."))
     assert len({PostgresSchema(name, MIGRATIONS).name for name in names}) == len(names)
     assert all(len(PostgresSchema(name, MIGRATIONS).name) <= 63 for name in names)
+
+
+def test_names_of_devices_are_a_fleets_own_on_a_broker_of_its_own(tmp_path: Path) -> None:
+    """On one mosquitto for two fleets, a device disconnects the one of the same name, as the page on fleets says."""
+    fleets = []
+    opened = free_address()
+    for name in (OURS, THEIRS):
+        (tmp_path / name).mkdir()
+        fleets.append(ClosedFleet(tmp_path / name, free_address(), open_address=opened, fleet=name))
+        fleets[-1].enroll(VICTIM)
+    ours, theirs = (AttackerClient(each.broker, each.access(VICTIM)) for each in fleets)
+    with fleets[0].mosquitto(also=fleets[1]), theirs, ours:
+        assert not theirs.publish(device_topic(THEIRS, VICTIM, "info"), b"")
+    for each in fleets:
+        each._open_address = None
+        each.store.close()
+    ours, theirs = (AttackerClient(each.broker, each.access(VICTIM)) for each in fleets)
+    with fleets[0].mosquitto(), fleets[1].mosquitto(), theirs, ours:
+        assert theirs.publish(device_topic(THEIRS, VICTIM, "info"), b"")
 
 
 def _restart(two: TwoFleets) -> None:
