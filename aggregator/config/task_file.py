@@ -119,9 +119,9 @@ def _contradictions(task: TaskFile, given: Mapping[str, Any], backbones: Sequenc
     yield from _class_names(task.classes)
     yield from _unused(task, given)
     yield from _statistics(task, given)
-    if task.training.engine == "ray" and task.algorithm != "statistics":
-        problem = f'"ray" adds statistics, and algorithm = "{task.algorithm}" has none'
-        yield ("training", "engine"), f'{problem}: use algorithm = "statistics", or remove it'
+    if task.training.engine == "ray" and task.learning is not None:
+        problem = f'"ray" trains a head, and with algorithm = "{task.algorithm}" the devices train'
+        yield ("training", "engine"), f"{problem}: remove it"
     yield from _thresholds(task)
     yield from _privacy(task, given)
     yield from _backbones(backbones)

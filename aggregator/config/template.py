@@ -29,7 +29,7 @@ _ONE_SHOT = """\
 # device = "auto"       # or "cpu", "cuda", "cuda:1"
 # seed = 0
 # timeout_s = 3600.0    # after which a training is ended, and repeated
-# engine = "local"      # or "ray", for algorithm = "statistics" only: sums of many devices on a Ray cluster
+# engine = "local"      # or "ray": FedTC's adapter, and sums of many devices, on a Ray cluster
 
 # For algorithm = "statistics", which uses nothing in [training] but timeout_s and engine, and no [client] alpha.
 # [statistics]

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aggregator.algorithms.fedtc.arrays import Arrays
 from aggregator.algorithms.fedtc.recipe import Recipe
@@ -13,6 +13,9 @@ from aggregator.ingest.validation import Prototypes
 from aggregator.training.outlier_detection import Judgment, judge
 from aggregator.training.outlier_statistics import summaries
 from aggregator.training.robust_training_set import WeightedPrototypes, combine
+
+if TYPE_CHECKING:
+    from aggregator.algorithms.fedtc.adapter import Fit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +39,14 @@ def train_fleet_head(  # noqa: PLR0913 - what a job says of a training
     seed: int,
     device: str,
     arrays: Arrays | None = None,
+    fit: "Fit | None" = None,
     report: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> FleetHead:
     """Train a head on the prototypes of each device, in the order of `parts`, as the aggregator does.
 
     Devices in `released` are not quarantined. Arrays of all prototypes are made by `arrays`, in memory if it is None.
-    `report` is called as by `train_head`, and before with the number of `prototypes`.
+    `fit` runs the training of the adapter, which is in this process if it is None. `report` is called as by
+    `train_head`, and before with the number of `prototypes`.
 
     Raises:
         ProtofleetError: the data cannot be trained on.
@@ -75,6 +80,7 @@ def train_fleet_head(  # noqa: PLR0913 - what a job says of a training
         seed=seed,
         device=device,
         arrays=arrays,
+        fit=fit,
         report=report,
     )
     return FleetHead(trained=trained, data=data, judgment=judgment, seconds=time.perf_counter() - started_s)

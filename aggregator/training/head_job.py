@@ -4,9 +4,11 @@ It runs as a process of its own: the aggregator meanwhile accepts submissions, n
 back. The job imports torch only to train an adapter.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +34,9 @@ from aggregator.training.robust_training_set import half_of
 from protocol.errors import ProtofleetError
 from protocol.wire.messages import Submission, TaskManifest
 
+if TYPE_CHECKING:
+    from aggregator.algorithms.fedtc.adapter import Fit
+
 MAX_ONNX_DIFFERENCE = 1e-4
 
 
@@ -51,6 +56,22 @@ def recipe_of(training: Training, *, private: bool = False, half_memory: bool = 
     return dataclasses.replace(recipe, closed_form=True, adapter=False) if half_memory else recipe
 
 
+@contextlib.contextmanager
+def fit_of(engine: Literal["local", "ray"]) -> Iterator["Fit | None"]:
+    """Yield what trains an adapter with an engine; None is this process.
+
+    Raises:
+        ProtofleetError: Ray is not installed, or its cluster cannot be reached.
+    """
+    if engine == "local":
+        yield None
+        return
+    from aggregator.training.cluster.adapter_fit import ray_fit  # an extra of its own
+
+    with ray_fit() as fit:
+        yield fit
+
+
 def run(job: HeadJob) -> Result:
     """Train a head, verify its ONNX file, and write it. The same submissions make the same bytes.
 
@@ -67,19 +88,22 @@ def run(job: HeadJob) -> Result:
         return dataclasses.replace(part, values=arrays.keep(part.values))
 
     parts, invalid = checked_parts(job.submissions(), check)
-    made = train_fleet_head(
-        parts,
-        classes=manifest.classes,
-        recipe=recipe_of(
-            job.training, private=manifest.differential_privacy is not None, half_memory=job.half_memory
-        ),
-        robust=job.robust,
-        released=job.released,
-        seed=job.training.seed,
-        device=job.training.device,
-        arrays=arrays,
-        report=report_progress,
+    recipe = recipe_of(
+        job.training, private=manifest.differential_privacy is not None, half_memory=job.half_memory
     )
+    with fit_of(job.training.engine if recipe.adapter else "local") as fit:
+        made = train_fleet_head(
+            parts,
+            classes=manifest.classes,
+            recipe=recipe,
+            robust=job.robust,
+            released=job.released,
+            seed=job.training.seed,
+            device=job.training.device,
+            arrays=arrays,
+            fit=fit,
+            report=report_progress,
+        )
     trained, data, judgment = made.trained, made.data, made.judgment
     figures = {
         "loss": trained.loss,

@@ -10,7 +10,7 @@ import click
 import numpy as np
 from numpy.typing import NDArray
 
-from aggregator.algorithms.fedtc.adapter import torch_device
+from aggregator.algorithms.fedtc.adapter_steps import torch_device
 from aggregator.algorithms.fedtc.head import Dense
 from aggregator.config.schema import MAX_MULTIPLE, Robust, Training
 from aggregator.training.head_job import recipe_of

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from aggregator.algorithms.fedtc import adapter
-from aggregator.algorithms.fedtc.adapter import Head
+from aggregator.algorithms.fedtc.adapter_steps import Head, Share, _Optimizer
 from aggregator.algorithms.fedtc.head import Dense, logits_of
 from aggregator.algorithms.fedtc.recipe import RECIPES, Recipe
 from aggregator.algorithms.fedtc.train_head import train_head
@@ -38,12 +37,12 @@ def test_steps_are_those_of_pytorchs_optimizer(name: str, monkeypatch: pytest.Mo
     if RECIPES[name].optimizer == "sgd":
         optimizer = torch.optim.SGD(theirs.parameters())
     monkeypatch.setattr(torch.optim.Optimizer, "__init__", None)
-    step = adapter._optimizer(ours, RECIPES[name])
+    step = _Optimizer(ours, RECIPES[name]).step
     features = torch.from_numpy(np.random.default_rng(0).normal(size=(4, FEATURE_SIZE)).astype(np.float32))
     for rate in (0.1, 0.01, 0.2):
         for head in (ours, theirs):
             torch.autograd.backward(head(features).square().sum())
-        step(rate)
+        step(rate, Share())
         optimizer.param_groups[0]["lr"] = rate
         optimizer.step()
         optimizer.zero_grad()

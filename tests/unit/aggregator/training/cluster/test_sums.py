@@ -4,7 +4,6 @@ import contextlib
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -20,8 +19,9 @@ from protocol.storage.blobstore import BlobStore
 from protocol.wire.codec import encode
 from protocol.wire.messages import Submission
 from tests.support.messages.statistics import FEATURE_MAP, GROUPS_EXPECTATION, groups_of, images, sums_of
+from tests.support.ray_cluster import workers
 
-ray = pytest.importorskip("ray", reason="needs ray")
+pytest.importorskip("ray", reason="needs ray")
 
 
 class KillingJob(StatisticsJob, frozen=True, kw_only=True, dict=True):
@@ -33,19 +33,6 @@ class KillingJob(StatisticsJob, frozen=True, kw_only=True, dict=True):
             with contextlib.suppress(FileExistsError):
                 (Path(self.folder) / "killed").touch(exist_ok=False)
                 os.kill(os.getpid(), signal.SIGKILL)
-
-
-@contextlib.contextmanager
-def workers(number: int) -> Iterator[None]:
-    """Connect to a Ray of so many workers; it knows how to import what this process does."""
-    with tempfile.TemporaryDirectory(
-        prefix="pf-", ignore_cleanup_errors=True
-    ) as folder:  # sockets: a short path
-        ray.init("local", num_cpus=number, include_dashboard=False, log_to_driver=False, _temp_dir=folder)
-        try:
-            yield
-        finally:
-            ray.shutdown()
 
 
 def job_in(folder: Path) -> StatisticsJob:
@@ -104,6 +91,7 @@ def test_cluster_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_missing_ray_names_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.delitem(sys.modules, "aggregator.training.sums.ray_engine", raising=False)
+    for name in ("sums.ray_engine", "cluster.connection"):
+        monkeypatch.delitem(sys.modules, f"aggregator.training.{name}", raising=False)
     with pytest.raises(RuntimeMissing, match=r"pip install 'protofleet\[ray\]'"):
         made(job_in(tmp_path), engine="ray")
