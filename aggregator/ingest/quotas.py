@@ -37,7 +37,8 @@ class Quotas:
 
     def check_transfer(self, device: str, digest: bytes, size_bytes: int) -> None:
         """Raise Refused if a large transfer, of which a device sends the last bytes first, will be over a quota."""
-        if size_bytes > LARGE_BYTES and not self._store.holds(device, digest):
+        is_limited = self._limits.max_storage_mb is not None or self._limits.uploads_per_hour is not None
+        if is_limited and size_bytes > LARGE_BYTES and not self._store.holds(device, digest):
             self.check_submission(device, size_bytes)
 
     def check_submission(self, device: str, size_bytes: int) -> None:

@@ -82,6 +82,7 @@ def test_everything_that_needs_an_operator_is_at_the_top(open_page: OpenPage, tm
                 "A quota is nearly used up: 1 of 1 devices (limits.max_devices)",
             ):
                 dashboard.wait_for_text(".alarms li", text)
+            dashboard.wait_for_text(".figure", "Quota of devices")
             dashboard.wait_for_text("#collection", "new submission")
             dashboard.wait_for_text(".figure", "images")
             dashboard.wait_for_text("#collection .names", "Submissions of: ")

@@ -269,14 +269,16 @@ def test_device_file_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert named == {parameter.name for parameter in edge_client.params} - set_elsewhere
 
 
-@pytest.mark.parametrize("unit", ["edge-client", "aggregator", "aggregator@", "mosquitto@"])
+@pytest.mark.parametrize(
+    "unit", ["edge-client", "aggregator", "aggregator@", "aggregator-dashboard", "mosquitto@"]
+)
 def test_units_are_valid(unit: str, tmp_path: Path) -> None:
     """Systemd reports no problem in the unit, and the program accepts its command."""
     text = (DEPLOY / f"{unit}.service").read_text(encoding="utf-8")
     started = re.search(r"(?m)^ExecStart=(.*)$", text)
     assert started
     program = started[1].split()[0]
-    assert Path(program).name == unit.removesuffix("@")
+    assert Path(program).name == unit.removesuffix("@").removesuffix("-dashboard")
     if unit != "mosquitto@":
         parse(started[1].replace("%S", "/var/lib").replace("%i", "orchard"))
     if unit.endswith("@"):

@@ -10,6 +10,12 @@ function Figure({ name, value, note }) {
   </div>`;
 }
 
+const QUOTAS = [
+  ["devices", "Quota of devices", (value) => value],
+  ["storage_bytes", "Quota of bytes", bytes],
+  ["uploads", "Quota of uploads an hour", Math.ceil],
+];
+
 export function Summary({ status }) {
   const { devices, rollout } = status;
   const online = devices.filter((device) => device.state === "online").length;
@@ -37,5 +43,9 @@ export function Summary({ status }) {
     ${epsilons.length > 0 &&
     html`<${Figure} name="Greatest epsilon" value=${Math.max(...epsilons).toFixed(2)} note="of ${epsilons.length} devices" />`}
     <${Figure} name="Refused messages" value=${refused} />
+    ${QUOTAS.filter(([name]) => status.quotas[name].limit !== null).map(
+      ([name, title, show]) =>
+        html`<${Figure} key=${name} name=${title} value=${show(status.quotas[name].used)} note="of ${show(status.quotas[name].limit)}" />`,
+    )}
   </dl>`;
 }

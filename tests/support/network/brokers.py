@@ -2,6 +2,7 @@
 
 import contextlib
 import getpass
+import re
 import secrets
 import shutil
 import signal
@@ -110,6 +111,8 @@ class Mosquitto:
             )
         try:
             _wait_for(self.address, self._process)
+            for port in re.findall(r"(?m)^listener (\d+) 127\.0\.0\.1$", self._options):
+                _wait_for(BrokerAddress("127.0.0.1", int(port)), self._process)
         except BaseException:  # nor does an interrupted test leave it running
             self.kill()
             raise

@@ -181,6 +181,13 @@ def test_state_folder_of_one_fleet_is_refused_as_another(two: TwoFleets, tmp_pat
     _restart(two)
 
 
+def test_files_of_a_fleet_are_its_users_own(two: TwoFleets) -> None:
+    """Programs of another user enter neither state folder, nor the folders that a fleet's files were made in."""
+    for fleet in two.fleets.values():
+        for folder in (fleet.aggregator_state, fleet.root / "broker"):
+            assert folder.stat().st_mode & 0o077 == 0, folder
+
+
 def test_prefix_of_one_fleet_is_refused_by_another(two: TwoFleets, tmp_path: Path) -> None:
     """By the rights of its credentials; and by the owner object, where the credentials may do anything."""
     options = ("--task", two.ours.task, "--state", tmp_path / "new", "--blobs", two.theirs.blobs)
