@@ -14,6 +14,7 @@ from benchmarks.accuracy.which import command as which
 from benchmarks.accuracy.wire import command as wire
 from benchmarks.cost import device, fleet, ingest, int8, memory, step, sums, train
 from benchmarks.cost.engines import command as engines
+from benchmarks.cost.engines import fedtc as engines_fedtc
 from benchmarks.programs import features, predict, start
 from benchmarks.research import cells, hierarchical, restoration
 from benchmarks.research.poisoning import false_alarms, prototypes, rare_class, rounds
@@ -29,6 +30,7 @@ USER = (
     *(
         device.device,
         engines.command,
+        engines_fedtc.command,
         features.features,
         fleet.command,
         ingest.ingest,

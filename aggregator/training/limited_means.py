@@ -37,7 +37,8 @@ def limited_means(parts: Sequence[Prototypes]) -> list[Prototypes]:
     changed: dict[str, NDArray[np.float32]] = {}
     for label, one in classes.items():
         factors = 1 / np.sqrt(np.maximum(distances(one).ratios, TINY))
-        for at in np.flatnonzero((factors < 1) & ~explained(one, label, medians)).tolist():
+        far = np.flatnonzero(factors < 1)
+        for at in far[~explained(one, far, label, medians)].tolist():
             device = one.devices[at]
             if device not in changed:
                 changed[device] = named[device].values.copy()
@@ -46,22 +47,26 @@ def limited_means(parts: Sequence[Prototypes]) -> list[Prototypes]:
     return [replace(part, values=changed.get(device, part.values)) for device, part in named.items()]
 
 
-def explained(one: ClassMeans, label: int, medians: dict[int, NDArray[np.float64]]) -> NDArray[np.bool_]:
-    """Return the devices (K,) of a class whose distance from the median may be that of another place.
+def explained(
+    one: ClassMeans, devices: NDArray[np.intp], label: int, medians: dict[int, NDArray[np.float64]]
+) -> NDArray[np.bool_]:
+    """Return for some devices (k,) of a class whether their distance from the median may be that of another place.
 
     Such a device is much nearer to another device than both are to the median. Where those that it resembles are fewer
     than a third of the devices, they may all be malicious: then its mean must not be much nearer to another class.
     """
     deviations = one.deviations
     squares = (deviations**2).sum(axis=1)
-    alike = np.zeros(len(squares), dtype=np.int64)
-    for start in range(0, len(squares), ROWS):  # all pairs at once would take much memory in a large fleet
-        rows = slice(start, start + ROWS)
+    alike = np.zeros(len(devices), dtype=np.int64)
+    for start in range(0, len(devices), ROWS):  # all pairs at once would take much memory in a large fleet
+        rows = devices[start : start + ROWS]
         sums = squares[rows, None] + squares
-        alike[rows] = (sums - 2 * deviations[rows] @ deviations.T < SIMILAR * sums / 2).sum(axis=1)
+        near = sums - 2 * deviations[rows] @ deviations.T < SIMILAR * sums / 2
+        alike[start : start + ROWS] = near.sum(axis=1)
     return np.array(
         [
             number > 1 and (number >= MAX_MALICIOUS * len(squares) or not is_mislabeled(mean, label, medians))
-            for number, mean in zip(alike, one.means, strict=True)
-        ]
+            for number, mean in zip(alike, one.means[devices], strict=True)
+        ],
+        dtype=np.bool_,
     )

@@ -26,7 +26,7 @@ ENGINES = ("local", "ray")
 def command(*, devices: tuple[int, ...], features: int, turns: int, json_file: Path | None) -> None:
     """Measure the job that makes a head of sums with each engine, in turns, of fleets of growing size."""
     table = Table(
-        {"devices": ">9,", "engine": ">8", "seconds": ">9.1f", "peak MB": ">9.0f"}
+        {"devices": ">9,", "engine": ">8", "seconds": ">9.1f", "CPU s": ">8.1f", "peak MB": ">9.0f"}
         | {"seconds, times local": ">22.2f", "memory, times local": ">21.2f"}
     )
     runs = []
@@ -41,15 +41,16 @@ def command(*, devices: tuple[int, ...], features: int, turns: int, json_file: P
         if len(heads) > 1:
             raise ProtofleetError("the engines make different heads")
         medians = {engine: _median(found) for engine, found in costs.items()}
-        for engine, (seconds, peak) in medians.items():
-            local_s, local_peak = medians["local"]
-            table.row(number, engine, seconds, peak / 1e6, seconds / local_s, peak / local_peak)
+        for engine, (seconds, cpu_s, peak) in medians.items():
+            local_s, _, local_peak = medians["local"]
+            table.row(number, engine, seconds, cpu_s, peak / 1e6, seconds / local_s, peak / local_peak)
         runs.append({"devices": number, **{name: [asdict(one) for one in c] for name, c in costs.items()}})
     write_json(json_file, "engines", tables=[table], features=features, runs=runs)
 
 
-def _median(costs: list[JobCost]) -> tuple[float, float]:
+def _median(costs: list[JobCost]) -> tuple[float, float, float]:
     return (
         statistics.median(cost.wall_s for cost in costs),
+        statistics.median(cost.cpu_s for cost in costs),
         statistics.median(cost.memory_bytes for cost in costs),
     )

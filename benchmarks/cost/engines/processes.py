@@ -1,11 +1,16 @@
-"""The time of a job, and the memory of all processes that it has started or uses."""
+"""The time of a job, the memory of all processes that it has started or uses, and a Ray cluster of this machine."""
 
+import contextlib
+import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import msgspec
 import psutil
@@ -17,12 +22,17 @@ from protocol.wire.codec import digest_of
 
 POLL_S = 0.25
 
+OBJECT_STORE_BYTES = 200 * 2**20
+"""Memory of each simulated machine's object store: more than the chunks that are on their way."""
+
 
 @dataclass(frozen=True)
 class JobCost:
     """The cost of one job."""
 
     wall_s: float
+    cpu_s: float
+    """Processor time of all processes, while the job ran."""
     memory_bytes: int
     """Peak of all processes; memory that they share counts once."""
     program_bytes: int
@@ -37,7 +47,7 @@ def run_job(job: HeadJob | StatisticsJob) -> JobCost:
     Raises:
         ProtofleetError: it fails.
     """
-    folder, ended, peaks = Path(job.folder), threading.Event(), [(0, 0)]
+    folder, ended, watched = Path(job.folder), threading.Event(), _Watched()
     (folder / "job.json").write_bytes(msgspec.json.encode(job))
     started_s = time.perf_counter()
     process = subprocess.Popen(
@@ -46,7 +56,7 @@ def run_job(job: HeadJob | StatisticsJob) -> JobCost:
 
     def watch() -> None:
         while not ended.wait(POLL_S):
-            peaks.append(_memory())
+            watched.look()
 
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -56,24 +66,63 @@ def run_job(job: HeadJob | StatisticsJob) -> JobCost:
     watcher.join()
     if code:
         raise ProtofleetError(f"a job has failed: exit status {code}")
-    every, without_files = (max(each) for each in zip(*peaks, strict=True))
-    return JobCost(wall_s, every, without_files, digest_of((folder / "head.onnx").read_bytes()).hex())
+    head = digest_of((folder / "head.onnx").read_bytes()).hex()
+    return JobCost(wall_s, watched.cpu_s, watched.memory_bytes, watched.program_bytes, head)
 
 
-def _memory() -> tuple[int, int]:
-    """Return the memory of all descendants, bytes, with a part of each page that they share, with and without files."""
-    every = without_files = 0
-    for each in psutil.Process().children(recursive=True):
-        try:
-            text = Path(f"/proc/{each.pid}/smaps_rollup").read_text(encoding="ascii")
-        except OSError:
-            continue  # it has ended
-        kilobytes = {name: int(value.split()[0]) for name, value in _fields(text)}
-        every += 1024 * kilobytes.get("Pss", 0)
-        without_files += 1024 * (kilobytes.get("Pss", 0) - kilobytes.get("Pss_File", 0))
-    return every, without_files
+class _Watched:
+    """What all descendants of this process have used since it was made."""
+
+    def __init__(self) -> None:
+        self.memory_bytes = 0
+        self.program_bytes = 0
+        self._before: dict[int, float] = {}
+        self._cpu_s: dict[int, float] = {}
+        self.look()
+        self._before = dict(self._cpu_s)
+
+    @property
+    def cpu_s(self) -> float:
+        """Processor time, as last seen of each process."""
+        return sum(used - self._before.get(pid, 0) for pid, used in self._cpu_s.items())
+
+    def look(self) -> None:
+        """Read the memory, with a part of each page that processes share, and the processor time."""
+        every = without_files = 0
+        for each in psutil.Process().children(recursive=True):
+            with contextlib.suppress(OSError, psutil.Error):  # it has ended
+                text = Path(f"/proc/{each.pid}/smaps_rollup").read_text(encoding="ascii")
+                kilobytes = {name: int(value.split()[0]) for name, value in _fields(text)}
+                every += 1024 * kilobytes.get("Pss", 0)
+                without_files += 1024 * (kilobytes.get("Pss", 0) - kilobytes.get("Pss_File", 0))
+                self._cpu_s[each.pid] = sum(each.cpu_times()[:2])
+        self.memory_bytes = max(self.memory_bytes, every)
+        self.program_bytes = max(self.program_bytes, without_files)
 
 
 def _fields(text: str) -> list[tuple[str, str]]:
     lines = [line.partition(":") for line in text.splitlines()[1:]]
     return [(name, value) for name, _, value in lines if value.strip()]
+
+
+@contextlib.contextmanager
+def machines(number: int) -> Iterator[str]:
+    """Start a cluster of so many machines with one worker each, all of them here; yield RAY_ADDRESS."""
+    from ray.cluster_utils import Cluster
+
+    options = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
+    with (
+        tempfile.TemporaryDirectory(
+            prefix="pf-", ignore_cleanup_errors=True
+        ) as folder,  # sockets: a short path
+        mock.patch.dict(os.environ, RAY_TMPDIR=folder),
+    ):
+        (Path(folder) / "ray").mkdir()
+        cluster = Cluster(initialize_head=True, head_node_args=options)
+        try:
+            for _ in range(number - 1):
+                cluster.add_node(**options)
+            cluster.wait_for_nodes()
+            yield str(cluster.address)
+        finally:
+            cluster.shutdown()

@@ -21,10 +21,11 @@ from aggregator.algorithms.fedtc.training_set import TrainingSet
 from aggregator.config.schema import Training
 from aggregator.training.head_job import run
 from aggregator.training.jobs import HeadJob
+from benchmarks.cost.engines.processes import machines
 from protocol.storage.blobstore import BlobStore
 from protocol.wire.codec import encode
 from tests.support.messages.submissions import FEATURE_SIZE, MANIFEST, submission
-from tests.support.ray_cluster import machines, workers
+from tests.support.ray_cluster import workers
 
 pytest.importorskip("ray", reason="needs ray")
 
