@@ -6,6 +6,7 @@ import platform
 import shutil
 import socket
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -101,7 +102,7 @@ def _cut(fleet: Fleet, store: Store) -> None:
     with psycopg.connect(fleet.url, autocommit=True) as other:
         other.execute("SELECT pg_terminate_backend(%s)", [pid])
         while other.execute("SELECT 1 FROM pg_stat_activity WHERE pid = %s", [pid]).fetchone():
-            pass
+            time.sleep(0.01)
 
 
 def test_a_standby_leads_when_the_leader_has_ended(fleet: Fleet) -> None:
@@ -170,6 +171,17 @@ def test_a_leader_lives_as_long_as_its_heartbeat_also_in_a_transaction(fleet: Fl
     with pytest.raises(StateError, match="a statement of the transaction has failed"):
         beat_and_fail()
     first.check_lead()
+
+
+def test_the_heartbeat_goes_on_while_a_transaction_takes_its_time(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lead, "HEARTBEAT_S", 0.01)
+    first = fleet.store("first")
+    with first.transaction():
+        answered = _lead_of(first)._answered_s
+        while _lead_of(first)._answered_s == answered:
+            time.sleep(0.01)
 
 
 def test_no_heartbeat_keeps_a_transaction_open_for_ever(
