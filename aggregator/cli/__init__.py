@@ -5,7 +5,8 @@ import click
 from aggregator.cli import enrollment, operator_commands, task_file
 from aggregator.cli.dashboard import dashboard_command
 from aggregator.cli.doctor import doctor_command
-from aggregator.cli.run import run_command
+from aggregator.cli.receive import receive_command
+from aggregator.cli.run import coordinate_command, run_command
 from aggregator.cli.state import EXTRAS
 from aggregator.cli.top import top_command
 from aggregator.cli.train import train_command
@@ -25,6 +26,8 @@ def cli() -> None:
 
 for _command in (
     run_command,
+    coordinate_command,
+    receive_command,
     train_command,
     doctor_command,
     top_command,

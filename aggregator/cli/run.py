@@ -1,6 +1,7 @@
 """`aggregator run`."""
 
 import contextlib
+import functools
 import logging
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,7 @@ def run_command(  # noqa: PLR0913 - one for each option
     http_token_file: Path | None,
     http_host: tuple[str, ...],
     verbose: bool,
+    is_coordinator: bool = False,
     **access_given: Any,
 ) -> None:
     """Run the aggregator until interrupted.
@@ -152,6 +154,19 @@ def run_command(  # noqa: PLR0913 - one for each option
                 access=own_access,
                 embedded_broker=embedded_broker,
                 external_training=external_training,
+                is_coordinator=is_coordinator,
             )  # until interrupted
 
     standby.repeat(lead)
+
+
+coordinate_command = click.Command(
+    "coordinate",
+    params=list(run_command.params),
+    callback=functools.partial(run_command.callback or click.Command.main, is_coordinator=True),
+    help="Run the aggregator until interrupted, but leave uploads and downloads to `aggregator receive`.",
+    epilog=examples(
+        "aggregator coordinate --task task.toml --store postgresql://protofleet@db.example/fleets "
+        "--blobs s3://fleets/barn --broker broker.example --tls",
+    ),
+)

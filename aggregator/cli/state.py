@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pwd
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,7 +31,26 @@ state_option = setting(
     help="State directory of the aggregator  [default: ~/.local/state/protofleet-aggregator]",
 )
 
-fleet_option = setting("--fleet", default="default", help="Name of the fleet whose tables --store holds.")
+fleet_option = setting(
+    "--fleet",
+    default="",
+    show_default=False,
+    help="Name of the fleet whose tables --store holds.  [default: default]",
+)
+
+
+def checked_name(
+    default: "Callable[[], str]",
+) -> "Callable[[click.Context, click.Parameter, str | None], str]":
+    """Return the callback of an option for a program's name, which is also a file's."""
+
+    def check(_context: click.Context, _option: click.Parameter, name: str | None) -> str:
+        name = name or default()
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
+            raise click.BadParameter(f"expected letters, digits, dots, hyphens and underscores, got {name!r}")
+        return name
+
+    return check
 
 
 def store_option(text: str) -> "Callable[[F], F]":
@@ -48,6 +68,7 @@ def existing_state(folder: Path, *, database: str = "", fleet: str = "") -> "Ite
     """
     from aggregator.storage.store import Store
 
+    fleet = fleet or ("default" if database else "")
     # It raises where there is none, instead of creating one.
     with contextlib.closing(Store(folder, read_only=True, database=database, fleet=fleet)) as found:
         found.require_blobs()

@@ -1,13 +1,19 @@
 """`aggregator train`."""
 
 import os
-import re
 import socket
 from pathlib import Path
 
 import click
 
-from aggregator.cli.state import EXTRAS, existing_state, fleet_option, state_option, store_option
+from aggregator.cli.state import (
+    EXTRAS,
+    checked_name,
+    existing_state,
+    fleet_option,
+    state_option,
+    store_option,
+)
 from protocol.cli import (
     config_option,
     examples,
@@ -17,13 +23,6 @@ from protocol.cli import (
     stop_on_terminate,
     verbose_option,
 )
-
-
-def _checked_name(_context: click.Context, _option: click.Parameter, name: str | None) -> str:
-    name = name or f"{socket.gethostname()}-{os.getpid()}"
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
-        raise click.BadParameter(f"expected letters, digits, dots, hyphens and underscores, got {name!r}")
-    return name
 
 
 @click.command(
@@ -43,7 +42,7 @@ def _checked_name(_context: click.Context, _option: click.Parameter, name: str |
 @setting(
     "--name",
     envvar="PROTOFLEET_WORKER",
-    callback=_checked_name,
+    callback=checked_name(lambda: f"{socket.gethostname()}-{os.getpid()}"),
     help="Unique name of this worker.  [default: host name and process id]",
 )
 @setting(

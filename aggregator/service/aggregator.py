@@ -129,9 +129,11 @@ class Aggregator(EventLoop):
             text = "folder was deleted and has been created again: check who deletes it"
             log_event(log, logging.ERROR, text, folder=self._store.blobs.location)
 
-    def _tick(self, *, is_resumed: bool) -> None:
-        if is_resumed:
-            self._training.retry()
+    def _resumed(self) -> None:
+        super()._resumed()
+        self._training.retry()
+
+    def _tick(self) -> None:
         self._update_releases()
         self._announcements.publish_new_head()
         self._announcements.refresh()

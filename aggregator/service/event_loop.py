@@ -109,10 +109,9 @@ class EventLoop:
                         self._handle_event(event)
         parts.publisher.acknowledge([])
         parts.blob_sender.send()
-        is_resumed = parts.receiver.tick()
-        if is_resumed:
-            self._reload()
-        self._tick(is_resumed=is_resumed)
+        if parts.receiver.tick():
+            self._resumed()
+        self._tick()
         with parts.receiver.guard():
             self._traffic.keep(sent=parts.publisher.sent_bytes)
 
@@ -188,8 +187,12 @@ class EventLoop:
     def _reload(self) -> None:
         """Return to the stored state; while it cannot be read, the intake stays stopped."""
 
-    def _tick(self, *, is_resumed: bool) -> None:
-        """Let time pass; `is_resumed` after the end of a stop of the intake."""
+    def _resumed(self) -> None:
+        """Continue after a stop of the intake."""
+        self._reload()
+
+    def _tick(self) -> None:
+        """Let time pass."""
 
     def _stop(self) -> None:
         """End what the program has started, before it disconnects."""

@@ -20,10 +20,12 @@ def serve(
     embedded_broker: bool = False,
     events: queue.SimpleQueue[Event] | None = None,
     external_training: bool = False,
+    is_coordinator: bool = False,
 ) -> None:
     """Serve a fleet, with a broker in this process if asked for, until `Stop` is put into `events`.
 
-    With `external_training`, programs of their own train, `aggregator train`.
+    With `external_training`, programs of their own train, `aggregator train`; with `is_coordinator`, such programs
+    take the uploads, `aggregator receive`.
 
     Raises:
         ConfigError: the embedded broker cannot listen.
@@ -46,6 +48,7 @@ def serve(
                 access=access,
                 events=events,
                 external_training=external_training,
+                is_coordinator=is_coordinator,
             )
             aggregator.run()
             is_stopped = aggregator.is_stopped

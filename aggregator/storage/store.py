@@ -16,6 +16,7 @@ from aggregator.storage.jobs import Jobs
 from aggregator.storage.lead import Standby
 from aggregator.storage.location import Location, check_fleet, record, recorded
 from aggregator.storage.postgresql import PostgresDatabase, check_url
+from aggregator.storage.receivers import Receivers
 from aggregator.storage.stored_values import BlobLocation, FailedTraining, PendingHead, ServedTask
 from aggregator.storage.submissions import SubmissionChanges, Submissions
 from protocol.errors import ConfigError, StateError
@@ -97,6 +98,9 @@ MIGRATIONS = (
     """
     ALTER TABLE submissions ADD COLUMN size_bytes INTEGER NOT NULL DEFAULT 0;
     UPDATE submissions SET size_bytes = json_extract(record, '$.size_bytes');
+    """,
+    """
+    CREATE TABLE receivers (name TEXT PRIMARY KEY, reports INTEGER NOT NULL, record TEXT NOT NULL) STRICT;
     """,
 )
 """SQL scripts, each from one schema version to the next."""
@@ -227,6 +231,7 @@ class Store:
         self.quarantine = Quarantine(self.database)
         self.commands = OperatorCommands(self.database)
         self.jobs = Jobs(self.database)
+        self.receivers = Receivers(self.database)
 
     def require_blobs(self) -> None:
         """Raise ConfigError if the blobs are in another state directory, which shares the tables with this one."""

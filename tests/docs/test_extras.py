@@ -39,6 +39,8 @@ AGGREGATOR = {
     "doctor": [],
     "check": ["{folder}/task.toml"],
     "run": ["--task", "{folder}/task.toml"],
+    "coordinate": ["--task", "{folder}/task.toml"],
+    "receive": ["--shards", "64"],  # ends at once
     "train": [],
     "status": [],
     "top": [],
@@ -77,7 +79,7 @@ COMMANDS = [
 ]
 WITHOUT_EXTRAS = (
     *("enroll", "enroll-broker", "revoke", "forget", "reset-key", "issue-key", "rotate-key"),
-    *("rollback", "promote", "release", "take-over"),
+    *("rollback", "promote", "release", "take-over", "receive"),
 )
 """Commands that need none."""
 

@@ -1,0 +1,109 @@
+"""`aggregator receive`."""
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import click
+
+from aggregator.cli.state import (
+    EXTRAS,
+    checked_name,
+    existing_state,
+    fleet_option,
+    state_option,
+    store_option,
+)
+from protocol.cli import (
+    access_options,
+    config_option,
+    examples,
+    read_access,
+    require_packages,
+    setting,
+    start_logging,
+    stop_on_terminate,
+    verbose_option,
+)
+
+
+def _parsed_shards(
+    _context: click.Context, _option: click.Parameter, text: str | None
+) -> frozenset[int] | None:
+    """Return the shards of a list of numbers and ranges; None if there is none."""
+    from protocol.wire.topics import SHARDS
+
+    if not text:
+        return None
+    found = set[int]()
+    for part in text.split(","):
+        first, _, last = part.strip().partition("-")
+        if not (first.isdecimal() and (last or first).isdecimal()):
+            raise click.BadParameter(f"expected numbers and ranges such as 0-31,40, got {text!r}")
+        found |= set(range(int(first), int(last or first) + 1))
+    if not found or max(found) >= SHARDS:
+        raise click.BadParameter(f"expected shards from 0 to {SHARDS - 1}, got {text!r}")
+    return frozenset(found)
+
+
+@click.command(
+    "receive",
+    epilog=examples(
+        "aggregator receive --state /srv/receiver --store postgresql://protofleet@db.example/fleets --fleet barn "
+        "--broker broker.example --tls",
+    ),
+)
+@config_option
+@state_option
+@store_option(
+    "PostgreSQL database of an aggregator on another machine, whose blobs are in an object store: --state is then this "
+    "receiver's own, and remembers it. The password: PGPASSWORD or ~/.pgpass."
+)
+@fleet_option
+@setting(
+    "--name",
+    envvar="PROTOFLEET_RECEIVER",
+    callback=checked_name(socket.gethostname),
+    help="Unique name of this receiver, which continues unfinished uploads after a restart.  [default: host name]",
+)
+@setting(
+    "--shards",
+    metavar="LIST",
+    callback=_parsed_shards,
+    help="Shards of uploads to receive, of 0 to 63, such as 0-31.  [default: all receivers divide them]",
+)
+@setting(
+    "--broker",
+    default="127.0.0.1",
+    metavar="HOST[:PORT][,...]",
+    help="MQTT broker to connect to (several are tried in turn).",
+)
+@access_options
+@verbose_option
+def receive_command(
+    *,
+    state: Path,
+    database: str,
+    fleet: str,
+    name: str,
+    shards: frozenset[int] | None,
+    broker: str,
+    verbose: bool,
+    **access_given: Any,
+) -> None:
+    """Receive uploads for an `aggregator coordinate` until interrupted."""
+    start_logging(verbose=verbose)
+    require_packages("numpy", extras=EXTRAS)
+    from aggregator.security.identity import aggregator_access
+    from aggregator.service.receiving.upload_receiver import receive, receiver_folder
+    from aggregator.storage.stored_values import ServedTask
+    from protocol.mqtt.tls import parse_brokers
+
+    access = read_access(**access_given)
+    brokers = parse_brokers(broker, tls=access.tls)
+    stop_on_terminate()
+    opened = existing_state(state, database=database, fleet=fleet)
+    with opened as store, receiver_folder(state, name) as folder:
+        served = store.facts.get(ServedTask)
+        access = aggregator_access(state, access, fleet=fleet if served is None else served.fleet)
+        receive(store, folder=folder, name=name, fixed=shards, broker=brokers, access=access)

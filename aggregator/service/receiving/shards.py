@@ -1,0 +1,84 @@
+"""Which receiver receives which shards: fixed by an operator, or divided among those that are alive."""
+
+import hashlib
+import time
+from collections.abc import Collection, Mapping
+
+from aggregator.ingest.intake_status import Intake
+from aggregator.storage.receivers import ReceiverRecord
+from aggregator.storage.store import Store
+from protocol.wire.topics import SHARDS
+
+REPORT_S = 2.0
+"""Seconds between two reports of a receiver."""
+
+DEAD_S = 10.0
+"""Seconds without a report after which the other receivers divide a receiver's shards."""
+
+
+def divided(shards: Collection[int], names: Collection[str]) -> dict[str, frozenset[int]]:
+    """Return each receiver's shards, by rendezvous hashing: another receiver changes the owner of few shards."""
+
+    def owner(shard: int) -> str:
+        return max(names, key=lambda name: hashlib.sha256(f"{shard}/{name}".encode()).digest())
+
+    owners = {shard: owner(shard) for shard in shards} if names else {}
+    return {name: frozenset(shard for shard in owners if owners[shard] == name) for name in names}
+
+
+class ShardAssignment:
+    """The shards of this receiver, which reports itself in the store and watches the other receivers there.
+
+    Each receiver measures by its own clock how long another one has not reported. For some seconds two may have the
+    same shard, or none has it: a submission that is received twice counts once, and devices upload again.
+    """
+
+    def __init__(self, store: Store, name: str, *, fixed: frozenset[int] | None) -> None:
+        self._store = store
+        self._name = name
+        self._fixed = fixed
+        self._seen: dict[str, tuple[int, float]] = {}
+        """The number of reports of each receiver, and when it was another one."""
+        self._report_s = 0.0
+        self.shards = fixed if fixed is not None else frozenset[int]()
+
+    def tick(self, intake: Intake) -> None:
+        """Report if it is time, and find out which receivers are alive; raises StateError."""
+        now_s = time.monotonic()
+        if now_s < self._report_s:
+            return
+        self._report_s = now_s + REPORT_S
+        self._store.receivers.report(self._record(intake))
+        stored = self._store.receivers.all()
+        for name, (reports, _) in stored.items():
+            if self._seen.get(name, (-1, 0.0))[0] != reports:
+                self._seen[name] = (reports, now_s)
+        alive = {
+            name: record
+            for name, (_, record) in stored.items()
+            if name == self._name or now_s < self._seen[name][1] + DEAD_S
+        }
+        if (shards := self._own(alive)) != self.shards:
+            self.shards = shards
+            self._store.receivers.report(self._record(intake))
+
+    def _own(self, alive: Mapping[str, ReceiverRecord]) -> frozenset[int]:
+        if self._fixed is not None:
+            return self._fixed
+        taken = {shard for record in alive.values() if record.is_fixed for shard in record.shards}
+        names = [name for name, record in alive.items() if not record.is_fixed]
+        return divided([shard for shard in range(SHARDS) if shard not in taken], names)[self._name]
+
+    def _record(self, intake: Intake) -> ReceiverRecord:
+        return ReceiverRecord(
+            name=self._name,
+            shards=tuple(sorted(self.shards)),
+            is_fixed=self._fixed is not None,
+            seen_s=time.time(),
+            stopped_s=intake.stopped_s,
+            reason=intake.reason,
+        )
+
+    def end(self) -> None:
+        """Let the other receivers divide this one's shards now; raises StateError."""
+        self._store.receivers.delete(self._name)

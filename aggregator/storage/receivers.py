@@ -1,0 +1,47 @@
+"""The programs that receive uploads, each of some shards."""
+
+import msgspec
+
+from protocol.storage.tables import Tables
+
+
+class ReceiverRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A receiver, as it has reported itself last."""
+
+    name: str
+    shards: tuple[int, ...]
+    """The shards that it receives."""
+    is_fixed: bool
+    """An operator has chosen the shards; otherwise the receivers divide them."""
+    seen_s: float
+    """Unix seconds, by the receiver's clock."""
+    stopped_s: float | None = None
+    """Since when it cannot store uploads, in unix seconds; None if it can."""
+    reason: str = ""
+    """Why it cannot."""
+
+
+class Receivers:
+    """The table `receivers`."""
+
+    def __init__(self, database: Tables) -> None:
+        self._database = database
+
+    def report(self, record: ReceiverRecord) -> None:
+        """Store that a receiver is alive, and what it does."""
+        self._database.write(
+            "INSERT INTO receivers VALUES (?, 1, ?) ON CONFLICT (name) "
+            "DO UPDATE SET reports = receivers.reports + 1, record = excluded.record",
+            *(record.name, msgspec.json.encode(record).decode()),
+        )
+
+    def all(self) -> dict[str, tuple[int, ReceiverRecord]]:
+        """Return each receiver by name, with the number of its reports."""
+        rows = self._database.read("SELECT name, reports, record FROM receivers ORDER BY name")
+        return {
+            name: (reports, self._database.decode(record, ReceiverRecord)) for name, reports, record in rows
+        }
+
+    def delete(self, name: str) -> None:
+        """Delete a receiver that has ended."""
+        self._database.write("DELETE FROM receivers WHERE name = ?", name)
