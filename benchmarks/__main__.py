@@ -12,7 +12,7 @@ from benchmarks.accuracy import fedpcl, fedtc, few_images, fpl, statistics
 from benchmarks.accuracy.flower import command as flower
 from benchmarks.accuracy.which import command as which
 from benchmarks.accuracy.wire import command as wire
-from benchmarks.cost import device, fleet, ingest, int8, memory, step, sums, train
+from benchmarks.cost import databases, device, fleet, ingest, int8, memory, step, sums, train
 from benchmarks.cost.engines import command as engines
 from benchmarks.cost.engines import fedtc as engines_fedtc
 from benchmarks.programs import features, predict, start
@@ -28,6 +28,7 @@ USER = (
     *(fedpcl.command, fedtc.command, few_images.command, flower.command, fpl.command),
     *(statistics.command, which.command, wire.command),
     *(
+        databases.command,
         device.device,
         engines.command,
         engines_fedtc.command,

@@ -221,12 +221,14 @@ def time_plain(broker: BrokerAddress, load: Load, kind: str, folder: Path) -> Co
             return meter.read()
 
 
-def time_aggregator(broker: BrokerAddress, load: Load, task: Path, state: Path) -> Cost:
+def time_aggregator(
+    broker: BrokerAddress, load: Load, task: Path, state: Path, *options: str, fleet: str = FLEET
+) -> Cost:
     """Measure until a new aggregator has sent a receipt for every submission."""
     state.parent.mkdir(exist_ok=True)
     log = state.with_suffix(".log")
-    arguments = ["run", "--task", str(task), "--state", str(state), "--broker", str(broker)]
-    topics = [fleet_topic(FLEET, "state"), *(device_topic(FLEET, name, "ack") for name in load.devices)]
+    arguments = ["run", "--task", str(task), "--state", str(state), "--broker", str(broker), *options]
+    topics = [fleet_topic(fleet, "state"), *(device_topic(fleet, name, "ack") for name in load.devices)]
     with listening(broker, *topics) as events, running("aggregator.cli", *arguments, log=log) as process:
         _wait_online(events)
         with publisher(broker, load):

@@ -1,0 +1,29 @@
+"""The benchmark of databases measures both, and deletes what it has written."""
+
+import contextlib
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from benchmarks.cost import databases
+from benchmarks.cost.databases import command
+from tests.support.databases.postgresql import PostgreSQL, needs_postgresql
+from tests.support.network.brokers import needs_mosquitto
+
+
+@needs_postgresql
+@needs_mosquitto
+def test_databases_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(databases, "ENOUGH_S", 0.01)
+    file = tmp_path / "figures.json"
+    with contextlib.closing(PostgreSQL()) as server:
+        server.start()
+        arguments = ["--store", server.url, "--devices", "20", "--submissions", "20", "--repetitions", "1"]
+        result = CliRunner().invoke(command, [*arguments, "--json", str(file)])
+        assert result.exit_code == 0, result.output
+        assert server.execute("SELECT 1 FROM pg_namespace WHERE nspname LIKE 'fleet%'") == []
+    written = json.loads(file.read_text())
+    assert all(len(each) == 1 for each in written["ingest"].values())
+    assert len(written["tables"][1]["rows"]) == len(written["runs"]["20"]) == 6
