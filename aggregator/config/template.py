@@ -45,6 +45,9 @@ _ONE_SHOT = """\
 # heads_per_hour = 12       # trainings, however often devices upload
 # downloads_per_hour = 4    # of each blob by a device
 # kept_heads = 200          # newest heads in `status`
+# max_devices = 1000        # quotas of the whole fleet: devices with a valid key,
+# max_storage_mb = 4096     # MiB of submissions,
+# uploads_per_hour = 6000   # and accepted submissions
 
 [rollout]
 # canary_fraction = 0.0     # share of the devices that try a new head first; 0.2 is a fifth
