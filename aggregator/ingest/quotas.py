@@ -31,8 +31,8 @@ class Quotas:
         if most is not None and self._store.keys.valid() >= most:
             raise Refused(
                 "quota",
-                f"the fleet has {most} devices (limits.max_devices), and {device} would be another one: the operator "
-                "may raise the quota, or revoke one",
+                f"the fleet has as many devices as limits.max_devices allows ({most}), and {device} would be another "
+                "one: the operator may raise the quota, or revoke one",
             )
 
     def check_transfer(self, device: str, digest: bytes, size_bytes: int) -> None:
