@@ -61,7 +61,7 @@ def dashboard_command(
     from aggregator.http.overview.fleets_file import read_fleets
     from aggregator.http.settings import HttpAddress, listen
 
-    app = overview(read_fleets(fleets), token=options.token, hosts=options.hosts)
+    app = overview(read_fleets(fleets), token=options.token or options.read_token, hosts=options.hosts)
     listening = listen(options.address)
     shown = HttpAddress(options.address.host, int(listening.getsockname()[1]))
     event(log, logging.INFO, "dashboard started", url=f"http://{shown}/")

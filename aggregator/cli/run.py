@@ -82,6 +82,12 @@ log = logging.getLogger(__name__)
     "--http is a loopback address; there, without one, commands require the token in STATE/http-token.",
 )
 @setting(
+    "--http-read-token-file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="File with a token that is enough for reading, for `aggregator dashboard` and Prometheus, in line 1; or set "
+    "PROTOFLEET_HTTP_READ_TOKEN. With it, reading requires one of the tokens, also on loopback.",
+)
+@setting(
     "--http-host",
     multiple=True,
     metavar="NAME",
@@ -99,6 +105,7 @@ def run_command(  # noqa: PLR0913 - one for each option
     external_training: bool,
     http: str | None,
     http_token_file: Path | None,
+    http_read_token_file: Path | None,
     http_host: tuple[str, ...],
     verbose: bool,
     is_coordinator: bool = False,
@@ -120,7 +127,13 @@ def run_command(  # noqa: PLR0913 - one for each option
     from protocol.mqtt.tls import NO_AUTHENTICATION, parse_brokers, warnings
 
     access = read_access(**access_given)
-    dashboard = http_options(http, token_file=http_token_file, hosts=http_host, extras=EXTRAS)
+    dashboard = http_options(
+        http,
+        token_file=http_token_file,
+        hosts=http_host,
+        extras=EXTRAS,
+        read_token_file=http_read_token_file,
+    )
     if embedded_broker and access != NO_AUTHENTICATION:
         raise click.UsageError("the embedded broker has neither encryption nor passwords: use mosquitto")
     brokers = parse_brokers(broker, tls=access.tls)

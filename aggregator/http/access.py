@@ -81,6 +81,8 @@ class Access:
         settings, path = self._settings, _path(request)
         if has_token(request.headers, settings.token):
             return None
+        if may_read(request.headers, settings):
+            return None if _is_read(request) else problem(403, "this token is for reading")
         if "authorization" in request.headers:
             where = request.client.host if request.client else None
             event(log, logging.WARNING, "request with a wrong token refused", address=where)
@@ -128,6 +130,11 @@ def is_cross_site(headers: Headers) -> bool:
         return True
     origin = headers.get("origin")
     return origin is not None and origin.partition("://")[2] != headers.get("host", "")
+
+
+def may_read(headers: Headers, settings: HttpSettings) -> bool:
+    """Return True if the request has the token for reading."""
+    return bool(settings.read_token) and has_token(headers, settings.read_token)
 
 
 def has_token(headers: Headers, token: str) -> bool:

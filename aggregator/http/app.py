@@ -17,7 +17,7 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from aggregator.http import commands
-from aggregator.http.access import Access, has_token, problem
+from aggregator.http.access import Access, has_token, may_read, problem
 from aggregator.http.documents import Document
 from aggregator.http.metrics import CONTENT_TYPE, metrics_text
 from aggregator.http.openapi import Session, openapi_document
@@ -140,7 +140,8 @@ class _Server:
 
     async def session(self, request: Request) -> Response:
         can_command = has_token(request.headers, self._settings.token)
-        return _json(Session(read=self._settings.public or can_command, command=can_command))
+        can_read = self._settings.public or can_command or may_read(request.headers, self._settings)
+        return _json(Session(read=can_read, command=can_command))
 
     async def file(self, request: Request) -> Response:
         snapshot, name = await self._snapshots.current(), request.path_params["name"]

@@ -50,10 +50,16 @@ class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The address was not given: if it is taken, the aggregator runs without a server."""
     token: str | None
     hosts: tuple[str, ...]
+    read_token: str | None = None
 
 
 def http_options(
-    address: str | None, *, token_file: Path | None, hosts: tuple[str, ...], extras: str
+    address: str | None,
+    *,
+    token_file: Path | None,
+    hosts: tuple[str, ...],
+    extras: str,
+    read_token_file: Path | None = None,
 ) -> HttpOptions | None:
     """Return the validated options; None if the server is off.
 
@@ -64,13 +70,17 @@ def http_options(
     if address == OFF:
         return None
     require_packages(*PACKAGES, extras=extras)
-    parsed, token = parse_address(address or DEFAULT_ADDRESS), given_token(token_file)
-    if token is None and not parsed.is_loopback:
+    parsed = parse_address(address or DEFAULT_ADDRESS)
+    token = given_token(token_file, variable="PROTOFLEET_HTTP_TOKEN")
+    read_token = given_token(read_token_file, variable="PROTOFLEET_HTTP_READ_TOKEN")
+    if token is None and read_token is None and not parsed.is_loopback:
         raise ConfigError(
             f"--http {parsed} is reachable from other machines and needs a token: give --http-token-file, "
             "or set PROTOFLEET_HTTP_TOKEN"
         )
-    return HttpOptions(address=parsed, is_default=address is None, token=token, hosts=hosts)
+    return HttpOptions(
+        address=parsed, is_default=address is None, token=token, hosts=hosts, read_token=read_token
+    )
 
 
 class HttpServer:
@@ -89,7 +99,8 @@ class HttpServer:
             state=str(state),
             socket=self._listening.fileno(),
             token=token,
-            public=options.token is None,
+            public=options.token is None and options.read_token is None,
+            read_token=options.read_token or "",
             hosts=options.hosts,
         )
         self._process: subprocess.Popen[bytes] | None = None

@@ -51,6 +51,8 @@ class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The secret that commands require."""
     public: bool
     """Reading requires no token."""
+    read_token: str = ""
+    """The secret with which a client may only read; empty if there is none."""
     hosts: tuple[str, ...] = ()
     """Names, beside those of loopback, under which browsers reach the server."""
 
@@ -72,13 +74,13 @@ def is_loopback(host: str) -> bool:
         return host.lower() == "localhost"
 
 
-def given_token(file: Path | None) -> str | None:
-    """Return the token in a file, or in PROTOFLEET_HTTP_TOKEN; None if there is none.
+def given_token(file: Path | None, *, variable: str) -> str | None:
+    """Return the token in a file, or in an environment variable; None if there is none.
 
     Raises:
         ConfigError: the file cannot be read, or the token is too short.
     """
-    token = read_secret(file, what="token") if file is not None else os.environ.get("PROTOFLEET_HTTP_TOKEN")
+    token = read_secret(file, what="token") if file is not None else os.environ.get(variable)
     if token is not None and len(token) < MIN_TOKEN:
         raise ConfigError(
             f"expected a token of at least {MIN_TOKEN} characters, got {len(token)}: "

@@ -23,7 +23,7 @@ from tests.support.databases.postgresql import needs_postgresql
 from tests.support.fleets.closed_fleet import ClosedFleet
 from tests.support.network.brokers import free_address, needs_mosquitto
 from tests.system.attacks.attacker_client import AttackerClient, TrafficMonitor
-from tests.system.attacks.two_fleets import MALLORY, OURS, THEIRS, VICTIM, TwoFleets
+from tests.system.attacks.two_fleets import MALLORY, OURS, THEIRS, VICTIM, OneFleet, TwoFleets
 
 pytestmark = [needs_mosquitto, needs_postgresql]
 
@@ -197,13 +197,22 @@ def test_prefix_of_one_fleet_is_refused_by_another(two: TwoFleets, tmp_path: Pat
     two.ours.environment = before
 
 
-def test_token_of_one_dashboard_is_refused_by_another(two: TwoFleets) -> None:
-    token = (two.ours.aggregator_state / "http-token").read_text().strip()
-    for fleet, status in ((two.ours, 200), (two.theirs, 401)):
-        connection = http.client.HTTPConnection(fleet.http.host, fleet.http.port, timeout=60)
-        with closing(connection):
-            connection.request("GET", "/api/v1/session", headers={"Authorization": f"Bearer {token}"})
-            assert connection.getresponse().status == status
+def test_tokens_of_one_dashboard_are_refused_by_another(two: TwoFleets) -> None:
+    """That for commands and that for reading; without one, a program of this machine reads nothing."""
+    own = (two.ours.aggregator_state / "http-token").read_text().strip()
+    for token in (own, two.ours.read_token):
+        assert _read(two.ours, f"Bearer {token}") == 200
+        assert _read(two.theirs, f"Bearer {token}") == 401
+    assert _read(two.theirs) == 401
+
+
+def _read(fleet: OneFleet, authorization: str = "") -> int:
+    """Return the status with which a dashboard answers."""
+    connection = http.client.HTTPConnection(fleet.http.host, fleet.http.port, timeout=60)
+    with closing(connection):
+        headers = {"Authorization": authorization} if authorization else {}
+        connection.request("GET", "/api/v1/prototypes", headers=headers)
+        return connection.getresponse().status
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -41,6 +41,7 @@ class OneFleet(Fleet):
         self.database = database
         self.blobs = f"s3://{BUCKET}/{name}"
         self.http = free_address()
+        self.read_token = f"the token of {name}"
         self.task = write_task(root, feature_sizes=(16 if name == OURS else 24,), quorum=100, fleet=name)
         self.environment = {
             "PGPASSFILE": str(pass_file(root, name)),
@@ -48,6 +49,7 @@ class OneFleet(Fleet):
             "AWS_ACCESS_KEY_ID": key[0],
             "AWS_SECRET_ACCESS_KEY": key[1],
             "AWS_REGION": "us-east-1",
+            "PROTOFLEET_HTTP_READ_TOKEN": self.read_token,
         }
 
     def run(self, *options: str | Path, name: str = "aggregator") -> None:

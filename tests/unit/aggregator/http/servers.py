@@ -59,10 +59,12 @@ class Client:
 
 @contextlib.contextmanager
 def serving(
-    state: Path, *, token: str | None = None, hosts: tuple[str, ...] = ()
+    state: Path, *, token: str | None = None, hosts: tuple[str, ...] = (), read_token: str | None = None
 ) -> Iterator[tuple[Client, str]]:
     """Run the server's process; yields a client without a token, and the token."""
-    options = HttpOptions(address=HttpAddress("127.0.0.1", 0), is_default=False, token=token, hosts=hosts)
+    options = HttpOptions(
+        address=HttpAddress("127.0.0.1", 0), is_default=False, token=token, hosts=hosts, read_token=read_token
+    )
     server = HttpServer(options, state)
     server.start()
     try:

@@ -20,6 +20,7 @@ def options(address: str | None, file: Path | None = None) -> HttpOptions | None
 @pytest.fixture(autouse=True)
 def no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PROTOFLEET_HTTP_TOKEN", raising=False)
+    monkeypatch.delenv("PROTOFLEET_HTTP_READ_TOKEN", raising=False)
 
 
 @pytest.fixture

@@ -245,6 +245,18 @@ def test_given_token_is_needed_for_reading(guarded: Client) -> None:
         assert guarded.get(path, Authorization=f"Basic {TOKEN}").status == 401
 
 
+def test_token_for_reading_commands_nothing(tmp_path: Path) -> None:
+    """Without it, nothing can be read on loopback either; the token of the state directory is for commands."""
+    started_store(tmp_path).close()
+    with serving(tmp_path, read_token=TOKEN) as (client, own):
+        reading, commanding = ({"Authorization": f"Bearer {each}"} for each in (TOKEN, own))
+        for path in ("/api/v1/status", "/metrics"):
+            assert [client.get(path, **each).status for each in ({}, reading, commanding)] == [401, 200, 200]
+        assert client.get("/api/v1/session", **reading).json() == {"read": True, "command": False}
+        assert client.post("/api/v1/commands/promote", {}, **reading).status == 403
+        assert client.post("/api/v1/commands/promote", {}, **commanding).status == 409
+
+
 def test_every_answer_forbids_other_sources(client: Client) -> None:
     for path in ("/", "/api/v1/status", "/nothing"):
         headers = client.get(path).headers
