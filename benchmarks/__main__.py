@@ -15,7 +15,7 @@ from benchmarks.accuracy.wire import command as wire
 from benchmarks.cost import databases, device, fleet, ingest, int8, memory, step, sums, train
 from benchmarks.cost.engines import command as engines
 from benchmarks.cost.engines import fedtc as engines_fedtc
-from benchmarks.programs import features, predict, start
+from benchmarks.programs import features, predict, start, take_over
 from benchmarks.research import cells, hierarchical, restoration
 from benchmarks.research.poisoning import false_alarms, prototypes, rare_class, rounds
 from benchmarks.research.poisoning import statistics as poisoned_statistics
@@ -41,6 +41,7 @@ USER = (
         start.start,
         step.step,
         sums.command,
+        take_over.command,
         train.command,
         pages.command,
     ),
