@@ -72,28 +72,33 @@ class Cluster:
 
     def start_roles(self) -> None:
         """Start two of each role."""
-        self.start(self._aggregator(1))
+        self.start(self._coordinator(1))
         self._share_keys()
-        self.start(self._aggregator(2), self._trainer(1), self._trainer(2))
+        others = (self._coordinator(2), *map(self._receiver, (1, 2)), *map(self._trainer, (1, 2)))
+        self.start(*others)
 
     def state(self, name: str) -> Path:
         """Return the state folder of a role."""
         return self._folder.root / "roles" / name
 
     def leader(self) -> str:
-        """Return the name of the aggregator that leads; the first one if none does."""
-        names = [name for name, program in self.processes.programs.items() if program.role == "aggregator"]
+        """Return the name of the coordinator that leads; the first one if none does."""
+        names = [name for name, program in self.processes.programs.items() if program.role == "coordinator"]
         return next((name for name in names if self.is_leading(name)), names[0])
 
     def has_leader(self) -> bool:
-        """Return True if an aggregator leads."""
+        """Return True if a coordinator leads."""
         return self.is_leading(self.leader())
 
     def is_leading(self, name: str) -> bool:
-        """Return True if an aggregator runs and leads."""
+        """Return True if a coordinator runs and leads."""
         return self.processes.states[name] == "running" and self.processes.log(name).rfind(
             "connected to the broker"
         ) > self.processes.log(name).rfind("standby")
+
+    def shards(self, name: str) -> str:
+        """Return how many of the 64 shards of uploads a receiver has."""
+        return next(reversed(re.findall(r" shards=(\d+)", self.processes.log(name))), "no")
 
     def trainer_at_work(self) -> str | None:
         """Return the name of a trainer that has claimed a job and not ended it."""
@@ -109,33 +114,48 @@ class Cluster:
         return Counter(re.findall(r"submission accepted device=(\S+)", logs))
 
     def _share_keys(self) -> None:
-        """Give the second aggregator the first one's keys, which an operator copies or mounts."""
-        first, second = (self.state(f"aggregator-{number}") for number in (1, 2))
+        """Give the second coordinator the first one's keys, which an operator copies or mounts."""
+        first, second = (self.state(f"coordinator-{number}") for number in (1, 2))
         second.mkdir(mode=0o700)
         shutil.copytree(first / "identity", second / "identity", ignore=shutil.ignore_patterns("lock"))
 
-    def _aggregator(self, number: int) -> Program:
-        name = f"aggregator-{number}"
+    def _coordinator(self, number: int) -> Program:
         return self._role(
-            name,
-            "aggregator",
-            *("run", "--task", self._folder.task, "--broker", self.brokers.rotated(number - 1)),
-            "--external-training",
+            *("coordinator", number, "coordinate", "--external-training", "--task", self._folder.task),
+            *("--broker", self.brokers.rotated(number - 1)),
             ready="connected to the broker|standby",
         )
 
-    def _trainer(self, number: int) -> Program:
-        name = f"trainer-{number}"
+    def _receiver(self, number: int) -> Program:
+        broker = self.brokers.rotated(number - 1)
         return self._role(
-            name, "trainer", *("train", "--name", name, "--lease-s", LEASE_S), ready="worker ready"
+            "receiver",
+            number,
+            "receive",
+            "--broker",
+            broker,
+            "--name",
+            number,
+            ready="connected to the broker",
         )
 
-    def _role(self, name: str, role: str, command: str, *arguments: object, ready: str) -> Program:
-        line = (command, *map(str, arguments), "--state", str(self.state(name)))
+    def _trainer(self, number: int) -> Program:
+        lease = ("--name", f"trainer-{number}", "--lease-s", LEASE_S)
+        return self._role("trainer", number, "train", *lease, ready="worker ready")
+
+    def _role(self, role: str, number: int, *arguments: object, ready: str) -> Program:
+        name = f"{role}-{number}"
         return Program(
             name=name,
             role=role,
-            command=(sys.executable, "-m", "aggregator.cli", *line),
+            command=(
+                sys.executable,
+                "-m",
+                "aggregator.cli",
+                *map(str, arguments),
+                "--state",
+                str(self.state(name)),
+            ),
             environment=self._environment,
             ready=ready,
         )

@@ -58,7 +58,7 @@ from protocol.errors import ConfigError, StateError
     multiple=True,
     help="Kill this only; repeatable.  [default: all]",
 )
-@click.option("--pause", is_flag=True, help="Pause the leading aggregator (SIGSTOP) instead of killing it.")
+@click.option("--pause", is_flag=True, help="Pause the leading coordinator (SIGSTOP) instead of killing it.")
 @click.option(
     "--timeout-s",
     type=click.FloatRange(0, min_open=True),

@@ -17,10 +17,10 @@ from examples.cluster.single import Trained, run_single, trained_head
 from examples.quickstart.folder import Folder
 
 BROKERS = {"nats": nats, "mosquitto": mosquitto}
-UPLOAD_FAULTS = ("broker", "aggregator", "database", "object-store")
+UPLOAD_FAULTS = ("broker", "receiver", "coordinator", "database", "object-store")
 """Roles of which a program is killed while devices upload, in this order."""
 TRAINER = "trainer"
-ROLES = ("aggregator", "trainer")
+ROLES = ("receiver", "coordinator", "trainer")
 REFRESH_S = 0.25
 
 
@@ -32,7 +32,7 @@ class Plan:
         names: of the devices.
         broker: which brokers.
         faults: names of what is killed.
-        pause: pause the leading aggregator instead.
+        pause: pause the leading coordinator instead.
         deadline_s: time of the monotonic clock at which it fails.
     """
 
@@ -52,7 +52,7 @@ def run(plan: Plan, folder: Folder, console: Console) -> Result:
     started_s = time.monotonic()
     outcome = _run_cluster(plan, folder, console)
     with console.status("a single process trains on the same submissions"):
-        keys = folder.root / "roles" / "aggregator-1" / "identity"
+        keys = folder.root / "roles" / "coordinator-1" / "identity"
         single = run_single(folder, plan.names, keys, deadline_s=plan.deadline_s)
     return compare(plan, outcome, single, seconds=time.monotonic() - started_s)
 
@@ -116,14 +116,14 @@ def _run_cluster(plan: Plan, folder: Folder, console: Console) -> Outcome:
 
 
 def _harm_all(plan: Plan, faults: Faults) -> None:
-    """Start the devices in groups, and harm a program while each group uploads; then a trainer."""
+    """Start the devices in groups, and harm a program while each group uploads; the last group completes the quorum."""
     during_uploads = [each for each in UPLOAD_FAULTS if each in plan.faults]
-    size = -(-len(plan.names) // max(1, len(during_uploads)))
-    for number, each in enumerate(during_uploads):
-        group = plan.names[number * size : (number + 1) * size]
-        faults.during_uploads(each, group, pause=plan.pause and each == "aggregator")
-    if not during_uploads:
-        faults.start(plan.names)
+    groups = [
+        list(plan.names[number :: len(during_uploads) + 1]) for number in range(len(during_uploads) + 1)
+    ]
+    for each, group in zip(during_uploads, groups, strict=False):
+        faults.during_uploads(each, group, pause=plan.pause and each == "coordinator")
+    faults.start(groups[-1])
     if TRAINER in plan.faults:
         faults.during_training()
     faults.wait_for_heads()
@@ -172,6 +172,9 @@ class _Display:
             return state
         if name == self.cluster.trainer_at_work():
             return "training"
-        if self._processes.programs[name].role == "aggregator":
+        role = self._processes.programs[name].role
+        if role == "receiver":
+            return f"{self.cluster.shards(name)} shards"
+        if role == "coordinator":
             return "leading" if self.cluster.is_leading(name) else "standby"
         return state

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from examples.cluster.cluster import Cluster
 from examples.cluster.devices import Devices
 from examples.cluster.report import Fault
+from protocol.errors import ProtofleetError
 
 RESTART_S = 3.0
 """Seconds after which a killed program is started again, as by a service manager."""
@@ -28,9 +29,8 @@ class Faults:
         self._started_s = time.monotonic()
 
     def start(self, names: Sequence[str]) -> None:
-        """Start devices, and wait for their uploads."""
+        """Start devices."""
         self._devices.start(names, self._cluster.brokers.addresses)
-        self._cluster.wait_until(lambda: self._devices.submissions().keys() >= set(names))
 
     def wait_for_heads(self) -> None:
         """Wait until all devices use the head."""
@@ -45,20 +45,26 @@ class Faults:
 
     def _target(self, role: str) -> str:
         """Return the program of a role that most others depend on."""
-        if role == "aggregator":
+        if role == "coordinator":
             return self._cluster.leader()
         programs = self._cluster.processes.programs.values()
         return next(program.name for program in programs if program.role == role)
 
     def during_training(self) -> None:
-        """Kill the trainer that has claimed the job, and wait until all devices use the head."""
+        """Kill the trainer that has claimed the job, and wait until all devices use the head.
+
+        Raises:
+            ProtofleetError: the training was over too soon.
+        """
         names: list[str] = []
 
         def is_at_work() -> bool:
             names.extend(filter(None, [self._cluster.trainer_at_work()]))
-            return bool(names)
+            return bool(names or self._devices.with_head())
 
         self._cluster.wait_until(is_at_work)
+        if not names:
+            raise ProtofleetError("the training was over before its trainer could be killed: run it again")
         self._harm(names[0], self._devices.with_head, self._devices.started)
 
     def _harm(
@@ -95,5 +101,5 @@ class Faults:
             )
         )
         self._on_event(
-            f"{name} is back; answers went on after {next_s:.1f} s, all {waiting} within {all_s:.1f} s"
+            f"{name} runs again; the next answer came after {next_s:.1f} s, all {waiting} within {all_s:.1f} s"
         )

@@ -18,6 +18,10 @@ COLOURS = {
 }
 
 
+def _colour(state: str) -> str:
+    return "green" if state.endswith(" shards") else COLOURS.get(state, "bold red")
+
+
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
     """A killed or paused program, and how the fleet went on."""
 
@@ -61,10 +65,7 @@ def progress(
     """Return the state of all programs, for a terminal: for each role, the state of each program."""
     table = Table(box=None, padding=(0, 2, 0, 1), show_header=False)
     for role, states in programs.items():
-        cells = [
-            Text.assemble((f"{name} ", ""), (state, COLOURS.get(state, "bold red")))
-            for name, state in states.items()
-        ]
+        cells = [Text.assemble((f"{name} ", ""), (state, _colour(state))) for name, state in states.items()]
         table.add_row(Text(role, style="dim"), Text("   ").join(cells))
     for what, number in (
         ("started", started),

@@ -71,7 +71,7 @@ def run_job(job: HeadJob | StatisticsJob) -> JobCost:
 
 
 class _Watched:
-    """What all descendants of this process have used since it was made."""
+    """Resource use of all descendants of this process since it was made."""
 
     def __init__(self) -> None:
         self.memory_bytes = 0
