@@ -69,7 +69,7 @@ class StateError(ProtofleetError):
 
 
 class NotLeader(StateError):
-    """Another aggregator leads the fleet: this one can write nothing more."""
+    """Another aggregator leads the fleet, or the tables went back in time: this one can write nothing more."""
 
 
 class BlobLost(StateError):

@@ -156,8 +156,12 @@ class Lead:
             self.beat()
 
     def _lose(self, leader: str) -> NotLeader:
-        self._lost = f"another aggregator leads the fleet{leader and f' on {leader}'}"
-        return NotLeader(self._lost)
+        return self.lose(f"another aggregator leads the fleet{leader and f' on {leader}'}")
+
+    def lose(self, reason: str) -> NotLeader:
+        """Give the lead up, for good; returns the error to raise, as `check` does from now on."""
+        self._lost = reason
+        return NotLeader(reason)
 
 
 def elapsed_s() -> float:

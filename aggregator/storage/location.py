@@ -16,6 +16,8 @@ class Location(msgspec.Struct, frozen=True):
 
     database: str
     fleet: str
+    newest: int = 0
+    """Number of changes that an aggregator of this directory has seen at its last start or end."""
 
 
 def recorded(folder: Path) -> Location | None:
@@ -47,9 +49,24 @@ def record(folder: Path, location: Location) -> None:
     before = recorded(folder)
     if before is not None:
         check_fleet(folder, location.fleet, before.fleet)
+        location = msgspec.structs.replace(location, newest=before.newest)
     if before != location:
         with state_errors(folder):
             write_atomically(folder / _FILE, msgspec.json.encode(location))
+
+
+def record_newest(folder: Path, newest: int) -> int:
+    """Store the number of changes in the database; returns how many it lacks of those that were seen before.
+
+    Raises:
+        StateError: the record cannot be read or written.
+    """
+    before = recorded(folder)
+    if before is None or before.newest == newest:
+        return 0
+    with state_errors(folder):
+        write_atomically(folder / _FILE, msgspec.json.encode(msgspec.structs.replace(before, newest=newest)))
+    return max(0, before.newest - newest)
 
 
 def check_fleet(folder: Path, fleet: str, known: str) -> None:

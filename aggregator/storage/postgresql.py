@@ -15,7 +15,7 @@ import msgspec
 
 from aggregator.storage.lead import Lead, Standby, elapsed_s
 from aggregator.storage.postgresql_schema import PostgresSchema, connect, statement_of
-from protocol.errors import ConfigError, RuntimeMissing, StateError
+from protocol.errors import ConfigError, NotLeader, RuntimeMissing, StateError
 from protocol.storage.folder_lock import FolderLock
 
 Value = TypeVar("Value")
@@ -23,7 +23,7 @@ Value = TypeVar("Value")
 TRIAL_BYTES = 64 * 1024
 """More than fits into the free space of a page of a table: on a full disk it cannot be written."""
 
-_RAISE = "UPDATE changes SET number = number + 1"
+_RAISE = "UPDATE changes SET number = number + 1 RETURNING number"
 
 _READ_CHANGES = "SELECT number FROM changes"
 
@@ -66,6 +66,10 @@ class PostgresDatabase:
         self._db: Any = None
         self._is_open = False  # a transaction or snapshot
         self._own_changes = 0
+        self.found = 0
+        """The number of changes before this program's last connection, if it is the fleet's aggregator."""
+        self.newest = 0
+        """The greatest number of changes that this program has seen committed."""
         self._time: tuple[float, float] | None = None
         if held is not None and not held.take():
             raise StateError("`aggregator run` already runs on this --state: stop it, or use another")
@@ -123,6 +127,9 @@ class PostgresDatabase:
                     self._schema.migrate(self._db, is_locked=self._held is not None)
                 self._schema.check_version(self._db)
                 if self._lead is not None:
+                    self.found = self._schema.number(self._db)
+                    self._check_newer(self.found)
+                    self.newest = self.found
                     self._lead.begin(self._db)
         except BaseException:
             self._drop()
@@ -144,9 +151,11 @@ class PostgresDatabase:
             before = self._own_changes
             try:
                 with self._transaction("BEGIN"):
-                    self._execute(_RAISE, ())
+                    ((number,),) = self._execute(_RAISE, ())
+                    self._check_newer(number)
                     self._own_changes += 1
                     yield
+                self.newest = number
             except BaseException:
                 # Also after a commit whose outcome is unknown: everything is read again.
                 self._own_changes = before
@@ -190,7 +199,24 @@ class PostgresDatabase:
     def data_version(self) -> int:
         """Return a number that changes when another process has written."""
         with self._thread_lock:
-            return int(self.read(_READ_CHANGES)[0][0]) - self._own_changes
+            ((number,),) = self.read(_READ_CHANGES)
+            self._check_newer(number)
+            if not self._is_open:  # a transaction's own number is not committed
+                self.newest = number
+            return int(number) - self._own_changes
+
+    def _check_newer(self, number: int) -> None:
+        """Raise NotLeader if the tables are older than before: what this program knows of them is not in them."""
+        if number < self.newest:
+            text = (
+                f"{self.path} lacks its last {self.newest - number} changes, as after a restored backup or a failover "
+                "to a server that was behind: repeat each `revoke` and `forget` since"
+            )
+            self.newest = number
+            if self._lead is None:
+                raise NotLeader(text)
+            self._drop()
+            raise self._lead.lose(text)
 
     def max_rows(self, table: str) -> int:
         """Return the number of rows of a table."""

@@ -169,6 +169,10 @@ class PostgresSchema:
             todo = "upgrade protofleet here" if version > expected else "start `aggregator run` on it once"
             raise StateError(f"{self.name} has schema version {version}, expected {expected}: {todo}")
 
+    def number(self, database: Any) -> int:
+        """Return the number of write transactions so far."""
+        return int(database.execute("SELECT number FROM changes").fetchone()[0])
+
     def _version(self, database: Any) -> int:
         """Return the number of migrations that have run; -1 if there are no tables."""
         (found,) = database.execute("SELECT to_regclass(%s)::text", [f"{self.quoted}.changes"]).fetchone()

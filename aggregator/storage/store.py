@@ -1,6 +1,7 @@
 """The aggregator's state directory: tables in SQLite or PostgreSQL, and blobs."""
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +15,13 @@ from aggregator.storage.forgotten_devices import ForgottenDevices
 from aggregator.storage.heads import Evaluations, Heads, OperatorCommands
 from aggregator.storage.jobs import Jobs
 from aggregator.storage.lead import Standby
-from aggregator.storage.location import Location, check_fleet, record, recorded
+from aggregator.storage.location import Location, check_fleet, record, record_newest, recorded
 from aggregator.storage.postgresql import PostgresDatabase, check_url
 from aggregator.storage.receivers import Receivers
 from aggregator.storage.stored_values import BlobLocation, FailedTraining, PendingHead, ServedTask
 from aggregator.storage.submissions import SubmissionChanges, Submissions
 from protocol.errors import ConfigError, StateError
+from protocol.log import event
 from protocol.storage.blobstore import delete_temporary_files, state_errors
 from protocol.storage.database import Database
 from protocol.storage.database_file import DatabaseFile
@@ -28,6 +30,8 @@ from protocol.storage.facts import Facts
 from protocol.storage.folder_lock import FolderLock
 from protocol.storage.state_folder import database_of, make_state_folder
 from protocol.wire.messages import BlobRef
+
+log = logging.getLogger(__name__)
 
 MIGRATIONS = (
     """
@@ -155,6 +159,7 @@ class Store:
     ) -> None:
         self.folder = folder
         self._lock = FolderLock(folder)
+        self._is_aggregator = lock
         location = Location(database, fleet) if database else recorded(folder)
         if location is not None:
             if fleet:
@@ -167,6 +172,8 @@ class Store:
         if lock:
             delete_temporary_files(folder)
         self._open_tables(read_only=read_only, blobs=blobs, fleet=fleet)
+        if lock:
+            self._warn_of_older_tables()
 
     def _open_file(self, *, read_only: bool, lock: bool) -> Database:
         folder = self.folder
@@ -267,8 +274,21 @@ class Store:
         if isinstance(self.database, PostgresDatabase):
             self.database.check_lead()
 
+    def _warn_of_older_tables(self) -> None:
+        """Log whether PostgreSQL's tables lack changes that this directory's aggregator has seen."""
+        if not isinstance(self.database, PostgresDatabase):
+            return
+        if lacking := record_newest(self.folder, self.database.found):
+            text = (
+                "the database is older than this aggregator's last run: repeat each revoke and forget since"
+            )
+            event(log, logging.WARNING, text, lacking=lacking)
+
     def close(self) -> None:
         """Close the database and release the lock."""
+        if self._is_aggregator and isinstance(self.database, PostgresDatabase) and self.database.leads():
+            with contextlib.suppress(StateError):  # only a warning depends on it
+                record_newest(self.folder, self.database.newest)
         self.database.close()
 
     @contextlib.contextmanager

@@ -110,6 +110,16 @@ class PostgreSQL:
                 cursor = database.execute(statement)
             return cursor.fetchall() if cursor.description else []
 
+    def dump(self, schema: str) -> Path:
+        """Return a backup of a schema; restoring it replaces the schema."""
+        file = self.folder / "backup.sql"
+        self._run("pg_dump", "--clean", "--if-exists", "-n", schema, "-f", str(file), self.url)
+        return file
+
+    def restore(self, backup: Path) -> None:
+        """Restore a schema in one transaction, whatever is connected."""
+        self._run("psql", "-q", "-1", "-v", "ON_ERROR_STOP=1", "-f", str(backup), self.url)
+
     def kill(self) -> None:
         """Kill the server and its children without warning."""
         pid = int((self.folder / "data" / "postmaster.pid").read_text().split()[0])

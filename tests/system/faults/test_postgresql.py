@@ -10,6 +10,8 @@ from protocol.wire.codec import digest_of, encode
 from tests.support.databases.postgresql import PostgreSQL, needs_postgresql
 from tests.support.databases.proxy import DatabaseProxy
 from tests.support.fleets.aggregator_process import PATIENT, Device, aggregator, write_task
+from tests.support.fleets.fleet import Fleet, write_digits
+from tests.support.fleets.fleet import write_task as write_digits_task
 from tests.support.messages.submissions import submission
 from tests.support.network.brokers import mosquitto, needs_mosquitto
 
@@ -75,3 +77,24 @@ def test_each_submission_counts_once(address: BrokerAddress, tmp_path: Path) -> 
             with contextlib.closing(Store(daemon.state, read_only=True)) as store:
                 assert set(store.submissions.all(message.task)) == {"first", *devices}
                 assert {each.reason for each in store.refusals.all()} <= {"not_stored"}
+
+
+@needs_postgresql
+@needs_mosquitto
+def test_devices_upload_again_what_a_restored_backup_lacks(address: BrokerAddress, tmp_path: Path) -> None:
+    """Also if the aggregator runs meanwhile: it begins again, and so do devices."""
+    with (
+        contextlib.closing(PostgreSQL()) as server,
+        mosquitto(address, tmp_path),
+        Fleet(tmp_path, address) as fleet,
+    ):
+        server.start()
+        fleet.start_aggregator(write_digits_task(tmp_path), "--store", server.url)
+        fleet.wait_for_log("aggregator", "connected to the broker")
+        backup = server.dump("fleet_default")
+        fleet.start_device("a", write_digits(tmp_path / "data", classes=[0, 1]))
+        fleet.wait_for("the submission", lambda status: status["submissions"])
+        server.restore(backup)
+        fleet.wait_for_log("aggregator", "repeat each `revoke` and `forget` since")
+        fleet.wait_for_log("aggregator", "submission accepted device=a", times=2)
+        assert fleet.status()["submissions"] == 1

@@ -10,7 +10,7 @@ import pytest
 from aggregator.storage import postgresql_connection
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import SigningKey
-from protocol.errors import StateError
+from protocol.errors import NotLeader, StateError
 from tests.support.databases.postgresql import PostgreSQL
 from tests.support.databases.proxy import DatabaseProxy, Fault
 from tests.support.machine_faults import fill, small_disk
@@ -128,3 +128,24 @@ def test_full_disk(tmp_path: Path) -> None:
             store.database.check_writable()
             store.refusals.count("a", reason="shape", detail="", now_s=1.0)
             assert [each.count for each in store.refusals.all()] == [1]
+
+
+def test_tables_that_went_back_in_time(
+    through: Store, postgresql: PostgreSQL, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A program that knows what is no longer in them ends; the next one goes on, and the log tells what to do."""
+    back = f'UPDATE "fleet_{through.folder.parent.name}".changes SET number = number - 1'  # noqa: S608
+    through.data_version()
+    postgresql.execute(back)
+    with pytest.raises(NotLeader, match="lacks its last 1 changes"):
+        through.data_version()
+    with pytest.raises(NotLeader):
+        through.facts.put(SigningKey("after"))
+    through.close()
+    with contextlib.closing(Store(through.folder, lock=True)) as store:
+        store.facts.put(SigningKey("again"))
+    assert not caplog.records
+    postgresql.execute(back)
+    with contextlib.closing(Store(through.folder, lock=True)) as store:
+        store.facts.put(SigningKey("after"))
+    assert "repeat each revoke and forget since lacking=" in caplog.text
