@@ -15,6 +15,7 @@ from benchmarks.accuracy.wire import command as wire
 from benchmarks.cost import databases, device, fleet, ingest, int8, memory, step, sums, train
 from benchmarks.cost.engines import command as engines
 from benchmarks.cost.engines import fedtc as engines_fedtc
+from benchmarks.cost.fleet_load import storm
 from benchmarks.programs import features, predict, start, take_over
 from benchmarks.research import cells, hierarchical, restoration
 from benchmarks.research.poisoning import false_alarms, prototypes, rare_class, rounds
@@ -40,6 +41,7 @@ USER = (
         predict.predict,
         start.start,
         step.step,
+        storm.command,
         sums.command,
         take_over.command,
         train.command,

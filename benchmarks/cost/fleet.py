@@ -13,16 +13,16 @@ It fails if a submission was lost or is not counted exactly once, or a device do
 import contextlib
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import click
-import psutil
 
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
+from benchmarks.cost.fleet_load.observation import evaluated, online, submitted, usage
 from benchmarks.cost.fleet_load.processes import (
     running_aggregator,
     running_device,
@@ -33,19 +33,9 @@ from benchmarks.cost.processes import free_address, running_mosquitto
 from benchmarks.options import repeated
 from benchmarks.programs.measurement import peak_memory
 from benchmarks.report import Plot, Table, json_option, write_json
-from protocol.errors import ProtofleetError, StateError
+from protocol.errors import ProtofleetError
 
 SIZES = (100, 300, 1_000, 3_000)
-
-
-@dataclass(frozen=True)
-class Usage:
-    """Processor time and memory of a process until now."""
-
-    cpu_s: float
-    workers_cpu_s: float
-    """Of the processes that it has waited for."""
-    memory_bytes: int
 
 
 @dataclass(frozen=True)
@@ -160,14 +150,14 @@ def measure(folder: Path, devices: int, *, real: int = 0, processes: int = 2) ->
         aggregator = stack.enter_context(running_aggregator(folder, broker, quorum=devices))
         for name in names:
             stack.enter_context(running_device(folder, broker, name))
-        until(lambda: _submitted(state) == real, what="the submissions of the real devices")
+        until(lambda: submitted(state) == real, what="the submissions of the real devices")
         loads = stack.enter_context(running_loads(folder, broker, simulated, processes=processes))
-        before, broker_before = _usage(aggregator.pid), _usage(mosquitto.pid)
+        before, broker_before = usage(aggregator.pid), usage(mosquitto.pid)
         started_s = loads.begin()
         final = loads.finished()
-        until(lambda: _evaluated(state) == devices, what="the evaluations of all devices")
+        until(lambda: evaluated(state) == devices, what="the evaluations of all devices")
         # The training's process counts once the aggregator has waited for it, which it has before the head.
-        used, broker_used = _usage(aggregator.pid), _usage(mosquitto.pid)
+        used, broker_used = usage(aggregator.pid), usage(mosquitto.pid)
         peak_bytes = peak_memory(aggregator.pid)
     made = {name: tuple(each) for one in final for name, each in one["devices"].items()}
     _check(state, made, names)
@@ -238,11 +228,11 @@ def measure_idle(
 
         @contextlib.contextmanager
         def phase(name: str) -> Iterator[None]:
-            began_s, ours, attempts = time.monotonic(), _usage(aggregator.pid), loads.sum("attempts")
-            theirs, process = _usage(mosquitto.pid), mosquitto.pid
+            began_s, ours, attempts = time.monotonic(), usage(aggregator.pid), loads.sum("attempts")
+            theirs, process = usage(mosquitto.pid), mosquitto.pid
             yield
             seconds = time.monotonic() - began_s
-            used, broker_used = _usage(aggregator.pid), _usage(mosquitto.pid)
+            used, broker_used = usage(aggregator.pid), usage(mosquitto.pid)
             was_restarted = mosquitto.pid != process
             broker_cpu_s = broker_used.cpu_s - (0.0 if was_restarted else theirs.cpu_s)
             cells: dict[str, Any] = {
@@ -266,53 +256,21 @@ def measure_idle(
         with phase("all connect"):
             loads.begin()
             until(lambda: loads.sum("connected") == devices, what=f"{devices} connections")
-            until(lambda: _online(state) == devices, what=f"{devices} presences")
+            until(lambda: online(state) == devices, what=f"{devices} presences")
         attempts = loads.sum("attempts")
         with phase("at rest"):
             time.sleep(rest_s)
-        _require(loads.sum("connected") == devices == _online(state), "a connection was lost at rest")
+        _require(loads.sum("connected") == devices == online(state), "a connection was lost at rest")
         _require(loads.sum("attempts") == attempts, "a connection was lost at rest, and came back")
         with phase("broker restarted, until all are back"):
             restarted.close()
             until(lambda: loads.sum("connected") == 0, what="the end of all connections")
             mosquitto = restarted.enter_context(running_mosquitto(folder, broker))
             until(lambda: loads.sum("connected") == devices, what=f"{devices} connections after the restart")
-            until(lambda: _online(state) == devices, what=f"{devices} presences after the restart")
+            until(lambda: online(state) == devices, what=f"{devices} presences after the restart")
         with phase("at rest again"):
             time.sleep(min(rest_s, 60.0))
         _require(
-            loads.sum("connected") == devices == _online(state), "a connection was lost after the restart"
+            loads.sum("connected") == devices == online(state), "a connection was lost after the restart"
         )
     return table, runs
-
-
-def _usage(process: int) -> Usage:
-    observed = psutil.Process(process)
-    times = observed.cpu_times()
-    return Usage(
-        times.user + times.system, times.children_user + times.children_system, observed.memory_info().rss
-    )
-
-
-def _read(state: Path, read: Callable[[Store], int]) -> int:
-    """Read something from the state of a running aggregator; 0 while there is none."""
-    try:
-        store = Store(state, read_only=True)
-    except StateError:
-        return 0
-    try:
-        return read(store)
-    finally:
-        store.close()
-
-
-def _submitted(state: Path) -> int:
-    return _read(state, lambda store: len(store.entries(store.served_task().digest)))
-
-
-def _online(state: Path) -> int:
-    return _read(state, lambda store: len(store.devices.online()))
-
-
-def _evaluated(state: Path) -> int:
-    return _read(state, lambda store: len(store.evaluations.devices(store.served_task().digest, 1)))

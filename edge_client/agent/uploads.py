@@ -94,7 +94,9 @@ def query_due(state: State, now_s: float) -> events.Step:
     upload = state.uploads[0]
     if upload.due_s is None or now_s < upload.due_s:
         return state, ()
-    query = events.SendFrames(upload.item, (_query_range(upload, state.chunk_bytes),))
+    # All devices confirm at once when the aggregator starts: whole submissions could overflow the broker's queue.
+    least = 0 if upload.item == state.received_submission else state.chunk_bytes
+    query = events.SendFrames(upload.item, (_query_range(upload, least),))
     upload = replace(upload, ranges=(), sent=False, attempts=upload.attempts + 1, due_s=None)
     return _with_upload(state, upload), (query,)
 
@@ -170,9 +172,9 @@ def _send_window(state: State, upload: Upload) -> events.Step:
 
 
 def _query_range(upload: Upload, chunk_bytes: int) -> tuple[int, int]:
-    """Return the last bytes; all bytes if they fit one frame."""
+    """Return the last bytes; all bytes if there are at most `chunk_bytes`."""
     size = upload.item.size_bytes
-    return (0, size) if size <= chunk_bytes else (size - QUERY_BYTES, size)
+    return (0 if size <= chunk_bytes else max(0, size - QUERY_BYTES), size)
 
 
 def _back_off(upload: Upload, now_s: float) -> Upload:

@@ -151,9 +151,8 @@ class Connection:
     def open(self, *, timeout_s: float) -> Closed | None:
         """Open the network connection and begin MQTT in the background; None on success."""
         options = self._options
-        self._client.connect_timeout = timeout_s
         try:
-            self._client.connect(options.broker.host, options.broker.port, keepalive=KEEPALIVE_S)
+            self._open_socket(timeout_s)
         except (OSError, ValueError) as error:
             return Closed(self, diagnostics.connect_error(error, options.broker, options.access))
         try:
@@ -163,6 +162,10 @@ class Connection:
             return Closed(self, diagnostics.TOO_MANY_FILES)
         self._client.loop_start()
         return None
+
+    def _open_socket(self, timeout_s: float) -> None:
+        self._client.connect_timeout = timeout_s
+        self._client.connect(self._options.broker.host, self._options.broker.port, keepalive=KEEPALIVE_S)
 
     def connected_s(self) -> float:
         """Return the seconds since the connection was ready; 0 if it never was."""

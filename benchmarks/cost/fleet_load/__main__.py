@@ -32,6 +32,10 @@ class Progress:
     """Devices whose evaluation the aggregator has received."""
     attempts: int
     """Connections that were opened or refused so far."""
+    frames: int
+    """Frames of submissions and queries that were sent so far."""
+    receipts: int
+    """Receipts of submissions so far."""
     received_s: float
     """When the last submission was received."""
     head_s: float
@@ -51,6 +55,8 @@ def progress_of(devices: Sequence[SimulatedDevice]) -> Progress:
         heads=len(heads),
         done=len(done),
         attempts=sum(each.session.attempts for each in devices),
+        frames=sum(each.frames for each in devices),
+        receipts=sum(each.receipts for each in devices),
         received_s=max(received, default=0.0),
         head_s=min(heads, default=0.0),
         done_s=max(done, default=0.0),

@@ -61,6 +61,10 @@ class SimulatedDevice:
         """When it was verified; 0 before."""
         self.evaluated_s = 0.0
         """When the aggregator's receipt for its evaluation arrived; 0 before."""
+        self.frames = 0
+        """Frames of submissions and queries that were sent."""
+        self.receipts = 0
+        """Receipts of submissions: several, if the aggregator is asked again."""
         self._fleet = fleet
         self._loop = loop
         self._is_idle = is_idle
@@ -199,6 +203,7 @@ class SimulatedDevice:
                     self._step(events.DownloadFinished(blob.digest, is_valid))
             case events.SendFrames(item=item, ranges=ranges):
                 for frame in frames_of(self._outbox[item], digest=item.digest, ranges=ranges):
+                    self.frames += 1
                     self._send("up", sign_frame(frame, key=self._key, fleet=self._fleet, device=self.name))
             case events.InstallHead(task=task, manifest=manifest, head=head):
                 perfect = (1,) * len(manifest.classes)
@@ -212,6 +217,7 @@ class SimulatedDevice:
             case events.StoreReceipt(item=item):
                 if item.kind == "submission":
                     self.received_s = time.monotonic()
+                    self.receipts += 1
                 else:
                     self.evaluated_s = time.monotonic()
             case events.Exit(text=text):

@@ -12,20 +12,20 @@ from collections.abc import Callable
 from itertools import count
 
 from protocol.mqtt.client import (
-    KEEPALIVE_S,
     Acknowledged,
     Closed,
     Connection,
     ConnectionOptions,
     Ready,
     Signal,
+    Subscribing,
     Version,
 )
 from protocol.mqtt.events import Connected, Disconnected, Event, Outgoing, Received
 from protocol.mqtt.publisher import Publisher
 from protocol.mqtt.reconnect_delay import Backoff
+from protocol.mqtt.reconnecting_session import CONNECT_TIMEOUT_S, SUBSCRIBE_TIMEOUT_S
 
-CONNECT_TIMEOUT_S = 15.0
 KEEPALIVE_CHECK_S = 5.0
 CALLS_AT_ONCE = 8
 """Timers that run before the sockets are read again."""
@@ -59,9 +59,8 @@ class PolledConnection(Connection):
 
     def open(self, *, timeout_s: float) -> Closed | None:
         """Open the network connection and send the first packet; None on success."""
-        self._client.connect_timeout = timeout_s
         try:
-            self._client.connect(self._options.broker.host, self._options.broker.port, keepalive=KEEPALIVE_S)
+            self._open_socket(timeout_s)
         except OSError as error:
             return Closed(self, str(error))
         return None
@@ -102,6 +101,8 @@ class PolledSession:
         self._fileno = -1
         self._watched = 0
         self._backoff = Backoff(1, random.uniform)
+        self._deadline_s = 0.0
+        """When the connection ends unless the broker has answered."""
 
     @property
     def is_connected(self) -> bool:
@@ -124,7 +125,7 @@ class PolledSession:
             return
         self._fileno, self._watched = connection.fileno(), connection.wanted()
         self._loop.selector.register(self._fileno, self._watched, self._use)
-        self._loop.after(CONNECT_TIMEOUT_S, lambda: self._give_up(connection))
+        self._answer_by(connection, CONNECT_TIMEOUT_S)
         self._loop.after(KEEPALIVE_CHECK_S * random.random(), lambda: self._keep_alive(connection))
 
     def send(self, outgoing: Outgoing) -> None:
@@ -146,6 +147,8 @@ class PolledSession:
                     self._on_event(received)
                 case Acknowledged() as answer:
                     self._publisher.acknowledge(answer.mid, answer.denial)
+                case Subscribing():
+                    self._answer_by(connection, SUBSCRIBE_TIMEOUT_S)
                 case Ready():
                     limit = self._publisher.begin(connection)
                     self._on_event(Connected(limit, connection.local_address()))
@@ -171,8 +174,14 @@ class PolledSession:
         self._on_event(Disconnected(end.reason, pause_s))
         self._loop.after(pause_s, self.connect)
 
+    def _answer_by(self, connection: PolledConnection, timeout_s: float) -> None:
+        """End the connection if the broker's next answer is not here in time."""
+        self._deadline_s = time.monotonic() + timeout_s
+        self._loop.after(timeout_s, lambda: self._give_up(connection))
+
     def _give_up(self, connection: PolledConnection) -> None:
-        if self._connection is connection and not self._publisher.is_connected:
+        is_due = time.monotonic() >= self._deadline_s and not self._publisher.is_connected
+        if self._connection is connection and is_due:
             self._end(Closed(connection, "the broker does not answer"))
 
     def _keep_alive(self, connection: PolledConnection) -> None:

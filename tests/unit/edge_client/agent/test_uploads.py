@@ -300,6 +300,20 @@ def test_a_lost_submission_is_sent_again() -> None:
     assert windows == [((0, 6), QUERY)]
 
 
+def test_a_received_submission_is_confirmed_with_a_query_only() -> None:
+    """All devices do so when an aggregator starts, also those whose submission fits one frame."""
+    item = item_of(bytes(1000))
+    state, windows = play(
+        State(mode=Mode.SERVICE, task=item.task, uploads=(Upload(item),)), events.Connected()
+    )
+    assert windows == [((0, 1000),)]
+    state, _ = play(state, Receipt(digest=item.digest, status="received"))
+    state, windows = play(state, events.AggregatorStarted())
+    assert windows == [((1000 - QUERY_BYTES, 1000),)]
+    state, windows = play(state, Receipt(digest=item.digest, status="missing", missing=((0, 1000),)))
+    assert windows == [((0, 1000),)]
+
+
 REPORT = item_of(b"report", kind="evaluation", about="aa")
 
 
