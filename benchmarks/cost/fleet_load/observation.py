@@ -1,4 +1,4 @@
-"""What a benchmark observes of running programs: processor time, memory, and the aggregator's state."""
+"""Observation of running programs: processor time, memory, and the aggregator's state."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

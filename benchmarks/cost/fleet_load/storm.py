@@ -1,4 +1,4 @@
-"""What a fleet does to its broker and its aggregator when all devices come back at once.
+"""Storms: how all devices of a fleet come back at once, to its broker and its aggregator.
 
 `python -m benchmarks storm` kills the broker during the uploads of all devices, the aggregator, and the broker again.
 Devices, aggregator and mosquitto are those of `python -m benchmarks fleet`: a connection, a presence with a will and
