@@ -12,7 +12,7 @@ from benchmarks.accuracy import fedpcl, fedtc, few_images, fpl, statistics
 from benchmarks.accuracy.flower import command as flower
 from benchmarks.accuracy.which import command as which
 from benchmarks.accuracy.wire import command as wire
-from benchmarks.cost import databases, device, fleet, ingest, int8, memory, step, sums, train
+from benchmarks.cost import databases, device, fleet, ingest, int8, memory, receivers, step, sums, train
 from benchmarks.cost.engines import command as engines
 from benchmarks.cost.engines import fedtc as engines_fedtc
 from benchmarks.cost.fleet_load import storm
@@ -36,6 +36,7 @@ USER = (
         features.features,
         fleet.command,
         ingest.ingest,
+        receivers.receivers,
         int8.command,
         memory.memory,
         predict.predict,

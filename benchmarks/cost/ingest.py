@@ -230,10 +230,10 @@ def time_aggregator(
     arguments = ["run", "--task", str(task), "--state", str(state), "--broker", str(broker), *options]
     topics = [fleet_topic(fleet, "state"), *(device_topic(fleet, name, "ack") for name in load.devices)]
     with listening(broker, *topics) as events, running("aggregator.cli", *arguments, log=log) as process:
-        _wait_online(events)
+        wait_online(events)
         with publisher(broker, load):
             meter = Meter(load, process.pid)
-            _count_receipts(events, load.submissions)
+            count_receipts(events, load.submissions)
             return meter.read()
 
 
@@ -277,7 +277,8 @@ def listening(broker: BrokerAddress, *topics: str) -> Iterator["queue.SimpleQueu
         session.stop()
 
 
-def _wait_online(received: "queue.SimpleQueue[Received]") -> None:
+def wait_online(received: "queue.SimpleQueue[Received]") -> None:
+    """Wait until an aggregator that was started now is online."""
     while True:
         message = received.get(timeout=TIMEOUT_S)
         if message.retained or message.topic.endswith("/ack"):
@@ -286,7 +287,7 @@ def _wait_online(received: "queue.SimpleQueue[Received]") -> None:
             return
 
 
-def _count_receipts(received: "queue.SimpleQueue[Received]", number: int) -> None:
+def count_receipts(received: "queue.SimpleQueue[Received]", number: int) -> None:
     """Wait for so many receipts; a refused submission is an error."""
     while number:
         try:
