@@ -11,11 +11,13 @@ from aggregator.coordination import canary_rollout, open_collection, rollout_sta
 from aggregator.heads import operator_commands
 from aggregator.heads.pending_training import has_half_memory
 from aggregator.ingest import intake_status
+from aggregator.ingest.intake_status import Intake
 from aggregator.ingest.quotas import upload_tokens
 from aggregator.security.key_rotation import key_certificates, root_of
 from aggregator.status import model
 from aggregator.storage.device_keys import counts, refusal_reason
 from aggregator.storage.heads import HeadRecord
+from aggregator.storage.receivers import ReceiverRecord
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import (
     HeadRateLimit,
@@ -43,6 +45,16 @@ def collect_status(store: Store) -> model.Status:
         return _collect(store)
 
 
+def _intake(own: Intake, receivers: Iterable[ReceiverRecord]) -> Intake:
+    """Return the status of the intake of the aggregator, or of the first receiver whose intake is stopped."""
+    stopped = [
+        Intake(each.stopped_s, f"receiver {each.name}: {each.reason}")
+        for each in receivers
+        if each.stopped_s is not None
+    ]
+    return own if own.stopped_s is not None or not stopped else stopped[0]
+
+
 def _collect(store: Store) -> model.Status:
     served = store.served_task()
     task, settings = served.digest, served.settings
@@ -55,10 +67,12 @@ def _collect(store: Store) -> model.Status:
     closes_s = open_collection.closes_at_s(state, settings)
     key, files = store.facts.get(SigningKey), _current_files(store.folder, heads, used.current)
     is_running = store.is_locked()
+    receivers = tuple(record for _, record in store.receivers.all().values())
     return model.Status(
         running=is_running,
         leader=store.leader(),
-        intake=intake_status.read(store.folder, is_running=is_running),
+        intake=_intake(intake_status.read(store.folder, is_running=is_running), receivers),
+        receivers=receivers,
         aggregator_key=key.public if key is not None else "",
         root_key=root_of(key_certificates(store.folder, bytes.fromhex(key.public))).hex() if key else "",
         duplicate=store.facts.get(Duplicate),

@@ -8,6 +8,7 @@ from msgspec import Meta
 from aggregator.ingest.intake_status import Intake
 from aggregator.storage.devices import QuarantinedDevice, Refusal, UnixSeconds
 from aggregator.storage.forgotten_devices import ForgottenDevice
+from aggregator.storage.receivers import ReceiverRecord
 from aggregator.storage.stored_values import Traffic, TrainingProgress
 from aggregator.storage.submissions import LostSubmission
 from protocol.wire.presence import Duplicate
@@ -213,6 +214,9 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     ]
     heads: Annotated[tuple[Head, ...], Meta(description="Oldest first.")]
     refusals: tuple[Refusal, ...]
+    receivers: Annotated[
+        tuple[ReceiverRecord, ...], Meta(description="Programs that receive uploads beside the aggregator.")
+    ]
     traffic: Annotated[
         Traffic, Meta(description="Payload bytes between aggregator and broker, of all starts on this state.")
     ]

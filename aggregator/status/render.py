@@ -21,6 +21,7 @@ from aggregator.status.model import (
     Round,
     Status,
 )
+from aggregator.storage.receivers import ReceiverRecord
 from aggregator.training.jobs import FEW_PROTOTYPES
 from protocol.cli import counted, plain
 
@@ -68,6 +69,8 @@ def _above(status: Status) -> Iterator[tuple[str, ...]]:
     yield from _quotas(status.quotas)
     if (failed := status.failed_training) is not None:
         yield "training failed", _failed_training(failed), "red"
+    if status.receivers:
+        yield "receivers", "; ".join(map(_receiver, status.receivers))
     if status.intake.stopped_s is not None:
         yield "intake stopped", f"since {_clock(status.intake.stopped_s)}: {status.intake.reason}", "red"
 
@@ -89,6 +92,11 @@ def _quotas(quotas: Quotas) -> Iterator[tuple[str, ...]]:
     if texts[True]:
         advice = "raise it in the task file, or revoke or forget devices"
         yield "quota nearly used up", f"{', '.join(texts[True])}: {advice}", "yellow"
+
+
+def _receiver(receiver: ReceiverRecord) -> str:
+    """Return a receiver's name, shards and last report."""
+    return f"{receiver.name} with {counted(len(receiver.shards), 'shard')}, at {_clock(receiver.seen_s)}"
 
 
 def _failed_training(failed: FailedTraining) -> str:

@@ -1,24 +1,23 @@
 """The programs that receive uploads, each of some shards."""
 
-import msgspec
+from typing import Annotated
 
+import msgspec
+from msgspec import Meta
+
+from aggregator.storage.devices import UnixSeconds
 from protocol.storage.tables import Tables
 
 
 class ReceiverRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A receiver, as it has reported itself last."""
+    """A program that receives uploads, as it has reported itself last."""
 
     name: str
-    shards: tuple[int, ...]
-    """The shards that it receives."""
-    is_fixed: bool
-    """An operator has chosen the shards; otherwise the receivers divide them."""
-    seen_s: float
-    """Unix seconds, by the receiver's clock."""
-    stopped_s: float | None = None
-    """Since when it cannot store uploads, in unix seconds; None if it can."""
+    shards: Annotated[tuple[int, ...], Meta(description="Shards of uploads that it receives.")]
+    is_fixed: Annotated[bool, Meta(description="False if the receivers divide the shards.")]
+    seen_s: Annotated[UnixSeconds, Meta(description="The last report, by the receiver's clock.")]
+    stopped_s: Annotated[UnixSeconds | None, Meta(description="Since when uploads cannot be stored.")] = None
     reason: str = ""
-    """Why it cannot."""
 
 
 class Receivers:

@@ -15,6 +15,9 @@ REPORT_S = 2.0
 DEAD_S = 10.0
 """Seconds without a report after which the other receivers divide a receiver's shards."""
 
+FORGET_S = 3600.0
+"""Seconds without a report after which another receiver deletes a receiver's row."""
+
 
 def divided(shards: Collection[int], names: Collection[str]) -> dict[str, frozenset[int]]:
     """Return each receiver's shards, by rendezvous hashing: another receiver changes the owner of few shards."""
@@ -53,6 +56,8 @@ class ShardAssignment:
         for name, (reports, _) in stored.items():
             if self._seen.get(name, (-1, 0.0))[0] != reports:
                 self._seen[name] = (reports, now_s)
+            elif now_s > self._seen[name][1] + FORGET_S:
+                self._store.receivers.delete(name)
         alive = {
             name: record
             for name, (_, record) in stored.items()

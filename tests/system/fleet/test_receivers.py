@@ -1,39 +1,37 @@
 """Receivers beside a coordinator, as real processes on PostgreSQL that are killed."""
 
 import contextlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import psycopg
 import pytest
 
-from aggregator.storage.receivers import ReceiverRecord
 from aggregator.storage.store import Store
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import Submission
-from protocol.wire.topics import SHARDS, shard_of
+from protocol.wire.topics import shard_of
 from protocol.wire.transfer import frames_of
 from tests.support.databases.postgresql import PostgreSQL, needs_postgresql
-from tests.support.fleets.aggregator_process import PATIENT, Device, aggregator, signed, write_task
-from tests.support.fleets.fleet import Fleet
+from tests.support.fleets.aggregator_process import (
+    FLEET,
+    PATIENT,
+    Device,
+    aggregator,
+    signed,
+    write_task,
+)
+from tests.support.fleets.receivers import Cluster
 from tests.support.messages.submissions import submission
 from tests.support.network.brokers import mosquitto, mosquitto_program
+from tests.support.stores.object_store import BUCKET, moto_server, object_store
 
-pytestmark = [
-    needs_postgresql,
-    pytest.mark.skipif(
-        mosquitto_program() is None, reason="mosquitto is not installed: apt-get install mosquitto"
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    mosquitto_program() is None, reason="mosquitto is not installed: apt-get install mosquitto"
+)
 
 NAMES = ("a", "b", "c", "d")
-WITHOUT_LARGE_PACKAGES = """
-import sys
-for name in ("torch", "onnx", "onnxruntime", "onnxscript", "scipy", "sklearn", "rpds"):
-    sys.modules[name] = None
-"""
 
 
 @pytest.fixture(scope="module")
@@ -55,59 +53,10 @@ def database(postgresql: PostgreSQL, request: pytest.FixtureRequest) -> str:
     return postgresql.url.replace("/postgres", f"/{request.node.name}")
 
 
-class Cluster(Fleet):
-    """A coordinator and receivers that share a state folder and a database of PostgreSQL."""
-
-    def start_coordinator(self, task: Path, database: str) -> None:
-        self.start(
-            *("aggregator", self.aggregator_program, "coordinate", "--task", task, "--store", database),
-            *("--state", self.aggregator_state, "--broker", str(self.broker)),
-        )
-        self.wait_for_log("aggregator", "connected to the broker")
-
-    def start_receiver(self, name: str) -> None:
-        """Start a receiver, on a machine that lacks the large packages."""
-        (packages := self.root / "packages").mkdir(exist_ok=True)
-        (packages / "sitecustomize.py").write_text(WITHOUT_LARGE_PACKAGES)
-        self.start(
-            *(name, "aggregator.cli.__main__", "receive", "--name", name, "--broker", str(self.broker)),
-            *("--state", self.aggregator_state),
-            environment={"PYTHONPATH": f"{packages}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
-        )
-
-    def check(self) -> None:
-        for name, process in self.processes.items():
-            assert process.poll() in (None, -9, 137), f"{name} has ended\n{self.diagnostics()}"
-
-    def receivers(self) -> dict[str, ReceiverRecord]:
-        with contextlib.closing(Store(self.aggregator_state, read_only=True)) as store:
-            return {name: record for name, (_, record) in store.receivers.all().items()}
-
-    def wait_until_divided(self, *names: str) -> None:
-        """Wait until these receivers have all shards, each one only once, and are connected."""
-
-        def is_divided() -> bool:
-            found = self.receivers()
-            shards = [shard for name in found.keys() & names for shard in found[name].shards]
-            if not found.keys() >= set(names):
-                return False
-            return sorted(shards) == list(range(SHARDS)) and all(
-                self.log(name).rstrip().rpartition("shards=")[2] == str(len(found[name].shards))
-                for name in names
-            )
-
-        self.wait_until(f"the shards divided among {names}", is_divided, pause_s=0.2)
-
-    def stored(self, task: bytes) -> dict[str, bytes]:
-        """Return the digest of each device's stored submission."""
-        with contextlib.closing(Store(self.aggregator_state, read_only=True)) as store:
-            return {device: entry.digest for device, entry in store.entries(task).items()}
-
-
 @contextlib.contextmanager
 def _cluster(task: Path, broker: BrokerAddress, database: str) -> Iterator[Cluster]:
     with mosquitto(broker, task.parent), Cluster(task.parent, broker) as cluster:
-        cluster.start_coordinator(task, database)
+        cluster.start_coordinator(task, "--store", database)
         cluster.start_receiver("one")
         cluster.start_receiver("two")
         cluster.wait_until_divided("one", "two")
@@ -118,6 +67,7 @@ def _submissions(task: bytes) -> dict[str, Submission]:
     return {name: submission(task=task, seed=number) for number, name in enumerate(NAMES)}
 
 
+@needs_postgresql
 def test_head_is_that_of_one_process(tmp_path: Path, address: BrokerAddress, database: str) -> None:
     """Two receivers, with devices on both, and a coordinator make the same head as `aggregator run`."""
     settings = 'quorum = 4\n[training]\ndevice = "cpu"\nepochs = 2'
@@ -142,6 +92,7 @@ def test_head_is_that_of_one_process(tmp_path: Path, address: BrokerAddress, dat
     assert len({head for each in heads for head in each}) == 1
 
 
+@needs_postgresql
 def test_killed_receiver(tmp_path: Path, address: BrokerAddress, database: str) -> None:
     """Its shards move during an upload: what it has acknowledged is kept, and everything counts once."""
     with _cluster(write_task(tmp_path, PATIENT), address, database) as cluster:
@@ -170,6 +121,7 @@ def test_killed_receiver(tmp_path: Path, address: BrokerAddress, database: str) 
             cluster.wait_until_divided("one", "two")
 
 
+@needs_postgresql
 def test_uploads_without_a_coordinator(tmp_path: Path, address: BrokerAddress, database: str) -> None:
     """While it is dead uploads are accepted and acknowledged; the next one trains on them."""
     task_file = write_task(tmp_path, 'quorum = 4\n[training]\ndevice = "cpu"\nepochs = 2')
@@ -179,5 +131,38 @@ def test_uploads_without_a_coordinator(tmp_path: Path, address: BrokerAddress, d
         cluster.kill("aggregator")
         for device in devices:
             assert device.upload(sent[device.name]).status == "received"
-        cluster.start_coordinator(task_file, database)
+        cluster.start_coordinator(task_file, "--store", database)
         assert devices[0].head().devices == len(NAMES)
+
+
+@needs_postgresql
+def test_receiver_with_a_state_folder_of_its_own(
+    tmp_path: Path, address: BrokerAddress, database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on another machine: the database has the task and the object store, its folder the unfinished uploads."""
+    with (
+        moto_server(tmp_path) as objects,
+        object_store(objects, monkeypatch),
+        mosquitto(address, tmp_path),
+        Cluster(tmp_path, address) as cluster,
+        Device(address, "a") as device,
+    ):
+        cluster.start_coordinator(
+            write_task(tmp_path, PATIENT), "--store", database, "--blobs", f"s3://{BUCKET}/barn"
+        )
+        own = {"state": tmp_path / "far"}
+        cluster.start_receiver("far", "--store", database, "--fleet", FLEET, **own)
+        cluster.wait_until_divided("far")
+        payload = encode(submission(task=digest_of(device.task()), labels=(0, 1, 2) * 3000))
+        *first, last = frames_of(payload, digest=digest_of(payload))
+        device.send("up", signed(last, device.name))
+        assert device.receipt(digest_of(payload)).missing == ((0, last.offset),)
+        cluster.kill("far")
+        cluster.start_receiver("far", **own)
+        cluster.wait_for_log("far", "connected to the broker", times=2)
+        for frame in first:
+            device.send("up", signed(frame, device.name))
+        assert device.receipt(digest_of(payload)).status == "received"
+        with contextlib.closing(Store(cluster.aggregator_state)) as store:
+            assert store.blobs.read(digest_of(payload)) == payload
+        assert not (tmp_path / "far" / "blobs").exists()

@@ -19,6 +19,7 @@ from aggregator.ingest.intake_status import Intake
 from aggregator.status import model
 from aggregator.status.collect import collect_status
 from aggregator.storage.devices import Refusal
+from aggregator.storage.receivers import ReceiverRecord
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import HeadRateLimit, TrainingProgress, UploadTokens
 from protocol.errors import StateError
@@ -219,6 +220,26 @@ def test_stopped_intake(tmp_path: Path) -> None:
     text = rendered(collected(store))
     assert "intake stopped since 1970-01-01" in text
     assert ": the disk is [full]" in text
+
+
+def test_receivers(tmp_path: Path) -> None:
+    """They are listed, and the stopped intake of one is the fleet's, unless the aggregator's own is stopped."""
+    store = started_store(tmp_path)
+    intake_status.create(tmp_path)
+    working = ReceiverRecord(name="one", shards=(0, 1), is_fixed=False, seen_s=90.0)
+    stopped = ReceiverRecord(
+        name="two", shards=(2,), is_fixed=True, seen_s=99.0, stopped_s=95.0, reason="the disk is full"
+    )
+    for record in (working, stopped):
+        store.receivers.report(record)
+    status = collected(store)
+    assert status.receivers == (working, stopped)
+    assert status.intake == Intake(95.0, "receiver two: the disk is full")
+    text = rendered(status)
+    assert "one with 2 shards, at 1970-01-01" in text
+    assert "receiver two: the disk is full" in text
+    intake_status.write(tmp_path, Intake(96.0, "the table is full"))
+    assert collected(store).intake == Intake(96.0, "the table is full")
 
 
 def test_intake_on_a_filesystem_that_has_become_read_only(

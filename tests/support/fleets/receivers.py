@@ -1,0 +1,63 @@
+"""A coordinator and receivers as processes, on a broker."""
+
+import contextlib
+import os
+from pathlib import Path
+
+from aggregator.storage.receivers import ReceiverRecord
+from aggregator.storage.store import Store
+from protocol.wire.topics import SHARDS
+from tests.support.fleets.fleet import Fleet
+
+WITHOUT_LARGE_PACKAGES = """
+import sys
+for name in ("torch", "onnx", "onnxruntime", "onnxscript", "scipy", "sklearn", "rpds"):
+    sys.modules[name] = None
+"""
+"""A `sitecustomize` of a machine that lacks the large packages."""
+
+
+class Cluster(Fleet):
+    """A coordinator and receivers that share a state folder and a database of PostgreSQL."""
+
+    def start_coordinator(self, task: Path, *options: str) -> None:
+        arguments = ("--task", task, "--state", self.aggregator_state, "--broker", str(self.broker))
+        self.start("aggregator", self.aggregator_program, "coordinate", *arguments, *options)
+        self.wait_for_log("aggregator", "connected to the broker")
+
+    def start_receiver(self, name: str, *options: str, state: Path | None = None) -> None:
+        """Start a receiver, on a machine that lacks the large packages."""
+        (packages := self.root / "packages").mkdir(exist_ok=True)
+        (packages / "sitecustomize.py").write_text(WITHOUT_LARGE_PACKAGES)
+        path = f"{packages}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+        arguments = ("--name", name, "--state", state or self.aggregator_state, "--broker", str(self.broker))
+        program = "aggregator.cli.__main__"  # no fork of a process that has imported them
+        self.start(name, program, "receive", *arguments, *options, environment={"PYTHONPATH": path})
+
+    def stored(self, task: bytes) -> dict[str, bytes]:
+        """Return the digest of each device's stored submission."""
+        with contextlib.closing(Store(self.aggregator_state, read_only=True)) as store:
+            return {device: entry.digest for device, entry in store.entries(task).items()}
+
+    def check(self) -> None:
+        for name, process in self.processes.items():
+            assert process.poll() in (None, -9, 137), f"{name} has ended\n{self.diagnostics()}"
+
+    def receivers(self) -> dict[str, ReceiverRecord]:
+        with contextlib.closing(Store(self.aggregator_state, read_only=True)) as store:
+            return {name: record for name, (_, record) in store.receivers.all().items()}
+
+    def wait_until_divided(self, *names: str) -> None:
+        """Wait until these receivers have all shards, each one only once, and are connected."""
+
+        def is_divided() -> bool:
+            found = self.receivers()
+            shards = [shard for name in found.keys() & names for shard in found[name].shards]
+            if not found.keys() >= set(names):
+                return False
+            return sorted(shards) == list(range(SHARDS)) and all(
+                self.log(name).rstrip().rpartition("shards=")[2] == str(len(found[name].shards))
+                for name in names
+            )
+
+        self.wait_until(f"the shards divided among {names}", is_divided, pause_s=0.2)

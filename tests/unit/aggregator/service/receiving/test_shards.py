@@ -1,0 +1,74 @@
+"""Receivers that divide the shards, each by its own clock."""
+
+import contextlib
+import time
+from pathlib import Path
+
+import pytest
+
+from aggregator.ingest.intake_status import Intake
+from aggregator.service.receiving.shards import DEAD_S, FORGET_S, REPORT_S, ShardAssignment, divided
+from aggregator.storage.store import Store
+from protocol.wire.topics import SHARDS
+
+
+def test_shards_are_divided_and_few_change() -> None:
+    """Each has one owner, and another receiver takes shards from the others, which exchange none."""
+    every = range(SHARDS)
+    before, after = divided(every, ("a", "b", "c")), divided(every, ("a", "b", "c", "d"))
+    for owners in (before, after):
+        assert sorted(shard for own in owners.values() for shard in own) == list(every)
+        assert all(owners.values())
+    assert all(after[name] <= before[name] for name in before)
+    assert divided(every, ()) == {}
+
+
+class Machine:
+    """A clock that a test sets."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 100.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now_s)
+
+    def pass_s(self, seconds: float, *alive: ShardAssignment) -> None:
+        """Let time pass for receivers, in steps of a report."""
+        for _ in range(int(seconds // REPORT_S)):
+            self.now_s += REPORT_S
+            for each in alive:
+                each.tick(Intake())
+
+
+def test_a_dead_receivers_shards_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After DEAD_S without a report; at once if it ends; its row is deleted later. Fixed shards stay."""
+    machine = Machine(monkeypatch)
+    with contextlib.closing(Store(tmp_path)) as store:
+        one, two, fixed = (
+            ShardAssignment(store, name, fixed=given)
+            for name, given in (("one", None), ("two", None), ("fixed", frozenset({5, 6})))
+        )
+        machine.pass_s(2 * REPORT_S, one, two, fixed)
+        assert fixed.shards == {5, 6}
+        assert one.shards | two.shards == set(range(SHARDS)) - {5, 6}
+        assert not one.shards & two.shards
+        machine.pass_s(DEAD_S - REPORT_S, one, fixed)
+        assert len(one.shards) < SHARDS - 2
+        machine.pass_s(2 * REPORT_S, one, fixed)
+        assert len(one.shards) == SHARDS - 2
+        assert set(store.receivers.all()) == {"fixed", "one", "two"}
+        fixed.end()
+        machine.pass_s(REPORT_S, one)
+        assert len(one.shards) == SHARDS
+        machine.now_s += FORGET_S
+        one.tick(Intake())
+        assert set(store.receivers.all()) == {"one"}
+        machine.pass_s(REPORT_S, one, two)
+        machine.pass_s(REPORT_S, one, two)
+        assert one.shards | two.shards == set(range(SHARDS))
+        assert two.shards
+
+
+def test_a_receiver_reports_its_intake(tmp_path: Path) -> None:
+    with contextlib.closing(Store(tmp_path)) as store:
+        ShardAssignment(store, "one", fixed=None).tick(Intake(7.0, "the disk is full"))
+        ((_, record),) = store.receivers.all().values()
+        assert (record.stopped_s, record.reason) == (7.0, "the disk is full")
