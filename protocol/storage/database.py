@@ -55,7 +55,7 @@ class Database:
         """Return the value of a JSON text in the file; raises StateError if the disk has changed it."""
         try:
             return msgspec.json.decode(text, type=kind)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, TypeError) as error:  # damaged pages may hold NULL, or a number
             raise StateError(
                 f"cannot use {self.path}: damaged contents: {error}: {self._file.advice}"
             ) from error

@@ -377,3 +377,12 @@ def test_kill_leaves_the_last_transaction_or_the_next(tmp_path: Path) -> None:
         facts = dict(open_database(tmp_path).read("SELECT key, value FROM facts WHERE key != 'padding'"))
         assert facts["a"] == facts["b"]
         assert int(facts["a"]) - int(lines[-1]) in {0, 1}
+
+
+@pytest.mark.parametrize("value", ["NULL", "7", "'{~'"])
+def test_value_that_is_no_json_text_is_damage(tmp_path: Path, value: str) -> None:
+    """Pages that the disk has changed may hold NULL, or another type, in a column of texts."""
+    database = open_database(tmp_path)
+    ((stored,),) = database.read(f"SELECT {value}")
+    with pytest.raises(StateError, match="damaged contents"):
+        database.decode(stored, dict)
