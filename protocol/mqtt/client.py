@@ -90,6 +90,8 @@ class ConnectionOptions:
     """Maximum number of publications in flight, unless the broker accepts fewer."""
     manual_ack: bool
     """Leave messages unacknowledged until `Connection.acknowledge` is called."""
+    was_accepted: bool = False
+    """A broker has accepted these options before."""
 
 
 class _Client(mqtt.Client):
@@ -268,7 +270,10 @@ class Connection:
         if self.is_answered:
             self._signal(Closed(self, diagnostics.lost(str(code))))
         else:
-            reason = diagnostics.closed_before_answer(self._tls_error, self._options.access)
+            options = self._options
+            reason = diagnostics.closed_before_answer(
+                self._tls_error, options.access, was_accepted=options.was_accepted
+            )
             self._signal(Closed(self, reason, unanswered=True))
 
     def _on_crash(self, error: Exception) -> None:

@@ -84,12 +84,16 @@ def certificate_rejection(text: str, access: BrokerAccess) -> str | None:
     return None
 
 
-def closed_before_answer(tls_error: str, access: BrokerAccess) -> str:
-    """Return why a connection was closed before the broker answered.
+def closed_before_answer(tls_error: str, access: BrokerAccess, *, was_accepted: bool) -> str:
+    """Return why a connection was closed before the broker answered; `was_accepted` if an earlier one was accepted.
 
     In TLS 1.3 a broker checks the client's certificate after the client has finished the handshake, and its alert may
     be lost with the connection: `tls_error`, OpenSSL's last error text, is then empty.
     """
+    if not access.tls and was_accepted:
+        return (
+            "the broker closes the connection unanswered: it may be starting, or its cluster has no majority"
+        )
     if not access.tls:
         return "the broker closes the connection unanswered: if it uses TLS, give --enrollment, --ca or --tls"
     return (

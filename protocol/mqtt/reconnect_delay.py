@@ -17,9 +17,8 @@ def retry_delay_s(failures: int, uniform: Callable[[float, float], float]) -> fl
 class Backoff:
     """The pauses between a session's connections to one or more addresses, which are tried in turn.
 
-    After a connection has ended, the next address is tried at once. A pause follows each time that as many connections
-    have ended as there are addresses; a connection that lasted a minute starts the count anew. With a single address,
-    every end is followed by a pause.
+    A pause follows the end of a connection: all clients of a lost broker move at the same time. An address that cannot
+    be reached is followed by the next one at once, and a whole round of them by a pause.
 
     The pauses grow with the number of failures, which only a useful connection resets: one that outlived the last
     pause, or that carried more than the first few messages. A broker that ends every connection at the first
@@ -29,7 +28,7 @@ class Backoff:
     def __init__(self, addresses: int, uniform: Callable[[float, float], float]) -> None:
         self._addresses = addresses
         self._uniform = uniform
-        self._ended = 0
+        self._unreachable = 0
         self._failures = 0
         self._pause_s = 0.0
 
@@ -37,10 +36,8 @@ class Backoff:
         """Return the seconds to wait after a connection has ended, or could not be made (`connected_s` 0)."""
         if connected_s > self._pause_s or messages >= USEFUL_MESSAGES:
             self._failures = 0
-        if connected_s > MAX_RETRY_DELAY_S:
-            self._ended = 0
-        self._ended += 1
-        if self._ended % self._addresses:
+        self._unreachable = 0 if connected_s else self._unreachable + 1
+        if self._unreachable % self._addresses:
             return 0.0
         self._failures += 1
         self._pause_s = retry_delay_s(self._failures, self._uniform)

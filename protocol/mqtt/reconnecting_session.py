@@ -162,7 +162,7 @@ class Session:
         backoff = Backoff(len(self._addresses), random.uniform)
         reported: dict[BrokerAddress, str] = {}
         for broker in cycle(self._addresses):
-            self._options = replace(self._options, broker=broker)
+            self._options = replace(self._options, broker=broker, was_accepted=bool(self._versions))
             while not self._may_connect():
                 if self._stopped_within(WAIT_S):
                     return
