@@ -25,13 +25,20 @@ class AcceptedSubmissions:
         self._device_log = DeviceEvents(log)
         self._to_log: list[partial[None]] = []
         self._writing = WriteBatch()
+        self._prepared: set[bytes] = set()
+
+    def prepare(self, digest: bytes, payload: bytes) -> None:
+        """Start to store a payload; raises StateError if it cannot be stored."""
+        if digest not in self._prepared:
+            self._prepared.add(digest)
+            self._store.blobs.put_in_batch(payload, digest=digest, batch=self._writing)
 
     def add(self, record: SubmissionRecord, payload: bytes, *, devices: int | None = None) -> None:
         """Store a submission; raises StateError if it cannot be stored.
 
         `devices` is the number of devices that have submitted, for the log, where it is known.
         """
-        self._store.blobs.put_in_batch(payload, digest=record.entry.digest, batch=self._writing)
+        self.prepare(record.entry.digest, payload)
         self._store.submissions.put(self._task, record)
         log_it = partial(
             self._device_log.event,
@@ -52,6 +59,7 @@ class AcceptedSubmissions:
 
     def log(self) -> None:
         """Log the submissions, which are durable now."""
+        self._prepared.clear()
         to_log, self._to_log = self._to_log, []
         for log_each in to_log:
             log_each()
@@ -59,6 +67,7 @@ class AcceptedSubmissions:
     def discard(self) -> None:
         """Forget the submissions after a failed write."""
         self._to_log.clear()
+        self._prepared.clear()
         self._writing.discard()
 
 

@@ -26,6 +26,10 @@ class Coordinator(Protocol):
         """Digests of the blobs that devices may request."""
         ...
 
+    def prepare(self, digest: bytes, payload: bytes) -> None:
+        """Start to store a payload that was validated, before it is judged; raises StateError."""
+        ...
+
     def submit(self, record: SubmissionRecord, payload: bytes) -> SubmissionVerdict:
         """Judge a validated submission, and store it if it counts; durable when the caller's transaction is.
 

@@ -4,8 +4,10 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import get_args
 
 import msgspec
@@ -65,6 +67,10 @@ class DeviceMessages:
     _refused: dict[str, tuple[bytes, Reason, str]] = field(default_factory=dict, init=False)
     """Digest of each device's last refused submission, and why: a query for it causes no second upload."""
     _reported: dict[str, tuple[str, str]] = field(default_factory=dict, init=False)
+    _is_deferring: bool = field(default=False, init=False)
+    _deferred: list[Callable[[], None]] = field(default_factory=list, init=False)
+    _complete: set[tuple[str, bytes]] = field(default_factory=set, init=False)
+    """Uploads whose verdict is deferred."""
 
     def __post_init__(self) -> None:
         self._log = DeviceEvents(log)
@@ -74,31 +80,86 @@ class DeviceMessages:
 
     def handle(self, topic: str, payload: bytes) -> None:
         """Handle a message; one that is refused is counted. Raises StateError if it cannot be stored."""
-        device, prefix = UNKNOWN_DEVICE, ""
-        try:
+        with self._counting(UNKNOWN_DEVICE):
             where = parse_device_topic(topic)
-            device, prefix = where.device, f"{where.channel}: "
-            if not payload and where.channel in {"up", "get"}:
+            device, channel = where.device, where.channel
+            if not payload and channel in {"up", "get"}:
                 return  # `edge-client doctor`, which finds out what the broker allows
-            match where.channel:
-                case "up":
-                    self._take_frame(device, decode(payload, FrameView, max_bytes=MAX_FRAME_BYTES))
-                case "get":
-                    self._take_request(device, decode(payload, BlobRequest, max_bytes=1024))
-                case channel:
-                    self._check_known(device)
-                    if not self.store.devices.has_room_for(device):
-                        raise Refused("unknown_device", f"{device} is one device too many for an open fleet")
-                    if payload:  # an empty retained message is how an operator makes a broker forget a device
-                        self._take_report(device, channel, payload)
+            with self._counting(device, f"{channel}: "):
+                match channel:
+                    case "up":
+                        self._take_frame(device, decode(payload, FrameView, max_bytes=MAX_FRAME_BYTES))
+                    case "get":
+                        self._take_request(device, decode(payload, BlobRequest, max_bytes=1024))
+                    case _:
+                        self._store(device, channel, partial(self._take_report, device, channel, payload))
+
+    @contextlib.contextmanager
+    def deferring(self) -> Iterator[None]:
+        """Let the body's messages store nothing in the database, which is left to `store_deferred`.
+
+        Messages of devices without a key are handled then as a whole. Submissions are already in the batch of blobs.
+        """
+        self._is_deferring = True
+        try:
+            yield
+        finally:
+            self._is_deferring = False
+
+    def has_deferred(self) -> bool:
+        """Return True if something is to be stored."""
+        return bool(self._deferred)
+
+    def store_deferred(self) -> None:
+        """Store what was deferred, in a transaction of the caller; raises StateError."""
+        for store in self._deferred:
+            store()
+        self._deferred.clear()
+        self._complete.clear()
+
+    def clear(self) -> None:
+        """Forget the receipts, and what was deferred, of messages that could not be stored."""
+        self.receipts.clear()
+        self._deferred.clear()
+        self._complete.clear()
+
+    def _store(self, device: str, channel: str, store: Callable[[], None]) -> None:
+        """Call a function that may refuse, now or with what is deferred."""
+
+        def counted() -> None:
+            with self._counting(device, f"{channel}: "):
+                store()
+
+        if self._is_deferring:
+            self._deferred.append(counted)
+        else:
+            counted()
+
+    @contextlib.contextmanager
+    def _counting(self, device: str, prefix: str = "") -> Iterator[None]:
+        """Count what is refused."""
+        try:
+            yield
         except VersionMismatch as error:
-            self.receiver.count_refusal(device, Refused("version", str(error)))
+            refused = Refused("version", str(error))
         except MalformedMessage as error:
-            self.receiver.count_refusal(device, Refused("malformed", f"{prefix}{error}"))
-        except Refused as refused:
-            self.receiver.count_refusal(device, refused)
+            refused = Refused("malformed", f"{prefix}{error}")
+        except Refused as error:
+            refused = error
+        else:
+            return
+        count = partial(self.receiver.count_refusal, device, refused)
+        if self._is_deferring:
+            self._deferred.append(count)
+        else:
+            count()
 
     def _take_report(self, device: str, channel: str, payload: bytes) -> None:
+        self._check_known(device)
+        if not self.store.devices.has_room_for(device):
+            raise Refused("unknown_device", f"{device} is one device too many for an open fleet")
+        if not payload:  # an empty retained message is how an operator makes a broker forget a device
+            return
         now_s = time.time()
         if channel == "state":
             presence = decode(payload, Presence, max_bytes=1024)
@@ -159,6 +220,9 @@ class DeviceMessages:
                 raise Refused("rate_limited", f"{limit}: request it again in {wait_s:.0f} s")
 
     def _take_frame(self, device: str, frame: FrameView) -> None:
+        if self._is_deferring and self.store.keys.get(device) is None:
+            self._store(device, "up", partial(self._take_frame, device, frame))
+            return
         with self._answering(device, frame.digest):
             self._authenticator.check(device, frame, may_pin=not self.receiver.is_stopped)
             if (refused := self._refused.get(device)) is not None and refused[0] == frame.digest:
@@ -167,26 +231,50 @@ class DeviceMessages:
                 raise Refused(*refused[1:])
             if not self.receiver.is_stopped and frame.offset + len(frame.data) >= frame.size_bytes:
                 self._quotas.check_transfer(device, frame.digest, frame.size_bytes)
+            if (device, frame.digest) in self._complete:
+                return
             outcome = self.receiver.take(device, frame)
             if isinstance(outcome, Complete):
-                outcome = self._take_message(device, outcome)
-        if outcome is not None:
-            self._answer(device, outcome)
+                self._take_message(device, outcome)
+            elif outcome is not None:
+                self._answer(device, outcome)
 
-    def _take_message(self, device: str, upload: Complete) -> Receipt:
-        try:
+    def _take_message(self, device: str, upload: Complete) -> None:
+        """Read and validate an upload, then judge, store and answer it; raises Refused."""
+        with self._remembering(device, upload.digest):
             message = read_message(upload.payload)
             if isinstance(message, Submission):
-                return self._take_submission(device, message, upload)
-        except Refused as refused:
-            if refused.reason not in {"superseded", "unknown_round", "quota"}:  # these may be accepted later
-                self._refused[device] = (upload.digest, refused.reason, refused.detail)
-            raise
-        return self._take_evaluation(device, message, upload.digest)
+                record = self._record(device, message, upload)
+                take = partial(self._take_submission, message, record, upload.payload)
+            else:
+                take = partial(self._take_evaluation, device, message, upload.digest)
+        if self._is_deferring:
+            self._complete.add((device, upload.digest))
+            if isinstance(message, Submission):
+                self.coordinator.prepare(upload.digest, upload.payload)
 
-    def _take_submission(self, device: str, submission: Submission, upload: Complete) -> Receipt:
+        def judge() -> None:
+            is_submission = isinstance(message, Submission)
+            remembering = self._remembering(device, upload.digest) if is_submission else nullcontext()
+            with self._answering(device, upload.digest), remembering:
+                self._answer(device, take())
+
+        self._store(device, "up", judge)
+
+    @contextlib.contextmanager
+    def _remembering(self, device: str, digest: bytes) -> Iterator[None]:
+        """Remember a refused upload, so that it is not uploaded again, unless it may be accepted later."""
+        try:
+            yield
+        except Refused as refused:
+            if refused.reason not in {"superseded", "unknown_round", "quota"}:
+                self._refused[device] = (digest, refused.reason, refused.detail)
+            raise
+
+    def _record(self, device: str, submission: Submission, upload: Complete) -> SubmissionRecord:
+        """Return what is stored of a submission, once it is valid."""
         labels = check_labels(submission, self.expectation)
-        record = SubmissionRecord(
+        return SubmissionRecord(
             device=device,
             entry=round_state.Entry(
                 submission.sequence, upload.digest, self.store.clock.now_s(), submission.round
@@ -196,13 +284,16 @@ class DeviceMessages:
             prototypes=len(labels),
             per_class=Counter(labels.tolist()),
         )
+
+    def _take_submission(self, submission: Submission, record: SubmissionRecord, payload: bytes) -> Receipt:
+        device = record.device
         self._quotas.check_submission(device, record.size_bytes)
-        verdict = self.coordinator.submit(record, upload.payload)
+        verdict = self.coordinator.submit(record, payload)
         self._check_verdict(verdict, submission.round)
         self._quotas.count_upload()
         if submission.privacy is not None:
             self.store.devices.raise_epsilon(device, submission.privacy.total_epsilon)
-        return Receipt(digest=upload.digest, status="received")
+        return Receipt(digest=record.entry.digest, status="received")
 
     def _check_verdict(self, verdict: rounds.SubmissionVerdict, number: int) -> None:
         """Raise Refused for a submission that does not count, with what counts instead."""

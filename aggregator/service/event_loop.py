@@ -120,17 +120,13 @@ class EventLoop:
         parts = self._parts
         self._traffic.received += sum(len(message.payload) for message in messages)
         try:
-            with parts.store.transaction():
-                self._begin()
-                for message in messages:
-                    self._handle_message(message)
-                parts.accepted.flush()
+            self._store_messages(messages)
             parts.accepted.log()
             parts.receiver.commit()
         except StateError as error:
             parts.receiver.stop(error)
             self._reload()
-            parts.messages.receipts.clear()
+            parts.messages.clear()
             for message in messages:  # again, now that the intake is stopped
                 with parts.receiver.guard():
                     self._handle_message(message)
@@ -139,6 +135,13 @@ class EventLoop:
             parts.publisher.publish_to_device(device, "ack", receipt)
         parts.messages.receipts.clear()
         parts.publisher.acknowledge(messages)
+
+    def _store_messages(self, messages: list[mqtt.Received]) -> None:
+        """Store all messages durably; raises StateError if one cannot be stored: then none is."""
+        with self._parts.store.transaction():
+            for message in messages:
+                self._handle_message(message)
+            self._parts.accepted.flush()
 
     def _handle_message(self, message: mqtt.Received) -> None:
         self._parts.messages.handle(message.topic, message.payload)
@@ -168,9 +171,6 @@ class EventLoop:
 
     def _prepare(self) -> None:
         """Do what comes before a batch; raises StateError."""
-
-    def _begin(self) -> None:
-        """Do what comes first in a transaction of messages; raises StateError."""
 
     def _answer(self) -> None:
         """Publish what follows from messages that are durable now, before their receipts."""

@@ -34,6 +34,9 @@ class LocalCoordinator:
         """Digests of the blobs that devices may request."""
         return self.releases.served
 
+    def prepare(self, digest: bytes, payload: bytes) -> None:
+        """Do nothing: `submit` follows at once."""
+
     def submit(self, record: SubmissionRecord, payload: bytes) -> SubmissionVerdict:
         """Apply a submission to the open collection; raises StateError if it cannot be stored."""
         return self.training.submit(record, payload)

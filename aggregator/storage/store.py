@@ -306,6 +306,13 @@ class Store:
             self.keys.drop_cache()
             raise
 
+    @contextlib.contextmanager
+    def snapshot(self) -> Iterator[None]:
+        """Let all reads within see the database as it is at the first of them; nothing can be written meanwhile."""
+        with self.database.snapshot():
+            self.keys.refresh()
+            yield
+
     def data_version(self) -> int:
         """Return a number that changes when another process has written."""
         return self.database.data_version()

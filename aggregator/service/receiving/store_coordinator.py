@@ -66,6 +66,10 @@ class StoreCoordinator:
         """Digests of the blobs that devices may request."""
         return self._heads.served
 
+    def prepare(self, digest: bytes, payload: bytes) -> None:
+        """Start to store a payload, which the transaction that accepts it then need not wait for."""
+        self._accepted.prepare(digest, payload)
+
     def submit(self, record: SubmissionRecord, payload: bytes) -> rounds.SubmissionVerdict:
         """Judge a submission by the device's stored one, and store it if it counts; raises StateError."""
         stored = self._store.submissions.get(self._task.digest, record.device)

@@ -24,7 +24,7 @@ from protocol.errors import MalformedMessage, ProtofleetError, StateError
 from protocol.log import event
 from protocol.mqtt import reconnecting_session as mqtt
 from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess, Brokers
-from protocol.storage.blobstore import state_errors
+from protocol.storage.blobstore import BlobStore, state_errors
 from protocol.storage.folder_lock import FolderLock
 from protocol.wire.codec import decode
 from protocol.wire.messages import MAX_MANIFEST_BYTES, TaskManifest
@@ -106,7 +106,26 @@ class UploadReceiver(EventLoop):
         )
         super().__init__(parts, events=events)
 
-    def _begin(self) -> None:
+    def _store_messages(self, messages: list[mqtt.Received]) -> None:
+        """Store all messages durably, and keep other receivers from writing for as short as possible.
+
+        Most of the work comes before the transaction. The blobs of a folder get their names within it, since the
+        coordinator deletes those that it does not know.
+        """
+        store, device_messages = self._parts.store, self._parts.messages
+        self._refresh()
+        with device_messages.deferring(), store.snapshot():
+            for message in messages:
+                self._handle_message(message)
+        if not isinstance(store.blobs, BlobStore):
+            self._parts.accepted.flush()
+        if device_messages.has_deferred():
+            with store.transaction():
+                self._refresh()
+                device_messages.store_deferred()
+                self._parts.accepted.flush()
+
+    def _refresh(self) -> None:
         if not self._coordinator.refresh():
             raise TaskReplaced("another task is served")
 

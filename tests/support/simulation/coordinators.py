@@ -21,6 +21,9 @@ class FixedCoordinator:
     repeated: int = 0
     """Requests to repeat the round."""
 
+    def prepare(self, digest: bytes, payload: bytes) -> None:
+        """Do nothing."""
+
     def submit(self, record: SubmissionRecord, payload: bytes) -> SubmissionVerdict:
         """Judge a submission, and keep the entry of one that counts."""
         assert record.size_bytes == len(payload)
