@@ -165,7 +165,7 @@ server_name: {name}
 listen: 127.0.0.1:{client}
 http: 127.0.0.1:{monitoring}
 jetstream {{ store_dir: {json.dumps(str(folder / name))} }}
-mqtt {{ listen: 127.0.0.1:{mqtt}, stream_replicas: 3 }}
+mqtt {{ listen: 127.0.0.1:{mqtt}, stream_replicas: 3, consumer_inactive_threshold: "5m" }}
 cluster {{ name: protofleet, listen: "{routes[name]}", routes: {json.dumps(others)} }}
 """,
             encoding="utf-8",
