@@ -75,18 +75,19 @@ class Faults:
         (processes.pause if pause else processes.kill)(name)
         action = "paused" if pause else "killed"
         self._on_event(f"{name} {action}")
-        next_s = all_s = 0.0
+        next_s = all_s = leads_s = 0.0
 
         def is_over() -> bool:
-            nonlocal next_s, all_s
+            nonlocal next_s, all_s, leads_s
             passed_s, now = time.monotonic() - at_s, set(done())
-            if processes.states[name] == "killed" and passed_s > RESTART_S:
-                processes.restart(name)
-            elif processes.states[name] == "paused" and all_s:
-                processes.resume(name)
             next_s = next_s or (passed_s if now > before else 0.0)
             all_s = all_s or (passed_s if now.issuperset(names) else 0.0)
-            return bool(all_s) and processes.states[name] == "running" and self._cluster.has_leader()
+            leads_s = leads_s or (passed_s if self._cluster.has_leader() else 0.0)
+            if processes.states[name] == "killed" and passed_s > RESTART_S:
+                processes.restart(name)
+            elif processes.states[name] == "paused" and leads_s:
+                processes.resume(name)
+            return bool(all_s and leads_s) and processes.states[name] == "running"
 
         self._cluster.wait_until(is_over)
         waiting = len(set(names) - before)
@@ -98,6 +99,7 @@ class Faults:
                 waiting=waiting,
                 next_s=round(next_s, 2),
                 all_s=round(all_s, 2),
+                leads_s=round(leads_s, 2) if processes.programs[name].role == "coordinator" else None,
             )
         )
         self._on_event(

@@ -1,5 +1,7 @@
 """Output of the example: the state of each program while it runs, and the result."""
 
+from typing import Literal
+
 import msgspec
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -36,6 +38,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds until the next submission was acknowledged; for a trainer, until the first device used the head."""
     all_s: float
     """Seconds until all of them were; for a trainer, until all devices used the head."""
+    leads_s: float | None
+    """For a coordinator: seconds until the other one led."""
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,13 +85,15 @@ def progress(
 def show(result: Result, console: Console) -> None:
     """Print what was done to the programs, and the result."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for header in ("after", "program", "", "uploads waiting", "next answer after", "all after"):
-        table.add_column(header, justify="left" if header in {"program", ""} else "right")
+    for header in ("at", "program", "", "waiting", "next after", "all after", "new leader"):
+        justify: Literal["left", "right"] = "left" if header in {"program", ""} else "right"
+        table.add_column(header, justify=justify, no_wrap=True)
     for fault in result.faults:
         table.add_row(
             f"{fault.at_s:.0f} s",
             *(fault.program, fault.action, str(fault.waiting)),
             *(f"{fault.next_s:.1f} s", f"{fault.all_s:.1f} s"),
+            "" if fault.leads_s is None else f"{fault.leads_s:.1f} s",
         )
     console.print(table)
     lines = [f"{result.submissions} of {counted(result.devices, 'submission')} in the cluster's head"]
