@@ -7,6 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.cost.fleet import command
+from benchmarks.cost.fleet_load import storm
 from tests.support.network.brokers import mosquitto_program
 
 pytestmark = pytest.mark.skipif(mosquitto_program() is None, reason="mosquitto is not installed")
@@ -29,3 +30,13 @@ def test_idle_connections_come_back_after_a_restart_of_the_broker(tmp_path: Path
     phases = json.loads(file.read_text())["runs"]
     assert [phase["connected"] for phase in phases] == [0, 3, 3, 3, 3]
     assert phases[3]["attempts"] >= 3
+
+
+def test_all_devices_are_served_after_each_storm(tmp_path: Path) -> None:
+    """After a kill of the broker a device connects again; after one of the aggregator it only asks again."""
+    file = tmp_path / "figures.json"
+    result = CliRunner().invoke(storm.command, ["--devices", "4", "--processes", "1", "--json", str(file)])
+    assert result.exit_code == 0, result.output
+    uploads, aggregator, rest = json.loads(file.read_text())["runs"]
+    assert uploads["frames"] >= 4 <= aggregator["frames"]
+    assert (aggregator["connections"], rest["connections"] >= 4) == (0, True)
