@@ -62,7 +62,11 @@ class PostgreSQL:
     @property
     def url(self) -> str:
         """The URL of the database."""
-        return f"postgresql://fleet@127.0.0.1:{self.port}/postgres"
+        return self.url_of("postgres")
+
+    def url_of(self, database: str) -> str:
+        """Return the URL of another database."""
+        return f"postgresql://fleet@127.0.0.1:{self.port}/{database}"
 
     def _run(self, name: str, *arguments: str) -> None:
         command = [*self._as_user, str(postgresql_program(name)), *arguments]

@@ -49,6 +49,7 @@ class FaultyFleet(Fleet):
         reference: the result of a fleet without faults.
         mqtt5: whether the proxies accept MQTT 5.
         abandoned: set when the test run has ended.
+        stores: options with which the aggregator is started, for its database and its blobs.
 
     Attributes:
         device_log: transfers between the devices and the broker.
@@ -66,6 +67,7 @@ class FaultyFleet(Fleet):
         *,
         mqtt5: bool = True,
         abandoned: threading.Event | None = None,
+        stores: tuple[str, ...] = (),
     ) -> None:
         def proxy(log: TransferLog) -> Proxy:
             address, broker = free_address(), mosquitto.address
@@ -78,6 +80,7 @@ class FaultyFleet(Fleet):
         self.reference = reference
         self.mqtt5 = mqtt5
         self._inputs = inputs
+        self._stores = stores
         self._random = random.Random(SEED)
         self._abandoned = abandoned or threading.Event()
         self._expected: set[str] = set()
@@ -103,7 +106,7 @@ class FaultyFleet(Fleet):
         for name in names or ("aggregator", *DEVICES):
             self._connected[name] = self.log(name).count(CONNECTED)
             if name == "aggregator":
-                self.start_aggregator(self._inputs / "task.toml")
+                self.start_aggregator(self._inputs / "task.toml", *self._stores)
             else:
                 if not self.starts[name]:  # the same shuffles as in the reference, and so the same head
                     DeviceState(self.device_state(name)).set(Secret(digest_of(name.encode())))
@@ -193,6 +196,7 @@ class FaultyFleet(Fleet):
     def account(self, fault: str, provoked: int) -> FaultRow:
         """Count submissions and their outcomes, from the aggregator's disk, its newest head and its log."""
         prototypes, sent = self.reference.prototypes, set(self.submissions())
+        assert (self.aggregator_state / "store.json").exists() == bool(self._stores)
         with closing(Store(self.aggregator_state, read_only=True)) as store:
             task = store.served_task().digest
             rows, head = store.submissions.all(task), store.heads.all(task)[-1]
