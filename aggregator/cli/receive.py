@@ -25,6 +25,7 @@ from protocol.cli import (
     stop_on_terminate,
     verbose_option,
 )
+from protocol.errors import ConfigError
 
 
 def _parsed_shards(
@@ -94,12 +95,17 @@ def receive_command(
     """Receive uploads for an `aggregator coordinate` until interrupted."""
     start_logging(verbose=verbose)
     require_packages("numpy", extras=EXTRAS)
-    from aggregator.security.identity import aggregator_access
+    from aggregator.security.identity import aggregator_access, has_ca
     from aggregator.service.receiving.upload_receiver import receive, receiver_folder
     from aggregator.storage.stored_values import ServedTask
     from protocol.mqtt.tls import parse_brokers
 
     access = read_access(**access_given)
+    if access.tls and access.certificate is None and access.username is None and has_ca(state):
+        raise ConfigError(
+            "a receiver of a closed fleet needs a certificate of its own, as the broker has one connection for each: "
+            f"`aggregator enroll-receiver {name}`, then --ca, --cert and --key"
+        )
     brokers = parse_brokers(broker, tls=access.tls)
     stop_on_terminate()
     opened = existing_state(state, database=database, fleet=fleet)

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 _UNFINISHED = "unfinished.json"
 
-_PRIVATE = frozenset({"device.key", "signing.key", "broker.key"})
+_PRIVATE = frozenset({"device.key", "signing.key", "broker.key", "receiver.key"})
 
 
 def enroll(
@@ -131,16 +131,25 @@ def _check_quota(known: Key | None, devices: int, most: int | None) -> None:
 
 
 def enroll_broker(
-    store: Store, hosts: Sequence[str], *, fleet: str, out: Path, days: int, port: int | None = None
+    store: Store,
+    hosts: Sequence[str],
+    *,
+    fleet: str,
+    out: Path,
+    days: int,
+    port: int | None = None,
+    receivers: Sequence[str] = (),
 ) -> None:
     """Create certificate, access list, revocation list and configuration for a mosquitto of a closed fleet.
 
-    With `port`, it is one of several on its machine.
+    With `port`, it is one of several on its machine; it lets these receivers read from devices and answer them.
 
     Raises:
         ConfigError: a host is invalid, or the folder exists.
         StateError: the state or the folder cannot be written.
     """
+    for receiver in receivers:
+        _check_receiver(receiver)
     configuration = mosquitto_config.CONFIGURATION
     if port is not None:
         configuration = mosquitto_config.own_configuration(fleet, port)
@@ -152,11 +161,36 @@ def enroll_broker(
             "broker.crt": issued.certificate,
             "broker.key": issued.key,
             "revoked.crl": write_revocation_list(store, ca),
-            "acl": mosquitto_config.access_list(fleet).encode(),
+            "acl": mosquitto_config.access_list(fleet, receivers).encode(),
             "mosquitto.conf": configuration.encode(),
         }
         with _new_folder(store, _Unfinished(str(out.absolute())), files) as publish:
             publish()
+
+
+def enroll_receiver(store: Store, receiver: str, *, fleet: str, out: Path, days: int) -> None:
+    """Create a certificate with which a receiver connects to the broker of a closed fleet.
+
+    With the aggregator's own it would have its client id, and the broker would end the other one's connection.
+
+    Raises:
+        ConfigError: the name is invalid, or the folder exists.
+        StateError: the state or the folder cannot be written.
+    """
+    _check_receiver(receiver)
+    with _consistent_identity(store):
+        ca = open_ca(store.folder, fleet)
+        issued = issue_client(ca, mosquitto_config.receiver_name(receiver, fleet), now=utc_now(), days=days)
+        files = {"ca.crt": ca.certificate, "receiver.crt": issued.certificate, "receiver.key": issued.key}
+        with _new_folder(store, _Unfinished(str(out.absolute())), files) as publish:
+            publish()
+
+
+def _check_receiver(receiver: str) -> None:
+    if not is_name(receiver) or receiver == "aggregator":
+        raise ConfigError(
+            f"invalid receiver {receiver!r}: expected letters, digits, '-' or '_', and not 'aggregator'"
+        )
 
 
 def revoke(store: Store, device: str) -> bool:

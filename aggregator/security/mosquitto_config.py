@@ -1,5 +1,6 @@
 """Configuration and access list of the mosquitto broker of a closed fleet."""
 
+from collections.abc import Sequence
 from typing import get_args
 
 from protocol.wire.messages import PROTOCOL_VERSION
@@ -95,8 +96,13 @@ def aggregator_name(fleet: str) -> str:
     return f"aggregator@{fleet}"
 
 
-def access_list(fleet: str) -> str:
-    """Return mosquitto's access control list (acl_file) for a fleet."""
+def receiver_name(receiver: str, fleet: str) -> str:
+    """Return a receiver's user name at the broker, which is not a valid device name."""
+    return f"{receiver}@{fleet}"
+
+
+def access_list(fleet: str, receivers: Sequence[str] = ()) -> str:
+    """Return mosquitto's access control list (acl_file) for a fleet and its receivers."""
     shared, device = fleet_topic(fleet, "state").removesuffix("/state"), f"pf/{PROTOCOL_VERSION}/{fleet}/d"
     to_devices = [channel for channel in get_args(DeviceChannel) if channel not in FROM_DEVICES]
     # Without wildcards, because a device could otherwise store any number of retained messages on the broker.
@@ -116,4 +122,12 @@ def access_list(fleet: str) -> str:
         *(f"topic write {fleet_topic(fleet, channel)}" for channel in own),
         f"topic readwrite {fleet_topic(fleet, 'state')}",
     ]
+    for receiver in receivers:
+        lines += [
+            "",
+            "# Receiver: read from devices, and answer them.",
+            f"user {receiver_name(receiver, fleet)}",
+            *(f"topic read {topic}" for topic in device_filters(fleet)),
+            *(f"topic write {device}/+/{channel}" for channel in to_devices),
+        ]
     return "\n".join(lines) + "\n"

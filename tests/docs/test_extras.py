@@ -50,6 +50,7 @@ AGGREGATOR = {
     "release": ["shed-1"],
     "enroll": ["shed-1", "--out", "{folder}/shed-1"],
     "enroll-broker": ["broker.example", "--out", "{folder}/broker"],
+    "enroll-receiver": ["receiver-1", "--out", "{folder}/receiver-1"],
     "revoke": ["shed-1"],
     "forget": ["shed-1"],
     "reset-key": ["shed-1"],
@@ -78,7 +79,16 @@ COMMANDS = [
     ("protofleet.cli", "aggregator,cpu", SIMULATION),
 ]
 WITHOUT_EXTRAS = (
-    *("enroll", "enroll-broker", "revoke", "forget", "reset-key", "issue-key", "rotate-key"),
+    *(
+        "enroll",
+        "enroll-broker",
+        "enroll-receiver",
+        "revoke",
+        "forget",
+        "reset-key",
+        "issue-key",
+        "rotate-key",
+    ),
     *("rollback", "promote", "release", "take-over", "receive"),
 )
 """Commands that need none."""
