@@ -15,6 +15,7 @@ from benchmarks.accuracy.wire import command as wire
 from benchmarks.cost import databases, device, fleet, ingest, int8, memory, receivers, step, sums, train
 from benchmarks.cost.engines import command as engines
 from benchmarks.cost.engines import fedtc as engines_fedtc
+from benchmarks.cost.engines import growth
 from benchmarks.cost.fleet_load import storm
 from benchmarks.programs import features, predict, start, take_over
 from benchmarks.research import cells, hierarchical, restoration
@@ -33,6 +34,7 @@ USER = (
         device.device,
         engines.command,
         engines_fedtc.command,
+        growth.command,
         features.features,
         fleet.command,
         ingest.ingest,

@@ -10,6 +10,7 @@ import fcntl
 import os
 import socket
 import struct
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -31,7 +32,7 @@ from aggregator.algorithms.fedtc.adapter_steps import (
 )
 from aggregator.algorithms.fedtc.arrays import Arrays, is_in_file
 from aggregator.algorithms.fedtc.recipe import Recipe
-from aggregator.training.cluster.connection import connected, ray, require_version
+from aggregator.training.cluster.connection import connected, last_line, ray, require_version
 from protocol import __version__
 from protocol.errors import ProtofleetError
 
@@ -99,12 +100,10 @@ class RayFit:
                         whole.restore(state)
                         report(figures)
                 break
-            except ray.exceptions.RayTaskError as error:
-                if isinstance(error.cause, ProtofleetError) or restarts == RESTARTS:
+            except ray.exceptions.RayError as error:
+                if isinstance(getattr(error, "cause", None), ProtofleetError) or restarts == RESTARTS:
                     raise
-            except ray.exceptions.RayActorError:
-                if restarts == RESTARTS:
-                    raise
+                sys.stderr.write(f"a worker has failed after epoch {whole.done}: {last_line(error)}\n")
         return whole.head, whole.epochs
 
     def _places(self, device: str) -> list[Place]:
@@ -113,6 +112,7 @@ class RayFit:
         gpus = int(sum(node["Resources"].get("GPU", 0) for node in nodes))
         if device != "cpu" and gpus:
             return [Place({"num_gpus": 1}, "cuda", 1) for _ in range(self._workers or gpus)]
+        device = "cpu" if device == "auto" else device
         if self._workers:
             return [Place({"num_cpus": 1}, device, 1) for _ in range(self._workers)]
         at = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy

@@ -11,15 +11,18 @@ import msgspec
 import numpy as np
 import pytest
 
+from aggregator.storage.blobs import open_blobs
 from aggregator.training.jobs import Result, StatisticsJob
 from aggregator.training.statistics_job import run
 from aggregator.training.sums import blocks
+from benchmarks.cost.engines.processes import machines
 from protocol.errors import BlobLost, ProtofleetError, RuntimeMissing
 from protocol.storage.blobstore import BlobStore
 from protocol.wire.codec import encode
 from protocol.wire.messages import Submission
 from tests.support.messages.statistics import FEATURE_MAP, GROUPS_EXPECTATION, groups_of, images, sums_of
 from tests.support.ray_cluster import workers
+from tests.support.stores.object_store import BUCKET, moto_server, object_store
 
 pytest.importorskip("ray", reason="needs ray")
 
@@ -35,9 +38,9 @@ class KillingJob(StatisticsJob, frozen=True, kw_only=True, dict=True):
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
-def job_in(folder: Path) -> StatisticsJob:
+def job_in(folder: Path, blobs: str = "") -> StatisticsJob:
     """40 devices: one has a second class's images as its first, one many images, and one an invalid submission."""
-    store, expectation = BlobStore(folder / "blobs"), GROUPS_EXPECTATION
+    store, expectation = open_blobs(blobs or str(folder / "blobs")), GROUPS_EXPECTATION
     parts = {f"{device:02}": groups_of(*images(device, 40)) for device in range(37)}
     features, labels = images(50, 40)
     parts["flipped"] = groups_of(np.roll(features, 40, axis=0), labels)
@@ -47,7 +50,7 @@ def job_in(folder: Path) -> StatisticsJob:
         version=1,
         task=store.put(encode(expectation.manifest)).hex(),
         members={device: store.put(encode(each)).hex() for device, each in parts.items()},
-        blobs=str(store.folder),
+        blobs=store.location,
         feature_size=FEATURE_MAP.feature_size,
         random_features=FEATURE_MAP.random_features,
         seed=FEATURE_MAP.seed,
@@ -81,6 +84,19 @@ def test_same_bytes_at_any_number_of_workers(tmp_path: Path, monkeypatch: pytest
                     made(job, engine="ray")
                 assert lost.value.digest.hex() == job.members["00"]
                 BlobStore(Path(job.blobs)).put(encode(groups_of(*images(0, 40))))
+
+
+def test_machines_read_submissions_from_an_object_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have no folder in common; each has the credentials in its own environment."""
+    monkeypatch.setattr(blocks, "BLOCK_DEVICES", 3)
+    with moto_server(tmp_path) as server, object_store(server, monkeypatch):
+        job = job_in(tmp_path, f"s3://{BUCKET}/fleet")
+        expected = made(job)
+        with machines(2) as address:
+            monkeypatch.setenv("RAY_ADDRESS", address)
+            assert made(job, engine="ray") == expected
 
 
 def test_cluster_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
