@@ -42,7 +42,7 @@ class Run:
 @repeated("--prototypes", type=click.IntRange(min=1000), default=SIZES)
 @click.option("--features", type=click.IntRange(2, 4096), default=128, show_default=True)
 @click.option("--epochs", type=click.IntRange(min=1), default=1, show_default=True, help="Of the adapter.")
-@repeated("--workers", type=click.IntRange(min=1), default=(1, 2))
+@repeated("--workers", type=click.IntRange(min=0), default=(1, 2), help="On Ray; 0 for none.")
 @click.option(
     "--resume",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -94,7 +94,7 @@ def _measured(prototypes: int, features: int, epochs: int, workers: tuple[int, .
         runs = [Run(prototypes, LOCAL, run_job(job), 0.0)]
         expected = _probabilities(job)
         on_ray = msgspec.structs.replace(job, training=msgspec.structs.replace(job.training, engine="ray"))
-        for number in workers:
+        for number in filter(None, workers):
             with machines(number) as address, mock.patch.dict(os.environ, RAY_ADDRESS=address):
                 cost = run_job(on_ray)
             difference = float(np.abs(_probabilities(job) - expected).max())

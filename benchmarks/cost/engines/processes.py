@@ -22,6 +22,9 @@ from protocol.wire.codec import digest_of
 
 POLL_S = 0.25
 
+LOOKING_SHARE = 0.02
+"""Greatest share of the time that is spent with looking at the processes."""
+
 OBJECT_STORE_BYTES = 200 * 2**20
 """Memory of each simulated machine's object store: more than the chunks that are on their way."""
 
@@ -55,8 +58,11 @@ def run_job(job: HeadJob | StatisticsJob) -> JobCost:
     )
 
     def watch() -> None:
-        while not ended.wait(POLL_S):
+        wait_s = POLL_S
+        while not ended.wait(wait_s):
+            began_s = time.thread_time()
             watched.look()
+            wait_s = max(POLL_S, (time.thread_time() - began_s) / LOOKING_SHARE)
 
     watcher = threading.Thread(target=watch)
     watcher.start()
