@@ -22,6 +22,9 @@ from protocol.wire.codec import digest_of
 
 POLL_S = 0.25
 
+AS_OTHERS = {"RAY_worker_niceness": "0"}
+"""By default Ray's workers have niceness 15: on a machine that is shared with other programs they would wait for these."""
+
 LOOKING_SHARE = 0.02
 """Greatest share of the time that is spent with looking at the processes."""
 
@@ -54,7 +57,9 @@ def run_job(job: HeadJob | StatisticsJob) -> JobCost:
     (folder / "job.json").write_bytes(msgspec.json.encode(job))
     started_s = time.perf_counter()
     process = subprocess.Popen(
-        [sys.executable, "-m", PROGRAMS[type(job)], str(folder / "job.json")], stdout=subprocess.DEVNULL
+        [sys.executable, "-m", PROGRAMS[type(job)], str(folder / "job.json")],
+        stdout=subprocess.DEVNULL,
+        env={**os.environ, **AS_OTHERS},
     )
 
     def watch() -> None:
@@ -121,7 +126,7 @@ def machines(number: int) -> Iterator[str]:
         tempfile.TemporaryDirectory(
             prefix="pf-", ignore_cleanup_errors=True
         ) as folder,  # sockets: a short path
-        mock.patch.dict(os.environ, RAY_TMPDIR=folder),
+        mock.patch.dict(os.environ, AS_OTHERS, RAY_TMPDIR=folder),
     ):
         (Path(folder) / "ray").mkdir()
         cluster = Cluster(initialize_head=True, head_node_args=options)
