@@ -23,7 +23,7 @@ from protocol.wire.codec import digest_of
 POLL_S = 0.25
 
 AS_OTHERS = {"RAY_worker_niceness": "0"}
-"""By default Ray's workers have niceness 15: on a machine that is shared with other programs they would wait for these."""
+"""Ray's workers have niceness 15 by default: beside other programs on the same machine they would wait for these."""
 
 LOOKING_SHARE = 0.02
 """Greatest share of the time that is spent with looking at the processes."""
