@@ -1,11 +1,9 @@
 """`python -m benchmarks engines-fedtc`: whole jobs of FedTC in one process, and with workers of a Ray cluster."""
 
 import json
-import os
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from unittest import mock
 
 import click
 import msgspec
@@ -15,7 +13,7 @@ from numpy.typing import NDArray
 
 from aggregator.training.jobs import HeadJob
 from benchmarks.cost.engines.jobs import head_job
-from benchmarks.cost.engines.processes import JobCost, machines, run_job
+from benchmarks.cost.engines.processes import JobCost, environment, machines, run_job
 from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
 
@@ -95,7 +93,7 @@ def _measured(prototypes: int, features: int, epochs: int, workers: tuple[int, .
         expected = _probabilities(job)
         on_ray = msgspec.structs.replace(job, training=msgspec.structs.replace(job.training, engine="ray"))
         for number in filter(None, workers):
-            with machines(number) as address, mock.patch.dict(os.environ, RAY_ADDRESS=address):
+            with machines(number) as address, environment(RAY_ADDRESS=address):
                 cost = run_job(on_ray)
             difference = float(np.abs(_probabilities(job) - expected).max())
             runs.append(Run(prototypes, f"ray, {number} worker{'s' * (number > 1)}", cost, difference))

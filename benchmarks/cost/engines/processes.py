@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from unittest import mock
 
 import msgspec
 import psutil
@@ -117,6 +116,19 @@ def _fields(text: str) -> list[tuple[str, str]]:
 
 
 @contextlib.contextmanager
+def environment(**variables: str) -> Iterator[None]:
+    """Set variables and restore them, and no others: Ray sets some of its own, which it needs for the next cluster."""
+    before = {name: os.environ.pop(name, None) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            os.environ.update({} if value is None else {name: value})
+
+
+@contextlib.contextmanager
 def machines(number: int) -> Iterator[str]:
     """Start a cluster of so many machines with one worker each, all of them here; yield RAY_ADDRESS."""
     from ray.cluster_utils import Cluster
@@ -126,7 +138,7 @@ def machines(number: int) -> Iterator[str]:
         tempfile.TemporaryDirectory(
             prefix="pf-", ignore_cleanup_errors=True
         ) as folder,  # sockets: a short path
-        mock.patch.dict(os.environ, AS_OTHERS, RAY_TMPDIR=folder),
+        environment(RAY_TMPDIR=folder, **AS_OTHERS),
     ):
         (Path(folder) / "ray").mkdir()
         cluster = Cluster(initialize_head=True, head_node_args=options)
