@@ -70,10 +70,12 @@ def run_job(job: HeadJob | StatisticsJob) -> JobCost:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    code = process.wait()
-    wall_s = time.perf_counter() - started_s
-    ended.set()
-    watcher.join()
+    try:
+        code = process.wait()
+        wall_s = time.perf_counter() - started_s
+    finally:
+        ended.set()
+        watcher.join()
     if code:
         raise ProtofleetError(f"a job has failed: exit status {code}")
     head = digest_of((folder / "head.onnx").read_bytes()).hex()
