@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from aggregator.storage.postgresql_schema import PostgresSchema
+from aggregator.storage.postgresql_schema import Holder, PostgresSchema
 from protocol.errors import NotLeader, StateError
 from protocol.log import event
 from protocol.threads import start_thread
@@ -24,7 +24,7 @@ HEARTBEAT_S = 2.0
 """Seconds between the statements of a leader, also within a transaction."""
 
 STATEMENT_S = 60.0
-"""Seconds after which a standby ends a session that still executes the same statement."""
+"""Seconds after which a standby ends a session whose program does not read a statement's results."""
 
 TRANSACTION_S = 60.0
 """Seconds after which the heartbeat no longer keeps a transaction open."""
@@ -85,7 +85,7 @@ class Lead:
                 self._schema.end(database, holder)  # this program's own, whose end PostgreSQL has not noticed
             elif self._standby is not None:
                 self._standby(holder.host)
-                if holder.idle_s > (STATEMENT_S if holder.is_active else LEASE_S):
+                if _is_silent(holder):
                     text = "the leading aggregator does not answer: its session is ended"
                     event(log, logging.WARNING, text, leader=holder.host, seconds=round(holder.idle_s, 1))
                     self._schema.end(database, holder)
@@ -162,6 +162,13 @@ class Lead:
         """Give the lead up, for good; returns the error to raise, as `check` does from now on."""
         self._lost = reason
         return NotLeader(reason)
+
+
+def _is_silent(holder: Holder) -> bool:
+    """Return True if a leader's program gives no sign of life, rather than PostgreSQL is slow."""
+    if holder.is_active:
+        return holder.waits_for_client and holder.idle_s > STATEMENT_S
+    return holder.idle_s > LEASE_S
 
 
 def elapsed_s() -> float:

@@ -58,7 +58,7 @@ _IS_LOCKED = (
 )
 
 _HOLDER = f"""
-SELECT pid, backend_start::text, application_name, state = 'active',
+SELECT pid, backend_start::text, application_name, state = 'active', wait_event_type = 'Client',
     extract(epoch FROM clock_timestamp() - state_change)::float8
 FROM pg_stat_activity WHERE pid IN ({_IS_LOCKED.replace("SELECT 1", "SELECT pid")})
 """  # noqa: S608 - of this file
@@ -78,6 +78,8 @@ class Holder:
     """The machine's name, from the application name."""
     is_active: bool
     """It executes a statement."""
+    waits_for_client: bool
+    """Its program reads no results, or sends nothing."""
     idle_s: float
     """Seconds since the beginning or end of its last statement; 0 if another role may not see it."""
 
@@ -109,8 +111,9 @@ class PostgresSchema:
         row = database.execute(_HOLDER, values).fetchone()
         if row is None:
             return None
-        pid, start, name, is_active, idle_s = row
-        return Holder((pid, start), (name or "").rpartition(_ON)[2], bool(is_active), idle_s or 0.0)
+        pid, start, name, is_active, waits_for_client, idle_s = row
+        host = (name or "").rpartition(_ON)[2]
+        return Holder((pid, start), host, bool(is_active), bool(waits_for_client), idle_s or 0.0)
 
     def end(self, database: Any, holder: Holder) -> None:
         """End a session, and with it its transaction and its locks."""

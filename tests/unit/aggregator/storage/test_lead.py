@@ -46,6 +46,8 @@ class Waiting:
 
     def leader(self) -> str:
         """Wait until it waits once more, and return who leads."""
+        while self._calls.acquire(blocking=False):
+            pass
         self._calls.acquire()
         return self._leaders[-1]
 
@@ -193,6 +195,35 @@ def test_no_heartbeat_keeps_a_transaction_open_for_ever(
         monkeypatch.setattr(lead, "TRANSACTION_S", 0.0)
         _lead_of(first).beat()
         assert not first.leads()
+
+
+def test_a_slow_statement_is_no_silence(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = fleet.store("first")
+    waiting = fleet.waiting("second")
+
+    def execute() -> None:
+        with contextlib.suppress(StateError):  # it is cancelled
+            first.database.read("SELECT pg_sleep(3600)")
+
+    statement = threading.Thread(target=execute)
+    statement.start()
+    with psycopg.connect(fleet.url, autocommit=True) as other:
+        pid = _session(first).info.backend_pid
+        active = (
+            "SELECT 1 FROM pg_stat_activity WHERE pid = %s AND state = 'active' AND query LIKE '%%pg_sleep%%'"
+        )
+        while other.execute(active, [pid]).fetchone() is None:
+            time.sleep(0.01)
+        monkeypatch.setattr(lead, "LEASE_S", 0.0)
+        monkeypatch.setattr(lead, "STATEMENT_S", 0.0)
+        for _ in range(3):
+            waiting.leader()
+        assert other.execute(active, [pid]).fetchone() is not None
+        other.execute("SELECT pg_cancel_backend(%s)", [pid])
+    statement.join()
+    assert waiting.store().leads() is False  # as no lease lasts
+    with pytest.raises(NotLeader):
+        first.check_lead()
 
 
 def test_a_leader_whose_connection_is_cut_leads_on(fleet: Fleet) -> None:
