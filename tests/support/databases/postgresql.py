@@ -114,6 +114,32 @@ class PostgreSQL:
                 cursor = database.execute(statement)
             return cursor.fetchall() if cursor.description else []
 
+    def replica(self) -> "PostgreSQL":
+        """Return a server that follows this one, once it is started, and can be promoted."""
+        copy = object.__new__(PostgreSQL)
+        vars(copy).update(
+            vars(self), folder=Path(tempfile.mkdtemp(prefix="pg-", dir="/tmp")), port=free_address().port
+        )
+        if self._as_user:
+            shutil.chown(copy.folder, self._user)
+        self._run(
+            "pg_basebackup",
+            "-R",
+            "-X",
+            "stream",
+            "-c",
+            "fast",
+            "-D",
+            str(copy.folder / "data"),
+            "-d",
+            self.url,
+        )
+        return copy
+
+    def promote(self) -> None:
+        """Let a replica become a server of its own, and wait for it."""
+        self._run("pg_ctl", "-D", str(self.folder / "data"), "-w", "promote")
+
     def dump(self, schema: str) -> Path:
         """Return a backup of a schema; restoring it replaces the schema."""
         file = self.folder / "backup.sql"

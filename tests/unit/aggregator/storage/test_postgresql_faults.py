@@ -2,6 +2,7 @@
 
 import contextlib
 import secrets
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -149,3 +150,29 @@ def test_tables_that_went_back_in_time(
     with contextlib.closing(Store(through.folder, lock=True)) as store:
         store.facts.put(SigningKey("after"))
     assert "repeat each revoke and forget since lacking=" in caplog.text
+
+
+def test_failover_to_a_replica(tmp_path: Path) -> None:
+    """A URL with both servers finds the one that can be written; meanwhile nothing can."""
+    with contextlib.closing(PostgreSQL()) as primary:
+        primary.start()
+        with contextlib.closing(primary.replica()) as replica:
+            replica.start()
+            hosts = f"127.0.0.1:{primary.port},127.0.0.1:{replica.port}"
+            url = f"postgresql://fleet@{hosts}/postgres?target_session_attrs=read-write"
+            with contextlib.closing(Store(tmp_path / "a", database=url, fleet="f", lock=True)) as store:
+                store.facts.put(SigningKey("before"))
+                _wait_for_replica(primary)
+                primary.kill()
+                with pytest.raises(StateError, match="session is read-only"):
+                    store.database.check_writable()
+                replica.promote()
+                assert store.facts.get(SigningKey) == SigningKey("before")
+                store.facts.put(SigningKey("after"))
+                assert store.is_locked()
+
+
+def _wait_for_replica(primary: PostgreSQL) -> None:
+    behind = "SELECT 1 FROM pg_stat_replication WHERE replay_lsn = pg_current_wal_lsn()"
+    while not primary.execute(behind):
+        time.sleep(0.05)
