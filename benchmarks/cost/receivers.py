@@ -58,7 +58,7 @@ def receivers(
     json_file: Path | None,
 ) -> None:
     """Compare receivers with a single aggregator, on PostgreSQL."""
-    arrangements = {RUN_HERE: 0, RUN: 0} | {f"{count} receiving": count for count in receivers}
+    arrangements = {RUN_HERE: 0, RUN: 0} | {_name(count): count for count in receivers}
     runs: dict[str, list[Cost]] = {name: [] for name in arrangements}
     with tempfile.TemporaryDirectory() as name, mosquitto(Path(name)) as broker:
         folder = Path(name)
@@ -118,6 +118,10 @@ def _measure(
         count_receipts(events, load.submissions)
         costs = [meter.read() for meter in meters]
     return Cost(costs[0].wall_s, sum(cost.receiver_s for cost in costs), load.submissions)
+
+
+def _name(count: int) -> str:
+    return f"{count} receiver{'s' if count > 1 else ''}"
 
 
 @contextlib.contextmanager
