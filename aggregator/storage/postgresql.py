@@ -152,7 +152,7 @@ class PostgresDatabase:
             try:
                 with self._transaction("BEGIN"):
                     ((number,),) = self._execute(_RAISE, ())
-                    self._check_newer(number)
+                    self._check_newer(number - 1)
                     self._own_changes += 1
                     yield
                 self.newest = number

@@ -132,9 +132,10 @@ def test_full_disk(tmp_path: Path) -> None:
 
 
 def test_tables_that_went_back_in_time(
-    through: Store, postgresql: PostgreSQL, caplog: pytest.LogCaptureFixture
+    through: Store, direct: Store, postgresql: PostgreSQL, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A program that knows what is no longer in them ends; the next one goes on, and the log tells what to do."""
+    direct.data_version()
     back = f'UPDATE "fleet_{through.folder.parent.name}".changes SET number = number - 1'  # noqa: S608
     through.data_version()
     postgresql.execute(back)
@@ -142,6 +143,8 @@ def test_tables_that_went_back_in_time(
         through.data_version()
     with pytest.raises(NotLeader):
         through.facts.put(SigningKey("after"))
+    with pytest.raises(NotLeader):
+        direct.facts.put(SigningKey("of a receiver"))
     through.close()
     with contextlib.closing(Store(through.folder, lock=True)) as store:
         store.facts.put(SigningKey("again"))
