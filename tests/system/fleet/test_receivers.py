@@ -166,3 +166,25 @@ def test_receiver_with_a_state_folder_of_its_own(
         with contextlib.closing(Store(cluster.aggregator_state)) as store:
             assert store.blobs.read(digest_of(payload)) == payload
         assert not (tmp_path / "far" / "blobs").exists()
+
+
+def test_another_task_is_served(tmp_path: Path, address: BrokerAddress) -> None:
+    """A receiver follows the coordinator, and refuses submissions to the task before."""
+    with (
+        mosquitto(address, tmp_path),
+        Cluster(tmp_path, address) as cluster,
+        Device(address, "a") as device,
+    ):
+        cluster.start_coordinator(write_task(tmp_path, PATIENT))
+        cluster.start_receiver("one")
+        cluster.wait_until_divided("one")
+        before = submission(task=digest_of(device.task()))
+        assert device.upload(before).status == "received"
+        cluster.stop("aggregator")
+        cluster.start_coordinator(write_task(tmp_path, f"{PATIENT}\n[client]\nalpha = 0.5"))
+        cluster.wait_for_log("one", "connected to the broker", times=2)
+        with Device(address, "b") as late:
+            after = submission(task=digest_of(late.task()))
+            assert after.task != before.task
+            assert late.upload(after).status == "received"
+            assert device.upload(submission(task=before.task, seed=1)).reason == "unknown_task"
