@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from protocol.errors import ProtofleetError
 
@@ -59,13 +59,14 @@ class Processes:
         self._logs = logs
         self._offsets: dict[str, int] = {}
         self._is_interrupted = False
+        self._handlers: dict[signal.Signals, Any] = {}
         self._deadline_s = deadline_s
         self._running: dict[str, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> Self:
         # An interrupt is noticed by `update`, so that each process that was started is known and ended.
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._interrupt)
+            self._handlers[number] = signal.signal(number, self._interrupt)
         return self
 
     def _interrupt(self, *_: object) -> None:
@@ -73,6 +74,8 @@ class Processes:
 
     def __exit__(self, *_: object) -> None:
         self.stop(*self._running)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
 
     def start(self, program: Program) -> subprocess.Popen[bytes]:
         """Start a program, again if it was killed; its log file is continued."""

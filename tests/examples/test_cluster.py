@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -79,6 +80,7 @@ def test_missing_program_is_named_with_its_package(monkeypatch: pytest.MonkeyPat
 
 def test_program_that_ends_is_reported_and_nothing_is_left(tmp_path: Path) -> None:
     """The error names the program and its last line; the others and their own processes are ended."""
+    before = signal.getsignal(signal.SIGTERM)
     forking = Program(
         name="forking", role="", command=("sh", "-c", "sleep 600 & echo $!; wait"), ready="\\d+"
     )
@@ -92,6 +94,7 @@ def test_program_that_ends_is_reported_and_nothing_is_left(tmp_path: Path) -> No
             ProtofleetError, match=r"failing ended with exit status 3: no luck \(see .*\.log\)"
         ):
             processes.wait_until(lambda: False)
+    assert signal.getsignal(signal.SIGTERM) is before
     with contextlib.suppress(psutil.NoSuchProcess):
         while child.status() != psutil.STATUS_ZOMBIE:  # until the system has ended it
             time.sleep(0.01)
