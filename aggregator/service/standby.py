@@ -73,22 +73,29 @@ class Standby:
             except StateError as error:
                 if not self._is_known:
                     raise
-                if (problem := str(error)) != self._problem:
-                    self._problem = problem
-                    event(
-                        log,
-                        logging.WARNING,
-                        "standby: cannot find out which aggregator leads",
-                        reason=problem,
-                    )
-                self._manager.alive()
-                time.sleep(STANDBY_S)
+                self._pause("standby: cannot find out which aggregator leads", error)
 
     def repeat(self, lead: Callable[[], Result]) -> Result:
-        """Return what `lead` does, which is called again each time that another aggregator takes the lead from it."""
+        """Return what `lead` does, which is called again each time that another aggregator takes the lead from it.
+
+        If it has been a standby, it outlives a database or object store that fails while it takes over.
+        """
         while True:
             try:
                 return lead()
             except NotLeader as error:
                 self._is_known, self._leader = True, None
                 event(log, logging.WARNING, "this aggregator no longer leads", reason=error)
+            except StateError as error:
+                if not self._is_known:
+                    raise
+                self._leader = None
+                self._pause("standby: cannot lead", error)
+
+    def _pause(self, text: str, error: StateError) -> None:
+        """Log a problem once, and wait before the next attempt."""
+        if (problem := str(error)) != self._problem:
+            self._problem = problem
+            event(log, logging.WARNING, text, reason=problem)
+        self._manager.alive()
+        time.sleep(STANDBY_S)

@@ -284,6 +284,22 @@ def test_a_standby_outlives_postgresql(tmp_path: Path, postgresql: PostgreSQL) -
         assert store.leads()
 
 
+def test_a_standby_outlives_a_failed_take_over(tmp_path: Path) -> None:
+    """PostgreSQL or the object store may fail between the lock and the first message of the new leader."""
+    standby, failures = Standby(tmp_path), [StateError("no server"), StateError("no server")]
+
+    def lead() -> str:
+        if failures:
+            raise failures.pop()
+        return "stopped"
+
+    with pytest.raises(StateError, match="no server"):
+        standby.repeat(lead)
+    standby.wait("host")
+    assert standby.repeat(lead) == "stopped"
+    assert not failures
+
+
 def test_commands_run_beside_a_leader(fleet: Fleet) -> None:
     first, command = fleet.store("first"), fleet.store("second", lock=False)
     command.facts.put(SigningKey("1"))
