@@ -37,7 +37,12 @@ class Cost:
 
 @click.command("receivers")
 @click.option(
-    "--store", required=True, help="URL of a PostgreSQL database, whose schema fleet_ingest is dropped."
+    "--store",
+    required=True,
+    metavar="URL",
+    envvar="PROTOFLEET_STORE",
+    show_envvar=True,
+    help="PostgreSQL database, whose schema fleet_ingest is dropped.",
 )
 @click.option("--devices", type=click.IntRange(min=1), default=64, show_default=True)
 @click.option("--kilobytes", type=click.FloatRange(min=1), default=100.0, show_default=True)
