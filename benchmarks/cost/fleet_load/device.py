@@ -4,6 +4,7 @@ import functools
 import hashlib
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -88,7 +89,8 @@ class SimulatedDevice:
         )
         self.session = PolledSession(options, loop, on_event=self._on_event)
         self._state = State(mode=Mode.SERVICE, device=name, stored=frozenset({backbone}))
-        self._outbox: dict[UploadItem, bytes] = {}
+        self._outbox: dict[bytes, tuple[UploadItem, bytes]] = {}
+        """Items and their bytes by digest."""
         self._hashes: dict[bytes, hashlib._Hash] = {}
         """Of the bytes of each blob so far, which are not kept."""
         self._aggregator = b""
@@ -174,7 +176,7 @@ class SimulatedDevice:
                     yield events.AggregatorReconnected()
 
     def _seen_outbox(self) -> events.OutboxSeen:
-        return events.OutboxSeen(tuple(self._outbox))
+        return events.OutboxSeen(tuple(item for item, _ in self._outbox.values()))
 
     def _step(self, event: events.Event) -> None:
         if self._is_idle:
@@ -202,7 +204,7 @@ class SimulatedDevice:
                     is_valid = self._hashes.pop(blob.digest).digest() == blob.digest
                     self._step(events.DownloadFinished(blob.digest, is_valid))
             case events.SendFrames(item=item, ranges=ranges):
-                for frame in frames_of(self._outbox[item], digest=item.digest, ranges=ranges):
+                for frame in frames_of(self._outbox[item.digest][1], digest=item.digest, ranges=ranges):
                     self.frames += 1
                     self._send("up", sign_frame(frame, key=self._key, fleet=self._fleet, device=self.name))
             case events.InstallHead(task=task, manifest=manifest, head=head):
@@ -215,6 +217,8 @@ class SimulatedDevice:
                 self._step(events.HeadInstalled(head_key(head), item))
                 self._send_info()
             case events.StoreReceipt(item=item):
+                _, payload = self._outbox[item.digest]
+                self._outbox[item.digest] = replace(item, received=True), payload
                 if item.kind == "submission":
                     self.received_s = time.monotonic()
                     self.receipts += 1
@@ -225,7 +229,7 @@ class SimulatedDevice:
 
     def _kept(self, kind: Kind, payload: bytes, *, task: bytes, about: str = "") -> UploadItem:
         item = UploadItem(digest_of(payload), len(payload), kind, task, about)
-        self._outbox[item] = payload
+        self._outbox[item.digest] = item, payload
         return item
 
 
