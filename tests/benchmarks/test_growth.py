@@ -22,7 +22,7 @@ def test_line_is_found_and_no_part_is_negative() -> None:
 
 def test_stored_results_are_extrapolated(tmp_path: Path) -> None:
     def cost(number: int) -> dict[str, float]:
-        return {"wall_s": 1 + number / 100, "memory_bytes": 1e8 + number, "program_bytes": 1e8}
+        return {"wall_s": 1.0, "cpu_s": 1 + number / 100, "memory_bytes": 1e8 + number}
 
     sizes = (100, 1000)
     heads = [
