@@ -16,7 +16,7 @@ from aggregator.tasks.manifests import head_ref
 from aggregator.tasks.refinement import refinable_head
 from aggregator.tasks.retention import delete_unneeded_blobs, served_blobs
 from aggregator.tasks.task_preparation import Task
-from protocol.errors import BackboneMismatch, StateError
+from protocol.errors import BackboneMismatch, BlobLost, StateError
 from protocol.log import event
 from protocol.storage.blobstore import file_digest, state_errors, write_atomically
 from protocol.wire.messages import Evaluation, HeadManifest
@@ -29,6 +29,9 @@ HEAD_ACTIVATED = "head activated"
 POLL_S = 0.5
 """Seconds between queries for commands and online devices."""
 
+READ_S = 15.0
+"""Seconds between attempts to read a head's files, while the object store or the disk fails."""
+
 
 class Releases:
     """Which head of a task the fleet uses."""
@@ -40,6 +43,7 @@ class Releases:
         self._state = store.heads.rollout(task.digest)
         self._poll_s = 0.0
         self._written = 0
+        self._write_s = 0.0
         self._has_changed = True
         self._has_unused = False
         self._problems: dict[str, str] | None = None
@@ -98,7 +102,7 @@ class Releases:
     def reload(self) -> None:
         """Return to the stored state after a failed write; raises StateError if it cannot be read."""
         self._state = self._store.heads.rollout(self._task.digest)
-        self._written, self._has_changed = 0, True
+        self._written, self._write_s, self._has_changed = 0, 0.0, True
         self._problems = None
 
     def _read_evaluations(self) -> None:
@@ -170,9 +174,8 @@ class Releases:
     def _publish(self) -> None:
         """Write the current head's files and make the manifest, if they have changed."""
         state, heads = self._state, self._heads
-        if state.current and state.current != self._written:
-            write_current_files(self._task, self._store, heads[state.current])
-            self._written = state.current
+        if state.current and state.current != self._written and time.monotonic() >= self._write_s:
+            self._write(heads[state.current])
         if not state.current or not self._has_changed:
             return
         trial = state.trial
@@ -183,6 +186,16 @@ class Releases:
             canary_rank_limit=trial.rank_limit if trial else 0,
         )
         self._has_changed = False
+
+    def _write(self, head: HeadRecord) -> None:
+        try:
+            write_current_files(self._task, self._store, head)
+            self._written = head.version
+        except CannotRead as error:
+            self._write_s = time.monotonic() + READ_S
+            event(
+                log, logging.WARNING, "cannot read a head's file: retrying", head=head.version, reason=error
+            )
 
     def _read_heads(self) -> dict[int, HeadRecord]:
         return {head.version: head for head in self._store.heads.all(self._task.digest)}
@@ -232,10 +245,18 @@ class Releases:
                 event(log, logging.WARNING, "operator's command refused", reason=reason)
 
 
+class CannotRead(StateError):
+    """A blob that is not lost cannot be read now."""
+
+
 def write_current_files(task: Task, store: Store, head: HeadRecord) -> None:
-    """Write `head.onnx` and `model.onnx` into the state directory; raises StateError.
+    """Write `head.onnx` and `model.onnx` into the state directory; without a lost blob, delete the older ones.
 
     The model is written first, so that the digest of `head.onnx` shows that both are written.
+
+    Raises:
+        CannotRead: the object store or the disk fails; the older files are kept.
+        StateError: the files cannot be written.
     """
     path = store.folder / "head.onnx"
     if not (path.is_file() and file_digest(path) == head.file):
@@ -265,9 +286,11 @@ def _model(task: Task, store: Store, head: HeadRecord, data: bytes | None) -> by
 def _read(store: Store, digest: bytes, head: HeadRecord) -> bytes | None:
     try:
         return store.blobs.read(digest)
-    except StateError as error:
+    except BlobLost as error:
         event(log, logging.ERROR, "cannot read a head's file", head=head.version, reason=error)
         return None
+    except StateError as error:
+        raise CannotRead(str(error)) from error
 
 
 def _replace(path: Path, data: bytes | None) -> None:

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from aggregator.config.schema import Limits
 from aggregator.config.task_file import load_task
 from aggregator.coordination.rollout_state import Settings, State
+from aggregator.heads import published_head
 from aggregator.heads.operator_commands import submit_command
 from aggregator.heads.published_head import Releases
 from aggregator.storage.heads import HeadRecord
@@ -218,6 +219,32 @@ def test_head_is_served_although_its_file_could_not_be_written(store: Store, tas
     assert releases.manifest is not None
     assert releases.manifest.current.head.digest == row.digest
     assert row.digest in releases.served
+
+
+def test_files_of_a_head_are_written_after_a_failure_of_the_object_store(
+    store: Store, task: Task, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The head is published meanwhile, and the older files are kept."""
+    monkeypatch.setattr(published_head, "READ_S", 0.0)
+    monkeypatch.setattr(published_head, "POLL_S", 0.0)
+    head = store.folder / "head.onnx"
+    head.write_bytes(b"of an earlier head")
+    releases = Releases(task, store)
+    digest = store.blobs.put(b"new")
+    store.heads.add(HeadRecord(1, task.digest, digest, 3, 0.0, 1, {"a": "00" * 32}, {}, file=digest))
+    with monkeypatch.context() as failure:
+        failure.setattr(store.blobs, "read", _fail)
+        releases.tick(1)
+        assert releases.manifest is not None
+        assert releases.manifest.current.version == 1
+        assert head.read_bytes() == b"of an earlier head"
+        assert "cannot read a head's file: retrying head=1" in caplog.text
+    releases.tick(1)
+    assert head.read_bytes() == b"new"
+
+
+def _fail(digest: bytes) -> bytes:
+    raise StateError("cannot use the object store")
 
 
 def test_head_that_cannot_be_fused_is_published(
