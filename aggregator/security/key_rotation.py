@@ -56,8 +56,8 @@ def require_fleet_key(store: Store) -> None:
             return
     problem = "is not the fleet's signing key" if file.is_file() else "is missing"
     raise ConfigError(
-        f"{file} {problem}, {known.public[:16]}: copy the folder identity of the fleet's other aggregator "
-        f"into {store.folder}"
+        f"{file} {problem}: copy the folder identity of the fleet's other aggregator into {store.folder}; the fleet's "
+        f"public key begins with {known.public[:16]}"
     )
 
 

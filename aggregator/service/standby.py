@@ -69,11 +69,15 @@ class Standby:
         """
         while True:
             try:
-                return open_store()
+                store = open_store()
             except StateError as error:
                 if not self._is_known:
                     raise
                 self._pause("standby: cannot find out which aggregator leads", error)
+            else:
+                if self._is_known:
+                    event(log, logging.INFO, "this aggregator leads the fleet now")
+                return store
 
     def repeat(self, lead: Callable[[], Result]) -> Result:
         """Return what `lead` does, which is called again each time that another aggregator takes the lead from it.

@@ -41,6 +41,9 @@ THREADS = 16
 
 MAX_REASON = 300
 
+_METADATA_HOST = "169.254.169.254"
+"""The metadata service of a machine at AWS."""
+
 T = TypeVar("T")
 
 
@@ -287,8 +290,8 @@ class ObjectBlobs:
         except FileExistsError:
             raise
         except (BaseError, OSError, ValueError) as error:
-            reason = " ".join(str(error).split("\n\nDebug source")[0].split())[:MAX_REASON]
-            raise StateError(f"cannot use {self.location}: {reason}") from None
+            reason = " ".join(str(error).split("\n\nDebug source")[0].split())
+            raise StateError(f"cannot use {self.location}: {_advised(reason)}") from None
 
 
 def _open(location: str) -> "tuple[S3Store, str]":
@@ -297,28 +300,44 @@ def _open(location: str) -> "tuple[S3Store, str]":
     if parts.scheme != "s3" or not parts.netloc or "@" in parts.netloc or parts.query or parts.fragment:
         raise ConfigError("expected s3://BUCKET/PREFIX for blobs; credentials are read from AWS_* variables")
     require_packages("obstore", extras="cluster")
+    from obstore.exceptions import BaseError
     from obstore.store import S3Store
 
     endpoint = os.environ.get("AWS_ENDPOINT_URL", os.environ.get("AWS_ENDPOINT", ""))
+    if endpoint and not endpoint.startswith(("http://", "https://")):
+        raise ConfigError(f"expected http:// or https:// at the start of AWS_ENDPOINT_URL, got {endpoint!r}")
     prefix = parts.path.strip("/")
-    store = S3Store(
-        parts.netloc,
-        client_options={
-            "allow_http": endpoint.startswith("http://"),
-            "connect_timeout": timedelta(seconds=3),
-            "timeout": timedelta(seconds=REQUEST_S),
-        },
-        retry_config={
-            "max_retries": 3,
-            "retry_timeout": timedelta(seconds=RETRY_S),
-            "backoff": {
-                "init_backoff": timedelta(milliseconds=100),
-                "max_backoff": timedelta(seconds=2),
-                "base": 2,
+    try:
+        store = S3Store(
+            parts.netloc,
+            client_options={
+                "allow_http": endpoint.startswith("http://"),
+                "connect_timeout": timedelta(seconds=3),
+                "timeout": timedelta(seconds=REQUEST_S),
             },
-        },
-    )
+            retry_config={
+                "max_retries": 3,
+                "retry_timeout": timedelta(seconds=RETRY_S),
+                "backoff": {
+                    "init_backoff": timedelta(milliseconds=100),
+                    "max_backoff": timedelta(seconds=2),
+                    "base": 2,
+                },
+            },
+        )
+    except BaseError as error:
+        reason = _advised(" ".join(str(error).split("\n\nDebug source")[0].split()))
+        raise ConfigError(f"cannot use {location}: {reason}: check the AWS_* variables") from None
     return store, f"{prefix}/" if prefix else ""
+
+
+def _advised(reason: str) -> str:
+    """Return why a request failed, short, and what to do about it if that is known."""
+    if "<Code>NoSuchBucket<" in reason:
+        return "the bucket does not exist: create it, or check --blobs, AWS_ENDPOINT_URL and AWS_REGION"
+    if f"http://{_METADATA_HOST}/" in reason:  # asked by object_store if nothing else gives credentials
+        reason = f"no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY: {reason}"
+    return reason[:MAX_REASON]
 
 
 def _is_digest(name: str) -> bool:

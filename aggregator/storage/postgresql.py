@@ -319,7 +319,12 @@ class PostgresDatabase:
             if self._db is not None and (self._db.closed or is_replaced):
                 self._drop()
             text = " ".join(str(error).split())
-            raise StateError(f"cannot use {self.path}: {text}") from error
+            todo = (
+                ": set PGPASSWORD, or write the password into ~/.pgpass"
+                if "no password supplied" in text
+                else ""
+            )
+            raise StateError(f"cannot use {self.path}: {text}{todo}") from error
 
 
 def _storable(value: Any) -> Any:

@@ -167,7 +167,10 @@ class PostgresSchema:
         """Raise StateError unless the schema is there, in this version."""
         version, expected = self._version(database), len(self._migrations)
         if version < 0:
-            raise StateError(f"no aggregator state in {self.name} of this database: start `aggregator run`")
+            raise StateError(
+                f"no aggregator state in {self.name} of this database: start `aggregator run` first, or give the "
+                "`fleet` of its task file as --fleet"
+            )
         if version != expected:
             todo = "upgrade protofleet here" if version > expected else "start `aggregator run` on it once"
             raise StateError(f"{self.name} has schema version {version}, expected {expected}: {todo}")

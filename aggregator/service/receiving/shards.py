@@ -1,13 +1,17 @@
 """Which receiver receives which shards: fixed by an operator, or divided among those that are alive."""
 
 import hashlib
+import logging
 import time
 from collections.abc import Collection, Mapping
 
 from aggregator.ingest.intake_status import Intake
 from aggregator.storage.receivers import ReceiverRecord
 from aggregator.storage.store import Store
+from protocol.log import event
 from protocol.wire.topics import SHARDS
+
+log = logging.getLogger(__name__)
 
 REPORT_S = 2.0
 """Seconds between two reports of a receiver."""
@@ -43,6 +47,9 @@ class ShardAssignment:
         self._seen: dict[str, tuple[int, float]] = {}
         """The number of reports of each receiver, and when it was another one."""
         self._report_s = 0.0
+        self._reports: int | None = None
+        """The number of reports under this name, after this receiver's last one."""
+        self._is_name_shared = False
         self.shards = fixed if fixed is not None else frozenset[int]()
 
     def tick(self, intake: Intake) -> None:
@@ -51,11 +58,16 @@ class ShardAssignment:
         if now_s < self._report_s:
             return
         self._report_s = now_s + REPORT_S
+        known, self._reports = self._reports, None  # if a report fails, it may have been stored all the same
         self._store.receivers.report(self._record(intake))
         stored = self._store.receivers.all()
-        for name, (reports, _) in stored.items():
-            if self._seen.get(name, (-1, 0.0))[0] != reports:
-                self._seen[name] = (reports, now_s)
+        # One of the same name that ends deletes the row.
+        reports, _ = stored.setdefault(self._name, (1, self._record(intake)))
+        if known is not None and reports > known + 1:
+            self._warn_of_same_name()
+        for name, (count, _) in stored.items():
+            if self._seen.get(name, (-1, 0.0))[0] != count:
+                self._seen[name] = (count, now_s)
             elif now_s > self._seen[name][1] + FORGET_S:
                 self._store.receivers.delete(name)
         alive = {
@@ -66,6 +78,16 @@ class ShardAssignment:
         if (shards := self._own(alive)) != self.shards:
             self.shards = shards
             self._store.receivers.report(self._record(intake))
+            reports += 1
+        self._reports = reports
+
+    def _warn_of_same_name(self) -> None:
+        if not self._is_name_shared:
+            self._is_name_shared = True
+            text = (
+                "another receiver has the same name, and receives the same shards: give each its own --name"
+            )
+            event(log, logging.WARNING, text, receiver=self._name)
 
     def _own(self, alive: Mapping[str, ReceiverRecord]) -> frozenset[int]:
         if self._fixed is not None:

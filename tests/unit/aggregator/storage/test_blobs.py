@@ -235,8 +235,33 @@ def test_deleted_bucket_is_no_lost_blob(objects: ObjectBlobs, remote: ObjectStor
         with pytest.raises(StateError, match="owner is missing") as raised:
             use()
         assert not isinstance(raised.value, BlobLost)
-    with pytest.raises(StateError, match="cannot use s3://no-such-bucket"):
+    with pytest.raises(
+        StateError, match="cannot use s3://no-such-bucket/a: the bucket does not exist: create it"
+    ):
         ObjectBlobs("s3://no-such-bucket/a").put(DATA)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "error"),
+    [
+        (
+            "AWS_ENDPOINT_URL",
+            "store.example:9000",
+            "expected http:// or https:// at the start of AWS_ENDPOINT_URL",
+        ),
+        ("AWS_ACCESS_KEY_ID", None, "Missing AccessKeyId: check the AWS_"),
+    ],
+)
+def test_wrong_environment_is_an_error(
+    variable: str, value: str | None, error: str, objects: ObjectBlobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not a panic of the library, nor an exception that no program expects."""
+    if value is None:
+        monkeypatch.delenv(variable)
+    else:
+        monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigError, match=error):
+        ObjectBlobs(objects.location)
 
 
 @pytest.mark.parametrize("wrong", ["s3://", "s3:///prefix", "http://host/bucket", "s3://key:secret@bucket/a"])

@@ -3,12 +3,14 @@
 import contextlib
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from aggregator.ingest.intake_status import Intake
 from aggregator.service.receiving.shards import DEAD_S, FORGET_S, REPORT_S, ShardAssignment, divided
 from aggregator.storage.store import Store
+from protocol.errors import StateError
 from protocol.wire.topics import SHARDS
 
 
@@ -65,6 +67,27 @@ def test_a_dead_receivers_shards_move(tmp_path: Path, monkeypatch: pytest.Monkey
         machine.pass_s(REPORT_S, one, two)
         assert one.shards | two.shards == set(range(SHARDS))
         assert two.shards
+
+
+def test_a_shared_name_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once by each of the two; not after a restart, nor after a report that failed once it was stored."""
+    machine = Machine(monkeypatch)
+    with contextlib.closing(Store(tmp_path)) as store:
+        ended = ShardAssignment(store, "one", fixed=None)
+        machine.pass_s(3 * REPORT_S, ended)
+        one, two = ShardAssignment(store, "one", fixed=None), ShardAssignment(store, "two", fixed=None)
+        machine.pass_s(3 * REPORT_S, one, two)
+        with monkeypatch.context() as patch, pytest.raises(StateError):
+            patch.setattr(store.receivers, "all", Mock(side_effect=StateError("cut off")))
+            machine.pass_s(REPORT_S, one)
+        machine.pass_s(3 * REPORT_S, one, two)
+        assert "same name" not in caplog.text
+        same = ShardAssignment(store, "one", fixed=None)
+        machine.pass_s(4 * REPORT_S, one, two, same)
+        assert caplog.text.count("another receiver has the same name") == 2
+        assert one.shards == same.shards
 
 
 def test_a_receiver_reports_its_intake(tmp_path: Path) -> None:
