@@ -35,6 +35,8 @@ class Standby:
         self._manager = ServiceManager()
         self._is_known = False
         """Another aggregator has led while this program ran."""
+        self._is_announced = False
+        """That this one leads is logged."""
         self._leader: str | None = None
         self._problem = ""
         self._check_s = 0.0
@@ -45,7 +47,7 @@ class Standby:
         Raises:
             ConfigError: the state directory has another signing key than the fleet.
         """
-        self._is_known, self._problem = True, ""
+        self._is_known, self._is_announced, self._problem = True, False, ""
         if leader != self._leader:
             self._leader = leader
             intake_status.create(self._state)  # that of an earlier lead is over
@@ -75,7 +77,8 @@ class Standby:
                     raise
                 self._pause("standby: cannot find out which aggregator leads", error)
             else:
-                if self._is_known:
+                if self._is_known and not self._is_announced:
+                    self._is_announced = True
                     event(log, logging.INFO, "this aggregator leads the fleet now")
                 return store
 
@@ -88,7 +91,7 @@ class Standby:
             try:
                 return lead()
             except NotLeader as error:
-                self._is_known, self._leader = True, None
+                self._is_known, self._is_announced, self._leader = True, False, None
                 event(log, logging.WARNING, "this aggregator no longer leads", reason=error)
             except StateError as error:
                 if not self._is_known:
