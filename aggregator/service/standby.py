@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from aggregator.ingest import intake_status
 from aggregator.security.key_rotation import require_fleet_key
-from aggregator.storage.lead import STANDBY_S
+from aggregator.storage.postgresql.lead import STANDBY_S
 from aggregator.storage.store import Store
 from protocol.errors import NotLeader, StateError
 from protocol.log import event

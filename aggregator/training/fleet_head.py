@@ -10,9 +10,9 @@ from aggregator.algorithms.fedtc.recipe import Recipe
 from aggregator.algorithms.fedtc.train_head import TrainedHead, train_head
 from aggregator.config.schema import Robust
 from aggregator.ingest.validation import Prototypes
-from aggregator.training.outlier_detection import Judgment, judge
-from aggregator.training.outlier_statistics import summaries
-from aggregator.training.robust_training_set import WeightedPrototypes, combine
+from aggregator.training.robust.outlier_detection import Judgment, judge
+from aggregator.training.robust.outlier_statistics import summaries
+from aggregator.training.robust.training_set import WeightedPrototypes, combine
 
 if TYPE_CHECKING:
     from aggregator.algorithms.fedtc.adapter import Fit

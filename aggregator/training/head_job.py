@@ -30,7 +30,7 @@ from aggregator.training.jobs import (
     report_progress,
     run_as_program,
 )
-from aggregator.training.robust_training_set import half_of
+from aggregator.training.robust.training_set import half_of
 from protocol.errors import ProtofleetError
 from protocol.wire.messages import Submission, TaskManifest
 

@@ -13,8 +13,8 @@ import msgspec
 from aggregator.algorithms.statistics.feature_map import FeatureMap, RowMap
 from aggregator.config.schema import Robust, TaskFile, Training
 from aggregator.ingest.validation import Refused, read_message
-from aggregator.storage.blobs import open_blobs
-from aggregator.storage.read_ahead import read_each
+from aggregator.storage.blobs.blobs import open_blobs
+from aggregator.storage.blobs.read_ahead import read_each
 from protocol.errors import BackboneMismatch, BlobLost, ProtofleetError, StateError
 from protocol.models.onnx_metadata import HeadMetadata
 from protocol.storage.blobstore import write_atomically

@@ -17,10 +17,10 @@ from aggregator.algorithms.tensors import check_finite, pack_tensors, unpack_ten
 from aggregator.config.schema import Robust
 from aggregator.graphs.program_export import bind, untrained
 from aggregator.ingest.validation import Expectation, Prototypes, check_submission
-from aggregator.storage.blobs import open_blobs
+from aggregator.storage.blobs.blobs import open_blobs
 from aggregator.training.jobs import Result, RoundJob, checked_parts, run_as_program
-from aggregator.training.robust_rounds import robust_contributions
-from aggregator.training.weights import limited
+from aggregator.training.robust.rounds import robust_contributions
+from aggregator.training.robust.weights import limited
 from protocol.errors import ProtofleetError
 from protocol.storage.blobstore import write_atomically
 from protocol.wire.messages import Submission

@@ -21,17 +21,17 @@ from aggregator.graphs.head_export import map_to_onnx
 from aggregator.ingest.validation import Expectation, Refused
 from aggregator.training.head_job import few_prototypes, write_checked
 from aggregator.training.jobs import Result, StatisticsJob, report_progress, run_as_program
-from aggregator.training.outlier_detection import MIN_DEVICES as COMMON_DEVICES
-from aggregator.training.outlier_detection import judge
-from aggregator.training.robust_training_set import MIN_COMMON_SHARE
+from aggregator.training.robust.outlier_detection import MIN_DEVICES as COMMON_DEVICES
+from aggregator.training.robust.outlier_detection import judge
+from aggregator.training.robust.training_set import MIN_COMMON_SHARE
+from aggregator.training.robust.weights import counted_totals
 from aggregator.training.sums.blocks import Block, DeviceFigures, add_block, blocks_of, subtract_block
 from aggregator.training.sums.engine import Engine, engine_of
-from aggregator.training.weights import counted_totals
 from protocol.errors import BlobLost, ProtofleetError
 from protocol.wire.codec import digest_of
 
 if TYPE_CHECKING:
-    from aggregator.training.outlier_statistics import DeviceSummary
+    from aggregator.training.robust.outlier_statistics import DeviceSummary
 
 SHOWN_WARNINGS = 3
 """Cohorts whose warnings are shown."""

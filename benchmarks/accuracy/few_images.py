@@ -17,7 +17,7 @@ from aggregator.algorithms.fedtc.recipe import RECIPES
 from aggregator.algorithms.fedtc.train_head import train_head
 from aggregator.algorithms.fedtc.training_set import TrainingSet
 from aggregator.ingest.validation import Prototypes
-from aggregator.training.robust_training_set import pool
+from aggregator.training.robust.training_set import pool
 from benchmarks.data.features import BACKBONES, load_features
 from benchmarks.data.images import NAMES, PACS
 from benchmarks.options import repeated

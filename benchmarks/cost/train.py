@@ -19,7 +19,7 @@ from aggregator.algorithms.fedtc.recipe import RECIPES, Recipe
 from aggregator.algorithms.fedtc.train_head import train_head
 from aggregator.config.schema import Training
 from aggregator.training.head_job import recipe_of
-from aggregator.training.robust_training_set import WeightedPrototypes, combine
+from aggregator.training.robust.training_set import WeightedPrototypes, combine
 from benchmarks.data.features import load_features
 from benchmarks.data.images import NAMES
 from benchmarks.options import selected

@@ -15,7 +15,7 @@ from aggregator.algorithms.fedtc.head import Dense, logits_of
 from aggregator.algorithms.fedtc.recipe import RECIPES
 from aggregator.algorithms.fedtc.training_set import TrainingSet
 from aggregator.ingest.validation import Prototypes
-from aggregator.training.robust_training_set import combine, pool
+from aggregator.training.robust.training_set import combine, pool
 from benchmarks.data.domains import load_domains
 from benchmarks.data.images import DIGITS
 from benchmarks.options import repeated

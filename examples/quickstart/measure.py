@@ -24,7 +24,7 @@ from aggregator.ingest.validation import Prototypes
 from aggregator.storage.store import Store
 from aggregator.tasks.task_preparation import feature_map_of
 from aggregator.training.head_job import recipe_of
-from aggregator.training.robust_training_set import pool
+from aggregator.training.robust.training_set import pool
 from edge_client.data.images import decode as decode_image
 from edge_client.runtime.backbone import Backbone, open_backbone
 from examples.quickstart.digits import CLASSES

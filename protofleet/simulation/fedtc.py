@@ -18,7 +18,7 @@ from aggregator.algorithms.fedtc.train_head import TrainedHead, train_head
 from aggregator.config.schema import MAX_MULTIPLE, Robust
 from aggregator.ingest.validation import Expectation, Prototypes, check_submission, read_message
 from aggregator.training.fleet_head import train_fleet_head
-from aggregator.training.robust_training_set import WeightedPrototypes, pool
+from aggregator.training.robust.training_set import WeightedPrototypes, pool
 from protocol.wire.codec import digest_of, encode, to_unsigned
 from protocol.wire.messages import BlobRef, Submission, TaskManifest
 from protocol.wire.quantization import prototype_fields

@@ -17,8 +17,8 @@ from aggregator.config.schema import Robust
 from aggregator.graphs.program_export import Graphs, build
 from aggregator.ingest.validation import Expectation, Prototypes
 from aggregator.tasks.manifests import program_of, round_manifest
-from aggregator.training.robust_rounds import robust_contributions
-from aggregator.training.weights import limited
+from aggregator.training.robust.rounds import robust_contributions
+from aggregator.training.robust.weights import limited
 from edge_client.inference import open_round_head
 from edge_client.storage.stored_values import ClassReport
 from edge_client.submission.prepared_submission import PreparedSubmission, encode_submission

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from aggregator.config.schema import TaskFile
 from aggregator.ingest.validation import Prototypes
-from aggregator.training.robust_training_set import pool
+from aggregator.training.robust.training_set import pool
 from edge_client.data.statistics import group_rows
 from examples.quickstart import digits as data
 from examples.quickstart.__main__ import main

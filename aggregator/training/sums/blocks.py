@@ -23,8 +23,8 @@ from aggregator.algorithms.statistics.moments import (
 )
 from aggregator.ingest.validation import Expectation, Prototypes, Refused, check_statistics
 from aggregator.training.jobs import StatisticsJob
-from aggregator.training.outlier_statistics import DeviceSummary, summarized
-from aggregator.training.robust_training_set import half_of
+from aggregator.training.robust.outlier_statistics import DeviceSummary, summarized
+from aggregator.training.robust.training_set import half_of
 from protocol.errors import BlobLost, MalformedMessage, ProtofleetError
 from protocol.statistics.second_moment import decode
 from protocol.wire.messages import Submission

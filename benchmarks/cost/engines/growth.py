@@ -11,8 +11,8 @@ import click
 import numpy as np
 from scipy.optimize import nnls
 
-from aggregator.training.limited_means import explained
-from aggregator.training.outlier_statistics import ClassMeans
+from aggregator.training.robust.limited_means import explained
+from aggregator.training.robust.outlier_statistics import ClassMeans
 from benchmarks.cost.engines.jobs import DEVICE_PROTOTYPES
 from benchmarks.cost.sums import CLASSES
 from benchmarks.pages import ROOT, read_results

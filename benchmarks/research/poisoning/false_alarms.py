@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from aggregator.config.schema import Robust
 from aggregator.ingest.validation import Prototypes
-from aggregator.training.outlier_detection import judge
-from aggregator.training.outlier_statistics import summaries
-from aggregator.training.robust_training_set import pool
+from aggregator.training.robust.outlier_detection import judge
+from aggregator.training.robust.outlier_statistics import summaries
+from aggregator.training.robust.training_set import pool
 from benchmarks.data.features import BACKBONES, load_features
 from benchmarks.data.images import DIGITS, NAMES
 from benchmarks.options import repeated

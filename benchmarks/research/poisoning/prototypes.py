@@ -13,9 +13,9 @@ from aggregator.algorithms.fedtc.adapter_steps import torch_device
 from aggregator.config.schema import Robust, Training
 from aggregator.ingest.validation import Prototypes
 from aggregator.training.head_job import recipe_of
-from aggregator.training.outlier_detection import judge
-from aggregator.training.outlier_statistics import summaries
-from aggregator.training.robust_training_set import combine, pool
+from aggregator.training.robust.outlier_detection import judge
+from aggregator.training.robust.outlier_statistics import summaries
+from aggregator.training.robust.training_set import combine, pool
 from benchmarks.accuracy.fedtc import partitions_option
 from benchmarks.data.images import NAMES
 from benchmarks.options import repeated, selected

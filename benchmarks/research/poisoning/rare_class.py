@@ -13,9 +13,9 @@ from aggregator.algorithms.fedtc.train_head import train_head
 from aggregator.config.schema import Robust, Training
 from aggregator.ingest.validation import Prototypes
 from aggregator.training.head_job import recipe_of
-from aggregator.training.outlier_detection import judge
-from aggregator.training.outlier_statistics import summaries
-from aggregator.training.robust_training_set import combine, pool
+from aggregator.training.robust.outlier_detection import judge
+from aggregator.training.robust.outlier_statistics import summaries
+from aggregator.training.robust.training_set import combine, pool
 from benchmarks.data.images import NAMES
 from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from aggregator.algorithms.fedtc.recipe import Recipe
 from aggregator.ingest.validation import Prototypes
-from aggregator.training.robust_training_set import pool
+from aggregator.training.robust.training_set import pool
 from edge_client.privacy.gaussian_mechanism import Mechanism, private_prototypes
 from edge_client.privacy.perturbation import perturb_prototypes
 from protocol.wire.codec import digest_of

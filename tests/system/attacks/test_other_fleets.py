@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from aggregator.cli import cli as aggregator
-from aggregator.storage.postgresql_schema import MAX_NAME, PostgresSchema
+from aggregator.storage.postgresql.schema import MAX_NAME, PostgresSchema
 from aggregator.storage.store import MIGRATIONS, Store
 from protocol.errors import ConfigError
 from protocol.wire.codec import decode, digest_of, encode

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from aggregator.algorithms.algorithm import ABSENT_LOGIT, Contribution
 from aggregator.algorithms.hierarchical import Hierarchical, _nearest, _of_groups
 from aggregator.graphs.tracing import to_torch
-from aggregator.training.robust_rounds import robust_contributions
+from aggregator.training.robust.rounds import robust_contributions
 
 L, C = 6, 3
 SETTINGS = Hierarchical(directions=2, prior=True)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from aggregator.storage import object_blobs, read_ahead
-from aggregator.storage.blobs import Blobs, open_blobs
-from aggregator.storage.object_blobs import PART_BYTES, ObjectBlobs
-from aggregator.storage.read_ahead import read_each
+from aggregator.storage.blobs import object_blobs, read_ahead
+from aggregator.storage.blobs.blobs import Blobs, open_blobs
+from aggregator.storage.blobs.object_blobs import PART_BYTES, ObjectBlobs
+from aggregator.storage.blobs.read_ahead import read_each
 from aggregator.storage.store import Store
 from protocol.errors import BlobLost, ConfigError, StateError
 from protocol.mqtt.reconnecting_session import BrokerAddress

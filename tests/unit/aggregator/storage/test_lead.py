@@ -17,8 +17,8 @@ import pytest
 from aggregator.messaging.manifest_signer import identity_of
 from aggregator.security.key_rotation import require_fleet_key, rotate_key
 from aggregator.service.standby import Standby
-from aggregator.storage import lead
-from aggregator.storage.postgresql import PostgresDatabase
+from aggregator.storage.postgresql import lead
+from aggregator.storage.postgresql.database import PostgresDatabase
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import SigningKey
 from protocol.errors import ConfigError, NotLeader, StateError

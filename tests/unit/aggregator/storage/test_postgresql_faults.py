@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from aggregator.storage import postgresql_connection
+from aggregator.storage.postgresql import connection as postgresql_connection
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import SigningKey
 from protocol.errors import NotLeader, StateError

@@ -8,8 +8,13 @@ from hypothesis.extra import numpy as npst
 from numpy.typing import NDArray
 
 from aggregator.ingest.validation import Prototypes
-from aggregator.training.outlier_detection import MIN_DEVICES, judge, outliers
-from aggregator.training.outlier_statistics import class_means, distances, effective_dimensions, summaries
+from aggregator.training.robust.outlier_detection import MIN_DEVICES, judge, outliers
+from aggregator.training.robust.outlier_statistics import (
+    class_means,
+    distances,
+    effective_dimensions,
+    summaries,
+)
 from protocol.wire.quantization import dequantize, quantize
 from tests.support.messages.prototype_sets import CLASSES, IMAGES, fleet, flipped, honest
 from tests.support.messages.submissions import FEATURE_SIZE

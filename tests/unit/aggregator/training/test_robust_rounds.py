@@ -10,8 +10,8 @@ from aggregator.algorithms.algorithm import Contribution
 from aggregator.algorithms.fpl import FPL
 from aggregator.algorithms.local_model import PARAMETERS
 from aggregator.ingest.validation import Prototypes
-from aggregator.training.robust_rounds import Combine, robust_contributions
-from aggregator.training.weights import limited
+from aggregator.training.robust.rounds import Combine, robust_contributions
+from aggregator.training.robust.weights import limited
 
 CLASSES, SIZE, CLIP = 3, 4, 3.0
 CENTERS = np.random.default_rng(9).normal(size=(CLASSES, SIZE))

@@ -10,7 +10,7 @@ from aggregator.algorithms.fedtc.head import logits_of
 from aggregator.algorithms.fedtc.recipe import RECIPES
 from aggregator.algorithms.fedtc.train_head import TrainedHead, train_head
 from aggregator.ingest.validation import Prototypes
-from aggregator.training.robust_training_set import (
+from aggregator.training.robust.training_set import (
     TRIMMED_SHARE,
     WeightedPrototypes,
     combine,

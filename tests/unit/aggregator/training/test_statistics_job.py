@@ -17,12 +17,12 @@ from aggregator.graphs.head_export import mapped
 from aggregator.ingest.validation import Expectation, Prototypes, Refused
 from aggregator.training import statistics_job
 from aggregator.training.jobs import Result, StatisticsJob
-from aggregator.training.outlier_statistics import DeviceSummary, summarized
+from aggregator.training.robust.outlier_statistics import DeviceSummary, summarized
+from aggregator.training.robust.weights import counted_totals
 from aggregator.training.statistics_job import added, cohorts_of, run, weighted
 from aggregator.training.sums import blocks
 from aggregator.training.sums.blocks import submitted_moments
 from aggregator.training.sums.engine import LocalEngine
-from aggregator.training.weights import counted_totals
 from protocol.errors import ProtofleetError
 from protocol.statistics.second_moment import decode, from_triangle, to_triangle
 from protocol.statistics.second_moment import encode as encode_moment

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from aggregator.config.schema import MAX_MULTIPLE
 from aggregator.ingest.validation import Prototypes
-from aggregator.training.weights import (
+from aggregator.training.robust.weights import (
     MIN_DEVICES,
     PARTS,
     SHARED_BY,

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from aggregator.storage.postgresql_schema import Holder, PostgresSchema
+from aggregator.storage.postgresql.schema import Holder, PostgresSchema
 from protocol.errors import NotLeader, StateError
 from protocol.log import event
 from protocol.threads import start_thread

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from aggregator.training.outlier_statistics import (
+from aggregator.training.robust.outlier_statistics import (
     DeviceSummary,
     Floats,
     Test,

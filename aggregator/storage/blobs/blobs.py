@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Protocol
 from uuid import uuid4
 
-from aggregator.storage.object_blobs import ObjectBlobs
+from aggregator.storage.blobs.object_blobs import ObjectBlobs
 from aggregator.storage.stored_values import BlobLocation
 from protocol.errors import ConfigError
 from protocol.storage.blobstore import BlobStore, WriteBatch

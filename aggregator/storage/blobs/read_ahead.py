@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from aggregator.storage.blobs import Blobs
+from aggregator.storage.blobs.blobs import Blobs
 from protocol.errors import BlobLost
 from protocol.storage.blobstore import BlobStore
 from protocol.threads import submit

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from aggregator.algorithms.fedtc.arrays import Arrays
 from aggregator.config.schema import MAX_MULTIPLE
 from aggregator.ingest.validation import Prototypes
-from aggregator.training.limited_means import limited_means
-from aggregator.training.outlier_detection import MIN_DEVICES as COMMON_DEVICES
-from aggregator.training.weights import MIN_DEVICES, limited, prototype_weights
+from aggregator.training.robust.limited_means import limited_means
+from aggregator.training.robust.outlier_detection import MIN_DEVICES as COMMON_DEVICES
+from aggregator.training.robust.weights import MIN_DEVICES, limited, prototype_weights
 
 TRIMMED_SHARE = 0.2
 """Share of each class, by weight, that `trimmed` omits."""

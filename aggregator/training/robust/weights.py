@@ -40,7 +40,7 @@ def prototype_weights(
     """Return the weights of each part's prototypes (m,), alike within a part and 1 on average over all parts.
 
     They limit a device's images of all classes together. How much a device moves a class is limited by the distance of
-    its mean (`aggregator.training.limited_means`). Weights for each class would leave few prototypes that count, where
+    its mean (`limited_means`). Weights for each class would leave few prototypes that count, where
     one device has most images of a class.
     """
     totals = _images(parts).sum(axis=1)

@@ -1,7 +1,7 @@
 """Protection of a round against wrong values, pure and the same for all algorithms: clipping, trimming, the median.
 
-`aggregator.training.weights` bounds how much a device counts; this bounds how far its values are from the others', and
-how much a change of parameters counts by its length and the device's images together.
+`weights` bounds how much a device counts; this bounds how far its values are from the others', and how much a change of
+parameters counts by its length and the device's images together.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aggregator.algorithms.algorithm import Contribution, by_device
-from aggregator.training.robust_training_set import TRIMMED_SHARE
-from aggregator.training.weights import MIN_DEVICES, median_limit
+from aggregator.training.robust.training_set import TRIMMED_SHARE
+from aggregator.training.robust.weights import MIN_DEVICES, median_limit
 
 Floats = NDArray[np.float32]
 Combine = Literal["none", "trimmed", "median"]

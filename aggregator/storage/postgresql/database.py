@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from aggregator.storage.lead import Lead, Standby, elapsed_s
-from aggregator.storage.postgresql_schema import PostgresSchema, connect, statement_of
+from aggregator.storage.postgresql.lead import Lead, Standby, elapsed_s
+from aggregator.storage.postgresql.schema import PostgresSchema, connect, statement_of
 from protocol.errors import ConfigError, NotLeader, RuntimeMissing, StateError
 from protocol.storage.folder_lock import FolderLock
 

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aggregator.ingest.validation import Prototypes
-from aggregator.training.outlier_detection import MAX_MALICIOUS, SIMILAR, is_mislabeled
-from aggregator.training.outlier_statistics import TINY, ClassMeans, class_means, distances, summaries
-from aggregator.training.weights import MIN_DEVICES
+from aggregator.training.robust.outlier_detection import MAX_MALICIOUS, SIMILAR, is_mislabeled
+from aggregator.training.robust.outlier_statistics import TINY, ClassMeans, class_means, distances, summaries
+from aggregator.training.robust.weights import MIN_DEVICES
 
 ROWS = 256
 """Devices that are compared with all at once."""

@@ -195,7 +195,7 @@ def connect(url: str, schema: PostgresSchema, *, read_only: bool, program: str =
     Raises:
         psycopg.Error: PostgreSQL cannot be reached.
     """
-    from aggregator.storage.postgresql_connection import Connection  # psycopg, an extra of its own
+    from aggregator.storage.postgresql.connection import Connection  # psycopg, an extra of its own
 
     name = f"{program}{_ON}{platform.node()[:30]}"
     database = Connection.connect(url, autocommit=True, application_name=name, **_OPTIONS)  # type: ignore[arg-type]

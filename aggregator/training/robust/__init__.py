@@ -1,0 +1,1 @@
+"""Defences against devices whose prototypes differ from the others': detection, weights, limited means."""
