@@ -122,12 +122,8 @@ class Receiver:
             log.debug("%s", error)
             return
         self._trial_s = time.monotonic() + TRIAL_S
-        event(
-            log,
-            logging.ERROR,
-            "intake stopped: free space, fix permissions or restore the database",
-            reason=error,
-        )
+        text = "intake stopped: free space, fix permissions, or restore the database or object store"
+        event(log, logging.ERROR, text, reason=error)
         self._set_intake(Intake(time.time(), str(error)))
 
     @contextlib.contextmanager
