@@ -151,9 +151,13 @@ class Worker:
         return is_own
 
     def _finish(self, claimed: QueuedJob, finished: Finished, progress: Mapping[str, Any]) -> bool:
-        """Store a job's files as blobs and then its end; return False if the job is no longer this worker's."""
+        """Store a job's files as blobs and then its end; return False if the job is no longer this worker's.
+
+        Raises StateError if the blobs cannot be used, by which a job without a result may have failed.
+        """
         jobs, result = self._store.jobs, finished.result
         if result is None:
+            self._store.blobs.check_writable()
             return jobs.finish(claimed, Outcome(reason=finished.reason, is_killed=finished.is_killed))
         names: tuple[FileName, ...] = get_args(FileName)
         folder = Path(finished.job.folder)

@@ -114,6 +114,26 @@ def test_stopped_worker_gives_its_job_back(store: Store, monkeypatch: pytest.Mon
     assert _end(events).result is not None
 
 
+def test_job_that_fails_while_the_object_store_does_is_given_back(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another worker may reach it; four failures of the training would make a head with half the memory."""
+
+    def unreachable() -> NoReturn:
+        raise StateError("cannot use the object store")
+
+    job = _job(store)
+    trainer, events = _trainer(store)
+    trainer.start(structs.replace(job, members={"dev": "00" * 32}))
+    with monkeypatch.context() as failure:
+        failure.setattr(store.blobs, "check_writable", unreachable)
+        with pytest.raises(StateError, match="object store"):
+            _worker(store).run_next()
+    assert events.empty()
+    assert _worker(store).run_next()
+    assert _end(events).reason.startswith("exit status 1: cannot use ")
+
+
 def test_cancelled_job_is_not_run(store: Store) -> None:
     """No event follows a cancellation."""
     job = _job(store)
