@@ -312,6 +312,27 @@ def test_half_the_memory_after_several_failures(store: Store) -> None:
         assert sums.half_memory == job.half_memory
 
 
+def test_failures_of_the_object_store_do_not_halve_the_memory(
+    task: Task, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable() -> None:
+        raise StateError("cannot use the object store")
+
+    events: Events = queue.SimpleQueue()
+    training = HeadTraining(task, store, on_event=events.put)
+    with _damaged_tensors(task, store), monkeypatch.context() as failure:
+        failure.setattr(store.blobs, "check_writable", unreachable)
+        for device in "ab":
+            _take(training, task, device)
+        for _ in range(2):
+            assert not training.finish(_end(events))
+            assert training.state.failures == 1
+            training.retry()
+            training.tick()
+    assert not training.finish(_end(events))
+    assert training.state.failures == 2
+
+
 def test_failure_on_a_full_disk_is_retried(task: Task, store: Store) -> None:
     events: Events = queue.SimpleQueue()
     training = HeadTraining(task, store, on_event=events.put)
