@@ -12,11 +12,12 @@ from benchmarks.accuracy import fedpcl, fedtc, few_images, fpl, statistics
 from benchmarks.accuracy.flower import command as flower
 from benchmarks.accuracy.which import command as which
 from benchmarks.accuracy.wire import command as wire
-from benchmarks.cost import databases, device, fleet, ingest, int8, memory, receivers, step, sums, train
+from benchmarks.cost import device, fleet, int8, memory, step, sums, train
 from benchmarks.cost.engines import command as engines
 from benchmarks.cost.engines import fedtc as engines_fedtc
 from benchmarks.cost.engines import growth
 from benchmarks.cost.fleet_load import storm
+from benchmarks.cost.uploads import databases, ingest, receivers
 from benchmarks.programs import features, predict, start, take_over
 from benchmarks.research import cells, hierarchical, restoration
 from benchmarks.research.poisoning import false_alarms, prototypes, rare_class, rounds

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from benchmarks.cost.ingest import ROOT, TASK
 from benchmarks.cost.processes import mosquitto, running
+from benchmarks.cost.uploads.ingest import ROOT, TASK
 from benchmarks.report import Table, json_option, write_json
 from protocol.errors import ProtofleetError
 from protocol.mqtt.reconnecting_session import BrokerAddress

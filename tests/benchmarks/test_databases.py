@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.cost import databases
-from benchmarks.cost.databases import command
+from benchmarks.cost.uploads import databases
+from benchmarks.cost.uploads.databases import command
 from tests.support.databases.postgresql import PostgreSQL, needs_postgresql
 from tests.support.network.brokers import needs_mosquitto
 

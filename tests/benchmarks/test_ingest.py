@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.cost.ingest import DISCARDS, OURS, STORES, ingest
+from benchmarks.cost.uploads.ingest import DISCARDS, OURS, STORES, ingest
 from tests.support.network.brokers import mosquitto_program
 
 

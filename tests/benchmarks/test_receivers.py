@@ -6,7 +6,7 @@ from pathlib import Path
 
 from click.testing import CliRunner
 
-from benchmarks.cost.receivers import RUN, RUN_HERE, receivers
+from benchmarks.cost.uploads.receivers import RUN, RUN_HERE, receivers
 from tests.support.databases.postgresql import PostgreSQL, needs_postgresql
 from tests.support.network.brokers import needs_mosquitto
 

@@ -24,8 +24,8 @@ from typing import IO
 import click
 import psutil
 
-from benchmarks.cost.ingest_load import Load, write_load
 from benchmarks.cost.processes import mosquitto, running
+from benchmarks.cost.uploads.load import Load, write_load
 from benchmarks.programs import measurement
 from benchmarks.programs.measurement import median, ratio
 from benchmarks.report import Table, json_option, write_json
@@ -35,7 +35,7 @@ from protocol.wire.codec import decode
 from protocol.wire.messages import Presence, Receipt
 from protocol.wire.topics import device_topic, fleet_topic
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 FLEET = "ingest"
 TASK = """\
 fleet = "{fleet}"
@@ -210,10 +210,10 @@ def time_broker(broker: BrokerAddress, load: Load) -> Cost:
 
 
 def time_plain(broker: BrokerAddress, load: Load, kind: str, folder: Path) -> Cost:
-    """Measure until a program of `ingest_receivers` has received every message."""
+    """Measure until a program of `receiving_programs` has received every message."""
     topic = f"pf/1/{FLEET}/d/+/up/+"
     arguments = [kind, str(broker.port), topic, str(load.messages), str(folder)]
-    with _running("-m", "benchmarks.cost.ingest_receivers", *arguments) as (process, lines):
+    with _running("-m", "benchmarks.cost.uploads.receiving_programs", *arguments) as (process, lines):
         lines.readline()
         with publisher(broker, load):
             meter = Meter(load, process.pid)
@@ -241,7 +241,7 @@ def time_aggregator(
 def publisher(broker: BrokerAddress, load: Load) -> Iterator[IO[bytes]]:
     """Publish a load from a process of its own, beginning now; its output ends with the last acknowledgement."""
     arguments = [str(broker.port), str(load.packets), str(load.messages)]
-    with _running("-m", "benchmarks.cost.publish_packets", *arguments) as (_, lines):
+    with _running("-m", "benchmarks.cost.uploads.publish_packets", *arguments) as (_, lines):
         lines.readline()
         yield lines
 

@@ -14,9 +14,18 @@ from pathlib import Path
 
 import click
 
-from benchmarks.cost.ingest import FLEET, ROOT, TASK, Meter, count_receipts, listening, publisher, wait_online
-from benchmarks.cost.ingest_load import Load, write_load
 from benchmarks.cost.processes import mosquitto, running, wait_for_log
+from benchmarks.cost.uploads.ingest import (
+    FLEET,
+    ROOT,
+    TASK,
+    Meter,
+    count_receipts,
+    listening,
+    publisher,
+    wait_online,
+)
+from benchmarks.cost.uploads.load import Load, write_load
 from benchmarks.programs.measurement import median, ratio
 from benchmarks.report import Table, json_option, write_json
 from protocol.mqtt.reconnecting_session import BrokerAddress

@@ -23,9 +23,9 @@ from aggregator.storage.store import Store
 from aggregator.storage.stored_values import ServedTask
 from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks.task_preparation import Task, prepare_task
-from benchmarks.cost.ingest import ROOT, TASK, time_aggregator
-from benchmarks.cost.ingest_load import write_load
 from benchmarks.cost.processes import mosquitto
+from benchmarks.cost.uploads.ingest import ROOT, TASK, time_aggregator
+from benchmarks.cost.uploads.load import write_load
 from benchmarks.report import Table, json_option, write_json
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import DeviceInfo

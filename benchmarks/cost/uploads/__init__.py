@@ -1,0 +1,1 @@
+"""Uploads: the aggregator beside other receivers, several receivers, and PostgreSQL beside SQLite."""
