@@ -1,8 +1,8 @@
-"""`aggregator run`."""
+"""`aggregator run` and `aggregator coordinate`."""
 
 import contextlib
-import functools
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,77 +24,81 @@ from protocol.cli import (
 log = logging.getLogger(__name__)
 
 
-@click.command(
-    "run",
-    epilog=examples(
-        "aggregator run --task task.toml --embedded-broker",
-        "aggregator run --task task.toml --broker broker.example --tls",
-    ),
-)
-@config_option
-@setting(
-    "--task",
-    type=click.Path(dir_okay=False, path_type=Path),
-    required=True,
-    help="Task file (TOML): classes, backbones, algorithm and its settings.",
-)
-@state_option
-@setting(
-    "--blobs",
-    default="",
-    metavar="s3://BUCKET/PREFIX",
-    help="S3-compatible object store of submissions, backbones and heads, each aggregator's with a prefix of its own; "
-    "AWS_* variables say how to reach it. Default: where they were before, at first in the state directory.",
-)
-@store_option(
-    "PostgreSQL database for the tables, postgresql://[USER@]HOST[:PORT]/DATABASE, in place of a file in --state, "
-    "which remembers it for the other commands. The password: PGPASSWORD or ~/.pgpass."
-)
-@setting(
-    "--broker",
-    default="127.0.0.1",
-    metavar="HOST[:PORT][,...]",
-    help="MQTT broker to connect to (several are tried in turn), or the address that the embedded broker "
-    "listens on.",
-)
-@access_options
-@setting(
-    "--embedded-broker",
-    is_flag=True,
-    help="Run a broker in this process; without --broker, reachable from this machine only. It accepts any client and "
-    "limits nothing: what clients send it to retain stays in this process's memory.",
-)
-@setting(
-    "--external-training",
-    is_flag=True,
-    help="Leave trainings to `aggregator train`, any number of programs, with --store and --blobs also on other "
-    "machines.",
-)
-@setting(
-    "--http",
-    metavar="HOST:PORT",
-    help="Address of the dashboard, the JSON API and the metrics, or off. Default: 127.0.0.1:8080, if that is free.",
-)
-@setting(
-    "--http-token-file",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="File with the token that the dashboard requires, in line 1; or set PROTOFLEET_HTTP_TOKEN. Required unless "
-    "--http is a loopback address; there, without one, commands require the token in STATE/http-token.",
-)
-@setting(
-    "--http-read-token-file",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="File with a token that is enough for reading, for `aggregator dashboard` and Prometheus, in line 1; or set "
-    "PROTOFLEET_HTTP_READ_TOKEN. With it, reading requires one of the tokens, also on loopback.",
-)
-@setting(
-    "--http-host",
-    multiple=True,
-    metavar="NAME",
-    help="Name under which browsers reach the dashboard, beside localhost and IP addresses; repeatable.",
-)
-@verbose_option
-def run_command(  # noqa: PLR0913 - one for each option
+def _options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options of a program that coordinates a fleet."""
+    options = (
+        config_option,
+        setting(
+            "--task",
+            type=click.Path(dir_okay=False, path_type=Path),
+            required=True,
+            help="Task file (TOML): classes, backbones, algorithm and its settings.",
+        ),
+        state_option,
+        setting(
+            "--blobs",
+            default="",
+            metavar="s3://BUCKET/PREFIX",
+            help="S3-compatible object store of submissions, backbones and heads, each aggregator's with a prefix of "
+            "its own; AWS_* variables say how to reach it. Default: where they were before, at first in the state "
+            "directory.",
+        ),
+        store_option(
+            "PostgreSQL database for the tables, postgresql://[USER@]HOST[:PORT]/DATABASE, in place of a file in "
+            "--state, which remembers it for the other commands. The password: PGPASSWORD or ~/.pgpass."
+        ),
+        setting(
+            "--broker",
+            default="127.0.0.1",
+            metavar="HOST[:PORT][,...]",
+            help="MQTT broker to connect to (several are tried in turn), or the address that the embedded broker "
+            "listens on.",
+        ),
+        access_options,
+        setting(
+            "--embedded-broker",
+            is_flag=True,
+            help="Run a broker in this process; without --broker, reachable from this machine only. It accepts any "
+            "client and limits nothing: what clients send it to retain stays in this process's memory.",
+        ),
+        setting(
+            "--external-training",
+            is_flag=True,
+            help="Leave trainings to `aggregator train`, any number of programs, with --store and --blobs also on "
+            "other machines.",
+        ),
+        setting(
+            "--http",
+            metavar="HOST:PORT",
+            help="Address of the dashboard, the JSON API and the metrics, or off. Default: 127.0.0.1:8080, if that is "
+            "free.",
+        ),
+        setting(
+            "--http-token-file",
+            type=click.Path(dir_okay=False, path_type=Path),
+            help="File with the token that the dashboard requires, in line 1; or set PROTOFLEET_HTTP_TOKEN. Required "
+            "unless --http is a loopback address; there, without one, commands require the token in STATE/http-token.",
+        ),
+        setting(
+            "--http-read-token-file",
+            type=click.Path(dir_okay=False, path_type=Path),
+            help="File with a token that is enough for reading, for `aggregator dashboard` and Prometheus, in line 1; "
+            "or set PROTOFLEET_HTTP_READ_TOKEN. With it, reading requires one of the tokens, also on loopback.",
+        ),
+        setting(
+            "--http-host",
+            multiple=True,
+            metavar="NAME",
+            help="Name under which browsers reach the dashboard, beside localhost and IP addresses; repeatable.",
+        ),
+        verbose_option,
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def _run(  # noqa: PLR0913 - one for each option
     *,
     task: Path,
     state: Path,
@@ -108,13 +112,9 @@ def run_command(  # noqa: PLR0913 - one for each option
     http_read_token_file: Path | None,
     http_host: tuple[str, ...],
     verbose: bool,
-    is_coordinator: bool = False,
+    is_coordinator: bool,
     **access_given: Any,
 ) -> None:
-    """Run the aggregator until interrupted.
-
-    With PostgreSQL, a second one for the same fleet is a standby: it waits, and leads when the first one ends.
-    """
     start_logging(verbose=verbose)
     require_packages("onnx", "onnxscript", "onnxruntime", "rpds", "scipy", "torch", extras=EXTRAS)
     from aggregator.config.task_file import load_task
@@ -173,13 +173,30 @@ def run_command(  # noqa: PLR0913 - one for each option
     standby.repeat(lead)
 
 
-coordinate_command = click.Command(
+@click.command(
+    "run",
+    epilog=examples(
+        "aggregator run --task task.toml --embedded-broker",
+        "aggregator run --task task.toml --broker broker.example --tls",
+    ),
+)
+@_options
+def run_command(**given: Any) -> None:
+    """Run the aggregator until interrupted.
+
+    With PostgreSQL, a second one for the same fleet is a standby: it waits, and leads when the first one ends.
+    """
+    _run(is_coordinator=False, **given)
+
+
+@click.command(
     "coordinate",
-    params=list(run_command.params),
-    callback=functools.partial(run_command.callback or click.Command.main, is_coordinator=True),
-    help="Run the aggregator until interrupted, but leave uploads and downloads to `aggregator receive`.",
     epilog=examples(
         "aggregator coordinate --task task.toml --store postgresql://protofleet@db.example/fleets "
         "--blobs s3://fleets/barn --broker broker.example --tls",
     ),
 )
+@_options
+def coordinate_command(**given: Any) -> None:
+    """Run the aggregator until interrupted, but leave uploads and downloads to `aggregator receive`."""
+    _run(is_coordinator=True, **given)
