@@ -12,13 +12,16 @@ from typing import get_args
 from aggregator.config.schema import TaskFile
 from aggregator.config.task_file import load_task
 from aggregator.security.identity import aggregator_access, identity_folder
+from aggregator.security.key_rotation import require_fleet_key
+from aggregator.storage.blobs.object_blobs import ObjectBlobs
 from aggregator.storage.location import has_database
 from aggregator.storage.store import Store
+from aggregator.storage.stored_values import BlobLocation
 from aggregator.tasks.task_preparation import read_backbone
 from protocol.doctor.broker import BrokerProbe, check_network
 from protocol.doctor.findings import Finding
 from protocol.doctor.machine import check_clock, check_disk
-from protocol.errors import ProtofleetError
+from protocol.errors import NoStateError, ProtofleetError
 from protocol.mqtt.tls import BrokerAccess, BrokerAddress, Brokers, addresses_of, expiry_warning
 from protocol.storage.keyfile import read_key
 from protocol.wire.signing import public_key
@@ -39,6 +42,8 @@ class Surroundings:
     state: Path
     broker: Brokers
     access: BrokerAccess
+    store: str = ""
+    blobs: str = ""
 
 
 def check_all(given: Surroundings) -> Iterator[Finding]:
@@ -55,23 +60,46 @@ def check_all(given: Surroundings) -> Iterator[Finding]:
             yield Finding("task", "ok", f"{given.task}: fleet {task.fleet}, {task.algorithm}")
         except ProtofleetError as error:
             yield Finding("task", "failed", str(error), "correct it, and run `aggregator check`")
-    fleet, is_closed, is_running = task.fleet if task else None, False, False
+    fleet, is_closed, is_running = task.fleet if task else "", False, False
+    blobs = given.blobs
     try:
-        if has_database(given.state):
-            with contextlib.closing(Store(given.state, read_only=True)) as store:
+        if given.store or has_database(given.state):
+            with contextlib.closing(
+                Store(given.state, read_only=True, database=given.store, fleet=fleet if given.store else "")
+            ) as store:
                 is_closed, is_running = store.keys.is_closed(), store.is_locked()
                 with contextlib.suppress(ProtofleetError):
                     fleet = fleet or store.served_task().fleet
-            yield Finding("state", "ok", f"{given.state}, {'running' if is_running else 'not running'}")
+                stored = store.facts.get(BlobLocation)
+                blobs = blobs or (stored.location if stored else "")
+                try:
+                    require_fleet_key(store)
+                except ProtofleetError as error:
+                    yield Finding("key", "failed", str(error), "see docs/operations/standby.md")
+            where = given.store or given.state
+            yield Finding("state", "ok", f"{where}, {'running' if is_running else 'not running'}")
         else:
             yield Finding("state", "ok", f"no state in {given.state} yet: the first start creates it")
+    except NoStateError as error:
+        yield Finding("state", "ok", f"the database answers: {error}")
     except ProtofleetError as error:
-        yield Finding("state", "failed", str(error), "see docs/operations/backup-and-upgrade.md")
+        action = "see the message" if given.store else "see docs/operations/backup-and-upgrade.md"
+        yield Finding("state", "failed", str(error), action)
+    if blobs:
+        yield _check_blobs(blobs)
     yield from check_disk(given.state)
     yield check_clock()
     yield from _check_keys(given.state)
     yield from _check_device(task)
     yield from _check_broker(given, fleet, is_closed=is_closed, is_running=is_running)
+
+
+def _check_blobs(location: str) -> Finding:
+    try:
+        ObjectBlobs(location).check()
+    except ProtofleetError as error:
+        return Finding("blobs", "failed", str(error), "see docs/operations/object-store.md")
+    return Finding("blobs", "ok", f"{location} can be listed")
 
 
 def _check_packages() -> Iterator[Finding]:
@@ -117,10 +145,8 @@ def _check_keys(state: Path) -> Iterator[Finding]:
             yield Finding("key", "warning", warning, "see docs/operations/enrollment.md")
 
 
-def _check_broker(
-    given: Surroundings, fleet: str | None, *, is_closed: bool, is_running: bool
-) -> Iterator[Finding]:
-    if fleet is None:
+def _check_broker(given: Surroundings, fleet: str, *, is_closed: bool, is_running: bool) -> Iterator[Finding]:
+    if not fleet:
         yield Finding("broker", "skipped", "the fleet's name is not known", "give --task")
         return
     try:

@@ -35,11 +35,17 @@ def _load_config(context: click.Context, _parameter: click.Parameter, path: Path
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise click.BadParameter(f"{path}: {error}") from error
     options = [option for option in context.command.params if isinstance(option, click.Option)]
-    names = {option.name for option in options if option.expose_value or option.name == "log_format"}
+    names = {
+        text.removeprefix("--").replace("-", "_"): option.name
+        for option in options
+        for text in option.opts
+        if text.startswith("--") and option.name and (option.expose_value or option.name == "log_format")
+    }
     values = {key.replace("-", "_"): value for key, value in values.items()}
-    if unknown := values.keys() - names:
-        known = ", ".join(sorted(name for name in names if name))
+    if unknown := values.keys() - names.keys():
+        known = ", ".join(sorted(names))
         raise click.BadParameter(f"{path}: unknown setting {min(unknown)!r}; known: {known}")
+    values = {names[key]: value for key, value in values.items()}
     for name in {option.name for option in options if option.multiple} & values.keys():
         # A single value may be given without a list.
         values[name] = values[name] if isinstance(values[name], list) else [values[name]]

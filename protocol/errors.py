@@ -68,6 +68,10 @@ class StateError(ProtofleetError):
     """The state directory cannot be read or written."""
 
 
+class NoStateError(StateError):
+    """A database in which no aggregator has made tables yet."""
+
+
 class NotLeader(StateError):
     """Another aggregator leads the fleet, or the tables went back in time: this one can write nothing more."""
 

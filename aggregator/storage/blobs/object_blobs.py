@@ -202,6 +202,10 @@ class ObjectBlobs:
     def _owner_key(self) -> str:
         return f"{self._prefix}owner"
 
+    def check(self) -> None:
+        """Raise StateError if the bucket cannot be listed; changes nothing."""
+        next(self._pages(), None)
+
     def _check_owner(self) -> None:
         """Raise StateError if the whole store is gone: then no single blob counts as lost."""
         if self._get(self._owner_key()) is None:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from aggregator.storage.stored_values import Leader
-from protocol.errors import StateError
+from protocol.errors import NoStateError, StateError
 
 MAX_NAME = 50
 """Characters of a fleet's name in the name of its schema, of which PostgreSQL keeps 63."""
@@ -167,7 +167,7 @@ class PostgresSchema:
         """Raise StateError unless the schema is there, in this version."""
         version, expected = self._version(database), len(self._migrations)
         if version < 0:
-            raise StateError(
+            raise NoStateError(
                 f"no aggregator state in {self.name} of this database: start `aggregator run` first, or give the "
                 "`fleet` of its task file as --fleet"
             )

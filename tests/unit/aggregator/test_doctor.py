@@ -1,17 +1,22 @@
 """`aggregator doctor`, with real brokers."""
 
+import contextlib
 from pathlib import Path
 
 import pytest
 
 from aggregator.cli import cli
 from aggregator.messaging.manifest_signer import identity_of
+from aggregator.storage.store import Store
+from aggregator.storage.stored_values import SigningKey
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.wire.signing import public_key
+from tests.support.databases.postgresql import PostgreSQL
 from tests.support.fleets.aggregator_process import write_task
 from tests.support.fleets.closed_fleet import FLEET, ClosedFleet
 from tests.support.fleets.doctors import findings, statuses
 from tests.support.network.brokers import Mosquitto, free_address, needs_mosquitto
+from tests.support.stores.object_store import BUCKET, moto_server, object_store
 
 
 @pytest.fixture
@@ -97,6 +102,33 @@ def test_faults_are_named(tmp_path: Path) -> None:
     )
     assert (code, statuses(found)["broker"], statuses(found)["task"]) == (1, "failed", "ok")
     assert not (tmp_path / "new").exists()
+
+
+def test_database_and_object_store_are_checked(
+    tmp_path: Path, postgresql: PostgreSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the service's configuration file names them, before the first start and after it; nothing is created."""
+    config = tmp_path / "aggregator.toml"
+    config.write_text(
+        f'task = "{write_task(tmp_path)}"\nstate = "{tmp_path}/new"\nbroker = "127.0.0.1:9"\n'
+        f'store = "{postgresql.url}"\nblobs = "s3://{BUCKET}/barn"\nhttp = "off"\nexternal-training = true\n'
+    )
+    given = ["doctor", "--config", str(config)]
+    with moto_server(tmp_path) as address, object_store(address, monkeypatch):
+        _, found = findings(cli, *given)
+        assert (statuses(found)["state"], statuses(found)["blobs"]) == ("ok", "ok"), found
+        assert "no aggregator state in fleet_barn" in found["state"][0]["text"]
+        _, found = findings(cli, *given, "--blobs", "s3://no-such-bucket/barn")
+        assert statuses(found)["blobs"] == "failed"
+        assert "the bucket does not exist" in found["blobs"][0]["text"]
+    assert not (tmp_path / "new").exists()
+    with contextlib.closing(Store(tmp_path / "other", database=postgresql.url, fleet="barn")) as store:
+        store.facts.put(SigningKey(public_key(identity_of(store.folder)).hex()))
+    _, found = findings(cli, *given)
+    assert "not running" in found["state"][0]["text"]
+    assert "copy the folder identity" in found["key"][0]["text"]
+    _, found = findings(cli, *given, "--store", "postgresql://127.0.0.1:9/none")
+    assert statuses(found)["state"] == "failed"
 
 
 @needs_mosquitto
