@@ -45,7 +45,7 @@ class Standby:
         """Log once that another aggregator leads, and check that this one could take over.
 
         Raises:
-            ConfigError: the state directory has another signing key than the fleet.
+            ConfigError: the state directory has another signing key than the fleet, or lacks its blobs.
         """
         self._is_known, self._is_announced, self._problem = True, False, ""
         if leader != self._leader:
@@ -60,6 +60,7 @@ class Standby:
                 contextlib.closing(Store(self._state, read_only=True)) as store,
             ):
                 require_fleet_key(store)
+                store.require_served_blobs()
                 self._check_s = now_s + CHECK_S
 
     def open(self, open_store: Callable[[], Store]) -> Store:

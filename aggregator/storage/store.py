@@ -223,6 +223,8 @@ class Store:
                 self.database.machine_time if isinstance(self.database, PostgresDatabase) else machine_time
             )
             self.clock = ElapsedClock(self.facts, read_only=read_only, machine=machine)
+            if self._is_aggregator:
+                self.require_served_blobs()
             if not read_only:
                 self.blobs = blobs_of(self.folder, self.facts, blobs)
         except BaseException:
@@ -242,13 +244,28 @@ class Store:
 
     def require_blobs(self) -> None:
         """Raise ConfigError if the blobs are in another state directory, which shares the tables with this one."""
-        stored = self.facts.get(BlobLocation)
-        is_shared = isinstance(self.database, PostgresDatabase)
-        if is_shared and not (stored and stored.location) and not (self.folder / "blobs").is_dir():
+        if self._are_blobs_elsewhere():
             raise ConfigError(
                 f"the fleet's blobs are in the state directory of `aggregator run`, which {self.folder} is not: give "
                 "that one as --state, or start `aggregator run` with --blobs s3://BUCKET/PREFIX"
             )
+
+    def require_served_blobs(self) -> None:
+        """Raise ConfigError if another aggregator has served the fleet with the blobs of its own state directory.
+
+        This one would count all of them as lost when it leads.
+        """
+        if self.facts.get(ServedTask) is not None and self._are_blobs_elsewhere():
+            raise ConfigError(
+                f"the fleet's blobs are in the state directory of its other aggregator, and there is no {self.folder}/"
+                "blobs: start that one with --blobs s3://BUCKET/PREFIX, or mount its folder blobs here. If it is lost, "
+                "create an empty one: devices send their submissions again"
+            )
+
+    def _are_blobs_elsewhere(self) -> bool:
+        stored = self.facts.get(BlobLocation)
+        is_shared = isinstance(self.database, PostgresDatabase)
+        return is_shared and not (stored and stored.location) and not (self.folder / "blobs").is_dir()
 
     def is_locked(self) -> bool:
         """Return True if an aggregator is running in this directory, or elsewhere on its tables in PostgreSQL."""

@@ -14,13 +14,14 @@ from typing import Any
 import psycopg
 import pytest
 
+from aggregator.coordination.round_state import Settings
 from aggregator.messaging.manifest_signer import identity_of
 from aggregator.security.key_rotation import require_fleet_key, rotate_key
 from aggregator.service.standby import Standby
 from aggregator.storage.postgresql import lead
 from aggregator.storage.postgresql.database import PostgresDatabase
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import SigningKey
+from aggregator.storage.stored_values import ServedTask, SigningKey
 from protocol.errors import ConfigError, NotLeader, StateError
 from protocol.wire.signing import public_key
 from tests.support.databases.postgresql import PostgreSQL
@@ -310,6 +311,25 @@ def test_commands_run_beside_a_leader(fleet: Fleet) -> None:
     command.check_lead()
     assert command.leads()
     assert first.facts.get(SigningKey) == SigningKey("1")
+
+
+def test_only_an_aggregator_with_the_fleets_blobs_may_lead(fleet: Fleet, tmp_path: Path) -> None:
+    """Otherwise it would count all submissions as lost; before the first task there is nothing to lose."""
+    first = fleet.store("first")
+    fleet.store("second", lock=False)
+    shutil.rmtree(tmp_path / "second" / "blobs")
+    standby = Standby(tmp_path / "second")
+    standby.wait("host")
+    first.facts.put(
+        ServedTask(bytes(32), 1, tmp_path.name, "fedtc", ("apple",), Settings(quorum=1, deadline_s=1))
+    )
+    with pytest.raises(ConfigError, match="mount its folder blobs here"):
+        Standby(tmp_path / "second").wait("host")
+    first.close()
+    with pytest.raises(ConfigError, match="mount its folder blobs here"):
+        fleet.store("second")
+    (tmp_path / "second" / "blobs").mkdir()
+    assert fleet.store("second").leads()
 
 
 def test_only_the_fleets_signing_key_may_lead(fleet: Fleet, tmp_path: Path) -> None:
