@@ -52,6 +52,11 @@ class ShardAssignment:
         self._is_name_shared = False
         self.shards = fixed if fixed is not None else frozenset[int]()
 
+    def resume(self) -> None:
+        """Go on after a time without `tick`, in which it has not seen what the other receivers have reported."""
+        if time.monotonic() > self._report_s + DEAD_S:
+            self._seen.clear()
+
     def tick(self, intake: Intake) -> None:
         """Report if it is time, and find out which receivers are alive; raises StateError."""
         now_s = time.monotonic()

@@ -67,6 +67,7 @@ class UploadReceiver(EventLoop):
         self._task = task
         self._assignment = assignment
         self._shards = assignment.shards
+        self._is_connected = False
         manifest = decode(store.blobs.read(task.digest), TaskManifest, max_bytes=MAX_MANIFEST_BYTES)
         self._receiver = Receiver(
             store, folder=folder, max_bytes=task.max_bytes, unfinished_s=task.unfinished_s
@@ -137,7 +138,12 @@ class UploadReceiver(EventLoop):
                 return
         super()._handle_message(message)
 
+    def _disconnected(self) -> None:
+        self._is_connected = False
+
     def _connected(self, event_: mqtt.Connected) -> None:
+        self._is_connected = True
+        self._assignment.resume()
         event(log, logging.INFO, "connected to the broker", broker=event_.broker, shards=len(self._shards))
 
     def _reload(self) -> None:
@@ -145,7 +151,8 @@ class UploadReceiver(EventLoop):
 
     def _tick(self) -> None:
         with self._receiver.guard():
-            self._assignment.tick(self._receiver.intake)
+            if self._is_connected:  # otherwise the others take its shards
+                self._assignment.tick(self._receiver.intake)
             is_served = self._coordinator.refresh()
             self._is_over = not is_served or self._assignment.shards != self._shards
             if self._coordinator.deleted:

@@ -24,7 +24,8 @@ from tests.support.fleets.aggregator_process import (
 )
 from tests.support.fleets.receivers import Cluster
 from tests.support.messages.submissions import submission
-from tests.support.network.brokers import mosquitto, mosquitto_program
+from tests.support.network.brokers import free_address, mosquitto, mosquitto_program
+from tests.support.network.proxy import Proxy
 from tests.support.stores.object_store import BUCKET, moto_server, object_store
 
 pytestmark = pytest.mark.skipif(
@@ -119,6 +120,19 @@ def test_killed_receiver(tmp_path: Path, address: BrokerAddress, database: str) 
             }
             cluster.start_receiver("one")
             cluster.wait_until_divided("one", "two")
+
+
+@needs_postgresql
+def test_receiver_that_reaches_no_broker(tmp_path: Path, address: BrokerAddress, database: str) -> None:
+    """The others take its shards, although it reaches the database, and give them back."""
+    proxy = free_address()
+    with _cluster(write_task(tmp_path, PATIENT), address, database) as cluster:
+        with Proxy(proxy, address, seed=0):
+            cluster.start_receiver("cut", "--broker", str(proxy))
+            cluster.wait_until_divided("one", "two", "cut")
+        cluster.wait_until_divided("one", "two")
+        with Proxy(proxy, address, seed=0):
+            cluster.wait_until_divided("one", "two", "cut")
 
 
 @needs_postgresql

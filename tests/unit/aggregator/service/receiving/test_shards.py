@@ -69,6 +69,25 @@ def test_a_dead_receivers_shards_move(tmp_path: Path, monkeypatch: pytest.Monkey
         assert two.shards
 
 
+def test_the_other_receivers_are_not_dead_after_a_pause_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when their broker was away: the first one that reports again does not take all shards."""
+    machine = Machine(monkeypatch)
+    with contextlib.closing(Store(tmp_path)) as store:
+        one, two = (ShardAssignment(store, name, fixed=None) for name in ("one", "two"))
+        machine.pass_s(2 * REPORT_S, one, two)
+        own = one.shards
+        machine.now_s += 2 * DEAD_S
+        one.resume()
+        one.tick(Intake())
+        assert one.shards == own
+        machine.pass_s(DEAD_S + REPORT_S, one)
+        one.resume()
+        machine.pass_s(REPORT_S, one)
+        assert len(one.shards) == SHARDS
+
+
 def test_a_shared_name_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
