@@ -20,7 +20,7 @@ from aggregator.storage.postgresql.lead import Standby
 from aggregator.storage.receivers import Receivers
 from aggregator.storage.stored_values import BlobLocation, FailedTraining, PendingHead, ServedTask
 from aggregator.storage.submissions import SubmissionChanges, Submissions
-from protocol.errors import ConfigError, StateError
+from protocol.errors import ConfigError, ProtofleetError, StateError
 from protocol.log import event
 from protocol.storage.blobstore import delete_temporary_files, state_errors
 from protocol.storage.database import Database
@@ -202,17 +202,23 @@ class Store:
         self, location: Location, *, read_only: bool, lock: bool, standby: Standby | None
     ) -> PostgresDatabase:
         check_url(location.database)
+        before = recorded(self.folder)
         if not read_only:
             make_state_folder(self.folder)
-            record(self.folder, location)
-        return PostgresDatabase(
-            location.database,
-            fleet=location.fleet,
-            migrations=MIGRATIONS,
-            read_only=read_only,
-            held=self._lock if lock else None,
-            standby=standby,
-        )
+            record(self.folder, location)  # at once: other commands use it while this one is a standby
+        try:
+            return PostgresDatabase(
+                location.database,
+                fleet=location.fleet,
+                migrations=MIGRATIONS,
+                read_only=read_only,
+                held=self._lock if lock else None,
+                standby=standby,
+            )
+        except ProtofleetError:
+            if not read_only and before is not None:
+                record(self.folder, before)  # the new URL may be mistyped
+            raise
 
     def _open_tables(self, *, read_only: bool, blobs: str, fleet: str) -> None:
         self.facts = Facts(self.database)

@@ -129,6 +129,14 @@ def test_url_with_a_password_or_of_another_kind_is_refused(tmp_path: Path, url: 
     assert not list(tmp_path.iterdir())
 
 
+def test_a_mistyped_url_is_not_remembered(tmp_path: Path, postgresql: PostgreSQL) -> None:
+    """The other commands still find the database that was used before."""
+    Store(tmp_path / "a", database=postgresql.url, fleet=tmp_path.name).close()
+    with pytest.raises(StateError, match="none"):
+        Store(tmp_path / "a", database=postgresql.url + "none", fleet=tmp_path.name)
+    Store(tmp_path / "a", read_only=True).close()
+
+
 def _put_and_fail(store: Store) -> None:
     with store.transaction():
         store.facts.put(SigningKey("1"))
