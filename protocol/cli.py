@@ -3,9 +3,7 @@
 import importlib.util
 import logging
 import os
-import signal
 import sys
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -222,17 +220,6 @@ def _show_error(text: str) -> None:
         say(f"error: {text}", err=True)
     else:
         log.error("%s", text)
-
-
-def stop_on_terminate() -> None:
-    """Exit with status 0 on SIGTERM, which service managers send, and on SIGHUP, which a closed terminal does."""
-
-    def stop(_number: int, _frame: types.FrameType | None) -> None:
-        sys.exit(0)
-
-    signal.signal(signal.SIGTERM, stop)
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup ignores it
-        signal.signal(signal.SIGHUP, stop)
 
 
 def require_packages(*modules: str, extras: str) -> None:

@@ -22,10 +22,10 @@ from protocol.cli import (
     require_packages,
     setting,
     start_logging,
-    stop_on_terminate,
     verbose_option,
 )
 from protocol.errors import ConfigError
+from protocol.service_manager import stop_on_terminate
 
 
 def _parsed_shards(

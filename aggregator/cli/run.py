@@ -17,9 +17,9 @@ from protocol.cli import (
     require_packages,
     setting,
     start_logging,
-    stop_on_terminate,
     verbose_option,
 )
+from protocol.service_manager import stop_on_terminate
 
 log = logging.getLogger(__name__)
 

@@ -20,9 +20,9 @@ from protocol.cli import (
     require_packages,
     setting,
     start_logging,
-    stop_on_terminate,
     verbose_option,
 )
+from protocol.service_manager import stop_on_terminate
 
 
 @click.command(

@@ -30,10 +30,10 @@ from protocol.cli import (
     say,
     setting,
     start_logging,
-    stop_on_terminate,
     verbose_option,
 )
 from protocol.errors import ConfigError
+from protocol.service_manager import stop_on_terminate
 
 if TYPE_CHECKING:
     from edge_client.runtime.session import Provider

@@ -19,9 +19,9 @@ from protocol.cli import (
     read_secret,
     setting,
     start_logging,
-    stop_on_terminate,
     verbose_option,
 )
+from protocol.service_manager import stop_on_terminate
 
 if TYPE_CHECKING:
     from edge_client.runtime.session import Provider

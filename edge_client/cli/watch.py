@@ -18,8 +18,9 @@ from edge_client.cli.options import (
     threads_option,
 )
 from edge_client.cli.predict import Print, csv_option, json_option, printer, top_option
-from protocol.cli import examples, start_logging, stop_on_terminate, verbose_option
+from protocol.cli import examples, start_logging, verbose_option
 from protocol.errors import ConfigError, ProtofleetError
+from protocol.service_manager import stop_on_terminate
 
 if TYPE_CHECKING:
     from edge_client.runtime.session import Provider

@@ -15,8 +15,9 @@ from pathlib import Path
 import click
 import msgspec
 
-from protocol.cli import run, stop_on_terminate
+from protocol.cli import run
 from protocol.errors import ProtofleetError
+from protocol.service_manager import stop_on_terminate
 from tests.support.network.brokers import mosquitto_program
 from tests.system.injection.lives import Outcome
 from tests.system.injection.loop import Calls, count_calls, plan, rows_of, run_all

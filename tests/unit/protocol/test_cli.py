@@ -14,9 +14,10 @@ from pathlib import Path
 import click
 import pytest
 
-from protocol.cli import config_option, counted, run, start_logging, stop_on_terminate, verbose_option
+from protocol.cli import config_option, counted, run, start_logging, verbose_option
 from protocol.errors import ConfigError
 from protocol.log import event
+from protocol.service_manager import stop_on_terminate
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,6 @@
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -30,3 +32,23 @@ def test_nothing_is_sent_without_systemd(monkeypatch: pytest.MonkeyPatch, tmp_pa
     ServiceManager().ready()
     monkeypatch.setenv("NOTIFY_SOCKET", f"{tmp_path}/missing")
     ServiceManager().ready()
+
+
+def test_signal_whose_exception_is_ignored_ends_the_main_loop() -> None:
+    """Python ignores exceptions in a finalizer, also that of a signal's handler."""
+    program = """
+import os, signal
+from protocol.service_manager import ServiceManager, stop_on_terminate
+
+class Terminated:
+    def __del__(self):
+        signal.raise_signal(signal.SIGTERM)
+
+stop_on_terminate()
+Terminated()
+print("goes on", flush=True)
+ServiceManager().alive()
+print("hangs", flush=True)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "goes on\n")
