@@ -150,16 +150,23 @@ def _files_of(module: str) -> set[Path]:
 def _imports(file: Path) -> set[Path]:
     """Return the other files of `algorithms` that a file imports, anywhere in it."""
     files = set[Path]()
-    for node in ast.walk(ast.parse(file.read_bytes())):
+    for node in ast.walk(_parsed(file)):
         if isinstance(node, ast.ImportFrom) and node.module is not None:
             names = (node.module, *(f"{node.module}.{each.name}" for each in node.names))
             files.update(*map(_files_of, names))
     return files
 
 
+def _parsed(file: Path) -> ast.Module:
+    try:
+        return ast.parse(file.read_bytes())
+    except SystemError:  # Python 3.11 has miscounted the depth of a correct file
+        return ast.parse(file.read_bytes())
+
+
 def _code(file: Path) -> str:
     """Return a file's code without comments, docstrings and formatting."""
-    tree = ast.parse(file.read_bytes())
+    tree = _parsed(file)
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list):
