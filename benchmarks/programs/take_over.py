@@ -11,13 +11,13 @@ import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from benchmarks.cost.processes import mosquitto, running
+from benchmarks.cost.uploads.databases import deleted
 from benchmarks.cost.uploads.ingest import ROOT, TASK
 from benchmarks.report import Table, json_option, write_json
 from protocol.errors import ProtofleetError
@@ -51,7 +51,7 @@ def command(*, database: str, repetitions: int, json_file: Path | None) -> None:
     runs: dict[str, list[float]] = {}
     with (
         tempfile.TemporaryDirectory() as name,
-        _deleted(database, fleet),
+        deleted(database, fleet),
         mosquitto(Path(name)) as broker,
         contextlib.ExitStack() as processes,
     ):
@@ -125,17 +125,3 @@ class Aggregator:
         after.process.send_signal(signal_number)
         self.wait(LEADS)
         return time.monotonic() - start_s
-
-
-@contextlib.contextmanager
-def _deleted(database: str, fleet: str) -> Iterator[None]:
-    """Delete a fleet's schema afterwards."""
-    import psycopg
-    from psycopg import sql
-
-    try:
-        yield
-    finally:
-        with psycopg.connect(database, autocommit=True) as connection:
-            schema = sql.Identifier(f"fleet_{fleet}")
-            connection.execute(sql.SQL("DROP SCHEMA IF EXISTS {} CASCADE").format(schema))
