@@ -171,6 +171,12 @@ def describe(made: "Simulation") -> list[str]:
         for result in made.results
         if result.quarantined
     ]
+    for result in made.results:
+        if result.counting is not None:
+            lines.append(
+                f"{result.algorithm}: {result.counting.counted} of {result.counting.images} images count"
+            )
+            lines += [f"  {device and f'device {device} '}{text}" for device, text in result.counting.limited]
     return lines
 
 

@@ -42,7 +42,7 @@ class Training(msgspec.Struct, frozen=True, kw_only=True):
     seed: Natural = 0
 
 
-MAX_MULTIPLE = 5.0
+MAX_MULTIPLE = 3.0
 
 
 class StatisticsSettings(msgspec.Struct, frozen=True, kw_only=True):

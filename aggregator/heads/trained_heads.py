@@ -47,11 +47,16 @@ def store_head(
         trained_s=time.time(),
         prototypes=result.prototypes,
         members={device: digest for device, digest in digests.items() if device not in result.quarantined},
-        metrics=result.metrics,
+        metrics={
+            **result.metrics,
+            "images": result.counting.images,
+            "counted_images": result.counting.counted,
+        },
         tensors=tensors,
         file=file.digest,
         quarantined={device: digest for device, digest in digests.items() if device in result.quarantined},
         warning=result.warning,
+        limited=tuple(" ".join(filter(None, each)) for each in result.counting.limited),
     )
     with store.transaction():
         pending = store.facts.get(PendingHead)
@@ -64,6 +69,8 @@ def store_head(
     if result.few_prototypes:
         few = ", ".join(f"{name} {number}" for name, number in result.few_prototypes.items())
         event(log, logging.WARNING, f"few prototypes: {ADD_IMAGES}", head=job.version, classes=few)
+    if record.limited:
+        event(log, logging.INFO, "images limited", head=job.version, limits="; ".join(record.limited))
     return record
 
 
@@ -71,6 +78,7 @@ def log_head(head: HeadRecord, state: round_state.State, settings: round_state.S
     """Log a new head, and the end of its round if there are rounds."""
     metrics, total = head.metrics, settings.rounds
     made = {"devices": len(head.members), "prototypes": head.prototypes, "seconds": metrics["seconds"]}
+    made |= {"images": int(metrics["images"]), "counted": int(metrics["counted_images"])}
     if total is None:
         made["onnx_max_difference"] = metrics["onnx_max_difference"]
         event(log, logging.INFO, "head trained", version=head.version, **made)

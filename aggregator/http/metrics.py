@@ -147,6 +147,10 @@ def _of_heads(status: Status) -> Iterable[Metric]:
     yield _labelled("head_version", "Versions of heads; 0 if there is none.", "head", versions)
     text = "When the newest head was trained."
     yield _gauge("head_trained_timestamp_seconds", text, newest.trained_s if newest else None)
+    figures = newest.metrics if newest else {}
+    yield _gauge("head_images", "Images that the newest head's devices state.", figures.get("images"))
+    text = "Images that count in the newest head."
+    yield _gauge("head_counted_images", text, figures.get("counted_images"))
     rejected = sum(head.state == "rejected" for head in status.heads)
     yield _gauge("heads_rejected", "Stored heads that were rejected.", rejected)
     yield _gauge("training_running", "1 while a head is trained.", status.training is not None)

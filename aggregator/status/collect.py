@@ -313,6 +313,7 @@ def _head(
         state=_head_state(head.version, used),
         reason=used.rejected.get(head.version, ""),
         warning=head.warning,
+        limited=head.limited,
         held_out=model.HeldOut(
             **_accuracy(evaluations),
             balanced=_balanced_of_head(evaluations, known, is_personal=is_personal),

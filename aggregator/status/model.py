@@ -133,6 +133,9 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     state: HeadState
     reason: Annotated[str, Meta(description="Why it was rejected.")]
     warning: Annotated[str, Meta(description="Why outlier devices were not quarantined for it; or empty.")]
+    limited: Annotated[
+        tuple[str, ...], Meta(description="Devices whose images count only in part, with the rule.")
+    ] = ()
     held_out: HeldOut
 
 

@@ -164,6 +164,8 @@ def _outliers(status: Status) -> Iterator[tuple[str, ...]]:
             yield "quarantined", f"{entry.device} since {_clock(entry.since_s)}: {entry.reason}", "yellow"
         else:
             yield "released", f"{entry.device} since {_clock(entry.released_s)}: {entry.reason}"
+    for text in status.heads[-1].limited if status.heads else ():
+        yield "limited", text, "yellow"
     if status.heads and status.heads[-1].warning:
         yield "outliers", f"of head {status.heads[-1].version}: {status.heads[-1].warning}", "yellow"
 
@@ -295,6 +297,8 @@ def _head(head: Head) -> str:
     state = f" ({head.state})" if head.state else ""
     reason = f"\n  {head.reason}" if head.reason else ""
     made_of = f"{counted(head.prototypes, 'prototype')} of {counted(head.devices, 'device')}"
+    if "images" in head.metrics:
+        made_of += f", {head.metrics['counted_images']:.0f} of {head.metrics['images']:.0f} images count"
     return f"head {head.version}{state}: {made_of}{accuracy}{reason}"
 
 

@@ -34,6 +34,8 @@ class HeadRecord:
     """Like `members`, for the submissions that outlier detection excluded."""
     warning: str = ""
     """Why outliers were not quarantined."""
+    limited: tuple[str, ...] = ()
+    """Which devices' images count only in part, and by which rule."""
     former_members: int = 0
     """Number of members of an older head."""
 

@@ -13,6 +13,7 @@ from aggregator.ingest.validation import Prototypes
 from aggregator.training.robust.outlier_detection import Judgment, judge
 from aggregator.training.robust.outlier_statistics import summaries
 from aggregator.training.robust.training_set import WeightedPrototypes, combine
+from aggregator.training.robust.weights import Counting, counting, stated_images
 
 if TYPE_CHECKING:
     from aggregator.algorithms.fedtc.adapter import Fit
@@ -25,6 +26,7 @@ class FleetHead:
     trained: TrainedHead
     data: WeightedPrototypes
     judgment: Judgment
+    counting: Counting
     seconds: float
     """Duration of the training."""
 
@@ -59,8 +61,9 @@ def train_fleet_head(  # noqa: PLR0913 - what a job says of a training
             false_alarm_rate=robust.false_alarm_rate,
             released=released,
         )
+    used = {name: part for name, part in parts.items() if name not in judgment.quarantined}
     data = combine(
-        [part for name, part in parts.items() if name not in judgment.quarantined],
+        list(used.values()),
         by=robust.combine,
         max_multiple=robust.max_multiple,
         disputed=judgment.disputed,
@@ -83,4 +86,11 @@ def train_fleet_head(  # noqa: PLR0913 - what a job says of a training
         fit=fit,
         report=report,
     )
-    return FleetHead(trained=trained, data=data, judgment=judgment, seconds=time.perf_counter() - started_s)
+    images = dict(zip(used, stated_images(list(used.values()), len(classes)), strict=True))
+    return FleetHead(
+        trained=trained,
+        data=data,
+        judgment=judgment,
+        counting=counting(images, classes, multiple=robust.max_multiple, by_class=False),
+        seconds=time.perf_counter() - started_s,
+    )

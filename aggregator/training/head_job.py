@@ -118,6 +118,7 @@ def run(job: HeadJob) -> Result:
         quarantined={**invalid, **judgment.quarantined},
         warning=judgment.warning,
         few_prototypes=few_prototypes(np.bincount(data.labels), manifest),
+        counting=made.counting,
     )
 
 

@@ -15,6 +15,7 @@ from aggregator.config.schema import Robust, TaskFile, Training
 from aggregator.ingest.validation import Refused, read_message
 from aggregator.storage.blobs.blobs import open_blobs
 from aggregator.storage.blobs.read_ahead import read_each
+from aggregator.training.robust.weights import Counting
 from protocol.errors import BackboneMismatch, BlobLost, ProtofleetError, StateError
 from protocol.models.onnx_metadata import HeadMetadata
 from protocol.storage.blobstore import write_atomically
@@ -140,6 +141,8 @@ OOM_SCORE = "500"
 FEW_PROTOTYPES = 5
 """A class with fewer rests on too few images for a reliable head."""
 
+RESULT_FILE = "result.json"
+
 Job = HeadJob | StatisticsJob | RoundJob | CompileJob
 J = TypeVar("J", HeadJob, StatisticsJob, RoundJob, CompileJob)
 Part = TypeVar("Part")
@@ -156,6 +159,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     """Why outliers were not quarantined; empty if all of them were."""
     few_prototypes: dict[str, int] = {}
     """Classes with fewer than FEW_PROTOTYPES prototypes, and how many they have."""
+    counting: Counting = Counting(0, 0)
 
 
 def checked_parts(
@@ -187,8 +191,27 @@ def report_progress(figures: dict[str, float | str]) -> None:
     sys.stdout.flush()
 
 
+def write_result(job: J, run: Callable[[J], Result]) -> None:
+    """Run a job; `result.json` in its folder is written last."""
+    write_atomically(Path(job.folder) / RESULT_FILE, msgspec.json.encode(run(job)))
+
+
+def read_result(job: Job) -> Result:
+    """Return what a job has written.
+
+    Raises:
+        OSError: there is no result.
+        ProtofleetError: it is no result, such as one with a number that is not finite.
+    """
+    data = (Path(job.folder) / RESULT_FILE).read_bytes()
+    try:
+        return msgspec.json.decode(data, type=Result)
+    except msgspec.MsgspecError as error:
+        raise ProtofleetError(f"invalid {RESULT_FILE}: {error}") from error
+
+
 def run_as_program(job_type: type[J], run: Callable[[J], Result]) -> None:
-    """Run the job in the file named on the command line; `result.json` in its folder is written last.
+    """Run the job in the file named on the command line.
 
     When memory runs out, Linux kills the job, which is repeated, rather than the aggregator or the broker.
     """
@@ -196,7 +219,7 @@ def run_as_program(job_type: type[J], run: Callable[[J], Result]) -> None:
         Path("/proc/self/oom_score_adj").write_text(OOM_SCORE, encoding="ascii")
     try:
         job = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=job_type)
-        write_atomically(Path(job.folder) / "result.json", msgspec.json.encode(run(job)))
+        write_result(job, run)
     except ProtofleetError as error:
         sys.stderr.write(f"{error}\n")
         sys.exit(1)

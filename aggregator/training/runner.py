@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
-from aggregator.training.jobs import CompileJob, HeadJob, Job, Result, RoundJob, StatisticsJob
-from protocol.errors import ThreadFailed
+from aggregator.training.jobs import CompileJob, HeadJob, Job, Result, RoundJob, StatisticsJob, read_result
+from protocol.errors import ProtofleetError, ThreadFailed
 from protocol.storage.blobstore import state_errors, write_atomically
 from protocol.threads import start_thread
 
@@ -130,9 +130,10 @@ class Trainer:
         finally:
             limit.cancel()
         try:
-            data = (Path(job.folder) / "result.json").read_bytes()
-            self._on_event(Finished(job, msgspec.json.decode(data, type=Result)))
-        except (OSError, msgspec.MsgspecError):
+            self._on_event(Finished(job, read_result(job)))
+        except ProtofleetError as error:
+            self._on_event(Finished(job, None, str(error)))
+        except OSError:
             too_late = f"not finished within `[training]` timeout_s, {self._timeout_s:g} s"
             reason = f"{too_late}: raise it, or use fewer epochs" if is_late.is_set() else _reason(job, code)
             self._on_event(Finished(job, None, reason, is_killed=code < 0 and not is_late.is_set()))

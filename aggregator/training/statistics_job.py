@@ -24,8 +24,15 @@ from aggregator.training.jobs import Result, StatisticsJob, report_progress, run
 from aggregator.training.robust.outlier_detection import MIN_DEVICES as COMMON_DEVICES
 from aggregator.training.robust.outlier_detection import judge
 from aggregator.training.robust.training_set import MIN_COMMON_SHARE
-from aggregator.training.robust.weights import counted_totals
-from aggregator.training.sums.blocks import Block, DeviceFigures, add_block, blocks_of, subtract_block
+from aggregator.training.robust.weights import counted_images, counted_totals, counting
+from aggregator.training.sums.blocks import (
+    Block,
+    DeviceFigures,
+    Surplus,
+    add_block,
+    blocks_of,
+    subtract_block,
+)
 from aggregator.training.sums.engine import Engine, engine_of
 from protocol.errors import BlobLost, ProtofleetError
 from protocol.wire.codec import digest_of
@@ -75,16 +82,15 @@ def run(job: StatisticsJob) -> Result:
     started_s = time.perf_counter()
     with engine_of(job) as engine:
         sums = added(job, expectation, engine)
-        total, limited = weighted(job, expectation, sums, engine)
+        total = weighted(job, expectation, sums, engine)
     report_progress({"prototypes": total.rows})
-    images = [each for device, each in sums.images.items() if device not in sums.quarantined]
-    ridge = solve(total, common=common_classes(np.array(images)))
+    images = {device: each for device, each in sums.images.items() if device not in sums.quarantined}
+    ridge = solve(total, common=common_classes(np.array(list(images.values()))))
     figures = {
         "loss": ridge.error,
         "strength": ridge.strength,
         "degrees_of_freedom": ridge.degrees_of_freedom,
         "temperature": TEMPERATURE,
-        "limited_devices": float(limited),
     }
     seconds = time.perf_counter() - started_s
     random = np.random.default_rng(0).exponential(size=(256, job.feature_size)).astype(np.float32)
@@ -97,6 +103,7 @@ def run(job: StatisticsJob) -> Result:
         quarantined={**invalid, **sums.quarantined},
         warning="; ".join(sums.warnings[:SHOWN_WARNINGS]),
         few_prototypes=few_prototypes(np.sum(rows, axis=0), manifest),
+        counting=counting(images, manifest.classes, multiple=job.robust.max_multiple, by_class=True),
     )
 
 
@@ -151,21 +158,26 @@ def cohorts_of(devices: Collection[str], *, version: int) -> list[list[str]]:
     return [list(itertools.islice(order, start, None, number)) for start in range(number)]
 
 
-def weighted(job: StatisticsJob, expectation: Expectation, sums: Sums, engine: Engine) -> tuple[Moments, int]:
-    """Return the sum of what counts of each device, and the number of devices of which not everything does.
+def weighted(job: StatisticsJob, expectation: Expectation, sums: Sums, engine: Engine) -> Moments:
+    """Return the sum of what counts of each device.
 
     It is that of all, from which the rest is subtracted: only of limited devices and outliers, the submissions are read
     again. What goes beyond int64 in between wraps around, and back again.
     """
     devices = [device for device in sums.images if device not in sums.quarantined]
     stated = np.array([sums.images[device] for device in devices])
-    counted = counted_totals(stated, multiple=job.robust.max_multiple)
-    shares = dict(zip(devices, factors(stated.sum(axis=1).tolist(), counted.tolist()), strict=True))
-    limited = [device for device, share in shares.items() if share < WHOLE]
-    surplus = {device: WHOLE - shares.get(device, 0) for device in [*sums.quarantined, *limited]}
+    multiple = job.robust.max_multiple
+    in_scatter = WHOLE - factors(stated.sum(axis=1), counted_totals(stated, multiple=multiple))
+    in_means = np.where(stated, WHOLE - factors(stated, counted_images(stated, multiple=multiple)), 0)
+    all_of_it = Surplus(WHOLE, np.full(stated.shape[1], WHOLE))
+    surplus = dict.fromkeys(sums.quarantined, all_of_it) | {
+        device: Surplus(*each)
+        for device, *each in zip(devices, in_scatter.tolist(), in_means, strict=True)
+        if each[0] or each[1].any()
+    }
     blocks = blocks_of(job, expectation, surplus, surplus)
     total = engine.sum(subtract_block, blocks, sums.total, lambda _block, _figures: None)
-    return dataclasses.replace(total, rows=max(1, round(total.rows / WHOLE))), len(limited)
+    return dataclasses.replace(total, rows=max(1, round(total.rows / WHOLE)))
 
 
 def common_classes(images: NDArray[np.int64]) -> NDArray[np.bool_] | None:

@@ -13,6 +13,7 @@ from aggregator.algorithms.fedtc.recipe import RECIPES
 from aggregator.algorithms.fedtc.train_head import train_head
 from aggregator.config.schema import Client as ClientSettings
 from aggregator.config.schema import Robust, StatisticsSettings
+from aggregator.training.robust.weights import Counting
 from protofleet.simulation import fedtc, statistics
 from protofleet.simulation.fleet import Client, pooled
 
@@ -42,6 +43,8 @@ class Trained:
     """Processor time of all devices and the aggregator, without backbones, the export of graphs and evaluation."""
     quarantined: tuple[str, ...] = ()
     """Numbers of the clients that were quarantined as outliers; unknown in rounds."""
+    counting: Counting | None = None
+    """How many images the head is made of; unknown in rounds."""
 
 
 def fedtc_settings(clients: Sequence[Client], *, robust: Robust = NO_OUTLIERS) -> fedtc.Settings:
@@ -72,6 +75,7 @@ def train_fedtc(
         down_bytes=len(statistics.head_file(features, head)),
         seconds=time.process_time() - started_s,
         quarantined=made.quarantined,
+        counting=made.counting,
     )
     return trained, head
 
@@ -95,6 +99,7 @@ def refine(
         down_bytes=first.down_bytes + made.map_bytes + made.head_bytes,
         seconds=first.seconds + time.process_time() - started_s,
         quarantined=tuple(made.quarantined),
+        counting=made.counting,
     )
 
 
@@ -111,6 +116,7 @@ def train_statistics(clients: Sequence[Client], *, batch_size: int, robust: Robu
         down_bytes=made.map_bytes + made.head_bytes,
         seconds=time.process_time() - started_s,
         quarantined=tuple(made.quarantined),
+        counting=made.counting,
     )
 
 

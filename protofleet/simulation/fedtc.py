@@ -19,6 +19,7 @@ from aggregator.config.schema import MAX_MULTIPLE, Robust
 from aggregator.ingest.validation import Expectation, Prototypes, check_submission, read_message
 from aggregator.training.fleet_head import train_fleet_head
 from aggregator.training.robust.training_set import WeightedPrototypes, pool
+from aggregator.training.robust.weights import Counting
 from protocol.wire.codec import digest_of, encode, to_unsigned
 from protocol.wire.messages import BlobRef, Submission, TaskManifest
 from protocol.wire.quantization import prototype_fields
@@ -66,6 +67,7 @@ class Result:
     epochs: int
     train_seconds: float
     quarantined: tuple[str, ...] = ()
+    counting: Counting | None = None
 
 
 ALL_FEATURES = "all features"
@@ -110,6 +112,7 @@ def train_clients(
         devices=len(payloads),
         bytes_up=sum(map(len, payloads.values())),
         quarantined=tuple(sorted(made.judgment.quarantined)),
+        counting=made.counting,
     )
     return fleet, made.trained.layers
 

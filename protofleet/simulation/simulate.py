@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from aggregator.algorithms.algorithm import Algorithm
 from aggregator.algorithms.registry import ALGORITHMS as IN_ROUNDS
 from aggregator.config.schema import Client as ClientSettings
 from aggregator.config.schema import Robust
+from aggregator.training.robust.weights import Counting
 from protocol.errors import ConfigError
 from protofleet.simulation import algorithms as methods
 from protofleet.simulation.algorithms import Trained
@@ -47,6 +48,7 @@ class AlgorithmResult:
         down_bytes: bytes of all downloads of a device, without the backbone.
         seconds: processor time of all devices and the aggregator, without backbones and the export of graphs.
         quarantined: devices that were omitted as outliers; empty in rounds, where none is quarantined.
+        counting: how many images the head is made of, and the limits of devices; None in rounds and without a fleet.
     """
 
     algorithm: str
@@ -57,6 +59,7 @@ class AlgorithmResult:
     down_bytes: float
     seconds: float
     quarantined: tuple[str, ...] = ()
+    counting: Counting | None = None
 
     @property
     def device_mean(self) -> float:
@@ -272,6 +275,12 @@ def _result(name: str, trained: Trained, clients: Sequence[Client]) -> Algorithm
         everywhere.append(float((predicted == client.test_labels).mean()))
         own[id(client)] = client.accuracy(predicted) if client.weights.any() else math.nan
     numbers = [number for number, client in enumerate(clients) if len(client.train_labels)]
+    counting = trained.counting and replace(
+        trained.counting,
+        limited=tuple(
+            (str(numbers[int(each)]) if each else "", text) for each, text in trained.counting.limited
+        ),
+    )
     return AlgorithmResult(
         algorithm=name,
         accuracy=float(np.mean(everywhere)),
@@ -281,4 +290,5 @@ def _result(name: str, trained: Trained, clients: Sequence[Client]) -> Algorithm
         down_bytes=trained.down_bytes,
         seconds=trained.seconds,
         quarantined=tuple(str(numbers[int(each)]) for each in trained.quarantined),
+        counting=counting,
     )

@@ -16,7 +16,8 @@ from aggregator.algorithms.statistics.feature_map import FeatureMap, RowMap
 from aggregator.config.schema import Robust
 from aggregator.graphs.adapter_map import adapter_of
 from aggregator.graphs.head_export import head_to_onnx, map_to_onnx, mapped
-from aggregator.training.jobs import StatisticsJob
+from aggregator.training.jobs import StatisticsJob, read_result, write_result
+from aggregator.training.robust.weights import Counting
 from aggregator.training.statistics_job import run
 from edge_client.data.statistics import group_rows, to_rows
 from protocol.models.onnx_metadata import HeadMetadata
@@ -64,6 +65,7 @@ class Result:
     """Of the test images, (m, C)."""
     solve_seconds: float
     quarantined: Sequence[str]
+    counting: Counting
 
 
 def map_features(features: Features, *, random_features: int, seed: int) -> MappedFeatures:
@@ -138,7 +140,8 @@ def run_fleet(
             folder=folder,
         )
         with contextlib.redirect_stdout(io.StringIO()):  # the job reports its progress there
-            solved = run(job)
+            write_result(job, run)
+            solved = read_result(job)
         head = (Path(folder) / "head.onnx").read_bytes()
     logits, truth = _logits(head, data.features.test), data.features.test_labels
     return Result(
@@ -152,6 +155,7 @@ def run_fleet(
         logits=logits,
         solve_seconds=solved.metrics["seconds"],
         quarantined=sorted(solved.quarantined),
+        counting=solved.counting,
     )
 
 

@@ -1,7 +1,7 @@
 """Sums of mapped features over devices: counts, class sums and second moments, in integers and therefore exact."""
 
+import dataclasses
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,17 +23,24 @@ WHOLE = 2**16
 class Moments:
     """The sums that a ridge regression needs of rows (n, D), each of one class and with a weight, its images.
 
+    A device has one factor in the sums of the scatter and one for each class in the sums of the class means: where its
+    images of a class are limited, its scatter stays. The scatter of rows with such factors is never negative.
+
     Attributes:
         rows: how many rows there are.
-        counts: int64 (C,), the images of each class: the sum of the weights.
-        sums: int64 (C, D), the sum of the weighted rows of each class.
+        counts: int64 (C,), the images of each class in the scatter: the sum of the weights.
+        sums: int64 (C, D), the sum of the weighted rows of each class in the scatter.
         second_moment: int64 (D (D + 1) / 2,), the upper triangle, by rows, of the sum of w r r' over all rows r.
+        class_counts: int64 (C,), the images of each class in its mean.
+        class_sums: int64 (C, D), the sum of the weighted rows of each class in its mean.
     """
 
     rows: int
     counts: NDArray[np.int64]
     sums: NDArray[np.int64]
     second_moment: NDArray[np.int64]
+    class_counts: NDArray[np.int64]
+    class_sums: NDArray[np.int64]
 
     @property
     def size(self) -> int:
@@ -43,26 +50,29 @@ class Moments:
 
 def no_rows(*, num_classes: int, size: int) -> Moments:
     """Return the moments of no rows of a length."""
-    return Moments(
-        0,
-        np.zeros(num_classes, np.int64),
-        np.zeros((num_classes, size), np.int64),
-        np.zeros(triangle_size(size), np.int64),
-    )
+    counts, sums = np.zeros(num_classes, np.int64), np.zeros((num_classes, size), np.int64)
+    return Moments(0, counts, sums, np.zeros(triangle_size(size), np.int64), counts, sums.copy())
 
 
-def add(total: Moments, part: Moments, *, factor: int = 1) -> Moments:
-    """Return the total with a part of the same shape added, `factor` times; its large arrays are reused.
+def add(
+    total: Moments, part: Moments, *, factor: int = 1, class_factors: NDArray[np.int64] | None = None
+) -> Moments:
+    """Return the total with a part of the same shape added; its large arrays are reused.
+
+    The part counts `factor` times in the scatter, and in each class's mean as often as `class_factors` (C,), or
+    `factor`.
 
     Laws: the order does not matter, parts of a part add up to it, and a factor of -1 takes away what was added.
     """
+    of_class = np.full(len(part.counts), factor) if class_factors is None else class_factors
     np.add(total.second_moment, factor * part.second_moment, out=total.second_moment)
     np.add(total.sums, factor * part.sums, out=total.sums)
-    return Moments(
-        total.rows + factor * part.rows,
-        total.counts + factor * part.counts,
-        total.sums,
-        total.second_moment,
+    np.add(total.class_sums, of_class[:, None] * part.class_sums, out=total.class_sums)
+    return dataclasses.replace(
+        total,
+        rows=total.rows + factor * part.rows,
+        counts=total.counts + factor * part.counts,
+        class_counts=total.class_counts + of_class * part.class_counts,
     )
 
 
@@ -90,13 +100,13 @@ def of_all_classes(
     every_count = np.zeros(num_classes, np.int64)
     every_sum = np.zeros((num_classes, sums.shape[1]), np.int64)
     every_count[labels], every_sum[labels] = counts, sums
-    return Moments(rows, every_count, every_sum, second_moment)
+    return Moments(rows, every_count, every_sum, second_moment, every_count, every_sum)
 
 
 def within_scatter(total: Moments) -> NDArray[np.float64]:
     """Return the sum of the squared deviations of the rows from their class's mean, (D, D)."""
     square = from_triangle(total.second_moment, total.size).astype(np.float64)
-    means = class_means(total)
+    means = total.sums / np.maximum(total.counts, 1)[:, None]
     square -= (means * total.counts[:, None]).T @ means
     return square
 
@@ -147,12 +157,9 @@ def _diagonal(part: Moments) -> NDArray[np.int64]:
 
 def class_means(total: Moments) -> NDArray[np.float64]:
     """Return the mean row of each class (C, D); zeros for a class without images."""
-    return total.sums / np.maximum(total.counts, 1)[:, None]
+    return total.class_sums / np.maximum(total.class_counts, 1)[:, None]
 
 
-def factors(stated: Sequence[int], counted: Sequence[float]) -> list[int]:
-    """Return how many parts of WHOLE of each device's moments count, given its images, and those that count."""
-    return [
-        int(WHOLE * min(1.0, number / images)) if images else 0
-        for images, number in zip(stated, counted, strict=True)
-    ]
+def factors(stated: NDArray[np.int64], counted: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Return how many parts of WHOLE count, of any shape, given the images that are stated, and those that count."""
+    return (WHOLE * np.minimum(counted / np.maximum(stated, 1), 1.0)).astype(np.int64)

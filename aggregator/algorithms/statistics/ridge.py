@@ -22,8 +22,11 @@ from aggregator.algorithms.statistics.moments import (
 )
 from protocol.errors import ProtofleetError
 
-STRENGTHS = tuple(10.0 ** (quarter / 4) for quarter in range(-16, 5))
+STRENGTHS = tuple(10.0 ** (quarter / 4) for quarter in range(-16, 9))
 """Ridges to choose from, relative to the mean variance of a row's values within a class."""
+
+MAX_FREEDOM = 1 / 3
+"""Degrees of freedom, relative to the rows, that a ridge may leave: cross-validation prefers too many of few rows."""
 
 TEMPERATURE = 0.12
 """Divisor of the regression's values that makes them logits.
@@ -40,7 +43,7 @@ class Ridge:
     Attributes:
         layer: rows (n, D) to logits (n, C).
         strength: the chosen ridge, one of STRENGTHS.
-        error: the mean squared error of one-hot labels that cross-validation expects.
+        error: the mean squared error of one-hot labels that cross-validation expects, finite.
         degrees_of_freedom: the number of parameters, per class, that the ridge leaves.
     """
 
@@ -62,8 +65,8 @@ def solve(total: Moments, *, common: NDArray[np.bool_] | None = None) -> Ridge:
         W = A^-1 M' (I + N/C M A^-1 M')^-1 N/C,  b = 1/C - m' W,  where M has the rows m_c - m
 
     is the ridge regression of a fleet with N/C rows of each of C classes. Lambda is the one of STRENGTHS, times
-    tr(S) / D, with the least N RSS / (N - df - 1)^2 (Golub, Heath and Wahba 1979) for the rows as they are; RSS and
-    the degrees of freedom df follow from the sums.
+    tr(S) / D, with the least N RSS / (N - df - 1)^2 (Golub, Heath and Wahba 1979) for the rows as they are, of those
+    with df <= N MAX_FREEDOM; the strongest if there is none. RSS and the degrees of freedom df follow from the sums.
 
     All classes count alike, however few images they have. So that one device with classes of its own does not take the
     images of others for them, the bias of a class that is not `common` (C,) is lowered until the mean of each common
@@ -72,11 +75,13 @@ def solve(total: Moments, *, common: NDArray[np.bool_] | None = None) -> Ridge:
     Raises:
         ProtofleetError: there are no rows, or their sums are not those of any rows.
     """
-    present = total.counts > 0
+    present = total.class_counts > 0
     if not present.any():
         raise ProtofleetError("there are no images to make a head of")
     spectrum = _Spectrum(total)
-    chosen = min(STRENGTHS, key=spectrum.expected_error)
+    most = MAX_FREEDOM * total.rows
+    few = (strength for strength in STRENGTHS if spectrum.degrees_of_freedom(strength) <= most)
+    chosen = min(few, key=spectrum.expected_error, default=STRENGTHS[-1])
     directions, middle = spectrum.balanced(chosen)
     weight = np.zeros((len(present), total.size))
     weight[present] = directions.T
@@ -99,21 +104,22 @@ class _Spectrum:
     def __init__(self, total: Moments) -> None:
         from scipy.linalg import eigh
 
-        present = total.counts > 0
+        present = total.class_counts > 0
+        images = max(int(total.counts.sum()), 1)
         self._rows = total.rows
-        counts = total.counts[present].astype(np.float64)
+        counts = total.class_counts[present].astype(np.float64)
         self._share = counts / counts.sum()
         """Of the images, each class's (K,)."""
         means = class_means(total)[present]
         self._middle = means.mean(axis=0)
-        scatter = within_scatter(total) / counts.sum() * total.rows
+        scatter = within_scatter(total) / images * total.rows
         # Without any scatter, one as large as that between the means.
         self._mean_square = (
             float(np.trace(scatter)) or float(np.square(means - self._middle).sum())
         ) / total.size
         squares, axes = eigh(scatter, overwrite_a=True, check_finite=False, driver="evd")
         # Each device's are checked to ROUNDING, and add up; this has its own rounding as well.
-        if squares[0] < -10 * ROUNDING * squares_of(total) / counts.sum() * total.rows:
+        if squares[0] < -10 * ROUNDING * squares_of(total) / images * total.rows:
             raise ProtofleetError(
                 "the sums are not those of any features: the scatter within classes is negative"
             )
@@ -149,8 +155,8 @@ class _Spectrum:
         explained = float((fitted * rows[:, None]).trace())
         squares = float((weights**2 * self._squares[:, None]).sum() + (rows[:, None] * fitted**2).sum())
         residual = max(labels - 2 * explained + squares, 0.0)
-        freedom = self._rows - self.degrees_of_freedom(strength) - 1
-        return self._rows * residual / freedom**2 if freedom > 0 else np.inf
+        freedom = max(self._rows - self.degrees_of_freedom(strength) - 1, ROUNDING)
+        return self._rows * residual / freedom**2
 
     def degrees_of_freedom(self, strength: float) -> float:
         """Return tr((G + lambda)^-1 G), with the scatter G of the rows about their mean."""

@@ -1,14 +1,16 @@
-"""How much each device counts: no more than a multiple of the median device. Pure.
+"""How many of the images that a device states count. Pure.
 
-A device states how many images it has, and the aggregator cannot verify it. So a device's images count up to a
-multiple of those of the median device (`[robust]` max_multiple), and where a class's images are added up, as in rounds
-and sums, of a class up to as many times those of the median device that has the class. Of a class, or a fleet, of
-SHARED_BY devices none counts more than one part of PARTS: outlier detection finds little among so few devices, of which
-one would otherwise have more than half. The rest of them does not count. With the multiple 0 all images count.
+The aggregator cannot verify how many images a device has. Of all images together a device counts at most a multiple of
+the median device (`[robust]` max_multiple) and, among SHARED_BY devices or more, at most FLEET_SHARE of the fleet. Its
+images of each class then count in proportion, and where the images of a class are added up, as in rounds and class
+sums, at most `class_share` of the class. With the multiple 0 all images count.
+
+`python -m benchmarks research poisoned-statistics` measures what attackers and honest fleets lose by these limits.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,11 +18,20 @@ from numpy.typing import NDArray
 from aggregator.config.schema import MAX_MULTIPLE
 from aggregator.ingest.validation import Prototypes
 
-PARTS = 4
-"""Parts of a class, or of all images, of which a device counts at most one."""
+FLEET_SHARE = 1 / 4
+"""Share of all images that one device supplies at most."""
 
 SHARED_BY = 5
-"""Devices that a class, or a fleet, needs for that."""
+"""Devices that a class, or a fleet, needs for shares of it to be limited."""
+
+EQUAL_SHARES = 4
+"""Equal shares of a class, each of one device, that one device supplies at most, within CLASS_SHARES."""
+
+CLASS_SHARES = 1 / 4, 2 / 5
+"""Least and greatest limit of the share of a class that one device supplies."""
+
+SHOWN_LIMITS = 10
+"""Limits that are described, of those that cost the most images."""
 
 MIN_DEVICES = 3
 """Devices with a class, or in a fleet, that a median needs to outweigh one of them."""
@@ -30,7 +41,7 @@ def limited(parts: Sequence[Prototypes], *, multiple: float = MAX_MULTIPLE) -> l
     """Return one part per device whose prototypes state at most the device's images of their class that count."""
     return [
         replace(part, counts=np.minimum(part.counts, np.maximum(row.astype(np.int64), 1)[part.labels]))
-        for part, row in zip(parts, counted_images(_images(parts), multiple=multiple), strict=True)
+        for part, row in zip(parts, counted_images(stated_images(parts), multiple=multiple), strict=True)
     ]
 
 
@@ -43,55 +54,105 @@ def prototype_weights(
     its mean (`limited_means`). Weights for each class would leave few prototypes that count, where
     one device has most images of a class.
     """
-    totals = _images(parts).sum(axis=1)
-    counted = _limited(totals, multiple) if multiple else totals
-    factors = counted / np.maximum(totals, 1)
+    images = stated_images(parts)
+    factors = counted_totals(images, multiple=multiple) / np.maximum(images.sum(axis=1), 1)
     mean = float(np.repeat(factors, [len(part.labels) for part in parts]).mean())
     return [np.full(len(part.labels), factor / mean) for part, factor in zip(parts, factors, strict=True)]
 
 
-def counted_images(images: NDArray[np.number], *, multiple: float = MAX_MULTIPLE) -> NDArray[np.float64]:
-    """Return the images of each device and class (K, C) that count, of those stated (K, C).
+def counted_totals(images: NDArray[np.number], *, multiple: float = MAX_MULTIPLE) -> NDArray[np.float64]:
+    """Return how many images of each device (K,) count of those that it states (K, C), of all classes together.
 
     Laws: the order of devices does not matter; what a device states beyond the limit changes nothing.
     """
+    totals: NDArray[np.float64] = images.sum(axis=1).astype(np.float64)
+    if not multiple:
+        return totals
+    return within_share(np.minimum(totals, median_limit(totals, multiple)), FLEET_SHARE)
+
+
+def counted_images(images: NDArray[np.number], *, multiple: float = MAX_MULTIPLE) -> NDArray[np.float64]:
+    """Return how many images of each device and class (K, C) count of those stated (K, C), in the sum of a class."""
     if not multiple:
         return images.astype(np.float64)
-    columns = _within_totals(images, multiple).T
-    return np.array([_limited(column, multiple) for column in columns]).reshape(columns.shape).T
+    factors = counted_totals(images, multiple=multiple) / np.maximum(images.sum(axis=1), 1)
+    counted: NDArray[np.float64] = images * factors[:, None]
+    for label, devices in enumerate(np.count_nonzero(images, axis=0).tolist()):
+        counted[:, label] = within_share(counted[:, label], class_share(devices))
+    return counted
 
 
-def counted_totals(images: NDArray[np.number], *, multiple: float = MAX_MULTIPLE) -> NDArray[np.float64]:
-    """Return the images of each device (K,) that count, of those stated (K, C), where one number is for all classes.
+@dataclass(frozen=True)
+class Counting:
+    """How many images a head is made of.
 
-    What devices have in common, such as the scatter within classes, is limited like a class that all of them have.
+    Attributes:
+        images: those that its devices state.
+        counted: those that count.
+        limited: a device and a description for each limit that applied, the most costly first.
     """
-    counted = counted_images(images, multiple=multiple).sum(axis=1)
-    return _limited(counted, multiple) if multiple else counted
+
+    images: int
+    counted: int
+    limited: tuple[tuple[str, str], ...] = ()
 
 
-def _images(parts: Sequence[Prototypes]) -> NDArray[np.float64]:
-    """Return the images of each device and class (K, C)."""
-    classes = 1 + max(int(part.labels.max(initial=-1)) for part in parts)
+def counting(
+    images: Mapping[str, NDArray[np.number]], classes: Sequence[str], *, multiple: float, by_class: bool
+) -> Counting:
+    """Return how many images count of those that each device states (C,), with `by_class` in the sum of each class."""
+    stated = np.array(list(images.values()), np.float64).reshape(len(images), -1)
+    totals, of_devices = counted_totals(stated, multiple=multiple), stated.sum(axis=1)
+    lost: list[tuple[float, str, str]] = []
+
+    def limit(device: str, counted: float, given: float, of: str, rule: str) -> None:
+        if round(counted) < given:
+            lost.append(
+                (counted - given, device, f"counts as {counted:.0f} of {given:.0f} images{of} ({rule})")
+            )
+
+    median = f"{multiple:g} times the median device's"
+    for device, counted, given in zip(images, totals, of_devices, strict=True):
+        is_median = np.isclose(counted, median_limit(of_devices, multiple))
+        limit(device, counted, given, "", median if is_median else f"{FLEET_SHARE:.0%} of the fleet's")
+    final = totals.sum()
+    if by_class:
+        within = stated * (totals / np.maximum(of_devices, 1))[:, None]
+        every = counted_images(stated, multiple=multiple)
+        final = every.sum()
+        for row, label in zip(*np.nonzero(every < within - 0.5), strict=True):
+            share = class_share(int(np.count_nonzero(stated[:, label])))
+            of = f" of class {classes[label]!r}"
+            limit(list(images)[row], every[row, label], stated[row, label], of, f"{share:.0%} of the class")
+    described = [(device, text) for _, device, text in sorted(lost)]
+    more = [("", f"{len(described) - SHOWN_LIMITS} more limits")] if len(described) > SHOWN_LIMITS else []
+    return Counting(int(of_devices.sum()), round(float(final)), (*described[:SHOWN_LIMITS], *more))
+
+
+def class_share(devices: int) -> float:
+    """Return the share of a class on so many devices that one of them supplies at most."""
+    least, most = CLASS_SHARES
+    return min(max(EQUAL_SHARES / max(devices, 1), least), most)
+
+
+def stated_images(parts: Sequence[Prototypes], classes: int = 0) -> NDArray[np.float64]:
+    """Return the images of each device and class (K, C); with so many classes, at least."""
+    classes = max(classes, *(1 + int(part.labels.max(initial=-1)) for part in parts))
     return np.array([np.bincount(part.labels, part.counts, minlength=classes) for part in parts], np.float64)
 
 
-def _within_totals(images: NDArray[np.number], multiple: float) -> NDArray[np.float64]:
-    """Return the images (K, C) without those beyond the limit of a device; its largest classes lose them."""
-    most = median_limit(images.sum(axis=1), multiple)
-    return np.array([np.minimum(row, _level(row.astype(np.float64), most)) for row in images], np.float64)
+def within_share(images: NDArray[np.float64], share: float) -> NDArray[np.float64]:
+    """Return the images (K,), of one class or of all, of which no device has more than a share of what is returned.
 
-
-def _limited(images: NDArray[np.float64], multiple: float) -> NDArray[np.float64]:
-    """Return the images (K,), of one class or of all, that count."""
-    limited = np.minimum(images, median_limit(images, multiple))
-    if np.count_nonzero(limited) < SHARED_BY:
-        return limited
-    descending = np.sort(limited)[::-1]
-    # With the first few at the level, it is one part of all; the last one applies always.
-    levels = [float(descending[above:].sum()) / (PARTS - above) for above in range(PARTS)]
+    Fewer than SHARED_BY devices keep all.
+    """
+    if np.count_nonzero(images) < SHARED_BY:
+        return images
+    descending = np.sort(images)[::-1]
+    # With the first few at the level, it is the share of all; the last one applies always.
+    levels = [float(descending[above:].sum()) / (1 / share - above) for above in range(math.ceil(1 / share))]
     level = next(each for each, most in zip(levels, descending, strict=False) if most <= each)
-    return np.minimum(limited, level)
+    return np.minimum(images, level)
 
 
 def median_limit(values: NDArray[np.number], multiple: float) -> float:
@@ -100,12 +161,3 @@ def median_limit(values: NDArray[np.number], multiple: float) -> float:
     if len(present) < MIN_DEVICES:
         return np.inf
     return multiple * float(present[(len(present) - 1) // 2])
-
-
-def _level(images: NDArray[np.float64], most: float) -> float:
-    """Return the limit for each class (C,) at which the classes together have so many images, if they have more."""
-    if images.sum() <= most:
-        return np.inf
-    ascending = np.sort(images)
-    levels = (most - (np.cumsum(ascending) - ascending)) / np.arange(len(images), 0, -1)
-    return float(levels[np.argmax(levels <= ascending)])

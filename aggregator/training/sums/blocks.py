@@ -4,7 +4,7 @@ import dataclasses
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -33,6 +33,13 @@ BLOCK_DEVICES = 100
 """Devices of a block, at most."""
 
 
+class Surplus(NamedTuple):
+    """Parts of WHOLE of a device that do not count: in the scatter, and in each class's mean (C,)."""
+
+    scatter: int
+    classes: NDArray[np.int64]
+
+
 @dataclass(frozen=True)
 class Block:
     """Devices whose submissions are added together."""
@@ -42,8 +49,8 @@ class Block:
     devices: tuple[str, ...] = ()
     ends_cohort: bool = False
     """True for the last block of devices that are compared with each other."""
-    surplus: Mapping[str, int] = field(default_factory=dict)
-    """Parts of WHOLE of each device that do not count."""
+    surplus: Mapping[str, Surplus] = field(default_factory=dict)
+    """What does not count of each device."""
 
     def alone(self) -> "Block":
         """Return the block for another process: its job has no other members."""
@@ -78,7 +85,7 @@ def blocks_of(
     job: StatisticsJob,
     expectation: Expectation,
     cohort: Iterable[str],
-    surplus: Mapping[str, int] = types.MappingProxyType({}),
+    surplus: Mapping[str, Surplus] = types.MappingProxyType({}),
 ) -> Iterator[Block]:
     """Yield a cohort's devices in blocks, in their order."""
     left = list(cohort)
@@ -124,7 +131,8 @@ def subtract_block(block: Block, total: Moments) -> tuple[Moments, None]:
     """Return the total without what does not count of a block's devices; raises BlobLost if some are lost."""
     for device, submission in block.job.submissions(block.devices):
         moments = submitted_moments(submission, block.expectation, block.job.feature_map)
-        total = add(total, moments, factor=-block.surplus[device])
+        surplus = block.surplus[device]
+        total = add(total, moments, factor=-surplus.scatter, class_factors=-surplus.classes)
     return total, None
 
 

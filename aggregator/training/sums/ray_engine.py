@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -81,7 +82,12 @@ def _added(work: Work[Figures], block: Block, version: str) -> tuple[Moments, Fi
 
 def _combined(first: Moments, *others: Moments) -> Moments:
     # Ray's arrays are read-only.
-    total = Moments(first.rows, first.counts, first.sums.copy(), first.second_moment.copy())
+    total = dataclasses.replace(
+        first,
+        sums=first.sums.copy(),
+        second_moment=first.second_moment.copy(),
+        class_sums=first.class_sums.copy(),
+    )
     for each in others:
         total = add(total, each)
     return total

@@ -189,9 +189,15 @@ def test_command_shows_a_table_or_json(photos: Path, backbone: Path, tmp_path: P
     assert shown.exit_code == 0, shown.output
     lines = shown.stdout.splitlines()
     assert lines[0].startswith("4 devices, dirichlet:0.3, seed 0: ")
-    assert [line.split()[0] for line in lines[-2:]] == ["statistics", "alone"]
+    table = [line.split()[0] for line in lines if " % " in line]
+    counting = next(line for line in lines if line.endswith("images count"))
+    assert table == ["algorithm", "statistics", "alone"]
+    assert counting.startswith("statistics: ")
     made = CliRunner().invoke(cli, [*arguments, "--json"])
-    assert [each["algorithm"] for each in json.loads(made.stdout)["results"]] == ["statistics", "alone"]
+    first, second = json.loads(made.stdout)["results"]
+    assert (first["algorithm"], second["algorithm"]) == ("statistics", "alone")
+    assert f"{first['counting']['counted']} of {first['counting']['images']} images count" in counting
+    assert second["counting"] is None
 
 
 def test_missing_file_is_one_line(photos: Path, backbone: Path, tmp_path: Path) -> None:

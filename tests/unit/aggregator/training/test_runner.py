@@ -126,6 +126,19 @@ def test_failed_job_is_reported(
     assert finished.reason == f"exit status 4: {reason}"
 
 
+def test_result_with_a_number_that_is_not_finite_is_a_failed_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """JSON has none: it is null there."""
+    result = tmp_path / "training" / "head-1" / "result.json"
+    _replace_python(
+        tmp_path, monkeypatch, f'#!/bin/sh\necho \'{{"metrics": {{"loss": null}}}}\' > {result}\n'
+    )
+    finished, _ = _end(_job(tmp_path), tmp_path)
+    assert finished.result is None
+    assert finished.reason.startswith("invalid result.json: Expected `float`, got `null`")
+
+
 def test_killed_job_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reason names the usual cause."""
     _replace_python(tmp_path, monkeypatch, "#!/bin/sh\nkill -9 $$\n")

@@ -18,7 +18,7 @@ from aggregator.ingest.validation import Expectation, Prototypes, Refused
 from aggregator.training import statistics_job
 from aggregator.training.jobs import Result, StatisticsJob
 from aggregator.training.robust.outlier_statistics import DeviceSummary, summarized
-from aggregator.training.robust.weights import counted_totals
+from aggregator.training.robust.weights import Counting, counted_images, counted_totals
 from aggregator.training.statistics_job import added, cohorts_of, run, weighted
 from aggregator.training.sums import blocks
 from aggregator.training.sums.blocks import submitted_moments
@@ -101,7 +101,7 @@ def test_head_does_not_depend_on_who_has_the_images(tmp_path: Path) -> None:
             result, head = made(tmp_path / f"{number}{order}", parts)
             heads.add(head)
             assert result.prototypes == len(labels)
-            assert result.metrics["limited_devices"] == 0
+            assert not result.counting.limited
     assert len(heads) == 1
 
 
@@ -212,13 +212,13 @@ def test_rows_of_groups_count_no_longer_than_one_and_a_half_times_those_of_image
 
 
 def test_device_that_states_many_images_is_limited(tmp_path: Path) -> None:
-    """It counts a multiple of the median device; one factor applies to all that it sends."""
+    """It counts a multiple of the median device, or a share of the fleet and of each class."""
     parts = {str(device): sums_of(*images(device, 4)) for device in range(4)}
     parts["large"] = sums_of(*images(9, 400))
     result, limited = made(tmp_path / "limited", parts)
-    assert result.metrics["limited_devices"] == 1
+    assert [device for device, _ in result.counting.limited] == ["large"]
     result, unlimited = made(tmp_path / "unlimited", parts, robust=Robust(max_multiple=0))
-    assert result.metrics["limited_devices"] == 0
+    assert result.counting == Counting(1248, 1248)
     assert limited != unlimited
 
 
@@ -297,20 +297,20 @@ def test_each_submission_is_added_once(tmp_path: Path, monkeypatch: pytest.Monke
     job = job_on(tmp_path, parts, GROUPS_EXPECTATION)
     sums = added(job, GROUPS_EXPECTATION, LocalEngine())
     sums.quarantined["3"] = "as if outlier detection had found it"
-    total, limited = weighted(job, GROUPS_EXPECTATION, sums, LocalEngine())
+    total = weighted(job, GROUPS_EXPECTATION, sums, LocalEngine())
     again = {"large", "3"}
     assert {device: reads[digest] for device, digest in job.members.items()} == {
         device: 1 + (device in again) for device in parts
     }
-    assert (limited, list(sums.refused)) == (1, ["invalid"])
-    stated = np.array([[20] * 3] * 4 + [[400] * 3])
-    shares = dict.fromkeys("0124", WHOLE) | {"large": int(WHOLE * counted_totals(stated)[-1] / 1200)}
+    assert list(sums.refused) == ["invalid"]
+    devices, stated = ["0", "1", "2", "4", "large"], np.array([[20] * 3] * 4 + [[400] * 3])
+    shares = WHOLE * counted_totals(stated) / stated.sum(axis=1)
+    of_classes = WHOLE * counted_images(stated) / stated
     expected = no_rows(num_classes=3, size=FEATURE_MAP.size)
-    for device in sorted(shares, reverse=True):
-        expected = add(
-            expected, submitted_moments(parts[device], GROUPS_EXPECTATION, FEATURE_MAP), factor=shares[device]
-        )
-    for name in ("counts", "sums", "second_moment"):
+    for device, share, of_class in sorted(zip(devices, shares, of_classes, strict=True), reverse=True):
+        moments = submitted_moments(parts[device], GROUPS_EXPECTATION, FEATURE_MAP)
+        expected = add(expected, moments, factor=int(share), class_factors=of_class.astype(np.int64))
+    for name in ("counts", "sums", "second_moment", "class_counts", "class_sums"):
         np.testing.assert_array_equal(getattr(total, name), getattr(expected, name))
     assert total.rows == round(expected.rows / WHOLE)
 

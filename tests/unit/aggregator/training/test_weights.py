@@ -1,4 +1,4 @@
-"""No device counts more than a multiple of the median device."""
+"""No device counts more than a multiple of the median device, or than a share of a fleet or a class."""
 
 from dataclasses import replace
 
@@ -12,11 +12,14 @@ from numpy.typing import NDArray
 from aggregator.config.schema import MAX_MULTIPLE
 from aggregator.ingest.validation import Prototypes
 from aggregator.training.robust.weights import (
+    CLASS_SHARES,
+    FLEET_SHARE,
     MIN_DEVICES,
-    PARTS,
     SHARED_BY,
+    class_share,
     counted_images,
     counted_totals,
+    counting,
     limited,
     prototype_weights,
 )
@@ -85,7 +88,8 @@ def test_claimed_images_of_one_prototype_count_less() -> None:
 def test_class_of_one_device_counts_in_its_total() -> None:
     """A class that no other device has does not give a device more weight in all classes together."""
     images = np.array([[20, 20, 0]] * 4 + [[20, 20, 50_000]])
-    assert counted_images(images)[-1].tolist() == [20, 20, 40 * MAX_MULTIPLE - 40]
+    assert counted_totals(images)[-1] == pytest.approx(160 / 3)
+    assert counted_images(images)[-1].sum() == pytest.approx(160 / 3)
 
 
 @pytest.mark.parametrize(
@@ -95,21 +99,42 @@ def test_class_of_one_device_counts_in_its_total() -> None:
         ([12, 12, 12, 10**6, 10**6], [12, 12, 12, 18, 18]),
         ([20, 20, 20, 25, 30], [20, 20, 20, 25, 28 + 1 / 3]),
         ([20, 20, 20, 20, 20], [20, 20, 20, 20, 20]),
-        ([20, 20, 20, 10**6], [20, 20, 20, 100]),
+        ([20, 20, 20, 10**6], [20, 20, 20, 60]),
+        ([6, 60, 89, 101, 113], [6, 60, 66, 66, 66]),
     ],
 )
 def test_no_device_of_five_counts_more_than_a_quarter(stated: list[int], counted: list[float]) -> None:
     """One device that claims more would have more than half of a class, and among so few is hardly found."""
     images = np.array([[count, 0] for count in stated])
+    np.testing.assert_allclose(counted_totals(images), counted)
     np.testing.assert_allclose(counted_images(images)[:, 0], counted)
-
-
-def test_one_weight_for_all_classes_is_no_more_than_a_quarter_of_all() -> None:
-    """A class of its own is a device's, but not what all classes share."""
-    images = np.array([[20, 20, 0]] * 4 + [[0, 0, 200]])
-    np.testing.assert_allclose(counted_images(images)[-1].sum(), 200)
-    np.testing.assert_allclose(counted_totals(images), [40, 40, 40, 40, 160 / 3])
     np.testing.assert_array_equal(counted_totals(images, multiple=0), images.sum(axis=1))
+
+
+@pytest.mark.parametrize(
+    ("devices", "share"), [(3, 1.0), (5, 0.4), (10, 0.4), (12, 1 / 3), (16, 0.25), (99, 0.25)]
+)
+def test_share_of_a_class_depends_on_its_devices(devices: int, share: float) -> None:
+    """A device with few images in all, and most of a class."""
+    images = np.array([[1, 60]] * (devices - 1) + [[60, 1]])
+    counted = counted_images(images)[:, 0]
+    assert counted.max() / counted.sum() == pytest.approx(min(share, 60 / (devices + 59)))
+
+
+def test_limits_are_described() -> None:
+    """The example of the documentation: what costs most comes first."""
+    images = {f"box-{at}": np.array([10, 90]) for at in range(4)} | {"box-4": np.array([90, 0])}
+    found = counting(images, ("bee", "wasp"), multiple=3.0, by_class=True)
+    assert (found.images, found.counted) == (490, 427)
+    assert found.limited == (("box-4", "counts as 27 of 90 images of class 'bee' (40% of the class)"),)
+    images["box-4"] = np.array([0, 1000])
+    found = counting(images, ("bee", "wasp"), multiple=3.0, by_class=False)
+    assert found.limited == (("box-4", "counts as 133 of 1000 images (25% of the fleet's)"),)
+    del images["box-3"]
+    found = counting(images, ("bee", "wasp"), multiple=3.0, by_class=False)
+    assert found.limited == (("box-4", "counts as 300 of 1000 images (3 times the median device's)"),)
+    assert (found.images, found.counted) == (1300, 600)
+    assert counting(images, ("bee", "wasp"), multiple=0, by_class=True).limited == ()
 
 
 def test_few_devices_count_as_they_are() -> None:
@@ -117,16 +142,18 @@ def test_few_devices_count_as_they_are() -> None:
 
 
 @given(images=FLEETS)
-def test_no_device_counts_more_than_the_multiple(images: NDArray[np.int64]) -> None:
-    """The multiple is that of the median device, in each class and in all together."""
-    counted = counted_images(images)
+def test_no_device_counts_more_than_its_limits(images: NDArray[np.int64]) -> None:
+    """In all classes together, and in each class; no claim makes a limit longer than that."""
+    totals, counted = counted_totals(images), counted_images(images)
     assert (counted <= images).all()
-    total = MAX_MULTIPLE * _lower_median(images.sum(axis=1).astype(float))
-    assert (counted.sum(axis=1) <= total * (1 + 1e-9)).all()
-    for column, stated in zip(counted.T, images.T.astype(float), strict=True):
-        assert column.max() <= MAX_MULTIPLE * _lower_median(stated)
-        if np.count_nonzero(stated) >= SHARED_BY:
-            assert column.max() <= column.sum() / PARTS * (1 + 1e-9)
+    assert (counted.sum(axis=1) <= totals * (1 + 1e-9)).all()
+    assert (totals <= MAX_MULTIPLE * _lower_median(images.sum(axis=1).astype(float))).all()
+    if np.count_nonzero(totals) >= SHARED_BY:
+        assert totals.max() <= totals.sum() * FLEET_SHARE * (1 + 1e-9)
+    for column, stated in zip(counted.T, images.T, strict=True):
+        if (devices := int(np.count_nonzero(stated))) >= SHARED_BY:
+            assert CLASS_SHARES[0] <= class_share(devices) <= CLASS_SHARES[1]
+            assert column.max() <= column.sum() * class_share(devices) * (1 + 1e-9)
 
 
 @given(images=FLEETS, seed=st.integers(0, 9))
@@ -141,7 +168,7 @@ def test_claims_beyond_the_limit_change_nothing(claims: list[int]) -> None:
     few, many = (
         counted_images(np.array([[20]] * 4 + [[int(20 * MAX_MULTIPLE) + claim]])) for claim in claims
     )
-    np.testing.assert_array_equal(few, many)
+    np.testing.assert_allclose(few, many, rtol=1e-12)
 
 
 def test_device_without_prototypes_is_possible() -> None:

@@ -13,13 +13,14 @@ from aggregator.algorithms.statistics.moments import (
     WHOLE,
     Moments,
     add,
+    class_means,
     factors,
     moments_of,
     no_rows,
     require_possible,
     within_scatter,
 )
-from aggregator.algorithms.statistics.ridge import STRENGTHS, TEMPERATURE, solve
+from aggregator.algorithms.statistics.ridge import MAX_FREEDOM, STRENGTHS, TEMPERATURE, solve
 from protocol.errors import ProtofleetError
 from protocol.statistics.second_moment import from_triangle, to_triangle
 
@@ -46,7 +47,7 @@ def moments(rows: NDArray[np.int8], labels: NDArray[np.int64], classes: int = CL
 
 def assert_equal(one: Moments, other: Moments) -> None:
     assert one.rows == other.rows
-    for name in ("counts", "sums", "second_moment"):
+    for name in ("counts", "sums", "second_moment", "class_counts", "class_sums"):
         np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
 
 
@@ -149,7 +150,7 @@ def test_sums_of_no_rows_at_all_are_refused() -> None:
     """A second moment that is smaller than the class means explain."""
     honest = moments(*rows_of(6))
     with pytest.raises(ProtofleetError, match="negative"):
-        solve(Moments(honest.rows, honest.counts, honest.sums, honest.second_moment // 4))
+        solve(replace(honest, second_moment=honest.second_moment // 4))
 
 
 @settings(max_examples=20)
@@ -168,5 +169,35 @@ def test_sums_of_rows_are_possible_and_others_are_not(seed: int, images: int) ->
 
 def test_factors_are_parts_of_a_whole() -> None:
     """Small enough for a device with thousands of times the images that count."""
-    assert factors([100, 100, 300, 0], [100, 200, 100, 0]) == [WHOLE, WHOLE, WHOLE // 3, 0]
-    assert factors([30_000], [27]) == [58]
+    stated, counted = np.array([100, 100, 300, 0, 30_000]), np.array([100.0, 200, 100, 0, 27])
+    assert factors(stated, counted).tolist() == [WHOLE, WHOLE, WHOLE // 3, 0, 58]
+
+
+def test_class_mean_and_scatter_are_limited_apart() -> None:
+    """A device that claims a class as often as it likes leaves the scatter alone, which is never negative."""
+    rows, labels = rows_of(8)
+    evil = moments(np.full((200, SIZE), 127, np.int8), np.zeros(200, np.int64))
+    total = add(no_rows(num_classes=CLASSES, size=SIZE), moments(rows, labels))
+    half = add(total, evil, class_factors=np.array([0, 1, 1, 1]))
+    np.testing.assert_array_equal(class_means(half), class_means(moments(rows, labels)))
+    assert np.linalg.eigvalsh(within_scatter(half))[0] > 0
+    assert half.counts.tolist() == [230, 30, 30, 30]
+    assert solve(half).error < np.inf
+
+
+@pytest.mark.parametrize("classes", [1, 2, 3])
+def test_one_row_of_each_class_makes_a_finite_head(classes: int) -> None:
+    rows = np.random.default_rng(classes).integers(-9, 9, (classes, SIZE)).astype(np.int8)
+    found = solve(moments(rows, np.arange(classes)))
+    assert np.isfinite([found.error, *found.layer.bias, *found.layer.weight.ravel()]).all()
+    scores = rows @ found.layer.weight.T + found.layer.bias
+    np.testing.assert_array_equal(scores.argmax(axis=1), np.arange(classes))
+
+
+def test_strength_leaves_at_most_a_third_of_the_rows_as_parameters() -> None:
+    """Cross-validation of few rows in many dimensions would choose the weakest ridge, or find none that exists."""
+    random = np.random.default_rng(0)
+    rows = np.clip(random.normal(0, 8, (24, 200)), -127, 127).astype(np.int8)
+    found = solve(moments(rows, np.repeat(np.arange(CLASSES), 6)))
+    assert found.degrees_of_freedom <= MAX_FREEDOM * 24
+    assert 0 < found.error < 24

@@ -71,7 +71,7 @@ def test_same_bytes_at_any_number_of_workers(tmp_path: Path, monkeypatch: pytest
     job = job_in(tmp_path)
     result, head = made(job)
     assert sorted(result.quarantined) == ["flipped", "invalid"]
-    assert result.metrics["limited_devices"] == 1
+    assert len(result.counting.limited) == 1
     for number in (1, 2, 4):
         with workers(number):
             assert made(job, engine="ray") == (result, head)
