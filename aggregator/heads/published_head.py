@@ -288,6 +288,7 @@ def _read(store: Store, digest: bytes, head: HeadRecord) -> bytes | None:
         return store.blobs.read(digest)
     except BlobLost as error:
         event(log, logging.ERROR, "cannot read a head's file", head=head.version, reason=error)
+        store.report_lost(digest)
         return None
     except StateError as error:
         raise CannotRead(str(error)) from error

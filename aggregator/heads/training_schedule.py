@@ -182,6 +182,9 @@ class HeadTraining:
             return True
         has_lost = finished.result is None and self._close_without_lost(members or {})
         if head is None and not has_lost:
+            if finished.result is None and not isinstance(finished.job, CompileJob):
+                with contextlib.suppress(StateError):  # the next attempt fails, and then this is repeated
+                    self.restoration.restore(blobs_of(finished.job, self._task))
             self._fail(reason)
         elif head is not None:
             self._step(rounds.Trained(head.version, frozenset(head.quarantined)))
@@ -271,7 +274,7 @@ class HeadTraining:
                 raise StateError(f"head {train.version} is stored already")  # `finish` adopts it
             self.state = replace(self.state, is_rate_limited=not self._rate.count())
             put_pending(self._store, self._task.digest, train.version, dict(train.members), is_running=True)
-            self.restoration.verify(blobs_of(job, self._task))
+            self.restoration.verify(blobs_of(job, self._task), at_once=True)
             self._trainer.start(job)
         except StateError as error:
             self._on_event(Finished(job, None, str(error)))

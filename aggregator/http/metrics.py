@@ -80,7 +80,9 @@ def _of_aggregator(status: Status) -> Iterable[Metric]:
     yield _gauge(
         "duplicate_aggregator", "1 if another aggregator uses this key.", status.duplicate is not None
     )
-    yield _gauge("lost_files", "Files that devices need and the disk has lost.", len(status.lost_files))
+    yield _gauge(
+        "lost_files", "Files that devices or trainings need and that are lost.", len(status.lost_files)
+    )
     for name, size in (("received", status.traffic.received), ("sent", status.traffic.sent)):
         family = CounterMetricFamily(f"protofleet_{name}_bytes", f"Payload bytes {name} over MQTT.")
         family.add_metric([], size)

@@ -147,4 +147,4 @@ def reading() -> Iterator[None]:
     try:
         yield
     except StateError as error:
-        event(log, logging.ERROR, "blob not readable: restart the aggregator to restore it", reason=error)
+        event(log, logging.ERROR, "cannot read a file that devices need", reason=error)

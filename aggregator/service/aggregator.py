@@ -141,6 +141,7 @@ class Aggregator(EventLoop):
         with self._receiver.guard():
             self._store.clock.keep()
             self._training.tick()
+            self._training.restoration.tick()
             if self._training.deleted:
                 self._receiver.drop(self._training.deleted)
                 self._releases.delete_unused()

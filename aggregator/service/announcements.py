@@ -15,6 +15,7 @@ from aggregator.storage.devices import UNKNOWN_DEVICE
 from aggregator.storage.store import Store
 from aggregator.tasks.restoration import Restoration
 from aggregator.tasks.task_preparation import Task
+from protocol.storage.blobstore import state_errors
 from protocol.wire.codec import encode
 from protocol.wire.messages import HeadManifest, Message
 from protocol.wire.topics import FleetChannel
@@ -67,7 +68,9 @@ class Announcements:
         if manifest is not None and self.is_connected and manifest.number != self._broadcast_round:
             with reading():
                 self.restoration.verify([manifest.tensors.digest])
-                self.publisher.broadcast(self.store.blobs.read(manifest.tensors.digest))
+                path = self.store.blobs.path(manifest.tensors.digest)
+                with state_errors(path):
+                    self.publisher.broadcast(path.read_bytes())
             self._broadcast_round = manifest.number
 
     def repeat_round(self) -> None:

@@ -197,7 +197,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
         Meta(description="Not in any further head until the device uploads again."),
     ]
     lost_files: Annotated[
-        tuple[str, ...], Meta(description="sha256 of files that devices need and the disk has lost.")
+        tuple[str, ...], Meta(description="sha256 of lost files that devices or trainings need.")
     ]
     waiting: Annotated[int, Meta(description="Submissions that are in no head yet.")]
     closes_at_s: Annotated[

@@ -237,7 +237,7 @@ def _lost(status: Status) -> Iterator[tuple[str, ...]]:
         text = f"of {lost.device} since {_clock(lost.since_s)}: damaged on disk, the device is asked for it again"
         yield "submission lost", text, "red"
     for digest in status.lost_files:
-        text = f"{digest}: restart the aggregator; if it is a head, roll back or wait for the next one"
+        text = f"{digest}: the log says why; if it is a head, roll back or wait for the next one"
         yield "file lost", text, "red"
 
 

@@ -18,7 +18,7 @@ from aggregator.storage.location import Location, check_fleet, record, record_ne
 from aggregator.storage.postgresql.database import PostgresDatabase, check_url
 from aggregator.storage.postgresql.lead import Standby
 from aggregator.storage.receivers import Receivers
-from aggregator.storage.stored_values import BlobLocation, FailedTraining, PendingHead, ServedTask
+from aggregator.storage.stored_values import BlobLocation, FailedTraining, LostFiles, PendingHead, ServedTask
 from aggregator.storage.submissions import SubmissionChanges, Submissions
 from protocol.errors import ConfigError, ProtofleetError, StateError
 from protocol.log import event
@@ -370,6 +370,13 @@ class Store:
         if stored is not None and stored.location:
             return open_blobs(stored.location).read
         return lambda digest: (self.folder / "blobs" / digest.hex()).read_bytes()
+
+    def report_lost(self, digest: bytes) -> None:
+        """Report a blob that is missing or damaged: the aggregator restores it; raises StateError."""
+        with self.transaction():
+            known = self.facts.get(LostFiles) or LostFiles(())
+            if digest.hex() not in known.digests:
+                self.facts.put(LostFiles((*known.digests, digest.hex())))
 
     def put_blob(self, data: bytes, name: str) -> BlobRef:
         """Store a blob and return the reference to it."""

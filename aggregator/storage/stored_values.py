@@ -174,7 +174,7 @@ class Traffic(msgspec.Struct, frozen=True):
 
 
 class LostFiles(msgspec.Struct, frozen=True):
-    """Blobs that devices or trainings need and that were damaged and could not be restored, by hex digest."""
+    """Blobs that a program needs and found missing or damaged, and that are not restored yet, by hex digest."""
 
     digests: tuple[str, ...]
 

@@ -67,11 +67,10 @@ def cached_graphs(task: TaskFile, *, feature_size: int, store: Store) -> dict[st
         return dict(known)
     sizes = {"features": feature_size, "classes": len(task.classes)}
     event(log, logging.INFO, "exporting graphs, once for this task", algorithm=task.algorithm, **sizes)
-    job = CompileJob(
-        task_file=task, feature_size=feature_size, folder=str(store.folder / "training" / "graphs")
-    )
-    result = _run_job(job, store.folder / "training")
-    made = {role: store.put_file(Path(job.folder) / f"{role}.onnx") for role in ROLES}
+    folder = store.folder / "graphs"  # a training may run in the other folder
+    job = CompileJob(task_file=task, feature_size=feature_size, folder=str(folder))
+    result = _run_job(job, folder)
+    made = {role: store.put_file(folder / f"{role}.onnx") for role in ROLES}
     store.facts.put(CompiledGraphs({**compiled, key: made}))
     size_bytes = sum(graph.size_bytes for graph in made.values())
     event(log, logging.INFO, "exported graphs", seconds=result.metrics["seconds"], bytes=size_bytes)

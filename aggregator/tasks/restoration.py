@@ -1,39 +1,42 @@
-"""Files that devices and trainings need: verified before use, and restored from another file with the same contents."""
+"""Files that devices and trainings need: verified before use, and written again if they are missing or damaged."""
 
 import contextlib
 import logging
 import time
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterable
 
-from aggregator.algorithms.tensors import pack_tensors
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import LostFiles
-from aggregator.tasks.task_preparation import Task
-from protocol.errors import BlobLost, StateError
+from aggregator.tasks.task_preparation import Task, prepare_task
+from protocol.errors import BlobLost, NotLeader, ProtofleetError, StateError
 from protocol.log import event
-from protocol.storage.blobstore import file_digest
-from protocol.wire.codec import digest_of, encode
 
 log = logging.getLogger(__name__)
 
 VERIFY_S = 60.0
-"""Seconds for which a verified file is used without being read as a whole again."""
+"""Seconds for which a verified file is used without being read as a whole again, and a lost one counts as lost."""
+
+POLL_S = 1.0
+"""Seconds between queries for the reports of other programs."""
 
 
 class Restoration:
-    """Verifies the blobs of a task."""
+    """Verifies the blobs of a task, and writes them again."""
 
     def __init__(self, task: Task, store: Store) -> None:
         self._task = task
         self._store = store
         self._verified_s: dict[bytes, float] = {}
         """The time until which each blob counts as verified."""
-        self._lost: set[bytes] = set()
+        self._lost_s: dict[bytes, float] = {}
+        """The time until which each lost blob counts as lost."""
+        self._poll_s = 0.0
         store.facts.delete(LostFiles)
 
-    def verify(self, digests: Iterable[bytes]) -> None:
-        """Verify blobs, and restore those that are missing or damaged.
+    def verify(self, digests: Iterable[bytes], *, at_once: bool = False) -> None:
+        """Verify the files that this program reads, and restore those that are missing or damaged.
+
+        With `at_once`, also those that were verified, or found lost, a short time ago.
 
         Raises:
             BlobLost: one cannot be restored.
@@ -41,69 +44,64 @@ class Restoration:
         """
         for digest in digests:
             now_s = time.monotonic()
-            if now_s >= self._verified_s.get(digest, 0.0):
-                self._verify(digest)
+            if now_s < self._lost_s.get(digest, 0.0) and not at_once:
+                raise BlobLost(digest, f"blob {digest.hex()} is lost")
+            if now_s >= self._verified_s.get(digest, 0.0) or at_once:
+                try:
+                    self._store.blobs.verified_path(digest)
+                except BlobLost as error:
+                    event(log, logging.ERROR, "blob missing or damaged on disk", reason=error)
+                    self.restore([digest])
+                    self._store.blobs.verified_path(digest)
                 self._verified_s[digest] = now_s + VERIFY_S
 
     def verify_all(self, digests: Iterable[bytes]) -> None:
-        """Verify blobs now; those that cannot be restored are logged, and `status` shows them."""
-        self._verified_s.clear()
+        """Verify blobs now; `status` shows those that cannot be restored."""
         for digest in digests:
             with contextlib.suppress(StateError):
-                self.verify([digest])
+                self.verify([digest], at_once=True)
 
-    def _verify(self, digest: bytes) -> None:
-        try:
-            self._store.blobs.verified_path(digest)
-        except BlobLost as error:
-            event(log, logging.ERROR, "blob missing or damaged on disk", reason=error)
-            if not self._restore(digest):
-                self._show(self._lost | {digest})
+    def tick(self) -> None:
+        """Restore what other programs have reported, and try again what could not be restored; raises StateError."""
+        if time.monotonic() < self._poll_s:
+            return
+        self._poll_s = time.monotonic() + POLL_S
+        if (reported := self._store.facts.get(LostFiles)) is not None:
+            self.restore(map(bytes.fromhex, reported.digests))
+
+    def restore(self, digests: Iterable[bytes]) -> None:
+        """Write blobs again that are missing or damaged where other programs read them; `status` shows lost ones.
+
+        Raises StateError if the database cannot be used.
+        """
+        for digest in digests:
+            if time.monotonic() < self._lost_s.get(digest, 0.0):
+                continue
+            try:
+                is_whole = self._store.blobs.is_whole(digest) or self._is_written_again(digest)
+            except NotLeader:
                 raise
-        self._show(self._lost - {digest})
+            except ProtofleetError as error:  # the object store fails, or a backbone's file was deleted
+                is_whole = False
+                event(log, logging.ERROR, "cannot restore a blob: retrying", digest=digest, reason=error)
+            if is_whole:
+                self._lost_s.pop(digest, None)
+                continue
+            if digest not in self._lost_s:
+                event(log, logging.ERROR, "file lost: devices or trainings need it", digest=digest)
+            self._lost_s[digest] = time.monotonic() + VERIFY_S
+        lost = LostFiles(tuple(sorted(digest.hex() for digest in self._lost_s)))
+        if lost != (self._store.facts.get(LostFiles) or LostFiles(())):
+            self._store.facts.put(lost)
 
-    def _restore(self, digest: bytes) -> bool:
-        """Store a blob again; return False if no other file has its contents."""
-        for file in self._copies():
-            with contextlib.suppress(StateError):
-                if file_digest(file) == digest:
-                    self._store.put_file(file)
-                    event(log, logging.WARNING, "blob restored: check the disk", digest=digest, copy=file)
-                    return True
-        for data in self._made():
-            if digest_of(data) == digest:
-                self._store.blobs.put(data)
-                event(log, logging.WARNING, "blob restored: check the disk", digest=digest)
-                return True
+    def _is_written_again(self, digest: bytes) -> bool:
+        """Write a blob again, from the copy of an object store's or as at the start; return False if it is lost."""
+        with contextlib.suppress(StateError):
+            self._store.put_file(self._store.blobs.path(digest))
+        if digest in {self._task.digest, *self._task.blobs} and not self._store.blobs.is_whole(digest):
+            task = self._task
+            prepare_task(task.file, task.backbone_files, store=self._store, feature_map=task.feature_map)
+        if self._store.blobs.is_whole(digest):
+            event(log, logging.WARNING, "blob restored: check the disk or the object store", digest=digest)
+            return True
         return False
-
-    def _copies(self) -> Iterator[Path]:
-        """Yield the files that are stored as blobs too."""
-        folder = self._store.folder
-        yield from self._task.backbone_files
-        yield folder / "head.onnx"
-        yield from (folder / "training").glob("*/*.onnx")
-        yield from (folder / "training").glob("*/*.bin")
-
-    def _made(self) -> Iterator[bytes]:
-        """Yield what follows from the task file."""
-        file = self._task.file
-        yield encode(self._task.manifest)
-        if (feature_map := self._task.feature_map) is not None:
-            from aggregator.graphs.head_export import map_to_onnx
-
-            yield map_to_onnx(feature_map, num_classes=len(file.classes))
-        if file.learning is not None:
-            yield pack_tensors(
-                file.learning.first_tensors(
-                    feature_size=self._task.feature_size,
-                    num_classes=len(file.classes),
-                    seed=file.client.seed,
-                )
-            )
-
-    def _show(self, lost: set[bytes]) -> None:
-        """Store for `status` what is lost."""
-        if lost != self._lost:
-            self._lost = lost
-            self._store.facts.put(LostFiles(tuple(sorted(digest.hex() for digest in lost))))

@@ -116,8 +116,12 @@ def _refining(task: Task, head: HeadRecord, store: Store) -> Task:
     )
 
 
-def prepare_task(file: TaskFile, backbones: Sequence[Path], *, store: Store) -> Task:
+def prepare_task(
+    file: TaskFile, backbones: Sequence[Path], *, store: Store, feature_map: RowMap | None = None
+) -> Task:
     """Store the blobs of a task file's task: backbones, graphs and tensors for rounds, and the manifest.
+
+    `feature_map` is the map of a task with statistics, by default the task file's.
 
     Raises:
         ConfigError: a backbone is no ONNX file, mapped features are too long, the graphs cannot be exported, or the
@@ -140,7 +144,9 @@ def prepare_task(file: TaskFile, backbones: Sequence[Path], *, store: Store) -> 
         shapes = {name: tensors[name].shape for name in learning.uploaded}
         first = store.put_blob(pack_tensors(tensors), "tensors-0")
     statistics = None
-    if (feature_map := feature_map_of(file, feature_size)) is not None:
+    if feature_map is None:
+        feature_map = feature_map_of(file, feature_size)
+    if feature_map is not None:
         statistics = _statistics(feature_map, store, num_classes=len(file.classes))
         prototype_size = statistics.size
     manifest = task_manifest(file, references, program=program, statistics=statistics)

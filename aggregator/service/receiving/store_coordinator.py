@@ -10,6 +10,7 @@ from aggregator.heads.accepted_submissions import AcceptedSubmissions
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import IntakeHeads, IntakeTask, RoundRequest
 from aggregator.storage.submissions import SubmissionRecord
+from protocol.errors import BlobLost
 from protocol.wire.messages import Evaluation
 
 REQUEST_S = 10.0
@@ -93,8 +94,12 @@ class StoreCoordinator:
             self._store.facts.put(RoundRequest(self._store.clock.now_s()))
 
     def verify(self, digests: Iterable[bytes]) -> None:
-        """Verify blobs that are sent; raises StateError for one that is missing or damaged."""
+        """Verify blobs that are sent, and report one that is missing or damaged; raises StateError for it."""
         for digest in digests:
             if (now_s := time.monotonic()) >= self._verified_s.get(digest, 0.0):
-                self._store.blobs.verified_path(digest)
+                try:
+                    self._store.blobs.verified_path(digest)
+                except BlobLost:
+                    self._store.report_lost(digest)
+                    raise
                 self._verified_s[digest] = now_s + VERIFY_S

@@ -20,7 +20,7 @@ from aggregator.service.receiving.shards import ShardAssignment
 from aggregator.service.receiving.store_coordinator import StoreCoordinator
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import IntakeTask
-from protocol.errors import MalformedMessage, ProtofleetError, StateError
+from protocol.errors import BlobLost, MalformedMessage, ProtofleetError, StateError
 from protocol.log import event
 from protocol.mqtt import reconnecting_session as mqtt
 from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess, Brokers
@@ -210,6 +210,10 @@ def receive(
             try:
                 program = _program(store, folder, assignment, broker=broker, access=access)
                 reason = "" if program is not None else "no task yet: start `aggregator coordinate`"
+            except BlobLost as error:
+                with contextlib.suppress(StateError):
+                    store.report_lost(error.digest)
+                program, reason = None, str(error)
             except StateError as error:
                 if not is_started:
                     raise

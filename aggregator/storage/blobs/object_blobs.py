@@ -7,6 +7,7 @@ objects whose contents are not what their names say.
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta
@@ -32,6 +33,9 @@ REQUEST_S = 10.0
 
 RETRY_S = 10.0
 """Seconds after which a failed request is not repeated: the transaction that waits for it ends within a minute."""
+
+READS_S = (0.0, 0.1, 0.4)
+"""Seconds before each attempt to read an object: wrong answers of the store may pass."""
 
 GRACE = timedelta(hours=1)
 """Age below which no object is deleted: the transaction that refers to it may not have ended."""
@@ -150,22 +154,26 @@ class ObjectBlobs:
         """Return a blob after verifying its digest.
 
         Raises:
-            BlobLost: the object does not exist, or has twice had the same wrong contents; it is moved to `damaged`.
+            BlobLost: the object does not exist, or has the same wrong contents in each attempt; it is moved to
+                `damaged`.
             StateError: it cannot be read for another reason, or what arrives is not what is stored.
         """
-        wrong: bytes = b""
-        for _ in range(2):
+        wrong: set[bytes | None] = set()
+        for pause_s in READS_S:
+            time.sleep(pause_s)
             data = self._get(self._key(digest))
-            if data is None:
-                self._check_owner()
-                raise BlobLost(digest, f"{self.location}/blobs/{digest.hex()} is missing")
-            got = digest_of(data)
-            if got == digest:
+            got = None if data is None else digest_of(data)
+            if data is not None and got == digest:
                 return data
-            if got == wrong:
-                raise self._moved(digest)
-            wrong = got
-        raise StateError(f"cannot use {self.location}: {digest.hex()} arrives with other contents each time")
+            wrong.add(got)
+        if len(wrong) > 1:
+            raise StateError(
+                f"cannot use {self.location}: {digest.hex()} arrives with other contents each time"
+            )
+        if None not in wrong:
+            raise self._moved(digest)
+        self._check_owner()
+        raise BlobLost(digest, f"{self.location}/blobs/{digest.hex()} is missing")
 
     def verified_path(self, digest: bytes) -> Path:
         """Return the path of a blob's verified copy, downloading it first if necessary; raises what `read` does."""

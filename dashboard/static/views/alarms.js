@@ -12,7 +12,7 @@ function alarmsOf(status) {
   }
   if (status.duplicate) add("bad", `Another aggregator uses this key, at ${status.duplicate.address || "an unknown address"}: stop one of them.`);
   if (status.lost_files.length) {
-    add("bad", `The disk has lost ${counted(status.lost_files.length, "file")} that devices need: restart the aggregator.`);
+    add("bad", `${counted(status.lost_files.length, "lost file")}: devices or trainings need it; the log says why.`);
   }
   const failed = status.failed_training;
   if (failed) {

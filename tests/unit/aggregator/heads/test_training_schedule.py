@@ -23,7 +23,7 @@ from aggregator.heads.training_schedule import HeadTraining
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import LostFiles, PendingHead, TrainingProgress
 from aggregator.storage.submissions import SubmissionRecord
-from aggregator.tasks.restoration import Restoration
+from aggregator.tasks import restoration
 from aggregator.tasks.task_preparation import Task, prepare_task
 from aggregator.training.jobs import HeadJob, Result, RoundJob, StatisticsJob
 from aggregator.training.runner import Finished, Progress, Trainer
@@ -78,7 +78,7 @@ def _damaged_tensors(task: Task, store: Store) -> Iterator[None]:
     blob = store.blobs.path(task.first_tensors.digest)
     whole = blob.read_bytes()
     blob.write_bytes(b"damaged")
-    with patch.object(Restoration, "_restore", return_value=False):
+    with patch.object(restoration, "prepare_task"):
         yield
     blob.write_bytes(whole)
 
@@ -148,7 +148,7 @@ def test_failed_round_is_logged_and_retried(
 
 
 def test_damaged_files_are_restored(task: Task, store: Store) -> None:
-    """From a copy, or made again from the task file: a round closes although all that it reads was damaged."""
+    """As the start writes them: a round closes although all that it reads was damaged. A lost head is shown."""
     events: Events = queue.SimpleQueue()
     training = HeadTraining(task, store, on_event=events.put)
     assert task.first_tensors is not None
@@ -161,15 +161,12 @@ def test_damaged_files_are_restored(task: Task, store: Store) -> None:
     assert training.finish(_end(events))
     assert all(store.blobs.is_whole(digest) for digest in digests)
     assert len(list((store.folder / "damaged").iterdir())) == 3
+    assert store.facts.get(LostFiles) is None
     head = store.heads.all()[0]
     assert head.tensors is not None
     store.blobs.path(head.tensors.digest).unlink()
-    training.restoration.verify([head.tensors.digest])
-    program = task.manifest.program
-    assert program is not None
-    store.blobs.path(program.step.digest).write_bytes(b"damaged")
-    training.restoration.verify_all([program.step.digest])
-    assert store.facts.get(LostFiles) == LostFiles((program.step.digest.hex(),))
+    training.restoration.verify_all([head.tensors.digest])
+    assert store.facts.get(LostFiles) == LostFiles((head.tensors.digest.hex(),))
 
 
 def test_killed_training_is_repeated(task: Task, store: Store) -> None:

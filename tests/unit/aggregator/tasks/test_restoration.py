@@ -1,0 +1,185 @@
+"""Blobs that are missing or damaged in an object store are written again while the aggregator's copies are whole."""
+
+import contextlib
+import queue
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from aggregator.config.task_file import load_task
+from aggregator.coordination import round_state
+from aggregator.heads.training_schedule import HeadTraining
+from aggregator.service.receiving import upload_receiver
+from aggregator.service.receiving.store_coordinator import StoreCoordinator
+from aggregator.service.receiving.upload_receiver import UploadReceiver, receive
+from aggregator.storage.blobs import object_blobs
+from aggregator.storage.blobs.object_blobs import ObjectBlobs
+from aggregator.storage.store import Store
+from aggregator.storage.stored_values import LostFiles
+from aggregator.storage.submissions import SubmissionRecord
+from aggregator.tasks import restoration
+from aggregator.tasks.restoration import Restoration
+from aggregator.tasks.task_preparation import Task, prepare_task
+from aggregator.training.runner import Finished, Progress
+from protocol.errors import BlobLost
+from protocol.mqtt.tls import BrokerAddress
+from protocol.wire.codec import digest_of, encode
+from tests.support.messages.submissions import round_submission
+from tests.support.stores.object_store import BUCKET, ObjectStore, moto_server, object_store
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrokerAddress]:
+    with moto_server(tmp_path_factory.mktemp("moto")) as address:
+        yield address
+
+
+@pytest.fixture
+def remote(server: BrokerAddress, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectStore]:
+    with object_store(server, monkeypatch) as objects:
+        yield objects
+
+
+@pytest.fixture
+def store(remote: ObjectStore, prepared: Path, tmp_path: Path) -> Iterator[Store]:
+    del remote
+    shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
+    location = f"s3://{BUCKET}/{secrets.token_hex(8)}"
+    with contextlib.closing(Store(tmp_path / "state", blobs=location)) as opened:
+        yield opened
+
+
+@pytest.fixture
+def task(store: Store) -> Task:
+    return prepare_task(*load_task(store.folder.parent / "task.toml"), store=store)
+
+
+def _harm(remote: ObjectStore, store: Store, digest: bytes, *, fault: str) -> None:
+    path = f"/{store.blobs.location.removeprefix('s3://')}/blobs/{digest.hex()}"
+    if fault == "missing":
+        remote.direct("DELETE", path)
+    else:
+        remote.direct("PUT", path, b"other contents")
+
+
+def _shown(store: Store) -> set[str]:
+    return set((store.facts.get(LostFiles) or LostFiles(())).digests)
+
+
+@pytest.mark.parametrize("fault", ["missing", "wrong"])
+@pytest.mark.parametrize("copies", [True, False])
+def test_reported_blob_is_written_again(
+    task: Task, store: Store, remote: ObjectStore, fault: str, *, copies: bool
+) -> None:
+    """From the copy, or as at the start; what no program can make is shown as lost until it is back."""
+    healer, reader = Restoration(task, store), ObjectBlobs(store.blobs.location)
+    digests = [task.digest, *sorted(task.blobs - {task.manifest.program.step.digest})]  # type: ignore[union-attr]
+    healer.verify_all(digests)
+    head = store.blobs.put(b"a head")
+    for digest in (*digests, head):
+        if not copies:
+            store.blobs.path(digest).unlink(missing_ok=True)
+        _harm(remote, store, digest, fault=fault)
+        with pytest.raises(BlobLost):
+            reader.read(digest)
+        store.report_lost(digest)
+    healer.tick()
+    assert all(reader.is_whole(digest) for digest in digests)
+    assert _shown(store) == {head.hex()}
+    reader.put(b"a head")
+    healer._lost_s.clear()
+    healer._poll_s = 0.0
+    healer.tick()
+    assert _shown(store) == set()
+
+
+def test_failing_object_store_is_not_the_end_of_the_restoration(
+    task: Task, store: Store, remote: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No StateError, which would stop the intake; the blob is shown as lost, and restored once the store answers."""
+    monkeypatch.setattr(restoration, "VERIFY_S", 0.0)
+    monkeypatch.setattr(restoration, "POLL_S", 0.0)
+    healer = Restoration(task, store)
+    _harm(remote, store, task.digest, fault="missing")
+    store.report_lost(task.digest)
+    remote.status = 503
+    healer.tick()
+    assert _shown(store) == {task.digest.hex()}
+    remote.heal()
+    healer.tick()
+    assert _shown(store) == set()
+    assert store.blobs.is_whole(task.digest)
+
+
+def test_training_whose_task_is_missing_succeeds_the_next_time(
+    task: Task, store: Store, remote: ObjectStore
+) -> None:
+    """The program that trains reads the object store, in which the manifest is missing."""
+    events: queue.SimpleQueue[Progress | Finished] = queue.SimpleQueue()
+    training = HeadTraining(task, store, on_event=events.put)
+    training.restoration.verify_all([task.digest])
+    _harm(remote, store, task.digest, fault="missing")
+    for number, devices in enumerate(("ab", "c")):
+        for device in devices:
+            payload = encode(
+                round_submission(
+                    task=task.digest, number=0, sequence=1, shapes=task.expectation.tensors, seed=ord(device)
+                )
+            )
+            entry = round_state.Entry(1, digest_of(payload), store.clock.now_s(), 0)
+            training.submit(SubmissionRecord(device, entry, len(payload), 10, 2, {0: 1, 2: 1}), payload)
+        training.accepted.flush()
+        training.tick()
+        finished = events.get(timeout=300.0)
+        assert isinstance(finished, Finished)
+        assert training.finish(finished) == bool(number), finished.reason
+    assert len(store.heads.all(task.digest)) == 1
+
+
+def test_receiver_reports_and_starts_once_the_task_is_restored(
+    task: Task, store: Store, remote: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And it reports a blob that a device requests."""
+    store.facts.put(task.intake)
+    healer = Restoration(task, store)
+    _harm(remote, store, task.digest, fault="wrong")
+    (folder := tmp_path / "receiver").mkdir()
+    pauses = []
+
+    def pause(_: float) -> None:
+        if pauses:
+            healer.tick()
+        pauses.append(_shown(store))
+
+    def run(_: UploadReceiver) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(object_blobs, "READS_S", (0.0, 0.0))
+    monkeypatch.setattr(upload_receiver, "RETRY_S", 0.0)
+    monkeypatch.setattr(upload_receiver.time, "sleep", pause)
+    monkeypatch.setattr(UploadReceiver, "run", run)
+    with (
+        pytest.raises(KeyboardInterrupt),
+        contextlib.closing(Store(store.folder)) as own,
+    ):
+        receive(own, folder=folder, name="r", fixed=frozenset({0}), broker=(BrokerAddress("127.0.0.1", 9),))
+    assert {task.digest.hex()} in pauses
+    assert _shown(store) == set()
+    backbone = task.manifest.backbones[0].digest
+    store.blobs.path(backbone).unlink(missing_ok=True)
+    _harm(remote, store, backbone, fault="missing")
+    coordinator = StoreCoordinator(store, task.intake, None)  # type: ignore[arg-type]
+    with pytest.raises(BlobLost):
+        coordinator.verify([backbone])
+    assert _shown(store) == {backbone.hex()}
+
+
+def test_wrong_answers_that_pass_are_no_lost_blob(store: Store, remote: ObjectStore) -> None:
+    """Two equal ones, after which the object is neither moved nor reported."""
+    digest = store.blobs.put(b"contents")
+    remote.change, remote.only, remote.left = lambda _: b"other page", "GET", 2
+    assert ObjectBlobs(store.blobs.location).read(digest) == b"contents"
+    assert remote.harmed == 2
