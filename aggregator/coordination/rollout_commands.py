@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from aggregator.coordination.rollout_events import Activate, CommandReceived, RefuseCommand, Step
+from aggregator.coordination.rollout_events import Activate, CommandKind, CommandReceived, RefuseCommand, Step
 from aggregator.coordination.rollout_state import RETAINED_HEADS, State, activated
 
 
@@ -14,9 +14,7 @@ def commanded(state: State, command: CommandReceived) -> Step:
             return state, (RefuseCommand("there is no candidate to promote"),)
         if version not in (None, state.trial.version):
             return state, (RefuseCommand(f"head {version} is no longer the candidate"),)
-        version = state.trial.version
-    elif version is None:
-        version = state.earlier[-1] if state.earlier else None
+    version = named_head(state, command.kind, version)
     reason = _objection(state, command, version)
     if reason or version is None:
         return state, (RefuseCommand(reason),)
@@ -24,6 +22,15 @@ def commanded(state: State, command: CommandReceived) -> Step:
         state = replace(activated(state, version), is_watched=False)
         return state, (Activate(version, "promoted by an operator"),)
     return _rolled_back(state, version), (Activate(version, "rolled back by an operator"),)
+
+
+def named_head(state: State, kind: CommandKind, version: int | None) -> int | None:
+    """Return the head that a command is about: without a version the candidate, or the head before the current one."""
+    if version is not None:
+        return version
+    if kind == "promote":
+        return state.trial.version if state.trial is not None else None
+    return state.earlier[-1] if state.earlier else None
 
 
 def _objection(state: State, command: CommandReceived, version: int | None) -> str:

@@ -51,7 +51,8 @@ class FailuresReported:
 class CommandReceived:
     """An operator's command to make a head current: an earlier one, or with `promote` the candidate.
 
-    `heads` maps every head's version to True if all blobs that devices need for it are stored.
+    `heads` maps every head's version to True; that of the command's to False unless all blobs that devices need for it
+    are stored.
     """
 
     kind: CommandKind

@@ -2,7 +2,7 @@
 
 import time
 
-from aggregator.coordination.rollout_commands import commanded
+from aggregator.coordination.rollout_commands import commanded, named_head
 from aggregator.coordination.rollout_events import CommandKind, CommandReceived, RefuseCommand
 from aggregator.coordination.rollout_state import State
 from aggregator.storage.devices import REVOKED
@@ -15,13 +15,17 @@ OUTCOME_TIMEOUT_S = 10.0
 POLL_S = 0.1
 
 
-def usable_heads(store: Store, task: bytes) -> dict[int, bool]:
-    """Return every head of a task, with True if all blobs that devices need for it are stored."""
-    return {
-        head.version: head.digest in store.blobs
-        and (head.tensors is None or head.tensors.digest in store.blobs)
+def command_of(
+    store: Store, task: bytes, state: State, kind: CommandKind, version: int | None
+) -> CommandReceived:
+    """Return a command in a state, with every head, and whether the blobs of the one that it names are stored."""
+    named = named_head(state, kind, version)
+    heads = {
+        head.version: head.version != named
+        or (head.digest in store.blobs and (head.tensors is None or head.tensors.digest in store.blobs))
         for head in store.heads.all(task)
     }
+    return CommandReceived(kind, version, heads)
 
 
 def submit_command(store: Store, kind: CommandKind, version: int | None = None) -> str:
@@ -30,9 +34,8 @@ def submit_command(store: Store, kind: CommandKind, version: int | None = None) 
     Raises ConfigError if that is impossible, and StateError if there is no task yet.
     """
     task = store.served_task().digest
-    heads = usable_heads(store, task)
-    command = CommandReceived(kind, version, heads)
-    state, actions = commanded(_after_pending(store, task, heads), command)
+    state = _after_pending(store, task)
+    state, actions = commanded(state, command_of(store, task, state, kind, version))
     for action in actions:
         if isinstance(action, RefuseCommand):
             raise ConfigError(action.reason)
@@ -52,12 +55,12 @@ def submit_command(store: Store, kind: CommandKind, version: int | None = None) 
 
 def commanded_version(store: Store, task: bytes) -> int | None:
     """Return the head that pending commands will make current; None without pending commands."""
-    heads = {head.version: True for head in store.heads.all(task)}  # checked when the commands were given
-    return _after_pending(store, task, heads).current if store.commands.pending(task) else None
+    return _after_pending(store, task).current if store.commands.pending(task) else None
 
 
-def _after_pending(store: Store, task: bytes, heads: dict[int, bool]) -> State:
+def _after_pending(store: Store, task: bytes) -> State:
     state = store.heads.rollout(task)
+    heads = {head.version: True for head in store.heads.all(task)}  # checked when the commands were given
     for earlier in store.commands.pending(task):
         command = CommandReceived(earlier.kind, earlier.version, heads)
         state, _ = commanded(state, command)

@@ -9,7 +9,7 @@ from aggregator.coordination import canary_rollout, rollout_events, rollout_stat
 from aggregator.coordination.canary_comparison import CanaryResult
 from aggregator.coordination.rollout_state import retained_heads, without_forgotten
 from aggregator.graphs.fused_model import fuse
-from aggregator.heads.operator_commands import usable_heads
+from aggregator.heads.operator_commands import command_of
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
 from aggregator.tasks.manifests import head_ref
@@ -139,8 +139,7 @@ class Releases:
 
     def _carry_out_commands(self) -> None:
         for command in self._store.commands.pending(self._task.digest):
-            heads = usable_heads(self._store, self._task.digest)
-            received = rollout_events.CommandReceived(command.kind, command.version, heads)
+            received = command_of(self._store, self._task.digest, self._state, command.kind, command.version)
             try:
                 with self._store.transaction():  # otherwise a kill in between would carry it out twice
                     actions = self._step(received)

@@ -20,6 +20,7 @@ from aggregator.storage.store import Store
 from aggregator.tasks.task_preparation import Task, prepare_task
 from protocol.errors import ConfigError, StateError
 from protocol.mqtt.reconnecting_session import BrokerAddress
+from protocol.storage.blobstore import BlobStore
 from protocol.wire.canary_rank import canary_rank
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import Evaluation, HeadManifest
@@ -368,3 +369,28 @@ def test_rollback_to_a_head_without_blobs_is_refused(store: Store) -> None:
     store.blobs.path(digest_of(b"head 1")).unlink()
     with pytest.raises(ConfigError, match=r"head 1 cannot be used any more: its files were deleted"):
         submit_command(store, "rollback")
+
+
+def test_command_asks_for_the_blobs_of_its_head_only(
+    store: Store, task: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each question is a request to an object store, and the aggregator takes no uploads meanwhile."""
+    releases = Releases(task, store)
+    for version in range(1, 6):
+        _add_head(store, task.digest, version)
+        releases.tick(version)
+    store.facts.put(replace(SERVED, digest=task.digest))
+    asked = list[bytes]()
+    contains = BlobStore.__contains__
+
+    def counted(blobs: BlobStore, digest: bytes) -> bool:
+        asked.append(digest)
+        return contains(blobs, digest)
+
+    monkeypatch.setattr(BlobStore, "__contains__", counted)
+    for version, head in ((None, 4), (3, 3)):
+        submit_command(store, "rollback", version)
+        releases._poll_s = 0.0
+        releases.tick(5)
+        assert store.heads.rollout(task.digest).current == head
+    assert asked == [digest_of(b"head 4")] * 2 + [digest_of(b"head 3")] * 2
