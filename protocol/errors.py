@@ -68,6 +68,10 @@ class StateError(ProtofleetError):
     """The state directory cannot be read or written."""
 
 
+class NoAnswer(StateError):
+    """PostgreSQL or an object store does not answer, or not now: a program that starts waits for it."""
+
+
 class NoStateError(StateError):
     """A database in which no aggregator has made tables yet."""
 

@@ -97,6 +97,7 @@ def receive_command(
     require_packages("numpy", extras=EXTRAS)
     from aggregator.security.identity import aggregator_access, has_ca
     from aggregator.service.receiving.upload_receiver import receive, receiver_folder
+    from aggregator.service.standby import until_answered
     from aggregator.storage.stored_values import ServedTask
     from protocol.mqtt.tls import parse_brokers
 
@@ -108,8 +109,12 @@ def receive_command(
         )
     brokers = parse_brokers(broker, tls=access.tls)
     stop_on_terminate()
-    opened = existing_state(state, database=database, fleet=fleet)
-    with opened as store, receiver_folder(state, name) as folder:
-        served = store.facts.get(ServedTask)
-        access = aggregator_access(state, access, fleet=fleet if served is None else served.fleet)
-        receive(store, folder=folder, name=name, fixed=shards, broker=brokers, access=access)
+
+    def run() -> None:
+        opened = existing_state(state, database=database, fleet=fleet)
+        with opened as store, receiver_folder(state, name) as folder:
+            served = store.facts.get(ServedTask)
+            own = aggregator_access(state, access, fleet=fleet if served is None else served.fleet)
+            receive(store, folder=folder, name=name, fixed=shards, broker=brokers, access=own)
+
+    until_answered(run)

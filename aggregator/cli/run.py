@@ -121,7 +121,7 @@ def _run(  # noqa: PLR0913 - one for each option
     from aggregator.http.process import http_options, start_http
     from aggregator.security.identity import aggregator_access, restore_access
     from aggregator.service.serving import serve
-    from aggregator.service.standby import Standby
+    from aggregator.service.standby import Standby, until_answered
     from aggregator.storage.store import Store
     from aggregator.tasks.task_preparation import prepare_task
     from protocol.mqtt.tls import NO_AUTHENTICATION, parse_brokers, warnings
@@ -170,7 +170,7 @@ def _run(  # noqa: PLR0913 - one for each option
                 is_coordinator=is_coordinator,
             )  # until interrupted
 
-    standby.repeat(lead)
+    until_answered(lambda: standby.repeat(lead))
 
 
 @click.command(

@@ -58,9 +58,14 @@ def train_command(
     """Train heads for an `aggregator run --external-training` until interrupted."""
     start_logging(verbose=verbose)
     require_packages("onnx", "onnxscript", "onnxruntime", "scipy", "torch", extras=EXTRAS)
+    from aggregator.service.standby import until_answered
     from aggregator.training.workers.worker import Worker, scratch_folder
 
     stop_on_terminate()
-    opened = existing_state(state, database=database, fleet=fleet)
-    with opened as store, scratch_folder(state, name) as folder:
-        Worker(store, folder, name=name, lease_s=lease_s).run()
+
+    def run() -> None:
+        opened = existing_state(state, database=database, fleet=fleet)
+        with opened as store, scratch_folder(state, name) as folder:
+            Worker(store, folder, name=name, lease_s=lease_s).run()
+
+    until_answered(run)

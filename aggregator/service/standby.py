@@ -1,7 +1,8 @@
-"""An aggregator that waits while another one leads its fleet on PostgreSQL, and leads after that one."""
+"""Programs that wait: for PostgreSQL or the object store to answer, and while another aggregator leads the fleet."""
 
 import contextlib
 import logging
+import random
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +12,9 @@ from aggregator.ingest import intake_status
 from aggregator.security.key_rotation import require_fleet_key
 from aggregator.storage.postgresql.lead import STANDBY_S
 from aggregator.storage.store import Store
-from protocol.errors import NotLeader, StateError
+from protocol.errors import NoAnswer, NotLeader, StateError
 from protocol.log import event
+from protocol.mqtt.reconnect_delay import Backoff
 from protocol.service_manager import ServiceManager
 
 log = logging.getLogger(__name__)
@@ -21,6 +23,21 @@ CHECK_S = 60.0
 """Seconds between two checks of a standby's signing key."""
 
 Result = TypeVar("Result")
+
+
+def until_answered(start: Callable[[], Result]) -> Result:
+    """Return what `start` does, which is repeated as long as PostgreSQL or the object store does not answer."""
+    backoff, manager = Backoff(1, random.uniform), ServiceManager()
+    while True:
+        try:
+            return start()
+        except NoAnswer as error:
+            delay_s = backoff.pause_s(connected_s=0.0, messages=0)
+            text = "cannot start: retrying"
+            event(log, logging.WARNING, text, reason=error, retry=f"in {delay_s:.1f} s")
+            manager.ready()  # a service manager would otherwise end it
+            manager.alive()
+            time.sleep(delay_s)
 
 
 class Standby:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
 from protocol.cli import require_packages
-from protocol.errors import BlobLost, ConfigError, StateError
+from protocol.errors import BlobLost, ConfigError, NoAnswer, StateError
 from protocol.storage.blobstore import BlobStore, WriteBatch
 from protocol.threads import submit
 from protocol.wire.codec import digest_of
@@ -167,7 +167,7 @@ class ObjectBlobs:
                 return data
             wrong.add(got)
         if len(wrong) > 1:
-            raise StateError(
+            raise NoAnswer(
                 f"cannot use {self.location}: {digest.hex()} arrives with other contents each time"
             )
         if None not in wrong:
@@ -293,7 +293,7 @@ class ObjectBlobs:
             FileExistsError: the object exists, and must not.
             StateError: the store cannot be reached, or refuses.
         """
-        from obstore.exceptions import AlreadyExistsError, BaseError
+        from obstore.exceptions import AlreadyExistsError, BaseError, GenericError
 
         try:
             return request()
@@ -303,7 +303,9 @@ class ObjectBlobs:
             raise
         except (BaseError, OSError, ValueError) as error:
             reason = " ".join(str(error).split("\n\nDebug source")[0].split())
-            raise StateError(f"cannot use {self.location}: {_advised(reason)}") from None
+            is_refusal = "status code: 40" in reason or _METADATA_HOST in reason
+            kind = NoAnswer if isinstance(error, GenericError) and not is_refusal else StateError
+            raise kind(f"cannot use {self.location}: {_advised(reason)}") from None
 
 
 def _open(location: str) -> "tuple[S3Store, str]":

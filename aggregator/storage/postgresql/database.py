@@ -15,7 +15,7 @@ import msgspec
 
 from aggregator.storage.postgresql.lead import Lead, Standby, elapsed_s
 from aggregator.storage.postgresql.schema import PostgresSchema, connect, statement_of
-from protocol.errors import ConfigError, NotLeader, RuntimeMissing, StateError
+from protocol.errors import ConfigError, NoAnswer, NotLeader, RuntimeMissing, StateError
 from protocol.storage.folder_lock import FolderLock
 
 Value = TypeVar("Value")
@@ -324,7 +324,14 @@ class PostgresDatabase:
                 if "no password supplied" in text
                 else ""
             )
-            raise StateError(f"cannot use {self.path}: {text}{todo}") from error
+            kind = NoAnswer if isinstance(error, psycopg.OperationalError) and _may_pass(text) else StateError
+            raise kind(f"cannot use {self.path}: {text}{todo}") from error
+
+
+def _may_pass(reason: str) -> bool:
+    """Return True if a connection may succeed later: its failure is no answer such as a wrong password."""
+    is_busy = any(text in reason for text in ("the database system is", "too many", "connection slots"))
+    return is_busy or not ("FATAL:" in reason or "no password supplied" in reason)
 
 
 def _storable(value: Any) -> Any:
