@@ -11,10 +11,12 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
+from shutil import disk_usage
 
 import msgspec
 
 from aggregator.ingest.reassembly import Key, Transfer
+from protocol.errors import StateError
 from protocol.log import event
 from protocol.storage.blobstore import state_errors, sync
 from protocol.storage.database import Database
@@ -32,6 +34,8 @@ _MIGRATIONS = (
     ) STRICT, WITHOUT ROWID;
     """,
 )
+TRIAL_BYTES = 64 * 1024
+
 _MAX_BUFFERS = 512
 """Buffers in one system call, which takes 1024."""
 
@@ -122,12 +126,18 @@ class ChunkStore:
                 path.unlink()
 
     def check_writable(self, size_bytes: int) -> None:
-        """Write so many bytes, and delete them."""
+        """Raise StateError unless so many bytes are free, and TRIAL_BYTES can be written."""
         path = self._folder / ".trial"
         with state_errors(path):
             self._folder.mkdir(exist_ok=True)
+            disk = disk_usage(self._folder)
+            if disk.total and disk.free < size_bytes:  # some file systems say 0
+                raise StateError(
+                    f"not enough disk space in {self._folder}: {size_bytes / 1e6:.1f} MB needed, "
+                    f"{disk.free / 1e6:.1f} MB available"
+                )
             try:
-                _write(path, [(0, bytes(size_bytes))])
+                _write(path, [(0, bytes(TRIAL_BYTES))])
             finally:
                 path.unlink(missing_ok=True)
         self._index.check_writable()

@@ -1,7 +1,7 @@
 """Intake of device uploads: frames are durable, in batches, before any of them is acknowledged.
 
 A disk that cannot be written stops the intake and nothing else: receipts ask devices to keep their uploads and try
-again, until a trial write succeeds.
+again, until there is space and a trial write succeeds.
 """
 
 import contextlib
@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from shutil import disk_usage
 
 from aggregator.ingest import intake_status
 from aggregator.ingest.chunk_store import ChunkStore
@@ -18,6 +19,7 @@ from aggregator.ingest.validation import Refused
 from aggregator.storage.store import Store
 from protocol.errors import NotLeader, StateError
 from protocol.log import event
+from protocol.storage.blobstore import state_errors
 from protocol.wire.messages import Frame, Receipt
 
 log = logging.getLogger(__name__)
@@ -31,7 +33,11 @@ EXPIRY_S = 60.0
 CHECK_S = 600.0
 """Seconds between searches for damage in the database, which takes 1 ms per MB."""
 
-MAX_TRIAL_BYTES = 64 * 1024**2
+MAX_ROOM_BYTES = 64 * 1024**2
+"""Free space that resumes a stopped intake, whatever is the size of an upload."""
+
+ROOM_SHARE = 0.05
+"""Share of the disk whose space resumes the intake, if that is less."""
 
 MAX_DETAIL = 500
 
@@ -53,6 +59,8 @@ class Receiver:
         self._chunks = ChunkStore(self._folder)
         self.intake = Intake()
         """Its status."""
+        self._is_known = False
+        """Why the intake is still stopped is logged."""
         self._trial_s = self._expiry_s = self._check_s = 0.0
         intake_status.create(self._folder)
         self._reassembly = self._load()
@@ -122,6 +130,7 @@ class Receiver:
             log.debug("%s", error)
             return
         self._trial_s = time.monotonic() + TRIAL_S
+        self._is_known = False
         text = "intake stopped: free space, fix permissions, or restore the database or object store"
         event(log, logging.ERROR, text, reason=error)
         self._set_intake(Intake(time.time(), str(error)))
@@ -159,18 +168,24 @@ class Receiver:
 
     def check_writable(self, size_bytes: int) -> None:
         """Raise StateError unless there is room for so many bytes, at most an upload's, also in the database."""
-        self._chunks.check_writable(min(size_bytes, self._max_bytes, MAX_TRIAL_BYTES))
+        self._chunks.check_writable(min(size_bytes, self._max_bytes, MAX_ROOM_BYTES))
         self._store.database.check_writable()
         self._store.blobs.check_writable()
 
     def _resume(self) -> bool:
         self._trial_s = time.monotonic() + TRIAL_S
         try:
-            self.check_writable(self._max_bytes)
+            with state_errors(self._folder):
+                total_bytes = disk_usage(self._folder).total
+            self.check_writable(int(total_bytes * ROOM_SHARE))
             self._store.database.check()
             self._reassembly = self._load()
         except StateError as error:
-            log.debug("intake is still stopped: %s", error)
+            if str(error) != self.intake.reason:
+                level = logging.DEBUG if self._is_known else logging.WARNING
+                event(log, level, "intake still stopped", reason=error)
+                self._is_known = True
+                self._set_intake(Intake(self.intake.stopped_s, str(error)))
             return False
         event(log, logging.INFO, "intake resumed")
         self._set_intake(Intake())

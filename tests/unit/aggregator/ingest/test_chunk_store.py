@@ -66,7 +66,7 @@ def test_full_disk_stores_nothing_of_a_batch(tmp_path: Path) -> None:
     store.commit([_arrived(ONE, (0, BLOCK))], [])
     before = _loaded(store)
     batch = [_arrived(TWO, (0, BLOCK * 4))]
-    with full_disk(after_bytes=150_000):
+    with full_disk(after_bytes=60_000):
         with pytest.raises(StateError, match=r"cannot use .*incoming"):
             store.commit(batch, [ONE])
         with pytest.raises(StateError, match=r"cannot use .*incoming"):

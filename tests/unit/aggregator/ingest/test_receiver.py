@@ -1,5 +1,7 @@
 """Intake of uploads on a real disk: durable before acknowledged, over restarts, stops, and kills."""
 
+import contextlib
+import os
 import shutil
 import subprocess
 import sys
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 
 from aggregator.coordination.round_state import Entry
+from aggregator.ingest import intake_status
 from aggregator.ingest.chunk_store import ChunkStore
 from aggregator.ingest.reassembly import Complete
 from aggregator.ingest.receiver import Receiver
@@ -18,6 +21,7 @@ from protocol.errors import StateError
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import Frame, Receipt
 from protocol.wire.transfer import frames_of
+from tests.support.machine_faults import fill, small_disk
 from tests.support.messages.submissions import TASK
 
 PAYLOAD = bytes(range(256)) * 960
@@ -112,6 +116,24 @@ def test_deleted_folder_stops_the_intake_until_it_is_created_again(store: Store)
     receiver._trial_s = 0.0
     assert receiver.tick()
     assert [receiver.take("a", frame) for frame in FRAMES][-1] == COMPLETE
+
+
+def test_small_disk_resumes_once_it_has_room(caplog: pytest.LogCaptureFixture) -> None:
+    """With a 20th of its space, although an upload may be larger; log and status say what is needed."""
+    with small_disk(size_bytes=8 * 1024**2) as disk, contextlib.closing(Store(disk / "state")) as store:
+        receiver = Receiver(store, max_bytes=10**8, unfinished_s=3600.0)
+        fill(disk)
+        receiver.stop(StateError("the disk is full"))
+        for _ in range(2):
+            receiver._trial_s = 0.0
+            assert not receiver.tick()
+        reason = f"not enough disk space in {store.folder}/incoming: 0.4 MB needed, 0.0 MB available"
+        assert intake_status.read(store.folder).reason == reason
+        assert caplog.text.count("intake still stopped") == 1
+        os.truncate(disk / "filler", (disk / "filler").stat().st_size - 10**6)
+        receiver._trial_s = 0.0
+        assert receiver.tick()
+        assert intake_status.read(store.folder) == intake_status.Intake()
 
 
 _RECEIVING = """\

@@ -1,5 +1,6 @@
 """The task that follows FedTC's, once its head is in use: when it begins, what a restart serves, and when it ends."""
 
+import shutil
 import time
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from aggregator.coordination.rounds import Train
 from aggregator.graphs.head_export import head_to_onnx, map_to_onnx
 from aggregator.heads.forgotten_devices import forget
 from aggregator.heads.pending_training import blobs_of, job_of
-from aggregator.ingest import intake_status
+from aggregator.ingest import chunk_store, intake_status
 from aggregator.service.aggregator import Aggregator
 from aggregator.status.collect import collect_status
 from aggregator.storage.heads import HeadRecord
@@ -29,7 +30,6 @@ from aggregator.training.jobs import StatisticsJob
 from protocol.models.onnx_metadata import HeadMetadata
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from tests.support.fleets.aggregator_process import write_task
-from tests.support.machine_faults import full_disk
 from tests.support.messages.submissions import evaluation
 from tests.support.simulation.clocks import FakeClock
 from tests.unit.aggregator.status.stores import rendered
@@ -223,13 +223,17 @@ def test_discriminants_are_not_refined(bench: Bench) -> None:
     assert refinable_head(used, [_add_head(store, fedtc, 2, epochs=0.0)]) is None
 
 
-def test_other_task_is_followed_once_there_is_room(bench: Bench, tmp_path: Path) -> None:
+def test_other_task_is_followed_once_there_is_room(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Until then the running aggregator serves the task before, with its intake stopped. No other file is read."""
     store, fedtc = bench.store, bench.prepared()
     _add_head(store, fedtc)
     daemon = Aggregator(fedtc, store, broker=BrokerAddress("127.0.0.1", 1))
     (tmp_path / "tiny.onnx").unlink()
-    with full_disk(after_bytes=500_000):
+    with monkeypatch.context() as almost_full:
+        disk = shutil.disk_usage(tmp_path)
+        almost_full.setattr(chunk_store, "disk_usage", lambda _: disk._replace(free=500_000))
         daemon.handle([])
         daemon.handle([])
     assert (daemon._is_over, intake_status.read(store.folder).stopped_s is None) == (False, False)
