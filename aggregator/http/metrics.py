@@ -94,7 +94,9 @@ def _of_aggregator(status: Status) -> Iterable[Metric]:
     by_devices: Counter[str] = Counter()
     for device in status.devices:
         by_devices.update(device.refused_messages)
-    text = "Messages that devices have refused since their start, by reason."
+    text = (
+        "Messages that devices have refused since their start, by reason; at most a million of each device."
+    )
     yield _labelled("device_refused_messages", text, "reason", dict(sorted(by_devices.items())))
 
 

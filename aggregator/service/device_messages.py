@@ -49,6 +49,9 @@ RECEIPTS_AT_ONCE = 256
 
 RECEIPTS_PER_S = 4.0
 
+MAX_REFUSED = 1_000_000
+"""Refused messages of a reason that a device can report: a device can claim any number, and metrics add them."""
+
 
 @dataclass(kw_only=True)
 class DeviceMessages:
@@ -333,12 +336,14 @@ class DeviceMessages:
 
 
 def bounded_info(info: DeviceInfo, task: TaskManifest) -> DeviceInfo:
-    """Return what is stored of a device's report: only the task's classes and backbones, and only known reasons."""
+    """Return what is stored of a device's report: only the task's classes and backbones, known reasons, bounded."""
     return msgspec.structs.replace(
         info,
         backbones=tuple(blob.digest for blob in task.backbones if blob.digest in info.backbones),
         images={name: count for name, count in info.images.items() if name in task.classes},
         refused_messages={
-            name: count for name, count in info.refused_messages.items() if name in get_args(Reason)
+            name: min(count, MAX_REFUSED)
+            for name, count in info.refused_messages.items()
+            if name in get_args(Reason)
         },
     )
