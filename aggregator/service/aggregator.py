@@ -18,7 +18,7 @@ from aggregator.service.event_loop import EventLoop, Events, Parts
 from aggregator.service.local_coordinator import LocalCoordinator
 from aggregator.service.own_topic import TAKE_OVER
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import IntakeHeads, RoundRequest, ServedTask
+from aggregator.storage.stored_values import IntakeHeads, RoundRequest, ServedTask, TaskPreparation
 from aggregator.tasks import refinement
 from aggregator.tasks.task_preparation import Task
 from aggregator.training.runner import Finished, Progress
@@ -233,6 +233,7 @@ class Aggregator(EventLoop):
 
 def _next_epoch(task: Task, store: Store) -> int:
     """Store the task as served; returns this start's epoch, greater than that of any earlier start."""
+    store.facts.delete(TaskPreparation)  # of a program that was killed
     before = store.facts.get(ServedTask)
     epoch = max(before.epoch + 1 if before is not None else 1, int(time.time()))
     file = task.file

@@ -24,6 +24,7 @@ from aggregator.storage.stored_values import (
     LostFiles,
     Refinement,
     SigningKey,
+    TaskPreparation,
     Traffic,
     TrainingProgress,
     UploadTokens,
@@ -66,7 +67,7 @@ def _collect(store: Store) -> model.Status:
     limit = store.facts.get(HeadRateLimit)
     closes_s = open_collection.closes_at_s(state, settings)
     key, files = store.facts.get(SigningKey), _current_files(store.folder, heads, used.current)
-    is_running = store.is_locked()
+    is_running, preparation = store.is_locked(), store.facts.get(TaskPreparation)
     receivers = tuple(record for _, record in store.receivers.all().values())
     return model.Status(
         running=is_running,
@@ -80,6 +81,7 @@ def _collect(store: Store) -> model.Status:
         fleet=served.fleet,
         algorithm=served.algorithm,
         task=task.hex(),
+        preparing=preparation.algorithm if is_running and preparation is not None else "",
         refines=_refined(store, task),
         classes=served.classes,
         quorum=settings.quorum,

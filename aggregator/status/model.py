@@ -185,6 +185,12 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     fleet: str
     algorithm: str
     task: Annotated[str, Meta(description="sha256 of the task manifest.")]
+    preparing: Annotated[
+        str,
+        Meta(
+            description="Algorithm of a task whose graphs are being exported, before it is served; or empty."
+        ),
+    ]
     refines: Annotated[Refined | None, Meta(description="Null unless the task refines a head of FedTC's.")]
     classes: tuple[str, ...]
     quorum: int

@@ -61,6 +61,12 @@ def _above(status: Status) -> Iterator[tuple[str, ...]]:
     on = status.leader and f" on {status.leader}"
     running = f"running{on}" if status.running else "not running"
     yield "fleet", f"{status.fleet}, {status.algorithm}, task {status.task[:12]}, {running}", "bold"
+    if status.preparing:
+        yield (
+            "preparing",
+            f"a task with {status.preparing}: its graphs are exported, and not served yet",
+            "yellow",
+        )
     yield "key", f"{status.aggregator_key}; {_enrollment(status.enrollment)}"
     if status.root_key:
         yield "root key", status.root_key

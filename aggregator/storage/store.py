@@ -18,7 +18,14 @@ from aggregator.storage.location import Location, check_fleet, record, record_ne
 from aggregator.storage.postgresql.database import PostgresDatabase, check_url
 from aggregator.storage.postgresql.lead import Standby
 from aggregator.storage.receivers import Receivers
-from aggregator.storage.stored_values import BlobLocation, FailedTraining, LostFiles, PendingHead, ServedTask
+from aggregator.storage.stored_values import (
+    BlobLocation,
+    FailedTraining,
+    LostFiles,
+    PendingHead,
+    ServedTask,
+    TaskPreparation,
+)
 from aggregator.storage.submissions import SubmissionChanges, Submissions
 from protocol.errors import ConfigError, ProtofleetError, StateError
 from protocol.log import event
@@ -344,7 +351,9 @@ class Store:
         """Return the task that the aggregator was started with last; raises StateError if it was never started."""
         served = self.facts.get(ServedTask)
         if served is None:
-            raise StateError(f"no task in {self.folder} yet: start `aggregator run`")
+            is_prepared = self.facts.get(TaskPreparation) is not None
+            todo = "its graphs are being exported" if is_prepared else "start `aggregator run`"
+            raise StateError(f"no task in {self.folder} yet: {todo}")
         return served
 
     def holds(self, device: str, digest: bytes) -> bool:

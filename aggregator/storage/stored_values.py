@@ -23,6 +23,12 @@ class ServedTask(msgspec.Struct, frozen=True):
     limits: Limits = Limits()
 
 
+class TaskPreparation(msgspec.Struct, frozen=True):
+    """The task whose graphs are being exported, before it is served."""
+
+    algorithm: str
+
+
 class IntakeTask(msgspec.Struct, frozen=True, kw_only=True):
     """Facts about the served task that the intake of uploads needs beside its manifest."""
 

@@ -15,7 +15,7 @@ import msgspec
 
 from aggregator.config.schema import TaskFile
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import CompiledGraphs
+from aggregator.storage.stored_values import CompiledGraphs, TaskPreparation
 from aggregator.training.jobs import CompileJob, Result, run_as_program
 from aggregator.training.runner import Finished, Progress, Trainer
 from protocol.errors import ConfigError, ProtofleetError
@@ -69,7 +69,11 @@ def cached_graphs(task: TaskFile, *, feature_size: int, store: Store) -> dict[st
     event(log, logging.INFO, "exporting graphs, once for this task", algorithm=task.algorithm, **sizes)
     folder = store.folder / "graphs"  # a training may run in the other folder
     job = CompileJob(task_file=task, feature_size=feature_size, folder=str(folder))
-    result = _run_job(job, folder)
+    store.facts.put(TaskPreparation(task.algorithm))
+    try:
+        result = _run_job(job, folder)
+    finally:
+        store.facts.delete(TaskPreparation)
     made = {role: store.put_file(folder / f"{role}.onnx") for role in ROLES}
     store.facts.put(CompiledGraphs({**compiled, key: made}))
     size_bytes = sum(graph.size_bytes for graph in made.values())

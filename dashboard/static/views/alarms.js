@@ -7,6 +7,7 @@ function alarmsOf(status) {
   const found = [];
   const add = (kind, text) => found.push({ kind, text });
   if (!status.running) add("bad", "The aggregator is not running: start `aggregator run`.");
+  if (status.preparing) add("warn", `A task with ${status.preparing} is prepared: its graphs are exported, and not served yet.`);
   if (status.intake.stopped_s !== null) {
     add("bad", `Uploads are not stored since ${ago(status.intake.stopped_s)}: ${status.intake.reason}`);
   }

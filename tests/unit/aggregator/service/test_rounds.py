@@ -1,5 +1,6 @@
 """Rounds of a running aggregator: announcements, verdicts, restarts, and graphs."""
 
+import contextlib
 import shutil
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from aggregator.algorithms.fpl import FPL
 from aggregator.algorithms.tensors import pack_tensors, unpack_tensors
 from aggregator.heads.operator_commands import submit_command
 from aggregator.storage.store import Store
+from protocol.errors import StateError
 from protocol.models.onnx_metadata import HeadMetadata, read_metadata
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.wire.codec import decode, digest_of, encode, to_tensor
@@ -234,16 +236,21 @@ def test_failed_compilation_ends_the_program(tmp_path: Path, monkeypatch: pytest
     assert done.returncode == 1
     *_, last = done.stderr.splitlines()
     assert last.startswith("error: cannot export the graphs of fpl: exit status 1: ")
-    assert last.endswith(f"see {tmp_path / 'state' / 'training' / 'graphs'}")
+    assert last.endswith(f"see {tmp_path / 'state' / 'graphs'}")
     assert "Traceback" not in done.stderr
 
 
 def test_compilation_can_be_interrupted(tmp_path: Path) -> None:
     task = write_task(tmp_path, IN_ROUNDS)
     with aggregator(task, BrokerAddress("127.0.0.1", 1)) as daemon:
-        job = tmp_path / "state" / "training" / "graphs" / "job.json"
+        job = tmp_path / "state" / "graphs" / "job.json"
         while not job.exists():
             assert daemon.process.poll() is None
+        with (
+            contextlib.closing(Store(daemon.state, read_only=True)) as store,
+            pytest.raises(StateError, match="its graphs are being exported"),
+        ):
+            store.served_task()
         assert daemon.stop(signal.SIGINT) == 130
         assert "exporting graphs, once for this task algorithm=fpl features=16 classes=3" in daemon.log()
         assert "Traceback" not in daemon.log()

@@ -1,5 +1,6 @@
 """The key of a task's graphs changes with what changes the graphs."""
 
+import contextlib
 import gc
 import shutil
 import time
@@ -11,10 +12,14 @@ from msgspec.structs import replace
 
 from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.config.schema import Client, TaskFile
+from aggregator.status.collect import collect_status
+from aggregator.storage.store import Store
 from aggregator.tasks import graph_cache
 from aggregator.training.jobs import CompileJob, Result
 from aggregator.training.runner import Finished
 from protocol.errors import ConfigError
+from tests.support.messages.submissions import SERVED
+from tests.unit.aggregator.status.stores import rendered
 
 FILE = TaskFile(classes=("a", "b"), backbones=("b",), algorithm="fedpcl")
 
@@ -121,3 +126,22 @@ def test_killed_export_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         play(*[killed] * 4)
     with pytest.raises(ConfigError, match="differs"):
         play(Finished(job, None, "a graph differs"))
+
+
+def test_status_names_the_task_whose_graphs_are_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it shows the task before; no longer after an export that fails."""
+    with contextlib.closing(Store(tmp_path, lock=True)) as store:
+        store.facts.put(SERVED)
+
+        def export(*_: object) -> Result:
+            status = collect_status(store)
+            assert (status.algorithm, status.preparing) == (SERVED.algorithm, "fedpcl")
+            assert "a task with fedpcl: its graphs are exported" in rendered(status)
+            raise ConfigError("cannot export")
+
+        monkeypatch.setattr(graph_cache, "_run_job", export)
+        with pytest.raises(ConfigError, match="cannot export"):
+            graph_cache.cached_graphs(FILE, feature_size=16, store=store)
+        assert collect_status(store).preparing == ""
