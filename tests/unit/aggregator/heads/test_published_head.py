@@ -388,8 +388,9 @@ def test_command_asks_for_the_blobs_of_its_head_only(
         return contains(blobs, digest)
 
     monkeypatch.setattr(BlobStore, "__contains__", counted)
-    for version, head in ((None, 4), (3, 3)):
-        submit_command(store, "rollback", version)
+    commands: tuple[tuple[int | None, int], ...] = ((None, 4), (3, 3))
+    for named, head in commands:
+        submit_command(store, "rollback", named)
         releases._poll_s = 0.0
         releases.tick(5)
         assert store.heads.rollout(task.digest).current == head

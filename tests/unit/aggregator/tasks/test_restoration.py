@@ -4,6 +4,7 @@ import contextlib
 import queue
 import secrets
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -147,7 +148,7 @@ def test_receiver_reports_and_starts_once_the_task_is_restored(
     healer = Restoration(task, store)
     _harm(remote, store, task.digest, fault="wrong")
     (folder := tmp_path / "receiver").mkdir()
-    pauses = []
+    pauses: list[set[str]] = []
 
     def pause(_: float) -> None:
         if pauses:
@@ -159,7 +160,7 @@ def test_receiver_reports_and_starts_once_the_task_is_restored(
 
     monkeypatch.setattr(object_blobs, "READS_S", (0.0, 0.0))
     monkeypatch.setattr(upload_receiver, "RETRY_S", 0.0)
-    monkeypatch.setattr(upload_receiver.time, "sleep", pause)
+    monkeypatch.setattr(time, "sleep", pause)
     monkeypatch.setattr(UploadReceiver, "run", run)
     with (
         pytest.raises(KeyboardInterrupt),
