@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aggregator.security.identity import identity_folder, locked_identity
-from aggregator.security.key_rotation import key_certificates
+from aggregator.security.key_rotation import certificate_chain, key_certificates
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import ManifestNumbers, SigningKey
 from protocol.errors import BadSignature, MalformedMessage
@@ -60,10 +60,11 @@ class ManifestSigner:
         self._releases = dict(stored.numbers) if stored is not None and stored.key == self._public else {}
         self._signed: dict[FleetChannel, _Last] = {}
         self._is_unkept = False
-        self._certificates = key_certificates(store.folder, public_key(key))
+        certificates = key_certificates(store.folder, public_key(key))
+        self._certificates = certificate_chain(certificates)
         found, before = SigningKey(self._public), store.facts.get(SigningKey)
         # `rotate-key` may have been killed between the key and the database; devices follow the certificates.
-        replaced = {key.hex() for each in self._certificates for key in (each.signer, each.key)}
+        replaced = {key.hex() for each in certificates for key in (each.signer, each.key)}
         if before is not None and before != found and before.public not in replaced:
             event(
                 log,

@@ -33,7 +33,7 @@ def key_certificates(state: Path, public: bytes) -> tuple[KeyCertificate, ...]:
     with readable(file, "is damaged: restore it from a backup"):
         found = msgspec.json.decode(file.read_bytes(), type=tuple[KeyCertificate, ...])
     newest = max((each.number for each in found if each.key == public), default=0)
-    return tuple(each for each in found if each.number <= newest)[-MAX_KEY_CERTIFICATES:]
+    return tuple(each for each in found if each.number <= newest)
 
 
 def require_fleet_key(store: Store) -> None:
@@ -64,6 +64,11 @@ def require_fleet_key(store: Store) -> None:
 def root_of(certificates: tuple[KeyCertificate, ...]) -> bytes:
     """Return the root key that the newest certificate names; empty if the fleet has none."""
     return certificates[-1].root if certificates else b""
+
+
+def certificate_chain(certificates: tuple[KeyCertificate, ...]) -> tuple[KeyCertificate, ...]:
+    """Return the certificates that every device needs: of those that the root key has signed, only the newest."""
+    return tuple(each for each in certificates if each.signer != each.root or each == certificates[-1])
 
 
 def issue_key(root_file: Path, *, fleet: str, out: Path) -> bytes:
@@ -119,6 +124,11 @@ def rotate_key(store: Store, *, fleet: str, issued: Path | None = None) -> bytes
                 f"devices accept only keys that the root key {root.hex()} has signed: run `aggregator issue-key` "
                 "where it is kept, copy the folder here, and give it with --issued"
             )
+        elif len(before) + 2 >= MAX_KEY_CERTIFICATES:  # a root key adds two
+            raise ConfigError(
+                f"the key was replaced {len(before)} times, and one more certificate would lock out devices that have "
+                "missed all of them: run `aggregator issue-key`, and give its folder with --issued"
+            )
         else:
             new, added = Ed25519PrivateKey.generate(), []
             number = max(number + 1, int(time.time()))
@@ -128,8 +138,7 @@ def rotate_key(store: Store, *, fleet: str, issued: Path | None = None) -> bytes
             added.insert(0, sign_key_certificate(public, number=number, root=root, fleet=fleet, signer=old))
         if before[-1:] != tuple(added):
             # The certificates first: until the key is replaced, they are not published.
-            certificates = [*before, *added][-MAX_KEY_CERTIFICATES:]
-            write_atomically(folder / _CERTIFICATES, msgspec.json.encode(certificates), mode=0o600)
+            write_atomically(folder / _CERTIFICATES, msgspec.json.encode([*before, *added]), mode=0o600)
             write_private(folder / "signing.key", pem_of(new))
         store.facts.put(SigningKey(added[0].key.hex()))
     return added[0].key

@@ -20,11 +20,11 @@ MAX_FRAME_BYTES = MAX_CHUNK_BYTES + 1024
 MAX_MANIFEST_BYTES = 120 * 1024
 """Bytes of a message that is not a frame, and of the body of a signed one."""
 
-MAX_SIGNED_BYTES = MAX_MANIFEST_BYTES + 3072
-"""Bytes of a signed message."""
+MAX_KEY_CERTIFICATES = 256
+"""Key certificates in a signed message: replacements of the aggregator's key that a device may have missed."""
 
-MAX_KEY_CERTIFICATES = 8
-"""Replacements of the aggregator's key that a device may have missed."""
+MAX_SIGNED_BYTES = MAX_MANIFEST_BYTES + 1024 + 208 * MAX_KEY_CERTIFICATES
+"""Bytes of a signed message; a key certificate has 208 at most."""
 
 MAX_BLOB_BYTES = 2 * 1024**3
 """Bytes of the largest payload that can be transferred."""

@@ -36,7 +36,7 @@ from aggregator.security.mosquitto_config import CONFIGURATION, access_list, own
 from edge_client.cli import cli as edge_client
 from protocol.mqtt.client import stop_thread
 from protocol.mqtt.reconnecting_session import BrokerAddress
-from protocol.wire.messages import MAX_MANIFEST_BYTES, Perturbation
+from protocol.wire.messages import MAX_SIGNED_BYTES, Perturbation
 from tests.docs.command_lines import DEPLOY, parse
 from tests.support.network.brokers import Mosquitto, mosquitto, mosquitto_program
 
@@ -139,7 +139,7 @@ def test_memory_of_a_client_that_does_not_read_is_bounded(tmp_path: Path, addres
 def test_largest_message_is_accepted(tmp_path: Path, address: BrokerAddress) -> None:
     """A manifest of the largest size that the protocol allows is under the broker's packet limit."""
     with mosquitto(address, tmp_path, options=mosquitto_options(tmp_path)):
-        publish(address, "pf/1/orchard/task", payload=bytes(MAX_MANIFEST_BYTES), retain=True)
+        publish(address, "pf/1/orchard/task", payload=bytes(MAX_SIGNED_BYTES), retain=True)
         subscriber = client(address, "receiver")
         subscriber.subscribe("pf/1/orchard/task", qos=1)
         assert receive(subscriber, messages=1) == 1

@@ -11,7 +11,7 @@ import pytest
 from aggregator.messaging.manifest_signer import ManifestSigner, identity_of
 from aggregator.security import key_rotation
 from aggregator.security.enrollment import enroll
-from aggregator.security.key_rotation import issue_key, key_certificates, rotate_key
+from aggregator.security.key_rotation import certificate_chain, issue_key, key_certificates, rotate_key
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import SigningKey
 from edge_client.agent.manifest_trust import ManifestTrust, UntrustedManifest, verify, with_operator_key
@@ -51,6 +51,29 @@ def test_devices_follow_a_key_that_the_old_one_has_signed(
     assert not caplog.messages  # devices need no visit
     identity = store.folder / "identity"
     assert {stat.S_IMODE(file.stat().st_mode) for file in identity.glob("*key*")} == {0o600}
+
+
+def test_a_device_that_missed_every_replacement_follows(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after the last one without a root key, and after those that the root key signed, of which one is sent."""
+    monkeypatch.setattr(key_rotation, "MAX_KEY_CERTIFICATES", 14)
+    away = seen_by(ManifestTrust(), store)
+    for _ in range(12):
+        public = rotate_key(store, fleet="barn")
+    assert seen_by(away, store).key == public
+    with pytest.raises(ConfigError, match="replaced 12 times.*aggregator issue-key"):
+        rotate_key(store, fleet="barn")
+    for number in range(3):
+        later_s = time.time() + 60 * (number + 1)  # certificates are numbered by the second
+        monkeypatch.setattr(time, "time", lambda later_s=later_s: later_s)
+        issue_key(tmp_path / "root.key", fleet="barn", out=tmp_path / f"new-{number}")
+        public = rotate_key(store, fleet="barn", issued=tmp_path / f"new-{number}")
+        introduced = seen_by(away, store)
+        assert introduced.key == seen_by(ManifestTrust(), store).key == public
+    certificates = key_certificates(store.folder, public)
+    assert (len(certificates), len(certificate_chain(certificates))) == (16, 14)
+    assert seen_by(introduced, store).number == certificates[-1].number
 
 
 def test_a_root_key_that_is_kept_elsewhere_replaces_a_stolen_key(

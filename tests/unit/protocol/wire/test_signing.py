@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from protocol.errors import BadSignature
 from protocol.wire.codec import encode
-from protocol.wire.messages import MAX_MANIFEST_BYTES, MAX_SIGNED_BYTES, Frame
-from protocol.wire.signing import is_own_transfer, open_manifest, public_key, sign_frame
+from protocol.wire.messages import MAX_KEY_CERTIFICATES, MAX_MANIFEST_BYTES, MAX_SIGNED_BYTES, Frame
+from protocol.wire.signing import is_own_transfer, open_manifest, public_key, sign_frame, sign_key_certificate
 from tests.support.messages.manifests import signed_manifest
 
 KEY, OTHER = bytes(range(32)), bytes(range(1, 33))
@@ -44,11 +44,18 @@ def test_signed_manifest_is_opened(body: bytes, release: int) -> None:
 
 
 def test_largest_manifest_fits() -> None:
-    body = bytes(MAX_MANIFEST_BYTES)
+    body, fleet, last = bytes(MAX_MANIFEST_BYTES), "f" * 64, 2**63 - 1
+    each = sign_key_certificate(public_key(KEY), number=last, root=bytes(32), fleet=fleet, signer=OTHER)
     payload = signed_manifest(
-        body, key=KEY, fleet="f" * 64, channel="round", release=2**63 - 1, expires_s=2**63 - 1
+        body,
+        key=KEY,
+        fleet=fleet,
+        channel="round",
+        release=last,
+        expires_s=last,
+        certificates=(each,) * MAX_KEY_CERTIFICATES,
     )
-    assert len(payload) <= MAX_SIGNED_BYTES
+    assert MAX_SIGNED_BYTES - 1024 <= len(payload) <= MAX_SIGNED_BYTES
     assert open_manifest(payload, fleet="f" * 64, channel="round").body == body
 
 
