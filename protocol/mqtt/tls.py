@@ -12,7 +12,7 @@ from protocol.errors import ConfigError
 PORT = 1883
 TLS_PORT = 8883
 
-_ADDRESS = re.compile(r"(?:\[(?P<ipv6>[^]]+)\]|(?P<host>[\w.-]+))(?::(?P<port>[0-9]{1,5}))?")
+_ADDRESS = re.compile(r"(?:\[(?P<ipv6>[^]]+)\]|(?P<host>\w[\w.-]*))(?::(?P<port>[0-9]{1,5}))?")
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def parse_broker(text: str, *, tls: bool = False) -> BrokerAddress:
     Raises:
         ConfigError: the text is none of these.
     """
-    address = text.strip()
+    address = text.strip(" ")
     found = _ADDRESS.fullmatch(f"[{address}]" if _is_ipv6(address) else address)
     if found is not None and (found["ipv6"] is None or _is_ipv6(found["ipv6"])):
         port = int(found["port"] or (TLS_PORT if tls else PORT))

@@ -282,6 +282,10 @@ def test_commands_are_those_of_the_command_line(tmp_path: Path) -> None:
     with contextlib.closing(started_store(tmp_path)) as store, serving(tmp_path) as (anyone, token):
         store.submissions.put(TASK, submission_row("shed-1", {1: 3}))
         client = Client(anyone.port, {"Authorization": f"Bearer {token}"})
+        for broker in ("-oProxyCommand=x", "broker.example\n", "a,\r\nb"):
+            refused = client.post("/api/v1/commands/enroll", {"device": "shed-1", "broker": broker})
+            assert "expected the broker as HOST" in refused.json()["error"]
+        assert not store.keys.is_closed()
         answer = client.post("/api/v1/commands/enroll", {"device": "shed-1", "broker": "broker.example"})
         assert answer.status == 200
         with zipfile.ZipFile(io.BytesIO(answer.body)) as archive:

@@ -62,7 +62,7 @@ def test_a_device_that_missed_every_replacement_follows(
     for _ in range(12):
         public = rotate_key(store, fleet="barn")
     assert seen_by(away, store).key == public
-    with pytest.raises(ConfigError, match="replaced 12 times.*aggregator issue-key"):
+    with pytest.raises(ConfigError, match=r"replaced 12 times.*aggregator issue-key"):
         rotate_key(store, fleet="barn")
     for number in range(3):
         later_s = time.time() + 60 * (number + 1)  # certificates are numbered by the second

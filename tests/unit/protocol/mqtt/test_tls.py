@@ -302,6 +302,8 @@ def test_several_broker_addresses_are_parsed() -> None:
         "[a]",
         "a b",
         "a\nb",
+        "a\n",
+        "-a",
         'a"b',
         "\u202ea",
     ],
