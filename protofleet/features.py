@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_client.runtime.backbone import Backbone, open_backbone
+from protocol.errors import ConfigError
 from protofleet.images import BATCH_SIZE, Batch, ImageSource, batches
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ def extract_features(
         on_progress: called after every batch with the number of images in it.
 
     Raises:
+        ConfigError: there are no images.
         UnreadableImage: an image cannot be decoded.
         BackboneMismatch: a file is no backbone.
     """
@@ -65,8 +67,14 @@ def extract_features(
     for batch in batches(images, {each.metadata.preprocessing for each in backbones}, batch_size=batch_size):
         rows.append(features_of(batch, backbones))
         on_progress(len(rows[-1]))
-    size = sum(each.metadata.feature_size for each in backbones)
-    return np.concatenate(rows) if rows else np.zeros((0, size), np.float32)
+    return joined(rows)
+
+
+def joined(rows: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
+    """Return the rows of all batches as one array; raises ConfigError if there are none."""
+    if not rows:
+        raise ConfigError("expected at least one image, got none: check the folder or pattern")
+    return np.concatenate(rows)
 
 
 def features_of(batch: Batch, backbones: Sequence[Backbone]) -> NDArray[np.float32]:

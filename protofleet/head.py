@@ -48,8 +48,10 @@ class Head:
         return int((first.weight if first.projection is None else first.projection).shape[1])
 
     def logits(self, features: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return logits, float32 (n, C), of features float32 (n, L)."""
-        return logits_of(self.layers, features)
+        """Return logits, float32 (n, C), of features float32 (n, L); raises ConfigError for another shape."""
+        if np.ndim(features) != 2 or np.shape(features)[1] != self.feature_size:
+            raise ConfigError(f"expected features (n, {self.feature_size}), got {np.shape(features)}")
+        return logits_of(self.layers, np.asarray(features))
 
     def probabilities(self, features: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return class probabilities, float32 (n, C), of features float32 (n, L)."""
@@ -118,7 +120,7 @@ def train_head(
         on_progress: called with `prototypes`, and during the training of an adapter with `epoch`, `epochs` and `loss`.
 
     Raises:
-        ConfigError: there are no prototypes, or labels that are no class.
+        ConfigError: there are no prototypes, prototypes of different lengths, or labels that are no class.
         ProtofleetError: the prototypes cannot be trained on.
     """
     names = tuple(map(str, range(classes))) if isinstance(classes, int) else tuple(classes)
@@ -131,6 +133,10 @@ def train_head(
     greatest = max(int(part.labels.max()) for part in parts.values())
     if greatest >= len(names):
         raise ConfigError(f"expected labels below {len(names)}, the number of classes, got {greatest}")
+    if len(lengths := sorted({part.values.shape[1] for part in parts.values()})) > 1:
+        raise ConfigError(
+            f"expected prototypes of one length, got {lengths}: use the same backbones on all devices"
+        )
     made = train_fleet_head(
         parts,
         classes=names,

@@ -18,7 +18,7 @@ from protocol.models.onnx_metadata import ModelMetadata, read_metadata
 from protocol.models.preprocessing import Preprocessing
 from protocol.storage.state_folder import default_state_folder
 from protocol.wire.messages import MAX_BLOB_BYTES
-from protofleet.features import features_of
+from protofleet.features import features_of, joined
 from protofleet.images import BATCH_SIZE, Batch, ImageSource, batches
 
 if TYPE_CHECKING:
@@ -196,8 +196,8 @@ class Model:
         """Return class probabilities, float32 (n, C), of n images; each row adds up to 1.
 
         Raises:
+            ConfigError: there are no images.
             UnreadableImage: an image cannot be decoded.
         """
         model = self._opened()
-        rows = [model.run(batch) for batch in batches(images, model.specs, batch_size=batch_size)]
-        return np.concatenate(rows) if rows else np.zeros((0, len(model.classes)), np.float32)
+        return joined([model.run(batch) for batch in batches(images, model.specs, batch_size=batch_size)])

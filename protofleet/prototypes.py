@@ -34,13 +34,20 @@ def batch_prototypes(
         `values` float32 (m, L), `labels` int64 (m,), and `counts` int64 (m,), the images averaged in each.
 
     Raises:
-        ConfigError: features and labels do not fit each other, or a label is negative.
+        ConfigError: features and labels do not fit each other, a label is no integer from 0, or `batch_size` is below 1.
         ProtofleetError: a feature is not finite.
     """
-    if features.ndim != 2 or labels.shape != features.shape[:1]:
+    features, labels = np.asarray(features), np.asarray(labels)
+    if features.ndim != 2:
+        raise ConfigError(f"expected features (n, L), got {features.shape}")
+    if labels.shape != features.shape[:1]:
         raise ConfigError(
-            f"expected features (n, L) and labels (n,), got features {features.shape} and labels {labels.shape}"
+            f"expected one label per feature row, got {labels.size} for {len(features)}: labels {labels.shape}"
         )
+    if labels.size and labels.dtype.kind not in "iu":
+        raise ConfigError(f"expected labels as integers, the number of each class, got {labels.dtype}")
+    if batch_size < 1:
+        raise ConfigError(f"expected a batch_size from 1, got {batch_size}")
     if labels.min(initial=0) < 0:
         raise ConfigError(f"expected labels from 0, got {labels.min()}")
     rng = np.random.default_rng(seed)

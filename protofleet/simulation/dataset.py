@@ -48,13 +48,15 @@ class Dataset:
 
     def __post_init__(self) -> None:
         shape = (len(self.features),)
-        if self.features.ndim != 2 or self.labels.shape != shape:
+        labels = np.asarray(self.labels)
+        if np.ndim(self.features) != 2 or labels.shape != shape or labels.dtype.kind not in "iu":
             raise ConfigError(
-                f"expected features (n, L) and labels (n,), got {self.features.shape} and {self.labels.shape}"
+                "expected features (n, L) and one integer label per feature row, got features "
+                f"{np.shape(self.features)} and labels {labels.dtype} {labels.shape}"
             )
         if self.domain_of is not None and self.domain_of.shape != shape:
             raise ConfigError(f"expected the domain of each image, {shape}, got {self.domain_of.shape}")
-        missing = set(range(len(self.classes))) ^ set(self.labels.tolist())
+        missing = set(range(len(self.classes))) ^ set(labels.tolist())
         if missing:
             raise ConfigError(
                 f"expected images of each of the {len(self.classes)} classes and no others: check class {min(missing)}"

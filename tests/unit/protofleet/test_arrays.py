@@ -65,7 +65,8 @@ def test_several_backbones_are_concatenated_and_progress_is_reported(
     )
     assert features.shape == (5, 32)
     assert done == [2, 2, 1]
-    assert protofleet.extract_features([], backbone).shape == (0, 16)
+    with pytest.raises(ConfigError, match="expected at least one image, got none"):
+        protofleet.extract_features([], backbone)
 
 
 @pytest.mark.parametrize("array", [np.zeros((4, 4, 3)), np.zeros((4, 4, 4), np.uint8), np.zeros(4, np.uint8)])
@@ -107,13 +108,29 @@ def test_prototypes_of_a_class_with_one_image_are_not_made() -> None:
 
 
 def test_labels_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"labels \(n,\)"):
-        protofleet.batch_prototypes(np.zeros((3, 2), np.float32), np.zeros(2, np.int64))
+    rows, batch = np.zeros((3, 2), np.float32), protofleet.batch_prototypes
+    refused: list[tuple[Any, Any, int, str]] = [
+        (rows, ["ants"], 5, "one label per feature row, got 1 for 3"),
+        (rows, np.zeros(2, np.int64), 5, "one label per feature row, got 2 for 3"),
+        (rows, ["ants"] * 3, 5, "labels as integers"),
+        (rows, [0.5, 0.5, 0.5], 5, "labels as integers"),
+        (rows[0], [0, 0], 5, r"features \(n, L\), got \(2,\)"),
+        (rows, [0, 0, 0], 0, "batch_size from 1, got 0"),
+    ]
+    for features, given, batch_size, expected in refused:
+        with pytest.raises(ConfigError, match=expected):
+            batch(features, given, batch_size=batch_size)
+    assert len(batch(rows.tolist(), [0, 0, 1]).counts) == 1
     with pytest.raises(ConfigError, match="labels from 0, got -1"):
         protofleet.batch_prototypes(np.zeros((1, 2), np.float32), np.array([-1]))
     part = protofleet.batch_prototypes(np.ones((4, 2), np.float32), np.array([0, 0, 2, 2]))
     with pytest.raises(ConfigError, match="labels below 2"):
         protofleet.train_head([part], classes=2)
+    other = protofleet.batch_prototypes(np.ones((4, 3), np.float32), np.array([0, 0, 1, 1]))
+    with pytest.raises(ConfigError, match=r"one length, got \[2, 3\]"):
+        protofleet.train_head([part, other], classes=3)
+    with pytest.raises(ConfigError, match=r"integer label per feature row, got .* labels <U4 \(1,\)"):
+        protofleet.Dataset(features=rows, labels=np.array(["ants"]), classes=("ants",))
     with pytest.raises(ConfigError, match="at least one device"):
         protofleet.train_head([], classes=2)
 
@@ -126,6 +143,8 @@ def test_head_recognizes_images_that_no_device_has(
     assert (head.predict(features) == labels[rest]).mean() > 0.8
     np.testing.assert_allclose(head.probabilities(features).sum(axis=1), 1, atol=1e-5)
     assert head.feature_size == 16
+    with pytest.raises(ConfigError, match=r"features \(n, 16\), got \(16,\)"):
+        head.predict(features[0])
     assert not head.quarantined
 
 
@@ -159,7 +178,9 @@ def test_saved_head_is_a_model_of_images(
     assert one.label == predictions[0].label
     assert list(one.probabilities.values()) == sorted(one.probabilities.values(), reverse=True)
     assert one.probability == max(one.probabilities.values())
-    assert model.probabilities([]).shape == (0, 4)
+    assert not list(model.predict_all([]))
+    with pytest.raises(ConfigError, match="expected at least one image, got none"):
+        model.probabilities([])
 
 
 def test_file_that_is_no_model_is_refused(backbone: Path, tmp_path: Path) -> None:
