@@ -34,7 +34,7 @@ def batch_prototypes(
         `values` float32 (m, L), `labels` int64 (m,), and `counts` int64 (m,), the images averaged in each.
 
     Raises:
-        ConfigError: features and labels do not fit each other, a label is no integer from 0, or `batch_size` is below 1.
+        ConfigError: features and labels do not fit each other, a label is no integer from 0, or `batch_size` is 0.
         ProtofleetError: a feature is not finite.
     """
     features, labels = np.asarray(features), np.asarray(labels)

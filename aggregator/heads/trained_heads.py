@@ -18,10 +18,6 @@ from protocol.log import event
 log = logging.getLogger(__name__)
 
 
-ADD_IMAGES = "add images or devices, or lower batch_size"
-"""How a class gets more prototypes."""
-
-
 def store_head(
     task: Task,
     store: Store,
@@ -68,7 +64,7 @@ def store_head(
         update_quarantine(store, record, result)
     if result.few_prototypes:
         few = ", ".join(f"{name} {number}" for name, number in result.few_prototypes.items())
-        event(log, logging.WARNING, f"few prototypes: {ADD_IMAGES}", head=job.version, classes=few)
+        event(log, logging.WARNING, "few prototypes: add images or devices", head=job.version, classes=few)
     if record.limited:
         event(log, logging.INFO, "images limited", head=job.version, limits="; ".join(record.limited))
     return record

@@ -105,14 +105,22 @@ def check_submission(submission: Submission, expectation: Expectation) -> Protot
     )
 
 
-def check_labels(submission: Submission, expectation: Expectation) -> NDArray[np.unsignedinteger[Any]]:
-    """Check a submission like `check_submission`, and return its labels (m,) without copies of its prototypes."""
+def count_rows(submission: Submission, expectation: Expectation) -> dict[int, int]:
+    """Check a submission like `check_submission`, without copies of its prototypes.
+
+    Returns:
+        The prototypes of each class that has any; of class sums, the images in them.
+    """
+    weights = None
     if expectation.manifest.statistics is not None:
-        return check_statistics(submission, expectation)[1]
-    _check_envelope(submission, expectation)
-    _, labels, _ = _check_prototypes(submission, expectation)
-    _check_tensors(submission.tensors, expectation)
-    return labels
+        _, labels, counts = check_statistics(submission, expectation)
+        weights = counts if expectation.manifest.batch_size == 1 else None
+    else:
+        _check_envelope(submission, expectation)
+        _, labels, _ = _check_prototypes(submission, expectation)
+        _check_tensors(submission.tensors, expectation)
+    numbers = np.bincount(labels, weights)
+    return {int(label): int(numbers[label]) for label in np.flatnonzero(numbers)}
 
 
 def check_statistics(

@@ -3,7 +3,6 @@
 import contextlib
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from aggregator.ingest.frame_authentication import FrameAuthenticator
 from aggregator.ingest.quotas import Quotas
 from aggregator.ingest.reassembly import Complete
 from aggregator.ingest.receiver import Receiver
-from aggregator.ingest.validation import Expectation, Refused, check_evaluation, check_labels, read_message
+from aggregator.ingest.validation import Expectation, Refused, check_evaluation, count_rows, read_message
 from aggregator.messaging.blob_sender import BlobSender
 from aggregator.service.coordinator import Coordinator
 from aggregator.storage.devices import UNKNOWN_DEVICE
@@ -276,7 +275,7 @@ class DeviceMessages:
 
     def _record(self, device: str, submission: Submission, upload: Complete) -> SubmissionRecord:
         """Return what is stored of a submission, once it is valid."""
-        labels = check_labels(submission, self.expectation)
+        per_class = count_rows(submission, self.expectation)
         return SubmissionRecord(
             device=device,
             entry=round_state.Entry(
@@ -284,8 +283,8 @@ class DeviceMessages:
             ),
             size_bytes=len(upload.payload),
             images=submission.images,
-            prototypes=len(labels),
-            per_class=Counter(labels.tolist()),
+            prototypes=sum(per_class.values()),
+            per_class=per_class,
         )
 
     def _take_submission(self, submission: Submission, record: SubmissionRecord, payload: bytes) -> Receipt:

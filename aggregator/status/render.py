@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.table import Table
 
 from aggregator.coordination.canary_comparison import canaries
-from aggregator.heads.trained_heads import ADD_IMAGES
 from aggregator.status.model import (
     Candidate,
     Device,
@@ -263,7 +262,7 @@ def _few_prototypes(status: Status) -> Iterator[tuple[str, ...]]:
         if 0 < coverage.prototypes < FEW_PROTOTYPES
     ]
     if few and status.round is None:
-        yield "few prototypes", f"of {_names(few)}: {ADD_IMAGES}", "yellow"
+        yield "few prototypes", f"of {_names(few)}: add images or devices", "yellow"
 
 
 def _progress(status: Status) -> str:

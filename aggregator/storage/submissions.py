@@ -23,7 +23,7 @@ class SubmissionRecord:
     images: int
     prototypes: int
     per_class: Mapping[int, int]
-    """Prototypes per class index."""
+    """Prototypes per class index; images, where the submission has class sums."""
 
 
 @dataclass(frozen=True)

@@ -158,7 +158,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     warning: str = ""
     """Why outliers were not quarantined; empty if all of them were."""
     few_prototypes: dict[str, int] = {}
-    """Classes with fewer than FEW_PROTOTYPES prototypes, and how many they have."""
+    """Classes with fewer than FEW_PROTOTYPES prototypes, or images of class sums, and how many they have."""
     counting: Counting = Counting(0, 0)
 
 

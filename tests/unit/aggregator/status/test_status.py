@@ -84,7 +84,7 @@ def test_status_of_busy_aggregator(tmp_path: Path) -> None:
         "running",
         "90.0% (9/10)",
         "2 submissions, 1 not in a head yet; 2 of 3 classes covered, without prototypes: dog [/bold]",
-        "few prototypes of fox 4: add images or devices, or lower batch_size",
+        "few prototypes of fox 4: add images or devices",
         "next head: with 1 submission, or at ",
         "head 1 (current): 10 prototypes of 1 device, accuracy 90.0% (9/10) on held-out images, 80.0% over all classes",
         "refused 1 x shape from c: expected [16], got [17]",
