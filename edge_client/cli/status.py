@@ -25,7 +25,7 @@ def status_command(*, fleet: str, state: Path | None, as_json: bool) -> None:
     if as_json:
         click.echo(as_json_text(summary, indent=2))
         return
-    head, report, spent = summary["head"], summary["report"] or {"classes": []}, summary["privacy"]
+    report, spent = summary["report"] or {"classes": []}, summary["privacy"]
     say(f"device     {summary['device_id']}, {'running' if summary['running'] else 'not running'}")
     say(f"task       {(summary['task'] or 'none')[:12]}")
     say(f"provider   {summary['runtime'] or 'none'}")
@@ -51,17 +51,30 @@ def status_command(*, fleet: str, state: Path | None, as_json: bool) -> None:
         )
     for label in filter(summary.get, ("duplicate", "warning", "problem")):
         say(f"{label:10} {summary[label]}")
+    say(f"submission {_submission(summary)}")
+    say(f"head       {_head(summary['head'], summary['task'])}")
+
+
+def _submission(summary: dict[str, Any]) -> str:
+    if not summary["report"]:
+        return "none"
     sent = "received by the aggregator" if summary["received"] else "not received yet"
-    say(f"submission {report['size_bytes']} bytes, {sent}" if summary["report"] else "submission none")
+    if summary["outdated"]:
+        sent += "; it still counts: `aggregator revoke` and `aggregator forget` remove it"
+    return f"{summary['report']['size_bytes']} bytes, {sent}"
+
+
+def _head(head: dict[str, Any] | None, task: str | None) -> str:
     if head is None:
-        say("head       none")
-        return
+        return "none"
     trained = "" if head["round"] is None else f" of round {head['round']}"
     correct, total = head["correct"], head["total"]
     accuracy = f", accuracy {correct / total:.1%} ({correct}/{total})" if total else ""
     if head["balanced"] is not None:
         accuracy += f", at least {head['balanced']:.1%} over all {head['known']} classes"
-    say(f"head       version {head['version']}{trained}{accuracy}")
+    is_earlier = head["task"] and head["task"].hex() != task
+    of_task = f", of the earlier task {head['task'].hex()[:12]}" if is_earlier else ""
+    return f"version {head['version']}{trained}{of_task}{accuracy}"
 
 
 @click.command("take-over", epilog=examples("edge-client take-over --state /var/lib/protofleet/edge-client"))
@@ -78,14 +91,14 @@ def device_status(store: "DeviceState") -> dict[str, Any]:
     from edge_client.storage import stored_values as stored
     from protocol.wire.presence import Duplicate
 
-    submission = store.outbox.newest_submission()
+    submission, task = store.outbox.newest_submission(), store.get(stored.CurrentTask).digest
     report, spent = store.get(stored.SubmissionReport), store.get(stored.PrivacySpent)
     left_out, extraction = store.get(stored.LeftOut), store.get(stored.ExtractionProgress)
     problems = (store.get(kind).text for kind in stored.PROBLEMS)
     return {
         "device_id": store.get(stored.DeviceName).value or None,
         "running": store.is_locked(),
-        "task": store.get(stored.CurrentTask).digest.hex() or None,
+        "task": task.hex() or None,
         "runtime": store.get(stored.BackboneProvider).name or None,
         "report": msgspec.to_builtins(report) if report.size_bytes else None,
         "extraction": {**msgspec.to_builtins(extraction), "left_s": extraction.left_s}
@@ -95,9 +108,12 @@ def device_status(store: "DeviceState") -> dict[str, Any]:
         "skipped_files": dict(left_out.skipped),
         "privacy": msgspec.to_builtins(spent) if spent.releases else None,
         "duplicate": store.get(Duplicate).summary,
-        "warning": report.warning,
+        "warning": "; ".join(filter(None, [report.lost_images, report.warning])),
         "problem": next(filter(None, problems), ""),
         "submission": submission.digest.hex() if submission else None,
         "received": submission is not None and submission.received,
+        "outdated": submission is not None
+        and submission.task == task
+        and bool(store.get(stored.BuildProblem).text),
         "head": msgspec.to_builtins(store.get(stored.Heads).installed, builtin_types=(bytes,)),
     }

@@ -134,7 +134,7 @@ class Publisher:
             images={} if is_silent else {entry.name: entry.images for entry in submission.classes},
             unusable_images=0 if is_silent else len(submission.unusable),
             problem=(problem or ("" if others == NO_SPACE else others))[:256],
-            warning=report.warning[:256],
+            warning=(report.warning or ("" if is_silent else submission.lost_images))[:256],
             head_version=head.version if head is not None and head.task == state.task else 0,
             refused_messages=dict(report.refused),
         )

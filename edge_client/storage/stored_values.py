@@ -159,6 +159,8 @@ class SubmissionReport(msgspec.Struct, frozen=True):
     """The rows of which `counts` are the images, for each class."""
     warning: str = ""
     """A warning about the upload, for the device's owner; empty if there is none."""
+    lost_images: str = ""
+    """The classes that have lost most of their images since an earlier submission; empty if none has."""
 
 
 class PrivacySpent(msgspec.Struct, frozen=True):

@@ -3,14 +3,15 @@
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from edge_client.agent.events import BuildSubmission, SubmissionBuilt
 from edge_client.agent.state import UploadItem
-from edge_client.data.images import NoImages, is_folder
+from edge_client.data.images import NoImages, is_folder, name_some
 from edge_client.privacy.policy import check_task, is_private
 from edge_client.progress_bar import Progress
-from edge_client.storage.stored_values import SubmissionSequence
+from edge_client.storage.stored_values import ClassReport, SubmissionReport, SubmissionSequence
 from edge_client.submission.image_features import Workspace
 from edge_client.submission.prepared_submission import (
     NoPrototype,
@@ -37,6 +38,8 @@ from protocol.wire.messages import TaskManifest
 
 log = logging.getLogger(__name__)
 
+LOST_IMAGES = "class has lost images: restore them, or restart edge-client if they were removed on purpose"
+
 ShowDryRun = Callable[[PreparedSubmission, int], None]
 """Takes a prepared submission and its size in bytes."""
 
@@ -53,6 +56,8 @@ class SubmissionBuilder:
         self._rounds = rounds
         self._show = show
         self._warned: set[tuple[str, str]] = set()
+        self._images: tuple[bytes, dict[str, int]] = b"", {}
+        """The task, and the images that each class had before it lost most of them."""
 
     def build(self, build: BuildSubmission, should_stop: Callable[[], bool]) -> SubmissionBuilt:
         """Build a submission; the result has the item in the outbox, or the reason why there is none.
@@ -71,11 +76,14 @@ class SubmissionBuilder:
             if item is None:
                 with self._workspace.run_task(build.manifest):
                     prepared = self._prepare(build, should_stop)
+                    prepared = replace(prepared, lost_images=self._lost_images(build.task, prepared.classes))
                     self._warn(build.manifest, prepared)
                     item = self._put(build, prepared)
         except StateError:
             raise
         except ProtofleetError as error:
+            if isinstance(error, NoImages):
+                self._lost_images(build.task, ())
             return SubmissionBuilt(
                 build.task,
                 None,
@@ -148,6 +156,29 @@ class SubmissionBuilder:
             bytes=len(payload),
         )
         return item
+
+    def _lost_images(self, task: bytes, classes: Sequence[ClassReport]) -> str:
+        """Log and return which classes have lost their prototypes, or most of their images.
+
+        They are compared with the last submission to the same task, or with that before they were lost.
+        """
+        last, (known, images) = self._store.outbox.newest_submission(), self._images
+        before = dict(images) if known == task else {}
+        if last is not None and last.task == task:
+            for entry in self._store.get(SubmissionReport).classes:
+                if entry.counts:
+                    before.setdefault(entry.name, entry.images)
+        now = {entry.name: entry.images for entry in classes}
+        used = {entry.name for entry in classes if entry.counts}
+        lost = {
+            name: most for name, most in before.items() if name not in used or 2 * now.get(name, 0) < most
+        }
+        for name, most in lost.items():
+            if images.get(name) != most:
+                event(log, logging.WARNING, LOST_IMAGES, name=name, images=now.get(name, 0), before=most)
+        self._images = task, lost
+        texts = [f"{name} has {now.get(name, 0)} of {most}" for name, most in lost.items()]
+        return f"{LOST_IMAGES}: {name_some(texts)}" if texts else ""
 
     def _warn(self, manifest: TaskManifest, prepared: PreparedSubmission) -> None:
         """Log each omission once, with its reason."""

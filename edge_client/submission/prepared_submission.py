@@ -51,6 +51,7 @@ class PreparedSubmission:
     form: SubmissionForm = "prototype"
     warning: str = ""
     """A warning about the upload, for the device's owner; empty if there is none."""
+    lost_images: str = ""
 
     @property
     def fingerprint(self) -> str:
@@ -62,7 +63,7 @@ class PreparedSubmission:
     def report(self, size_bytes: int) -> SubmissionReport:
         """Return the report that `edge-client status` shows."""
         unusable = tuple((plain(str(path)), plain(reason)) for path, reason in self.unusable)
-        return SubmissionReport(self.classes, unusable, size_bytes, self.form, self.warning)
+        return SubmissionReport(self.classes, unusable, size_bytes, self.form, self.warning, self.lost_images)
 
 
 def prepare_prototypes(workspace: Workspace, task: TaskManifest, found: FoundImages) -> PreparedSubmission:

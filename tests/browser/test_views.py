@@ -36,6 +36,7 @@ def test_round_shows_who_is_in_and_who_is_missing(open_page: OpenPage, tmp_path:
         store.submissions.put(TASK, submission_row("b", {0: 1}, number=0))
         store.devices.put_info("c", device_info(problem="no room"), now_s=11.0)
         store.devices.put_info("d", device_info(problem="no class"), now_s=11.0)
+        store.devices.put_info("a", device_info(warning="cat has 0 of 61"), now_s=11.0)
         store.devices.raise_epsilon("a", 2.5)
         with serving(tmp_path) as (client, _):
             dashboard = open_page(client.origin)
@@ -47,6 +48,7 @@ def test_round_shows_who_is_in_and_who_is_missing(open_page: OpenPage, tmp_path:
             dashboard.wait_for_text(
                 ".alarms", "2 devices cannot take part: c: no room; also d: see the flags"
             )
+            dashboard.wait_for_text(".alarms", "1 device with a warning: a: cat has 0 of 61")
             dashboard.server_stops = True
 
 

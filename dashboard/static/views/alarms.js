@@ -27,11 +27,12 @@ function alarmsOf(status) {
   if (held.length) {
     add("warn", `${counted(held.length, "device")} quarantined: ${held.slice(0, 5).map((each) => each.device).join(", ")}${held.length > 5 ? " …" : ""}`);
   }
-  const problems = status.devices.filter((device) => device.problem);
-  if (problems.length) {
-    const others = problems.slice(1, 6).map((each) => each.device).join(", ") + (problems.length > 6 ? " …" : "");
+  for (const [field, what] of [["problem", "cannot take part"], ["warning", "with a warning"]]) {
+    const [first, ...rest] = status.devices.filter((device) => device[field]);
+    if (!first) continue;
+    const others = rest.slice(0, 5).map((each) => each.device).join(", ") + (rest.length > 5 ? " …" : "");
     const more = others && `; also ${others}: see the flags in Devices`;
-    add("warn", `${counted(problems.length, "device")} cannot take part: ${problems[0].device}: ${problems[0].problem}${more}`);
+    add("warn", `${counted(rest.length + 1, "device")} ${what}: ${first.device}: ${first[field]}${more}`);
   }
   for (const head of status.heads.slice(-1)) if (head.warning) add("warn", `Head ${head.version}: ${head.warning}`);
   for (const [quota, unit, what] of [

@@ -1,16 +1,21 @@
 """Prototypes of a device, their encoding, and evaluations."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from aggregator.ingest.validation import Expectation, check_submission, read_message
+from edge_client.cli import cli
 from edge_client.data.holdout import held_out
 from edge_client.data.images import NoImages, find_images
 from edge_client.inference import open_head
-from edge_client.storage.stored_values import Secret
+from edge_client.storage.stored_values import BuildProblem, CurrentTask, DeviceName, Secret
+from edge_client.submission.builder import LOST_IMAGES
 from edge_client.submission.head_evaluation import evaluate_head, held_out_images
 from edge_client.submission.prepared_submission import (
     PreparedSubmission,
@@ -27,7 +32,7 @@ from tests.support.devices.device_factory import (
     tiny,
     write_images,
 )
-from tests.support.devices.worker_benches import PrivateBench
+from tests.support.devices.worker_benches import WANTED, PrivateBench
 
 TASK = b"t" * 32
 
@@ -150,3 +155,64 @@ def test_a_head_is_evaluated_without_matching_images(tmp_path: Path) -> None:
     for folder in (write_images(tmp_path / "data", count=2, classes=("cat", "zebra")), tmp_path / "away"):
         evaluation = _evaluate(tmp_path, data=folder)
         assert (evaluation.correct, evaluation.incorrect) == ((0, 0), (0, 0))
+
+
+def test_classes_that_lose_their_images_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In log, status and info until they are restored; under differential privacy not in the info."""
+    bench = PrivateBench(tmp_path, differential_privacy=None)
+    bench.store.set(DeviceName("shed-1"))
+    lost, away = bench.data / CLASSES[0], tmp_path / "away"
+
+    def state() -> tuple[str, str, list[str]]:
+        """Return the warning in info and status, and the new warnings in the log."""
+        output = CliRunner().invoke(cli, ["status", "--json", "--state", str(tmp_path / "state")]).output
+        logged = [text for text in caplog.messages if text.startswith(LOST_IMAGES)]
+        caplog.clear()
+        return bench.info().warning, json.loads(output)["warning"], logged
+
+    bench.upload()
+    assert state() == ("", "", [])
+    lost.rename(away)
+    bench.upload()
+    warning = f"{LOST_IMAGES}: {lost.name} has 0 of 40"
+    assert state() == (warning, warning, [f"{LOST_IMAGES} name={lost.name} images=0 before=40"])
+    bench.add_images(seed=1)  # of each class: 3 of 40 are far fewer, too
+    (bench.data / CLASSES[0]).mkdir(exist_ok=True)
+    bench.upload()
+    assert state() == (warning.replace("0 of", "3 of"), warning.replace("0 of", "3 of"), [])
+    for file in away.iterdir():
+        file.rename(lost / file.name)
+    bench.upload()
+    assert state() == ("", "", [])
+    bench.manifest = make_manifest(batch_size=10, min_images=3, differential_privacy=WANTED)
+    bench.upload()
+    shutil.rmtree(lost)
+    bench.restart()
+    bench.upload()
+    warning = f"{LOST_IMAGES}: {lost.name} has 0 of 43"
+    assert state() == ("", warning, [f"{LOST_IMAGES} name={lost.name} images=0 before=43"])
+
+
+def test_a_submission_of_images_that_are_gone_still_counts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without any image nothing is uploaded: status says so, and what removes the last submission."""
+    bench = PrivateBench(tmp_path, differential_privacy=None)
+    bench.store.set(DeviceName("shed-1"), CurrentTask(bench.task))
+    bench.upload()
+
+    def shown() -> str:
+        return CliRunner().invoke(cli, ["status", "--state", str(tmp_path / "state")]).output
+
+    advice = "it still counts: `aggregator revoke` and `aggregator forget` remove it"
+    assert advice not in shown()
+    shutil.rmtree(bench.data)
+    bench.data.mkdir()
+    assert "no image of the task's classes" in bench.refused()
+    bench.store.set(BuildProblem(bench.build().reason))
+    assert advice in shown()
+    assert [text for text in caplog.messages if text.startswith(LOST_IMAGES)] == [
+        f"{LOST_IMAGES} name={name} images=0 before=40" for name in CLASSES
+    ]
