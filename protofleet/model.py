@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,14 @@ class Prediction:
     """The most probable class."""
     probabilities: Mapping[str, float]
     """The probability of each class, in descending order."""
+    head_version: int
+    """The head's number in its task: each task begins with 1."""
+    round: int | None
+    """The round that trained the head; None without rounds."""
+    head: str
+    """sha256 of the head's file, in hex; with rounds, of the round's tensors."""
+    task: str
+    """sha256 of the task manifest, in hex; zeros for a head that `Head.save` wrote."""
 
     @property
     def probability(self) -> float:
@@ -48,6 +56,8 @@ class _Opened:
     specs: frozenset[Preprocessing]
     run: Callable[[Batch], NDArray[np.float32]]
     provider: str
+    identity: Mapping[str, Any]
+    """The fields of `Prediction` that name the head."""
 
 
 class Model:
@@ -120,7 +130,9 @@ class Model:
                 raise GraphRefused("the model gives NaN or infinity, not probabilities")
             return probabilities
 
-        model = _Opened(classes, frozenset(specs.values()), run, opened.provider)
+        head = {"head_version": metadata.head.version, "round": None}
+        identity = {**head, "head": metadata.head_sha256, "task": metadata.head.task}
+        model = _Opened(classes, frozenset(specs.values()), run, opened.provider, identity)
         return cls(lambda: model)
 
     @classmethod
@@ -162,6 +174,7 @@ class Model:
                 frozenset(each.metadata.preprocessing for each in found.backbones),
                 lambda batch: found.head.probabilities(features_of(batch, found.backbones)),
                 found.backbones[0].model.provider,
+                found.installed.identity,
             )
 
         opened()
@@ -188,7 +201,7 @@ class Model:
             for row in model.run(batch):
                 best = np.argsort(-row, kind="stable")
                 sorted_row = {model.classes[label]: float(row[label]) for label in best}
-                yield Prediction(model.classes[best[0]], sorted_row)
+                yield Prediction(model.classes[best[0]], sorted_row, **model.identity)
 
     def probabilities(
         self, images: Iterable[ImageSource], *, batch_size: int = BATCH_SIZE

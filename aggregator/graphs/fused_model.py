@@ -69,7 +69,8 @@ def _fused(backbones: Sequence[bytes], head: bytes) -> bytes:
         )
     model = _merged(models)
     by_input = dict(zip((value.name for value in model.graph.input), described, strict=True))
-    return finished(model, ModelMetadata(backbones=by_input, head=head_metadata))
+    digest = hashlib.sha256(head).hexdigest()
+    return finished(model, ModelMetadata(backbones=by_input, head=head_metadata, head_sha256=digest))
 
 
 def _merged(models: Sequence[onnx.ModelProto]) -> onnx.ModelProto:

@@ -114,7 +114,7 @@ def _print_text(prediction: "Prediction", _head: "InstalledHead") -> None:
 
 def _print_json(prediction: "Prediction", head: "InstalledHead") -> None:
     line = {"image": str(prediction.path), "label": prediction.label, "scores": dict(prediction.top)}
-    click.echo(as_json_text({**line, "head_version": head.version, "round": head.round}))
+    click.echo(as_json_text({**line, **head.identity}))
 
 
 class _CsvPrinter:

@@ -73,7 +73,7 @@ def _head(head: dict[str, Any] | None, task: str | None) -> str:
     if head["balanced"] is not None:
         accuracy += f", at least {head['balanced']:.1%} over all {head['known']} classes"
     is_earlier = head["task"] and head["task"].hex() != task
-    of_task = f", of the earlier task {head['task'].hex()[:12]}" if is_earlier else ""
+    of_task = f" of the earlier task {head['task'].hex()[:12]}" if is_earlier else ""
     return f"version {head['version']}{trained}{of_task}{accuracy}"
 
 
@@ -113,6 +113,7 @@ def device_status(store: "DeviceState") -> dict[str, Any]:
         "submission": submission.digest.hex() if submission else None,
         "received": submission is not None and submission.received,
         "outdated": submission is not None
+        and submission.received
         and submission.task == task
         and bool(store.get(stored.BuildProblem).text),
         "head": msgspec.to_builtins(store.get(stored.Heads).installed, builtin_types=(bytes,)),

@@ -229,7 +229,7 @@ class RequestHandler(BaseHTTPRequestHandler):
             head = self.server.heads.follow().installed
         except ProtofleetError:
             return 503, {"status": "no head"}
-        return 200, {"status": "ok", "head_version": head.version, "round": head.round}
+        return 200, {"status": "ok", **head.identity}
 
     def _predict(self) -> tuple[int, dict[str, Any]]:
         if urlsplit(self.path).path != "/predict":
@@ -247,9 +247,7 @@ class RequestHandler(BaseHTTPRequestHandler):
                     best = opened.classify(data, top=top)
                 finally:
                     release_memory()  # which the allocator would keep for this thread; few bytes can be many pixels
-        head = opened.installed
-        scores = {"label": best[0][0], "scores": dict(best)}
-        return 200, {**scores, "head_version": head.version, "round": head.round}
+        return 200, {"label": best[0][0], "scores": dict(best), **opened.installed.identity}
 
     def _check_token(self) -> None:
         if (token := self.server.options.token) is None:

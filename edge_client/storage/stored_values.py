@@ -4,7 +4,7 @@ Every field has a default, which stands for a fact that was never stored.
 """
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -213,6 +213,12 @@ class InstalledHead(msgspec.Struct, frozen=True, kw_only=True):
     def key(self) -> bytes:
         """Identifies it among the task's heads, as `agent.state.head_key` does."""
         return self.tensors or self.head
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Return what predictions name it by: `head_version`, `round`, and the digests `head` (its key) and `task`."""
+        digests = {"head": self.key.hex(), "task": self.task.hex()}
+        return {"head_version": self.version, "round": self.round, **digests}
 
 
 class Heads(msgspec.Struct, frozen=True):

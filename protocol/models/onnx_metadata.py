@@ -115,6 +115,8 @@ class ModelMetadata(msgspec.Struct, frozen=True, kw_only=True, tag="model", tag_
     backbones: Annotated[dict[str, BackboneMetadata], Meta(min_length=1)]
     """The backbone that takes each input of the graph, with the preprocessing of its images."""
     head: HeadMetadata
+    head_sha256: str = ""
+    """Digest of the head's file; empty in older files."""
 
 
 def to_properties(

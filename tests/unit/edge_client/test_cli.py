@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from edge_client.cli import cli
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import (
+    CurrentTask,
     DeviceName,
     ExtractionProgress,
     Heads,
@@ -133,6 +134,16 @@ def test_status_shows_a_heads_accuracy(here: Path, correct: int, total: int, sho
     installed = InstalledHead(head=b"", version=3, backbones=(), classes=(), correct=correct, total=total)
     DeviceState(here / "one").set(Heads(installed))
     assert f"head       {shown}\n" in _status()
+
+
+def test_status_says_that_a_head_is_an_earlier_tasks(here: Path) -> None:
+    """Its version says nothing then: each task begins with 1."""
+    installed = InstalledHead(head=b"", version=3, task=b"a" * 32, backbones=(), classes=())
+    state = DeviceState(here / "one")
+    state.set(Heads(installed), CurrentTask(b"a" * 32))
+    assert "head       version 3\n" in _status()
+    state.set(CurrentTask(b"b" * 32))
+    assert "head       version 3 of the earlier task 616161616161\n" in _status()
 
 
 def test_status_shows_a_heads_accuracy_over_all_classes(here: Path) -> None:

@@ -42,11 +42,14 @@ def test_images_are_named_by_files_folders_patterns_and_stdin(
     bench: HeadBench, photos: Path, arguments: list[str], stdin: bytes, images: list[str]
 ) -> None:
     """Hidden files and files that are no images are left out of folders."""
-    bench.install(bench.head(1, CONSTANT["cat"]))
+    head = bench.head(1, CONSTANT["cat"])
+    bench.install(head)
     done = _predict(bench, *arguments, "--json", stdin=stdin)
     assert done.exit_code == 0, (done.output, photos)
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert [line["image"] for line in lines] == images
+    digests = head.head.digest.hex(), bench.task.hex()
+    assert {(line["head_version"], line["head"], line["task"]) for line in lines} == {(1, *digests)}
 
 
 def test_csv_has_a_header_and_a_row_per_image(bench: HeadBench, photos: Path) -> None:

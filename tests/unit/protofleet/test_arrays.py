@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pytest
@@ -108,7 +108,7 @@ def test_prototypes_of_a_class_with_one_image_are_not_made() -> None:
 
 
 def test_labels_that_do_not_fit_are_refused() -> None:
-    rows, batch = np.zeros((3, 2), np.float32), protofleet.batch_prototypes
+    rows, batch = np.zeros((3, 2), np.float32), cast("Any", protofleet.batch_prototypes)
     refused: list[tuple[Any, Any, int, str]] = [
         (rows, ["ants"], 5, "one label per feature row, got 1 for 3"),
         (rows, np.zeros(2, np.int64), 5, "one label per feature row, got 2 for 3"),

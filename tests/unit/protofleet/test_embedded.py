@@ -78,6 +78,9 @@ def test_fleet_in_one_process(tmp_path: Path, address: BrokerAddress) -> None:
         received.wait_for("submission received by the aggregator")
         assert {event.fields["device"] for event in uploads.seen} == {"shed-0", "shed-1"}
         status = aggregator.status()
+        (head,) = status.heads
+        identities = {(each.head_version, each.round, each.head, each.task) for each in predictions}
+        assert identities == {(1, None, head.sha256, status.task)}
         assert status.running
         assert second.status()["device_id"] == "shed-1"
         assert len(status.devices) == 2

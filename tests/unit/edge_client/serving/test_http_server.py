@@ -88,13 +88,18 @@ def test_newest_head_answers(bench: HeadBench, start: Start) -> None:
         assert _ask(port, "GET", "/healthz") == (503, {"status": "no head"})
         assert _ask(port, "POST", "/predict", PNG)[0] == 503
         for version in (1, 2):
-            bench.install(bench.head(version, CONSTANT["cat"] * version))
-            assert _ask(port, "GET", "/healthz") == (
-                200,
-                {"status": "ok", "head_version": version, "round": None},
-            )
+            head = bench.head(version, CONSTANT["cat"] * version)
+            bench.install(head)
+            identity = {
+                "head_version": version,
+                "round": None,
+                "head": head.head.digest.hex(),
+                "task": bench.task.hex(),
+            }
+            assert _ask(port, "GET", "/healthz") == (200, {"status": "ok", **identity})
             status, answer = _ask(port, "POST", "/predict?top=2", PNG)
-            assert (status, answer["head_version"], set(answer["scores"])) == (200, version, {"cat", "dog"})
+            assert (status, set(answer["scores"])) == (200, {"cat", "dog"})
+            assert {name: answer[name] for name in identity} == identity
             assert answer["label"] == max(answer["scores"], key=answer["scores"].get)
 
 

@@ -208,6 +208,8 @@ def test_a_submission_of_images_that_are_gone_still_counts(
 
     advice = "it still counts: `aggregator revoke` and `aggregator forget` remove it"
     assert advice not in shown()
+    (item,) = bench.store.outbox.items()
+    bench.store.outbox.receive(item.digest)
     shutil.rmtree(bench.data)
     bench.data.mkdir()
     assert "no image of the task's classes" in bench.refused()
