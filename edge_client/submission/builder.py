@@ -177,7 +177,7 @@ class SubmissionBuilder:
             if images.get(name) != most:
                 event(log, logging.WARNING, LOST_IMAGES, name=name, images=now.get(name, 0), before=most)
         self._images = task, lost
-        texts = [f"{name} has {now.get(name, 0)} of {most}" for name, most in lost.items()]
+        texts = [f"{name} has {now.get(name, 0)} of {most} images" for name, most in lost.items()]
         return f"{LOST_IMAGES}: {name_some(texts)}" if texts else ""
 
     def _warn(self, manifest: TaskManifest, prepared: PreparedSubmission) -> None:

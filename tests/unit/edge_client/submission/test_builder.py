@@ -176,7 +176,7 @@ def test_classes_that_lose_their_images_are_reported(
     assert state() == ("", "", [])
     lost.rename(away)
     bench.upload()
-    warning = f"{LOST_IMAGES}: {lost.name} has 0 of 40"
+    warning = f"{LOST_IMAGES}: {lost.name} has 0 of 40 images"
     assert state() == (warning, warning, [f"{LOST_IMAGES} name={lost.name} images=0 before=40"])
     bench.add_images(seed=1)  # of each class: 3 of 40 are far fewer, too
     (bench.data / CLASSES[0]).mkdir(exist_ok=True)
@@ -191,7 +191,7 @@ def test_classes_that_lose_their_images_are_reported(
     shutil.rmtree(lost)
     bench.restart()
     bench.upload()
-    warning = f"{LOST_IMAGES}: {lost.name} has 0 of 43"
+    warning = f"{LOST_IMAGES}: {lost.name} has 0 of 43 images"
     assert state() == ("", warning, [f"{LOST_IMAGES} name={lost.name} images=0 before=43"])
 
 
