@@ -12,9 +12,10 @@ from PIL import Image
 
 from edge_client.data.images import decode_bytes
 from edge_client.serving.http_server import RequestHandler, ServerOptions
+from edge_client.storage.stored_values import InstalledHead
 from tests.fuzz.target import MIB, Target
 
-_HEAD = SimpleNamespace(version=1, round=None)
+_HEAD = InstalledHead(head=bytes(32), version=1, backbones=(), classes=("cat",))
 
 
 def _classify(data: bytes, *, top: int) -> tuple[tuple[str, float], ...]:
