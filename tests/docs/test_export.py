@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import ExifTags, Image
 
 from aggregator.algorithms.fedtc.head import Dense
 from aggregator.graphs.fused_model import fuse
@@ -26,7 +26,7 @@ from tests.support.graphs.backbones import tiny_backbone
 PAGE = (Path(__file__).parents[2] / "docs" / "export.md").read_text(encoding="utf-8")
 SECTION = PAGE.partition("\n## Use model.onnx without protofleet\n")[2].partition("\n## ")[0]
 BLOCKS = dict(re.findall(r"(?ms)^```(\w+)\n(.*?)^```", SECTION))
-WRITE_METADATA, INSTALL, PREDICT = BLOCKS["console"].splitlines()
+WRITE_METADATA, INSTALL, PREDICT = BLOCKS["console"].replace("venv/bin/", "").splitlines()
 
 CLASSES = ("ant", "honey bee", "Käfer", "dog", "elk")
 FEATURE_SIZE = 16
@@ -49,10 +49,24 @@ IMAGES = {
     "smooth": np.stack([2 * _x, 5 * _y, 255 - _x], axis=2).astype(np.uint8),
     "gray": _random.integers(0, 256, (8, 8), dtype=np.uint8),
     "transparent": _random.integers(0, 256, (8, 8, 4), dtype=np.uint8),
+    "16-bit": _random.integers(0, 65536, (8, 8), dtype=np.uint16),
+    "gray with alpha": _random.integers(0, 256, (8, 8, 2), dtype=np.uint8),
+    "smooth with alpha": np.stack([2 * _x, 5 * _y, 255 - _x, 5 * _y], axis=2).astype(np.uint8),
 }
 
+CONVERTED = ("turned", "CMYK", "palette")
+"""Photos of the input's size by `_save_converted`."""
+
 NOT_RESAMPLED = {
-    "one": ("of one color", "of the input's size", "gray", "transparent"),
+    "one": (
+        "of one color",
+        "of the input's size",
+        "gray",
+        "transparent",
+        "16-bit",
+        "gray with alpha",
+        *CONVERTED,
+    ),
     "several": ("of one color",),
     "border": ("of one color",),
 }
@@ -87,7 +101,18 @@ def _write(folder: Path, specs: Sequence[Preprocessing]) -> Path:
         (folder / f"{number}.onnx").write_bytes(file)
     for name, pixels in IMAGES.items():
         Image.fromarray(pixels).save(folder / f"{name}.png")
+    _save_converted(folder, Image.fromarray(IMAGES["of the input's size"]))
     return folder
+
+
+def _save_converted(folder: Path, photo: Image.Image) -> None:
+    """Write a photo that lies on its side by its EXIF orientation, one in CMYK, and one with a transparent color."""
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    photo.save(folder / "turned.jpg", exif=exif)
+    cyan, magenta, yellow = photo.split()
+    Image.merge("CMYK", (cyan, magenta, yellow, magenta)).save(folder / "CMYK.jpg")
+    photo.quantize(16).save(folder / "palette.png", transparency=3)
 
 
 @pytest.fixture(scope="module")
@@ -109,12 +134,17 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "node_modules"
 
 
+def _file(folder: Path, image: str) -> Path:
+    (file,) = (file for file in folder.iterdir() if file.stem == image)
+    return file
+
+
 def _prediction(folder: Path, image: str) -> tuple[str, float]:
     """Return the class and its probability as `edge-client predict` finds them."""
     count = len(list(folder.glob("[0-9].onnx")))
     backbones = [open_backbone(folder / f"{number}.onnx", provider="cpu") for number in range(count)]
     head = open_head((folder / "head.onnx").read_bytes(), backbones=backbones)
-    (found,) = predict([folder / f"{image}.png"], backbones, head, top=1)
+    (found,) = predict([_file(folder, image)], backbones, head, top=1)
     return found.top[0]
 
 
@@ -149,14 +179,14 @@ def test_python_program_imports_nothing_of_protofleet() -> None:
     [
         ("one", "of the input's size"),
         ("one", "of another size"),
-        ("one", "transparent"),
+        *(("one", image) for image in ("transparent", "16-bit", "gray with alpha", *CONVERTED)),
         ("several", "of another size"),
         ("border", "smooth"),
     ],
 )
 def test_python_program_predicts_as_a_device(folders: dict[str, Path], model: str, image: str) -> None:
     folder = folders[model]
-    printed = _run([sys.executable, "-c", BLOCKS["python"], f"{image}.png"], folder)
+    printed = _run([sys.executable, "-c", BLOCKS["python"], _file(folder, image).name], folder)
     _compare(printed, _prediction(folder, image))
 
 
@@ -169,6 +199,7 @@ def test_javascript_program_predicts_as_a_device(
     (folder / "node_modules").symlink_to(packages)
     (folder / PREDICT.split()[1]).write_text(BLOCKS["js"], encoding="utf-8")
     _run(["sh", "-c", WRITE_METADATA], folder)
-    for image, tolerance in {**dict.fromkeys(NOT_RESAMPLED[model], 1e-4), "smooth": 1e-2}.items():
-        printed = _run([*PREDICT.split()[:2], f"{image}.png"], folder)
+    resampled = dict.fromkeys(("smooth", "smooth with alpha"), 1e-2)
+    for image, tolerance in {**dict.fromkeys(NOT_RESAMPLED[model], 1e-4), **resampled}.items():
+        printed = _run([*PREDICT.split()[:2], _file(folder, image).name], folder)
         _compare(printed, _prediction(folder, image), tolerance=tolerance)
