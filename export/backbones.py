@@ -1,17 +1,21 @@
 """Create timm networks without classifiers, load their weights, and describe them."""
 
+import contextlib
 import difflib
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import timm
 import torch
+from msgspec import Meta
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from timm.data import resolve_model_data_config
+from timm.layers import Conv2dSame
 from torch import Tensor, nn
 
 from export.to_onnx import first_words
@@ -69,6 +73,30 @@ class Backbone:
     """Timm's data config: `input_size`, `interpolation`, `crop_pct`, `crop_mode`, `mean`, `std`."""
     metadata: BackboneMetadata
     """The metadata, still without `parity`."""
+    assumed: tuple[str, ...] = ()
+    """Names in `settings` that neither the weights file nor the choice gives."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The data config, with the padding of convolutions: `same` as in TensorFlow, or `symmetric`."""
+        same = any(isinstance(layer, Conv2dSame) for layer in self.module.modules())
+        return {**self.config, "padding": "same" if same else "symmetric"}
+
+
+_Share = Annotated[float, Meta(ge=0, le=1)]
+_Positive = Annotated[float, Meta(gt=0, le=1)]
+
+
+class RecordedConfig(msgspec.Struct, omit_defaults=True):
+    """The architecture and data config that weights record; None for a setting that they do not."""
+
+    architecture: str | None = None
+    input_size: tuple[Literal[3], int, int] | None = None
+    crop_pct: _Positive | None = None
+    crop_mode: str | None = None
+    interpolation: str | None = None
+    mean: tuple[_Share, _Share, _Share] | None = None
+    std: tuple[_Positive, _Positive, _Positive] | None = None
 
 
 def list_models(pattern: str) -> list[str]:
@@ -96,7 +124,9 @@ def load_backbone(choice: Choice) -> Backbone:
             "or --random for an untrained network"
         )
     _check_name(choice.model)
-    module = _create(choice)
+    recorded, arguments = _recorded(choice.weights, choice.model) if choice.weights else ({}, {})
+    choice = replace(choice, model_kwargs={**arguments, **(choice.model_kwargs or {})})
+    module = _create(choice, recorded)
     if choice.weights is not None:
         load_weights(module, choice.weights)
     digest = file_digest(choice.weights).hex() if choice.weights else weights_digest(module)
@@ -114,7 +144,8 @@ def load_backbone(choice: Choice) -> Backbone:
         weights_sha256=digest,
         weights=choice.weights.name if choice.weights else source,
     )
-    return Backbone(SquareRoot(module).eval() if choice.square_root else module, config, metadata)
+    backbone = Backbone(SquareRoot(module).eval() if choice.square_root else module, config, metadata)
+    return replace(backbone, assumed=_assumed(backbone, choice, recorded)) if choice.weights else backbone
 
 
 def load_weights(module: Any, path: Path) -> None:
@@ -166,18 +197,63 @@ def _close_to(name: str, names: list[str]) -> str:
     return f"; did you mean {', '.join(close)}?" if close else "; look for one with --list PATTERN"
 
 
-def _create(choice: Choice) -> Any:
-    module = _make(choice, dict(choice.model_kwargs or {}))
+def _recorded(weights: Path, model: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the config and model arguments in a file's metadata, or else in timm's config.json beside it."""
+    source, record = weights, _metadata(weights)
+    beside = weights.with_name("config.json")
+    try:
+        if not record.keys() & {"pretrained_cfg", *RecordedConfig.__struct_fields__} and beside.is_file():
+            source = beside
+            record = msgspec.json.decode(beside.read_bytes(), type=dict[str, Any])
+        settings = msgspec.convert(record.get("pretrained_cfg", record), dict[str, Any])
+        recorded = msgspec.convert({**record, **settings}, RecordedConfig, strict=False)
+        arguments = msgspec.convert(record.get("model_args", {}), dict[str, Any])
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"cannot read the preprocessing in {source}: {error}; correct it") from error
+    if recorded.architecture not in (None, name := model.partition(".")[0]):
+        raise ConfigError(
+            f"{source} is of {recorded.architecture}, not of {name}: name that MODEL, or move it to another folder"
+        )
+    arguments.pop("num_classes", None)
+    return msgspec.to_builtins(recorded), arguments
+
+
+def _metadata(weights: Path) -> dict[str, Any]:
+    """Return the metadata of a safetensors file, decoded where it is JSON; nothing of other files."""
+    texts: dict[str, str] = {}
+    with contextlib.suppress(OSError, SafetensorError), safe_open(weights, framework="pt") as file:
+        texts = file.metadata() or {}
+    values: dict[str, Any] = dict(texts)
+    for name, text in texts.items():
+        with contextlib.suppress(msgspec.DecodeError):
+            values[name] = msgspec.json.decode(text)
+    return values
+
+
+def _assumed(backbone: Backbone, choice: Choice, recorded: Mapping[str, Any]) -> tuple[str, ...]:
+    arguments = choice.model_kwargs or {}
+    given = {
+        "input_size": choice.image_size or arguments.get("img_size"),
+        "padding": arguments.get("pad_type") or recorded.get("architecture"),
+    }
+    known = vars(choice) | given | recorded
+    return tuple(name for name in backbone.settings if not known.get(name))
+
+
+def _create(choice: Choice, recorded: Mapping[str, Any]) -> Any:
+    module = _make(choice, dict(choice.model_kwargs or {}), recorded)
     fixed = module.pretrained_cfg.get("fixed_input_size", False)
     if choice.image_size and fixed and not hasattr(module, "set_input_size"):
         # The input size of such a network is set on creation.
-        module = _make(choice, {"img_size": choice.image_size, **(choice.model_kwargs or {})})
+        module = _make(choice, {"img_size": choice.image_size, **(choice.model_kwargs or {})}, recorded)
     return module
 
 
-def _make(choice: Choice, kwargs: dict[str, Any]) -> Any:
+def _make(choice: Choice, kwargs: dict[str, Any], recorded: Mapping[str, Any]) -> Any:
     try:
-        return timm.create_model(choice.model, pretrained=choice.pretrained, num_classes=0, **kwargs)
+        overlay = {name: value for name, value in recorded.items() if name != "architecture"}
+        fixed = {"pretrained_cfg_overlay": overlay, "num_classes": 0}
+        return timm.create_model(choice.model, pretrained=choice.pretrained, **fixed, **kwargs)
     except Exception as error:
         if choice.pretrained and not isinstance(error, TypeError):
             raise ConfigError(
@@ -196,7 +272,7 @@ def _data_config(module: Any, choice: Choice) -> dict[str, Any]:
         "mean": choice.mean,
         "std": choice.std,
         "crop_pct": choice.crop_pct,
-        "input_size": (3, *(size if isinstance(size, tuple) else (size, size))) if size else None,
+        "input_size": (3, *((size, size) if isinstance(size, int) else size)) if size else None,
     }
     config: dict[str, Any] = resolve_model_data_config(module, args=overrides)
     return config

@@ -248,6 +248,14 @@ def _export(
     with state_errors(out):
         out.mkdir(parents=True, exist_ok=True)
     backbone = _load(model, **chosen)
+    if backbone.assumed:
+        assumed = _settings({name: backbone.settings[name] for name in backbone.assumed})
+        click.echo(
+            f"warning: {chosen['weights']} does not record how its images were preprocessed; assumed, as for timm's "
+            f"{model}: {assumed}. Others lose accuracy, which the comparison with PyTorch does not show: give "
+            "--image-size, --crop-pct, --mean, --std, --model-kwargs pad_type=same, or timm's config.json beside it",
+            err=True,
+        )
     click.echo(f"exporting{', converting' if convert else ''} and comparing with PyTorch ...", err=True)
     options = "-sqrt" if chosen["square_root"] else ""
     options += f"-p{chosen['project']}" if chosen["project"] else ""
@@ -261,7 +269,8 @@ def _export(
         opset=opset,
         convert=convert,
     )
-    return _summary(exported) | {"seconds": round(time.monotonic() - started, 1)}
+    found = {"preprocessing": backbone.settings, "assumed": backbone.assumed}
+    return _summary(exported) | found | {"seconds": round(time.monotonic() - started, 1)}
 
 
 def _load(
@@ -302,6 +311,10 @@ def _summary(exported: "Exported") -> dict[str, Any]:
     }
 
 
+def _settings(settings: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in settings.items())
+
+
 def _describe(summary: dict[str, Any]) -> str:
     parity = summary["parity"]
     height, width = summary["image_size"]
@@ -309,6 +322,7 @@ def _describe(summary: dict[str, Any]) -> str:
         f"{summary['path']}\n"
         f"  {summary['size_bytes'] / 1e6:.1f} MB, images of {height}x{width} to "
         f"{summary['feature_size']} features\n"
+        f"  {_settings(summary['preprocessing'])}\n"
         f"  sha256 {summary['sha256']}\n"
         f"  {summary['precision']}, against torch on {parity['images']} photographs: "
         f"worst cosine {parity['cosine']:.12f}, worst relative error {parity['relative_error']:.1e}"

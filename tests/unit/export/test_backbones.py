@@ -1,5 +1,6 @@
 """Networks are chosen, loaded and described as timm has them, or refused in one line."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import timm
 import torch
 from safetensors.torch import save_file
 from timm.data import resolve_model_data_config
+from timm.models._hub import save_for_hf
 from torch import Tensor
 
 from export.backbones import Choice, SquareRoot, list_models, load_backbone, weights_digest
@@ -183,6 +185,59 @@ def test_preprocessing_can_be_overridden() -> None:
     assert backbone.metadata.preprocessing.crop_pct == 1.0
     assert backbone.config["input_size"] == (3, 64, 64)
     assert backbone.config["mean"] == half
+
+
+def test_preprocessing_is_the_one_in_the_config_that_timm_writes_beside_weights(tmp_path: Path) -> None:
+    """With the arguments of the model; the choice overrides both."""
+    recorded = {
+        "input_size": (3, 64, 64), "crop_pct": 0.9, "crop_mode": "squash", "interpolation": "bilinear",
+        "mean": (0.5, 0.5, 0.5), "std": (0.5, 0.4, 0.3),
+    }  # fmt: skip
+    arguments = {"pad_type": "same"}
+    source = timm.create_model("test_efficientnet", **arguments, pretrained_cfg_overlay=recorded)
+    save_for_hf(source, tmp_path, model_args=arguments, safe_serialization=True)
+    choice = Choice("test_efficientnet", weights=tmp_path / "model.safetensors")
+
+    backbone = load_backbone(choice)
+
+    assert backbone.settings == recorded | {"padding": "same"}
+    assert backbone.assumed == ()
+    source.reset_classifier(0)
+    assert same_features(backbone.module, source.eval(), edge=64)
+    overridden = load_backbone(replace(choice, crop_pct=1.0, model_kwargs={"pad_type": ""}))
+    assert overridden.settings == recorded | {"crop_pct": 1.0, "padding": "symmetric"}
+
+
+def test_recorded_size_resizes_position_embeddings(tmp_path: Path) -> None:
+    source = timm.create_model("test_vit", img_size=96)
+    save_for_hf(source, tmp_path, model_args={"img_size": [96, 96]}, safe_serialization=True)
+    backbone = load_backbone(Choice("test_vit", weights=tmp_path / "model.safetensors"))
+    assert backbone.settings["input_size"] == (3, 96, 96)
+
+
+def test_preprocessing_in_the_metadata_of_weights_is_used_and_the_rest_assumed(tmp_path: Path) -> None:
+    path = tmp_path / "weights.safetensors"
+    notes = {"mean": "[0.4, 0.4, 0.4]", "interpolation": "lanczos", "note": "{draft"}
+    save_file(state_of(made()), path, metadata=notes)
+    backbone = load_backbone(Choice(MODEL, weights=path, crop_pct=1.0))
+    assert (backbone.metadata.mean, backbone.settings["interpolation"]) == ((0.4, 0.4, 0.4), "lanczos")
+    assert sorted(backbone.assumed) == ["crop_mode", "input_size", "padding", "std"]
+    assert load_backbone(Choice(MODEL, random=True)).assumed == ()
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("{", "cannot read the preprocessing in .*config.json"),
+        ('{"pretrained_cfg": {"std": [0, 1, 1]}}', "cannot read the preprocessing in .*config.json: .*std"),
+        ('{"architecture": "resnet18"}', "config.json is of resnet18, not of test_resnet: name that MODEL"),
+    ],
+)
+def test_config_that_does_not_fit_is_named(tmp_path: Path, config: str, message: str) -> None:
+    save_file(state_of(made()), tmp_path / "weights.safetensors")
+    (tmp_path / "config.json").write_text(config, encoding="utf-8")
+    with pytest.raises(ConfigError, match=message):
+        load_backbone(Choice(MODEL, weights=tmp_path / "weights.safetensors"))
 
 
 def test_borders_have_timms_color(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,6 +71,16 @@ def test_backbone_is_exported_with_json_summary(
     assert summary["parity"]["images"] == 3
     assert summary["parity"]["relative_error"] < 1e-3
     assert summary["parity"]["cosine"] > 0.999999
+    assert summary["assumed"] == ["interpolation", "crop_pct", "crop_mode"]
+    assert {"crop_pct": 0.95, "mean": [0.5, 0.5, 0.5], "padding": "same"}.items() <= summary[
+        "preprocessing"
+    ].items()
+    (warning,) = [line for line in captured.err.splitlines() if line.startswith("warning: ")]
+    assert f"{weights} does not record" in warning
+    assert (
+        "assumed, as for timm's test_efficientnet: interpolation bicubic, crop_pct 0.95, crop_mode center."
+        in warning
+    )
     session = onnxruntime.InferenceSession(path)
     metadata = read_metadata(session.get_modelmeta().custom_metadata_map, BackboneMetadata)
     assert metadata.std == (0.5, 0.4, 0.3)
@@ -152,6 +162,7 @@ def test_text_summary_has_the_parity(
     assert list(tmp_path.iterdir()) == []
     assert export_backbone(*arguments, monkeypatch=monkeypatch) == 0
     printed = capsys.readouterr().out
+    assert "mean (0.485, 0.456, 0.406), std (0.229, 0.224, 0.225), crop_pct 0.95" in printed
     assert "against torch on 2 photographs: worst cosine 1.000000" in printed
     assert file_digest(tmp_path / f"{MODEL}-160.onnx").hex() in printed
 
