@@ -1,6 +1,8 @@
 """The files in deploy/ do what their comments state, tested with their programs."""
 
 import getpass
+import hashlib
+import os
 import re
 import shutil
 import subprocess
@@ -8,6 +10,7 @@ import sys
 import threading
 import time
 import tomllib
+import zipfile
 from pathlib import Path
 
 import kubernetes_validate
@@ -397,3 +400,83 @@ def test_kubernetes_manifests_are_valid(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_installation_script_has_no_finding_of_shellcheck() -> None:
     subprocess.run([Path(sys.executable).with_name("shellcheck"), DEPLOY / "install-device.sh"], check=True)
+
+
+def wheel(folder: Path, name: str, *, requires: str = "", program: str = "") -> str:
+    """Write a wheel of one module, and return its sha256 in hex."""
+    info = f"{name}-1.0.dist-info"
+    module = program.replace("-", "_") or name
+    files = {
+        f"{module}.py": f"def main() -> None:\n    import {requires or 'sys'}\n",
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n"
+        + (f"Requires-Dist: {requires}\n" if requires else ""),
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/entry_points.txt": f"[console_scripts]\n{program} = {module}:main\n" if program else "",
+        f"{info}/RECORD": "",
+    }
+    path = folder / f"{name}-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for file, text in files.items():
+            archive.writestr(file, text)
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def install_device(folder: Path, sha256: str, images: str = "images") -> subprocess.CompletedProcess[str]:
+    """Run install-device.sh with pip, below a folder in place of /; nothing is asked of the system's programs."""
+    script, programs = folder / "deploy" / "install-device.sh", folder / "programs"
+    if not script.exists():
+        script.parent.mkdir()
+        shutil.copy(DEPLOY / "edge-client.service", script.parent)
+        text = (DEPLOY / script.name).read_text(encoding="utf-8")
+        script.write_text(re.sub(r"/(?=(opt|etc)/)", f"{folder}/", text), encoding="utf-8")
+        for name in ("opt", "etc/systemd/system", programs.name):
+            (folder / name).mkdir(parents=True)
+        for name in ("apt-get", "id", "systemctl", "runuser"):
+            (programs / name).write_text(f'#!/bin/sh\necho {name} "$@" >> {folder}/calls\n', encoding="ascii")
+            (programs / name).chmod(0o755)
+    (folder / images).mkdir(exist_ok=True)
+    arguments = ("protofleet-1.0-py3-none-any.whl", sha256, "device.lock", "broker.example", images)
+    path = f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = {**os.environ, "PATH": path, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(folder)}
+    return subprocess.run(
+        ["sh", script, *arguments], cwd=folder, env=env, check=False, capture_output=True, text=True
+    )
+
+
+def test_installation_script_installs_what_the_checksums_are_of(tmp_path: Path) -> None:
+    """A wheel with another sha256, a package with another one and a package that the lock lacks stop it."""
+    package = wheel(tmp_path, "dependency")
+    sha256 = wheel(tmp_path, "protofleet", requires="dependency", program="edge-client")
+    lock, calls = tmp_path / "device.lock", tmp_path / "calls"
+    lock.write_text("# empty\n", encoding="ascii")
+
+    refused = install_device(tmp_path, "0" * 64)
+    assert refused.returncode == 1
+    assert f"protofleet-1.0-py3-none-any.whl is not {'0' * 64}" in refused.stderr
+    assert not calls.exists()
+    incomplete = install_device(tmp_path, sha256)
+    assert "protofleet 1.0 requires dependency, which is not installed" in incomplete.stdout
+    lock.write_text(f"dependency==1.0 --hash=sha256:{'0' * 64}\n", encoding="ascii")
+    assert "DO NOT MATCH THE HASHES" in install_device(tmp_path, sha256).stderr
+    lock.write_text("dependency==1.0\n", encoding="ascii")
+    assert "Hashes are required" in install_device(tmp_path, sha256).stderr
+    assert "systemctl" not in calls.read_text(encoding="utf-8")
+
+    lock.write_text(f"dependency==1.0 --hash=sha256:{package}\n", encoding="ascii")
+    installed = install_device(tmp_path, sha256)
+    assert installed.returncode == 0, installed.stderr
+    settings = tomllib.loads((tmp_path / "etc/protofleet/edge-client.toml").read_text(encoding="utf-8"))
+    assert settings == {"broker": "broker.example", "data": str(tmp_path / "images")}
+    assert "systemctl restart edge-client" in calls.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("images", ['a"b', "a\\b", "a\nb"])
+def test_installation_script_refuses_paths_that_settings_cannot_hold(tmp_path: Path, images: str) -> None:
+    refused = install_device(tmp_path, wheel(tmp_path, "protofleet"), images)
+    assert refused.returncode == 2
+    assert "no lock file at device.lock" in refused.stderr
+    (tmp_path / "device.lock").touch()
+    refused = install_device(tmp_path, wheel(tmp_path, "protofleet"), images)
+    assert refused.returncode == 2
+    assert "rename the folder" in refused.stderr
+    assert not (tmp_path / "calls").exists()
