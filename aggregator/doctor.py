@@ -21,7 +21,7 @@ from aggregator.tasks.task_preparation import read_backbone
 from protocol.doctor.broker import BrokerProbe, check_network
 from protocol.doctor.findings import Finding
 from protocol.doctor.machine import check_clock, check_disk
-from protocol.errors import NoStateError, ProtofleetError
+from protocol.errors import NoStateError, ProtofleetError, pip_command
 from protocol.mqtt.tls import BrokerAccess, BrokerAddress, Brokers, addresses_of, expiry_warning
 from protocol.storage.keyfile import read_key
 from protocol.wire.signing import public_key
@@ -105,7 +105,7 @@ def _check_blobs(location: str) -> Finding:
 def _check_packages() -> Iterator[Finding]:
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
-        action = "pip install 'protofleet[aggregator,cpu]'"
+        action = pip_command("aggregator,cpu")
         yield Finding("packages", "failed", f"not installed: {', '.join(missing)}", action)
         return
     versions = (f"{name} {importlib.metadata.version(name)}" for name in ("torch", "onnx"))

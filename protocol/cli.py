@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
-from protocol.errors import ConfigError, ProtofleetError, RuntimeMissing, problem_of_system
+from protocol.errors import ConfigError, ProtofleetError, RuntimeMissing, pip_command, problem_of_system
 
 if TYPE_CHECKING:
     from protocol.mqtt.tls import BrokerAccess
@@ -234,7 +234,7 @@ def require_packages(*modules: str, extras: str) -> None:
 
 
 def _not_installed(name: str, extras: str) -> str:
-    return f"{name} is not installed: pip install 'protofleet[{extras}]'"
+    return f"{name} is not installed: {pip_command(extras)}"
 
 
 def run(command: click.Command, *, program: str, extras: str | None = None) -> NoReturn:

@@ -1,5 +1,12 @@
 """The exceptions of this project: each message says what was expected, what came, and what to do."""
 
+from protocol import __version__
+
+
+def pip_command(extras: str) -> str:
+    """Return the command that installs the wheel with extras, for an error: protofleet is on no package index."""
+    return f"pip install 'protofleet-{__version__}-py3-none-any.whl[{extras}]'"
+
 
 class ProtofleetError(Exception):
     """An expected failure, shown as one line."""

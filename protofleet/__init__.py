@@ -79,10 +79,10 @@ def __getattr__(name: str) -> Any:
         missing = (error.name or "").partition(".")[0]
         if missing in {"aggregator", "edge_client", "protocol", "protofleet"}:
             raise
-        from protocol.errors import RuntimeMissing
+        from protocol.errors import RuntimeMissing, pip_command
 
         raise RuntimeMissing(
-            f"protofleet.{name} needs {missing}, which is not installed: pip install 'protofleet[aggregator,cpu]'"
+            f"protofleet.{name} needs {missing}, which is not installed: {pip_command('aggregator,cpu')}"
         ) from error
     globals()[name] = value
     return value

@@ -1,13 +1,13 @@
 """amqtt inside the aggregator's process: a broker for the demo and for tests, without installing one."""
 
 import asyncio
-import importlib.util
 import logging
 import threading
 from collections.abc import Callable
 from typing import Any
 
-from protocol.errors import ConfigError, RuntimeMissing, ThreadFailed
+from protocol.cli import require_packages
+from protocol.errors import ConfigError, ThreadFailed
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.threads import start_thread
 
@@ -51,10 +51,7 @@ class EmbeddedBroker:
             ConfigError: the address is in use or not local.
             ThreadFailed: the thread cannot be started.
         """
-        if importlib.util.find_spec("amqtt") is None:
-            raise RuntimeMissing(
-                "the embedded broker is not installed: pip install 'protofleet[aggregator,cpu]'"
-            )
+        require_packages("amqtt", extras="aggregator,cpu")
         self._thread = start_thread(self._run, name="embedded-broker", on_failure=self._on_failure)
         if not self._started.wait(START_TIMEOUT_S):
             raise ConfigError(f"the embedded broker did not start within {START_TIMEOUT_S:.0f} s")

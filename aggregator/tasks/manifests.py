@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from aggregator.algorithms.algorithm import Algorithm
 from aggregator.config.schema import PrivacyBudget, TaskFile
 from aggregator.storage.heads import HeadRecord
-from protocol.errors import ConfigError, RuntimeMissing
+from protocol.errors import ConfigError, RuntimeMissing, pip_command
 from protocol.wire.codec import encode
 from protocol.wire.messages import (
     MAX_MANIFEST_BYTES,
@@ -90,7 +90,7 @@ def noise_multiplier(epsilon: float, delta: float) -> float:
         from dp_accounting.pld.privacy_loss_mechanism import GaussianPrivacyLoss
     except ImportError as error:
         raise RuntimeMissing(
-            "differential privacy needs dp-accounting: pip install 'protofleet[aggregator]'"
+            f"differential privacy needs dp-accounting: {pip_command('aggregator')}"
         ) from error
     guarantee = DifferentialPrivacyParameters(epsilon, delta)
     least = float(GaussianPrivacyLoss.from_privacy_guarantee(guarantee).standard_deviation)

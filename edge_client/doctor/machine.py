@@ -19,7 +19,7 @@ from edge_client.storage.stored_values import CurrentTask, Heads
 from protocol.cli import counted
 from protocol.doctor.findings import Finding
 from protocol.doctor.machine import check_disk
-from protocol.errors import MalformedMessage, ProtofleetError, RuntimeMissing, UnreadableImage
+from protocol.errors import MalformedMessage, ProtofleetError, RuntimeMissing, UnreadableImage, pip_command
 from protocol.wire.codec import decode as decode_message
 from protocol.wire.messages import MAX_MANIFEST_BYTES, TaskManifest
 
@@ -61,7 +61,7 @@ def check_runtime(
     try:
         runtime = require_runtime()
     except RuntimeMissing as error:
-        yield Finding("runtime", "failed", str(error), "pip install 'protofleet[cpu]', or [gpu]")
+        yield Finding("runtime", "failed", str(error), f"{pip_command('cpu')}, or [gpu]")
         return
     available = (name.removesuffix("ExecutionProvider").lower() for name in runtime.get_available_providers())
     names = [name for name in available if name != "azure"]  # a remote service, in every wheel

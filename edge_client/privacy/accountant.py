@@ -9,11 +9,10 @@ import functools
 import math
 from collections.abc import Mapping
 
-from protocol.errors import PrivacyRefused
+from protocol.errors import PrivacyRefused, pip_command
 
 NO_ACCOUNTANT = (
-    "the task asks for differential privacy, and this device has no accountant: "
-    "pip install 'protofleet[privacy]'"
+    f"the task asks for differential privacy, and this device has no accountant: {pip_command('privacy')}"
 )
 
 ROUNDING = 1e-12

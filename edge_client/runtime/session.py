@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_client.runtime.concurrent_session import ConcurrentSession
-from protocol.errors import GraphRefused, RuntimeMissing
+from protocol.errors import GraphRefused, RuntimeMissing, pip_command
 
 Provider = Literal["auto", "cpu", "cuda", "tensorrt"]
 
@@ -43,8 +43,8 @@ def require_runtime() -> Any:
         import onnxruntime
     except ImportError as error:
         raise RuntimeMissing(
-            f"ONNX Runtime cannot be loaded ({first_line(error)}): pip install 'protofleet[cpu]', "
-            "or 'protofleet[gpu]' on a device with CUDA"
+            f"ONNX Runtime cannot be loaded ({first_line(error)}): {pip_command('cpu')}, or with [gpu] on a "
+            "device with CUDA"
         ) from error
     return onnxruntime
 
@@ -108,7 +108,7 @@ def _create_accelerated(
     accelerator = providers[0]
     name = _short(accelerator)
     if accelerator not in runtime.get_available_providers():
-        raise _Unavailable(f"no {name} in this ONNX Runtime, pip install 'protofleet[gpu]' in its place")
+        raise _Unavailable(f"no {name} in this ONNX Runtime, {pip_command('gpu')} in its place")
     with _muted(runtime), tempfile.TemporaryDirectory() as folder:
         try:
             session = _create(runtime, file, providers, threads, profile=Path(folder) / "run")

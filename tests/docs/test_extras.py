@@ -1,5 +1,6 @@
 """A wheel installs all programs: without the packages of its extra, a command ends in one line with what to install."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -7,10 +8,13 @@ import pytest
 from aggregator.cli import cli as aggregator
 from aggregator.storage.store import Store
 from edge_client.cli import cli as edge_client
+from protocol.errors import pip_command
 from protofleet.cli import cli as protofleet
 from tests.support.commands import run_command
 from tests.support.fleets.aggregator_process import write_task
 from tests.support.messages.submissions import SERVED
+
+ROOT = Path(__file__).parents[2]
 
 EXTRAS = (
     "amqtt", "dp_accounting", "onnx", "onnxruntime", "onnxscript", "prometheus_client", "rich", "rpds", "safetensors",
@@ -122,4 +126,29 @@ def test_missing_extra_is_one_line(
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: ")
-    assert f"pip install 'protofleet[{extra}]'" in line
+    assert pip_command(extra) in line
+
+
+def _found(pattern: str, *folders: str) -> list[str]:
+    """Return the texts that match, with their files, in the project's pages and programs below folders."""
+    files = (file for folder in folders for file in (ROOT / folder).rglob("*"))
+    return [
+        f"{file.relative_to(ROOT)}: {text}"
+        for file in files
+        if file.suffix in {".md", ".py", ".sh", ".service"}
+        for text in re.findall(pattern, file.read_text(encoding="utf-8"))
+    ]
+
+
+def test_no_page_and_no_message_installs_protofleet_from_the_package_index() -> None:
+    """It is not there, and another package may take its name: the wheel's file is named instead."""
+    products = ("aggregator", "dashboard", "edge_client", "export", "protocol", "protofleet")
+    assert not _found(
+        r"""pip install ['"]?protofleet(?![-\w]).*|'protofleet\[.*""", *products, "docs", "deploy", "examples"
+    )
+    assert "protofleet[" not in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_pages_install_into_a_virtual_environment() -> None:
+    """Debian 12 and Raspberry Pi OS refuse pip outside of one."""
+    assert not _found(r"(?<![/\w])pip (?:install|wheel) .*", "docs")

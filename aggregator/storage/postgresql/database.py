@@ -5,7 +5,6 @@ Writers of a fleet run one after the other, as on SQLite: each write transaction
 """
 
 import contextlib
-import importlib.util
 import secrets
 import threading
 from collections.abc import Iterator, Sequence
@@ -15,7 +14,8 @@ import msgspec
 
 from aggregator.storage.postgresql.lead import Lead, Standby, elapsed_s
 from aggregator.storage.postgresql.schema import PostgresSchema, connect, statement_of
-from protocol.errors import ConfigError, NoAnswer, NotLeader, RuntimeMissing, StateError
+from protocol.cli import require_packages
+from protocol.errors import ConfigError, NoAnswer, NotLeader, StateError
 from protocol.storage.folder_lock import FolderLock
 
 Value = TypeVar("Value")
@@ -53,8 +53,7 @@ class PostgresDatabase:
         self, url: str, *, fleet: str, migrations: Sequence[str], read_only: bool = False,
         held: FolderLock | None = None, standby: Standby | None = None,
     ) -> None:  # fmt: skip
-        if importlib.util.find_spec("psycopg") is None:
-            raise RuntimeMissing("psycopg is not installed: pip install 'protofleet[cluster]'")
+        require_packages("psycopg", extras="cluster")
         if not fleet:
             raise ConfigError("expected the name of the fleet whose tables --store holds: give --fleet")
         check_url(url)

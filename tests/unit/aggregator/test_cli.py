@@ -103,7 +103,7 @@ def test_error_is_one_line_and_creates_nothing(
 
 
 @pytest.mark.parametrize("arguments", [["run", "--task", "task.toml"], ["status"]])
-def test_missing_package_is_one_line_with_install_command(arguments: list[str]) -> None:
+def test_missing_package_is_one_line_with_pip_command(arguments: list[str]) -> None:
     program = (
         "import importlib.util\n"
         "found = importlib.util.find_spec\n"
@@ -113,7 +113,7 @@ def test_missing_package_is_one_line_with_install_command(arguments: list[str]) 
     done = run_aggregator(*arguments, program=program)
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
-    assert "pip install 'protofleet[aggregator,cpu]'" in line
+    assert "pip install 'protofleet-0.1.0-py3-none-any.whl[aggregator,cpu]'" in line
 
 
 def test_closing_a_fleet_step_by_step(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import click
 import pytest
 
 from protocol.cli import config_option, counted, run, start_logging, verbose_option
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, pip_command
 from protocol.log import event
 from protocol.service_manager import stop_on_terminate
 
@@ -112,7 +112,7 @@ def _exit_code(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         (["--help"], 0, ""),
         (["--fail", "expected"], 1, "error: the folder is empty: put images in it\n"),
         (["--fail", "hostile"], 1, "error: \\x1b[31mred\\nand more\n"),
-        (["--fail", "missing"], 1, "error: torch is not installed: pip install 'protofleet[example,cpu]'\n"),
+        (["--fail", "missing"], 1, f"error: torch is not installed: {pip_command('example,cpu')}\n"),
         (["--fail", "disk"], 1, "error: cannot use /state/blobs: Input/output error\n"),
         (
             ["--fail", "memory"],

@@ -41,4 +41,4 @@ def test_missing_extra_is_named() -> None:
         "except protofleet.ProtofleetError as error:\n    print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert "pip install 'protofleet[aggregator,cpu]'" in done.stdout
+    assert "pip install 'protofleet-0.1.0-py3-none-any.whl[aggregator,cpu]'" in done.stdout

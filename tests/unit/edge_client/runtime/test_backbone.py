@@ -183,9 +183,7 @@ def test_device_program_imports_no_training_framework() -> None:
 @pytest.mark.parametrize(
     "arguments", [["--broker", "127.0.0.1", "--data", ".", "--state", "state"], ["predict", "a.png"]]
 )
-def test_missing_onnx_runtime_is_one_line_with_the_install_command(
-    tmp_path: Path, arguments: list[str]
-) -> None:
+def test_missing_onnx_runtime_is_one_line_with_the_pip_command(tmp_path: Path, arguments: list[str]) -> None:
     program = _BLOCK.format(blocked={"onnxruntime"}) + (
         f"sys.argv = ['edge-client', *{arguments!r}]\nfrom edge_client.cli import main\nmain()\n"
     )
@@ -193,5 +191,5 @@ def test_missing_onnx_runtime_is_one_line_with_the_install_command(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=tmp_path
     )
     assert done.returncode == 1
-    assert "pip install 'protofleet[cpu]'" in done.stderr
+    assert "pip install 'protofleet-0.1.0-py3-none-any.whl[cpu]'" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1

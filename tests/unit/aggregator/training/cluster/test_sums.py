@@ -109,5 +109,5 @@ def test_missing_ray_names_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "ray", None)
     for name in ("sums.ray_engine", "cluster.connection"):
         monkeypatch.delitem(sys.modules, f"aggregator.training.{name}", raising=False)
-    with pytest.raises(RuntimeMissing, match=r"pip install 'protofleet\[ray\]'"):
+    with pytest.raises(RuntimeMissing, match=r"pip install 'protofleet-.*\.whl\[ray\]'"):
         made(job_in(tmp_path), engine="ray")
