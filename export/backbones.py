@@ -97,6 +97,7 @@ class RecordedConfig(msgspec.Struct, omit_defaults=True):
     interpolation: str | None = None
     mean: tuple[_Share, _Share, _Share] | None = None
     std: tuple[_Positive, _Positive, _Positive] | None = None
+    model_args: dict[str, Any] = {}
 
 
 def list_models(pattern: str) -> list[str]:
@@ -199,35 +200,35 @@ def _close_to(name: str, names: list[str]) -> str:
 
 def _recorded(weights: Path, model: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the config and model arguments in a file's metadata, or else in timm's config.json beside it."""
-    source, record = weights, _metadata(weights)
-    beside = weights.with_name("config.json")
+    source, texts = weights, _metadata(weights)
     try:
-        if not record.keys() & {"pretrained_cfg", *RecordedConfig.__struct_fields__} and beside.is_file():
+        record = {
+            name: msgspec.json.decode(text) if text.startswith(("[", "{", '"')) else text
+            for name, text in texts.items()
+        }
+        if not record and (beside := weights.with_name("config.json")).is_file():
             source = beside
             record = msgspec.json.decode(beside.read_bytes(), type=dict[str, Any])
-        settings = msgspec.convert(record.get("pretrained_cfg", record), dict[str, Any])
+        settings = msgspec.convert(record.get("pretrained_cfg", {}), dict[str, Any])
         recorded = msgspec.convert({**record, **settings}, RecordedConfig, strict=False)
-        arguments = msgspec.convert(record.get("model_args", {}), dict[str, Any])
     except (OSError, msgspec.MsgspecError) as error:
         raise ConfigError(f"cannot read the preprocessing in {source}: {error}; correct it") from error
     if recorded.architecture not in (None, name := model.partition(".")[0]):
         raise ConfigError(
             f"{source} is of {recorded.architecture}, not of {name}: name that MODEL, or move it to another folder"
         )
+    config = msgspec.to_builtins(recorded)
+    arguments = config.pop("model_args", {})
     arguments.pop("num_classes", None)
-    return msgspec.to_builtins(recorded), arguments
+    return config, arguments
 
 
-def _metadata(weights: Path) -> dict[str, Any]:
-    """Return the metadata of a safetensors file, decoded where it is JSON; nothing of other files."""
-    texts: dict[str, str] = {}
+def _metadata(weights: Path) -> dict[str, str]:
+    """Return what the metadata of a safetensors file has of timm's config; nothing of other files."""
     with contextlib.suppress(OSError, SafetensorError), safe_open(weights, framework="pt") as file:
-        texts = file.metadata() or {}
-    values: dict[str, Any] = dict(texts)
-    for name, text in texts.items():
-        with contextlib.suppress(msgspec.DecodeError):
-            values[name] = msgspec.json.decode(text)
-    return values
+        names = {"pretrained_cfg", *RecordedConfig.__struct_fields__}
+        return {name: text for name, text in (file.metadata() or {}).items() if name in names}
+    return {}
 
 
 def _assumed(backbone: Backbone, choice: Choice, recorded: Mapping[str, Any]) -> tuple[str, ...]:
@@ -236,7 +237,7 @@ def _assumed(backbone: Backbone, choice: Choice, recorded: Mapping[str, Any]) ->
         "input_size": choice.image_size or arguments.get("img_size"),
         "padding": arguments.get("pad_type") or recorded.get("architecture"),
     }
-    known = vars(choice) | given | recorded
+    known = {**vars(choice), **given, **recorded}
     return tuple(name for name in backbone.settings if not known.get(name))
 
 

@@ -9,9 +9,11 @@ import sys
 from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from PIL import ExifTags, Image
 
 from aggregator.algorithms.fedtc.head import Dense
@@ -42,7 +44,7 @@ MODELS = {
 
 _random = np.random.default_rng(0)
 _y, _x = np.mgrid[0:48, 0:96]
-IMAGES = {
+IMAGES: dict[str, NDArray[Any]] = {
     "of the input's size": _random.integers(0, 256, (8, 8, 3), dtype=np.uint8),
     "of one color": np.full((16, 32, 3), (250, 120, 10), np.uint8),
     "of another size": _random.integers(0, 256, (50, 72, 3), dtype=np.uint8),
