@@ -1,10 +1,13 @@
 """The overview's summary of a fleet, read from `/api/v1/status` of its dashboard, whose every byte may be wrong."""
 
 import http.client
+import io
+import socket
 import ssl
+import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Annotated
+from concurrent.futures import Future, wait
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -15,7 +18,7 @@ from aggregator.status.model import Quotas
 from protocol.errors import ProtofleetError
 
 TIMEOUT_S = 5.0
-"""Seconds for each step of a request."""
+"""Seconds to connect, and seconds for a whole answer."""
 
 MAX_BYTES = 64 * 1024**2
 """Bytes of an answer: a status of 10,000 devices has 6 MB."""
@@ -108,7 +111,6 @@ class Summaries:
 
     def __init__(self, fleets: dict[str, Fleet]) -> None:
         self._fleets = fleets
-        self._pool = ThreadPoolExecutor(max_workers=len(fleets), thread_name_prefix="fleets")
         self._asked: dict[str, Future[FleetSummary]] = {}
         self._asked_s: dict[str, float] = {}
         self._last: dict[str, FleetSummary] = {}
@@ -118,8 +120,10 @@ class Summaries:
         now_s = time.monotonic()
         for name, fleet in self._fleets.items():
             if name not in self._asked and now_s >= self._asked_s.get(name, float("-inf")) + AGE_S:
-                self._asked[name] = self._pool.submit(summary_of, name, fleet)
-                self._asked_s[name] = now_s
+                answer: Future[FleetSummary] = Future()
+                # A daemon: the program ends without waiting for it.
+                threading.Thread(target=_ask, args=(answer, name, fleet), name=name, daemon=True).start()
+                self._asked[name], self._asked_s[name] = answer, now_s
         done = wait(self._asked.values(), GRACE_S).done
         for name in [name for name, asked in self._asked.items() if asked in done]:
             self._last[name] = self._asked.pop(name).result()
@@ -132,6 +136,13 @@ class Summaries:
             return last
         problem = f"{fleet.url} has not answered for {age_s:.0f} s"
         return FleetSummary(name=name, link=fleet.link or fleet.url, problem=problem)
+
+
+def _ask(answer: Future[FleetSummary], name: str, fleet: Fleet) -> None:
+    try:
+        answer.set_result(summary_of(name, fleet))
+    except Exception as error:
+        answer.set_exception(error)
 
 
 def summary_of(name: str, fleet: Fleet) -> FleetSummary:
@@ -182,6 +193,34 @@ def _attention(status: _Status) -> list[str]:
     return [text for text, holds in found.items() if holds]
 
 
+class _Answer(io.RawIOBase):
+    """What a server sends; reading raises TimeoutError once `TIMEOUT_S` is over, however often bytes arrive."""
+
+    def __init__(self, source: socket.socket, stream: Any) -> None:
+        self._source, self._stream = source, stream
+        self._deadline_s = time.monotonic() + TIMEOUT_S
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        if (left_s := self._deadline_s - time.monotonic()) <= 0:
+            raise TimeoutError("timed out")
+        self._source.settimeout(left_s)
+        found: int | None = self._stream.readinto(buffer)
+        return found
+
+    def close(self) -> None:
+        self._stream.close()
+        super().close()
+
+
+class _Response(http.client.HTTPResponse):
+    def __init__(self, sock: socket.socket, *arguments: Any, **options: Any) -> None:
+        super().__init__(sock, *arguments, **options)
+        self.fp = io.BufferedReader(_Answer(sock, self.fp.detach()))
+
+
 def _answer(fleet: Fleet) -> bytes:
     """Return the status that a dashboard answers; raises OSError, HTTPException or ProtofleetError."""
     parts = urlsplit(fleet.url)
@@ -192,6 +231,7 @@ def _answer(fleet: Fleet) -> bytes:
         )
     else:
         connection = http.client.HTTPConnection(host, parts.port, timeout=TIMEOUT_S)
+    connection.response_class = _Response
     headers = {"Authorization": f"Bearer {token}"} if (token := fleet.token) else {}
     try:
         connection.request("GET", f"{parts.path.rstrip('/')}/api/v1/status", headers=headers)

@@ -2,6 +2,9 @@
 
 import contextlib
 import socket
+import socketserver
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,6 +21,8 @@ from aggregator.http.overview.app import overview
 from aggregator.http.overview.fleets_file import Fleet, read_fleets
 from aggregator.http.overview.summaries import Summaries, summary_of
 from protocol.errors import ConfigError
+from tests.support.fleets.fleet import wait_until
+from tests.support.network.brokers import free_address
 from tests.unit.aggregator.http.servers import TOKEN, Client, serving
 from tests.unit.aggregator.status.stores import TASK_FILE, busy_store, started_store
 
@@ -105,6 +110,65 @@ def test_silent_fleet_delays_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
             assert "has not answered" in a.problem
             assert "it answers 500" in b.problem
         assert len(here._asked) == 1
+
+
+@contextlib.contextmanager
+def _dripping(head: bytes) -> Iterator[Fleet]:
+    """Run a server that sends a beginning of an answer and then a byte at a time, without an end."""
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            with contextlib.suppress(OSError):
+                self.request.sendall(head)
+                while not ended.wait(0.05):
+                    self.request.sendall(b"x")
+
+    ended = threading.Event()
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        try:
+            yield Fleet(url=f"http://127.0.0.1:{server.server_address[1]}")
+        finally:
+            ended.set()
+            server.shutdown()
+
+
+@pytest.mark.parametrize("head", [b"", b"HTTP/1.1 200 OK\r\nA: ", b"HTTP/1.1 200 OK\r\n\r\n"])
+def test_dripping_fleet_has_a_limit_for_the_whole_answer(
+    head: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each read succeeds in time: in the status line, in a header and in the body."""
+    monkeypatch.setattr(summaries, "TIMEOUT_S", 0.5)
+    with _dripping(head) as fleet:
+        assert summary_of("a", fleet).problem.endswith("does not answer: timed out")
+
+
+def test_program_ends_while_a_fleet_is_asked(tmp_path: Path) -> None:
+    """A thread that waits for a fleet, whatever for, does not keep `aggregator dashboard` after SIGTERM."""
+    program = (
+        "import sys\n"
+        "from aggregator.cli.dashboard import dashboard_command\n"
+        "from aggregator.http.overview import summaries\n"
+        "summaries.TIMEOUT_S = 1e6\n"
+        "dashboard_command(sys.argv[1:])\n"
+    )
+    address, file = free_address(), tmp_path / "fleets.toml"
+    with _dripping(b"") as fleet:
+        file.write_text(f'[fleets.a]\nurl = "{fleet.url}"\n')
+        process = subprocess.Popen([sys.executable, "-c", program, str(file), "--http", str(address)])
+        try:
+            client = Client(address.port)
+            wait_until("an answer", lambda: _asked(client), diagnostics=lambda: "see its log on stderr")
+            process.terminate()
+            assert process.wait(timeout=60) == 0
+        finally:
+            process.kill()
+
+
+def _asked(client: Client) -> bool:
+    with contextlib.suppress(OSError):
+        return "has not answered" in client.get("/api/v1/fleets").body.decode()
+    return False
 
 
 @contextlib.contextmanager
