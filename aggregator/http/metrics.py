@@ -87,7 +87,7 @@ def _of_aggregator(status: Status) -> Iterable[Metric]:
         family = CounterMetricFamily(f"protofleet_{name}_bytes", f"Payload bytes {name} over MQTT.")
         family.add_metric([], size)
         yield family
-    refused: Counter[str] = Counter()
+    refused = Counter(status.earlier_refusals)
     for refusal in status.refusals:
         refused[refusal.reason] += refusal.count
     yield _counted("refused_messages", "Messages of devices that were refused, by reason.", "reason", refused)

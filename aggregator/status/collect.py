@@ -30,6 +30,7 @@ from aggregator.storage.stored_values import (
     UploadTokens,
 )
 from aggregator.storage.submissions import SubmissionRecord
+from protocol.cli import counted
 from protocol.statistics.balanced_accuracy import balanced_accuracy
 from protocol.storage.blobstore import file_digest
 from protocol.storage.elapsed_clock import ElapsedClock
@@ -61,7 +62,7 @@ def _collect(store: Store) -> model.Status:
     task, settings = served.digest, served.settings
     submissions, state, used = store.submissions.all(task), store.round_state(task), store.heads.rollout(task)
     heads = store.heads.all(task)
-    counted = [record for device, record in submissions.items() if state.decisions.counts(device)]
+    used_records = [record for device, record in submissions.items() if state.decisions.counts(device)]
     known = {label for record in submissions.values() for label in record.per_class}
     is_personal = served.algorithm in ALGORITHMS and bool(ALGORITHMS[served.algorithm].persistent)
     limit = store.facts.get(HeadRateLimit)
@@ -94,6 +95,7 @@ def _collect(store: Store) -> model.Status:
         waiting=len(round_state.waiting(state, settings)),
         closes_at_s=None if closes_s is None else store.clock.unix_s(closes_s),
         rate_limited_until_s=limit.until_s if limit is not None else None,
+        collection_problem=_collection_problem(state, settings),
         quotas=_quotas(store, served.limits),
         round=_round(state, settings),
         rollout=_rollout(
@@ -103,11 +105,12 @@ def _collect(store: Store) -> model.Status:
             requested=operator_commands.commanded_version(store, task),
         ),
         devices=tuple(_devices(store, task, submissions, used, known if is_personal else ())),
-        coverage=_coverage(served.classes, counted),
+        coverage=_coverage(served.classes, used_records),
         quarantine=tuple(store.quarantine.all(task).values()),
         forgotten=tuple(store.forgotten.all(task)),
         heads=tuple(_head(store, task, head, used, known, is_personal=is_personal) for head in heads),
         refusals=tuple(store.refusals.all()),
+        earlier_refusals=store.refusals.earlier(),
         traffic=store.facts.get(Traffic) or Traffic(),
         head_path=files.get("head.onnx"),
         model_path=files.get("model.onnx"),
@@ -153,6 +156,15 @@ def _failed_training(
         retry_at_s=store.clock.unix_s(failed.retry_s),
         half_memory=settings.rounds is None and has_half_memory(failed.failures),
     )
+
+
+def _collection_problem(state: round_state.State, settings: round_state.Settings) -> str:
+    enrolled, wanted = state.decisions.enrolled, round_state.wanted_devices(state, settings)
+    if enrolled is None or len(enrolled) >= wanted or round_state.is_over(state.head_version, settings):
+        return ""
+    name = "retrain_after" if state.head_version and settings.rounds is None else "quorum"
+    known = f"{counted(len(enrolled), 'device')} {'is' if len(enrolled) == 1 else 'are'} enrolled"
+    return f"{name} {wanted} cannot be reached: {known}; enroll more or lower {name}"
 
 
 def _quotas(store: Store, limits: Limits) -> model.Quotas:

@@ -212,6 +212,10 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     rate_limited_until_s: Annotated[
         UnixSeconds | None, Meta(description="No training starts before, by `limits.heads_per_hour`.")
     ]
+    collection_problem: Annotated[
+        str,
+        Meta(description="Why the enrolled devices are too few for the open collection or round; or empty."),
+    ]
     quotas: Quotas
     round: Annotated[Round | None, Meta(description="Null for a task without rounds.")]
     rollout: Rollout
@@ -223,6 +227,9 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     ]
     heads: Annotated[tuple[Head, ...], Meta(description="Oldest first.")]
     refusals: tuple[Refusal, ...]
+    earlier_refusals: Annotated[
+        dict[str, int], Meta(description="Messages refused before their devices got other keys, by reason.")
+    ]
     receivers: Annotated[
         tuple[ReceiverRecord, ...], Meta(description="Programs that receive uploads beside the aggregator.")
     ]

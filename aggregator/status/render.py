@@ -74,6 +74,8 @@ def _above(status: Status) -> Iterator[tuple[str, ...]]:
     yield from _quotas(status.quotas)
     if (failed := status.failed_training) is not None:
         yield "training failed", _failed_training(failed), "red"
+    if status.collection_problem:
+        yield "collection", status.collection_problem, "yellow"
     if status.receivers:
         yield "receivers", "; ".join(map(_receiver, status.receivers))
     if status.intake.stopped_s is not None:

@@ -1,5 +1,6 @@
 """Known devices: their presence, what they report about themselves, their refused messages, and the quarantine."""
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -7,6 +8,8 @@ import msgspec
 from msgspec import Meta
 
 from aggregator.storage.device_keys import MAX_PINNED_DEVICES, DeviceKeys
+from aggregator.storage.stored_values import EarlierRefusals
+from protocol.storage.facts import Facts
 from protocol.storage.tables import Tables
 from protocol.wire.messages import DeviceInfo
 
@@ -117,9 +120,10 @@ class Refusal(msgspec.Struct, frozen=True):
 class Refusals:
     """The table `refusals`: refused messages, counted per device and reason."""
 
-    def __init__(self, database: Tables, keys: DeviceKeys) -> None:
+    def __init__(self, database: Tables, keys: DeviceKeys, facts: Facts) -> None:
         self._database = database
         self._keys = keys
+        self._facts = facts
 
     def count(self, device: str, *, reason: str, detail: str, now_s: float) -> bool:
         """Count a refused message; returns True if it is the first of its device and reason.
@@ -142,6 +146,17 @@ class Refusals:
             "SELECT device, reason, count, detail FROM refusals ORDER BY device, reason"
         )
         return [Refusal(*row) for row in rows]
+
+    def reset(self, device: str) -> None:
+        """Delete a device's refused messages; `earlier` counts them from then on."""
+        rows = self._database.read("DELETE FROM refusals WHERE device = ? RETURNING reason, count", device)
+        if rows:
+            self._facts.put(EarlierRefusals(Counter(self.earlier()) + Counter(dict(rows))))
+
+    def earlier(self) -> dict[str, int]:
+        """Return the number of deleted refused messages by reason."""
+        found = self._facts.get(EarlierRefusals)
+        return found.counts if found is not None else {}
 
     def _has_room_for(self, device: str, reason: str) -> bool:
         known = self._keys.get(device)

@@ -245,7 +245,7 @@ class Store:
             raise
         self.keys = DeviceKeys(self.database, self.facts)
         self.devices = Devices(self.database, self.keys)
-        self.refusals = Refusals(self.database, self.keys)
+        self.refusals = Refusals(self.database, self.keys, self.facts)
         self.submissions = Submissions(self.database)
         self.evaluations = Evaluations(self.database)
         self.forgotten = ForgottenDevices(self.database)
@@ -422,6 +422,7 @@ class Store:
             self.submissions.delete_device(device)
         self.submissions.reset_sequence(device)
         self.devices.reset_presence(device)
+        self.refusals.reset(device)
         self.quarantine.delete_revocation(device)
 
     def round_state(self, task: bytes) -> State:

@@ -179,6 +179,12 @@ class Traffic(msgspec.Struct, frozen=True):
     sent: int = 0
 
 
+class EarlierRefusals(msgspec.Struct, frozen=True):
+    """Messages that were refused before their devices got other keys, by reason."""
+
+    counts: dict[str, int]
+
+
 class LostFiles(msgspec.Struct, frozen=True):
     """Blobs that a program needs and found missing or damaged, and that are not restored yet, by hex digest."""
 

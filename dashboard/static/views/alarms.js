@@ -15,6 +15,7 @@ function alarmsOf(status) {
   if (status.lost_files.length) {
     add("bad", `${counted(status.lost_files.length, "lost file")}: devices or trainings need it; the log says why.`);
   }
+  if (status.collection_problem) add("warn", `Collection: ${status.collection_problem}.`);
   const failed = status.failed_training;
   if (failed) {
     const again = duration(failed.retry_at_s - now());

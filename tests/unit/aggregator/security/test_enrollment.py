@@ -144,6 +144,20 @@ def test_revoke_disables_key_certificate_and_submissions_until_renewed(world: Wo
     assert world.store.quarantine.all(TASK) == {}
 
 
+def test_refusals_before_renewal_are_no_alarm(world: World) -> None:
+    """They stay in the total, which is a counter of Prometheus."""
+    world.enroll()
+    refusals = world.store.refusals
+    for device in ("shed-1", "shed-1", "shed-2"):
+        refusals.count(device, reason="signature", detail="invalid", now_s=1.0)
+    for folder in ("again", "third"):
+        world.enroll(folder=folder, renew=True)
+        assert [each.device for each in refusals.all()] == ["shed-2"]
+        assert refusals.earlier() == {"signature": 2 if folder == "again" else 3}
+        refusals.count("shed-1", reason="signature", detail="invalid", now_s=2.0)
+        assert [each.count for each in refusals.all()] == [1, 1]
+
+
 def test_outlier_stays_quarantined_when_enrolled(world: World) -> None:
     """Only a quarantine that came from a revocation ends with new keys."""
     world.store.quarantine.add(TASK, "shed-1", reason="its prototypes are far from all others", now_s=1)

@@ -182,6 +182,25 @@ def test_nothing_is_truncated_on_a_narrow_terminal(tmp_path: Path) -> None:
     assert "\u2026" not in text
 
 
+def test_quorum_above_enrolled_devices_is_shown(tmp_path: Path) -> None:
+    """Of the first head and of later ones, in a closed fleet; a revoked device does not count."""
+    with contextlib.closing(started_store(tmp_path, replace(TASK_FILE, retrain_after=3))) as store:
+        store.keys.enroll("a", bytes(32), now_s=1.0)
+        store.keys.enroll("b", bytes(32), now_s=1.0)
+        store.keys.revoke("b", now_s=2.0)
+        assert collected(store).collection_problem == ""
+        store.keys.close_fleet()
+        problem = "quorum 2 cannot be reached: 1 device is enrolled; enroll more or lower quorum"
+        assert collected(store).collection_problem == problem
+        assert f"collection {problem}" in rendered(collected(store))
+        store.keys.enroll("b", bytes(32), now_s=3.0)
+        assert collected(store).collection_problem == ""
+        add_head(store, 1)
+        assert collected(store).collection_problem.startswith(
+            "retrain_after 3 cannot be reached: 2 devices are"
+        )
+
+
 @pytest.mark.parametrize(
     ("progress", "text"),
     [
