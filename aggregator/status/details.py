@@ -22,6 +22,10 @@ class DeviceDetails(msgspec.Struct, frozen=True, kw_only=True):
     """A device's images, prototypes and results by class; a tuple is empty if nothing is known."""
 
     device: str
+    counts: Annotated[
+        bool,
+        Meta(description="False for a device that is revoked or not enrolled: its submission is not used."),
+    ]
     software: str
     backbones: Annotated[tuple[str, ...], Meta(description="sha256 of those that it has downloaded.")]
     unusable_images: int
@@ -65,6 +69,7 @@ def collect_details(store: Store) -> Details:
         used, submissions = store.heads.rollout(task), store.submissions.all(task)
         heads = store.heads.all(task)
         evaluations = {head.version: store.evaluations.of_head(task, head.version) for head in heads}
+        decisions = store.decisions(task)
         known = {record.device: record.info for record in store.devices.all()}
     newest: Mapping[str, Evaluation] = evaluations.get(used.current, {})
     return Details(
@@ -75,6 +80,7 @@ def collect_details(store: Store) -> Details:
                 submissions.get(device),
                 _evaluation(device, known.get(device), evaluations) or newest.get(device),
                 classes,
+                counts=decisions.counts(device),
             )
             for device in sorted(known.keys() | submissions.keys())
         ),
@@ -96,9 +102,12 @@ def _device(
     submission: SubmissionRecord | None,
     evaluation: Evaluation | None,
     classes: Sequence[str],
+    *,
+    counts: bool,
 ) -> DeviceDetails:
     return DeviceDetails(
         device=device,
+        counts=counts,
         software=info.software if info else "",
         backbones=tuple(each.hex() for each in info.backbones) if info else (),
         unusable_images=info.unusable_images if info else 0,

@@ -82,6 +82,10 @@ function Header({ status, live, session }) {
 /** A section, drawn in a task of its own, so that the browser can answer in between. */
 function Section({ name, title, View, place, status, details }) {
   const [shown, show] = useState(null);
+  const isShown = Boolean(shown);
+  useEffect(() => {
+    if (isShown && location.hash === `#${name}`) document.getElementById(name).scrollIntoView();
+  }, [isShown]);
   useEffect(() => {
     const timer = setTimeout(() => show({ status, details }), 20 * place);
     return () => clearTimeout(timer);

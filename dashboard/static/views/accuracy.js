@@ -6,6 +6,7 @@ import { color } from "./colors.js";
 
 const SHOWN_CLASSES = 30;
 const BINS = 10;
+const SHOWN_NAMES = 3;
 
 const SERIES = [
   ["All images", "--series-1", (head) => head.held_out.accuracy],
@@ -24,12 +25,22 @@ function dataOf(status, details) {
   ];
 }
 
+/** Return the tenths below and above the lines. */
+function rangeOf(_, low, high) {
+  return low === null ? [0, 1] : [Math.max(0, Math.ceil(10 * low) - 1) / 10, Math.min(10, Math.floor(10 * high) + 1) / 10];
+}
+
+/** Show the newest head in the legend while the pointer is elsewhere. */
+function showNewest(chart) {
+  if (chart.legend.idx === null) chart.setLegend({ idx: chart.data[0].length - 1 }, false);
+}
+
 function optionsOf(width) {
   const axis = { stroke: color("--muted"), grid: { stroke: color("--line"), width: 1 }, ticks: { show: false } };
   return {
     width,
     height: 260,
-    scales: { x: { time: false, range: (_, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) }, y: { range: [0, 1] } },
+    scales: { x: { time: false, range: (_, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) }, y: { range: rangeOf } },
     axes: [
       { ...axis, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000] },
       { ...axis, size: 60, values: (_, values) => values.map((value) => `${Math.round(100 * value)} %`) },
@@ -44,35 +55,34 @@ function optionsOf(width) {
         value: (_, value) => percent(value),
       })),
     ],
-    legend: { live: true },
+    hooks: { ready: [showNewest], setData: [showNewest], setLegend: [showNewest] },
   };
 }
 
 function Chart({ data }) {
   const place = useRef();
-  const chart = useRef(null);
   useEffect(() => {
     const draw = () => {
-      chart.current?.destroy();
-      chart.current = new uPlot(optionsOf(place.current.clientWidth), place.current.data ?? data, place.current);
+      place.current.chart?.destroy();
+      place.current.chart = new uPlot(optionsOf(place.current.clientWidth), place.current.data ?? data, place.current);
     };
     const fit = new ResizeObserver(() => {
-      if (chart.current && place.current.clientWidth !== chart.current.width) {
-        chart.current.setSize({ width: place.current.clientWidth, height: 260 });
-      }
+      const { chart, clientWidth } = place.current;
+      if (clientWidth !== chart.width) chart.setSize({ width: clientWidth, height: 260 });
     });
     draw();
     fit.observe(place.current);
     window.addEventListener("themechange", draw);
+    const { current } = place;
     return () => {
       window.removeEventListener("themechange", draw);
       fit.disconnect();
-      chart.current?.destroy();
+      current.chart.destroy();
     };
   }, []);
   useEffect(() => {
     place.current.data = data;
-    chart.current?.setData(data);
+    place.current.chart.setData(data);
   }, [data]);
   const last = data[0].length - 1;
   const label = `Accuracy of ${data[0].length} heads. Of head ${data[0][last]}: ${SERIES.map(([name], number) => `${name} ${percent(data[number + 1][last])}`).join(", ")}`;
@@ -102,19 +112,19 @@ function Classes({ status, head }) {
 }
 
 function DeviceBins({ details }) {
-  const bins = Array(BINS).fill(0);
+  const bins = Array.from({ length: BINS }, () => []);
   for (const device of details.devices) {
     const accuracy = accuracyOf(device.correct, device.incorrect);
-    if (accuracy !== null) bins[Math.min(BINS - 1, Math.floor(accuracy * BINS))] += 1;
+    if (accuracy !== null) bins[Math.min(BINS - 1, Math.floor(accuracy * BINS))].push(device.device);
   }
-  const most = Math.max(1, ...bins);
+  const most = Math.max(1, ...bins.map((names) => names.length));
   return html`<h3>By device</h3>
     <ul class="bars" aria-label="Devices by accuracy">
       ${bins.map(
-        (count, number) => html`<li key=${number}>
+        (names, number) => html`<li key=${number}>
           <span class="name">${number * 10} to ${number * 10 + 10} %</span>
-          <meter min="0" max=${most} value=${count} aria-label=${`${number * 10} to ${number * 10 + 10} %`}></meter>
-          <span>${count}</span>
+          <meter min="0" max=${most} value=${names.length} aria-label=${`${number * 10} to ${number * 10 + 10} %`}></meter>
+          <span>${names.length}${names.length ? `: ${names.slice(0, SHOWN_NAMES).join(", ")}${names.length > SHOWN_NAMES ? " …" : ""}` : ""}</span>
         </li>`,
       )}
     </ul>`;

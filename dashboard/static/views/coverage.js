@@ -7,24 +7,31 @@ import { useDrawing } from "./drawing.js";
 
 const HEIGHT = 480;
 const SHOWN_CLASSES = 50;
+const FIGURE_WIDTH = 34;
 
 function layoutOf(canvas, devices, classes) {
   const ratio = window.devicePixelRatio || 1;
   const height = Math.max(1, Math.min(22, HEIGHT / devices.length));
   const left = height >= 11 ? Math.min(140, canvas.parentElement.clientWidth / 3) : 0;
   const top = 24;
-  return { ratio, height, left, top, width: (canvas.parentElement.clientWidth - left) / classes.length };
+  const hasFigures = left > 0 && classes.length <= SHOWN_CLASSES;
+  const share = (canvas.parentElement.clientWidth - left) / classes.length;
+  return { ratio, height, left, top, hasFigures, width: hasFigures ? Math.max(FIGURE_WIDTH, share) : share };
+}
+
+/** Return a function from a figure to its share of the strongest color. */
+function sharesOf(devices, what) {
+  const most = Math.log1p(devices.reduce((found, device) => Math.max(found, ...device[what]), 1));
+  return (value) => (value ? 0.15 + 0.85 * (Math.log1p(value) / most) : 0);
 }
 
 /** Draw one pixel for each cell, and scale that: as fast for a thousand devices as for ten. */
-function cells(devices, classes, what) {
+function cells(devices, classes, what, shareOf) {
   const image = new ImageData(classes.length, devices.length);
   const [empty, full] = [channels("--heat-empty"), channels("--heat-full")];
-  const most = Math.log1p(devices.reduce((found, device) => Math.max(found, ...device[what]), 1));
   devices.forEach((device, row) => {
     for (let column = 0; column < classes.length; column += 1) {
-      const value = device[what][column] ?? 0;
-      const share = value ? 0.15 + 0.85 * (Math.log1p(value) / most) : 0;
+      const share = shareOf(device[what][column]);
       const start = 4 * (row * classes.length + column);
       for (let channel = 0; channel < 3; channel += 1) {
         image.data[start + channel] = empty[channel] + share * (full[channel] - empty[channel]);
@@ -36,9 +43,10 @@ function cells(devices, classes, what) {
 }
 
 async function draw(canvas, devices, classes, what) {
-  const bitmap = await createImageBitmap(cells(devices, classes, what));
-  const { ratio, height, left, top, width } = layoutOf(canvas, devices, classes);
-  canvas.width = Math.round(canvas.parentElement.clientWidth * ratio);
+  const shareOf = sharesOf(devices, what);
+  const bitmap = await createImageBitmap(cells(devices, classes, what, shareOf));
+  const { ratio, height, left, top, width, hasFigures } = layoutOf(canvas, devices, classes);
+  canvas.width = Math.round((left + width * classes.length) * ratio);
   canvas.height = Math.round((top + devices.length * height) * ratio);
   canvas.style.width = `${canvas.width / ratio}px`;
   canvas.style.height = `${canvas.height / ratio}px`;
@@ -53,6 +61,15 @@ async function draw(canvas, devices, classes, what) {
   if (width >= 24) {
     context.textAlign = "center";
     classes.forEach((name, column) => context.fillText(name, left + (column + 0.5) * width, top / 2, width - 4));
+  }
+  if (hasFigures) {
+    const [onEmpty, onFull] = [color("--text"), color("--on-accent")];
+    devices.forEach((device, row) =>
+      device[what].forEach((value, column) => {
+        context.fillStyle = shareOf(value) > 0.6 ? onFull : onEmpty;
+        if (value) context.fillText(value, left + (column + 0.5) * width, top + (row + 0.5) * height, width - 4);
+      }),
+    );
   }
   if (width >= 8 && height >= 8) {
     context.strokeStyle = color("--surface");
@@ -80,7 +97,7 @@ function HeatMap({ devices, classes, what }) {
     setPlace(row && column >= 0 && column < classes.length ? `${row.device}, ${classes[column]}: ${row[what][column] ?? 0} ${what}` : "");
   }
   const label = `${what} of ${counted(devices.length, "device")} by class; the table below has the sums`;
-  return html`<div class="heatmap">
+  return html`<div class="heatmap scroll" tabindex="0" role="region" aria-label="Heat map">
       <canvas ref=${canvas} role="img" aria-label=${label} onPointerMove=${locate} onPointerLeave=${() => setPlace("")}></canvas>
     </div>
     <p class="quiet place">${place || "A stronger color means more; point at a cell for its figure."}</p>`;
@@ -115,7 +132,8 @@ function Sums({ status, devices }) {
 
 export function Coverage({ status, details }) {
   const [what, setWhat] = useState("images");
-  const devices = useMemo(() => details.devices.filter((device) => device[what].length), [details, what]);
+  const used = useMemo(() => details.devices.filter((device) => device.counts), [details]);
+  const devices = useMemo(() => used.filter((device) => device[what].length), [used, what]);
   return html`<div class="tools">
       <label>
         Show
@@ -128,5 +146,5 @@ export function Coverage({ status, details }) {
     ${devices.length
       ? html`<${HeatMap} devices=${devices} classes=${status.classes} what=${what} />`
       : html`<p class="empty">No device has reported any yet.</p>`}
-    <${Sums} status=${status} devices=${details.devices} />`;
+    <${Sums} status=${status} devices=${used} />`;
 }

@@ -77,7 +77,7 @@ function Row({ row }) {
     <td><${Backbones} row=${row} /></td>
     <td class=${row.flags.length ? "text" : ""}>${row.flags.map(([kind, text]) => html`<span class="flag ${kind}" key=${text}>${text}</span>`)}</td>
     <td class="actions">
-      ${row.quarantined && html`<button onClick=${() => ask("release", row.device)}>Release<span class="hidden"> ${row.device}</span></button>`}
+      ${row.quarantined && row.state !== "revoked" && html`<button onClick=${() => ask("release", row.device)}>Release<span class="hidden"> ${row.device}</span></button>`}
       ${row.prototypes > 0 && html`<button onClick=${() => ask("forget", row.device)}>Forget<span class="hidden"> ${row.device}</span></button>`}
       ${row.state !== "revoked" && html`<button onClick=${() => ask("revoke", row.device)}>Revoke<span class="hidden"> ${row.device}</span></button>`}
     </td>

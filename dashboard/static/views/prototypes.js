@@ -9,6 +9,7 @@ import { useDrawing } from "./drawing.js";
 const HEIGHT = 420;
 const SHOWN_CLASSES = 24;
 const SIZE = 4;
+const SIGNS = ["●", "■", "▲", "◆", "▼"];
 
 const SHAPES = [
   (path, x, y) => path.arc(x, y, SIZE, 0, 2 * Math.PI),
@@ -135,5 +136,9 @@ export function Prototypes({ status }) {
     <${Scatter} projection=${projection} held=${held} label=${label} classes=${status.classes} />
     <ul class="legend" aria-label="Colors of classes">
       ${used.slice(0, SHOWN_CLASSES).map((each) => html`<li key=${each}><i style=${{ background: classColor(each) }}></i>${status.classes[each]}</li>`)}
-    </ul>`;
+    </ul>
+    ${projection.devices.length <= SIGNS.length &&
+    html`<ul class="legend" aria-label="Shapes of devices">
+      ${projection.devices.map((name, number) => html`<li key=${name}>${SIGNS[number]} ${name}</li>`)}
+    </ul>`}`;
 }
