@@ -84,7 +84,8 @@ function Section({ name, title, View, place, status, details }) {
   const [shown, show] = useState(null);
   const isShown = Boolean(shown);
   useEffect(() => {
-    if (isShown && location.hash === `#${name}`) document.getElementById(name).scrollIntoView();
+    // Once the last section is shown, the one in the address can be scrolled to.
+    if (isShown && place === SECTIONS.length - 1) document.getElementById(location.hash.slice(1))?.scrollIntoView();
   }, [isShown]);
   useEffect(() => {
     const timer = setTimeout(() => show({ status, details }), 20 * place);

@@ -5,6 +5,8 @@ import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from tests.support.fleets.fleet import wait_until
+
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, ConsoleMessage, Request
 
@@ -54,7 +56,8 @@ class DashboardPage:
 
     def wait(self, condition: str) -> None:
         """Wait until a JavaScript expression holds in the page."""
-        self.page.wait_for_function(condition)
+        # Not page.wait_for_function, which the page's content security policy refuses.
+        wait_until(condition, lambda: bool(self.page.evaluate(condition)), diagnostics=lambda: self.page.url)
 
     def wait_for_text(self, selector: str, text: str) -> None:
         """Wait until an element has a text."""

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from aggregator.coordination.rollout_state import State
 from tests.browser.conftest import OpenPage
-from tests.browser.large_fleet import large_store
+from tests.browser.large_fleet import HEADS, large_store
+from tests.support.messages.submissions import TASK
 from tests.unit.aggregator.http.servers import TOKEN, Client, serving
 
 PHONE = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True}
@@ -35,6 +37,34 @@ def test_axe_finds_nothing_serious(
     dashboard.page.get_by_role("button", name="Enroll a device").click()
     dashboard.page.get_by_role("dialog").wait_for()
     assert not dashboard.violations()
+
+
+def test_links_lead_to_their_sections_on_a_phone(open_page: OpenPage, client: Client) -> None:
+    """At once, although sections above have not been seen; and so does the address with a section's name."""
+    section = "document.querySelector('#{}').getBoundingClientRect().top"
+    dashboard = open_page(client.origin, **PHONE)
+    for name in ("accuracy", "prototypes", "heads", "try-it"):
+        dashboard.page.reload()
+        dashboard.wait_for_text("#refused", "signature")
+        dashboard.page.evaluate(f"document.querySelector('nav [href=\"#{name}\"]').click()")
+        dashboard.wait(f"Math.abs({section.format(name)} - 56) < 2")
+        dashboard.page.goto("about:blank")
+        dashboard.page.goto(f"{client.origin}/#{name}")
+        dashboard.wait(f"document.querySelector('#{name}') && Math.abs({section.format(name)} - 56) < 2")
+
+
+def test_image_with_a_long_name_fits_a_phone(open_page: OpenPage, tmp_path: Path) -> None:
+    with contextlib.closing(large_store(tmp_path, 2)) as store, serving(tmp_path) as (client, _):
+        store.heads.put_rollout(TASK, State(newest=HEADS, current=HEADS))
+        (tmp_path / "head.onnx").write_bytes(f"head {HEADS}".encode())
+        (tmp_path / "model.onnx").write_bytes(b"damaged")
+        (image := tmp_path / f"{'photo' * 40}.png").touch()
+        dashboard = open_page(client.origin, **PHONE)
+        dashboard.page.get_by_label("Drop an image here, or choose one").set_input_files(image)
+        dashboard.wait_for_text("#try-it .problem", "This image has no answer")
+        widths = "() => ['scrollWidth', 'clientWidth'].map((each) => document.querySelector('.drop')[each])"
+        assert len(set(dashboard.evaluate(widths))) == 1
+        dashboard.server_stops = True
 
 
 def test_keyboard_reaches_commands(open_page: OpenPage, client: Client) -> None:

@@ -12,6 +12,7 @@ from aggregator.coordination.canary_comparison import CanaryResult
 from aggregator.coordination.rollout_state import State, Trial
 from aggregator.ingest import intake_status
 from aggregator.ingest.intake_status import Intake
+from aggregator.storage.devices import REVOKED
 from aggregator.storage.stored_values import FailedTraining, LostFiles, TrainingProgress
 from protocol.wire.messages import BlobRef
 from protocol.wire.presence import Duplicate
@@ -95,3 +96,48 @@ def test_everything_that_needs_an_operator_is_at_the_top(open_page: OpenPage, tm
             dashboard.page.get_by_role("button", name="Promote head 3").wait_for()
             assert not dashboard.violations()
             dashboard.server_stops = True
+
+
+def test_revoked_device_counts_nowhere_in_coverage(open_page: OpenPage, tmp_path: Path) -> None:
+    """And cannot be released; and the fleet that it leaves is smaller than its quorum."""
+    with contextlib.closing(busy_store(tmp_path)) as store:
+        for device in "ab":
+            store.keys.enroll(device, bytes(32), now_s=1.0)
+        store.keys.close_fleet()
+        store.keys.revoke("a", now_s=2.0)
+        store.quarantine.add(TASK, "a", reason=REVOKED, now_s=2.0)
+        store.quarantine.add(TASK, "b", reason="far from the others", now_s=2.0)
+        store.devices.put_info("b", device_info(images={"cat": 7}), now_s=11.0)
+        store.heads.put_rollout(TASK, State(newest=1, current=1))
+        store.facts.put(replace(store.served_task(), settings=replace(TASK_FILE, retrain_after=2).settings))
+        with serving(tmp_path) as (client, _):
+            dashboard = open_page(client.origin)
+            dashboard.wait_for_text(".alarms li", "retrain_after 2 cannot be reached: 1 device is enrolled")
+            dashboard.wait_for_text("#coverage tbody tr", "cat")
+            rows = dashboard.page.locator("#coverage tbody tr").all_inner_texts()
+            assert [row.split() for row in rows][::2] == [["cat", "7", "3", "1"], ["fox", "0", "0", "none"]]
+            dashboard.page.evaluate(
+                "() => { const paint = CanvasRenderingContext2D.prototype.fillText; window.texts = [];"
+                "CanvasRenderingContext2D.prototype.fillText = function (...given) "
+                "{ window.texts.push(`${given[0]}`); paint.apply(this, given); } }"
+            )
+            dashboard.page.get_by_label("Show").select_option("prototypes")
+            dashboard.wait("window.texts.includes('3')")
+            texts = dashboard.evaluate("() => window.texts")
+            assert "b" in texts
+            assert not {"a", "6", "4"} & set(texts)
+            assert dashboard.page.get_by_role("button", name="Release").all_inner_texts() == ["Release\nb"]
+            dashboard.server_stops = True
+
+
+def test_accuracy_axis_fits_its_lines(open_page: OpenPage, tmp_path: Path) -> None:
+    """Its legend has the newest head's figures, and each bar the names of its devices."""
+    with contextlib.closing(busy_store(tmp_path)) as store, serving(tmp_path) as (client, _):
+        store.heads.put_rollout(TASK, State(newest=1, current=1))
+        dashboard = open_page(client.origin)
+        dashboard.wait_for_text("#accuracy .u-legend", "90.0 %")
+        scale = "document.querySelector('#accuracy .chart').chart.scales.y"
+        scale_of = f"() => [{scale}.min, {scale}.max]"
+        assert dashboard.evaluate(scale_of) == [0.7, 1]
+        dashboard.wait_for_text("#accuracy .bars li", "1: a")
+        dashboard.server_stops = True
