@@ -194,7 +194,7 @@ def _attention(status: _Status) -> list[str]:
 
 
 class _Answer(io.RawIOBase):
-    """What a server sends; reading raises TimeoutError once `TIMEOUT_S` is over, however often bytes arrive."""
+    """The bytes of an answer; reading raises TimeoutError once `TIMEOUT_S` is over, however often bytes arrive."""
 
     def __init__(self, source: socket.socket, stream: Any) -> None:
         self._source, self._stream = source, stream
