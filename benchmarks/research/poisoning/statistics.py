@@ -8,19 +8,24 @@ import click
 import numpy as np
 from numpy.typing import NDArray
 
+from aggregator.algorithms.statistics.feature_map import LEVELS
 from aggregator.config.schema import Robust
 from benchmarks.accuracy.fedtc import partitions_option
 from benchmarks.data.images import NAMES
 from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
 from benchmarks.research.poisoning.data_options import DataOptions, data_options
+from protocol.statistics.second_moment import MAX_VALUE
 from protofleet.simulation.partitions import Partition, share_out
 from protofleet.simulation.statistics import MappedFeatures, map_features, run_fleet
 
-ATTACKS = ("", "flip", "volume")
-"""None; all images with the label of the next class; the same, VOLUME times."""
+ATTACKS = ("", "flip", "volume", "scatter", "claims", "swap")
+"""None; all images with the label of the next class; the same, VOLUME times; rows along the differences of the class
+means, as long as rows may be, VOLUME times; CLAIMS images for each one of a device's in class 0, all at the mean of
+class 1; the mean of the next class in place of each image, VOLUME times."""
 
-VOLUME = 20
+VOLUME = 100
+CLAIMS = 1000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,7 +63,7 @@ def command(
     seeds: tuple[int, ...],
     json_file: Path | None,
 ) -> None:
-    """Measure the accuracy of a head from sums of which some devices have the wrong labels."""
+    """Measure the accuracy of a head from sums of which some devices send false ones."""
     data = map_features(source.load(), random_features=random_features, seed=0)
     columns = {"partition": "<15", "batch": ">6", "attack": "<7", "found": ">6"}
     table = Table({**columns, "unlimited": ">10.1%", "accuracy": ">9.1%"}, title=source.title(clients))
@@ -100,9 +105,7 @@ def run(
     labels = data.features.train_labels
     owners = share_out(labels, partition, clients=clients, rng=np.random.default_rng(seed))
     if attack:
-        data, owners = _poisoned(
-            data, owners, np.isin(owners, attackers), times=VOLUME if attack == "volume" else 1
-        )
+        data, owners = _poisoned(data, owners, attackers, attack, seed=seed)
     unlimited, protected = (
         run_fleet(data, owners, batch_size=batch_size, seed=seed, robust=robust)
         for robust in (Robust(detect_outliers=False, max_multiple=0), Robust())
@@ -119,11 +122,53 @@ def run(
 
 
 def _poisoned(
-    data: MappedFeatures, owners: NDArray[np.int64], false: NDArray[np.bool_], *, times: int
+    data: MappedFeatures, owners: NDArray[np.int64], attackers: Sequence[int], attack: str, *, seed: int
 ) -> tuple[MappedFeatures, NDArray[np.int64]]:
-    """Return data and owners in which false images have the next class's label, and occur so many times."""
-    features = data.features
-    rows = np.concatenate([np.flatnonzero(~false), np.tile(np.flatnonzero(false), times)])
-    labels = np.where(false, (features.train_labels + 1) % features.classes, features.train_labels)
-    poisoned = dataclasses.replace(features, train=features.train[rows], train_labels=labels[rows])
-    return dataclasses.replace(data, features=poisoned, rows=data.rows[rows]), owners[rows]
+    """Return data and owners in which the attackers have false rows in place of theirs."""
+    labels = data.features.train_labels
+    means = np.stack([data.rows[labels == label].mean(axis=0) for label in range(data.features.classes)])
+    rng = np.random.default_rng(seed)
+    honest = ~np.isin(owners, attackers)
+    parts = [(data.rows[honest], labels[honest], owners[honest])]
+    for attacker in attackers:
+        mine = owners == attacker
+        rows, false = _false_rows(data.rows[mine], labels[mine], attack, means=means, rng=rng)
+        parts.append((rows, false, np.full(len(false), attacker)))
+    rows, labels, owners = (np.concatenate(column) for column in zip(*parts, strict=True))
+    features = dataclasses.replace(
+        data.features,
+        train=np.zeros((len(rows), data.features.train.shape[1]), np.float32),
+        train_labels=labels,
+    )
+    return dataclasses.replace(data, features=features, rows=rows), owners
+
+
+def _false_rows(
+    rows: NDArray[np.int8],
+    labels: NDArray[np.int64],
+    attack: str,
+    *,
+    means: NDArray[np.float64],
+    rng: np.random.Generator,
+) -> tuple[NDArray[np.int8], NDArray[np.int64]]:
+    """Return an attacker's rows and labels, of its rows (n, D) and labels (n,) and the fleet's class means (C, D)."""
+    classes, size = means.shape
+    following = (labels + 1) % classes
+    if attack == "flip":
+        return rows, following
+    if attack == "volume":
+        return np.tile(rows, (VOLUME, 1)), np.tile(following, VOLUME)
+    if attack == "scatter":
+        axes = np.linalg.svd(means - means.mean(axis=0), full_matrices=False)[2][: classes - 1]
+        along = rng.normal(size=(len(rows), classes - 1))
+        along *= LEVELS * np.sqrt(size) / np.linalg.norm(along, axis=1, keepdims=True)
+        long = np.clip(np.rint(along @ axes), -MAX_VALUE, MAX_VALUE).astype(np.int8)
+        return np.tile(np.concatenate([long, -long]), (VOLUME // 2, 1)), np.tile(labels, VOLUME)
+    wrong = np.rint(means).astype(np.int8)
+    if attack == "swap":
+        return np.tile(wrong[following], (VOLUME, 1)), np.tile(labels, VOLUME)
+    others, claimed = labels != 0, CLAIMS * len(labels) // classes
+    return (
+        np.concatenate([rows[others], np.tile(wrong[1], (claimed, 1))]),
+        np.concatenate([labels[others], np.zeros(claimed, np.int64)]),
+    )
