@@ -4,7 +4,7 @@ import gc
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -42,6 +42,9 @@ LONGEST = (
 )
 """Whole fleets run first, so that no process of pytest is left alone with one at the end."""
 
+INSTALLABLE = ("apt-get install", "python -m dashboard.vendor")
+"""In the reason of a skip: something is missing that `.ci/run` installs."""
+
 Serve = Callable[[BrokerAddress], AbstractContextManager[object]]
 
 
@@ -61,6 +64,16 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """With PROTOFLEET_CI set, a test whose program is missing fails."""
+    report = yield
+    reason = str(report.longrepr)
+    if report.skipped and os.environ.get("PROTOFLEET_CI") and any(each in reason for each in INSTALLABLE):
+        report.outcome, report.longrepr = "failed", reason
+    return report
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -3,14 +3,13 @@
 import json
 from pathlib import Path
 
-import pytest
 from click.testing import CliRunner
 
 from benchmarks.cost.fleet import command
 from benchmarks.cost.fleet_load import storm
-from tests.support.network.brokers import mosquitto_program
+from tests.support.network.brokers import needs_mosquitto
 
-pytestmark = pytest.mark.skipif(mosquitto_program() is None, reason="mosquitto is not installed")
+pytestmark = needs_mosquitto
 
 
 def test_a_fleet_with_a_real_device(tmp_path: Path) -> None:

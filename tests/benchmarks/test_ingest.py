@@ -7,10 +7,10 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.cost.uploads.ingest import DISCARDS, OURS, STORES, ingest
-from tests.support.network.brokers import mosquitto_program
+from tests.support.network.brokers import needs_mosquitto
 
 
-@pytest.mark.skipif(mosquitto_program() is None, reason="mosquitto is not installed")
+@needs_mosquitto
 def test_ingest_benchmark_writes_its_figures(tmp_path: Path) -> None:
     """Every receiver gets every message, the aggregator accepts every submission, and each cost is compared."""
     file = tmp_path / "figures.json"

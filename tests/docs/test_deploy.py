@@ -41,14 +41,10 @@ from protocol.mqtt.client import stop_thread
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.wire.messages import MAX_SIGNED_BYTES, Perturbation
 from tests.docs.command_lines import DEPLOY, parse
-from tests.support.network.brokers import Mosquitto, mosquitto, mosquitto_program
+from tests.support.network.brokers import Mosquitto, mosquitto, needs_mosquitto
 
 ROOT = DEPLOY.parent
 TIMEOUT_S = 120.0
-
-needs_mosquitto = pytest.mark.skipif(
-    mosquitto_program() is None, reason="mosquitto is not installed: apt-get install mosquitto"
-)
 
 
 def mosquitto_options(folder: Path) -> str:
@@ -287,7 +283,7 @@ def test_units_are_valid(unit: str, tmp_path: Path) -> None:
     if unit.endswith("@"):
         unit += "orchard"
     if shutil.which("systemd-analyze") is None:
-        pytest.skip("systemd-analyze is not installed")
+        pytest.skip("systemd-analyze is not installed: apt-get install systemd")
     copy = tmp_path / f"{unit}.service"
     copy.write_text(text.replace(program, shutil.which("true") or program), encoding="utf-8")
     done = subprocess.run(
@@ -398,8 +394,9 @@ def test_kubernetes_manifests_are_valid(monkeypatch: pytest.MonkeyPatch) -> None
     assert parse(command).params["http"] == "0.0.0.0:8080"
 
 
-def test_installation_script_has_no_finding_of_shellcheck() -> None:
-    subprocess.run([Path(sys.executable).with_name("shellcheck"), DEPLOY / "install-device.sh"], check=True)
+def test_scripts_have_no_finding_of_shellcheck() -> None:
+    scripts = (DEPLOY / "install-device.sh", ROOT / ".ci" / "run")
+    subprocess.run([Path(sys.executable).with_name("shellcheck"), *scripts], check=True)
 
 
 def wheel(folder: Path, name: str, *, requires: str = "", program: str = "") -> str:

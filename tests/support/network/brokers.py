@@ -39,7 +39,9 @@ def mosquitto_program() -> str | None:
     return shutil.which("mosquitto") or shutil.which("mosquitto", path="/usr/sbin:/usr/local/sbin")
 
 
-needs_mosquitto = pytest.mark.skipif(mosquitto_program() is None, reason="mosquitto is not installed")
+needs_mosquitto = pytest.mark.skipif(
+    mosquitto_program() is None, reason="mosquitto is not installed: apt-get install mosquitto"
+)
 
 
 @contextlib.contextmanager

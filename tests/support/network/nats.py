@@ -43,7 +43,9 @@ def nats_program() -> str | None:
     return shutil.which("nats-server") or shutil.which("nats-server", path="/usr/sbin:/usr/local/bin")
 
 
-needs_nats = pytest.mark.skipif(nats_program() is None, reason="nats-server is not installed")
+needs_nats = pytest.mark.skipif(
+    nats_program() is None, reason="nats-server is not installed: apt-get install nats-server"
+)
 
 
 class NatsCluster:

@@ -30,10 +30,10 @@ from tests.support.fleets.aggregator_process import run_aggregator
 from tests.support.fleets.closed_fleet import FLEET, ClosedFleet
 from tests.support.fleets.fleet import Fleet, write_digits, write_task
 from tests.support.fleets.receivers import Cluster
-from tests.support.network.brokers import mosquitto_program
+from tests.support.network.brokers import needs_mosquitto
 from tests.support.network.sessions import refusal, running
 
-pytestmark = pytest.mark.skipif(mosquitto_program() is None, reason="mosquitto is not installed")
+pytestmark = needs_mosquitto
 
 
 @pytest.fixture(autouse=True)

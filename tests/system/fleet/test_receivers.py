@@ -24,13 +24,11 @@ from tests.support.fleets.aggregator_process import (
 )
 from tests.support.fleets.receivers import Cluster
 from tests.support.messages.submissions import submission
-from tests.support.network.brokers import free_address, mosquitto, mosquitto_program
+from tests.support.network.brokers import free_address, mosquitto, needs_mosquitto
 from tests.support.network.proxy import Proxy
 from tests.support.stores.object_store import BUCKET, moto_server, object_store
 
-pytestmark = pytest.mark.skipif(
-    mosquitto_program() is None, reason="mosquitto is not installed: apt-get install mosquitto"
-)
+pytestmark = needs_mosquitto
 
 NAMES = ("a", "b", "c", "d")
 

@@ -3,12 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from tests.support.fleets.fleet import Fleet, write_digits, write_task
 from tests.support.graphs.exported_graphs import provide
-from tests.support.network.brokers import mosquitto, mosquitto_program
+from tests.support.network.brokers import mosquitto, needs_mosquitto
 
 CLASSES = [str(digit) for digit in range(4)]
 SHARES = ([0, 1, 2], [1, 2, 3], [0, 2, 3], [0, 1, 3])
@@ -49,9 +47,7 @@ def start_device(fleet: Fleet, number: int) -> None:
     fleet.start_device(f"device-{number}", data, program="tests.support.fleets.fast_device")
 
 
-@pytest.mark.skipif(
-    mosquitto_program() is None, reason="mosquitto is not installed: apt-get install mosquitto"
-)
+@needs_mosquitto
 def test_rounds_of_fedpcl_and_then_of_other_algorithms(tmp_path: Path, address: BrokerAddress) -> None:
     """Four devices and two backbones: one is killed while it trains, one joins late, and all of them predict.
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.support.network import brokers
-from tests.support.network.brokers import free_address, mosquitto_program
+from tests.support.network.brokers import free_address, mosquitto_program, needs_mosquitto
 from tests.system.injection.lives import Outcome
 from tests.system.injection.loop import Calls, count_calls, plan, rows_of, run_all
 from tests.system.injection.programs import PROGRAMS, Programs
@@ -90,7 +90,7 @@ def test_sigterm_ends_a_run_as_ctrl_c_does() -> None:
     assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
 
 
-@pytest.mark.skipif(mosquitto_program() is None, reason="mosquitto is not installed")
+@needs_mosquitto
 def test_a_broker_ends_that_is_interrupted_as_it_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

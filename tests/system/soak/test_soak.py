@@ -4,9 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from tests.support.network.brokers import mosquitto_program
+from tests.support.network.brokers import needs_mosquitto
 from tests.system.soak.__main__ import Sample, draw, growth, run_soak
 
 
@@ -23,7 +21,7 @@ def test_growth_is_a_ratio() -> None:
     }
 
 
-@pytest.mark.skipif(mosquitto_program() is None, reason="mosquitto is not installed")
+@needs_mosquitto
 def test_small_fleet_loses_nothing(tmp_path: Path) -> None:
     """Two devices that come and go, a network that fails, a broker and an aggregator that are killed."""
     folder = tmp_path / "soak"

@@ -30,7 +30,7 @@ from tests.support.fleets.aggregator_process import (
     write_task,
 )
 from tests.support.messages.submissions import MANIFEST, device_info, evaluation, submission
-from tests.support.network.brokers import free_address, mosquitto, mosquitto_program
+from tests.support.network.brokers import free_address, mosquitto, needs_mosquitto
 
 
 @pytest.fixture(scope="module")
@@ -263,7 +263,7 @@ def test_only_the_device_changes_its_presence(embedded: tuple[BrokerAddress, Dae
         is_shown("stopped")
 
 
-@pytest.mark.skipif(mosquitto_program() is None, reason="mosquitto is not installed")
+@needs_mosquitto
 def test_frames_fit_the_brokers_packet_size(address: BrokerAddress, tmp_path: Path) -> None:
     options = "allow_anonymous true\nmax_packet_size 1000"
     with (

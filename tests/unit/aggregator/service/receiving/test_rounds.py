@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 
 import msgspec
-import pytest
 
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.wire.codec import digest_of, encode
@@ -13,13 +12,11 @@ from protocol.wire.topics import SHARDS
 from tests.support.fleets.aggregator_process import Device
 from tests.support.fleets.receivers import Cluster
 from tests.support.messages.submissions import round_submission
-from tests.support.network.brokers import mosquitto, mosquitto_program
+from tests.support.network.brokers import mosquitto, needs_mosquitto
 from tests.unit.aggregator.service.test_rounds import SHAPES
 
 
-@pytest.mark.skipif(
-    mosquitto_program() is None, reason="mosquitto is not installed: apt-get install mosquitto"
-)
+@needs_mosquitto
 def test_two_receivers_of_the_same_shards(prepared: Path, tmp_path: Path, address: BrokerAddress) -> None:
     """Each submission is stored and counts once, also on SQLite; rounds close, and an open one is published again."""
     shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
