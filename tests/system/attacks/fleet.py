@@ -77,9 +77,13 @@ class AttackedFleet(Fleet):
             self.wait_until("a head in use", self.is_settled)
             monitor.settle()
             self.stop("aggregator")
+            monitor.settle()
+            before = {topic: monitor.payloads(topic)[-1] for topic in (shared("task"), shared("head"))}
             self.start_aggregator(self._task, "--verbose")
-            self.wait_for_log("aggregator", "connected to the broker", times=2)
-            self.wait_until("the head published again", lambda: len(monitor.payloads(shared("head"))) > 2)
+            self.wait_until(
+                "task and head published again",
+                lambda: all(monitor.payloads(topic)[-1] not in (old, b"") for topic, old in before.items()),
+            )
             monitor.settle()
             self.early = [(one.topic, one.payload) for one in monitor.received if not one.retained]
         self.before = self.snapshot()
