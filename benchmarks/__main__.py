@@ -15,7 +15,6 @@ from benchmarks.accuracy.wire import command as wire
 from benchmarks.cost import device, fleet, int8, memory, step, sums, train
 from benchmarks.cost.engines import command as engines
 from benchmarks.cost.engines import fedtc as engines_fedtc
-from benchmarks.cost.engines import growth
 from benchmarks.cost.fleet_load import storm
 from benchmarks.cost.uploads import databases, ingest, receivers
 from benchmarks.programs import features, predict, start, take_over
@@ -35,7 +34,6 @@ USER = (
         device.device,
         engines.command,
         engines_fedtc.command,
-        growth.command,
         features.features,
         fleet.command,
         ingest.ingest,

@@ -16,13 +16,33 @@ from typing import Any, Literal
 
 import click
 
+from protocol.errors import ConfigError
+
 PACKAGES = ("numpy", "onnxruntime", "paho-mqtt", "torch")
+ROOT = Path(__file__).parents[1]
+RESULTS = "benchmarks/results"
+
+
+def check_committed(file: Path | None) -> Path | None:
+    """Return a file for results.
+
+    Raises:
+        ConfigError: it is one of the stored results, and this checkout has changes, which no commit would name.
+    """
+    if file is not None and file.resolve().is_relative_to(ROOT / RESULTS) and commit().endswith("-dirty"):
+        raise ConfigError(
+            f"{file}: files of this checkout have changed since its commit: commit the changes first, or write the "
+            "results to a file outside benchmarks/results"
+        )
+    return file
+
 
 json_option = click.option(
     "--json",
     "json_file",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Write the machine, the versions and every run to this file.",
+    callback=lambda _context, _option, file: check_committed(file),  # before hours of measurements
+    help="Write the machine, the versions and every run to this file; those in benchmarks/results need a commit.",
 )
 
 
@@ -96,7 +116,7 @@ def write_json(
     **results: Any,
 ) -> None:
     """Write what was measured, when, by which command and on which machine with which versions, if there is a file."""
-    if file is None:
+    if check_committed(file) is None:
         return
     report = {
         "benchmark": benchmark,
@@ -121,11 +141,21 @@ def _command() -> str:
 
 
 def commit() -> str:
-    """Return the commit of this checkout, or an empty string without git."""
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=7"]
+    """Return the commit of this checkout, with `-dirty` after changes; an empty string without git.
+
+    Documents and stored results are not part of what is measured.
+    """
+    documents = (":!docs", ":!*.md", f":!{RESULTS}")
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+        described = _git("describe", "--always", "--abbrev=7")
+        is_changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", *documents)
+        return described + ("-dirty" if is_changed else "")
     return ""
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(ROOT), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def machine() -> dict[str, Any]:

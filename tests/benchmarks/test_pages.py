@@ -1,10 +1,12 @@
 import json
+import subprocess
 from pathlib import Path
 
 import click
 import pytest
 from click.testing import CliRunner
 
+from benchmarks import report
 from benchmarks.pages import ROOT, command, fill, read_results
 from benchmarks.report import Plot, Table, json_option, write_json
 from protocol.errors import ConfigError
@@ -29,6 +31,29 @@ def results(tmp_path: Path) -> Path:
     done = CliRunner().invoke(speed, ["--json", str(folder / "speed.json")], catch_exceptions=False)
     assert done.exit_code == 0
     return folder
+
+
+def test_no_result_is_stored_of_a_checkout_with_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused before the measurement. Other files are written, and changes of documents and results are none."""
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    stored, source = tmp_path / report.RESULTS / "speed.json", tmp_path / "source.py"
+    stored.parent.mkdir(parents=True)
+    for file in (stored, source, tmp_path / "README.md"):
+        file.write_text("1")
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for arguments in (["init", "-q"], ["add", "."], ["commit", "-qm", "a"]):
+        subprocess.run([*git, *arguments], check=True)
+    (tmp_path / "README.md").write_text("2")
+    for _ in range(2):  # the second time the result itself has changed
+        assert CliRunner().invoke(speed, ["--json", str(stored)]).exit_code == 0
+    assert not json.loads(stored.read_text())["commit"].endswith("-dirty")
+    source.write_text("2")
+    refused = CliRunner().invoke(speed, ["--json", str(stored)])
+    assert "commit the changes first, or write the results to a file outside" in str(refused.exception)
+    assert not refused.output
+    assert CliRunner().invoke(speed, ["--json", str(tmp_path / "speed.json")]).exit_code == 0
 
 
 def test_a_page_has_the_stored_tables_and_plots(tmp_path: Path, results: Path) -> None:
