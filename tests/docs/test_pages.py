@@ -208,12 +208,3 @@ def test_every_command_on_a_page_is_accepted(page: Path) -> None:
     for line in "".join(blocks).splitlines():
         if re.match(r"(\S*/)?(edge-client|aggregator|export-backbone|protofleet) ", line):
             parse(line)
-
-
-def test_readme_configures_the_brokers_service() -> None:
-    """With the commands of the broker's page: a second mosquitto could not listen on the port of the service."""
-    commands = re.findall(r"(?ms)^```console\n(.*?)^```", PAGES_OF_TASKS["broker"])[0].split("\n")
-    readme = [line.strip() for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines()]
-    first = readme.index(commands[0])
-    assert readme[first : first + 3] == commands[:3]
-    assert not [line for line in readme if line.startswith("mosquitto ")]
