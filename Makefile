@@ -4,17 +4,33 @@ ifeq (, $(shell command -v $(PYTHON) 2>/dev/null))
 PYTHON := python3
 endif
 BIN := .venv/bin
-DEMO_INSTALLED := $(if $(filter test check docs fuzz format,$(MAKECMDGOALS))$(wildcard .venv/installed),.venv/installed,.venv/installed-demo)
+DEMO_INSTALLED := $(if $(filter test test-fast check docs fuzz format,$(MAKECMDGOALS))$(wildcard .venv/installed),.venv/installed,.venv/installed-demo)
 
-.PHONY: help demo test check docs fuzz format clean
+.PHONY: help demo test test-fast lint check docs fuzz format clean
 help:             ## list the targets
-	@grep -E '^[a-z]+: .*##|^[a-z]+:  *##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 demo: $(DEMO_INSTALLED)    ## train one classifier on ten devices, with a broker and an aggregator
 	$(BIN)/python -m examples.quickstart $(DEMO)
 
-test: .venv/installed      ## run every test
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder $(TESTS)
+# Four processes on any machine: tests wait for brokers and programs more than they compute.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 4 --dist loadfile
+
+test: .venv/installed      ## run every test, or with TESTS=tests/unit/protocol a part
+	$(PYTEST) --no-loadscope-reorder --durations=30 $(TESTS)
+
+test-fast: .venv/installed ## run the unit tests that need neither PyTorch nor PostgreSQL, in less than 4 minutes
+	PYTHONPATH=$(CURDIR)/tests/hidden $(PYTEST) -r fE $(or $(TESTS),tests/unit)
+
+RUFF := $(shell grep -o 'ruff==[0-9.]*' pyproject.toml)
+lint: build/lint/$(RUFF)   ## check style in seconds, with ruff alone
+	build/lint/bin/ruff check .
+	build/lint/bin/ruff format --check .
+
+build/lint/$(RUFF):
+	@$(PYTHON) -m venv build/lint
+	@build/lint/bin/pip install --quiet --disable-pip-version-check $(RUFF)
+	@touch $@
 
 check: .venv/installed     ## check lint, types and import contracts
 	$(BIN)/ruff check .

@@ -11,16 +11,31 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize(("ci", "outcome"), [("", "4 skipped"), ("1", "1 failed, 3 errors")])
+def run_pytest(*arguments: str, **environment: str) -> str:
+    """Return the last line of the output."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    output = subprocess.run(
+        command, cwd=ROOT, env=os.environ | environment, stdout=subprocess.PIPE, check=False
+    )
+    return output.stdout.decode().splitlines()[-1]
+
+
+@pytest.mark.parametrize(("ci", "outcome"), [("", "4 skipped"), ("1", "1 failed, .* 3 errors")])
 def test_a_missing_program_fails_in_ci(ci: str, outcome: str) -> None:
     """Elsewhere its tests are skipped."""
-    arguments = ("-q", "-p", "no:cacheprovider", "tests/docs/test_monitoring.py", "-k", "promtool_accepts")
-    environment = os.environ | {"PROTOFLEET_CI": ci, "PATH": "/nonexistent"}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *arguments],
-        cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert re.search(rf"^{outcome.replace(', ', '.*, ')}", done.stdout.splitlines()[-1]), done.stdout
+    arguments = ("tests/docs/test_monitoring.py", "-k", "promtool_accepts")
+    assert re.match(outcome, run_pytest(*arguments, PROTOFLEET_CI=ci, PATH="/nonexistent"))
+
+
+def test_fast_tests_need_neither_torch_nor_postgresql() -> None:
+    """With both hidden, as by `make test-fast`, a file whose tests need torch and a test on PostgreSQL are skipped."""
+    files = (
+        "aggregator/algorithms/test_registry.py",
+        "aggregator/storage/test_store.py",
+        "protocol/test_threads.py",
+    )
+    outcome = run_pytest(*(f"tests/unit/{file}" for file in files), PYTHONPATH=str(ROOT / "tests" / "hidden"))
+    assert re.match(r"[0-9]+ passed, [0-9]+ skipped in", outcome)
 
 
 def test_ci_installs_every_package_that_a_skip_names() -> None:

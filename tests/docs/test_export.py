@@ -127,10 +127,10 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     env = os.environ | {f"npm_config_{name}": "true" for name in settings}
     try:
         done = subprocess.run(
-            INSTALL.split(), cwd=folder, env=env, timeout=300, capture_output=True, text=True, check=False
+            INSTALL.split(), cwd=folder, env=env, timeout=200, capture_output=True, text=True, check=False
         )
     except subprocess.TimeoutExpired:
-        pytest.skip(f"no answer from the package registry in 300 s: {INSTALL}")
+        pytest.skip(f"no answer from the package registry in 200 s: {INSTALL}")
     if done.returncode != 0:
         pytest.skip(f"cannot install the packages: {INSTALL}: {' '.join(done.stderr.split())[:300]}")
     return folder / "node_modules"

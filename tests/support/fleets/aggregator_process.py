@@ -34,7 +34,7 @@ from tests.support.fleets.fleet import Fleet
 from tests.support.graphs.backbones import tiny_backbone
 from tests.support.network.sessions import E, EventLog
 
-TIMEOUT_S = 300.0
+TIMEOUT_S = 240.0
 MAX_BYTES = 2**20
 FLEET = "barn"
 PATIENT = "quorum = 100\ndeadline_s = 1000"

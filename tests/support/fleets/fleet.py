@@ -36,7 +36,7 @@ from tests.support.graphs.backbones import tiny_backbone
 
 Process = subprocess.Popen[bytes] | ForkedProcess
 
-TIMEOUT_S = 400.0
+TIMEOUT_S = 240.0
 FORKED = (
     "aggregator.cli",
     "edge_client.cli",

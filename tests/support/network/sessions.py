@@ -15,7 +15,7 @@ from protocol.mqtt.reconnecting_session import BrokerAddress, Connected, Disconn
 from protocol.mqtt.tls import BrokerAccess, Brokers
 
 E = TypeVar("E", bound=Event)
-TIMEOUT_S = 300
+TIMEOUT_S = 240
 
 
 class EventLog:

@@ -18,7 +18,7 @@ from protocol.mqtt.client import stop_thread
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess, open_tls
 
-TIMEOUT_S = 300.0
+TIMEOUT_S = 240.0
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ def postgresql() -> Iterator[PostgreSQL]:
     """A running server."""
     if postgresql_program("initdb") is None:
         pytest.skip("PostgreSQL is not installed: apt-get install postgresql")
+    pytest.importorskip("psycopg")
     server = PostgreSQL()
     try:
         server.start()

@@ -69,6 +69,7 @@ def test_head_is_trained_and_survives_a_restart(amqtt_broker: BrokerAddress, tmp
 
     A submission that was damaged on the disk is requested from its device, and the head made without it meanwhile.
     """
+    pytest.importorskip("torch")
     task_file = write_task(tmp_path, "quorum = 2\ndeadline_s = 1000\n[training]\nepochs = 5")
     with Device(amqtt_broker, "a") as a, Device(amqtt_broker, "b") as b:
         with aggregator(task_file, amqtt_broker) as daemon:
