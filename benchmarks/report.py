@@ -116,8 +116,9 @@ def write_json(
     **results: Any,
 ) -> None:
     """Write what was measured, when, by which command and on which machine with which versions, if there is a file."""
-    if check_committed(file) is None:
+    if file is None:
         return
+    check_committed(file)
     report = {
         "benchmark": benchmark,
         "command": _command(),
