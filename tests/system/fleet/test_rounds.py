@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from tests.support.fleets.fleet import Fleet, write_digits, write_task
 from tests.support.graphs.exported_graphs import provide
@@ -48,6 +50,7 @@ def start_device(fleet: Fleet, number: int) -> None:
 
 
 @needs_mosquitto
+@pytest.mark.timeout(600)
 def test_rounds_of_fedpcl_and_then_of_other_algorithms(tmp_path: Path, address: BrokerAddress) -> None:
     """Four devices and two backbones: one is killed while it trains, one joins late, and all of them predict.
 
