@@ -10,6 +10,7 @@ from aggregator.storage.stored_values import LostFiles
 from aggregator.tasks.task_preparation import Task, prepare_task
 from protocol.errors import BlobLost, NotLeader, ProtofleetError, StateError
 from protocol.log import event
+from protocol.storage.blobstore import file_digest
 
 log = logging.getLogger(__name__)
 
@@ -95,9 +96,13 @@ class Restoration:
             self._store.facts.put(lost)
 
     def _is_written_again(self, digest: bytes) -> bool:
-        """Write a blob again, from the copy of an object store's or as at the start; return False if it is lost."""
-        with contextlib.suppress(StateError):
-            self._store.put_file(self._store.blobs.path(digest))
+        """Write a blob again, from a copy of it or as at the start; return False if it is lost."""
+        folder = self._store.folder
+        for copy in (self._store.blobs.path(digest), folder / "head.onnx", *folder.glob("training/*/*")):
+            with contextlib.suppress(StateError):
+                if file_digest(copy) == digest:
+                    self._store.put_file(copy)
+                    break
         if digest in {self._task.digest, *self._task.blobs} and not self._store.blobs.is_whole(digest):
             task = self._task
             prepare_task(task.file, task.backbone_files, store=self._store, feature_map=task.feature_map)

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from aggregator.ingest.validation import Prototypes
 from benchmarks.__main__ import cli
 from benchmarks.research.poisoning.prototypes import METHODS, VOLUME, falsified
+from benchmarks.research.poisoning.statistics import ATTACKS
 from tests.benchmarks.feature_factory import domain, fill_cache
 
 
@@ -88,13 +89,15 @@ def test_false_prototypes() -> None:
 def test_poisoned_statistics_benchmark_writes_its_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A device with wrong labels that repeats its images lowers the accuracy."""
+    """Each attack but the first, wrong labels alone, lowers the accuracy where nothing is limited."""
     fill_cache(tmp_path, monkeypatch, {"fashion_mnist-600": domain(1, classes=5, images=600)})
     file = tmp_path / "report.json"
     arguments = ["--images", "600", "--clients", "10", "--batch", "1"]
     arguments += ["--seed", "0", "--json", str(file)]
     result = CliRunner().invoke(cli, ["research", "poisoned-statistics", *arguments])
     assert result.exit_code == 0, result.output
-    honest, flip, volume = json.loads(file.read_text())["runs"]
-    assert [run["attack"] for run in (honest, flip, volume)] == ["", "flip", "volume"]
-    assert volume["unlimited"] < honest["unlimited"]
+    runs = json.loads(file.read_text())["runs"]
+    honest, flip, *strong = runs
+    assert [run["attack"] for run in runs] == list(ATTACKS)
+    assert all(run["unlimited"] < min(honest["unlimited"], run["accuracy"]) for run in strong), runs
+    assert flip["accuracy"] <= honest["accuracy"]

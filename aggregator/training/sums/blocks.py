@@ -50,7 +50,7 @@ class Block:
     ends_cohort: bool = False
     """True for the last block of devices that are compared with each other."""
     surplus: Mapping[str, Surplus] = field(default_factory=dict)
-    """What does not count of each device."""
+    """Parts of each device that do not count."""
 
     def alone(self) -> "Block":
         """Return the block for another process: its job has no other members."""

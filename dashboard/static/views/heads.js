@@ -19,13 +19,14 @@ function Candidate({ candidate }) {
 }
 
 function Head({ head, details }) {
-  const { version, held_out: heldOut } = head;
+  const { version, held_out: heldOut, metrics: { images, counted_images } } = head;
   return html`<tr>
     <th scope="row">${version}</th>
     <td class=${head.reason ? "text" : ""}>${head.state && html`<span class="state ${head.state}">${head.state}</span>`} ${head.reason}</td>
     <td>${moment(head.trained_s)}</td>
     <td class="number">${head.devices}</td>
     <td class="number">${head.prototypes}</td>
+    <td class="number">${images === undefined ? "–" : `${counted_images} of ${images}`}</td>
     <td class="number">${percent(heldOut.accuracy)}</td>
     <td class="number">${percent(heldOut.balanced)}</td>
     <td class="number">${heldOut.devices}</td>
@@ -51,7 +52,7 @@ export function Heads({ status, details }) {
         <thead>
           <tr>
             <th scope="col">Head</th><th scope="col">State</th><th scope="col">Trained</th>
-            <th scope="col" class="number">Devices</th><th scope="col" class="number">Prototypes</th>
+            <th scope="col" class="number">Devices</th><th scope="col" class="number">Prototypes</th><th scope="col" class="number">Images that count</th>
             <th scope="col" class="number">Accuracy</th><th scope="col" class="number">Classes alike</th>
             <th scope="col" class="number">Evaluated by</th><th scope="col" class="number">Size</th><th scope="col">Actions</th>
           </tr>
@@ -61,5 +62,6 @@ export function Heads({ status, details }) {
         </tbody>
       </table>
     </div>
+    ${newest[0].limited.map((limit) => html`<p class="quiet" key=${limit}>${limit}</p>`)}
     ${status.heads.length > SHOWN && html`<p class="quiet">The newest ${SHOWN} of ${status.heads.length}.</p>`}`;
 }

@@ -148,7 +148,7 @@ def test_failed_round_is_logged_and_retried(
 
 
 def test_damaged_files_are_restored(task: Task, store: Store) -> None:
-    """As the start writes them: a round closes although all that it reads was damaged. A lost head is shown."""
+    """From a copy, or as the start writes them: a round closes although all that it reads was damaged."""
     events: Events = queue.SimpleQueue()
     training = HeadTraining(task, store, on_event=events.put)
     assert task.first_tensors is not None
@@ -165,6 +165,10 @@ def test_damaged_files_are_restored(task: Task, store: Store) -> None:
     head = store.heads.all()[0]
     assert head.tensors is not None
     store.blobs.path(head.tensors.digest).unlink()
+    training.restoration.verify_all([head.tensors.digest])
+    assert store.facts.get(LostFiles) is None
+    store.blobs.path(head.tensors.digest).unlink()
+    shutil.rmtree(store.folder / "training")
     training.restoration.verify_all([head.tensors.digest])
     assert store.facts.get(LostFiles) == LostFiles((head.tensors.digest.hex(),))
 
