@@ -5,6 +5,7 @@ import os
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TypeAlias
 
@@ -12,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
-from edge_client.data.images import decode
+from edge_client.data.images import decoded
 from protocol.errors import ConfigError
 from protocol.models.preprocessing import Preprocessing, preprocess
 
@@ -29,20 +30,20 @@ WORKERS = 4
 """Threads that decode images, at most."""
 
 
-def open_image(image: ImageSource) -> Image.Image:
-    """Return any image as a Pillow image, upright by its EXIF orientation.
+def open_image(image: ImageSource) -> AbstractContextManager[Image.Image]:
+    """Give any image as a Pillow image, upright by its EXIF orientation.
 
     Raises:
         UnreadableImage: the file cannot be decoded.
         ConfigError: the array has another dtype or shape.
     """
     if isinstance(image, str | os.PathLike):
-        return decode(Path(image))
+        return decoded(Path(image))
     if isinstance(image, Image.Image):
-        return ImageOps.exif_transpose(image)
+        return nullcontext(ImageOps.exif_transpose(image))
     if image.dtype != np.uint8 or not (image.ndim == 2 or (image.ndim == 3 and image.shape[2] == 3)):
         raise ConfigError(f"expected an image as uint8 (H, W, 3) or (H, W), got {image.dtype} {image.shape}")
-    return Image.fromarray(np.ascontiguousarray(image))
+    return nullcontext(Image.fromarray(np.ascontiguousarray(image)))
 
 
 def batches(
@@ -55,8 +56,8 @@ def batches(
     """
 
     def load(image: ImageSource) -> dict[Preprocessing, NDArray[np.uint8]]:
-        opened = open_image(image)
-        return {spec: preprocess(opened, spec) for spec in specs}
+        with open_image(image) as opened:
+            return {spec: preprocess(opened, spec) for spec in specs}
 
     ahead = iter(images)
     waiting: deque[Future[dict[Preprocessing, NDArray[np.uint8]]]] = deque()

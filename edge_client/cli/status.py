@@ -40,10 +40,7 @@ def status_command(*, fleet: str, state: Path | None, as_json: bool) -> None:
     if (extraction := summary["extraction"]) is not None:
         speed = describe_speed(extraction["images_per_s"], extraction["left_s"]) if summary["running"] else ""
         say(f"features   {extraction['done']} of {extraction['total']} images{speed and f', {speed}'}")
-    for name in summary["unknown_classes"]:
-        say(f"left out   {name}: no class of the task")
-    for reason, files in summary["skipped_files"].items():
-        say(f"skipped    {counted(files, 'file')}: {reason}")
+    _say_left_out(summary)
     if spent is not None:
         say(
             f"privacy    epsilon {spent['total_epsilon']:.3f} of {spent['max_epsilon']:g} spent in "
@@ -77,6 +74,20 @@ def _head(head: dict[str, Any] | None, task: str | None) -> str:
     return f"version {head['version']}{trained}{of_task}{accuracy}"
 
 
+def _say_left_out(summary: dict[str, Any]) -> None:
+    from edge_client.data.images import MOST_NAMED
+
+    for name in summary["unknown_classes"]:
+        say(f"left out   {name}: no class of the task")
+    for reason, files in summary["skipped_files"].items():
+        say(f"skipped    {counted(files, 'file')}: {reason}")
+    unusable = summary["unusable_images"]
+    for path, reason in unusable[:MOST_NAMED]:
+        say(f"unusable   {path}: {reason}")
+    if more := unusable[MOST_NAMED:]:
+        say(f"unusable   {counted(len(more), 'image')} more: see --json")
+
+
 @click.command("take-over", epilog=examples("edge-client take-over --state /var/lib/protofleet/edge-client"))
 @fleet_option
 @state_option
@@ -106,6 +117,7 @@ def device_status(store: "DeviceState") -> dict[str, Any]:
         else None,
         "unknown_classes": list(left_out.unknown),
         "skipped_files": dict(left_out.skipped),
+        "unusable_images": [list(each) for each in left_out.unusable],
         "privacy": msgspec.to_builtins(spent) if spent.releases else None,
         "duplicate": store.get(Duplicate).summary,
         "warning": "; ".join(filter(None, [report.lost_images, report.warning])),

@@ -1,11 +1,12 @@
 """Images to features: decoded in threads ahead of ONNX Runtime, batch by batch.
 
-Memory holds two batches of preprocessed images, however many there are, and one large image that is decoded.
+Memory holds two batches of preprocessed images, however many there are, and images that are decoded: one large one at
+a time, and no more than there is memory for.
 """
 
+import contextlib
 import itertools
 import logging
-import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from edge_client.data.images import LabeledImage, count_pixels, decode, decode_bytes
+from edge_client.data.decoding_memory import limit_bytes
+from edge_client.data.images import LabeledImage, decoded
 from edge_client.runtime.backbone import Backbone
 from edge_client.runtime.session import release_memory
 from edge_client.storage.feature_cache import FeatureCache
@@ -33,10 +35,9 @@ ISOLATED = "+isolated"
 """The cache's tag of features that were computed in isolation."""
 
 
-LARGE_PIXELS = 2**24
-"""Images of more pixels are decoded one at a time: one of 50 megapixels takes 200 MB."""
-
-_LARGE_IMAGE = threading.Lock()
+_DECODING, _CRASHED = "+decoding", "+crashed"
+"""The cache's tags of images that are being decoded, and of those at which the program crashed: with the memory that it
+was allowed to use."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,8 @@ def extract(  # noqa: PLR0913 - features depend on nine things
     """Compute the features that are not in the cache, one backbone after the other.
 
     An unusable image is not tried again until its file changes, unless the cause can pass by itself. An image that is
-    unusable for one backbone is skipped for those after it.
+    unusable for one backbone is skipped for those after it. Images at which `decode_suspects` crashed are tried again
+    with more memory only.
 
     `open_backbone` is called with a backbone's digest only if there is something to compute, and `should_stop` before
     every run. `on_progress` is called for each backbone with the number of images for which there is nothing to compute
@@ -107,7 +109,7 @@ def extract(  # noqa: PLR0913 - features depend on nine things
         ProtofleetError: the backbone fails, without `isolate`.
     """
     tag, change = alter or (ISOLATED if isolate else "", None)
-    refused: dict[Path, str] = {}
+    refused = _crashed(images, cache)
     computed = cached = 0
     may_pass = False
     for sha256 in backbones:
@@ -119,9 +121,11 @@ def extract(  # noqa: PLR0913 - features depend on nine things
         if not todo:
             continue
         event(log, logging.INFO, "computing features", images=len(todo), cached=len(rest) - len(todo))
-        with (isolate or nullcontext)(open_backbone(sha256)) as backbone:
+        with contextlib.ExitStack() as stack:
+            backbone = stack.enter_context((isolate or nullcontext)(open_backbone(sha256)))
+            stack.callback(cache.forget_unusable, _DECODING)
             batches = feature_batches(
-                todo,
+                _marked(todo, cache, batch_size),
                 [backbone],
                 batch_size=batch_size,
                 workers=workers,
@@ -144,6 +148,51 @@ def extract(  # noqa: PLR0913 - features depend on nine things
                     on_stored()
         release_memory()
     return Extraction(computed, cached, refused=tuple(sorted(refused.items())), may_pass=may_pass)
+
+
+def decode_suspects(
+    find_images: Callable[[], Sequence[LabeledImage]], cache: FeatureCache, should_stop: Callable[[], bool]
+) -> None:
+    """Decode, one at a time, the images that an extraction was decoding when the program crashed.
+
+    An image at which it crashes again is left out by `extract`, until its file changes or there is more memory.
+
+    Raises:
+        ConfigError: as in `find_images`.
+        Interrupted: `should_stop` returned true.
+    """
+    if not (suspects := cache.unusable(_DECODING)):
+        return
+    text = "the program crashed while images were decoded: decoding them one at a time"
+    event(log, logging.WARNING, text, images=len(suspects))
+    images = [image for image in find_images() if image.identity in suspects]
+    crashed = _crashed(images, cache)
+    for image in images:
+        if image.path not in crashed:
+            if should_stop():
+                raise Interrupted("decoding was interrupted")
+            cache.put(_CRASHED, [], [(image.identity, str(limit_bytes()))])
+            _decoded(image, [Preprocessing(height=224, width=224)], None)
+            cache.forget_unusable(_CRASHED, identity=image.identity)
+    cache.forget_unusable(_DECODING)
+
+
+def _crashed(images: Sequence[LabeledImage], cache: FeatureCache) -> dict[Path, str]:
+    """Return the images at which the program crashed with hardly less memory, with the reason to leave them out."""
+    if not (limits := cache.unusable(_CRASHED)):
+        return {}
+    reason = "the program crashed when it decoded this image: save it anew, with fewer pixels, or delete it"
+    most = limit_bytes()
+    return {image.path: reason for image in images if most < 1.1 * int(limits.get(image.identity, 0))}
+
+
+def _marked(images: Sequence[LabeledImage], cache: FeatureCache, batch_size: int) -> Iterator[LabeledImage]:
+    """Yield images, and store which of them may be being decoded: those of the last two batches and the next one."""
+    for start in range(0, len(images), batch_size):
+        marked = images[max(0, start - 2 * batch_size) : start + batch_size]
+        cache.forget_unusable(_DECODING)
+        cache.put(_DECODING, [], [(image.identity, "") for image in marked])
+        yield from images[start : start + batch_size]
 
 
 def _missing(
@@ -202,7 +251,7 @@ def feature_batches(
         try:
             while True:
                 for image in itertools.islice(ahead, 2 * batch_size - len(waiting)):
-                    waiting.append((image, pool.submit(_load, image, specs, alter)))
+                    waiting.append((image, pool.submit(_decoded, image, specs, alter)))
                 if not waiting:
                     return
                 if should_stop():
@@ -216,16 +265,6 @@ def feature_batches(
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _load(image: LabeledImage, specs: Iterable[Preprocessing], alter: Alter | None) -> _Pixels | Refusal:
-    if count_pixels(image.path) <= LARGE_PIXELS:
-        return _decoded(image, specs, alter)
-    with _LARGE_IMAGE:
-        try:
-            return _decoded(image, specs, alter)
-        finally:
-            release_memory()  # which the allocator would keep for this thread
-
-
 def feature_of(image: Image.Image | bytes, backbones: Sequence[Backbone]) -> NDArray[np.float32] | Refusal:
     """Return the feature of an image, decoded or as its file's bytes: float32 (L1 + ... + LK,), or why it has none.
 
@@ -233,9 +272,9 @@ def feature_of(image: Image.Image | bytes, backbones: Sequence[Backbone]) -> NDA
         ProtofleetError: a backbone fails.
     """
     try:
-        decoded = decode_bytes(image) if isinstance(image, bytes) else image
         specs = {backbone.metadata.preprocessing for backbone in backbones}
-        pixels = {spec: preprocess(decoded, spec) for spec in specs}
+        with decoded(image) if isinstance(image, bytes) else nullcontext(image) as opened:
+            pixels = {spec: preprocess(opened, spec) for spec in specs}
     except Exception as error:  # as in `_decoded`
         return Refusal(str(error) or type(error).__name__)
     return _finite(_features(backbones, [pixels])[0])
@@ -244,11 +283,11 @@ def feature_of(image: Image.Image | bytes, backbones: Sequence[Backbone]) -> NDA
 def _decoded(image: LabeledImage, specs: Iterable[Preprocessing], alter: Alter | None) -> _Pixels | Refusal:
     path = image.path
     try:
-        decoded = decode(path)
-        if not image.is_unchanged():
-            # Its feature would be stored as that of the file that was found.
-            return Refusal("it was changed while it was read", may_pass=True)
-        pixels = {spec: preprocess(decoded, spec) for spec in specs}
+        with decoded(path) as opened:
+            if not image.is_unchanged():
+                # Its feature would be stored as that of the file that was found.
+                return Refusal("it was changed while it was read", may_pass=True)
+            pixels = {spec: preprocess(opened, spec) for spec in specs}
         return pixels if alter is None else {spec: alter(image, spec, made) for spec, made in pixels.items()}
     except PrivacyRefused:
         raise

@@ -7,6 +7,7 @@ import errno
 import functools
 import io
 import itertools
+import logging
 import os
 import unicodedata
 from collections import Counter
@@ -18,8 +19,12 @@ from typing import BinaryIO
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from edge_client.data.decoding_memory import decoding_bytes, reserve
 from protocol.cli import plain
 from protocol.errors import ConfigError, UnreadableImage
+from protocol.log import event
+
+log = logging.getLogger(__name__)
 
 IMAGE_SUFFIXES = (
     ".bmp", ".gif", ".jfif", ".jpeg", ".jpg", ".pgm", ".png", ".pnm", ".ppm", ".tif", ".tiff", ".webp",
@@ -137,53 +142,50 @@ def unlabeled(path: Path) -> LabeledImage:
     return _image(Path(), str(path), UNLABELED)
 
 
-def count_pixels(path: Path) -> int:
-    """Return the number of an image's pixels, which are not decoded; 0 if it cannot be read."""
-    with contextlib.suppress(Exception), _open(path) as image:  # errors as in `decode`
-        return image.width * image.height
-    return 0
-
-
 def decode(path: Path) -> Image.Image:
     """Return one image in its own mode, fully loaded and upright by its EXIF orientation; the first frame of several.
 
     Raises:
         UnreadableImage: it is not an image, truncated, corrupt, or too large; the message names the file.
     """
-    with _naming(f"{path}: "), _open(path) as image:
-        return _loaded(image)
-
-
-def decode_bytes(data: bytes) -> Image.Image:
-    """Return an image as `decode` does, from the bytes of its file.
-
-    Raises:
-        UnreadableImage: it is not an image, truncated, corrupt, or too large.
-    """
-    with _naming(""), Image.open(io.BytesIO(data), formats=IMAGE_FORMATS) as image:
-        return _loaded(image)
+    with contextlib.ExitStack() as reserved:
+        return _loaded(path, reserved)
 
 
 @contextlib.contextmanager
-def _naming(source: str) -> Iterator[None]:
-    """Raise every error of an image as UnreadableImage, which begins with its source."""
+def decoded(source: Path | bytes) -> Iterator[Image.Image]:
+    """Give an image as `decode` does, of a file or its bytes; memory to convert it to RGB stays reserved until the end.
+
+    Raises:
+        UnreadableImage: as for `decode`. Its cause is a MemoryError if there is too little memory.
+    """
+    with contextlib.ExitStack() as reserved:
+        image = _loaded(source, reserved)
+        reserved.callback(image.close)  # the caller has a reference
+        yield image
+
+
+def _loaded(source: Path | bytes, reserved: contextlib.ExitStack) -> Image.Image:
+    with _naming(source), _open(source) as (image, file_bytes):
+        _check_kind(image)
+        reserved.enter_context(reserve(decoding_bytes(image, file_bytes)))
+        image.load()
+        ImageOps.exif_transpose(image, in_place=True)
+        return image
+
+
+@contextlib.contextmanager
+def _naming(source: Path | bytes) -> Iterator[None]:
+    """Raise every error of an image as UnreadableImage, which begins with its path."""
+    name = f"{source}: " if isinstance(source, Path) else ""
     try:
         yield
-    except UnreadableImage as error:
-        raise UnreadableImage(f"{source}{error}") from error
     except UnidentifiedImageError as error:
-        raise UnreadableImage(f"{source}it is none of {', '.join(IMAGE_FORMATS)}") from error
+        raise UnreadableImage(f"{name}it is none of {', '.join(IMAGE_FORMATS)}") from error
     except OSError as error:
-        raise UnreadableImage(f"{source}{error.strerror or error}") from error
+        raise UnreadableImage(f"{name}{error.strerror or error}") from error
     except Exception as error:  # decoders raise errors of many classes on broken files
-        raise UnreadableImage(f"{source}{error or type(error).__name__}") from error
-
-
-def _loaded(image: Image.Image) -> Image.Image:
-    _check_kind(image)
-    image.load()
-    ImageOps.exif_transpose(image, in_place=True)
-    return image
+        raise UnreadableImage(f"{name}{error or type(error).__name__}") from error
 
 
 def open_file(path: Path) -> BinaryIO:
@@ -204,12 +206,16 @@ def _without_waiting(path: str, flags: int) -> int:
 
 
 @contextlib.contextmanager
-def _open(path: Path) -> Iterator[Image.Image]:
-    with open_file(path) as file:
-        if (size := os.fstat(file.fileno()).st_size) > MAX_FILE_BYTES:
+def _open(source: Path | bytes) -> Iterator[tuple[Image.Image, int]]:
+    """Give an opened image, which is not decoded, and the size of its file, bytes."""
+    with open_file(source) if isinstance(source, Path) else io.BytesIO(source) as file:
+        size = os.fstat(file.fileno()).st_size if isinstance(source, Path) else len(source)
+        if not size:
+            raise UnreadableImage("the file is empty")
+        if size > MAX_FILE_BYTES:
             raise UnreadableImage(f"expected a file of at most {MAX_FILE_BYTES} bytes, got one of {size}")
         with Image.open(file, formats=IMAGE_FORMATS) as image:
-            yield image
+            yield image, size
 
 
 def _check_kind(image: Image.Image) -> None:
@@ -271,11 +277,19 @@ def _walk(folder: Path, seen: set[tuple[int, int]], skipped: Counter[str]) -> It
                 folders.append(path)
 
 
+def log_skipped(skipped: Mapping[str, int], before: Mapping[str, int], folder: Path) -> None:
+    """Log the numbers of skipped files that have changed."""
+    for reason, files in skipped.items():
+        if before.get(reason) != files:
+            event(log, logging.WARNING, "files skipped", files=files, reason=reason, data=folder)
+
+
 def _reason_to_skip(entry: os.DirEntry[str]) -> str:
     """Return why a file is not used as an image; empty if it is used."""
     suffix = Path(entry.name).suffix.lower()
     if suffix not in IMAGE_SUFFIXES:
-        return plain(f"suffix {suffix}") if suffix else "no suffix"
+        way_out = ", HEIC is not supported: convert it to JPEG" if suffix in {".heic", ".heif"} else ""
+        return plain(f"suffix {suffix}{way_out}") if suffix else "no suffix"
     return "" if _may_be_read(entry) else "not a regular file"
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from edge_client.data.images import LabeledImage, images_below, unlabeled
+from edge_client.data.images import LabeledImage, images_below, log_skipped, unlabeled
 from protocol.log import event
 
 log = logging.getLogger(__name__)
@@ -47,6 +47,7 @@ class FolderWatch:
         self._clock = clock
         self._is_readable = True
         self._seen: dict[Path, _Seen] = {}
+        self._skipped: Counter[str] = Counter()
         self._scan()
         for seen in self._seen.values():
             seen.is_done = not existing
@@ -70,8 +71,9 @@ class FolderWatch:
         return not waits
 
     def _scan(self) -> None:
+        skipped: Counter[str] = Counter()
         try:
-            found = [unlabeled(Path(path)) for path in images_below(self._folder, Counter())]
+            found = [unlabeled(Path(path)) for path in images_below(self._folder, skipped)]
         except OSError as error:
             if self._is_readable:
                 event(
@@ -81,6 +83,8 @@ class FolderWatch:
             self._is_readable = False
             return
         self._is_readable = True
+        log_skipped(skipped, self._skipped, self._folder)
+        self._skipped = skipped
         before, now_s = self._seen, self._clock()
         self._seen = {}
         for image in found:

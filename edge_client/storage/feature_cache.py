@@ -94,10 +94,16 @@ class FeatureCache:
         with self._database.transaction() as database:
             database.executemany("INSERT OR REPLACE INTO features VALUES (?, ?, ?, ?)", rows)
 
-    def forget_unusable(self, *backbones: str) -> None:
-        """Let images that are unusable for these backbones be tried again."""
+    def unusable(self, backbone: str) -> dict[str, str]:
+        """Return the identities of images that are unusable for a backbone, with reasons."""
+        query = "SELECT identity, unusable FROM features WHERE backbone = ? AND vector IS NULL"
+        return {_text(identity): reason for identity, reason in self._database.read(query, backbone)}
+
+    def forget_unusable(self, *backbones: str, identity: str | None = None) -> None:
+        """Let images that are unusable for these backbones, or one of them, be tried again."""
+        query = "DELETE FROM features WHERE backbone = ? AND vector IS NULL AND ifnull(identity = ?, TRUE)"
         for backbone in backbones:
-            self._database.write("DELETE FROM features WHERE backbone = ? AND vector IS NULL", backbone)
+            self._database.write(query, backbone, None if identity is None else _key(identity))
 
     def require_space(self, images: int, feature_size: int) -> None:
         """Raise DiskAlmostFull if the disk has too little space for the features of so many images."""

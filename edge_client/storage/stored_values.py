@@ -139,10 +139,12 @@ class ExtractionProgress(msgspec.Struct, frozen=True):
 
 
 class LeftOut(msgspec.Struct, frozen=True):
-    """Unknown folders or labels, and skipped files by reason, that the newest scan of the data folder left out."""
+    """Omissions from the data folder: unknown folders or labels, skipped files by reason, and unusable images."""
 
     unknown: tuple[str, ...] = ()
     skipped: Mapping[str, int] = {}
+    unusable: tuple[tuple[str, str], ...] = ()
+    """Paths and reasons, by the newest extraction."""
 
 
 SubmissionForm = Literal["prototype", "class sum", "group"]

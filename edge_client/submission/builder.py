@@ -74,6 +74,7 @@ class SubmissionBuilder:
             if build.round is not None:
                 item = self._rounds.existing_submission(build.task, build.round, above=build.above)
             if item is None:
+                self._workspace.decode_suspects(build.manifest, should_stop)
                 with self._workspace.run_task(build.manifest):
                     prepared = self._prepare(build, should_stop)
                     prepared = replace(prepared, lost_images=self._lost_images(build.task, prepared.classes))

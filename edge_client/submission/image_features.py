@@ -8,14 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from edge_client.config import Settings
-from edge_client.data.extraction import ISOLATED, Alter, Isolate, extract
+from edge_client.data.extraction import ISOLATED, Alter, Isolate, decode_suspects, extract
 from edge_client.data.holdout import held_out
 from edge_client.data.image_content import content_key
-from edge_client.data.images import LabeledImage, NoImages, name_some, scan_images
+from edge_client.data.images import LabeledImage, NoImages, find_images, log_skipped, name_some, scan_images
 from edge_client.privacy.perturbation import cache_tag, perturb_image
 from edge_client.privacy.policy import FAILED, is_bounded, is_private
 from edge_client.runtime.backbone import Backbone, open_backbone
@@ -26,6 +27,7 @@ from edge_client.storage.image_group_record import Key
 from edge_client.storage.stored_values import BackboneProvider, LeftOut
 from edge_client.storage.trials import MAX_ENDS, task_key
 from edge_client.submission.extraction_progress import ProgressReporter
+from protocol.cli import plain
 from protocol.errors import Interrupted, PrivacyFailed
 from protocol.log import event
 from protocol.models.preprocessing import Preprocessing
@@ -91,6 +93,16 @@ class Workspace:
             finally:
                 self.on_stored = _do_nothing
 
+    def decode_suspects(self, manifest: TaskManifest, should_stop: Callable[[], bool]) -> None:
+        """Find the image at which the program crashed, if it was one, outside `run_task`: the task is not to blame.
+
+        Raises:
+            ConfigError: as in `find_images`.
+            Interrupted: `should_stop` returned True.
+        """
+        data = self.settings.data
+        decode_suspects(lambda: find_images(data, manifest.classes), self.cache, should_stop)
+
     def is_bounded(self, manifest: TaskManifest) -> bool:
         """Return whether messages about a task must not reveal images."""
         return is_bounded(manifest, max_epsilon=self.settings.max_epsilon)
@@ -126,17 +138,19 @@ class Workspace:
         """
         data = self.settings.data
         scan = scan_images(data, manifest.classes, strict=self.settings.strict)
-        before, now = self._left_out, LeftOut(scan.unknown, scan.skipped)
-        self._left_out = now
+        before, now = self._left_out, LeftOut(scan.unknown, scan.skipped, self._left_out.unusable)
         if now.unknown and now.unknown != before.unknown:
             text = "no class of the task, images left out: rename the folders, or add the classes to the task file"
             event(log, logging.WARNING, text, unknown=name_some(now.unknown), data=data)
-        for reason, files in now.skipped.items():
-            if before.skipped.get(reason) != files:
-                event(log, logging.WARNING, "files skipped", files=files, reason=reason, data=data)
-        if not self.dry_run and now != self.store.get(LeftOut):
-            self.store.set(now)
+        log_skipped(now.skipped, before.skipped, data)
+        self._note(now)
         return scan.images
+
+    def _note(self, left_out: LeftOut) -> None:
+        """Store what is left out for `edge-client status`, if it has changed."""
+        self._left_out = left_out
+        if not self.dry_run and left_out != self.store.get(LeftOut):
+            self.store.set(left_out)
 
     def extract(
         self,
@@ -199,6 +213,8 @@ class Workspace:
         if should_stop():  # a run that was ended for it may have passed for an image's failure
             raise Interrupted("extraction was interrupted; what was computed is stored")
         useless = {path for path, _ in unusable}
+        named = tuple((plain(str(path)), plain(reason)) for path, reason in sorted(unusable))
+        self._note(msgspec.structs.replace(self._left_out, unusable=named))
         usable = tuple(image for image in images if image.path not in useless)
         return FoundImages(usable, tuple(sorted(unusable)), kept)
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from PIL import Image
 
-from edge_client.data.images import decode_bytes
+from edge_client.data.images import decoded
 from edge_client.serving.http_server import RequestHandler, ServerOptions
 from edge_client.storage.stored_values import InstalledHead
 from tests.fuzz.target import MIB, Target
@@ -20,7 +20,8 @@ _HEAD = InstalledHead(head=bytes(32), version=1, backbones=(), classes=("cat",))
 
 def _classify(data: bytes, *, top: int) -> tuple[tuple[str, float], ...]:
     """Decode the image, and return as many classes as there are."""
-    assert decode_bytes(data).width > 0
+    with decoded(data) as image:
+        assert image.width > 0
     return (("cat", 1.0),)[:top]
 
 
@@ -29,6 +30,7 @@ _SERVER = cast(
     SimpleNamespace(
         options=ServerOptions(max_image_bytes=32 * MIB),
         heads=SimpleNamespace(follow=lambda: SimpleNamespace(installed=_HEAD, classify=_classify)),
+        count_bytes=lambda _: None,
         images=threading.BoundedSemaphore(1),
         predicting=threading.Lock(),
     ),

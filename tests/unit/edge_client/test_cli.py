@@ -105,12 +105,16 @@ def test_json_has_no_infinity(here: Path) -> None:
 
 
 def test_status_shows_what_was_left_out(here: Path) -> None:
-    left_out = LeftOut(("'wasps' (did you mean 'wasp'?)",), {"suffix .heic": 12, "no suffix": 1})
+    unusable = tuple((f"/data/{number}.jpg", "the file is empty") for number in range(22))
+    left_out = LeftOut(("'wasps' (did you mean 'wasp'?)",), {"suffix .heic": 12, "no suffix": 1}, unusable)
     DeviceState(here / "one").set(left_out)
     output = _status()
     assert "left out   'wasps' (did you mean 'wasp'?): no class of the task\n" in output
     assert "skipped    12 files: suffix .heic\nskipped    1 file: no suffix\n" in output
+    assert output.count(".jpg: the file is empty\n") == 20
+    assert "unusable   2 images more: see --json\n" in output
     shown = json.loads(_status("--json"))
+    assert shown["unusable_images"] == [list(each) for each in unusable]
     assert shown["unknown_classes"] == list(left_out.unknown)
     assert shown["skipped_files"] == left_out.skipped
 

@@ -14,15 +14,16 @@ from unittest.mock import patch
 import msgspec
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from PIL import Image
 
-from edge_client.data import extraction
+from edge_client.data import decoding_memory, extraction
 from edge_client.data.extraction import Extraction, extract, feature_batches
 from edge_client.data.images import LabeledImage, decode, find_images, unlabeled
 from edge_client.runtime.backbone import Backbone
 from edge_client.storage.feature_cache import FeatureCache
 from protocol.errors import Interrupted
-from protocol.models.preprocessing import preprocess
+from protocol.models.preprocessing import Preprocessing, preprocess
 from tests.support.devices.device_factory import CLASSES, choosy, tiny, write_images
 from tests.support.machine_faults import not_root, open_folder
 
@@ -194,9 +195,8 @@ def test_pipe_in_place_of_an_image_does_not_block(tmp_path: Path) -> None:
     path.rename(tmp_path / "image.png")
     os.mkfifo(path)
     script = (
-        "import sys; from pathlib import Path; from edge_client.data.images import count_pixels; "
-        "from edge_client.data.image_content import content_key; file = Path(sys.argv[1]); "
-        "assert (count_pixels(file), content_key(file)) == (0, None)"
+        "import sys; from pathlib import Path; from edge_client.data.image_content import content_key; "
+        "assert content_key(Path(sys.argv[1])) is None"
     )
     # A process that reads the pipe would wait for ever.
     subprocess.run([sys.executable, "-c", script, path], check=True, timeout=60)
@@ -295,11 +295,12 @@ def test_large_images_are_decoded_one_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Others are decoded in all threads: each of four waits for the other three."""
-    monkeypatch.setattr(extraction, "LARGE_PIXELS", 99 if name == "large" else 1000)
+    monkeypatch.setattr(decoding_memory, "SMALL_BYTES", 0)
+    monkeypatch.setattr(decoding_memory, "LARGE_BYTES", 99 if name == "large" else 2**20)
     write_images(tmp_path, count=4, classes=("cat",))  # of 120 pixels
     inside, most, lock, together = 0, 0, threading.Lock(), threading.Barrier(4)
 
-    def watched(path: Path) -> Image.Image:
+    def watched(image: Image.Image, spec: Preprocessing) -> NDArray[np.uint8]:
         nonlocal inside, most
         with lock:
             inside += 1
@@ -308,12 +309,12 @@ def test_large_images_are_decoded_one_at_a_time(
             together.wait(timeout=60)
         else:
             time.sleep(0.1)  # another thread could begin
-        decoded = decode(path)
+        pixels = preprocess(image, spec)
         with lock:
             inside -= 1
-        return decoded
+        return pixels
 
-    monkeypatch.setattr(extraction, "decode", watched)
+    monkeypatch.setattr(extraction, "preprocess", watched)
     images = map(unlabeled, sorted((tmp_path / "cat").iterdir()))
     ((*made,),) = feature_batches(images, [tiny(tmp_path)], batch_size=4, workers=4)
     assert all(isinstance(feature, np.ndarray) for _, feature in made)

@@ -120,7 +120,8 @@ def test_skipped_files_are_counted_by_reason(tmp_path: Path) -> None:
         image_file(tmp_path / name, format="PNG")
     os.mkfifo(tmp_path / "cat/pipe.png")
     assert scan_images(tmp_path, CLASSES).skipped == {
-        "in no class's folder": 1, "suffix .heic": 2, "suffix .mp4": 1, "no suffix": 1, "not a regular file": 1,
+        "in no class's folder": 1, "suffix .heic, HEIC is not supported: convert it to JPEG": 2, "suffix .mp4": 1,
+        "no suffix": 1, "not a regular file": 1,
     }  # fmt: skip
 
 
@@ -275,12 +276,16 @@ def test_truncated_image_is_refused_and_never_padded(
     assert all(re.match(f"{re.escape(str(path))}: .", refusal) for refusal in refusals)
 
 
-@pytest.mark.parametrize(
-    "data", [b"", b"\0" * 100, b"hello", b"\xff\xd8\xff\xe0" + b"\0" * 64, b"%!PS-Adobe\n"]
-)
+@pytest.mark.parametrize("data", [b"\0" * 100, b"hello", b"\xff\xd8\xff\xe0" + b"\0" * 64, b"%!PS-Adobe\n"])
 def test_other_files_are_refused_by_name(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "p.jpg").write_bytes(data)
     with pytest.raises(UnreadableImage, match=r"p\.jpg: it is none of JPEG, PNG"):
+        decode(tmp_path / "p.jpg")
+
+
+def test_empty_file_is_named_as_empty(tmp_path: Path) -> None:
+    (tmp_path / "p.jpg").touch()
+    with pytest.raises(UnreadableImage, match=r"p\.jpg: the file is empty"):
         decode(tmp_path / "p.jpg")
 
 

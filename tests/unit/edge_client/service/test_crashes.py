@@ -1,19 +1,23 @@
 """Tasks and heads that end the device program, and files that its disk has changed."""
 
+import signal
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from edge_client.agent import events
 from edge_client.agent.state import head_key
 from edge_client.inference import open_installed
 from edge_client.service.device import Device
 from edge_client.storage.device_state import DeviceState
-from edge_client.storage.stored_values import CurrentTask, HeadProblem, Heads
+from edge_client.storage.stored_values import CurrentTask, HeadProblem, Heads, LeftOut, SubmissionReport
 from edge_client.storage.trials import MAX_ENDS, task_key
 from edge_client.submission import builder, head_installer, image_features
 from edge_client.training import local_round
@@ -21,7 +25,14 @@ from protocol.errors import StateError
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.wire.codec import encode
 from protocol.wire.messages import HeadManifest, Receipt
-from tests.support.devices.device_factory import TINY, make_manifest, make_settings, run_jobs
+from tests.support.devices.device_factory import (
+    TINY,
+    image_file,
+    make_manifest,
+    make_settings,
+    noise,
+    run_jobs,
+)
 from tests.support.devices.round_factory import look_at, open_round, take_images
 from tests.support.devices.worker_benches import CONSTANT, HeadBench, RoundsBench
 from tests.support.graphs.backbones import tiny_backbone
@@ -303,3 +314,71 @@ def test_a_damaged_stored_task_comes_from_the_broker_again(bench: HeadBench, tmp
     bench.store.blobs.path(bench.task).write_bytes(b"damaged")
     device._recall()
     assert device._agent.state.task is None
+
+
+_BUILD = """
+import os, signal, sys
+from pathlib import Path
+from edge_client.data import decoding_memory, extraction
+from protocol.models.preprocessing import preprocess
+from tests.support.devices.worker_benches import HeadBench
+
+def preprocess_or_die(image, spec):
+    if image.size == (33, 33):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return preprocess(image, spec)
+
+extraction.preprocess = preprocess_or_die
+extraction.limit_bytes = lambda: int(sys.argv[2])
+HeadBench(Path(sys.argv[1]), batch_size=4)
+"""
+
+
+def test_an_image_that_crashes_the_program_is_left_out_and_not_the_task(tmp_path: Path) -> None:
+    """The third start names it and uploads the others; it is tried again with more memory, or when its file changes."""
+    deadly = image_file(tmp_path / "data/cat/deadly.png", noise(33, 33))
+
+    def start(memory_bytes: int) -> int:
+        return subprocess.run(
+            [sys.executable, "-c", _BUILD, tmp_path, str(memory_bytes)], check=False, timeout=120
+        ).returncode
+
+    assert [start(10**9) for _ in range(4)] == [-signal.SIGKILL, -signal.SIGKILL, 0, 0]
+    store = DeviceState(tmp_path / "state")
+    ((path, reason),) = store.get(LeftOut).unusable
+    assert (path, "the program crashed when it decoded this image" in reason) == (str(deadly), True)
+    assert store.get(SubmissionReport).unusable == ((path, reason),)
+    assert sum(entry.images for entry in store.get(SubmissionReport).classes) == 40
+    assert store.trials.ends(task_key(make_manifest())) == 0
+    assert [start(2 * 10**9) for _ in range(3)] == [-signal.SIGKILL, -signal.SIGKILL, 0]
+    image_file(deadly, noise(34, 34))
+    assert start(2 * 10**9) == 0
+    assert store.get(LeftOut).unusable == ()
+
+
+_BUILD_IN_LITTLE_MEMORY = """
+import resource, sys
+from pathlib import Path
+from tests.support.devices.worker_benches import HeadBench
+
+pages = int(Path("/proc/self/statm").read_text().split()[0])
+limit = pages * resource.getpagesize() + 400 * 2**20
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+HeadBench(Path(sys.argv[1]))
+"""
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/statm").exists(), reason="the size of the process is read from /proc"
+)
+def test_an_image_that_needs_more_memory_than_there_is_is_left_out(tmp_path: Path) -> None:
+    """A CMYK JPEG of 81 megapixels, in a process that may take 400 MiB; the other images are uploaded."""
+    (tmp_path / "data/cat").mkdir(parents=True)
+    large = tmp_path / "data/cat/large.jpg"
+    Image.new("CMYK", (9000, 9000)).save(large)
+    subprocess.run([sys.executable, "-c", _BUILD_IN_LITTLE_MEMORY, tmp_path], check=True, timeout=120)
+    store = DeviceState(tmp_path / "state")
+    ((path, reason),) = store.get(LeftOut).unusable
+    assert path == str(large)
+    assert reason.startswith("not enough memory to decode it: it needs 619 MiB beside what is in use")
+    assert store.outbox.newest_submission() is not None

@@ -3,6 +3,7 @@
 import errno
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from PIL import Image
 
 from edge_client.agent import events
 from edge_client.cli import cli
-from edge_client.data.images import decode
+from edge_client.data.images import decoded
 from edge_client.runtime import watchdog
 from edge_client.runtime.backbone import Backbone
 from edge_client.service.device import Device
@@ -95,10 +96,10 @@ def test_images_that_cannot_be_read_for_a_moment_are_released_as_before(
     failing = {groups[key]: image.path for image in cats if (key := keys[image.identity]) in groups}
     assert len(failing) == 2, "one image of each prototype"
 
-    def decode_or_fail(path: Path) -> Image.Image:
+    def decode_or_fail(path: Path) -> AbstractContextManager[Image.Image]:
         if path in failing.values():
             raise UnreadableImage(f"{path}: Input/output error") from OSError(errno.EIO, "Input/output error")
-        return decode(path)
+        return decoded(path)
 
     def build() -> tuple[bool, SubmissionReport]:
         bench.worker._build(events.BuildSubmission(task, manifest))
@@ -106,7 +107,7 @@ def test_images_that_cannot_be_read_for_a_moment_are_released_as_before(
         assert isinstance(built, events.SubmissionBuilt)
         return built.retries, bench.store.get(SubmissionReport)
 
-    monkeypatch.setattr("edge_client.data.extraction.decode", decode_or_fail)
+    monkeypatch.setattr("edge_client.data.extraction.decoded", decode_or_fail)
     retries, report = build()
     assert (retries, [entry.counts for entry in report.classes]) == (True, [(), (5, 5)])
     status = CliRunner().invoke(cli, ["status", "--state", str(bench.store.folder)]).output

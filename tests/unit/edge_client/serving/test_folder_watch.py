@@ -55,6 +55,15 @@ def test_new_and_changed_images_are_ready_once_they_do_not_change(folder: Path, 
     assert _ready(watch, clock) == ["old.png"]
 
 
+def test_other_files_are_named_once(folder: Path, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    watch = FolderWatch(folder, existing=False, clock=clock)
+    for number in (1, 2):
+        (folder / f"{number}.HEIC").touch()
+        for _ in range(2):
+            assert _ready(watch, clock) == []
+        assert caplog.text.count(f'files={number} reason="suffix .heic, HEIC is not supported') == 1
+
+
 def test_existing_images_count_as_new_if_that_is_asked_for(folder: Path, clock: Clock) -> None:
     assert _ready(FolderWatch(folder, existing=True, clock=clock), clock) == ["old.png"]
 
