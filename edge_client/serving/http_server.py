@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from http.client import HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -41,7 +42,7 @@ WAIT_S = 10.0
 MAX_CONNECTIONS = 32
 
 MAX_IMAGES = 4
-"""Images in memory at a time, as received; one of them is decoded."""
+"""Limit of the received bytes in memory, in images of the largest size; one image at a time is decoded."""
 
 MAX_TOP = 4096
 
@@ -101,7 +102,8 @@ class PredictionServer(ThreadingHTTPServer):
     def __init__(self, options: ServerOptions, heads: HeadInUse) -> None:
         self.options = options
         self.heads = heads
-        self.images = threading.BoundedSemaphore(MAX_IMAGES)
+        self._received_bytes = 0
+        self._counting = threading.Lock()
         self.predicting = threading.Lock()
         self._connections = threading.BoundedSemaphore(MAX_CONNECTIONS)
         self.address_family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
@@ -115,6 +117,16 @@ class PredictionServer(ThreadingHTTPServer):
         """Bind without asking a name server for the host's name."""
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+
+    def count_bytes(self, size_bytes: int) -> None:
+        """Count bytes that were received, not announced, or with a negative number their release; refuse too many."""
+        with self._counting:
+            if (
+                size_bytes > 0
+                and self._received_bytes + size_bytes > MAX_IMAGES * self.options.max_image_bytes
+            ):
+                raise _Refused(503, "too many images at a time: try again")
+            self._received_bytes += size_bytes
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Start the connection's thread, or refuse the connection if there are MAX_CONNECTIONS."""
@@ -151,7 +163,7 @@ class _Refused(Exception):
 
 
 class _Incoming(io.RawIOBase):
-    """The bytes of a request, up to its limits of bytes and time; at the first, it ends."""
+    """The bytes of a request; raises HTTPException above its limit of bytes, and TimeoutError after its time."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -166,7 +178,11 @@ class _Incoming(io.RawIOBase):
         if left_s <= 0:
             raise TimeoutError
         self._connection.settimeout(left_s)
-        received = self._connection.recv_into(buffer, min(len(buffer), self.left)) if self.left else 0
+        if not self.left:
+            raise HTTPException(
+                f"more than {MAX_HEAD_BYTES} bytes"
+            )  # cut there, a request could seem complete
+        received = self._connection.recv_into(buffer, min(len(buffer), self.left))
         self.left -= received
         return received
 
@@ -174,7 +190,9 @@ class _Incoming(io.RawIOBase):
 class RequestHandler(BaseHTTPRequestHandler):
     """Answers the request of one connection."""
 
-    default_request_version = "HTTP/1.0"  # an answer with a status, also for bytes that are no request
+    # An answer with a status, also for bytes that are no request.
+    default_request_version = request_version = "HTTP/1.0"
+    requestline = command = ""
     protocol_version = "HTTP/1.1"  # for clients that wait for `100 Continue` before they send an image
     server: PredictionServer
 
@@ -187,7 +205,10 @@ class RequestHandler(BaseHTTPRequestHandler):
     def handle(self) -> None:
         """Answer one request."""
         with suppress(TimeoutError):
-            self.handle_one_request()
+            try:
+                self.handle_one_request()
+            except HTTPException:
+                self.send_error(431)
 
     def do_GET(self) -> None:
         """Report whether there is a head."""
@@ -236,17 +257,15 @@ class RequestHandler(BaseHTTPRequestHandler):
             raise _Refused(404, "expected GET /healthz or POST /predict")
         self._check_token()
         top, size_bytes = self._top(), self._size()
-        with _taken(self.server.images):
-            data = self._read(size_bytes)
-            with _taken(self.server.predicting):
-                try:
-                    opened = self.server.heads.follow()
-                except ProtofleetError as error:
-                    raise _Refused(503, str(error)) from error
-                try:
-                    best = opened.classify(data, top=top)
-                finally:
-                    release_memory()  # which the allocator would keep for this thread; few bytes can be many pixels
+        with self._body(size_bytes) as data, self._turn():
+            try:
+                opened = self.server.heads.follow()
+            except ProtofleetError as error:
+                raise _Refused(503, str(error)) from error
+            try:
+                best = opened.classify(data, top=top)
+            finally:
+                release_memory()  # which the allocator would keep for this thread; few bytes can be many pixels
         return 200, {"label": best[0][0], "scores": dict(best), **opened.installed.identity}
 
     def _check_token(self) -> None:
@@ -276,17 +295,31 @@ class RequestHandler(BaseHTTPRequestHandler):
             raise _Refused(413, f"expected at most {self.server.options.max_image_bytes} bytes, got {given}")
         return int(given)
 
-    def _read(self, size_bytes: int) -> bytes:
-        """Return the body; memory grows with what arrives, not with what is announced."""
+    @contextmanager
+    def _body(self, size_bytes: int) -> Iterator[bytes]:
+        """Receive the body; memory grows with what arrives, not with what is announced."""
         self._incoming.left += size_bytes  # what was read ahead of the body counted as a part of the headers
         data = bytearray()
-        while len(data) < size_bytes and (
-            part := self._buffered.read1(min(_PART_BYTES, size_bytes - len(data)))
-        ):
-            data += part
-        if len(data) != size_bytes:
-            raise _Refused(400, f"expected {size_bytes} bytes, got {len(data)}")
-        return bytes(data)
+        try:
+            while len(data) < size_bytes and (
+                part := self._buffered.read1(min(_PART_BYTES, size_bytes - len(data)))
+            ):
+                self.server.count_bytes(len(part))
+                data += part
+            if len(data) != size_bytes:
+                raise _Refused(400, f"expected {size_bytes} bytes, got {len(data)}")
+            yield bytes(data)
+        finally:
+            self.server.count_bytes(-len(data))
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        if not self.server.predicting.acquire(timeout=WAIT_S):
+            raise _Refused(503, f"busy for {WAIT_S:.0f} s: try again")
+        try:
+            yield
+        finally:
+            self.server.predicting.release()
 
     def _send(self, status: int, content: dict[str, Any]) -> None:
         body = json.dumps(content).encode() + b"\n"
@@ -324,10 +357,11 @@ class RequestHandler(BaseHTTPRequestHandler):
 
     def send_error(self, code: int, message: str | None = None, *_: object) -> None:
         """Answer a request that cannot be parsed, or of another method."""
-        self.command = getattr(self, "command", None) or ""
         text = message or self.responses.get(code, ("error",))[0]
         if code == 501:
             code, text = 405, "expected GET /healthz or POST /predict"
+        if code in {414, 431}:
+            code, text = 431, f"expected at most {MAX_HEAD_BYTES} bytes before the image, and 100 headers"
         self._send(code, {"error": text})
 
     def version_string(self) -> str:
@@ -338,16 +372,6 @@ class RequestHandler(BaseHTTPRequestHandler):
         """Log a request at debug level."""
         if log.isEnabledFor(logging.DEBUG):
             event(log, logging.DEBUG, "request", client=self.client_address[0], text=format % args)
-
-
-@contextmanager
-def _taken(lock: "threading.Lock | threading.Semaphore") -> Iterator[None]:
-    if not lock.acquire(timeout=WAIT_S):
-        raise _Refused(503, f"busy for {WAIT_S:.0f} s: try again")
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _host_of(header: str) -> str:

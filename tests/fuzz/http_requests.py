@@ -31,7 +31,6 @@ _SERVER = cast(
         options=ServerOptions(max_image_bytes=32 * MIB),
         heads=SimpleNamespace(follow=lambda: SimpleNamespace(installed=_HEAD, classify=_classify)),
         count_bytes=lambda _: None,
-        images=threading.BoundedSemaphore(1),
         predicting=threading.Lock(),
     ),
 )

@@ -141,10 +141,51 @@ def test_bytes_that_are_no_request_end_their_connection_only(bench: HeadBench, s
         assert b" 400 " in _send(port, b"\x16\x03\x01\x02\x00\r\n\r\n")
         assert b" 400 " in _send(port, length + b"short")
         _send(port, b"")
-        _send(port, b"GET /healthz HTTP/1.1\r\n" + b"X-Header: " + bytes(10 * http_server.MAX_HEAD_BYTES))
-        _send(port, b"GET /healthz HTTP/1.1\r\n" + b"X: y\r\n" * 10_000)
-        _send(port, b"A" * 10 * http_server.MAX_HEAD_BYTES)
         assert _ask(port, "POST", "/predict", PNG)[0] == 200
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * (http_server.MAX_HEAD_BYTES - 49),
+        b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n" + b"X: y\r\n" * 101,
+        b"GET /" + b"a" * http_server.MAX_HEAD_BYTES,
+    ],
+)
+def test_headers_past_their_limit_are_refused_and_not_cut(
+    bench: HeadBench, start: Start, head: bytes
+) -> None:
+    """A web page would hide its Origin there."""
+    bench.install(bench.head(1, CONSTANT["cat"]))
+    with start() as port:
+        assert b" 431 " in _send(port, head + b"\r\nOrigin: http://attacker.example\r\n\r\n")
+        assert b" 200 " in _send(port, b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nX: y\r\n\r\n")
+
+
+def test_announced_images_take_no_place(bench: HeadBench, start: Start) -> None:
+    """Connections that announce the largest images and send two bytes leave room for those that arrive."""
+    bench.install(bench.head(1, CONSTANT["cat"]))
+    begin = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\nab"
+    with start() as port, contextlib.ExitStack() as stalled:
+        for _ in range(3 * http_server.MAX_IMAGES):
+            connection = stalled.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60))
+            connection.sendall(begin)
+        assert _ask(port, "POST", "/predict", PNG)[0] == 200
+
+
+def test_bytes_in_memory_are_limited(bench: HeadBench, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of images that have not arrived completely count, until their connection ends."""
+    bench.install(bench.head(1, CONSTANT["cat"]))
+    monkeypatch.setattr(http_server, "MAX_IMAGES", 1)
+    begin = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n"
+    with start() as port:
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+            connection.sendall(begin + bytes(MAX_BYTES - 1))
+            while (status := _ask(port, "POST", "/predict", PNG)[0]) == 200:
+                pass  # until these bytes have been read
+        assert status == 503
+        while _ask(port, "POST", "/predict", PNG)[0] == 503:
+            pass  # until the connection's end has been read
 
 
 def test_slow_request_is_ended(bench: HeadBench, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
