@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-from PIL import Image
+from PIL import ExifTags, Image
 
 from edge_client.runtime.session import release_memory
 
@@ -25,8 +25,11 @@ LARGE_BYTES = 2**27
 MARGIN_BYTES = 2**25
 """Memory that decoding leaves free: for small images, and for the image after resizing."""
 
+_CONTROL_GROUPS = {
+    "": ("sys/fs/cgroup", "memory.max", "memory.current", ""),
+    "memory": ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+}
 _ROW_BYTES = 20
-_ORIENTATION = 0x0112
 _STORED_BYTES = {"1": 1, "L": 1, "P": 1, "I;16": 6, "I;16B": 6}
 """Of a pixel, by mode, in others 4; 16 bits are copied in parts before they are converted."""
 _ROOT = Path("/")
@@ -36,7 +39,7 @@ _MIB = 2**20
 def decoding_bytes(image: Image.Image, file_bytes: int) -> int:
     """Estimate the most memory that decoding an opened image and converting it to RGB takes at a time, bytes."""
     stored = _STORED_BYTES.get(image.mode, 4)
-    is_turned = "exif" in image.info and image.getexif().get(_ORIENTATION, 1) != 1
+    is_turned = "exif" in image.info and image.getexif().get(ExifTags.Base.Orientation, 1) != 1
     more = [4 * (image.mode != "RGB")]
     if (
         image.info.get("progressive") or image.format == "TIFF"
@@ -69,9 +72,10 @@ class _Reservations:
             if size_bytes > available_bytes():
                 release_memory()  # which the allocator has kept for threads
                 if size_bytes > available_bytes():
+                    needed, limit = -(-size_bytes // _MIB), limit_bytes() // _MIB
                     raise MemoryError(
-                        f"not enough memory to decode it: it needs {_mib(size_bytes)} MiB beside what is in use, and "
-                        f"the limit is {_mib(limit_bytes())} MiB: save it with fewer pixels"
+                        f"not enough memory to decode it: it needs {needed} MiB beside what is in use, and the limit "
+                        f"is {limit} MiB: save it with fewer pixels"
                     )
             self._bytes += size_bytes
         try:
@@ -100,8 +104,7 @@ def limit_bytes() -> int:
 def _limits() -> Iterator[tuple[int, int]]:
     """Yield each limit of memory, and what is left of it, bytes."""
     yield sys.maxsize, sys.maxsize
-    machine = _numbers(_ROOT / "proc/meminfo")
-    if "MemAvailable" in machine:
+    if "MemAvailable" in (machine := _numbers(_ROOT / "proc/meminfo")):
         yield machine["MemTotal"] * 1024, machine["MemAvailable"] * 1024
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     with contextlib.suppress(OSError):
@@ -110,20 +113,15 @@ def _limits() -> Iterator[tuple[int, int]]:
             yield limit, limit - pages * os.sysconf("SC_PAGESIZE")
     with contextlib.suppress(OSError):
         for line in (_ROOT / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
-            _, controllers, path = line.split(":", 2)
-            if not controllers:
-                yield from _group_limits("sys/fs/cgroup", path, "memory.max", "memory.current", "")
-            elif "memory" in controllers.split(","):
-                files = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
-                yield from _group_limits("sys/fs/cgroup/memory", path, *files)
+            _, controllers, group = line.split(":", 2)
+            for version in {"", "memory"}.intersection(controllers.split(",")):
+                yield from _group_limits(PurePosixPath(group), *_CONTROL_GROUPS[version])
 
 
 def _group_limits(
-    mount: str, path: str, limit_file: str, used_file: str, prefix: str
+    group: PurePosixPath, mount: str, limit_file: str, used_file: str, prefix: str
 ) -> Iterator[tuple[int, int]]:
-    """Yield the limits of a control group and of those above it; in a container, its own is at the mount."""
-    group = PurePosixPath(path)
-    for each in (group, *group.parents):
+    for each in (group, *group.parents):  # in a container, its own is at the mount
         folder = _ROOT / mount / str(each).lstrip("/")
         with contextlib.suppress(OSError, ValueError):  # no such group here, or "max"
             limit = int((folder / limit_file).read_text(encoding="ascii"))
@@ -139,7 +137,3 @@ def _numbers(file: Path) -> dict[str, int]:
         lines = (line.split() for line in file.read_text(encoding="ascii").splitlines())
         return {name.rstrip(":"): int(value) for name, value, *_ in lines}
     return {}
-
-
-def _mib(size_bytes: int) -> int:
-    return -(-size_bytes // _MIB)

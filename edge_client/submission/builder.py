@@ -5,9 +5,11 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from edge_client.agent.events import BuildSubmission, SubmissionBuilt
 from edge_client.agent.state import UploadItem
+from edge_client.data.extraction import decode_suspects
 from edge_client.data.images import NoImages, is_folder, name_some
 from edge_client.privacy.policy import check_task, is_private
 from edge_client.progress_bar import Progress
@@ -74,7 +76,9 @@ class SubmissionBuilder:
             if build.round is not None:
                 item = self._rounds.existing_submission(build.task, build.round, above=build.above)
             if item is None:
-                self._workspace.decode_suspects(build.manifest, should_stop)
+                # Outside `run_task`: the task is not to blame for an image.
+                find_images = partial(self._workspace.find_images, build.manifest)
+                decode_suspects(find_images, self._workspace.cache, should_stop)
                 with self._workspace.run_task(build.manifest):
                     prepared = self._prepare(build, should_stop)
                     prepared = replace(prepared, lost_images=self._lost_images(build.task, prepared.classes))

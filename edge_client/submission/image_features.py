@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_client.config import Settings
-from edge_client.data.extraction import ISOLATED, Alter, Isolate, decode_suspects, extract
+from edge_client.data.extraction import ISOLATED, Alter, Isolate, extract
 from edge_client.data.holdout import held_out
 from edge_client.data.image_content import content_key
-from edge_client.data.images import LabeledImage, NoImages, find_images, log_skipped, name_some, scan_images
+from edge_client.data.images import LabeledImage, NoImages, log_skipped, name_some, scan_images
 from edge_client.privacy.perturbation import cache_tag, perturb_image
 from edge_client.privacy.policy import FAILED, is_bounded, is_private
 from edge_client.runtime.backbone import Backbone, open_backbone
@@ -92,16 +92,6 @@ class Workspace:
                 yield
             finally:
                 self.on_stored = _do_nothing
-
-    def decode_suspects(self, manifest: TaskManifest, should_stop: Callable[[], bool]) -> None:
-        """Find the image at which the program crashed, if it was one, outside `run_task`: the task is not to blame.
-
-        Raises:
-            ConfigError: as in `find_images`.
-            Interrupted: `should_stop` returned True.
-        """
-        data = self.settings.data
-        decode_suspects(lambda: find_images(data, manifest.classes), self.cache, should_stop)
 
     def is_bounded(self, manifest: TaskManifest) -> bool:
         """Return whether messages about a task must not reveal images."""

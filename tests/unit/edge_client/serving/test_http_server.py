@@ -178,14 +178,21 @@ def test_bytes_in_memory_are_limited(bench: HeadBench, start: Start, monkeypatch
     bench.install(bench.head(1, CONSTANT["cat"]))
     monkeypatch.setattr(http_server, "MAX_IMAGES", 1)
     begin = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n"
+    is_full, is_empty, count_bytes = threading.Event(), threading.Event(), PredictionServer.count_bytes
+
+    def observed(server: PredictionServer, size_bytes: int) -> None:
+        count_bytes(server, size_bytes)
+        if server._received_bytes in {0, MAX_BYTES - 1}:
+            (is_full if server._received_bytes else is_empty).set()
+
+    monkeypatch.setattr(PredictionServer, "count_bytes", observed)
     with start() as port:
         with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
             connection.sendall(begin + bytes(MAX_BYTES - 1))
-            while (status := _ask(port, "POST", "/predict", PNG)[0]) == 200:
-                pass  # until these bytes have been read
-        assert status == 503
-        while _ask(port, "POST", "/predict", PNG)[0] == 503:
-            pass  # until the connection's end has been read
+            assert is_full.wait(timeout=60)
+            assert _ask(port, "POST", "/predict", PNG)[0] == 503
+        assert is_empty.wait(timeout=60)
+        assert _ask(port, "POST", "/predict", PNG)[0] == 200
 
 
 def test_slow_request_is_ended(bench: HeadBench, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
