@@ -29,6 +29,7 @@ _CONTROL_GROUPS = {
     "": ("sys/fs/cgroup", "memory.max", "memory.current", ""),
     "memory": ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 }
+_UNLIMITED = 2**60
 _ROW_BYTES = 20
 _STORED_BYTES = {"1": 1, "L": 1, "P": 1, "I;16": 6, "I;16B": 6}
 """Of a pixel, by mode, in others 4; 16 bits are copied in parts before they are converted."""
@@ -41,12 +42,10 @@ def decoding_bytes(image: Image.Image, file_bytes: int) -> int:
     stored = _STORED_BYTES.get(image.mode, 4)
     is_turned = "exif" in image.info and image.getexif().get(ExifTags.Base.Orientation, 1) != 1
     more = [4 * (image.mode != "RGB")]
-    if (
-        image.info.get("progressive") or image.format == "TIFF"
-    ):  # all coefficients, or a strip of the whole image
-        more.append(2 * len(image.getbands()))
+    if image.info.get("progressive") or image.format == "TIFF":
+        more.append(2 * len(image.getbands()))  # all coefficients, or a strip of the whole image
     if image.format == "WEBP":
-        more.append(16)
+        more.append(16)  # two canvases, the pixels of a lossless image, and a copy
     whole_file = file_bytes if image.format in {"TIFF", "WEBP"} else 0
     return image.height * (image.width * (stored + stored * is_turned + max(more)) + _ROW_BYTES) + whole_file
 
@@ -67,16 +66,18 @@ class _Reservations:
         is_large = size_bytes > LARGE_BYTES
         with self._changed:
             # What is reserved may be in use already: it is subtracted twice then, but an image alone is not refused.
-            while self._bytes and (is_large or size_bytes + self._bytes > available_bytes()):
-                self._changed.wait()
-            if size_bytes > available_bytes():
+            while (is_large and self._bytes) or size_bytes + self._bytes > available_bytes():
+                if self._bytes:
+                    self._changed.wait()
+                    continue
                 release_memory()  # which the allocator has kept for threads
-                if size_bytes > available_bytes():
-                    needed, limit = -(-size_bytes // _MIB), limit_bytes() // _MIB
-                    raise MemoryError(
-                        f"not enough memory to decode it: it needs {needed} MiB beside what is in use, and the limit "
-                        f"is {limit} MiB: save it with fewer pixels"
-                    )
+                if size_bytes <= available_bytes():
+                    break
+                needed, limit = -(-size_bytes // _MIB), limit_bytes() // _MIB
+                raise MemoryError(
+                    f"not enough memory to decode it: it needs {needed} MiB beside what is in use, and the limit is "
+                    f"{limit} MiB: save it with fewer pixels"
+                )
             self._bytes += size_bytes
         try:
             yield
@@ -125,6 +126,8 @@ def _group_limits(
         folder = _ROOT / mount / str(each).lstrip("/")
         with contextlib.suppress(OSError, ValueError):  # no such group here, or "max"
             limit = int((folder / limit_file).read_text(encoding="ascii"))
+            if limit > _UNLIMITED:
+                continue
             used = int((folder / used_file).read_text(encoding="ascii"))
             files = _numbers(folder / "memory.stat")  # which the system drops where memory is short
             cached = sum(files.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive"))
