@@ -50,7 +50,9 @@ class Outbox:
             require_space(self._database.path.parent, 2 * size, what="the submission")
         digest = digest_of(payload)
         with self._database.transaction() as database:
-            database.execute("DELETE FROM outbox WHERE kind = ? AND received = 0", (kind,))
+            database.execute(
+                "DELETE FROM outbox WHERE kind = ? AND (received = 0 OR digest = ?)", (kind, digest)
+            )
             if kind == "submission":
                 # The acknowledged submission goes if there is no room for it beside the new one.
                 database.execute("DELETE FROM outbox WHERE kind = ? AND size_bytes > ?", (kind, limit - size))

@@ -27,6 +27,13 @@ class SubmissionSequence(msgspec.Struct, frozen=True):
     number: int = 0
 
 
+class TaskSubmissions(msgspec.Struct, frozen=True):
+    """The newest submission to each of the last tasks without rounds."""
+
+    newest: Mapping[str, tuple[int, str]] = {}
+    """Sequence number, and digest in hex, by the task's digest in hex; the newest task is the last."""
+
+
 class Epoch(msgspec.Struct, frozen=True):
     """The epoch of the newest start of the program."""
 

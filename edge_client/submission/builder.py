@@ -13,7 +13,12 @@ from edge_client.data.extraction import decode_suspects
 from edge_client.data.images import NoImages, is_folder, name_some
 from edge_client.privacy.policy import check_task, is_private
 from edge_client.progress_bar import Progress
-from edge_client.storage.stored_values import ClassReport, SubmissionReport, SubmissionSequence
+from edge_client.storage.stored_values import (
+    ClassReport,
+    SubmissionReport,
+    SubmissionSequence,
+    TaskSubmissions,
+)
 from edge_client.submission.image_features import Workspace
 from edge_client.submission.prepared_submission import (
     NoPrototype,
@@ -41,6 +46,9 @@ from protocol.wire.messages import TaskManifest
 log = logging.getLogger(__name__)
 
 LOST_IMAGES = "class has lost images: restore them, or restart edge-client if they were removed on purpose"
+
+MAX_TASKS = 16
+"""Tasks without rounds of which the newest submission's number and digest are stored."""
 
 ShowDryRun = Callable[[PreparedSubmission, int], None]
 """Takes a prepared submission and its size in bytes."""
@@ -124,28 +132,35 @@ class SubmissionBuilder:
         """Put a submission into the outbox, or show it; an equal one that is there already stays."""
         outbox, last = self._store.outbox, self._store.outbox.newest_submission()
         about = prepared.fingerprint if build.round is None else str(build.round.number)
-        if self._show is not None:
-            sequence = int(time.time())  # every sequence number of today takes the same number of bytes
-        elif last is not None and (last.task, last.about) == (build.task, about) and not build.above:
-            self._store.set(prepared.report(last.size_bytes))
-            return last
-        else:
-            sequence = self._store.next_number(SubmissionSequence, above=build.above)
-        payload = encode_submission(
+        encoded = partial(
+            encode_submission,
             prepared,
             task=build.task,
             manifest=build.manifest,
-            sequence=sequence,
             round_number=0 if build.round is None else build.round.number,
         )
         if self._show is not None:
+            payload = encoded(sequence=int(time.time()))  # all of today take the same number of bytes
             self._show(prepared, len(payload))
             return UploadItem(digest_of(payload), len(payload), "submission", build.task)
+        if last is not None and (last.task, last.about) == (build.task, about) and not build.above:
+            self._store.set(prepared.report(last.size_bytes))
+            return last
+        # After a return to an earlier task an equal submission has the same number and digest: it makes no other head.
+        newest = dict(self._store.get(TaskSubmissions).newest)
+        sequence, digest = newest.pop(build.task.hex(), (0, ""))
+        if sequence <= build.above or digest_of(payload := encoded(sequence=sequence)).hex() != digest:
+            sequence = self._store.next_number(SubmissionSequence, above=build.above)
+            payload = encoded(sequence=sequence)
         cost = prepared.privacy
         if build.round is not None:
             item = self._rounds.store(build.task, build.round, prepared, payload)
         else:
-            facts = (prepared.report(len(payload)),)
+            kept = {
+                **dict([*newest.items()][1 - MAX_TASKS :]),
+                build.task.hex(): (sequence, digest_of(payload).hex()),
+            }
+            facts = (prepared.report(len(payload)), TaskSubmissions(kept))
             item = outbox.keep("submission", payload, task=build.task, about=about, facts=facts)
         event(
             log,

@@ -85,6 +85,23 @@ def test_lost_state_of_the_aggregator_is_restored(fleet: Fleet, tmp_path: Path) 
 
 
 @on_mosquitto
+def test_return_to_an_earlier_task_makes_no_head(fleet: Fleet, tmp_path: Path) -> None:
+    """The device's submission to it equals the one that its head is made of."""
+    fleet.start_device("device", write_digits(tmp_path / "data", classes=[0, 1]))
+    tasks = [""]
+    for seed in (0, 1, 0):
+        fleet.start_aggregator(write_task(tmp_path, quorum=1, tables=f"[client]\nseed = {seed}\n{QUICK}"))
+        summary = fleet.wait_for("the task's head", lambda s: s["task"] != tasks[-1] and s["heads"])
+        tasks.append(summary["task"])
+        fleet.wait_for_log("device", "submission received by the aggregator", times=len(tasks) - 1)
+        summary = fleet.status()
+        fleet.stop("aggregator")
+    assert tasks[1] == tasks[3] != tasks[2]
+    assert ([head["version"] for head in summary["heads"]], summary["waiting"]) == ([1], 0)
+    assert summary["training"] is None
+
+
+@on_mosquitto
 def test_second_program_of_the_same_name_takes_over(fleet: Fleet, tmp_path: Path) -> None:
     """Of two aggregators on copies of one state, and of two devices of one name, the first ends with an error.
 

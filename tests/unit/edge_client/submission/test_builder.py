@@ -195,6 +195,32 @@ def test_classes_that_lose_their_images_are_reported(
     assert state() == ("", warning, [f"{LOST_IMAGES} name={lost.name} images=0 before=43"])
 
 
+def test_same_submission_to_an_earlier_task_has_the_same_digest(tmp_path: Path) -> None:
+    """Whether the submission to the other task was received or not; with other images it counts as newer."""
+    bench = PrivateBench(tmp_path, differential_privacy=None)
+    first, other = bench.manifest, make_manifest(batch_size=10, min_images=3, seed=1)
+    outbox, before = bench.store.outbox, bench.build().item
+    assert before is not None
+    outbox.receive(before.digest)
+    for is_received in (True, False, True):
+        bench.manifest = other
+        elsewhere = bench.upload()
+        if is_received:
+            outbox.receive(outbox.items()[0].digest)
+        bench.manifest = first
+        assert bench.build().item == before
+        assert outbox.items()[0] == before
+        assert len({item.digest for item in outbox.items()}) == len(outbox.items())
+        outbox.receive(before.digest)
+    for seed in range(5):
+        bench.add_images(seed=seed)
+    newest = bench.upload()
+    assert newest.sequence > elsewhere.sequence > bench.read(before).sequence
+    shutil.rmtree(bench.data)
+    write_images(bench.data, count=40)
+    assert bench.upload().sequence > newest.sequence
+
+
 def test_a_submission_of_images_that_are_gone_still_counts(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
