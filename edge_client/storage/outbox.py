@@ -33,7 +33,7 @@ class Outbox:
     def keep(
         self, kind: Kind, payload: bytes, *, task: bytes, about: str, facts: tuple[msgspec.Struct, ...] = ()
     ) -> UploadItem:
-        """Replace the waiting item of a kind and store facts with it, all or nothing.
+        """Replace the waiting item of a kind, and an equal acknowledged one; store facts with it, all or nothing.
 
         Raises:
             ProtofleetError: the submission is larger than the outbox.

@@ -196,7 +196,7 @@ def test_classes_that_lose_their_images_are_reported(
 
 
 def test_same_submission_to_an_earlier_task_has_the_same_digest(tmp_path: Path) -> None:
-    """Whether the submission to the other task was received or not; with other images it counts as newer."""
+    """The other task's submission may be received or not; a submission of other images has a greater number."""
     bench = PrivateBench(tmp_path, differential_privacy=None)
     first, other = bench.manifest, make_manifest(batch_size=10, min_images=3, seed=1)
     outbox, before = bench.store.outbox, bench.build().item
