@@ -24,7 +24,7 @@ from aggregator.training.jobs import Result, StatisticsJob, report_progress, run
 from aggregator.training.robust.outlier_detection import MIN_DEVICES as COMMON_DEVICES
 from aggregator.training.robust.outlier_detection import judge
 from aggregator.training.robust.training_set import MIN_COMMON_SHARE
-from aggregator.training.robust.weights import counted_images, counted_totals, counting
+from aggregator.training.robust.weights import counted_images, counted_scatter, counting
 from aggregator.training.sums.blocks import (
     Block,
     DeviceFigures,
@@ -167,7 +167,7 @@ def weighted(job: StatisticsJob, expectation: Expectation, sums: Sums, engine: E
     devices = [device for device in sums.images if device not in sums.quarantined]
     stated = np.array([sums.images[device] for device in devices])
     multiple = job.robust.max_multiple
-    in_scatter = WHOLE - factors(stated.sum(axis=1), counted_totals(stated, multiple=multiple))
+    in_scatter = WHOLE - factors(stated.sum(axis=1), counted_scatter(stated, multiple=multiple))
     in_means = np.where(stated, WHOLE - factors(stated, counted_images(stated, multiple=multiple)), 0)
     all_of_it = Surplus(WHOLE, np.full(stated.shape[1], WHOLE))
     surplus = dict.fromkeys(sums.quarantined, all_of_it) | {

@@ -82,6 +82,15 @@ def counted_images(images: NDArray[np.number], *, multiple: float = MAX_MULTIPLE
     return counted
 
 
+def counted_scatter(images: NDArray[np.number], *, multiple: float = MAX_MULTIPLE) -> NDArray[np.float64]:
+    """Return how many images of each device (K,) count in the scatter, which all classes share, of those stated (K, C).
+
+    They are those that count in the sums of classes, within FLEET_SHARE of the fleet's.
+    """
+    counted: NDArray[np.float64] = counted_images(images, multiple=multiple).sum(axis=1)
+    return within_share(counted, FLEET_SHARE) if multiple else counted
+
+
 @dataclass(frozen=True)
 class Counting:
     """How many images a head is made of.

@@ -18,7 +18,7 @@ from aggregator.ingest.validation import Expectation, Prototypes, Refused
 from aggregator.training import statistics_job
 from aggregator.training.jobs import Result, StatisticsJob
 from aggregator.training.robust.outlier_statistics import DeviceSummary, summarized
-from aggregator.training.robust.weights import Counting, counted_images, counted_totals
+from aggregator.training.robust.weights import Counting, counted_images, counted_scatter
 from aggregator.training.statistics_job import added, cohorts_of, run, weighted
 from aggregator.training.sums import blocks
 from aggregator.training.sums.blocks import submitted_moments
@@ -304,7 +304,7 @@ def test_each_submission_is_added_once(tmp_path: Path, monkeypatch: pytest.Monke
     }
     assert list(sums.refused) == ["invalid"]
     devices, stated = ["0", "1", "2", "4", "large"], np.array([[20] * 3] * 4 + [[400] * 3])
-    shares = WHOLE * counted_totals(stated) / stated.sum(axis=1)
+    shares = WHOLE * counted_scatter(stated) / stated.sum(axis=1)
     of_classes = WHOLE * counted_images(stated) / stated
     expected = no_rows(num_classes=3, size=FEATURE_MAP.size)
     for device, share, of_class in sorted(zip(devices, shares, of_classes, strict=True), reverse=True):

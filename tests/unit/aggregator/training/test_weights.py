@@ -18,6 +18,7 @@ from aggregator.training.robust.weights import (
     SHARED_BY,
     class_share,
     counted_images,
+    counted_scatter,
     counted_totals,
     counting,
     limited,
@@ -108,7 +109,8 @@ def test_no_device_of_five_counts_more_than_a_quarter(stated: list[int], counted
     images = np.array([[count, 0] for count in stated])
     np.testing.assert_allclose(counted_totals(images), counted)
     np.testing.assert_allclose(counted_images(images)[:, 0], counted)
-    np.testing.assert_array_equal(counted_totals(images, multiple=0), images.sum(axis=1))
+    for count in (counted_totals, counted_scatter):
+        np.testing.assert_array_equal(count(images, multiple=0), images.sum(axis=1))
 
 
 @pytest.mark.parametrize(
@@ -144,7 +146,9 @@ def test_few_devices_count_as_they_are() -> None:
 @given(images=FLEETS)
 def test_no_device_counts_more_than_its_limits(images: NDArray[np.int64]) -> None:
     """In all classes together, and in each class; no claim makes a limit longer than that."""
-    totals, counted = counted_totals(images), counted_images(images)
+    totals, counted, scatter = counted_totals(images), counted_images(images), counted_scatter(images)
+    assert (scatter <= counted.sum(axis=1)).all()
+    assert np.count_nonzero(scatter) < SHARED_BY or scatter.max() <= scatter.sum() * FLEET_SHARE * (1 + 1e-9)
     assert (counted <= images).all()
     assert (counted.sum(axis=1) <= totals * (1 + 1e-9)).all()
     assert (totals <= MAX_MULTIPLE * _lower_median(images.sum(axis=1).astype(float))).all()
