@@ -27,6 +27,9 @@ BURST_BYTES = 4 * 1024**2
 MAX_REQUESTS = 100_000
 """Waiting requests; one more is dropped, and its device repeats it."""
 
+RETRY_S = 5.0
+"""Seconds in which a blob that could not be read is not read again: an object store takes long to miss a blob."""
+
 MAX_DEVICE_BYTES = 32 * MAX_CHUNK_BYTES
 """Bytes of one device's waiting requests, which sends requests for half as many at once."""
 
@@ -59,6 +62,8 @@ class BlobSender:
         self._waiting: deque[tuple[str, BlobRequest]] = deque()
         self._of_device: dict[str, list[BlobRequest]] = {}
         """Waiting requests of each device, in the same order."""
+        self._unreadable_s: dict[bytes, float] = {}
+        """The time until which each blob that could not be read is not read again."""
         self._is_busy = False
 
     def request(self, device: str, request: BlobRequest) -> float:
@@ -107,12 +112,16 @@ class BlobSender:
             if not self._of_device[device]:
                 del self._of_device[device]
         for device, request in burst:
+            if time.monotonic() < self._unreadable_s.get(request.digest, 0.0):
+                continue  # the device repeats the request
             path = self._blobs.path(request.digest)
             with reading():
                 self._verify([request.digest])
                 for frame in read_frames(path, request, chunk_bytes=self._publisher.chunk_bytes):
                     self._publisher.publish_to_device(device, "blk", frame)
                     self._is_busy = True
+                continue
+            self._unreadable_s[request.digest] = time.monotonic() + RETRY_S
 
 
 def _contains(waiting: BlobRequest, request: BlobRequest) -> bool:

@@ -1,6 +1,7 @@
 """Blobs are sent in order, each request once, and a bounded amount at a time."""
 
 import math
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,9 +15,11 @@ from aggregator.messaging.blob_sender import (
     BURST_BYTES,
     MAX_DEVICE_BYTES,
     MAX_DEVICE_REQUESTS,
+    RETRY_S,
     BlobSender,
     read_frames,
 )
+from protocol.errors import BlobLost
 from protocol.storage.blobstore import BlobStore
 from protocol.wire.messages import MAX_CHUNK_BYTES, BlobRequest, Frame
 
@@ -109,6 +112,27 @@ def test_request_for_nothing_delays_no_other(blobs: BlobStore, caplog: pytest.Lo
     assert f"{bytes(32).hex()}: No such file" in caplog.text
     bench.request("b")
     assert bench.send() == [("b", 0)]
+
+
+def test_unreadable_blob_is_read_once_for_all_requests(
+    blobs: BlobStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An object store takes half a second to miss a blob; after a pause it is read again, which is sent then."""
+    bench, reads = Bench(blobs), list[bytes]()
+
+    def verify(digests: list[bytes]) -> None:
+        reads.extend(digests)
+        if len(reads) == 1:
+            raise BlobLost(digests[0], "missing")
+
+    bench.sender._verify = verify
+    for device in ("a", "b"):
+        bench.request(device)
+    assert bench.send() == []
+    assert reads == [bench.digest]
+    bench.request("a")
+    monkeypatch.setattr(blob_sender.time, "monotonic", lambda now_s=time.monotonic(): now_s + RETRY_S)
+    assert bench.send() == [("a", 0)]
 
 
 def test_greedy_device_delays_no_other(blobs: BlobStore) -> None:
