@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import LostFiles
+from aggregator.tasks.retention import needed_blobs
 from aggregator.tasks.task_preparation import Task, prepare_task
 from protocol.errors import BlobLost, NotLeader, ProtofleetError, StateError
 from protocol.log import event
@@ -85,7 +86,7 @@ class Restoration:
             except ProtofleetError as error:  # the object store fails, or a backbone's file was deleted
                 is_whole = False
                 event(log, logging.ERROR, "cannot restore a blob: retrying", digest=digest, reason=error)
-            if is_whole:
+            if is_whole or digest not in needed_blobs(self._task, self._store):  # a head that was replaced
                 self._lost_s.pop(digest, None)
                 continue
             if digest not in self._lost_s:

@@ -18,6 +18,7 @@ from aggregator.service.receiving.store_coordinator import StoreCoordinator
 from aggregator.service.receiving.upload_receiver import UploadReceiver, receive
 from aggregator.storage.blobs import object_blobs
 from aggregator.storage.blobs.object_blobs import ObjectBlobs
+from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import LostFiles
 from aggregator.storage.submissions import SubmissionRecord
@@ -80,6 +81,7 @@ def test_reported_blob_is_written_again(
     digests = [task.digest, *sorted(task.blobs - {task.manifest.program.step.digest})]  # type: ignore[union-attr]
     healer.verify_all(digests)
     head = store.blobs.put(b"a head")
+    store.heads.add(HeadRecord(1, task.digest, head, 6, 0.0, 1, {}, {}))
     for digest in (*digests, head):
         if not copies:
             store.blobs.path(digest).unlink(missing_ok=True)
@@ -93,6 +95,17 @@ def test_reported_blob_is_written_again(
     reader.put(b"a head")
     healer._lost_s.clear()
     healer._poll_s = 0.0
+    healer.tick()
+    assert _shown(store) == set()
+
+
+def test_deleted_blob_that_nothing_needs_is_not_lost(task: Task, store: Store) -> None:
+    """A device may have requested a head before another one replaced it."""
+    healer, head = Restoration(task, store), digest_of(b"an old head")
+    with pytest.raises(BlobLost):
+        healer.verify([head])
+    assert _shown(store) == set()
+    store.report_lost(head)
     healer.tick()
     assert _shown(store) == set()
 
