@@ -142,6 +142,15 @@ class ChunkStore:
                 path.unlink(missing_ok=True)
         self._index.check_writable()
 
+    def make_room(self, size_bytes: int) -> None:
+        """Delete the transfer without a frame for longest, unless `check_writable` succeeds; its device sends again."""
+        try:
+            self.check_writable(size_bytes)
+        except StateError:
+            with state_errors(self._folder):
+                for file in sorted(self._folder.iterdir(), key=lambda file: file.stat().st_mtime)[:1]:
+                    file.unlink()
+
     def _path(self, key: Key) -> Path:
         device, digest = key
         return self._folder / f"{device}-{digest.hex()}"

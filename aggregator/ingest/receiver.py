@@ -168,16 +168,20 @@ class Receiver:
 
     def check_writable(self, size_bytes: int) -> None:
         """Raise StateError unless there is room for so many bytes, at most an upload's, also in the database."""
-        self._chunks.check_writable(min(size_bytes, self._max_bytes, MAX_ROOM_BYTES))
+        self._chunks.check_writable(self._room(size_bytes))
         self._store.database.check_writable()
         self._store.blobs.check_writable()
+
+    def _room(self, size_bytes: int) -> int:
+        return min(size_bytes, self._max_bytes, MAX_ROOM_BYTES)
 
     def _resume(self) -> bool:
         self._trial_s = time.monotonic() + TRIAL_S
         try:
             with state_errors(self._folder):
-                total_bytes = disk_usage(self._folder).total
-            self.check_writable(int(total_bytes * ROOM_SHARE))
+                room_bytes = int(disk_usage(self._folder).total * ROOM_SHARE)
+            self._chunks.make_room(self._room(room_bytes))  # unfinished uploads may be what fills the disk
+            self.check_writable(room_bytes)
             self._store.database.check()
             self._reassembly = self._load()
         except StateError as error:

@@ -136,6 +136,28 @@ def test_small_disk_resumes_once_it_has_room(caplog: pytest.LogCaptureFixture) -
         assert intake_status.read(store.folder) == intake_status.Intake()
 
 
+def test_unfinished_uploads_that_fill_the_disk_make_room() -> None:
+    """One at each trial, the one without frames for longest; otherwise no upload could ever end."""
+    with small_disk(size_bytes=8 * 1024**2) as disk, contextlib.closing(Store(disk / "state")) as store:
+        receiver = Receiver(store, max_bytes=10**8, unfinished_s=3600.0)
+        receiver.take("a", FRAMES[0])
+        receiver.commit()
+        frames = long_frames()
+        with pytest.raises(StateError, match="No space left") as caught:
+            for start in range(0, len(frames), 20):
+                for frame in frames[start : start + 20]:
+                    receiver.take("b", frame)
+                receiver.commit()
+        receiver.stop(caught.value)
+        receiver._trial_s = 0.0
+        assert not receiver.tick()
+        assert not list((store.folder / "incoming").glob("a-*"))
+        receiver._trial_s = 0.0
+        assert receiver.tick()
+        assert [receiver.take("a", frame) for frame in FRAMES][-1] == COMPLETE
+        receiver.commit()
+
+
 _RECEIVING = """\
 import sys
 from pathlib import Path
