@@ -170,9 +170,10 @@ class ObjectBlobs:
             raise NoAnswer(
                 f"cannot use {self.location}: {digest.hex()} arrives with other contents each time"
             )
+        if digest_of(self._check_owner()) in wrong:
+            raise NoAnswer(f"cannot use {self.location}: it gives the same answer to each request")
         if None not in wrong:
             raise self._moved(digest)
-        self._check_owner()
         raise BlobLost(digest, f"{self.location}/blobs/{digest.hex()} is missing")
 
     def verified_path(self, digest: bytes) -> Path:
@@ -214,10 +215,12 @@ class ObjectBlobs:
         """Raise StateError if the bucket cannot be listed; changes nothing."""
         next(self._pages(), None)
 
-    def _check_owner(self) -> None:
-        """Raise StateError if the whole store is gone: then no single blob counts as lost."""
-        if self._get(self._owner_key()) is None:
+    def _check_owner(self) -> bytes:
+        """Return the object `owner`; raises StateError if the whole store is gone: then no single blob is lost."""
+        owner = self._get(self._owner_key())
+        if owner is None:
             raise StateError(f"cannot use {self.location}: {self.location}/owner is missing")
+        return owner
 
     def _pages(self) -> Iterator[list[tuple[str, datetime]]]:
         """Yield the keys of all blobs, with the times when they were written, in lists."""

@@ -142,12 +142,13 @@ def test_unfinished_uploads_that_fill_the_disk_make_room() -> None:
         receiver = Receiver(store, max_bytes=10**8, unfinished_s=3600.0)
         receiver.take("a", FRAMES[0])
         receiver.commit()
-        frames = long_frames()
+        for frame in long_frames()[:100]:
+            receiver.take("b", frame)
+        receiver.commit()
+        for frame in long_frames()[100:300]:
+            receiver.take("b", frame)
         with pytest.raises(StateError, match="No space left") as caught:
-            for start in range(0, len(frames), 20):
-                for frame in frames[start : start + 20]:
-                    receiver.take("b", frame)
-                receiver.commit()
+            receiver.commit()
         receiver.stop(caught.value)
         receiver._trial_s = 0.0
         assert not receiver.tick()

@@ -14,10 +14,11 @@ from aggregator.storage.blobs.blobs import Blobs, open_blobs
 from aggregator.storage.blobs.object_blobs import PART_BYTES, ObjectBlobs
 from aggregator.storage.blobs.read_ahead import read_each
 from aggregator.storage.store import Store
-from protocol.errors import BlobLost, ConfigError, StateError
+from protocol.errors import BlobLost, ConfigError, NoAnswer, StateError
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.storage.blobstore import WriteBatch
 from protocol.wire.codec import digest_of
+from tests.support.stores import object_store as proxy
 from tests.support.stores.object_store import BUCKET, ObjectStore, moto_server, object_store
 
 DATA = bytes(range(256)) * 100
@@ -239,6 +240,19 @@ def test_deleted_bucket_is_no_lost_blob(objects: ObjectBlobs, remote: ObjectStor
         StateError, match="cannot use s3://no-such-bucket/a: the bucket does not exist: create it"
     ):
         ObjectBlobs("s3://no-such-bucket/a").put(DATA)
+
+
+def test_store_that_answers_all_requests_alike_loses_no_blob(
+    objects: ObjectBlobs, remote: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page of a proxy before it: the objects stay where they are."""
+    objects.put(DATA)
+    page = (200, {"ETag": '"1"', "Last-Modified": "Tue, 24 Nov 2026 03:00:00 GMT"}, b"under maintenance")
+    with monkeypatch.context() as patch:
+        patch.setattr(proxy, "forward", lambda *_: page)
+        with pytest.raises(NoAnswer, match="the same answer to each request"):
+            objects.read(DIGEST)
+    assert objects.read(DIGEST) == DATA
 
 
 @pytest.mark.parametrize(
