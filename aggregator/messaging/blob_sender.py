@@ -116,12 +116,14 @@ class BlobSender:
                 continue  # the device repeats the request
             path = self._blobs.path(request.digest)
             with reading():
-                self._verify([request.digest])
-                for frame in read_frames(path, request, chunk_bytes=self._publisher.chunk_bytes):
-                    self._publisher.publish_to_device(device, "blk", frame)
-                    self._is_busy = True
-                continue
-            self._unreadable_s[request.digest] = time.monotonic() + RETRY_S
+                try:
+                    self._verify([request.digest])
+                    for frame in read_frames(path, request, chunk_bytes=self._publisher.chunk_bytes):
+                        self._publisher.publish_to_device(device, "blk", frame)
+                        self._is_busy = True
+                except StateError:
+                    self._unreadable_s[request.digest] = time.monotonic() + RETRY_S
+                    raise
 
 
 def _contains(waiting: BlobRequest, request: BlobRequest) -> bool:
