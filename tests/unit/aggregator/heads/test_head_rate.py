@@ -16,7 +16,7 @@ from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks.task_preparation import Task
 from aggregator.training.jobs import HeadJob, Result
 from aggregator.training.runner import Finished
-from protocol.wire.codec import digest_of
+from protocol.wire.codec import digest_of, encode
 from tests.support.messages.submissions import EXPECTATION, MANIFEST
 from tests.support.simulation.clocks import FakeClock
 
@@ -39,6 +39,7 @@ class World:
 
     def __post_init__(self) -> None:
         self.clock = self.store.clock = FakeClock(self.now_s)
+        self.store.blobs.put(encode(MANIFEST))
         self.restart()
 
     def restart(self) -> None:
