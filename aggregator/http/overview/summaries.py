@@ -152,7 +152,7 @@ def summary_of(name: str, fleet: Fleet) -> FleetSummary:
         status = msgspec.json.decode(_answer(fleet), type=_Status)
     except (OSError, http.client.HTTPException, ProtofleetError) as error:
         return FleetSummary(name=name, link=link, problem=f"{fleet.url} does not answer: {error}")
-    except msgspec.MsgspecError as error:
+    except (ValueError, RecursionError) as error:  # DecodeError and others
         problem = f"{fleet.url} does not answer as a dashboard of this version: {error}"
         return FleetSummary(name=name, link=link, problem=problem)
     if status.fleet != name:
@@ -194,11 +194,12 @@ def _attention(status: _Status) -> list[str]:
 
 
 class _Answer(io.RawIOBase):
-    """The bytes of an answer; reading raises TimeoutError once `TIMEOUT_S` is over, however often bytes arrive."""
+    """The bytes of an answer; reading raises an error after `TIMEOUT_S`, or after `2 * MAX_BYTES`, headers included."""
 
     def __init__(self, source: socket.socket, stream: Any) -> None:
         self._source, self._stream = source, stream
         self._deadline_s = time.monotonic() + TIMEOUT_S
+        self._left = 2 * MAX_BYTES
 
     def readable(self) -> bool:
         return True
@@ -208,6 +209,9 @@ class _Answer(io.RawIOBase):
             raise TimeoutError("timed out")
         self._source.settimeout(left_s)
         found: int | None = self._stream.readinto(buffer)
+        self._left -= found or 0
+        if self._left < 0:  # http.client reads a chunk of -1 bytes to its end
+            raise ProtofleetError(f"it answers more than {MAX_BYTES} bytes")
         return found
 
     def close(self) -> None:

@@ -32,6 +32,8 @@ def _answering(status: int, body: bytes, **headers: str) -> Iterator[Fleet]:
     """Run a server that always answers the same; yields it as a fleet."""
 
     class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1" if "Transfer-Encoding" in headers else "HTTP/1.0"
+
         def do_GET(self) -> None:
             self.send_response(status)
             for name, value in headers.items():
@@ -83,7 +85,15 @@ def test_each_fleet_is_a_line_of_its_own_dashboard(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("status", "body"),
-    [(200, b"<html>"), (200, b"[]"), (200, b'{"fleet": "a", "running": 1}'), (302, b""), (500, b"{}")],
+    [
+        (200, b"<html>"),
+        (200, b"[]"),
+        (200, b'{"fleet": "a", "running": 1}'),
+        (200, b'{"fleet": "\xff"}'),
+        (200, b'{"unknown": ' + b"[" * 100_000),
+        (302, b""),
+        (500, b"{}"),
+    ],
 )
 def test_wrong_answer_is_a_problem_of_its_fleet(status: int, body: bytes) -> None:
     """A redirection is not followed: the token would go elsewhere."""
@@ -97,6 +107,22 @@ def test_answer_of_any_size_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(summaries, "MAX_BYTES", 1000)
     with _answering(200, b" " * 2000) as fleet:
         assert "more than 1000 bytes" in summary_of("a", fleet).problem
+
+
+@pytest.mark.parametrize(("size", "problem"), [(b"-1", "more than 1000 bytes"), (b"-5", "does not answer")])
+def test_chunk_of_negative_size_is_a_problem_of_its_fleet(
+    size: bytes, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`http.client` reads a chunk of -1 bytes to its end, and raises ValueError for -5."""
+    monkeypatch.setattr(summaries, "MAX_BYTES", 1000)
+    with _answering(200, size + b"\r\n" + b"x" * 100_000, **{"Transfer-Encoding": "chunked"}) as fleet:
+        assert problem in summary_of("a", fleet).problem
+
+
+def test_address_that_cannot_be_sent_is_a_problem_of_its_fleet() -> None:
+    """One mistake in the file must not hide the other fleets."""
+    for url in ("http://a..example", "http://127.0.0.1:1/\u00e9"):
+        assert summary_of("a", Fleet(url=url)).problem.startswith(f"{url} does not answer")
 
 
 def test_silent_fleet_delays_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
