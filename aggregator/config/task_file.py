@@ -169,11 +169,6 @@ def _statistics(task: TaskFile, given: Mapping[str, Any]) -> Iterator[Problem]:
         )
     if task.robust.combine != "none":
         yield ("robust", "combine"), f"{algorithm} adds sums, which have no median: remove it"
-    if task.client.batch_size == 1 and given.get("robust", {}).get("detect_outliers"):
-        yield (
-            ("robust", "detect_outliers"),
-            f"{algorithm} cannot compare the sums of single images: remove it, or raise client.batch_size",
-        )
     if task.privacy.dp is not None:
         yield (
             ("privacy", "dp"),

@@ -91,6 +91,6 @@ def train_fleet_head(  # noqa: PLR0913 - what a job says of a training
         trained=trained,
         data=data,
         judgment=judgment,
-        counting=counting(images, classes, multiple=robust.max_multiple, by_class=False),
+        counting=counting(images, classes, multiple=robust.max_multiple),
         seconds=time.perf_counter() - started_s,
     )

@@ -118,6 +118,11 @@ class StatisticsJob(CollectionJob, frozen=True, kw_only=True, dict=True):
             return adapter_of(head)
         return FeatureMap(self.feature_size, self.random_features, self.seed)
 
+    @property
+    def compares_devices(self) -> bool:
+        """Return whether each device's means are compared with the others'."""
+        return self.robust.detect_outliers or self.robust.max_multiple > 0
+
 
 class RoundJob(SubmissionsJob, frozen=True, kw_only=True):
     """Close round `version - 1`: also write `tensors.bin`, which the next round starts from."""

@@ -20,7 +20,7 @@ from aggregator.ingest.validation import Expectation, Prototypes, check_submissi
 from aggregator.storage.blobs.blobs import open_blobs
 from aggregator.training.jobs import Result, RoundJob, checked_parts, run_as_program
 from aggregator.training.robust.rounds import robust_contributions
-from aggregator.training.robust.weights import counting, limited, stated_images
+from aggregator.training.robust.weights import counted_images, counting, limited, stated_images
 from protocol.errors import ProtofleetError
 from protocol.storage.blobstore import write_atomically
 from protocol.wire.messages import Submission
@@ -47,7 +47,8 @@ def run(job: RoundJob) -> Result:
     submissions = dict(job.submissions())
     parts, refused = checked_parts(submissions.items(), lambda each: check_submission(each, expectation))
     robust = job.task_file.robust
-    images = dict(zip(parts, stated_images(list(parts.values()), len(manifest.classes)), strict=True))
+    stated = stated_images(list(parts.values()), len(manifest.classes))
+    of_classes = counted_images(stated, multiple=robust.max_multiple)
     counted = limited(list(parts.values()), multiple=robust.max_multiple)
     tensors, failed = aggregated(
         algorithm,
@@ -72,7 +73,12 @@ def run(job: RoundJob) -> Result:
         prototypes=sum(len(part.labels) for device, part in parts.items() if device not in left_out),
         metrics={**metrics, "seconds": time.perf_counter() - started_s},
         quarantined=left_out,
-        counting=counting(images, manifest.classes, multiple=robust.max_multiple, by_class=True),
+        counting=counting(
+            dict(zip(parts, stated, strict=True)),
+            manifest.classes,
+            multiple=robust.max_multiple,
+            of_classes=of_classes,
+        ),
     )
 
 

@@ -21,6 +21,7 @@ from aggregator.graphs.head_export import map_to_onnx
 from aggregator.ingest.validation import Expectation, Refused
 from aggregator.training.head_job import few_prototypes, write_checked
 from aggregator.training.jobs import Result, StatisticsJob, report_progress, run_as_program
+from aggregator.training.robust.limited_means import distance_factors
 from aggregator.training.robust.outlier_detection import MIN_DEVICES as COMMON_DEVICES
 from aggregator.training.robust.outlier_detection import judge
 from aggregator.training.robust.training_set import MIN_COMMON_SHARE
@@ -55,6 +56,7 @@ class Sums:
         total: the sum, with the factor WHOLE for each device.
         images: each device's images of each class, int64 (C,).
         rows: each device's rows of each class, int64 (C,): groups, or images where these are not grouped.
+        far: how much each sum of a class counts (C,), of devices with means far from the others'.
         quarantined: outliers, with reasons.
         warnings: why outliers were not quarantined.
         refused: devices whose submission is invalid.
@@ -63,6 +65,7 @@ class Sums:
     total: Moments
     images: dict[str, NDArray[np.int64]] = dataclasses.field(default_factory=dict)
     rows: dict[str, NDArray[np.int64]] = dataclasses.field(default_factory=dict)
+    far: dict[str, NDArray[np.float64]] = dataclasses.field(default_factory=dict)
     quarantined: dict[str, str] = dataclasses.field(default_factory=dict)
     warnings: list[str] = dataclasses.field(default_factory=list)
     refused: dict[str, Refused] = dataclasses.field(default_factory=dict)
@@ -82,7 +85,7 @@ def run(job: StatisticsJob) -> Result:
     started_s = time.perf_counter()
     with engine_of(job) as engine:
         sums = added(job, expectation, engine)
-        total = weighted(job, expectation, sums, engine)
+        total, counted = weighted(job, expectation, sums, engine)
     report_progress({"prototypes": total.rows})
     images = {device: each for device, each in sums.images.items() if device not in sums.quarantined}
     ridge = solve(total, common=common_classes(np.array(list(images.values()))))
@@ -103,7 +106,7 @@ def run(job: StatisticsJob) -> Result:
         quarantined={**invalid, **sums.quarantined},
         warning="; ".join(sums.warnings[:SHOWN_WARNINGS]),
         few_prototypes=few_prototypes(np.sum(rows, axis=0), manifest),
-        counting=counting(images, manifest.classes, multiple=job.robust.max_multiple, by_class=True),
+        counting=counting(images, manifest.classes, multiple=job.robust.max_multiple, of_classes=counted),
     )
 
 
@@ -128,14 +131,14 @@ def added(job: StatisticsJob, expectation: Expectation, engine: Engine) -> Sums:
         summaries.update(figures.summaries)
         lost.extend(filter(None, [figures.lost]))
         if block.ends_cohort and summaries:
-            judgment = judge(
-                summaries,
-                classes=expectation.manifest.classes,
-                false_alarm_rate=rate,
-                released=job.released,
-            )
-            sums.quarantined |= judgment.quarantined
-            sums.warnings += filter(None, [judgment.warning])
+            classes = expectation.manifest.classes
+            if job.robust.detect_outliers:
+                judgment = judge(summaries, classes=classes, false_alarm_rate=rate, released=job.released)
+                sums.quarantined |= judgment.quarantined
+                sums.warnings += filter(None, [judgment.warning])
+            if job.robust.max_multiple:
+                others = {device: one for device, one in summaries.items() if device not in sums.quarantined}
+                sums.far |= distance_factors(others, classes=len(classes))
             summaries.clear()
 
     blocks = itertools.chain.from_iterable(blocks_of(job, expectation, cohort) for cohort in cohorts)
@@ -158,8 +161,10 @@ def cohorts_of(devices: Collection[str], *, version: int) -> list[list[str]]:
     return [list(itertools.islice(order, start, None, number)) for start in range(number)]
 
 
-def weighted(job: StatisticsJob, expectation: Expectation, sums: Sums, engine: Engine) -> Moments:
-    """Return the sum of what counts of each device.
+def weighted(
+    job: StatisticsJob, expectation: Expectation, sums: Sums, engine: Engine
+) -> tuple[Moments, NDArray[np.float64]]:
+    """Return the sum of what counts of each device, and the images that count in its sum of each class (K, C).
 
     It is that of all, from which the rest is subtracted: only of limited devices and outliers, the submissions are read
     again. What goes beyond int64 in between wraps around, and back again.
@@ -168,7 +173,9 @@ def weighted(job: StatisticsJob, expectation: Expectation, sums: Sums, engine: E
     stated = np.array([sums.images[device] for device in devices])
     multiple = job.robust.max_multiple
     in_scatter = WHOLE - factors(stated.sum(axis=1), counted_scatter(stated, multiple=multiple))
-    in_means = np.where(stated, WHOLE - factors(stated, counted_images(stated, multiple=multiple)), 0)
+    near = np.array([sums.far.get(device, np.ones(stated.shape[1])) for device in devices])
+    of_classes = factors(stated, counted_images(stated, multiple=multiple) * near)
+    in_means = np.where(stated, WHOLE - of_classes, 0)
     all_of_it = Surplus(WHOLE, np.full(stated.shape[1], WHOLE))
     surplus = dict.fromkeys(sums.quarantined, all_of_it) | {
         device: Surplus(*each)
@@ -177,7 +184,7 @@ def weighted(job: StatisticsJob, expectation: Expectation, sums: Sums, engine: E
     }
     blocks = blocks_of(job, expectation, surplus, surplus)
     total = engine.sum(subtract_block, blocks, sums.total, lambda _block, _figures: None)
-    return dataclasses.replace(total, rows=max(1, round(total.rows / WHOLE)))
+    return dataclasses.replace(total, rows=max(1, round(total.rows / WHOLE))), stated * of_classes / WHOLE
 
 
 def common_classes(images: NDArray[np.int64]) -> NDArray[np.bool_] | None:

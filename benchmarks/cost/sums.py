@@ -71,7 +71,7 @@ def command(*, devices: tuple[int, ...], features: int, batch_size: int, json_fi
     for number in sorted(devices):
         job, engine = _job(number, payloads, features), LocalEngine()
         started_s, before = time.perf_counter(), _reset_peak()
-        total = weighted(job, expectation, added(job, expectation, engine), engine)
+        total, _ = weighted(job, expectation, added(job, expectation, engine), engine)
         seconds, peak = time.perf_counter() - started_s, _memory("VmHWM") - before
         table.row(number, seconds, 1000 * seconds / number, peak / 1e6)
         runs.append({"devices": number, "seconds": seconds, "peak_bytes": peak, "rows": total.rows})

@@ -4,7 +4,7 @@ Outlier detection finds few wrong devices among few: its limits are those that a
 Here a device stays in use, and its mean is moved to the distance that is expected of an honest device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -12,11 +12,22 @@ from numpy.typing import NDArray
 
 from aggregator.ingest.validation import Prototypes
 from aggregator.training.robust.outlier_detection import MAX_MALICIOUS, SIMILAR, is_mislabeled
-from aggregator.training.robust.outlier_statistics import TINY, ClassMeans, class_means, distances, summaries
+from aggregator.training.robust.outlier_statistics import (
+    TINY,
+    ClassMeans,
+    DeviceSummary,
+    class_means,
+    distances,
+    summaries,
+)
 from aggregator.training.robust.weights import MIN_DEVICES
 
 ROWS = 256
 """Devices that are compared with all at once."""
+
+SUMS_DISTANCE = 1.5
+"""Times the expected distance from which on class sums count in part. Of honest devices in like places none is there:
+their head does not depend on which of them has an image."""
 
 
 def limited_means(parts: Sequence[Prototypes]) -> list[Prototypes]:
@@ -45,6 +56,23 @@ def limited_means(parts: Sequence[Prototypes]) -> list[Prototypes]:
             move = (factors[at] - 1) * one.deviations[at]
             changed[device][named[device].labels == label] += move.astype(np.float32)
     return [replace(part, values=changed.get(device, part.values)) for device, part in named.items()]
+
+
+def distance_factors(parts: Mapping[str, DeviceSummary], *, classes: int) -> dict[str, NDArray[np.float64]]:
+    """Return how much each device's sum of each class counts (C,), for devices that do not count fully.
+
+    Sums are integers and cannot be moved. A device whose mean is SUMS_DISTANCE times as far from the median as expected
+    or farther has the effect on the class of one at that distance, whether or not other devices resemble it.
+    """
+    found: dict[str, NDArray[np.float64]] = {}
+    for label in range(classes):
+        one = class_means(parts, label)
+        if len(one.devices) < MIN_DEVICES:
+            continue
+        factors = SUMS_DISTANCE / np.sqrt(np.maximum(distances(one).ratios, TINY))
+        for at in np.flatnonzero(factors < 1).tolist():
+            found.setdefault(one.devices[at], np.ones(classes))[label] = factors[at]
+    return found
 
 
 def explained(

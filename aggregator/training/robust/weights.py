@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from aggregator.algorithms.statistics.moments import WHOLE
 from aggregator.config.schema import MAX_MULTIPLE
 from aggregator.ingest.validation import Prototypes
 
@@ -107,9 +108,17 @@ class Counting:
 
 
 def counting(
-    images: Mapping[str, NDArray[np.number]], classes: Sequence[str], *, multiple: float, by_class: bool
+    images: Mapping[str, NDArray[np.number]],
+    classes: Sequence[str],
+    *,
+    multiple: float,
+    of_classes: NDArray[np.float64] | None = None,
 ) -> Counting:
-    """Return how many images count of those that each device states (C,), with `by_class` in the sum of each class."""
+    """Return how many images count of those that each device states (C,).
+
+    `of_classes` are those that count in the sum of each class (K, C), at most `counted_images`; None if classes have no
+    sums.
+    """
     stated = np.array(list(images.values()), np.float64).reshape(len(images), -1)
     totals, of_devices = counted_totals(stated, multiple=multiple), stated.sum(axis=1)
     lost: list[tuple[float, str, str]] = []
@@ -125,14 +134,17 @@ def counting(
         is_median = np.isclose(counted, median_limit(of_devices, multiple))
         limit(device, counted, given, "", median if is_median else f"{FLEET_SHARE:.0%} of the fleet's")
     final = totals.sum()
-    if by_class:
+    if of_classes is not None:
         within = stated * (totals / np.maximum(of_devices, 1))[:, None]
-        every = counted_images(stated, multiple=multiple)
-        final = every.sum()
-        for row, label in zip(*np.nonzero(every < within - 0.5), strict=True):
+        shares = counted_images(stated, multiple=multiple)
+        final = of_classes.sum()
+        rounding = 0.5 + stated / WHOLE
+        for row, label in zip(*np.nonzero(of_classes < within - rounding), strict=True):
+            is_far = of_classes[row, label] < shares[row, label] - rounding[row, label]
             share = class_share(int(np.count_nonzero(stated[:, label])))
+            rule = "far from the other devices' mean" if is_far else f"{share:.0%} of the class"
             of = f" of class {classes[label]!r}"
-            limit(list(images)[row], every[row, label], stated[row, label], of, f"{share:.0%} of the class")
+            limit(list(images)[row], of_classes[row, label], stated[row, label], of, rule)
     described = [(device, text) for _, device, text in sorted(lost)]
     more = [("", f"{len(described) - SHOWN_LIMITS} more limits")] if len(described) > SHOWN_LIMITS else []
     return Counting(int(of_devices.sum()), round(float(final)), (*described[:SHOWN_LIMITS], *more))

@@ -15,15 +15,17 @@ from aggregator.algorithms.statistics.moments import (
     WHOLE,
     Moments,
     add,
+    class_means,
     moments_of,
     no_rows,
     of_all_classes,
     require_image_lengths,
     require_possible,
+    squares_of,
 )
 from aggregator.ingest.validation import Expectation, Prototypes, Refused, check_statistics
 from aggregator.training.jobs import StatisticsJob
-from aggregator.training.robust.outlier_statistics import DeviceSummary, summarized
+from aggregator.training.robust.outlier_statistics import ClassSummary, DeviceSummary, summarized
 from aggregator.training.robust.training_set import half_of
 from protocol.errors import BlobLost, MalformedMessage, ProtofleetError
 from protocol.statistics.second_moment import decode
@@ -114,6 +116,8 @@ def add_block(block: Block, total: Moments) -> tuple[Moments, DeviceFigures]:
             figures.images[device] = figures.rows[device] = moments.counts
             if not submission.tensors:
                 _keep_rows(figures, device, submission, block)
+            elif block.job.compares_devices:
+                figures.summaries[device] = summary_of(moments)
     except BlobLost as error:
         figures.lost = error
     return total, figures
@@ -122,9 +126,23 @@ def add_block(block: Block, total: Moments) -> tuple[Moments, DeviceFigures]:
 def _keep_rows(figures: DeviceFigures, device: str, submission: Submission, block: Block) -> None:
     rows, labels, counts = check_statistics(submission, block.expectation)
     figures.rows[device] = np.bincount(labels, minlength=len(figures.images[device]))
-    if block.job.robust.detect_outliers:
+    if block.job.compares_devices:
         part = _groups(rows, labels, counts)
         figures.summaries[device] = summarized(half_of(part) if block.job.half_memory else part)
+
+
+def summary_of(part: Moments) -> DeviceSummary:
+    """Return the summary of class sums of single images: they have one variance, that within the device's classes."""
+    labels, squares, images = np.flatnonzero(part.counts), squares_of(part), int(part.counts.sum())
+    means = class_means(part)
+    within = squares - float((part.counts * np.square(means).sum(axis=1)).sum())
+    freedom = images - len(labels)
+    variance = max(within, 0.0) / freedom if freedom else np.nan
+    classes = {
+        int(label): ClassSummary(means[label], float(part.counts[label]), float(part.counts[label]), variance)
+        for label in labels
+    }
+    return DeviceSummary(classes, float(images), squares / max(images, 1), 1.0)
 
 
 def subtract_block(block: Block, total: Moments) -> tuple[Moments, None]:

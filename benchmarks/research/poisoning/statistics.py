@@ -19,13 +19,17 @@ from protocol.statistics.second_moment import MAX_VALUE
 from protofleet.simulation.partitions import Partition, share_out
 from protofleet.simulation.statistics import MappedFeatures, map_features, run_fleet
 
-ATTACKS = ("", "flip", "volume", "scatter", "claims", "swap")
+ATTACKS = ("", "flip", "volume", "scatter", "claims", "swap", "mirror", "nearest", "near")
 """None; all images with the label of the next class; the same, VOLUME times; rows along the differences of the class
 means, as long as rows may be, VOLUME times; CLAIMS images for each one of a device's in class 0, all at the mean of
-class 1; the mean of the next class in place of each image, VOLUME times."""
+class 1; the mean of the next class in place of each image, VOLUME times; instead of each image a row as long as rows
+may be, opposite to the class's mean, or in the direction of the nearest other one, VOLUME times; the device's images
+moved by NEAR of the way to opposite of their class's mean, MULTIPLE times."""
 
 VOLUME = 100
 CLAIMS = 1000
+NEAR = 0.7
+MULTIPLE = 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,7 +136,10 @@ def _poisoned(
     parts = [(data.rows[honest], labels[honest], owners[honest])]
     for attacker in attackers:
         mine = owners == attacker
-        rows, false = _false_rows(data.rows[mine], labels[mine], attack, means=means, rng=rng)
+        longest = [length for _, length in data.feature_map.longest]
+        rows, false = _false_rows(
+            data.rows[mine], labels[mine], attack, means=means, longest=min(longest), rng=rng
+        )
         parts.append((rows, false, np.full(len(false), attacker)))
     rows, labels, owners = (np.concatenate(column) for column in zip(*parts, strict=True))
     features = dataclasses.replace(
@@ -149,6 +156,7 @@ def _false_rows(
     attack: str,
     *,
     means: NDArray[np.float64],
+    longest: float,
     rng: np.random.Generator,
 ) -> tuple[NDArray[np.int8], NDArray[np.int64]]:
     """Return an attacker's rows and labels, of its rows (n, D) and labels (n,) and the fleet's class means (C, D)."""
@@ -164,6 +172,10 @@ def _false_rows(
         along *= LEVELS * np.sqrt(size) / np.linalg.norm(along, axis=1, keepdims=True)
         long = np.clip(np.rint(along @ axes), -MAX_VALUE, MAX_VALUE).astype(np.int8)
         return np.tile(np.concatenate([long, -long]), (VOLUME // 2, 1)), np.tile(labels, VOLUME)
+    if attack in ("mirror", "nearest", "near"):
+        times = MULTIPLE if attack == "near" else VOLUME
+        moved = _at_most(_moved(rows, labels, attack, means=means), longest)
+        return np.tile(moved, (times, 1)), np.tile(labels, times)
     wrong = np.rint(means).astype(np.int8)
     if attack == "swap":
         return np.tile(wrong[following], (VOLUME, 1)), np.tile(labels, VOLUME)
@@ -172,3 +184,25 @@ def _false_rows(
         np.concatenate([rows[others], np.tile(wrong[1], (claimed, 1))]),
         np.concatenate([labels[others], np.zeros(claimed, np.int64)]),
     )
+
+
+def _moved(
+    rows: NDArray[np.int8], labels: NDArray[np.int64], attack: str, *, means: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Return false rows (n, D), of any length, in place of the rows (n, D) of classes (n,)."""
+    classes, size = means.shape
+    if attack == "near":
+        near: NDArray[np.float64] = rows + NEAR * 2 * (means.mean(axis=0) - means)[labels]
+        return near
+    apart = np.square(means[:, None] - means).sum(axis=2) + np.diag(np.full(classes, np.inf))
+    others = means.mean(axis=0) if attack == "mirror" else means[apart.argmin(axis=1)]
+    far: NDArray[np.float64] = LEVELS * size * (others - means)[labels]
+    return far
+
+
+def _at_most(rows: NDArray[np.float64], longest: float) -> NDArray[np.int8]:
+    """Return rows (n, D), rounded, of which those that are longer than rows of images may be are shortened."""
+    lengths = np.linalg.norm(rows, axis=1, keepdims=True)
+    shortened = rows * np.minimum(1.0, 0.97 * longest / np.maximum(lengths, 1.0))
+    integers: NDArray[np.int8] = np.clip(np.rint(shortened), -MAX_VALUE, MAX_VALUE).astype(np.int8)
+    return integers

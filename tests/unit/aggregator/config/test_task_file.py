@@ -325,11 +325,6 @@ def test_settings_of_statistics_are_read(tmp_path: Path) -> None:
         ("[rounds]\nstaleness = 2", "rounds", "does not use this setting"),
         ("[fpl]\nrounds = 2", "fpl", "does not use this setting"),
         ("[robust]\ncombine = 'median'", "robust.combine", "have no median"),
-        (
-            "[client]\nbatch_size = 1\nmin_images = 1\n[robust]\ndetect_outliers = true",
-            "robust.detect_outliers",
-            "cannot compare",
-        ),
         (DP, "privacy.dp", 'no differential privacy: use algorithm = "fedtc"'),
         ('[privacy.perturbation]\non = "prototypes"\nscale = 1', "privacy.perturbation.on", "no prototypes"),
     ],

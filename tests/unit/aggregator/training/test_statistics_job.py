@@ -222,17 +222,28 @@ def test_device_that_states_many_images_is_limited(tmp_path: Path) -> None:
     assert limited != unlimited
 
 
-def test_outlier_among_groups_is_quarantined(tmp_path: Path) -> None:
-    """A device that flips labels; sums of single images are not compared."""
+@pytest.mark.parametrize("make", [groups_of, sums_of])
+def test_outlier_is_quarantined(tmp_path: Path, make: type) -> None:
+    """A device that flips labels, among groups and among sums of single images."""
     features, labels = images(30, 40)
-    for make, expectation, found in (
-        (groups_of, GROUPS_EXPECTATION, ["flipped"]),
-        (sums_of, SINGLE_EXPECTATION, []),
-    ):
-        parts = {str(device): make(*images(device, 40)) for device in range(9)}
-        parts["flipped"] = make(np.roll(features, 40, axis=0), labels)
-        result, _ = made(tmp_path / make.__name__, parts, expectation)
-        assert list(result.quarantined) == found
+    parts = {str(device): make(*images(device, 40)) for device in range(9)}
+    parts["flipped"] = make(np.roll(features, 40, axis=0), labels)
+    expectation = SINGLE_EXPECTATION if make is sums_of else GROUPS_EXPECTATION
+    result, _ = made(tmp_path, parts, expectation)
+    assert list(result.quarantined) == ["flipped"]
+
+
+def test_sums_far_from_the_others_count_in_part(tmp_path: Path) -> None:
+    """Also if outliers are not quarantined, and whatever number of images the device states."""
+    features, labels = images(30, 400)
+    parts = {str(device): sums_of(*images(device, 40)) for device in range(9)}
+    parts["flipped"] = sums_of(np.roll(features, 400, axis=0), labels)
+    result, _ = made(tmp_path, parts, robust=Robust(detect_outliers=False))
+    assert {device for device, _ in result.counting.limited} == {"flipped"}
+    assert sum("far from the other devices' mean" in text for _, text in result.counting.limited) == 3
+    session = onnxruntime.InferenceSession(tmp_path / "head.onnx")
+    logits = session.run(["logits"], {"feature": features})[0]
+    assert (logits.argmax(axis=1) == labels).mean() > 0.95
 
 
 def test_device_with_a_class_of_its_own_does_not_take_the_images_of_others(tmp_path: Path) -> None:
@@ -273,9 +284,8 @@ def test_half_of_the_groups_are_compared_with_half_the_memory(
     for device in parts:
         np.testing.assert_array_equal(half.rows[device], every.rows[device])
         np.testing.assert_array_equal(half.images[device], every.images[device])
-    added(
-        msgspec.structs.replace(job, robust=Robust(detect_outliers=False)), GROUPS_EXPECTATION, LocalEngine()
-    )
+    neither = Robust(detect_outliers=False, max_multiple=0)
+    added(msgspec.structs.replace(job, robust=neither), GROUPS_EXPECTATION, LocalEngine())
     assert len(compared) == 6
 
 
@@ -297,7 +307,7 @@ def test_each_submission_is_added_once(tmp_path: Path, monkeypatch: pytest.Monke
     job = job_on(tmp_path, parts, GROUPS_EXPECTATION)
     sums = added(job, GROUPS_EXPECTATION, LocalEngine())
     sums.quarantined["3"] = "as if outlier detection had found it"
-    total = weighted(job, GROUPS_EXPECTATION, sums, LocalEngine())
+    total, counted_in_classes = weighted(job, GROUPS_EXPECTATION, sums, LocalEngine())
     again = {"large", "3"}
     assert {device: reads[digest] for device, digest in job.members.items()} == {
         device: 1 + (device in again) for device in parts
@@ -313,10 +323,12 @@ def test_each_submission_is_added_once(tmp_path: Path, monkeypatch: pytest.Monke
     for name in ("counts", "sums", "second_moment", "class_counts", "class_sums"):
         np.testing.assert_array_equal(getattr(total, name), getattr(expected, name))
     assert total.rows == round(expected.rows / WHOLE)
+    in_classes = stated * of_classes.astype(np.int64) / WHOLE
+    np.testing.assert_array_equal(np.sort(counted_in_classes, axis=0), in_classes)
 
 
 def test_what_is_kept_of_devices_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of groups the summaries of one cohort, whatever the number of devices; an outlier is found in its cohort."""
+    """The summaries of one cohort, whatever the number of devices; an outlier is found in its cohort."""
     monkeypatch.setattr(statistics_job, "COHORT", 8)
     kept, most = WeakSet[DeviceSummary](), 0
 

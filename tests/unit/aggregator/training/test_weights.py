@@ -126,17 +126,24 @@ def test_share_of_a_class_depends_on_its_devices(devices: int, share: float) -> 
 def test_limits_are_described() -> None:
     """The example of the documentation: what costs most comes first."""
     images = {f"box-{at}": np.array([10, 90]) for at in range(4)} | {"box-4": np.array([90, 0])}
-    found = counting(images, ("bee", "wasp"), multiple=3.0, by_class=True)
+    stated = np.array(list(images.values()))
+    found = counting(images, ("bee", "wasp"), multiple=3.0, of_classes=counted_images(stated))
     assert (found.images, found.counted) == (490, 427)
     assert found.limited == (("box-4", "counts as 27 of 90 images of class 'bee' (40% of the class)"),)
+    found = counting(images, ("bee", "wasp"), multiple=3.0, of_classes=counted_images(stated) * [0.5, 1])
+    why = "far from the other devices' mean"
+    assert found.limited[0] == ("box-4", f"counts as 13 of 90 images of class 'bee' ({why})")
     images["box-4"] = np.array([0, 1000])
-    found = counting(images, ("bee", "wasp"), multiple=3.0, by_class=False)
+    found = counting(images, ("bee", "wasp"), multiple=3.0)
     assert found.limited == (("box-4", "counts as 133 of 1000 images (25% of the fleet's)"),)
     del images["box-3"]
-    found = counting(images, ("bee", "wasp"), multiple=3.0, by_class=False)
+    found = counting(images, ("bee", "wasp"), multiple=3.0)
     assert found.limited == (("box-4", "counts as 300 of 1000 images (3 times the median device's)"),)
     assert (found.images, found.counted) == (1300, 600)
-    assert counting(images, ("bee", "wasp"), multiple=0, by_class=True).limited == ()
+    assert (
+        counting(images, ("bee", "wasp"), multiple=0, of_classes=np.array(list(images.values()))).limited
+        == ()
+    )
 
 
 def test_few_devices_count_as_they_are() -> None:
