@@ -88,7 +88,7 @@ def run(job: StatisticsJob) -> Result:
         total, counted = weighted(job, expectation, sums, engine)
     report_progress({"prototypes": total.rows})
     images = {device: each for device, each in sums.images.items() if device not in sums.quarantined}
-    ridge = solve(total, common=common_classes(np.array(list(images.values()))))
+    ridge = solve(total, common=common_classes(counted))
     figures = {
         "loss": ridge.error,
         "strength": ridge.strength,
@@ -187,8 +187,11 @@ def weighted(
     return dataclasses.replace(total, rows=max(1, round(total.rows / WHOLE))), stated * of_classes / WHOLE
 
 
-def common_classes(images: NDArray[np.int64]) -> NDArray[np.bool_] | None:
-    """Return the classes (C,) that COMMON_DEVICES devices have, by their images (K, C); None if they have too few."""
+def common_classes(images: NDArray[np.float64]) -> NDArray[np.bool_] | None:
+    """Return the classes (C,) that COMMON_DEVICES devices have, by their images that count (K, C).
+
+    None if less than MIN_COMMON_SHARE of these images are of such classes.
+    """
     common: NDArray[np.bool_] = np.count_nonzero(images, axis=0) >= COMMON_DEVICES
     return common if images[:, common].sum() >= MIN_COMMON_SHARE * images.sum() else None
 

@@ -187,7 +187,7 @@ def _similar(parts: Mapping[str, DeviceSummary], found: Mapping[str, Finding], *
     """Return the outliers that resemble another device, and whose images are not another class of the other devices.
 
     Two devices resemble each other if, over their common classes, they are much nearer to each other than to the
-    median of the devices that are no outliers.
+    median of the devices that are no outliers. A class counts by the images of both: chance alone separates few.
     """
     distant = [device for device, one in found.items() if None not in one.labels]
     if not distant:
@@ -210,8 +210,9 @@ def _similar(parts: Mapping[str, DeviceSummary], found: Mapping[str, Finding], *
             if device not in one.devices:
                 continue
             mine = one.devices.index(device)
-            apart[row, at] += ((deviations - deviations[mine]) ** 2).sum(axis=1)
-            away[row, at] += (squares + squares[mine]) / 2
+            weights = 1 / (1 / one.images + 1 / one.images[mine])
+            apart[row, at] += weights * ((deviations - deviations[mine]) ** 2).sum(axis=1)
+            away[row, at] += weights * (squares + squares[mine]) / 2
             if label in found[device].labels and is_mislabeled(one.means[mine], label, medians):
                 mislabeled.add(device)
     for row, device in enumerate(distant):

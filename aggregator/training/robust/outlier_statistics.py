@@ -214,7 +214,7 @@ def scatters(one: ClassMeans) -> Test:
 
     In the median, a device with one counts by the square of its distance: that is of its images and its place.
     """
-    known = np.isfinite(one.variances)
+    known = one.prototypes > 1
     of_mean = one.images * (one.deviations**2).sum(axis=1)
     floor = (PRECISION * np.linalg.norm(one.median)) ** 2
     dof = effective_dimensions(one.deviations) * np.maximum(one.prototypes - 1, 1)

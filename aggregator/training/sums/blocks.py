@@ -132,14 +132,17 @@ def _keep_rows(figures: DeviceFigures, device: str, submission: Submission, bloc
 
 
 def summary_of(part: Moments) -> DeviceSummary:
-    """Return the summary of class sums of single images: they have one variance, that within the device's classes."""
+    """Return the summary of class sums of single images: they have one variance, that within the device's classes.
+
+    As a class has no variance of its own, it counts as one prototype, whose scatter is not compared.
+    """
     labels, squares, images = np.flatnonzero(part.counts), squares_of(part), int(part.counts.sum())
     means = class_means(part)
     within = squares - float((part.counts * np.square(means).sum(axis=1)).sum())
     freedom = images - len(labels)
     variance = max(within, 0.0) / freedom if freedom else np.nan
     classes = {
-        int(label): ClassSummary(means[label], float(part.counts[label]), float(part.counts[label]), variance)
+        int(label): ClassSummary(means[label].copy(), float(part.counts[label]), 1.0, variance)
         for label in labels
     }
     return DeviceSummary(classes, float(images), squares / max(images, 1), 1.0)

@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 from aggregator.ingest.validation import Prototypes
 from aggregator.training.robust.outlier_detection import MIN_DEVICES, judge, outliers
 from aggregator.training.robust.outlier_statistics import (
+    ClassSummary,
+    DeviceSummary,
     class_means,
     distances,
     effective_dimensions,
@@ -261,6 +263,22 @@ def test_group_in_another_place_is_reported_and_not_quarantined(usual: int, othe
     attacker = {"malicious": flipped(honest(99))}
     judgment = judge(summaries(parts | attacker), classes=CLASSES, false_alarm_rate=FALSE_ALARM_RATE)
     assert judgment.quarantined.keys() == {"malicious"}
+
+
+def test_group_in_another_place_is_seen_beside_classes_of_few_images() -> None:
+    """A class of which each device has one image separates all devices."""
+    random, parts = np.random.default_rng(0), dict[str, DeviceSummary]()
+    for device in range(12):
+        place = np.full(FEATURE_SIZE, 2.0 * (device >= 10))
+        means = place + random.normal(size=FEATURE_SIZE) / 10, place + 4 * random.normal(size=FEATURE_SIZE)
+        classes = {
+            label: ClassSummary(mean, images, 1.0, FEATURE_SIZE)
+            for label, (mean, images) in enumerate(zip(means, (100.0, 1.0), strict=True))
+        }
+        parts[f"{device:02}"] = DeviceSummary(classes, 101.0, 1.0, 1.0)
+    judgment = judge(parts, classes=("cat", "dog"), false_alarm_rate=0.01)
+    assert not judgment.quarantined
+    assert "10, 11" in judgment.warning
 
 
 def test_single_device_in_another_place_is_quarantined() -> None:

@@ -29,6 +29,7 @@ from protocol.statistics.second_moment import encode as encode_moment
 from protocol.storage.blobstore import BlobStore
 from protocol.wire.codec import encode, to_array, to_tensor
 from protocol.wire.messages import Submission
+from protofleet.simulation.statistics import sums_submission
 from tests.support.messages.statistics import (
     FEATURE_MAP,
     GROUPS_EXPECTATION,
@@ -244,6 +245,20 @@ def test_sums_far_from_the_others_count_in_part(tmp_path: Path) -> None:
     session = onnxruntime.InferenceSession(tmp_path / "head.onnx")
     logits = session.run(["logits"], {"feature": features})[0]
     assert (logits.argmax(axis=1) == labels).mean() > 0.95
+
+
+def test_claims_for_classes_of_its_own_do_not_unlimit_them(tmp_path: Path) -> None:
+    """The fleet's classes stay common, however many images a device states of another one."""
+    features, labels = images(50)
+    common = {str(device): images(device) for device in range(6)}
+    parts = {device: sums_of(each[own < 2], own[own < 2]) for device, (each, own) in common.items()}
+    row = mapped(FEATURE_MAP, features[labels == 0]).mean(axis=0) * 1.0
+    evil = np.tile(np.rint(row).astype(np.int8), (10_000, 1))
+    parts["evil"] = sums_submission({2: evil}, task=SINGLE_EXPECTATION.task, images=len(evil))
+    made(tmp_path, parts)
+    session = onnxruntime.InferenceSession(tmp_path / "head.onnx")
+    logits = session.run(["logits"], {"feature": features[labels < 2]})[0]
+    assert (logits.argmax(axis=1) == labels[labels < 2]).mean() > 0.9
 
 
 def test_device_with_a_class_of_its_own_does_not_take_the_images_of_others(tmp_path: Path) -> None:
