@@ -2,6 +2,7 @@
 
 import os
 import stat
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,8 @@ def test_state_folder_of_the_other_program_is_refused(
     tmp_path: Path, owner: type[Store], other: type[Store], options: dict[str, Any]
 ) -> None:
     """Both programs read PROTOFLEET_STATE, and delete blobs that they do not know; nothing is written or deleted."""
-    owner(tmp_path).blobs.put(b"submission")
+    with closing(owner(tmp_path)) as state:  # garbage collection would close it at some later time
+        state.blobs.put(b"submission")
     before = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*")}
     programs = {Store: "aggregator", DeviceState: "edge-client"}
     with pytest.raises(
