@@ -18,6 +18,9 @@ log = logging.getLogger(__name__)
 VERIFY_S = 60.0
 """Seconds for which a verified file is used without being read as a whole again, and a lost one counts as lost."""
 
+MAX_EXPORT_PAUSE_S = 3600.0
+"""The most seconds between exports that do not restore a blob; the pause is VERIFY_S at first, and doubles."""
+
 POLL_S = 1.0
 """Seconds between queries for the reports of other programs."""
 
@@ -32,6 +35,8 @@ class Restoration:
         """The time until which each blob counts as verified."""
         self._lost_s: dict[bytes, float] = {}
         """The time until which each lost blob counts as lost."""
+        self._exports: dict[bytes, tuple[float, float]] = {}
+        """The time of the next export for each lost blob, and the pause after that one, seconds."""
         self._poll_s = 0.0
         store.facts.delete(LostFiles)
 
@@ -88,6 +93,7 @@ class Restoration:
                 event(log, logging.ERROR, "cannot restore a blob: retrying", digest=digest, reason=error)
             if is_whole or digest not in needed_blobs(self._task, self._store):  # a head that was replaced
                 self._lost_s.pop(digest, None)
+                self._exports.pop(digest, None)
                 continue
             if digest not in self._lost_s:
                 event(log, logging.ERROR, "file lost: devices or trainings need it", digest=digest)
@@ -104,8 +110,11 @@ class Restoration:
                 if file_digest(copy) == digest:
                     self._store.put_file(copy)
                     break
-        if digest in {self._task.digest, *self._task.blobs} and not self._store.blobs.is_whole(digest):
-            task = self._task
+        task, now_s = self._task, time.monotonic()
+        next_s, pause_s = self._exports.get(digest, (now_s, VERIFY_S))
+        is_due = digest in {task.digest, *task.blobs} and now_s >= next_s
+        if is_due and not self._store.blobs.is_whole(digest):
+            self._exports[digest] = (now_s + pause_s, min(2 * pause_s, MAX_EXPORT_PAUSE_S))
             prepare_task(task.file, task.backbone_files, store=self._store, feature_map=task.feature_map)
         if self._store.blobs.is_whole(digest):
             event(log, logging.WARNING, "blob restored: check the disk or the object store", digest=digest)

@@ -6,7 +6,9 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -126,6 +128,29 @@ def test_failing_object_store_is_not_the_end_of_the_restoration(
     healer.tick()
     assert _shown(store) == set()
     assert store.blobs.is_whole(task.digest)
+
+
+def test_pause_between_exports_that_restore_nothing_doubles_up_to_a_limit(
+    task: Task, store: Store, remote: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An export takes the event loop; whether the blob is back is still examined each minute."""
+    now_s, exports_s = 1000.0, list[float]()
+    monkeypatch.setattr(object_blobs, "READS_S", (0.0, 0.0))
+    monkeypatch.setattr(restoration, "MAX_EXPORT_PAUSE_S", 240.0)
+    monkeypatch.setattr(restoration, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(restoration, "prepare_task", lambda *_, **__: exports_s.append(now_s))
+    healer = Restoration(task, store)
+    manifest = store.blobs.read(task.digest)
+    store.blobs.path(task.digest).unlink(missing_ok=True)
+    _harm(remote, store, task.digest, fault="missing")
+    store.report_lost(task.digest)
+    for now_s in range(1000, 1900, 60):  # noqa: B007 - the clock's
+        healer.tick()
+    assert [later - sooner for sooner, later in pairwise(exports_s)] == [60, 120, 240, 240]
+    ObjectBlobs(store.blobs.location).put(manifest)
+    now_s += 60
+    healer.tick()
+    assert _shown(store) == set()
 
 
 def test_training_whose_task_is_missing_succeeds_the_next_time(
