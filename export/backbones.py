@@ -211,11 +211,12 @@ def _recorded(weights: Path, model: str) -> tuple[dict[str, Any], dict[str, Any]
             record = msgspec.json.decode(beside.read_bytes(), type=dict[str, Any])
         settings = msgspec.convert(record.get("pretrained_cfg", {}), dict[str, Any])
         recorded = msgspec.convert({**record, **settings}, RecordedConfig, strict=False)
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # DecodeError and others
         raise ConfigError(f"cannot read the preprocessing in {source}: {error}; correct it") from error
     if recorded.architecture not in (None, name := model.partition(".")[0]):
         raise ConfigError(
-            f"{source} is of {recorded.architecture}, not of {name}: name that MODEL, or move it to another folder"
+            f"{source} is of {recorded.architecture!r}, not of {name}: "
+            "name that MODEL, or move it to another folder"
         )
     config = msgspec.to_builtins(recorded)
     arguments = config.pop("model_args", {})

@@ -229,13 +229,16 @@ def test_preprocessing_in_the_metadata_of_weights_is_used_and_the_rest_assumed(t
     ("config", "message"),
     [
         ("{", "cannot read the preprocessing in .*config.json"),
+        ('{"model_args": ' + '{"a":' * 100_000, "cannot read the preprocessing in .*config.json"),
+        ('{"architecture": "\xff"}', "cannot read the preprocessing in .*config.json"),
         ('{"pretrained_cfg": {"std": [0, 1, 1]}}', "cannot read the preprocessing in .*config.json: .*std"),
-        ('{"architecture": "resnet18"}', "config.json is of resnet18, not of test_resnet: name that MODEL"),
+        ('{"architecture": "resnet18"}', "config.json is of 'resnet18', not of test_resnet: name that MODEL"),
+        (r'{"architecture": "\u001b[2J"}', r"config.json is of '\\x1b\[2J', not of test_resnet"),
     ],
 )
 def test_config_that_does_not_fit_is_named(tmp_path: Path, config: str, message: str) -> None:
     save_file(state_of(made()), tmp_path / "weights.safetensors")
-    (tmp_path / "config.json").write_text(config, encoding="utf-8")
+    (tmp_path / "config.json").write_text(config, encoding="latin-1")
     with pytest.raises(ConfigError, match=message):
         load_backbone(Choice(MODEL, weights=tmp_path / "weights.safetensors"))
 
