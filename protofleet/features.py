@@ -58,7 +58,7 @@ def extract_features(
         on_progress: called after every batch with the number of images in it.
 
     Raises:
-        ConfigError: there are no images.
+        ConfigError: there are no images, or `batch_size` is below 1.
         UnreadableImage: an image cannot be decoded.
         BackboneMismatch: a file is no backbone.
     """

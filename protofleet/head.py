@@ -18,6 +18,7 @@ from aggregator.training.fleet_head import train_fleet_head
 from protocol.errors import ConfigError
 from protocol.models.onnx_metadata import HeadMetadata
 from protocol.storage.blobstore import write_atomically
+from protofleet.prototypes import check_rows
 
 ROBUST = Robust()
 """The aggregator's protection against incorrect prototypes, with its defaults."""
@@ -120,11 +121,17 @@ def train_head(
         on_progress: called with `prototypes`, and during the training of an adapter with `epoch`, `epochs` and `loss`.
 
     Raises:
-        ConfigError: there are no prototypes, prototypes of different lengths, or labels that are no class.
+        ConfigError: there are no prototypes, prototypes of different lengths or not finite, labels that are no class,
+            counts below 1, or another recipe.
         ProtofleetError: the prototypes cannot be trained on.
     """
+    if recipe not in RECIPES:
+        raise ConfigError(f"expected a recipe out of {', '.join(RECIPES)}, got {recipe!r}")
     names = tuple(map(str, range(classes))) if isinstance(classes, int) else tuple(classes)
     parts = devices if isinstance(devices, Mapping) else {str(at): part for at, part in enumerate(devices)}
+    for part in parts.values():
+        check_rows(part.values, part.labels)
+        check_rows(part.values, part.counts, name="count", least=1)
     parts = {name: part for name, part in parts.items() if len(part.labels)}
     if not parts:
         raise ConfigError(

@@ -52,8 +52,11 @@ def batches(
     """Yield images in batches, in their order; threads decode at most one batch ahead.
 
     Raises:
+        ConfigError: `batch_size` is below 1.
         UnreadableImage: an image cannot be decoded or resized.
     """
+    if batch_size < 1:
+        raise ConfigError(f"expected a batch_size from 1, got {batch_size}")
 
     def load(image: ImageSource) -> dict[Preprocessing, NDArray[np.uint8]]:
         with open_image(image) as opened:

@@ -1,5 +1,7 @@
 """Prototypes of features, as a device makes them."""
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -8,7 +10,7 @@ from edge_client.data.outlier_filter import closest_features
 from edge_client.data.prototype_averaging import average
 from protocol.errors import ConfigError
 
-__all__ = ["Prototypes", "average_class", "batch_prototypes"]
+__all__ = ["Prototypes", "average_class", "batch_prototypes", "check_rows"]
 
 
 def batch_prototypes(
@@ -34,22 +36,15 @@ def batch_prototypes(
         `values` float32 (m, L), `labels` int64 (m,), and `counts` int64 (m,), the images averaged in each.
 
     Raises:
-        ConfigError: features and labels do not fit each other, a label is no integer from 0, or `batch_size` is 0.
-        ProtofleetError: a feature is not finite.
+        ConfigError: features and labels do not fit each other, a feature is not finite, a label is no integer from 0,
+            or `batch_size` or `alpha` is out of range.
     """
     features, labels = np.asarray(features), np.asarray(labels)
-    if features.ndim != 2:
-        raise ConfigError(f"expected features (n, L), got {features.shape}")
-    if labels.shape != features.shape[:1]:
-        raise ConfigError(
-            f"expected one label per feature row, got {labels.size} for {len(features)}: labels {labels.shape}"
-        )
-    if labels.size and labels.dtype.kind not in "iu":
-        raise ConfigError(f"expected labels as integers, the number of each class, got {labels.dtype}")
+    check_rows(features, labels)
     if batch_size < 1:
         raise ConfigError(f"expected a batch_size from 1, got {batch_size}")
-    if labels.min(initial=0) < 0:
-        raise ConfigError(f"expected labels from 0, got {labels.min()}")
+    if not 0 < alpha <= 1:
+        raise ConfigError(f"expected an alpha above 0 and up to 1, got {alpha}")
     rng = np.random.default_rng(seed)
     parts = [
         (
@@ -67,6 +62,21 @@ def batch_prototypes(
         ),
         np.concatenate([np.zeros(0, np.int64), *(counts.astype(np.int64) for *_, counts in parts)]),
     )
+
+
+def check_rows(rows: NDArray[Any], numbers: NDArray[Any], *, name: str = "label", least: int = 0) -> None:
+    """Raise ConfigError unless rows (n, L) are finite, and have one integer each, (n,), from `least`."""
+    is_integer = not numbers.size or numbers.dtype.kind in "iu"
+    if rows.ndim != 2 or rows.dtype.kind not in "fiu" or numbers.shape != rows.shape[:1] or not is_integer:
+        raise ConfigError(
+            f"expected features (n, L) and one integer {name} per feature row, got features {rows.dtype} {rows.shape} "
+            f"and {name}s {numbers.dtype} {numbers.shape}"
+        )
+    if numbers.min(initial=least) < least:
+        raise ConfigError(f"expected {name}s from {least}, got {numbers.min()}")
+    for extreme in (rows.min(initial=0), rows.max(initial=0)):
+        if not np.isfinite(extreme):
+            raise ConfigError(f"expected finite features, got {extreme}: omit these images")
 
 
 def average_class(

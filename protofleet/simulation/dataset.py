@@ -19,6 +19,7 @@ from edge_client.storage.feature_cache import FeatureCache
 from protocol.errors import ConfigError
 from protofleet.features import AnyBackbone, load_backbones
 from protofleet.images import BATCH_SIZE, WORKERS
+from protofleet.prototypes import check_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,13 +48,9 @@ class Dataset:
     unusable: tuple[tuple[Path, str], ...] = ()
 
     def __post_init__(self) -> None:
-        shape = (len(self.features),)
         labels = np.asarray(self.labels)
-        if np.ndim(self.features) != 2 or labels.shape != shape or labels.dtype.kind not in "iu":
-            raise ConfigError(
-                "expected features (n, L) and one integer label per feature row, got features "
-                f"{np.shape(self.features)} and labels {labels.dtype} {labels.shape}"
-            )
+        check_rows(np.asarray(self.features), labels)
+        shape = (len(self.features),)
         if self.domain_of is not None and self.domain_of.shape != shape:
             raise ConfigError(f"expected the domain of each image, {shape}, got {self.domain_of.shape}")
         missing = set(range(len(self.classes))) ^ set(labels.tolist())

@@ -1,5 +1,7 @@
 """Features, prototypes and heads on arrays, and the model that a head becomes."""
 
+import dataclasses
+import math
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -67,6 +69,8 @@ def test_several_backbones_are_concatenated_and_progress_is_reported(
     assert done == [2, 2, 1]
     with pytest.raises(ConfigError, match="expected at least one image, got none"):
         protofleet.extract_features([], backbone)
+    with pytest.raises(ConfigError, match="expected a batch_size from 1, got 0"):
+        protofleet.extract_features(paths[:1], backbone, batch_size=0)
 
 
 @pytest.mark.parametrize("array", [np.zeros((4, 4, 3)), np.zeros((4, 4, 4), np.uint8), np.zeros(4, np.uint8)])
@@ -109,21 +113,41 @@ def test_prototypes_of_a_class_with_one_image_are_not_made() -> None:
 
 def test_labels_that_do_not_fit_are_refused() -> None:
     rows, batch = np.zeros((3, 2), np.float32), cast("Any", protofleet.batch_prototypes)
-    refused: list[tuple[Any, Any, int, str]] = [
-        (rows, ["ants"], 5, "one label per feature row, got 1 for 3"),
-        (rows, np.zeros(2, np.int64), 5, "one label per feature row, got 2 for 3"),
-        (rows, ["ants"] * 3, 5, "labels as integers"),
-        (rows, [0.5, 0.5, 0.5], 5, "labels as integers"),
-        (rows[0], [0, 0], 5, r"features \(n, L\), got \(2,\)"),
-        (rows, [0, 0, 0], 0, "batch_size from 1, got 0"),
+    refused: list[tuple[Any, Any, dict[str, Any], str]] = [
+        (rows, ["ants"], {}, r"one integer label per feature row, .* labels <U4 \(1,\)"),
+        (rows, np.zeros(2, np.int64), {}, r"one integer label per feature row, .* labels int64 \(2,\)"),
+        (rows, ["ants"] * 3, {}, "one integer label .* labels <U4"),
+        (rows, [0.5, 0.5, 0.5], {}, "one integer label .* labels float64"),
+        (rows[0], [0, 0], {}, r"features \(n, L\) .* got features float32 \(2,\)"),
+        ([["ants"]], [0], {}, r"got features <U4 \(1, 1\)"),
+        (rows + np.float32(np.nan), [0, 0, 0], {}, "expected finite features, got nan"),
+        (rows - np.float32(np.inf), [0, 0, 0], {}, "expected finite features, got -inf"),
+        (rows, [0, 0, 0], {"batch_size": 0}, "batch_size from 1, got 0"),
+        (rows, [0, 0, 0], {"alpha": math.nan}, "alpha above 0 and up to 1, got nan"),
+        (rows, [0, 0, 0], {"alpha": 2.0}, "alpha above 0 and up to 1, got 2.0"),
+        (rows, [0, 0, 0], {"alpha": -1.0}, "alpha above 0 and up to 1, got -1.0"),
     ]
-    for features, given, batch_size, expected in refused:
+    for features, given, settings, expected in refused:
         with pytest.raises(ConfigError, match=expected):
-            batch(features, given, batch_size=batch_size)
+            batch(features, given, **settings)
     assert len(batch(rows.tolist(), [0, 0, 1]).counts) == 1
     with pytest.raises(ConfigError, match="labels from 0, got -1"):
         protofleet.batch_prototypes(np.zeros((1, 2), np.float32), np.array([-1]))
     part = protofleet.batch_prototypes(np.ones((4, 2), np.float32), np.array([0, 0, 2, 2]))
+    assert part.labels.tolist() == [0, 2]
+    changes: list[tuple[dict[str, Any], str]] = [
+        ({"values": part.values[0]}, r"got features float32 \(2,\)"),
+        ({"values": part.values * np.float32(np.inf)}, "expected finite features, got inf"),
+        ({"labels": part.labels[:1]}, r"one integer label per feature row, .* labels int64 \(1,\)"),
+        ({"labels": -part.labels}, "labels from 0, got -2"),
+        ({"counts": part.counts[:1]}, r"one integer count per feature row, .* counts int64 \(1,\)"),
+        ({"counts": 0 * part.counts}, "counts from 1, got 0"),
+    ]
+    for change, expected in changes:
+        with pytest.raises(ConfigError, match=expected):
+            protofleet.train_head([part, dataclasses.replace(part, **change)], classes=3)
+    with pytest.raises(ConfigError, match="expected a recipe out of paper, default, got 'x'"):
+        protofleet.train_head([part], classes=3, recipe=cast("Any", "x"))
     with pytest.raises(ConfigError, match="labels below 2"):
         protofleet.train_head([part], classes=2)
     other = protofleet.batch_prototypes(np.ones((4, 3), np.float32), np.array([0, 0, 1, 1]))
