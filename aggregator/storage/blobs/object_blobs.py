@@ -48,6 +48,14 @@ MAX_REASON = 300
 _METADATA_HOST = "169.254.169.254"
 """The metadata service of a machine at AWS."""
 
+_MOVED = ("status code: 301", "redirect without LOCATION")
+
+_NO_TLS = "InvalidContentType"
+"""The library's name of an answer that is not TLS."""
+
+_REFUSALS = ("status code: 40", *_MOVED, _NO_TLS, _METADATA_HOST)
+"""Parts of the library's errors after which waiting does not help."""
+
 T = TypeVar("T")
 
 
@@ -306,7 +314,9 @@ class ObjectBlobs:
             raise
         except (BaseError, OSError, ValueError) as error:
             reason = " ".join(str(error).split("\n\nDebug source")[0].split())
-            is_refusal = "status code: 40" in reason or _METADATA_HOST in reason
+            is_refusal = any(each in str(error) for each in _REFUSALS)
+            if _NO_TLS in str(error):
+                reason = f"no TLS at this endpoint: check https:// in AWS_ENDPOINT_URL: {reason}"
             kind = NoAnswer if isinstance(error, GenericError) and not is_refusal else StateError
             raise kind(f"cannot use {self.location}: {_advised(reason)}") from None
 
@@ -354,6 +364,8 @@ def _advised(reason: str) -> str:
         return "the bucket does not exist: create it, or check --blobs, AWS_ENDPOINT_URL and AWS_REGION"
     if f"http://{_METADATA_HOST}/" in reason:  # asked by object_store if nothing else gives credentials
         reason = f"no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY: {reason}"
+    if any(each in reason for each in _MOVED):
+        reason = f"the endpoint redirects: check AWS_ENDPOINT_URL and AWS_REGION: {reason}"
     return reason[:MAX_REASON]
 
 

@@ -210,6 +210,27 @@ def test_fault_that_stays_is_an_error_and_loses_nothing(
     assert objects.read(DIGEST) == DATA
 
 
+@pytest.mark.parametrize("headers", [{}, {"Location": "https://other.example"}])
+def test_endpoint_that_redirects_is_a_refusal_and_no_outage(
+    headers: dict[str, str], objects: ObjectBlobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A start would wait for another answer without end."""
+    monkeypatch.setattr(proxy, "forward", lambda *_: (301, headers, b""))
+    with pytest.raises(StateError, match="the endpoint redirects: check AWS_ENDPOINT_URL") as raised:
+        objects.put(DATA)
+    assert not isinstance(raised.value, NoAnswer)
+
+
+def test_endpoint_without_tls_is_a_refusal_and_no_outage(
+    objects: ObjectBlobs, remote: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With https:// in AWS_ENDPOINT_URL."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", remote.endpoint.replace("http:", "https:"))
+    with pytest.raises(StateError, match="no TLS at this endpoint: check https://") as raised:
+        ObjectBlobs(objects.location).put(DATA)
+    assert not isinstance(raised.value, NoAnswer)
+
+
 def harm(remote: ObjectStore, fault: str) -> None:
     count = 0
 
