@@ -113,6 +113,7 @@ def test_revoked_device_counts_nowhere_in_coverage(open_page: OpenPage, tmp_path
         with serving(tmp_path) as (client, _):
             dashboard = open_page(client.origin)
             dashboard.wait_for_text(".alarms li", "retrain_after 2 cannot be reached: 1 device is enrolled")
+            dashboard.wait_for_text(".alarms li", "1 device quarantined: b")
             dashboard.wait_for_text("#coverage tbody tr", "cat")
             rows = dashboard.page.locator("#coverage tbody tr").all_inner_texts()
             assert [row.split() for row in rows][::2] == [["cat", "7", "3", "1"], ["fox", "0", "0", "none"]]

@@ -61,6 +61,7 @@ class FleetSummaries(msgspec.Struct, frozen=True):
 
 
 class _Device(msgspec.Struct):
+    device: str
     state: str
     problem: str
 
@@ -83,6 +84,7 @@ class _Rollout(msgspec.Struct):
 
 
 class _Quarantined(msgspec.Struct):
+    device: str
     released_s: float | None
 
 
@@ -174,7 +176,8 @@ def summary_of(name: str, fleet: Fleet) -> FleetSummary:
 
 
 def _attention(status: _Status) -> list[str]:
-    quarantined = sum(each.released_s is None for each in status.quarantine)
+    valid = {each.device for each in status.devices if each.state != "revoked"}
+    quarantined = len(valid & {each.device for each in status.quarantine if each.released_s is None})
     problems = sum(bool(device.problem) for device in status.devices)
     full = [
         field

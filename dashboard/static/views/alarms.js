@@ -24,7 +24,8 @@ function alarmsOf(status) {
   if (status.lost_submissions.length) {
     add("warn", `The disk has lost ${counted(status.lost_submissions.length, "submission")}: in no head until the device uploads again.`);
   }
-  const held = status.quarantine.filter((each) => each.released_s === null);
+  const valid = new Set(status.devices.filter((each) => each.state !== "revoked").map((each) => each.device));
+  const held = status.quarantine.filter((each) => each.released_s === null && valid.has(each.device));
   if (held.length) {
     add("warn", `${counted(held.length, "device")} quarantined: ${held.slice(0, 5).map((each) => each.device).join(", ")}${held.length > 5 ? " …" : ""}`);
   }

@@ -22,6 +22,7 @@ from aggregator.http.overview.fleets_file import Fleet, read_fleets
 from aggregator.http.overview.summaries import Summaries, summary_of
 from protocol.errors import ConfigError
 from tests.support.fleets.fleet import wait_until
+from tests.support.messages.submissions import TASK, device_info
 from tests.support.network.brokers import free_address
 from tests.unit.aggregator.http.servers import TOKEN, Client, serving
 from tests.unit.aggregator.status.stores import TASK_FILE, busy_store, started_store
@@ -65,7 +66,12 @@ def test_each_fleet_is_a_line_of_its_own_dashboard(tmp_path: Path) -> None:
         serving(tmp_path / "barn") as (barn, _),
         serving(tmp_path / "orchard", token=TOKEN) as (other, _),
     ):
-        store.keys.pin("a", bytes(32), now_s=1.0)
+        for device in "abc":
+            store.keys.enroll(device, bytes(32), now_s=1.0)
+            store.quarantine.add(TASK, device, reason="far", now_s=2.0)
+        store.devices.put_info("b", device_info(), now_s=2.0)
+        for device in "bc":
+            store.revoke_device(device, now_s=3.0)
         fleets = {
             "barn": Fleet(url=barn.origin, link="https://barn.example/"),
             "orchard": Fleet(url=other.origin, token_file=str(token)),
@@ -77,7 +83,7 @@ def test_each_fleet_is_a_line_of_its_own_dashboard(tmp_path: Path) -> None:
     assert (shown["barn"].problem, shown["barn"].running, shown["barn"].head) == ("", True, 1)
     assert (shown["barn"].online, shown["barn"].submissions) == (1, 2)
     assert shown["barn"].accuracy == pytest.approx(0.9)
-    assert shown["orchard"].attention == ("quota nearly used up: devices",)
+    assert shown["orchard"].attention == ("quarantined devices: 1", "quota nearly used up: devices")
     assert shown["locked"].problem.endswith("does not answer: it answers 401")
     assert shown["pond"].problem.endswith("is the dashboard of another fleet")
     assert (shown["pond"].submissions, shown["pond"].quotas) == (0, None)
