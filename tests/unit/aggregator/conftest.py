@@ -1,4 +1,4 @@
-"""Fixtures of the aggregator's tests: a prepared task of rounds, and an amqtt broker."""
+"""Fixtures of the aggregator's tests: a prepared task of rounds, servers, and an amqtt broker."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +13,7 @@ from tests.support.databases.postgresql import PostgreSQL, postgresql_program
 from tests.support.fleets.aggregator_process import IN_ROUNDS, write_task
 from tests.support.graphs.exported_graphs import provide
 from tests.support.network.brokers import amqtt
+from tests.support.stores.object_store import ObjectStore, moto_server, object_store
 
 
 @pytest.fixture(scope="session")
@@ -38,6 +39,20 @@ def postgresql() -> Iterator[PostgreSQL]:
         yield server
     finally:
         server.close()
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrokerAddress]:
+    """A running S3 server."""
+    with moto_server(tmp_path_factory.mktemp("moto")) as address:
+        yield address
+
+
+@pytest.fixture
+def remote(s3_server: BrokerAddress, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectStore]:
+    """A proxy before that server, which the AWS_* variables name."""
+    with object_store(s3_server, monkeypatch) as proxy:
+        yield proxy
 
 
 @pytest.fixture

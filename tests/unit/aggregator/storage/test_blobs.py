@@ -3,7 +3,6 @@
 import contextlib
 import secrets
 import threading
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,27 +14,14 @@ from aggregator.storage.blobs.object_blobs import PART_BYTES, ObjectBlobs
 from aggregator.storage.blobs.read_ahead import read_each
 from aggregator.storage.store import Store
 from protocol.errors import BlobLost, ConfigError, NoAnswer, StateError
-from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.storage.blobstore import WriteBatch
 from protocol.wire.codec import digest_of
 from tests.support.stores import object_store as proxy
-from tests.support.stores.object_store import BUCKET, ObjectStore, moto_server, object_store
+from tests.support.stores.object_store import BUCKET, ObjectStore
 
 DATA = bytes(range(256)) * 100
 DIGEST = digest_of(DATA)
 OWNER = "this aggregator"
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrokerAddress]:
-    with moto_server(tmp_path_factory.mktemp("moto")) as address:
-        yield address
-
-
-@pytest.fixture
-def remote(server: BrokerAddress, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectStore]:
-    with object_store(server, monkeypatch) as store:
-        yield store
 
 
 @pytest.fixture

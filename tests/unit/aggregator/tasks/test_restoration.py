@@ -32,19 +32,7 @@ from protocol.errors import BlobLost
 from protocol.mqtt.tls import BrokerAddress
 from protocol.wire.codec import digest_of, encode
 from tests.support.messages.submissions import round_submission
-from tests.support.stores.object_store import BUCKET, ObjectStore, moto_server, object_store
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrokerAddress]:
-    with moto_server(tmp_path_factory.mktemp("moto")) as address:
-        yield address
-
-
-@pytest.fixture
-def remote(server: BrokerAddress, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectStore]:
-    with object_store(server, monkeypatch) as objects:
-        yield objects
+from tests.support.stores.object_store import BUCKET, ObjectStore
 
 
 @pytest.fixture
