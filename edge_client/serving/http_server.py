@@ -36,6 +36,11 @@ MAX_HEAD_BYTES = 32 * 1024
 REQUEST_S = 30.0
 """Time limit for receiving a request."""
 
+MIN_BYTES_PER_S = 1024
+"""Rate of a request's bytes below which its time limit is shorter: GRACE_S more than they take at this rate."""
+
+GRACE_S = 10.0
+
 WAIT_S = 10.0
 """Time limit for the predictions before it, and for receiving the answer."""
 
@@ -163,18 +168,23 @@ class _Refused(Exception):
 
 
 class _Incoming(io.RawIOBase):
-    """The bytes of a request; raises HTTPException above its limit of bytes, and TimeoutError after its time."""
+    """The bytes of a request; raises HTTPException above its limit of bytes, and TimeoutError after its time.
+
+    That grows with the bytes: a few bytes hold no connection for REQUEST_S.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._until_s = time.monotonic() + REQUEST_S
+        self._started_s = time.monotonic()
+        self._received = 0
         self.left = MAX_HEAD_BYTES
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        left_s = self._until_s - time.monotonic()
+        limit_s = min(REQUEST_S, GRACE_S + self._received / MIN_BYTES_PER_S)
+        left_s = self._started_s + limit_s - time.monotonic()
         if left_s <= 0:
             raise TimeoutError
         self._connection.settimeout(left_s)
@@ -184,6 +194,7 @@ class _Incoming(io.RawIOBase):
             )  # cut there, a request could seem complete
         received = self._connection.recv_into(buffer, min(len(buffer), self.left))
         self.left -= received
+        self._received += received
         return received
 
 
@@ -227,7 +238,8 @@ class RequestHandler(BaseHTTPRequestHandler):
         except UnreadableImage as error:
             status, content = 422, {"error": str(error)}
         except TimeoutError:
-            status, content = 408, {"error": f"no complete request within {REQUEST_S:.0f} s"}
+            text = f"too slow: expected {MIN_BYTES_PER_S} bytes/s, and all in {REQUEST_S:.0f} s"
+            status, content = 408, {"error": text}
         except ConnectionError:
             raise
         except Exception as error:  # whatever an image causes, the server goes on

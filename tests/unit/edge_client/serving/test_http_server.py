@@ -195,10 +195,14 @@ def test_bytes_in_memory_are_limited(bench: HeadBench, start: Start, monkeypatch
         assert _ask(port, "POST", "/predict", PNG)[0] == 200
 
 
-def test_slow_request_is_ended(bench: HeadBench, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time limit is that of the whole request, however often bytes arrive."""
+@pytest.mark.parametrize(("request_s", "grace_s"), [(0.5, 3600.0), (3600.0, 0.5)])
+def test_slow_request_is_ended(
+    bench: HeadBench, start: Start, monkeypatch: pytest.MonkeyPatch, request_s: float, grace_s: float
+) -> None:
+    """The time limit is that of the whole request, however often bytes arrive, and shorter if they are few."""
     bench.install(bench.head(1, CONSTANT["cat"]))
-    monkeypatch.setattr(http_server, "REQUEST_S", 0.5)
+    monkeypatch.setattr(http_server, "REQUEST_S", request_s)
+    monkeypatch.setattr(http_server, "GRACE_S", grace_s)
     begin = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n"
     with start() as port:
         with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
