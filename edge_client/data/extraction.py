@@ -10,7 +10,7 @@ import logging
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -235,7 +235,7 @@ def feature_batches(
 
     Each image is decoded once, and its features from all backbones are concatenated. With `isolated`, backbones run on
     one image at a time, and where one fails, the image has no feature. Backbones run within the context of
-    `run_backbones`, in which no image of their batch is decoded.
+    `run_backbones`, in which no image is decoded, not even ahead: a crash at an image is not counted as theirs.
 
     Raises:
         Interrupted: `should_stop`, called before every run, returned true.
@@ -258,6 +258,8 @@ def feature_batches(
                     raise Interrupted("extraction was interrupted; what was computed is stored")
                 batch = [waiting.popleft() for _ in range(min(batch_size, len(waiting)))]
                 loaded = [(image, loading.result()) for image, loading in batch]
+                if run_backbones is not nullcontext:
+                    wait(loading for _, loading in waiting)
                 with run_backbones():
                     outcomes = compute(backbones, loaded)
                 yield outcomes

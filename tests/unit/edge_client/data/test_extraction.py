@@ -1,5 +1,6 @@
 """Images to features: each computed once, unusable images refused."""
 
+import contextlib
 import math
 import os
 import subprocess
@@ -9,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import msgspec
@@ -187,6 +189,30 @@ def test_decoding_never_runs_far_ahead(tmp_path: Path) -> None:
     assert done == len(found)
 
 
+def test_no_image_is_decoded_while_runs_of_the_backbones_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crash at an image that is decoded ahead would count as one of the head, which three of them replace."""
+    images = find_images(write_images(tmp_path / "data", count=8), CLASSES)
+    decode, is_running, overlaps = extraction._decoded, threading.Event(), list[bool]()
+
+    def decode_slowly(image: LabeledImage, *settings: Any) -> Any:
+        if image == images[4]:
+            overlaps.append(is_running.wait(timeout=1.0))
+        return decode(image, *settings)
+
+    @contextlib.contextmanager
+    def count() -> Iterator[None]:
+        is_running.set()
+        yield
+        is_running.clear()
+
+    monkeypatch.setattr(extraction, "_decoded", decode_slowly)
+    batches = feature_batches(images, [tiny(tmp_path)], batch_size=4, workers=2, run_backbones=count)
+    assert sum(map(len, batches)) == len(images)
+    assert overlaps == [False]
+
+
 def test_pipe_in_place_of_an_image_does_not_block(tmp_path: Path) -> None:
     """It has replaced the image since the scan; the image counts once it is back."""
     data = write_images(tmp_path / "data", count=1)
@@ -255,6 +281,7 @@ def test_file_name_outside_utf8_is_extracted(tmp_path: Path) -> None:
 _WEIGH = """
 import sys
 from pathlib import Path
+from typing import Any
 from edge_client.runtime.backbone import open_backbone
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.data.extraction import extract
