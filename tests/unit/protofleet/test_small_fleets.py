@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -49,8 +50,9 @@ def fleets(draw: st.DrawFn, numbers: st.SearchStrategy[int] = CLASSES) -> list[C
     ]  # fmt: skip
 
 
-@settings(max_examples=1000)
-@given(clients=fleets(), batch_size=st.sampled_from([1, 5]))
+@pytest.mark.parametrize("batch_size", [1, 5])
+@settings(max_examples=500)
+@given(clients=fleets())
 def test_statistics_gives_a_finite_head(clients: list[Client], batch_size: int) -> None:
     """By the aggregator's job and its result file."""
     features, owners = pooled(clients)
