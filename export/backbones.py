@@ -59,8 +59,12 @@ class SquareRoot(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the features (n, L)."""
-        features: Tensor = self.network(images)
-        return features.sign() * features.abs().sqrt()
+        return signed_root(self.network(images))
+
+
+def signed_root(features: Tensor) -> Tensor:
+    """Return sign(f) sqrt(|f|)."""
+    return features.sign() * features.abs().sqrt()
 
 
 @dataclass(frozen=True)

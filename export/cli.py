@@ -46,6 +46,13 @@ def _three(
     return numbers
 
 
+def _names(_context: click.Context, _parameter: click.Parameter, value: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(name.strip() for name in value.split(",")))
+    if not all(names):
+        raise click.BadParameter(f"expected names between commas, got {value!r}")
+    return names
+
+
 def _keywords(values: tuple[str, ...]) -> dict[str, Any]:
     """Parse NAME=VALUE, with the value as a Python literal or else as text."""
     keywords: dict[str, Any] = {}
@@ -74,7 +81,7 @@ def _keywords(values: tuple[str, ...]) -> dict[str, Any]:
     type=click.Path(file_okay=False, path_type=Path),
     default=Path(),
     show_default=True,
-    help="Folder for MODEL-SIZE.onnx; -sqrt, -pN and -int8 or -fp16 are appended to SIZE with these options.",
+    help="Folder for MODEL-SIZE.onnx; -LAYERS, -sqrt, -pN and -int8 or -fp16 are appended to SIZE with these options.",
 )
 @click.option(
     "--weights",
@@ -103,20 +110,34 @@ def _keywords(values: tuple[str, ...]) -> dict[str, Any]:
 @click.option(
     "--crop-pct", type=click.FloatRange(0.1, 1), help="Fraction inside the crop  [default: the model's]"
 )
+@click.option(
+    "--layers",
+    metavar="LAYER,...",
+    callback=_names,
+    default="last",
+    show_default=True,
+    help="Blocks whose pooled outputs are the features: last (the network's own feature), residual (each width's last "
+    "residual sum), all, the name of a module, or cN (the last depthwise activation of N channels).",
+)
+@click.option(
+    "--list-layers",
+    is_flag=True,
+    help="Print the blocks that --layers=all takes with what each costs, and exit.",
+)
 @click.option("--square-root", is_flag=True, help="Take the square root of each feature, with its sign.")
 @click.option(
     "--project",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Project features on their N principal components over the photos of --calibration.",
+    help="Project features on their N principal components over --images.",
 )
-@click.option("--int8", is_flag=True, help="Quantize to 8 bits; --calibration is required.")
+@click.option("--int8", is_flag=True, help="Quantize to 8 bits; --images is required.")
 @click.option("--fp16", is_flag=True, help="Convert to float16, for GPUs and half the download.")
 @click.option(
-    "--calibration",
+    "--images",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Folder of photos, for --project, and for --int8, which needs photos such as those of the devices and holds "
-    "one in five out for the comparison.",
+    help="Folder of images, of which up to 100 are compared with PyTorch. --int8 needs images such as those of the "
+    "devices, and holds one in five out for the comparison  [default: two of scikit-learn's]",
 )
 @click.option(
     "--float-layer",
@@ -129,11 +150,6 @@ def _keywords(values: tuple[str, ...]) -> dict[str, Any]:
     "--min-cosine",
     type=click.FloatRange(-1, 1),
     help="Least cosine of a feature against PyTorch  [default: 0.8 with --int8, 0.999 with --fp16]",
-)
-@click.option(
-    "--photos",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Folder of photos for the comparison with PyTorch  [default: two of scikit-learn's]",
 )
 @click.option(
     "--tolerance",
@@ -153,7 +169,7 @@ def cli(*, model: str | None, pattern: str | None, as_json: bool, verbose: bool,
     if model is None and pattern is None:
         raise click.UsageError("give a MODEL, or search for one with --list PATTERN")
     precision = {name: options.pop(name) for name in ("int8", "fp16", "float_layers", "min_cosine")}
-    _check_options(**precision, project=options["project"], calibration=options["calibration"])
+    _check_options(**precision, **options)
     require_packages(*NEEDED, extras=EXTRAS)
     _require_torchvision()
     start_logging(verbose=verbose)
@@ -165,7 +181,11 @@ def cli(*, model: str | None, pattern: str | None, as_json: bool, verbose: bool,
         names = list_models(str(pattern))
         click.echo(json.dumps(names, indent=2) if as_json else "\n".join(names))
         return
-    convert, suffix = _conversion(**precision, calibration=options["calibration"], photos=options["photos"])
+    if options.pop("list_layers"):
+        rows = _list_layers(model, **options)
+        click.echo(json.dumps(rows, indent=2) if as_json else _table(rows))
+        return
+    convert, suffix = _conversion(**precision, images=options["images"])
     summary = _export(model, convert=convert, suffix=suffix, **options)
     click.echo(json.dumps(summary, indent=2) if as_json else _describe(summary))
 
@@ -177,15 +197,16 @@ def _check_options(
     float_layers: tuple[str, ...],
     min_cosine: float | None,
     project: int | None,
-    calibration: Path | None,
+    images: Path | None,
+    layers: tuple[str, ...],
+    square_root: bool,
+    **_others: Any,
 ) -> None:
     """Raise UsageError for options that need others, or exclude them."""
-    if int8 and calibration is None:
-        raise click.UsageError("--int8 needs --calibration DIRECTORY")
-    if project and calibration is None:
-        raise click.UsageError("--project needs --calibration DIRECTORY")
-    if calibration is not None and not (int8 or project):
-        raise click.UsageError("--calibration needs --int8 or --project")
+    if (int8 or project) and images is None:
+        raise click.UsageError(f"{'--int8' if int8 else '--project'} needs --images DIRECTORY")
+    if square_root and layers != ("last",):
+        raise click.UsageError("--square-root needs --layers last: other layers have their square root")
     if float_layers and not int8:
         raise click.UsageError("--float-layer needs --int8")
     if int8 and fp16:
@@ -200,19 +221,18 @@ def _conversion(
     fp16: bool,
     float_layers: tuple[str, ...],
     min_cosine: float | None,
-    calibration: Path | None,
-    photos: Path | None,
+    images: Path | None,
 ) -> "tuple[Conversion | None, str]":
     """Return what makes the file of the float32 graph, and the suffix of its name."""
     least = {} if min_cosine is None else {"min_cosine": min_cosine}
-    if int8 and calibration:
+    if int8 and images:
         from export.int8 import Int8
 
-        return Int8(calibration, float_layers, **least).convert, "-int8"
+        return Int8(images, float_layers, **least).convert, "-int8"
     if fp16:
         from export.float16 import Float16
 
-        return Float16(photos, **least).convert, "-fp16"
+        return Float16(images, **least).convert, "-fp16"
     return None, ""
 
 
@@ -233,7 +253,7 @@ def _export(
     model: str,
     *,
     out: Path,
-    photos: Path | None,
+    images: Path | None,
     tolerance: float,
     opset: int,
     convert: "Conversion | None",
@@ -241,13 +261,13 @@ def _export(
     **chosen: Any,
 ) -> dict[str, Any]:
     """Export a backbone, and return the summary."""
-    from export.parity import photos_in, timm_reference
+    from export.parity import compared_photos, timm_reference
     from export.to_onnx import export_module
 
     started = time.monotonic()
     with state_errors(out):
         out.mkdir(parents=True, exist_ok=True)
-    backbone = _load(model, **chosen)
+    backbone = _load(model, images=images, **chosen)
     if backbone.assumed:
         assumed = _settings({name: backbone.settings[name] for name in backbone.assumed})
         click.echo(
@@ -257,14 +277,15 @@ def _export(
             err=True,
         )
     click.echo(f"exporting{', converting' if convert else ''} and comparing with PyTorch ...", err=True)
-    options = "-sqrt" if chosen["square_root"] else ""
+    options = "" if chosen["layers"] == ("last",) else f"-{'+'.join(chosen['layers'])}"
+    options += "-sqrt" if chosen["square_root"] else ""
     options += f"-p{chosen['project']}" if chosen["project"] else ""
     exported = export_module(
         backbone.module,
         backbone.metadata,
         path=out / _file_name(backbone.metadata, options + suffix),
         reference=timm_reference(backbone.module, backbone.config),
-        photos=photos_in(photos) if photos else None,
+        photos=compared_photos(images),
         tolerance=tolerance,
         opset=opset,
         convert=convert,
@@ -274,19 +295,48 @@ def _export(
 
 
 def _load(
-    model: str, *, project: int | None, calibration: Path | None, keywords: dict[str, Any], **chosen: Any
+    model: str,
+    *,
+    layers: tuple[str, ...],
+    project: int | None,
+    images: Path | None,
+    keywords: dict[str, Any],
+    **chosen: Any,
 ) -> "Backbone":
-    """Return the network with its weights, projected if that is asked for."""
+    """Return the network with its weights and layers, projected if that is asked for."""
     from export.backbones import Choice, load_backbone
+    from export.layers import select_layers
     from export.parity import photos_in
     from export.projection import project_features
 
     click.echo(f"loading {model} ...", err=True)
     backbone = load_backbone(Choice(model, model_kwargs=keywords, **chosen))
-    if not project or calibration is None:
+    if layers != ("last",):
+        backbone = select_layers(backbone, layers)
+    if not project or images is None:
         return backbone
-    click.echo(f"finding principal components of the photos in {calibration} ...", err=True)
-    return project_features(backbone, project, photos_in(calibration))
+    click.echo(f"finding principal components of the photos in {images} ...", err=True)
+    return project_features(backbone, project, photos_in(images))
+
+
+def _list_layers(model: str, *, opset: int, **chosen: Any) -> list[dict[str, Any]]:
+    from export.layers import list_layers
+
+    wanted = {name: value for name, value in chosen.items() if name not in ("out", "tolerance")}
+    backbone = _load(model, **wanted | {"layers": ("last",), "project": None, "square_root": False})
+    click.echo("exporting every block and measuring ...", err=True)
+    return list_layers(backbone, opset=opset)
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    lines = [f"{'block':<16}{'width':>6}{'resolution':>12}{'MB':>8}{'time':>8}"]
+    for row in rows:
+        resolution = "x".join(map(str, row["resolution"])) or "-"
+        lines.append(
+            f"{row['name']:<16}{row['width']:>6}{resolution:>12}{row['size_bytes'] / 1e6:>8.2f}"
+            f"{row['time_share']:>8.0%}"
+        )
+    return "\n".join(lines)
 
 
 def _file_name(metadata: BackboneMetadata, options: str) -> str:
@@ -303,6 +353,7 @@ def _summary(exported: "Exported") -> dict[str, Any]:
         "size_bytes": exported.size_bytes,
         "model": metadata.model,
         "feature_size": metadata.feature_size,
+        "blocks": msgspec.to_builtins(metadata.blocks or ()),
         "image_size": [metadata.preprocessing.height, metadata.preprocessing.width],
         "precision": metadata.precision,
         "weights": metadata.weights,
@@ -318,10 +369,11 @@ def _settings(settings: dict[str, Any]) -> str:
 def _describe(summary: dict[str, Any]) -> str:
     parity = summary["parity"]
     height, width = summary["image_size"]
+    blocks = ", ".join(f"{block['name']} ({block['width']})" for block in summary["blocks"])
     return (
         f"{summary['path']}\n"
         f"  {summary['size_bytes'] / 1e6:.1f} MB, images of {height}x{width} to "
-        f"{summary['feature_size']} features\n"
+        f"{summary['feature_size']} features{' of ' * bool(blocks)}{blocks}\n"
         f"  {_settings(summary['preprocessing'])}\n"
         f"  sha256 {summary['sha256']}\n"
         f"  {summary['precision']}, against torch on {parity['images']} photographs: "

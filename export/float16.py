@@ -10,7 +10,7 @@ from onnx import TensorProto, helper, numpy_helper
 from onnxruntime.quantization.onnx_model import ONNXModel
 from onnxruntime.transformers.float16 import convert_float_to_float16
 
-from export.parity import Reference, compare, photos_in, sample_photos
+from export.parity import Reference, compare, compared_photos
 from export.quantization import normalization
 from protocol.errors import ProtofleetError
 from protocol.models.onnx_metadata import BackboneMetadata, Parity, delete_notes
@@ -21,7 +21,7 @@ class Float16:
     """How a backbone is converted."""
 
     photos: Path | None = None
-    """Folder of photos for the comparison; None for scikit-learn's two."""
+    """Folder of photos for the comparison, as in `compared_photos`; None for scikit-learn's two."""
     min_cosine: float = 0.999
     """Least cosine similarity of a feature and PyTorch's."""
 
@@ -43,7 +43,7 @@ class Float16:
                 bytes(graph.SerializeToString()),
                 preprocessing=metadata.preprocessing,
                 reference=reference,
-                photos=photos_in(self.photos) if self.photos else sample_photos(),
+                photos=compared_photos(self.photos),
             )
             for graph in (model, round_values(onnx.load_from_string(file)))
         ]

@@ -1,5 +1,6 @@
 """Compare features: PyTorch with timm's transform against ONNX Runtime with the device's preprocessing."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
@@ -19,6 +20,9 @@ from protocol.models.preprocessing import Preprocessing, preprocess
 BATCH = 16
 """Photos in memory at a time."""
 
+COMPARED = 100
+"""Photos of a folder that are compared, at most."""
+
 Reference = Callable[[Image.Image], NDArray[np.float32]]
 """Computes the expected feature of a photo, (L,) float32."""
 
@@ -28,6 +32,14 @@ def sample_photos() -> list[Image.Image]:
     from sklearn.datasets import load_sample_images
 
     return [Image.fromarray(photo) for photo in load_sample_images().images]
+
+
+def compared_photos(folder: Path | None) -> Iterable[Image.Image]:
+    """Return photos evenly spaced over a folder's, or scikit-learn's two; raises what `photos_in` does."""
+    if folder is None:
+        return sample_photos()
+    paths = photo_files(folder)
+    return map(read_photo, paths[:: math.ceil(len(paths) / COMPARED)])
 
 
 def photos_in(folder: Path) -> Iterator[Image.Image]:

@@ -52,7 +52,7 @@ def project_features(backbone: Backbone, size: int, photos: Iterable[Image.Image
     return replace(
         backbone,
         module=Projection(backbone.module, principal_components(features, size)).eval(),
-        metadata=msgspec.structs.replace(backbone.metadata, feature_size=size),
+        metadata=msgspec.structs.replace(backbone.metadata, feature_size=size, blocks=msgspec.UNSET),
     )
 
 

@@ -46,7 +46,7 @@ class Calibrated:
         """Return the graph with these layers quantized, and what is between them; by default all but `stem`."""
         chosen = set(self.layers) - set(stem(self.model)) if layers is None else layers
         left_out = [node for layer, node in self.layers.items() if layer not in chosen]
-        return self._quantized(nodes_to_quantize=[], nodes_to_exclude=[*left_out, *normalization(self.model)])
+        return self._quantized(nodes_to_quantize=[], nodes_to_exclude=[*left_out, *_float32(self.model)])
 
     def with_one_layer(self, layer: str) -> onnx.ModelProto:
         """Return the graph with one layer quantized: its weights, its input and its output."""
@@ -138,6 +138,12 @@ def normalization(model: onnx.ModelProto) -> list[str]:
             break
         names.append(node.name)
     return names
+
+
+def _float32(model: onnx.ModelProto) -> list[str]:
+    """Return the nodes of `normalization`, and the concatenation of features: heads need more than 8 bits of it."""
+    ends = [node.name for node in model.graph.node if node.op_type == "Concat" and "feature" in node.output]
+    return [*normalization(model), *ends]
 
 
 def _finished(model: onnx.ModelProto, source: onnx.ModelProto) -> onnx.ModelProto:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 from protocol.errors import BackboneMismatch
 from protocol.models.preprocessing import Preprocessing
@@ -34,6 +34,14 @@ class Parity(msgspec.Struct, frozen=True, kw_only=True):
     images: int
 
 
+class Block(msgspec.Struct, frozen=True, kw_only=True):
+    """The values of one block of the network in the feature."""
+
+    name: _Name
+    """A module's path in the network, ``cN``, or ``last`` for the network's own pooled feature."""
+    width: _Size
+
+
 class BackboneMetadata(msgspec.Struct, frozen=True, kw_only=True, tag="backbone", tag_field="kind"):
     """A graph from ``image`` uint8 (n, H, W, 3) RGB to ``feature`` float32 (n, L), including normalization."""
 
@@ -52,6 +60,13 @@ class BackboneMetadata(msgspec.Struct, frozen=True, kw_only=True, tag="backbone"
     parity: Parity | None = None
     precision: str = "float32"
     """``float32``, ``float16`` or ``int8``, for information: what most layers compute with."""
+    blocks: Annotated[tuple[Block, ...], Meta(min_length=1)] | UnsetType = UNSET
+    """Blocks in the order of their values in the feature, each with mean 0 and length sqrt(width); absent from the file
+    if the feature is the network's own."""
+
+    def __post_init__(self) -> None:
+        if self.blocks and sum(block.width for block in self.blocks) != self.feature_size:
+            raise ValueError("expected blocks whose widths add up to feature_size")
 
 
 class HeadMetadata(msgspec.Struct, frozen=True, kw_only=True, tag="head", tag_field="kind"):

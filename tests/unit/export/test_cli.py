@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 import timm
@@ -15,7 +16,9 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from export import cli, to_onnx
+from export import cli, layers, to_onnx
+from export.backbones import Choice, load_backbone
+from export.parity import timm_reference
 from protocol.cli import run
 from protocol.models.onnx_metadata import BackboneMetadata, read_metadata
 from protocol.storage.blobstore import file_digest
@@ -54,7 +57,7 @@ def test_backbone_is_exported_with_json_summary(
 
     code = export_backbone(
         MODEL, "--weights", weights, "--out", out, "--image-size", "64", "--mean", ".5,.5,.5", "--std", ".5,.4,.3",
-        "--model-kwargs", "drop_rate=0.1", "--model-kwargs", "pad_type=same", "--photos", photos, "--json",
+        "--model-kwargs", "drop_rate=0.1", "--model-kwargs", "pad_type=same", "--images", photos, "--json",
         "--square-root",
         monkeypatch=monkeypatch,
     )  # fmt: skip
@@ -87,8 +90,16 @@ def test_backbone_is_exported_with_json_summary(
     assert metadata.feature_size == summary["feature_size"] == session.get_outputs()[0].shape[1]
 
 
+@pytest.mark.parametrize(
+    ("chosen", "name"), [("last", f"{MODEL}-64-int8.onnx"), ("c128, c192", f"{MODEL}-64-c128+c192-int8.onnx")]
+)
 def test_backbone_is_quantized(
-    tmp_path: Path, weights: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    weights: Path,
+    chosen: str,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     photos = tmp_path / "photos"
     photos.mkdir()
@@ -97,21 +108,32 @@ def test_backbone_is_quantized(
         Image.fromarray(grid).resize((64, 64), Image.Resampling.BICUBIC).save(photos / f"{index}.png")
     out = tmp_path / "out"
     code = export_backbone(
-        MODEL, "--weights", weights, "--out", out, "--image-size", "64", "--json", "--int8", "--calibration", photos,
-        "--float-layer", "blocks.0.0.conv", "--min-cosine", "-1",
+        MODEL, "--weights", weights, "--out", out, "--image-size", "64", "--json", "--int8", "--images", photos,
+        "--float-layer", "blocks.0.0.conv", "--min-cosine", "-1", "--layers", chosen,
         monkeypatch=monkeypatch,
     )  # fmt: skip
     captured = capsys.readouterr()
     summary = json.loads(captured.out)
     assert code == 0
-    assert [path.name for path in out.iterdir()] == [f"{MODEL}-64-int8.onnx"]
+    (path,) = out.iterdir()
+    assert path.name == name
     assert summary["precision"] == "int8"
     assert summary["parity"]["images"] == 2
+    end = next(node for node in onnx.load(path).graph.node if "feature" in node.output)
+    assert (end.op_type == "Concat") == (chosen != "last")  # float32: 8 bits would end with DequantizeLinear
+    if chosen != "last":
+        assert [block["name"] for block in summary["blocks"]] == ["c128", "c192"]
+        assert summary["parity"]["cosine"] > 0.9
     assert "converting" in captured.err
 
 
+@pytest.mark.parametrize("chosen", ["last", "last,blocks.3"])
 def test_projected_backbone_is_converted_to_float16(
-    tmp_path: Path, weights: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    weights: Path,
+    chosen: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     photos = tmp_path / "photos"
     photos.mkdir()
@@ -120,16 +142,55 @@ def test_projected_backbone_is_converted_to_float16(
         Image.fromarray(noise).save(photos / f"{index}.png")
     out = tmp_path / "out"
     code = export_backbone(
-        MODEL, "--weights", weights, "--out", out, "--image-size", "64", "--json", "--fp16", "--photos", photos,
-        "--project", "3", "--calibration", photos,
+        MODEL, "--weights", weights, "--out", out, "--image-size", "64", "--json", "--fp16", "--images", photos,
+        "--project", "3", "--layers", chosen,
         monkeypatch=monkeypatch,
     )  # fmt: skip
     summary = json.loads(capsys.readouterr().out)
     assert code == 0
-    assert [path.name for path in out.iterdir()] == [f"{MODEL}-64-p3-fp16.onnx"]
+    named = "" if chosen == "last" else "-last+blocks.3"
+    assert [path.name for path in out.iterdir()] == [f"{MODEL}-64{named}-p3-fp16.onnx"]
+    assert summary["blocks"] == []
     assert (summary["precision"], summary["feature_size"]) == ("float16", 3)
     assert summary["parity"]["images"] == 4
     assert summary["parity"]["cosine"] > 0.999
+
+
+def test_the_last_layer_alone_is_the_file_without_layers(
+    tmp_path: Path, weights: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Digests of backbones are in tasks."""
+    backbone = load_backbone(Choice(MODEL, weights, image_size=32))
+    own = to_onnx.export_module(
+        backbone.module,
+        backbone.metadata,
+        path=tmp_path / "own.onnx",
+        reference=timm_reference(backbone.module, backbone.config),
+    )
+    options = ("--weights", weights, "--out", tmp_path, "--image-size", "32", "--layers", "last", "--json")
+    assert export_backbone(MODEL, *options, monkeypatch=monkeypatch) == 0
+    assert json.loads(capsys.readouterr().out)["sha256"] == own.sha256
+    (properties,) = onnx.load(own.path).metadata_props
+    assert list(json.loads(properties.value)) == [
+        *("kind", "model", "feature_size", "preprocessing", "mean", "std"),
+        *("weights_sha256", "weights", "parity", "precision"),
+    ]
+
+
+def test_layers_are_listed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [
+        {"name": "c128", "width": 128, "resolution": [2, 2], "size_bytes": 128_000, "time_share": 0.515},
+        {"name": "last", "width": 256, "resolution": [], "size_bytes": 1_280_000, "time_share": 1},
+    ]
+    monkeypatch.setattr(layers, "list_layers", lambda _backbone, **_options: rows)
+    arguments = (MODEL, "--random", "--image-size", "32", "--list-layers")
+    assert export_backbone(*arguments, monkeypatch=monkeypatch) == 0
+    titles, first, last = map(str.split, capsys.readouterr().out.splitlines())
+    assert titles == ["block", "width", "resolution", "MB", "time"]
+    assert first == ["c128", "128", "2x2", "0.13", "52%"]
+    assert last == ["last", "256", "-", "1.28", "100%"]
+    assert export_backbone(*arguments, "--json", monkeypatch=monkeypatch) == 0
+    assert json.loads(capsys.readouterr().out) == rows
 
 
 def test_torchvision_of_another_torch_is_one_line(
@@ -174,6 +235,8 @@ def test_text_summary_has_the_parity(
         ([MODEL], "choose the weights"),
         ([MODEL, "--weights", "nowhere.pth"], "no weights at nowhere.pth"),
         ([MODEL, "--random", "--model-kwargs", "global_pool="], "returns no pooled feature"),
+        ([MODEL, "--random", "--layers", "last,c13"], "has no block 'c13' for --layers"),
+        ([MODEL, "--random", "--images", "nowhere"], "no photos in nowhere"),
         (["--list", "nosuchnet*"], "timm has no model like 'nosuchnet*'"),
     ],
 )
@@ -201,11 +264,12 @@ def test_errors_are_one_line_and_exit_1(
         [MODEL, "--std", "1,0,1"],
         [MODEL, "--model-kwargs", "pad_type"],
         [MODEL, "--opset", "9"],
-        [MODEL, "--photos", "nowhere"],
         [MODEL, "--random", "--int8"],
-        [MODEL, "--random", "--calibration", "."],
+        [MODEL, "--random", "--project", "2"],
+        [MODEL, "--random", "--layers", "last,"],
+        [MODEL, "--random", "--layers", "all", "--square-root"],
         [MODEL, "--random", "--float-layer", "conv_stem"],
-        [MODEL, "--random", "--int8", "--calibration", ".", "--fp16"],
+        [MODEL, "--random", "--int8", "--images", ".", "--fp16"],
         [MODEL, "--random", "--min-cosine", "0.9"],
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from export.parity import BATCH, Reference, compare, photos_in, sample_photos
+from export.parity import BATCH, COMPARED, Reference, compare, compared_photos, photos_in, sample_photos
 from protocol.errors import ConfigError
 from tests.support.graphs.torch_networks import described
 
@@ -82,3 +82,10 @@ def test_broken_photo_is_named(tmp_path: Path) -> None:
     (tmp_path / "broken.jpg").write_bytes(b"not a photo")
     with pytest.raises(ConfigError, match=r"broken\.jpg"):
         list(photos_in(tmp_path))
+
+
+def test_photos_of_a_large_folder_are_compared_at_even_distances(tmp_path: Path) -> None:
+    for shade in range(COMPARED + 50):
+        Image.new("RGB", (1, 1), (shade, 0, 0)).save(tmp_path / f"{shade:03}.png")
+    shades = [first_value_of(photo) for photo in compared_photos(tmp_path)]
+    assert shades == list(range(0, COMPARED + 50, 2))

@@ -38,7 +38,7 @@ def test_the_file_has_the_projected_features_and_the_comparison_includes_them(
 ) -> None:
     torch.manual_seed(0)
     options = ["--random", "--image-size", "32", "--crop-pct", "1", "--square-root", "--project", str(SIZE)]
-    arguments = [MODEL, *options, "--calibration", str(photos), "--out", str(tmp_path)]
+    arguments = [MODEL, *options, "--images", str(photos), "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["export-backbone", *arguments])
 
     with pytest.raises(SystemExit) as ended:

@@ -11,6 +11,7 @@ from protocol.errors import BackboneMismatch
 from protocol.models.onnx_metadata import (
     PROPERTY,
     BackboneMetadata,
+    Block,
     GraphMetadata,
     HeadMetadata,
     ModelMetadata,
@@ -47,12 +48,15 @@ GRAPH = GraphMetadata(
     opset=18,
     runtime_min="1.14",
 )
+BLOCKS = msgspec.structs.replace(
+    BACKBONE, blocks=(Block(name="c384", width=384), Block(name="last", width=128))
+)
 MODEL = ModelMetadata(backbones={"image": BACKBONE}, head=HEAD)
 KINDS = [BackboneMetadata, HeadMetadata, GraphMetadata, ModelMetadata]
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-@pytest.mark.parametrize("metadata", [BACKBONE, HEAD, GRAPH, MODEL])
+@pytest.mark.parametrize("metadata", [BACKBONE, BLOCKS, HEAD, GRAPH, MODEL])
 def test_metadata_is_read_back(metadata: Any) -> None:
     assert read_metadata(to_properties(metadata), type(metadata)) == metadata
 
@@ -74,6 +78,13 @@ def test_file_without_metadata_is_refused(kind: Any) -> None:
 def test_invalid_metadata_is_refused(kind: Any, text: str) -> None:
     with pytest.raises(BackboneMismatch, match="invalid 'protofleet' metadata"):
         read_metadata({PROPERTY: text}, kind)
+
+
+def test_blocks_are_the_whole_feature() -> None:
+    text = to_properties(BLOCKS)[PROPERTY]
+    for wrong in (text.replace('"width":128', '"width":127'), text.replace('"c384"', '""')):
+        with pytest.raises(BackboneMismatch, match="invalid"):
+            read_metadata({PROPERTY: wrong}, BackboneMetadata)
 
 
 @pytest.mark.parametrize("size", [0, -1, 2**20 + 1, 2**62])
