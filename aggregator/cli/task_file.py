@@ -106,15 +106,15 @@ def check_command(*, task: Path) -> None:
 
 def _check(path: Path) -> None:
     from aggregator.config.task_file import load_task
-    from aggregator.tasks.task_preparation import read_backbone
+    from aggregator.tasks.task_preparation import read_backbone, selected_columns
 
     task, files = load_task(path)
-    size = 0
-    for file in files:
-        metadata = read_backbone(file)
-        size += metadata.feature_size
+    described = {file: read_backbone(file) for file in files}
+    for file, metadata in described.items():
         spec = metadata.preprocessing
         say(f"backbone   {file}: {metadata.feature_size} features of images at {spec.width}x{spec.height}")
+    columns = selected_columns(task.layers or (), described)
+    size = sum(end - start for start, end in columns) or sum(each.feature_size for each in described.values())
     classes = counted(len(task.classes), "class", "classes")
     say(f"task       fleet {task.fleet}, {task.algorithm}, {classes}, {size} features")
     for note in _notes(task):

@@ -127,6 +127,8 @@ class CommonSettings(msgspec.Struct, frozen=True, kw_only=True):
     classes: Annotated[tuple[ClassName, ...], Meta(min_length=1, max_length=MAX_CLASSES)]
     backbones: Annotated[tuple[str, ...], Meta(min_length=1, max_length=16)]
     """Paths of ONNX files, relative to the task file's folder."""
+    layers: Annotated[tuple[str, ...], Meta(min_length=1, max_length=256)] | None = None
+    """The blocks of the backbones whose features are used; None for all."""
     fleet: Name = "default"
     algorithm: str = "fedtc"
     quorum: Annotated[int, Meta(ge=1)] = 1

@@ -142,6 +142,7 @@ def _unused(task: TaskFile, given: Mapping[str, Any]) -> Iterator[Problem]:
     unused = {*ALGORITHMS, "statistics", *other} - {task.algorithm}
     paths: list[tuple[str, ...]] = [(name,) for name in sorted(unused & given.keys())]
     if task.learning is not None:
+        paths += [("layers",)] if task.layers else []
         paths += [
             ("client", name) for name in sorted({"alpha", "batch_size"} & given.get("client", {}).keys())
         ]
@@ -167,6 +168,8 @@ def _statistics(task: TaskFile, given: Mapping[str, Any]) -> Iterator[Problem]:
             ("client", "alpha"),
             f"must be 1 with {algorithm}, because whether an image is an outlier depends on other images: remove it",
         )
+    if task.training.refine and task.layers:
+        yield ("layers",), f"{algorithm} takes all features: export the backbone with these layers"
     if task.robust.combine != "none":
         yield ("robust", "combine"), f"{algorithm} adds sums, which have no median: remove it"
     if task.privacy.dp is not None:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import onnx
 import onnxruntime
+from msgspec import UnsetType
 from numpy.typing import NDArray
 from onnx import numpy_helper
 
@@ -26,16 +27,25 @@ BATCH_SIZES = (1, 7, 256)
 """Rows with which a file is compared with its layers."""
 
 
+def selected(columns: Sequence[tuple[int, int]] | UnsetType, feature_size: int) -> NDArray[np.intp]:
+    """Return the columns in these ranges, start and end; all of `feature_size` without ranges."""
+    return np.concatenate([np.arange(*each) for each in columns or [(0, feature_size)]])
+
+
 def head_to_onnx(
-    layers: Sequence[Dense], *, metadata: HeadMetadata, feature_map: RowMap | None = None
+    layers: Sequence[Dense],
+    *,
+    metadata: HeadMetadata,
+    feature_map: RowMap | None = None,
+    columns: NDArray[np.intp] | None = None,
 ) -> bytes:
-    """Return a head as an ONNX file, of layers that take features, or rows that a map makes of them.
+    """Return a head as an ONNX file, of layers that take features, or some columns of these, or rows of a map.
 
     Its input is `feature`, float32 (n, L); its outputs are `logits` and `probabilities`, float32 (n, C).
     """
     *hidden, classifier = layers
     if feature_map is None:
-        nodes, constants, value = hidden_layers(hidden)
+        nodes, constants, value = hidden_layers(hidden, columns, metadata.feature_size)
     else:
         (nodes, constants), value = feature_map.nodes(), "projection"
     nodes += _dense("logits", classifier, value, constants)
@@ -48,11 +58,19 @@ def head_to_onnx(
     return finished(model, metadata)
 
 
-def hidden_layers(layers: Sequence[Dense]) -> tuple[list[str], dict[str, NDArray[np.generic]], str]:
-    """Return the nodes and constants of a head's layers before the last one, from `feature`, and their last value."""
+def hidden_layers(
+    layers: Sequence[Dense], columns: NDArray[np.intp] | None = None, feature_size: int = 0
+) -> tuple[list[str], dict[str, NDArray[np.generic]], str]:
+    """Return the nodes and constants of a head's layers before the last one, from `feature`, and their last value.
+
+    They take some columns of `feature`, float32 (n, feature_size), or all of them.
+    """
     nodes: list[str] = []
     constants: dict[str, NDArray[np.generic]] = {}
     value = "feature"
+    if columns is not None and len(columns) < feature_size:
+        constants["columns"] = columns
+        nodes, value = ["selected = Gather<axis=1>(feature, columns)"], "selected"
     if layers:  # ONNX Runtime warns of constants that no node uses
         constants |= {"axes": np.array([1]), "min_length": np.array(MIN_LENGTH, dtype=np.float32)}
     for number, layer in enumerate(layers):
@@ -131,6 +149,8 @@ def max_difference(
     file: bytes,
     features: NDArray[np.float32],
     feature_map: RowMap | None = None,
+    *,
+    columns: NDArray[np.intp] | None = None,
 ) -> float:
     """Return the maximum difference of the file's logits and probabilities in ONNX Runtime from those of its layers.
 
@@ -141,7 +161,8 @@ def max_difference(
     worst = 0.0
     for size in BATCH_SIZES:
         batch = np.resize(features, (size, features.shape[1]))
-        logits = logits_of(layers, batch if feature_map is None else mapped(feature_map, batch))
+        inputs = batch if columns is None else batch[:, columns]
+        logits = logits_of(layers, inputs if feature_map is None else mapped(feature_map, batch))
         odds = np.exp(logits - logits.max(axis=1, keepdims=True))
         expected = logits, odds / odds.sum(axis=1, keepdims=True)
         for theirs, ours in zip(expected, session.run(None, {"feature": batch}), strict=True):

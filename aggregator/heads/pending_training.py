@@ -102,6 +102,8 @@ def job_of(
             **shared,
             random_features=task.file.statistics.features,
             seed=task.file.client.seed,
+            columns=getattr(task.feature_map, "columns", ()),
+            normalized=getattr(task.feature_map, "normalized", False),
             engine=task.file.training.engine,
             adapter="" if task.refined is None else task.refined.digest.hex(),
         )

@@ -5,6 +5,8 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 
+import msgspec
+
 from aggregator.algorithms.algorithm import Algorithm
 from aggregator.config.schema import PrivacyBudget, TaskFile
 from aggregator.storage.heads import HeadRecord
@@ -38,6 +40,7 @@ def task_manifest(
     *,
     program: Program | None = None,
     statistics: Statistics | None = None,
+    columns: tuple[tuple[int, int], ...] = (),
 ) -> TaskManifest:
     """Return the manifest of a task file.
 
@@ -57,6 +60,7 @@ def task_manifest(
         program=program,
         statistics=statistics,
         perturbation=task.privacy.perturbation,
+        columns=columns if columns and statistics is None else msgspec.UNSET,
         differential_privacy=None if task.privacy.dp is None else _differential_privacy(task.privacy.dp),
     )
     size = len(encode(manifest))

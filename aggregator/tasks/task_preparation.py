@@ -1,8 +1,9 @@
 """Prepares a task: reads its backbones, exports its graphs, and stores the blobs that devices download."""
 
 import contextlib
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -129,11 +130,13 @@ def prepare_task(
         BackboneMismatch: a backbone was not written by `export-backbone`.
         StateError: the state directory cannot be written.
     """
-    feature_size = sum(read_backbone(path).feature_size for path in backbones)
+    described = {path: read_backbone(path) for path in backbones}
+    feature_size = sum(each.feature_size for each in described.values())
+    columns = selected_columns(file.layers or (), described)
     references = [store.put_file(path) for path in backbones]
     learning = file.learning
     program, shapes, first = None, {}, None
-    prototype_size = feature_size
+    prototype_size = sum(end - start for start, end in columns) or feature_size
     if learning is not None:
         graphs = cached_graphs(file, feature_size=feature_size, store=store)
         program = program_of(learning, graphs)
@@ -145,11 +148,12 @@ def prepare_task(
         first = store.put_blob(pack_tensors(tensors), "tensors-0")
     statistics = None
     if feature_map is None:
-        feature_map = feature_map_of(file, feature_size)
+        normalized = all(each.blocks for each in described.values())
+        feature_map = feature_map_of(file, feature_size, columns=columns, normalized=normalized)
     if feature_map is not None:
         statistics = _statistics(feature_map, store, num_classes=len(file.classes))
         prototype_size = statistics.size
-    manifest = task_manifest(file, references, program=program, statistics=statistics)
+    manifest = task_manifest(file, references, program=program, statistics=statistics, columns=columns)
     digest = store.blobs.put(encode(manifest))
     return Task(
         file=file,
@@ -164,20 +168,53 @@ def prepare_task(
     )
 
 
-def feature_map_of(file: TaskFile, feature_size: int) -> FeatureMap | None:
+def selected_columns(
+    layers: Collection[str], backbones: Mapping[Path, BackboneMetadata]
+) -> tuple[tuple[int, int], ...]:
+    """Return the ranges of the backbones' features, side by side, that belong to these blocks; empty for all.
+
+    Raises:
+        ConfigError: no backbone has one of the blocks, a backbone has none, or only some backbones have blocks.
+    """
+    blocks = {path: each.blocks or () for path, each in backbones.items()}
+    names = {block.name for each in blocks.values() for block in each}
+    if missing := sorted(set(layers) - names):
+        known = f"they have {', '.join(sorted(names))}" if names else "export them with --layers"
+        raise ConfigError(f"`layers`: no backbone has {', '.join(missing)}: {known}")
+    for path, each in blocks.items():
+        if names and not each:
+            raise ConfigError(f"{path} has no blocks, and another backbone has: export both with --layers")
+        if layers and not any(block.name in layers for block in each):
+            raise ConfigError(
+                f"`layers`: {path} has none of them: remove the backbone, or add one of its blocks"
+            )
+    ranges: list[tuple[int, int]] = []
+    start = 0
+    for block in itertools.chain.from_iterable(blocks.values()):
+        end = start + block.width
+        if block.name in layers:
+            before = ranges.pop()[0] if ranges and ranges[-1][1] == start else start
+            ranges.append((before, end))
+        start = end
+    return () if ranges == [(0, start)] else tuple(ranges)
+
+
+def feature_map_of(
+    file: TaskFile, feature_size: int, *, columns: tuple[tuple[int, int], ...] = (), normalized: bool = False
+) -> FeatureMap | None:
     """Return the map whose rows devices sum up or average; None for tasks without statistics.
 
     Raises ConfigError if its rows are too long.
     """
     if file.algorithm != "statistics":
         return None
-    random = file.statistics.features
-    if feature_size + random > MAX_MAPPED_SIZE:
-        given = f"{feature_size} features of the backbones and {random} random ones"
+    found = FeatureMap(feature_size, file.statistics.features, file.client.seed, columns, normalized)
+    if found.size > MAX_MAPPED_SIZE:
+        given = f"{found.selected} features of the backbones and {found.random_features} random ones"
         raise ConfigError(
-            f"{given} are more than {MAX_MAPPED_SIZE}: lower statistics.features, or use fewer backbones"
+            f"{given} are more than {MAX_MAPPED_SIZE}: lower statistics.features, or use fewer backbones or layers"
         )
-    return FeatureMap(feature_size, random, file.client.seed)
+    return found
 
 
 def _statistics(feature_map: RowMap, store: Store, *, num_classes: int) -> Statistics:

@@ -18,7 +18,7 @@ from aggregator.algorithms.fedtc.head import Dense
 from aggregator.algorithms.fedtc.recipe import RECIPES, Recipe
 from aggregator.algorithms.statistics.feature_map import RowMap
 from aggregator.config.schema import Training
-from aggregator.graphs.head_export import head_to_onnx, max_difference
+from aggregator.graphs.head_export import head_to_onnx, max_difference, selected
 from aggregator.ingest.validation import Expectation, Prototypes, check_submission
 from aggregator.training.fleet_head import train_fleet_head
 from aggregator.training.jobs import (
@@ -79,7 +79,8 @@ def run(job: HeadJob) -> Result:
         ProtofleetError: the data cannot be trained on, or ONNX Runtime computes something else.
     """
     manifest = job.manifest()
-    expectation = Expectation(bytes.fromhex(job.task), manifest, job.feature_size)
+    columns = selected(manifest.columns, job.feature_size)
+    expectation = Expectation(bytes.fromhex(job.task), manifest, len(columns))
     arrays = Arrays(Path(job.folder))
 
     def check(submission: Submission) -> Prototypes:
@@ -111,7 +112,9 @@ def run(job: HeadJob) -> Result:
         "epochs": float(trained.epochs),
         "temperature": trained.temperature,
     }
-    metrics = write_checked(job, manifest, trained.layers, figures, features=data.values[:256])
+    features = np.zeros((len(data.values[:256]), job.feature_size), np.float32)
+    features[:, columns] = data.values[:256]
+    metrics = write_checked(job, manifest, trained.layers, figures, features=features)
     return Result(
         prototypes=len(data.labels),
         metrics={**metrics, "seconds": made.seconds},
@@ -138,8 +141,10 @@ def write_checked(
     """
     if job.half_memory:
         figures = {**figures, "half_memory": 1.0}
-    head = head_to_onnx(layers, metadata=job.metadata(manifest, figures), feature_map=feature_map)
-    difference = max_difference(layers, head, features, feature_map)
+    columns = selected(manifest.columns, job.feature_size)
+    metadata = job.metadata(manifest, figures)
+    head = head_to_onnx(layers, metadata=metadata, feature_map=feature_map, columns=columns)
+    difference = max_difference(layers, head, features, feature_map, columns=columns)
     if not difference <= MAX_ONNX_DIFFERENCE:
         raise ProtofleetError(
             f"the head in ONNX Runtime differs by {difference:.3g}, more than {MAX_ONNX_DIFFERENCE}: not published"

@@ -104,6 +104,8 @@ class StatisticsJob(CollectionJob, frozen=True, kw_only=True, dict=True):
 
     random_features: int = 0
     seed: int = 0
+    columns: tuple[tuple[int, int], ...] = ()
+    normalized: bool = False
     engine: Literal["local", "ray"] = "local"
     adapter: str = ""
     """Hex digest of FedTC's head, a blob, whose adapter is the map; empty for random features."""
@@ -116,7 +118,7 @@ class StatisticsJob(CollectionJob, frozen=True, kw_only=True, dict=True):
 
             head = open_blobs(self.blobs).read(bytes.fromhex(self.adapter))
             return adapter_of(head)
-        return FeatureMap(self.feature_size, self.random_features, self.seed)
+        return FeatureMap(self.feature_size, self.random_features, self.seed, self.columns, self.normalized)
 
     @property
     def compares_devices(self) -> bool:

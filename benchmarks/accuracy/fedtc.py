@@ -14,7 +14,7 @@ from aggregator.algorithms.fedtc.adapter_steps import torch_device
 from aggregator.algorithms.fedtc.head import Dense
 from aggregator.config.schema import MAX_MULTIPLE, Robust, Training
 from aggregator.training.head_job import recipe_of
-from benchmarks.data.features import BACKBONES, Precision, load_features, prepared, projected
+from benchmarks.data.features import BackboneType, Precision, load_features, prepared, projected
 from benchmarks.data.images import NAMES
 from benchmarks.options import Option, repeated
 from benchmarks.report import Table, json_option, write_json
@@ -63,9 +63,7 @@ def fleet_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options of data, backbone and fleet."""
     options = (
         click.option("--data", type=click.Choice(NAMES), default="fashion_mnist", show_default=True),
-        click.option(
-            "--backbone", type=click.Choice(list(BACKBONES)), default="mobilenetv2_100", show_default=True
-        ),
+        click.option("--backbone", type=BackboneType(), default="mobilenetv2_100", show_default=True),
         click.option("--image-size", type=click.IntRange(min=32), default=96, show_default=True),
         click.option("--root", is_flag=True, help="Take the square root of features."),
         click.option(

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import click
@@ -18,7 +18,7 @@ from aggregator.algorithms.fedtc.train_head import train_head
 from aggregator.algorithms.fedtc.training_set import TrainingSet
 from aggregator.ingest.validation import Prototypes
 from aggregator.training.robust.training_set import pool
-from benchmarks.data.features import BACKBONES, load_features
+from benchmarks.data.features import BackboneType, load_features
 from benchmarks.data.images import NAMES, PACS
 from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
@@ -61,7 +61,7 @@ class Run:
     "--data", "names", type=click.Choice([*NAMES, *PACS]), default=("fashion_mnist", "cifar10", "pacs_photo"),
     help="May be repeated.",
 )  # fmt: skip
-@click.option("--backbone", type=click.Choice(list(BACKBONES)), default="mobilenetv2_100", show_default=True)
+@click.option("--backbone", type=BackboneType(), default="mobilenetv2_100", show_default=True)
 @click.option("--image-size", type=click.IntRange(min=32), default=96, show_default=True)
 @repeated(
     "--images", "sizes", type=click.IntRange(min=1), default=(2, 5, 10, 20, 50, 100, 500),
@@ -106,7 +106,8 @@ def command(
 def _first(features: Features, classes: int) -> Features:
     """Return the images of the first classes."""
     train, test = features.train_labels < classes, features.test_labels < classes
-    return Features(
+    return replace(
+        features,
         train=features.train[train],
         train_labels=features.train_labels[train],
         test=features.test[test],

@@ -60,6 +60,18 @@ BACKBONES: Mapping[str, Weights] = MappingProxyType(
 )
 
 
+class BackboneType(click.ParamType[str]):
+    """A command's option: one of BACKBONES, or with layers as in `export-backbone --layers`, NAME:LAYER,..."""
+
+    name = "NAME[:LAYER,...]"
+
+    def convert(self, value: str, parameter: click.Parameter | None, context: click.Context | None) -> str:
+        """Return the value; fails unless it begins with a backbone."""
+        if value.partition(":")[0] not in BACKBONES:
+            self.fail(f"expected one of {', '.join(BACKBONES)}, got {value!r}", parameter, context)
+        return value
+
+
 def cache_folder() -> Path:
     """Return where features are kept: PROTOFLEET_BENCH_CACHE, or ~/.cache/protofleet-bench."""
     return Path(os.environ.get("PROTOFLEET_BENCH_CACHE", Path.home() / ".cache" / "protofleet-bench"))
@@ -88,7 +100,7 @@ def load_features(
     if not file.is_file():
         _extract(data, open_backbone(graph), file, at_most=at_most)
     with np.load(file) as arrays:
-        return Features(**arrays)
+        return Features(**arrays, normalized=":" in backbone)
 
 
 def prepared(features: Features, *, root: bool, validation: bool) -> Features:
@@ -106,7 +118,7 @@ def prepared(features: Features, *, root: bool, validation: bool) -> Features:
         train, labels, test, truth = train[rows], labels[rows], train[held_out], labels[held_out]
     if root:
         train, test = (np.sign(part) * np.sqrt(np.abs(part)) for part in (train, test))
-    return Features(train, labels, test, truth)
+    return replace(features, train=train, train_labels=labels, test=test, test_labels=truth)
 
 
 def projected(features: Features, size: int, *, backbone: str, image_size: int, root: bool) -> Features:
@@ -127,20 +139,22 @@ def cached_name(data: str, at_most: int | None = None) -> str:
 
 
 def backbone_file(backbone: str, *, image_size: int) -> Path:
-    """Return one of BACKBONES as an ONNX file, exported the first time.
+    """Return one of BACKBONES, NAME or NAME:LAYER,..., as an ONNX file, exported the first time.
 
     Raises:
         ConfigError: the weights are missing.
     """
-    weights = weights_folder() / BACKBONES[backbone].file
+    name, _, layers = backbone.partition(":")
+    weights = weights_folder() / BACKBONES[name].file
     if not weights.is_file():
         raise ConfigError(
             f"no {weights}: put it there, or point PROTOFLEET_BENCH_WEIGHTS at the folder that has it"
         )
-    folder = cache_folder() / f"{backbone}-{image_size}-{file_digest(weights).hex()[:16]}"
+    suffix = f"-{layers.replace(',', '+')}" if layers else ""
+    folder = cache_folder() / f"{name}-{image_size}-{file_digest(weights).hex()[:16]}{suffix}"
     graph = folder / "backbone.onnx"
     if not graph.is_file():
-        export_backbone(backbone, weights=weights, image_size=image_size, path=graph)
+        export_backbone(name, weights=weights, image_size=image_size, path=graph, layers=layers)
     return graph
 
 
@@ -164,9 +178,10 @@ def quantized_file(graph: Path, *, data: str) -> Path:
     return file
 
 
-def export_backbone(backbone: str, *, weights: Path, image_size: int, path: Path) -> None:
+def export_backbone(backbone: str, *, weights: Path, image_size: int, path: Path, layers: str = "") -> None:
     """Write one of BACKBONES as an ONNX file, for images resized to a square without a crop."""
     from export.backbones import Choice, load_backbone
+    from export.layers import select_layers
     from export.to_onnx import export_module
 
     click.echo(f"exporting {backbone} to {path}", err=True)
@@ -181,20 +196,22 @@ def export_backbone(backbone: str, *, weights: Path, image_size: int, path: Path
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     loaded = load_backbone(choice)
+    if layers:
+        loaded = select_layers(loaded, layers.split(","))
     export_module(loaded.module, loaded.metadata, path=path)
 
 
 def _extract(data: str, backbone: Backbone, file: Path, *, at_most: int | None) -> None:
     images = load_data(data)
     train, test = (part if at_most is None else sample(part, at_most) for part in (images.train, images.test))
-    features = Features(
+    unfinished = file.with_suffix(".part.npz")
+    np.savez(
+        unfinished,
         train=features_of(train.images, backbone, f"{data} train"),
         train_labels=train.labels,
         test=features_of(test.images, backbone, f"{data} test"),
         test_labels=test.labels,
     )
-    unfinished = file.with_suffix(".part.npz")
-    np.savez(unfinished, **vars(features))
     unfinished.replace(file)
 
 

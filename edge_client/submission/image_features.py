@@ -1,6 +1,7 @@
 """The device's images and their features for a task."""
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -28,7 +29,7 @@ from edge_client.storage.stored_values import BackboneProvider, LeftOut
 from edge_client.storage.trials import MAX_ENDS, task_key
 from edge_client.submission.extraction_progress import ProgressReporter
 from protocol.cli import plain
-from protocol.errors import Interrupted, PrivacyFailed
+from protocol.errors import BackboneMismatch, Interrupted, PrivacyFailed
 from protocol.log import event
 from protocol.models.preprocessing import Preprocessing
 from protocol.wire.messages import BlobRef, TaskManifest
@@ -243,6 +244,14 @@ class Workspace:
             event(log, logging.ERROR, "no secret for noise", error=error)
             raise PrivacyFailed(FAILED) from error
 
+    def training_features(
+        self, manifest: TaskManifest, images: Sequence[LabeledImage]
+    ) -> Iterator[NDArray[np.float32]]:
+        """Yield the columns that prototypes have of the cached features of training images, float32 (any, D)."""
+        identities = [image.identity for image in images]
+        for features in self.cache.chunks(identities, *training_feature_keys(manifest)):
+            yield features[:, prototype_columns(manifest, features.shape[1])]
+
     def features(self, images: Sequence[LabeledImage], keys: Sequence[str], size: int) -> NDArray[np.float32]:
         """Return the cached features of images, float32 (n, size)."""
         return self.cache.matrix([image.identity for image in images], *keys, size=size)
@@ -267,6 +276,20 @@ class Workspace:
 
 def _do_nothing() -> None:
     pass
+
+
+def prototype_columns(task: TaskManifest, feature_size: int) -> NDArray[np.intp] | slice:
+    """Return the columns of features (n, feature_size) that a task's prototypes have.
+
+    Raises:
+        BackboneMismatch: the features have no such columns.
+    """
+    if not task.columns:
+        return slice(None)
+    bounds = list(itertools.chain.from_iterable(task.columns))
+    if sorted({*bounds}) != bounds or bounds[-1] > feature_size:
+        raise BackboneMismatch(f"expected ascending columns of {feature_size} features, got {task.columns}")
+    return np.concatenate([np.arange(start, end) for start, end in task.columns])
 
 
 def backbone_digests(task: TaskManifest) -> list[str]:

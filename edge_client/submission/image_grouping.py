@@ -10,7 +10,7 @@ from edge_client.data.images import LabeledImage
 from edge_client.data.outlier_filter import closest_features
 from edge_client.privacy.image_groups import more_needed, pack, regroup
 from edge_client.storage.image_group_record import Key, Partition
-from edge_client.submission.image_features import FoundImages, Workspace, training_feature_keys
+from edge_client.submission.image_features import FoundImages, Workspace
 from protocol.wire.messages import TaskManifest
 
 
@@ -111,6 +111,4 @@ def _regroup(
 
 def _closest(workspace: Workspace, task: TaskManifest, images: Sequence[LabeledImage]) -> Sequence[bool]:
     """Mark the images that the task's outlier filter keeps."""
-    identities = [image.identity for image in images]
-    keys = training_feature_keys(task)
-    return list(closest_features(lambda: workspace.cache.chunks(identities, *keys), alpha=task.alpha))
+    return list(closest_features(lambda: workspace.training_features(task, images), alpha=task.alpha))

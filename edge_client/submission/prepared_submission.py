@@ -13,7 +13,7 @@ from edge_client.data.prototype_averaging import average
 from edge_client.privacy.perturbation import MAX_FLOAT16, perturb_prototypes
 from edge_client.privacy.policy import FAILED, is_private
 from edge_client.storage.stored_values import ClassReport, SubmissionForm, SubmissionReport
-from edge_client.submission.image_features import FoundImages, Workspace, training_feature_keys
+from edge_client.submission.image_features import FoundImages, Workspace
 from edge_client.submission.image_grouping import ReleasedImages, group_images
 from edge_client.training.local_round import LocalModel
 from protocol.cli import counted, plain
@@ -195,10 +195,8 @@ def encode_submission(
 def _class_prototypes(
     workspace: Workspace, task: TaskManifest, label: int, released: ReleasedImages, secret: bytes
 ) -> tuple[NDArray[np.float16], NDArray[np.uint32]]:
-    identities = [image.identity for image in released.images]
     values, counts = average(
-        lambda: workspace.cache.chunks(identities, *training_feature_keys(task)),
-        np.array(released.prototypes, np.intp),
+        lambda: workspace.training_features(task, released.images), np.array(released.prototypes, np.intp)
     )
     if values.size and not np.abs(values).max() <= MAX_FLOAT16:
         name = task.classes[label]

@@ -24,7 +24,12 @@ from edge_client.privacy.policy import BUDGET, FAILED, NO_PROTOTYPE
 from edge_client.storage.disk_space import DiskAlmostFull
 from edge_client.storage.privacy_ledger import Release
 from edge_client.storage.stored_values import ClassReport, PrivacySpent
-from edge_client.submission.image_features import FoundImages, Workspace, training_feature_keys
+from edge_client.submission.image_features import (
+    FoundImages,
+    Workspace,
+    prototype_columns,
+    training_feature_keys,
+)
 from edge_client.submission.prepared_submission import PreparedSubmission
 from protocol.errors import Interrupted, PrivacyFailed, PrivacyRefused
 from protocol.log import event
@@ -76,7 +81,8 @@ def _prepare(
     wanted, secret = manifest.differential_privacy, workspace.secret(manifest)
     if wanted is None or len(secret) != KEY_BYTES:
         raise PrivacyFailed(FAILED)
-    most = max_prototypes(len(manifest.classes), feature_size)
+    columns = prototype_columns(manifest, feature_size)
+    most = max_prototypes(len(manifest.classes), len(np.arange(feature_size)[columns]))
     release = _charge(workspace, _fingerprint(task, secret, images), wanted)
     if release.content is None and not workspace.dry_run:
         workspace.cache.forget_unusable(*training_feature_keys(manifest))
@@ -85,7 +91,7 @@ def _prepare(
 
     def features(of_class: Sequence[LabeledImage]) -> NDArray[np.float32]:
         """Return the features of one class's images: those of all classes are not in memory at once."""
-        return workspace.features(of_class, training_feature_keys(manifest), feature_size)
+        return workspace.features(of_class, training_feature_keys(manifest), feature_size)[:, columns]
 
     content = hashlib.sha256()
     for of_class in members:

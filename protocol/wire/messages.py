@@ -7,7 +7,7 @@ bounds makes the message malformed. `docs/protocol.md` says what each field mean
 from typing import Annotated, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
 PROTOCOL_VERSION = 1
 
@@ -196,6 +196,10 @@ class TaskManifest(Message, frozen=True, kw_only=True, tag="task"):
     statistics: Statistics | None = None
     perturbation: Perturbation | None = None
     differential_privacy: DifferentialPrivacy | None = None
+    columns: (
+        Annotated[tuple[tuple[Natural, Positive], ...], Meta(min_length=1, max_length=256)] | UnsetType
+    ) = UNSET
+    """Ranges of features that prototypes have, start and end, ascending; absent for all. Heads take all features."""
 
 
 class RoundManifest(Message, frozen=True, kw_only=True, tag="round"):

@@ -34,6 +34,7 @@ class Dataset:
         domain_of: int64 (n,), indices into `domains`; None if there is one domain.
         backbone_bytes: size of the files that a device downloads to compute features; 0 if it is unknown.
         unusable: images that were left out, with reasons.
+        normalized: True if the backbones have normalized the features, as `export-backbone --layers` makes them do.
 
     Raises:
         ConfigError: shapes, labels and names do not fit each other.
@@ -46,6 +47,7 @@ class Dataset:
     domain_of: NDArray[np.int64] | None = None
     backbone_bytes: int = 0
     unusable: tuple[tuple[Path, str], ...] = ()
+    normalized: bool = False
 
     def __post_init__(self) -> None:
         labels = np.asarray(self.labels)
@@ -119,6 +121,7 @@ def load_dataset(
         domain_of=np.repeat(np.arange(len(parts)), [len(images) for images in kept]) if domains else None,
         backbone_bytes=sum(each.model.size_bytes for each in backbones),
         unusable=tuple(unusable),
+        normalized=all(each.metadata.blocks for each in backbones),
     )
 
 

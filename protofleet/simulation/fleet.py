@@ -15,6 +15,8 @@ class Features:
     train_labels: NDArray[np.int64]
     test: NDArray[np.float32]
     test_labels: NDArray[np.int64]
+    normalized: bool = False
+    """Whether the backbones have normalized them."""
 
     @property
     def classes(self) -> int:
@@ -33,6 +35,8 @@ class Client:
     test_labels: NDArray[np.int64]
     weights: NDArray[np.float64]
     """Weight of each test image, (m,); they add up to 1."""
+    normalized: bool = False
+    """Whether the backbones have normalized the features."""
 
     def accuracy(self, predicted: NDArray[np.int64]) -> float:
         """Return the weighted share of the test images that are predicted correctly."""
@@ -51,5 +55,6 @@ def pooled(clients: Sequence[Client]) -> tuple[Features, NDArray[np.int64]]:
         train_labels=np.concatenate([client.train_labels for client in clients]),
         test=clients[0].test,
         test_labels=clients[0].test_labels,
+        normalized=clients[0].normalized,
     )
     return features, np.repeat(np.arange(len(clients)), [len(client.train) for client in clients])

@@ -219,6 +219,7 @@ def deal_out(
                     test=test,
                     test_labels=test_labels,
                     weights=_weights(data.labels[own], present, len(data.classes)),
+                    normalized=data.normalized,
                 )
             )
     return clients

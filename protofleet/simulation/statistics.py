@@ -70,7 +70,8 @@ class Result:
 
 def map_features(features: Features, *, random_features: int, seed: int) -> MappedFeatures:
     """Map a data set's training features by the graph that a task with these settings has."""
-    feature_map = FeatureMap(features.train.shape[1], random_features, seed)
+    size, normalized = features.train.shape[1], features.normalized
+    feature_map = FeatureMap(size, random_features, seed, normalized=normalized)
     return MappedFeatures(features, feature_map, _rows(features, feature_map))
 
 
@@ -135,6 +136,7 @@ def run_fleet(
             feature_size=data.feature_map.feature_size,
             random_features=getattr(data.feature_map, "random_features", 0),
             seed=getattr(data.feature_map, "seed", 0),
+            normalized=getattr(data.feature_map, "normalized", False),
             adapter=blobs.put(data.refined).hex() if data.refined else "",
             robust=robust,
             folder=folder,

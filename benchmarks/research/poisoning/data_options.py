@@ -8,7 +8,7 @@ from typing import Any
 import click
 import numpy as np
 
-from benchmarks.data.features import BACKBONES, load_features
+from benchmarks.data.features import BackboneType, load_features
 from benchmarks.options import Option
 from protofleet.simulation.fleet import Features
 
@@ -54,9 +54,7 @@ def data_options(*, names: Sequence[str], images: int) -> Option:
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @click.option("--data", type=click.Choice(names), default="fashion_mnist", show_default=True)
-        @click.option(
-            "--backbone", type=click.Choice(list(BACKBONES)), default="mobilenetv2_100", show_default=True
-        )
+        @click.option("--backbone", type=BackboneType(), default="mobilenetv2_100", show_default=True)
         @click.option("--image-size", type=click.IntRange(min=32), default=96, show_default=True)
         @click.option(
             "--images", type=click.IntRange(min=1), default=images, show_default=True, help="Of each part."

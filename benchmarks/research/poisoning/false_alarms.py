@@ -13,7 +13,7 @@ from aggregator.ingest.validation import Prototypes
 from aggregator.training.robust.outlier_detection import judge
 from aggregator.training.robust.outlier_statistics import summaries
 from aggregator.training.robust.training_set import pool
-from benchmarks.data.features import BACKBONES, load_features
+from benchmarks.data.features import BackboneType, load_features
 from benchmarks.data.images import DIGITS, NAMES
 from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
@@ -54,7 +54,7 @@ class Result:
     type=click.Choice([GAUSSIAN, *dict.fromkeys((*NAMES, *DIGITS))]),
     default=(GAUSSIAN,),
 )
-@click.option("--backbone", type=click.Choice(list(BACKBONES)), default="mobilenetv2_100", show_default=True)
+@click.option("--backbone", type=BackboneType(), default="mobilenetv2_100", show_default=True)
 @click.option("--image-size", type=click.IntRange(min=32), default=96, show_default=True)
 @click.option("--at-most", type=click.IntRange(min=1), help="Images of the data set that are used.")
 @repeated("--devices", type=click.IntRange(min=1), default=(5, 8, 20, 100, 1000))

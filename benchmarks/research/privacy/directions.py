@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from aggregator.algorithms.fedtc.adapter_steps import torch_device
 from aggregator.algorithms.hierarchical import Hierarchical
 from aggregator.graphs.tracing import to_torch
-from benchmarks.data.features import BACKBONES, load_features
+from benchmarks.data.features import BackboneType, load_features
 from benchmarks.data.images import NAMES, load_data
 from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
@@ -72,7 +72,7 @@ class Result:
 
 @click.command("directions")
 @click.option("--data", type=click.Choice(NAMES), default="fashion_mnist", show_default=True)
-@click.option("--backbone", type=click.Choice(list(BACKBONES)), default="mobilenetv2_100", show_default=True)
+@click.option("--backbone", type=BackboneType(), default="mobilenetv2_100", show_default=True)
 @click.option("--image-size", type=click.IntRange(min=32), default=96, show_default=True)
 @click.option("--public", type=int, default=10_000, show_default=True, help="Images the attacker has.")
 @repeated("--device", "kinds", default=DEVICES, help="Images of a class x classes; may be repeated.")

@@ -9,7 +9,7 @@ import numpy as np
 
 from aggregator.algorithms.fedtc.adapter_steps import torch_device
 from aggregator.algorithms.fedtc.recipe import RECIPES
-from benchmarks.data.features import BACKBONES, load_features
+from benchmarks.data.features import BackboneType, load_features
 from benchmarks.data.images import NAMES, load_data
 from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
@@ -66,7 +66,7 @@ PARTS = ("attack", "accuracy")
 @click.command("privacy")
 @repeated("--data", "names", type=click.Choice(NAMES), default=("fashion_mnist", "cifar10"))
 @repeated("--part", "parts", type=click.Choice(PARTS), default=PARTS)
-@click.option("--backbone", type=click.Choice(list(BACKBONES)), default="mobilenetv2_100", show_default=True)
+@click.option("--backbone", type=BackboneType(), default="mobilenetv2_100", show_default=True)
 @click.option("--image-size", type=click.IntRange(min=32), default=96, show_default=True)
 @click.option("--public", type=int, default=10_000, show_default=True, help="Images the attacker has.")
 @click.option("--images", type=int, default=200, show_default=True, help="Of a class, on the device.")

@@ -36,12 +36,17 @@ def tiny_backbone(*, feature_size: int = 16, seed: int = 0, preprocessing: Prepr
         }}""")
     white = numpy_helper.from_array(np.array(255, dtype=np.float32), "white")
     model.graph.initializer.extend([white, numpy_helper.from_array(weights, "projection")])
-    helper.set_model_props(model, to_properties(_metadata(weights.tobytes(), feature_size, preprocessing)))
+    helper.set_model_props(
+        model, to_properties(tiny_metadata(weights.tobytes(), feature_size, preprocessing))
+    )
     onnx.checker.check_model(model)
     return bytes(model.SerializeToString())
 
 
-def _metadata(weights: bytes, feature_size: int, preprocessing: Preprocessing) -> BackboneMetadata:
+def tiny_metadata(
+    weights: bytes = b"", feature_size: int = 16, preprocessing: Preprocessing = EIGHT
+) -> BackboneMetadata:
+    """Return the metadata of a backbone that `tiny_backbone` makes of these weights."""
     return BackboneMetadata(
         model="tiny",
         feature_size=feature_size,

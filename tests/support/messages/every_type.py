@@ -212,8 +212,8 @@ def _builtin_values(  # noqa: PLR0911 - one return for each type
         return st.dictionaries(*map(_values, arguments), **size, max_size=most_items)
     if kind is tuple:
         return st.lists(_values(arguments[0]), **size, max_size=most_items).map(tuple)
-    assert kind is types.NoneType, kind
-    return st.none()
+    assert kind in {types.NoneType, msgspec.UnsetType}, kind
+    return st.none() if kind is types.NoneType else st.just(msgspec.UNSET)
 
 
 MESSAGES: st.SearchStrategy[Message | Frame] = st.one_of([_values(type(sample)) for sample in SAMPLES])

@@ -77,7 +77,8 @@ def _type(annotation: Any) -> str:
     if origin is Literal:
         return " or ".join(f"`{value}`" for value in arguments)
     if origin in (Union, types.UnionType):
-        return " or ".join("nil" if each is type(None) else _type(each) for each in arguments)
+        given = [each for each in arguments if each is not msgspec.UnsetType]
+        return " or ".join("nil" if each is type(None) else _type(each) for each in given)
     inner = [_type(each) for each in arguments if each is not Ellipsis]
     if origin is tuple:
         return f"list of {inner[0]}" if Ellipsis in arguments else f"({', '.join(inner)})"
@@ -87,6 +88,8 @@ def _type(annotation: Any) -> str:
 def _default(field: msgspec.structs.FieldInfo) -> str:
     if field.required:
         return "required"
+    if field.default is msgspec.UNSET:
+        return "absent"
     value = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
     return "`nil`" if value is None else f"`{msgspec.json.encode(value).decode()}`"
 

@@ -141,7 +141,7 @@ tau = 0.5
 WRONG_SETTINGS: list[tuple[str, int, str]] = [
     # text after MINIMAL, line of the error, start of the message
     ("quorom = 3", 3, "`quorom`: unknown setting; did you mean `quorum`?"),
-    ("zzz = 3", 3, "`zzz`: unknown setting; known: classes, backbones, fleet"),
+    ("zzz = 3", 3, "`zzz`: unknown setting; known: classes, backbones, layers"),
     ("\n[trainings]", 4, "`trainings`: unknown setting; did you mean `training`?"),
     ("[client]\n# x\nalfa = 1", 5, "`client.alfa`: unknown setting; did you mean `alpha`?"),
     ("[rollout]\ncanary = 2", 4, "`rollout.canary`: unknown setting; known: canary_fraction, min_canaries"),
@@ -228,6 +228,7 @@ WRONG_SETTINGS: list[tuple[str, int, str]] = [
     ("\n[rounds]\nstaleness = 2", 4, '`rounds`: algorithm = "fedtc" does not use'),
     (ROUNDS + '[training]\nengine = "ray"', 5, '`training.engine`: "ray" trains a head, and with algorithm = "fpl"'),
     (ROUNDS + "[training]\ntimeout_s = 9\nseed = 2", 6, '`training.seed`: algorithm = "fpl" does not use'),
+    ('layers = ["c384"]\n' + ROUNDS, 3, '`layers`: algorithm = "fpl" does not use this setting'),
     (ROUNDS + "[robust]\ndetect_outliers = true", 5, '`robust.detect_outliers`: algorithm = "fpl" does not'),
     ("[robust]\nclip_multiple = 2", 4, '`robust.clip_multiple`: algorithm = "fedtc" does not use'),
     (ROUNDS + "retrain_after = 2", 4, '`retrain_after`: algorithm = "fpl" does not use'),

@@ -14,6 +14,7 @@ from edge_client.cli import cli
 from edge_client.data.holdout import held_out
 from edge_client.data.images import NoImages, find_images
 from edge_client.inference import open_head
+from edge_client.runtime.backbone import Backbone
 from edge_client.storage.stored_values import BuildProblem, CurrentTask, DeviceName, Secret
 from edge_client.submission.builder import LOST_IMAGES
 from edge_client.submission.head_evaluation import evaluate_head, held_out_images
@@ -22,7 +23,7 @@ from edge_client.submission.prepared_submission import (
     encode_submission,
     prepare_prototypes,
 )
-from protocol.errors import ConfigError, ProtofleetError
+from protocol.errors import BackboneMismatch, ConfigError, ProtofleetError
 from protocol.wire.messages import Evaluation, Submission
 from tests.support.devices.device_factory import (
     CLASSES,
@@ -94,6 +95,17 @@ def test_the_aggregator_accepts_a_submission(tmp_path: Path) -> None:
     assert (np.abs(taken.values - prepared.prototypes) <= 1.001 * half_step).all()
     assert len(payload) < prepared.prototypes.size + 4 * prepared.prototypes.shape[1] + 300
     np.testing.assert_array_equal(taken.counts, prepared.counts)
+
+
+def test_prototypes_have_the_columns_of_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same images are in the groups, and no feature is computed again."""
+    write_images(tmp_path / "data", count=12)
+    every = _prepare(tmp_path)
+    monkeypatch.delattr(Backbone, "features")
+    chosen = _prepare(tmp_path, manifest={"columns": ((1, 3), (15, 16))})
+    np.testing.assert_array_equal(chosen.prototypes, every.prototypes[:, [1, 2, 15]])
+    with pytest.raises(BackboneMismatch, match="expected ascending columns of 16 features"):
+        _prepare(tmp_path, manifest={"columns": ((1, 3), (15, 17))})
 
 
 def test_no_usable_image_is_an_error(tmp_path: Path) -> None:
