@@ -219,8 +219,8 @@ def _recorded(weights: Path, model: str) -> tuple[dict[str, Any], dict[str, Any]
         raise ConfigError(f"cannot read the preprocessing in {source}: {error}; correct it") from error
     if recorded.architecture not in (None, name := model.partition(".")[0]):
         raise ConfigError(
-            f"{source} is of {recorded.architecture!r}, not of {name}: "
-            "name that MODEL, or move it to another folder"
+            f"{source} is of {recorded.architecture!r}, not of {name}: name that MODEL, "
+            "or move it to another folder"
         )
     config = msgspec.to_builtins(recorded)
     arguments = config.pop("model_args", {})
