@@ -1,4 +1,4 @@
-"""With few images, the head of sums is about as accurate as the nearest class mean of the same images, or more."""
+"""With few images, heads are about as accurate as the nearest class mean of the same images, or more."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,8 +8,10 @@ import pytest
 
 from aggregator.algorithms.statistics.moments import moments_of
 from aggregator.algorithms.statistics.ridge import solve
+from benchmarks.accuracy.few_images import _run
 from benchmarks.data.features import load_features
 from benchmarks.data.images import data_folder, weights_folder
+from protofleet.simulation.fleet import Features
 from protofleet.simulation.statistics import map_features
 
 IMAGES = (3, 5, 10, 30, 100)
@@ -25,22 +27,29 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("features")
 
 
-@pytest.mark.skipif(
-    not (data_folder() / "mnist.npz").is_file() or not weights_folder().is_dir(),
-    reason="needs the data sets and weights of the benchmarks",
-)
-@pytest.mark.parametrize("name", ["mnist", "fashion_mnist", "cifar10"])
-def test_sums_are_no_worse_than_the_nearest_class_mean(
-    name: str, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(params=["mnist", "fashion_mnist", "cifar10"])
+def features(request: pytest.FixtureRequest, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Features:
+    """The first principal components of a data set's features."""
+    if not (data_folder() / "mnist.npz").is_file() or not weights_folder().is_dir():
+        pytest.skip("needs the data sets and weights of the benchmarks")
     monkeypatch.setenv("PROTOFLEET_BENCH_CACHE", str(cache))
-    features = load_features(name, backbone="mobilenetv2_100", image_size=64, at_most=1500)
-    center = features.train.mean(axis=0)
-    axes = np.linalg.svd(features.train - center, full_matrices=False)[2][:COMPONENTS].T
+    loaded = load_features(request.param, backbone="mobilenetv2_100", image_size=64, at_most=1500)
+    center = loaded.train.mean(axis=0)
+    axes = np.linalg.svd(loaded.train - center, full_matrices=False)[2][:COMPONENTS].T
+    train, test = (((each - center) @ axes).astype(np.float32) for each in (loaded.train, loaded.test))
+    return replace(loaded, train=train, test=test)
+
+
+def test_prototypes_are_no_worse_than_the_nearest_class_mean(features: Features) -> None:
+    """FedTC's heads of the few images that make a choice by cross-validation hard; a draw's gain deviates by 0.02."""
+    for images in (3, 10, 30):
+        runs = [_run(features, "", images, images, seed) for seed in range(4)]
+        assert np.mean([run.head - run.nearest_mean for run in runs]) >= -0.005, images
+
+
+def test_sums_are_no_worse_than_the_nearest_class_mean(features: Features) -> None:
     trained, tested = (
-        map_features(
-            replace(features, train=((each - center) @ axes).astype(np.float32)), random_features=0, seed=0
-        ).rows
+        map_features(replace(features, train=each), random_features=0, seed=0).rows
         for each in (features.train, features.test)
     )
     gains = []

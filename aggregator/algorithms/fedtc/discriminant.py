@@ -20,8 +20,11 @@ def discriminants(
     shares: Sequence[float],
     *,
     common: NDArray[np.bool_] | None = None,
+    regressions: bool = False,
 ) -> Iterator[Dense]:
     """Yield linear discriminants of classes that share a covariance and are equally likely, one for each share.
+
+    With `regressions`, the ridge regression to one-hot labels with the same covariance follows each (`_regression`).
 
     The covariance S of the features within a class is shrunk to a multiple of the identity by the oracle approximating
     shrinkage of Chen, Wiesel, Eldar and Hero, "Shrinkage algorithms for MMSE covariance estimation" (2010), eq. 23
@@ -45,7 +48,8 @@ def discriminants(
         deviations: (m, L), of features from their class's center, as widely spread as the features of single images.
         images: (C,), the images in each center; a class without any is never predicted.
         shares: from 0 to 1.
-        common: (C,), the classes that several devices have; None if all are.
+        common: (C,), the classes that several devices have; None if all are. Regressions do not limit the others.
+        regressions: yield two heads for each share.
     """
     present = images > 0
     means = centers[present].astype(np.float64)
@@ -72,16 +76,47 @@ def discriminants(
         squared_lengths = (directions * means).sum(axis=1)
         true_lengths = np.maximum(squared_lengths - trace / images[present], 0)
         shrinkage = np.where(is_common, 1.0, true_lengths / np.maximum(squared_lengths, TINY))
-        directions *= shrinkage[:, None]
-        constant = -shrinkage * true_lengths / 2
-        # The logits of the classes that are present then add up to 0, so that an absent one is never the highest.
-        directions -= directions.mean(axis=0)
-        constant -= constant.mean()
-        matrix = np.zeros(centers.shape, dtype=np.float32)
-        bias = np.full(len(centers), ABSENT_LOGIT, dtype=np.float32)
-        matrix[present] = directions
-        bias[present] = constant - directions @ middle
-        yield Dense(matrix, bias)
+        yield _head(directions * shrinkage[:, None], -shrinkage * true_lengths / 2, middle, present)
+        if regressions:
+            excess, rows = (squared_lengths - true_lengths) / 2, len(deviations) / len(means)
+            yield _head(
+                *_regression(directions, excess, directions @ means.T * weight * rows), middle, present
+            )
+
+
+def _regression(
+    directions: NDArray[np.float64], excess: NDArray[np.float64], products: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the ridge regression's directions (K, L) and constants (K,), but for a factor.
+
+    Of N features with the scatter S within classes, as many of each of the K classes, and class means with the rows M
+    about their mean, the regression with the ridge lambda is W' = N/K (I + N/K M A^-1 M')^-1 M A^-1, A = S + lambda I
+    (`statistics.ridge.solve`). Lambda is the ridge that makes A a multiple of the shrunk covariance.
+
+    Args:
+        directions: (K, L), M times the inverse of the shrunk covariance.
+        excess: (K,), half of what the squared length of each mean is too large by, because it is of few images.
+        products: (K, K), N/K M A^-1 M'.
+    """
+    both = np.linalg.solve(np.eye(len(products)) + products, np.column_stack([directions, excess]))
+    return both[:, :-1], both[:, -1]
+
+
+def _head(
+    directions: NDArray[np.float64],
+    constant: NDArray[np.float64],
+    middle: NDArray[np.float64],
+    present: NDArray[np.bool_],
+) -> Dense:
+    """Return the layer of the directions (K, L) and constants (K,) of the present classes, from the middle (L,)."""
+    # The logits of the classes that are present then add up to 0, so that an absent one is never the highest.
+    directions = directions - directions.mean(axis=0)
+    constant = constant - constant.mean()
+    matrix = np.zeros((len(present), len(middle)), dtype=np.float32)
+    bias = np.full(len(present), ABSENT_LOGIT, dtype=np.float32)
+    matrix[present] = directions
+    bias[present] = constant - directions @ middle
+    return Dense(matrix, bias)
 
 
 def _principal_axes(rows: NDArray[np.floating]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -55,6 +55,38 @@ def test_share_of_zero_is_the_nearest_class_mean() -> None:
     assert (logits_of([head], asked).argmax(axis=1) == nearest).all()
 
 
+def test_regression_equals_the_formula() -> None:
+    """(S + N/K M'M + lambda I)^-1 M', with fewer samples than features, but for a factor and what all classes share."""
+    rng, size = np.random.default_rng(0), 12
+    labels = np.arange(10) % 5
+    features = (rng.normal(size=(10, size)) + 3 * np.eye(5, size)[labels]).astype(np.float32)
+    centers = np.stack([features[labels == label].mean(axis=0) for label in range(5)])
+    deviations = (features - centers[labels]).astype(np.float64)
+    scatter, freedom = deviations.T @ deviations, 10 - 5
+    identity = _shrinkage(np.linalg.eigvalsh(scatter), freedom, size)
+    kept = 0.5 * (1 - identity)
+    ridge = (1 - kept) * np.trace(scatter) / size / kept
+    means = centers - centers.mean(axis=0)
+    inverse = np.linalg.inv(scatter + 2 * means.T @ means + ridge * np.eye(size))
+    expected = (features - centers.mean(axis=0)) @ inverse @ means.T
+    _, head = discriminants(
+        centers, deviations.astype(np.float32), np.bincount(labels), (0.5,), regressions=True
+    )
+    logits = logits_of([head], features)
+    logits -= logits.mean(axis=1, keepdims=True)
+    np.testing.assert_allclose(logits / logits.std(), expected / expected.std(), atol=1e-4)
+
+
+def test_regression_of_two_classes_is_their_discriminant() -> None:
+    """But for a factor, also of classes of unequal numbers of images."""
+    rng, labels = np.random.default_rng(0), np.array([0] * 9 + [1] * 3)
+    features = (rng.normal(size=(12, 6)) + labels[:, None]).astype(np.float32)
+    centers = np.stack([features[labels == label].mean(axis=0) for label in range(2)])
+    heads = discriminants(centers, features - centers[labels], np.bincount(labels), (1.0,), regressions=True)
+    discriminant, regression = (logits_of([head], features)[:, 0] for head in heads)
+    np.testing.assert_allclose(regression / regression.std(), discriminant / discriminant.std(), rtol=1e-4)
+
+
 @pytest.mark.parametrize("images", [1, 3, 16])
 def test_class_of_few_images_in_the_middle_is_not_predicted_for_images_of_others(images: int) -> None:
     random = np.random.default_rng(0)
@@ -65,7 +97,6 @@ def test_class_of_few_images_in_the_middle_is_not_predicted_for_images_of_others
     labels = np.repeat(np.arange(4), 100)
     numbers = np.array([1000, 1000, 1000, 1000, images])
 
-    (head,) = discriminants(centers, rows, numbers, (1.0,))
-
-    found = logits_of([head], centers[labels] + rows).argmax(axis=1)
-    assert (found == labels).mean() > 0.85
+    for head in discriminants(centers, rows, numbers, (1.0,), regressions=True):
+        found = logits_of([head], centers[labels] + rows).argmax(axis=1)
+        assert (found == labels).mean() > 0.85

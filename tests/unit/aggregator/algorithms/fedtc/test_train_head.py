@@ -6,12 +6,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aggregator.algorithms.fedtc import train_head as module
 from aggregator.algorithms.fedtc.recipe import RECIPES, Recipe
-from aggregator.algorithms.fedtc.train_head import MIN_HELD_OUT, _folds
+from aggregator.algorithms.fedtc.train_head import MIN_HELD_OUT, REGRESSION_SHARES, SHARES, _folds, _preferred
 from tests.unit.aggregator.algorithms.fedtc.heads import (
     ADAPTER,
     ALL,
     FEATURE_SIZE,
+    Features,
+    Integers,
     blobs,
     logits_from,
     train,
@@ -59,6 +62,69 @@ def test_adapter_is_used_where_cross_validation_prefers_it() -> None:
     linear = train(shifted, labels, np.ones_like(labels), num_classes=2, recipe=recipe)
     assert len(linear.layers) == 1
     assert linear.epochs == 0
+
+
+def _few(per_class: int, places: list[float], *, size: int = 400) -> tuple[Features, Integers, Integers]:
+    """Prototypes of five images of classes in these places on a line."""
+    rng, labels = np.random.default_rng(0), np.repeat(np.arange(len(places)), per_class)
+    prototypes = rng.normal(size=(len(labels), size)) / np.sqrt(5)
+    prototypes[:, 0] += np.array(places)[labels]
+    return prototypes.astype(np.float32), labels, np.full(len(labels), 5)
+
+
+def test_regression_is_chosen_unless_a_discriminant_is_better() -> None:
+    """Within one standard error of the least loss, and correct as often; the first of them."""
+    first = len(SHARES)
+    losses = [np.full(40, 4.0, np.float32) for _ in range(first + len(REGRESSION_SHARES))]
+    correct = np.full(len(losses), 30)
+    losses[1][:] = 3.9
+    losses[first + 1][::2] = 5.0  # higher on average, but by less than a standard error
+    losses[first + 1][1::2] = 3.0
+    assert _preferred(losses, correct, 1) == first + 1
+    losses[first + 1][:] = 4.0
+    assert _preferred(losses, correct, 1) == 1
+    losses[first] = losses[1]
+    assert _preferred(losses, correct, 1) == first
+    correct[1] += 1
+    assert _preferred(losses, correct, 1) == 1
+
+
+def test_regression_of_few_prototypes() -> None:
+    """The head that is trained is the regression, divided by the temperature."""
+    data = blobs(0, 1, 2, 3, per_class=4)
+    trained = train(*data)
+    even = module.TrainingSet(*data, 4, restore=True)
+    (layer,), expected = (
+        trained.layers,
+        [*module._discriminants(even, REGRESSION_SHARES, regressions=True)][1::2],
+    )
+    assert any(np.allclose(layer.weight * trained.temperature, each.weight, rtol=1e-4) for each in expected)
+
+
+def test_class_between_two_others_keeps_the_discriminant() -> None:
+    """A regression to one-hot labels never predicts it."""
+    trained = train(*_few(4, [-6.0, 0.0, 6.0]), num_classes=3)
+    fresh, labels, _ = _few(200, [-6.0, 0.0, 6.0])
+    assert (logits_from(trained, fresh).argmax(axis=1) == labels).mean() > 0.95
+
+
+@pytest.mark.parametrize("rare", [True, False])
+def test_where_regressions_are_no_candidates(*, rare: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a class of few devices, which they do not limit, and of two classes, the head is as without them."""
+    monkeypatch.delattr(module, "_preferred")
+    prototypes, labels, counts = blobs(*range(3 if rare else 2), per_class=4)
+    common = labels < 2
+    head = module.train_head(
+        prototypes,
+        labels,
+        counts,
+        common=common,
+        num_classes=3,
+        recipe=RECIPES["default"],
+        seed=0,
+        device="cpu",
+    )
+    assert len(head.layers) == 1
 
 
 @given(sizes=st.lists(st.integers(0, 9), min_size=1, max_size=4), repeated=st.sampled_from([1, 20]))
