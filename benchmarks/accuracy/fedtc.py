@@ -1,7 +1,7 @@
 """`python -m benchmarks fedtc`: FedTC on public data under the partitions of the paper."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Literal, get_args
@@ -62,7 +62,9 @@ def partitions_option(*default: str) -> Option:
 def fleet_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options of data, backbone and fleet."""
     options = (
-        click.option("--data", type=click.Choice(NAMES), default="fashion_mnist", show_default=True),
+        click.option(
+            "--data", type=click.Choice([*NAMES, "pacs"]), default="fashion_mnist", show_default=True
+        ),
         click.option("--backbone", type=BackboneType(), default="mobilenetv2_100", show_default=True),
         click.option("--image-size", type=click.IntRange(min=32), default=96, show_default=True),
         click.option("--root", is_flag=True, help="Take the square root of features."),
@@ -120,6 +122,11 @@ def fleet_options(command: Callable[..., None]) -> Callable[..., None]:
     help="Reduce the adapter to a low rank and float16, or not.  [default: the recipe's]",
 )
 @click.option("--refined", is_flag=True, help="Refine each head by a second upload, as `refine = true` does.")
+@click.option(
+    "--images",
+    type=click.IntRange(min=1),
+    help="Give the devices so many images of each class, others with each seed.  [default: all]",
+)
 @click.option("--epochs", type=click.IntRange(min=1), help="Of the training.  [default: the recipe's]")
 @repeated("--seed", "seeds", type=int, default=(0,), help="May be repeated.")
 @click.option(
@@ -145,6 +152,7 @@ def command(
     compress: bool | None,
     refined: bool,
     max_multiple: float,
+    images: int | None,
     epochs: int | None,
     seeds: tuple[int, ...],
     ceiling: bool,
@@ -169,7 +177,8 @@ def command(
     table = Table(COLUMNS, title=title)
     results = []
     accuracies: dict[str, list[float]] = {}
-    for result in _runs(features, partitions, settings, seeds=seeds, refined=refined, ceiling=ceiling):
+    parts = {seed: _few_of(features, images, seed) if images else features for seed in seeds}
+    for result in _runs(parts, partitions, settings, refined=refined, ceiling=ceiling):
         results.append(result)
         accuracies.setdefault(result.partition, []).append(result.accuracy)
         table.row(*_cells(result))
@@ -185,22 +194,31 @@ def command(
         root=root,
         validation=validation,
         project=project,
+        images=images,
         runs=[asdict(result) for result in results],
         accuracy={name: float(np.mean(each)) for name, each in accuracies.items()},
     )
 
 
+def _few_of(features: Features, images: int, seed: int) -> Features:
+    """Return features with so many random ones of each class for training."""
+    rng, labels = np.random.default_rng(seed), features.train_labels
+    members = [rng.permutation(np.flatnonzero(labels == label))[:images] for label in range(features.classes)]
+    rows = np.concatenate(members)
+    return replace(features, train=features.train[rows], train_labels=labels[rows])
+
+
 def _runs(
-    features: Features,
+    parts: Mapping[int, Features],
     partitions: Sequence[Partition],
     settings: Settings,
     *,
-    seeds: Sequence[int],
     refined: bool,
     ceiling: bool,
 ) -> Iterator[Result]:
+    """Yield the results of the features of each seed."""
     for partition in partitions:
-        for seed in seeds:
+        for seed, features in parts.items():
             result, head = train_fleet(features, partition, settings, seed=seed)
             yield result
             if refined and len(head) > 1:  # a linear discriminant has no adapter
@@ -209,7 +227,7 @@ def _runs(
                 again = refined_fleet(features, owners, settings, result, head)
                 yield replace(again, partition=f"{partition}, refined")
     if ceiling:
-        for seed in seeds:
+        for seed, features in parts.items():
             yield run_ceiling(features, settings, seed=seed)
 
 

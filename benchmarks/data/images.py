@@ -3,6 +3,7 @@
 import io
 import os
 import zipfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,7 +51,7 @@ def weights_folder() -> Path:
 
 
 def load_data(name: str) -> DataSet:
-    """Load one of NAMES, DIGITS or PACS; what comes in one part is cut in two, the same way every time.
+    """Load one of NAMES, DIGITS or PACS, or `pacs`, all of it; what comes in one part is always cut in the same two.
 
     Raises:
         ConfigError: it is not in the data folder.
@@ -66,7 +67,13 @@ def load_data(name: str) -> DataSet:
     if path.suffix == ".zip":
         with zipfile.ZipFile(path) as archive:
             if kind == "pacs":
-                return _cut(_unzip(archive, name.removeprefix("pacs_")), train_share=0.5)
+                domains = PACS if name == kind else (name,)
+                parts = [
+                    _cut(_unzip(archive, each.removeprefix("pacs_")), train_share=0.5) for each in domains
+                ]
+                return DataSet(
+                    _pooled([each.train for each in parts]), _pooled([each.test for each in parts])
+                )
             return DataSet(_unzip(archive, "train"), _unzip(archive, "test"))
     with np.load(path) as arrays:
         if name == "mnist_m":
@@ -91,6 +98,12 @@ def _shuffled(count: int) -> NDArray[np.int64]:
 
 def _rows(data: Labeled, rows: NDArray[np.int64]) -> Labeled:
     return Labeled(data.images[rows], data.labels[rows])
+
+
+def _pooled(parts: Sequence[Labeled]) -> Labeled:
+    return Labeled(
+        np.concatenate([each.images for each in parts]), np.concatenate([each.labels for each in parts])
+    )
 
 
 def _cut_by_source(data: Labeled) -> DataSet:

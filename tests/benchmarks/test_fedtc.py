@@ -66,6 +66,44 @@ def test_fedtc_benchmark_writes_its_report(folders: Path, monkeypatch: pytest.Mo
     assert refined["bytes_up"] > once["bytes_up"] + once["prototypes"] * 1024
 
 
+def test_few_images_of_each_class(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others with each seed, for the fleet as for all features."""
+    fill_data(folders, train=800, test=200)
+    fill_weights(folders, monkeypatch, BACKBONE)
+    report = folders / "report.json"
+    options = (
+        "--partition",
+        "dirichlet:0.5",
+        "--images",
+        "9",
+        "--seed",
+        "0",
+        "--seed",
+        "1",
+        "--device",
+        "cpu",
+    )
+    result = _fedtc(*options, "--clients", "1", "--alpha", "1", "--json", str(report))
+    assert result.exit_code == 0, result.output
+    runs = json.loads(report.read_text())["runs"]
+    assert [run["images"] for run in runs] == [90] * 4
+    assert runs[2]["accuracy"] != runs[3]["accuracy"]
+
+
+def test_domains_in_an_archive_are_pooled(folders: Path) -> None:
+    """Half of each class of each domain of PACS is for training."""
+    with zipfile.ZipFile(folders / "data" / "pacs.zip", "w") as archive:
+        for domain in ("photo", "art_painting", "cartoon", "sketch"):
+            for number in range(4):
+                image = io.BytesIO()
+                Image.new("RGB", (16, 16), (50 * number,) * 3).save(image, "JPEG")
+                archive.writestr(f"{domain}/{'dog' if number < 2 else 'cat'}/{number}.jpg", image.getvalue())
+    data = load_data("pacs")
+    assert data.train.images.shape == data.test.images.shape == (8, 16, 16, 3)
+    assert data.train.labels.tolist() == [0, 1] * 4
+    assert len(load_data("pacs_sketch").train.labels) == 2
+
+
 def test_missing_files_are_named(folders: Path) -> None:
     """Without weights or data the error names the expected path."""
     with pytest.raises(ConfigError, match="PROTOFLEET_BENCH_WEIGHTS"):

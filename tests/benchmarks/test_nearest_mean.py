@@ -1,7 +1,6 @@
 """With few images, heads are about as accurate as the nearest class mean of the same images, or more."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,18 +21,14 @@ COMPONENTS = 160
 """Principal components of the features, which makes 250 heads a matter of seconds."""
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("features")
-
-
-@pytest.fixture(params=["mnist", "fashion_mnist", "cifar10"])
-def features(request: pytest.FixtureRequest, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Features:
+@pytest.fixture(scope="module", params=["mnist", "fashion_mnist", "cifar10"])
+def features(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Features:
     """The first principal components of a data set's features."""
     if not (data_folder() / "mnist.npz").is_file() or not weights_folder().is_dir():
         pytest.skip("needs the data sets and weights of the benchmarks")
-    monkeypatch.setenv("PROTOFLEET_BENCH_CACHE", str(cache))
-    loaded = load_features(request.param, backbone="mobilenetv2_100", image_size=64, at_most=1500)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PROTOFLEET_BENCH_CACHE", str(tmp_path_factory.mktemp("features")))
+        loaded = load_features(request.param, backbone="mobilenetv2_100", image_size=64, at_most=1500)
     center = loaded.train.mean(axis=0)
     axes = np.linalg.svd(loaded.train - center, full_matrices=False)[2][:COMPONENTS].T
     train, test = (((each - center) @ axes).astype(np.float32) for each in (loaded.train, loaded.test))

@@ -98,7 +98,8 @@ def _regression(
         excess: (K,), half of what the squared length of each mean is too large by, because it is of few images.
         products: (K, K), N/K M A^-1 M'.
     """
-    both = np.linalg.solve(np.eye(len(products)) + products, np.column_stack([directions, excess]))
+    both = np.column_stack([directions, excess])
+    both[:] = np.linalg.solve(np.eye(len(products)) + products, both)
     return both[:, :-1], both[:, -1]
 
 

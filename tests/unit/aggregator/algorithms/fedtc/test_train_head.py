@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from aggregator.algorithms.fedtc import train_head as module
 from aggregator.algorithms.fedtc.recipe import RECIPES, Recipe
 from aggregator.algorithms.fedtc.train_head import MIN_HELD_OUT, REGRESSION_SHARES, SHARES, _folds, _preferred
+from aggregator.algorithms.fedtc.training_set import TrainingSet
 from tests.unit.aggregator.algorithms.fedtc.heads import (
     ADAPTER,
     ALL,
@@ -93,7 +94,7 @@ def test_regression_of_few_prototypes() -> None:
     """The head that is trained is the regression, divided by the temperature."""
     data = blobs(0, 1, 2, 3, per_class=4)
     trained = train(*data)
-    even = module.TrainingSet(*data, 4, restore=True)
+    even = TrainingSet(*data, 4, restore=True)
     (layer,), expected = (
         trained.layers,
         [*module._discriminants(even, REGRESSION_SHARES, regressions=True)][1::2],
