@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_client.data.class_prior import NO_PRIOR, WINDOW, Adjuster, Prior, Source
 from edge_client.data.extraction import Refusal, feature_batches
 from edge_client.data.images import unlabeled
 from edge_client.runtime.backbone import Backbone, open_backbone
@@ -15,7 +16,7 @@ from edge_client.runtime.onnx_model import OnnxModel, Slot, Tensors, describe, f
 from edge_client.runtime.program_graph import open_graph
 from edge_client.runtime.session import Provider
 from edge_client.storage.device_state import DeviceState
-from edge_client.storage.stored_values import InstalledHead
+from edge_client.storage.stored_values import InstalledHead, SubmissionReport
 from edge_client.training.local_round import LocalModel, read_tensors, unpack
 from protocol.errors import BackboneMismatch, BlobLost, ConfigError, GraphRefused, StateError
 from protocol.models.onnx_metadata import HeadMetadata, read_metadata
@@ -34,6 +35,8 @@ class Head:
     model: OnnxModel
     bound: Tensors
     """Its inputs other than features."""
+    is_personal: bool = False
+    """Some of them are the device's own: it may expect the device's classes already."""
 
     def probabilities(self, features: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return class probabilities, float32 (n, C), of features float32 (n, L).
@@ -70,6 +73,7 @@ class Prediction:
     """The most probable classes with their probabilities, in descending order."""
     error: str = ""
     """Why there is no prediction; empty if there is one."""
+    prior: Prior = NO_PRIOR
 
     @property
     def label(self) -> str:
@@ -128,6 +132,22 @@ def open_in_use(
         raise StateError(f"{error}: a running edge-client downloads it again") from error
 
 
+def open_adjuster(
+    store: DeviceState, head: Head, source: Source | None, *, window: int | None = WINDOW
+) -> Adjuster:
+    """Open a prior for a head; None stands for `images`, and for `none` if the head is personal.
+
+    Raises:
+        ConfigError: the device has no labeled images of the head's classes, for `labels`.
+    """
+    labels = {each.name: each.images for each in store.get(SubmissionReport).classes}
+    if source == "labels" and not labels.keys() & set(head.classes):
+        raise ConfigError("no labeled images of the head's classes in a submission: use another --prior")
+    return Adjuster(
+        head.classes, source or ("none" if head.is_personal else "images"), labels=labels, window=window
+    )
+
+
 def open_head(file: bytes, *, backbones: Sequence[Backbone], classes: Sequence[str] | None = None) -> Head:
     """Open and test a head whose only input is features, from the ONNX file's bytes.
 
@@ -175,7 +195,8 @@ def open_round_head(
     bound = graph.bind({**local_model.state, **tensors, **local})
     if "present" in bound:
         fit("present", bound["present"], Slot(bound["present"].dtype, (len(classes),)))
-    return _tested(Head(tuple(classes), graph.model, bound), feature_size)
+    is_personal = not bound.keys() <= tensors.keys()
+    return _tested(Head(tuple(classes), graph.model, bound, is_personal), feature_size)
 
 
 def _check_origin(
@@ -219,12 +240,15 @@ def evaluate(head: Head, chunks: Iterable[NDArray[np.float32]], *, label: int) -
     return correct
 
 
-def predict(
+def predict(  # noqa: PLR0913 - how images are read, run and adjusted
     paths: Iterable[Path],
     backbones: Sequence[Backbone],
     head: Head,
     *,
     top: int,
+    adjuster: Adjuster | None = None,
+    at_once: int = 1,
+    on_progress: Callable[[int], None] = lambda _: None,
     batch_size: int = 16,
     run_head: Callable[[], AbstractContextManager[None]] = nullcontext,
     run_backbones: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -232,29 +256,53 @@ def predict(
     """Yield a prediction for each image, in order, with the `top` classes; for an unusable image, with the reason.
 
     Two batches of images are in memory at a time. The head runs within the context of `run_head`, and the backbones
-    within that of `run_backbones`.
+    within that of `run_backbones`. Probabilities are adjusted by `adjuster` once there are those of `at_once` images;
+    `on_progress` is called with the number of images for which there are any, after each batch.
     """
-    images = map(unlabeled, paths)
+    images, done = map(unlabeled, paths), 0
+    waiting: list[tuple[Path, NDArray[np.float32] | Refusal]] = []
     for batch in feature_batches(
         images, backbones, batch_size=batch_size, workers=2, run_backbones=run_backbones
     ):
         has_feature = any(not isinstance(feature, Refusal) for _, feature in batch)
         with run_head() if has_feature else nullcontext():
-            predictions = [
-                Prediction(image.path, error=f"{image.path}: {feature.reason}")
-                if isinstance(feature, Refusal)
-                else Prediction(image.path, best_classes(head, feature, top))
+            waiting += [
+                (
+                    image.path,
+                    feature if isinstance(feature, Refusal) else head.probabilities(feature[None])[0],
+                )
                 for image, feature in batch
             ]
-        yield from predictions
+        done += len(batch)
+        on_progress(done)
+        if len(waiting) >= at_once:
+            yield from _predictions(waiting, head.classes, adjuster, top)
+            waiting = []
+    yield from _predictions(waiting, head.classes, adjuster, top)
 
 
-def best_classes(head: Head, feature: NDArray[np.float32], top: int) -> tuple[tuple[str, float], ...]:
-    """Return the `top` most probable classes of a feature, float32 (L,), with probabilities in descending order.
+def _predictions(
+    found: Sequence[tuple[Path, NDArray[np.float32] | Refusal]],
+    classes: Sequence[str],
+    adjuster: Adjuster | None,
+    top: int,
+) -> Iterator[Prediction]:
+    """Yield the predictions of images by their probabilities, float32 (C,), with one prior."""
+    rows, prior = [row for _, row in found if not isinstance(row, Refusal)], NO_PRIOR
+    if adjuster is not None and rows:
+        adjusted, prior = adjuster.adjust(np.stack(rows))
+        rows = list(adjusted)
+    left = iter(rows)
+    for path, row in found:
+        if isinstance(row, Refusal):
+            yield Prediction(path, error=f"{path}: {row.reason}")
+        else:
+            yield Prediction(path, best_classes(next(left), classes, top), prior=prior)
 
-    Raises:
-        GraphRefused: the head fails on it.
-    """
-    (probabilities,) = head.probabilities(feature[None])
+
+def best_classes(
+    probabilities: NDArray[np.float32], classes: Sequence[str], top: int
+) -> tuple[tuple[str, float], ...]:
+    """Return the `top` most probable classes of an image, float32 (C,), with probabilities in descending order."""
     best = np.argsort(-probabilities, kind="stable")[:top]
-    return tuple((head.classes[label], float(probabilities[label])) for label in best)
+    return tuple((classes[label], float(probabilities[label])) for label in best)

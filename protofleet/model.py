@@ -3,17 +3,19 @@
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_client.data.class_prior import Adjuster, Source
+from edge_client.inference import open_adjuster
 from edge_client.runtime.onnx_model import Slot, describe, open_model
 from edge_client.serving.head_in_use import HeadInUse
 from edge_client.storage.device_state import DeviceState
-from protocol.errors import BackboneMismatch, GraphRefused, StateError
+from protocol.errors import BackboneMismatch, ConfigError, GraphRefused, StateError
 from protocol.models.onnx_metadata import ModelMetadata, read_metadata
 from protocol.models.preprocessing import Preprocessing
 from protocol.storage.state_folder import default_state_folder
@@ -41,6 +43,10 @@ class Prediction:
     """sha256 of the head's file, in hex; with rounds, of the round's tensors."""
     task: str
     """sha256 of the task manifest, in hex; zeros for a head that `Head.save` wrote."""
+    prior: Source = "none"
+    """What the prior was estimated from, to which the probabilities are adjusted."""
+    prior_shares: Mapping[str, float] = field(default_factory=dict)
+    """The prior: the share of each class; empty for `none`."""
 
     @property
     def probability(self) -> float:
@@ -58,6 +64,7 @@ class _Opened:
     provider: str
     identity: Mapping[str, Any]
     """The fields of `Prediction` that name the head."""
+    adjuster: Callable[[Source], Adjuster]
 
 
 class Model:
@@ -132,7 +139,13 @@ class Model:
 
         head = {"head_version": metadata.head.version, "round": None}
         identity = {**head, "head": metadata.head_sha256, "task": metadata.head.task}
-        model = _Opened(classes, frozenset(specs.values()), run, opened.provider, identity)
+
+        def adjuster(prior: Source) -> Adjuster:
+            if prior == "labels":
+                raise ConfigError("the prior `labels` is that of a device: use `Model.installed`")
+            return Adjuster(classes, prior, labels={}, window=None)
+
+        model = _Opened(classes, frozenset(specs.values()), run, opened.provider, identity, adjuster)
         return cls(lambda: model)
 
     @classmethod
@@ -175,6 +188,7 @@ class Model:
                 lambda batch: found.head.probabilities(features_of(batch, found.backbones)),
                 found.backbones[0].model.provider,
                 found.installed.identity,
+                lambda prior: open_adjuster(store, found.head, prior, window=None),
             )
 
         opened()
@@ -189,19 +203,31 @@ class Model:
         return next(self.predict_all([image]))
 
     def predict_all(
-        self, images: Iterable[ImageSource], *, batch_size: int = BATCH_SIZE
+        self, images: Iterable[ImageSource], *, prior: Source = "none", batch_size: int = BATCH_SIZE
     ) -> Iterator[Prediction]:
         """Yield a prediction for each image, in order; two batches of images are in memory at a time.
 
+        With the prior `images`, probabilities are adjusted to the classes of all these images, once they are read; with
+        `labels`, to those of the device's labeled images.
+
         Raises:
             UnreadableImage: an image cannot be decoded.
+            ConfigError: there is no such prior, or the device has no labeled images.
         """
+        if prior not in get_args(Source):
+            raise ConfigError(f"expected the prior none, images or labels, got {prior!r}")
         model = self._opened()
-        for batch in batches(images, model.specs, batch_size=batch_size):
-            for row in model.run(batch):
+        adjuster = model.adjuster(prior)
+        parts = map(model.run, batches(images, model.specs, batch_size=batch_size))
+        for part in [joined(list(parts))] if prior == "images" else parts:
+            rows, used = adjuster.adjust(part)
+            for row in rows:
                 best = np.argsort(-row, kind="stable")
                 sorted_row = {model.classes[label]: float(row[label]) for label in best}
-                yield Prediction(model.classes[best[0]], sorted_row, **model.identity)
+                yield Prediction(
+                    model.classes[best[0]], sorted_row, **model.identity,
+                    prior=used.source, prior_shares=used.shares,
+                )  # fmt: skip
 
     def probabilities(
         self, images: Iterable[ImageSource], *, batch_size: int = BATCH_SIZE

@@ -57,6 +57,13 @@ threads_option = setting(
     "--threads", type=COUNT, callback=inherit, help="Threads for the backbone  [default: all cores]"
 )
 
+prior_option = setting(
+    "--prior",
+    type=click.Choice(["none", "images", "labels"]),
+    default="none",
+    help="Adjust predictions to the classes of the last 100 images, or of the device's labeled images.",
+)
+
 
 def open_state(state: Path | None, fleet: str, **options: Any) -> "DeviceState":
     """Open the state directory that was given, or the fleet's; `options` are those of `DeviceState`."""

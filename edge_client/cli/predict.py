@@ -19,10 +19,11 @@ from edge_client.cli.options import (
     state_option,
     threads_option,
 )
-from protocol.cli import examples, plain, say
+from protocol.cli import examples, plain, say, setting
 from protocol.errors import ProtofleetError
 
 if TYPE_CHECKING:
+    from edge_client.data.class_prior import Source
     from edge_client.inference import Prediction
     from edge_client.runtime.session import Provider
     from edge_client.storage.stored_values import InstalledHead
@@ -32,6 +33,9 @@ Print = Callable[["Prediction", "InstalledHead"], None]
 top_option = click.option(
     "--top", type=COUNT, default=3, show_default=True, help="Number of classes to print."
 )
+AT_ONCE = 10_000
+"""Images that wait for their prior, and from which it is estimated: of more, the newest ones."""
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object per image.")
 csv_option = click.option("--csv", "as_csv", is_flag=True, help="Print CSV with a header, one row per image.")
 
@@ -49,12 +53,18 @@ csv_option = click.option("--csv", "as_csv", is_flag=True, help="Print CSV with 
 @state_option
 @provider_option
 @threads_option
+@setting(
+    "--prior",
+    type=click.Choice(["none", "images", "labels"]),
+    help="Adjust predictions to the classes of IMAGES, or of the device's labeled images  [default: images; none if "
+    "the head is this device's own]",
+)
 @top_option
 @json_option
 @csv_option
-def predict_command(
+def predict_command(  # noqa: PLR0913 - every option of the command line
     *, images: tuple[Path, ...], fleet: str, state: Path | None, provider: "Provider", threads: int | None,
-    top: int, as_json: bool, as_csv: bool,
+    prior: "Source | None", top: int, as_json: bool, as_csv: bool,
 ) -> None:  # fmt: skip
     """Classify IMAGES with the installed head, offline.
 
@@ -63,7 +73,7 @@ def predict_command(
     """
     with loading_modules():
         from edge_client.cli.image_arguments import named_images
-        from edge_client.inference import open_in_use, predict
+        from edge_client.inference import open_adjuster, open_in_use, predict
         from edge_client.progress_bar import Progress
         from edge_client.runtime.session import require_runtime
 
@@ -74,17 +84,20 @@ def predict_command(
     installed, backbones, head = open_in_use(store, provider=provider, threads=threads, images=len(paths))
     for note in {backbone.model.note: None for backbone in backbones if backbone.model.note}:
         say(note, err=True)
-    failed = 0
-    predictions = predict(
-        paths, backbones, head, top=top,
-        run_head=partial(store.run_head, installed), run_backbones=partial(store.run_backbones, installed),
-    )  # fmt: skip
+    adjuster = open_adjuster(store, head, prior, window=AT_ONCE)
+    at_once = AT_ONCE if adjuster.source == "images" else 1
+    failed, is_shown = 0, at_once > 1 or not sys.stdout.isatty()  # otherwise the results themselves show it
     with closing(Progress("Images")) as progress:
-        for done, prediction in enumerate(predictions, start=1):
+        predictions = predict(
+            paths, backbones, head, top=top, adjuster=adjuster, at_once=at_once,
+            on_progress=lambda done: progress.update(done, len(paths)) if is_shown else None,
+            run_head=partial(store.run_head, installed), run_backbones=partial(store.run_backbones, installed),
+        )  # fmt: skip
+        for prediction in predictions:
+            if at_once > 1:
+                progress.close()
             failed += bool(prediction.error)
             output(prediction, installed)
-            if not sys.stdout.isatty():  # where the results themselves show it
-                progress.update(done, len(paths))
     if failed:
         raise ProtofleetError(f"{failed} of {len(paths)} images could not be read")
 
@@ -97,7 +110,7 @@ def printer(*, as_json: bool, as_csv: bool) -> Print:
     """
     if as_json and as_csv:
         raise click.UsageError("--json and --csv cannot be used together")
-    output = _print_json if as_json else _CsvPrinter() if as_csv else _print_text
+    output = _print_json if as_json else _CsvPrinter() if as_csv else _TextPrinter()
 
     def print_one(prediction: "Prediction", head: "InstalledHead") -> None:
         if prediction.error:
@@ -108,13 +121,26 @@ def printer(*, as_json: bool, as_csv: bool) -> Print:
     return print_one
 
 
-def _print_text(prediction: "Prediction", _head: "InstalledHead") -> None:
-    say(f"{prediction.path}: {'  '.join(f'{name} {score:.1%}' for name, score in prediction.top)}")
+class _TextPrinter:
+    """Prints a line per image, and on stderr the prior with its most frequent classes whenever it changes."""
+
+    def __init__(self) -> None:
+        self._shown = "none"
+
+    def __call__(self, prediction: "Prediction", _head: "InstalledHead") -> None:
+        prior = prediction.prior
+        frequent = sorted(prior.shares.items(), key=lambda item: -item[1])[:3]
+        shown = "  ".join([prior.source, *(f"{name} {share:.0%}" for name, share in frequent)])
+        if shown != self._shown:
+            say(f"prior: {shown}", err=True)
+            self._shown = shown
+        say(f"{prediction.path}: {'  '.join(f'{name} {score:.1%}' for name, score in prediction.top)}")
 
 
 def _print_json(prediction: "Prediction", head: "InstalledHead") -> None:
-    line = {"image": str(prediction.path), "label": prediction.label, "scores": dict(prediction.top)}
-    click.echo(as_json_text({**line, **head.identity}))
+    scores = dict(prediction.top)
+    line = {"image": str(prediction.path), "label": prediction.label, "scores": scores}
+    click.echo(as_json_text({**line, **prediction.prior.fields(list(scores)), **head.identity}))
 
 
 class _CsvPrinter:
@@ -130,8 +156,8 @@ class _CsvPrinter:
         if not self._has_header:
             numbers = range(1, len(prediction.top) + 1)
             pairs = (name for number in numbers for name in (f"label_{number}", f"probability_{number}"))
-            rows.writerow(["image", *pairs, "head_version"])
+            rows.writerow(["image", *pairs, "head_version", "prior"])
             self._has_header = True
         scores = (value for name, score in prediction.top for value in (plain(name), f"{score:.6f}"))
-        rows.writerow([plain(str(prediction.path)), *scores, head.version])
+        rows.writerow([plain(str(prediction.path)), *scores, head.version, prediction.prior.source])
         sys.stdout.flush()

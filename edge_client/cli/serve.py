@@ -10,6 +10,7 @@ from edge_client.cli.options import (
     fleet_option,
     loading_modules,
     open_state_to_predict,
+    prior_option,
     provider_option,
     state_option,
     threads_option,
@@ -24,6 +25,7 @@ from protocol.cli import (
 from protocol.service_manager import stop_on_terminate
 
 if TYPE_CHECKING:
+    from edge_client.data.class_prior import Source
     from edge_client.runtime.session import Provider
 
 log = logging.getLogger(__name__)
@@ -39,6 +41,7 @@ _MIB = 1024**2
 @state_option
 @provider_option
 @threads_option
+@prior_option
 @setting("--http", metavar="HOST:PORT", default="127.0.0.1:8090", help="Address to listen on.")
 @setting(
     "--http-token-file",
@@ -51,9 +54,9 @@ _MIB = 1024**2
     help="MiB; a larger image file is refused.",
 )  # fmt: skip
 @verbose_option
-def serve_command(
-    *, fleet: str, state: Path | None, provider: "Provider", threads: int | None, http: str,
-    http_token_file: Path | None, max_image_mb: int, verbose: bool,
+def serve_command(  # noqa: PLR0913 - every option of the command line
+    *, fleet: str, state: Path | None, provider: "Provider", threads: int | None, prior: "Source",
+    http: str, http_token_file: Path | None, max_image_mb: int, verbose: bool,
 ) -> None:  # fmt: skip
     """Answer HTTP requests with predictions of the newest head, until interrupted.
 
@@ -77,7 +80,8 @@ def serve_command(
     if http_token_file is not None:
         token = read_secret(http_token_file, what="token")
     options = parse_options(http, token=token or None, max_image_bytes=max_image_mb * _MIB)
-    heads = HeadInUse(open_state_to_predict(state, fleet), provider=provider, threads=threads)
+    store = open_state_to_predict(state, fleet)
+    heads = HeadInUse(store, provider=provider, threads=threads, prior=prior)
     with PredictionServer(options, heads) as server:
         stop_on_terminate()
         try:

@@ -13,6 +13,7 @@ from edge_client.cli.options import (
     fleet_option,
     loading_modules,
     open_state_to_predict,
+    prior_option,
     provider_option,
     state_option,
     threads_option,
@@ -23,6 +24,7 @@ from protocol.errors import ConfigError, ProtofleetError
 from protocol.service_manager import stop_on_terminate
 
 if TYPE_CHECKING:
+    from edge_client.data.class_prior import Source
     from edge_client.runtime.session import Provider
     from edge_client.serving.folder_watch import FolderWatch
     from edge_client.serving.head_in_use import OpenedHead
@@ -36,6 +38,7 @@ log = logging.getLogger(__name__)
 @state_option
 @provider_option
 @threads_option
+@prior_option
 @top_option
 @json_option
 @csv_option
@@ -46,8 +49,8 @@ log = logging.getLogger(__name__)
 )  # fmt: skip
 @verbose_option
 def watch_command(  # noqa: PLR0913 - every option of the command line
-    *, folder: Path, fleet: str, state: Path | None, provider: "Provider", threads: int | None, top: int,
-    as_json: bool, as_csv: bool, existing: bool, interval_s: float, verbose: bool,
+    *, folder: Path, fleet: str, state: Path | None, provider: "Provider", threads: int | None,
+    prior: "Source", top: int, as_json: bool, as_csv: bool, existing: bool, interval_s: float, verbose: bool,
 ) -> None:  # fmt: skip
     """Classify each new image in FOLDER, and below it, with the newest head, until interrupted.
 
@@ -64,7 +67,8 @@ def watch_command(  # noqa: PLR0913 - every option of the command line
     if not folder.is_dir():
         raise ConfigError(f"expected a folder to watch, got {folder}")
     output = printer(as_json=as_json, as_csv=as_csv)
-    heads = HeadInUse(open_state_to_predict(state, fleet), provider=provider, threads=threads)
+    store = open_state_to_predict(state, fleet)
+    heads = HeadInUse(store, provider=provider, threads=threads, prior=prior)
     watch = FolderWatch(folder, existing=existing)
     stop_on_terminate()
     event(log, logging.INFO, "watching", folder=folder)
@@ -81,7 +85,7 @@ def classify_new(watch: "FolderWatch", opened: "OpenedHead", *, top: int, output
 
     paths = watch.poll()
     try:
-        for prediction in predict(paths, opened.backbones, opened.head, top=top):
+        for prediction in predict(paths, opened.backbones, opened.head, top=top, adjuster=opened.adjuster):
             if watch.done(prediction.path, failed=bool(prediction.error)):
                 output(prediction, opened.installed)
     except ProtofleetError as error:  # the backbone or the head fails on one of them

@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 
+from edge_client.data.class_prior import Adjuster, Prior, Source
 from edge_client.data.extraction import Refusal, feature_of
-from edge_client.inference import Head, best_classes, open_in_use
+from edge_client.inference import Head, best_classes, open_adjuster, open_in_use
 from edge_client.runtime.backbone import Backbone
 from edge_client.runtime.session import Provider
 from edge_client.storage.device_state import DeviceState
@@ -26,23 +29,31 @@ RETRY_S = 30.0
 
 @dataclass(frozen=True)
 class OpenedHead:
-    """A head with its backbones."""
+    """A head with its backbones, and the prior of its images."""
 
     installed: InstalledHead
     backbones: Sequence[Backbone]
     head: Head
+    adjuster: Adjuster
 
-    def classify(self, image: Image.Image | bytes, *, top: int) -> tuple[tuple[str, float], ...]:
+    def classify(
+        self, image: Image.Image | bytes, *, top: int
+    ) -> tuple[tuple[tuple[str, float], ...], Prior]:
         """Return the `top` most probable classes of an image, decoded or as a file's bytes, with their probabilities.
 
         Raises:
             UnreadableImage: it cannot be used.
             ProtofleetError: the backbone or the head fails on it.
         """
+        rows, prior = self.adjuster.adjust(self.probabilities(image))
+        return best_classes(rows[0], self.head.classes, top), prior
+
+    def probabilities(self, image: Image.Image | bytes) -> NDArray[np.float32]:
+        """Return the head's probabilities of an image, float32 (1, C); the errors are those of `classify`."""
         feature = feature_of(image, self.backbones)
         if isinstance(feature, Refusal):
             raise UnreadableImage(feature.reason)
-        return best_classes(self.head, feature, top)
+        return self.head.probabilities(feature[None])
 
 
 class HeadInUse:
@@ -50,11 +61,14 @@ class HeadInUse:
 
     A head is tried on a black image when it is opened. This counts as a use of it, as in `edge-client predict`: after
     three failures in a row the device returns to the head before. Later predictions do not count, since images from
-    outside must not bring a head back.
+    outside must not bring a head back. The prior of each head's images begins without any.
     """
 
-    def __init__(self, store: DeviceState, *, provider: Provider, threads: int | None) -> None:
+    def __init__(
+        self, store: DeviceState, *, provider: Provider, threads: int | None, prior: Source = "none"
+    ) -> None:
         self._store = store
+        self._prior: Source = prior
         self._open = partial(open_in_use, store, provider=provider, threads=threads)
         self._lock = threading.Lock()
         self._opened: OpenedHead | None = None
@@ -83,9 +97,10 @@ class HeadInUse:
 
     def _renew(self) -> None:
         try:
-            opened = OpenedHead(*self._open())
+            installed, backbones, head = self._open()
+            opened = OpenedHead(installed, backbones, head, open_adjuster(self._store, head, self._prior))
             with self._store.run_head(opened.installed):
-                opened.classify(Image.new("RGB", (64, 64)), top=1)
+                opened.probabilities(Image.new("RGB", (64, 64)))
         except ProtofleetError as error:
             self._problem = error
             event(log, logging.ERROR, "head not used", reason=str(error))
@@ -93,5 +108,5 @@ class HeadInUse:
         self._opened = opened
         for note in {each.model.note: None for each in opened.backbones if each.model.note}:
             event(log, logging.WARNING, note)
-        head = opened.installed
-        event(log, logging.INFO, "head opened", version=head.version, round=head.round)
+        used = opened.installed
+        event(log, logging.INFO, "head opened", version=used.version, round=used.round)

@@ -275,10 +275,12 @@ class RequestHandler(BaseHTTPRequestHandler):
             except ProtofleetError as error:
                 raise _Refused(503, str(error)) from error
             try:
-                best = opened.classify(data, top=top)
+                best, prior = opened.classify(data, top=top)
             finally:
                 release_memory()  # which the allocator would keep for this thread; few bytes can be many pixels
-        return 200, {"label": best[0][0], "scores": dict(best), **opened.installed.identity}
+        scores = dict(best)
+        answer = {"label": best[0][0], "scores": scores, **prior.fields(list(scores))}
+        return 200, {**answer, **opened.installed.identity}
 
     def _check_token(self) -> None:
         if (token := self.server.options.token) is None:

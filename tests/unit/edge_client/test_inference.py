@@ -179,6 +179,7 @@ def test_round_head_is_bound_to_state_tensors_and_local_prototypes() -> None:
     logits = features[:, :2] @ np.array([[1, 0], [0, 1], [5, 5]]).T
     expected = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
     np.testing.assert_allclose(head.probabilities(features), expected, rtol=1e-5)
+    assert head.is_personal
     assert evaluate(head, [features, features[:1]], label=2) == 4
     strange = round_head(local_model=replace(LOCAL_MODEL, counts=np.zeros(3, np.float32)))
     assert evaluate(strange, [features], label=0) == 2

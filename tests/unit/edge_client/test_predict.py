@@ -3,11 +3,13 @@
 import csv
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
 from edge_client.cli import cli
+from edge_client.storage.stored_values import SubmissionReport
 from tests.support.devices.device_factory import image_file
 from tests.support.devices.worker_benches import CONSTANT, HeadBench
 
@@ -62,7 +64,15 @@ def test_csv_has_a_header_and_a_row_per_image(bench: HeadBench, photos: Path) ->
     assert done.exit_code == 1
     assert "error: photos/broken.png: " in done.stderr
     first, last = csv.DictReader(done.stdout.splitlines())
-    assert list(first) == ["image", "label_1", "probability_1", "label_2", "probability_2", "head_version"]
+    assert list(first) == [
+        "image",
+        "label_1",
+        "probability_1",
+        "label_2",
+        "probability_2",
+        "head_version",
+        "prior",
+    ]
     assert (first["image"], last["image"]) == ("photos/b.png", "photos/10%, of it.png")
     assert ({first["label_1"], first["label_2"]}, first["head_version"]) == ({"cat", "dog"}, "3")
     assert float(first["probability_1"]) > float(first["probability_2"]) > 0
@@ -85,3 +95,56 @@ def test_arguments_without_an_image_are_refused(
     done = _predict(bench, *arguments)
     assert done.exit_code != 0
     assert error in f"{done.exception} {done.output}"
+
+
+def _line(done: Result) -> dict[str, Any]:
+    assert done.exit_code == 0, done.output
+    line: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return line
+
+
+def test_many_alike_images_are_predicted_with_their_prior(bench: HeadBench, photos: Path) -> None:
+    """It is shown with each of them; one image, or `--prior none`, gets the head's own probabilities."""
+    bench.install(bench.head(1, CONSTANT["cat"] / 10))
+    for number in range(60):
+        image_file(photos / f"{number}.png")
+    plain = _line(_predict(bench, "photos", "--json", "--prior", "none"))
+    with_prior = _line(_predict(bench, "photos", "--json"))
+    best = plain["label"]
+    assert (plain["prior"], "prior_shares" in plain) == ("none", False)
+    assert with_prior["prior"] == "images"
+    assert with_prior["prior_shares"][best] > 0.9
+    assert with_prior["scores"][best] > plain["scores"][best]
+    alone = _line(_predict(bench, "photos/b.png", "--json"))
+    assert {name: alone[name] for name in ("prior", "scores")} == {
+        name: plain[name] for name in ("prior", "scores")
+    }
+    text = _predict(bench, "photos")
+    assert text.stderr.startswith(f"prior: images  {best} 9")
+    assert len(text.stderr.splitlines()) == 1
+    rows = csv.DictReader(_predict(bench, "photos", "--csv").stdout.splitlines())
+    assert {row["prior"] for row in rows} == {"images"}
+
+
+def test_prior_of_labeled_images(bench: HeadBench, photos: Path) -> None:
+    """Those of the submission: 20 of each class."""
+    bench.install(bench.head(1, CONSTANT["cat"]))
+    assert photos.is_dir()
+    line = _line(_predict(bench, "photos/b.png", "--json", "--prior", "labels"))
+    assert (line["prior"], line["prior_shares"]) == ("labels", {"cat": 0.5, "dog": 0.5})
+    bench.store.set(SubmissionReport())
+    done = _predict(bench, "photos/b.png", "--prior", "labels")
+    assert "no labeled images" in f"{done.exception} {done.output}"
+
+
+def test_many_images_are_predicted_in_parts(
+    bench: HeadBench, photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part is of whole batches of 16 images; the prior is that of the newest images until then."""
+    monkeypatch.setattr("edge_client.cli.predict.AT_ONCE", 30)
+    bench.install(bench.head(1, CONSTANT["cat"] / 10))
+    for number in range(30):
+        image_file(photos / f"{number}.png")
+    lines = [json.loads(line) for line in _predict(bench, "photos", "--json").stdout.splitlines()]
+    assert [line["prior"] for line in lines] == ["images"] * 34
+    assert len({str(line["prior_shares"]) for line in lines[:32]}) == 1

@@ -9,7 +9,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from protocol.errors import BackboneMismatch, GraphRefused
+from protocol.errors import BackboneMismatch, ConfigError, GraphRefused
 from protocol.models.onnx_metadata import BackboneMetadata, HeadMetadata, ModelMetadata, to_properties
 from protocol.models.preprocessing import Preprocessing
 from protofleet import Model
@@ -84,3 +84,18 @@ def test_pipe_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "model.onnx")
     with pytest.raises(GraphRefused, match="regular file"):
         Model.load(tmp_path / "model.onnx")
+
+
+def test_prior_of_the_images_that_are_given(tmp_path: Path) -> None:
+    """Each prediction names it; without one, the model's own probabilities stay as they are."""
+    model = Model.load(model_file(tmp_path / "model.onnx"))
+    mostly_cats = [np.full((4, 4, 3), value, np.uint8) for value in [(9, 1, 0)] * 30 + [(4, 5, 0)]]
+    plain = list(model.predict_all(mostly_cats))
+    assert (plain[-1].label, plain[-1].prior, plain[-1].prior_shares) == ("dog", "none", {})
+    adjusted = list(model.predict_all(mostly_cats, prior="images"))
+    assert (adjusted[-1].label, adjusted[-1].prior) == ("cat", "images")
+    assert adjusted[0].prior_shares == adjusted[-1].prior_shares
+    assert adjusted[0].prior_shares["cat"] > 0.9
+    for prior in ("labels", "image"):
+        with pytest.raises(ConfigError, match="prior"):
+            next(model.predict_all([IMAGE], prior=prior))  # type: ignore[arg-type]

@@ -14,6 +14,7 @@ import psutil
 import pytest
 from PIL import Image
 
+from edge_client.data.class_prior import Source
 from edge_client.runtime.session import release_memory
 from edge_client.serving import http_server
 from edge_client.serving.head_in_use import HeadInUse
@@ -42,9 +43,9 @@ def start(bench: HeadBench) -> Start:
     """Return a function that serves the device's heads, and yields the port."""
 
     @contextlib.contextmanager
-    def started(token: str | None = None) -> Iterator[int]:
+    def started(token: str | None = None, prior: Source = "none") -> Iterator[int]:
         options = parse_options("127.0.0.1:0", token=token, max_image_bytes=MAX_BYTES)
-        heads = HeadInUse(bench.store, provider="cpu", threads=1)
+        heads = HeadInUse(bench.store, provider="cpu", threads=1, prior=prior)
         with PredictionServer(options, heads) as server:
             thread = threading.Thread(target=server.serve_forever, args=(0.05,))
             thread.start()
@@ -101,6 +102,27 @@ def test_newest_head_answers(bench: HeadBench, start: Start) -> None:
             assert (status, set(answer["scores"])) == (200, {"cat", "dog"})
             assert {name: answer[name] for name in identity} == identity
             assert answer["label"] == max(answer["scores"], key=answer["scores"].get)
+
+
+def test_answers_depend_on_earlier_images_only_with_a_prior_that_they_show(
+    bench: HeadBench, start: Start
+) -> None:
+    """Another head begins without any; an image that cannot be read does not count."""
+    bench.install(bench.head(1, CONSTANT["cat"] / 10))
+    with start() as port:
+        answers = [_ask(port, "POST", "/predict", PNG)[1] for _ in range(30)]
+    assert answers == [answers[0]] * 30
+    assert (answers[0]["prior"], "prior_shares" in answers[0]) == ("none", False)
+    with start(prior="images") as port:
+        answers = [_ask(port, "POST", "/predict", PNG)[1] for _ in range(30)]
+        label, plain = answers[0]["label"], answers[0]["scores"]
+        assert (answers[0]["prior"], answers[-1]["prior"]) == ("none", "images")
+        assert answers[-1]["prior_shares"][label] > 0.9
+        assert answers[-1]["scores"][label] > plain[label]
+        assert all(each["scores"] == plain for each in answers if each["prior"] == "none")
+        assert _ask(port, "POST", "/predict", b"no image")[0] == 422
+        bench.install(bench.head(2, CONSTANT["dog"] / 10))
+        assert _ask(port, "POST", "/predict", PNG)[1]["prior"] == "none"
 
 
 @pytest.mark.parametrize(
