@@ -227,8 +227,16 @@ def _tested(head: Head, size: int) -> Head:
     return head
 
 
-def evaluate(head: Head, chunks: Iterable[NDArray[np.float32]], *, label: int) -> int:
+def evaluate(
+    head: Head,
+    chunks: Iterable[NDArray[np.float32]],
+    *,
+    label: int,
+    found: list[NDArray[np.float32]] | None = None,
+) -> int:
     """Return how many of these features, all of class `label`, the head classifies correctly.
+
+    The probabilities are appended to `found`.
 
     Raises:
         GraphRefused: it fails on them.
@@ -237,6 +245,8 @@ def evaluate(head: Head, chunks: Iterable[NDArray[np.float32]], *, label: int) -
     for chunk in chunks:
         probabilities = head.probabilities(chunk)
         correct += int((probabilities.argmax(axis=1) == label).sum())
+        if found is not None:
+            found.append(probabilities)
     return correct
 
 

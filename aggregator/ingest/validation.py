@@ -280,8 +280,11 @@ def check_evaluation(evaluation: Evaluation, expectation: Expectation, *, newest
     counts = (evaluation.correct, evaluation.incorrect, evaluation.previous_correct or evaluation.correct)
     if any(len(each) != classes for each in counts):
         raise Refused("shape", f"expected {classes} counts of correct and of incorrect images")
-    if sum(evaluation.previous_correct) > sum(evaluation.correct) + sum(evaluation.incorrect):
+    images = sum(evaluation.correct) + sum(evaluation.incorrect)
+    if sum(evaluation.previous_correct) > images:
         raise Refused("malformed", "the previous head has more correct images than there are")
+    if (evaluation.correct_with_prior or 0) > images:
+        raise Refused("malformed", "more images are correct with the prior than there are")
 
 
 def _array(tensor: Tensor, name: str, *, dtypes: str, ndim: int) -> NDArray[Any]:

@@ -5,6 +5,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from msgspec import UNSET
+
 from aggregator.algorithms.registry import ALGORITHMS
 from aggregator.config.schema import Limits
 from aggregator.coordination import canary_rollout, open_collection, rollout_state, round_state
@@ -269,7 +271,13 @@ def _accuracy(evaluations: Sequence[Evaluation]) -> dict[str, Any]:
     correct = sum(sum(one.correct) for one in evaluations)
     incorrect = sum(sum(one.incorrect) for one in evaluations)
     accuracy = correct / (correct + incorrect) if correct + incorrect else None
-    return {"correct": correct, "incorrect": incorrect, "accuracy": accuracy}
+    gains = [
+        one.correct_with_prior - sum(one.correct)
+        for one in evaluations
+        if one.correct_with_prior is not UNSET
+    ]
+    with_prior = (correct + sum(gains)) / (correct + incorrect) if gains and accuracy is not None else None
+    return {"correct": correct, "incorrect": incorrect, "accuracy": accuracy, "with_prior": with_prior}
 
 
 def _coverage(classes: Iterable[str], submissions: Iterable[SubmissionRecord]) -> dict[str, model.Coverage]:

@@ -80,6 +80,13 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
             "Classes of which it has no held-out images count as not recognized."
         ),
     ] = None
+    with_prior: Annotated[
+        float | None,
+        Meta(
+            description="As `accuracy`, with the class prior that devices estimate from their held-out images without "
+            "the labels; null if no device reports it, and a device that does not counts without."
+        ),
+    ] = None
 
 
 class Device(Accuracy, frozen=True, kw_only=True):

@@ -301,6 +301,8 @@ def _head(head: Head) -> str:
         accuracy = f", accuracy {held_out.accuracy:.1%} ({held_out.correct}/{count}) on held-out images"
     if held_out.balanced is not None:
         accuracy += f", {held_out.balanced:.1%} over all classes"
+    if held_out.with_prior is not None:
+        accuracy += f", {held_out.with_prior:.1%} with each place's prior"
     state = f" ({head.state})" if head.state else ""
     reason = f"\n  {head.reason}" if head.reason else ""
     made_of = f"{counted(head.prototypes, 'prototype')} of {counted(head.devices, 'device')}"

@@ -73,6 +73,7 @@ def predict_command(  # noqa: PLR0913 - every option of the command line
     """
     with loading_modules():
         from edge_client.cli.image_arguments import named_images
+        from edge_client.data.class_prior import MAX_VALUES
         from edge_client.inference import open_adjuster, open_in_use, predict
         from edge_client.progress_bar import Progress
         from edge_client.runtime.session import require_runtime
@@ -84,8 +85,9 @@ def predict_command(  # noqa: PLR0913 - every option of the command line
     installed, backbones, head = open_in_use(store, provider=provider, threads=threads, images=len(paths))
     for note in {backbone.model.note: None for backbone in backbones if backbone.model.note}:
         say(note, err=True)
-    adjuster = open_adjuster(store, head, prior, window=AT_ONCE)
-    at_once = AT_ONCE if adjuster.source == "images" else 1
+    window = min(AT_ONCE, MAX_VALUES // len(head.classes))
+    adjuster = open_adjuster(store, head, prior, window=window)
+    at_once = window if adjuster.source == "images" else 1
     failed, is_shown = 0, at_once > 1 or not sys.stdout.isatty()  # otherwise the results themselves show it
     with closing(Progress("Images")) as progress:
         predictions = predict(

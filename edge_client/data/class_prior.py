@@ -19,6 +19,9 @@ Source = Literal["none", "images", "labels"]
 WINDOW = 100
 """Images from which a program that predicts for long estimates the prior: the newest ones."""
 
+MAX_VALUES = 2**20
+"""Probabilities from which a prior is estimated at most: 8 MB."""
+
 _STEPS = 50
 _Z = 3.090232306167813
 """The standard normal distribution's quantile at 0.999."""

@@ -1,5 +1,7 @@
 """The privacy settings that a device accepts, and the problems that it reports under differential privacy. Pure."""
 
+from msgspec import UNSET
+
 from edge_client.agent.state import Kind
 from edge_client.privacy.accountant import NO_ACCOUNTANT
 from edge_client.privacy.gaussian_mechanism import TOO_LARGE
@@ -81,7 +83,8 @@ def may_upload(payload: bytes, kind: Kind, *, max_epsilon: float) -> bool:
     except MalformedMessage:
         return False
     counts = (*message.correct, *message.incorrect, *message.previous_correct)
-    return not any(counts) and message.problem in {"", HEAD_REFUSED}
+    is_zero = message.correct_with_prior is UNSET and not any(counts)
+    return is_zero and message.problem in {"", HEAD_REFUSED}
 
 
 def public_problem(problem: str, *, bounded: bool) -> str:

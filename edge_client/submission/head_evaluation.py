@@ -4,8 +4,10 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
+from msgspec import UNSET
 from numpy.typing import NDArray
 
+from edge_client.data.class_prior import MAX_VALUES, adjusted, estimate
 from edge_client.data.images import find_images
 from edge_client.inference import Head, evaluate
 from edge_client.submission.image_features import Workspace, backbone_digests
@@ -33,9 +35,26 @@ def evaluate_head(
         GraphRefused: the head fails on these images.
         Interrupted: `should_stop`, called before every run, returned True.
     """
-    correct = count_correct(workspace, head, manifest, members=members, should_stop=should_stop)
-    incorrect = (len(of_class) - count for of_class, count in zip(members, correct, strict=True))
-    return Evaluation(task=task, head_version=version, correct=correct, incorrect=tuple(incorrect))
+    totals = [len(of_class) for of_class in members]
+    has_prior = not head.is_personal and 0 < sum(totals) * len(totals) <= MAX_VALUES
+    found: list[NDArray[np.float32]] | None = [] if has_prior else None
+    correct = count_correct(workspace, head, manifest, members=members, should_stop=should_stop, found=found)
+    incorrect = (total - count for total, count in zip(totals, correct, strict=True))
+    return Evaluation(
+        task=task,
+        head_version=version,
+        correct=correct,
+        incorrect=tuple(incorrect),
+        correct_with_prior=_with_prior(found, totals) if found else UNSET,
+    )
+
+
+def _with_prior(found: Sequence[NDArray[np.float32]], totals: Sequence[int]) -> int:
+    """Return the correct predictions with the prior of these images, by the head's probabilities, class by class."""
+    rows, labels = np.concatenate(found), np.repeat(np.arange(len(totals)), totals)
+    shares = estimate(rows)
+    best = (rows if shares is None else adjusted(rows, shares)).argmax(axis=1)
+    return int((best == labels).sum())
 
 
 def count_correct(
@@ -45,8 +64,12 @@ def count_correct(
     *,
     members: Sequence[Sequence[str]],
     should_stop: Callable[[], bool],
+    found: list[NDArray[np.float32]] | None = None,
 ) -> tuple[int, ...]:
-    """Return a head's correct predictions per class; the arguments and errors are those of `evaluate_head`."""
+    """Return a head's correct predictions per class; the arguments and errors are those of `evaluate_head`.
+
+    The probabilities are appended to `found`, class by class.
+    """
 
     def features(of_class: Sequence[str]) -> Iterator[NDArray[np.float32]]:
         for chunk in workspace.cache.chunks(of_class, *backbone_digests(manifest)):
@@ -54,7 +77,9 @@ def count_correct(
                 raise Interrupted("the evaluation was interrupted")
             yield chunk
 
-    return tuple(evaluate(head, features(of_class), label=label) for label, of_class in enumerate(members))
+    return tuple(
+        evaluate(head, features(of_class), label=label, found=found) for label, of_class in enumerate(members)
+    )
 
 
 def balanced(evaluation: Evaluation, head: Head, manifest: TaskManifest) -> float | None:

@@ -303,6 +303,8 @@ class Evaluation(Message, frozen=True, kw_only=True, tag="evaluation"):
     incorrect: PerClass
     previous_correct: PerClass = ()
     problem: Text = ""
+    correct_with_prior: Images | msgspec.UnsetType = msgspec.UNSET
+    """Of all classes, with the class prior of the held-out images."""
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True, tag="frame"):

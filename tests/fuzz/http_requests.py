@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from PIL import Image
 
+from edge_client.data.class_prior import NO_PRIOR, Prior
 from edge_client.data.images import decoded
 from edge_client.serving.http_server import RequestHandler, ServerOptions
 from edge_client.storage.stored_values import InstalledHead
@@ -18,11 +19,11 @@ from tests.fuzz.target import MIB, Target
 _HEAD = InstalledHead(head=bytes(32), version=1, backbones=(), classes=("cat",))
 
 
-def _classify(data: bytes, *, top: int) -> tuple[tuple[str, float], ...]:
+def _classify(data: bytes, *, top: int) -> tuple[tuple[tuple[str, float], ...], Prior]:
     """Decode the image, and return as many classes as there are."""
     with decoded(data) as image:
         assert image.width > 0
-    return (("cat", 1.0),)[:top]
+    return (("cat", 1.0),)[:top], NO_PRIOR
 
 
 _SERVER = cast(

@@ -38,7 +38,8 @@ def _bounds_hold(value: Any, hint: Any) -> bool:
         return all(map(_bounds_hold, value, each))
     if isinstance(value, dict) and arguments:
         return all(_bounds_hold(inner, arguments[1]) for inner in value.values())
-    inside = [choice for choice in arguments if choice is not type(None)] if value is not None else []
+    empty = (type(None), msgspec.UnsetType)
+    inside = [] if isinstance(value, empty) else [choice for choice in arguments if choice not in empty]
     return _bounds_hold(value, inside[0]) if len(inside) == 1 else True
 
 

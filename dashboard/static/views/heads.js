@@ -29,6 +29,7 @@ function Head({ head, details }) {
     <td class="number">${images === undefined ? "–" : `${counted_images} of ${images}`}</td>
     <td class="number">${percent(heldOut.accuracy)}</td>
     <td class="number">${percent(heldOut.balanced)}</td>
+    <td class="number">${percent(heldOut.with_prior)}</td>
     <td class="number">${heldOut.devices}</td>
     <td class="number">${details ? bytes(details.size_bytes) : "–"}</td>
     <td class="actions">
@@ -54,6 +55,7 @@ export function Heads({ status, details }) {
             <th scope="col">Head</th><th scope="col">State</th><th scope="col">Trained</th>
             <th scope="col" class="number">Devices</th><th scope="col" class="number">Prototypes</th><th scope="col" class="number">Images that count</th>
             <th scope="col" class="number">Accuracy</th><th scope="col" class="number">Classes alike</th>
+            <th scope="col" class="number">With prior</th>
             <th scope="col" class="number">Evaluated by</th><th scope="col" class="number">Size</th><th scope="col">Actions</th>
           </tr>
         </thead>

@@ -260,6 +260,7 @@ def test_valid_evaluation_is_accepted() -> None:
     assert isinstance(message, Evaluation)
     check_evaluation(message, EXPECTATION, newest_head=2)
     check_evaluation(message, EXPECTATION, newest_head=3)
+    check_evaluation(msgspec.structs.replace(message, correct_with_prior=10), EXPECTATION, newest_head=2)
 
 
 @pytest.mark.parametrize(
@@ -271,6 +272,7 @@ def test_valid_evaluation_is_accepted() -> None:
         (msgspec.structs.replace(evaluation(), incorrect=(1, 2, 3, 4)), "shape"),
         (msgspec.structs.replace(evaluation(), previous_correct=(1, 2)), "shape"),
         (msgspec.structs.replace(evaluation(), previous_correct=(9, 2, 0)), "malformed"),
+        (msgspec.structs.replace(evaluation(), correct_with_prior=11), "malformed"),
     ],
 )
 def test_invalid_evaluation_is_refused(spoilt: Evaluation, reason: str) -> None:

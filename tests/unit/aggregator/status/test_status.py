@@ -24,7 +24,7 @@ from aggregator.storage.store import Store
 from aggregator.storage.stored_values import HeadRateLimit, TrainingProgress, UploadTokens
 from protocol.errors import StateError
 from protocol.wire.messages import BlobRef, Evaluation
-from tests.support.messages.submissions import TASK, device_info
+from tests.support.messages.submissions import TASK, device_info, evaluation
 from tests.unit.aggregator.status.stores import (
     TASK_FILE,
     add_head,
@@ -90,6 +90,18 @@ def test_status_of_busy_aggregator(tmp_path: Path) -> None:
         "refused 1 x shape from c: expected [16], got [17]",
     ):
         assert piece in text
+
+
+def test_accuracy_with_the_prior_is_shown(tmp_path: Path) -> None:
+    """A device that does not report it counts as it does without."""
+    store = busy_store(tmp_path)
+    assert collected(store).heads[0].held_out.with_prior is None
+    for device, made in (("b", replace(evaluation(), correct_with_prior=10)), ("c", evaluation())):
+        store.evaluations.put(device, made, digest=b"p", now_s=61.0)
+    status = collected(store)
+    assert status.heads[0].held_out.with_prior == pytest.approx(28 / 30)
+    assert [row.with_prior for row in status.devices if row.device in {"a", "b"}] == [None, 1.0]
+    assert "over all classes, 93.3% with each place's prior" in rendered(status)
 
 
 def test_current_files_are_shown_when_they_are_written(tmp_path: Path) -> None:

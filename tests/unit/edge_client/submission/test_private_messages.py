@@ -38,7 +38,7 @@ DECISIONS: dict[type[Any], dict[str, str]] = {
     Privacy: dict.fromkeys(["epsilon", "total_epsilon", "delta", "releases"], "no image"),
     Evaluation: {
         "v": "constant", "task": "no image", "head_version": "no image", "correct": "zeros", "incorrect": "zeros",
-        "previous_correct": "zeros", "problem": "constant words",
+        "previous_correct": "zeros", "problem": "constant words", "correct_with_prior": "none",
     },
     messages.Frame: {
         "v": "constant", "key": "no image",
