@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_client.data.class_prior import NO_PRIOR, WINDOW, Adjuster, Prior, Source
+from edge_client.data.class_prior import NO_PRIOR, Adjuster, Prior, Source
 from edge_client.data.extraction import Refusal, feature_batches
 from edge_client.data.images import unlabeled
 from edge_client.runtime.backbone import Backbone, open_backbone
@@ -132,9 +132,7 @@ def open_in_use(
         raise StateError(f"{error}: a running edge-client downloads it again") from error
 
 
-def open_adjuster(
-    store: DeviceState, head: Head, source: Source | None, *, window: int | None = WINDOW
-) -> Adjuster:
+def open_adjuster(store: DeviceState, head: Head, source: Source | None) -> Adjuster:
     """Open a prior for a head; None stands for `images`, and for `none` if the head is personal.
 
     Raises:
@@ -143,9 +141,7 @@ def open_adjuster(
     labels = {each.name: each.images for each in store.get(SubmissionReport).classes}
     if source == "labels" and not labels.keys() & set(head.classes):
         raise ConfigError("no labeled images of the head's classes in a submission: use another --prior")
-    return Adjuster(
-        head.classes, source or ("none" if head.is_personal else "images"), labels=labels, window=window
-    )
+    return Adjuster(head.classes, source or ("none" if head.is_personal else "images"), labels=labels)
 
 
 def open_head(file: bytes, *, backbones: Sequence[Backbone], classes: Sequence[str] | None = None) -> Head:

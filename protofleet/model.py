@@ -44,7 +44,7 @@ class Prediction:
     task: str
     """sha256 of the task manifest, in hex; zeros for a head that `Head.save` wrote."""
     prior: Source = "none"
-    """What the prior was estimated from, to which the probabilities are adjusted."""
+    """The origin of the prior to which the probabilities are adjusted."""
     prior_shares: Mapping[str, float] = field(default_factory=dict)
     """The prior: the share of each class; empty for `none`."""
 
@@ -143,7 +143,7 @@ class Model:
         def adjuster(prior: Source) -> Adjuster:
             if prior == "labels":
                 raise ConfigError("the prior `labels` is that of a device: use `Model.installed`")
-            return Adjuster(classes, prior, labels={}, window=None)
+            return Adjuster(classes, prior, labels={})
 
         model = _Opened(classes, frozenset(specs.values()), run, opened.provider, identity, adjuster)
         return cls(lambda: model)
@@ -188,7 +188,7 @@ class Model:
                 lambda batch: found.head.probabilities(features_of(batch, found.backbones)),
                 found.backbones[0].model.provider,
                 found.installed.identity,
-                lambda prior: open_adjuster(store, found.head, prior, window=None),
+                lambda prior: open_adjuster(store, found.head, prior),
             )
 
         opened()

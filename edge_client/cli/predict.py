@@ -34,7 +34,7 @@ top_option = click.option(
     "--top", type=COUNT, default=3, show_default=True, help="Number of classes to print."
 )
 AT_ONCE = 10_000
-"""Images that wait for their prior, and from which it is estimated: of more, the newest ones."""
+"""Images that wait for their prior: more of them are predicted in parts, each with its own prior."""
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object per image.")
 csv_option = click.option("--csv", "as_csv", is_flag=True, help="Print CSV with a header, one row per image.")
@@ -85,9 +85,8 @@ def predict_command(  # noqa: PLR0913 - every option of the command line
     installed, backbones, head = open_in_use(store, provider=provider, threads=threads, images=len(paths))
     for note in {backbone.model.note: None for backbone in backbones if backbone.model.note}:
         say(note, err=True)
-    window = min(AT_ONCE, MAX_VALUES // len(head.classes))
-    adjuster = open_adjuster(store, head, prior, window=window)
-    at_once = window if adjuster.source == "images" else 1
+    adjuster = open_adjuster(store, head, prior)
+    at_once = min(AT_ONCE, MAX_VALUES // len(head.classes)) if adjuster.source == "images" else 1
     failed, is_shown = 0, at_once > 1 or not sys.stdout.isatty()  # otherwise the results themselves show it
     with closing(Progress("Images")) as progress:
         predictions = predict(

@@ -5,7 +5,6 @@ new a priori probabilities", Neural Computation 14 (2002), for the estimate and 
 the quantile.
 """
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -14,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 Source = Literal["none", "images", "labels"]
-"""What a prior comes from: nothing, probabilities of unlabeled images, or labeled images."""
+"""The origin of a prior: none, probabilities of unlabeled images, or labeled images."""
 
 WINDOW = 100
-"""Images from which a program that predicts for long estimates the prior: the newest ones."""
+"""The newest images, from which a program that predicts for long estimates the prior."""
 
 MAX_VALUES = 2**20
 """Probabilities from which a prior is estimated at most: 8 MB."""
@@ -45,34 +44,30 @@ NO_PRIOR = Prior()
 
 
 class Adjuster:
-    """Adjusts probabilities to the prior of a place, which it estimates from the newest `window` images.
+    """Adjusts probabilities to the prior of a place, which it estimates from the last WINDOW images.
 
     Args:
         classes: the C names of the classes.
         source: where the prior comes from.
         labels: labeled images of each class, for `labels`.
-        window: n, for `images`; None for all.
     """
 
-    def __init__(
-        self,
-        classes: Sequence[str],
-        source: Source,
-        *,
-        labels: Mapping[str, int],
-        window: int | None = WINDOW,
-    ) -> None:
+    def __init__(self, classes: Sequence[str], source: Source, *, labels: Mapping[str, int]) -> None:
         self.source: Source = source
         self._classes = classes
         self._labels = smoothed(np.array([labels.get(name, 0) for name in classes], float))
-        self._newest: deque[NDArray[np.float32]] = deque(maxlen=window)
+        self._newest = np.empty((0, len(classes)), np.float32)
 
     def adjust(self, probabilities: NDArray[np.float32]) -> tuple[NDArray[np.float32], Prior]:
-        """Return adjusted probabilities, float32 (n, C), of further images, and the prior, which is one for all."""
+        """Return adjusted probabilities, float32 (n, C), of further images, and their prior.
+
+        Images that are given together are all in the sample.
+        """
         shares = self._labels if self.source == "labels" else None
         if self.source == "images" and len(probabilities):
-            self._newest.extend(probabilities)
-            shares = estimate(np.stack(self._newest))
+            sample = max(WINDOW, len(probabilities))
+            self._newest = np.concatenate([self._newest, probabilities])[-sample:]
+            shares = estimate(self._newest)
         if shares is None:
             return probabilities, NO_PRIOR
         by_name = dict(zip(self._classes, map(float, shares), strict=True))

@@ -105,7 +105,7 @@ def _line(done: Result) -> dict[str, Any]:
 
 def test_many_alike_images_are_predicted_with_their_prior(bench: HeadBench, photos: Path) -> None:
     """It is shown with each of them; one image, or `--prior none`, gets the head's own probabilities."""
-    bench.install(bench.head(1, CONSTANT["cat"] / 10))
+    bench.install(bench.head(1, CONSTANT["cat"] / 4))
     for number in range(60):
         image_file(photos / f"{number}.png")
     plain = _line(_predict(bench, "photos", "--json", "--prior", "none"))
@@ -140,9 +140,9 @@ def test_prior_of_labeled_images(bench: HeadBench, photos: Path) -> None:
 def test_many_images_are_predicted_in_parts(
     bench: HeadBench, photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A part is of whole batches of 16 images; the prior is that of the newest images until then."""
+    """A part is of whole batches of 16 images, and has one prior."""
     monkeypatch.setattr("edge_client.cli.predict.AT_ONCE", 30)
-    bench.install(bench.head(1, CONSTANT["cat"] / 10))
+    bench.install(bench.head(1, CONSTANT["cat"] / 4))
     for number in range(30):
         image_file(photos / f"{number}.png")
     lines = [json.loads(line) for line in _predict(bench, "photos", "--json").stdout.splitlines()]

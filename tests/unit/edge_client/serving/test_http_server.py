@@ -108,7 +108,7 @@ def test_answers_depend_on_earlier_images_only_with_a_prior_that_they_show(
     bench: HeadBench, start: Start
 ) -> None:
     """Another head begins without any; an image that cannot be read does not count."""
-    bench.install(bench.head(1, CONSTANT["cat"] / 10))
+    bench.install(bench.head(1, CONSTANT["cat"] / 4))
     with start() as port:
         answers = [_ask(port, "POST", "/predict", PNG)[1] for _ in range(30)]
     assert answers == [answers[0]] * 30
@@ -121,7 +121,7 @@ def test_answers_depend_on_earlier_images_only_with_a_prior_that_they_show(
         assert answers[-1]["scores"][label] > plain[label]
         assert all(each["scores"] == plain for each in answers if each["prior"] == "none")
         assert _ask(port, "POST", "/predict", b"no image")[0] == 422
-        bench.install(bench.head(2, CONSTANT["dog"] / 10))
+        bench.install(bench.head(2, CONSTANT["dog"] / 4))
         assert _ask(port, "POST", "/predict", PNG)[1]["prior"] == "none"
 
 
