@@ -30,6 +30,9 @@ SHARES = (1.0, 0.5, 0.25, 0.1)
 REGRESSION_SHARES = SHARES[:3]
 """Those of the regressions; with a tenth they lost accuracy where their loss was not much higher."""
 
+FEATURES_PER_PROTOTYPE = 4
+"""Values of a prototype, relative to the number of prototypes, from which regressions are candidates."""
+
 MIN_HELD_OUT = 30
 """Held-out prototypes from which a difference of one standard error is evidence."""
 
@@ -140,6 +143,7 @@ def _choose(
     """Return the head in closed form, or the adapter, if any, where its loss on held-out prototypes is lower.
 
     Two classes have the same regression as discriminant, and regressions do not limit classes that are not common.
+    Where values are few, the discriminant's covariance is known well.
     """
     folds = _folds(data.labels, seed)
     tested, first = (folds >= 0) & data.common_rows, (folds == 0) & data.common_rows
@@ -147,7 +151,8 @@ def _choose(
         nearest_mean = tuple(_discriminants(data, (0.0,)))
         temperature, _ = calibrate(logits_of(nearest_mean, data.values), data.labels)
         return _Candidate(nearest_mean, temperature=temperature)
-    regressions = bool(data.common_rows.all() and np.count_nonzero(data.samples) > 2)
+    are_few = FEATURES_PER_PROTOTYPE * len(data.labels) <= data.values.shape[1]
+    regressions = bool(are_few and data.common_rows.all() and np.count_nonzero(data.samples) > 2)
     logits = _cross_validated(data, folds, regressions=regressions)
     rows, common = _even(data, tested), data.common_classes
     calibrated = [calibrate(each[rows], data.labels[rows], common=common) for each in logits]
