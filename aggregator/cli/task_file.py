@@ -105,6 +105,7 @@ def check_command(*, task: Path) -> None:
 
 
 def _check(path: Path) -> None:
+    from aggregator.algorithms.statistics.feature_map import selected
     from aggregator.config.task_file import load_task
     from aggregator.tasks.task_preparation import read_backbone, selected_columns
 
@@ -114,7 +115,7 @@ def _check(path: Path) -> None:
         spec = metadata.preprocessing
         say(f"backbone   {file}: {metadata.feature_size} features of images at {spec.width}x{spec.height}")
     columns = selected_columns(task.layers or (), described)
-    size = sum(end - start for start, end in columns) or sum(each.feature_size for each in described.values())
+    size = len(selected(columns, sum(each.feature_size for each in described.values())))
     classes = counted(len(task.classes), "class", "classes")
     say(f"task       fleet {task.fleet}, {task.algorithm}, {classes}, {size} features")
     for note in _notes(task):

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import onnx
 import onnxruntime
-from msgspec import UnsetType
 from numpy.typing import NDArray
 from onnx import numpy_helper
 
@@ -25,11 +24,6 @@ IR_VERSION = 8
 
 BATCH_SIZES = (1, 7, 256)
 """Rows with which a file is compared with its layers."""
-
-
-def selected(columns: Sequence[tuple[int, int]] | UnsetType, feature_size: int) -> NDArray[np.intp]:
-    """Return the columns in these ranges, start and end; all of `feature_size` without ranges."""
-    return np.concatenate([np.arange(*each) for each in columns or [(0, feature_size)]])
 
 
 def head_to_onnx(

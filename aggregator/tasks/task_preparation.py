@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from aggregator.algorithms.statistics.feature_map import FeatureMap, RowMap
+from aggregator.algorithms.statistics.feature_map import FeatureMap, RowMap, selected
 from aggregator.algorithms.tensors import pack_tensors
 from aggregator.config.schema import TaskFile
 from aggregator.ingest.validation import Expectation
@@ -136,7 +136,7 @@ def prepare_task(
     references = [store.put_file(path) for path in backbones]
     learning = file.learning
     program, shapes, first = None, {}, None
-    prototype_size = sum(end - start for start, end in columns) or feature_size
+    prototype_size = len(selected(columns, feature_size))
     if learning is not None:
         graphs = cached_graphs(file, feature_size=feature_size, store=store)
         program = program_of(learning, graphs)

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from aggregator.algorithms.fedtc.arrays import Arrays
 from aggregator.algorithms.fedtc.head import Dense
 from aggregator.algorithms.fedtc.recipe import RECIPES, Recipe
-from aggregator.algorithms.statistics.feature_map import RowMap
+from aggregator.algorithms.statistics.feature_map import RowMap, selected
 from aggregator.config.schema import Training
-from aggregator.graphs.head_export import head_to_onnx, max_difference, selected
+from aggregator.graphs.head_export import head_to_onnx, max_difference
 from aggregator.ingest.validation import Expectation, Prototypes, check_submission
 from aggregator.training.fleet_head import train_fleet_head
 from aggregator.training.jobs import (

@@ -2,7 +2,7 @@
 
 It reads each submission once, one in memory at a time, and adds it. How much each counts depends on all of them:
 of those that do not count fully, the rest is subtracted again. Sums of integers are exact, so that the order does not
-matter. To find outliers among groups of images, it keeps a summary of each device, of a cohort at a time.
+matter. To compare the devices' means, it keeps a summary of each device, of a cohort at a time.
 """
 
 import dataclasses

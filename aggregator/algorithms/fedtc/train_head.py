@@ -28,7 +28,7 @@ SHARES = (1.0, 0.5, 0.25, 0.1)
 """Shares of the shrunk covariance that cross-validation chooses from."""
 
 REGRESSION_SHARES = SHARES[:3]
-"""Those of the regressions; with a tenth they lost accuracy where their loss was not much higher."""
+"""Shares of the regressions: with a tenth, regressions lost accuracy where their loss was not much higher."""
 
 FEATURES_PER_PROTOTYPE = 4
 """Values of a prototype, relative to the number of prototypes, from which regressions are candidates."""
@@ -180,7 +180,7 @@ def _preferred(losses: Sequence[NDArray[np.float32]], correct: NDArray[np.intege
     """Return the first regression whose loss is within one standard error of the least, else `best`, a discriminant.
 
     The rule is that of Breiman et al., "Classification and regression trees" (1984). A regression must also be correct
-    for as many held-out prototypes: it never predicts a class whose mean lies between those of two others.
+    for as many held-out prototypes: it never predicts a class whose mean lies between the means of two others.
 
     Args:
         losses: of each head, on held-out prototypes (n,).

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Protocol
 
 import numpy as np
+from msgspec import UnsetType
 from numpy.typing import NDArray
 
 from protocol.statistics.second_moment import MAX_VALUE
@@ -81,6 +82,11 @@ class RowMap(Protocol):
         """Return the graph."""
 
 
+def selected(columns: Sequence[tuple[int, int]] | UnsetType, feature_size: int) -> NDArray[np.intp]:
+    """Return the columns in these ranges, start and end; all of `feature_size` without ranges."""
+    return np.concatenate([np.arange(*each) for each in columns or [(0, feature_size)]])
+
+
 def shortened(rows: NDArray[np.integer], feature_map: RowMap) -> NDArray[np.int8]:
     """Return rows of groups (n, D), of which none is longer than GROUP_LENGTH times an image's.
 
@@ -123,7 +129,7 @@ class FeatureMap:
     @property
     def selected(self) -> int:
         """The number of features that are used."""
-        return sum(end - start for start, end in self.columns) or self.feature_size
+        return len(selected(self.columns, self.feature_size))
 
     @property
     def size(self) -> int:
@@ -155,7 +161,7 @@ class FeatureMap:
         }
         nodes, feature = [], "feature"
         if self.columns:
-            constants["map_columns"] = np.concatenate([np.arange(*each) for each in self.columns])
+            constants["map_columns"] = selected(self.columns, self.feature_size)
             nodes, feature = ["selected = Gather<axis=1>(feature, map_columns)"], "selected"
         if self.normalized:
             constants["map_scale"] = np.array(self._levels, np.float32)

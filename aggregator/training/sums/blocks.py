@@ -73,7 +73,7 @@ class DeviceFigures:
     rows: dict[str, NDArray[np.int64]] = field(default_factory=dict)
     refused: dict[str, Refused] = field(default_factory=dict)
     summaries: dict[str, DeviceSummary] = field(default_factory=dict)
-    """For outlier detection, of groups of images only."""
+    """For the comparison of devices; empty unless the job compares them."""
     lost: BlobLost | None = None
     """The last submission that is lost."""
 

@@ -8,9 +8,9 @@ import onnxruntime
 import pytest
 
 from aggregator.algorithms.fedtc.head import Dense
-from aggregator.algorithms.statistics.feature_map import FINE_LEVELS, FeatureMap
+from aggregator.algorithms.statistics.feature_map import FINE_LEVELS, FeatureMap, selected
 from aggregator.config.schema import Training
-from aggregator.graphs.head_export import head_to_onnx, mapped, max_difference, selected
+from aggregator.graphs.head_export import head_to_onnx, mapped, max_difference
 from aggregator.tasks.task_preparation import selected_columns
 from aggregator.training.head_job import run
 from aggregator.training.jobs import HeadJob
