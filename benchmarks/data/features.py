@@ -88,19 +88,33 @@ def load_features(
     """Return the features of a data set, as a device would extract them; from the cache the second time.
 
     Images are resized to a square without a crop; of each part, `at_most` so many are used. A backbone of 8 bits is
-    calibrated on training images of the data set.
+    calibrated on training images of the data set. The blocks of NAME:LAYER,... are columns of the features of NAME:all.
 
     Raises:
         ConfigError: the data or the weights are missing.
     """
+    name, _, layers = backbone.partition(":")
     graph = backbone_file(backbone, image_size=image_size)
+    blocks = _block_names(graph) if layers else [""]
     if precision == "int8":
         graph = quantized_file(graph, data=data)
+    elif layers:
+        whole = backbone_file(f"{name}:all", image_size=image_size)
+        graph = whole if set(blocks) <= set(_block_names(whole)) else graph
     file = graph.parent / f"{cached_name(data, at_most)}.npz"
     if not file.is_file():
         _extract(data, open_backbone(graph), file, at_most=at_most)
     with np.load(file) as arrays:
-        return Features(**arrays, normalized=":" in backbone)
+        train, test = (
+            np.concatenate([arrays[part + block] for block in blocks], axis=1) for part in ("train", "test")
+        )
+        labels = {part: arrays[part] for part in ("train_labels", "test_labels")}
+    return Features(train=train, test=test, **labels, normalized=bool(layers))
+
+
+def _block_names(graph: Path) -> list[str]:
+    """Return what distinguishes the blocks' arrays in the cache; features without blocks are one array."""
+    return [f"/{block.name}" for block in open_backbone(graph).metadata.blocks or ()] or [""]
 
 
 def prepared(features: Features, *, root: bool, validation: bool) -> Features:
@@ -204,14 +218,15 @@ def export_backbone(backbone: str, *, weights: Path, image_size: int, path: Path
 def _extract(data: str, backbone: Backbone, file: Path, *, at_most: int | None) -> None:
     images = load_data(data)
     train, test = (part if at_most is None else sample(part, at_most) for part in (images.train, images.test))
-    unfinished = file.with_suffix(".part.npz")
-    np.savez(
-        unfinished,
-        train=features_of(train.images, backbone, f"{data} train"),
-        train_labels=train.labels,
-        test=features_of(test.images, backbone, f"{data} test"),
-        test_labels=test.labels,
-    )
+    blocks = backbone.metadata.blocks or ()
+    ends = np.cumsum([block.width for block in blocks])[:-1].astype(int)
+    names = [f"/{block.name}" for block in blocks] or [""]
+    arrays: dict[str, Any] = {"train_labels": train.labels, "test_labels": test.labels}
+    for part, chosen in (("train", train), ("test", test)):
+        columns = np.split(features_of(chosen.images, backbone, f"{data} {part}"), ends, axis=1)
+        arrays |= {part + name: values for name, values in zip(names, columns, strict=True)}
+    unfinished = file.with_suffix(f".{os.getpid()}.part.npz")
+    np.savez(unfinished, **arrays)
     unfinished.replace(file)
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from benchmarks.data.features import backbone_file, features_of, load_features
 from benchmarks.data.images import (
     MNIST_TEST_IMAGES,
     PAIRED,
@@ -14,6 +15,10 @@ from benchmarks.data.images import (
     load_data,
     sample,
 )
+from edge_client.runtime.backbone import open_backbone
+from tests.benchmarks.feature_factory import fill_data, fill_weights, make_folders
+
+BACKBONE = "tf_mobilenetv3_small_100"
 
 
 @pytest.fixture
@@ -80,3 +85,17 @@ def test_sample_is_reproducible() -> None:
         found = (train.images == image).all(axis=(1, 2))
         assert label in train.labels[found]
     assert len(sample(train, 10**6).labels) == len(train.labels)
+
+
+def test_blocks_are_extracted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any selection has the values of the file with these blocks alone; the second one decodes no image."""
+    make_folders(tmp_path, monkeypatch)
+    fill_data(tmp_path, train=20, test=10)
+    fill_weights(tmp_path, monkeypatch, BACKBONE)
+    load_features("mnist", backbone=f"{BACKBONE}:all", image_size=32)
+    (tmp_path / "data" / "mnist.npz").rename(tmp_path / "mnist.npz")
+    selected = load_features("mnist", backbone=f"{BACKBONE}:last,layer2", image_size=32)
+    graph = open_backbone(backbone_file(f"{BACKBONE}:last,layer2", image_size=32))
+    images = np.load(tmp_path / "mnist.npz")["x_test"]
+    assert selected.normalized
+    np.testing.assert_allclose(selected.test, features_of(images, graph, ""), atol=1e-5)
