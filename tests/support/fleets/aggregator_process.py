@@ -183,10 +183,10 @@ class Device:
         """Wait for the next signed manifest of a channel."""
         return open_manifest(self._next(fleet_topic(FLEET, channel)).payload, fleet=FLEET, channel=channel)
 
-    def task(self) -> bytes:
-        """Wait for the task manifest; returns its bytes."""
+    def task(self, *, before: bytes = b"") -> bytes:
+        """Wait for a task manifest other than the one before; returns its bytes."""
         topic = fleet_topic(FLEET, "task")
-        while not (found := [event for event in self._unread if event.topic == topic]):
+        while not (found := [each for each in self._unread if each.topic == topic and _body(each) != before]):
             self._unread.append(self._event(Received))
         return _body(found[-1])
 

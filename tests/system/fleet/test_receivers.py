@@ -190,13 +190,13 @@ def test_another_task_is_served(tmp_path: Path, address: BrokerAddress) -> None:
         cluster.start_coordinator(write_task(tmp_path, PATIENT))
         cluster.start_receiver("one")
         cluster.wait_until_divided("one")
-        before = submission(task=digest_of(device.task()))
+        task = device.task()
+        before = submission(task=digest_of(task))
         assert device.upload(before).status == "received"
         cluster.stop("aggregator")
         cluster.start_coordinator(write_task(tmp_path, f"{PATIENT}\n[client]\nalpha = 0.5"))
         cluster.wait_for_log("one", "connected to the broker", times=2)
         with Device(address, "b") as late:
-            after = submission(task=digest_of(late.task()))
-            assert after.task != before.task
+            after = submission(task=digest_of(late.task(before=task)))
             assert late.upload(after).status == "received"
             assert device.upload(submission(task=before.task, seed=1)).reason == "unknown_task"
