@@ -107,4 +107,4 @@ def job_of(
             engine=task.file.training.engine,
             adapter="" if task.refined is None else task.refined.digest.hex(),
         )
-    return HeadJob(**shared, training=task.file.training)
+    return HeadJob(**shared, training=task.file.training, widths=task.widths)

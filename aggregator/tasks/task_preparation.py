@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from aggregator.algorithms.statistics.feature_map import FeatureMap, RowMap, selected
 from aggregator.algorithms.tensors import pack_tensors
@@ -39,6 +40,8 @@ class Task:
     """The backbones as the task file names them."""
     feature_map: RowMap | None = None
     """The map of features whose sums devices upload; None without statistics."""
+    widths: tuple[int, ...] = ()
+    """The number of features of each backbone that are used; without rounds and statistics."""
     refined: HeadRecord | None = None
     """FedTC's head whose adapter is the map."""
 
@@ -155,6 +158,7 @@ def prepare_task(
         prototype_size = statistics.size
     manifest = task_manifest(file, references, program=program, statistics=statistics, columns=columns)
     digest = store.blobs.put(encode(manifest))
+    ends = np.cumsum([0, *(each.feature_size for each in described.values())])
     return Task(
         file=file,
         feature_size=feature_size,
@@ -165,6 +169,7 @@ def prepare_task(
         first_tensors=first,
         backbone_files=tuple(backbones),
         feature_map=feature_map,
+        widths=tuple(np.diff(np.searchsorted(selected(columns, feature_size), ends)).tolist()),
     )
 
 

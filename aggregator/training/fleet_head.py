@@ -35,6 +35,7 @@ def train_fleet_head(  # noqa: PLR0913 - what a job says of a training
     parts: Mapping[str, Prototypes],
     *,
     classes: Sequence[str],
+    widths: Sequence[int] = (),
     recipe: Recipe,
     robust: Robust,
     released: Collection[str] = (),
@@ -46,7 +47,8 @@ def train_fleet_head(  # noqa: PLR0913 - what a job says of a training
 ) -> FleetHead:
     """Train a head on the prototypes of each device, in the order of `parts`, as the aggregator does.
 
-    Devices in `released` are not quarantined. Arrays of all prototypes are made by `arrays`, in memory if it is None.
+    `widths` are those of `train_head`. Devices in `released` are not quarantined. Arrays of all prototypes are made
+    by `arrays`, in memory if it is None.
     `fit` runs the training of the adapter, which is in this process if it is None. `report` is called as by
     `train_head`, and before with the number of `prototypes`.
 
@@ -79,6 +81,7 @@ def train_fleet_head(  # noqa: PLR0913 - what a job says of a training
         common=data.common,
         devices=data.devices,
         num_classes=len(classes),
+        widths=widths,
         recipe=recipe,
         seed=seed,
         device=device,

@@ -96,6 +96,7 @@ def run(job: HeadJob) -> Result:
         made = train_fleet_head(
             parts,
             classes=manifest.classes,
+            widths=job.widths,
             recipe=recipe,
             robust=job.robust,
             released=job.released,

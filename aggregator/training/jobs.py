@@ -97,6 +97,8 @@ class HeadJob(CollectionJob, frozen=True, kw_only=True):
     """Train a head on prototypes."""
 
     training: Training
+    widths: tuple[int, ...] = ()
+    """The number of values of each backbone in a prototype."""
 
 
 class StatisticsJob(CollectionJob, frozen=True, kw_only=True, dict=True):

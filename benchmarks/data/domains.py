@@ -29,6 +29,8 @@ def load_domains(
             train_labels=parts[0].train_labels,
             test=np.concatenate([part.test for part in parts], axis=1),
             test_labels=parts[0].test_labels,
+            normalized=all(part.normalized for part in parts),
+            widths=tuple(part.train.shape[1] for part in parts),
         )
     return domains
 

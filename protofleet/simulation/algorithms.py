@@ -156,6 +156,7 @@ def train_alone(clients: Sequence[Client], *, classes: int) -> Trained:
             client.train_labels,
             np.ones_like(client.train_labels),
             num_classes=classes,
+            widths=client.widths,
             recipe=recipe,
             seed=SEED,
             device="cpu",

@@ -35,6 +35,7 @@ class Dataset:
         backbone_bytes: size of the files that a device downloads to compute features; 0 if it is unknown.
         unusable: images that were left out, with reasons.
         normalized: True if the backbones have normalized the features, as `export-backbone --layers` makes them do.
+        widths: the number of values of each backbone; empty for one.
 
     Raises:
         ConfigError: shapes, labels and names do not fit each other.
@@ -48,6 +49,7 @@ class Dataset:
     backbone_bytes: int = 0
     unusable: tuple[tuple[Path, str], ...] = ()
     normalized: bool = False
+    widths: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         labels = np.asarray(self.labels)
@@ -122,6 +124,7 @@ def load_dataset(
         backbone_bytes=sum(each.model.size_bytes for each in backbones),
         unusable=tuple(unusable),
         normalized=all(each.metadata.blocks for each in backbones),
+        widths=tuple(each.metadata.feature_size for each in backbones),
     )
 
 

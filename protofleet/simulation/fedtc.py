@@ -100,6 +100,7 @@ def train_clients(
     made = train_fleet_head(
         {client: decoded(payload, expectation) for client, payload in payloads.items()},
         classes=expectation.manifest.classes,
+        widths=features.widths,
         recipe=settings.recipe,
         robust=Robust(detect_outliers=settings.detect_outliers, max_multiple=settings.max_multiple),
         seed=seed,
@@ -271,6 +272,7 @@ def train_on(data: Prototypes, features: Features, *, recipe: Recipe, device: st
         common=weighted.common if weighted else None,
         devices=weighted.devices if weighted else None,
         num_classes=features.classes,
+        widths=features.widths,
         recipe=recipe,
         seed=seed,
         device=device,

@@ -17,6 +17,8 @@ class Features:
     test_labels: NDArray[np.int64]
     normalized: bool = False
     """Whether the backbones have normalized them."""
+    widths: tuple[int, ...] = ()
+    """The number of values of each backbone; empty for one."""
 
     @property
     def classes(self) -> int:
@@ -37,6 +39,8 @@ class Client:
     """Weight of each test image, (m,); they add up to 1."""
     normalized: bool = False
     """Whether the backbones have normalized the features."""
+    widths: tuple[int, ...] = ()
+    """The number of values of each backbone; empty for one."""
 
     def accuracy(self, predicted: NDArray[np.int64]) -> float:
         """Return the weighted share of the test images that are predicted correctly."""
@@ -56,5 +60,6 @@ def pooled(clients: Sequence[Client]) -> tuple[Features, NDArray[np.int64]]:
         test=clients[0].test,
         test_labels=clients[0].test_labels,
         normalized=clients[0].normalized,
+        widths=clients[0].widths,
     )
     return features, np.repeat(np.arange(len(clients)), [len(client.train) for client in clients])

@@ -220,6 +220,7 @@ def deal_out(
                     test_labels=test_labels,
                     weights=_weights(data.labels[own], present, len(data.classes)),
                     normalized=data.normalized,
+                    widths=data.widths,
                 )
             )
     return clients

@@ -1,7 +1,7 @@
 """A head as arrays: dense layers, with rectified rows of unit length between them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,12 @@ class Dense:
     weight: NDArray[np.floating]
     bias: NDArray[np.float32]
     projection: NDArray[np.floating] | None = None
+
+    def after(self, factors: NDArray[np.float32]) -> "Dense":
+        """Return the layer of rows (n, inputs) that takes them before they are multiplied by factors (inputs,)."""
+        if self.projection is None:
+            return replace(self, weight=(self.weight * factors).astype(self.weight.dtype))
+        return replace(self, projection=(self.projection * factors).astype(self.projection.dtype))
 
     @property
     def nbytes(self) -> int:

@@ -76,6 +76,7 @@ def train_head(  # noqa: PLR0913 - arrays that belong together
     common: NDArray[np.bool_] | None = None,
     devices: NDArray[np.integer] | None = None,
     num_classes: int,
+    widths: Sequence[int] = (),
     recipe: Recipe,
     seed: int,
     device: str,
@@ -102,6 +103,8 @@ def train_head(  # noqa: PLR0913 - arrays that belong together
             not count in cross-validation, nor more than others in the covariance; None if there are none.
         devices: (m,), the number of each prototype's device; None if devices are alike.
         num_classes: C, the classes of the task.
+        widths: the number of values of each backbone, in their order; empty for one backbone. The values of several
+            are brought to one scale for the training.
         recipe: how to train.
         seed: of the folds, the first weights, the shuffling and the mixing.
         device: where the adapter is trained: a torch device, or "auto" for CUDA if available.
@@ -122,6 +125,9 @@ def train_head(  # noqa: PLR0913 - arrays that belong together
     data = TrainingSet(
         prototypes, labels, counts, num_classes, recipe.restore, weights, common, devices, arrays or Arrays()
     )
+    if several := len(widths) > 1:
+        factors = data.factors(widths)
+        data = data.times(factors)
     if recipe.closed_form:
         chosen = _choose(data, adapter if recipe.adapter else None, seed)
     else:
@@ -129,7 +135,7 @@ def train_head(  # noqa: PLR0913 - arrays that belong together
     layers = _divided(chosen, data.samples > 0)
     logits = logits_of(layers, data.features)
     return TrainedHead(
-        layers=layers,
+        layers=(layers[0].after(factors), *layers[1:]) if several else layers,
         loss=float(cross_entropy(logits, labels).mean()) if math.isnan(chosen.loss) else chosen.loss,
         accuracy=float((logits.argmax(axis=1) == labels).mean()),
         epochs=chosen.epochs,

@@ -1,6 +1,6 @@
 """The prototypes of all devices, and the features that they stand for."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -65,6 +65,30 @@ class TrainingSet:
             raise ProtofleetError("every prototype must average at least one image")
         if not all(np.isfinite(values[block]).all() for block in blocks(len(values))):
             raise ProtofleetError("prototypes must be finite; refuse their submission")
+
+    def factors(self, widths: Sequence[int]) -> NDArray[np.float32]:
+        """Return what brings the values of several backbones to one scale, (L,), at most 1.
+
+        The scale of a backbone's values is the root mean square of the prototypes' deviations from their mean.
+        """
+        mean, squares = np.zeros(self.values.shape[1]), np.zeros(self.values.shape[1])
+        for block in blocks(len(self.values)):
+            mean += self.values[block].sum(axis=0, dtype=np.float64)
+        mean /= len(self.values)
+        for block in blocks(len(self.values)):
+            squares += ((self.values[block] - mean) ** 2).sum(axis=0)
+        ends = np.cumsum(widths)[:-1]
+        scales = np.sqrt([part.mean() for part in np.split(squares, ends)])
+        least = scales[scales > 0].min(initial=np.inf)
+        factors = np.divide(least, scales, out=np.ones(len(scales)), where=scales > 0)
+        return np.repeat(factors, widths).astype(np.float32)
+
+    def times(self, factors: NDArray[np.float32]) -> "TrainingSet":
+        """Return the prototypes with their values (m, L) multiplied by factors (L,)."""
+        values = self.arrays.empty(self.values.shape)
+        for block in blocks(len(values)):
+            values[block] = self.values[block] * factors
+        return replace(self, values=values)
 
     def part(self, rows: NDArray[np.bool_]) -> "TrainingSet":
         """Return the prototypes of some rows (m,)."""

@@ -1,24 +1,29 @@
 """`layers` of a task file: which features prototypes and rows have, and heads that take all features."""
 
+import contextlib
 from pathlib import Path
 
 import msgspec
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 
 from aggregator.algorithms.fedtc.head import Dense
 from aggregator.algorithms.statistics.feature_map import FINE_LEVELS, FeatureMap, selected
-from aggregator.config.schema import Training
+from aggregator.config.schema import TaskFile, Training
+from aggregator.coordination import round_state, rounds
 from aggregator.graphs.head_export import head_to_onnx, mapped, max_difference
-from aggregator.tasks.task_preparation import selected_columns
+from aggregator.heads.pending_training import job_of
+from aggregator.storage.store import Store
+from aggregator.tasks.task_preparation import prepare_task, selected_columns
 from aggregator.training.head_job import run
 from aggregator.training.jobs import HeadJob
 from protocol.errors import ConfigError
-from protocol.models.onnx_metadata import BackboneMetadata, Block, HeadMetadata, read_metadata
+from protocol.models.onnx_metadata import BackboneMetadata, Block, HeadMetadata, read_metadata, to_properties
 from protocol.storage.blobstore import BlobStore
 from protocol.wire.codec import digest_of, encode
-from tests.support.graphs.backbones import tiny_metadata
+from tests.support.graphs.backbones import tiny_backbone, tiny_metadata
 from tests.support.messages.submissions import FEATURE_SIZE, MANIFEST, submission
 
 COLUMNS = ((1, 3), (5, 7))
@@ -108,6 +113,23 @@ def test_head_takes_all_features_and_uses_some(tmp_path: Path) -> None:
     other = features.copy()
     other[:, 2:5] = 100
     np.testing.assert_array_equal(*(session.run(None, {"feature": each})[0] for each in (features, other)))
+
+
+@pytest.mark.parametrize(("layers", "widths"), [(None, (5, 4)), (("c384", "c8"), (2, 3))])
+def test_training_gets_the_number_of_values_of_each_backbone(
+    tmp_path: Path, layers: tuple[str, ...] | None, widths: tuple[int, ...]
+) -> None:
+    paths = [tmp_path / "a.onnx", tmp_path / "b.onnx"]
+    for path, blocks in zip(paths, ({"stem": 3, "c384": 2}, {"c8": 3, "last": 1}), strict=True):
+        model = onnx.load_from_string(tiny_backbone())
+        onnx.helper.set_model_props(model, to_properties(described(**blocks)))
+        onnx.save(model, path)
+    file = TaskFile(classes=("a", "b"), backbones=("a.onnx", "b.onnx"), layers=layers)
+    with contextlib.closing(Store(tmp_path / "state")) as store:
+        task = prepare_task(file, paths, store=store)
+        job = job_of(rounds.Train(version=1, members=()), task, store, round_state.State(), tensors=None)
+    assert isinstance(job, HeadJob)
+    assert job.widths == widths
 
 
 def test_difference_of_a_head_with_columns_is_measured() -> None:

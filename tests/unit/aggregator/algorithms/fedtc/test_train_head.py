@@ -47,6 +47,27 @@ def test_few_prototypes_make_a_useful_head(per_class: tuple[int, int], correct: 
     assert min((predicted[asked == label] == label).mean() for label in (0, 1)) > correct
 
 
+@ALL
+@pytest.mark.parametrize("scale", [1e-3, 1e3])
+def test_scale_of_a_backbone_does_not_matter(recipe: Recipe, scale: float) -> None:
+    """Values that are a thousand times those of the other backbone would otherwise be all that counts."""
+    prototypes, labels, counts = blobs(0, 1, 2, 3)
+    factors = np.repeat(np.array([1, scale], np.float32), FEATURE_SIZE // 2)
+    widths = (FEATURE_SIZE // 2,) * 2
+    fresh, _, _ = blobs(0, 1, 2, 3, seed=1)
+    expected = logits_from(train(prototypes, labels, counts, widths=widths, recipe=recipe), fresh)
+    scaled = train(prototypes * factors, labels, counts, widths=widths, recipe=recipe)
+    np.testing.assert_allclose(logits_from(scaled, fresh * factors), expected, rtol=0.02, atol=0.05)
+
+
+@pytest.mark.parametrize("constant", [slice(0, 4), slice(0, 8)])
+def test_a_backbone_without_variation_makes_a_finite_head(constant: slice) -> None:
+    prototypes, labels, counts = blobs(0, 1, 2, 3)
+    prototypes[:, constant] = 1
+    trained = train(prototypes, labels, counts, widths=(4, 4))
+    assert np.isfinite(logits_from(trained, prototypes)).all()
+
+
 def test_adapter_is_used_where_cross_validation_prefers_it() -> None:
     """Spheres of one center have no linear border; normal classes that share a covariance have the best one."""
     rng = np.random.default_rng(0)
