@@ -46,25 +46,6 @@ class Choice:
     """The mean of pixels scaled to 0..1."""
     std: tuple[float, float, float] | None = None
     crop_pct: float | None = None
-    square_root: bool = False
-    """Take the square root of each feature, with its sign."""
-
-
-class SquareRoot(nn.Module):
-    """A network whose features f are replaced by sign(f) sqrt(|f|)."""
-
-    def __init__(self, network: nn.Module) -> None:
-        super().__init__()
-        self.network = network
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Return the features (n, L)."""
-        return signed_root(self.network(images))
-
-
-def signed_root(features: Tensor) -> Tensor:
-    """Return sign(f) sqrt(|f|)."""
-    return features.sign() * features.abs().sqrt()
 
 
 @dataclass(frozen=True)
@@ -149,7 +130,7 @@ def load_backbone(choice: Choice) -> Backbone:
         weights_sha256=digest,
         weights=choice.weights.name if choice.weights else source,
     )
-    backbone = Backbone(SquareRoot(module).eval() if choice.square_root else module, config, metadata)
+    backbone = Backbone(module, config, metadata)
     return replace(backbone, assumed=_assumed(backbone, choice, recorded)) if choice.weights else backbone
 
 

@@ -124,7 +124,6 @@ def _keywords(values: tuple[str, ...]) -> dict[str, Any]:
     is_flag=True,
     help="Print the blocks that --layers=all takes with what each costs, and exit.",
 )
-@click.option("--square-root", is_flag=True, help="Take the square root of each feature, with its sign.")
 @click.option(
     "--project",
     type=click.IntRange(min=1),
@@ -198,15 +197,16 @@ def _check_options(
     min_cosine: float | None,
     project: int | None,
     images: Path | None,
-    layers: tuple[str, ...],
-    square_root: bool,
+    list_layers: bool,
     **_others: Any,
 ) -> None:
     """Raise UsageError for options that need others, or exclude them."""
     if (int8 or project) and images is None:
         raise click.UsageError(f"{'--int8' if int8 else '--project'} needs --images DIRECTORY")
-    if square_root and layers != ("last",):
-        raise click.UsageError("--square-root needs --layers last: other layers have their square root")
+    if list_layers and (int8 or fp16 or project):
+        raise click.UsageError(
+            "--list-layers shows layers of 32 bits: leave out --int8, --fp16 and --project"
+        )
     if float_layers and not int8:
         raise click.UsageError("--float-layer needs --int8")
     if int8 and fp16:
@@ -278,7 +278,6 @@ def _export(
         )
     click.echo(f"exporting{', converting' if convert else ''} and comparing with PyTorch ...", err=True)
     options = "" if chosen["layers"] == ("last",) else f"-{'+'.join(chosen['layers'])}"
-    options += "-sqrt" if chosen["square_root"] else ""
     options += f"-p{chosen['project']}" if chosen["project"] else ""
     exported = export_module(
         backbone.module,
@@ -323,7 +322,7 @@ def _list_layers(model: str, *, opset: int, **chosen: Any) -> list[dict[str, Any
     from export.layers import list_layers
 
     wanted = {name: value for name, value in chosen.items() if name not in ("out", "tolerance")}
-    backbone = _load(model, **wanted | {"layers": ("last",), "project": None, "square_root": False})
+    backbone = _load(model, **wanted | {"layers": ("last",), "project": None})
     click.echo("exporting every block and measuring ...", err=True)
     return list_layers(backbone, opset=opset)
 

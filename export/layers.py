@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from export.backbones import Backbone, signed_root
+from export.backbones import Backbone
 from export.to_onnx import to_onnx
 from protocol.errors import ConfigError
 from protocol.models.onnx_metadata import Block
@@ -51,8 +51,9 @@ class Blocks(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Return the features (n, L)."""
         self.network(images)
-        roots = [signed_root(self._pooled[path]) for path in self.paths]
+        pooled = [self._pooled[path] for path in self.paths]
         self._pooled.clear()
+        roots = [each.sign() * each.abs().sqrt() for each in pooled]
         return torch.cat([functional.layer_norm(root, root.shape[1:]) for root in roots], dim=1)
 
 

@@ -118,7 +118,7 @@ def _block_names(graph: Path) -> list[str]:
 
 
 def prepared(features: Features, *, root: bool, validation: bool) -> Features:
-    """Take the square root of features, as `export-backbone --square-root` does, or hold out images for validation.
+    """Take the square root of features, which is not in the product, or hold out images for validation.
 
     With `validation`, VALIDATION of the training images take the place of the test images.
     """

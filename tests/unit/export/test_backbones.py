@@ -12,7 +12,7 @@ from timm.data import resolve_model_data_config
 from timm.models._hub import save_for_hf
 from torch import Tensor
 
-from export.backbones import Choice, SquareRoot, list_models, load_backbone, weights_digest
+from export.backbones import Choice, list_models, load_backbone, weights_digest
 from protocol.errors import ConfigError
 from protocol.storage.blobstore import file_digest
 
@@ -250,20 +250,6 @@ def test_borders_have_timms_color(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     spec = load_backbone(Choice(MODEL, random=True, mean=(0.485, 0.456, 0.406))).metadata.preprocessing
     assert (spec.crop_mode, spec.fill) == ("border", (124, 116, 104))
-
-
-def test_square_root_keeps_the_sign(tmp_path: Path) -> None:
-    """Of the features of the same network, with the same weights."""
-    path = tmp_path / "weights.safetensors"
-    save_file(state_of(made()), path)
-    plain, rooted = (load_backbone(Choice(MODEL, weights=path, square_root=root)) for root in (False, True))
-    assert rooted.metadata == plain.metadata
-    images = torch.rand(2, 3, 160, 160)
-    with torch.inference_mode():
-        features, roots = plain.module(images), rooted.module(images)
-        signed = SquareRoot(torch.nn.Identity())(torch.tensor([[4.0, -9.0, 0.0]]))
-    torch.testing.assert_close(roots * roots.abs(), features)
-    assert signed.tolist() == [[2, -3, 0]]
 
 
 def test_weights_digest_identifies_weights() -> None:

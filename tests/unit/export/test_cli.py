@@ -58,7 +58,6 @@ def test_backbone_is_exported_with_json_summary(
     code = export_backbone(
         MODEL, "--weights", weights, "--out", out, "--image-size", "64", "--mean", ".5,.5,.5", "--std", ".5,.4,.3",
         "--model-kwargs", "drop_rate=0.1", "--model-kwargs", "pad_type=same", "--images", photos, "--json",
-        "--square-root",
         monkeypatch=monkeypatch,
     )  # fmt: skip
 
@@ -66,7 +65,7 @@ def test_backbone_is_exported_with_json_summary(
     summary = json.loads(captured.out)
     assert code == 0
     (path,) = out.iterdir()
-    assert path.name == f"{MODEL}-64-sqrt.onnx"
+    assert path.name == f"{MODEL}-64.onnx"
     assert summary["path"] == str(path)
     assert summary["sha256"] == file_digest(path).hex()
     assert summary["size_bytes"] == path.stat().st_size
@@ -267,7 +266,7 @@ def test_errors_are_one_line_and_exit_1(
         [MODEL, "--random", "--int8"],
         [MODEL, "--random", "--project", "2"],
         [MODEL, "--random", "--layers", "last,"],
-        [MODEL, "--random", "--layers", "all", "--square-root"],
+        [MODEL, "--random", "--list-layers", "--fp16"],
         [MODEL, "--random", "--float-layer", "conv_stem"],
         [MODEL, "--random", "--int8", "--images", ".", "--fp16"],
         [MODEL, "--random", "--min-cosine", "0.9"],

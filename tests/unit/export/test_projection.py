@@ -37,7 +37,7 @@ def test_the_file_has_the_projected_features_and_the_comparison_includes_them(
     tmp_path: Path, photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
-    options = ["--random", "--image-size", "32", "--crop-pct", "1", "--square-root", "--project", str(SIZE)]
+    options = ["--random", "--image-size", "32", "--crop-pct", "1", "--project", str(SIZE)]
     arguments = [MODEL, *options, "--images", str(photos), "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["export-backbone", *arguments])
 
@@ -46,7 +46,7 @@ def test_the_file_has_the_projected_features_and_the_comparison_includes_them(
 
     assert ended.value.code == 0
     session = onnxruntime.InferenceSession(
-        tmp_path / f"{MODEL}-32-sqrt-p{SIZE}.onnx", providers=["CPUExecutionProvider"]
+        tmp_path / f"{MODEL}-32-p{SIZE}.onnx", providers=["CPUExecutionProvider"]
     )
     metadata = read_metadata(session.get_modelmeta().custom_metadata_map, BackboneMetadata)
     assert metadata.feature_size == SIZE
