@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aggregator.config.schema import Robust
-from benchmarks.data.features import load_features
+from benchmarks.data.features import BackboneType, load_features
 from benchmarks.data.images import NAMES
 from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
@@ -39,16 +39,17 @@ Accuracies = tuple[float, float, float, bool]
     help="Of the Dirichlet distribution of a place's shares of the classes; may be repeated.",
 )  # fmt: skip
 @click.option("--places", type=click.IntRange(min=1), default=60, show_default=True)
+@click.option("--backbone", type=BackboneType(), default="mobilenetv2_100", show_default=True)
 @repeated("--seed", "seeds", type=int, default=(0, 1, 2), help="May be repeated.")
 @json_option
 def command(
-    *, names: tuple[str, ...], concentrations: tuple[float, ...], places: int, seeds: tuple[int, ...],
-    json_file: Path | None,
+    *, names: tuple[str, ...], concentrations: tuple[float, ...], places: int, backbone: str,
+    seeds: tuple[int, ...], json_file: Path | None,
 ) -> None:  # fmt: skip
     """Predict test images at places with unlike shares of the classes, as `edge-client predict` does in a folder."""
-    runs, table = [], Table(COLUMNS, title=f"mobilenetv2_100 at 96x96, {places} places of {IMAGES} images")
+    runs, table = [], Table(COLUMNS, title=f"{backbone} at 96x96, {places} places of {IMAGES} images")
     for name in names:
-        features = load_features(name, backbone="mobilenetv2_100", image_size=96, at_most=TRAINED_ON)
+        features = load_features(name, backbone=backbone, image_size=96, at_most=TRAINED_ON)
         heads = {seed: _probabilities(features, seed) for seed in seeds}
         for concentration in concentrations:
             found = np.array([
@@ -60,7 +61,7 @@ def command(
             worst = float((found[:, 1] - found[:, 0]).min())
             table.row(name, concentration, plain, estimated, true, worst, share)
             runs.append({"data": name, "concentration": concentration, "places": found.tolist()})
-    write_json(json_file, "prior", tables=[table], seeds=seeds, runs=runs)
+    write_json(json_file, "prior", tables=[table], backbone=backbone, seeds=seeds, runs=runs)
 
 
 def _probabilities(features: Features, seed: int) -> NDArray[np.float32]:

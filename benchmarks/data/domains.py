@@ -18,21 +18,10 @@ def load_domains(
     names: Sequence[str], backbones: Sequence[str], *, image_size: int, at_most: int | None = None
 ) -> dict[str, Features]:
     """Return the features of each domain by `load_features`, those of several backbones concatenated."""
-    domains = {}
-    for name in names:
-        parts = [
-            load_features(name, backbone=backbone, image_size=image_size, at_most=at_most)
-            for backbone in backbones
-        ]
-        domains[name] = Features(
-            train=np.concatenate([part.train for part in parts], axis=1),
-            train_labels=parts[0].train_labels,
-            test=np.concatenate([part.test for part in parts], axis=1),
-            test_labels=parts[0].test_labels,
-            normalized=all(part.normalized for part in parts),
-            widths=tuple(part.train.shape[1] for part in parts),
-        )
-    return domains
+    backbone = "+".join(backbones)
+    return {
+        name: load_features(name, backbone=backbone, image_size=image_size, at_most=at_most) for name in names
+    }
 
 
 def feature_shift(

@@ -61,13 +61,13 @@ BACKBONES: Mapping[str, Weights] = MappingProxyType(
 
 
 class BackboneType(click.ParamType[str]):
-    """A command's option: one of BACKBONES, or with layers as in `export-backbone --layers`, NAME:LAYER,..."""
+    """A command's option: some of BACKBONES, each with layers as in `export-backbone --layers` or without."""
 
-    name = "NAME[:LAYER,...]"
+    name = "NAME[:LAYER,...][+NAME...]"
 
     def convert(self, value: str, parameter: click.Parameter | None, context: click.Context | None) -> str:
-        """Return the value; fails unless it begins with a backbone."""
-        if value.partition(":")[0] not in BACKBONES:
+        """Return the value; fails unless it names backbones."""
+        if any(each.partition(":")[0] not in BACKBONES for each in value.split("+")):
             self.fail(f"expected one of {', '.join(BACKBONES)}, got {value!r}", parameter, context)
         return value
 
@@ -89,10 +89,23 @@ def load_features(
 
     Images are resized to a square without a crop; of each part, `at_most` so many are used. A backbone of 8 bits is
     calibrated on training images of the data set. The blocks of NAME:LAYER,... are columns of the features of NAME:all.
+    Those of several backbones, NAME+NAME, are side by side.
 
     Raises:
         ConfigError: the data or the weights are missing.
     """
+    if "+" in backbone:
+        parts = [
+            load_features(data, backbone=each, image_size=image_size, at_most=at_most, precision=precision)
+            for each in backbone.split("+")
+        ]
+        return replace(
+            parts[0],
+            train=np.concatenate([part.train for part in parts], axis=1),
+            test=np.concatenate([part.test for part in parts], axis=1),
+            normalized=all(part.normalized for part in parts),
+            widths=tuple(part.train.shape[1] for part in parts),
+        )
     name, _, layers = backbone.partition(":")
     graph = backbone_file(backbone, image_size=image_size)
     blocks = _block_names(graph) if layers else [""]
