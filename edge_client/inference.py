@@ -20,6 +20,7 @@ from edge_client.storage.stored_values import InstalledHead, SubmissionReport
 from edge_client.training.local_round import LocalModel, read_tensors, unpack
 from protocol.errors import BackboneMismatch, BlobLost, ConfigError, GraphRefused, StateError
 from protocol.models.onnx_metadata import HeadMetadata, read_metadata
+from protocol.statistics.confidence import confidence_bins
 from protocol.storage.blobstore import BlobStore
 from protocol.wire.messages import BlobRef
 
@@ -229,10 +230,12 @@ def evaluate(
     *,
     label: int,
     found: list[NDArray[np.float32]] | None = None,
+    bins: NDArray[np.int64] | None = None,
 ) -> int:
     """Return how many of these features, all of class `label`, the head classifies correctly.
 
-    The probabilities are appended to `found`.
+    The probabilities are appended to `found`, and the correct predictions and all are added to those of their
+    confidence in `bins`, (2, CONFIDENCE_BINS).
 
     Raises:
         GraphRefused: it fails on them.
@@ -240,7 +243,12 @@ def evaluate(
     correct = 0
     for chunk in chunks:
         probabilities = head.probabilities(chunk)
-        correct += int((probabilities.argmax(axis=1) == label).sum())
+        is_correct = probabilities.argmax(axis=1) == label
+        correct += int(is_correct.sum())
+        if bins is not None:
+            places = confidence_bins(probabilities)
+            for row, chosen in zip(bins, (places[is_correct], places), strict=True):
+                np.add.at(row, chosen, 1)
         if found is not None:
             found.append(probabilities)
     return correct

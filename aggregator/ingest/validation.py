@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from msgspec import UNSET
 from numpy.typing import NDArray
 
 from aggregator.storage.stored_values import IntakeTask
@@ -285,6 +286,20 @@ def check_evaluation(evaluation: Evaluation, expectation: Expectation, *, newest
         raise Refused("malformed", "the previous head has more correct images than there are")
     if (evaluation.correct_with_prior or 0) > images:
         raise Refused("malformed", "more images are correct with the prior than there are")
+    _check_bins(evaluation, images)
+
+
+def _check_bins(evaluation: Evaluation, images: int) -> None:
+    """Refuse counts in bins that do not add up to the evaluation's images, so that no device counts with more."""
+    correct, every = evaluation.confidence_correct, evaluation.confidence_images
+    if (correct is UNSET) != (every is UNSET):
+        raise Refused("malformed", "expected correct images and all in bins of confidence, got one of them")
+    if correct is not UNSET and every is not UNSET:
+        is_more = any(one > of for one, of in zip(correct, every, strict=True))
+        if is_more or (sum(correct), sum(every)) != (sum(evaluation.correct), images):
+            raise Refused("malformed", "the images in bins of confidence are not those of the classes")
+    if evaluation.novelty_images is not UNSET and sum(evaluation.novelty_images) != images:
+        raise Refused("malformed", "the images in bins of novelty are not those of the classes")
 
 
 def _array(tensor: Tensor, name: str, *, dtypes: str, ndim: int) -> NDArray[Any]:

@@ -83,7 +83,13 @@ def may_upload(payload: bytes, kind: Kind, *, max_epsilon: float) -> bool:
     except MalformedMessage:
         return False
     counts = (*message.correct, *message.incorrect, *message.previous_correct)
-    is_zero = message.correct_with_prior is UNSET and not any(counts)
+    optional = (
+        message.correct_with_prior,
+        message.confidence_correct,
+        message.confidence_images,
+        message.novelty_images,
+    )
+    is_zero = all(each is UNSET for each in optional) and not any(counts)
     return is_zero and message.problem in {"", HEAD_REFUSED}
 
 

@@ -14,7 +14,7 @@ from edge_client.submission.image_features import Workspace, backbone_digests
 from protocol.errors import ConfigError, Interrupted
 from protocol.log import event
 from protocol.statistics.balanced_accuracy import balanced_accuracy
-from protocol.wire.messages import Evaluation, TaskManifest
+from protocol.wire.messages import CONFIDENCE_BINS, Evaluation, TaskManifest
 
 log = logging.getLogger(__name__)
 
@@ -38,14 +38,20 @@ def evaluate_head(
     totals = [len(of_class) for of_class in members]
     has_prior = not head.is_personal and 0 < sum(totals) * len(totals) <= MAX_VALUES
     found: list[NDArray[np.float32]] | None = [] if has_prior else None
-    correct = count_correct(workspace, head, manifest, members=members, should_stop=should_stop, found=found)
+    bins = np.zeros((2, CONFIDENCE_BINS), np.int64)
+    correct = count_correct(
+        workspace, head, manifest, members=members, should_stop=should_stop, found=found, bins=bins
+    )
     incorrect = (total - count for total, count in zip(totals, correct, strict=True))
+    has_bins = manifest.program is None and any(totals)
     return Evaluation(
         task=task,
         head_version=version,
         correct=correct,
         incorrect=tuple(incorrect),
         correct_with_prior=_with_prior(found, totals) if found else UNSET,
+        confidence_correct=tuple(bins[0].tolist()) if has_bins else UNSET,
+        confidence_images=tuple(bins[1].tolist()) if has_bins else UNSET,
     )
 
 
@@ -65,10 +71,11 @@ def count_correct(
     members: Sequence[Sequence[str]],
     should_stop: Callable[[], bool],
     found: list[NDArray[np.float32]] | None = None,
+    bins: NDArray[np.int64] | None = None,
 ) -> tuple[int, ...]:
     """Return a head's correct predictions per class; the arguments and errors are those of `evaluate_head`.
 
-    The probabilities are appended to `found`, class by class.
+    The probabilities are appended to `found`, class by class, and predictions counted in `bins`, as by `evaluate`.
     """
 
     def features(of_class: Sequence[str]) -> Iterator[NDArray[np.float32]]:
@@ -78,7 +85,8 @@ def count_correct(
             yield chunk
 
     return tuple(
-        evaluate(head, features(of_class), label=label, found=found) for label, of_class in enumerate(members)
+        evaluate(head, features(of_class), label=label, found=found, bins=bins)
+        for label, of_class in enumerate(members)
     )
 
 

@@ -34,6 +34,9 @@ MAX_CLASSES = 4096
 MAX_IMAGES = 10_000_000
 """Images that a device can count."""
 
+CONFIDENCE_BINS = 32
+"""Bins of a head's score of an image, in which a device counts its held-out images."""
+
 MAX_MAPPED_SIZE = 4096
 """Values in a mapped feature."""
 
@@ -48,6 +51,7 @@ Positive = Annotated[int, Meta(ge=1, le=2**63 - 1)]
 ByteCount = Annotated[int, Meta(ge=0, le=MAX_BLOB_BYTES)]
 Images = Annotated[int, Meta(ge=0, le=MAX_IMAGES)]
 PerClass = Annotated[tuple[Images, ...], Meta(max_length=MAX_CLASSES)]
+PerBin = Annotated[tuple[Images, ...], Meta(min_length=CONFIDENCE_BINS, max_length=CONFIDENCE_BINS)]
 Figure = Annotated[float, Meta(ge=-1e30, le=1e30)]
 """A finite number; NaN is out of every range."""
 Epsilon = Annotated[float, Meta(ge=0, le=1e6)]
@@ -305,6 +309,12 @@ class Evaluation(Message, frozen=True, kw_only=True, tag="evaluation"):
     problem: Text = ""
     correct_with_prior: Images | msgspec.UnsetType = msgspec.UNSET
     """Of all classes, with the class prior of the held-out images."""
+    confidence_correct: PerBin | msgspec.UnsetType = msgspec.UNSET
+    """Correct predictions in each bin of `protocol.statistics.confidence`."""
+    confidence_images: PerBin | msgspec.UnsetType = msgspec.UNSET
+    """All predictions in each bin."""
+    novelty_images: PerBin | msgspec.UnsetType = msgspec.UNSET
+    """Reserved for a second score of the head; devices leave it out."""
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True, tag="frame"):

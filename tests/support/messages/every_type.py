@@ -207,7 +207,7 @@ def _builtin_values(  # noqa: PLR0911 - one return for each type
         return st.from_regex(bounds["pattern"], fullmatch=True)
     if kind is str:
         return st.text(**size, max_size=bounds["max_length"])
-    most_items = min(8, bounds.get("max_length", 8))
+    most_items = max(size["min_size"], min(8, bounds.get("max_length", 8)))
     if kind is dict:
         return st.dictionaries(*map(_values, arguments), **size, max_size=most_items)
     if kind is tuple:

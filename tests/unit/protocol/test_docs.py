@@ -28,6 +28,7 @@ ALIASES = {
     "byte count": messages.ByteCount,
     "images": messages.Images,
     "per class": messages.PerClass,
+    "per bin": messages.PerBin,
     "tensor name": messages.TensorName,
     "tensor map": messages.TensorMap,
     "reason": messages.Reason,
@@ -161,7 +162,7 @@ def test_limits_are_documented() -> None:
 def test_every_type_name_is_documented() -> None:
     rows = {row[0]: row[1] for row in _rows(_section("## Types"))}
     assert rows.keys() == ALIASES.keys()
-    limits = {"text": 256, "class name": 128, "digest": 32, "per class": 4096}
+    limits = {"text": 256, "class name": 128, "digest": 32, "per class": 4096, "per bin": 32}
     for word, number in (limits | dict.fromkeys(("name", "tensor name", "tensor map"), 64)).items():
         assert str(number) in rows[word].replace(",", "")
     assert f"{messages.MAX_BLOB_BYTES:,}" in rows["byte count"]

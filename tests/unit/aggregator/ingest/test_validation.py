@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import UNSET
 
 from aggregator.ingest.validation import (
     Expectation,
@@ -27,6 +28,7 @@ from protocol.wire.messages import (
     Submission,
     Tensor,
 )
+from tests.support.messages.evaluations import binned
 from tests.support.messages.submissions import (
     EXPECTATION,
     FEATURE_SIZE,
@@ -245,6 +247,7 @@ def test_one_non_finite_value_refuses_a_submission(data: st.DataObject) -> None:
         (encode(_in_rounds(images=10**9)), "malformed"),
         (encode(_in_rounds(images=2**63)), "malformed"),
         (encode(msgspec.structs.replace(evaluation(), correct=(10**12, 0, 0))), "malformed"),
+        (encode(binned(9, 10, confidence_images=(10,))), "malformed"),
         (encode(_changed(privacy=_spent(INFINITY))), "malformed"),
     ],
 )
@@ -261,6 +264,7 @@ def test_valid_evaluation_is_accepted() -> None:
     check_evaluation(message, EXPECTATION, newest_head=2)
     check_evaluation(message, EXPECTATION, newest_head=3)
     check_evaluation(msgspec.structs.replace(message, correct_with_prior=10), EXPECTATION, newest_head=2)
+    check_evaluation(binned(9, 10, novelty_images=(10, *[0] * 31)), EXPECTATION, newest_head=2)
 
 
 @pytest.mark.parametrize(
@@ -273,6 +277,11 @@ def test_valid_evaluation_is_accepted() -> None:
         (msgspec.structs.replace(evaluation(), previous_correct=(1, 2)), "shape"),
         (msgspec.structs.replace(evaluation(), previous_correct=(9, 2, 0)), "malformed"),
         (msgspec.structs.replace(evaluation(), correct_with_prior=11), "malformed"),
+        (binned(9, 10, confidence_correct=UNSET), "malformed"),
+        (binned(9, 10, correct=(8, 0, 0), incorrect=(2, 0, 0)), "malformed"),
+        (binned(9, 10, incorrect=(2, 0, 0)), "malformed"),
+        (binned(9, 10, confidence_correct=(9, *[0] * 31)), "malformed"),
+        (binned(9, 10, novelty_images=(11, *[0] * 31)), "malformed"),
     ],
 )
 def test_invalid_evaluation_is_refused(spoilt: Evaluation, reason: str) -> None:

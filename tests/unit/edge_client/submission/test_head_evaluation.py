@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 import pytest
 from msgspec import UNSET, UnsetType
@@ -63,3 +64,24 @@ def test_probabilities_of_very_many_images_are_not_kept(monkeypatch: pytest.Monk
     for images, with_prior in ((31, 31), (32, UNSET)):
         found = evaluate_head(workspace, cast("Any", _Head()), **arguments, members=[[LIKELY] * images, []])
         assert found.correct_with_prior == with_prior
+
+
+def test_predictions_are_counted_by_confidence() -> None:
+    """Also of very many images; not without any, and not of a head with a program, whose tensors change it."""
+    workspace, head = SimpleNamespace(cache=SimpleNamespace(chunks=_chunks)), _Head()
+    arguments: dict[str, Any] = {"task": bytes(32), "version": 1}
+
+    def counted(members: list[list[str]], **fields: Any) -> list[dict[int, int] | UnsetType]:
+        manifest = msgspec.structs.replace(make_manifest(), **fields)
+        found = evaluate_head(
+            cast("Any", workspace), cast("Any", head), **arguments, manifest=manifest, members=members
+        )
+        both = (found.confidence_correct, found.confidence_images)
+        return [
+            UNSET if each is UNSET else {n: count for n, count in enumerate(each) if count} for each in both
+        ]
+
+    members = [[LIKELY] * 30 + [LEANING] * 2, ["0.1", LIKELY]]
+    assert counted(members) == [{12: 31}, {12: 32, 8: 2}]
+    assert counted([[], []]) == [UNSET, UNSET]
+    assert counted(members, program=SimpleNamespace(persistent=())) == [UNSET, UNSET]

@@ -39,6 +39,7 @@ DECISIONS: dict[type[Any], dict[str, str]] = {
     Evaluation: {
         "v": "constant", "task": "no image", "head_version": "no image", "correct": "zeros", "incorrect": "zeros",
         "previous_correct": "zeros", "problem": "constant words", "correct_with_prior": "none",
+        **dict.fromkeys(["confidence_correct", "confidence_images", "novelty_images"], "none"),
     },
     messages.Frame: {
         "v": "constant", "key": "no image",

@@ -373,6 +373,10 @@ ZEROS = Evaluation(task=bytes(32), head_version=1, correct=(0, 0), incorrect=(0,
         (msgspec.structs.replace(ZEROS, correct=(1, 0)), False),
         (msgspec.structs.replace(ZEROS, previous_correct=(1, 0)), False),
         (msgspec.structs.replace(ZEROS, correct_with_prior=0), False),
+        *(
+            (msgspec.structs.replace(ZEROS, **{name: (0,) * 32}), False)
+            for name in ("confidence_correct", "confidence_images", "novelty_images")
+        ),
         (msgspec.structs.replace(ZEROS, problem="the head gives NaN for data/cat/1.png"), False),
     ],
 )
