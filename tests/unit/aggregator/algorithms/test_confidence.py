@@ -1,0 +1,99 @@
+"""The calibration of a head: never another prediction, only another confidence, which is that of being correct."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from numpy.typing import NDArray
+
+from aggregator.algorithms.algorithm import ABSENT_LOGIT
+from aggregator.algorithms.confidence import ISOTONIC_FROM, MIN_LEAD, ConfidenceMap, calibrated, fit_map
+from protocol.statistics.confidence import bin_centers, confidence_bins
+from protocol.wire.messages import CONFIDENCE_BINS
+from tests.support.messages.evaluations import COUNTS, softmax
+
+LOGITS = arrays(
+    np.float32,
+    st.tuples(st.integers(1, 6), st.integers(2, 6)),
+    elements=st.floats(-200, 200, width=32) | st.sampled_from([0.0, 1.0, np.nextafter(np.float32(1), 2)]),
+)
+
+
+@given(COUNTS, st.integers(2, 1000))
+def test_map_does_not_decrease(counts: tuple[list[int], list[int]], classes: int) -> None:
+    """Whatever was counted; it is finite, so that no image is certain."""
+    found = fit_map(*map(np.array, counts), classes=classes)
+    assert (np.diff(found.inputs) > 0).all()
+    assert (np.diff(found.outputs) >= 0).all()
+    assert np.isfinite([*found.inputs, *found.outputs]).all()
+    assert len(found.inputs) == len(found.outputs) >= 2
+
+
+@given(LOGITS, COUNTS)
+def test_best_class_remains_the_best(
+    logits: NDArray[np.float32], counts: tuple[list[int], list[int]]
+) -> None:
+    """Of equal ones the first; probabilities add up to 1, and the others keep their proportions."""
+    after = calibrated(logits, fit_map(*map(np.array, counts), classes=logits.shape[1]))
+    best = softmax(logits).argmax(axis=1)
+    assert (softmax(after).argmax(axis=1) == best).all()
+    np.testing.assert_allclose(softmax(after).sum(axis=1), 1, rtol=1e-5)
+    others = np.arange(logits.shape[1]) != logits.argmax(axis=1)[:, None]
+    np.testing.assert_array_equal(after[others], logits[others])
+
+
+@given(st.lists(st.floats(-3, 11), min_size=2, max_size=9, unique=True), COUNTS)
+def test_confidence_follows_the_map(values: list[float], counts: tuple[list[int], list[int]]) -> None:
+    """Of two classes; where it would be below one half, it stays just above."""
+    found = fit_map(*map(np.array, counts), classes=2)
+    logits = np.array([[max(each, 0.01), 0] for each in sorted(values)], np.float32)
+    after = calibrated(logits, found)[:, 0]
+    np.testing.assert_allclose(after, np.maximum(found.of(logits[:, 0]), MIN_LEAD), rtol=1e-4, atol=1e-5)
+    assert (np.diff(after) >= -1e-5).all()
+
+
+def test_overconfident_head_gets_its_accuracy() -> None:
+    """Half of the predictions at log-odds around 8 are correct, and nine of ten at 10."""
+    images, correct = np.zeros((2, CONFIDENCE_BINS))
+    (sure, surer) = confidence_bins(1 / (1 + np.exp(-np.array([[8.1, -8.1], [10.1, -10.1]]))))
+    images[[sure, surer]], correct[[sure, surer]] = (200, 100), (100, 90)
+    found = fit_map(correct, images, classes=2)
+    logits = np.array([[bin_centers()[sure], 0], [0, bin_centers()[surer]], [0, 99]], np.float32)
+    np.testing.assert_allclose(softmax(calibrated(logits, found)).max(axis=1), [0.50025, 0.9, 0.9], atol=1e-3)
+
+
+def test_few_images_give_a_temperature() -> None:
+    """A straight line of log-odds to those of chance, which is flatter if more is incorrect; not by the last image."""
+    images = np.zeros(CONFIDENCE_BINS)
+    images[[16, 20, 24]] = ISOTONIC_FROM / 4
+    assert images.sum() < ISOTONIC_FROM
+    slopes = []
+    for share in (0.5, 0.8, 1.0):
+        found = fit_map(share * images, images, classes=10)
+        slopes.append(float(np.diff(found.outputs)[0]))
+        np.testing.assert_allclose(np.diff(found.outputs), slopes[-1], rtol=1e-4)
+        chance = -np.log(9)
+        np.testing.assert_allclose(
+            found.outputs - chance, slopes[-1] / 0.5 * (found.inputs - chance), rtol=1e-3, atol=1e-5
+        )
+    assert 0 < slopes[0] < slopes[1] < slopes[2] < 10
+    images *= 2
+    assert np.unique(np.diff(fit_map(0.5 * images, images, classes=10).outputs)).tolist() == [0]
+
+
+def test_absent_classes_stay_absent() -> None:
+    """A head that knows one class of several is as sure of it as before."""
+    confidence = ConfidenceMap(np.array([0, 1], np.float32), np.array([0, 0.5], np.float32))
+    alone = np.array([[3, ABSENT_LOGIT, ABSENT_LOGIT]], np.float32)
+    np.testing.assert_array_equal(calibrated(alone, confidence), alone)
+    known = softmax(calibrated(np.array([[9, 0, ABSENT_LOGIT]], np.float32), confidence))
+    np.testing.assert_allclose(known, [[0.622, 0.378, 0]], atol=1e-3)
+
+
+@pytest.mark.parametrize("place", [0, 13, CONFIDENCE_BINS - 1])
+def test_one_bin_is_enough(place: int) -> None:
+    images = np.zeros(CONFIDENCE_BINS)
+    images[place] = 400
+    found = fit_map(0.75 * images, images, classes=3)
+    np.testing.assert_allclose(found.outputs, np.log(3), rtol=1e-5)
