@@ -36,6 +36,8 @@ class Training(msgspec.Struct, frozen=True, kw_only=True):
     recipe: Literal["default", "paper"] = "default"
     refine: bool = False
     """Once FedTC's head is in use, make another one from statistics of its adapter's features."""
+    calibrate: bool = True
+    """Without rounds: make a calibrated version of each head, by the devices' held-out images."""
     restore: bool | None = None
     epochs: Annotated[int, Meta(ge=1, le=100_000)] | None = None
     device: Annotated[str, Meta(pattern=r"^(auto|cpu|cuda(:\d+)?)\Z")] = "auto"

@@ -148,7 +148,7 @@ def _unused(task: TaskFile, given: Mapping[str, Any]) -> Iterator[Problem]:
         ]
         paths += [("limits", "heads_per_hour")] if "heads_per_hour" in given.get("limits", {}) else []
     if task.learning is not None or task.algorithm == "statistics":
-        used = {"timeout_s", "engine"}
+        used = {"timeout_s", "engine", *(["calibrate"] if task.learning is None else [])}
         paths += [("training", name) for name in sorted(given.get("training", {}).keys() - used)]
     robust = {"clip_multiple"} if task.learning is None else {"detect_outliers", "false_alarm_rate"}
     paths += [("robust", name) for name in sorted(robust & given.get("robust", {}).keys())]

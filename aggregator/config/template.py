@@ -24,6 +24,7 @@ _ONE_SHOT = """\
 [training]
 # recipe = "default"    # or "paper"
 # refine = false        # true: a second upload, of statistics of the adapter's features
+# calibrate = true      # a second version of each head, whose confidence is its accuracy
 # restore = true        # default: the recipe's
 # epochs = 15           # default: the recipe's
 # device = "auto"       # or "cpu", "cuda", "cuda:1"
@@ -31,7 +32,7 @@ _ONE_SHOT = """\
 # timeout_s = 3600.0    # after which a training is ended, and repeated
 # engine = "local"      # or "ray": FedTC's adapter, and sums of many devices, on a Ray cluster
 
-# For algorithm = "statistics", which uses nothing in [training] but timeout_s and engine, and no [client] alpha.
+# For algorithm = "statistics", which uses timeout_s, engine and calibrate of [training], and no [client] alpha.
 # [statistics]
 #   features = 1024       # random features beside those of the backbones, at most 4096 together
 

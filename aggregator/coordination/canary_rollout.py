@@ -6,6 +6,8 @@ canaries have evaluated it and its accuracy on their held-out images is at most 
 is rejected after the last evaluation if it is worse, and at once if too many canaries cannot use it. A newer head
 replaces a candidate.
 
+The calibrated version of the current head makes the same predictions, and goes to every device at once.
+
 No canary of three or more decides alone (`aggregator.coordination.canary_comparison`).
 
 Canaries that do not answer within a timeout are replaced by other devices. Where there are no others, or a newer head
@@ -48,8 +50,9 @@ _ROUNDING = 1e-9
 def step(state: State, event: Event, *, settings: Settings) -> Step:
     """Apply an event."""
     match event:
-        case HeadAdded(version=version, now_s=now_s) if version > state.newest:
-            return _added(replace(state, newest=version), now_s, settings)
+        case HeadAdded(version=version) if version > state.newest:
+            added = replace(state, newest=version)
+            return _calibrated(added, event) if event.calibrates else _added(added, event.now_s, settings)
         case Ticked() if state.trial is not None:
             return _ticked(state, state.trial, event, settings)
         case Evaluated(device=device, version=version, result=result):
@@ -76,6 +79,18 @@ def _added(state: State, now_s: float, settings: Settings) -> Step:
     if not state.current or not settings.canary_fraction:
         return activated(state, version), (*actions, Activate(version, ""))
     return replace(state, trial=Trial(version, since_s)), actions
+
+
+def _calibrated(state: State, added: HeadAdded) -> Step:
+    """Activate the calibrated version of the current head without canaries: no prediction is another.
+
+    If another head is current meanwhile, by an operator's command or because devices cannot use this one, it remains.
+    """
+    version, before = added.version, added.calibrates
+    if state.current == before:
+        return activated(state, version), (Activate(version, f"head {before}, calibrated"),)
+    reason = f"head {before}, which it calibrates, is not current"
+    return replace(state, rejected={**state.rejected, version: reason}), (Reject(version, reason),)
 
 
 def _ticked(state: State, trial: Trial, tick: Ticked, settings: Settings) -> Step:

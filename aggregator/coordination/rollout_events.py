@@ -12,10 +12,12 @@ CommandKind = Literal["rollback", "promote"]
 
 @dataclass(frozen=True)
 class HeadAdded:
-    """A head was trained; it is `now_s` (elapsed seconds)."""
+    """A head was made; it is `now_s` (elapsed seconds)."""
 
     version: int
     now_s: float
+    calibrates: int = 0
+    """The head of which it is the calibrated version; 0 for a trained one."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from aggregator.coordination.canary_comparison import CanaryResult
 from aggregator.coordination.rollout_state import retained_heads, without_forgotten
 from aggregator.graphs.fused_model import fuse
 from aggregator.heads.operator_commands import command_of
-from aggregator.storage.heads import HeadRecord
+from aggregator.storage.heads import CALIBRATED_FROM, HeadRecord
 from aggregator.storage.store import Store
 from aggregator.tasks.manifests import head_ref
 from aggregator.tasks.refinement import refinable_head
@@ -68,7 +68,9 @@ class Releases:
         if newest > self._state.newest:
             self._heads = self._read_heads()
             for version in sorted(self._heads):
-                self._step(rollout_events.HeadAdded(version, self._store.clock.now_s()))
+                before = int(self._heads[version].metrics.get(CALIBRATED_FROM, 0))
+                now_s = self._store.clock.now_s()
+                self._step(rollout_events.HeadAdded(version, now_s, calibrates=before))
             self.delete_unused()
         if time.monotonic() < self._poll_s:
             return

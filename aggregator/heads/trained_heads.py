@@ -7,7 +7,7 @@ from pathlib import Path
 
 from aggregator.coordination import round_state
 from aggregator.storage.devices import REVOKED
-from aggregator.storage.heads import HeadRecord
+from aggregator.storage.heads import CALIBRATED_FROM, HeadRecord
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import FailedTraining, PendingHead
 from aggregator.tasks.task_preparation import Task
@@ -73,6 +73,12 @@ def store_head(
 def log_head(head: HeadRecord, state: round_state.State, settings: round_state.Settings) -> None:
     """Log a new head, and the end of its round if there are rounds."""
     metrics, total = head.metrics, settings.rounds
+    if before := metrics.get(CALIBRATED_FROM):
+        images = round(metrics["calibration_images"])
+        event(
+            log, logging.INFO, "head calibrated", version=head.version, of=int(before), held_out_images=images
+        )
+        return
     made = {"devices": len(head.members), "prototypes": head.prototypes, "seconds": metrics["seconds"]}
     made |= {"images": int(metrics["images"]), "counted": int(metrics["counted_images"])}
     if total is None:

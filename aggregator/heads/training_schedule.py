@@ -8,6 +8,7 @@ from typing import Any
 
 from aggregator.coordination import round_state, rounds
 from aggregator.heads.accepted_submissions import AcceptedSubmissions, devices_after
+from aggregator.heads.calibration import Calibration, store_calibrated
 from aggregator.heads.head_rate import HeadRate
 from aggregator.heads.lost_submissions import LostSubmissions
 from aggregator.heads.pending_training import (
@@ -28,7 +29,7 @@ from aggregator.tasks.manifests import round_manifest
 from aggregator.tasks.restoration import Restoration
 from aggregator.tasks.retention import delete_carried_submissions, delete_unneeded_blobs
 from aggregator.tasks.task_preparation import Task
-from aggregator.training.jobs import CompileJob, Job
+from aggregator.training.jobs import CalibrationJob, CompileJob, Job
 from aggregator.training.runner import Finished, Progress, Trainer
 from aggregator.training.workers.queue_trainer import QueueTrainer
 from protocol.errors import StateError
@@ -68,6 +69,7 @@ class HeadTraining:
         self.accepted = AcceptedSubmissions(task.digest, self._settings, store)
         self._replaced_bytes = 0
         self._rate = HeadRate(task, store)
+        self._calibration = Calibration(task, store)
         self.restoration = Restoration(task, store)
         self._is_external = external
         self._trainer = self._trainer_of(task.file.training.timeout_s)
@@ -126,6 +128,7 @@ class HeadTraining:
         due, self._due = self._due, []
         for train in due:
             self._start(train)
+        self._calibrate()
         if self._replaced_bytes > MAX_REPLACED_BYTES:
             self._replaced_bytes = 0
             delete_unneeded_blobs(self._task, self._store)
@@ -170,6 +173,8 @@ class HeadTraining:
         head, reason = None, finished.reason
         if self._is_stopped(finished.job):
             return False
+        if isinstance(finished.job, CalibrationJob):
+            return self._finish_calibration(finished.job, finished)
         members = self.state.training
         if finished.result is not None and members is not None and not isinstance(finished.job, CompileJob):
             try:
@@ -278,6 +283,44 @@ class HeadTraining:
             self._trainer.start(job)
         except StateError as error:
             self._on_event(Finished(job, None, str(error)))
+
+    def _calibrate(self) -> None:
+        """Start to make the calibrated version of the newest head if it is due, and no training is running or failed.
+
+        It is no training of `limits.heads_per_hour`, and is not resumed: after a restart, it is due again.
+        """
+        if self.state.training is not None or self.state.failures:
+            return
+        job = self._calibration.job(self._head, self.state.decisions)
+        if job is None:
+            return
+        self._job, self.state = job, replace(self.state, training=self.state.covered)
+        try:
+            self.restoration.verify([bytes.fromhex(job.task), bytes.fromhex(job.head)], at_once=True)
+            self._trainer.start(job)
+        except StateError as error:
+            self._on_event(Finished(job, None, str(error)))
+
+    def _finish_calibration(self, job: CalibrationJob, finished: Finished) -> bool:
+        """Apply the end of a calibration; without one, the head remains as it is."""
+        head, reason = None, finished.reason
+        if finished.result is not None:
+            try:
+                head = store_calibrated(self._task, self._store, job, finished.result)
+            except StateError as error:
+                reason = str(error)
+        if head is None and self._adopt_stored():
+            return True
+        if head is None:
+            self._calibration.postpone()
+            self.state = replace(self.state, training=None)
+            text = "head not calibrated: it stays in use as it is"
+            event(log, logging.WARNING, text, version=job.version - 1, reason=reason)
+            return False
+        self._step(rounds.Trained(head.version, frozenset(head.quarantined)))
+        self._head = head
+        log_head(head, self.state, self._settings)
+        return True
 
     def _can_use_blobs(self) -> bool:
         """Return False if the object store fails now, by which a training may have failed."""

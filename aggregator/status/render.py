@@ -20,6 +20,7 @@ from aggregator.status.model import (
     Round,
     Status,
 )
+from aggregator.storage.heads import CALIBRATED_FROM
 from aggregator.storage.receivers import ReceiverRecord
 from aggregator.training.jobs import FEW_PROTOTYPES
 from protocol.cli import counted, plain
@@ -308,6 +309,9 @@ def _head(head: Head) -> str:
     made_of = f"{counted(head.prototypes, 'prototype')} of {counted(head.devices, 'device')}"
     if "images" in head.metrics:
         made_of += f", {head.metrics['counted_images']:.0f} of {head.metrics['images']:.0f} images count"
+    if before := head.metrics.get(CALIBRATED_FROM):
+        images = head.metrics["calibration_images"]
+        made_of = f"head {before:.0f}, calibrated on {images:.0f} held-out images: {made_of}"
     return f"head {head.version}{state}: {made_of}{accuracy}{reason}"
 
 

@@ -12,6 +12,9 @@ from aggregator.storage.forgotten_devices import ForgottenDevices
 from protocol.storage.tables import Tables
 from protocol.wire.messages import BlobRef, Evaluation
 
+CALIBRATED_FROM = "calibrated_from"
+"""The metric of a calibrated head that names the version whose weights it has."""
+
 
 @dataclass(frozen=True)
 class HeadRecord:

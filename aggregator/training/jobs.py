@@ -136,6 +136,17 @@ class RoundJob(SubmissionsJob, frozen=True, kw_only=True):
     """Hex digest of the round's tensors, a blob."""
 
 
+class CalibrationJob(SubmissionsJob, frozen=True, kw_only=True):
+    """Make head `version` of the one before, which has the same members: only its confidence is another."""
+
+    head: str
+    """Hex digest of the file of head `version - 1`, a blob."""
+    correct: tuple[float, ...]
+    """Correct predictions of held-out images in each bin of confidence."""
+    images: tuple[float, ...]
+    """Held-out images in each bin."""
+
+
 class CompileJob(msgspec.Struct, frozen=True, kw_only=True):
     """Build the graphs that devices run: `init.onnx`, `step.onnx`, `project.onnx` and `head.onnx`."""
 
@@ -152,8 +163,11 @@ FEW_PROTOTYPES = 5
 
 RESULT_FILE = "result.json"
 
-Job = HeadJob | StatisticsJob | RoundJob | CompileJob
-J = TypeVar("J", HeadJob, StatisticsJob, RoundJob, CompileJob)
+WorkerJob = HeadJob | StatisticsJob | RoundJob | CalibrationJob
+"""A job that a worker may run, `aggregator train`."""
+
+Job = WorkerJob | CompileJob
+J = TypeVar("J", HeadJob, StatisticsJob, RoundJob, CalibrationJob, CompileJob)
 Part = TypeVar("Part")
 
 

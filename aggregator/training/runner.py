@@ -15,7 +15,16 @@ from typing import Any
 
 import msgspec
 
-from aggregator.training.jobs import CompileJob, HeadJob, Job, Result, RoundJob, StatisticsJob, read_result
+from aggregator.training.jobs import (
+    CalibrationJob,
+    CompileJob,
+    HeadJob,
+    Job,
+    Result,
+    RoundJob,
+    StatisticsJob,
+    read_result,
+)
 from protocol.errors import ProtofleetError, ThreadFailed
 from protocol.storage.blobstore import state_errors, write_atomically
 from protocol.threads import start_thread
@@ -27,6 +36,7 @@ PROGRAMS: dict[type[Job], str] = {
     HeadJob: "aggregator.training.head_job",
     StatisticsJob: "aggregator.training.statistics_job",
     RoundJob: "aggregator.training.round_job",
+    CalibrationJob: "aggregator.training.calibration_job",
     CompileJob: "aggregator.tasks.graph_cache",
 }
 """The module that runs each kind of job."""

@@ -75,7 +75,7 @@ def first_head_arrives(fleet: Fleet, dashboard: DashboardPage) -> None:
         start_device(fleet, name, classes, each=each)
         dashboard.wait_for_text("#devices tbody tr", name)
     dashboard.wait_for_text("#devices .state", "online")
-    dashboard.wait_for_text("#heads tbody tr", "current")
+    dashboard.wait_for_text("#heads tbody tr", "head 1, calibrated on 84 held-out images")
     dashboard.wait_for_text("#accuracy .u-legend", "Worst 10 % of devices")
     dashboard.wait_for_text("#prototypes .place", "of 2 devices")
 
@@ -88,13 +88,13 @@ def files_are_downloaded(fleet: Fleet, dashboard: DashboardPage) -> None:
 
 
 def model_answers_in_the_browser(fleet: Fleet, dashboard: DashboardPage) -> None:
-    """As the device does, whose images have the size of the backbone's; and nothing is uploaded."""
+    """The calibrated head does, as on the device, whose images have the backbone's size; nothing is uploaded."""
     image = next((fleet.root / "data-shed-1" / "3").glob("*.png"))
     dashboard.page.get_by_label("Drop an image here, or choose one").set_input_files(image)
-    dashboard.wait_for_text("#try-it [role=status]", "by head 1")
+    dashboard.wait_for_text("#try-it [role=status]", "by head 2")
     lines = [line.split("\n") for line in dashboard.page.locator("#try-it .bars li").all_inner_texts()]
     shown = {line[0]: float(line[-1].rstrip(" %")) for line in lines}
-    fleet.wait_for("the head on its device", lambda status: status["devices"][0]["head"] == 1)
+    fleet.wait_for("the head on its device", lambda status: status["devices"][0]["head"] == 2)
     expected = fleet.predict("shed-1", image)["scores"]
     assert next(iter(shown)) == next(iter(expected))
     for name in expected.keys() & shown.keys():
@@ -111,7 +111,7 @@ def aggregator_restarts(fleet: Fleet, dashboard: DashboardPage, start: Callable[
     dashboard.server_stops = False
     start_device(fleet, "shed-3", [2, 3, 6, 8, 9], start=60, each=10)
     dashboard.wait_for_text("#devices tbody tr", "shed-3")
-    dashboard.wait_for_text("#heads tbody tr", "Roll back to 1")
+    dashboard.wait_for_text("#heads tbody tr", "Roll back to 2")
 
 
 def operator_rolls_back(fleet: Fleet, dashboard: DashboardPage) -> None:

@@ -11,7 +11,15 @@ import msgspec
 
 from aggregator.storage.jobs import MAX_LOST_WORKERS, Outcome, QueuedJob
 from aggregator.storage.store import Store
-from aggregator.training.jobs import HeadJob, Job, Result, RoundJob, StatisticsJob
+from aggregator.training.jobs import (
+    CalibrationJob,
+    HeadJob,
+    Job,
+    Result,
+    RoundJob,
+    StatisticsJob,
+    WorkerJob,
+)
 from aggregator.training.runner import Finished, Progress
 from protocol.errors import ProtofleetError, StateError, ThreadFailed
 from protocol.log import event
@@ -26,10 +34,11 @@ POLL_S = 0.5
 UNCLAIMED_S = 30.0
 """Seconds after which the log says that no worker has claimed a job."""
 
-KINDS: dict[str, type[HeadJob | StatisticsJob | RoundJob]] = {
+KINDS: dict[str, type[WorkerJob]] = {
     "head": HeadJob,
     "statistics": StatisticsJob,
     "round": RoundJob,
+    "calibration": CalibrationJob,
 }
 """The jobs that workers run, by their names in the table."""
 
@@ -49,7 +58,7 @@ class QueueTrainer:
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def start(self, job: HeadJob | StatisticsJob | RoundJob) -> None:
+    def start(self, job: WorkerJob) -> None:
         """Queue a job, or attach to an equal one, whether it is waiting, running or over.
 
         Raises:
@@ -149,6 +158,6 @@ class QueueTrainer:
         return result
 
 
-def _portable(job: HeadJob | StatisticsJob | RoundJob) -> str:
+def _portable(job: WorkerJob) -> str:
     """Return a job as JSON without the paths of this machine."""
     return msgspec.json.encode(msgspec.structs.replace(job, blobs="", folder="")).decode()

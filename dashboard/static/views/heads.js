@@ -19,10 +19,11 @@ function Candidate({ candidate }) {
 }
 
 function Head({ head, details }) {
-  const { version, held_out: heldOut, metrics: { images, counted_images } } = head;
+  const { version, held_out: heldOut, metrics: { images, counted_images, calibrated_from, calibration_images } } = head;
+  const calibrated = calibrated_from && `head ${calibrated_from}, calibrated on ${Math.round(calibration_images)} held-out images`;
   return html`<tr>
     <th scope="row">${version}</th>
-    <td class=${head.reason ? "text" : ""}>${head.state && html`<span class="state ${head.state}">${head.state}</span>`} ${head.reason}</td>
+    <td class=${head.reason || calibrated ? "text" : ""}>${head.state && html`<span class="state ${head.state}">${head.state}</span>`} ${head.reason || calibrated}</td>
     <td>${moment(head.trained_s)}</td>
     <td class="number">${head.devices}</td>
     <td class="number">${head.prototypes}</td>

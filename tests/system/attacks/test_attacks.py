@@ -11,7 +11,7 @@ import pytest
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from tests.support.fleets.closed_fleet import FLEET
-from tests.support.fleets.fleet import write_task
+from tests.support.fleets.fleet import QUICK, write_task
 from tests.support.messages.submissions import values_of
 from tests.support.network.brokers import mosquitto_program
 from tests.system.attacks.compromised_aggregator import DEVICE, PASSWORD, CompromisedAggregator
@@ -31,7 +31,10 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AttackedFleet]:
     if mosquitto_program() is None:
         pytest.skip("mosquitto is not installed: apt-get install mosquitto")
     root = tmp_path_factory.mktemp("attacks")
-    task = write_task(root, fleet=FLEET, quorum=len(HONEST), retrain_after=1000, deadline_s=100_000)
+    tables = f"{QUICK}calibrate = false\n"  # one head, which no attack may change
+    task = write_task(
+        root, tables=tables, fleet=FLEET, quorum=len(HONEST), retrain_after=1000, deadline_s=100_000
+    )
     with AttackedFleet(root, task, write_images(root)) as fleet:
         yield fleet
 

@@ -77,7 +77,9 @@ def test_bad_heads_are_rejected_and_rolled_back(fleet: Fleet, tmp_path: Path) ->
         name for n in itertools.count() if _canary(2, (*GOOD, name := f"mislabeling-{n}")) in GOOD
     )
     names = (*GOOD, mislabeling)
-    tables = "[training]\nepochs = 30\n[rollout]\ncanary_fraction = 0.3\nmin_canaries = 1\n"
+    tables = (
+        "[training]\nepochs = 30\ncalibrate = false\n[rollout]\ncanary_fraction = 0.3\nmin_canaries = 1\n"
+    )
     labels = list(map(str, CLASSES))
     task = write_task(tmp_path, feature_sizes=(64,), tables=tables, classes=labels, quorum=2)
     fleet.start_aggregator(task)

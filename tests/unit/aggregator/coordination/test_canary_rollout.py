@@ -10,6 +10,7 @@ from aggregator.coordination.rollout_events import (
     Action,
     Activate,
     Evaluated,
+    FailuresReported,
     HeadAdded,
     OfferToCanaries,
     Reject,
@@ -177,3 +178,21 @@ def test_candidate_is_activated_when_canaries_are_switched_off() -> None:
     state, done = play(trying()[0], Ticked(2.0, FLEET), by=Settings())
     assert (state.current, state.trial) == (2, None)
     assert [type(action) for action in done] == [Activate]
+
+
+def test_calibrated_head_has_no_canaries() -> None:
+    """It replaces the head that it calibrates, which a rollback or failures return to."""
+    state, done = play(initial_state([1]), HeadAdded(2, 0.0, calibrates=1))
+    assert (state.current, state.newest, state.earlier, state.trial) == (2, 2, (1,), None)
+    assert done == [Activate(2, "head 1, calibrated")]
+    assert play(state, HeadAdded(2, 9.0, calibrates=1)) == (state, [])
+    failures = FailuresReported(2, {"d1": "old runtime", "d2": "old runtime"}, 3)
+    assert play(state, failures)[0].current == 1
+
+
+def test_calibrated_head_of_another_than_the_current_one_is_rejected() -> None:
+    """And the candidate remains one."""
+    trial, _ = trying()
+    state, done = play(trial, HeadAdded(3, 5.0, calibrates=2))
+    assert (state.current, state.newest, state.trial) == (1, 3, trial.trial)
+    assert done == [Reject(3, "head 2, which it calibrates, is not current")]

@@ -1,6 +1,7 @@
 """Tests for `aggregator status`: the collected values and the printed text."""
 
 import contextlib
+import dataclasses
 import os
 import re
 from pathlib import Path
@@ -102,6 +103,15 @@ def test_accuracy_with_the_prior_is_shown(tmp_path: Path) -> None:
     assert status.heads[0].held_out.with_prior == pytest.approx(28 / 30)
     assert [row.with_prior for row in status.devices if row.device in {"a", "b"}] == [None, 1.0]
     assert "over all classes, 93.3% with each place's prior" in rendered(status)
+
+
+def test_calibration_is_shown(tmp_path: Path) -> None:
+    store = started_store(tmp_path)
+    add_head(store, 1)
+    figures = {"calibrated_from": 1.0, "calibration_images": 311.6}
+    store.heads.add(dataclasses.replace(store.heads.all()[0], version=2, metrics=figures))
+    text = rendered(collected(store))
+    assert "head 2 (current): head 1, calibrated on 312 held-out images: 10 prototypes of 1 device" in text
 
 
 def test_current_files_are_shown_when_they_are_written(tmp_path: Path) -> None:

@@ -1,0 +1,143 @@
+"""When the newest head gets its calibrated version, and by which counts of held-out images.
+
+A head is calibrated at most once, and a calibrated one never: this follows from the stored heads, so that a restart or
+a kill at any point changes nothing.
+"""
+
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from msgspec import UNSET
+from numpy.typing import NDArray
+
+from aggregator.coordination.round_state import DeviceDecisions
+from aggregator.storage.heads import CALIBRATED_FROM, HeadRecord
+from aggregator.storage.store import Store
+from aggregator.tasks.task_preparation import Task
+from aggregator.training.jobs import CalibrationJob, Result
+from aggregator.training.robust.weights import counted_totals
+from protocol.errors import StateError
+from protocol.wire.messages import CONFIDENCE_BINS, Evaluation
+
+MIN_IMAGES = 50
+"""Held-out images in the fleet from which a head is calibrated."""
+
+POLL_S = 1.0
+"""Seconds between queries for evaluations."""
+
+RETRY_S = 3600.0
+"""Seconds until the next attempt, after one that failed or found too few images."""
+
+
+class Calibration:
+    """Decides when the newest head of a task is calibrated."""
+
+    def __init__(self, task: Task, store: Store) -> None:
+        self._task = task
+        self._store = store
+        self._version = 0
+        self._since_s = self._next_s = 0.0
+        manifest, training = task.manifest, task.file.training
+        self._is_possible = (
+            training.calibrate
+            and manifest.program is None
+            and manifest.differential_privacy is None
+            and len(manifest.classes) > 1
+            and not (training.refine and task.refined is None)  # then the refined head is calibrated
+        )
+
+    def job(self, head: HeadRecord | None, decisions: DeviceDecisions) -> CalibrationJob | None:
+        """Return the job that makes the calibrated version of the newest head; None if it is not due."""
+        if head is None or not self._is_possible or CALIBRATED_FROM in head.metrics:
+            return None
+        now_s = self._store.clock.now_s()
+        if head.version != self._version:
+            self._version, self._since_s, self._next_s = head.version, now_s, now_s
+        if now_s < self._next_s or self._is_unused(head):
+            return None
+        self._next_s = now_s + POLL_S
+        members = set(filter(decisions.counts, head.members))
+        if not self._has_evaluations(members, now_s):
+            return None
+        evaluations = self._store.evaluations.of_head(self._task.digest, head.version)
+        multiple = self._task.file.robust.max_multiple
+        correct, images = pooled((evaluations[each] for each in members & evaluations.keys()), multiple)
+        if images.sum() < MIN_IMAGES:
+            self.postpone()
+            return None
+        return CalibrationJob(
+            version=head.version + 1,
+            task=self._task.digest.hex(),
+            members=dict(head.members),
+            blobs=self._store.blobs.location,
+            feature_size=self._task.feature_size,
+            folder=str(self._store.folder / "training" / f"head-{head.version + 1}"),
+            head=head.file.hex(),
+            correct=tuple(correct.tolist()),
+            images=tuple(images.tolist()),
+        )
+
+    def postpone(self) -> None:
+        """Try the newest head again after RETRY_S."""
+        self._next_s = self._store.clock.now_s() + RETRY_S
+
+    def _is_unused(self, head: HeadRecord) -> bool:
+        """Return True if another head is current, or the next one is made without a forgotten device."""
+        rollout = self._store.heads.rollout(self._task.digest)
+        return rollout.current != head.version or rollout.forgotten >= head.version
+
+    def _has_evaluations(self, members: set[str], now_s: float) -> bool:
+        """Return True if all devices of the head have evaluated it, or half of them when the deadline has passed."""
+        evaluated = len(members & self._store.evaluations.devices(self._task.digest, self._version))
+        is_late = now_s >= self._since_s + self._task.file.deadline_s
+        return evaluated >= (len(members) / 2 if is_late else len(members))
+
+
+def pooled(
+    evaluations: Iterable[Evaluation], multiple: float
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the correct predictions and all in each bin, (CONFIDENCE_BINS,), over devices.
+
+    A device that claims many held-out images counts at most as its submission could (`robust.weights`).
+    """
+    parts = np.array(
+        [
+            (each.confidence_correct, each.confidence_images)
+            for each in evaluations
+            if each.confidence_correct is not UNSET and each.confidence_images is not UNSET
+        ],
+        np.float64,
+    ).reshape(-1, 2, CONFIDENCE_BINS)
+    parts = parts[parts[:, 1].any(axis=1)]
+    totals = parts[:, 1].sum(axis=1, keepdims=True)
+    factors = counted_totals(totals, multiple=multiple) / totals[:, 0]
+    correct, images = (parts * factors[:, None, None]).sum(axis=0)
+    return correct, images
+
+
+def store_calibrated(task: Task, store: Store, job: CalibrationJob, result: Result) -> HeadRecord:
+    """Store the calibrated version of the newest head.
+
+    Raises StateError if it cannot be stored, or that head is not the newest any more or of a forgotten device.
+    """
+    file = store.put_file(Path(job.folder) / "head.onnx")
+    with store.transaction():
+        newest = next(reversed(store.heads.all(task.digest)), None)
+        is_forgotten = store.forgotten.newest_head(task.digest) >= job.version - 1
+        if newest is None or newest.version != job.version - 1 or is_forgotten:
+            raise StateError(f"head {job.version - 1} was replaced")
+        head = replace(
+            newest,
+            version=job.version,
+            digest=file.digest,
+            size_bytes=file.size_bytes,
+            file=file.digest,
+            trained_s=time.time(),
+            metrics={**newest.metrics, **result.metrics},
+        )
+        store.heads.add(head)
+        store.jobs.cancel(task.digest)
+    return head

@@ -1,0 +1,39 @@
+"""The job that calibrates a head: `python -m aggregator.training.calibration_job JOB.json`.
+
+It reads the head's file and changes its confidence. The same counts make the same bytes.
+"""
+
+import numpy as np
+
+from aggregator.algorithms.confidence import fit_map
+from aggregator.graphs.calibrated_head import max_difference, with_calibration
+from aggregator.storage.blobs.blobs import open_blobs
+from aggregator.storage.heads import CALIBRATED_FROM
+from aggregator.training.head_job import MAX_ONNX_DIFFERENCE
+from aggregator.training.jobs import CalibrationJob, Result, run_as_program
+from protocol.errors import ProtofleetError
+
+
+def run(job: CalibrationJob) -> Result:
+    """Fit the map, verify the head with it, and write it.
+
+    Raises:
+        ProtofleetError: the head cannot be calibrated, or ONNX Runtime computes something else.
+    """
+    manifest, before = job.manifest(), open_blobs(job.blobs).read(bytes.fromhex(job.head))
+    images = np.array(job.images)
+    confidence = fit_map(np.array(job.correct), images, classes=len(manifest.classes))
+    figures = {CALIBRATED_FROM: float(job.version - 1), "calibration_images": float(images.sum())}
+    head = with_calibration(before, confidence, version=job.version, figures=figures)
+    random = np.random.default_rng(0).exponential(size=(256, job.feature_size)).astype(np.float32)
+    difference = max_difference(before, head, confidence, random)
+    if not difference <= MAX_ONNX_DIFFERENCE:
+        raise ProtofleetError(
+            f"the calibrated head in ONNX Runtime differs by {difference:.3g}, more than {MAX_ONNX_DIFFERENCE}"
+        )
+    job.write_head(head, manifest)
+    return Result(metrics={**figures, "onnx_max_difference": difference})
+
+
+if __name__ == "__main__":
+    run_as_program(CalibrationJob, run)

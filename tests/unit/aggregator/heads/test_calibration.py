@@ -1,0 +1,397 @@
+"""Each head gets one calibrated version, whatever happens meanwhile, and no device decides its confidence alone."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import structs
+
+from aggregator.algorithms.fedtc.head import Dense
+from aggregator.config.schema import Limits, Robust, TaskFile, Training
+from aggregator.coordination.rollout_state import Settings
+from aggregator.coordination.round_state import Entry
+from aggregator.graphs.calibrated_head import UNCALIBRATED, logits_and_probabilities
+from aggregator.graphs.head_export import head_to_onnx
+from aggregator.heads import published_head
+from aggregator.heads.calibration import MIN_IMAGES, RETRY_S, pooled, store_calibrated
+from aggregator.heads.forgotten_devices import forget
+from aggregator.heads.operator_commands import submit_command
+from aggregator.heads.published_head import Releases
+from aggregator.heads.training_schedule import HeadTraining
+from aggregator.storage.heads import CALIBRATED_FROM, HeadRecord
+from aggregator.storage.store import Store
+from aggregator.storage.stored_values import PendingHead
+from aggregator.storage.submissions import SubmissionRecord
+from aggregator.tasks.task_preparation import Task
+from aggregator.training import calibration_job
+from aggregator.training.jobs import CalibrationJob, HeadJob, Result
+from aggregator.training.robust.weights import FLEET_SHARE
+from aggregator.training.runner import Finished
+from protocol.errors import StateError
+from protocol.models.onnx_metadata import HeadMetadata
+from protocol.wire.codec import digest_of, encode
+from protocol.wire.messages import BlobRef, DifferentialPrivacy, Evaluation
+from tests.support.graphs.backbones import tiny_backbone
+from tests.support.messages.evaluations import binned
+from tests.support.messages.submissions import EXPECTATION, FEATURE_SIZE, MANIFEST, SERVED, evaluation
+from tests.support.simulation.clocks import FakeClock
+
+BACKBONE = tiny_backbone(feature_size=FEATURE_SIZE)
+SERVED_MANIFEST = structs.replace(
+    MANIFEST, backbones=(BlobRef(digest=digest_of(BACKBONE), size_bytes=len(BACKBONE), name="tiny.onnx"),)
+)
+TASK = digest_of(encode(SERVED_MANIFEST))
+DEVICES = "abcde"
+DEADLINE_S = 600.0
+TASK_FILE = TaskFile(
+    classes=MANIFEST.classes, backbones=("tiny.onnx",), quorum=1, deadline_s=DEADLINE_S,
+    limits=Limits(heads_per_hour=2),
+)  # fmt: skip
+EXPECTED = replace(EXPECTATION, task=TASK, manifest=SERVED_MANIFEST)
+SERVING = Task(file=TASK_FILE, feature_size=FEATURE_SIZE, expectation=EXPECTED, first_tensors=None)
+METRICS = {"seconds": 1.0, "onnx_max_difference": 0.0, "images": 50.0, "counted_images": 50.0}
+FEATURES = np.random.default_rng(1).normal(size=(20, FEATURE_SIZE)).astype(np.float32)
+
+
+def _head_file(version: int) -> bytes:
+    weight = np.random.default_rng(version).normal(size=(3, FEATURE_SIZE)).astype(np.float32)
+    metadata = HeadMetadata(
+        classes=MANIFEST.classes,
+        version=version,
+        task=TASK.hex(),
+        backbones=(digest_of(BACKBONE).hex(),),
+        feature_size=FEATURE_SIZE,
+        training={},
+    )
+    return head_to_onnx([Dense(weight, np.zeros(3, np.float32))], metadata=metadata)
+
+
+@dataclass
+class World:
+    """The heads of a fleet with head 1 of all devices, in use; jobs run when a test says so, in this process."""
+
+    store: Store
+    task: Task = SERVING
+    jobs: list[HeadJob | CalibrationJob] = field(default_factory=list)
+    now_s: float = 1000.0
+
+    def __post_init__(self) -> None:
+        self.clock = self.store.clock = FakeClock(self.now_s)
+        self.store.facts.put(structs.replace(SERVED, digest=TASK))
+        for blob in (encode(SERVED_MANIFEST), BACKBONE):
+            self.store.blobs.put(blob)
+        digest = self.store.blobs.put(file := _head_file(1))
+        members = {device: self._submitted(device).hex() for device in DEVICES}
+        head = HeadRecord(1, TASK, digest, len(file), 0.0, 5, members, METRICS, file=digest)
+        self.store.heads.add(head)
+        self.restart()
+        self.tick()
+
+    def _submitted(self, device: str, sequence: int = 1) -> bytes:
+        data = f"{device} {sequence}".encode()
+        entry = Entry(sequence, digest_of(data), self.now_s)
+        self.store.submissions.put(TASK, SubmissionRecord(device, entry, len(data), 10, 2, {0: 2}))
+        return self.store.blobs.put(data)
+
+    def restart(self) -> None:
+        self.training = HeadTraining(self.task, self.store, on_event=lambda _: None)
+        self.training._trainer = self  # type: ignore[assignment]  # no process
+        self.releases = Releases(self.task, self.store)
+
+    def start(self, job: HeadJob | CalibrationJob) -> None:
+        self.jobs.append(job)
+
+    def cancel(self, _task: bytes) -> None:
+        self.jobs.append(self.jobs[-1])
+
+    def tick(self, seconds: float = 2.0) -> None:
+        self.now_s += seconds
+        self.clock.elapsed_s = self.now_s
+        self.releases.tick(self.training.state.head_version)
+        self.training.tick()
+
+    def finish(self) -> bool:
+        """End the last job that was started."""
+        job, result = self.jobs[-1], Result(metrics=METRICS, prototypes=5)
+        folder = Path(job.folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        if isinstance(job, CalibrationJob):
+            result = calibration_job.run(job)
+        else:
+            (folder / "head.onnx").write_bytes(_head_file(job.version))
+        is_made = self.training.finish(Finished(job, result))
+        self.tick()
+        return is_made
+
+    def evaluate(self, found: Mapping[str, Evaluation]) -> None:
+        for device, each in found.items():
+            self.store.evaluations.put(device, each, digest=b"e", now_s=1.0)
+
+    def upload(self, device: str) -> None:
+        data = b"another of " + device.encode()
+        entry = Entry(9, digest_of(data), self.now_s)
+        self.training.submit(SubmissionRecord(device, entry, len(data), 10, 2, {0: 2}), data)
+        self.training.accepted.flush()
+        self.tick()
+
+    @property
+    def versions(self) -> list[int]:
+        """The version that each head calibrates, 0 for a trained one."""
+        return [int(head.metrics.get(CALIBRATED_FROM, 0)) for head in self.store.heads.all(TASK)]
+
+
+def _all(correct: int = 15, images: int = 20, *, version: int = 1) -> dict[str, Evaluation]:
+    return {device: binned(correct, images, task=TASK, head_version=version) for device in DEVICES}
+
+
+@pytest.fixture
+def world(store: Store, monkeypatch: pytest.MonkeyPatch) -> World:
+    monkeypatch.setattr(published_head, "POLL_S", 0.0)
+    return World(store)
+
+
+def test_head_is_calibrated_once_all_devices_have_evaluated_it(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The same predictions of the same members; the new version is current at once, and not calibrated again."""
+    caplog.set_level(logging.INFO)
+    world.evaluate(dict(list(_all().items())[:-1]))
+    world.tick()
+    assert world.jobs == []
+    world.evaluate(_all())
+    world.tick()
+    (job,) = world.jobs
+    assert isinstance(job, CalibrationJob)
+    assert (job.images[20], sum(job.images), sum(job.correct)) == (100, 100, 75)
+    assert world.finish()
+    assert "head calibrated version=2 of=1 held_out_images=100" in caplog.text
+    assert "head activated version=2" in caplog.text
+    first, second = world.store.heads.all(TASK)
+    assert (set(second.members), first.devices, second.prototypes) == (set(DEVICES), 5, 5)
+    before, after = (
+        logits_and_probabilities(world.store.blobs.read(each.file), FEATURES) for each in (first, second)
+    )
+    assert (before[1].argmax(axis=1) == after[1].argmax(axis=1)).all()
+    np.testing.assert_allclose(after[1].max(axis=1), 0.75, atol=0.26)
+    rollout = world.store.heads.rollout(TASK)
+    assert (rollout.current, rollout.earlier, rollout.trial) == (2, (1,), None)
+    model = onnx.load(world.store.folder / "model.onnx")
+    assert UNCALIBRATED in {name.removeprefix("head/") for node in model.graph.node for name in node.output}
+    world.evaluate(_all(version=2))
+    world.tick(2 * RETRY_S)
+    world.restart()
+    world.tick()
+    assert len(world.jobs) == 1
+    assert world.versions == [0, 1]
+
+
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_kill_makes_no_second_version(world: World, *, is_stored: bool) -> None:
+    """Before the head is stored, it is made again, of the same bytes; after that, it is activated."""
+    world.evaluate(_all())
+    world.tick()
+    if is_stored:
+        Path(world.jobs[0].folder).mkdir(parents=True)
+        assert isinstance(world.jobs[0], CalibrationJob)
+        store_calibrated(world.task, world.store, world.jobs[0], calibration_job.run(world.jobs[0]))
+    world.restart()
+    world.tick()
+    assert len(world.jobs) == (1 if is_stored else 2)
+    assert (world.store.failed_training(TASK, 2), world.store.facts.get(PendingHead)) == (None, None)
+    if not is_stored:
+        assert world.jobs[0] == world.jobs[1]
+        assert world.finish()
+    world.tick()
+    assert world.versions == [0, 1]
+    assert world.store.heads.rollout(TASK).current == 2
+
+
+def test_missing_devices_are_awaited_until_the_deadline(world: World) -> None:
+    """Then half of them are enough; a third is not."""
+    evaluations = list(_all(30, 40).items())
+    world.evaluate(dict(evaluations[:2]))
+    world.tick(DEADLINE_S + 10)
+    assert world.jobs == []
+    world.evaluate(dict(evaluations[:3]))
+    world.tick()
+    assert [sum(job.images) for job in world.jobs if isinstance(job, CalibrationJob)] == [120]
+
+
+def test_too_few_images_are_counted_again_later(world: World) -> None:
+    """Evaluations without counts, as those of earlier devices, have none."""
+    few = (MIN_IMAGES - 1) // len(DEVICES)
+    for evaluations in (_all(few, few), dict.fromkeys(DEVICES, evaluation(task=TASK))):
+        world.evaluate(evaluations)
+        world.tick(RETRY_S)
+    world.evaluate(_all())
+    world.tick()
+    assert world.jobs == []
+    world.tick(RETRY_S)
+    assert len(world.jobs) == 1
+
+
+def test_only_counting_devices_of_the_head_count(world: World) -> None:
+    """Neither a revoked device nor one whose submission the head was made without."""
+    world.store.revoke_device("a", now_s=1.0)
+    world.evaluate({**_all(20, 20), "a": binned(0, 20, task=TASK), "stranger": binned(0, 20, task=TASK)})
+    world.clock.elapsed_s += 2
+    job = world.training._calibration.job(world.training._head, world.store.decisions(TASK))
+    assert job is not None
+    assert sum(job.correct) == sum(job.images) == 80
+
+
+PRIVACY = DifferentialPrivacy(clip_norm=1.0, noise_multiplier=1.0, delta=1e-5, max_epsilon=8.0)
+PRIVATE = structs.replace(SERVED_MANIFEST, differential_privacy=PRIVACY)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"file": structs.replace(TASK_FILE, training=Training(refine=True))},
+        {"file": structs.replace(TASK_FILE, training=Training(calibrate=False))},
+        {"expectation": replace(EXPECTED, manifest=PRIVATE)},
+    ],
+    ids=["to be refined", "turned off", "private"],
+)
+def test_some_heads_are_not_calibrated(world: World, changed: dict[str, Any]) -> None:
+    world.task = replace(SERVING, **changed)
+    world.restart()
+    world.evaluate(_all())
+    world.tick()
+    assert world.jobs == []
+
+
+def test_upload_during_calibration_waits_for_it(world: World) -> None:
+    """The next head is trained after it, and calibrated in turn; the rate of trainings counts the trained ones only."""
+    world.evaluate(_all())
+    world.tick()
+    world.upload("a")
+    assert len(world.jobs) == 1
+    assert world.finish()
+    assert [type(job) for job in world.jobs] == [CalibrationJob, HeadJob]
+    assert world.finish()
+    world.evaluate(_all(version=3))
+    world.tick()
+    assert world.finish()
+    world.upload("b")
+    assert world.finish()
+    assert world.versions == [0, 1, 0, 3, 0]
+    world.upload("c")
+    assert world.training.state.is_rate_limited
+    world.evaluate(_all(version=5))
+    world.tick()
+    assert world.finish()
+    assert world.versions == [0, 1, 0, 3, 0, 5]
+    assert world.store.heads.rollout(TASK).current == 6
+
+
+def test_failed_calibration_is_repeated_later(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    """It is no failed training, and delays none."""
+    world.evaluate(_all())
+    world.tick()
+    assert not world.training.finish(Finished(world.jobs[0], None, "no memory"))
+    assert 'head not calibrated: it stays in use as it is version=1 reason="no memory"' in caplog.text
+    assert (world.training.state.failures, world.store.failed_training(TASK, 2)) == (0, None)
+    world.tick()
+    assert len(world.jobs) == 1
+    world.tick(RETRY_S)
+    assert world.finish()
+    assert world.versions == [0, 1]
+
+
+def test_failing_training_is_not_interrupted_by_a_calibration(world: World) -> None:
+    """Its failures would not count any more."""
+    world.upload("a")
+    assert not world.training.finish(Finished(world.jobs[0], None, "no memory"))
+    world.evaluate(_all())
+    world.tick()
+    assert [type(job) for job in world.jobs] == [HeadJob]
+
+
+def test_forgotten_device_ends_the_calibration(world: World) -> None:
+    """Also if it is forgotten just before the head is stored; the head is made again without it."""
+    world.evaluate(_all())
+    world.tick()
+    (job,) = world.jobs
+    assert isinstance(job, CalibrationJob)
+    Path(job.folder).mkdir(parents=True)
+    result = calibration_job.run(job)
+    other = Store(world.store.folder)
+    forget(other, "a")
+    other.close()
+    with pytest.raises(StateError, match="head 1 was replaced"):
+        store_calibrated(world.task, world.store, job, result)
+    assert not world.training.finish(Finished(job, result))
+    world.tick()
+    assert isinstance(world.jobs[-1], HeadJob)
+    assert set(world.jobs[-1].members) == set(DEVICES) - {"a"}
+    assert world.finish()
+    assert world.versions == [0, 0]
+
+
+def test_rollback_during_calibration_remains(world: World) -> None:
+    """The calibrated version of a head that was rolled back is rejected."""
+    world.evaluate(_all())
+    world.tick()
+    assert world.finish()
+    world.upload("a")
+    assert world.finish()
+    world.evaluate(_all(version=3))
+    world.tick()
+    submit_command(world.store, "rollback", 1)
+    world.tick()
+    assert world.finish()
+    rollout = world.store.heads.rollout(TASK)
+    assert (rollout.current, rollout.rejected[4]) == (1, "head 3, which it calibrates, is not current")
+    assert world.versions == [0, 1, 0, 3]
+
+
+def test_candidate_is_calibrated_once_it_is_current(world: World) -> None:
+    """And its calibrated version has no canaries."""
+    canaries = Settings(canary_fraction=0.5, min_canaries=1)
+    world.task = replace(SERVING, file=structs.replace(TASK_FILE, rollout=canaries))
+    world.restart()
+    for device in DEVICES:
+        world.store.devices.put_presence(device, "online", now_s=1.0)
+    world.upload("a")
+    assert world.finish()
+    world.evaluate(_all(version=2))
+    world.tick()
+    assert world.store.heads.rollout(TASK).current == 1
+    assert len(world.jobs) == 1
+    submit_command(world.store, "promote")
+    world.tick()
+    world.tick()
+    assert world.finish()
+    rollout = world.store.heads.rollout(TASK)
+    assert (rollout.current, rollout.trial, world.versions) == (3, None, [0, 0, 2])
+
+
+COUNTED = st.integers(1, 300).flatmap(lambda images: st.tuples(st.integers(0, images), st.just(images)))
+
+
+@given(st.lists(COUNTED, min_size=5, max_size=12), st.integers(0, 10**7))
+def test_no_device_decides_alone(honest: list[tuple[int, int]], claimed: int) -> None:
+    """One that claims any number of images has a quarter of all at most."""
+    evaluations = [binned(*counts, place=20) for counts in honest]
+    correct, images = pooled([*evaluations, binned(0, claimed, place=3)], Robust().max_multiple)
+    assert (correct <= images + 1e-9).all()
+    assert images[20] <= sum(each for _, each in honest) + 1e-6
+    assert images[3] <= FLEET_SHARE * images.sum() + 1e-6
+
+
+def test_counts_of_few_devices_are_added() -> None:
+    """Without any, they are zeros."""
+    correct, images = pooled([binned(3, 4), evaluation(task=TASK), binned(1, 5, place=0), binned(0, 0)], 5.0)
+    assert {place: (correct[place], images[place]) for place in np.flatnonzero(images)} == {
+        0: (1, 5),
+        20: (3, 4),
+    }
+    assert not np.any(pooled([], 5.0))
