@@ -8,7 +8,7 @@ import click
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from benchmarks import pages
-from benchmarks.accuracy import class_prior, fedpcl, fedtc, few_images, fpl, statistics
+from benchmarks.accuracy import class_prior, confidence, fedpcl, fedtc, few_images, fpl, statistics
 from benchmarks.accuracy.flower import command as flower
 from benchmarks.accuracy.which import command as which
 from benchmarks.accuracy.wire import command as wire
@@ -27,7 +27,15 @@ from protocol.cli import run
 _HELP = {"help_option_names": ["-h", "--help"]}
 
 USER = (
-    *(class_prior.command, fedpcl.command, fedtc.command, few_images.command, flower.command, fpl.command),
+    *(
+        class_prior.command,
+        confidence.command,
+        fedpcl.command,
+        fedtc.command,
+        few_images.command,
+        flower.command,
+        fpl.command,
+    ),
     *(statistics.command, which.command, wire.command),
     *(
         databases.command,

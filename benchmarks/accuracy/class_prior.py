@@ -55,7 +55,7 @@ def command(
             found = np.array([
                 each
                 for seed, rows in heads.items()
-                for each in _places(rows, features.test_labels, concentration, places=places, seed=seed)
+                for each in run_places(rows, features.test_labels, concentration, places=places, seed=seed)
             ])  # fmt: skip
             plain, estimated, true, share = found.mean(axis=0).tolist()
             worst = float((found[:, 1] - found[:, 0]).min())
@@ -69,13 +69,17 @@ def _probabilities(features: Features, seed: int) -> NDArray[np.float32]:
     owners = share_out(features.train_labels, UNEVEN, clients=10, rng=np.random.default_rng(seed))
     data = map_features(features, random_features=0, seed=seed)
     robust = Robust(detect_outliers=False, max_multiple=0)
-    logits = run_fleet(data, owners, batch_size=1, seed=seed, robust=robust).logits
+    return probabilities_of(run_fleet(data, owners, batch_size=1, seed=seed, robust=robust).logits)
+
+
+def probabilities_of(logits: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return the softmax of logits (n, C)."""
     exponentials: NDArray[np.float32] = np.exp(logits - logits.max(axis=1, keepdims=True))
     exponentials /= exponentials.sum(axis=1, keepdims=True)
     return exponentials
 
 
-def _places(
+def run_places(
     probabilities: NDArray[np.float32],
     truth: NDArray[np.int64],
     concentration: float,
