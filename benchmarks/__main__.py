@@ -8,7 +8,16 @@ import click
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from benchmarks import pages
-from benchmarks.accuracy import class_prior, confidence, fedpcl, fedtc, few_images, fpl, statistics
+from benchmarks.accuracy import (
+    class_prior,
+    confidence,
+    default_layers,
+    fedpcl,
+    fedtc,
+    few_images,
+    fpl,
+    statistics,
+)
 from benchmarks.accuracy.flower import command as flower
 from benchmarks.accuracy.which import command as which
 from benchmarks.accuracy.wire import command as wire
@@ -30,6 +39,7 @@ USER = (
     *(
         class_prior.command,
         confidence.command,
+        default_layers.command,
         fedpcl.command,
         fedtc.command,
         few_images.command,

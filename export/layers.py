@@ -2,24 +2,19 @@
 
 import difflib
 import math
-import timeit
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import msgspec
-import numpy as np
 import onnx
-import onnxruntime
 import torch
-from numpy.typing import NDArray
-from onnx.utils import Extractor
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from export.backbones import Backbone
+from export.block_files import block_tensors, cut, fastest_seconds
 from export.to_onnx import to_onnx
 from protocol.errors import ConfigError
 from protocol.models.onnx_metadata import Block
@@ -29,9 +24,6 @@ LAST = "last"
 
 SPACED_BLOCKS = 4
 """Blocks that `residual` takes of a network whose blocks all have one width."""
-
-TIMED_RUNS = 20
-"""Runs of each graph, of which the fastest counts."""
 
 
 class Blocks(nn.Module):
@@ -205,7 +197,11 @@ def _paths(graph: Graph, layers: Sequence[str], *, model: str) -> dict[str, str]
 
 
 def _with_blocks(backbone: Backbone, graph: Graph, paths: Mapping[str, str]) -> Backbone:
-    blocks = tuple(Block(name=name, width=graph.pooled(path).shape[1]) for name, path in paths.items())
+    residual = set(graph.residual().values())
+    blocks = tuple(
+        Block(name=name, width=graph.pooled(path).shape[1], residual=path in residual)
+        for name, path in paths.items()
+    )
     size = sum(block.width for block in blocks)
     metadata = msgspec.structs.replace(backbone.metadata, feature_size=size, blocks=blocks)
     return replace(backbone, module=Blocks(backbone.module, paths.values()).eval(), metadata=metadata)
@@ -214,18 +210,15 @@ def _with_blocks(backbone: Backbone, graph: Graph, paths: Mapping[str, str]) -> 
 def list_layers(backbone: Backbone, *, opset: int) -> list[dict[str, Any]]:
     """Return name, width, resolution, bytes and share of the time of each block that `all` takes.
 
-    The bytes are those of the file that ends with the block. The share is its fastest time for one image in ONNX
-    Runtime, divided by that of the whole network.
+    The bytes are those of the file that ends with the block. The share is its least processor time for one image in
+    ONNX Runtime, divided by that of the whole network.
     """
     graph = Graph(backbone.module, backbone.config["input_size"])
     paths = _paths(graph, ["all"], model=backbone.metadata.model)
     whole = _with_blocks(backbone, graph, paths)
-    file = to_onnx(whole.module, whole.metadata, opset=opset)
-    model = onnx.shape_inference.infer_shapes(onnx.load_from_string(file))
-    end = next(node for node in model.graph.node if "feature" in node.output)
-    tensors = end.input if end.op_type == "Concat" else ["feature"]
-    files = [bytes(Extractor(model).extract_model(["image"], [name]).SerializeToString()) for name in tensors]
-    seconds = _fastest(files, np.zeros((1, *backbone.config["input_size"][1:], 3), np.uint8))
+    model = onnx.load_from_string(to_onnx(whole.module, whole.metadata, opset=opset))
+    files = [cut(model, [tensor]) for tensor in block_tensors(model)]
+    seconds = fastest_seconds(files, backbone.config["input_size"][1:])
     return [
         {
             "name": name,
@@ -236,15 +229,3 @@ def list_layers(backbone: Backbone, *, opset: int) -> list[dict[str, Any]]:
         }
         for number, (name, path) in enumerate(paths.items())
     ]
-
-
-def _fastest(files: Sequence[bytes], image: NDArray[np.uint8]) -> list[float]:
-    """Return the fastest time of each graph in seconds; they take turns, so that other load slows all of them."""
-    runs = [
-        partial(
-            onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"]).run, None, {"image": image}
-        )
-        for file in files
-    ]
-    times = [[timeit.timeit(run, number=1) for run in runs] for _ in range(TIMED_RUNS)]
-    return [min(each) for each in zip(*times, strict=True)]

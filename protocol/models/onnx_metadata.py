@@ -34,12 +34,14 @@ class Parity(msgspec.Struct, frozen=True, kw_only=True):
     images: int
 
 
-class Block(msgspec.Struct, frozen=True, kw_only=True):
+class Block(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The values of one block of the network in the feature."""
 
     name: _Name
     """A module's path in the network, ``cN``, or ``last`` for the network's own pooled feature."""
     width: _Size
+    residual: bool = False
+    """True if `export-backbone --layers residual` takes it."""
 
 
 class BackboneMetadata(msgspec.Struct, frozen=True, kw_only=True, tag="backbone", tag_field="kind"):

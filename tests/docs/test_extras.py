@@ -62,7 +62,9 @@ AGGREGATOR = {
     "rotate-key": [],
     "take-over": [],
 }
-SIMULATION = ["simulate", "{folder}", "--backbone", "{folder}/task.toml"]
+SIMULATION, COMPARISON = (
+    [command, "{folder}", "--backbone", "{folder}/task.toml"] for command in ("simulate", "compare")
+)
 EXPORT = {"export": ["resnet18", "--random"], "list": ["--list", "resnet*"]}
 
 
@@ -81,6 +83,7 @@ COMMANDS = [
     ),
     *(("export.cli", "export,cpu", arguments) for arguments in EXPORT.values()),
     ("protofleet.cli", "aggregator,cpu", SIMULATION),
+    ("protofleet.cli", "aggregator,cpu,export", COMPARISON),
 ]
 WITHOUT_EXTRAS = (
     *(
@@ -101,7 +104,7 @@ WITHOUT_EXTRAS = (
 def test_every_command_is_tried() -> None:
     assert EDGE_CLIENT.keys() == {"", *edge_client.commands}
     assert AGGREGATOR.keys() == set(aggregator.commands)
-    assert {SIMULATION[0]} == set(protofleet.commands)
+    assert {SIMULATION[0], COMPARISON[0]} == set(protofleet.commands)
 
 
 @pytest.mark.parametrize(("module", "extra", "arguments"), COMMANDS)

@@ -90,7 +90,8 @@ def test_backbone_is_exported_with_json_summary(
 
 
 @pytest.mark.parametrize(
-    ("chosen", "name"), [("last", f"{MODEL}-64-int8.onnx"), ("c128, c192", f"{MODEL}-64-c128+c192-int8.onnx")]
+    ("chosen", "name"),
+    [("last", f"{MODEL}-64-last-int8.onnx"), ("c128, c192", f"{MODEL}-64-c128+c192-int8.onnx")],
 )
 def test_backbone_is_quantized(
     tmp_path: Path,
@@ -147,12 +148,33 @@ def test_projected_backbone_is_converted_to_float16(
     )  # fmt: skip
     summary = json.loads(capsys.readouterr().out)
     assert code == 0
-    named = "" if chosen == "last" else "-last+blocks.3"
-    assert [path.name for path in out.iterdir()] == [f"{MODEL}-64{named}-p3-fp16.onnx"]
+    named = chosen.replace(",", "+")
+    assert [path.name for path in out.iterdir()] == [f"{MODEL}-64-{named}-p3-fp16.onnx"]
     assert summary["blocks"] == []
     assert (summary["precision"], summary["feature_size"]) == ("float16", 3)
     assert summary["parity"]["images"] == 4
     assert summary["parity"]["cosine"] > 0.999
+
+
+def test_last_layer_and_residual_sums_are_the_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The file has its name without layers, as that of a network without residual sums has."""
+    options = ("--random", "--image-size", "32", "--out", tmp_path, "--json")
+    names = {}
+    for model in ("test_resnet", MODEL):
+        assert export_backbone(model, *options, monkeypatch=monkeypatch) == 0
+        summary, said = capsys.readouterr()
+        names[model] = [block["name"] for block in json.loads(summary)["blocks"]]
+        assert ("has no residual sums: its features are --layers last" in said) == (model == MODEL)
+        assert (tmp_path / f"{model}-32.onnx").is_file()
+    assert names == {"test_resnet": ["last", "layer1", "layer2", "layer3"], MODEL: []}
+
+
+def test_projection_is_of_the_last_layer() -> None:
+    chosen: dict[str, Any] = {"layers": None, "project": 2, "images": None, "keywords": {}}
+    backbone = cli._load("test_resnet", **chosen, random=True, image_size=32)
+    assert not backbone.metadata.blocks
 
 
 def test_the_last_layer_alone_is_the_file_without_layers(
@@ -235,7 +257,7 @@ def test_text_summary_has_the_parity(
         ([MODEL, "--weights", "nowhere.pth"], "no weights at nowhere.pth"),
         ([MODEL, "--random", "--model-kwargs", "global_pool="], "returns no pooled feature"),
         ([MODEL, "--random", "--layers", "last,c13"], "has no block 'c13' for --layers"),
-        ([MODEL, "--random", "--images", "nowhere"], "no photos in nowhere"),
+        ([MODEL, "--random", "--layers", "last", "--images", "nowhere"], "no photos in nowhere"),
         (["--list", "nosuchnet*"], "timm has no model like 'nosuchnet*'"),
     ],
 )
