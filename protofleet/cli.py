@@ -1,19 +1,29 @@
 """The `protofleet` program: fleets simulated on this machine."""
 
+import contextlib
+import functools
+import importlib.util
 import json
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from protocol.cli import counted, examples, require_packages, run, say
+from protocol.errors import ConfigError, RuntimeMissing
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from edge_client.runtime.backbone import Backbone
     from protofleet.simulation.simulate import Simulation
 
-EXTRAS = "aggregator,cpu"
-"""Extras of the package that the program needs."""
+Command = Callable[..., Any]
+
+EXTRAS, COMPARE_EXTRAS = "aggregator,cpu", "aggregator,cpu,export"
+"""Extras of the package that the program needs, and that `compare` needs."""
 
 ALGORITHMS = (
     *("fedtc", "fedtc-refined", "statistics"),
@@ -23,6 +33,11 @@ ALGORITHMS = (
 """Those of `protofleet.simulation.simulate`, which is imported when the command runs."""
 
 _EXAMPLE = "protofleet simulate photos --backbone backbone.onnx --devices 100 --partition dirichlet:0.1"
+
+_COMPARE_EXAMPLE = (
+    "export-backbone mobilenetv2_100 --pretrained --layers all --out backbones",
+    "protofleet compare photos --backbone backbones/mobilenetv2_100-224-all.onnx --plot front.png",
+)
 
 COLUMNS = {
     "algorithm": "<16", "all images": ">12", "device mean": ">13", "worst 10 %": ">12", "uploads": ">9", "kB up": ">10",
@@ -34,15 +49,7 @@ def _default_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "protofleet"
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]}, epilog=examples(_EXAMPLE))
-@click.version_option(package_name="protofleet")
-def cli() -> None:
-    """Simulate a fleet on this machine before there is one."""
-
-
-@cli.command("simulate", epilog=examples(_EXAMPLE))
-@click.argument("data", type=click.Path(path_type=Path))
-@click.option(
+_BACKBONES = click.option(
     "--backbone",
     "backbones",
     multiple=True,
@@ -50,18 +57,46 @@ def cli() -> None:
     type=click.Path(dir_okay=False, path_type=Path),
     help="ONNX file that `export-backbone` wrote; may be repeated.",
 )
-@click.option("--devices", type=click.IntRange(min=1), default=10, show_default=True)
-@click.option(
-    "--partition",
-    default="dirichlet:0.3",
-    show_default=True,
-    help="iid, dirichlet:BETA (the smaller BETA, the more devices differ) or sharding:CLASSES_PER_DEVICE.",
+_FLEET = (
+    click.option("--devices", type=click.IntRange(min=1), default=10, show_default=True),
+    click.option(
+        "--partition",
+        default="dirichlet:0.3",
+        show_default=True,
+        help="iid, dirichlet:BETA (the smaller BETA, the more devices differ) or sharding:CLASSES_PER_DEVICE.",
+    ),
+    click.option(
+        "--domains",
+        is_flag=True,
+        help="Each directory in DATA is a domain, such as a place or a camera; a device has images of one of them.",
+    ),
 )
-@click.option(
-    "--domains",
-    is_flag=True,
-    help="Each directory in DATA is a domain, such as a place or a camera; a device has images of one of them.",
+_REST = (
+    click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the division."),
+    click.option(
+        "--cache",
+        type=click.Path(file_okay=False, path_type=Path),
+        default=_default_cache,
+        help="Directory that keeps the images' features for the next time  [default: ~/.cache/protofleet]",
+    ),
+    click.option("--json", "as_json", is_flag=True, help="Print JSON."),
 )
+
+
+def _with(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """Return a decorator that adds options in their order."""
+    return lambda command: functools.reduce(lambda made, option: option(made), reversed(options), command)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]}, epilog=examples(_EXAMPLE))
+@click.version_option(package_name="protofleet")
+def cli() -> None:
+    """Simulate a fleet on this machine, and choose its backbone, before there is one."""
+
+
+@cli.command("simulate", epilog=examples(_EXAMPLE))
+@click.argument("data", type=click.Path(path_type=Path))
+@_with(_BACKBONES, *_FLEET)
 @click.option(
     "--algorithm",
     "algorithms",
@@ -78,14 +113,7 @@ def cli() -> None:
     show_default=True,
     help="Fraction of each class that no device gets, to evaluate heads on.",
 )
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the division.")
-@click.option(
-    "--cache",
-    type=click.Path(file_okay=False, path_type=Path),
-    default=_default_cache,
-    help="Directory that keeps the images' features for the next time  [default: ~/.cache/protofleet]",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@_with(*_REST)
 def simulate_command(  # noqa: PLR0913 - every option of the command line
     *,
     data: Path,
@@ -141,6 +169,135 @@ def simulate_command(  # noqa: PLR0913 - every option of the command line
     else:
         for line in describe(made):
             say(line)
+
+
+@cli.command("compare", epilog=examples(*_COMPARE_EXAMPLE))
+@click.argument("data", type=click.Path(path_type=Path))
+@_with(_BACKBONES)
+@click.option(
+    "--layers",
+    multiple=True,
+    metavar="LAYER,...",
+    help="Blocks to compare in place of the usual selections, as in `export-backbone --layers`; may be repeated.",
+)
+@_with(*_FLEET)
+@click.option(
+    "--algorithm",
+    "algorithms",
+    multiple=True,
+    type=click.Choice(("fedtc", "statistics")),
+    default=("fedtc",),
+    show_default=True,
+    help="Of which the accuracy decides; a second one is shown beside it. statistics takes about ten times as long.",
+)
+@click.option(
+    "--per-class",
+    type=click.IntRange(min=2),
+    default=100,
+    show_default=True,
+    help="Images of each class (of each domain) that are used, at most.",
+)
+@click.option(
+    "--folds", type=click.IntRange(min=2), default=5, show_default=True,
+    help="Parts of the images, each of which is held out once.",
+)  # fmt: skip
+@click.option(
+    "--draws", type=click.IntRange(min=1), default=2, show_default=True,
+    help="Divisions of the images into folds and among devices.",
+)  # fmt: skip
+@click.option(
+    "--plot",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write a plot (PNG, SVG or PDF); needs matplotlib.",
+)
+@_with(*_REST)
+def compare_command(  # noqa: PLR0913 - every option of the command line
+    *,
+    data: Path,
+    backbones: tuple[Path, ...],
+    layers: tuple[str, ...],
+    devices: int,
+    partition: str,
+    domains: bool,
+    algorithms: tuple[str, ...],
+    per_class: int,
+    folds: int,
+    draws: int,
+    plot: Path | None,
+    seed: int,
+    cache: Path,
+    as_json: bool,
+) -> None:
+    """Compare backbones, and blocks of each, on the labeled images in DATA, and recommend some of them.
+
+    DATA is as for `simulate`. Of a file that `export-backbone --layers all` wrote, blocks are compared. Several
+    backbones are compared with each other and in pairs. Another image size is another file. With the defaults and one
+    backbone, it takes minutes.
+    """
+    require_packages("onnx", "onnxruntime", "onnxscript", "scipy", "sklearn", "torch", extras=COMPARE_EXTRAS)
+    if plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise RuntimeMissing("matplotlib is not installed, which --plot needs: pip install matplotlib")
+    from protofleet.simulation import comparison_report as report
+    from protofleet.simulation.compare import compare
+    from protofleet.simulation.dataset import Dataset, load_dataset
+
+    with _progress_of_steps() as update:
+
+        def load(opened: "Sequence[Backbone]", *, step: str, per_class: int) -> Dataset:
+            return load_dataset(
+                data,
+                opened,
+                domains=domains,
+                per_class=per_class,
+                cache=cache,
+                on_progress=functools.partial(update, step),
+            )
+
+        made = compare(
+            load,
+            tuple(dict.fromkeys(backbones)),
+            layers=[[name.strip() for name in each.split(",")] for each in layers],
+            per_class=per_class,
+            algorithms=tuple(dict.fromkeys(algorithms)),
+            devices=devices,
+            partition=partition,
+            folds=folds,
+            draws=draws,
+            seed=seed,
+            on_step=update,
+        )
+    for path, reason in made.data.unusable:
+        say(f"image left out: {path}: {reason}", err=True)
+    if as_json:
+        click.echo(json.dumps(report.as_dict(made), allow_nan=False))
+    else:
+        for line in report.lines(made):
+            say(line)
+    if plot is not None:
+        try:
+            report.draw(made, plot)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"cannot write {plot}: {error}") from error
+
+
+@contextlib.contextmanager
+def _progress_of_steps() -> Iterator[Callable[[str, int, int], None]]:
+    """Yield a function that shows a progress bar for each step, one after the other."""
+    from edge_client.progress_bar import Progress
+
+    bars = dict[str, Progress]()
+
+    def update(step: str, done: int, total: int) -> None:
+        if step not in bars:
+            for bar in bars.values():
+                bar.close()
+        bars.setdefault(step, Progress(step)).update(done, total)
+
+    try:
+        yield update
+    finally:
+        for bar in bars.values():
+            bar.close()
 
 
 def describe(made: "Simulation") -> list[str]:

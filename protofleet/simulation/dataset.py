@@ -4,6 +4,7 @@ import csv
 import hashlib
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -69,6 +70,7 @@ def load_dataset(
     backbone: AnyBackbone | Sequence[AnyBackbone],
     *,
     domains: bool = False,
+    per_class: int | None = None,
     cache: str | os.PathLike[str] | None = None,
     on_progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> Dataset:
@@ -79,6 +81,7 @@ def load_dataset(
             `edge-client --data` takes; with `domains`, a folder of such folders.
         backbone: one or several backbones: files, or what `load_backbone` returned.
         domains: each top-level folder is a domain: a place, or a camera.
+        per_class: images of each class of a domain that are used, at most, the same ones every time; None for all.
         cache: folder that keeps the features for the next time; None keeps none.
         on_progress: called with the number of images that are done, and of all images.
 
@@ -90,7 +93,7 @@ def load_dataset(
     backbones = load_backbones(backbone)
     parts = _folders(Path(source)) if domains else [Path(source)]
     names = sorted({name for part in parts for name in _classes(part)})
-    found = [list(scan_images(part, names).images) for part in parts]
+    found = [_sampled(scan_images(part, names).images, per_class) for part in parts]
     total = len(backbones) * sum(map(len, found))
     done, rows, kept, unusable = 0, [], list[list[LabeledImage]](), list[tuple[Path, str]]()
 
@@ -126,6 +129,17 @@ def load_dataset(
         normalized=all(each.metadata.blocks for each in backbones),
         widths=tuple(each.metadata.feature_size for each in backbones),
     )
+
+
+def _sampled(images: Sequence[LabeledImage], per_class: int | None) -> list[LabeledImage]:
+    """Return at most `per_class` random images of each class, in their order."""
+    order = np.random.default_rng(0).permutation(len(images)).tolist()
+    taken, rows = Counter[int](), list[int]()
+    for row in order:
+        if per_class is None or taken[images[row].label] < per_class:
+            taken[images[row].label] += 1
+            rows.append(row)
+    return [images[row] for row in sorted(rows)]
 
 
 def _folders(source: Path) -> list[Path]:

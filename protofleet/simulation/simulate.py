@@ -189,11 +189,6 @@ def deal_out(
             one.
     """
     domain_of = np.zeros(len(data.labels), np.int64) if data.domain_of is None else data.domain_of
-    if not 1 <= devices <= len(data.labels) or devices < len(data.domains):
-        raise ConfigError(
-            f"expected {len(data.domains)} to {len(data.labels)} devices for {len(data.labels)} images in "
-            f"{len(data.domains)} domains, got {devices}"
-        )
     if not 0 < held_out < 1:
         raise ConfigError(f"expected a held-out share between 0 and 1, got {held_out}")
     rng = np.random.default_rng(seed)
@@ -202,6 +197,28 @@ def deal_out(
         raise ConfigError(
             f"no image is held out: a class needs {math.ceil(1 / held_out)} images at least, or a greater share"
         )
+    return deal(data, partition, kept_back=kept_back, devices=devices, rng=rng)
+
+
+def deal(
+    data: Dataset,
+    partition: Partition,
+    *,
+    kept_back: NDArray[np.bool_],
+    devices: int,
+    rng: np.random.Generator,
+) -> list[Client]:
+    """Return the clients of a fleet whose devices share the images that are not kept back, (n,), for evaluation.
+
+    Raises:
+        ConfigError: there are fewer devices than domains, more than images, or too few for the partition.
+    """
+    if not 1 <= devices <= len(data.labels) or devices < len(data.domains):
+        raise ConfigError(
+            f"expected {len(data.domains)} to {len(data.labels)} devices for {len(data.labels)} images in "
+            f"{len(data.domains)} domains, got {devices}"
+        )
+    domain_of = np.zeros(len(data.labels), np.int64) if data.domain_of is None else data.domain_of
     test, test_labels = data.features[kept_back], data.labels[kept_back]
     clients = []
     for number, domain in enumerate(data.domains):

@@ -175,6 +175,13 @@ def test_domains_are_top_level_folders(backbone: Path, tmp_path: Path) -> None:
     assert np.bincount(data.labels).tolist() == [10, 15, 5]
 
 
+def test_sample_has_so_many_images_of_each_class(photos: Path, backbone: Path) -> None:
+    """The same ones every time."""
+    first, again = (protofleet.load_dataset(photos, backbone, per_class=5) for _ in range(2))
+    assert np.bincount(first.labels).tolist() == [5, 5, 5, 5]
+    np.testing.assert_array_equal(first.features, again.features)
+
+
 def test_folder_without_images_is_refused(backbone: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no usable images"):
         protofleet.load_dataset(tmp_path, backbone)
