@@ -98,6 +98,8 @@ def calibrated(logits: NDArray[np.float32], confidence: ConfidenceMap) -> NDArra
     rest = np.log(np.exp(others - second).sum(axis=1, keepdims=True))
     lead = first - second
     mapped = second + np.maximum(confidence.of(lead - rest) + rest, MIN_LEAD)
-    is_mapped = (lead > MIN_LEAD) & (lead < MAX_LEAD)
+    # A large logit has no float32 that is a little larger.
+    is_best = mapped.astype(np.float32) > second.astype(np.float32)
+    is_mapped = (lead > MIN_LEAD) & (lead < MAX_LEAD) & is_best
     np.put_along_axis(rows, best, np.where(is_mapped, mapped, first), axis=1)
     return rows.astype(np.float32)

@@ -82,13 +82,15 @@ def _added(state: State, now_s: float, settings: Settings) -> Step:
 
 
 def _calibrated(state: State, added: HeadAdded) -> Step:
-    """Activate the calibrated version of the current head without canaries: no prediction is another.
+    """Replace the current head by its calibrated version without canaries: no prediction is another.
 
+    A rollback, and failures of devices, lead to the head before both: what cannot use one of them cannot use the other.
     If another head is current meanwhile, by an operator's command or because devices cannot use this one, it remains.
     """
     version, before = added.version, added.calibrates
     if state.current == before:
-        return activated(state, version), (Activate(version, f"head {before}, calibrated"),)
+        replaced = replace(activated(state, version), earlier=state.earlier)
+        return replaced, (Activate(version, f"head {before}, calibrated"),)
     reason = f"head {before}, which it calibrates, is not current"
     return replace(state, rejected={**state.rejected, version: reason}), (Reject(version, reason),)
 

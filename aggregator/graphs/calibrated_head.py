@@ -37,7 +37,9 @@ _NODES = """
     confidence_logit = Add(confidence_second, confidence_kept)
     confidence_is_clear = Greater(confidence_lead, confidence_min_lead)
     confidence_is_known = Less(confidence_lead, confidence_max_lead)
-    confidence_is_mapped = And(confidence_is_clear, confidence_is_known)
+    confidence_is_wider = And(confidence_is_clear, confidence_is_known)
+    confidence_stays_best = Greater(confidence_logit, confidence_second)
+    confidence_is_mapped = And(confidence_is_wider, confidence_stays_best)
     confidence_is_changed = And(confidence_is_best, confidence_is_mapped)
     logits = Where(confidence_is_changed, confidence_logit, uncalibrated_logits)
 """

@@ -38,8 +38,7 @@ class Calibration:
     def __init__(self, task: Task, store: Store) -> None:
         self._task = task
         self._store = store
-        self._version = 0
-        self._since_s = self._next_s = 0.0
+        self._version, self._next_s = 0, 0.0
         manifest, training = task.manifest, task.file.training
         self._is_possible = (
             training.calibrate
@@ -55,7 +54,7 @@ class Calibration:
             return None
         now_s = self._store.clock.now_s()
         if head.version != self._version:
-            self._version, self._since_s, self._next_s = head.version, now_s, now_s
+            self._version, self._next_s = head.version, now_s
         if now_s < self._next_s or self._is_unused(head):
             return None
         self._next_s = now_s + POLL_S
@@ -90,10 +89,18 @@ class Calibration:
         return rollout.current != head.version or rollout.forgotten >= head.version
 
     def _has_evaluations(self, members: set[str], now_s: float) -> bool:
-        """Return True if all devices of the head have evaluated it, or half of them when the deadline has passed."""
+        """Return True if all devices of the head have evaluated it, or half of them when the deadline has passed.
+
+        The deadline is that of the first head that was not calibrated, so that a device which never answers does not
+        prevent it in a fleet whose heads follow each other faster.
+        """
         evaluated = len(members & self._store.evaluations.devices(self._task.digest, self._version))
-        is_late = now_s >= self._since_s + self._task.file.deadline_s
-        return evaluated >= (len(members) / 2 if is_late else len(members))
+        if evaluated >= len(members) or evaluated < len(members) / 2:
+            return evaluated >= len(members)
+        heads = self._store.heads.all(self._task.digest)
+        last = max((head.version for head in heads if CALIBRATED_FROM in head.metrics), default=0)
+        since_s = min(head.trained_s for head in heads if head.version > last)
+        return self._store.clock.unix_s(now_s) >= since_s + self._task.file.deadline_s
 
 
 def pooled(

@@ -14,6 +14,12 @@ from protocol.errors import ProtofleetError
 TINY = 1e-30
 """Keeps a divisor above zero."""
 
+SAMPLE = 4096
+"""Prototypes that the scales of backbones are measured on."""
+
+MIN_FACTOR = 1e-4
+"""Least factor of a backbone's values: weights that are multiplied by it stay within float16."""
+
 
 @dataclass(frozen=True)
 class TrainingSet:
@@ -67,21 +73,19 @@ class TrainingSet:
             raise ProtofleetError("prototypes must be finite; refuse their submission")
 
     def factors(self, widths: Sequence[int]) -> NDArray[np.float32]:
-        """Return what brings the values of several backbones to one scale, (L,), at most 1.
+        """Return what brings the values of several backbones to one scale, (L,), from MIN_FACTOR to 1.
 
-        The scale of a backbone's values is the root mean square of the prototypes' deviations from their mean.
+        The scale of a backbone's values is the median over prototypes, at most SAMPLE of them, of the root mean square
+        of a prototype's distance from the median prototype: few extreme prototypes change nothing.
         """
-        mean, squares = np.zeros(self.values.shape[1]), np.zeros(self.values.shape[1])
-        for block in blocks(len(self.values)):
-            mean += self.values[block].sum(axis=0, dtype=np.float64)
-        mean /= len(self.values)
-        for block in blocks(len(self.values)):
-            squares += ((self.values[block] - mean) ** 2).sum(axis=0)
-        ends = np.cumsum(widths)[:-1]
-        scales = np.sqrt([part.mean() for part in np.split(squares, ends)])
+        rows = np.linspace(0, len(self.values) - 1, min(len(self.values), SAMPLE)).astype(np.intp)
+        values = self.values[rows].astype(np.float64)
+        squares = (values - np.median(values, axis=0)) ** 2
+        parts = np.split(squares, np.cumsum(widths)[:-1], axis=1)
+        scales = np.array([np.median(np.sqrt(part.mean(axis=1))) for part in parts])
         least = scales[scales > 0].min(initial=np.inf)
         factors = np.divide(least, scales, out=np.ones(len(scales)), where=scales > 0)
-        return np.repeat(factors, widths).astype(np.float32)
+        return np.repeat(np.maximum(factors, MIN_FACTOR), widths).astype(np.float32)
 
     def times(self, factors: NDArray[np.float32]) -> "TrainingSet":
         """Return the prototypes with their values (m, L) multiplied by factors (L,)."""

@@ -181,12 +181,12 @@ def test_candidate_is_activated_when_canaries_are_switched_off() -> None:
 
 
 def test_calibrated_head_has_no_canaries() -> None:
-    """It replaces the head that it calibrates, which a rollback or failures return to."""
-    state, done = play(initial_state([1]), HeadAdded(2, 0.0, calibrates=1))
-    assert (state.current, state.newest, state.earlier, state.trial) == (2, 2, (1,), None)
-    assert done == [Activate(2, "head 1, calibrated")]
-    assert play(state, HeadAdded(2, 9.0, calibrates=1)) == (state, [])
-    failures = FailuresReported(2, {"d1": "old runtime", "d2": "old runtime"}, 3)
+    """It replaces the head that it calibrates: a rollback and failures return to the head before that."""
+    state, done = play(initial_state([1, 2]), HeadAdded(3, 0.0, calibrates=2))
+    assert (state.current, state.newest, state.earlier, state.trial) == (3, 3, (1,), None)
+    assert done == [Activate(3, "head 2, calibrated")]
+    assert play(state, HeadAdded(3, 9.0, calibrates=2)) == (state, [])
+    failures = FailuresReported(3, {"d1": "old runtime", "d2": "old runtime"}, 3)
     assert play(state, failures)[0].current == 1
 
 

@@ -89,6 +89,9 @@ def test_head_is_calibrated_once(head: bytes, backbone: bytes) -> None:
             with_calibration(file, CONFIDENCE, version=6, figures={})
 
 
+TAKES_LOGITS = HeadMetadata(
+    classes=CLASSES, version=1, task="a" * 64, backbones=("b" * 64,), feature_size=len(CLASSES), training={}
+)
 IDENTITY = [Dense(np.eye(len(CLASSES), dtype=np.float32), np.zeros(len(CLASSES), np.float32))]
 
 
@@ -101,15 +104,7 @@ IDENTITY = [Dense(np.eye(len(CLASSES), dtype=np.float32), np.zeros(len(CLASSES),
 )
 def test_prediction_never_changes(logits: NDArray[np.float32], counts: tuple[list[int], list[int]]) -> None:
     """In ONNX Runtime, of any logits and for any counts; of equal classes the first one."""
-    metadata = HeadMetadata(
-        classes=CLASSES,
-        version=1,
-        task="a" * 64,
-        backbones=("b" * 64,),
-        feature_size=len(CLASSES),
-        training={},
-    )
-    before = head_to_onnx(IDENTITY, metadata=metadata)
+    before = head_to_onnx(IDENTITY, metadata=TAKES_LOGITS)
     confidence = fit_map(*map(np.array, counts), classes=len(CLASSES))
     after = with_calibration(before, confidence, version=2, figures={})
     _, old = logits_and_probabilities(before, logits)
@@ -119,3 +114,15 @@ def test_prediction_never_changes(logits: NDArray[np.float32], counts: tuple[lis
     first, second = np.sort(logits, axis=1)[:, :-3:-1].T
     clear = np.abs(first - second - MIN_LEAD) > 1e-4  # on which side of it a row is, is a matter of rounding
     np.testing.assert_allclose(made[clear], calibrated(logits, confidence)[clear], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("middle", [0.0, 1e4, 1e5])
+def test_prediction_of_large_logits_does_not_change(middle: float) -> None:
+    """There is no float32 that is a thousandth above such a logit: the best one stays as it is."""
+    logits = middle + np.random.default_rng(0).normal(size=(500, len(CLASSES))).astype(np.float32)
+    low = ConfidenceMap(np.array([-4, 12], np.float32), np.array([-9, -8], np.float32))
+    before = head_to_onnx(IDENTITY, metadata=TAKES_LOGITS)
+    after = with_calibration(before, low, version=2, figures={})
+    made, _ = logits_and_probabilities(after, logits)
+    assert (made.argmax(axis=1) == logits.argmax(axis=1)).all()
+    assert (calibrated(logits, low).argmax(axis=1) == logits.argmax(axis=1)).all()

@@ -89,7 +89,7 @@ class World:
             self.store.blobs.put(blob)
         digest = self.store.blobs.put(file := _head_file(1))
         members = {device: self._submitted(device).hex() for device in DEVICES}
-        head = HeadRecord(1, TASK, digest, len(file), 0.0, 5, members, METRICS, file=digest)
+        head = HeadRecord(1, TASK, digest, len(file), self.now_s, 5, members, METRICS, file=digest)
         self.store.heads.add(head)
         self.restart()
         self.tick()
@@ -181,7 +181,7 @@ def test_head_is_calibrated_once_all_devices_have_evaluated_it(
     assert (before[1].argmax(axis=1) == after[1].argmax(axis=1)).all()
     np.testing.assert_allclose(after[1].max(axis=1), 0.75, atol=0.26)
     rollout = world.store.heads.rollout(TASK)
-    assert (rollout.current, rollout.earlier, rollout.trial) == (2, (1,), None)
+    assert (rollout.current, rollout.earlier, rollout.trial) == (2, (), None)
     model = onnx.load(world.store.folder / "model.onnx")
     assert UNCALIBRATED in {name.removeprefix("head/") for node in model.graph.node for name in node.output}
     world.evaluate(_all(version=2))
@@ -222,6 +222,18 @@ def test_missing_devices_are_awaited_until_the_deadline(world: World) -> None:
     world.evaluate(dict(evaluations[:3]))
     world.tick()
     assert [sum(job.images) for job in world.jobs if isinstance(job, CalibrationJob)] == [120]
+
+
+def test_deadline_is_that_of_the_first_head_that_waits(world: World) -> None:
+    """A device that never answers prevents no calibration where heads or restarts follow each other faster."""
+    world.tick(DEADLINE_S / 2)
+    world.upload("a")
+    assert world.finish()
+    world.evaluate(dict(list(_all(30, 40, version=2).items())[:3]))
+    world.restart()
+    world.tick(DEADLINE_S / 2)
+    world.tick()
+    assert [type(job) for job in world.jobs] == [HeadJob, CalibrationJob]
 
 
 def test_too_few_images_are_counted_again_later(world: World) -> None:

@@ -60,6 +60,23 @@ def test_scale_of_a_backbone_does_not_matter(recipe: Recipe, scale: float) -> No
     np.testing.assert_allclose(logits_from(scaled, fresh * factors), expected, rtol=0.02, atol=0.05)
 
 
+@pytest.mark.parametrize("value", [30, 1e3, 1e30])
+def test_one_extreme_prototype_switches_no_backbone_off(value: float) -> None:
+    """A fleet of few devices does not find it as an outlier."""
+    values, labels, counts = blobs(0, 1, 2, 3)
+    given = TrainingSet(values, labels, counts, 4, restore=True)
+    expected = given.factors((4, 4))
+    values[7, :4] = value
+    np.testing.assert_allclose(given.factors((4, 4)), expected, rtol=0.05)
+
+
+def test_factors_stay_within_float16() -> None:
+    values, labels, counts = blobs(0, 1, 2, 3)
+    values[:, :4] *= 1e9
+    factors = TrainingSet(values, labels, counts, 4, restore=True).factors((4, 4))
+    assert factors.tolist() == pytest.approx([1e-4] * 4 + [1] * 4)
+
+
 @pytest.mark.parametrize("constant", [slice(0, 4), slice(0, 8)])
 def test_a_backbone_without_variation_makes_a_finite_head(constant: slice) -> None:
     prototypes, labels, counts = blobs(0, 1, 2, 3)
