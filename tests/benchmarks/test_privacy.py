@@ -13,6 +13,7 @@ from benchmarks.data.images import DataSet, Labeled
 from benchmarks.research.privacy import measurement
 from benchmarks.research.privacy.decoder import as_values, decode, train_decoder
 from benchmarks.research.privacy.differencing import added_feature, resubmit, submit, unmix
+from benchmarks.research.privacy.explained import explained, fit_linear
 from benchmarks.research.privacy.leakage import (
     Release,
     best_ssim,
@@ -24,6 +25,7 @@ from benchmarks.research.privacy.leakage import (
 )
 from benchmarks.research.privacy.private_fleet import DELTA, PAPER, Fleet, noise_multiplier, run_private
 from benchmarks.research.privacy.reconstruction import Scene, attack, forms_of, learn_decoder, set_scene
+from benchmarks.research.privacy.sums import membership
 from edge_client.privacy.gaussian_mechanism import Mechanism
 from protocol.wire.messages import Perturbation
 from protofleet.simulation.fleet import Features
@@ -125,6 +127,26 @@ def test_larger_batches_and_noise_disclose_less(scene: Scene) -> None:
     assert leaks["perturbed, B 5"].cosine.auc > 0.6
 
 
+def test_linear_decoder_explains_a_share_of_one_image_in_b(scene: Scene) -> None:
+    """Features that are a rotation of the pixels explain all of a single image, and 1/B of each of B."""
+    linear, decoder = fit_linear(scene), learn_decoder(scene, epochs=1, seed=0, device="cpu")
+    for form in forms_of(scene, batches=(5,), epsilons=(), clip_norm=3.0, seed=0):
+        if form.name in ("single features", "prototypes, B 5"):
+            share, _ = explained(scene, form, linear=linear, decoder=decoder)
+            assert share == pytest.approx(1 if form.name == "single features" else 0.2, abs=0.05)
+
+
+def test_images_within_few_sums_are_certain() -> None:
+    """Fewer images than values leave directions without any of them; more images leave leverage."""
+    rows = RNG.normal(size=(300, 40))
+    rank, scores = membership(rows[:30].T @ rows[:30], rows)
+    assert rank == 30
+    assert scores[:30].min() > scores[30:].max()
+    rank, scores = membership(rows[:60].T @ rows[:60], rows)
+    assert rank == 40
+    assert np.median(scores[:60]) > np.median(scores[60:])
+
+
 def test_private_prototype_is_a_clipped_mean(scene: Scene) -> None:
     """With hardly any noise, a private prototype is the mean of the clipped features noted as its own."""
     forms = forms_of(scene, batches=(), epsilons=(5e4,), clip_norm=1.0, seed=0)
@@ -193,6 +215,8 @@ def test_privacy_benchmark_writes_its_report(tmp_path: Path, monkeypatch: pytest
     report = tmp_path / "report.json"
     recipe = replace(RECIPES["default"], adapter=False)
     monkeypatch.setattr(measurement, "RECIPES", {"default": recipe})
+    monkeypatch.setattr(measurement, "SIZES", (100, 60_000))
+    monkeypatch.setattr(measurement, "NON_MEMBERS", 200)
     small = ("--public", "300", "--images", "10", "--decoder-epochs", "1")
     fleets = ("--per-class", "30", "--devices", "2", "--epsilon", "8")
     out = ("--json", str(report), "--plots", str(tmp_path))
@@ -206,6 +230,8 @@ def test_privacy_benchmark_writes_its_report(tmp_path: Path, monkeypatch: pytest
     }
     for leak in figures["leaks"]:
         assert leak["form"] in result.stdout
+        assert leak["linear_r2"] < 1
+    assert [leak["images"] for leak in figures["sums"]] == [100]
     assert [again["batch"] for again in figures["resubmitted"]] == [5, 25]
     assert (tmp_path / "reconstruction.png").stat().st_size > 1000
     assert (tmp_path / "privacy-accuracy.png").stat().st_size > 1000

@@ -14,6 +14,7 @@ from benchmarks.data.images import NAMES, load_data
 from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
 from benchmarks.research.privacy.differencing import Resubmitted, resubmit
+from benchmarks.research.privacy.explained import explained, fit_linear
 from benchmarks.research.privacy.plots import Rows, draw_accuracies, draw_images, rows_of
 from benchmarks.research.privacy.private_fleet import (
     PAPER,
@@ -25,12 +26,12 @@ from benchmarks.research.privacy.private_fleet import (
 )
 from benchmarks.research.privacy.reconstruction import (
     PRIVATE_BATCH,
-    Leak,
     attack,
     forms_of,
     learn_decoder,
     set_scene,
 )
+from benchmarks.research.privacy.sums import NON_MEMBERS, SIZES, SumLeak, attack_sums
 from edge_client.privacy.gaussian_mechanism import Mechanism
 from protofleet.simulation.fleet import Features
 
@@ -41,6 +42,8 @@ LEAKS = {
     "others": ">8.3f",
     "class": ">8.3f",
     "own first": ">11.1%",
+    "R2 linear": ">11.3f",
+    "R2": ">8.3f",
     "AUC cos": ">9.3f",
     "AUC lik": ">9.3f",
     "1/100 cos": ">11.1%",
@@ -54,13 +57,14 @@ RESUBMITTED = {
     "times": ">8",
     "all, error": ">12.2%",
 }
+SUMS = {"images": ">8,", "values": ">8,", "rank": ">8,", "AUC": ">8.3f"}
 ACCURACIES = {"": "<22", "of a class": ">11", "B": ">5", "epsilon": ">9g", "top-1": ">9.2%"}
 AGAIN = (5, 25)
 """B of the device that uploads again."""
 ATTACKED_EPSILONS = (1.0, 8.0, 32.0)
 """Values of epsilon that are attacked; accuracy is measured at more."""
 EPSILONS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-PARTS = ("attack", "accuracy")
+PARTS = ("attack", "sums", "accuracy")
 
 
 @click.command("privacy")
@@ -71,6 +75,9 @@ PARTS = ("attack", "accuracy")
 @click.option("--public", type=int, default=10_000, show_default=True, help="Images the attacker has.")
 @click.option("--images", type=int, default=200, show_default=True, help="Of a class, on the device.")
 @click.option("--decoder-epochs", type=click.IntRange(min=1), default=4, show_default=True)
+@repeated(
+    "--batch", "batches", type=click.IntRange(min=2), default=BATCHES, help="Images in an attacked prototype."
+)
 @repeated("--per-class", type=int, default=(20, 100, 600), help="Of a class, on each device of a fleet.")
 @click.option("--devices", type=click.IntRange(min=1), default=10, show_default=True, help="Of a fleet.")
 @repeated("--epsilon", "epsilons", type=click.FloatRange(0, min_open=True), default=EPSILONS)
@@ -87,6 +94,7 @@ def command(
     public: int,
     images: int,
     decoder_epochs: int,
+    batches: tuple[int, ...],
     per_class: tuple[int, ...],
     devices: int,
     epsilons: tuple[float, ...],
@@ -108,12 +116,15 @@ def command(
                 *(name, features),
                 public=public,
                 images=images,
+                batches=batches,
                 epochs=decoder_epochs,
                 seed=seed,
                 device=where,
             )
             reconstructions.append(rows)
-            figures |= {"leaks": list(map(asdict, leaks)), "resubmitted": list(map(asdict, again))}
+            figures |= {"leaks": leaks, "resubmitted": list(map(asdict, again))}
+        if "sums" in parts:
+            figures["sums"] = list(map(asdict, _sums(name, features, seed=seed)))
         if "accuracy" in parts:
             accuracies[name] = _accuracies(
                 name,
@@ -134,13 +145,23 @@ def command(
 
 
 def _attack(
-    name: str, features: Features, *, public: int, images: int, epochs: int, seed: int, device: str
-) -> tuple[list[Leak], list[Resubmitted], Rows]:
+    name: str,
+    features: Features,
+    *,
+    public: int,
+    images: int,
+    batches: tuple[int, ...],
+    epochs: int,
+    seed: int,
+    device: str,
+) -> tuple[list[dict[str, Any]], list[Resubmitted], Rows]:
+    """Return what each form discloses, the attack on two submissions, and reconstructed images."""
     scene = set_scene(load_data(name), features, public=public, per_class=images, seed=seed)
     decoder = learn_decoder(scene, epochs=epochs, seed=seed, device=device)
+    linear = fit_linear(scene)
     forms = forms_of(
         scene,
-        batches=[batch for batch in BATCHES if batch <= images],
+        batches=[batch for batch in batches if batch <= images],
         epsilons=ATTACKED_EPSILONS,
         clip_norm=_usual_norm(features),
         seed=seed,
@@ -149,10 +170,11 @@ def _attack(
     leaks = []
     for form in forms:
         leak = attack(scene, form, decoder, seed=seed)
-        leaks.append(leak)
+        by_line, by_network = explained(scene, form, linear=linear, decoder=decoder)
+        leaks.append({**asdict(leak), "linear_r2": by_line, "decoder_r2": by_network})
         table.row(
-            *(leak.form, leak.own, leak.others, leak.class_look, leak.own_first, leak.cosine.auc),
-            *(leak.likelihood.auc, leak.cosine.top_1, leak.likelihood.top_1),
+            *(leak.form, leak.own, leak.others, leak.class_look, leak.own_first, by_line, by_network),
+            *(leak.cosine.auc, leak.likelihood.auc, leak.cosine.top_1, leak.likelihood.top_1),
         )
     table = Table(RESUBMITTED, title="the same device uploads again")
     again = []
@@ -161,6 +183,16 @@ def _attack(
         again.append(found)
         table.row(f"B {batch}", found.error, found.ssim, found.top_1, found.submissions, found.all_error)
     return leaks, again, rows_of(name, scene, forms, decoder)
+
+
+def _sums(name: str, features: Features, *, seed: int) -> list[SumLeak]:
+    table = Table(SUMS, title=f"{name}: sums of single images, {NON_MEMBERS:,} other images")
+    leaks = []
+    for images in SIZES:
+        if images + NON_MEMBERS <= len(features.train_labels):
+            leaks.append(attack_sums(features, images=images, seed=seed))
+            table.row(*asdict(leaks[-1]).values())
+    return leaks
 
 
 def _accuracies(
