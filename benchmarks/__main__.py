@@ -16,6 +16,7 @@ from benchmarks.accuracy import (
     fedtc,
     few_images,
     fpl,
+    published,
     statistics,
 )
 from benchmarks.accuracy.flower import command as flower
@@ -45,6 +46,7 @@ USER = (
         few_images.command,
         flower.command,
         fpl.command,
+        published.command,
     ),
     *(statistics.command, which.command, wire.command),
     *(

@@ -13,9 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from benchmarks.data.images import PACS, load_data, sample, weights_folder
+from benchmarks.data.images import PACS, MissingFile, load_data, sample, weights_folder
 from edge_client.runtime.backbone import Backbone, open_backbone
-from protocol.errors import ConfigError
 from protocol.models.onnx_metadata import to_properties
 from protocol.models.preprocessing import preprocess
 from protocol.storage.blobstore import file_digest
@@ -55,6 +54,7 @@ BACKBONES: Mapping[str, Weights] = MappingProxyType(
             {"pad_type": "same"},
             model="mobilenetv2_100",
         ),
+        "resnet18.tv_in1k": Weights("resnet18.tv_in1k.safetensors"),
         "tf_mobilenetv3_small_100": Weights("tf_mobilenetv3_small_100.google_qat_in1k.safetensors"),
     }
 )
@@ -92,7 +92,7 @@ def load_features(
     Those of several backbones, NAME+NAME, are side by side.
 
     Raises:
-        ConfigError: the data or the weights are missing.
+        MissingFile: the data or the weights are missing.
     """
     if "+" in backbone:
         parts = [
@@ -169,12 +169,12 @@ def backbone_file(backbone: str, *, image_size: int) -> Path:
     """Return one of BACKBONES, NAME or NAME:LAYER,..., as an ONNX file, exported the first time.
 
     Raises:
-        ConfigError: the weights are missing.
+        MissingFile: the weights are missing.
     """
     name, _, layers = backbone.partition(":")
     weights = weights_folder() / BACKBONES[name].file
     if not weights.is_file():
-        raise ConfigError(
+        raise MissingFile(
             f"no {weights}: put it there, or point PROTOFLEET_BENCH_WEIGHTS at the folder that has it"
         )
     suffix = f"-{layers.replace(',', '+')}" if layers else ""

@@ -15,6 +15,8 @@ from protocol.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 NAMES = ("mnist", "fashion_mnist", "cifar10")
+ARCHIVES = ("cifar10", "cifar100", "pacs", "tiny_imagenet")
+"""Data sets that are archives of image files; others are arrays."""
 DIGITS = ("mnist", "usps", "mnist_m", "digits")
 """Ten digits in four hands: the domains of one benchmark."""
 PACS = ("pacs_photo", "pacs_art_painting", "pacs_cartoon", "pacs_sketch")
@@ -40,6 +42,10 @@ class DataSet:
     test: Labeled
 
 
+class MissingFile(ConfigError):
+    """A file of data or weights is not in its folder."""
+
+
 def data_folder() -> Path:
     """Return where the data sets lie: PROTOFLEET_BENCH_DATA, or ../shared/data beside the repository."""
     return Path(os.environ.get("PROTOFLEET_BENCH_DATA", ROOT.parent / "shared" / "data"))
@@ -51,17 +57,17 @@ def weights_folder() -> Path:
 
 
 def load_data(name: str) -> DataSet:
-    """Load one of NAMES, DIGITS or PACS, or `pacs`, all of it; what comes in one part is always cut in the same two.
+    """Load one of NAMES, DIGITS, ARCHIVES or PACS, all of it; what comes in one part is always cut in the same two.
 
     Raises:
-        ConfigError: it is not in the data folder.
+        MissingFile: it is not in the data folder.
     """
     if name == "digits":
         return _scikit_learn_digits()
-    kind = name.partition("_")[0]
-    path = data_folder() / (f"{kind}.zip" if kind in ("cifar10", "pacs") else f"{name}.npz")
+    kind = "pacs" if name in PACS else name
+    path = data_folder() / (f"{kind}.zip" if kind in ARCHIVES else f"{name}.npz")
     if not path.is_file():
-        raise ConfigError(
+        raise MissingFile(
             f"no {path}: put it there, or point PROTOFLEET_BENCH_DATA at the folder that has it"
         )
     if path.suffix == ".zip":
@@ -135,9 +141,11 @@ def _cut(data: Labeled, *, train_share: float) -> DataSet:
 
 
 def _unzip(archive: zipfile.ZipFile, part: str) -> Labeled:
-    """Decode `part/class/*.jpg` or `*.png`; classes are numbered in the order of their names."""
+    """Decode `part/class/*.jpg`, `*.JPEG` or `*.png`; classes are numbered in the order of their names."""
     names = sorted(
-        name for name in archive.namelist() if name.startswith(f"{part}/") and name.endswith((".jpg", ".png"))
+        name
+        for name in archive.namelist()
+        if name.startswith(f"{part}/") and name.endswith((".jpg", ".JPEG", ".png"))
     )
     folders = [name.split("/")[1] for name in names]
     images = [np.asarray(Image.open(io.BytesIO(archive.read(name))).convert("RGB")) for name in names]
