@@ -43,8 +43,8 @@ SHRINKAGE = 1e-3
 """Of LDA's covariance, relative to its mean variance."""
 
 COLUMNS = {
-    "method": "<24", "layers": "<24", "values": ">8,", "partition": "<18", "top-1": ">8.2%", "MB a device": ">13.2f",
-    "source": "<28",
+    "method": "<24", "layers": "<24", "partition": "<16", "values": ">8,", "top-1": ">8.2%", "MB a device": ">13.2f",
+    "source": ">28",
 }  # fmt: skip
 
 
@@ -55,9 +55,9 @@ class Run:
     data: str
     method: str
     layers: str = ""
+    partition: str = "any"
     values: int | None = None
     """In a feature."""
-    partition: str = "any"
     accuracy: float
     megabytes: float | None = None
     """Mean of the devices' submissions."""
@@ -193,9 +193,7 @@ def _lda(features: Features) -> float:
 
 def _class_sums(features: Features) -> NDArray[np.float64]:
     """Return the sum of each class's features, (C, L)."""
-    sums = np.zeros((features.classes, features.train.shape[1]))
-    np.add.at(sums, features.train_labels, features.train)
-    return sums
+    return np.eye(features.classes)[features.train_labels].T @ features.train.astype(np.float64)
 
 
 def _accuracy(logits: NDArray[np.floating], features: Features) -> float:
