@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 
 import click
@@ -100,11 +101,11 @@ def command(
         table = Table(COLUMNS, title=f"{name}, {backbone} at {image_size}x{image_size}, {clients} clients")
         tables.append(table)
         is_same_setting = (backbone, image_size, images) == (BACKBONE, IMAGE_SIZE, None)
-        for run in (
-            *_of_sums(name, last),
-            *_of_fleets(name, last, "last", partitions, clients=clients, seed=seed),
-            *_of_fleets(name, deep, layers, partitions, clients=clients, seed=seed),
-            *(_as_published(name) if is_same_setting else ()),
+        for run in chain(
+            _of_sums(name, last),
+            _of_fleets(name, last, "last", partitions, clients=clients, seed=seed),
+            _of_fleets(name, deep, layers, partitions, clients=clients, seed=seed),
+            _as_published(name) if is_same_setting else (),
         ):
             runs.append(run)
             table.row(*(value for key, value in asdict(run).items() if key != "data"))
@@ -125,8 +126,8 @@ def command(
 def _of_sums(data: str, features: Features) -> Iterator[Run]:
     """Yield the heads of exact sums, which are the same however the images are divided."""
     values = features.train.shape[1]
-    for method, accuracy in ((AFL, _afl(features)), (LDA, _lda(features))):
-        yield Run(data=data, method=method, layers="last", values=values, accuracy=accuracy)
+    for method, head in ((AFL, _afl), (LDA, _lda)):
+        yield Run(data=data, method=method, layers="last", values=values, accuracy=head(features))
 
 
 def _of_fleets(
