@@ -57,7 +57,7 @@ def weights_folder() -> Path:
 
 
 def load_data(name: str) -> DataSet:
-    """Load one of NAMES, DIGITS, ARCHIVES or PACS, all of it; what comes in one part is always cut in the same two.
+    """Load one of NAMES, DIGITS, ARCHIVES or PACS; what comes in one part is always cut in the same two.
 
     Raises:
         MissingFile: it is not in the data folder.
