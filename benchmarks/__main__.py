@@ -18,6 +18,7 @@ from benchmarks.accuracy import (
     fpl,
     published,
     statistics,
+    tuning,
 )
 from benchmarks.accuracy.flower import command as flower
 from benchmarks.accuracy.which import command as which
@@ -48,7 +49,7 @@ USER = (
         fpl.command,
         published.command,
     ),
-    *(statistics.command, which.command, wire.command),
+    *(statistics.command, tuning.command, which.command, wire.command),
     *(
         databases.command,
         device.device,

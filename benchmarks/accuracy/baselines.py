@@ -55,6 +55,10 @@ class Recipe:
     """FedProx's mu."""
     pull: float = 1.0
     """FedProto's lambda."""
+    calibrated: bool = False
+    """Train with the prior of the client's images and predict without it (FedLC; Zhang et al. 2022)."""
+    server_momentum: float = 0.0
+    """Of the averaged layers' change from round to round (FedAvgM; Hsu, Qi, Brown 2019)."""
 
 
 class Model(nn.Module):
@@ -133,18 +137,22 @@ def baseline_logits(
     """Return each client's logits of its test images, (m, C), as for `run_baseline`."""
     if method == "Solo":
         recipe = replace(recipe, rounds=1, epochs=recipe.rounds * recipe.epochs)
+    trained_prior = prior or recipe.calibrated
     data = [
-        _prepare(client, standardize=recipe.standardize, classes=classes, prior=prior) for client in clients
+        _prepare(client, standardize=recipe.standardize, classes=classes, prior=trained_prior)
+        for client in clients
     ]
     if method == "centralized":
-        models = train(method, [_together(data, prior=prior)], recipe, classes=classes, seed=seed) * len(data)
+        models = train(
+            method, [_together(data, prior=trained_prior)], recipe, classes=classes, seed=seed
+        ) * len(data)
     else:
         models = train(method, data, recipe, classes=classes, seed=seed)
     made = []
     for model, client, mine in zip(models, clients, data, strict=True):
         with torch.inference_mode():
             _, logits = model((torch.from_numpy(client.test) - mine.mean) / mine.std)
-        made.append((logits + mine.log_prior).numpy())
+        made.append((logits + mine.log_prior if prior else logits).numpy())
     return made
 
 
@@ -167,7 +175,9 @@ def train(
     models = [copy.deepcopy(first) for _ in data]
     optimizers = [_optimizer(model, recipe) for model in models]
     shared, pull = _SHARED.get(method, ()), None
+    momentum = _ServerMomentum(recipe.server_momentum)
     for _ in range(recipe.rounds):
+        momentum.start(models[0], shared)
         for model, mine, optimizer in zip(models, data, optimizers, strict=True):
             if shared:
                 optimizer.state.clear()
@@ -176,6 +186,7 @@ def train(
                 model.train_only(layers)
                 _train_round(model, mine, recipe, optimizer, proximal=proximal, pull=pull)
         _average(models, data, shared)
+        momentum.apply(models, shared)
         if method in ("FedProto", "FedProto averaged"):
             pull = _pool(models, data, classes)
     return models
@@ -251,6 +262,40 @@ def _average(models: Sequence[Model], data: Sequence[Prepared], layers: Sequence
             mean = sum(weight * parameter for weight, parameter in zip(weights, same, strict=True))
             for parameter in same:
                 parameter.copy_(mean)
+
+
+class _ServerMomentum:
+    """Keeps the averaged layers moving in the direction of earlier rounds."""
+
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
+        self._before: list[Tensor] = []
+        self._velocity: list[Tensor] = []
+
+    def start(self, model: Model, layers: Sequence[str]) -> None:
+        """Remember the layers that a round starts from."""
+        if self._factor:
+            self._before = [parameter.detach().clone() for parameter in _parameters(model, layers)]
+
+    @torch.no_grad()
+    def apply(self, models: Sequence[Model], layers: Sequence[str]) -> None:
+        """Add the momentum to the averaged layers of all models."""
+        if not self._factor:
+            return
+        changes = [
+            after - before for after, before in zip(_parameters(models[0], layers), self._before, strict=True)
+        ]
+        velocity = self._velocity or [torch.zeros_like(change) for change in changes]
+        self._velocity = [self._factor * old + change for old, change in zip(velocity, changes, strict=True)]
+        for model in models:
+            for parameter, before, step in zip(
+                _parameters(model, layers), self._before, self._velocity, strict=True
+            ):
+                parameter.copy_(before + step)
+
+
+def _parameters(model: Model, layers: Sequence[str]) -> list[nn.Parameter]:
+    return [parameter for layer in layers for parameter in getattr(model, layer).parameters()]
 
 
 @torch.no_grad()

@@ -57,6 +57,22 @@ RECIPES: Mapping[Method, Recipe] = MappingProxyType(
 )
 """Best recipe of each baseline on validation images, one for all settings; docs/accuracy.md lists the candidates."""
 
+_DEEPER = replace(_RECIPE, rounds=20, weight_decay=1e-3, learning_rate=3e-3, adapter_size=0)
+DEEPER_RECIPES: Mapping[Method, Recipe] = MappingProxyType(
+    {
+        "Solo": replace(_RECIPE, learning_rate=3e-3, weight_decay=1e-3),
+        "FedAvg-v": replace(_DEEPER, rounds=40, weight_decay=1e-2),
+        "FedProx": replace(_DEEPER, proximal=0.01),
+        "FedRep": replace(_RECIPE, rounds=20),
+        "FedProto": replace(_RECIPE, learning_rate=3e-3),
+        "centralized": replace(_UNSTANDARDIZED, rounds=80, learning_rate=1e-2, adapter_size=0),
+    }
+)
+"""The same for the blocks c384 and c576 of the backbones, by `python -m benchmarks tune`."""
+
+DEEPER_FEDPCL = {"learning_rate": 3e-4}
+"""FedPCL's best settings there; its defaults are those for the last layer."""
+
 COLUMNS = (
     "mean",
     "balanced",
@@ -69,6 +85,24 @@ COLUMNS = (
     "up_bytes",
     "down_bytes",
 )
+
+
+layers_option = click.option(
+    "--layers",
+    metavar="LAYER,...",
+    default="",
+    help="Blocks of every backbone in place of its last layer, as of `export-backbone --layers`, such as c384,c576.",
+)
+
+
+def backbones_of(layers: str, number: int) -> list[str]:
+    """Return the first so many of BACKBONES, with these layers if there are any."""
+    return [f"{name}:{layers}" if layers else name for name in BACKBONES[:number]]
+
+
+def recipes_of(*, deeper: bool) -> Mapping[Method, Recipe]:
+    """Return the baselines' recipes for features of hidden layers, or of the last one."""
+    return DEEPER_RECIPES if deeper else RECIPES
 
 
 @click.command("fedpcl")
@@ -85,6 +119,7 @@ COLUMNS = (
     default=(1, len(BACKBONES)),
     help="How many; may be repeated.",
 )
+@layers_option
 @click.option(
     "--per-class",
     type=click.IntRange(min=1),
@@ -142,6 +177,7 @@ def command(
     *,
     shifts: tuple[str, ...],
     backbones: tuple[int, ...],
+    layers: str,
     per_class: int,
     clients: int,
     concentration: float,
@@ -158,16 +194,18 @@ def command(
     algorithms: dict[str, Algorithm] = {
         named(name, prior): settings
         for prior in priors
-        for name, settings in _algorithms(**fedpcl, prior=prior == "with").items()
+        for name, settings in _algorithms(**fedpcl, prior=prior == "with", deeper=bool(layers)).items()
     }
     algorithms |= hierarchical(baselines, priors)
-    recipes = {method: recipe for method, recipe in RECIPES.items() if method in baselines}
+    recipes = {
+        method: recipe for method, recipe in recipes_of(deeper=bool(layers)).items() if method in baselines
+    }
     runs: list[Run] = []
     tables: list[Table] = []
     for number in backbones:
         for shift in shifts:
             names = (data,) if shift == "label" else DIGITS
-            domains = load_domains(names, BACKBONES[:number], image_size=IMAGE_SIZE, at_most=images)
+            domains = load_domains(names, backbones_of(layers, number), image_size=IMAGE_SIZE, at_most=images)
             classes = next(iter(domains.values())).classes
             setting = f"{shift} shift, {number} backbone{'s' if number > 1 else ''}"
             mine: list[Run] = []
@@ -193,7 +231,9 @@ def command(
                 )
             runs += mine
             tables.append(_show(setting, mine, by_domain=shift == "feature"))
-    settings = {"per_class": per_class, "concentration": concentration, "validation": validation}
+    settings = {
+        "layers": layers, "per_class": per_class, "concentration": concentration, "validation": validation,
+    }  # fmt: skip
     write_report(json_file, "fedpcl", settings, runs, tables)
 
 
@@ -205,6 +245,7 @@ def _algorithms(
     sets: Sequence[str],
     prior: bool,
     printed: bool,
+    deeper: bool,
 ) -> dict[str, FedPCL]:
     """Return what to compare, by name."""
     given: dict[str, Any] = {"prior": prior} | ({} if rounds is None else {"rounds": rounds})
@@ -215,6 +256,8 @@ def _algorithms(
     asked |= {
         f"FedPCL, {count} sets, {how}": {"max_sets": count, "sets": how} for count in max_sets for how in sets
     }
+    if deeper:
+        asked["FedPCL, tuned"] = DEEPER_FEDPCL
     if printed:
         asked["FedPCL as printed"] = PRINTED
     return {name: msgspec.convert({**given, **settings}, FedPCL) for name, settings in asked.items()}

@@ -16,7 +16,7 @@ from benchmarks.accuracy.baselines import Method, Recipe
 from benchmarks.accuracy.comparison import Prior, compare, comparison_options, hierarchical
 from benchmarks.accuracy.scores import Run, by_method, show, write_report
 from benchmarks.data.domains import load_domains, unequal
-from benchmarks.data.features import BACKBONES
+from benchmarks.data.features import BackboneType
 from benchmarks.data.images import DIGITS, PACS
 from benchmarks.options import repeated
 from protofleet.simulation.fleet import Client, Features
@@ -73,7 +73,7 @@ COLUMNS = ("domain_mean", "worst_domain", "up_bytes", "down_bytes")
 @repeated(
     "--backbone",
     "backbones",
-    type=click.Choice(list(BACKBONES)),
+    type=BackboneType(),
     default=("mobilenetv2_100",),
     help="May be repeated: their features are concatenated.",
 )

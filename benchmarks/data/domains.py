@@ -139,6 +139,7 @@ def _client(
         test=test,
         test_labels=labels,
         weights=weights / weights.sum(),
+        normalized=domain.normalized,
     )
 
 

@@ -4,7 +4,14 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from benchmarks.accuracy.baselines import METHODS, Method, Recipe, run_baseline, traffic_bytes
+from benchmarks.accuracy.baselines import (
+    METHODS,
+    Method,
+    Recipe,
+    baseline_logits,
+    run_baseline,
+    traffic_bytes,
+)
 from protofleet.simulation.fleet import Client
 
 CLASSES, FEATURES = 3, 8
@@ -79,6 +86,37 @@ def test_prior_of_the_own_images() -> None:
     )
     assert without.mean() < 0.7
     assert known.min() > 0.9
+
+
+def test_calibrated_clients_predict_without_the_prior_that_they_train_with() -> None:
+    """Clients of very different mixtures make a model for all classes alike, which without it prefers the own ones."""
+    fleet = [_client(seed, labels=(seed,) * 9 + (0, 1, 2)) for seed in range(3)]
+    recipe = replace(RECIPE, standardize=False, adapter_size=0, rounds=1, epochs=1, learning_rate=1e-2)
+    plain, calibrated, known = (
+        baseline_logits("FedAvg-v", fleet, each, classes=CLASSES, seed=0, prior=prior)[0]
+        for each, prior in (
+            (recipe, False),
+            (replace(recipe, calibrated=True), False),
+            (recipe, True),
+        )
+    )
+    prior = known - calibrated
+    assert np.allclose(prior, prior[0], atol=1e-5)
+    assert prior[0].argmax() == 0
+    assert not np.allclose(plain, calibrated, atol=1e-3)
+
+
+def test_server_momentum_takes_earlier_rounds_further() -> None:
+    """After two rounds with a tiny rate, the model has moved by nearly twice 1 + 0.9 / 2 as far as without."""
+    recipe = replace(
+        RECIPE, optimizer="sgd", learning_rate=1e-6, standardize=False, adapter_size=0, rounds=2, epochs=1
+    )
+    start, plain, fast = (
+        baseline_logits("FedAvg-v", FLEET, each, classes=CLASSES, seed=0)[0].astype(np.float64)
+        for each in (replace(recipe, learning_rate=1e-12), recipe, replace(recipe, server_momentum=0.9))
+    )
+    ratio = np.linalg.norm(fast - start) / np.linalg.norm(plain - start)
+    assert ratio == pytest.approx(1.45, abs=0.05)
 
 
 def _mixture(seed: int, *counts: int) -> Client:

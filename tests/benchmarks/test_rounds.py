@@ -1,21 +1,28 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from numpy.typing import NDArray
 
+from aggregator.algorithms.algorithm import Algorithm
 from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.algorithms.fedproto import FedProto
 from aggregator.algorithms.fpl import FPL
 from aggregator.algorithms.hierarchical import Hierarchical
 from benchmarks.__main__ import cli
+from benchmarks.accuracy import comparison, fedpcl, tuning
+from benchmarks.accuracy.baselines import Recipe
+from benchmarks.accuracy.eager import eager_accuracies
+from benchmarks.data import domains
 from benchmarks.data.domains import feature_shift
 from benchmarks.data.features import cached_name
 from benchmarks.data.images import DIGITS, PACS
 from protofleet.simulation import rounds
-from protofleet.simulation.fleet import Client
+from protofleet.simulation.fleet import Client, Features
 from protofleet.simulation.rounds import run_rounds
 from tests.benchmarks.feature_factory import FEATURES, domain, fill_cache
 from tests.support.graphs.exported_graphs import exported
@@ -101,6 +108,14 @@ def test_hierarchical_in_process(fleet: list[Client]) -> None:
     assert values < up_bytes < values + 700
 
 
+@pytest.mark.parametrize("algorithm", [FEDPCL, Hierarchical(directions=1)], ids=lambda each: each.name)
+def test_torch_functions_are_as_accurate_as_graphs(algorithm: Algorithm, fleet: list[Client]) -> None:
+    """Settings are chosen without graphs: only the order of the images differs."""
+    with_graphs = run_rounds(algorithm, fleet, classes=CLASSES, seed=0).accuracies
+    eager = eager_accuracies(algorithm, fleet, classes=CLASSES, seed=0)
+    assert eager.tolist() == pytest.approx(with_graphs.tolist(), abs=0.03)
+
+
 def _report(*arguments: str, folder: Path) -> dict[str, Any]:
     file = folder / "report.json"
     result = CliRunner().invoke(cli, [*arguments, "--json", str(file)])
@@ -133,6 +148,62 @@ def test_fedpcl_benchmark_writes_its_report(tmp_path: Path, monkeypatch: pytest.
         assert figures["worst_10"] <= figures["worst_40"] <= figures["mean"] <= figures["best_10"]
         assert figures["seeds"] == [1]
     assert report["summaries"][1]["down_bytes"] < report["summaries"][0]["down_bytes"]
+
+
+def test_fedpcl_benchmark_takes_layers_of_every_backbone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their baselines have recipes of their own."""
+    loaded: list[str] = []
+
+    def load(name: str, *, backbone: str, **_: Any) -> Features:
+        loaded.append(backbone)
+        return domain(DIGITS.index(name), classes=CLASSES, images=200)
+
+    used: list[Any] = []
+
+    def run(_method: str, clients: list[Client], recipe: Recipe, **_: Any) -> NDArray[np.float64]:
+        used.append(recipe)
+        return np.ones(len(clients))
+
+    recipe = replace(fedpcl.RECIPES["Solo"], rounds=2)
+    monkeypatch.setattr(domains, "load_features", load)
+    monkeypatch.setattr(fedpcl, "DEEPER_RECIPES", {"Solo": recipe})
+    monkeypatch.setattr(fedpcl, "DEEPER_FEDPCL", {})
+    monkeypatch.setattr(comparison, "run_baseline", run)
+    arguments = "fedpcl --backbones 2 --shift feature --per-class 4 --rounds 2 --seed 0 --baseline Solo"
+    report = _report(*arguments.split(), "--layers", "c384,c576", "--prior", "with", folder=tmp_path)
+    assert set(loaded) == {"mobilenetv2_100:c384,c576", "mobilenetv2_100_birds:c384,c576"}
+    assert used == [recipe]
+    assert report["layers"] == "c384,c576"
+
+
+def test_settings_are_chosen_one_after_the_other_on_validation_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test images of no use do not matter, and a value stays only if it is better than those before."""
+    features = {}
+    for seed, name in enumerate(DIGITS):
+        made = domain(seed, classes=CLASSES, images=400)
+        features[cached_name(name, 2000)] = replace(made, test=np.zeros_like(made.test))
+    fill_cache(tmp_path, monkeypatch, features)
+    monkeypatch.setattr(tuning, "CANDIDATES", {"Solo": {"learning_rate": (1e-9, 3e-2), "rounds": (2,)}})
+    monkeypatch.setattr(fedpcl, "RECIPES", {"Solo": replace(fedpcl.RECIPES["Solo"], rounds=4)})
+    file = tmp_path / "tune.json"
+    result = CliRunner().invoke(cli, ["tune", "--method", "Solo", "--shift", "feature", "--json", str(file)])
+    assert result.exit_code == 0, result.output
+    report = json.loads(file.read_text())
+    rows = report["tables"][0]["rows"]
+    assert [row[1:3] for row in rows] == [
+        ["", ""],
+        ["learning_rate", "1e-09"],
+        ["learning_rate", "0.03"],
+        ["rounds", "2"],
+    ]
+    accuracies = [float(row[3].rstrip("%")) for row in rows]
+    assert max(accuracies) > 90
+    assert [row[4] for row in rows[:3]] == ["*", "", "*"]
+    assert "learning_rate=0.03" in report["chosen"]["Solo"]
 
 
 def test_fpl_benchmark_writes_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

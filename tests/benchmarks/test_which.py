@@ -2,6 +2,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -14,10 +15,12 @@ from benchmarks.accuracy.which import methods
 from benchmarks.accuracy.which.command import stored_runs
 from benchmarks.accuracy.which.scenarios import SCENARIOS
 from benchmarks.accuracy.which.tables import BEGIN, END, write_tables
+from benchmarks.data import domains
 from benchmarks.data.features import cached_name
 from benchmarks.data.images import DIGITS
 from protofleet.simulation import algorithms, rounds
-from tests.benchmarks.feature_factory import domain, fill_cache
+from protofleet.simulation.fleet import Features
+from tests.benchmarks.feature_factory import domain, fill_cache, make_folders
 from tests.support.graphs.exported_graphs import exported
 
 ROOT = Path(__file__).parents[2]
@@ -63,6 +66,38 @@ def test_which_benchmark_writes_its_report_and_its_page(
     assert cells[1:4] == ["1", f"{run['up_bytes'] / 1e3:,.0f}", f"{run['down_bytes'] / 1e3:,.0f}"]
     assert cells[5] == f"{100 * sum(run['own']) / len(DIGITS):.1f}"
     assert cells[6:] == ["", "1.0", "0", run["commit"]]
+
+
+def test_hidden_layers_take_their_recipe_and_their_own_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of normalized features are not normalized again, and runs of other layers are not mixed in."""
+    loaded: set[str] = set()
+
+    def load(name: str, *, backbone: str, **_: object) -> Features:
+        loaded.add(backbone)
+        made = domain(DIGITS.index(name), classes=10, images=140)
+        train, test = (
+            part / np.sqrt(np.square(part).mean(axis=1, keepdims=True)) for part in (made.train, made.test)
+        )
+        return dataclasses.replace(made, train=train, test=test, normalized=True)
+
+    make_folders(tmp_path, monkeypatch)
+    make_cheap(monkeypatch)
+    monkeypatch.setattr(domains, "load_features", load)
+    alone = dataclasses.replace(fedpcl.RECIPES["Solo"], learning_rate=1e-9, rounds=1)
+    monkeypatch.setattr(fedpcl, "DEEPER_RECIPES", {"Solo": alone})
+    report = tmp_path / "report.json"
+    options = ["which", "--scenario", "domain-few", "--seed", "0", "--json", str(report)]
+    names = ["--algorithm", "statistics", "--algorithm", methods.ALONE]
+    result = CliRunner().invoke(cli, [*options, *names, "--layers", "c384,c576"])
+    assert result.exit_code == 0, result.output
+    assert loaded == {"mobilenetv2_100:c384,c576"}
+    runs = {run["algorithm"]: run for run in json.loads(report.read_text())["runs"]}
+    assert np.mean(runs[methods.ALONE]["own"]) < 0.4
+    assert np.mean(runs[methods.SINGLE_IMAGES]["own"]) > 0.5
+    result = CliRunner().invoke(cli, [*options, *names, "--resume", str(report)])
+    assert "has other layers" in result.output
 
 
 def test_stored_runs_are_not_repeated_and_each_row_states_its_seeds(

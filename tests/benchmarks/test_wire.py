@@ -3,14 +3,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from aggregator.algorithms.fedtc.recipe import RECIPES
 from aggregator.algorithms.registry import ALGORITHMS
 from benchmarks.__main__ import cli
-from benchmarks.accuracy.wire import methods
+from benchmarks.accuracy.wire import command, methods, rivals, tuning
 from benchmarks.accuracy.wire.command import Mean, front
+from protofleet.simulation.fleet import Features
 from tests.benchmarks.feature_factory import domain, fill_cache
 
 STORED = Path(__file__).parents[2] / "benchmarks" / "results" / "wire.json"
@@ -49,6 +51,70 @@ def test_bytes_are_those_of_encoded_messages_and_stored_runs_are_not_repeated(
     assert len(rows) == len(report["runs"])
     assert [float(row[-1]) for row in rows] == sorted(float(row[-1]) for row in rows)
     assert rows[0][-2] == "*"
+
+
+def test_rivals_send_what_their_papers_do_of_the_same_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packed sums, means of one byte a value, sums of random features in float32, and moments before the rounds."""
+    layers: list[str] = []
+
+    def load(_data: str, *, backbone: str, **_: Any) -> Features:
+        layers.append(backbone.partition(":")[2])
+        made = domain(0, classes=10, images=1200)
+        train, test = (
+            part / np.sqrt(np.square(part).mean(axis=1, keepdims=True)) for part in (made.train, made.test)
+        )
+        return dataclasses.replace(made, train=train, test=test, normalized=":" in backbone)
+
+    fill_cache(tmp_path, monkeypatch, {})
+    monkeypatch.setattr(command, "load_features", load)
+    chosen = ["FedAvg, momentum", "AFL", "AFL, residual", "FedCOF", "statistics, sums, c384 + c576"]
+    options = [f"--method={name}" for name in chosen]
+    runs = _wire(tmp_path / "wire.json", "--seed", "0", *options)["runs"]
+    assert set(layers) == {"", "residual", "c384,c576"}
+    of = {(run["method"], run["setting"]): run for run in runs}
+    each, moments = 10 * 2 * (12 + 1) * 10, 10 * 2 * 12 * 4
+    rounds = [of["FedAvg, momentum", f"{number} rounds"] for number in (3, 10, 30)]
+    assert [run["bytes_up"] for run in rounds] == [moments + each * number for number in (3, 10, 30)]
+    sums = of["statistics, sums, c384 + c576", "B 1, 12"]["bytes_up"]
+    assert 0.7 * sums < of["AFL, residual", "12"]["bytes_up"] < 1.3 * sums
+    means, groups = of["FedCOF", "class means"], of["FedCOF", "groups of 5"]
+    assert 1200 / 5 * 12 < groups["bytes_up"] < 1200 / 5 * 12 * 3
+    assert means["bytes_up"] < groups["bytes_up"]
+    for run in runs:
+        assert run["accuracy"] > 0.8 or "rounds" in run["setting"], run
+
+
+def test_random_features_are_sent_as_sums_in_float32() -> None:
+    data = domain(0, classes=10, images=1200)
+    owners = np.arange(1200) % 10
+    fleet = methods.Fleet(
+        owners=owners, max_multiple=0.0, seed=0, project=lambda _: data, features=data, deeper=lambda _: data
+    )
+    (point,) = rivals.fed3r_rf(fleet, number=64)
+    assert point.accuracy > 0.8
+    assert point.bytes_up == 10 * 4 * (64 * 65 / 2 + 10 * 64)
+
+
+def test_candidates_of_rivals_are_compared_on_validation_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test images, here of no use, choose nothing."""
+    made = domain(0, classes=10, images=12_000)
+    useless = dataclasses.replace(made, test=np.zeros_like(made.test))
+    fill_cache(tmp_path, monkeypatch, {"fashion_mnist": useless})
+    monkeypatch.setattr(tuning, "LAYERS", {})
+    monkeypatch.setattr(tuning, "LINEAR_GRID", methods.LINEAR_GRID[:1])
+    monkeypatch.setattr(rivals, "MOMENTUM_GRID", rivals.MOMENTUM_GRID[:2])
+    monkeypatch.setattr(rivals, "RANDOM_FEATURES", 64)
+    monkeypatch.setattr(tuning, "ROUNDS", 10)
+    result = CliRunner().invoke(cli, ["wire", "--tune", "--images", "1000"], catch_exceptions=False)
+    lines = [line for line in result.output.splitlines() if line.endswith("%")]
+    assert len(lines) == 1 + 2 + len(rivals.GROUPS) * len(rivals.SHRINKAGES) + len(rivals.WIDTHS) * len(
+        rivals.RIDGES
+    )
+    assert max(float(line.split()[-1].rstrip("%")) for line in lines) > 80
 
 
 def test_the_front_is_what_nothing_smaller_reaches() -> None:

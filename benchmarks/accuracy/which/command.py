@@ -9,7 +9,7 @@ import click
 import msgspec
 import numpy as np
 
-from benchmarks.accuracy import fpl
+from benchmarks.accuracy import fedpcl, fpl
 from benchmarks.accuracy.which.methods import NAMES, Trained, train_all
 from benchmarks.accuracy.which.scenarios import FASHION, SCENARIOS, Domains
 from benchmarks.accuracy.which.tables import Run, groups_of, mean_of, uploads_of, write_tables
@@ -46,6 +46,7 @@ COLUMNS = {
     default=ALGORITHMS,
     help="May be repeated.",
 )
+@fedpcl.layers_option
 @repeated("--seed", "seeds", type=int, default=(0, 1, 2), help="Of the devices' images; may be repeated.")
 @click.option(
     "--resume",
@@ -62,6 +63,7 @@ def command(
     *,
     names: tuple[str, ...],
     algorithms: tuple[str, ...],
+    layers: str,
     seeds: tuple[int, ...],
     resume: Path | None,
     markdown: Path | None,
@@ -69,18 +71,20 @@ def command(
 ) -> None:
     """Compare all algorithms, with their defaults, on fleets that differ in different ways."""
     table = Table(COLUMNS)
+    if resume and json.loads(resume.read_text(encoding="utf-8")).get("layers", "") != layers:
+        raise click.UsageError(f"{resume} has other layers: give the same --layers")
     runs = {_key(run): run for run in (stored_runs(resume) if resume else ())}
     rows = [row for row in NAMES if row.partition(",")[0] in algorithms]
     for seed in seeds:
         for name in names:
             missing = [row for row in rows if (name, row, seed) not in runs]
-            for run in _runs(name, seed, missing) if missing else ():
+            for run in _runs(name, seed, missing, layers) if missing else ():
                 runs[_key(run)] = run
                 table.row(*_cells([run], seed))
-                _store(json_file, runs.values())
+                _store(json_file, runs.values(), layers)
     for each in groups_of(runs.values()).values():
         table.row(*_cells(each, "mean"))
-    _store(json_file, runs.values())
+    _store(json_file, runs.values(), layers)
     if markdown:
         write_tables(markdown, runs.values())
 
@@ -94,15 +98,15 @@ def stored_runs(file: Path) -> list[Run]:
     return msgspec.convert(json.loads(file.read_text(encoding="utf-8"))["runs"], list[Run])
 
 
-def _store(file: Path | None, runs: Collection[Run]) -> None:
-    write_json(file, "which", backbone=BACKBONE, runs=[asdict(run) for run in runs])
+def _store(file: Path | None, runs: Collection[Run], layers: str) -> None:
+    write_json(file, "which", backbone=BACKBONE, layers=layers, runs=[asdict(run) for run in runs])
 
 
-def _runs(name: str, seed: int, rows: Collection[str]) -> Iterator[Run]:
+def _runs(name: str, seed: int, rows: Collection[str], layers: str) -> Iterator[Run]:
     scenario = SCENARIOS[name]
     domains = load_domains(
         scenario.domains,
-        (BACKBONE,),
+        fedpcl.backbones_of(layers, 1),
         image_size=fpl.IMAGE_SIZE,
         at_most=None if scenario.domains == (FASHION,) else fpl.IMAGES,
     )

@@ -84,7 +84,8 @@ def _rounds(algorithm: Algorithm, clients: Sequence[Client], *, classes: int, pr
 
 def _alone(clients: Sequence[Client], *, classes: int) -> Trained:
     started_s = time.process_time()
-    logits = baseline_logits("Solo", clients, fedpcl.RECIPES["Solo"], classes=classes, seed=SEED)
+    recipe = fedpcl.recipes_of(deeper=clients[0].normalized)["Solo"]
+    logits = baseline_logits("Solo", clients, recipe, classes=classes, seed=SEED)
     return Trained(logits=logits, seconds=time.process_time() - started_s)
 
 

@@ -1,7 +1,7 @@
 """`python -m benchmarks wire`: bytes up against accuracy, of every algorithm and of what else one could send."""
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -12,13 +12,12 @@ import numpy as np
 
 from benchmarks.accuracy.wire.methods import (
     CLIENTS,
-    LINEAR_GRID,
-    METHODS,
     Fleet,
     Point,
     flower_bytes,
-    linear_head,
 )
+from benchmarks.accuracy.wire.rivals import METHODS
+from benchmarks.accuracy.wire.tuning import show_candidates
 from benchmarks.data.features import backbone_file, load_features, prepared, projected
 from benchmarks.data.images import NAMES
 from benchmarks.options import repeated
@@ -28,7 +27,6 @@ from protofleet.simulation.partitions import Partition, share_out
 
 BACKBONE, IMAGE_SIZE = "mobilenetv2_100", 96
 PARTITION = Partition("dirichlet", 0.1)
-TUNED_ROUNDS = 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,9 +67,7 @@ class Mean(Point):
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="File that --json wrote earlier: its runs are not repeated, and are in the tables and in the new file.",
 )
-@click.option(
-    "--tune", is_flag=True, help="Show validation accuracies of settings of FedAvg of a linear head instead."
-)
+@click.option("--tune", is_flag=True, help="Show validation accuracies of the rivals' settings instead.")
 @json_option
 def command(
     *,
@@ -85,15 +81,21 @@ def command(
     json_file: Path | None,
 ) -> None:
     """Measure the bytes that devices upload and the accuracy that this gives, of every algorithm."""
-    loaded = load_features(data, backbone=BACKBONE, image_size=IMAGE_SIZE)
+
+    @lru_cache(maxsize=3)
+    def load(layers: str) -> Features:
+        backbone = f"{BACKBONE}:{layers}" if layers else BACKBONE
+        features = load_features(data, backbone=backbone, image_size=IMAGE_SIZE)
+        return prepared(features, root=False, validation=True) if tune else features
+
     if tune:
-        _tune(_fleet(prepared(loaded, root=False, validation=True), images, 0, max_multiple=max_multiple))
+        show_candidates(_fleet(load, images, 0, max_multiple=max_multiple))
         return
     table = Table(_COLUMNS)
     runs = list(stored_runs(resume)) if resume else []
     done = {(run.method, run.seed) for run in runs}
     for seed in seeds:
-        fleet = _fleet(loaded, images, seed, max_multiple=max_multiple)
+        fleet = _fleet(load, images, seed, max_multiple=max_multiple)
         for name in names:
             if (name, seed) in done:
                 continue
@@ -103,7 +105,9 @@ def command(
                     name, point.setting, point.uploads, f"{seed}", point.accuracy, None, point.bytes_up / 1e6
                 )
             _store(json_file, data, runs, [table])
-    _store(json_file, data, runs, _tables(runs, data, min(images or len(loaded.train), len(loaded.train))))
+    _store(
+        json_file, data, runs, _tables(runs, data, min(images or len(load("").train), len(load("").train)))
+    )
 
 
 _COLUMNS = {
@@ -117,10 +121,16 @@ def stored_runs(file: Path) -> list[Run]:
     return msgspec.convert(json.loads(file.read_text(encoding="utf-8"))["runs"], list[Run])
 
 
-def _fleet(loaded: Features, images: int | None, seed: int, *, max_multiple: float) -> Fleet:
+def _fleet(load: Callable[[str], Features], images: int | None, seed: int, *, max_multiple: float) -> Fleet:
     """Return the devices of a seed, those of `benchmarks flower` for seed 0 and as many images."""
-    rows = np.sort(np.random.default_rng(seed).permutation(len(loaded.train))[:images])
-    features = replace(loaded, train=loaded.train[rows], train_labels=loaded.train_labels[rows])
+
+    @lru_cache(maxsize=3)
+    def of_layers(layers: str) -> Features:
+        loaded = load(layers)
+        rows = np.sort(np.random.default_rng(seed).permutation(len(loaded.train))[:images])
+        return replace(loaded, train=loaded.train[rows], train_labels=loaded.train_labels[rows])
+
+    features = of_layers("")
 
     @lru_cache(maxsize=1)
     def project(size: int) -> Features:
@@ -133,6 +143,7 @@ def _fleet(loaded: Features, images: int | None, seed: int, *, max_multiple: flo
         seed=seed,
         features=features,
         project=project,
+        deeper=of_layers,
     )
 
 
@@ -218,11 +229,3 @@ PRINTED: Sequence[tuple[str, int, float | None, float]] = (
     ("FedPCL's paper: FedAvg, one round", 5, 0.4404, 5 * 395_776),
 )
 """Figures of papers: devices, top-1 accuracy after all rounds, and values of float32 that all devices send."""
-
-
-def _tune(fleet: Fleet) -> None:
-    """Print the accuracy of FedAvg of a linear head on validation images."""
-    table = Table({"learning rate": ">14g", "epochs": ">8", f"after {TUNED_ROUNDS} rounds": ">18.2%"})
-    for recipe in LINEAR_GRID:
-        (point,) = linear_head(fleet, rounds=(TUNED_ROUNDS,), recipe=recipe)
-        table.row(recipe.learning_rate, recipe.epochs, point.accuracy)

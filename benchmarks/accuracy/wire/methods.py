@@ -27,6 +27,9 @@ from protofleet.simulation import fedtc, statistics
 from protofleet.simulation.fleet import Client, Features
 from protofleet.simulation.rounds import run_rounds
 
+LAYERS: Mapping[str, str] = MappingProxyType({"residual": "residual", "c384 + c576": "c384,c576"})
+"""Deeper features by their name in tables."""
+
 CLIENTS = 10
 ALPHA = 0.99
 RANDOM_FEATURES = 1024
@@ -76,6 +79,12 @@ class Fleet:
     project: Callable[[int], Features]
     """Returns the square roots of features, projected on so many principal components of other images."""
     features: Features
+    deeper: Callable[[str], Features]
+    """Returns the same images' features of these layers."""
+
+    def of_layers(self, layers: str) -> "Fleet":
+        """Return the devices with features of these layers, of the last one if there are none."""
+        return replace(self, features=self.deeper(layers)) if layers else self
 
     @property
     def robust(self) -> Robust:
@@ -110,8 +119,8 @@ class Fleet:
         )
 
 
-def _fedtc(fleet: Fleet, *, batches: Sequence[int], size: int = 0) -> Iterator[Point]:
-    features = fleet.project(size) if size else fleet.features
+def _fedtc(fleet: Fleet, *, batches: Sequence[int], size: int = 0, layers: str = "") -> Iterator[Point]:
+    features = fleet.project(size) if size else fleet.of_layers(layers).features
     for batch in batches:
         made, _ = fedtc.train_clients(features, fleet.owners, fleet.settings(batch=batch), seed=fleet.seed)
         yield Point(setting=f"B {batch}", accuracy=made.accuracy, bytes_up=made.bytes_up)
@@ -154,6 +163,13 @@ def _refined(fleet: Fleet, *, batches: Sequence[int], size: int = 0) -> Iterator
             yield Point(setting=f"B {batch}", accuracy=made.accuracy, bytes_up=made.bytes_up, uploads=2)
 
 
+def _all_features(fleet: Fleet, *, layers: str = "") -> Iterator[Point]:
+    """Yield FedTC's head of all features in one place, and the bytes of these in float32."""
+    features = fleet.of_layers(layers).features
+    made = fedtc.run_ceiling(features, fleet.settings(batch=1), seed=fleet.seed)
+    yield Point(setting="", accuracy=made.accuracy, bytes_up=float(features.train.nbytes))
+
+
 def _cells(fleet: Fleet, *, batch: int, cell: int) -> Iterator[Point]:
     made = cells.accuracies(
         fleet.features, fleet.owners, batch=batch, cell=cell, seed=fleet.seed, max_multiple=fleet.max_multiple
@@ -162,11 +178,16 @@ def _cells(fleet: Fleet, *, batch: int, cell: int) -> Iterator[Point]:
 
 
 def _statistics(
-    fleet: Fleet, *, batch: int, sizes: Sequence[int], random_features: Sequence[int] = (0,)
+    fleet: Fleet,
+    *,
+    batch: int,
+    sizes: Sequence[int] = (0,),
+    random_features: Sequence[int] = (0,),
+    layers: str = "",
 ) -> Iterator[Point]:
     """Yield heads from sums (B 1) or rows of groups, of all features (size 0) or of so many components."""
     for size in sizes:
-        features = fleet.project(size) if size else fleet.features
+        features = fleet.project(size) if size else fleet.of_layers(layers).features
         for number in random_features:
             data = statistics.map_features(features, random_features=number, seed=fleet.seed)
             made = statistics.run_fleet(
@@ -239,6 +260,7 @@ METHODS: Mapping[str, Callable[[Fleet], Iterator[Point]]] = MappingProxyType(
         "FedTC, 640 components": partial(_fedtc, batches=(5, 3, 2), size=640),
         "FedTC, 320 components": partial(_fedtc, batches=(25, 10, 5, 3, 2), size=320),
         "FedTC, 160 components": partial(_fedtc, batches=(25, 10, 5, 3, 2), size=160),
+        **{f"FedTC, {name}": partial(_fedtc, batches=(5,), layers=layers) for name, layers in LAYERS.items()},
         "FedTC, float16": partial(_fedtc_floats, batches=(25, 5), dtype=np.float16),
         "FedTC as printed, float32": partial(_fedtc_floats, batches=(5,), dtype=np.float32, recipe="paper"),
         "FedTC refined": partial(_refined, batches=(25, 5)),
@@ -246,6 +268,10 @@ METHODS: Mapping[str, Callable[[Fleet], Iterator[Point]]] = MappingProxyType(
         "FedTC, cells of 50": partial(_cells, batch=5, cell=50),
         "statistics, groups": partial(_statistics, batch=5, sizes=(160, 320, 0)),
         "statistics, sums": partial(_statistics, batch=1, sizes=(160, 320, 640, 0)),
+        **{
+            f"statistics, sums, {name}": partial(_statistics, batch=1, layers=layers)
+            for name, layers in LAYERS.items()
+        },
         "statistics, sums, random features": partial(
             _statistics, batch=1, sizes=(320, 0), random_features=(RANDOM_FEATURES,)
         ),
@@ -253,6 +279,8 @@ METHODS: Mapping[str, Callable[[Fleet], Iterator[Point]]] = MappingProxyType(
         "fedproto": partial(_rounds, algorithm=FedProto()),
         "fedpcl": partial(_rounds, algorithm=FedPCL()),
         "fpl": partial(_rounds, algorithm=FPL()),
+        "all features": _all_features,
+        **{f"all features, {name}": partial(_all_features, layers=layers) for name, layers in LAYERS.items()},
         "FedAvg of a linear head": partial(linear_head, rounds=(1, 3, 10, 30, 100)),
         **{name: partial(_flower, method=name) for name in FLOWER},
     }
