@@ -40,13 +40,15 @@ def test_bytes_are_those_of_encoded_messages_and_stored_runs_are_not_repeated(
     assert [run["bytes_up"] for run in first["runs"]] == [each * rounds for rounds in (1, 3, 10, 30, 100)]
 
     report = _wire(
-        file, "--seed", "0", "--resume", str(file), "--method", LINEAR, "--method", BYTES, "--method", FLOATS
+        *(file, "--seed", "0", "--resume", str(file)),
+        *(f"--method={name}" for name in (LINEAR, BYTES, FLOATS, "all features")),
     )
 
     assert report["runs"][:5] == first["runs"]
     sizes = {(run["method"], run["setting"]): run["bytes_up"] for run in report["runs"]}
     assert 1.2 < sizes[FLOATS, "B 5"] / sizes[BYTES, "B 5"] < 2
-    assert set(report["plots"][0]["series"]) == {LINEAR, FLOATS, BYTES}
+    assert sizes["all features", ""] == 2400 * 12 * 4
+    assert set(report["plots"][0]["series"]) == {LINEAR, FLOATS, BYTES, "all features"}
     rows = report["tables"][0]["rows"]
     assert len(rows) == len(report["runs"])
     assert [float(row[-1]) for row in rows] == sorted(float(row[-1]) for row in rows)
