@@ -193,5 +193,7 @@ def draw(made: Comparison, file: Path) -> None:
             axes.errorbar(*at, yerr=100 * found.margin, fmt="o", color=color, elinewidth=0.5)
             axes.annotate(row.candidate.name, at, xytext=(4, 4), textcoords="offset points", fontsize=7)
         axes.set_xlabel(label)
+    lowest, highest = panels[0].get_ylim()
+    panels[0].set_ylim(max(lowest, 0), min(highest, 100))  # intervals of few folds are wider
     panels[0].set_ylabel(f"accuracy with {made.algorithm}, %")
     figure.savefig(file)

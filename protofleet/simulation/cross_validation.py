@@ -83,9 +83,13 @@ def split(labels: NDArray[np.int64], *, folds: int, draws: int, seed: int) -> li
     """Divide images (n,) into folds with equal shares of each class, in each draw anew.
 
     Raises:
-        ConfigError: a class has fewer images than there are folds.
+        ConfigError: there is one class, or a class has fewer images than there are folds.
     """
     counts = np.bincount(labels)
+    if len(counts) < 2:
+        raise ConfigError(
+            "expected images of two classes or more, got one: add a folder for each other class"
+        )
     if counts.min() < folds:
         raise ConfigError(
             f"expected at least {folds} images of each class, one for each fold, got {counts.min()}: add images, or "

@@ -96,6 +96,8 @@ def test_every_draw_evaluates_each_image_once_with_equal_shares_of_the_classes()
     assert not np.array_equal(splits[0].kept_back, splits[FOLDS].kept_back)
     with pytest.raises(ConfigError, match="at least 5 images of each class, one for each fold, got 4"):
         split(labels, folds=5, draws=1, seed=0)
+    with pytest.raises(ConfigError, match="two classes or more, got one"):
+        split(np.zeros(20, np.int64), folds=5, draws=1, seed=0)
 
 
 def test_interval_allows_for_training_sets_that_overlap() -> None:
