@@ -173,7 +173,7 @@ def test_fedpcl_benchmark_takes_layers_of_every_backbone(
     monkeypatch.setattr(comparison, "run_baseline", run)
     arguments = "fedpcl --backbones 2 --shift feature --per-class 4 --rounds 2 --seed 0 --baseline Solo"
     report = _report(*arguments.split(), "--layers", "c384,c576", "--prior", "with", folder=tmp_path)
-    assert set(loaded) == {"mobilenetv2_100:c384,c576", "mobilenetv2_100_birds:c384,c576"}
+    assert set(loaded) == {"mobilenetv2_100:c384,c576+mobilenetv2_100_birds:c384,c576"}
     assert used == [recipe]
     assert report["layers"] == "c384,c576"
 
