@@ -144,8 +144,16 @@ class Mosquitto:
                 raise RuntimeError(
                     f"mosquitto on {self.address} ended by itself with {code}: {self.log()[-2000:]}"
                 )
-            self._process.send_signal(number)
-            self._process.wait(timeout=120)
+            deadline = time.monotonic() + 120
+            while True:
+                # mosquitto accepts connections before its main loop, and forgets a SIGTERM that comes in between.
+                self._process.send_signal(number)
+                try:
+                    self._process.wait(timeout=1)
+                    break
+                except subprocess.TimeoutExpired:
+                    if time.monotonic() > deadline:
+                        raise
             self._process = None
 
 
