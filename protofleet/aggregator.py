@@ -11,7 +11,7 @@ from aggregator.heads.accepted_submissions import SUBMISSION_ACCEPTED
 from aggregator.heads.published_head import HEAD_ACTIVATED
 from aggregator.security.identity import aggregator_access, restore_access
 from aggregator.service import event_loop as service
-from aggregator.service.serving import serve
+from aggregator.service.aggregator import serve
 from aggregator.status.collect import collect_status
 from aggregator.status.model import Status
 from aggregator.storage.store import Store

@@ -26,8 +26,7 @@ EXTRAS, COMPARE_EXTRAS = "aggregator,cpu", "aggregator,cpu,export"
 """Extras of the package that the program needs, and that `compare` needs."""
 
 ALGORITHMS = (
-    *("fedtc", "fedtc-refined", "statistics"),
-    *("fedpcl", "fpl", "fedproto", "hierarchical"),
+    *("fedtc", "statistics", "fedpcl", "fpl", "fedproto", "hierarchical"),
     *("alone", "all-images"),
 )
 """Those of `protofleet.simulation.simulate`, which is imported when the command runs."""

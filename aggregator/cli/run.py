@@ -120,7 +120,7 @@ def _run(  # noqa: PLR0913 - one for each option
     from aggregator.config.task_file import load_task
     from aggregator.http.process import http_options, start_http
     from aggregator.security.identity import aggregator_access, restore_access
-    from aggregator.service.serving import serve
+    from aggregator.service.aggregator import serve
     from aggregator.service.standby import Standby, until_answered
     from aggregator.storage.store import Store
     from aggregator.tasks.task_preparation import prepare_task

@@ -34,8 +34,6 @@ class Training(msgspec.Struct, frozen=True, kw_only=True):
     """Where FedTC's adapter is trained, and submissions are added: in one process, or by workers of a Ray cluster."""
 
     recipe: Literal["default", "paper"] = "default"
-    refine: bool = False
-    """Once FedTC's head is in use, make another one from statistics of its adapter's features."""
     calibrate: bool = True
     """Without rounds: make a calibrated version of each head, by the devices' held-out images."""
     restore: bool | None = None

@@ -157,26 +157,19 @@ def _unused(task: TaskFile, given: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _statistics(task: TaskFile, given: Mapping[str, Any]) -> Iterator[Problem]:
-    if task.algorithm == "statistics":
-        algorithm, remedy = 'algorithm = "statistics"', 'use algorithm = "fedtc"'
-    elif task.training.refine:
-        algorithm, remedy = "training.refine", "remove it"
-    else:
+    if task.algorithm != "statistics":
         return
-    if task.algorithm == "statistics" and given.get("client", {}).get("alpha", 1) != 1:
+    algorithm = 'algorithm = "statistics"'
+    if given.get("client", {}).get("alpha", 1) != 1:
         yield (
             ("client", "alpha"),
             f"must be 1 with {algorithm}, because whether an image is an outlier depends on other images: remove it",
         )
-    if task.training.refine and task.layers:
-        yield ("layers",), f"{algorithm} takes all features: export the backbone with these layers"
     if task.robust.combine != "none":
         yield ("robust", "combine"), f"{algorithm} adds sums, which have no median: remove it"
     if task.privacy.dp is not None:
-        yield (
-            ("privacy", "dp"),
-            f"{algorithm} has no noise, and no differential privacy: {remedy}",
-        )
+        problem = f"{algorithm} has no noise, and no differential privacy"
+        yield ("privacy", "dp"), f'{problem}: use algorithm = "fedtc"'
     if (perturbation := task.privacy.perturbation) is not None and perturbation.on == "prototypes":
         yield ("privacy", "perturbation", "on"), f'{algorithm} uploads no prototypes: set on = "images"'
 

@@ -23,7 +23,6 @@ _ONE_SHOT = """\
 
 [training]
 # recipe = "default"    # or "paper"
-# refine = false        # true: a second upload, of statistics of the adapter's features
 # calibrate = true      # a second version of each head, whose confidence is its accuracy
 # restore = true        # default: the recipe's
 # epochs = 15           # default: the recipe's

@@ -45,7 +45,6 @@ class Calibration:
             and manifest.program is None
             and manifest.differential_privacy is None
             and len(manifest.classes) > 1
-            and not (training.refine and task.refined is None)  # then the refined head is calibrated
         )
 
     def job(self, head: HeadRecord | None, decisions: DeviceDecisions) -> CalibrationJob | None:

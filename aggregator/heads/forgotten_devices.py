@@ -7,7 +7,7 @@ from aggregator.heads.pending_training import delete_pending
 from aggregator.storage.forgotten_devices import ForgottenDevice
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import PendingHead, Refinement, ServedTask
+from aggregator.storage.stored_values import PendingHead, ServedTask
 from protocol.errors import ConfigError
 
 
@@ -67,13 +67,7 @@ def _newest_with(device: str, newest: HeadRecord | None) -> int:
 
 def _consequences(store: Store, device: str, newest: Mapping[bytes, HeadRecord]) -> list[str]:
     served, done = store.facts.get(ServedTask), []
-    refined = store.facts.get(Refinement)
-    if served is not None and refined is not None and _is_outdated(store, served, refined):
-        done.append(
-            "the adapter has learned from it: FedTC's head is made again without it, and refined again, with new "
-            f"statistics of all devices; until then FedTC's head {refined.head} is in use"
-        )
-    elif served is not None and (head := newest.get(served.digest)) is not None:
+    if served is not None and (head := newest.get(served.digest)) is not None:
         if served.settings.rounds is not None:
             done.append(
                 "closed rounds have learned from it, and later ones learn from those: only a new task, with another "
@@ -88,8 +82,3 @@ def _consequences(store: Store, device: str, newest: Mapping[bytes, HeadRecord])
     if known is None or known.revoked_s is None:
         done.append(f"it may upload again: to prevent that, run `aggregator revoke {device}`")
     return done
-
-
-def _is_outdated(store: Store, served: ServedTask, refined: Refinement) -> bool:
-    """Return True if the adapter of the served task has learned from a device that was forgotten."""
-    return refined.refined == served.digest and store.forgotten.newest_head(refined.task) >= refined.head

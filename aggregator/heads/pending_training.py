@@ -68,7 +68,7 @@ def blobs_of(job: HeadJob | StatisticsJob | RoundJob, task: Task) -> list[bytes]
     """Return the digests of what a job reads beside the submissions, except for the backbones: it can do without."""
     program = task.manifest.program
     if program is None or not isinstance(job, RoundJob):
-        return [task.digest, *([] if task.refined is None else [task.refined.digest])]
+        return [task.digest]
     return [task.digest, bytes.fromhex(job.tensors), program.init.digest, program.head.digest]
 
 
@@ -102,9 +102,8 @@ def job_of(
             **shared,
             random_features=task.file.statistics.features,
             seed=task.file.client.seed,
-            columns=getattr(task.feature_map, "columns", ()),
-            normalized=getattr(task.feature_map, "normalized", False),
+            columns=() if task.feature_map is None else task.feature_map.columns,
+            normalized=task.feature_map is not None and task.feature_map.normalized,
             engine=task.file.training.engine,
-            adapter="" if task.refined is None else task.refined.digest.hex(),
         )
     return HeadJob(**shared, training=task.file.training, widths=task.widths)

@@ -13,7 +13,6 @@ from aggregator.heads.operator_commands import command_of
 from aggregator.storage.heads import CALIBRATED_FROM, HeadRecord
 from aggregator.storage.store import Store
 from aggregator.tasks.manifests import head_ref
-from aggregator.tasks.refinement import refinable_head
 from aggregator.tasks.retention import delete_unneeded_blobs, served_blobs
 from aggregator.tasks.task_preparation import Task
 from protocol.errors import BackboneMismatch, BlobLost, StateError
@@ -203,11 +202,6 @@ class Releases:
 
     def _served(self) -> set[bytes]:
         return served_blobs(self._task, list(self._heads.values()), self._state)
-
-    @property
-    def refinable(self) -> HeadRecord | None:
-        """The current head, if its adapter may be refined."""
-        return refinable_head(self._state, self._heads.values())
 
     @property
     def retained(self) -> set[int]:

@@ -1,5 +1,6 @@
 """The aggregator: what it does beside the messages of devices."""
 
+import contextlib
 import logging
 import queue
 import time
@@ -9,6 +10,7 @@ from aggregator.heads.published_head import Releases
 from aggregator.heads.training_schedule import HeadTraining
 from aggregator.ingest.receiver import Receiver
 from aggregator.messaging.blob_sender import BlobSender
+from aggregator.messaging.embedded_broker import EmbeddedBroker
 from aggregator.messaging.manifest_signer import identity_of
 from aggregator.messaging.publisher import FleetPublisher
 from aggregator.security.key_rotation import require_fleet_key
@@ -19,13 +21,12 @@ from aggregator.service.local_coordinator import LocalCoordinator
 from aggregator.service.own_topic import TAKE_OVER
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import IntakeHeads, RoundRequest, ServedTask, TaskPreparation
-from aggregator.tasks import refinement
 from aggregator.tasks.task_preparation import Task
 from aggregator.training.runner import Finished, Progress
 from protocol.log import event as log_event
 from protocol.mqtt import reconnecting_session as mqtt
 from protocol.mqtt.own_presence import OwnPresence, Replaced, require_not_replaced
-from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess, Brokers
+from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess, Brokers, addresses_of
 from protocol.wire.presence import Duplicate
 from protocol.wire.topics import device_filters, fleet_topic
 
@@ -149,7 +150,6 @@ class Aggregator(EventLoop):
             self._read_round_request()
             for device, request in self._training.lost.requests():
                 self._publisher.publish_to_device(device, "ack", request)
-            self._is_over = self._is_replaced()
 
     def _update_releases(self) -> None:
         """Apply the newest head and the passing of time to the rollout, and store what receivers need of it."""
@@ -172,23 +172,6 @@ class Aggregator(EventLoop):
         if (request := self._store.facts.get(RoundRequest)) != self._round_request:
             self._round_request = request
             self._announcements.repeat_round()
-
-    def _is_replaced(self) -> bool:
-        """Return True if another task is to be served: FedTC's head is refined from now on, or no more.
-
-        Raises StateError if there is no room for its files; while the intake is stopped, this task is served.
-        """
-        refined, file = self._task.refined, self._task.file
-        head = refined or self._releases.refinable
-        if head is None or not file.training.refine or self._receiver.is_stopped:
-            return False
-        if refined is not None:
-            is_replaced = refinement.is_over(self._store, refined)
-        else:
-            is_replaced = refinement.begin_if_due(self._store, head, deadline_s=file.deadline_s)
-        if is_replaced:
-            self._receiver.check_writable(refinement.room_bytes(head, self._task.manifest))
-        return is_replaced
 
     def _handle_messages(self, messages: list[mqtt.Received]) -> None:
         try:
@@ -229,6 +212,45 @@ class Aggregator(EventLoop):
         elif self._training.finish(event):
             self._update_releases()  # receivers serve the round's tensors before devices know of them
             self._announcements.open_round()
+
+
+def serve(
+    task: Task,
+    store: Store,
+    *,
+    broker: Brokers,
+    access: BrokerAccess = NO_AUTHENTICATION,
+    embedded_broker: bool = False,
+    events: Events | None = None,
+    external_training: bool = False,
+    is_coordinator: bool = False,
+) -> None:
+    """Serve a fleet, with a broker in this process if asked for, until `Stop` is put into `events`.
+
+    With `external_training`, programs of their own train, `aggregator train`; with `is_coordinator`, such programs
+    take the uploads, `aggregator receive`.
+
+    Raises:
+        ConfigError: the embedded broker cannot listen.
+        StateError: the state directory cannot be used.
+        ThreadFailed: a thread that it depends on has ended.
+    """
+    events = queue.SimpleQueue() if events is None else events
+    with contextlib.ExitStack() as cleanup:
+        if embedded_broker:
+            embedded = EmbeddedBroker(addresses_of(broker)[0], on_failure=events.put)
+            embedded.start()
+            cleanup.callback(embedded.stop)
+        aggregator = Aggregator(
+            task,
+            store,
+            broker=broker,
+            access=access,
+            events=events,
+            external_training=external_training,
+            is_coordinator=is_coordinator,
+        )
+        aggregator.run()
 
 
 def _next_epoch(task: Task, store: Store) -> int:

@@ -24,7 +24,6 @@ from aggregator.storage.store import Store
 from aggregator.storage.stored_values import (
     HeadRateLimit,
     LostFiles,
-    Refinement,
     SigningKey,
     TaskPreparation,
     Traffic,
@@ -85,7 +84,6 @@ def _collect(store: Store) -> model.Status:
         algorithm=served.algorithm,
         task=task.hex(),
         preparing=preparation.algorithm if is_running and preparation is not None else "",
-        refines=_refined(store, task),
         classes=served.classes,
         quorum=settings.quorum,
         retrain_after=settings.retrain_after,
@@ -127,21 +125,6 @@ def _current_files(folder: Path, heads: Iterable[HeadRecord], current: int) -> d
     ]:
         return {}
     return {path.name: str(path.resolve()) for path in (head, model) if path.is_file()}
-
-
-def _refined(store: Store, task: bytes) -> model.Refined | None:
-    known = store.facts.get(Refinement)
-    if known is None or known.refined != task:
-        return None
-    submissions = store.submissions.all(known.task).values()
-    evaluations = _usable(store.evaluations.of_head(known.task, known.head))
-    return model.Refined(
-        task=known.task.hex(),
-        head=known.head,
-        devices=len(submissions),
-        bytes=sum(record.size_bytes for record in submissions),
-        held_out=model.HeldOut(**_accuracy(evaluations), devices=len(evaluations)),
-    )
 
 
 def _failed_training(

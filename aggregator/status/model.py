@@ -146,16 +146,6 @@ class Head(msgspec.Struct, frozen=True, kw_only=True):
     held_out: HeldOut
 
 
-class Refined(msgspec.Struct, frozen=True, kw_only=True):
-    """FedTC's head that the task refines, by statistics of its adapter's features, and what it has cost."""
-
-    task: Annotated[str, Meta(description="sha256 of FedTC's task manifest.")]
-    head: Annotated[int, Meta(description="Its version.")]
-    devices: Annotated[int, Meta(description="Devices that have submitted prototypes.")]
-    bytes: Annotated[int, Meta(description="Size of their submissions.")]
-    held_out: HeldOut
-
-
 class Quota(msgspec.Struct, frozen=True, kw_only=True):
     """A quota of the task file, and how much of it the fleet uses."""
 
@@ -198,7 +188,6 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
             description="Algorithm of a task whose graphs are being exported, before it is served; or empty."
         ),
     ]
-    refines: Annotated[Refined | None, Meta(description="Null unless the task refines a head of FedTC's.")]
     classes: tuple[str, ...]
     quorum: int
     retrain_after: int

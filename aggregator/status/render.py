@@ -16,7 +16,6 @@ from aggregator.status.model import (
     FailedTraining,
     Head,
     Quotas,
-    Refined,
     Round,
     Status,
 )
@@ -132,8 +131,6 @@ def _below(status: Status) -> Iterator[tuple[str, ...]]:
     yield from _lost(status)
     yield "", _coverage(status)
     yield from _few_prototypes(status)
-    if (before := status.refines) is not None:
-        yield "", _refined(before, sum(device.bytes for device in status.devices))
     if progress := _progress(status):
         yield "", progress
     for head in status.heads[-SHOWN_HEADS:]:
@@ -150,16 +147,6 @@ def _below(status: Status) -> Iterator[tuple[str, ...]]:
         yield "refused", text, "yellow"
     if status.head_path:
         yield "", f"current: {status.head_path}"
-
-
-def _refined(before: Refined, statistics_bytes: int) -> str:
-    held_out = before.held_out
-    accuracy = "" if held_out.accuracy is None else f", accuracy {held_out.accuracy:.1%} on held-out images"
-    prototypes = f"prototypes of {counted(before.devices, 'device')}, {_megabytes(before.bytes)}"
-    return (
-        f"refines FedTC's head {before.head}{accuracy}: {prototypes}; then statistics of its adapter's features, "
-        f"{_megabytes(statistics_bytes)}"
-    )
 
 
 def _megabytes(size: int) -> str:

@@ -77,28 +77,6 @@ class BlobLocation(msgspec.Struct, frozen=True):
     """Of the form s3://BUCKET/PREFIX; empty until its owner was written."""
 
 
-class Refinable(msgspec.Struct, frozen=True):
-    """The first head of FedTC's that waited for devices to evaluate it before it, or a later one, is refined."""
-
-    task: bytes
-    """FedTC's task."""
-    head: int
-    """Its head."""
-    since_s: float
-    """Elapsed time."""
-
-
-class Refinement(msgspec.Struct, frozen=True):
-    """The task that refines a head of FedTC's: devices upload statistics of its adapter's features."""
-
-    task: bytes
-    """FedTC's task."""
-    head: int
-    """Its head."""
-    refined: bytes = b""
-    """The task of the statistics, once it was served."""
-
-
 class Leader(msgspec.Struct, frozen=True):
     """Which aggregator of the fleet leads, on PostgreSQL: the number of times that one has taken the lead."""
 

@@ -115,7 +115,7 @@ class Restoration:
         is_due = digest in {task.digest, *task.blobs} and now_s >= next_s
         if is_due and not self._store.blobs.is_whole(digest):
             self._exports[digest] = (now_s + pause_s, min(2 * pause_s, MAX_EXPORT_PAUSE_S))
-            prepare_task(task.file, task.backbone_files, store=self._store, feature_map=task.feature_map)
+            prepare_task(task.file, task.backbone_files, store=self._store)
         if self._store.blobs.is_whole(digest):
             event(log, logging.WARNING, "blob restored: check the disk or the object store", digest=digest)
             return True

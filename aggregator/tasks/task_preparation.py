@@ -1,26 +1,22 @@
 """Prepares a task: reads its backbones, exports its graphs, and stores the blobs that devices download."""
 
-import contextlib
 import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import numpy as np
 
-from aggregator.algorithms.statistics.feature_map import FeatureMap, RowMap, selected
+from aggregator.algorithms.statistics.feature_map import FeatureMap, selected
 from aggregator.algorithms.tensors import pack_tensors
 from aggregator.config.schema import TaskFile
 from aggregator.ingest.validation import Expectation
-from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import IntakeTask, Refinable, Refinement
+from aggregator.storage.stored_values import IntakeTask
 from aggregator.tasks.graph_cache import cached_graphs
 from aggregator.tasks.manifests import program_of, task_manifest
-from aggregator.tasks.refinement import delete_outdated, refined_head
-from protocol.errors import BlobLost, ConfigError
+from protocol.errors import ConfigError
 from protocol.models.onnx_metadata import BackboneMetadata, read_metadata
 from protocol.wire.codec import encode
 from protocol.wire.messages import MAX_MAPPED_SIZE, BlobRef, Statistics, TaskManifest
@@ -38,12 +34,10 @@ class Task:
     """The tensors of round 0; None without rounds."""
     backbone_files: tuple[Path, ...] = ()
     """The backbones as the task file names them."""
-    feature_map: RowMap | None = None
+    feature_map: FeatureMap | None = None
     """The map of features whose sums devices upload; None without statistics."""
     widths: tuple[int, ...] = ()
     """The number of features of each backbone that are used; without rounds and statistics."""
-    refined: HeadRecord | None = None
-    """FedTC's head whose adapter is the map."""
 
     @property
     def manifest(self) -> TaskManifest:
@@ -83,49 +77,8 @@ class Task:
         return {blob.digest for blob in (*self.manifest.backbones, *graphs, *first, *maps)}
 
 
-def task_to_serve(task: Task, store: Store) -> Task:
-    """Return the task itself, or with `training.refine` the one that refines its head, once that is in use.
-
-    Raises StateError if the state directory cannot be written.
-    """
-    if not task.file.training.refine:
-        return task
-    store.blobs.put(encode(task.manifest))  # deleted while its head was refined
-    if (head := refined_head(store, task.digest)) is not None:
-        with contextlib.suppress(BlobLost):  # FedTC makes another one
-            return _refining(task, head, store)
-    delete_outdated(store, task.digest)
-    return task
-
-
-def _refining(task: Task, head: HeadRecord, store: Store) -> Task:
-    """Return the task whose statistics refine a head of FedTC's task."""
-    from aggregator.graphs.adapter_map import adapter_of
-
-    feature_map = adapter_of(store.blobs.read(head.digest))
-    file = msgspec.structs.replace(task.file, algorithm="statistics")
-    statistics = _statistics(feature_map, store, num_classes=len(file.classes))
-    manifest = task_manifest(file, task.manifest.backbones, statistics=statistics)
-    digest = store.blobs.put(encode(manifest))
-    store.facts.put(Refinement(head.task, head.version, digest))
-    store.facts.delete(Refinable)
-    return Task(
-        file=file,
-        feature_size=task.feature_size,
-        expectation=Expectation(digest, manifest, statistics.size),
-        first_tensors=None,
-        backbone_files=task.backbone_files,
-        feature_map=feature_map,
-        refined=head,
-    )
-
-
-def prepare_task(
-    file: TaskFile, backbones: Sequence[Path], *, store: Store, feature_map: RowMap | None = None
-) -> Task:
+def prepare_task(file: TaskFile, backbones: Sequence[Path], *, store: Store) -> Task:
     """Store the blobs of a task file's task: backbones, graphs and tensors for rounds, and the manifest.
-
-    `feature_map` is the map of a task with statistics, by default the task file's.
 
     Raises:
         ConfigError: a backbone is no ONNX file, mapped features are too long, the graphs cannot be exported, or the
@@ -150,9 +103,8 @@ def prepare_task(
         shapes = {name: tensors[name].shape for name in learning.uploaded}
         first = store.put_blob(pack_tensors(tensors), "tensors-0")
     statistics = None
-    if feature_map is None:
-        normalized = all(each.blocks for each in described.values())
-        feature_map = feature_map_of(file, feature_size, columns=columns, normalized=normalized)
+    normalized = all(each.blocks for each in described.values())
+    feature_map = feature_map_of(file, feature_size, columns=columns, normalized=normalized)
     if feature_map is not None:
         statistics = _statistics(feature_map, store, num_classes=len(file.classes))
         prototype_size = statistics.size
@@ -222,7 +174,7 @@ def feature_map_of(
     return found
 
 
-def _statistics(feature_map: RowMap, store: Store, *, num_classes: int) -> Statistics:
+def _statistics(feature_map: FeatureMap, store: Store, *, num_classes: int) -> Statistics:
     """Store the map that devices download."""
     from aggregator.graphs.head_export import map_to_onnx
 

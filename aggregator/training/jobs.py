@@ -10,7 +10,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
-from aggregator.algorithms.statistics.feature_map import FeatureMap, RowMap
+from aggregator.algorithms.statistics.feature_map import FeatureMap
 from aggregator.config.schema import Robust, TaskFile, Training
 from aggregator.ingest.validation import Refused, read_message
 from aggregator.storage.blobs.blobs import open_blobs
@@ -109,17 +109,10 @@ class StatisticsJob(CollectionJob, frozen=True, kw_only=True, dict=True):
     columns: tuple[tuple[int, int], ...] = ()
     normalized: bool = False
     engine: Literal["local", "ray"] = "local"
-    adapter: str = ""
-    """Hex digest of FedTC's head, a blob, whose adapter is the map; empty for random features."""
 
     @cached_property
-    def feature_map(self) -> RowMap:
+    def feature_map(self) -> FeatureMap:
         """The map of features whose sums devices upload."""
-        if self.adapter:
-            from aggregator.graphs.adapter_map import adapter_of  # onnx, as in `write_head`
-
-            head = open_blobs(self.blobs).read(bytes.fromhex(self.adapter))
-            return adapter_of(head)
         return FeatureMap(self.feature_size, self.random_features, self.seed, self.columns, self.normalized)
 
     @property

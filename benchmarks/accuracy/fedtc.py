@@ -8,21 +8,18 @@ from typing import Literal, get_args
 
 import click
 import numpy as np
-from numpy.typing import NDArray
 
 from aggregator.algorithms.fedtc.adapter_steps import torch_device
-from aggregator.algorithms.fedtc.head import Dense
-from aggregator.config.schema import MAX_MULTIPLE, Robust, Training
+from aggregator.config.schema import MAX_MULTIPLE, Training
 from aggregator.training.head_job import recipe_of
 from benchmarks.data.features import BackboneType, Precision, load_features, prepared, projected
 from benchmarks.data.images import NAMES
 from benchmarks.options import Option, repeated
 from benchmarks.report import Table, json_option, write_json
 from protocol.errors import ConfigError
-from protofleet.simulation import statistics as statistics_fleet
 from protofleet.simulation.fedtc import Result, Settings, run_ceiling, train_fleet
 from protofleet.simulation.fleet import Features
-from protofleet.simulation.partitions import Partition, parse_partition, share_out
+from protofleet.simulation.partitions import Partition, parse_partition
 
 COLUMNS = {
     "partition": "<24",
@@ -121,7 +118,6 @@ def fleet_options(command: Callable[..., None]) -> Callable[..., None]:
     default=None,
     help="Reduce the adapter to a low rank and float16, or not.  [default: the recipe's]",
 )
-@click.option("--refined", is_flag=True, help="Refine each head by a second upload, as `refine = true` does.")
 @click.option(
     "--images",
     type=click.IntRange(min=1),
@@ -150,7 +146,6 @@ def command(
     recipe: Literal["default", "paper"],
     restore: bool | None,
     compress: bool | None,
-    refined: bool,
     max_multiple: float,
     images: int | None,
     epochs: int | None,
@@ -178,7 +173,7 @@ def command(
     results = []
     accuracies: dict[str, list[float]] = {}
     parts = {seed: _few_of(features, images, seed) if images else features for seed in seeds}
-    for result in _runs(parts, partitions, settings, refined=refined, ceiling=ceiling):
+    for result in _runs(parts, partitions, settings, ceiling=ceiling):
         results.append(result)
         accuracies.setdefault(result.partition, []).append(result.accuracy)
         table.row(*_cells(result))
@@ -213,44 +208,15 @@ def _runs(
     partitions: Sequence[Partition],
     settings: Settings,
     *,
-    refined: bool,
     ceiling: bool,
 ) -> Iterator[Result]:
     """Yield the results of the features of each seed."""
     for partition in partitions:
         for seed, features in parts.items():
-            result, head = train_fleet(features, partition, settings, seed=seed)
-            yield result
-            if refined and len(head) > 1:  # a linear discriminant has no adapter
-                rng = np.random.default_rng(seed)
-                owners = share_out(features.train_labels, partition, clients=settings.clients, rng=rng)
-                again = refined_fleet(features, owners, settings, result, head)
-                yield replace(again, partition=f"{partition}, refined")
+            yield train_fleet(features, partition, settings, seed=seed)[0]
     if ceiling:
         for seed, features in parts.items():
             yield run_ceiling(features, settings, seed=seed)
-
-
-def refined_fleet(
-    features: Features, owners: NDArray[np.int64], settings: Settings, result: Result, head: Sequence[Dense]
-) -> Result:
-    """Return the head of rows of FedTC's groups, of its adapter's features, and the bytes of both uploads.
-
-    `owners` are the clients of the training images, (n,).
-    """
-    robust = Robust(detect_outliers=False, max_multiple=settings.max_multiple)
-    mapped = statistics_fleet.map_by_adapter(features, head)
-    made = statistics_fleet.run_fleet(
-        mapped, owners, batch_size=settings.batch_size, seed=result.seed, robust=robust
-    )
-    return replace(
-        result,
-        accuracy=made.accuracy,
-        calibration_error=made.calibration_error,
-        bytes_up=result.bytes_up + made.bytes_up,
-        head_bytes=made.head_bytes,
-        train_seconds=result.train_seconds + made.solve_seconds,
-    )
 
 
 def _cells(result: Result) -> tuple[object, ...]:

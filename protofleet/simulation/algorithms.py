@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aggregator.algorithms.algorithm import Algorithm
-from aggregator.algorithms.fedtc.head import Dense, logits_of
+from aggregator.algorithms.fedtc.head import logits_of
 from aggregator.algorithms.fedtc.recipe import RECIPES
 from aggregator.algorithms.fedtc.train_head import train_head
 from aggregator.config.schema import Client as ClientSettings
@@ -61,44 +61,18 @@ def fedtc_settings(clients: Sequence[Client], *, robust: Robust = NO_OUTLIERS) -
     )
 
 
-def train_fedtc(
-    clients: Sequence[Client], *, robust: Robust = NO_OUTLIERS
-) -> tuple[Trained, Sequence[Dense]]:
-    """Return FedTC's result, and its head; the clients have the same test images."""
+def train_fedtc(clients: Sequence[Client], *, robust: Robust = NO_OUTLIERS) -> Trained:
+    """Return FedTC's result; the clients have the same test images."""
     features, owners = pooled(clients)
     started_s = time.process_time()
     made, head = fedtc.train_clients(features, owners, fedtc_settings(clients, robust=robust), seed=SEED)
-    trained = Trained(
+    return Trained(
         logits=[logits_of(head, features.test)] * len(clients),
         uploads=1,
         up_bytes=made.bytes_up / len(clients),
         down_bytes=len(statistics.head_file(features, head)),
         seconds=time.process_time() - started_s,
         quarantined=made.quarantined,
-        counting=made.counting,
-    )
-    return trained, head
-
-
-def refine(
-    first: Trained, head: Sequence[Dense], clients: Sequence[Client], *, robust: Robust = NO_OUTLIERS
-) -> Trained:
-    """Return FedTC's head made again of its adapter's features; without an adapter there is no second upload."""
-    if len(head) == 1:
-        return first
-    features, owners = pooled(clients)
-    started_s = time.process_time()
-    data = statistics.map_by_adapter(features, head)
-    made = statistics.run_fleet(
-        data, owners, batch_size=ClientSettings().batch_size, seed=SEED, robust=robust
-    )
-    return Trained(
-        logits=[made.logits] * len(clients),
-        uploads=2,
-        up_bytes=first.up_bytes + made.bytes_up / len(clients),
-        down_bytes=first.down_bytes + made.map_bytes + made.head_bytes,
-        seconds=first.seconds + time.process_time() - started_s,
-        quarantined=tuple(made.quarantined),
         counting=made.counting,
     )
 

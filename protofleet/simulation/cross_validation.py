@@ -164,7 +164,7 @@ def _in_one_place(model: Any, clients: Sequence[Client]) -> _Predicted:
 
 
 def _fedtc(clients: Sequence[Client]) -> _Predicted:
-    trained, _ = algorithms.train_fedtc(clients, robust=Robust())
+    trained = algorithms.train_fedtc(clients, robust=Robust())
     return trained.logits[0].argmax(axis=1), trained.up_bytes
 
 

@@ -21,10 +21,10 @@ from protofleet.simulation.dataset import Dataset
 from protofleet.simulation.fleet import Client
 from protofleet.simulation.partitions import Partition, parse_partition, share_out
 
-FEDTC, REFINED, STATISTICS = "fedtc", "fedtc-refined", "statistics"
+FEDTC, STATISTICS = "fedtc", "statistics"
 ALONE, ALL_IMAGES = "alone", "all-images"
 
-ALGORITHMS = (FEDTC, REFINED, STATISTICS, *IN_ROUNDS, ALONE, ALL_IMAGES)
+ALGORITHMS = (FEDTC, STATISTICS, *IN_ROUNDS, ALONE, ALL_IMAGES)
 """The algorithms that can be simulated; `alone` is each device without the fleet, `all-images` training on all images
 in one place."""
 
@@ -265,10 +265,8 @@ def _train(
 ) -> Iterator[tuple[Trained, str]]:
     """Yield the result of each algorithm; only devices with images take part, and all are evaluated."""
     members = [client for client in clients if len(client.train_labels)]
-    fedtc = functools.cache(lambda: methods.train_fedtc(members, robust=robust))
     runs: Mapping[str, Callable[[], Trained]] = {
-        FEDTC: lambda: fedtc()[0],
-        REFINED: lambda: methods.refine(*fedtc(), members, robust=robust),
+        FEDTC: lambda: methods.train_fedtc(members, robust=robust),
         STATISTICS: lambda: methods.train_statistics(
             members, batch_size=ClientSettings().batch_size, robust=robust
         ),

@@ -12,9 +12,8 @@ import onnxruntime
 from numpy.typing import NDArray
 
 from aggregator.algorithms.fedtc.head import Dense
-from aggregator.algorithms.statistics.feature_map import FeatureMap, RowMap
+from aggregator.algorithms.statistics.feature_map import FeatureMap
 from aggregator.config.schema import Robust
-from aggregator.graphs.adapter_map import adapter_of
 from aggregator.graphs.head_export import head_to_onnx, map_to_onnx, mapped
 from aggregator.training.jobs import StatisticsJob, read_result, write_result
 from aggregator.training.robust.weights import Counting
@@ -39,10 +38,8 @@ class MappedFeatures:
     """A data set and the rows of its training images, int8 (n, D), by a map."""
 
     features: Features
-    feature_map: RowMap
+    feature_map: FeatureMap
     rows: NDArray[np.int8]
-    refined: bytes = b""
-    """FedTC's head, if the map is its adapter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,13 +72,6 @@ def map_features(features: Features, *, random_features: int, seed: int) -> Mapp
     return MappedFeatures(features, feature_map, _rows(features, feature_map))
 
 
-def map_by_adapter(features: Features, head: Sequence[Dense]) -> MappedFeatures:
-    """Map a data set's training features by the adapter of FedTC's head."""
-    file = head_file(features, head)
-    feature_map = adapter_of(file)
-    return MappedFeatures(features, feature_map, _rows(features, feature_map), file)
-
-
 def head_file(features: Features, head: Sequence[Dense]) -> bytes:
     """Return FedTC's head as the ONNX file that devices download."""
     metadata = HeadMetadata(
@@ -95,7 +85,7 @@ def head_file(features: Features, head: Sequence[Dense]) -> bytes:
     return head_to_onnx(head, metadata=metadata)
 
 
-def _rows(features: Features, feature_map: RowMap) -> NDArray[np.int8]:
+def _rows(features: Features, feature_map: FeatureMap) -> NDArray[np.int8]:
     starts = range(0, len(features.train), ROWS_PER_RUN)
     rows = [to_rows(mapped(feature_map, features.train[start : start + ROWS_PER_RUN])) for start in starts]
     return np.concatenate(rows)
@@ -134,10 +124,9 @@ def run_fleet(
             members=members,
             blobs=str(blobs.folder),
             feature_size=data.feature_map.feature_size,
-            random_features=getattr(data.feature_map, "random_features", 0),
-            seed=getattr(data.feature_map, "seed", 0),
-            normalized=getattr(data.feature_map, "normalized", False),
-            adapter=blobs.put(data.refined).hex() if data.refined else "",
+            random_features=data.feature_map.random_features,
+            seed=data.feature_map.seed,
+            normalized=data.feature_map.normalized,
             robust=robust,
             folder=folder,
         )

@@ -22,7 +22,6 @@ from protofleet.simulation.algorithms import SEED, Logits
 from protofleet.simulation.fleet import Client
 
 FEDTC = "fedtc"
-REFINED = "fedtc, `refine = true`"
 STATISTICS = "statistics"
 SINGLE_IMAGES = "statistics, `batch_size = 1`"
 ALONE = "each device alone"
@@ -31,7 +30,7 @@ ALL_FEATURES = "all features in one place"
 IN_ROUNDS: tuple[Algorithm, ...] = (Hierarchical(), FedPCL(), FPL(), FedProto())
 
 NAMES = (
-    *(FEDTC, REFINED, STATISTICS, SINGLE_IMAGES),
+    *(FEDTC, STATISTICS, SINGLE_IMAGES),
     *(algorithm.name for algorithm in IN_ROUNDS),
     *(ALONE, ALL_FEATURES),
 )
@@ -51,13 +50,10 @@ def train_all(
 ) -> Iterator[tuple[str, Trained]]:
     """Yield what each algorithm makes of a fleet, by its name in tables; all clients have the same test images.
 
-    Of `names`, the two of FedTC come together. Without `prior` there is no `with_prior` of an algorithm that would have
-    to train again for it.
+    Without `prior` there is no `with_prior` of an algorithm that would have to train again for it.
     """
-    if FEDTC in names or REFINED in names:
-        first, head = algorithms.train_fedtc(clients)
-        yield FEDTC, _one_head(first, clients)
-        yield REFINED, _one_head(algorithms.refine(first, head, clients), clients)
+    if FEDTC in names:
+        yield FEDTC, _one_head(algorithms.train_fedtc(clients), clients)
     for name, batch_size in ((STATISTICS, ClientSettings().batch_size), (SINGLE_IMAGES, 1)):
         if name in names:
             yield name, _one_head(algorithms.train_statistics(clients, batch_size=batch_size), clients)

@@ -19,7 +19,6 @@ from aggregator.algorithms.hierarchical import Hierarchical
 from aggregator.config.schema import Robust
 from aggregator.training.fleet_head import train_fleet_head
 from benchmarks.accuracy import baselines
-from benchmarks.accuracy.fedtc import refined_fleet
 from benchmarks.pages import ROOT
 from benchmarks.research import cells
 from protocol.wire.codec import encode, to_tensor
@@ -153,16 +152,6 @@ def _fedtc_floats(
         yield Point(setting=f"B {batch}", accuracy=accuracy, bytes_up=sum(sizes))
 
 
-def _refined(fleet: Fleet, *, batches: Sequence[int], size: int = 0) -> Iterator[Point]:
-    features = fleet.project(size) if size else fleet.features
-    for batch in batches:
-        settings = fleet.settings(batch=batch)
-        first, head = fedtc.train_clients(features, fleet.owners, settings, seed=fleet.seed)
-        if len(head) > 1:  # a linear discriminant has no adapter
-            made = refined_fleet(features, fleet.owners, settings, first, head)
-            yield Point(setting=f"B {batch}", accuracy=made.accuracy, bytes_up=made.bytes_up, uploads=2)
-
-
 def _all_features(fleet: Fleet, *, layers: str = "") -> Iterator[Point]:
     """Yield FedTC's head of all features in one place, and the bytes of these in float32."""
     features = fleet.of_layers(layers).features
@@ -263,8 +252,6 @@ METHODS: Mapping[str, Callable[[Fleet], Iterator[Point]]] = MappingProxyType(
         **{f"FedTC, {name}": partial(_fedtc, batches=(5,), layers=layers) for name, layers in LAYERS.items()},
         "FedTC, float16": partial(_fedtc_floats, batches=(25, 5), dtype=np.float16),
         "FedTC as printed, float32": partial(_fedtc_floats, batches=(5,), dtype=np.float32, recipe="paper"),
-        "FedTC refined": partial(_refined, batches=(25, 5)),
-        "FedTC refined, 320 components": partial(_refined, batches=(5,), size=320),
         "FedTC, cells of 50": partial(_cells, batch=5, cell=50),
         "statistics, groups": partial(_statistics, batch=5, sizes=(160, 320, 0)),
         "statistics, sums": partial(_statistics, batch=1, sizes=(160, 320, 640, 0)),

@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import onnx
 import pytest
@@ -249,41 +248,6 @@ def _without_metadata(head: Path) -> bytes:
     model = onnx.load(head)
     del model.metadata_props[:]
     return bytes(model.SerializeToString())
-
-
-@on_mosquitto
-def test_head_of_fedtc_is_refined(fleet: Fleet, tmp_path: Path) -> None:
-    """Once all devices have FedTC's head, they upload rows of its adapter's features, and get the head of these.
-
-    The backbone's file is not read for that. An aggregator that is killed then serves the same task.
-    """
-    tables = '[training]\nrefine = true\nrecipe = "paper"\nepochs = 1\ndevice = "cpu"\n'
-    task = write_task(tmp_path, quorum=2, tables=tables)
-    fleet.start_aggregator(task)
-    fleet.wait_for_log("aggregator", "connected to the broker")
-    backbone = (tmp_path / "backbone-0.onnx").rename(tmp_path / "moved.onnx")
-    names = ("device-0", "device-1")
-    for name, share in zip(names, ([0, 1, 2, 3, 4, 5], [4, 5, 6, 7, 8, 9]), strict=True):
-        fleet.start_device(name, write_digits(tmp_path / f"data-{name}", classes=share))
-    refined = fleet.wait_for("the refined head", lambda s: s["refines"] and _is_used(s, devices=2))
-    fleet.kill("aggregator")
-    backbone.rename(tmp_path / "backbone-0.onnx")
-    fleet.start_aggregator(task)
-    summary = fleet.wait_for("the restart", lambda s: s["running"] and _is_used(s, devices=2))
-    assert summary["task"] == refined["task"] != summary["refines"]["task"]
-    assert (summary["algorithm"], summary["submissions"], summary["refusals"]) == ("statistics", 2, [])
-    assert (summary["refines"]["head"], summary["refines"]["devices"]) == (1, 2)
-    assert summary["refines"]["held_out"]["devices"] == 2
-    (head,) = summary["heads"]
-    assert (head["devices"], head["metrics"]["onnx_max_difference"] <= 1e-4) == (2, True)
-    assert fleet.log("aggregator").count("refining the head") == 1
-    predicted = fleet.predict("device-0", next((tmp_path / "data-device-1" / "9").glob("*.png")))
-    assert predicted["label"] in CLASSES
-
-
-def _is_used(summary: dict[str, Any], *, devices: int) -> bool:
-    """Return True if the first head of the task was evaluated by so many devices."""
-    return bool(summary["heads"]) and summary["heads"][0]["held_out"]["devices"] == devices
 
 
 @on_mosquitto

@@ -337,25 +337,6 @@ def test_settings_that_statistics_lack_are_refused(
         load_task(_write(tmp_path, MINIMAL + STATISTICS + more + "\n"))
 
 
-@pytest.mark.parametrize(
-    ("more", "expected"),
-    [
-        (DP, "training.refine has no noise, and no differential privacy: remove it"),
-        ('[privacy.perturbation]\non = "prototypes"\nscale = 1', "uploads no prototypes"),
-        ("[robust]\ncombine = 'median'", "have no median"),
-    ],
-)
-def test_settings_that_exclude_refining_are_refused(tmp_path: Path, more: str, expected: str) -> None:
-    """Its second upload is one of statistics; the first may filter outliers."""
-    fedtc = "[training]\nrefine = true\n"
-    task, _ = load_task(_write(tmp_path, MINIMAL + fedtc + "[client]\nalpha = 0.9\n"))
-    assert (task.training.refine, task.client.alpha) == (True, 0.9)
-    with pytest.raises(ConfigError, match=expected):
-        load_task(_write(tmp_path, MINIMAL + fedtc + more + "\n"))
-    with pytest.raises(ConfigError, match=r"`training\.refine`: .*does not use this setting"):
-        load_task(_write(tmp_path, MINIMAL + STATISTICS + fedtc))
-
-
 def test_table_of_statistics_needs_the_algorithm(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match='algorithm = "fedtc" does not use this setting'):
         load_task(_write(tmp_path, MINIMAL + "[statistics]\nfeatures = 8\n"))

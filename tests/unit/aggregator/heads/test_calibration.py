@@ -266,11 +266,10 @@ PRIVATE = structs.replace(SERVED_MANIFEST, differential_privacy=PRIVACY)
 @pytest.mark.parametrize(
     "changed",
     [
-        {"file": structs.replace(TASK_FILE, training=Training(refine=True))},
         {"file": structs.replace(TASK_FILE, training=Training(calibrate=False))},
         {"expectation": replace(EXPECTED, manifest=PRIVATE)},
     ],
-    ids=["to be refined", "turned off", "private"],
+    ids=["turned off", "private"],
 )
 def test_some_heads_are_not_calibrated(world: World, changed: dict[str, Any]) -> None:
     world.task = replace(SERVING, **changed)
