@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from aggregator.algorithms.fedtc.arrays import Arrays
 from aggregator.algorithms.fedtc.head import Dense
 from aggregator.algorithms.fedtc.recipe import RECIPES, Recipe
-from aggregator.algorithms.statistics.feature_map import RowMap, selected
+from aggregator.algorithms.statistics.feature_map import FeatureMap, selected
 from aggregator.config.schema import Training
 from aggregator.graphs.head_export import head_to_onnx, max_difference
 from aggregator.ingest.validation import Expectation, Prototypes, check_submission
@@ -133,7 +133,7 @@ def write_checked(
     figures: dict[str, float],
     *,
     features: NDArray[np.float32],
-    feature_map: RowMap | None = None,
+    feature_map: FeatureMap | None = None,
 ) -> dict[str, float]:
     """Write a head's files, and return its figures with the greatest difference from its layers on these features.
 

@@ -4,7 +4,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 import numpy as np
 from msgspec import UnsetType
@@ -63,44 +62,9 @@ Nodes = tuple[list[str], dict[str, NDArray[np.generic]]]
 """The nodes of an ONNX graph, `feature` to `projection`, and its constants."""
 
 
-class RowMap(Protocol):
-    """Features (n, L) to rows (n, D) of integers from -MAX_VALUE to MAX_VALUE."""
-
-    @property
-    def feature_size(self) -> int:
-        """L."""
-
-    @property
-    def size(self) -> int:
-        """D, the length of a row."""
-
-    @property
-    def longest(self) -> Sequence[tuple[slice, float]]:
-        """The parts of a row, each with the length that no image's is above."""
-
-    def nodes(self) -> Nodes:
-        """Return the graph."""
-
-
 def selected(columns: Sequence[tuple[int, int]] | UnsetType, feature_size: int) -> NDArray[np.intp]:
     """Return the columns in these ranges, start and end; all of `feature_size` without ranges."""
     return np.concatenate([np.arange(*each) for each in columns or [(0, feature_size)]])
-
-
-def shortened(rows: NDArray[np.integer], feature_map: RowMap) -> NDArray[np.int8]:
-    """Return rows of groups (n, D), of which none is longer than GROUP_LENGTH times an image's.
-
-    A row is as far from its class's mean as one image if the images of its group are independent. Those of others
-    are longer, and a device could make them as long as their integers allow.
-    """
-    short = np.array(rows, np.int8)
-    for at in range(0, len(rows), BLOCK):
-        block = rows[at : at + BLOCK].astype(np.float64)
-        for part, longest in feature_map.longest:
-            length = np.linalg.norm(block[:, part], axis=1, keepdims=True)
-            block[:, part] *= np.minimum(1.0, GROUP_LENGTH * longest / np.maximum(length, longest))
-        short[at : at + BLOCK] = np.rint(block)
-    return short
 
 
 @dataclass(frozen=True)
@@ -182,3 +146,19 @@ class FeatureMap:
     @property
     def _levels(self) -> int:
         return FINE_LEVELS if self.normalized else LEVELS
+
+
+def shortened(rows: NDArray[np.integer], feature_map: FeatureMap) -> NDArray[np.int8]:
+    """Return rows of groups (n, D), of which none is longer than GROUP_LENGTH times an image's.
+
+    A row is as far from its class's mean as one image if the images of its group are independent. Those of others
+    are longer, and a device could make them as long as their integers allow.
+    """
+    short = np.array(rows, np.int8)
+    for at in range(0, len(rows), BLOCK):
+        block = rows[at : at + BLOCK].astype(np.float64)
+        for part, longest in feature_map.longest:
+            length = np.linalg.norm(block[:, part], axis=1, keepdims=True)
+            block[:, part] *= np.minimum(1.0, GROUP_LENGTH * longest / np.maximum(length, longest))
+        short[at : at + BLOCK] = np.rint(block)
+    return short

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from aggregator.algorithms.statistics.feature_map import RowMap
+from aggregator.algorithms.statistics.feature_map import FeatureMap
 from protocol.errors import ProtofleetError
 from protocol.statistics.row_sums import RowSums
 from protocol.statistics.second_moment import from_triangle, triangle_size
@@ -111,7 +111,7 @@ def within_scatter(total: Moments) -> NDArray[np.float64]:
     return square
 
 
-def require_image_lengths(part: Moments, feature_map: RowMap) -> None:
+def require_image_lengths(part: Moments, feature_map: FeatureMap) -> None:
     """Raise ProtofleetError if rows are longer than the map makes those of images, in the mean of a class or of all.
 
     Sums of longer ones would decide the scatter of the fleet.

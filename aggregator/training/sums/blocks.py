@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from aggregator.algorithms.statistics.feature_map import BLOCK, RowMap, shortened
+from aggregator.algorithms.statistics.feature_map import BLOCK, FeatureMap, shortened
 from aggregator.algorithms.statistics.moments import (
     WHOLE,
     Moments,
@@ -157,7 +157,7 @@ def subtract_block(block: Block, total: Moments) -> tuple[Moments, None]:
     return total, None
 
 
-def submitted_moments(submission: Submission, expectation: Expectation, feature_map: RowMap) -> Moments:
+def submitted_moments(submission: Submission, expectation: Expectation, feature_map: FeatureMap) -> Moments:
     """Return the moments of one device; raises Refused unless they can be those of images."""
     values, labels, counts = check_statistics(submission, expectation)
     classes = len(expectation.manifest.classes)
