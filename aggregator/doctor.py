@@ -13,8 +13,8 @@ from aggregator.config.schema import TaskFile
 from aggregator.config.task_file import load_task
 from aggregator.security.identity import aggregator_access, identity_folder
 from aggregator.security.key_rotation import require_fleet_key
-from aggregator.storage.blobs.object_blobs import ObjectBlobs
 from aggregator.storage.location import has_database
+from aggregator.storage.object_blobs import ObjectBlobs
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import BlobLocation
 from aggregator.tasks.task_preparation import read_backbone

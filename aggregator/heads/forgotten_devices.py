@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterable, Mapping
 
 from aggregator.heads.pending_training import delete_pending
-from aggregator.storage.forgotten_devices import ForgottenDevice
+from aggregator.storage.devices import ForgottenDevice
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import PendingHead, ServedTask

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from aggregator.messaging.publisher import Publisher
-from aggregator.storage.blobs.blobs import Blobs
+from aggregator.storage.blobs import Blobs
 from protocol.errors import StateError
 from protocol.log import event
 from protocol.rates.token_buckets import TokenBuckets

@@ -19,7 +19,7 @@ from aggregator.security.key_rotation import key_certificates, root_of
 from aggregator.status import model
 from aggregator.storage.device_keys import counts, refusal_reason
 from aggregator.storage.heads import HeadRecord
-from aggregator.storage.receivers import ReceiverRecord
+from aggregator.storage.programs import ReceiverRecord
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import (
     HeadRateLimit,

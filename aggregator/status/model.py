@@ -6,9 +6,8 @@ import msgspec
 from msgspec import Meta
 
 from aggregator.ingest.intake_status import Intake
-from aggregator.storage.devices import QuarantinedDevice, Refusal, UnixSeconds
-from aggregator.storage.forgotten_devices import ForgottenDevice
-from aggregator.storage.receivers import ReceiverRecord
+from aggregator.storage.devices import ForgottenDevice, QuarantinedDevice, Refusal, UnixSeconds
+from aggregator.storage.programs import ReceiverRecord
 from aggregator.storage.stored_values import Traffic, TrainingProgress
 from aggregator.storage.submissions import LostSubmission
 from protocol.wire.presence import Duplicate

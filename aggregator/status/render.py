@@ -20,7 +20,7 @@ from aggregator.status.model import (
     Status,
 )
 from aggregator.storage.heads import CALIBRATED_FROM
-from aggregator.storage.receivers import ReceiverRecord
+from aggregator.storage.programs import ReceiverRecord
 from aggregator.training.jobs import FEW_PROTOTYPES
 from protocol.cli import counted, plain
 

@@ -7,8 +7,8 @@ import msgspec
 
 from aggregator.coordination import rollout_events, rollout_state
 from aggregator.coordination.rollout_state import without_forgotten
-from aggregator.storage.changes import NEXT, keep_number, newest_change
-from aggregator.storage.forgotten_devices import ForgottenDevices
+from aggregator.storage.devices import ForgottenDevices
+from aggregator.storage.submissions import NEXT_CHANGE, keep_number, newest_change
 from protocol.storage.tables import Tables
 from protocol.wire.messages import BlobRef, Evaluation
 
@@ -112,7 +112,7 @@ class Evaluations:
     def put(self, device: str, evaluation: Evaluation, *, digest: bytes, now_s: float) -> None:
         """Store a device's evaluation of a head in place of its previous one."""
         self._database.write(
-            f"INSERT INTO evaluations VALUES (?, ?, ?, ?, ?, ?, {NEXT}) "  # noqa: S608 - of the schema
+            f"INSERT INTO evaluations VALUES (?, ?, ?, ?, ?, ?, {NEXT_CHANGE}) "  # noqa: S608 - of the schema
             "ON CONFLICT (task, device, head_version) DO UPDATE SET digest = excluded.digest, "
             "received_s = excluded.received_s, message = excluded.message, changed = excluded.changed",
             *(evaluation.task, device, evaluation.head_version, digest, now_s),

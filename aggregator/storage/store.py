@@ -7,17 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from aggregator.coordination.round_state import DeviceDecisions, Entry, State
-from aggregator.storage.blobs.blobs import blobs_of, open_blobs
-from aggregator.storage.changes import keep_number, newest_change
+from aggregator.storage.blobs import blobs_of, open_blobs
 from aggregator.storage.device_keys import DeviceKeys
-from aggregator.storage.devices import REVOKED, Devices, Quarantine, Refusals
-from aggregator.storage.forgotten_devices import ForgottenDevices
+from aggregator.storage.devices import REVOKED, Devices, ForgottenDevices, Quarantine, Refusals
 from aggregator.storage.heads import Evaluations, Heads, OperatorCommands
-from aggregator.storage.jobs import Jobs
 from aggregator.storage.location import Location, check_fleet, record, record_newest, recorded
 from aggregator.storage.postgresql.database import PostgresDatabase, check_url
 from aggregator.storage.postgresql.lead import Standby
-from aggregator.storage.receivers import Receivers
+from aggregator.storage.programs import Jobs, Receivers
 from aggregator.storage.stored_values import (
     BlobLocation,
     FailedTraining,
@@ -26,7 +23,7 @@ from aggregator.storage.stored_values import (
     ServedTask,
     TaskPreparation,
 )
-from aggregator.storage.submissions import SubmissionChanges, Submissions
+from aggregator.storage.submissions import SubmissionChanges, Submissions, keep_number, newest_change
 from protocol.errors import ConfigError, ProtofleetError, StateError
 from protocol.log import event
 from protocol.storage.blobstore import delete_temporary_files, state_errors

@@ -1,4 +1,9 @@
-"""Accepted submissions, of which the newest per device and task counts."""
+"""Accepted submissions, of which the newest per device and task counts, and the numbers of changes.
+
+A process reads from the tables only what others have changed since the last number that it has seen. Write
+transactions run one after the other, so that a greater number is a later one. No number is used again: what is deleted
+leaves its row in the table `deletions`, or raises the number of that table's row without a device.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -8,9 +13,37 @@ import msgspec
 from msgspec import Meta
 
 from aggregator.coordination.round_state import Entry
-from aggregator.storage.changes import NEXT, newest_change, record_deletion
 from aggregator.storage.devices import UnixSeconds
 from protocol.storage.tables import Tables
+
+_NEWEST = (
+    "SELECT coalesce(max(number), 0) AS number FROM (SELECT max(changed) AS number FROM submissions "
+    "UNION ALL SELECT max(changed) FROM evaluations UNION ALL SELECT max(number) FROM deletions) AS every"
+)
+
+NEXT_CHANGE = f"(SELECT number + 1 FROM ({_NEWEST}) AS newest)"  # noqa: S608 - of the schema
+"""The number of the change that a statement makes, as a part of the statement."""
+
+_LATER = "ON CONFLICT (task, device) DO UPDATE SET number = excluded.number"
+
+
+def newest_change(database: Tables) -> int:
+    """Return the number of the last change; 0 if there was none."""
+    return int(database.read(_NEWEST)[0][0])
+
+
+def record_deletion(database: Tables, device: str, task: bytes | None = None) -> None:
+    """Store that a device's submission to a task, or to each, is deleted, before it is, in one transaction."""
+    database.write(
+        f"INSERT INTO deletions SELECT task, device, {NEXT_CHANGE} FROM submissions "  # noqa: S608 - of the schema
+        f"WHERE device = ? AND (task = ? OR ?) {_LATER}",
+        *(device, task or b"", task is None),
+    )
+
+
+def keep_number(database: Tables) -> None:
+    """Keep the number of the last change from being used again, before rows are deleted, in one transaction."""
+    database.write(f"INSERT INTO deletions VALUES (?, '', {NEXT_CHANGE}) {_LATER}", b"")  # noqa: S608 - of the schema
 
 
 @dataclass(frozen=True)
@@ -59,7 +92,7 @@ class Submissions:
         )
         self._database.write(
             "INSERT INTO submissions (task, device, digest, record, size_bytes, changed) "  # noqa: S608 - of the schema
-            f"VALUES (?, ?, ?, ?, ?, {NEXT}) ON CONFLICT (task, device) DO UPDATE SET digest = excluded.digest, "
+            f"VALUES (?, ?, ?, ?, ?, {NEXT_CHANGE}) ON CONFLICT (task, device) DO UPDATE SET digest = excluded.digest, "
             "record = excluded.record, size_bytes = excluded.size_bytes, changed = excluded.changed",
             *(task, record.device, record.entry.digest, msgspec.json.encode(record).decode()),
             record.size_bytes,
@@ -160,6 +193,6 @@ class Submissions:
             record = self._database.decode(text, SubmissionRecord)
             record = replace(record, entry=replace(record.entry, sequence=0))
             self._database.write(
-                f"UPDATE submissions SET record = ?, changed = {NEXT} WHERE task = ? AND device = ?",  # noqa: S608
+                f"UPDATE submissions SET record = ?, changed = {NEXT_CHANGE} WHERE task = ? AND device = ?",  # noqa: S608
                 *(msgspec.json.encode(record).decode(), task, device),
             )

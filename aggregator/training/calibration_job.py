@@ -7,7 +7,7 @@ import numpy as np
 
 from aggregator.algorithms.confidence import fit_map
 from aggregator.graphs.calibrated_head import max_difference, with_calibration
-from aggregator.storage.blobs.blobs import open_blobs
+from aggregator.storage.blobs import open_blobs
 from aggregator.storage.heads import CALIBRATED_FROM
 from aggregator.training.head_job import MAX_ONNX_DIFFERENCE
 from aggregator.training.jobs import CalibrationJob, Result, run_as_program

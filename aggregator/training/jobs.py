@@ -13,8 +13,7 @@ import msgspec
 from aggregator.algorithms.statistics.feature_map import FeatureMap
 from aggregator.config.schema import Robust, TaskFile, Training
 from aggregator.ingest.validation import Refused, read_message
-from aggregator.storage.blobs.blobs import open_blobs
-from aggregator.storage.blobs.read_ahead import read_each
+from aggregator.storage.blobs import open_blobs, read_each
 from aggregator.training.robust.weights import Counting
 from protocol.errors import BackboneMismatch, BlobLost, ProtofleetError, StateError
 from protocol.models.onnx_metadata import HeadMetadata

@@ -17,7 +17,7 @@ from aggregator.algorithms.tensors import check_finite, pack_tensors, unpack_ten
 from aggregator.config.schema import Robust
 from aggregator.graphs.program_export import bind, untrained
 from aggregator.ingest.validation import Expectation, Prototypes, check_submission
-from aggregator.storage.blobs.blobs import open_blobs
+from aggregator.storage.blobs import open_blobs
 from aggregator.training.jobs import Result, RoundJob, checked_parts, run_as_program
 from aggregator.training.robust.rounds import robust_contributions
 from aggregator.training.robust.weights import counted_images, counting, limited, stated_images

@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection, Mapping
 
 from aggregator.ingest.intake_status import Intake
-from aggregator.storage.receivers import ReceiverRecord
+from aggregator.storage.programs import ReceiverRecord
 from aggregator.storage.store import Store
 from protocol.log import event
 from protocol.wire.topics import SHARDS

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from aggregator.storage.jobs import MAX_LOST_WORKERS, Outcome, QueuedJob
+from aggregator.storage.programs import MAX_LOST_WORKERS, Outcome, QueuedJob
 from aggregator.storage.store import Store
 from aggregator.training.jobs import (
     CalibrationJob,

@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 import msgspec
 
-from aggregator.storage.jobs import FileName, Outcome, QueuedJob
+from aggregator.storage.programs import FileName, Outcome, QueuedJob
 from aggregator.storage.store import Store
 from aggregator.training.jobs import Job
 from aggregator.training.runner import Finished, Progress, Trainer

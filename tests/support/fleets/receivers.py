@@ -4,7 +4,7 @@ import contextlib
 import os
 from pathlib import Path
 
-from aggregator.storage.receivers import ReceiverRecord
+from aggregator.storage.programs import ReceiverRecord
 from aggregator.storage.store import Store
 from protocol.wire.topics import SHARDS
 from tests.support.fleets.fleet import Fleet

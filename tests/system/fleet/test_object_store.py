@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from aggregator.storage.blobs.object_blobs import ObjectBlobs
+from aggregator.storage.object_blobs import ObjectBlobs
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from tests.support.fleets.fleet import Fleet, accepted_submissions, write_digits, write_task
 from tests.support.network.brokers import mosquitto, needs_mosquitto

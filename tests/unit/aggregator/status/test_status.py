@@ -20,7 +20,7 @@ from aggregator.ingest.intake_status import Intake
 from aggregator.status import model
 from aggregator.status.collect import collect_status
 from aggregator.storage.devices import Refusal
-from aggregator.storage.receivers import ReceiverRecord
+from aggregator.storage.programs import ReceiverRecord
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import HeadRateLimit, TrainingProgress, UploadTokens
 from protocol.errors import StateError

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from aggregator.status import model
 from aggregator.status.collect import collect_status
-from aggregator.storage.forgotten_devices import ForgottenDevice
+from aggregator.storage.devices import ForgottenDevice
 from aggregator.storage.heads import HeadRecord
 from tests.support.messages.submissions import TASK
 from tests.unit.aggregator.status.stores import busy_store, collected, rendered, started_store

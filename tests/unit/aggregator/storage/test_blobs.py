@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from aggregator.storage.blobs import object_blobs, read_ahead
-from aggregator.storage.blobs.blobs import Blobs, open_blobs
-from aggregator.storage.blobs.object_blobs import PART_BYTES, ObjectBlobs
-from aggregator.storage.blobs.read_ahead import read_each
+from aggregator.storage import blobs as blobs_module
+from aggregator.storage import object_blobs
+from aggregator.storage.blobs import Blobs, open_blobs, read_each
+from aggregator.storage.object_blobs import PART_BYTES, ObjectBlobs
 from aggregator.storage.store import Store
 from protocol.errors import BlobLost, ConfigError, NoAnswer, StateError
 from protocol.storage.blobstore import WriteBatch
@@ -109,7 +109,7 @@ def test_blobs_of_an_object_store_are_read_ahead_in_bounded_memory(
 ) -> None:
     """Two are read at a time, then as many as fit."""
     every = [objects.put(secrets.token_bytes(100)) for _ in range(6)]
-    monkeypatch.setattr(read_ahead, "AHEAD_BYTES", 400)
+    monkeypatch.setattr(blobs_module, "AHEAD_BYTES", 400)
     meeting, requested = threading.Barrier(2), list[bytes]()
     read = objects.read
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from aggregator.storage.jobs import MAX_LOST_WORKERS, Outcome
+from aggregator.storage.programs import MAX_LOST_WORKERS, Outcome
 from aggregator.storage.store import Store
 from protocol.errors import StateError
 

@@ -18,9 +18,9 @@ from aggregator.heads.training_schedule import HeadTraining
 from aggregator.service.receiving import upload_receiver
 from aggregator.service.receiving.store_coordinator import StoreCoordinator
 from aggregator.service.receiving.upload_receiver import UploadReceiver, receive
-from aggregator.storage.blobs import object_blobs
-from aggregator.storage.blobs.object_blobs import ObjectBlobs
+from aggregator.storage import object_blobs
 from aggregator.storage.heads import HeadRecord
+from aggregator.storage.object_blobs import ObjectBlobs
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import LostFiles
 from aggregator.storage.submissions import SubmissionRecord

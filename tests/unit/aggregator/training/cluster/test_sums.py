@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from aggregator.storage.blobs.blobs import open_blobs
+from aggregator.storage.blobs import open_blobs
 from aggregator.training.jobs import Result, StatisticsJob
 from aggregator.training.statistics_job import run
 from aggregator.training.sums import blocks

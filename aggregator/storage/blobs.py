@@ -1,0 +1,95 @@
+"""The aggregator's blobs by their digest: in a folder of its state directory, or in an object store."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from uuid import uuid4
+
+from aggregator.storage.object_blobs import ObjectBlobs
+from aggregator.storage.stored_values import BlobLocation
+from protocol.errors import BlobLost, ConfigError
+from protocol.storage.blobstore import BlobStore
+from protocol.storage.facts import Facts
+from protocol.threads import submit
+
+Blobs = BlobStore | ObjectBlobs
+"""Content-addressed files, by the methods that both have."""
+
+AHEAD = 8
+"""Blobs that are in memory or on their way, at most."""
+
+AHEAD_BYTES = 64 * 1024**2
+"""Their bytes, if none is larger than the largest one so far; a larger blob is read alone."""
+
+
+def open_blobs(location: str) -> Blobs:
+    """Return the blobs at a location for a job, which makes no copies that outlive it.
+
+    Args:
+        location: the folder of a state directory, or s3://BUCKET/PREFIX.
+    """
+    if "://" in location:
+        return ObjectBlobs(location)
+    return BlobStore(Path(location), damaged=Path(location).with_name("damaged"))
+
+
+def blobs_of(folder: Path, facts: Facts, configured: str) -> Blobs:
+    """Return the blobs of an aggregator: at `configured`, or else where its database says they are.
+
+    The blobs of the folder are copied to an object store that is given for the first time.
+
+    Raises:
+        ConfigError: the object store is another aggregator's.
+        StateError: it cannot be used, or is not the one that the database refers to.
+    """
+    stored = facts.get(BlobLocation) or BlobLocation(owner=uuid4().hex)
+    location = configured.rstrip("/") or stored.location
+    if not location:
+        return open_blobs(str(folder / "blobs"))
+    if "://" not in location:
+        raise ConfigError(
+            "expected s3://BUCKET/PREFIX for --blobs; without it, blobs are in the state directory"
+        )
+    blobs = ObjectBlobs(location, cache=folder / "copies")
+    is_first = not stored.location
+    if is_first:
+        facts.put(stored)  # before the claim: an interrupted start claims it again
+    blobs.claim(stored.owner, is_new=is_first)
+    if is_first and (folder / "blobs").is_dir():
+        before = BlobStore(folder / "blobs")
+        for digest in before.digests():
+            if before.is_whole(digest):
+                blobs.put(before.read(digest))
+    if location != stored.location:
+        facts.put(BlobLocation(owner=stored.owner, location=location))
+    return blobs
+
+
+def read_each(blobs: Blobs, digests: Iterable[bytes]) -> Iterator[bytes | BlobLost]:
+    """Yield each blob, verified, or the error of one that is lost; raises StateError if one cannot be read."""
+    if isinstance(blobs, BlobStore):  # a disk answers at once
+        yield from (_blob_or_loss(blobs, digest) for digest in digests)
+        return
+    pool = ThreadPoolExecutor(AHEAD, thread_name_prefix="reading")
+    reading: deque[Future[bytes | BlobLost]] = deque()
+    largest, limit = 1, 2
+    try:
+        for digest in digests:
+            reading.append(submit(pool, _blob_or_loss, blobs, digest))
+            while len(reading) >= limit:
+                blob = reading.popleft().result()
+                largest = max(largest, len(blob) if isinstance(blob, bytes) else 0)
+                limit = max(1, min(AHEAD, AHEAD_BYTES // largest))
+                yield blob
+        for each in reading:
+            yield each.result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _blob_or_loss(blobs: Blobs, digest: bytes) -> bytes | BlobLost:
+    try:
+        return blobs.read(digest)
+    except BlobLost as error:
+        return error
