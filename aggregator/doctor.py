@@ -13,9 +13,8 @@ from aggregator.config.schema import TaskFile
 from aggregator.config.task_file import load_task
 from aggregator.security.identity import aggregator_access, identity_folder
 from aggregator.security.key_rotation import require_fleet_key
-from aggregator.storage.location import has_database
 from aggregator.storage.object_blobs import ObjectBlobs
-from aggregator.storage.store import Store
+from aggregator.storage.open_store import has_database, open_store
 from aggregator.storage.stored_values import BlobLocation
 from aggregator.tasks.task_preparation import read_backbone
 from protocol.doctor.broker import BrokerProbe, check_network
@@ -65,7 +64,9 @@ def check_all(given: Surroundings) -> Iterator[Finding]:
     try:
         if given.store or has_database(given.state):
             with contextlib.closing(
-                Store(given.state, read_only=True, database=given.store, fleet=fleet if given.store else "")
+                open_store(
+                    given.state, read_only=True, database=given.store, fleet=fleet if given.store else ""
+                )
             ) as store:
                 is_closed, is_running = store.keys.is_closed(), store.is_locked()
                 with contextlib.suppress(ProtofleetError):

@@ -14,7 +14,7 @@ from aggregator.service import event_loop as service
 from aggregator.service.aggregator import serve
 from aggregator.status.collect import collect_status
 from aggregator.status.model import Status
-from aggregator.storage.store import Store
+from aggregator.storage.open_store import open_store
 from aggregator.tasks.task_preparation import prepare_task
 from protocol.errors import ConfigError, StateError
 from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess, parse_broker
@@ -75,7 +75,7 @@ class Aggregator(Embedded):
 
     def _run(self, on_ready: Callable[[], None]) -> None:
         self._queue = queue.SimpleQueue()
-        with closing(Store(self._folder, lock=True)) as store:
+        with closing(open_store(self._folder, lock=True)) as store:
             access = aggregator_access(
                 self._folder, self._access, fleet=self._task.fleet, is_closed=store.keys.is_closed()
             )
@@ -100,7 +100,7 @@ class Aggregator(Embedded):
         Raises:
             StateError: no aggregator has run on this state directory yet.
         """
-        with closing(Store(self._folder, read_only=True)) as store:
+        with closing(open_store(self._folder, read_only=True)) as store:
             return collect_status(store)
 
     def wait_for_head(self, timeout_s: float | None = None) -> Model:

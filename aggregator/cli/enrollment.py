@@ -256,8 +256,7 @@ def _fleet_state(state: Path, task: Path | None) -> "Iterator[tuple[Store, str]]
     """
     from aggregator.config.task_file import load_task
     from aggregator.security.identity import ca_fleet, has_ca, identity_folder
-    from aggregator.storage.location import has_database
-    from aggregator.storage.store import Store
+    from aggregator.storage.open_store import has_database, open_store
 
     fleet = load_task(task)[0].fleet if task is not None else None
     if fleet is None and not has_database(state):
@@ -267,7 +266,7 @@ def _fleet_state(state: Path, task: Path | None) -> "Iterator[tuple[Store, str]]
         )
     require_owner(state)
     had_ca = has_ca(state)
-    with contextlib.closing(Store(state, fleet=fleet or "")) as store:
+    with contextlib.closing(open_store(state, fleet=fleet or "")) as store:
         if fleet is None and had_ca:
             fleet = ca_fleet(state)
         if fleet is None:

@@ -22,9 +22,9 @@ def status_command(*, state: Path, as_json: bool) -> None:
     if not as_json:
         require_packages("rich", extras=EXTRAS)
     from aggregator.status.collect import collect_status
-    from aggregator.storage.store import Store
+    from aggregator.storage.open_store import open_store
 
-    status = collect_status(Store(state, read_only=True))
+    status = collect_status(open_store(state, read_only=True))
     if as_json:
         click.echo(msgspec.json.format(msgspec.json.encode(status), indent=2))
         return

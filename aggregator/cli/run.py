@@ -122,6 +122,7 @@ def _run(  # noqa: PLR0913 - one for each option
     from aggregator.security.identity import aggregator_access, restore_access
     from aggregator.service.aggregator import serve
     from aggregator.service.standby import Standby, until_answered
+    from aggregator.storage.open_store import open_store
     from aggregator.storage.store import Store
     from aggregator.tasks.task_preparation import prepare_task
     from protocol.mqtt.tls import NO_AUTHENTICATION, parse_brokers, warnings
@@ -147,13 +148,13 @@ def _run(  # noqa: PLR0913 - one for each option
     stop_on_terminate()
     standby = Standby(state)
 
-    def open_store() -> Store:
-        return Store(
+    def open_to_lead() -> Store:
+        return open_store(
             state, lock=True, blobs=blobs, database=database, fleet=task_file.fleet, standby=standby.wait
         )
 
     def lead() -> None:
-        with contextlib.closing(standby.open(open_store)) as store, contextlib.ExitStack() as cleanup:
+        with contextlib.closing(standby.open(open_to_lead)) as store, contextlib.ExitStack() as cleanup:
             is_closed = store.keys.is_closed()
             own_access = aggregator_access(state, access, fleet=task_file.fleet, is_closed=is_closed)
             restore_access(store)

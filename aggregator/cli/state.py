@@ -66,14 +66,14 @@ def existing_state(folder: Path, *, database: str = "", fleet: str = "") -> "Ite
         ConfigError: the fleet's blobs are in another state directory.
         StateError: there is no state, or it cannot be used.
     """
-    from aggregator.storage.store import Store
+    from aggregator.storage.open_store import open_store
 
     fleet = fleet or ("default" if database else "")
     # It raises where there is none, instead of creating one.
-    with contextlib.closing(Store(folder, read_only=True, database=database, fleet=fleet)) as found:
+    with contextlib.closing(open_store(folder, read_only=True, database=database, fleet=fleet)) as found:
         found.require_blobs()
     require_owner(folder)
-    with contextlib.closing(Store(folder, database=database, fleet=fleet)) as store:
+    with contextlib.closing(open_store(folder, database=database, fleet=fleet)) as store:
         yield store
 
 

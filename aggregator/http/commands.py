@@ -15,6 +15,7 @@ from msgspec import Meta
 from aggregator.heads.forgotten_devices import forget
 from aggregator.heads.operator_commands import release, submit_command
 from aggregator.security.enrollment import enroll, revocation_advice, revoke
+from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from protocol.mqtt.tls import parse_brokers
 from protocol.wire.messages import Name
@@ -141,6 +142,6 @@ def enrollment_archive(state: Path, arguments: bytes) -> tuple[str, bytes]:
 
 @contextlib.contextmanager
 def _existing(state: Path) -> Iterator[Store]:
-    Store(state, read_only=True).close()  # raises where there is none, instead of creating one
-    with contextlib.closing(Store(state)) as store:
+    open_store(state, read_only=True).close()  # raises where there is none, instead of creating one
+    with contextlib.closing(open_store(state)) as store:
         yield store

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from aggregator.http.documents import Document, make_document
 from aggregator.status.projection import Sources, project, projection_sources
-from aggregator.storage.store import Store
+from aggregator.storage.open_store import open_store
 
 
 class Projections:
@@ -29,5 +29,5 @@ class Projections:
             return self._document
 
     def _read(self) -> tuple[Sources, Callable[[bytes], bytes]]:
-        with contextlib.closing(Store(self._state, read_only=True)) as store:
+        with contextlib.closing(open_store(self._state, read_only=True)) as store:
             return projection_sources(store), store.blob_reader()

@@ -7,16 +7,19 @@ import time
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from aggregator.http.documents import Document, make_document
 from aggregator.status import model
 from aggregator.status.collect import collect_status
 from aggregator.status.details import collect_details
-from aggregator.storage.location import recorded
-from aggregator.storage.store import Store
+from aggregator.storage.open_store import open_store, recorded_location
 from protocol.errors import ProtofleetError
 from protocol.storage.folder_lock import FolderLock
 from protocol.storage.state_folder import database_of
+
+if TYPE_CHECKING:
+    from aggregator.storage.store import Store
 
 POLL_S = 0.5
 """Seconds between looks at the state directory, while a browser watches."""
@@ -121,7 +124,7 @@ class Snapshots:
 def read_snapshot(state: Path) -> Snapshot:
     """Return a snapshot of a state directory; one with a problem if it cannot be read."""
     try:
-        with contextlib.closing(Store(state, read_only=True)) as store:
+        with contextlib.closing(open_store(state, read_only=True)) as store:
             status, details = collect_status(store), collect_details(store)
     except ProtofleetError as error:
         text = str(error)
@@ -145,7 +148,7 @@ class Stamps:
         """Return a value that changes when anything changes."""
         files = [self._state / name for name in ("intake.json", "head.onnx", "model.onnx")]
         try:
-            if recorded(self._state) is not None:
+            if recorded_location(self._state) is not None:
                 return _times(files), self._postgresql()
             database = database_of("aggregator", self._state)
             files += [database, database.with_name(f"{database.name}-wal")]
@@ -155,7 +158,7 @@ class Stamps:
 
     def _postgresql(self) -> object:
         if self._store is None:
-            self._store = Store(self._state, read_only=True)
+            self._store = open_store(self._state, read_only=True)
         return self._store.data_version(), self._store.is_locked()
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from aggregator.ingest import intake_status
 from aggregator.security.key_rotation import require_fleet_key
-from aggregator.storage.postgresql.lead import STANDBY_S
+from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from protocol.errors import NoAnswer, NotLeader, StateError
 from protocol.log import event
@@ -21,6 +21,9 @@ log = logging.getLogger(__name__)
 
 CHECK_S = 60.0
 """Seconds between two checks of a standby's signing key."""
+
+PAUSE_S = 1.0
+"""Seconds between two attempts to lead while PostgreSQL or the object store fails."""
 
 Result = TypeVar("Result")
 
@@ -74,13 +77,13 @@ class Standby:
         if (now_s := time.monotonic()) >= self._check_s:
             with (
                 contextlib.suppress(StateError),
-                contextlib.closing(Store(self._state, read_only=True)) as store,
+                contextlib.closing(open_store(self._state, read_only=True)) as store,
             ):
                 require_fleet_key(store)
                 store.require_served_blobs()
                 self._check_s = now_s + CHECK_S
 
-    def open(self, open_store: Callable[[], Store]) -> Store:
+    def open(self, open_to_lead: Callable[[], Store]) -> Store:
         """Return the store once this program leads; if it has been a standby, it outlives failures of PostgreSQL.
 
         Raises:
@@ -89,7 +92,7 @@ class Standby:
         """
         while True:
             try:
-                store = open_store()
+                store = open_to_lead()
             except StateError as error:
                 if not self._is_known:
                     raise
@@ -123,4 +126,4 @@ class Standby:
             self._problem = problem
             event(log, logging.WARNING, text, reason=problem)
         self._manager.alive()
-        time.sleep(STANDBY_S)
+        time.sleep(PAUSE_S)

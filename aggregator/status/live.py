@@ -12,7 +12,7 @@ from rich.text import Text
 
 from aggregator.status.collect import collect_status
 from aggregator.status.render import render_page
-from aggregator.storage.store import Store
+from aggregator.storage.open_store import open_store
 from protocol.cli import plain
 from protocol.errors import ProtofleetError
 
@@ -25,7 +25,7 @@ def show_live(state: Path, console: Console, *, wait: Callable[[], None]) -> Non
     Raises:
         StateError: there is no state.
     """
-    with contextlib.closing(Store(state, read_only=True)):
+    with contextlib.closing(open_store(state, read_only=True)):
         pass
     with (
         contextlib.suppress(KeyboardInterrupt),
@@ -42,7 +42,7 @@ def _page(state: Path, console: Console) -> Text:
     page = Console(file=output, force_terminal=True, width=console.width)
     page.print(f"aggregator top  {datetime.now().astimezone():%H:%M:%S}  Ctrl-C ends", style="dim")
     try:
-        with contextlib.closing(Store(state, read_only=True)) as store:
+        with contextlib.closing(open_store(state, read_only=True)) as store:
             render_page(collect_status(store), page)
     except ProtofleetError as error:
         page.print(plain(str(error)), style="red", markup=False, highlight=False)

@@ -21,7 +21,7 @@ from typing import Any
 import click
 
 from aggregator.storage.heads import HeadRecord
-from aggregator.storage.store import Store
+from aggregator.storage.open_store import open_store
 from benchmarks.cost.fleet_load.observation import evaluated, online, submitted, usage
 from benchmarks.cost.fleet_load.processes import (
     running_aggregator,
@@ -179,7 +179,7 @@ def measure(folder: Path, devices: int, *, real: int = 0, processes: int = 2) ->
 
 def _check(state: Path, made: dict[str, tuple[str, str]], real: Sequence[str]) -> None:
     """Compare what devices made with what the aggregator has; `made` are digests of submission and head, in hex."""
-    store = Store(state, read_only=True)
+    store = open_store(state, read_only=True)
     try:
         task = store.served_task().digest
         heads = store.heads.all(task)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from aggregator.storage.store import Store
+from aggregator.storage.open_store import open_store
 from aggregator.storage.stored_values import ServedTask
 from examples.cluster.devices import Devices
 from examples.cluster.processes import Processes, Program, free_port
@@ -37,7 +37,7 @@ def trained_head(state: Path) -> Trained:
     Raises:
         StateError: it cannot be read, or there is none.
     """
-    with contextlib.closing(Store(state, read_only=True)) as store:
+    with contextlib.closing(open_store(state, read_only=True)) as store:
         served = store.facts.get(ServedTask)
         heads = store.heads.all(served.digest) if served else []
         if not heads:

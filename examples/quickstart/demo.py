@@ -19,7 +19,7 @@ from rich.live import Live
 from threadpoolctl import threadpool_limits
 
 from aggregator.status.collect import collect_status
-from aggregator.storage.store import Store
+from aggregator.storage.open_store import open_store
 from examples.quickstart import digits as data
 from examples.quickstart.fleet import Fleet, Usage, accuracy_of, predict
 from examples.quickstart.folder import ALGORITHMS, Folder, device_names, prepare
@@ -169,7 +169,7 @@ def _run_fleet(
 def _status(folder: Folder) -> dict[str, Any]:
     """Return what `aggregator status --json` prints; empty before there is a state."""
     try:
-        with contextlib.closing(Store(folder.aggregator, read_only=True)) as store:
+        with contextlib.closing(open_store(folder.aggregator, read_only=True)) as store:
             summary: dict[str, Any] = msgspec.to_builtins(collect_status(store))
             return summary
     except StateError:

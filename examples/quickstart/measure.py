@@ -21,7 +21,7 @@ from aggregator.config.schema import TaskFile
 from aggregator.config.task_file import load_task
 from aggregator.graphs.head_export import mapped
 from aggregator.ingest.validation import Prototypes
-from aggregator.storage.store import Store
+from aggregator.storage.open_store import open_store
 from aggregator.tasks.task_preparation import feature_map_of
 from aggregator.training.head_job import recipe_of
 from aggregator.training.robust.training_set import pool
@@ -138,7 +138,7 @@ def features_of(paths: Sequence[Path], backbone: Backbone) -> Images:
 
 def submissions(folder: Folder) -> dict[str, Prototypes]:
     """Return the newest head's training data by device, from the aggregator's state."""
-    store = Store(folder.aggregator, read_only=True)
+    store = open_store(folder.aggregator, read_only=True)
     members = store.heads.all(store.served_task().digest)[-1].members
     store.close()
     blobs = BlobStore(folder.aggregator / "blobs")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from aggregator.cli import cli as aggregator
-from aggregator.storage.store import Store
+from aggregator.storage.open_store import open_store
 from edge_client.cli import cli as edge_client
 from protocol.errors import pip_command
 from protofleet.cli import cli as protofleet
@@ -113,7 +113,7 @@ def test_missing_extra_is_one_line(
 ) -> None:
     """Each command names the extra, or needs none."""
     write_task(tmp_path)
-    store = Store(tmp_path / "aggregator")
+    store = open_store(tmp_path / "aggregator")
     store.facts.put(SERVED)
     store.close()
     given = [each.format(folder=tmp_path) for each in arguments]

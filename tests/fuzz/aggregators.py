@@ -14,6 +14,7 @@ from aggregator.config.task_file import load_task
 from aggregator.service.aggregator import Aggregator
 from aggregator.status.collect import collect_status
 from aggregator.status.render import render_status
+from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from aggregator.tasks.task_preparation import Task, prepare_task
 from protocol.errors import ConfigError, MalformedMessage
@@ -42,7 +43,7 @@ STATUS = 32
 def _aggregator() -> tuple[Task, Store, Aggregator]:
     folder = Path(state_folder().name) / "aggregator"
     folder.mkdir()
-    store = Store(folder / "state", lock=True)
+    store = open_store(folder / "state", lock=True)
     file, backbones = load_task(write_task(folder, PATIENT + "\nmax_submission_mb = 0.1"))
     task = prepare_task(file, backbones, store=store)
     return task, store, Aggregator(task, store, broker=BrokerAddress("localhost", 1))

@@ -12,7 +12,7 @@ from random import Random
 import numpy as np
 
 from aggregator.security.enrollment import enroll
-from aggregator.storage.store import Store
+from aggregator.storage.open_store import open_store
 from edge_client.training.local_round import LocalModel, pack, pack_checkpoint, unpack, unpack_checkpoint
 from edge_client.training.trainer import Checkpoint
 from protocol.enrollment import read_enrollment
@@ -95,7 +95,7 @@ def _enrolled() -> tuple[Path, dict[str, bytes]]:
     """Return a device's enrollment folder, and its files."""
     root = Path(state_folder().name) / "enrolled"
     folder = root / "shed-1"
-    with closing(Store(root / "state")) as store:
+    with closing(open_store(root / "state")) as store:
         enroll(store, "shed-1", fleet="orchard", out=folder)
     return folder, {name: (folder / name).read_bytes() for name in FILES}
 

@@ -5,27 +5,54 @@ Writers of a fleet run one after the other, as on SQLite: each write transaction
 """
 
 import contextlib
+import platform
 import secrets
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
+import psycopg
 
-from aggregator.storage.postgresql.lead import Lead, Standby, elapsed_s
-from aggregator.storage.postgresql.schema import PostgresSchema, connect, statement_of
-from protocol.cli import require_packages
-from protocol.errors import ConfigError, NoAnswer, NotLeader, StateError
-from protocol.storage.folder_lock import FolderLock
+from aggregator.storage.postgresql.fleet_schema import ON, FleetSchema
+from aggregator.storage.schema import postgresql_statement
+from protocol.errors import NoAnswer, NotLeader, StateError
 
 Value = TypeVar("Value")
+
+ANSWER_S = 20.0
+"""Seconds without a byte after which a server that owes an answer counts as gone.
+
+TCP notices within the same time that a machine is gone, but not that a server, or a proxy before it, is stuck.
+"""
 
 TRIAL_BYTES = 64 * 1024
 """More than fits into the free space of a page of a table: on a full disk it cannot be written."""
 
+_OPTIONS = {
+    "connect_timeout": 5,
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 20_000,
+}
+"""Options of libpq: a server that is gone without a word is noticed within 25 seconds."""
+
+_SETTINGS = {
+    "idle_in_transaction_session_timeout": "60s",
+    "lock_timeout": "10s",
+    "tcp_keepalives_idle": "10",
+    "tcp_keepalives_interval": "5",
+    "tcp_keepalives_count": "3",
+}
+"""Settings of a connection: transactions and locks of a client that is gone without a word end."""
+
 _RAISE = "UPDATE changes SET number = number + 1 RETURNING number"
 
-_READ_CHANGES = "SELECT number FROM changes"
+READ_CHANGES = "SELECT number FROM changes"
+
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 class PostgresDatabase:
@@ -38,40 +65,30 @@ class PostgresDatabase:
     Args:
         url: `postgresql://[USER@]HOST[:PORT]/DATABASE`, without a password: libpq reads PGPASSWORD and `~/.pgpass`.
         fleet: the fleet's name.
-        migrations: as of `DatabaseFile`, in SQLite's types.
         read_only: write nothing, and do not create the schema.
-        held: the lock of the state directory, held until `close`, and with it the fleet's lock in PostgreSQL.
-        standby: with `held`, wait while another aggregator leads the fleet, and call this.
 
     Raises:
-        ConfigError: the URL cannot be used, or the fleet's name is missing.
-        RuntimeMissing: psycopg is not installed.
-        StateError: PostgreSQL cannot be used, has another schema version, or another aggregator holds a lock.
+        StateError: PostgreSQL cannot be used, or has another schema version.
     """
 
-    def __init__(
-        self, url: str, *, fleet: str, migrations: Sequence[str], read_only: bool = False,
-        held: FolderLock | None = None, standby: Standby | None = None,
-    ) -> None:  # fmt: skip
-        require_packages("psycopg", extras="cluster")
-        if not fleet:
-            raise ConfigError("expected the name of the fleet whose tables --store holds: give --fleet")
-        check_url(url)
-        self._url, self._read_only, self._held = url, read_only, held
-        self._schema = PostgresSchema(fleet, migrations)
+    is_shared = True
+    """True if aggregators on other machines can use the same tables."""
+
+    _program = "protofleet"
+    """PostgreSQL shows it to administrators."""
+
+    def __init__(self, url: str, *, fleet: str, read_only: bool = False) -> None:
+        self._url, self._read_only = url, read_only
+        self._schema = FleetSchema(fleet)
         self.path = f"{url}#{self._schema.name}"
-        self._lead = None if held is None else Lead(self._schema, place=self.path, standby=standby)
         self._thread_lock = threading.RLock()
         self._db: Any = None
-        self._is_open = False  # a transaction or snapshot
+        self._begun_s: float | None = None
+        """When the open transaction or snapshot was begun, by `elapsed_s`; None if there is none."""
         self._own_changes = 0
-        self.found = 0
-        """The number of changes before this program's last connection, if it is the fleet's aggregator."""
-        self.newest = 0
+        self._newest = 0
         """The greatest number of changes that this program has seen committed."""
         self._time: tuple[float, float] | None = None
-        if held is not None and not held.take():
-            raise StateError("`aggregator run` already runs on this --state: stop it, or use another")
         try:
             with self.connection():
                 pass
@@ -82,7 +99,7 @@ class PostgresDatabase:
     def read(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
         """Return all rows of a query, which may also write and return rows."""
         with self._thread_lock:
-            if not self._is_open and not query.startswith("SELECT"):
+            if not self._is_open() and not query.startswith("SELECT"):
                 with self.transaction():
                     return self._execute(query, values)
             return self._execute(query, values)
@@ -99,7 +116,7 @@ class PostgresDatabase:
     def write(self, statement: str, *values: Any) -> None:
         """Execute one statement, durably, or as a part of the transaction that is open in this thread."""
         with self._thread_lock:
-            if self._is_open:
+            if self._is_open():
                 self._execute(statement, values)
                 return
             with self.transaction():
@@ -114,25 +131,21 @@ class PostgresDatabase:
             yield
 
     def _connect(self) -> None:
-        if self._lead is not None:
-            self._lead.check()
         try:
             with self._errors():
-                program = "protofleet" if self._lead is None else "protofleet aggregator"
-                self._db = connect(self._url, self._schema, read_only=self._read_only, program=program)
-                if self._lead is not None:
-                    self._lead.lock(self._db)
-                if not self._read_only:
-                    self._schema.migrate(self._db, is_locked=self._held is not None)
-                self._schema.check_version(self._db)
-                if self._lead is not None:
-                    self.found = self._schema.number(self._db)
-                    self._check_newer(self.found)
-                    self.newest = self.found
-                    self._lead.begin(self._db)
+                self._db = _connection(
+                    self._url, self._schema, program=self._program, read_only=self._read_only
+                )
+                self._prepare()
         except BaseException:
             self._drop()
             raise
+
+    def _prepare(self) -> None:
+        """Check the schema on a new connection."""
+        if not self._read_only:
+            self._schema.migrate(self._db, is_locked=False)
+        self._schema.check_version(self._db)
 
     @contextlib.contextmanager
     def snapshot(self) -> Iterator[None]:
@@ -154,7 +167,7 @@ class PostgresDatabase:
                     self._check_newer(number - 1)
                     self._own_changes += 1
                     yield
-                self.newest = number
+                self._newest = number
             except BaseException:
                 # Also after a commit whose outcome is unknown: everything is read again.
                 self._own_changes = before
@@ -163,12 +176,10 @@ class PostgresDatabase:
     @contextlib.contextmanager
     def _transaction(self, begin: str) -> Iterator[None]:
         with self._thread_lock:
-            if self._is_open:
+            if self._is_open():
                 raise StateError(f"cannot use {self.path}: a transaction is open in this thread")
             self._execute(begin, ())
-            self._is_open = True
-            if self._lead is not None:
-                self._lead.begun_s = elapsed_s()
+            self._begun_s = elapsed_s()
             try:
                 yield
                 self._commit()
@@ -178,44 +189,46 @@ class PostgresDatabase:
                         self._execute("ROLLBACK", ())
                 raise
             finally:
-                self._is_open = False
-                if self._lead is not None:
-                    self._lead.begun_s = None
+                self._begun_s = None
 
     def _commit(self) -> None:
-        with contextlib.nullcontext() if self._lead is None else self._lead.in_use:
-            has_failed = self._db is not None and self._db.info.transaction_status.name == "INERROR"
-        if has_failed:
+        if self._has_failed():
             # PostgreSQL would roll it back, and report no error.
             raise StateError(f"cannot use {self.path}: a statement of the transaction has failed")
         self._execute("COMMIT", ())
 
+    def _has_failed(self) -> bool:
+        return self._db is not None and self._db.info.transaction_status.name == "INERROR"
+
     def in_transaction(self) -> bool:
         """Return True in a transaction, in which no other process can write."""
         with self._thread_lock:
-            return self._is_open
+            return self._is_open()
+
+    def _is_open(self) -> bool:
+        return self._begun_s is not None
 
     def data_version(self) -> int:
         """Return a number that changes when another process has written."""
         with self._thread_lock:
-            ((number,),) = self.read(_READ_CHANGES)
+            ((number,),) = self.read(READ_CHANGES)
             self._check_newer(number)
-            if not self._is_open:  # a transaction's own number is not committed
-                self.newest = number
+            if not self._is_open():  # a transaction's own number is not committed
+                self._newest = number
             return int(number) - self._own_changes
 
     def _check_newer(self, number: int) -> None:
         """Raise NotLeader if the tables are older than before: what this program knows of them is not in them."""
-        if number < self.newest:
+        if number < self._newest:
             text = (
-                f"{self.path} lacks its last {self.newest - number} changes, as after a restored backup or a failover "
+                f"{self.path} lacks its last {self._newest - number} changes, as after a restored backup or a failover "
                 "to a server that was behind: repeat each `revoke` and `forget` since"
             )
-            self.newest = number
-            if self._lead is None:
-                raise NotLeader(text)
-            self._drop()
-            raise self._lead.lose(text)
+            self._newest = number
+            raise self._older(text)
+
+    def _older(self, text: str) -> NotLeader:
+        return NotLeader(text)
 
     def max_rows(self, table: str) -> int:
         """Return the number of rows of a table."""
@@ -234,20 +247,10 @@ class PostgresDatabase:
 
     def leads(self) -> bool:
         """Return False if another aggregator may have taken the fleet's lead from this program."""
-        return self._lead is None or self._lead.is_certain()
+        return True
 
     def check_lead(self) -> None:
-        """Ask PostgreSQL whether this program still leads.
-
-        Raises:
-            NotLeader: another aggregator leads, and this program can write nothing more.
-            StateError: PostgreSQL cannot be reached.
-        """
-        if self._lead is not None:
-            self._lead.check()
-            self.read(_READ_CHANGES)  # on a lost connection it takes the lock again
-            if not self._lead.is_certain():
-                self._lead.beat()
+        """Raise NotLeader if another aggregator has taken the lead, and StateError if that cannot be found out."""
 
     def machine_time(self) -> tuple[str, float]:
         """Return the seconds of the database's clock, for `ElapsedClock`, which all machines agree on.
@@ -272,44 +275,36 @@ class PostgresDatabase:
 
     def check(self) -> None:
         """Raise StateError if the tables cannot be read; damage within them is PostgreSQL's to find."""
-        self.read(_READ_CHANGES)
+        self.read(READ_CHANGES)
 
     def close(self) -> None:
-        """Close the connection, which ends the fleet's lock, and release the state directory's."""
+        """Close the connection."""
         with self._thread_lock:
             self._drop()
-        if self._lead is not None:
-            self._lead.close()
-        if self._held is not None:
-            self._held.release()
 
     def _drop(self) -> None:
-        if self._lead is not None:
-            self._lead.end()
         if self._db is not None:
             self._db.close()
             self._db = None
 
     def _execute(self, sql: str, values: Sequence[Any]) -> list[tuple[Any, ...]]:
-        if self._is_open and self._db is None:
+        if self._is_open() and self._db is None:
             raise StateError(f"cannot use {self.path}: the connection was lost in this transaction")
         was_connected = self._db is not None
         try:
             return self._execute_once(sql, values)
         except StateError:
-            if self._is_open or self._db is not None or not was_connected:
+            if self._is_open() or self._db is not None or not was_connected:
                 raise
         return self._execute_once(sql, values)  # a read or BEGIN: again, on another connection
 
     def _execute_once(self, sql: str, values: Sequence[Any]) -> list[tuple[Any, ...]]:
         with self.connection(), self._errors():
-            cursor = self._db.execute(statement_of(sql), [_storable(each) for each in values] or None)
+            cursor = self._db.execute(postgresql_statement(sql), [_storable(each) for each in values] or None)
             return cursor.fetchall() if cursor.description else []
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
-        import psycopg
-
         try:
             yield
         except psycopg.Error as error:
@@ -327,6 +322,57 @@ class PostgresDatabase:
             raise kind(f"cannot use {self.path}: {text}{todo}") from error
 
 
+class Connection(psycopg.Connection[Any]):
+    """A connection that is closed, with an OperationalError, if the server does not answer."""
+
+    def wait(self, gen: Any, *arguments: Any, **options: Any) -> Any:
+        """Return the result of a generator of psycopg, which calls this for each communication with the server."""
+        try:
+            return super().wait(_within(gen, ANSWER_S), *arguments, **options)
+        except _NoAnswer:
+            self.close()
+            raise
+
+
+class _NoAnswer(psycopg.OperationalError):
+    pass
+
+
+def _within(gen: Any, seconds: float) -> Generator[Any, Any, Any]:
+    """Wrap a generator that yields what it waits for, and is sent what is ready: nothing, every tenth of a second."""
+    wanted, deadline = next(gen), time.monotonic() + seconds
+    while True:
+        ready = yield wanted
+        if ready:
+            deadline = time.monotonic() + seconds
+        elif time.monotonic() > deadline:
+            raise _NoAnswer(f"PostgreSQL has not answered for {seconds:.0f} s")
+        try:
+            wanted = gen.send(ready)
+        except StopIteration as end:
+            return end.value
+
+
+def _connection(url: str, schema: FleetSchema, *, program: str, read_only: bool) -> Connection:
+    """Return a connection to a database, on which each statement is a transaction unless one is begun.
+
+    Raises:
+        psycopg.Error: PostgreSQL cannot be reached.
+    """
+    name = f"{program}{ON}{platform.node()[:30]}"
+    database = Connection.connect(url, autocommit=True, application_name=name, **_OPTIONS)  # type: ignore[arg-type]
+    settings = {**_SETTINGS, "search_path": schema.quoted}
+    if read_only:
+        settings["default_transaction_read_only"] = "on"
+    try:
+        each = ", ".join(["set_config(%s, %s, false)"] * len(settings))
+        database.execute(f"SELECT {each}", [text for setting in settings.items() for text in setting])
+    except BaseException:
+        database.close()
+        raise
+    return database
+
+
 def _may_pass(reason: str) -> bool:
     """Return True if a connection may succeed later: its failure is no answer such as a wrong password."""
     is_busy = any(text in reason for text in ("the database system is", "too many", "connection slots"))
@@ -338,16 +384,6 @@ def _storable(value: Any) -> Any:
     return value.replace("\0", "\N{REPLACEMENT CHARACTER}") if isinstance(value, str) else value
 
 
-def check_url(url: str) -> None:
-    """Raise ConfigError unless a URL names a PostgreSQL database, without a password."""
-    from urllib.parse import parse_qs, urlsplit
-
-    try:
-        parts = urlsplit(url)
-        has_password = parts.password is not None or "password" in parse_qs(parts.query)
-    except ValueError:
-        raise ConfigError("expected postgresql://[USER@]HOST[:PORT]/DATABASE for --store") from None
-    if has_password:
-        raise ConfigError("the URL of --store has a password: set PGPASSWORD, or write it into ~/.pgpass")
-    if parts.scheme not in {"postgresql", "postgres"}:
-        raise ConfigError("expected postgresql://[USER@]HOST[:PORT]/DATABASE for --store")
+def elapsed_s() -> float:
+    """Return seconds of a clock that goes on while the machine is suspended."""
+    return time.clock_gettime(_CLOCK)

@@ -10,9 +10,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from aggregator.storage.postgresql.schema import Holder, PostgresSchema
+import psycopg
+
+from aggregator.storage.postgresql.database import READ_CHANGES, PostgresDatabase, elapsed_s
+from aggregator.storage.postgresql.fleet_schema import Holder
 from protocol.errors import NotLeader, StateError
 from protocol.log import event
+from protocol.storage.folder_lock import FolderLock
 from protocol.threads import start_thread
 
 log = logging.getLogger(__name__)
@@ -35,112 +39,158 @@ STANDBY_S = 1.0
 LOCK_S = 5.0
 """Seconds in which PostgreSQL should notice that an earlier connection of this program has ended."""
 
-Standby = Callable[[str], None]
-"""Called about every `STANDBY_S` while another aggregator leads, with its machine's name; may raise."""
 
-
-class Lead:
-    """The lead of a fleet for one program, over all its connections.
+class LeadingDatabase(PostgresDatabase):
+    """A fleet's schema for the aggregator that leads the fleet, over all its connections.
 
     Args:
-        schema: the fleet's schema.
-        place: where the fleet's tables are, for messages.
-        standby: wait while another aggregator leads, and call this; None to raise StateError.
+        url: as of `PostgresDatabase`.
+        fleet: the fleet's name.
+        lock: the lock of the state directory, held until `close`, and with it the fleet's lock in PostgreSQL.
+        standby: called about every `STANDBY_S` while another aggregator leads, with its machine's name; may raise. None
+            to raise StateError instead of waiting.
+
+    Raises:
+        StateError: PostgreSQL cannot be used, has another schema version, or another aggregator holds a lock.
     """
 
-    def __init__(self, schema: PostgresSchema, *, place: str, standby: Standby | None) -> None:
-        self._schema = schema
-        self._place = place
-        self._standby = standby
+    _program = "protofleet aggregator"
+
+    def __init__(
+        self, url: str, *, fleet: str, lock: FolderLock, standby: Callable[[str], None] | None = None
+    ) -> None:
+        if not lock.take():
+            raise StateError("`aggregator run` already runs on this --state: stop it, or use another")
+        self._folder_lock, self._standby = lock, standby
         self._term = 0
         self._lost = ""
         self._key: tuple[int, str] | None = None
         """Identifies this program's last session that had the lock."""
         self._session: Any = None
+        """The connection that leads."""
         self._answered_s = 0.0
-        self.in_use = threading.Lock()
+        self._in_use = threading.Lock()
         """Held during a heartbeat, which may run within a transaction of another thread."""
-        self.begun_s: float | None = None
-        """When the open transaction was begun, by `elapsed_s`."""
         self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._heartbeat: threading.Thread | None = None
+        super().__init__(url, fleet=fleet)
 
-    def lock(self, database: Any) -> None:
+    def leads(self) -> bool:
+        """Return True if PostgreSQL has answered so recently that no other aggregator can lead yet."""
+        return self._session is not None and elapsed_s() < self._answered_s + LEASE_S
+
+    def check_lead(self) -> None:
+        """Ask PostgreSQL whether this program still leads.
+
+        Raises:
+            NotLeader: another aggregator leads, and this program can write nothing more.
+            StateError: PostgreSQL cannot be reached.
+        """
+        self._check_lost()
+        self.read(READ_CHANGES)  # on a lost connection it takes the lock again
+        if not self.leads():
+            self._beat()
+
+    def close(self) -> None:
+        """Close the connection, which ends the fleet's lock, and release the state directory's."""
+        super().close()
+        self._stop.set()
+        if self._heartbeat is not None:
+            self._heartbeat.join()
+        self._folder_lock.release()
+
+    def _connect(self) -> None:
+        self._check_lost()
+        super()._connect()
+
+    def _prepare(self) -> None:
+        self._take_lock()
+        self._schema.migrate(self._db, is_locked=True)
+        self._schema.check_version(self._db)
+        number = self._schema.number(self._db)
+        self._check_newer(number)
+        self._newest = number
+        self._begin()
+
+    def _has_failed(self) -> bool:
+        with self._in_use:
+            return super()._has_failed()
+
+    def _older(self, text: str) -> NotLeader:
+        self._drop()
+        return self._lose(text)
+
+    def _drop(self) -> None:
+        with self._in_use:
+            self._session = None
+        super()._drop()
+
+    def _take_lock(self) -> None:
         """Take the fleet's lock on a new connection; wait while another aggregator has it.
 
         Raises:
             NotLeader: this program has led, and another one leads now.
             StateError: another aggregator leads, and there is no `standby`.
         """
-        self.check()
         deadline_s = time.monotonic() + LOCK_S
-        while not self._schema.lock(database):
-            holder = self._schema.holder(database)
+        while not self._schema.lock(self._db):
+            holder = self._schema.holder(self._db)
             pause_s = 0.1
             if holder is None:
                 pass  # it has just ended
             elif self._term and holder.key != self._key:
-                raise self._lose(holder.host)
+                raise self._replaced(holder.host)
             elif self._term:
-                self._schema.end(database, holder)  # this program's own, whose end PostgreSQL has not noticed
+                self._schema.end(
+                    self._db, holder
+                )  # its own earlier one, whose end PostgreSQL has not noticed
             elif self._standby is not None:
                 self._standby(holder.host)
-                if _is_silent(holder):
-                    text = "the leading aggregator does not answer: its session is ended"
-                    event(log, logging.WARNING, text, leader=holder.host, seconds=round(holder.idle_s, 1))
-                    self._schema.end(database, holder)
-                else:
-                    pause_s = STANDBY_S
+                pause_s = self._end_if_silent(holder)
             if (self._term or self._standby is None) and time.monotonic() > deadline_s:
                 raise StateError(
-                    f"`aggregator run` already runs on {self._place}: stop it, or use another --store"
+                    f"`aggregator run` already runs on {self.path}: stop it, or use another --store"
                 )
             time.sleep(pause_s)
 
-    def begin(self, database: Any) -> None:
+    def _end_if_silent(self, holder: Holder) -> float:
+        """End the session of a leader that gives no sign of life; return the seconds before the next attempt."""
+        if not _is_silent(holder):
+            return STANDBY_S
+        text = "the leading aggregator does not answer: its session is ended"
+        event(log, logging.WARNING, text, leader=holder.host, seconds=round(holder.idle_s, 1))
+        self._schema.end(self._db, holder)
+        return 0.1
+
+    def _begin(self) -> None:
         """Lead with a connection that has the lock, once the schema is up to date.
 
         Raises NotLeader if another aggregator has led since this program's last connection.
         """
         sent_s = elapsed_s()
         if not self._term:
-            self._term = self._schema.next_term(database)
-        elif self._schema.term(database) != self._term:
-            raise self._lose("")
-        holder = self._schema.holder(database)
+            self._term = self._schema.next_term(self._db)
+        elif self._schema.term(self._db) != self._term:
+            raise self._replaced("")
+        holder = self._schema.holder(self._db)
         self._key = None if holder is None else holder.key
-        with self.in_use:
-            self._session, self._answered_s = database, sent_s
-        if self._thread is None:
-            self._thread = start_thread(self._beat_until_closed, name="heartbeat", on_failure=lambda _: None)
+        with self._in_use:
+            self._session, self._answered_s = self._db, sent_s
+        if self._heartbeat is None:
+            self._heartbeat = start_thread(
+                self._beat_until_closed, name="heartbeat", on_failure=lambda _: None
+            )
 
-    def end(self) -> None:
-        """Let no heartbeat use the connection any more, which is about to be closed."""
-        with self.in_use:
-            self._session = None
-
-    def close(self) -> None:
-        """End the heartbeat's thread."""
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
-
-    def is_certain(self) -> bool:
-        """Return True if PostgreSQL has answered so recently that no other aggregator can lead yet."""
-        return self._session is not None and elapsed_s() < self._answered_s + LEASE_S
-
-    def check(self) -> None:
+    def _check_lost(self) -> None:
         """Raise NotLeader if another aggregator has taken the lead from this program."""
         if self._lost:
             raise NotLeader(self._lost)
 
-    def beat(self) -> None:
+    def _beat(self) -> None:
         """Execute a statement on the leading session, if there is one."""
-        import psycopg
-
-        with self.in_use:
-            session, sent_s = self._session, elapsed_s()
-            is_overdue = self.begun_s is not None and sent_s > self.begun_s + TRANSACTION_S
+        with self._in_use:
+            session, sent_s, begun_s = self._session, elapsed_s(), self._begun_s
+            is_overdue = begun_s is not None and sent_s > begun_s + TRANSACTION_S
             if session is None or is_overdue:
                 return
             try:
@@ -153,13 +203,13 @@ class Lead:
 
     def _beat_until_closed(self) -> None:
         while not self._stop.wait(HEARTBEAT_S):
-            self.beat()
+            self._beat()
 
-    def _lose(self, leader: str) -> NotLeader:
-        return self.lose(f"another aggregator leads the fleet{leader and f' on {leader}'}")
+    def _replaced(self, leader: str) -> NotLeader:
+        return self._lose(f"another aggregator leads the fleet{leader and f' on {leader}'}")
 
-    def lose(self, reason: str) -> NotLeader:
-        """Give the lead up, for good; returns the error to raise, as `check` does from now on."""
+    def _lose(self, reason: str) -> NotLeader:
+        """Give the lead up, for good; return the error to raise, as `check_lead` does from now on."""
         self._lost = reason
         return NotLeader(reason)
 
@@ -169,11 +219,3 @@ def _is_silent(holder: Holder) -> bool:
     if holder.is_active:
         return holder.waits_for_client and holder.idle_s > STATEMENT_S
     return holder.idle_s > LEASE_S
-
-
-def elapsed_s() -> float:
-    """Return seconds of a clock that goes on while the machine is suspended."""
-    return time.clock_gettime(_CLOCK)
-
-
-_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import psutil
 
+from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from protocol.errors import StateError
 
@@ -47,7 +48,7 @@ def evaluated(state: Path) -> int:
 def _read(state: Path, read: Callable[[Store], int]) -> int:
     """Read something from the state of a running aggregator; 0 while there is none."""
     try:
-        store = Store(state, read_only=True)
+        store = open_store(state, read_only=True)
     except StateError:
         return 0
     try:

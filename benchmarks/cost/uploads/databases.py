@@ -19,6 +19,7 @@ from aggregator.coordination.round_state import Entry
 from aggregator.heads.training_schedule import HeadTraining
 from aggregator.http.snapshots import Stamps, read_snapshot
 from aggregator.status.collect import collect_status
+from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import ServedTask
 from aggregator.storage.submissions import SubmissionRecord
@@ -113,10 +114,10 @@ def read_and_written(folder: Path, database: str, *, devices: int) -> Runs:
         for name, url in (("SQLite", ""), ("PostgreSQL", database)):
             state = folder / name
             store = stack.enter_context(
-                contextlib.closing(Store(state, database=url, fleet=fleet, lock=True))
+                contextlib.closing(open_store(state, database=url, fleet=fleet, lock=True))
             )
             task = prepare_task(*task_file, store=store)
-            other = stack.enter_context(contextlib.closing(Store(state)))
+            other = stack.enter_context(contextlib.closing(open_store(state)))
             calls[name] = calls_of(task, store, other, stack, devices=devices)
         for measured in calls["SQLite"]:
             runs[measured] = measure({name: each[measured] for name, each in calls.items()})
@@ -142,7 +143,7 @@ def calls_of(
         pass
 
     def status() -> object:
-        with contextlib.closing(Store(store.folder, read_only=True)) as opened:
+        with contextlib.closing(open_store(store.folder, read_only=True)) as opened:
             return collect_status(opened)
 
     return {

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from aggregator.config.task_file import load_task
-from aggregator.storage.store import Store
+from aggregator.storage.open_store import open_store
 from aggregator.tasks.task_preparation import Task, prepare_task
 from protocol.wire.codec import digest_of, encode, to_unsigned
 from protocol.wire.messages import Submission
@@ -31,7 +31,7 @@ class Load:
 
 def write_load(folder: Path, task: Path, *, devices: int, submissions: int, size_bytes: int) -> Load:
     """Write the packets of so many submissions of each device, each of random prototypes of so many bytes."""
-    store = Store(folder / "preparation")
+    store = open_store(folder / "preparation")
     prepared = prepare_task(*load_task(task), store=store)
     store.close()
     names = tuple(f"device-{number}" for number in range(devices))

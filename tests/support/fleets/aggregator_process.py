@@ -52,7 +52,7 @@ projection_size = 4
 """
 """Task settings of three rounds, each closed by two devices."""
 PROGRAM = """\
-import aggregator.config.task_file, aggregator.security.enrollment, aggregator.storage.store
+import aggregator.config.task_file, aggregator.security.enrollment, aggregator.storage.open_store
 from aggregator.cli import main
 """
 WITHOUT_TORCH = f"""\

@@ -9,7 +9,7 @@ from pathlib import Path
 from aggregator.security.enrollment import enroll, enroll_broker, enroll_receiver
 from aggregator.security.identity import aggregator_access
 from aggregator.security.mosquitto_config import FOLDER, LOG
-from aggregator.storage.store import Store
+from aggregator.storage.open_store import open_store
 from protocol.enrollment import read_enrollment
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.mqtt.tls import BrokerAccess
@@ -50,7 +50,7 @@ class ClosedFleet:
         self.broker = replace(address, host="localhost")
         self.state = root / "aggregator"
         self.fleet = fleet
-        self.store = Store(self.state, database=database, fleet=fleet)
+        self.store = open_store(self.state, database=database, fleet=fleet)
         self._open_address = open_address
         enroll_broker(
             self.store, ["broker.example"], fleet=fleet, out=root / "broker", days=30, receivers=receivers

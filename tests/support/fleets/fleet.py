@@ -25,7 +25,7 @@ from PIL import Image
 from sklearn.datasets import load_digits
 
 from aggregator.status.collect import collect_status
-from aggregator.storage.store import Store
+from aggregator.storage.open_store import open_store
 from edge_client.cli.options import as_json_text
 from edge_client.cli.status import device_status
 from edge_client.storage.device_state import DeviceState
@@ -75,7 +75,7 @@ def write_task(
 
 def aggregator_status(state: Path) -> dict[str, Any]:
     """Return what `aggregator status --json` prints; empty before the state folder exists."""
-    with contextlib.suppress(StateError), closing(Store(state, read_only=True)) as store:
+    with contextlib.suppress(StateError), closing(open_store(state, read_only=True)) as store:
         return dict(msgspec.json.decode(msgspec.json.encode(collect_status(store))))
     return {}
 

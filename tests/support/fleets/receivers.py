@@ -4,8 +4,8 @@ import contextlib
 import os
 from pathlib import Path
 
+from aggregator.storage.open_store import open_store
 from aggregator.storage.programs import ReceiverRecord
-from aggregator.storage.store import Store
 from protocol.wire.topics import SHARDS
 from tests.support.fleets.fleet import Fleet
 
@@ -36,7 +36,7 @@ class Cluster(Fleet):
 
     def stored(self, task: bytes) -> dict[str, bytes]:
         """Return the digest of each device's stored submission."""
-        with contextlib.closing(Store(self.aggregator_state, read_only=True)) as store:
+        with contextlib.closing(open_store(self.aggregator_state, read_only=True)) as store:
             return {device: entry.digest for device, entry in store.entries(task).items()}
 
     def check(self) -> None:
@@ -44,7 +44,7 @@ class Cluster(Fleet):
             assert process.poll() in (None, -9, 137), f"{name} has ended\n{self.diagnostics()}"
 
     def receivers(self) -> dict[str, ReceiverRecord]:
-        with contextlib.closing(Store(self.aggregator_state, read_only=True)) as store:
+        with contextlib.closing(open_store(self.aggregator_state, read_only=True)) as store:
             return {name: record for name, (_, record) in store.receivers.all().items()}
 
     def wait_until_divided(self, *names: str) -> None:

@@ -10,6 +10,7 @@ from aggregator.algorithms.algorithm import Algorithm
 from aggregator.config.schema import Client, TaskFile
 from aggregator.config.task_file import load_task
 from aggregator.graphs.program_export import Graphs, build
+from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import CompiledGraphs
 from aggregator.tasks import graph_cache
@@ -37,7 +38,7 @@ def provide(task_file: Path, state: Path) -> None:
     """Store the graphs of a task in a state folder, where an aggregator finds them when it starts."""
     task, backbones = load_task(task_file)
     feature_size = sum(read_backbone(path).feature_size for path in backbones)
-    with closing(Store(state)) as given, _graphs_of(task, feature_size) as (store, compiled):
+    with closing(open_store(state)) as given, _graphs_of(task, feature_size) as (store, compiled):
         for graph in next(iter(compiled.graphs.values())).values():
             given.blobs.put(store.blobs.read(graph.digest))
         given.facts.put(CompiledGraphs({**graph_cache.known_graphs(given), **compiled.graphs}))
@@ -53,7 +54,7 @@ def _graphs_of(task: TaskFile, feature_size: int) -> Iterator[tuple[Store, Compi
     lock = FolderLock(folder, "export.lock")
     assert lock.take(wait_s=EXPORT_TIMEOUT_S)
     try:
-        with closing(Store(folder / "state")) as store:
+        with closing(open_store(folder / "state")) as store:
             if (compiled := store.facts.get(CompiledGraphs)) is None:
                 compiled = CompiledGraphs({key: _export(task, feature_size, store)})
                 store.facts.put(compiled)

@@ -14,7 +14,7 @@ from typing import Any, Self
 import psutil
 
 from aggregator.security.enrollment import revoke
-from aggregator.storage.store import Store
+from aggregator.storage.open_store import open_store
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import Heads
 from protocol.errors import StateError
@@ -221,7 +221,7 @@ class AttackedFleet(Fleet):
         return bool(heads) and heads[-1]["held_out"]["devices"] == len(HONEST)
 
     def snapshot(self) -> Snapshot:
-        with closing(Store(self.aggregator_state, read_only=True)) as store:
+        with closing(open_store(self.aggregator_state, read_only=True)) as store:
             head = store.heads.all(store.served_task().digest)[-1].digest.hex()
         submissions = {name: self.submitted(name) for name in HONEST}
         return Snapshot(head, submissions, {name: self.used_head(name) for name in HONEST})
@@ -236,7 +236,7 @@ class AttackedFleet(Fleet):
 
     def submitted(self, device: str) -> str:
         """Return the hex digest of a device's submission; empty if there is none."""
-        with closing(Store(self.aggregator_state, read_only=True)) as store:
+        with closing(open_store(self.aggregator_state, read_only=True)) as store:
             rows = store.submissions.all(store.served_task().digest)
             return rows[device].entry.digest.hex() if device in rows else ""
 

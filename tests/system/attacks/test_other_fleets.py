@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 from aggregator.cli import cli as aggregator
-from aggregator.storage.postgresql.schema import MAX_NAME, PostgresSchema
-from aggregator.storage.store import MIGRATIONS, Store
+from aggregator.storage.open_store import open_store
+from aggregator.storage.postgresql.fleet_schema import MAX_NAME, FleetSchema
 from protocol.errors import ConfigError
 from protocol.wire.codec import decode, digest_of, encode
 from protocol.wire.messages import BlobRequest, Presence, Receipt
@@ -102,7 +102,7 @@ def _send(two: TwoFleets, client: AttackerClient, device: str, *, reason: str = 
 
 def test_aggregator_sends_no_blob_of_another_fleet(two: TwoFleets) -> None:
     """Whose digest the device knows: of a backbone and of a submission."""
-    with closing(Store(two.theirs.aggregator_state, read_only=True)) as store:
+    with closing(open_store(two.theirs.aggregator_state, read_only=True)) as store:
         records = store.submissions.all(store.served_task().digest)
     backbone = (two.theirs.root / "backbone-0.onnx").read_bytes()
     with two.mallory() as client:
@@ -136,11 +136,11 @@ def test_schemas_in_one_database_are_their_roles_own(two: TwoFleets, tmp_path: P
     """Where a database has a schema for each role, in place of a database for each; none may create any."""
     import psycopg
 
-    schema = PostgresSchema("shared", MIGRATIONS)
+    schema = FleetSchema("shared")
     with psycopg.connect(two.server.url, autocommit=True) as admin:
         admin.execute(f"CREATE SCHEMA {schema.quoted} AUTHORIZATION {THEIRS}")
     url = two.server.url.replace("fleet@", f"{THEIRS}@")
-    with closing(Store(tmp_path / "theirs", database=url, fleet="shared")) as store:
+    with closing(open_store(tmp_path / "theirs", database=url, fleet="shared")) as store:
         store.keys.pin("a", bytes(32), now_s=1.0)
     other = url.replace(f"{THEIRS}@", f"{OURS}@")
     with psycopg.connect(other, autocommit=True) as connection:
@@ -169,12 +169,12 @@ def test_state_folder_of_one_fleet_is_refused_as_another(two: TwoFleets, tmp_pat
     assert sorted(two.ours.aggregator_state.rglob("*")) == before
     open_state = tmp_path / "open"
     with (
-        closing(Store(open_state)) as store,
-        closing(Store(two.ours.aggregator_state, read_only=True)) as ours,
+        closing(open_store(open_state)) as store,
+        closing(open_store(two.ours.aggregator_state, read_only=True)) as ours,
     ):
         store.facts.put(ours.served_task())
     with pytest.raises(ConfigError, match="holds the state of fleet 'orchard'"):
-        Store(open_state, fleet=THEIRS)
+        open_store(open_state, fleet=THEIRS)
     shutil.copytree(two.ours.aggregator_state / "identity", tmp_path / "copied" / "identity")
     log = two.ours.refused_run("--task", two.theirs.task, "--state", tmp_path / "copied")
     assert f"is the CA of fleet '{OURS}', not of the task's fleet '{THEIRS}'" in log
@@ -228,11 +228,11 @@ def test_names_that_could_lead_elsewhere_name_no_fleet(name: str, tmp_path: Path
 def test_no_two_names_have_one_schema() -> None:
     """Long names are cut, and a name could be chosen that looks like a cut one."""
     long = "x" * 64
-    cut = PostgresSchema(long, MIGRATIONS).name
+    cut = FleetSchema(long).name
     names = ["A", "a", "a-b", "a_b", "x" * MAX_NAME, "x" * (MAX_NAME + 1), long, long[:-1] + "y"]
     names.append(cut.removeprefix("fleet."))
-    assert len({PostgresSchema(name, MIGRATIONS).name for name in names}) == len(names)
-    assert all(len(PostgresSchema(name, MIGRATIONS).name) <= 63 for name in names)
+    assert len({FleetSchema(name).name for name in names}) == len(names)
+    assert all(len(FleetSchema(name).name) <= 63 for name in names)
 
 
 def test_names_of_devices_are_a_fleets_own_on_a_broker_of_its_own(tmp_path: Path) -> None:

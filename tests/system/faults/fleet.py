@@ -7,7 +7,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Self
 
-from aggregator.storage.store import Store
+from aggregator.storage.open_store import open_store
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import Secret
 from protocol.wire.codec import digest_of
@@ -197,7 +197,7 @@ class FaultyFleet(Fleet):
         """Count submissions and their outcomes, from the aggregator's disk, its newest head and its log."""
         prototypes, sent = self.reference.prototypes, set(self.submissions())
         assert (self.aggregator_state / "store.json").exists() == bool(self._stores)
-        with closing(Store(self.aggregator_state, read_only=True)) as store:
+        with closing(open_store(self.aggregator_state, read_only=True)) as store:
             task = store.served_task().digest
             rows, head = store.submissions.all(task), store.heads.all(task)[-1]
         stored = {(name, row.entry.digest): row.prototypes for name, row in rows.items()}

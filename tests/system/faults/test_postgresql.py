@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
-from aggregator.storage.store import Store
+from aggregator.storage.open_store import open_store
 from protocol.mqtt.tls import BrokerAddress
 from protocol.wire.codec import digest_of, encode
 from tests.support.databases.postgresql import PostgreSQL, needs_postgresql
@@ -74,7 +74,7 @@ def test_each_submission_counts_once(address: BrokerAddress, tmp_path: Path) -> 
                         pass  # the first receipt may say that it was not stored
             assert proxy.faults == 2
             assert first.upload(message).status == "received"
-            with contextlib.closing(Store(daemon.state, read_only=True)) as store:
+            with contextlib.closing(open_store(daemon.state, read_only=True)) as store:
                 assert set(store.submissions.all(message.task)) == {"first", *devices}
                 assert {each.reason for each in store.refusals.all()} <= {"not_stored"}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from aggregator.storage.store import Store
+from aggregator.storage.open_store import open_store
 from protocol.mqtt.tls import BrokerAddress
 from protocol.wire.codec import decode, digest_of, encode
 from protocol.wire.messages import Presence, Submission
@@ -115,7 +115,7 @@ def _send_half(device: Device, upload: Submission) -> None:
 def _check_head(fleet: TwoAggregators, device: Device, *, terms: int) -> None:
     """Wait for the head, and check that each submission counts once, and what all leaders have published."""
     head = device.head()
-    with contextlib.closing(Store(fleet.aggregator_state, read_only=True)) as store:
+    with contextlib.closing(open_store(fleet.aggregator_state, read_only=True)) as store:
         (stored,) = store.heads.all(store.served_task().digest)
         assert (stored.version, set(stored.members)) == (1, set("abcd"))
         assert head.version == 1

@@ -12,7 +12,7 @@ import pytest
 
 from aggregator.heads.forgotten_devices import forget
 from aggregator.messaging.manifest_signer import identity_of
-from aggregator.storage.store import Store
+from aggregator.storage.open_store import open_store
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from tests.support.fleets.fleet import CLASSES, QUICK, Fleet, aggregator_status, write_digits, write_task
 from tests.support.graphs.backbones import tiny_backbone
@@ -108,7 +108,7 @@ def test_second_program_of_the_same_name_takes_over(fleet: Fleet, tmp_path: Path
     """
     task = write_task(tmp_path, quorum=2)
     first = tmp_path / "first-state"
-    Store(first).close()
+    open_store(first).close()
     identity_of(first)
     shutil.copytree(first, fleet.aggregator_state)
     fleet.start_aggregator(task, name="first", state=first)
@@ -238,7 +238,7 @@ def test_fleet_with_statistics_forgets_a_device(fleet: Fleet, tmp_path: Path) ->
     assert _without_metadata(fleet.aggregator_state / "head.onnx") != alone
     predicted = fleet.predict("device-0", next((data[1] / "9").glob("*.png")))
     assert predicted["label"] in CLASSES
-    with closing(Store(fleet.aggregator_state)) as store:
+    with closing(open_store(fleet.aggregator_state)) as store:
         assert "head 2 is made again without it now" in forget(store, "device-1")[1]
     fleet.wait_for("the head without it", lambda s: s["devices"][0]["head"] == 3 and s["head_path"])
     assert _without_metadata(fleet.aggregator_state / "head.onnx") == alone

@@ -7,7 +7,7 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from aggregator.storage.store import Store
+from aggregator.storage.open_store import open_store
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import Submission
@@ -175,7 +175,7 @@ def test_receiver_with_a_state_folder_of_its_own(
         for frame in first:
             device.send("up", signed(frame, device.name))
         assert device.receipt(digest_of(payload)).status == "received"
-        with contextlib.closing(Store(cluster.aggregator_state)) as store:
+        with contextlib.closing(open_store(cluster.aggregator_state)) as store:
             assert store.blobs.read(digest_of(payload)) == payload
         assert not (tmp_path / "far" / "blobs").exists()
 

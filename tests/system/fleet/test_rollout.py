@@ -13,7 +13,7 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
-from aggregator.storage.store import Store
+from aggregator.storage.open_store import open_store
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.wire.canary_rank import canary_rank
 from tests.support.fleets.fleet import Fleet, write_digits, write_task
@@ -51,7 +51,7 @@ def _all_use(version: int, devices: int) -> Any:
 
 def _give_nan(state: Path) -> None:
     """Make a head that gives NaN the newest one, as a broken training would."""
-    store = Store(state)
+    store = open_store(state)
     newest = store.heads.all()[-1]
     model = onnx.load_from_string(store.blobs.read(newest.digest))
     for tensor in model.graph.initializer:

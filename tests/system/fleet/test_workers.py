@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from aggregator.config.task_file import load_task
+from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from aggregator.training.jobs import HeadJob
 from aggregator.training.runner import Finished, Progress, Trainer
@@ -54,7 +55,7 @@ def test_killed_worker_and_killed_aggregator(tmp_path: Path, address: BrokerAddr
         assert ([head["version"] for head in status["heads"]], status["failed_training"]) == ([1], None)
         fleet.stop("second")
         fleet.stop("aggregator")
-    with contextlib.closing(Store(tmp_path / "aggregator")) as store:
+    with contextlib.closing(open_store(tmp_path / "aggregator")) as store:
         assert store.database.read("SELECT count(*) FROM jobs") == [(0,)]
         assert_local_training_makes_the_same(store, task_file, task)
 
@@ -99,7 +100,7 @@ def test_workers_on_other_machines(
         fleet.wait_for_log("third", "worker ready")
         fleet.stop("third")
         fleet.stop("aggregator")
-        with contextlib.closing(Store(tmp_path / "aggregator")) as store:
+        with contextlib.closing(open_store(tmp_path / "aggregator")) as store:
             assert_local_training_makes_the_same(store, task_file, task)
 
 

@@ -7,7 +7,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from aggregator.storage.store import Store
+from aggregator.storage.open_store import open_store
 from edge_client.cli.status import device_status
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import Secret
@@ -96,7 +96,7 @@ class Programs:
     def _make_identity(self, folder: Path) -> None:
         """Make an aggregator's state of which one device is enrolled."""
         self._identity = folder / "identity"
-        Store(self._identity).close()
+        open_store(self._identity).close()
         log = folder / "enroll.log"
         enrolled = self.server.start(
             *("aggregator.cli", "enroll", "other", "--out", folder / "other", "--task", self._task),
@@ -151,7 +151,7 @@ class Programs:
         life.check(found.head == self._head, "the device does not have the head")
 
     def _check_submission(self, life: Life, state: Path, log: Path, name: str) -> None:
-        with closing(Store(state, read_only=True)) as store:
+        with closing(open_store(state, read_only=True)) as store:
             record = store.submissions.all(store.served_task().digest).get(name)
         found, expected = record.prototypes if record else 0, self._prototypes
         # An image that cannot be read for a moment is left out until the next scan.
@@ -228,7 +228,7 @@ class Programs:
             life.fail("no enrollment folder")
             return
         key = public_key(read_enrollment(out).signing_key or b"")
-        with closing(Store(state, read_only=True)) as store:
+        with closing(open_store(state, read_only=True)) as store:
             known, revoked = store.keys.get("shed"), store.keys.revoked_certificates()
         life.check(known is not None and known.enrolled and known.public == key, "another key is enrolled")
         life.check(known is not None and known.serial not in revoked, "the certificate is revoked")
@@ -281,7 +281,7 @@ class Programs:
         life.check(program.wait(120) is not None, "does not end on SIGTERM")
 
     def _check_heads(self, life: Life, state: Path, heads: list[str]) -> None:
-        with closing(Store(state, read_only=True)) as store:
+        with closing(open_store(state, read_only=True)) as store:
             made = store.heads.all(store.served_task().digest)
         life.check(len(made) == 1, f"{len(made)} heads")
         if made:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from aggregator.storage.store import Store
+from aggregator.storage.open_store import open_store
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import Heads
 from protocol.errors import ProtofleetError
@@ -77,7 +77,7 @@ def _losses_of_aggregator(folder: Path, life: Life, time_s: float) -> Iterator[s
     if any(b"pf/1/default/task" in data for data in sent):
         same = (folder / key).is_file() and (folder / key).read_bytes() == (life.folder / key).read_bytes()
         yield from () if same else ["the key of published manifests"]
-    with closing(Store(folder, lock=True)) as store:
+    with closing(open_store(folder, lock=True)) as store:
         for digest in {digest for data in sent for digest in _RECEIVED.findall(data)}:
             known = store.submissions.has_digest(digest) or any(
                 store.holds(d, digest) for d in ("one", "two")

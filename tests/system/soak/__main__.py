@@ -20,7 +20,7 @@ from typing import Any
 import click
 import psutil
 
-from aggregator.storage.store import Store
+from aggregator.storage.open_store import open_store
 from protocol.cli import run
 from protocol.errors import ProtofleetError
 from tests.support.fleets.fleet import accepted_submissions, folder_bytes
@@ -170,7 +170,7 @@ def settle(fleet: ChangingFleet) -> float:
 
 def newest_submissions(fleet: ChangingFleet) -> dict[str, bool]:
     """Return for each device whether its newest submission is the one that the aggregator has of it."""
-    with closing(Store(fleet.aggregator_state, read_only=True)) as store:
+    with closing(open_store(fleet.aggregator_state, read_only=True)) as store:
         accepted = store.submissions.all(store.served_task().digest)
     newest = {}
     for name in fleet.names:

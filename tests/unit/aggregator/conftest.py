@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from aggregator.config.task_file import load_task
+from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from aggregator.tasks.task_preparation import prepare_task
 from protocol.mqtt.tls import BrokerAddress
@@ -21,7 +22,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a task file of rounds and a state directory with its graphs; only to be copied."""
     folder = tmp_path_factory.mktemp("prepared")
     provide(task_file := write_task(folder, IN_ROUNDS), folder / "state")
-    store = Store(folder / "state")
+    store = open_store(folder / "state")
     prepare_task(*load_task(task_file), store=store)
     store.close()
     return folder
@@ -58,7 +59,7 @@ def remote(s3_server: BrokerAddress, monkeypatch: pytest.MonkeyPatch) -> Iterato
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
     """A new state directory."""
-    return Store(tmp_path)
+    return open_store(tmp_path)
 
 
 @pytest.fixture

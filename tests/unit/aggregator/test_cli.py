@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from aggregator.messaging.manifest_signer import identity_of
-from aggregator.storage.store import Store
+from aggregator.storage.open_store import open_store
 from protocol.enrollment import read_enrollment
 from protocol.storage.keyfile import read_key
 from protocol.wire.signing import public_key
@@ -29,7 +29,7 @@ def test_run_options_can_come_from_environment() -> None:
 
 
 def test_status_imports_no_large_package(tmp_path: Path) -> None:
-    store = Store(tmp_path)
+    store = open_store(tmp_path)
     store.facts.put(SERVED)
     store.close()
     done = run_aggregator("status", "--state", str(tmp_path), "--json")
@@ -40,7 +40,7 @@ def test_status_imports_no_large_package(tmp_path: Path) -> None:
 
 def test_the_signing_key_is_replaced_by_one_of_a_root_key(tmp_path: Path) -> None:
     """With two commands, of which the first needs no state; status shows the new key."""
-    store = Store(tmp_path / "state")
+    store = open_store(tmp_path / "state")
     store.facts.put(SERVED)
     identity_of(store.folder)
     store.close()
@@ -145,7 +145,7 @@ def test_closing_a_fleet_step_by_step(tmp_path: Path) -> None:
 
 
 def test_reset_key_deletes_pinned_key_once(tmp_path: Path) -> None:
-    store = Store(tmp_path)
+    store = open_store(tmp_path)
     store.keys.pin("a", bytes(32), now_s=0.0)
     done = run_aggregator("reset-key", "a", "--state", str(tmp_path))
     assert (done.returncode, done.stdout) == (0, "the next key used under the name a will be stored\n")

@@ -7,7 +7,7 @@ import pytest
 
 from aggregator.cli import cli
 from aggregator.messaging.manifest_signer import identity_of
-from aggregator.storage.store import Store
+from aggregator.storage.open_store import open_store
 from aggregator.storage.stored_values import SigningKey
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.wire.signing import public_key
@@ -122,7 +122,7 @@ def test_database_and_object_store_are_checked(
         assert statuses(found)["blobs"] == "failed"
         assert "the bucket does not exist" in found["blobs"][0]["text"]
     assert not (tmp_path / "new").exists()
-    with contextlib.closing(Store(tmp_path / "other", database=postgresql.url, fleet="barn")) as store:
+    with contextlib.closing(open_store(tmp_path / "other", database=postgresql.url, fleet="barn")) as store:
         store.facts.put(SigningKey(public_key(identity_of(store.folder)).hex()))
     _, found = findings(cli, *given)
     assert "not running" in found["state"][0]["text"]

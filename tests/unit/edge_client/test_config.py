@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from aggregator.security.enrollment import enroll
-from aggregator.storage.store import Store
+from aggregator.storage.open_store import open_store
 from edge_client.cli import cli
 from edge_client.config import Settings
 from edge_client.service import device
@@ -22,7 +22,7 @@ from protocol.mqtt.reconnecting_session import BrokerAddress
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Return a device's enrollment, beside a data folder."""
-    store = Store(tmp_path / "aggregator")
+    store = open_store(tmp_path / "aggregator")
     enroll(store, "shed-1", broker="broker.example", fleet="orchard", out=tmp_path / "shed-1")
     store.close()
     (tmp_path / "data" / "apple").mkdir(parents=True)
@@ -93,7 +93,7 @@ def test_other_names_than_the_enrolled_ones_are_refused(folder: Path, started: l
 
 def test_an_enrollment_without_a_broker_needs_the_option(tmp_path: Path, folder: Path) -> None:
     """The error is that of a device without an enrollment."""
-    store = Store(tmp_path / "aggregator")
+    store = open_store(tmp_path / "aggregator")
     enroll(store, "shed-2", fleet="orchard", out=tmp_path / "shed-2")
     store.close()
     with pytest.raises(click.UsageError, match="missing broker"):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from aggregator.security.enrollment import enroll
-from aggregator.storage.store import Store
+from aggregator.storage.open_store import open_store
 from protocol.enrollment import FORMAT, EnrollmentCard, card_text, read_card, read_enrollment
 from protocol.errors import ConfigError
 
@@ -18,7 +18,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folders of two devices of a fleet, and of one of another."""
     root = tmp_path_factory.mktemp("folders")
     for fleet, devices in (("orchard", ("shed-1", "shed-2")), ("vineyard", ("hut-1",))):
-        store = Store(root / fleet)
+        store = open_store(root / fleet)
         for device in devices:
             enroll(store, device, fleet=fleet, out=root / device)
         store.close()

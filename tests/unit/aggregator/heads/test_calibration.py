@@ -26,6 +26,7 @@ from aggregator.heads.operator_commands import submit_command
 from aggregator.heads.published_head import Releases
 from aggregator.heads.training_schedule import HeadTraining
 from aggregator.storage.heads import CALIBRATED_FROM, HeadRecord
+from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import PendingHead
 from aggregator.storage.submissions import SubmissionRecord
@@ -334,7 +335,7 @@ def test_forgotten_device_ends_the_calibration(world: World) -> None:
     assert isinstance(job, CalibrationJob)
     Path(job.folder).mkdir(parents=True)
     result = calibration_job.run(job)
-    other = Store(world.store.folder)
+    other = open_store(world.store.folder)
     forget(other, "a")
     other.close()
     with pytest.raises(StateError, match="head 1 was replaced"):

@@ -12,6 +12,7 @@ from aggregator.heads.operator_commands import submit_command
 from aggregator.heads.published_head import Releases
 from aggregator.storage.devices import REVOKED
 from aggregator.storage.heads import HeadRecord
+from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import PendingHead
 from aggregator.storage.submissions import SubmissionRecord
@@ -39,7 +40,7 @@ def _add_head(store: Store, version: int, *, task: bytes = TASK, **members: byte
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    store = Store(tmp_path / "state")
+    store = open_store(tmp_path / "state")
     store.facts.put(SERVED)
     return store
 

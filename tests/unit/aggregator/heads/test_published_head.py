@@ -16,6 +16,7 @@ from aggregator.heads import published_head
 from aggregator.heads.operator_commands import submit_command
 from aggregator.heads.published_head import Releases
 from aggregator.storage.heads import HeadRecord
+from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from aggregator.tasks.task_preparation import Task, prepare_task
 from protocol.errors import ConfigError, StateError
@@ -178,7 +179,7 @@ def test_commands_wait_for_the_next_start(amqtt_broker: BrokerAddress, tmp_path:
                 device.head(version)
             daemon.stop()
             for version in (2, 1):
-                outcome = submit_command(Store(daemon.state), "rollback")
+                outcome = submit_command(open_store(daemon.state), "rollback")
                 assert outcome == f"head {version} will be current when the aggregator is started"
             assert daemon.status()["rollout"]["requested"] == 1
         with aggregator(task_file, amqtt_broker) as daemon:
@@ -192,7 +193,7 @@ def test_commands_wait_for_the_next_start(amqtt_broker: BrokerAddress, tmp_path:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    return Store(tmp_path / "state")
+    return open_store(tmp_path / "state")
 
 
 @pytest.fixture
@@ -347,7 +348,7 @@ def test_evaluations_that_another_process_stores_count(store: Store, task: Task)
         store.devices.put_presence(device, "online", now_s=0.0)
 
     def _stored(device: str, head: int) -> None:
-        with contextlib.closing(Store(store.folder)) as other:
+        with contextlib.closing(open_store(store.folder)) as other:
             report = replace(_evaluation(task.digest, 10, previous=10), head_version=head)
             other.evaluations.put(device, report, digest=device.encode(), now_s=0.0)
 

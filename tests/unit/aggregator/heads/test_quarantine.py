@@ -15,6 +15,7 @@ from aggregator.heads.trained_heads import update_quarantine
 from aggregator.ingest.validation import Prototypes
 from aggregator.storage.devices import REVOKED
 from aggregator.storage.heads import HeadRecord
+from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from aggregator.training.jobs import Result
 from protocol.errors import ConfigError, StateError
@@ -86,7 +87,7 @@ def test_only_quarantined_devices_can_be_released(store: Store, tmp_path: Path) 
     with pytest.raises(ConfigError, match="a is not quarantined: `aggregator status` lists"):
         release(store, "a")
     with pytest.raises(StateError, match="start `aggregator run`"):
-        release(Store(tmp_path / "new"), "a")
+        release(open_store(tmp_path / "new"), "a")
 
 
 def _upload(broker: BrokerAddress, name: str, part: Prototypes) -> None:

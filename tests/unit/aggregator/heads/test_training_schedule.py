@@ -20,6 +20,7 @@ from aggregator.heads.forgotten_devices import forget
 from aggregator.heads.pending_training import FULL_MEMORY_TRAININGS, job_of
 from aggregator.heads.trained_heads import store_head
 from aggregator.heads.training_schedule import HeadTraining
+from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import LostFiles, PendingHead, TrainingProgress
 from aggregator.storage.submissions import SubmissionRecord
@@ -38,7 +39,7 @@ Events = queue.SimpleQueue[Progress | Finished]
 @pytest.fixture
 def store(prepared: Path, tmp_path: Path) -> Store:
     shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
-    return Store(tmp_path / "state")
+    return open_store(tmp_path / "state")
 
 
 @pytest.fixture
@@ -108,11 +109,11 @@ def test_submissions_that_another_process_stores_close_a_round(task: Task, store
     """They count as if this process had accepted them; one that was deleted again does not."""
     events: Events = queue.SimpleQueue()
     training = HeadTraining(task, store, on_event=events.put)
-    receiver = HeadTraining(task, other := Store(store.folder), on_event=events.put)
+    receiver = HeadTraining(task, other := open_store(store.folder), on_event=events.put)
     for device in "ab":
         _submit(receiver, task, device)
         receiver.accepted.flush()
-        with contextlib.closing(Store(store.folder)) as third, third.transaction():
+        with contextlib.closing(open_store(store.folder)) as third, third.transaction():
             third.submissions.delete(task.digest, "a")
         training.tick()
         assert set(training.state.submissions) == ({"b"} if device == "b" else set())
@@ -212,7 +213,7 @@ def test_training_on_a_forgotten_device_is_stopped(
         _take(training, task, device)
     job = training._job
     assert job is not None
-    with contextlib.closing(Store(store.folder)) as command:
+    with contextlib.closing(open_store(store.folder)) as command:
         forget(command, "a")
     folder = Path(job.folder)
     for name in ("head.onnx", "tensors.bin"):

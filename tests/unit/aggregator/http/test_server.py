@@ -21,6 +21,7 @@ from aggregator.http.settings import own_token
 from aggregator.status import model
 from aggregator.status.collect import collect_status
 from aggregator.status.details import Details
+from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from tests.support.fleets.fleet import wait_until
 from tests.support.messages.submissions import TASK
@@ -121,12 +122,12 @@ def test_readiness_names_what_is_wrong(tmp_path: Path) -> None:
         answer = client.get("/readyz")
         assert answer.status == 503
         assert "not running" in answer.json()["problems"][0]
-        with contextlib.closing(Store(tmp_path, lock=True)):
+        with contextlib.closing(open_store(tmp_path, lock=True)):
             wait_until("readiness", lambda: client.get("/readyz").status == 200, diagnostics=str)
 
 
 def test_state_without_a_task_is_a_problem(tmp_path: Path) -> None:
-    with contextlib.closing(Store(tmp_path)), serving(tmp_path) as (client, _):
+    with contextlib.closing(open_store(tmp_path)), serving(tmp_path) as (client, _):
         answer = client.get("/api/v1/status")
         assert answer.status == 503
         assert "no task" in answer.json()["error"]

@@ -9,7 +9,7 @@ import pytest
 
 from aggregator.http import snapshots
 from aggregator.http.snapshots import Snapshots
-from aggregator.storage.store import Store
+from aggregator.storage.open_store import open_store
 from aggregator.storage.stored_values import SigningKey
 from tests.support.databases.postgresql import PostgreSQL
 from tests.support.messages.submissions import SERVED
@@ -25,7 +25,7 @@ def test_state_in_postgresql_is_read_again_only_when_it_has_changed(
     async def compare() -> None:
         read = Snapshots(tmp_path)
         with contextlib.closing(
-            Store(tmp_path, database=postgresql.url, fleet=tmp_path.name, lock=True)
+            open_store(tmp_path, database=postgresql.url, fleet=tmp_path.name, lock=True)
         ) as store:
             store.facts.put(SERVED)
             first = await read.current()

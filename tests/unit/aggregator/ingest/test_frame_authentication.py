@@ -7,6 +7,7 @@ from aggregator.ingest.frame_authentication import FrameAuthenticator
 from aggregator.ingest.validation import Refused
 from aggregator.storage import device_keys
 from aggregator.storage.device_keys import Key, refusal_reason
+from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import Frame
@@ -36,7 +37,7 @@ def test_open_fleet_pins_the_first_key(store: Store, authenticator: FrameAuthent
     authenticator.check("a", signed())
     authenticator.check("a", signed())
     authenticator.check("b", signed("b", key=TWO))
-    for each in (authenticator, FrameAuthenticator(Store(store.folder), fleet="barn")):
+    for each in (authenticator, FrameAuthenticator(open_store(store.folder), fleet="barn")):
         with pytest.raises(Refused, match="`aggregator reset-key a`") as caught:
             each.check("a", signed(key=TWO))
         assert caught.value.reason == "signature"
@@ -70,7 +71,7 @@ def test_invalid_signature_is_refused_and_pins_nothing(
 def test_closed_fleet_accepts_only_enrolled_keys(store: Store, authenticator: FrameAuthenticator) -> None:
     """A pinned key is refused from then on; another process may close the fleet and enroll."""
     authenticator.check("a", signed())
-    other = Store(store.folder)
+    other = open_store(store.folder)
     other.keys.close_fleet()
     for device in ("a", "b"):
         assert reason(authenticator, signed(device), device) == "unknown_device"
@@ -86,7 +87,7 @@ def test_closed_fleet_accepts_only_enrolled_keys(store: Store, authenticator: Fr
 
 def test_revoked_key_is_refused_at_once(store: Store, authenticator: FrameAuthenticator) -> None:
     """A transfer that is under way is refused too; a new enrollment is accepted."""
-    other = Store(store.folder)
+    other = open_store(store.folder)
     authenticator.check("a", signed())
     other.keys.revoke("a", now_s=5.0)
     assert reason(authenticator, signed()) == "revoked"
@@ -100,7 +101,7 @@ def test_revocation_by_another_process_applies_to_the_next_batch(
     store: Store, authenticator: FrameAuthenticator
 ) -> None:
     """Within a transaction no other process can write, and the keys are read once; outside, each time."""
-    other = Store(store.folder)
+    other = open_store(store.folder)
     with store.transaction():
         authenticator.check("a", signed())
         authenticator.check("a", signed())
@@ -150,7 +151,7 @@ def test_pin_that_was_rolled_back_is_pinned_again(store: Store, authenticator: F
     with pytest.raises(ZeroDivisionError):
         batch()
     authenticator.check("a", signed())
-    assert Store(store.folder).keys.all().keys() == {"a"}
+    assert open_store(store.folder).keys.all().keys() == {"a"}
 
 
 def test_stopped_intake_pins_no_key(store: Store, authenticator: FrameAuthenticator) -> None:

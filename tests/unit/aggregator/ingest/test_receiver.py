@@ -15,6 +15,7 @@ from aggregator.ingest import intake_status
 from aggregator.ingest.chunk_store import ChunkStore
 from aggregator.ingest.reassembly import Complete
 from aggregator.ingest.receiver import Receiver
+from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from aggregator.storage.submissions import SubmissionRecord
 from protocol.errors import StateError
@@ -120,7 +121,7 @@ def test_deleted_folder_stops_the_intake_until_it_is_created_again(store: Store)
 
 def test_small_disk_resumes_once_it_has_room(caplog: pytest.LogCaptureFixture) -> None:
     """With a 20th of its space, although an upload may be larger; log and status say what is needed."""
-    with small_disk(size_bytes=8 * 1024**2) as disk, contextlib.closing(Store(disk / "state")) as store:
+    with small_disk(size_bytes=8 * 1024**2) as disk, contextlib.closing(open_store(disk / "state")) as store:
         receiver = Receiver(store, max_bytes=10**8, unfinished_s=3600.0)
         fill(disk)
         receiver.stop(StateError("the disk is full"))
@@ -138,7 +139,7 @@ def test_small_disk_resumes_once_it_has_room(caplog: pytest.LogCaptureFixture) -
 
 def test_unfinished_uploads_that_fill_the_disk_make_room() -> None:
     """One at each trial, the one without frames for longest; otherwise no upload could ever end."""
-    with small_disk(size_bytes=8 * 1024**2) as disk, contextlib.closing(Store(disk / "state")) as store:
+    with small_disk(size_bytes=8 * 1024**2) as disk, contextlib.closing(open_store(disk / "state")) as store:
         receiver = Receiver(store, max_bytes=10**8, unfinished_s=3600.0)
         receiver.take("a", FRAMES[0])
         receiver.commit()
@@ -163,9 +164,10 @@ _RECEIVING = """\
 import sys
 from pathlib import Path
 from aggregator.ingest.receiver import Receiver
+from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from tests.unit.aggregator.ingest.test_receiver import long_frames
-receiver = Receiver(Store(Path(sys.argv[1])), max_bytes=10**8, unfinished_s=3600.0)
+receiver = Receiver(open_store(Path(sys.argv[1])), max_bytes=10**8, unfinished_s=3600.0)
 for number, frame in enumerate(long_frames()):
     receiver.take("a", frame)
     if number % 3 == 2:

@@ -9,7 +9,7 @@ import pytest
 
 from aggregator.messaging.manifest_signer import REFRESH_S, VALIDITY_S, ManifestSigner, identity_of
 from aggregator.security.identity import locked_identity
-from aggregator.storage.store import Store
+from aggregator.storage.open_store import open_store
 from aggregator.storage.stored_values import SigningKey
 from edge_client.agent.manifest_trust import ManifestTrust, verify
 from protocol.storage.keyfile import read_or_make_key
@@ -29,7 +29,7 @@ def manifest(signer: ManifestSigner, body: bytes, *, channel: FleetChannel = "he
 
 def start(folder: Path, monkeypatch: pytest.MonkeyPatch, *, at_s: float) -> ManifestSigner:
     monkeypatch.setattr(time, "time", lambda: at_s)
-    return ManifestSigner(Store(folder), key=KEY, fleet="barn")
+    return ManifestSigner(open_store(folder), key=KEY, fleet="barn")
 
 
 def test_new_manifest_has_a_greater_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +93,7 @@ def test_key_is_created_once_and_private(tmp_path: Path) -> None:
     key = identity_of(tmp_path)
     assert identity_of(tmp_path) == key
     assert stat.S_IMODE((tmp_path / "identity" / "signing.key").stat().st_mode) == 0o600
-    store = Store(tmp_path)
+    store = open_store(tmp_path)
     ManifestSigner(store, key=key, fleet="barn")
     assert store.facts.get(SigningKey) == SigningKey(public_key(key).hex())
 
@@ -132,10 +132,10 @@ def test_concurrent_starts_create_one_key(tmp_path: Path) -> None:
 
 def test_changed_key_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The line names the key that devices trust; the first start logs none."""
-    ManifestSigner(Store(tmp_path), key=KEY, fleet="barn")
-    ManifestSigner(Store(tmp_path), key=KEY, fleet="barn")
+    ManifestSigner(open_store(tmp_path), key=KEY, fleet="barn")
+    ManifestSigner(open_store(tmp_path), key=KEY, fleet="barn")
     assert not caplog.messages
-    ManifestSigner(Store(tmp_path), key=b"l" * 32, fleet="barn")
+    ManifestSigner(open_store(tmp_path), key=b"l" * 32, fleet="barn")
     (line,) = caplog.messages
     assert "is not the key that devices trust: restore it from a backup" in line
     assert f"trusted={public_key(KEY).hex()}" in line

@@ -23,6 +23,7 @@ from aggregator.security.identity import aggregator_access, has_ca, restore_acce
 from aggregator.security.mosquitto_config import access_list
 from aggregator.storage.device_keys import Key
 from aggregator.storage.devices import REVOKED
+from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from protocol.enrollment import read_card, read_enrollment
 from protocol.errors import ConfigError, StateError
@@ -69,7 +70,7 @@ class World:
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
-    store = Store(tmp_path / "state")
+    store = open_store(tmp_path / "state")
     store.facts.put(replace(SERVED, digest=TASK))
     yield World(tmp_path, store)
     store.close()
@@ -243,7 +244,7 @@ def test_concurrent_enrollments_share_one_ca(world: World) -> None:
     folders = [world.root / f"out-{number}" for number in range(6)]
 
     def run(number: int) -> None:
-        mine = Store(world.store.folder)
+        mine = open_store(world.store.folder)
         enroll(mine, f"shed-{number}", fleet="orchard", out=folders[number])
         mine.close()
 
@@ -307,7 +308,7 @@ def test_older_database_opens_no_fleet_and_reinstates_no_certificate(world: Worl
     world.enroll()
     revoke(world.store, "shed-1")
     revoked = world.revoked_serials()
-    restored = World(world.root, Store(world.root / "restored"))
+    restored = World(world.root, open_store(world.root / "restored"))
     world.identity.rename(restored.identity)
     assert not restored.store.keys.is_closed()
     restore_access(restored.store)
@@ -328,7 +329,7 @@ def test_restored_database_reinstates_no_device(
     with contextlib.closing(sqlite3.connect(backup)) as copy:
         world.store.database._db.backup(copy)
     revoke(world.store, "revoked")
-    restored = World(world.root, Store(world.root / "restored"))
+    restored = World(world.root, open_store(world.root / "restored"))
     with contextlib.closing(sqlite3.connect(backup)) as copy:
         copy.backup(restored.store.database._db)
     restored.store.keys.drop_cache()

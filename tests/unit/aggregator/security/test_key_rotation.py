@@ -12,6 +12,7 @@ from aggregator.messaging.manifest_signer import ManifestSigner, identity_of
 from aggregator.security import key_rotation
 from aggregator.security.enrollment import enroll
 from aggregator.security.key_rotation import certificate_chain, issue_key, key_certificates, rotate_key
+from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import SigningKey
 from edge_client.agent.manifest_trust import ManifestTrust, UntrustedManifest, verify, with_operator_key
@@ -23,7 +24,7 @@ from tests.support.messages.manifests import signed_manifest
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
-    made = Store(tmp_path / "state")
+    made = open_store(tmp_path / "state")
     identity_of(made.folder)
     yield made
     made.close()
@@ -186,7 +187,7 @@ def test_a_rotation_killed_before_the_database_is_finished(
 
 
 def test_a_running_aggregator_keeps_its_key(store: Store) -> None:
-    running = Store(store.folder, lock=True)
+    running = open_store(store.folder, lock=True)
     with pytest.raises(ConfigError, match="stop it first"):
         rotate_key(store, fleet="barn")
     running.close()

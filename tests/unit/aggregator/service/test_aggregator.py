@@ -17,6 +17,7 @@ from aggregator.coordination.round_state import Entry, State
 from aggregator.ingest import intake_status
 from aggregator.service.aggregator import Aggregator
 from aggregator.service.event_loop import Event
+from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import PendingHead
 from aggregator.tasks.task_preparation import Task, prepare_task
@@ -210,7 +211,7 @@ def _in_process(
     events: queue.SimpleQueue[Event] | None = None,
 ) -> tuple[Aggregator, Task, Store, list[Outgoing]]:
     """Return an aggregator without a broker, its task and store, and the list of what it sends from now on."""
-    store, sent = Store(folder / "state"), list[Outgoing]()
+    store, sent = open_store(folder / "state"), list[Outgoing]()
     if clock is not None:
         store.clock = clock
     task = prepare_task(*load_task(write_task(folder, settings)), store=store)

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from aggregator.security.enrollment import enroll, revoke
-from aggregator.storage.store import Store
+from aggregator.storage.open_store import open_store
 from protocol.enrollment import read_enrollment
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.wire.codec import digest_of, encode
@@ -70,7 +70,7 @@ def test_closing_and_revoking_apply_to_a_running_aggregator(
     with aggregator(write_task(tmp_path, PATIENT), amqtt_broker) as daemon, Device(amqtt_broker, "a") as a:
         task = digest_of(a.task())
         assert a.upload(submission(task=task)).status == "received"
-        operator = Store(daemon.state)
+        operator = open_store(daemon.state)
         operator.keys.close_fleet()
         assert refused(a.upload(submission(task=task, sequence=2))) == "unknown_device"
         a.send("get", encode(BlobRequest(digest=task, offset=0, length=1)))
@@ -88,7 +88,7 @@ def test_closing_and_revoking_apply_to_a_running_aggregator(
         operator.keys.revoke("a", now_s=0.0)
         a.send_payload(encode(large), ranges=((0, size - 9),))
         assert refused(a.receipt(digest_of(encode(large)))) == "revoked"
-        assert Store(daemon.state, read_only=True).submissions.all(task)["a"].entry.sequence == 3
+        assert open_store(daemon.state, read_only=True).submissions.all(task)["a"].entry.sequence == 3
         operator.close()
 
 
@@ -111,7 +111,7 @@ def test_enrolled_device_starts_over(amqtt_broker: BrokerAddress, tmp_path: Path
     with aggregator(write_task(tmp_path, PATIENT), amqtt_broker) as daemon, Device(amqtt_broker, "a") as a:
         task = digest_of(a.task())
         assert a.upload(submission(task=task, sequence=2**63 - 1)).status == "received"
-        store = Store(daemon.state)
+        store = open_store(daemon.state)
         enroll(store, "a", fleet=FLEET, out=tmp_path / "a")
         key = read_enrollment(tmp_path / "a").signing_key
         digest = upload(a, "a", submission(task=task, sequence=5, seed=5), key=key)

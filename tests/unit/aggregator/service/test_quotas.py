@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from aggregator.security.enrollment import enroll
-from aggregator.storage.store import Store
+from aggregator.storage.open_store import open_store
 from protocol.errors import ConfigError
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.wire.codec import digest_of, encode
@@ -57,7 +57,7 @@ def test_device_above_the_quota_is_refused_until_another_one_leaves(
         summary = daemon.until(lambda summary: summary["quotas"]["devices"]["used"] == 2)
         assert summary["quotas"]["devices"]["limit"] == 2
         assert [(row["device"], row["reason"]) for row in summary["refusals"]] == [("c", "quota")]
-        operator = Store(daemon.state)
+        operator = open_store(daemon.state)
         with pytest.raises(ConfigError, match=r"2 of 2 devices \(limits\.max_devices\)"):
             enroll(operator, "d", fleet="barn", out=tmp_path / "d", max_devices=2)
         enroll(operator, "a", fleet="barn", out=tmp_path / "a", max_devices=2)

@@ -16,7 +16,7 @@ import pytest
 from aggregator.algorithms.fpl import FPL
 from aggregator.algorithms.tensors import pack_tensors, unpack_tensors
 from aggregator.heads.operator_commands import submit_command
-from aggregator.storage.store import Store
+from aggregator.storage.open_store import open_store
 from protocol.errors import StateError
 from protocol.models.onnx_metadata import HeadMetadata, read_metadata
 from protocol.mqtt.reconnecting_session import BrokerAddress
@@ -212,7 +212,9 @@ def test_obsolete_blobs_are_deleted(amqtt_broker: BrokerAddress, task_file: Path
         daemon.until(lambda _: not old & {file.name for file in (daemon.state / "blobs").iterdir()})
         kept = {file.name for file in (daemon.state / "blobs").iterdir()}
         assert first.digest.hex() in kept
-        second, third, fourth = (head.tensors for head in Store(daemon.state, read_only=True).heads.all())
+        second, third, fourth = (
+            head.tensors for head in open_store(daemon.state, read_only=True).heads.all()
+        )
         for blob in (second, third, fourth):
             assert blob is not None
             assert blob.digest.hex() in kept
@@ -247,7 +249,7 @@ def test_compilation_can_be_interrupted(tmp_path: Path) -> None:
         while not job.exists():
             assert daemon.process.poll() is None
         with (
-            contextlib.closing(Store(daemon.state, read_only=True)) as store,
+            contextlib.closing(open_store(daemon.state, read_only=True)) as store,
             pytest.raises(StateError, match="its graphs are being exported"),
         ):
             store.served_task()
@@ -273,12 +275,12 @@ def test_rollback_of_a_round_head(amqtt_broker: BrokerAddress, task_file: Path) 
     """Devices get its tensors, the files are its own, and training continues with the newest round."""
     with running_fleet(task_file, amqtt_broker, "a", "b") as (daemon, [a, b]):
         first, second = (_head_of(number, a, b) for number in range(2))
-        assert submit_command(Store(daemon.state), "rollback") == "head 1 is current"
+        assert submit_command(open_store(daemon.state), "rollback") == "head 1 is current"
         back = a.wait(fleet_topic(FLEET, "head"), HeadManifest, when=lambda head: head != second)
         assert (back.current, back.candidate) == (first.current, None)
         assert back.current.tensors is not None
         assert digest_of(a.fetch(back.current.tensors)) == back.current.tensors.digest
-        row = Store(daemon.state, read_only=True).heads.all()[0]
+        row = open_store(daemon.state, read_only=True).heads.all()[0]
         assert digest_of((daemon.state / "head.onnx").read_bytes()) == row.file
         assert second.current.tensors is not None
         assert a.round(2).tensors == second.current.tensors

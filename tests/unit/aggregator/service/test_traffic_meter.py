@@ -4,14 +4,14 @@ import contextlib
 from pathlib import Path
 
 from aggregator.service.traffic_meter import TrafficMeter
-from aggregator.storage.store import Store
+from aggregator.storage.open_store import open_store
 from aggregator.storage.stored_values import Traffic
 
 
 def test_bytes_of_earlier_starts_are_counted(tmp_path: Path) -> None:
     """Stored every few seconds and at the end."""
     for start in range(1, 3):
-        with contextlib.closing(Store(tmp_path)) as store:
+        with contextlib.closing(open_store(tmp_path)) as store:
             meter = TrafficMeter(store)
             meter.keep(sent=0)
             meter.received = 100

@@ -12,6 +12,7 @@ from aggregator.status import model
 from aggregator.status.collect import collect_status
 from aggregator.status.render import render_status
 from aggregator.storage.heads import HeadRecord
+from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import ServedTask
 from aggregator.storage.submissions import SubmissionRecord
@@ -38,7 +39,7 @@ def add_head(store: Store, version: int, *, tensors: BlobRef | None = None, **me
 
 
 def started_store(folder: Path, task: TaskFile = TASK_FILE) -> Store:
-    store = Store(folder, lock=True)
+    store = open_store(folder, lock=True)
     store.clock = FakeClock(1e6)
     served = (TASK, 1, task.fleet, task.algorithm, task.classes)
     store.facts.put(ServedTask(*served, settings=task.settings, rollout=task.rollout, limits=task.limits))

@@ -9,14 +9,14 @@ from rich.console import Console
 
 from aggregator.cli import cli
 from aggregator.status.live import show_live
-from aggregator.storage.store import Store
+from aggregator.storage.open_store import open_store
 from protocol.errors import StateError
 from tests.support.messages.submissions import SERVED
 
 
 def test_page_is_updated_until_it_is_interrupted(tmp_path: Path) -> None:
     """It shows a device that has joined since, a state that cannot be read, and control characters escaped."""
-    store = Store(tmp_path)
+    store = open_store(tmp_path)
     store.facts.put(SERVED)
     output, steps = io.StringIO(), iter(("join", "damage", "end"))
     pages: list[str] = []

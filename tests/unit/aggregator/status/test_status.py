@@ -20,8 +20,8 @@ from aggregator.ingest.intake_status import Intake
 from aggregator.status import model
 from aggregator.status.collect import collect_status
 from aggregator.storage.devices import Refusal
+from aggregator.storage.open_store import open_store
 from aggregator.storage.programs import ReceiverRecord
-from aggregator.storage.store import Store
 from aggregator.storage.stored_values import HeadRateLimit, TrainingProgress, UploadTokens
 from protocol.errors import StateError
 from protocol.wire.messages import BlobRef, Evaluation
@@ -40,7 +40,7 @@ from tests.unit.aggregator.status.stores import (
 def test_status_at_first_start(tmp_path: Path) -> None:
     """Everything is empty, and a read-only store is enough."""
     store = started_store(tmp_path)
-    status = collected(Store(tmp_path, read_only=True))
+    status = collected(open_store(tmp_path, read_only=True))
     store.close()
     assert (status.fleet, status.classes, status.quorum) == ("barn", TASK_FILE.classes, 2)
     assert (status.devices, status.heads, status.refusals) == ((), (), ())
@@ -238,17 +238,17 @@ def test_running_training(tmp_path: Path, progress: TrainingProgress, text: str)
 
 def test_locked_state_is_running(tmp_path: Path) -> None:
     store = started_store(tmp_path)
-    assert "not running" not in rendered(collected(Store(tmp_path, read_only=True)))
+    assert "not running" not in rendered(collected(open_store(tmp_path, read_only=True)))
     with pytest.raises(StateError, match=f"`aggregator run` already runs on {tmp_path}: stop it"):
-        Store(tmp_path, lock=True)
+        open_store(tmp_path, lock=True)
     store.close()
-    assert "not running" in rendered(collected(Store(tmp_path, read_only=True)))
-    Store(tmp_path, lock=True).close()
+    assert "not running" in rendered(collected(open_store(tmp_path, read_only=True)))
+    open_store(tmp_path, lock=True).close()
 
 
 def test_state_without_task_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(StateError, match=r"no task in .* yet: start `aggregator run`"):
-        collect_status(Store(tmp_path))
+        collect_status(open_store(tmp_path))
 
 
 def test_stopped_intake(tmp_path: Path) -> None:
@@ -296,7 +296,7 @@ def test_intake_on_a_filesystem_that_has_become_read_only(
     assert found.stopped_s == 200.0
     assert "the filesystem is read-only" in found.reason
     store.close()
-    assert collected(Store(tmp_path, read_only=True)).intake == Intake()
+    assert collected(open_store(tmp_path, read_only=True)).intake == Intake()
 
 
 def test_heads_and_the_devices_that_use_them(tmp_path: Path) -> None:

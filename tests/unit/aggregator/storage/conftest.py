@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 
 
@@ -13,9 +14,9 @@ from aggregator.storage.store import Store
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     """A new state directory, once for each database."""
     if request.param == "sqlite":
-        yield Store(tmp_path)
+        yield open_store(tmp_path)
         return
     server = request.getfixturevalue("postgresql")
-    opened = Store(tmp_path, database=server.url, fleet=tmp_path.name)
+    opened = open_store(tmp_path, database=server.url, fleet=tmp_path.name)
     with contextlib.closing(opened):
         yield opened

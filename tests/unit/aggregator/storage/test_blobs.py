@@ -12,7 +12,7 @@ from aggregator.storage import blobs as blobs_module
 from aggregator.storage import object_blobs
 from aggregator.storage.blobs import Blobs, open_blobs, read_each
 from aggregator.storage.object_blobs import PART_BYTES, ObjectBlobs
-from aggregator.storage.store import Store
+from aggregator.storage.open_store import open_store
 from protocol.errors import BlobLost, ConfigError, NoAnswer, StateError
 from protocol.storage.blobstore import WriteBatch
 from protocol.wire.codec import digest_of
@@ -288,23 +288,23 @@ def test_wrong_environment_is_an_error(
 @pytest.mark.parametrize("wrong", ["s3://", "s3:///prefix", "http://host/bucket", "s3://key:secret@bucket/a"])
 def test_wrong_location_is_refused(wrong: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="expected s3://BUCKET/PREFIX") as raised:
-        Store(tmp_path / "state", blobs=wrong)
+        open_store(tmp_path / "state", blobs=wrong)
     assert "secret" not in str(raised.value)
     with pytest.raises(ConfigError, match="expected s3://BUCKET/PREFIX"):
-        Store(tmp_path / "state", blobs="/a/folder")
+        open_store(tmp_path / "state", blobs="/a/folder")
 
 
 def test_store_remembers_its_object_store(remote: ObjectStore, location: str, tmp_path: Path) -> None:
     """Blobs of the folder are copied; another aggregator cannot use the same prefix, nor the store an empty one."""
     del remote
-    with contextlib.closing(Store(tmp_path / "state")) as store:
+    with contextlib.closing(open_store(tmp_path / "state")) as store:
         store.blobs.put(DATA)
-    with contextlib.closing(Store(tmp_path / "state", blobs=location)) as store:
+    with contextlib.closing(open_store(tmp_path / "state", blobs=location)) as store:
         assert store.blobs.read(DIGEST) == DATA
-    with contextlib.closing(Store(tmp_path / "state")) as store:
+    with contextlib.closing(open_store(tmp_path / "state")) as store:
         assert store.blobs.location == location
         assert store.blob_reader()(DIGEST) == DATA
     with pytest.raises(ConfigError, match="belongs to another aggregator"):
-        Store(tmp_path / "other", blobs=location)
+        open_store(tmp_path / "other", blobs=location)
     with pytest.raises(StateError, match="owner is missing"):
-        Store(tmp_path / "state", blobs=f"{location}-empty")
+        open_store(tmp_path / "state", blobs=f"{location}-empty")

@@ -6,6 +6,7 @@ from aggregator.coordination.round_state import DeviceDecisions, Entry, Settings
 from aggregator.storage import device_keys, devices
 from aggregator.storage.devices import REVOKED, QuarantinedDevice
 from aggregator.storage.heads import HeadRecord
+from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from aggregator.storage.submissions import SubmissionRecord
 from tests.support.messages.submissions import TASK
@@ -132,7 +133,7 @@ def test_release_holds_until_the_next_quarantine(store: Store) -> None:
 
 def test_keys_decide_for_every_task(store: Store) -> None:
     """A revoked key counts in no task; from the first enrollment, only enrolled devices count."""
-    other = Store(store.folder)
+    other = open_store(store.folder)
     other.keys.pin("a", b"a" * 32, now_s=1)
     other.keys.revoke("a", now_s=2)
     assert store.decisions(TASK) == store.decisions(bytes(32)) == DeviceDecisions(quarantined=frozenset("a"))

@@ -18,8 +18,8 @@ from aggregator.coordination.round_state import Settings
 from aggregator.messaging.manifest_signer import identity_of
 from aggregator.security.key_rotation import require_fleet_key, rotate_key
 from aggregator.service.standby import Standby
+from aggregator.storage.open_store import open_store
 from aggregator.storage.postgresql import lead
-from aggregator.storage.postgresql.database import PostgresDatabase
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import ServedTask, SigningKey
 from protocol.errors import ConfigError, NotLeader, StateError
@@ -32,12 +32,12 @@ NEVER_S = 3600.0
 class Waiting:
     """A store that is opened in a thread as soon as it leads."""
 
-    def __init__(self, open_store: Callable[[lead.Standby], Store]) -> None:
+    def __init__(self, open_to_lead: Callable[[Callable[[str], None]], Store]) -> None:
         self._calls = threading.Semaphore(0)
         self._leaders: list[str] = []
         self._opened: list[Store] = []
         self._thread = threading.Thread(
-            target=lambda: self._opened.append(open_store(self._wait)), daemon=True
+            target=lambda: self._opened.append(open_to_lead(self._wait)), daemon=True
         )
         self._thread.start()
 
@@ -63,9 +63,9 @@ class Fleet:
         self.url = server.url
         self._stores = contextlib.ExitStack()
 
-    def store(self, name: str, *, standby: lead.Standby | None = None, lock: bool = True) -> Store:
+    def store(self, name: str, *, standby: Callable[[str], None] | None = None, lock: bool = True) -> Store:
         fleet = self._folder.name
-        opened = Store(
+        opened = open_store(
             self._folder / name, database=self._server.url, fleet=fleet, lock=lock, standby=standby
         )
         self._stores.callback(opened.close)
@@ -88,15 +88,13 @@ def fleet(tmp_path: Path, postgresql: PostgreSQL, monkeypatch: pytest.MonkeyPatc
     opened.close()
 
 
+def _database(store: Store) -> lead.LeadingDatabase:
+    assert isinstance(store.database, lead.LeadingDatabase)
+    return store.database
+
+
 def _session(store: Store) -> Any:
-    assert isinstance(store.database, PostgresDatabase)
-    return store.database._db
-
-
-def _lead_of(store: Store) -> lead.Lead:
-    assert isinstance(store.database, PostgresDatabase)
-    assert store.database._lead is not None
-    return store.database._lead
+    return _database(store)._db
 
 
 def _cut(fleet: Fleet, store: Store) -> None:
@@ -162,12 +160,12 @@ def test_a_leader_lives_as_long_as_its_heartbeat_also_in_a_transaction(fleet: Fl
     def beat_and_fail() -> None:
         with first.transaction():
             before = last_sign()
-            _lead_of(first).beat()
+            _database(first)._beat()
             between = last_sign()
             with contextlib.suppress(StateError):
                 first.database.write("SELECT no_such_column")
             failed = last_sign()
-            _lead_of(first).beat()
+            _database(first)._beat()
             assert len({before, between, failed, last_sign()}) == 4
             assert first.leads()
 
@@ -182,8 +180,8 @@ def test_the_heartbeat_goes_on_while_a_transaction_takes_its_time(
     monkeypatch.setattr(lead, "HEARTBEAT_S", 0.01)
     first = fleet.store("first")
     with first.transaction():
-        answered = _lead_of(first)._answered_s
-        while _lead_of(first)._answered_s == answered:
+        answered = _database(first)._answered_s
+        while _database(first)._answered_s == answered:
             time.sleep(0.01)
 
 
@@ -194,7 +192,7 @@ def test_no_heartbeat_keeps_a_transaction_open_for_ever(
     monkeypatch.setattr(lead, "LEASE_S", 0.0)
     with first.transaction():
         monkeypatch.setattr(lead, "TRANSACTION_S", 0.0)
-        _lead_of(first).beat()
+        _database(first)._beat()
         assert not first.leads()
 
 
@@ -231,13 +229,12 @@ def test_a_leader_whose_connection_is_cut_leads_on(fleet: Fleet) -> None:
     """It ends its own earlier session if PostgreSQL has not noticed that end."""
     first = fleet.store("first")
     _cut(fleet, first)
-    _lead_of(first).beat()
+    _database(first)._beat()
     assert not first.leads()
     first.check_lead()
     assert first.leads()
     unnoticed = _session(first)
-    assert isinstance(first.database, PostgresDatabase)
-    first.database._db = None
+    _database(first)._db = None
     first.check_lead()
     assert first.leads()
     with pytest.raises(psycopg.OperationalError):
@@ -275,16 +272,16 @@ def test_a_standby_outlives_postgresql(
     """But a program that is started without it ends with an error."""
     standby, failures = Standby(tmp_path), [StateError("no server"), StateError("no server")]
 
-    def open_store() -> Store:
+    def open_to_lead() -> Store:
         if failures:
             raise failures.pop()
-        return Store(tmp_path, database=postgresql.url, fleet=tmp_path.name, lock=True)
+        return open_store(tmp_path, database=postgresql.url, fleet=tmp_path.name, lock=True)
 
     with pytest.raises(StateError, match="no server"):
-        standby.open(open_store)
+        standby.open(open_to_lead)
     standby.wait("host")
     caplog.set_level("INFO")
-    with contextlib.closing(standby.open(open_store)) as store:
+    with contextlib.closing(standby.open(open_to_lead)) as store:
         assert store.leads()
     assert "this aggregator leads the fleet now" in caplog.text
 

@@ -6,30 +6,32 @@ from pathlib import Path
 import pytest
 
 from aggregator.cli.state import existing_state
-from aggregator.storage import store as store_module
-from aggregator.storage.store import MIGRATIONS, Store
+from aggregator.storage import schema
+from aggregator.storage.open_store import open_store
+from aggregator.storage.schema import MIGRATIONS
+from aggregator.storage.store import Store
 from aggregator.storage.stored_values import SigningKey
 from protocol.errors import ConfigError, StateError
 from tests.support.databases.postgresql import PostgreSQL
 
 
 def _open(folder: Path, server: PostgreSQL, *, lock: bool = False) -> "contextlib.closing[Store]":
-    return contextlib.closing(Store(folder, database=server.url, fleet=folder.parent.name, lock=lock))
+    return contextlib.closing(open_store(folder, database=server.url, fleet=folder.parent.name, lock=lock))
 
 
 def test_state_directory_remembers_its_database(tmp_path: Path, postgresql: PostgreSQL) -> None:
     """For the other commands; another fleet of the same database sees nothing of it."""
     with _open(tmp_path / "a", postgresql) as store:
         store.facts.put(SigningKey("1"))
-    with contextlib.closing(Store(tmp_path / "a", read_only=True)) as reader:
+    with contextlib.closing(open_store(tmp_path / "a", read_only=True)) as reader:
         assert reader.facts.get(SigningKey) == SigningKey("1")
         with pytest.raises(StateError, match="read-only"):
             reader.facts.put(SigningKey("2"))
-    with contextlib.closing(Store(tmp_path / "b", database=postgresql.url, fleet="x" * 64)) as other:
+    with contextlib.closing(open_store(tmp_path / "b", database=postgresql.url, fleet="x" * 64)) as other:
         assert other.facts.get(SigningKey) is None
-    Store(tmp_path / "file").close()
+    open_store(tmp_path / "file").close()
     with pytest.raises(ConfigError, match="give --store with another --state"):
-        Store(tmp_path / "file", database=postgresql.url, fleet="f")
+        open_store(tmp_path / "file", database=postgresql.url, fleet="f")
 
 
 def test_program_with_another_state_directory_needs_an_object_store(
@@ -61,10 +63,10 @@ def test_one_aggregator_runs_on_a_fleet_whatever_its_directory(
     with _open(tmp_path / "a", postgresql, lock=True), _open(tmp_path / "b", postgresql) as other:
         assert other.is_locked()
         with pytest.raises(StateError, match="already runs on"):
-            Store(tmp_path / "c", database=postgresql.url, fleet=tmp_path.name, lock=True)
-        monkeypatch.setattr(store_module, "MIGRATIONS", (*MIGRATIONS, "ALTER TABLE heads ADD COLUMN n TEXT;"))
+            open_store(tmp_path / "c", database=postgresql.url, fleet=tmp_path.name, lock=True)
+        monkeypatch.setattr(schema, "MIGRATIONS", (*MIGRATIONS, "ALTER TABLE heads ADD COLUMN n TEXT;"))
         with pytest.raises(StateError, match="of an older protofleet runs on it"):
-            Store(tmp_path / "b")
+            open_store(tmp_path / "b")
     with _open(tmp_path / "b", postgresql, lock=True) as store:
         assert store.database.read("SELECT n FROM heads") == []
 
@@ -124,17 +126,17 @@ def test_killed_server_is_an_error_until_it_runs_again(tmp_path: Path) -> None:
 )
 def test_url_with_a_password_or_of_another_kind_is_refused(tmp_path: Path, url: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        Store(tmp_path, database=url, fleet="f")
+        open_store(tmp_path, database=url, fleet="f")
     assert "hunter2" not in str(refused.value)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_mistyped_url_is_not_remembered(tmp_path: Path, postgresql: PostgreSQL) -> None:
     """The other commands still find the database that was used before."""
-    Store(tmp_path / "a", database=postgresql.url, fleet=tmp_path.name).close()
+    open_store(tmp_path / "a", database=postgresql.url, fleet=tmp_path.name).close()
     with pytest.raises(StateError, match="none"):
-        Store(tmp_path / "a", database=postgresql.url + "none", fleet=tmp_path.name)
-    Store(tmp_path / "a", read_only=True).close()
+        open_store(tmp_path / "a", database=postgresql.url + "none", fleet=tmp_path.name)
+    open_store(tmp_path / "a", read_only=True).close()
 
 
 def _put_and_fail(store: Store) -> None:

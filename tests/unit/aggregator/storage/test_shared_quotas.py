@@ -9,6 +9,7 @@ from aggregator.config.schema import Limits
 from aggregator.coordination.round_state import Entry
 from aggregator.ingest.quotas import Quotas
 from aggregator.ingest.validation import Refused
+from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from aggregator.storage.submissions import SubmissionRecord
 from tests.support.messages.submissions import TASK
@@ -31,7 +32,7 @@ def _accept(store: Store, device: str, size_bytes: int) -> None:
 
 def test_programs_of_a_fleet_share_its_quotas(store: Store) -> None:
     """Each counts what the others have accepted, and what it has refused itself changes nothing."""
-    with contextlib.closing(Store(store.folder)) as other:
+    with contextlib.closing(open_store(store.folder)) as other:
         _accept(store, "a", _MIB)
         with pytest.raises(Refused, match=r"stores 1\.0 of 2 MiB"):
             _accept(other, "b", _MIB + 1)
@@ -48,7 +49,7 @@ def test_programs_of_a_fleet_share_its_quotas(store: Store) -> None:
 
 def test_fleet_without_quotas_counts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It reads and stores nothing for them."""
-    with contextlib.closing(Store(tmp_path)) as store:
+    with contextlib.closing(open_store(tmp_path)) as store:
         quotas = Quotas(store, Limits(), task=TASK)
 
         def unexpected(*_: object) -> None:

@@ -10,10 +10,12 @@ import pytest
 
 from aggregator.coordination.round_state import Entry, Settings, waiting
 from aggregator.coordination.rounds import Ticked, Train, Trained, resumed, step
-from aggregator.storage import store as store_module
+from aggregator.storage import schema
 from aggregator.storage.devices import REVOKED, DeviceRecord, Refusal
 from aggregator.storage.heads import HeadRecord
-from aggregator.storage.store import MIGRATIONS, TASK_TABLES, Store
+from aggregator.storage.open_store import open_store
+from aggregator.storage.schema import MIGRATIONS, TASK_TABLES
+from aggregator.storage.store import Store
 from aggregator.storage.stored_values import PendingHead, SigningKey, TrainingProgress
 from aggregator.storage.submissions import SubmissionRecord
 from protocol.errors import StateError
@@ -48,7 +50,7 @@ def _head(version: int, *rows: SubmissionRecord, task: bytes = TASK) -> HeadReco
 
 
 def test_state_survives_a_restart(tmp_path: Path) -> None:
-    store = Store(tmp_path)
+    store = open_store(tmp_path)
     store.facts.put(TrainingProgress(3, loss=0.5))
     store.devices.put_presence("a", "online", now_s=10.0)
     store.devices.put_info("a", device_info(runtime="x"), now_s=11.0)
@@ -58,7 +60,7 @@ def test_state_survives_a_restart(tmp_path: Path) -> None:
     store.refusals.count("a", reason="shape", detail="d", now_s=13.0)
     digest = store.blobs.put(b"blob")
     store.close()
-    again = Store(tmp_path)
+    again = open_store(tmp_path)
     assert again.facts.get(TrainingProgress) == TrainingProgress(3, loss=0.5)
     assert again.facts.get(SigningKey) is None
     assert again.devices.all() == [DeviceRecord("a", "online", 11.0, device_info(runtime="x"))]
@@ -96,7 +98,7 @@ def test_evaluations_are_replaced_and_deleted(store: Store) -> None:
 def test_collection_survives_a_restart(tmp_path: Path) -> None:
     """The submissions that a head covers, those that wait, and the next version."""
     settings = Settings(quorum=1, deadline_s=10.0, retrain_after=1)
-    store = Store(tmp_path)
+    store = open_store(tmp_path)
     assert waiting(store.round_state(TASK), settings) == {}
     for row in (_row("a"), _row("b")):
         store.submissions.put(TASK, row)
@@ -105,11 +107,11 @@ def test_collection_survives_a_restart(tmp_path: Path) -> None:
     assert (train.version, [device for device, _ in train.members]) == (1, ["a", "b"])
     store.heads.add(_head(1, _row("a"), _row("b")))
     state, _ = step(state, Trained(1), settings=settings)
-    restored = Store(tmp_path).round_state(TASK)
+    restored = open_store(tmp_path).round_state(TASK)
     assert waiting(restored, settings) == waiting(state, settings) == {}
     assert restored.head_version == state.head_version == 1
     store.submissions.put(TASK, _row("b", 2))
-    assert waiting(Store(tmp_path).round_state(TASK), settings) == {"b": _row("b", 2).entry}
+    assert waiting(open_store(tmp_path).round_state(TASK), settings) == {"b": _row("b", 2).entry}
     store.heads.add(_head(2, _row("a"), _row("b", 2)))
     assert waiting(store.round_state(TASK), settings) == {}
     assert store.round_state(TASK).head_version == 2
@@ -119,7 +121,7 @@ def test_collection_survives_a_restart(tmp_path: Path) -> None:
 def test_round_survives_a_restart(tmp_path: Path) -> None:
     """The submissions' rounds, the tensors for the next round, and the members of a pending head."""
     settings = Settings(quorum=2, deadline_s=10.0, rounds=3, staleness=1)
-    store = Store(tmp_path)
+    store = open_store(tmp_path)
     rows = [replace(_row(device), entry=replace(_row(device).entry, round=1)) for device in "ab"]
     tensors = BlobRef(digest=bytes(32), size_bytes=7, name="tensors-1")
     store.heads.add(replace(_head(1, _row("a")), tensors=tensors))
@@ -131,12 +133,12 @@ def test_round_survives_a_restart(tmp_path: Path) -> None:
     assert isinstance(train, Train)
     store.facts.put(PendingHead(TASK, train.version, dict(train.members)))
     store.submissions.put(TASK, replace(_row("c"), entry=replace(_row("c").entry, round=1)))
-    restored = Store(tmp_path).round_state(TASK)
+    restored = open_store(tmp_path).round_state(TASK)
     assert resumed(restored) == (train,)
     assert restored.training == state.training
-    assert Store(tmp_path).round_state(bytes(32)).training is None
+    assert open_store(tmp_path).round_state(bytes(32)).training is None
     store.heads.add(replace(_head(2, *rows), tensors=tensors))
-    assert Store(tmp_path).round_state(TASK).training is None
+    assert open_store(tmp_path).round_state(TASK).training is None
 
 
 def test_deleted_submission_leaves_those_of_other_tasks(store: Store) -> None:
@@ -152,39 +154,39 @@ def test_state_of_a_running_aggregator_is_not_migrated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A newer `aggregator enroll` would break the older aggregator; it and a newer `run` change nothing."""
-    running = Store(tmp_path, lock=True)
+    running = open_store(tmp_path, lock=True)
     with monkeypatch.context() as newer:
-        newer.setattr(store_module, "MIGRATIONS", (*MIGRATIONS, "ALTER TABLE heads ADD COLUMN note TEXT;"))
+        newer.setattr(schema, "MIGRATIONS", (*MIGRATIONS, "ALTER TABLE heads ADD COLUMN note TEXT;"))
         with pytest.raises(StateError, match="`aggregator run` of an older protofleet runs on it: stop it"):
-            Store(tmp_path)
+            open_store(tmp_path)
         with pytest.raises(StateError, match="already runs on"):
-            Store(tmp_path, lock=True)
-    Store(tmp_path).close()
+            open_store(tmp_path, lock=True)
+    open_store(tmp_path).close()
     running.heads.add(_head(1))
     running.close()
-    monkeypatch.setattr(store_module, "MIGRATIONS", (*MIGRATIONS, "ALTER TABLE heads ADD COLUMN note TEXT;"))
-    Store(tmp_path).close()
-    assert Store(tmp_path, lock=True).database.read("SELECT version, note FROM heads") == [(1, None)]
+    monkeypatch.setattr(schema, "MIGRATIONS", (*MIGRATIONS, "ALTER TABLE heads ADD COLUMN note TEXT;"))
+    open_store(tmp_path).close()
+    assert open_store(tmp_path, lock=True).database.read("SELECT version, note FROM heads") == [(1, None)]
 
 
 def test_missing_state_is_not_created_by_a_reader(tmp_path: Path) -> None:
     with pytest.raises(StateError, match=r"no aggregator state in .*none: give the --state"):
-        Store(tmp_path / "none", read_only=True)
+        open_store(tmp_path / "none", read_only=True)
     assert not (tmp_path / "none").exists()
 
 
 def test_lost_database_is_named_with_what_to_do(tmp_path: Path) -> None:
     """Deleted or cut off, for `aggregator status` and the other commands."""
-    Store(tmp_path).close()
+    open_store(tmp_path).close()
     file = tmp_path / "aggregator.sqlite"
     file.unlink()
     with pytest.raises(StateError, match=r"aggregator\.sqlite: it is missing, .*: restore it from a backup"):
-        Store(tmp_path, read_only=True)
+        open_store(tmp_path, read_only=True)
     file.touch()
     with pytest.raises(
         StateError, match=r"aggregator\.sqlite: damaged: it is empty: restore it from a backup"
     ):
-        Store(tmp_path, read_only=True)
+        open_store(tmp_path, read_only=True)
 
 
 @pytest.mark.parametrize(
@@ -214,19 +216,19 @@ def test_damaged_record_is_named_with_what_to_do(
 def test_unwritable_folder_is_a_state_error() -> None:
     with shared_folder() as folder, read_only(folder):
         with pytest.raises(StateError, match=f"cannot use {folder}/state: Permission denied"):
-            Store(folder / "state")
+            open_store(folder / "state")
         with pytest.raises(StateError, match="Permission denied"):
-            Store(folder)
+            open_store(folder)
 
 
 def test_transaction_is_whole_or_nothing(tmp_path: Path) -> None:
     """Other processes see all of it at the end; nothing of it if anything fails."""
-    store, one = Store(tmp_path), SigningKey("1")
+    store, one = open_store(tmp_path), SigningKey("1")
     with store.transaction():
         store.facts.put(one)
-        assert Store(tmp_path, read_only=True).facts.get(SigningKey) is None
+        assert open_store(tmp_path, read_only=True).facts.get(SigningKey) is None
         store.submissions.put(TASK, _row("a"))
-    reader = Store(tmp_path, read_only=True)
+    reader = open_store(tmp_path, read_only=True)
     assert (reader.facts.get(SigningKey), list(reader.submissions.all(TASK))) == (one, ["a"])
     with pytest.raises(KeyError):
         _put(store, SigningKey("2"), then=KeyError())
@@ -288,7 +290,7 @@ def test_only_newest_head_has_its_members(store: Store) -> None:
 )
 def test_a_stored_upload_is_found_without_reading_all_of_them(tmp_path: Path, query: str) -> None:
     """This is asked with each query of a device, however many devices and heads there are."""
-    store = Store(tmp_path)
+    store = open_store(tmp_path)
     ((*_, plan),) = store.database.read(query, "a", b"a1")
     assert " USING COVERING INDEX " in plan
     assert plan.startswith("SEARCH ")
@@ -297,7 +299,7 @@ def test_a_stored_upload_is_found_without_reading_all_of_them(tmp_path: Path, qu
 def test_tables_of_a_task_are_named(tmp_path: Path) -> None:
     """A table that is added with a column `task` is emptied with the others by `delete_task`."""
     query = "SELECT m.name FROM sqlite_master m, pragma_table_info(m.name) c WHERE m.type = 'table' AND c.name = 'task'"
-    assert {name for (name,) in Store(tmp_path).database.read(query)} == set(TASK_TABLES)
+    assert {name for (name,) in open_store(tmp_path).database.read(query)} == set(TASK_TABLES)
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
@@ -307,11 +309,13 @@ def test_sizes_of_submissions_of_an_older_version_are_counted(
     """And those that are replaced are counted once."""
     url = request.getfixturevalue("postgresql").url if kind == "postgresql" else ""
     with monkeypatch.context() as older:
-        older.setattr(store_module, "MIGRATIONS", MIGRATIONS[:3])
-        with contextlib.closing(Store(tmp_path, database=url, fleet=tmp_path.name if url else "")) as store:
+        older.setattr(schema, "MIGRATIONS", MIGRATIONS[:3])
+        with contextlib.closing(
+            open_store(tmp_path, database=url, fleet=tmp_path.name if url else "")
+        ) as store:
             text = msgspec.json.encode(_row("a")).decode()
             store.database.write("INSERT INTO submissions VALUES (?, ?, ?, ?, 1)", TASK, "a", b"a", text)
-    with contextlib.closing(Store(tmp_path)) as store:
+    with contextlib.closing(open_store(tmp_path)) as store:
         assert store.submissions.stored_bytes() == _row("a").size_bytes > 0
         store.submissions.put(TASK, _row("a"))
         store.submissions.put(bytes(32), _row("a"))

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.config.schema import Client, TaskFile
 from aggregator.status.collect import collect_status
-from aggregator.storage.store import Store
+from aggregator.storage.open_store import open_store
 from aggregator.tasks import graph_cache
 from aggregator.training.jobs import CompileJob, Result
 from aggregator.training.runner import Finished
@@ -132,7 +132,7 @@ def test_status_names_the_task_whose_graphs_are_exported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While it shows the task before; no longer after an export that fails."""
-    with contextlib.closing(Store(tmp_path, lock=True)) as store:
+    with contextlib.closing(open_store(tmp_path, lock=True)) as store:
         store.facts.put(SERVED)
 
         def export(*_: object) -> Result:

@@ -15,7 +15,7 @@ from aggregator.config.schema import TaskFile, Training
 from aggregator.coordination import round_state, rounds
 from aggregator.graphs.head_export import head_to_onnx, mapped, max_difference
 from aggregator.heads.pending_training import job_of
-from aggregator.storage.store import Store
+from aggregator.storage.open_store import open_store
 from aggregator.tasks.task_preparation import prepare_task, selected_columns
 from aggregator.training.head_job import run
 from aggregator.training.jobs import HeadJob
@@ -125,7 +125,7 @@ def test_training_gets_the_number_of_values_of_each_backbone(
         onnx.helper.set_model_props(model, to_properties(described(**blocks)))
         onnx.save(model, path)
     file = TaskFile(classes=("a", "b"), backbones=("a.onnx", "b.onnx"), layers=layers)
-    with contextlib.closing(Store(tmp_path / "state")) as store:
+    with contextlib.closing(open_store(tmp_path / "state")) as store:
         task = prepare_task(file, paths, store=store)
         job = job_of(rounds.Train(version=1, members=()), task, store, round_state.State(), tensors=None)
     assert isinstance(job, HeadJob)

@@ -21,6 +21,7 @@ from aggregator.service.receiving.upload_receiver import UploadReceiver, receive
 from aggregator.storage import object_blobs
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.object_blobs import ObjectBlobs
+from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import LostFiles
 from aggregator.storage.submissions import SubmissionRecord
@@ -40,7 +41,7 @@ def store(remote: ObjectStore, prepared: Path, tmp_path: Path) -> Iterator[Store
     del remote
     shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
     location = f"s3://{BUCKET}/{secrets.token_hex(8)}"
-    with contextlib.closing(Store(tmp_path / "state", blobs=location)) as opened:
+    with contextlib.closing(open_store(tmp_path / "state", blobs=location)) as opened:
         yield opened
 
 
@@ -190,7 +191,7 @@ def test_receiver_reports_and_starts_once_the_task_is_restored(
     monkeypatch.setattr(UploadReceiver, "run", run)
     with (
         pytest.raises(KeyboardInterrupt),
-        contextlib.closing(Store(store.folder)) as own,
+        contextlib.closing(open_store(store.folder)) as own,
     ):
         receive(own, folder=folder, name="r", fixed=frozenset({0}), broker=(BrokerAddress("127.0.0.1", 9),))
     assert {task.digest.hex()} in pauses

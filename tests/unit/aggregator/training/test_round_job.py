@@ -17,7 +17,7 @@ from aggregator.algorithms.fpl import FPL
 from aggregator.algorithms.tensors import unpack_tensors
 from aggregator.config.schema import MAX_MULTIPLE, TaskFile
 from aggregator.config.task_file import load_task
-from aggregator.storage.store import Store
+from aggregator.storage.open_store import open_store
 from aggregator.tasks.task_preparation import Task, prepare_task
 from aggregator.training.jobs import Result, RoundJob
 from aggregator.training.round_job import run
@@ -44,7 +44,7 @@ def folder(prepared: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def task(folder: Path) -> Task:
-    store = Store(folder / "state")
+    store = open_store(folder / "state")
     found = prepare_task(*load_task(folder / "task.toml"), store=store)
     store.close()
     return found
@@ -64,7 +64,7 @@ def _submission(task: Task, *, number: int = 0, seed: int = 0) -> Submission:
 def _job(
     task: Task, folder: Path, to: Path, payloads: dict[str, bytes], *, tensors: bytes | None = None
 ) -> RoundJob:
-    blobs = Store(folder / "state").blobs
+    blobs = open_store(folder / "state").blobs
     first = task.first_tensors
     assert first is not None
     return RoundJob(
@@ -81,7 +81,7 @@ def _job(
 
 def _first(task: Task, folder: Path) -> dict[str, NDArray[Any]]:
     assert task.first_tensors is not None
-    return unpack_tensors(Store(folder / "state").blobs.read(task.first_tensors.digest))
+    return unpack_tensors(open_store(folder / "state").blobs.read(task.first_tensors.digest))
 
 
 def test_tensors_are_those_of_the_algorithm(task: Task, folder: Path, out: Path) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import stat
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from click.testing import CliRunner
 from aggregator.cli import cli as aggregator_cli
 from aggregator.messaging.manifest_signer import identity_of
 from aggregator.security.enrollment import enroll
-from aggregator.storage.store import Store
+from aggregator.storage.open_store import open_store
 from edge_client.cli import cli as edge_client_cli
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.feature_cache import FeatureCache
@@ -42,9 +43,9 @@ def test_aggregator_has_a_default_outside_of_the_working_directory(
     assert f"no aggregator state in {tmp_path}/protofleet-aggregator" in done.stderr
 
 
-@pytest.mark.parametrize("make", [make_state_folder, Store, DeviceState])
+@pytest.mark.parametrize("make", [make_state_folder, open_store, DeviceState])
 @pytest.mark.parametrize("place", ["package", "package/state/deep", "site-packages/state", "scripts", "link"])
-def test_folder_among_source_files_is_refused(tmp_path: Path, make: type[Store], place: str) -> None:
+def test_folder_among_source_files_is_refused(tmp_path: Path, make: Callable[..., Any], place: str) -> None:
     """A package and everything in it, installed packages, and a folder with Python files; nothing is written."""
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").touch()
@@ -62,15 +63,15 @@ def test_folder_among_source_files_is_refused(tmp_path: Path, make: type[Store],
 @pytest.mark.parametrize(
     "options", [{"lock": True}, {}, {"read_only": True}], ids=["service", "command", "reader"]
 )
-@pytest.mark.parametrize(("owner", "other"), [(Store, DeviceState), (DeviceState, Store)])
+@pytest.mark.parametrize(("owner", "other"), [(open_store, DeviceState), (DeviceState, open_store)])
 def test_state_folder_of_the_other_program_is_refused(
-    tmp_path: Path, owner: type[Store], other: type[Store], options: dict[str, Any]
+    tmp_path: Path, owner: Callable[..., Any], other: Callable[..., Any], options: dict[str, Any]
 ) -> None:
     """Both programs read PROTOFLEET_STATE, and delete blobs that they do not know; nothing is written or deleted."""
     with closing(owner(tmp_path)) as state:  # garbage collection would close it at some later time
         state.blobs.put(b"submission")
     before = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*")}
-    programs = {Store: "aggregator", DeviceState: "edge-client"}
+    programs = {open_store: "aggregator", DeviceState: "edge-client"}
     with pytest.raises(
         ConfigError, match=f"belongs to `{programs[owner]}`: give `{programs[other]}` another"
     ):
@@ -80,7 +81,7 @@ def test_state_folder_of_the_other_program_is_refused(
 
 def test_commands_refuse_the_other_programs_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The environment variable alone decides; the error names it and both programs."""
-    Store(tmp_path / "server").close()
+    open_store(tmp_path / "server").close()
     DeviceState(tmp_path / "device")
     monkeypatch.setenv("PROTOFLEET_STATE", str(tmp_path / "server"))
     for command in (["status"], ["predict", "a.jpg"], ["take-over"]):
@@ -97,7 +98,7 @@ def test_commands_refuse_the_other_programs_state(tmp_path: Path, monkeypatch: p
 
 def test_enrollment_is_not_written_among_source_files(tmp_path: Path) -> None:
     """Its folder contains the device's private keys."""
-    store = Store(tmp_path / "state")
+    store = open_store(tmp_path / "state")
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").touch()
     with pytest.raises(ConfigError, match="give another --out"):
@@ -108,14 +109,14 @@ def test_enrollment_is_not_written_among_source_files(tmp_path: Path) -> None:
 
 def test_git_ignores_folders_with_private_keys(tmp_path: Path) -> None:
     """The folder's .gitignore is written once, and an operator may change it."""
-    store = Store(tmp_path / "state")
+    store = open_store(tmp_path / "state")
     enroll(store, "shed-1", fleet="barn", out=tmp_path / "shed-1")
     store.close()
     DeviceState(tmp_path / "device")
     for name in ("state", "shed-1", "device"):
         assert (tmp_path / name / ".gitignore").read_text(encoding="ascii") == "*\n"
     (tmp_path / "state" / ".gitignore").write_text("blobs\n", encoding="ascii")
-    Store(tmp_path / "state").close()
+    open_store(tmp_path / "state").close()
     assert (tmp_path / "state" / ".gitignore").read_text(encoding="ascii") == "blobs\n"
 
 
@@ -124,7 +125,7 @@ def test_a_state_is_private_whatever_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:
         (tmp_path / "shared").mkdir(mode=0o755)
-        makers = (("a", Store), ("d", DeviceState), ("shared/a", Store), ("shared/d", DeviceState))
+        makers = (("a", open_store), ("d", DeviceState), ("shared/a", open_store), ("shared/d", DeviceState))
         opened = [
             *(make(tmp_path / name) for name, make in makers),
             FeatureCache(tmp_path / "d" / "features.sqlite"),

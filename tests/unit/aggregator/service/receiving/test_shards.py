@@ -9,7 +9,7 @@ import pytest
 
 from aggregator.ingest.intake_status import Intake
 from aggregator.service.receiving.shards import DEAD_S, FORGET_S, REPORT_S, ShardAssignment, divided
-from aggregator.storage.store import Store
+from aggregator.storage.open_store import open_store
 from protocol.errors import StateError
 from protocol.wire.topics import SHARDS
 
@@ -43,7 +43,7 @@ class Machine:
 def test_a_dead_receivers_shards_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After DEAD_S without a report; at once if it ends; its row is deleted later. Fixed shards stay."""
     machine = Machine(monkeypatch)
-    with contextlib.closing(Store(tmp_path)) as store:
+    with contextlib.closing(open_store(tmp_path)) as store:
         one, two, fixed = (
             ShardAssignment(store, name, fixed=given)
             for name, given in (("one", None), ("two", None), ("fixed", frozenset({5, 6})))
@@ -74,7 +74,7 @@ def test_the_other_receivers_are_not_dead_after_a_pause_of_all(
 ) -> None:
     """As when their broker was away: the first one that reports again does not take all shards."""
     machine = Machine(monkeypatch)
-    with contextlib.closing(Store(tmp_path)) as store:
+    with contextlib.closing(open_store(tmp_path)) as store:
         one, two = (ShardAssignment(store, name, fixed=None) for name in ("one", "two"))
         machine.pass_s(2 * REPORT_S, one, two)
         own = one.shards
@@ -93,7 +93,7 @@ def test_a_shared_name_is_noticed(
 ) -> None:
     """Once by each of the two; not after a restart, nor after a report that failed once it was stored."""
     machine = Machine(monkeypatch)
-    with contextlib.closing(Store(tmp_path)) as store:
+    with contextlib.closing(open_store(tmp_path)) as store:
         ended = ShardAssignment(store, "one", fixed=None)
         machine.pass_s(3 * REPORT_S, ended)
         one, two = ShardAssignment(store, "one", fixed=None), ShardAssignment(store, "two", fixed=None)
@@ -111,7 +111,7 @@ def test_a_shared_name_is_noticed(
 
 
 def test_a_receiver_reports_its_intake(tmp_path: Path) -> None:
-    with contextlib.closing(Store(tmp_path)) as store:
+    with contextlib.closing(open_store(tmp_path)) as store:
         ShardAssignment(store, "one", fixed=None).tick(Intake(7.0, "the disk is full"))
         ((_, record),) = store.receivers.all().values()
         assert (record.stopped_s, record.reason) == (7.0, "the disk is full")

@@ -15,6 +15,7 @@ from aggregator.ingest.receiver import Receiver
 from aggregator.ingest.validation import expectation_of
 from aggregator.service.device_messages import DeviceMessages
 from aggregator.service.receiving.store_coordinator import StoreCoordinator
+from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import IntakeHeads, RoundRequest
 from aggregator.tasks.task_preparation import Task
@@ -50,7 +51,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     if request.param == "postgresql":
         server: PostgreSQL = request.getfixturevalue("postgresql")
         url = server.url
-    with contextlib.closing(Store(tmp_path, database=url, fleet=tmp_path.name if url else "")) as opened:
+    with contextlib.closing(open_store(tmp_path, database=url, fleet=tmp_path.name if url else "")) as opened:
         opened.facts.put(TASK)
         opened.facts.put(IntakeHeads(TASK.digest, 2, frozenset({2}), frozenset()))
         yield opened
@@ -134,7 +135,7 @@ def test_verdicts_follow_what_others_store(store: Store) -> None:
     ((_, receipt),) = other.handle(*_upload(round_submission(number=3)))
     assert receipt.reason == "unknown_round"
     assert store.facts.get(RoundRequest) is not None
-    with contextlib.closing(Store(store.folder)) as coordinator:
+    with contextlib.closing(open_store(store.folder)) as coordinator:
         coordinator.facts.put(IntakeHeads(TASK.digest, 4, frozenset({4}), frozenset()))
     ((_, receipt),) = other.handle(*_upload(round_submission(number=2, sequence=6)))
     assert receipt.reason == "late"
@@ -144,7 +145,7 @@ def test_verdicts_follow_what_others_store(store: Store) -> None:
     ((_, receipt),) = one.handle(*_upload(reported))
     assert receipt.status == "received"
     assert store.evaluations.of_head(TASK.digest, 4) == {"dev": reported}
-    with contextlib.closing(Store(store.folder)) as coordinator:
+    with contextlib.closing(open_store(store.folder)) as coordinator:
         with coordinator.transaction():
             coordinator.submissions.delete_device("dev")
         assert one.coordinator.refresh()
