@@ -101,6 +101,7 @@ class Receiver:
             return self._reassembly.take(device, frame, now_s=self._store.clock.now_s())
         if frame.offset + len(frame.data) < frame.size_bytes:
             return None
+        self._store.database.check_file()  # what can still be read may be lost
         if self._store.holds(device, frame.digest):
             return Receipt(digest=frame.digest, status="received")
         detail = "the aggregator cannot store anything at the moment"

@@ -5,7 +5,6 @@ import logging
 import queue
 import time
 
-from aggregator.coordination import round_state
 from aggregator.heads.published_head import Releases
 from aggregator.heads.training_schedule import HeadTraining
 from aggregator.ingest.receiver import Receiver
@@ -119,16 +118,6 @@ class Aggregator(EventLoop):
 
     def _stop(self) -> None:
         self._training.stop()
-
-    def _prepare(self) -> None:
-        """Create the folder of blobs again if it was deleted, with those that have a copy; request submissions."""
-        if self._store.blobs.is_missing():
-            self._training.lost.remove(round_state.counting(self._training.state, self._task.file.settings))
-            self._training.reload()
-            self._store.blobs.create()
-            self._training.restoration.verify_all(self._releases.served)
-            text = "folder was deleted and has been created again: check who deletes it"
-            log_event(log, logging.ERROR, text, folder=self._store.blobs.location)
 
     def _resumed(self) -> None:
         super()._resumed()

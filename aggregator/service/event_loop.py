@@ -98,7 +98,6 @@ class EventLoop:
         parts = self._parts
         with parts.receiver.guard():
             parts.store.check_lead()
-            self._prepare()
         for is_message, group in groupby(batch, key=lambda event: isinstance(event, mqtt.Received)):
             events = list(group)
             if is_message:
@@ -168,9 +167,6 @@ class EventLoop:
                 self.is_stopped = True
             case Progress() | Finished():
                 self._trained(event)
-
-    def _prepare(self) -> None:
-        """Do what comes before a batch; raises StateError."""
 
     def _answer(self) -> None:
         """Publish what follows from messages that are durable now, before their receipts."""

@@ -85,14 +85,6 @@ class ObjectBlobs:
         """The folder of copies."""
         return self._cache.folder
 
-    def create(self) -> None:
-        """Create the folder of copies if it does not exist."""
-        self._cache.create()
-
-    def is_missing(self) -> bool:
-        """Return False: a bucket that was deleted is a StateError of each use."""
-        return False
-
     def claim(self, owner: str, *, is_new: bool) -> None:
         """Check that the objects are those of `owner`; where `is_new`, they may become its own.
 

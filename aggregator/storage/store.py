@@ -145,11 +145,7 @@ class Store:
         return served
 
     def holds(self, device: str, digest: bytes) -> bool:
-        """Return True if a device's submission or evaluation with this digest is stored.
-
-        Raises StateError if the database was deleted, although its contents can still be read.
-        """
-        self.database.check_file()
+        """Return True if a device's submission or evaluation with this digest is stored."""
         return bool(
             self.database.read(
                 "SELECT 1 FROM submissions WHERE device = ? AND digest = ? "

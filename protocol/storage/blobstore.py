@@ -195,11 +195,9 @@ class BlobStore:
         return str(self.folder)
 
     def check_writable(self) -> None:
-        """Return at once: the database is on the same disk, and is checked by itself."""
-
-    def is_missing(self) -> bool:
-        """Return True if the folder was deleted."""
-        return not self.folder.is_dir()
+        """Raise StateError if the folder was deleted; the database is on the same disk, and is checked by itself."""
+        if not self.folder.is_dir():
+            raise StateError(f"cannot use {self.folder}: the folder was deleted: restart the aggregator")
 
     def path(self, digest: bytes) -> Path:
         """Return the path of a blob, whether it exists or not."""

@@ -118,6 +118,7 @@ class UploadReceiver(EventLoop):
         with device_messages.deferring(), store.snapshot():
             for message in messages:
                 self._handle_message(message)
+        store.database.check_file()
         if not isinstance(store.blobs, BlobStore):
             self._parts.accepted.flush()
         if device_messages.has_deferred():

@@ -311,13 +311,20 @@ def test_database_that_is_lost_while_running_stops_the_intake(tmp_path: Path, da
     store.close()
 
 
-def test_folder_of_blobs_that_is_deleted_while_running_is_restored(tmp_path: Path) -> None:
-    """With the backbone; submissions are requested from their devices, and accepted again."""
+def test_folder_of_blobs_that_is_deleted_while_running_stops_the_intake(tmp_path: Path) -> None:
+    """The next start writes the backbone again, and requests submissions from their devices."""
     daemon, task, store, sent = _in_process(tmp_path, PATIENT)
     message = _separable(task.digest)
     daemon.handle(_uploaded(message))
     assert _receipts(sent) == ["received"]
     shutil.rmtree(store.blobs.folder)
+    daemon.handle(_uploaded(_separable(task.digest, sequence=2)))
+    daemon._receiver._trial_s = 0.0
+    daemon.handle([])
+    assert "received" not in _receipts(sent)
+    assert "restart the aggregator" in intake_status.read(store.folder).reason
+    store.close()
+    daemon, task, store, sent = _in_process(tmp_path, PATIENT)
     daemon.handle([])
     assert _receipts(sent) == ["missing"]
     assert [each.device for each in store.submissions.lost(task.digest)] == ["dev"]
