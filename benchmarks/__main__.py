@@ -28,6 +28,7 @@ from benchmarks.cost.engines import command as engines
 from benchmarks.cost.engines import fedtc as engines_fedtc
 from benchmarks.cost.fleet_load import storm
 from benchmarks.cost.uploads import databases, ingest, receivers
+from benchmarks.cost.ways import command as ways
 from benchmarks.programs import features, predict, start, take_over
 from benchmarks.research import cells, hierarchical, restoration
 from benchmarks.research.poisoning import false_alarms, prototypes, rare_class, rounds
@@ -68,6 +69,7 @@ USER = (
         sums.command,
         take_over.command,
         train.command,
+        ways.command,
         pages.command,
     ),
 )
