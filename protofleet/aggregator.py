@@ -7,8 +7,8 @@ from contextlib import closing
 from pathlib import Path
 
 from aggregator.config.task_file import load_task
-from aggregator.heads.accepted_submissions import SUBMISSION_ACCEPTED
 from aggregator.heads.published_head import HEAD_ACTIVATED
+from aggregator.ingest.accepted_submissions import SUBMISSION_ACCEPTED
 from aggregator.security.identity import aggregator_access, restore_access
 from aggregator.service import event_loop as service
 from aggregator.service.aggregator import serve

@@ -1,17 +1,14 @@
-"""The open collection in figures, by which `aggregator.coordination.rounds` decides whether it closes. Pure.
-
-They are derived from the state: of all submissions, or from the figures before a submission, which takes constant time.
-"""
+"""The open collection in figures, by which `aggregator.coordination.rounds` decides whether it closes. Pure."""
 
 import math
-from dataclasses import replace
+from collections.abc import Mapping
 
 from aggregator.coordination.round_state import (
+    Entry,
     OpenCollection,
     Settings,
     State,
     is_changed_outlier,
-    is_waiting,
     waiting,
     wanted_devices,
 )
@@ -21,7 +18,11 @@ JUDGED_AGAIN_S = 3600.0
 
 def closes_at_s(state: State, settings: Settings) -> float | None:
     """Return when the open collection closes at the latest (elapsed seconds); None if it waits for more devices."""
-    received = sorted(entry.received_s for entry in waiting(state, settings).values())
+    return _closes_at_s(waiting(state, settings), state, settings)
+
+
+def _closes_at_s(submitted: Mapping[str, Entry], state: State, settings: Settings) -> float | None:
+    received = sorted(entry.received_s for entry in submitted.values())
     times = [
         state.submissions[device].received_s + JUDGED_AGAIN_S
         for device in state.excluded
@@ -38,46 +39,17 @@ def closes_at_s(state: State, settings: Settings) -> float | None:
 def collection_of(state: State, settings: Settings) -> OpenCollection:
     """Return the figures of the open collection."""
     submitted, expected = waiting(state, settings), _expected_devices(state, settings)
-    closes_s = closes_at_s(state, settings)
+    closes_s = _closes_at_s(submitted, state, settings)
     quarantined = state.decisions.quarantined - state.excluded
     forgotten = {device for device, head in state.decisions.forgotten.items() if head >= state.head_version}
     return OpenCollection(
-        of=_sources(state, settings),
+        sources=_sources(state, settings),
         expected=expected,
         missing=0 if expected is None else len(expected - submitted.keys()),
         count=len(submitted),
         closes_s=math.inf if closes_s is None else closes_s,
         # The newest head was made of submissions that no longer count; a round is followed by another one anyway.
         must_retrain=settings.rounds is None and not (quarantined | forgotten).isdisjoint(state.covered),
-    )
-
-
-def updated(
-    collection: OpenCollection, state: State, device: str, *, was_waiting: bool, settings: Settings
-) -> OpenCollection:
-    """Return the figures after a device's submission, which the state has already, from those before it."""
-    entry = state.submissions[device]
-    waits = is_waiting(device, entry, state, settings)
-    added = waits - was_waiting
-    count, least = collection.count + added, max(settings.min_devices, 1)
-    wanted = wanted_devices(state, settings)
-    closes_s = collection.closes_s
-    if any(collection.count < threshold <= count for threshold in (least, wanted)):
-        closes_s = -math.inf
-    elif waits and count >= least:
-        # Never too late; other submissions may make the exact time later.
-        delay_s = min(settings.deadline_s, settings.grace_s or math.inf if count >= wanted else math.inf)
-        closes_s = min(closes_s, entry.received_s + delay_s)
-    elif is_changed_outlier(device, state, settings):
-        closes_s = min(closes_s, entry.received_s + JUDGED_AGAIN_S)
-    is_expected = device in (collection.expected or ())
-    return replace(
-        collection,
-        of=_sources(state, settings),
-        count=count,
-        missing=collection.missing - (added if is_expected else 0),
-        closes_s=closes_s,
-        is_exact=False,
     )
 
 
@@ -94,7 +66,7 @@ def _sources(state: State, settings: Settings) -> tuple[object, ...]:
 
 def is_of(collection: OpenCollection, state: State, settings: Settings) -> bool:
     """Return True if the figures are of this state."""
-    return all(one is other for one, other in zip(collection.of, _sources(state, settings), strict=True))
+    return all(one is other for one, other in zip(collection.sources, _sources(state, settings), strict=True))
 
 
 def is_due(collection: OpenCollection, now_s: float, state: State, settings: Settings) -> bool:

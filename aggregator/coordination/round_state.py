@@ -62,10 +62,10 @@ class DeviceDecisions:
 
 @dataclass(frozen=True)
 class OpenCollection:
-    """The open collection in figures, which a submission updates without looking at the other ones."""
+    """The open collection in figures."""
 
-    of: tuple[object, ...]
-    """The fields of the state that they were derived from."""
+    sources: tuple[object, ...]
+    """What they were derived from: they are of a state that has the same objects."""
     expected: frozenset[str] | None
     """Devices without which a round is not complete; None if it cannot be complete."""
     missing: int
@@ -73,8 +73,7 @@ class OpenCollection:
     count: int
     """Devices that have submitted."""
     closes_s: float
-    """The time (elapsed seconds) before which it does not close; it closes exactly then if `is_exact`."""
-    is_exact: bool = True
+    """The time (elapsed seconds) at which it closes."""
     must_retrain: bool = False
 
 

@@ -13,8 +13,8 @@ Without rounds, a device that the newest head excluded as an outlier closes a co
 its last submission, to be judged again.
 
 Later submissions belong to the next collection. The newest submission of a device counts, in whatever order they
-arrive, so the same submissions give the same training set. A submission takes constant time, whatever the number of
-devices; a training, and a decision about devices, take time for each.
+arrive, so the same submissions give the same training set. `judged` decides that in constant time, whatever the number
+of devices; what has changed then takes time for each device once.
 
 A failed training is repeated after a delay that grows with each failure, or at once with other submissions. One that
 fails because submissions cannot be read any more is repeated at once without these.
@@ -27,14 +27,13 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
-from aggregator.coordination.open_collection import collection_of, is_due, is_of, updated
+from aggregator.coordination.open_collection import collection_of, is_due, is_of
 from aggregator.coordination.round_state import (
     DeviceDecisions,
     Entry,
     Settings,
     State,
     counting,
-    is_waiting,
     still_counts,
 )
 from protocol.rates.retry_delay import retry_delay_s
@@ -43,19 +42,11 @@ Verdict = Literal["new", "duplicate", "superseded", "late", "unknown_round"]
 
 
 @dataclass(frozen=True)
-class SubmissionReceived:
-    """A valid submission has arrived."""
+class SubmissionsChanged:
+    """Submissions were stored or deleted."""
 
-    device: str
-    entry: Entry
-
-
-@dataclass(frozen=True)
-class SubmissionStored:
-    """Another process has judged a submission, and stored it."""
-
-    device: str
-    entry: Entry
+    submissions: dict[str, Entry]
+    """All that are stored now, which the state keeps."""
 
 
 @dataclass(frozen=True)
@@ -92,15 +83,7 @@ class SubmissionsLost:
     now_s: float = 0.0
 
 
-Event = (
-    SubmissionReceived
-    | SubmissionStored
-    | Ticked
-    | Trained
-    | TrainingFailed
-    | SubmissionsLost
-    | DeviceDecisions
-)
+Event = SubmissionsChanged | Ticked | Trained | TrainingFailed | SubmissionsLost | DeviceDecisions
 
 
 @dataclass(frozen=True)
@@ -119,22 +102,13 @@ class Train:
     members: tuple[tuple[str, Entry], ...]
 
 
-Action = SubmissionVerdict | Train
-
-
 def step(  # noqa: PLR0911 - one case per event
     state: State, event: Event, *, settings: Settings
-) -> tuple[State, tuple[Action, ...]]:
+) -> tuple[State, tuple[Train, ...]]:
     """Apply an event. At most one training runs at a time, and each device is in it at most once."""
     match event:
-        case SubmissionReceived(device=device, entry=entry):
-            state, verdict = _submitted(state, device, entry, settings=settings)
-            actions: tuple[Action, ...] = ()
-            if verdict.verdict == "new":
-                state, actions = _close(state, entry.received_s, settings)
-            return state, (verdict, *actions)
-        case SubmissionStored(device=device, entry=entry):
-            return _with_entry(state, device, entry, settings=settings), ()
+        case SubmissionsChanged(submissions=submissions):
+            return replace(state, submissions=MappingProxyType(submissions)), ()
         case Ticked(now_s=now_s):
             return _close(state, now_s, settings)
         case Trained(version=version, excluded=excluded) if state.training is not None:
@@ -188,42 +162,14 @@ def judged(
     return SubmissionVerdict("new", entry)
 
 
-def _submitted(
-    state: State, device: str, entry: Entry, *, settings: Settings
-) -> tuple[State, SubmissionVerdict]:
-    counted = state.submissions.get(device)
-    verdict = judged(entry, counted, head_version=state.head_version, settings=settings)
-    if verdict.verdict != "new":
-        return state, verdict
-    return _with_entry(state, device, verdict.counted_entry or entry, settings=settings), verdict
-
-
-def _with_entry(state: State, device: str, entry: Entry, *, settings: Settings) -> State:
-    counted = state.submissions.get(device)
-    changed = replace(state, submissions=_with_item(state.submissions, device, entry))
-    collection = state.collection
-    if collection is not None and is_of(collection, state, settings):
-        was_waiting = counted is not None and is_waiting(device, counted, state, settings)
-        collection = updated(collection, changed, device, was_waiting=was_waiting, settings=settings)
-    return replace(changed, collection=collection)
-
-
-def _with_item(submissions: Mapping[str, Entry], device: str, entry: Entry) -> Mapping[str, Entry]:
-    """Return a copy with one entry changed, which shares the other entries with the original."""
-    from rpds import HashTrieMap  # commands that only read the state need no package of the extra
-
-    return HashTrieMap.convert(submissions).insert(device, entry)
-
-
 def _close(
     state: State, now_s: float, settings: Settings, *, again: bool = False
-) -> tuple[State, tuple[Action, ...]]:
+) -> tuple[State, tuple[Train, ...]]:
     """Close the collection if it is due, or `again` without submissions that were lost, if there are enough."""
     if state.training is not None:
         return state, ()
     collection = state.collection
-    is_known = collection is not None and is_of(collection, state, settings)
-    if collection is None or not is_known or (now_s >= collection.closes_s and not collection.is_exact):
+    if collection is None or not is_of(collection, state, settings):
         collection = collection_of(state, settings)
     state = replace(state, collection=collection)
     is_again = again and collection.count >= max(settings.min_devices, 1)

@@ -46,7 +46,7 @@ class Releases:
         self._has_changed = True
         self._has_unused = False
         self._problems: dict[str, str] | None = None
-        self._data_version, self._change = store.data_version(), store.newest_change()
+        self._change = store.newest_change()
         self.manifest: HeadManifest | None = None
         """The manifest to publish; None if there is no head."""
         self._heads = self._read_heads()
@@ -57,7 +57,7 @@ class Releases:
         self._publish()
         if (trial := self._state.trial) is not None:  # what was stored while this program did not run
             for device, each in store.evaluations.of_head(task.digest, trial.version).items():
-                self.evaluate(device, each)
+                self._evaluate(device, each)
 
     def tick(self, newest: int) -> None:
         """Apply the passing of time; `newest` is the version of the newest head.
@@ -87,7 +87,7 @@ class Releases:
         if self._has_unused:
             self.delete_unused()
 
-    def evaluate(self, device: str, evaluation: Evaluation) -> None:
+    def _evaluate(self, device: str, evaluation: Evaluation) -> None:
         """Apply a device's evaluation of a head; raises StateError if a change cannot be stored."""
         correct = sum(evaluation.correct)
         result = CanaryResult(
@@ -107,13 +107,11 @@ class Releases:
         self._problems = None
 
     def _read_evaluations(self) -> None:
-        """Apply the evaluations that other processes have stored."""
-        if (version := self._store.data_version()) == self._data_version:
-            return
-        found, self._change = self._store.evaluations.changes(self._task.digest, since=self._change)
-        for device, evaluation in found:
-            self.evaluate(device, evaluation)
-        self._data_version = version
+        """Apply the evaluations that were stored since the last call."""
+        evaluations, newest = self._store.evaluations.changes(self._task.digest, since=self._change)
+        for device, evaluation in evaluations:
+            self._evaluate(device, evaluation)
+        self._change = newest
 
     def _leave_forgotten(self) -> None:
         """Keep heads that learned from a forgotten device from becoming current."""

@@ -2,12 +2,13 @@
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any
 
 from aggregator.coordination import round_state, rounds
-from aggregator.heads.accepted_submissions import AcceptedSubmissions, devices_after
 from aggregator.heads.calibration import Calibration, store_calibrated
 from aggregator.heads.head_rate import HeadRate
 from aggregator.heads.lost_submissions import LostSubmissions
@@ -24,7 +25,7 @@ from aggregator.heads.trained_heads import log_head, store_head
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import PendingHead, TrainingProgress
-from aggregator.storage.submissions import SubmissionRecord
+from aggregator.storage.submissions import SubmissionChanges
 from aggregator.tasks.manifests import round_manifest
 from aggregator.tasks.restoration import Restoration
 from aggregator.tasks.retention import delete_carried_submissions, delete_unneeded_blobs
@@ -37,6 +38,9 @@ from protocol.log import event
 from protocol.wire.messages import BlobRef, RoundManifest
 
 log = logging.getLogger(__name__)
+
+PAUSE_S = 0.01
+"""Seconds between two decisions about submissions, for each 1,000 of them: each looks at all."""
 
 MAX_REPLACED_BYTES = 512 * 1024**2
 """Size of replaced submissions at which their blobs are deleted, since a device can upload all day."""
@@ -65,8 +69,11 @@ class HeadTraining:
         self._job: Job | None = None
         self.deleted: set[str] = set()
         """Devices whose submissions another process has deleted; the caller clears it."""
-        self._data_version, self._change = store.data_version(), store.newest_change()
-        self.accepted = AcceptedSubmissions(task.digest, self._settings, store)
+        self._change = store.newest_change()
+        self._next_s = 0.0
+        """When submissions are read again, by `time.monotonic`."""
+        self._logged = 0
+        """The devices of the open collection that the log names."""
         self._replaced_bytes = 0
         self._rate = HeadRate(task, store)
         self._calibration = Calibration(task, store)
@@ -120,11 +127,15 @@ class HeadTraining:
 
     def tick(self) -> None:
         """Start trainings that are due."""
+        if time.monotonic() < self._next_s:
+            return
         self._read_changes()
+        self._next_s = time.monotonic() + len(self.state.submissions) // 1000 * PAUSE_S
         if self.state.is_rate_limited:
             self.state = replace(self.state, is_rate_limited=not self._rate.may_train())
         self._step(self._store.decisions(self._task.digest))
         self._step(rounds.Ticked(self._store.clock.now_s()))
+        self._log_collection()
         due, self._due = self._due, []
         for train in due:
             self._start(train)
@@ -133,29 +144,8 @@ class HeadTraining:
             self._replaced_bytes = 0
             delete_unneeded_blobs(self._task, self._store)
 
-    def submit(self, record: SubmissionRecord, payload: bytes) -> rounds.SubmissionVerdict:
-        """Apply a validated submission; it is stored once `accepted.flush` and a commit of the store have returned.
-
-        Raises StateError if it cannot be stored.
-        """
-        self._read_changes()
-        received = rounds.SubmissionReceived(record.device, record.entry)
-        state, actions = rounds.step(self.state, received, settings=self._settings)
-        verdict = next(action for action in actions if isinstance(action, rounds.SubmissionVerdict))
-        if verdict.verdict == "new":
-            stored = replace(record, entry=verdict.counted_entry or record.entry)
-            self._count_replaced(stored)
-            self.accepted.add(stored, payload, devices=devices_after(record.device, self.state))
-        self._enter(state, actions)
-        return verdict
-
-    def _count_replaced(self, record: SubmissionRecord) -> None:
-        if record.device in self.state.submissions:
-            self._replaced_bytes += record.size_bytes
-
     def reload(self) -> None:
         """Return to the stored state after a failed write; raises StateError if it cannot be read."""
-        self.accepted.discard()
         self._change = self._store.newest_change()
         stored = self._store.round_state(self._task.digest)
         # The store may still name a training that has failed since.
@@ -231,24 +221,42 @@ class HeadTraining:
         self.state = replace(self.state, failed=None, retry_s=0.0)
 
     def _read_changes(self) -> None:
-        """Apply what other processes have changed: a receiver may have stored submissions, a command deleted some.
+        """Apply what has changed in the store: submissions were stored, or a command has deleted some.
 
         A training on deleted ones stops; the collection closes again without them.
         """
-        if (version := self._store.data_version()) == self._data_version:
+        if self._store.newest_change() == self._change:
             return
-        self._data_version = version
         changes = self._store.submission_changes(self._task.digest, since=self._change)
+        before = self.state.submissions
+        entries = {
+            device: record.entry
+            for device, record in changes.records.items()
+            if record.entry != before.get(device)
+        }
+        deleted = {device for device in changes.deleted if device in before}
+        if entries or deleted:
+            self._count_replaced(changes, entries.keys() - before.keys())
+            left = {device: entry for device, entry in before.items() if device not in deleted}
+            self._step(rounds.SubmissionsChanged(left | entries))
         self._change = changes.newest
-        for device, record in changes.records.items():
-            if record.entry != self.state.submissions.get(device):
-                self._count_replaced(record)
-                self._step(rounds.SubmissionStored(device, record.entry))
-        deleted = {device for device in changes.deleted if device in self.state.submissions}
-        self.deleted |= deleted
         if deleted:
-            left = {device: each for device, each in self.state.submissions.items() if device not in deleted}
-            self.state = replace(self.state, submissions=left)
+            self._leave_deleted(deleted)
+
+    def _log_collection(self) -> None:
+        collection = self.state.collection
+        if collection is not None and collection.count != self._logged:
+            self._logged = collection.count
+            wanted = round_state.wanted_devices(self.state, self._settings)
+            event(log, logging.INFO, "submissions waiting", devices=collection.count, wanted=wanted)
+
+    def _count_replaced(self, changes: SubmissionChanges, first: AbstractSet[str]) -> None:
+        """Add the size of the replaced submissions, at most: of a device that replaced several only one is known."""
+        sizes = (record.size_bytes for record in changes.records.values())
+        self._replaced_bytes += (changes.newest - self._change - len(first)) * max(sizes, default=0)
+
+    def _leave_deleted(self, deleted: set[str]) -> None:
+        self.deleted |= deleted
         for device in sorted(deleted):
             event(log, logging.INFO, "submission deleted by an operator", device=device)
         if not deleted.isdisjoint(self.state.training or ()):
@@ -266,11 +274,8 @@ class HeadTraining:
         return job != self._job
 
     def _step(self, happened: rounds.Event) -> None:
-        self._enter(*rounds.step(self.state, happened, settings=self._settings))
-
-    def _enter(self, state: round_state.State, actions: tuple[rounds.Action, ...]) -> None:
-        self.state = state
-        self._due += [action for action in actions if isinstance(action, rounds.Train)]
+        self.state, trainings = rounds.step(self.state, happened, settings=self._settings)
+        self._due += trainings
 
     def _start(self, train: rounds.Train) -> None:
         self._job = job = job_of(train, self._task, self._store, self.state, tensors=self._tensors)

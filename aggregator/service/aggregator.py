@@ -14,9 +14,7 @@ from aggregator.messaging.manifest_signer import identity_of
 from aggregator.messaging.publisher import FleetPublisher
 from aggregator.security.key_rotation import require_fleet_key
 from aggregator.service.announcements import Announcements
-from aggregator.service.device_messages import DeviceMessages
-from aggregator.service.event_loop import EventLoop, Events, Parts
-from aggregator.service.local_coordinator import LocalCoordinator
+from aggregator.service.event_loop import Event, EventLoop, Events, MessageIntake
 from aggregator.service.own_topic import TAKE_OVER
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import IntakeHeads, RoundRequest, ServedTask, TaskPreparation
@@ -27,12 +25,12 @@ from protocol.mqtt import reconnecting_session as mqtt
 from protocol.mqtt.own_presence import OwnPresence, Replaced, require_not_replaced
 from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess, Brokers, addresses_of
 from protocol.wire.presence import Duplicate
-from protocol.wire.topics import device_filters, fleet_topic
+from protocol.wire.topics import FleetChannel, device_filters, fleet_topic
 
 log = logging.getLogger(__name__)
 
 
-class Aggregator(EventLoop):
+class Aggregator:
     """A fleet's aggregator; `events` may have events of other threads.
 
     With `is_coordinator`, uploads and requests of devices are left to `aggregator receive`.
@@ -92,38 +90,62 @@ class Aggregator(EventLoop):
             releases=self._releases,
             restoration=restoration,
         )
-        messages = DeviceMessages(
-            task=task.intake,
-            expectation=task.expectation,
-            store=store,
+        self._intake = MessageIntake(
+            store,
+            task.intake,
+            task.manifest,
             receiver=self._receiver,
-            coordinator=LocalCoordinator(
-                training=self._training, releases=self._releases, announcements=self._announcements
-            ),
+            publisher=self._publisher,
             blob_sender=blob_sender,
         )
         self._intake_heads: IntakeHeads | None = None
         self._round_request = store.facts.get(RoundRequest)
-        super().__init__(
-            Parts(
-                store=store,
-                receiver=self._receiver,
-                publisher=self._publisher,
-                blob_sender=blob_sender,
-                accepted=self._training.accepted,
-                messages=messages,
-            ),
-            events=events,
-        )
+        self._update_releases()
+        self._loop = EventLoop(self._intake, self, events)
 
-    def _stop(self) -> None:
-        self._training.stop()
+    def run(self) -> None:
+        """Serve the task until `Stop`; raises like `EventLoop.run`."""
+        self._loop.run(self._training.stop)
 
-    def _resumed(self) -> None:
-        super()._resumed()
-        self._training.retry()
+    def accepts(self, message: mqtt.Received) -> bool:
+        """Return True for a message of a device; take note of one on the aggregator's own topics."""
+        channel = self._publisher.own_topics.get(message.topic)
+        if channel is not None:
+            with self._receiver.guard():
+                self._observe(channel, message.payload)
+        return channel is None
 
-    def _tick(self) -> None:
+    def _observe(self, channel: FleetChannel, payload: bytes) -> None:
+        try:
+            self._announcements.observe(channel, payload)
+        except Replaced as replaced:
+            if not self._store.is_shared:  # there, it would keep other aggregators of the fleet from starting
+                with self._receiver.guard():
+                    self._store.facts.put(replaced.duplicate)
+            raise
+
+    def handle(self, event: Event) -> None:
+        """Handle an event of the connection or of a training; raises StateError."""
+        match event:
+            case mqtt.Connected(broker=broker, address=address):
+                self._publisher.presence.connected(address)
+                fleet, task = self._task.file.fleet, self._task.digest
+                log_event(log, logging.INFO, "connected to the broker", broker=broker, fleet=fleet, task=task)
+                self._announcements.connected()
+            case mqtt.Disconnected():
+                self._announcements.is_connected = False
+            case Progress(figures=figures):
+                self._training.store_progress(figures)
+            case Finished():
+                if self._training.finish(event):
+                    self._update_releases()  # the round's tensors are served before devices know of them
+                    self._announcements.open_round()
+
+    def tick(self, *, is_resumed: bool) -> None:
+        """Let time pass."""
+        if is_resumed:
+            self._reload()
+        self._announcements.restore()
         self._update_releases()
         self._announcements.publish_new_head()
         self._announcements.refresh()
@@ -133,12 +155,18 @@ class Aggregator(EventLoop):
             self._training.tick()
             self._training.restoration.tick()
             if self._training.deleted:
-                self._receiver.drop(self._training.deleted)
                 self._releases.delete_unused()
                 self._training.deleted.clear()
             self._read_round_request()
             for device, request in self._training.lost.requests():
                 self._publisher.publish_to_device(device, "ack", request)
+
+    def _reload(self) -> None:
+        """Return to the stored state after a stop; while it cannot be read, the intake stays stopped."""
+        with self._receiver.guard():
+            self._training.reload()
+            self._releases.reload()
+        self._training.retry()
 
     def _update_releases(self) -> None:
         """Apply the newest head and the passing of time to the rollout, and store what receivers need of it."""
@@ -151,6 +179,7 @@ class Aggregator(EventLoop):
                 served=frozenset(self._releases.served),
             )
             if heads != self._intake_heads:
+                self._intake.view.heads = heads
                 self._store.facts.put(heads)
                 self._intake_heads = heads
 
@@ -161,46 +190,6 @@ class Aggregator(EventLoop):
         if (request := self._store.facts.get(RoundRequest)) != self._round_request:
             self._round_request = request
             self._announcements.repeat_round()
-
-    def _handle_messages(self, messages: list[mqtt.Received]) -> None:
-        try:
-            super()._handle_messages(messages)
-        except Replaced as replaced:
-            if not self._store.is_shared:  # there, it would keep other aggregators of the fleet from starting
-                with self._receiver.guard():
-                    self._store.facts.put(replaced.duplicate)
-            raise
-
-    def _handle_message(self, message: mqtt.Received) -> None:
-        channel = self._publisher.own_topics.get(message.topic)
-        if channel is None:
-            super()._handle_message(message)
-        else:
-            self._announcements.observe(channel, message.payload)
-
-    def _answer(self) -> None:
-        self._announcements.restore()
-
-    def _reload(self) -> None:
-        with self._receiver.guard():
-            self._training.reload()
-            self._releases.reload()
-
-    def _connected(self, event: mqtt.Connected) -> None:
-        self._publisher.presence.connected(event.address)
-        fleet, task = self._task.file.fleet, self._task.digest
-        log_event(log, logging.INFO, "connected to the broker", broker=event.broker, fleet=fleet, task=task)
-        self._announcements.connected()
-
-    def _disconnected(self) -> None:
-        self._announcements.is_connected = False
-
-    def _trained(self, event: Progress | Finished) -> None:
-        if isinstance(event, Progress):
-            self._training.store_progress(event.figures)
-        elif self._training.finish(event):
-            self._update_releases()  # receivers serve the round's tensors before devices know of them
-            self._announcements.open_round()
 
 
 def serve(

@@ -1,24 +1,21 @@
 """The messages of devices: presence, reports, uploads and blob requests."""
 
-import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import get_args
 
 import msgspec
 
 from aggregator.coordination import round_state, rounds
+from aggregator.ingest.accepted_submissions import AcceptedSubmissions
 from aggregator.ingest.frame_authentication import FrameAuthenticator
 from aggregator.ingest.quotas import Quotas
 from aggregator.ingest.reassembly import Complete
 from aggregator.ingest.receiver import Receiver
 from aggregator.ingest.validation import Expectation, Refused, check_evaluation, count_rows, read_message
 from aggregator.messaging.blob_sender import BlobSender
-from aggregator.service.coordinator import Coordinator
+from aggregator.service.store_view import StoreView
 from aggregator.storage.devices import UNKNOWN_DEVICE
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import IntakeTask
@@ -52,27 +49,59 @@ MAX_REFUSED = 1_000_000
 """Refused messages of a reason that a device can report: a device can claim any number, and metrics add them."""
 
 
+@dataclass(frozen=True)
+class _FirstFrame:
+    """A frame of a device without a key, which an open fleet pins in the transaction."""
+
+    frame: FrameView
+
+
+@dataclass(frozen=True)
+class _Report:
+    """A presence or a report."""
+
+    channel: str
+    payload: bytes
+
+
+@dataclass(frozen=True)
+class _Upload:
+    """A complete upload that was validated."""
+
+    payload: Complete
+    message: Submission | Evaluation
+    record: SubmissionRecord | None
+    """What is stored of a submission; None for an evaluation."""
+
+
+_Item = _FirstFrame | _Report | _Upload | Refused
+
+
 @dataclass(kw_only=True)
 class DeviceMessages:
-    """Handles what devices publish, each message by its topic."""
+    """Handles what devices publish, a batch at a time, in three steps: `read` each, `store_items`, send `receipts`.
+
+    `read` leaves all that is to be stored to `store_items`, in one short transaction of the caller.
+    """
 
     task: IntakeTask
     expectation: Expectation
     store: Store
     receiver: Receiver
-    coordinator: Coordinator
+    view: StoreView
+    accepted: AcceptedSubmissions
     blob_sender: BlobSender
     receipts: list[tuple[str, Receipt]] = field(default_factory=list, init=False)
     """Device and receipt, to be published once the messages are durable."""
+    _items: list[tuple[str, str, _Item]] = field(default_factory=list, init=False)
+    """What is to be stored: each with its device, and its channel for the detail of a refusal."""
+    _complete: set[tuple[str, bytes]] = field(default_factory=set, init=False)
+    """Uploads among the items: another frame of one needs no answer."""
     _answered: TokenBuckets[tuple[str, Reason | None]] = field(init=False)
     """Answers by device and reason of refusal: a flood of refused messages does not delay its other receipts."""
     _refused: dict[str, tuple[bytes, Reason, str]] = field(default_factory=dict, init=False)
     """Digest of each device's last refused submission, and why: a query for it causes no second upload."""
     _reported: dict[str, tuple[str, str]] = field(default_factory=dict, init=False)
-    _is_deferring: bool = field(default=False, init=False)
-    _deferred: list[Callable[[], None]] = field(default_factory=list, init=False)
-    _complete: set[tuple[str, bytes]] = field(default_factory=set, init=False)
-    """Uploads whose verdict is deferred."""
 
     def __post_init__(self) -> None:
         self._log = DeviceEvents(log)
@@ -80,83 +109,70 @@ class DeviceMessages:
         self._authenticator = FrameAuthenticator(self.store, fleet=self.task.fleet)
         self._quotas = Quotas(self.store, self.task.limits, task=self.task.digest)
 
-    def handle(self, topic: str, payload: bytes) -> None:
-        """Handle a message; one that is refused is counted. Raises StateError if it cannot be stored."""
-        with self._counting(UNKNOWN_DEVICE):
+    def read(self, topic: str, payload: bytes) -> None:
+        """Decode, authenticate, reassemble and validate a message; raises StateError if the store cannot be read."""
+        device, channel = UNKNOWN_DEVICE, ""
+        try:
             where = parse_device_topic(topic)
-            device, channel = where.device, where.channel
-            if not payload and channel in {"up", "get"}:
-                return  # `edge-client doctor`, which finds out what the broker allows
-            with self._counting(device, f"{channel}: "):
-                match channel:
-                    case "up":
-                        self._take_frame(device, decode(payload, FrameView, max_bytes=MAX_FRAME_BYTES))
-                    case "get":
-                        self._take_request(device, decode(payload, BlobRequest, max_bytes=1024))
-                    case _:
-                        self._store(device, channel, partial(self._take_report, device, channel, payload))
+            device, channel = where.device, f"{where.channel}: "
+            item = self._read(device, where.channel, payload)
+        except (MalformedMessage, Refused) as error:
+            item = _refusal(error, channel)
+        if item is not None:
+            self._items.append((device, channel, item))
 
-    @contextlib.contextmanager
-    def deferring(self) -> Iterator[None]:
-        """Let the body's messages store nothing in the database, which is left to `store_deferred`.
-
-        Messages of devices without a key are handled then as a whole. Submissions are already in the batch of blobs.
-        """
-        self._is_deferring = True
-        try:
-            yield
-        finally:
-            self._is_deferring = False
-
-    def has_deferred(self) -> bool:
+    def has_items(self) -> bool:
         """Return True if something is to be stored."""
-        return bool(self._deferred)
+        return bool(self._items)
 
-    def store_deferred(self) -> None:
-        """Store what was deferred, in a transaction of the caller; raises StateError."""
-        for store in self._deferred:
-            store()
-        self._deferred.clear()
-        self._complete.clear()
-
-    def clear(self) -> None:
-        """Forget the receipts, and what was deferred, of messages that could not be stored."""
-        self.receipts.clear()
-        self._deferred.clear()
-        self._complete.clear()
-
-    def _store(self, device: str, channel: str, store: Callable[[], None]) -> None:
-        """Call a function that may refuse, now or with what is deferred."""
-
-        def counted() -> None:
-            with self._counting(device, f"{channel}: "):
-                store()
-
-        if self._is_deferring:
-            self._deferred.append(counted)
-        else:
-            counted()
-
-    @contextlib.contextmanager
-    def _counting(self, device: str, prefix: str = "") -> Iterator[None]:
-        """Count what is refused."""
+    def store_items(self) -> None:
+        """Store what was read, in a transaction of the caller; raises StateError if it cannot be stored."""
+        items, self._items = self._items, []
         try:
-            yield
-        except VersionMismatch as error:
-            refused = Refused("version", str(error))
-        except MalformedMessage as error:
-            refused = Refused("malformed", f"{prefix}{error}")
-        except Refused as error:
-            refused = error
-        else:
-            return
-        count = partial(self.receiver.count_refusal, device, refused)
-        if self._is_deferring:
-            self._deferred.append(count)
-        else:
-            count()
+            for device, channel, item in items:
+                self._store_or_refuse(device, channel, item)
+        finally:
+            self._complete.clear()
 
-    def _take_report(self, device: str, channel: str, payload: bytes) -> None:
+    def discard(self) -> None:
+        """Forget the receipts and items of messages that could not be stored."""
+        self.receipts.clear()
+        self._items.clear()
+        self._complete.clear()
+        self.accepted.discard()
+
+    def _read(self, device: str, channel: str, payload: bytes) -> _Item | None:
+        if channel not in {"up", "get"}:
+            return _Report(channel, payload)
+        if not payload:
+            return None  # `edge-client doctor`, which finds out what the broker allows
+        if channel == "get":
+            self._take_request(device, decode(payload, BlobRequest, max_bytes=1024))
+            return None
+        frame = decode(payload, FrameView, max_bytes=MAX_FRAME_BYTES)
+        if self.store.keys.get(device) is None:
+            return _FirstFrame(frame)
+        return self._take_frame(device, frame)
+
+    def _store_or_refuse(self, device: str, channel: str, item: _Item) -> None:
+        try:
+            self._store(device, item)
+        except (MalformedMessage, Refused) as error:
+            self.receiver.count_refusal(device, _refusal(error, channel))
+
+    def _store(self, device: str, item: _Item) -> None:
+        match item:
+            case Refused():
+                raise item
+            case _Report(channel=channel, payload=payload):
+                self._store_report(device, channel, payload)
+            case _FirstFrame(frame=frame):
+                if (upload := self._take_frame(device, frame)) is not None:
+                    self._store_upload(device, upload)
+            case _Upload():
+                self._store_upload(device, item)
+
+    def _store_report(self, device: str, channel: str, payload: bytes) -> None:
         self._check_known(device)
         if not self.store.devices.has_room_for(device):
             raise Refused("unknown_device", f"{device} is one device too many for an open fleet")
@@ -183,23 +199,6 @@ class DeviceMessages:
         if self._authenticator.check_name(device) is None:
             self._quotas.check_new_device(device)
 
-    @contextlib.contextmanager
-    def _answering(self, device: str, digest: bytes) -> Iterator[None]:
-        """Send a receipt for what is refused, so that the device does not ask again."""
-        try:
-            self._check_known(device)
-            yield
-        except Refused as refused:
-            receipt = Receipt(
-                digest=digest,
-                status="refused",
-                reason=refused.reason,
-                detail=refused.detail[:256],
-                sequence=refused.sequence,
-            )
-            self._answer(device, receipt)
-            raise
-
     def _answer(self, device: str, receipt: Receipt) -> None:
         """Send a receipt, unless the device has caused too many."""
         # A client can make up any number of names.
@@ -210,9 +209,18 @@ class DeviceMessages:
         if self._answered.take(bucket, now_s=time.monotonic()):
             self.receipts.append((device, receipt))
 
+    def _answer_refused(self, device: str, digest: bytes, refused: Refused) -> None:
+        """Send a receipt for what is refused, so that the device does not ask again."""
+        detail, sequence = refused.detail[:256], refused.sequence
+        receipt = Receipt(
+            digest=digest, status="refused", reason=refused.reason, detail=detail, sequence=sequence
+        )
+        self._answer(device, receipt)
+
     def _take_request(self, device: str, request: BlobRequest) -> None:
-        with self._answering(device, request.digest):
-            if request.digest not in self.coordinator.served:
+        try:
+            self._check_known(device)
+            if request.digest not in self.view.served:
                 raise Refused(
                     "unknown_blob",
                     f"no blob {request.digest.hex()[:12]}: request what task, round and head name",
@@ -220,58 +228,49 @@ class DeviceMessages:
             if wait_s := self.blob_sender.request(device, request):
                 limit = f"downloaded {self.task.limits.downloads_per_hour} times (limits.downloads_per_hour)"
                 raise Refused("rate_limited", f"{limit}: request it again in {wait_s:.0f} s")
-
-    def _take_frame(self, device: str, frame: FrameView) -> None:
-        if self._is_deferring and self.store.keys.get(device) is None:
-            self._store(device, "up", partial(self._take_frame, device, frame))
-            return
-        with self._answering(device, frame.digest):
-            self._authenticator.check(device, frame, may_pin=not self.receiver.is_stopped)
-            if (refused := self._refused.get(device)) is not None and refused[0] == frame.digest:
-                if frame.offset + len(frame.data) < frame.size_bytes:
-                    return
-                raise Refused(*refused[1:])
-            if not self.receiver.is_stopped and frame.offset + len(frame.data) >= frame.size_bytes:
-                self._quotas.check_transfer(device, frame.digest, frame.size_bytes)
-            if (device, frame.digest) in self._complete:
-                return
-            outcome = self.receiver.take(device, frame)
-            if isinstance(outcome, Complete):
-                self._take_message(device, outcome)
-            elif outcome is not None:
-                self._answer(device, outcome)
-
-    def _take_message(self, device: str, upload: Complete) -> None:
-        """Read and validate an upload, then judge, store and answer it; raises Refused."""
-        with self._remembering(device, upload.digest):
-            message = read_message(upload.payload)
-            if isinstance(message, Submission):
-                record = self._record(device, message, upload)
-                take = partial(self._take_submission, message, record, upload.payload)
-            else:
-                take = partial(self._take_evaluation, device, message, upload.digest)
-        if self._is_deferring:
-            self._complete.add((device, upload.digest))
-            if isinstance(message, Submission):
-                self.coordinator.prepare(upload.digest, upload.payload)
-
-        def judge() -> None:
-            is_submission = isinstance(message, Submission)
-            remembering = self._remembering(device, upload.digest) if is_submission else nullcontext()
-            with self._answering(device, upload.digest), remembering:
-                self._answer(device, take())
-
-        self._store(device, "up", judge)
-
-    @contextlib.contextmanager
-    def _remembering(self, device: str, digest: bytes) -> Iterator[None]:
-        """Remember a refused upload, so that it is not uploaded again, unless it may be accepted later."""
-        try:
-            yield
         except Refused as refused:
-            if refused.reason not in {"superseded", "unknown_round", "quota"}:
-                self._refused[device] = (digest, refused.reason, refused.detail)
+            self._answer_refused(device, request.digest, refused)
             raise
+
+    def _take_frame(self, device: str, frame: FrameView) -> _Upload | None:
+        """Authenticate a frame and add it to its upload; return the upload if it is complete."""
+        try:
+            self._check_known(device)
+            self._authenticator.check(device, frame, may_pin=not self.receiver.is_stopped)
+            outcome = self._reassemble(device, frame)
+            if isinstance(outcome, Complete):
+                return self._read_upload(device, outcome)
+        except Refused as refused:
+            self._answer_refused(device, frame.digest, refused)
+            raise
+        if outcome is not None:
+            self._answer(device, outcome)
+        return None
+
+    def _reassemble(self, device: str, frame: FrameView) -> Receipt | Complete | None:
+        is_last = frame.offset + len(frame.data) >= frame.size_bytes
+        if (refused := self._refused.get(device)) is not None and refused[0] == frame.digest:
+            if is_last:
+                raise Refused(*refused[1:])
+            return None
+        if is_last and not self.receiver.is_stopped:
+            self._quotas.check_transfer(device, frame.digest, frame.size_bytes)
+        if (device, frame.digest) in self._complete:
+            return None
+        return self.receiver.take(device, frame)
+
+    def _read_upload(self, device: str, upload: Complete) -> _Upload:
+        """Validate an upload; the payload of a submission that counts is written before the transaction."""
+        try:
+            message = read_message(upload.payload)
+            record = self._record(device, message, upload) if isinstance(message, Submission) else None
+        except Refused as refused:
+            self._remember(device, upload.digest, refused)
+            raise
+        if record is not None and self.view.judge(record).verdict == "new":
+            self.accepted.prepare(upload.digest, upload.payload)
+        self._complete.add((device, upload.digest))
+        return _Upload(upload, message, record)
 
     def _record(self, device: str, submission: Submission, upload: Complete) -> SubmissionRecord:
         """Return what is stored of a submission, once it is valid."""
@@ -287,15 +286,37 @@ class DeviceMessages:
             per_class=per_class,
         )
 
-    def _take_submission(self, submission: Submission, record: SubmissionRecord, payload: bytes) -> Receipt:
+    def _remember(self, device: str, digest: bytes, refused: Refused) -> None:
+        """Remember a refused upload, so that it is not uploaded again, unless it may be accepted later."""
+        if refused.reason not in {"superseded", "unknown_round", "quota"}:
+            self._refused[device] = (digest, refused.reason, refused.detail)
+
+    def _store_upload(self, device: str, upload: _Upload) -> None:
+        """Judge, store and answer an upload; raises Refused."""
+        digest, message, record = upload.payload.digest, upload.message, upload.record
+        try:
+            self._check_known(device)
+            if isinstance(message, Evaluation):
+                self._store_evaluation(device, message, digest)
+            elif record is not None:
+                self._store_submission(message, record, upload.payload.payload)
+        except Refused as refused:
+            if record is not None:
+                self._remember(device, digest, refused)
+            self._answer_refused(device, digest, refused)
+            raise
+        self._answer(device, Receipt(digest=digest, status="received"))
+
+    def _store_submission(self, submission: Submission, record: SubmissionRecord, payload: bytes) -> None:
         device = record.device
         self._quotas.check_submission(device, record.size_bytes)
-        verdict = self.coordinator.submit(record, payload)
+        verdict = self.view.judge(record)
         self._check_verdict(verdict, submission.round)
+        if verdict.verdict == "new":
+            self.accepted.add(replace(record, entry=verdict.counted_entry or record.entry), payload)
         self._quotas.count_upload()
         if submission.privacy is not None:
             self.store.devices.raise_epsilon(device, submission.privacy.total_epsilon)
-        return Receipt(digest=record.entry.digest, status="received")
 
     def _check_verdict(self, verdict: rounds.SubmissionVerdict, number: int) -> None:
         """Raise Refused for a submission that does not count, with what counts instead."""
@@ -305,18 +326,18 @@ class DeviceMessages:
                 detail = f"the submission with sequence {sequence} counts"
                 raise Refused("superseded", detail, sequence=sequence)
             case "late" | "unknown_round" as reason:
-                newest, settings = self.coordinator.newest_head, self.task.settings
+                newest, settings = self.view.newest_head, self.task.settings
                 now = f"round {newest} is open"
                 if round_state.is_over(newest, settings):
                     now = f"all {settings.rounds} rounds are over"
                 if reason == "unknown_round":
-                    self.coordinator.repeat_round()  # the device has seen a round that is not this aggregator's
+                    self.view.request_round()  # the device has seen a round that is not this aggregator's
                 raise Refused(reason, f"the submission is for round {number}, but {now}")
 
-    def _take_evaluation(self, device: str, evaluation: Evaluation, digest: bytes) -> Receipt:
-        check_evaluation(evaluation, self.expectation, newest_head=self.coordinator.newest_head)
-        if evaluation.head_version not in self.coordinator.retained_heads:
-            return Receipt(digest=digest, status="received")  # nothing depends on it any more
+    def _store_evaluation(self, device: str, evaluation: Evaluation, digest: bytes) -> None:
+        check_evaluation(evaluation, self.expectation, newest_head=self.view.newest_head)
+        if evaluation.head_version not in self.view.retained_heads:
+            return  # nothing depends on it any more
         version, correct = evaluation.head_version, sum(evaluation.correct)
         images = correct + sum(evaluation.incorrect)
         if evaluation.problem:
@@ -328,10 +349,17 @@ class DeviceMessages:
             self._log.event(logging.INFO, "head evaluated", device=device, head=version, accuracy=accuracy)
         else:
             self._log.event(logging.INFO, "head in use", device=device, head=version)
-        # What follows from it first: once stored, the same evaluation is not looked at again.
-        self.coordinator.evaluate(device, evaluation)
         self.store.evaluations.put(device, evaluation, digest=digest, now_s=time.time())
-        return Receipt(digest=digest, status="received")
+
+
+def _refusal(error: MalformedMessage | Refused, channel: str) -> Refused:
+    """Return the refusal of a message of a channel."""
+    match error:
+        case Refused():
+            return error
+        case VersionMismatch():
+            return Refused("version", str(error))
+    return Refused("malformed", f"{channel}{error}")
 
 
 def bounded_info(info: DeviceInfo, task: TaskManifest) -> DeviceInfo:

@@ -3,21 +3,28 @@
 import contextlib
 import logging
 import queue
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Protocol
 
-from aggregator.heads.accepted_submissions import AcceptedSubmissions
+from aggregator.ingest.accepted_submissions import AcceptedSubmissions
 from aggregator.ingest.receiver import Receiver
+from aggregator.ingest.validation import expectation_of
 from aggregator.messaging.blob_sender import BlobSender
 from aggregator.messaging.publisher import Publisher
 from aggregator.service.device_messages import DeviceMessages
+from aggregator.service.store_view import StoreView
 from aggregator.service.traffic_meter import TrafficMeter
 from aggregator.storage.store import Store
+from aggregator.storage.stored_values import IntakeTask
 from aggregator.training.runner import Finished, Progress
-from protocol.errors import NotLeader, StateError, ThreadFailed
+from protocol.errors import NotLeader, ProtofleetError, StateError, ThreadFailed
 from protocol.log import event as log_event
 from protocol.mqtt import reconnecting_session as mqtt
 from protocol.service_manager import ServiceManager
+from protocol.storage.blobstore import BlobStore
+from protocol.wire.messages import TaskManifest
 from protocol.wire.transfer import chunk_bytes
 
 log = logging.getLogger(__name__)
@@ -39,48 +46,151 @@ Event = mqtt.Event | Progress | Finished | Stop
 Events = queue.SimpleQueue[Event]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Parts:
-    """The objects that an event loop works with."""
+class TaskReplaced(ProtofleetError):
+    """Another task is served."""
 
-    store: Store
-    receiver: Receiver
-    publisher: Publisher
-    blob_sender: BlobSender
-    accepted: AcceptedSubmissions
-    messages: DeviceMessages
+
+class Program(Protocol):
+    """What a program does beside the messages of devices."""
+
+    def accepts(self, message: mqtt.Received) -> bool:
+        """Return False for a message that is not for the intake."""
+        ...
+
+    def handle(self, event: Event) -> None:
+        """Handle an event other than a message; raises StateError."""
+        ...
+
+    def tick(self, *, is_resumed: bool) -> None:
+        """Let time pass, after a stop of the intake if `is_resumed`."""
+        ...
+
+
+class MessageIntake:
+    """Stores the messages of devices, a batch in one transaction, and answers them once they are durable."""
+
+    def __init__(
+        self,
+        store: Store,
+        task: IntakeTask,
+        manifest: TaskManifest,
+        *,
+        receiver: Receiver,
+        publisher: Publisher,
+        blob_sender: BlobSender,
+    ) -> None:
+        self.store = store
+        self.receiver = receiver
+        self.publisher = publisher
+        self.blob_sender = blob_sender
+        self.view = StoreView(store, task)
+        self._accepted = AcceptedSubmissions(task.digest, task.settings, store)
+        self._traffic = TrafficMeter(store)
+        self._messages = DeviceMessages(
+            task=task,
+            expectation=expectation_of(task, manifest),
+            store=store,
+            receiver=receiver,
+            view=self.view,
+            accepted=self._accepted,
+            blob_sender=blob_sender,
+        )
+
+    def handle(self, messages: list[mqtt.Received]) -> None:
+        """Store all messages durably, or none; then answer them. Raises TaskReplaced if another task is served."""
+        self._traffic.received += sum(len(message.payload) for message in messages)
+        try:
+            self._store(messages)
+            self._accepted.log()
+            self.receiver.commit()
+        except StateError as error:
+            self.receiver.stop(error)
+            self._messages.discard()
+            for message in messages:  # again, now that the intake is stopped
+                with self.receiver.guard():
+                    self._messages.read(message.topic, message.payload)
+                    self._messages.store_items()
+        for device, receipt in self._messages.receipts:
+            self.publisher.publish_to_device(device, "ack", receipt)
+        self._messages.receipts.clear()
+
+    def _store(self, messages: list[mqtt.Received]) -> None:
+        """Store all messages durably; raises StateError if one cannot be stored: then none is.
+
+        Most of the work comes before the transaction, in which no other program can write. The blobs of a folder get
+        their names within it, since the aggregator deletes those that it does not know.
+        """
+        self._refresh()
+        with self.store.snapshot():
+            for message in messages:
+                self._messages.read(message.topic, message.payload)
+        self.store.database.check_file()
+        if not isinstance(self.store.blobs, BlobStore):
+            self._accepted.flush()
+        if self._messages.has_items():
+            with self.store.transaction():
+                self._refresh()
+                self._messages.store_items()
+                self._accepted.flush()
+
+    def _refresh(self) -> None:
+        if not self.view.refresh():
+            self.store.check_lead()
+            raise TaskReplaced("another task is served")
+
+    def tick(self) -> bool:
+        """Let time pass; returns True if a stopped intake was resumed just now."""
+        self.blob_sender.send()
+        is_resumed = self.receiver.tick()
+        with self.receiver.guard():
+            self._refresh()
+            if self.view.deleted:
+                self.receiver.drop(self.view.deleted)
+                self.view.deleted.clear()
+            self._traffic.keep(sent=self.publisher.sent_bytes)
+        return is_resumed
+
+    def close(self) -> None:
+        """Disconnect, and close the files."""
+        self.publisher.stop()
+        with contextlib.suppress(NotLeader), self.receiver.guard():
+            self._traffic.keep(sent=self.publisher.sent_bytes, at_once=True)
+        self.receiver.close()
 
 
 class EventLoop:
-    """An event loop; a subclass defines what else happens than messages of devices."""
+    """Handles the events of a program until `Stop`.
 
-    def __init__(self, parts: Parts, *, events: Events) -> None:
-        self._parts = parts
+    Args:
+        intake: of the program.
+        program: what it does beside the intake.
+        events: may have events of other threads.
+    """
+
+    def __init__(self, intake: MessageIntake, program: Program, events: Events) -> None:
+        self._intake = intake
+        self._program = program
         self._events = events
-        self._traffic = TrafficMeter(parts.store)
-        self._is_over = False
-        self.is_stopped = False
-        """`Stop` was among the events."""
+        self._is_stopped = False
 
-    def run(self) -> None:
-        """Handle events until `Stop`, or until the subclass ends it.
+    def run(self, stop: Callable[[], None] = lambda: None) -> None:
+        """Handle events; `stop` is called at the end, before the connection is closed.
 
-        Raises ThreadFailed if a thread that it depends on has ended, and NotLeader if another aggregator leads.
+        Raises:
+            ThreadFailed: a thread that the program depends on has ended.
+            NotLeader: another aggregator leads.
+            TaskReplaced: another program serves another task.
         """
-        parts = self._parts
-        parts.publisher.start()
+        self._intake.publisher.start()
         try:
             manager = ServiceManager()
             manager.ready()
-            while not (self._is_over or self.is_stopped):
+            while not self._is_stopped:
                 manager.alive()
                 self.handle(self._next_batch())
         finally:
-            self._stop()
-            parts.publisher.stop()
-            with contextlib.suppress(NotLeader), parts.receiver.guard():
-                self._traffic.keep(sent=parts.publisher.sent_bytes, at_once=True)
-            parts.receiver.close()
+            stop()
+            self._intake.close()
 
     def _next_batch(self) -> list[Event]:
         """Return the events that have arrived, at most a batch; none if nothing arrives for `TICK_S`."""
@@ -95,100 +205,37 @@ class EventLoop:
 
     def handle(self, batch: list[Event]) -> None:
         """Handle a batch of events, and let time pass."""
-        parts = self._parts
-        with parts.receiver.guard():
-            parts.store.check_lead()
+        intake, receiver = self._intake, self._intake.receiver
+        with receiver.guard():
+            intake.store.check_lead()
         for is_message, group in groupby(batch, key=lambda event: isinstance(event, mqtt.Received)):
             events = list(group)
             if is_message:
-                self._handle_messages([event for event in events if isinstance(event, mqtt.Received)])
+                messages = [event for event in events if isinstance(event, mqtt.Received)]
+                intake.handle([message for message in messages if self._program.accepts(message)])
+                intake.publisher.acknowledge(messages)
             else:
                 for event in events:
-                    with parts.receiver.guard():
+                    with receiver.guard():
                         self._handle_event(event)
-        parts.publisher.acknowledge([])
-        parts.blob_sender.send()
-        if parts.receiver.tick():
-            self._resumed()
-        self._tick()
-        with parts.receiver.guard():
-            self._traffic.keep(sent=parts.publisher.sent_bytes)
-
-    def _handle_messages(self, messages: list[mqtt.Received]) -> None:
-        """Store all messages durably, or none; then answer them, and acknowledge them to the broker."""
-        parts = self._parts
-        self._traffic.received += sum(len(message.payload) for message in messages)
-        try:
-            self._store_messages(messages)
-            parts.accepted.log()
-            parts.receiver.commit()
-        except StateError as error:
-            parts.receiver.stop(error)
-            self._reload()
-            parts.messages.clear()
-            for message in messages:  # again, now that the intake is stopped
-                with parts.receiver.guard():
-                    self._handle_message(message)
-        self._answer()
-        for device, receipt in parts.messages.receipts:
-            parts.publisher.publish_to_device(device, "ack", receipt)
-        parts.messages.receipts.clear()
-        parts.publisher.acknowledge(messages)
-
-    def _store_messages(self, messages: list[mqtt.Received]) -> None:
-        """Store all messages durably; raises StateError if one cannot be stored: then none is."""
-        with self._parts.store.transaction():
-            for message in messages:
-                self._handle_message(message)
-            self._parts.accepted.flush()
-
-    def _handle_message(self, message: mqtt.Received) -> None:
-        self._parts.messages.handle(message.topic, message.payload)
+        intake.publisher.acknowledge([])
+        self._program.tick(is_resumed=intake.tick())
 
     def _handle_event(self, event: Event) -> None:
-        publisher = self._parts.publisher
         match event:
             case mqtt.Connected(max_packet_bytes=limit):
-                publisher.chunk_bytes = chunk_bytes(limit)
-                self._connected(event)
+                self._intake.publisher.chunk_bytes = chunk_bytes(limit)
             case mqtt.Disconnected(reason=reason, retry_s=retry_s, repeated=repeated, broker=broker):
-                self._parts.blob_sender.forget()
-                self._disconnected()
+                self._intake.blob_sender.forget()
                 level = logging.DEBUG if repeated else logging.WARNING
                 log_event(log, level, reason, broker=broker, retry_s=retry_s)
             case mqtt.Unsendable(topic=topic, reason=reason, repeated=repeated):
                 level = logging.DEBUG if repeated else logging.ERROR
                 log_event(log, level, "publication refused by the broker", topic=topic, reason=reason)
             case mqtt.Drained():
-                self._parts.blob_sender.drained()
+                self._intake.blob_sender.drained()
             case ThreadFailed():
                 raise event
             case Stop():
-                self.is_stopped = True
-            case Progress() | Finished():
-                self._trained(event)
-
-    def _answer(self) -> None:
-        """Publish what follows from messages that are durable now, before their receipts."""
-
-    def _connected(self, event: mqtt.Connected) -> None:
-        """Publish what a broker needs that was just connected."""
-
-    def _disconnected(self) -> None:
-        """Note that there is no connection."""
-
-    def _trained(self, event: Progress | Finished) -> None:
-        """Apply the progress or the end of a training; raises StateError."""
-
-    def _reload(self) -> None:
-        """Return to the stored state; while it cannot be read, the intake stays stopped."""
-
-    def _resumed(self) -> None:
-        """Continue after a stop of the intake."""
-        self._reload()
-
-    def _tick(self) -> None:
-        """Let time pass."""
-
-    def _stop(self) -> None:
-        """End what the program has started, before it disconnects."""
+                self._is_stopped = True
+        self._program.handle(event)

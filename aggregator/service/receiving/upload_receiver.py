@@ -5,26 +5,22 @@ import logging
 import queue
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from aggregator.heads.accepted_submissions import AcceptedSubmissions
 from aggregator.ingest.intake_status import Intake
 from aggregator.ingest.receiver import Receiver
-from aggregator.ingest.validation import expectation_of
 from aggregator.messaging.blob_sender import BlobSender
 from aggregator.messaging.publisher import Publisher
-from aggregator.service.device_messages import DeviceMessages
-from aggregator.service.event_loop import EventLoop, Events, Parts
+from aggregator.service.event_loop import Event, EventLoop, Events, MessageIntake, Stop, TaskReplaced
 from aggregator.service.receiving.shards import ShardAssignment
-from aggregator.service.receiving.store_coordinator import StoreCoordinator
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import IntakeTask
-from protocol.errors import BlobLost, MalformedMessage, ProtofleetError, StateError
+from protocol.errors import BlobLost, MalformedMessage, StateError
 from protocol.log import event
 from protocol.mqtt import reconnecting_session as mqtt
 from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess, Brokers
-from protocol.storage.blobstore import BlobStore, state_errors
+from protocol.storage.blobstore import state_errors
 from protocol.storage.folder_lock import FolderLock
 from protocol.wire.codec import decode
 from protocol.wire.messages import MAX_MANIFEST_BYTES, TaskManifest
@@ -34,12 +30,11 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 1.0
 
+VERIFY_S = 60.0
+"""Seconds for which a verified blob is used without being read as a whole again."""
 
-class TaskReplaced(ProtofleetError):
-    """Another task is served."""
 
-
-class UploadReceiver(EventLoop):
+class UploadReceiver:
     """Receives the shards that `assignment` has now, of the task that is served now.
 
     Args:
@@ -64,101 +59,74 @@ class UploadReceiver(EventLoop):
         broker: Brokers,
         access: BrokerAccess = NO_AUTHENTICATION,
     ) -> None:
-        self._task = task
+        self._store = store
         self._assignment = assignment
         self._shards = assignment.shards
         self._is_connected = False
-        manifest = decode(store.blobs.read(task.digest), TaskManifest, max_bytes=MAX_MANIFEST_BYTES)
+        self._verified_s: dict[bytes, float] = {}
         self._receiver = Receiver(
             store, folder=folder, max_bytes=task.max_bytes, unfinished_s=task.unfinished_s
         )
-        events: Events = queue.SimpleQueue()
+        self._events: Events = queue.SimpleQueue()
         publisher = Publisher(
             broker,
             access=access,
             fleet=task.fleet,
             name=f"receiver-{secrets.token_hex(6)}",
             subscriptions=device_filters(task.fleet, shards=self._shards),
-            on_event=events.put,
+            on_event=self._events.put,
         )
-        accepted = AcceptedSubmissions(task.digest, task.settings, store)
-        self._coordinator = StoreCoordinator(store, task, accepted)
         blob_sender = BlobSender(
-            store.blobs,
-            publisher,
-            downloads_per_hour=task.limits.downloads_per_hour,
-            verify=self._coordinator.verify,
+            store.blobs, publisher, downloads_per_hour=task.limits.downloads_per_hour, verify=self._verify
         )
-        messages = DeviceMessages(
-            task=task,
-            expectation=expectation_of(task, manifest),
-            store=store,
-            receiver=self._receiver,
-            coordinator=self._coordinator,
-            blob_sender=blob_sender,
-        )
-        parts = Parts(
-            store=store,
+        self._intake = MessageIntake(
+            store,
+            task,
+            decode(store.blobs.read(task.digest), TaskManifest, max_bytes=MAX_MANIFEST_BYTES),
             receiver=self._receiver,
             publisher=publisher,
             blob_sender=blob_sender,
-            accepted=accepted,
-            messages=messages,
         )
-        super().__init__(parts, events=events)
 
-    def _store_messages(self, messages: list[mqtt.Received]) -> None:
-        """Store all messages durably, and keep other receivers from writing for as short as possible.
+    def run(self) -> None:
+        """Receive uploads until the shards are others; raises like `EventLoop.run`."""
+        EventLoop(self._intake, self, self._events).run()
 
-        Most of the work comes before the transaction. The blobs of a folder get their names within it, since the
-        coordinator deletes those that it does not know.
-        """
-        store, device_messages = self._parts.store, self._parts.messages
-        self._refresh()
-        with device_messages.deferring(), store.snapshot():
-            for message in messages:
-                self._handle_message(message)
-        store.database.check_file()
-        if not isinstance(store.blobs, BlobStore):
-            self._parts.accepted.flush()
-        if device_messages.has_deferred():
-            with store.transaction():
-                self._refresh()
-                device_messages.store_deferred()
-                self._parts.accepted.flush()
-
-    def _refresh(self) -> None:
-        if not self._coordinator.refresh():
-            raise TaskReplaced("another task is served")
-
-    def _handle_message(self, message: mqtt.Received) -> None:
-        """Handle a message of the receiver's shards; all receivers get those of topics without a shard."""
+    def accepts(self, message: mqtt.Received) -> bool:
+        """Return True for a message of the receiver's shards, or on a topic without a shard."""
         with contextlib.suppress(MalformedMessage):
             where = parse_device_topic(message.topic)
-            if where.channel != "up" and shard_of(where.device) not in self._shards:
-                return
-        super()._handle_message(message)
+            return where.channel == "up" or shard_of(where.device) in self._shards
+        return True
 
-    def _disconnected(self) -> None:
-        self._is_connected = False
+    def handle(self, happened: Event) -> None:
+        """Note the state of the connection."""
+        match happened:
+            case mqtt.Connected(broker=broker):
+                self._is_connected = True
+                self._assignment.resume()
+                event(log, logging.INFO, "connected to the broker", broker=broker, shards=len(self._shards))
+            case mqtt.Disconnected():
+                self._is_connected = False
 
-    def _connected(self, event_: mqtt.Connected) -> None:
-        self._is_connected = True
-        self._assignment.resume()
-        event(log, logging.INFO, "connected to the broker", broker=event_.broker, shards=len(self._shards))
-
-    def _reload(self) -> None:
-        self._parts.accepted.discard()
-
-    def _tick(self) -> None:
+    def tick(self, *, is_resumed: bool) -> None:  # noqa: ARG002 - nothing depends on it
+        """Report to the other receivers, and stop if the shards are others."""
         with self._receiver.guard():
             if self._is_connected:  # otherwise the others take its shards
                 self._assignment.tick(self._receiver.intake)
-            is_served = self._coordinator.refresh()
-            self._is_over = not is_served or self._assignment.shards != self._shards
-            if self._coordinator.deleted:
-                self._receiver.drop(self._coordinator.deleted)
-                self._coordinator.deleted.clear()
+        if self._assignment.shards != self._shards:
+            self._events.put(Stop())
+
+    def _verify(self, digests: Iterable[bytes]) -> None:
+        """Verify blobs that are sent, and report one that is missing or damaged; raises StateError for it."""
+        for digest in digests:
+            if (now_s := time.monotonic()) >= self._verified_s.get(digest, 0.0):
+                try:
+                    self._store.blobs.verified_path(digest)
+                except BlobLost:
+                    self._store.report_lost(digest)
+                    raise
+                self._verified_s[digest] = now_s + VERIFY_S
 
 
 @contextlib.contextmanager

@@ -11,9 +11,7 @@ from aggregator.coordination.open_collection import closes_at_s
 from aggregator.coordination.round_state import Entry, Settings, State, is_over, waiting
 from aggregator.coordination.rounds import (
     Event,
-    SubmissionReceived,
     SubmissionsLost,
-    SubmissionVerdict,
     Ticked,
     Train,
     Trained,
@@ -22,7 +20,7 @@ from aggregator.coordination.rounds import (
     step,
 )
 from protocol.rates.retry_delay import MAX_DELAY_S
-from tests.unit.aggregator.coordination.round_events import submitted
+from tests.unit.aggregator.coordination.round_events import Submitted, submit, submitted
 
 Happening = tuple[str, int, int] | float | str
 
@@ -43,21 +41,23 @@ class World:
 
     def feed(self, event: Event) -> None:
         before = self.state
-        self.state, actions = step(before, event, settings=self.settings)
-        verdicts = [action for action in actions if isinstance(action, SubmissionVerdict)]
-        if isinstance(event, SubmissionReceived):
-            (verdict,) = verdicts
-            self.verdicts.append(verdict.verdict)
-            if verdict.verdict == "new" and verdict.counted_entry is not None:
-                self.stored[event.device] = verdict.counted_entry
-            assert verdict.counted_entry == self.stored.get(event.device)
-        else:
-            assert not verdicts
-        for action in actions:
-            if isinstance(action, Train):
-                assert before.training is None or isinstance(event, SubmissionsLost)
-                self._check(action)
-                self.training = self.pending = dict(action.members)
+        self.state, trainings = step(before, event, settings=self.settings)
+        self._start(trainings, is_free=before.training is None or isinstance(event, SubmissionsLost))
+
+    def take(self, event: Submitted) -> None:
+        is_free = self.state.training is None
+        self.state, verdict, trainings = submit(self.state, event, settings=self.settings)
+        self.verdicts.append(verdict.verdict)
+        if verdict.verdict == "new" and verdict.counted_entry is not None:
+            self.stored[event.device] = verdict.counted_entry
+        assert verdict.counted_entry == self.stored.get(event.device)
+        self._start(trainings, is_free=is_free)
+
+    def _start(self, trainings: tuple[Train, ...], *, is_free: bool) -> None:
+        for each in trainings:
+            assert is_free
+            self._check(each)
+            self.training = self.pending = dict(each.members)
 
     def _check(self, train: Train) -> None:
         """A round closes once, with each device that counts once."""
@@ -76,9 +76,9 @@ class World:
             self.settings.rounds is None
         ):  # then the number distinguishes submissions of the same sequence number
             digest = f"{device}{number}.{sequence}".encode()
-            self.feed(SubmissionReceived(device, Entry(sequence, digest, self.now_s)))
+            self.take(Submitted(device, Entry(sequence, digest, self.now_s)))
         else:
-            self.feed(submitted(device, number, sequence=sequence, now_s=self.now_s))
+            self.take(submitted(device, number, sequence=sequence, now_s=self.now_s))
 
     def tick(self, seconds: float) -> None:
         self.now_s += seconds

@@ -14,9 +14,8 @@ from aggregator.coordination.rounds import (
     Ticked,
     Trained,
     TrainingFailed,
-    step,
 )
-from tests.unit.aggregator.coordination.round_events import entry, play, submitted
+from tests.unit.aggregator.coordination.round_events import Submitted, entry, play, submit, submitted
 
 SETTINGS = Settings(quorum=3, deadline_s=100.0, retrain_after=2)
 ABC = [submitted(device) for device in "abc"]
@@ -124,8 +123,8 @@ def test_end_of_an_unknown_training_is_ignored(event: Event) -> None:
 def test_verdict_has_the_counted_entry() -> None:
     """The device continues after the sequence number of the entry."""
     state, _, _ = run(submitted("a", sequence=5))
-    _, actions = step(state, submitted("a", sequence=4), settings=SETTINGS)
-    assert actions == (SubmissionVerdict("superseded", entry("a", sequence=5)),)
+    _, verdict, _ = submit(state, submitted("a", sequence=4), settings=SETTINGS)
+    assert verdict == SubmissionVerdict("superseded", entry("a", sequence=5))
 
 
 ALL = Settings(quorum=3, deadline_s=100.0)
@@ -136,7 +135,9 @@ def _without(devices: str) -> DeviceDecisions:
     return DeviceDecisions(quarantined=frozenset(devices))
 
 
-def _decided(*events: Event, state: State | None = None, settings: Settings = ALL) -> tuple[State, list[str]]:
+def _decided(
+    *events: Event | Submitted, state: State | None = None, settings: Settings = ALL
+) -> tuple[State, list[str]]:
     """Apply events; return the state and the devices of each training."""
     state, trainings, _ = play(*events, state=state, settings=settings)
     return state, ["".join(digest[0] for digest in members) for _, members in trainings]

@@ -19,6 +19,7 @@ from aggregator.training.runner import Finished
 from protocol.wire.codec import digest_of, encode
 from tests.support.messages.submissions import EXPECTATION, MANIFEST
 from tests.support.simulation.clocks import FakeClock
+from tests.support.simulation.submissions import accept
 
 HOURLY = 6
 TRAINING_S = 10.0
@@ -60,8 +61,7 @@ class World:
     def submit(self, device: str, sequence: int) -> None:
         data = b"%s %d" % (device.encode(), sequence)
         entry = Entry(sequence, digest_of(data), self.now_s)
-        self.training.submit(SubmissionRecord(device, entry, len(data), 10, 2, {0: 2}), data)
-        self.training.accepted.flush()
+        accept(self.training, SubmissionRecord(device, entry, len(data), 10, 2, {0: 2}), data)
 
     def run(self, seconds: int, upload: Callable[[int], None] = lambda _: None, *, every_s: int = 1) -> None:
         """Let time pass, with an upload now and then."""

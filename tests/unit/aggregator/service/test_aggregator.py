@@ -242,7 +242,7 @@ def test_head_that_cannot_be_stored_is_a_failed_training(tmp_path: Path) -> None
         folder=str(tmp_path / "gone"),
     )
     daemon._training._job = job
-    daemon._handle_event(Finished(job, Result(prototypes=1, metrics=metrics)))
+    daemon.handle(Finished(job, Result(prototypes=1, metrics=metrics)))
     failed = daemon._training.state
     assert (failed.submissions, failed.failed, failed.failures) == (entries, entries, 1)
     assert store.heads.all(task.digest) == []
@@ -255,14 +255,14 @@ def test_deadline_is_of_elapsed_time(tmp_path: Path, monkeypatch: pytest.MonkeyP
     )
     now_s = time.time()
     monkeypatch.setattr(time, "time", lambda: now_s + 365 * 86400)
-    daemon.handle(_uploaded(_separable(task.digest)))
+    daemon._loop.handle(_uploaded(_separable(task.digest)))
     assert [entry.received_s for entry in store.entries(task.digest).values()] == [7.0]
     monkeypatch.setattr(time, "time", lambda: now_s)
     clock.elapsed_s = 106.0
-    daemon.handle([])
+    daemon._loop.handle([])
     assert store.facts.get(PendingHead) is None
     clock.elapsed_s = 107.0
-    daemon.handle([])
+    daemon._loop.handle([])
     assert store.facts.get(PendingHead) is not None
     daemon._training.stop()
     store.close()
@@ -283,21 +283,21 @@ def test_database_that_is_lost_while_running_stops_the_intake(tmp_path: Path, da
     """Nothing is acknowledged that the next start does not have; `status` has the reason."""
     daemon, task, store, sent = _in_process(tmp_path, PATIENT)
     file = store.folder / "aggregator.sqlite"
-    daemon.handle(_uploaded(_separable(task.digest)))
+    daemon._loop.handle(_uploaded(_separable(task.digest)))
     assert _receipts(sent) == ["received"]
     store.database.read("PRAGMA wal_checkpoint(TRUNCATE)")
     before = file.read_bytes()
     if damage == "damaged":
         daemon._receiver._check_s = 0.0
         file.write_bytes(before[: len(before) // 2].ljust(len(before), b"\xff"))
-        daemon.handle([])
+        daemon._loop.handle([])
     else:
         file.rename(tmp_path / "away")
     if damage == "replaced":
         file.write_bytes(before)
     again = _separable(task.digest), _separable(task.digest, sequence=2)
-    daemon.handle([event for each in again for event in _uploaded(each)])
-    daemon.handle([])
+    daemon._loop.handle([event for each in again for event in _uploaded(each)])
+    daemon._loop.handle([])
     assert "received" not in _receipts(sent)
     reason = intake_status.read(store.folder).reason
     assert ("deleted or replaced" in reason) == (damage != "damaged")
@@ -305,8 +305,8 @@ def test_database_that_is_lost_while_running_stops_the_intake(tmp_path: Path, da
     if damage != "damaged":
         (tmp_path / "away").replace(file)
         daemon._receiver._trial_s = 0.0
-        daemon.handle([])
-        daemon.handle(_uploaded(again[1]))
+        daemon._loop.handle([])
+        daemon._loop.handle(_uploaded(again[1]))
         assert _receipts(sent) == ["received"]
     store.close()
 
@@ -315,26 +315,26 @@ def test_folder_of_blobs_that_is_deleted_while_running_stops_the_intake(tmp_path
     """The next start writes the backbone again, and requests submissions from their devices."""
     daemon, task, store, sent = _in_process(tmp_path, PATIENT)
     message = _separable(task.digest)
-    daemon.handle(_uploaded(message))
+    daemon._loop.handle(_uploaded(message))
     assert _receipts(sent) == ["received"]
     shutil.rmtree(store.blobs.folder)
-    daemon.handle(_uploaded(_separable(task.digest, sequence=2)))
+    daemon._loop.handle(_uploaded(_separable(task.digest, sequence=2)))
     daemon._receiver._trial_s = 0.0
-    daemon.handle([])
+    daemon._loop.handle([])
     assert "received" not in _receipts(sent)
     assert "restart the aggregator" in intake_status.read(store.folder).reason
     store.close()
     daemon, task, store, sent = _in_process(tmp_path, PATIENT)
-    daemon.handle([])
+    daemon._loop.handle([])
     assert _receipts(sent) == ["missing"]
     assert [each.device for each in store.submissions.lost(task.digest)] == ["dev"]
     assert all(map(store.blobs.is_whole, task.blobs))
-    daemon.handle(_uploaded(message))
+    daemon._loop.handle(_uploaded(message))
     assert _receipts(sent) == ["received"]
     assert store.submissions.lost(task.digest) == []
     assert daemon._training.state.submissions.keys() == {"dev"}
     shutil.rmtree(store.folder)
-    daemon.handle([])
+    daemon._loop.handle([])
     assert not store.folder.exists()
     store.close()
 
@@ -354,13 +354,13 @@ def test_manifests_are_published_again_before_they_expire(
 ) -> None:
     """Once a day, without any event; a channel without a manifest stays empty."""
     (daemon, _, store, sent), now_s = _in_process(tmp_path), time.time()
-    daemon.handle([Connected(None)])
+    daemon._loop.handle([Connected(None)])
     first = [each for each in sent if each.topic == fleet_topic(FLEET, "task")]
     for days in (0.9, 1.1, 1.2):
         sent.clear()
         later_s = now_s + days * 86400
         monkeypatch.setattr(time, "time", lambda later_s=later_s: later_s)
-        daemon.handle([])
+        daemon._loop.handle([])
         again = [(each.topic, each.payload != first[0].payload) for each in sent]
         assert again == ([(first[0].topic, True)] if days == 1.1 else [])
     store.close()

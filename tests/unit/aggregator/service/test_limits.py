@@ -9,16 +9,18 @@ import msgspec
 import pytest
 
 from aggregator.config.schema import TaskFile
+from aggregator.ingest.accepted_submissions import AcceptedSubmissions
 from aggregator.service.announcements import Announcements
 from aggregator.service.device_messages import RECEIPTS_AT_ONCE, DeviceMessages
+from aggregator.service.store_view import StoreView
 from aggregator.storage.store import Store
+from aggregator.storage.stored_values import IntakeHeads
 from aggregator.tasks.task_preparation import Task
 from protocol.log import LINES_AT_ONCE
 from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import BlobRequest, Evaluation
 from protocol.wire.topics import device_topic
 from tests.support.messages.submissions import EXPECTATION, MANIFEST, TASK, device_info, evaluation
-from tests.support.simulation.coordinators import FixedCoordinator
 
 HEADS = 50
 
@@ -32,26 +34,23 @@ def messages(store: Store) -> DeviceMessages:
         count_refusal=lambda *_: None,
     )
     file = TaskFile(classes=MANIFEST.classes, backbones=("tiny.onnx",), fleet="f")
-    task = Task(file=file, feature_size=16, expectation=EXPECTATION, first_tensors=None)
+    task = Task(file=file, feature_size=16, expectation=EXPECTATION, first_tensors=None).intake
+    view = StoreView(store, task)
+    retained = frozenset(range(HEADS - 4, HEADS + 1))
+    view.heads = IntakeHeads(task.digest, HEADS, retained, frozenset({bytes(32)}))
     return DeviceMessages(
-        task=task.intake,
+        task=task,
         expectation=EXPECTATION,
         store=store,
         receiver=parts,
-        coordinator=FixedCoordinator(
-            settings=file.settings,
-            newest_head=HEADS,
-            retained_heads=frozenset(range(HEADS - 4, HEADS + 1)),
-            served=frozenset({bytes(32)}),
-        ),
+        view=view,
+        accepted=AcceptedSubmissions(task.digest, task.settings, store),
         blob_sender=parts,
     )
 
 
 def _evaluate(messages: DeviceMessages, sent: Evaluation) -> None:
-    payload = encode(sent)
-    receipt = messages._take_evaluation("a", sent, digest_of(payload))
-    assert receipt.status == "received"
+    messages._store_evaluation("a", sent, digest_of(encode(sent)))
 
 
 def test_evaluations_of_unused_heads_are_not_stored(store: Store, messages: DeviceMessages) -> None:
@@ -79,7 +78,8 @@ def test_lines_about_changing_problems_are_limited(
     caplog.set_level(logging.INFO)
     for number in range(3 * LINES_AT_ONCE):
         info = device_info(problem=f"problem {number}")
-        messages.handle(device_topic("f", "a", "info"), encode(info))
+        messages.read(device_topic("f", "a", "info"), encode(info))
+        messages.store_items()
         _evaluate(
             messages, msgspec.structs.replace(evaluation(head_version=HEADS), problem=f"problem {number}")
         )
@@ -98,7 +98,7 @@ def test_receipts_are_limited(messages: DeviceMessages) -> None:
 
     def request(device: str, digest: bytes) -> None:
         message = BlobRequest(digest=digest, offset=0, length=1)
-        messages.handle(device_topic("f", device, "get"), encode(message))
+        messages.read(device_topic("f", device, "get"), encode(message))
 
     for _ in range(3 * RECEIPTS_AT_ONCE):
         request("a", b"x" * 32)

@@ -1,4 +1,4 @@
-"""The answers to uploads by the coordinator's verdict; without rounds, heads, a network or processes."""
+"""The answers to uploads by their verdict; without rounds, heads, a network or processes."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -7,9 +7,12 @@ import msgspec
 import pytest
 
 from aggregator.config.schema import TaskFile
+from aggregator.ingest.accepted_submissions import AcceptedSubmissions
 from aggregator.ingest.receiver import Receiver
 from aggregator.service.device_messages import DeviceMessages
+from aggregator.service.store_view import StoreView
 from aggregator.storage.store import Store
+from aggregator.storage.stored_values import IntakeHeads, RoundRequest
 from aggregator.tasks.task_preparation import Task
 from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import Evaluation, Receipt, Submission
@@ -23,7 +26,6 @@ from tests.support.messages.submissions import (
     evaluation,
     round_submission,
 )
-from tests.support.simulation.coordinators import FixedCoordinator
 
 FILE = msgspec.convert(
     {
@@ -39,26 +41,35 @@ FILE = msgspec.convert(
 
 
 class Bench:
-    """The handler of messages with a coordinator in which round 2 is open."""
+    """The handler of messages with a store in which round 2 is open."""
 
     def __init__(self, store: Store) -> None:
-        self.coordinator = FixedCoordinator(settings=FILE.settings, newest_head=2)
+        self.store = store
+        task = Task(file=FILE, feature_size=16, expectation=ROUNDS_EXPECTATION, first_tensors=None).intake
         blob_sender: Any = SimpleNamespace(request=lambda *_: 0.0)
         self.receiver = Receiver(store, max_bytes=10**6, unfinished_s=3600.0)
+        self.view = StoreView(store, task)
+        self.open_round(2)
         self.messages = DeviceMessages(
-            task=Task(file=FILE, feature_size=16, expectation=ROUNDS_EXPECTATION, first_tensors=None).intake,
+            task=task,
             expectation=ROUNDS_EXPECTATION,
             store=store,
             receiver=self.receiver,
-            coordinator=self.coordinator,
+            view=self.view,
+            accepted=AcceptedSubmissions(task.digest, task.settings, store),
             blob_sender=blob_sender,
         )
+
+    def open_round(self, number: int) -> None:
+        """Open a round, whose number is the newest head's."""
+        self.view.heads = IntakeHeads(ROUNDS_TASK, number, frozenset({2}), frozenset())
 
     def upload(self, message: Submission | Evaluation) -> Receipt:
         """Hand over all frames of a message; returns the only receipt."""
         payload = encode(message)
         for frame in frames_of(payload, digest=digest_of(payload)):
-            self.messages.handle(device_topic(FLEET, "dev", "up"), signed(frame))
+            self.messages.read(device_topic(FLEET, "dev", "up"), signed(frame))
+            self.messages.store_items()
         self.receiver.commit()
         ((device, receipt),) = self.messages.receipts
         self.messages.receipts.clear()
@@ -80,26 +91,26 @@ def test_each_verdict_has_its_receipt(bench: Bench) -> None:
     assert (older.status, older.reason, older.sequence) == ("refused", "superseded", 5)
     late = bench.upload(round_submission(number=0))
     assert (late.reason, late.detail) == ("late", "the submission is for round 0, but round 2 is open")
-    assert bench.coordinator.repeated == 0
+    assert bench.store.facts.get(RoundRequest) is None
     assert bench.upload(round_submission(number=3)).reason == "unknown_round"
-    assert bench.coordinator.repeated == 1
-    assert bench.coordinator.entries["dev"].digest == digest_of(encode(newest))
+    assert bench.store.facts.get(RoundRequest) is not None
+    stored = bench.store.submissions.get(ROUNDS_TASK, "dev")
+    assert stored is not None
+    assert stored.entry.digest == digest_of(encode(newest))
 
 
 def test_a_refused_round_counts_once_it_is_open(bench: Bench) -> None:
     """The same upload is refused, then received; after the last round, nothing is."""
     early = round_submission(number=3)
     assert bench.upload(early).reason == "unknown_round"
-    bench.coordinator.newest_head = 3
+    bench.open_round(3)
     assert bench.upload(early).status == "received"
-    bench.coordinator.newest_head = 5
+    bench.open_round(5)
     assert bench.upload(round_submission(number=4)).detail.endswith("but all 5 rounds are over")
 
 
-def test_evaluations_of_retained_heads_only_reach_the_coordinator(bench: Bench, store: Store) -> None:
+def test_evaluations_of_retained_heads_only_are_stored(bench: Bench, store: Store) -> None:
     """Those of other heads are received and dropped; one of a head that does not exist is refused."""
-    bench.coordinator.retained_heads = frozenset({2})
     for version, status in ((1, "received"), (2, "received"), (3, "refused")):
         assert bench.upload(evaluation(task=ROUNDS_TASK, head_version=version)).status == status
-    assert bench.coordinator.evaluated == [("dev", 2)]
     assert store.evaluations.of_head(ROUNDS_TASK, 2).keys() == {"dev"}

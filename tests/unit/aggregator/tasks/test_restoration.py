@@ -16,7 +16,7 @@ from aggregator.config.task_file import load_task
 from aggregator.coordination import round_state
 from aggregator.heads.training_schedule import HeadTraining
 from aggregator.service.receiving import upload_receiver
-from aggregator.service.receiving.store_coordinator import StoreCoordinator
+from aggregator.service.receiving.shards import ShardAssignment
 from aggregator.service.receiving.upload_receiver import UploadReceiver, receive
 from aggregator.storage import object_blobs
 from aggregator.storage.heads import HeadRecord
@@ -33,6 +33,7 @@ from protocol.errors import BlobLost
 from protocol.mqtt.tls import BrokerAddress
 from protocol.wire.codec import digest_of, encode
 from tests.support.messages.submissions import round_submission
+from tests.support.simulation.submissions import accept
 from tests.support.stores.object_store import BUCKET, ObjectStore
 
 
@@ -158,13 +159,18 @@ def test_training_whose_task_is_missing_succeeds_the_next_time(
                 )
             )
             entry = round_state.Entry(1, digest_of(payload), store.clock.now_s(), 0)
-            training.submit(SubmissionRecord(device, entry, len(payload), 10, 2, {0: 1, 2: 1}), payload)
-        training.accepted.flush()
+            accept(training, SubmissionRecord(device, entry, len(payload), 10, 2, {0: 1, 2: 1}), payload)
         training.tick()
         finished = events.get(timeout=300.0)
         assert isinstance(finished, Finished)
         assert training.finish(finished) == bool(number), finished.reason
     assert len(store.heads.all(task.digest)) == 1
+
+
+def _receiver(store: Store, task: Task, folder: Path) -> UploadReceiver:
+    assignment = ShardAssignment(store, "r", fixed=frozenset({0}))
+    broker = (BrokerAddress("127.0.0.1", 9),)
+    return UploadReceiver(store, task.intake, folder=folder, assignment=assignment, broker=broker)
 
 
 def test_receiver_reports_and_starts_once_the_task_is_restored(
@@ -199,9 +205,8 @@ def test_receiver_reports_and_starts_once_the_task_is_restored(
     backbone = task.manifest.backbones[0].digest
     store.blobs.path(backbone).unlink(missing_ok=True)
     _harm(remote, store, backbone, fault="missing")
-    coordinator = StoreCoordinator(store, task.intake, None)  # type: ignore[arg-type]
     with pytest.raises(BlobLost):
-        coordinator.verify([backbone])
+        _receiver(store, task, folder)._verify([backbone])
     assert _shown(store) == {backbone.hex()}
 
 

@@ -1,9 +1,8 @@
 """Submissions that were accepted in a batch of messages: stored together, and logged once they are durable."""
 
 import logging
-from functools import partial
 
-from aggregator.coordination.round_state import Settings, State
+from aggregator.coordination.round_state import Settings
 from aggregator.storage.store import Store
 from aggregator.storage.submissions import SubmissionRecord
 from protocol.log import DeviceEvents
@@ -23,35 +22,24 @@ class AcceptedSubmissions:
         self._settings = settings
         self._store = store
         self._device_log = DeviceEvents(log)
-        self._to_log: list[partial[None]] = []
+        self._to_log: list[SubmissionRecord] = []
         self._writing = WriteBatch()
         self._prepared: set[bytes] = set()
 
     def prepare(self, digest: bytes, payload: bytes) -> None:
-        """Start to store a payload; raises StateError if it cannot be stored."""
+        """Start to store a payload, which the transaction that accepts it then need not wait for.
+
+        Raises StateError if it cannot be stored.
+        """
         if digest not in self._prepared:
             self._prepared.add(digest)
             self._store.blobs.put_in_batch(payload, digest=digest, batch=self._writing)
 
-    def add(self, record: SubmissionRecord, payload: bytes, *, devices: int | None = None) -> None:
-        """Store a submission; raises StateError if it cannot be stored.
-
-        `devices` is the number of devices that have submitted, for the log, where it is known.
-        """
+    def add(self, record: SubmissionRecord, payload: bytes) -> None:
+        """Store a submission; raises StateError if it cannot be stored."""
         self.prepare(record.entry.digest, payload)
         self._store.submissions.put(self._task, record)
-        log_it = partial(
-            self._device_log.event,
-            *(logging.INFO, SUBMISSION_ACCEPTED),
-            device=record.device,
-            round=record.entry.round if self._settings.rounds is not None else None,
-            prototypes=record.prototypes,
-            images=record.images,
-            bytes=record.size_bytes,
-            devices=devices,
-            quorum=self._settings.quorum if devices is not None else None,
-        )
-        self._to_log.append(log_it)
+        self._to_log.append(record)
 
     def flush(self) -> None:
         """Make the payloads durable; raises StateError if they cannot be stored."""
@@ -60,19 +48,19 @@ class AcceptedSubmissions:
     def log(self) -> None:
         """Log the submissions, which are durable now."""
         self._prepared.clear()
-        to_log, self._to_log = self._to_log, []
-        for log_each in to_log:
-            log_each()
+        records, self._to_log = self._to_log, []
+        for record in records:
+            self._device_log.event(
+                *(logging.INFO, SUBMISSION_ACCEPTED),
+                device=record.device,
+                round=record.entry.round if self._settings.rounds is not None else None,
+                prototypes=record.prototypes,
+                images=record.images,
+                bytes=record.size_bytes,
+            )
 
     def discard(self) -> None:
         """Forget the submissions after a failed write."""
         self._to_log.clear()
         self._prepared.clear()
         self._writing.discard()
-
-
-def devices_after(device: str, before: State) -> int:
-    """Return the number of devices that are not quarantined and have submitted, without looking at all of them."""
-    submitted, quarantined = before.submissions, before.decisions.quarantined
-    total = len(submitted) + (device not in submitted)
-    return total - sum(each in submitted or each == device for each in quarantined)

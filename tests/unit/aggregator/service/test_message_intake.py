@@ -10,15 +10,13 @@ import msgspec
 import pytest
 
 from aggregator.config.schema import TaskFile
-from aggregator.heads.accepted_submissions import AcceptedSubmissions
 from aggregator.ingest.receiver import Receiver
-from aggregator.ingest.validation import expectation_of
-from aggregator.service.device_messages import DeviceMessages
-from aggregator.service.receiving.store_coordinator import StoreCoordinator
+from aggregator.service.event_loop import MessageIntake, TaskReplaced
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import IntakeHeads, RoundRequest
 from aggregator.tasks.task_preparation import Task
+from protocol.mqtt.reconnecting_session import Received
 from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import Evaluation, Receipt, Submission
 from protocol.wire.signing import public_key
@@ -58,35 +56,26 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
 
 
 class Bench:
-    """A receiver's handler of messages."""
+    """The intake of one of several programs."""
 
     def __init__(self, store: Store) -> None:
-        self.store = store
-        self.accepted = AcceptedSubmissions(TASK.digest, TASK.settings, store)
-        self.coordinator = StoreCoordinator(store, TASK, self.accepted)
         blob_sender: Any = SimpleNamespace(request=lambda *_: 0.0)
-        self.messages = DeviceMessages(
-            task=TASK,
-            expectation=expectation_of(TASK, IN_ROUNDS),
-            store=store,
+        publisher: Any = SimpleNamespace(publish_to_device=lambda *sent: self.sent.append(sent))
+        self.sent: list[tuple[str, str, Receipt]] = []
+        self.intake = MessageIntake(
+            store,
+            TASK,
+            IN_ROUNDS,
             receiver=Receiver(store, max_bytes=10**6, unfinished_s=3600.0),
-            coordinator=self.coordinator,
+            publisher=publisher,
             blob_sender=blob_sender,
         )
 
     def handle(self, *messages: tuple[str, bytes]) -> list[tuple[str, Receipt]]:
-        """Handle a batch in two steps, and return its receipts."""
-        assert self.coordinator.refresh()
-        with self.messages.deferring(), self.store.snapshot():
-            for topic, payload in messages:
-                self.messages.handle(topic, payload)
-        with self.store.transaction():
-            self.messages.store_deferred()
-            self.accepted.flush()
-        self.accepted.log()
-        self.messages.receiver.commit()
-        receipts, self.messages.receipts[:] = [*self.messages.receipts], []
-        return receipts
+        """Handle a batch, and return its receipts."""
+        self.intake.handle([Received(topic, payload) for topic, payload in messages])
+        sent, self.sent[:] = [*self.sent], []
+        return [(device, receipt) for device, _, receipt in sent]
 
 
 def _upload(message: Submission | Evaluation, device: str = "dev") -> list[tuple[str, bytes]]:
@@ -122,7 +111,6 @@ def test_a_batch_is_stored_in_one_transaction(store: Store, *, is_known: bool) -
         ("?", "malformed", 1),
         ("b", "unknown_task", 1),
     ]
-    assert not bench.messages.has_deferred()
 
 
 def test_verdicts_follow_what_others_store(store: Store) -> None:
@@ -148,7 +136,8 @@ def test_verdicts_follow_what_others_store(store: Store) -> None:
     with contextlib.closing(open_store(store.folder)) as coordinator:
         with coordinator.transaction():
             coordinator.submissions.delete_device("dev")
-        assert one.coordinator.refresh()
-        assert one.coordinator.deleted == {"dev"}
+        assert one.intake.view.refresh()
+        assert one.intake.view.deleted == {"dev"}
         coordinator.facts.put(msgspec.structs.replace(TASK, digest=bytes(32)))
-        assert not one.coordinator.refresh()
+        with pytest.raises(TaskReplaced):
+            one.handle()

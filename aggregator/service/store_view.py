@@ -1,0 +1,70 @@
+"""What the intake knows of the served task, its heads and submissions: all of it from the store."""
+
+import time
+from collections.abc import Set as AbstractSet
+
+from aggregator.coordination import rounds
+from aggregator.storage.store import Store
+from aggregator.storage.stored_values import IntakeHeads, IntakeTask, RoundRequest
+from aggregator.storage.submissions import SubmissionRecord
+
+REQUEST_S = 10.0
+"""Seconds between two requests to publish the open round again."""
+
+
+class StoreView:
+    """The part of the store that verdicts about uploads depend on; call `refresh` first in each transaction."""
+
+    def __init__(self, store: Store, task: IntakeTask) -> None:
+        self._store = store
+        self._task = task
+        self._data_version = -1
+        self._change = store.newest_change()
+        self._request_s = 0.0
+        self.heads = IntakeHeads(task.digest, 0, frozenset(), frozenset())
+        """The heads as the aggregator has stored them last; it sets them here itself, in its own process."""
+        self.deleted: set[str] = set()
+        """Devices whose submissions another process has deleted; the caller clears it."""
+
+    def refresh(self) -> bool:
+        """Read what other processes have changed; returns False if another task is served. Raises StateError."""
+        if (version := self._store.data_version()) == self._data_version:
+            return True
+        if self._store.facts.get(IntakeTask) != self._task:
+            return False
+        heads = self._store.facts.get(IntakeHeads)
+        if heads is not None and heads.task == self._task.digest:
+            self.heads = heads
+        newest = self._store.newest_change()
+        self.deleted |= self._store.submissions.deleted(self._task.digest, since=self._change)
+        self._change, self._data_version = newest, version
+        return True
+
+    @property
+    def newest_head(self) -> int:
+        """The version of the newest head, 0 if there is none; with rounds, also the number of the open round."""
+        return self.heads.newest
+
+    @property
+    def retained_heads(self) -> AbstractSet[int]:
+        """The versions of the heads whose evaluations matter."""
+        return self.heads.retained
+
+    @property
+    def served(self) -> AbstractSet[bytes]:
+        """Digests of the blobs that devices may request."""
+        return self.heads.served
+
+    def judge(self, record: SubmissionRecord) -> rounds.SubmissionVerdict:
+        """Judge a submission by the device's stored one; raises StateError if it cannot be read."""
+        stored = self._store.submissions.get(self._task.digest, record.device)
+        counted = stored.entry if stored is not None else None
+        return rounds.judged(
+            record.entry, counted, head_version=self.newest_head, settings=self._task.settings
+        )
+
+    def request_round(self) -> None:
+        """Ask the aggregator to publish the open round again, but not for each device that needs it."""
+        if (now_s := time.monotonic()) >= self._request_s:
+            self._request_s = now_s + REQUEST_S
+            self._store.facts.put(RoundRequest(self._store.clock.now_s()))

@@ -1,0 +1,23 @@
+"""Submissions that the intake has stored, without messages."""
+
+from dataclasses import replace
+
+from aggregator.coordination.rounds import SubmissionVerdict
+from aggregator.heads.training_schedule import HeadTraining
+from aggregator.ingest.accepted_submissions import AcceptedSubmissions
+from aggregator.service.store_view import StoreView
+from aggregator.storage.stored_values import IntakeHeads
+from aggregator.storage.submissions import SubmissionRecord
+
+
+def accept(training: HeadTraining, record: SubmissionRecord, payload: bytes) -> SubmissionVerdict:
+    """Judge a submission as the intake does, and store it if it counts."""
+    task, store = training._task.intake, training._store
+    view = StoreView(store, task)
+    view.heads = IntakeHeads(task.digest, training.state.head_version, frozenset(), frozenset())
+    verdict = view.judge(record)
+    if verdict.verdict == "new":
+        accepted = AcceptedSubmissions(task.digest, task.settings, store)
+        accepted.add(replace(record, entry=verdict.counted_entry or record.entry), payload)
+        accepted.flush()
+    return verdict
