@@ -3,11 +3,11 @@
 import time
 from collections.abc import Iterable, Mapping
 
-from aggregator.heads.pending_training import delete_pending
+from aggregator.heads.pending_training import delete_members
 from aggregator.storage.devices import ForgottenDevice
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import PendingHead, ServedTask
+from aggregator.storage.stored_values import NextHead, ServedTask
 from protocol.errors import ConfigError
 
 
@@ -34,7 +34,7 @@ def forget(store: Store, device: str) -> list[str]:
         store.evaluations.delete_device(device)
         store.devices.delete_info(device)
         store.quarantine.delete_findings(device)
-        delete_pending(store, [device])
+        delete_members(store, [device])
     with store.transaction():  # no other device submits the same meanwhile
         every = {digest for of_task in digests.values() for digest in of_task}
         store.blobs.delete([digest for digest in every if not store.submissions.has_digest(digest)])
@@ -46,7 +46,7 @@ def _digests(store: Store, device: str, newest: Iterable[HeadRecord]) -> Mapping
     found: dict[bytes, set[bytes]] = {}
     for task, digest in store.submissions.of_device(device):
         found.setdefault(task, set()).add(digest)
-    pending = store.facts.get(PendingHead)
+    pending = store.facts.get(NextHead)
     if pending is not None and device in pending.members:
         found.setdefault(pending.task, set()).add(pending.members[device].digest)
     for head in newest:

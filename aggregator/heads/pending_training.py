@@ -4,11 +4,11 @@ import time
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
 from aggregator.coordination import round_state, rounds
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import FailedTraining, PendingHead
+from aggregator.storage.stored_values import NextHead
 from aggregator.tasks.task_preparation import Task
 from aggregator.training.jobs import HeadJob, RoundJob, StatisticsJob
 from protocol.wire.messages import BlobRef
@@ -22,46 +22,40 @@ def has_half_memory(failures: int) -> bool:
     return failures >= FULL_MEMORY_TRAININGS
 
 
-def put_pending(
-    store: Store, task: bytes, version: int, members: Mapping[str, round_state.Entry], *, is_running: bool
-) -> None:
-    """Store the members of head `version`, whose training has been started or has failed."""
-    store.facts.put(PendingHead(task, version, dict(members), is_running=is_running))
-
-
-def delete_pending(store: Store, devices: Collection[str]) -> None:
-    """Delete the members of the next head if one of the devices is among them: it is made of others."""
-    pending = store.facts.get(PendingHead)
-    if pending is not None and not pending.members.keys().isdisjoint(devices):
-        store.facts.delete(PendingHead)
-        store.jobs.cancel(pending.task)
+def put_started(store: Store, head: NextHead, members: Mapping[str, round_state.Entry]) -> None:
+    """Store that the training of the next head has started, of these submissions."""
+    store.facts.put(replace(head, members=dict(members), is_running=True, progress=None))
 
 
 def put_stopped(store: Store) -> None:
-    """Store that the running training was stopped, which is no failure."""
-    pending = store.facts.get(PendingHead)
-    if pending is not None:
-        store.facts.put(msgspec.structs.replace(pending, is_running=False))
+    """Store that a running training was stopped, which is no failure."""
+    if (head := store.facts.get(NextHead)) is not None:
+        store.facts.put(replace(head, is_running=False, progress=None))
 
 
-def was_killed(store: Store) -> bool:
-    """Return True if the aggregator has ended during a training without stopping it."""
-    pending = store.facts.get(PendingHead)
-    return pending is not None and pending.is_running
-
-
-def put_failure(store: Store, task: bytes, state: round_state.State, reason: str) -> None:
-    """Store for `status` and the next start that a training has failed."""
+def put_failure(
+    store: Store, task: bytes, state: round_state.State, members: Mapping[str, round_state.Entry], reason: str
+) -> None:
+    """Store for `status` and the next start that a training of these submissions has failed."""
     store.facts.put(
-        FailedTraining(
+        NextHead(
             task,
             state.head_version + 1,
+            members=dict(members),
             failures=state.failures,
             reason=reason,
             failed_s=time.time(),
             retry_s=state.retry_s,
         )
     )
+
+
+def delete_members(store: Store, devices: Collection[str]) -> None:
+    """Delete the members of the next head if one of the devices is among them: it is made of others."""
+    head = store.facts.get(NextHead)
+    if head is not None and not head.members.keys().isdisjoint(devices):
+        store.facts.put(replace(head, members={}, is_running=False, progress=None))
+        store.jobs.cancel(head.task)
 
 
 def blobs_of(job: HeadJob | StatisticsJob | RoundJob, task: Task) -> list[bytes]:

@@ -9,7 +9,7 @@ from aggregator.coordination import round_state
 from aggregator.storage.devices import REVOKED
 from aggregator.storage.heads import CALIBRATED_FROM, HeadRecord
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import FailedTraining, PendingHead
+from aggregator.storage.stored_values import NextHead
 from aggregator.tasks.task_preparation import Task
 from aggregator.training.jobs import HeadJob, Result, RoundJob, StatisticsJob
 from protocol.errors import StateError
@@ -55,12 +55,11 @@ def store_head(
         limited=tuple(" ".join(filter(None, each)) for each in result.counting.limited),
     )
     with store.transaction():
-        pending = store.facts.get(PendingHead)
-        if pending is None or (pending.task, pending.version) != (record.task, record.version):
+        if not store.next_head(record.task, record.version).members:
             raise StateError(f"a submission that head {record.version} is made of was deleted")
         store.heads.add(record)
         store.jobs.cancel(record.task)  # so that no later start counts the result again
-        store.facts.delete(FailedTraining)
+        store.facts.delete(NextHead)
         update_quarantine(store, record, result)
     if result.few_prototypes:
         few = ", ".join(f"{name} {number}" for name, number in result.few_prototypes.items())

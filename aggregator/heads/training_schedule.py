@@ -8,23 +8,24 @@ from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any
 
+from msgspec import structs
+
 from aggregator.coordination import round_state, rounds
 from aggregator.heads.calibration import Calibration, store_calibrated
 from aggregator.heads.head_rate import HeadRate
 from aggregator.heads.lost_submissions import LostSubmissions
 from aggregator.heads.pending_training import (
     blobs_of,
-    delete_pending,
+    delete_members,
     job_of,
     put_failure,
-    put_pending,
+    put_started,
     put_stopped,
-    was_killed,
 )
 from aggregator.heads.trained_heads import log_head, store_head
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import PendingHead, TrainingProgress
+from aggregator.storage.stored_values import NextHead, TrainingProgress
 from aggregator.storage.submissions import SubmissionChanges
 from aggregator.tasks.manifests import round_manifest
 from aggregator.tasks.restoration import Restoration
@@ -85,7 +86,6 @@ class HeadTraining:
         self.lost.remove(round_state.counting(store.round_state(task.digest), self._settings))
         self.state = replace(store.round_state(task.digest), is_rate_limited=not self._rate.may_train())
         self._head = next(reversed(store.heads.all(task.digest)), None)
-        store.facts.delete(TrainingProgress)
         self._resume()
 
     def _trainer_of(self, timeout_s: float) -> Trainer | QueueTrainer:
@@ -99,10 +99,10 @@ class HeadTraining:
         An external one has not ended with it, and is watched again.
         """
         for train in rounds.resumed(self.state):
-            if was_killed(self._store) and not self._is_external:
+            if self._next.is_running and not self._is_external:
                 self.state = replace(self.state, failures=self.state.failures + 1)
                 reason = "the aggregator was killed during the training"
-                put_failure(self._store, self._task.digest, self.state, reason)
+                put_failure(self._store, self._task.digest, self.state, dict(train.members), reason)
             event(log, logging.INFO, "interrupted training resumed", version=train.version)
             self._start(train)
 
@@ -111,7 +111,6 @@ class HeadTraining:
         self._trainer.stop()
         with contextlib.suppress(StateError):  # on a full disk the next start counts the training as failed
             put_stopped(self._store)
-            self._store.facts.delete(TrainingProgress)
 
     @property
     def round(self) -> RoundManifest | None:
@@ -120,6 +119,10 @@ class HeadTraining:
         if learning is None or tensors is None:
             return None
         return round_manifest(self._task.digest, self.state.head_version, learning=learning, tensors=tensors)
+
+    @property
+    def _next(self) -> NextHead:
+        return self._store.next_head(self._task.digest, self.state.head_version + 1)
 
     @property
     def _tensors(self) -> BlobRef | None:
@@ -156,7 +159,10 @@ class HeadTraining:
     def store_progress(self, figures: Mapping[str, Any]) -> None:
         """Store a training's progress for `status`."""
         known = {name: figures[name] for name in ("epoch", "epochs", "loss") if name in figures}
-        self._store.facts.put(TrainingProgress(self.state.head_version + 1, **known))
+        following = self._next
+        self._store.facts.put(
+            structs.replace(following, progress=TrainingProgress(following.version, **known))
+        )
 
     def finish(self, finished: Finished) -> bool:
         """Apply the end of a training; return True if there is a new head."""
@@ -185,8 +191,6 @@ class HeadTraining:
             self._step(rounds.Trained(head.version, frozenset(head.quarantined)))
             self._head = head
             log_head(head, self.state, self._settings)
-        with contextlib.suppress(StateError):  # `status` may show outdated progress
-            self._store.facts.delete(TrainingProgress)
         return head is not None
 
     def _adopt_stored(self) -> bool:
@@ -213,7 +217,7 @@ class HeadTraining:
             lost = self.lost.remove(members)
             if lost:
                 self._step(rounds.SubmissionsLost(lost, self._store.clock.now_s()))
-                self._store.facts.delete(PendingHead)
+                delete_members(self._store, members)
         return bool(lost)
 
     def retry(self) -> None:
@@ -264,8 +268,7 @@ class HeadTraining:
             self._job = None
             self._due.clear()
             self.state = replace(self.state, training=None)
-            self._store.facts.delete(TrainingProgress)
-        delete_pending(self._store, deleted)
+        delete_members(self._store, deleted)
 
     def _is_stopped(self, job: Job) -> bool:
         """Return True if a job was stopped, because a submission that it is made of was deleted."""
@@ -283,7 +286,7 @@ class HeadTraining:
             if self._stored_head() is not None:
                 raise StateError(f"head {train.version} is stored already")  # `finish` adopts it
             self.state = replace(self.state, is_rate_limited=not self._rate.count())
-            put_pending(self._store, self._task.digest, train.version, dict(train.members), is_running=True)
+            put_started(self._store, self._next, dict(train.members))
             self.restoration.verify(blobs_of(job, self._task), at_once=True)
             self._trainer.start(job)
         except StateError as error:
@@ -348,6 +351,4 @@ class HeadTraining:
             retry=f"in {self.state.retry_s - now_s:.0f} s, with other submissions or at the next start",
         )
         with contextlib.suppress(StateError):  # the next start repeats it all the same
-            put_failure(self._store, self._task.digest, self.state, reason)
-            if members is not None:
-                put_pending(self._store, self._task.digest, version, members, is_running=False)
+            put_failure(self._store, self._task.digest, self.state, members or {}, reason)

@@ -24,10 +24,10 @@ from aggregator.storage.store import Store
 from aggregator.storage.stored_values import (
     HeadRateLimit,
     LostFiles,
+    NextHead,
     SigningKey,
     TaskPreparation,
     Traffic,
-    TrainingProgress,
     UploadTokens,
 )
 from aggregator.storage.submissions import SubmissionRecord
@@ -66,7 +66,7 @@ def _collect(store: Store) -> model.Status:
     used_records = [record for device, record in submissions.items() if state.decisions.counts(device)]
     known = {label for record in submissions.values() for label in record.per_class}
     is_personal = served.algorithm in ALGORITHMS and bool(ALGORITHMS[served.algorithm].persistent)
-    limit = store.facts.get(HeadRateLimit)
+    limit, following = store.facts.get(HeadRateLimit), store.next_head(task, state.head_version + 1)
     closes_s = open_collection.closes_at_s(state, settings)
     key, files = store.facts.get(SigningKey), _current_files(store.folder, heads, used.current)
     is_running, preparation = store.is_locked(), store.facts.get(TaskPreparation)
@@ -87,8 +87,8 @@ def _collect(store: Store) -> model.Status:
         classes=served.classes,
         quorum=settings.quorum,
         retrain_after=settings.retrain_after,
-        training=store.facts.get(TrainingProgress),
-        failed_training=_failed_training(store, task, state, settings),
+        training=following.progress,
+        failed_training=_failed_training(store, following, settings),
         submissions=len(submissions),
         lost_submissions=tuple(store.submissions.lost(task)),
         lost_files=lost.digests if (lost := store.facts.get(LostFiles)) is not None else (),
@@ -128,10 +128,9 @@ def _current_files(folder: Path, heads: Iterable[HeadRecord], current: int) -> d
 
 
 def _failed_training(
-    store: Store, task: bytes, state: round_state.State, settings: round_state.Settings
+    store: Store, failed: NextHead, settings: round_state.Settings
 ) -> model.FailedTraining | None:
-    failed = store.failed_training(task, state.head_version + 1)
-    if failed is None:
+    if not failed.failures:
         return None
     return model.FailedTraining(
         version=failed.version,

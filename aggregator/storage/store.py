@@ -15,9 +15,8 @@ from aggregator.storage.programs import Jobs, Receivers
 from aggregator.storage.schema import TASK_TABLES
 from aggregator.storage.stored_values import (
     BlobLocation,
-    FailedTraining,
     LostFiles,
-    PendingHead,
+    NextHead,
     ServedTask,
     TaskPreparation,
 )
@@ -215,17 +214,15 @@ class Store:
         newest = heads[-1] if heads else None
         version = newest.version if newest else 0
         covered = {**newest.members, **newest.quarantined} if newest else {}
-        pending = self.facts.get(PendingHead)
-        is_pending = pending is not None and (pending.task, pending.version) == (task, version + 1)
-        failed = self.failed_training(task, version + 1)
+        following = self.next_head(task, version + 1)
         return State(
             submissions=self.entries(task),
             covered={
                 device: Entry(sequence=0, digest=bytes.fromhex(digest), received_s=0.0)
                 for device, digest in covered.items()
             },
-            training=pending.members if pending is not None and is_pending else None,
-            failures=failed.failures if failed is not None else 0,
+            training=following.members or None,
+            failures=following.failures,
             head_version=version,
             excluded=frozenset(newest.quarantined if newest else ()),
             decisions=self.decisions(task),
@@ -256,10 +253,11 @@ class Store:
             entry if entry.received_s <= (now_s := self.clock.now_s()) else replace(entry, received_s=now_s)
         )
 
-    def failed_training(self, task: bytes, version: int) -> FailedTraining | None:
-        """Return the last failed training of a head; None if none has failed."""
-        failed = self.facts.get(FailedTraining)
-        return failed if failed is not None and (failed.task, failed.version) == (task, version) else None
+    def next_head(self, task: bytes, version: int) -> NextHead:
+        """Return what is known of the training of a head that is not trained yet."""
+        stored = self.facts.get(NextHead)
+        is_of = stored is not None and (stored.task, stored.version) == (task, version)
+        return stored if stored is not None and is_of else NextHead(task, version)
 
     def decisions(self, task: bytes) -> DeviceDecisions:
         """Return which devices count, by their keys and the quarantine."""

@@ -105,25 +105,21 @@ class TrainingProgress(msgspec.Struct, frozen=True):
     loss: float | None = None
 
 
-class PendingHead(msgspec.Struct, frozen=True):
-    """A closed collection whose head is not trained yet, with its members; a restart trains it on the same."""
+class NextHead(msgspec.Struct, frozen=True):
+    """The training of the head after the newest one, as a restart and `status` need it."""
 
     task: bytes
     version: int
-    members: Mapping[str, round_state.Entry]
+    members: Mapping[str, round_state.Entry] = msgspec.field(default_factory=dict)
+    """The submissions of a training that has started or failed, which a restart repeats; empty without one."""
     is_running: bool = False
-    """Its training was started, and has neither ended nor been stopped."""
-
-
-class FailedTraining(msgspec.Struct, frozen=True):
-    """The last failed training of a head that is not trained yet."""
-
-    task: bytes
-    version: int
-    failures: int
+    """It has neither ended nor been stopped."""
+    progress: TrainingProgress | None = None
+    failures: int = 0
     """Trainings of this head that have failed."""
-    reason: str
-    failed_s: float
+    reason: str = ""
+    """Why the last one has failed."""
+    failed_s: float = 0.0
     """Unix seconds."""
     retry_s: float = 0.0
     """The time of the next attempt, as in `round_state.State`."""

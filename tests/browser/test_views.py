@@ -13,7 +13,7 @@ from aggregator.coordination.rollout_state import State, Trial
 from aggregator.ingest import intake_status
 from aggregator.ingest.intake_status import Intake
 from aggregator.storage.devices import REVOKED
-from aggregator.storage.stored_values import FailedTraining, LostFiles, TrainingProgress
+from aggregator.storage.stored_values import LostFiles, NextHead, TrainingProgress
 from protocol.wire.messages import BlobRef
 from protocol.wire.presence import Duplicate
 from tests.browser.conftest import OpenPage
@@ -64,8 +64,15 @@ def test_everything_that_needs_an_operator_is_at_the_top(open_page: OpenPage, tm
         intake_status.write(tmp_path, Intake(now_s, "no space left on the disk: free space"))
         store.facts.put(Duplicate(instance="aa", epoch=1, address="other/192.0.2.1", seen_s=now_s))
         store.facts.put(LostFiles(("ab" * 32,)))
-        store.facts.put(TrainingProgress(version=4, epoch=3, epochs=15))
-        store.facts.put(FailedTraining(TASK, 4, 2, "out of memory", now_s, store.clock.now_s() + 60))
+        following = NextHead(
+            *(TASK, 4),
+            progress=TrainingProgress(version=4, epoch=3, epochs=15),
+            failures=2,
+            reason="out of memory",
+            failed_s=now_s,
+            retry_s=store.clock.now_s() + 60,
+        )
+        store.facts.put(following)
         store.submissions.add_lost(TASK, "lost", b"digest", now_s=now_s)
         store.quarantine.add(TASK, "a", reason="far from the others", now_s=now_s)
         add_head(store, 2)

@@ -28,7 +28,7 @@ from aggregator.heads.training_schedule import HeadTraining
 from aggregator.storage.heads import CALIBRATED_FROM, HeadRecord
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import PendingHead
+from aggregator.storage.stored_values import NextHead
 from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks.task_preparation import Task
 from aggregator.training import calibration_job
@@ -205,7 +205,7 @@ def test_kill_makes_no_second_version(world: World, *, is_stored: bool) -> None:
     world.restart()
     world.tick()
     assert len(world.jobs) == (1 if is_stored else 2)
-    assert (world.store.failed_training(TASK, 2), world.store.facts.get(PendingHead)) == (None, None)
+    assert world.store.next_head(TASK, 2) == NextHead(TASK, 2)
     if not is_stored:
         assert world.jobs[0] == world.jobs[1]
         assert world.finish()
@@ -310,7 +310,7 @@ def test_failed_calibration_is_repeated_later(world: World, caplog: pytest.LogCa
     world.tick()
     assert not world.training.finish(Finished(world.jobs[0], None, "no memory"))
     assert 'head not calibrated: it stays in use as it is version=1 reason="no memory"' in caplog.text
-    assert (world.training.state.failures, world.store.failed_training(TASK, 2)) == (0, None)
+    assert (world.training.state.failures, world.store.next_head(TASK, 2).failures) == (0, 0)
     world.tick()
     assert len(world.jobs) == 1
     world.tick(RETRY_S)

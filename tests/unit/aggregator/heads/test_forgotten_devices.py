@@ -14,7 +14,7 @@ from aggregator.storage.devices import REVOKED
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import PendingHead
+from aggregator.storage.stored_values import NextHead
 from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks.task_preparation import Task, prepare_task
 from protocol.errors import ConfigError
@@ -53,7 +53,7 @@ def test_everything_that_a_device_has_submitted_is_deleted(store: Store) -> None
     shared = _submitted(store, "a", b"shared", task=bytes(32))
     _submitted(store, "b", b"shared")
     _add_head(store, 1, a=replaced, b=shared)
-    store.facts.put(PendingHead(TASK, 2, {"a": Entry(1, training, 0.0), "b": Entry(1, shared, 0.0)}))
+    store.facts.put(NextHead(TASK, 2, {"a": Entry(1, training, 0.0), "b": Entry(1, shared, 0.0)}))
     (store.folder / "damaged").mkdir()
     (store.folder / "damaged" / first.hex()).write_bytes(b"damaged")
     for device in "ab":
@@ -67,7 +67,7 @@ def test_everything_that_a_device_has_submitted_is_deleted(store: Store) -> None
     assert {first, second, replaced, training}.isdisjoint(store.blobs.digests())
     assert shared in store.blobs
     assert list((store.folder / "damaged").iterdir()) == []
-    assert store.facts.get(PendingHead) is None
+    assert store.next_head(TASK, 2).members == {}
     assert list(store.evaluations.of_head(TASK, 1)) == ["b"]
     assert {each.device: each.info is None for each in store.devices.all()} == {"a": True, "b": False}
     assert list(store.quarantine.all(TASK)) == ["b"]

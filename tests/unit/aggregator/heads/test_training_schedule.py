@@ -23,7 +23,7 @@ from aggregator.heads.training_schedule import HeadTraining
 from aggregator.ingest.accepted_submissions import AcceptedSubmissions
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import LostFiles, PendingHead, TrainingProgress
+from aggregator.storage.stored_values import LostFiles, TrainingProgress
 from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks import restoration
 from aggregator.tasks.task_preparation import Task, prepare_task
@@ -186,8 +186,7 @@ def test_killed_training_is_repeated(task: Task, store: Store) -> None:
         assert process is not None
         process.kill()
         assert not training.finish(_end(events))
-        failed = store.failed_training(task.digest, 1)
-        assert failed is not None
+        failed = store.next_head(task.digest, 1)
         assert (failed.failures, failed.reason) == (
             failures,
             "killed (SIGKILL), as Linux does when memory runs out",
@@ -198,7 +197,7 @@ def test_killed_training_is_repeated(task: Task, store: Store) -> None:
     restarted = HeadTraining(task, store, on_event=(after := queue.SimpleQueue[Progress | Finished]()).put)
     assert restarted.state.failures == 2
     assert restarted.finish(_end(after))
-    assert store.failed_training(task.digest, 1) is None
+    assert store.next_head(task.digest, 1).failures == 0
     assert [len(head.members) for head in store.heads.all()] == [2]
 
 
@@ -220,7 +219,7 @@ def test_training_on_a_forgotten_device_is_stopped(
         (folder / name).write_bytes(b"made of a and b")
     assert not training.finish(Finished(job, Result(metrics={"seconds": 1.0})))
     assert not training.finish(_end(events))  # of the stopped process
-    assert (store.heads.all(), store.facts.get(PendingHead)) == ([], None)
+    assert (store.heads.all(), store.next_head(task.digest, 1).members) == ([], {})
     assert (training.state.training, training.deleted) == (None, {"a"})
     assert "submission deleted by an operator device=a" in caplog.text
     assert "failed" not in caplog.text
@@ -260,7 +259,7 @@ def test_damaged_submission_is_moved_apart_and_requested(task: Task, store: Stor
     _take(training, task, "b")
     assert not training.finish(_end(events))
     assert [path.name for path in (store.folder / "damaged").iterdir()] == [blob.name]
-    assert store.failed_training(task.digest, 1) is None
+    assert store.next_head(task.digest, 1).failures == 0
     (lost,) = store.submissions.lost(task.digest)
     assert (lost.device, lost.sha256) == ("a", blob.name)
     assert training.lost.requests() == [("a", Receipt(digest=bytes.fromhex(blob.name), status="missing"))]
@@ -405,11 +404,11 @@ def test_interrupted_round_is_closed_again(
 def test_progress_is_stored_until_the_training_stops(task: Task, store: Store) -> None:
     training = HeadTraining(task, store, on_event=lambda _: None)
     training.store_progress({"device": "cpu", "prototypes": 7})
-    assert store.facts.get(TrainingProgress) == TrainingProgress(1)
+    assert store.next_head(task.digest, 1).progress == TrainingProgress(1)
     training.store_progress({"epoch": 4, "epochs": 15, "loss": 0.5})
-    assert store.facts.get(TrainingProgress) == TrainingProgress(1, epoch=4, epochs=15, loss=0.5)
+    assert store.next_head(task.digest, 1).progress == TrainingProgress(1, epoch=4, epochs=15, loss=0.5)
     training.stop()
-    assert store.facts.get(TrainingProgress) is None
+    assert store.next_head(task.digest, 1).progress is None
 
 
 def test_refused_submission_is_not_stored(task: Task, store: Store) -> None:

@@ -19,7 +19,6 @@ from aggregator.service.aggregator import Aggregator
 from aggregator.service.event_loop import Event
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import PendingHead
 from aggregator.tasks.task_preparation import Task, prepare_task
 from aggregator.training.jobs import HeadJob, Result
 from aggregator.training.runner import Finished
@@ -260,10 +259,10 @@ def test_deadline_is_of_elapsed_time(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(time, "time", lambda: now_s)
     clock.elapsed_s = 106.0
     daemon._loop.handle([])
-    assert store.facts.get(PendingHead) is None
+    assert store.next_head(task.digest, 1).members == {}
     clock.elapsed_s = 107.0
     daemon._loop.handle([])
-    assert store.facts.get(PendingHead) is not None
+    assert store.next_head(task.digest, 1).members != {}
     daemon._training.stop()
     store.close()
 

@@ -22,7 +22,7 @@ from aggregator.status.collect import collect_status
 from aggregator.storage.devices import Refusal
 from aggregator.storage.open_store import open_store
 from aggregator.storage.programs import ReceiverRecord
-from aggregator.storage.stored_values import HeadRateLimit, TrainingProgress, UploadTokens
+from aggregator.storage.stored_values import HeadRateLimit, NextHead, TrainingProgress, UploadTokens
 from protocol.errors import StateError
 from protocol.wire.messages import BlobRef, Evaluation
 from tests.support.messages.submissions import TASK, device_info, evaluation
@@ -232,7 +232,7 @@ def test_quorum_above_enrolled_devices_is_shown(tmp_path: Path) -> None:
 )
 def test_running_training(tmp_path: Path, progress: TrainingProgress, text: str) -> None:
     store = started_store(tmp_path)
-    store.facts.put(progress)
+    store.facts.put(NextHead(TASK, store.round_state(TASK).head_version + 1, progress=progress))
     assert f"training head 3: {text}" in rendered(collected(store))
 
 

@@ -16,7 +16,7 @@ from aggregator.storage.heads import HeadRecord
 from aggregator.storage.open_store import open_store
 from aggregator.storage.schema import MIGRATIONS, TASK_TABLES
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import PendingHead, SigningKey, TrainingProgress
+from aggregator.storage.stored_values import NextHead, SigningKey, TrainingProgress
 from aggregator.storage.submissions import SubmissionRecord
 from protocol.errors import StateError
 from protocol.wire.messages import BlobRef
@@ -51,7 +51,7 @@ def _head(version: int, *rows: SubmissionRecord, task: bytes = TASK) -> HeadReco
 
 def test_state_survives_a_restart(tmp_path: Path) -> None:
     store = open_store(tmp_path)
-    store.facts.put(TrainingProgress(3, loss=0.5))
+    store.facts.put(NextHead(TASK, 3, progress=TrainingProgress(3, loss=0.5)))
     store.devices.put_presence("a", "online", now_s=10.0)
     store.devices.put_info("a", device_info(runtime="x"), now_s=11.0)
     store.submissions.put(TASK, _row("a"))
@@ -61,7 +61,7 @@ def test_state_survives_a_restart(tmp_path: Path) -> None:
     digest = store.blobs.put(b"blob")
     store.close()
     again = open_store(tmp_path)
-    assert again.facts.get(TrainingProgress) == TrainingProgress(3, loss=0.5)
+    assert again.next_head(TASK, 3).progress == TrainingProgress(3, loss=0.5)
     assert again.facts.get(SigningKey) is None
     assert again.devices.all() == [DeviceRecord("a", "online", 11.0, device_info(runtime="x"))]
     assert again.submissions.all(TASK) == {"a": _row("a")}
@@ -131,7 +131,7 @@ def test_round_survives_a_restart(tmp_path: Path) -> None:
     assert store.submissions.all(TASK) == {row.device: row for row in rows}
     state, (train,) = step(store.round_state(TASK), Ticked(0.0), settings=settings)
     assert isinstance(train, Train)
-    store.facts.put(PendingHead(TASK, train.version, dict(train.members)))
+    store.facts.put(NextHead(TASK, train.version, dict(train.members)))
     store.submissions.put(TASK, replace(_row("c"), entry=replace(_row("c").entry, round=1)))
     restored = open_store(tmp_path).round_state(TASK)
     assert resumed(restored) == (train,)
@@ -192,7 +192,7 @@ def test_lost_database_is_named_with_what_to_do(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("statement", "read"),
     [
-        ("UPDATE facts SET value = '{~'", lambda store: store.facts.get(PendingHead)),
+        ("UPDATE facts SET value = '{~'", lambda store: store.facts.get(NextHead)),
         ("UPDATE submissions SET record = '{~'", lambda store: store.round_state(TASK)),
         ("UPDATE heads SET record = '{~'", lambda store: store.heads.all(TASK)),
         ("UPDATE rollouts SET state = '{~'", lambda store: store.heads.rollout(TASK)),
@@ -203,7 +203,7 @@ def test_damaged_record_is_named_with_what_to_do(
     store: Store, statement: str, read: Callable[[Store], object]
 ) -> None:
     """A record that the disk has changed, unnoticed by SQLite, is one error that says how to go on."""
-    store.facts.put(PendingHead(TASK, 2, {}))
+    store.facts.put(NextHead(TASK, 2, {}))
     store.submissions.put(TASK, _row("a"))
     store.heads.add(_head(1, _row("a")))
     store.heads.put_rollout(TASK, store.heads.rollout(TASK))

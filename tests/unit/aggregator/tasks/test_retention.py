@@ -9,7 +9,7 @@ from aggregator.coordination.rollout_state import State, Trial
 from aggregator.coordination.round_state import Entry
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import CompiledGraphs, PendingHead
+from aggregator.storage.stored_values import CompiledGraphs, NextHead
 from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks.retention import delete_carried_submissions, needed_blobs, served_blobs
 from aggregator.tasks.task_preparation import Task
@@ -101,9 +101,9 @@ def test_last_heads_are_kept(store: Store) -> None:
 
 def test_members_of_a_pending_head_are_needed(store: Store) -> None:
     entry = Entry(1, b"superseded", 0.0, 2)
-    store.facts.put(PendingHead(ROUNDS_TASK, 4, {"x": entry}))
+    store.facts.put(NextHead(ROUNDS_TASK, 4, {"x": entry}))
     assert b"superseded" in needed_blobs(ROUNDS, store)
-    store.facts.delete(PendingHead)
+    store.facts.delete(NextHead)
     assert b"superseded" not in needed_blobs(ROUNDS, store)
 
 
