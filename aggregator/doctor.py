@@ -26,7 +26,7 @@ from protocol.storage.keyfile import read_key
 from protocol.wire.signing import public_key
 from protocol.wire.topics import FleetChannel, device_filters, device_topic, fleet_topic
 
-PACKAGES = ("onnx", "onnxruntime", "onnxscript", "rpds", "scipy", "torch")
+PACKAGES = ("onnx", "onnxruntime", "onnxscript", "scipy", "torch")
 """Packages that `aggregator run` imports, beside those of every install."""
 
 _OTHER = "protofleet-doctor"

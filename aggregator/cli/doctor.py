@@ -56,7 +56,7 @@ def doctor_command(
     Takes the options of `run`, changes nothing, and says what to do. The exit status is 1 if a check failed; warnings
     leave it 0. What it publishes are empty messages, which programs ignore.
     """
-    require_packages("onnx", "rpds", "scipy", extras=EXTRAS)
+    require_packages("onnx", "scipy", extras=EXTRAS)
     from aggregator.doctor import Surroundings, check_all
     from protocol.doctor.findings import report
     from protocol.mqtt.tls import parse_brokers

@@ -116,7 +116,7 @@ def _run(  # noqa: PLR0913 - one for each option
     **access_given: Any,
 ) -> None:
     start_logging(verbose=verbose)
-    require_packages("onnx", "onnxscript", "onnxruntime", "rpds", "scipy", "torch", extras=EXTRAS)
+    require_packages("onnx", "onnxscript", "onnxruntime", "scipy", "torch", extras=EXTRAS)
     from aggregator.config.task_file import load_task
     from aggregator.http.process import http_options, start_http
     from aggregator.security.identity import aggregator_access, restore_access

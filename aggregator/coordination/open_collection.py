@@ -8,7 +8,7 @@ from aggregator.coordination.round_state import (
     OpenCollection,
     Settings,
     State,
-    is_changed_outlier,
+    changed_outliers,
     waiting,
     wanted_devices,
 )
@@ -22,13 +22,11 @@ def closes_at_s(state: State, settings: Settings) -> float | None:
 
 
 def _closes_at_s(submitted: Mapping[str, Entry], state: State, settings: Settings) -> float | None:
-    received = sorted(entry.received_s for entry in submitted.values())
-    times = [
-        state.submissions[device].received_s + JUDGED_AGAIN_S
-        for device in state.excluded
-        if device in state.submissions and is_changed_outlier(device, state, settings)
-    ]
-    if len(received) >= max(settings.min_devices, 1):
+    times = []
+    if state.excluded:
+        times += [entry.received_s + JUDGED_AGAIN_S for entry in changed_outliers(state, settings)]
+    if len(submitted) >= max(settings.min_devices, 1):
+        received = sorted(entry.received_s for entry in submitted.values())
         times.append(received[0] + settings.deadline_s)
         wanted = wanted_devices(state, settings)
         if len(received) >= wanted and settings.grace_s:

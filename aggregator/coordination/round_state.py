@@ -116,52 +116,42 @@ def still_counts(entry: Entry, head_version: int, settings: Settings) -> bool:
     )
 
 
-def waiting(state: State, settings: Settings) -> dict[str, Entry]:
-    """Return the submissions that no head was made of; with rounds, those to the open round."""
-    return {
-        device: entry
-        for device, entry in state.submissions.items()
-        if is_waiting(device, entry, state, settings)
-    }
-
-
 def counting(state: State, settings: Settings) -> dict[str, Entry]:
     """Return the submissions that the open collection would close with now."""
+    counts, version = state.decisions.counts, state.head_version
     return {
         device: entry
         for device, entry in state.submissions.items()
-        if _counts(device, entry, state, settings)
+        if counts(device) and still_counts(entry, version, settings)
     }
 
 
-def _counts(device: str, entry: Entry, state: State, settings: Settings) -> bool:
-    return still_counts(entry, state.head_version, settings) and state.decisions.counts(device)
-
-
-def is_waiting(device: str, entry: Entry, state: State, settings: Settings) -> bool:
-    """Return True if no head was made of a submission; with rounds, if it is to the open round."""
-    if not _counts(device, entry, state, settings):
-        return False
+def waiting(state: State, settings: Settings) -> dict[str, Entry]:
+    """Return the submissions that no head was made of; with rounds, those to the open round."""
+    counts = counting(state, settings)
     if settings.rounds is not None:
-        return entry.round == state.head_version
-    if device in state.excluded:  # the next training judges it again, but it does not cause one by itself
-        return device in state.decisions.released
-    return _is_changed(device, entry, state)
+        return {device: entry for device, entry in counts.items() if entry.round == state.head_version}
+    # The next training judges an outlier again, but it does not cause one by itself.
+    return {
+        device: entry
+        for device, entry in counts.items()
+        if (device in state.decisions.released if device in state.excluded else _is_changed(device, state))
+    }
 
 
-def _is_changed(device: str, entry: Entry, state: State) -> bool:
+def changed_outliers(state: State, settings: Settings) -> list[Entry]:
+    """Return the new submissions of devices that the newest head excluded, without those that wait."""
+    counts = counting(state, settings)
+    return [
+        counts[device]
+        for device in state.excluded - state.decisions.released
+        if device in counts and _is_changed(device, state)
+    ]
+
+
+def _is_changed(device: str, state: State) -> bool:
     covered = state.covered.get(device)
-    return covered is None or covered.digest != entry.digest
-
-
-def is_changed_outlier(device: str, state: State, settings: Settings) -> bool:
-    """Return True if a device that the newest head excluded has submitted something else since."""
-    entry = state.submissions[device]
-    return (
-        device in state.excluded - state.decisions.released
-        and _counts(device, entry, state, settings)
-        and _is_changed(device, entry, state)
-    )
+    return covered is None or covered.digest != state.submissions[device].digest
 
 
 def wanted_devices(state: State, settings: Settings) -> int:

@@ -37,7 +37,6 @@ PRELOADED = (
     "protocol.enrollment",
     "scipy.optimize",
     "onnxruntime",
-    "rpds",
     "PIL.PngImagePlugin",
 )
 

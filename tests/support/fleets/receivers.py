@@ -11,7 +11,7 @@ from tests.support.fleets.fleet import Fleet
 
 WITHOUT_LARGE_PACKAGES = """
 import sys
-for name in ("torch", "onnx", "onnxruntime", "onnxscript", "scipy", "sklearn", "rpds"):
+for name in ("torch", "onnx", "onnxruntime", "onnxscript", "scipy", "sklearn"):
     sys.modules[name] = None
 """
 """A `sitecustomize` of a machine that lacks the large packages."""

@@ -239,3 +239,11 @@ def test_rate_limit_postpones_the_next_training() -> None:
     assert run(DeviceDecisions(quarantined=frozenset("a")), Ticked(0), state=state)[1] == [
         (2, ["b0.2", "c0.2"])
     ]
+
+
+def test_tick_without_changes_looks_at_no_submission() -> None:
+    """The figures of the open collection are derived again only from other submissions or decisions."""
+    state, _, _ = run(submitted("a"), Ticked(1.0))
+    assert run(Ticked(2.0), state=state)[0].collection is state.collection
+    assert run(submitted("b"), state=state)[0].collection is not state.collection
+    assert run(_without("a"), Ticked(2.0), state=state)[0].collection is not state.collection
