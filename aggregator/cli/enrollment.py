@@ -174,12 +174,14 @@ def reset_key_command(*, device: str, state: Path) -> None:
 
     The next key that is used under the name DEVICE is stored.
     """
+    from aggregator.security.enrollment import reset_device
+
     with existing_state(state) as store, store.transaction():
         if not store.keys.reset(device):
             raise ConfigError(
                 f"{device} has no key stored at first use: `aggregator enroll --renew` replaces an enrolled key"
             )
-        store.reset_device(device, delete_submissions=False)
+        reset_device(store, device, delete_submissions=False)
     click.echo(f"the next key used under the name {device} will be stored")
 
 

@@ -22,6 +22,7 @@ from aggregator.security.identity import (
     mark_closed,
     open_ca,
     restore_access,
+    revoke_key,
     write_revocation_list,
 )
 from aggregator.security.key_rotation import key_certificates, require_fleet_key, root_of
@@ -112,8 +113,8 @@ def enroll(
                 store.keys.enroll(device, public, serial=serial, now_s=now_s)
                 store.keys.close_fleet()
                 # Submissions signed with a revoked key may be an attacker's.
-                store.reset_device(
-                    device, delete_submissions=known is not None and known.revoked_s is not None
+                reset_device(
+                    store, device, delete_submissions=known is not None and known.revoked_s is not None
                 )
                 store.keys.reinstate_certificate(serial)
                 publish()
@@ -193,6 +194,20 @@ def _check_receiver(receiver: str) -> None:
         )
 
 
+def reset_device(store: Store, device: str, *, delete_submissions: bool) -> None:
+    """Let a device start over with another key, in a transaction of the caller.
+
+    What was uploaded under its name, perhaps by another client, is deleted, or counts until the device uploads again,
+    whatever the sequence numbers.
+    """
+    if delete_submissions:
+        store.submissions.delete_device(device)
+    store.submissions.reset_sequence(device)
+    store.devices.reset_presence(device)
+    store.refusals.reset(device)
+    store.quarantine.delete_revocation(device)
+
+
 def revoke(store: Store, device: str) -> bool:
     """Revoke a device's key and certificate, and quarantine it; a running aggregator refuses it at once.
 
@@ -207,7 +222,7 @@ def revoke(store: Store, device: str) -> bool:
         if store.keys.get(device) is None:
             raise ConfigError(f"unknown device {device!r}: `aggregator status` lists the known ones")
         with store.transaction():
-            store.revoke_device(device, now_s=int(time.time()))
+            revoke_key(store, device, now_s=int(time.time()))
         if not has_ca(store.folder):
             return False
         write_revocation_list(store, open_ca(store.folder, ca_fleet(store.folder)))

@@ -21,7 +21,9 @@ from aggregator.security.certificate_authority import (
     utc_now,
 )
 from aggregator.security.mosquitto_config import aggregator_name
+from aggregator.storage.devices import REVOKED
 from aggregator.storage.store import Store
+from aggregator.storage.stored_values import ServedTask
 from protocol.errors import ConfigError, StateError
 from protocol.log import event
 from protocol.mqtt.tls import BrokerAccess
@@ -88,7 +90,7 @@ def restore_access(store: Store) -> None:
     with store.transaction():
         for device, key in store.keys.all().items():
             if key.revoked_s is None and key.serial and (since := listed.get(int(key.serial, 16))):
-                store.revoke_device(device, now_s=since.timestamp())
+                revoke_key(store, device, now_s=since.timestamp())
                 event(
                     log,
                     logging.WARNING,
@@ -96,6 +98,16 @@ def restore_access(store: Store) -> None:
                     "if it is to take part, renew it with `aggregator enroll --renew`",
                     device=device,
                 )
+
+
+def revoke_key(store: Store, device: str, *, now_s: float) -> None:
+    """Revoke a device's key and certificate, and quarantine it, in a transaction of the caller."""
+    known = store.keys.get(device)
+    store.keys.revoke(device, now_s=now_s)
+    if known is not None and known.serial:
+        store.keys.revoke_certificate(known.serial, now_s=now_s)
+    if (served := store.facts.get(ServedTask)) is not None:
+        store.quarantine.add(served.digest, device, reason=REVOKED, now_s=now_s)
 
 
 def has_ca(state: Path) -> bool:

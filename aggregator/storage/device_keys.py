@@ -89,19 +89,16 @@ class DeviceKeys:
         return self._sets[sql]
 
     def get(self, device: str) -> Key | None:
-        """Return a device's key; None if none is known."""
         rows = self._read(_KEY, device)
         return Key(rows[0][0], bool(rows[0][1]), *rows[0][2:]) if rows else None
 
     def all(self) -> dict[str, Key]:
-        """Return every device's key."""
         rows = self._database.read(
             "SELECT device, public, enrolled, since_s, serial, revoked_s FROM keys ORDER BY device"
         )
         return {device: Key(public, bool(enrolled), *rest) for device, public, enrolled, *rest in rows}
 
     def revoked(self) -> frozenset[str]:
-        """Return the devices whose keys were revoked."""
         return self._read_set("SELECT device FROM keys WHERE revoked_s IS NOT NULL")
 
     def enrolled(self) -> frozenset[str] | None:
@@ -127,9 +124,6 @@ class DeviceKeys:
         return known is not None and known.public == public
 
     def _has_room(self) -> bool:
-        """Return True if another key can be pinned."""
-        if self._database.max_rows("keys") < MAX_PINNED_DEVICES:
-            return True
         ((pinned,),) = self._database.read("SELECT count(*) FROM keys WHERE enrolled = 0")
         return bool(pinned < MAX_PINNED_DEVICES)
 
@@ -148,7 +142,6 @@ class DeviceKeys:
         )
 
     def revoke(self, device: str, *, now_s: float) -> None:
-        """Revoke a device's key."""
         self._write("UPDATE keys SET revoked_s = ? WHERE device = ? AND revoked_s IS NULL", *(now_s, device))
 
     def reset(self, device: str) -> bool:
@@ -163,12 +156,10 @@ class DeviceKeys:
         return True
 
     def close_fleet(self) -> None:
-        """Accept only enrolled devices from now on."""
         self._facts.put(ClosedFleet(time.time()))
         self.drop_cache()
 
     def is_closed(self) -> bool:
-        """Return True if only enrolled devices are accepted."""
         return bool(self._read("SELECT 1 FROM facts WHERE name = ?", ClosedFleet.__name__))
 
     def revoke_certificate(self, serial: str, *, now_s: float) -> None:
@@ -176,7 +167,6 @@ class DeviceKeys:
         self._write("INSERT INTO revoked_certificates VALUES (?, ?) ON CONFLICT DO NOTHING", serial, now_s)
 
     def reinstate_certificate(self, serial: str) -> None:
-        """Take back the revocation of a certificate."""
         self._write("DELETE FROM revoked_certificates WHERE serial = ?", serial)
 
     def revoked_certificates(self) -> dict[str, float]:

@@ -61,7 +61,6 @@ class Devices:
         )
 
     def put_info(self, device: str, info: DeviceInfo, *, now_s: float) -> None:
-        """Store what a device reports about itself."""
         self._database.write(
             "INSERT INTO devices (device, seen_s, info) VALUES (?, ?, ?) ON CONFLICT (device) "
             "DO UPDATE SET info = excluded.info, seen_s = excluded.seen_s",
@@ -69,7 +68,6 @@ class Devices:
         )
 
     def delete_info(self, device: str) -> None:
-        """Delete what a device has reported about itself."""
         self._database.write("UPDATE devices SET info = 'null' WHERE device = ?", device)
 
     def reset_presence(self, device: str) -> None:
@@ -77,7 +75,6 @@ class Devices:
         self._database.write("UPDATE devices SET state = 'unknown' WHERE device = ?", device)
 
     def all(self) -> list[DeviceRecord]:
-        """Return every known device."""
         rows = self._database.read("SELECT device, state, seen_s, info FROM devices ORDER BY device")
         return [
             DeviceRecord(
@@ -104,7 +101,6 @@ class Devices:
         )
 
     def epsilons(self) -> dict[str, float]:
-        """Return the greatest total epsilon reported by each device that has reported one."""
         return dict(self._database.read("SELECT device, total FROM epsilons"))
 
 
@@ -141,7 +137,6 @@ class Refusals:
         return bool(rows[0][0] == 1)
 
     def all(self) -> list[Refusal]:
-        """Return all refused messages, by device and reason."""
         rows = self._database.read(
             "SELECT device, reason, count, detail FROM refusals ORDER BY device, reason"
         )
@@ -155,8 +150,8 @@ class Refusals:
 
     def earlier(self) -> dict[str, int]:
         """Return the number of deleted refused messages by reason."""
-        found = self._facts.get(EarlierRefusals)
-        return found.counts if found is not None else {}
+        stored = self._facts.get(EarlierRefusals)
+        return stored.counts if stored is not None else {}
 
     def _has_room_for(self, device: str, reason: str) -> bool:
         known = self._keys.get(device)
@@ -203,7 +198,6 @@ class Quarantine:
         )
 
     def delete(self, task: bytes, device: str) -> None:
-        """Delete a device's entry."""
         self._database.write("DELETE FROM quarantine WHERE task = ? AND device = ?", task, device)
 
     def delete_revocation(self, device: str) -> None:
@@ -215,7 +209,6 @@ class Quarantine:
         self._database.write("DELETE FROM quarantine WHERE device = ? AND reason != ?", device, REVOKED)
 
     def all(self, task: bytes) -> dict[str, QuarantinedDevice]:
-        """Return the devices that were quarantined, including those released since."""
         rows = self._database.read(
             "SELECT device, reason, since_s, released_s FROM quarantine WHERE task = ? ORDER BY device", task
         )
@@ -251,7 +244,6 @@ class ForgottenDevices:
         )
 
     def all(self, task: bytes) -> list[ForgottenDevice]:
-        """Return the devices that were forgotten in a task."""
         rows = self._database.read(
             "SELECT device, head, since_s FROM forgotten WHERE task = ? ORDER BY device", task
         )

@@ -8,7 +8,7 @@ import msgspec
 from aggregator.coordination import rollout_events, rollout_state
 from aggregator.coordination.rollout_state import without_forgotten
 from aggregator.storage.devices import ForgottenDevices
-from aggregator.storage.submissions import NEXT_CHANGE, keep_number, newest_change
+from aggregator.storage.submissions import NEXT_CHANGE, newest_change, retire_number
 from protocol.storage.tables import Tables
 from protocol.wire.messages import BlobRef, Evaluation
 
@@ -44,7 +44,6 @@ class HeadRecord:
 
     @property
     def devices(self) -> int:
-        """The number of devices that the head was trained on."""
         return len(self.members) or self.former_members
 
 
@@ -80,7 +79,6 @@ class Heads:
         return [self._database.decode(record, HeadRecord) for (record,) in rows]
 
     def delete_except(self, task: bytes, versions: Collection[int]) -> None:
-        """Delete the records of all heads of a task but these."""
         stored = self._database.read("SELECT version FROM heads WHERE task = ?", task)
         for version in sorted({version for (version,) in stored} - set(versions)):
             self._database.write("DELETE FROM heads WHERE task = ? AND version = ?", task, version)
@@ -120,7 +118,6 @@ class Evaluations:
         )
 
     def of_head(self, task: bytes, version: int) -> dict[str, Evaluation]:
-        """Return each device's evaluation of a head."""
         rows = self._database.read(
             "SELECT device, message FROM evaluations WHERE task = ? AND head_version = ? ORDER BY device",
             *(task, version),
@@ -141,20 +138,18 @@ class Evaluations:
         return [(device, self._database.decode(message, Evaluation)) for device, message in rows], newest
 
     def devices(self, task: bytes, version: int) -> set[str]:
-        """Return the devices that have evaluated a head."""
         query = "SELECT device FROM evaluations WHERE task = ? AND head_version = ?"
         return {device for (device,) in self._database.read(query, task, version)}
 
     def delete_device(self, device: str) -> None:
         """Delete a device's evaluations of all heads, in a transaction of the caller."""
-        keep_number(self._database)
+        retire_number(self._database)
         self._database.write("DELETE FROM evaluations WHERE device = ?", device)
 
     def delete_except(self, task: bytes, versions: Collection[int]) -> None:
-        """Delete the evaluations of all heads of a task but these."""
         excepted = f"AND head_version NOT IN ({', '.join('?' * len(versions))})" if versions else ""
         with self._database.transaction():
-            keep_number(self._database)
+            retire_number(self._database)
             self._database.write(
                 f"DELETE FROM evaluations WHERE task = ? {excepted}",  # noqa: S608 - marks
                 *(task, *versions),

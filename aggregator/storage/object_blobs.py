@@ -82,7 +82,6 @@ class ObjectBlobs:
 
     @property
     def folder(self) -> Path:
-        """The folder of copies."""
         return self._cache.folder
 
     def claim(self, owner: str, *, is_new: bool) -> None:
@@ -107,19 +106,17 @@ class ObjectBlobs:
             raise ConfigError(f"{self.location} belongs to another aggregator: give each a prefix of its own")
 
     def check_writable(self) -> None:
-        """Check that an object can be written; raises StateError."""
         self._put(f"{self._prefix}trial", b"")
 
     def __contains__(self, digest: bytes) -> bool:
         import obstore
 
-        if self._found(lambda: obstore.head(self._store, self._key(digest))) is not None:
+        if self._try_or_none(lambda: obstore.head(self._store, self._key(digest))) is not None:
             return True
         self._check_owner()
         return False
 
     def digests(self) -> Iterator[bytes]:
-        """Yield the digest of every blob."""
         for page in self._pages():
             for key, _ in page:
                 yield bytes.fromhex(key[-64:])
@@ -135,7 +132,6 @@ class ObjectBlobs:
         batch.wait_for(submit(self._pool, self._put, self._key(digest), data))
 
     def is_whole(self, digest: bytes) -> bool:
-        """Return True if a blob exists and its digest is correct; raises StateError if it cannot be read."""
         try:
             self.read(digest)
         except BlobLost:
@@ -249,7 +245,7 @@ class ObjectBlobs:
             size = result.meta["size"]
             return size, bytes(result.bytes()) if size <= PART_BYTES else None
 
-        found = self._found(first)
+        found = self._try_or_none(first)
         if found is None:
             return None
         size, data = found
@@ -268,26 +264,25 @@ class ObjectBlobs:
         import obstore
 
         if keys:
-            self._found(lambda: obstore.delete(self._store, keys))
+            self._try_or_none(lambda: obstore.delete(self._store, keys))
 
     def _moved(self, digest: bytes) -> BlobLost:
         """Move a damaged object, so that it is uploaded again, and return the error to raise."""
         import obstore
 
-        self._found(lambda: obstore.rename(self._store, self._key(digest), self._damaged_key(digest)))
+        self._try_or_none(lambda: obstore.rename(self._store, self._key(digest), self._damaged_key(digest)))
         moved = f"{self.location}/damaged/{digest.hex()}"
         return BlobLost(digest, f"{self.location}/blobs/{digest.hex()} was damaged, and moved to {moved}")
 
-    def _found(self, request: Callable[[], T]) -> T | None:
-        """Return the answer of a request; None if the object does not exist."""
+    def _try_or_none(self, request: Callable[[], T]) -> T | None:
 
-        def found() -> T | None:
+        def answer() -> T | None:
             try:
                 return request()
             except FileNotFoundError:
                 return None
 
-        return self._try(found)
+        return self._try(answer)
 
     def _try(self, request: Callable[[], T]) -> T:
         """Return the answer of a request.

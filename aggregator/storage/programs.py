@@ -87,7 +87,6 @@ class Jobs:
             )
 
     def get(self, digest: bytes, *, now_s: float) -> QueuedJob | None:
-        """Return a job; None if it was cancelled."""
         rows = self._database.read(
             f"SELECT {_COLUMNS} FROM jobs WHERE digest = ?",  # noqa: S608
             digest,
@@ -144,7 +143,6 @@ class Jobs:
         )
 
     def delete(self, digest: bytes) -> None:
-        """Delete a job whose end was read."""
         self._database.write("DELETE FROM jobs WHERE digest = ?", digest)
 
     def cancel(self, task: bytes) -> None:
@@ -152,27 +150,13 @@ class Jobs:
         self._database.write("DELETE FROM jobs WHERE task = ?", task)
 
     def blobs(self) -> set[bytes]:
-        """Return the digests of the blobs that jobs have made."""
         rows = self._database.read("SELECT files FROM jobs")
         files = [self._database.decode(text, Files) for (text,) in rows]
         return {bytes.fromhex(digest) for each in files for digest in each.values()}
 
     def _job(self, row: tuple[Any, ...], now_s: float) -> QueuedJob:
-        (
-            number,
-            digest,
-            kind,
-            job,
-            timeout_s,
-            worker,
-            attempt,
-            state,
-            lost,
-            lease_until_s,
-            progress,
-            outcome,
-            files,
-        ) = row
+        number, digest, kind, job, timeout_s, worker, attempt, *state_and_files = row
+        state, lost, lease_until_s, progress, outcome, files = state_and_files
         decode = self._database.decode
         return QueuedJob(
             *(number, digest, kind, job, timeout_s, worker, attempt),
@@ -209,12 +193,10 @@ class Receivers:
         )
 
     def all(self) -> dict[str, tuple[int, ReceiverRecord]]:
-        """Return each receiver by name, with the number of its reports."""
         rows = self._database.read("SELECT name, reports, record FROM receivers ORDER BY name")
         return {
             name: (reports, self._database.decode(record, ReceiverRecord)) for name, reports, record in rows
         }
 
     def delete(self, name: str) -> None:
-        """Delete a receiver that has ended."""
         self._database.write("DELETE FROM receivers WHERE name = ?", name)

@@ -56,7 +56,6 @@ class SqliteDatabase(Database):
         return self._folder_lock.is_taken()
 
     def leader(self) -> str:
-        """Return an empty text: the leader's machine is this one."""
         return ""
 
     def leads(self) -> bool:
@@ -67,7 +66,6 @@ class SqliteDatabase(Database):
         """Do nothing, as `leads` is always True."""
 
     def machine_time(self) -> tuple[str, float]:
-        """Return the boot and the seconds since then, for `ElapsedClock`."""
         return machine_time()
 
 

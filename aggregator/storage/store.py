@@ -20,7 +20,7 @@ from aggregator.storage.stored_values import (
     ServedTask,
     TaskPreparation,
 )
-from aggregator.storage.submissions import SubmissionChanges, Submissions, keep_number, newest_change
+from aggregator.storage.submissions import SubmissionChanges, Submissions, newest_change, retire_number
 from protocol.errors import ConfigError, StateError
 from protocol.storage.blobstore import state_errors
 from protocol.storage.elapsed_clock import ElapsedClock
@@ -85,27 +85,21 @@ class Store:
 
     @property
     def is_shared(self) -> bool:
-        """True if aggregators on other machines can use the same tables."""
         return self.database.is_shared
 
     def is_locked(self) -> bool:
-        """Return True if an aggregator is running in this directory, or elsewhere on its tables in PostgreSQL."""
         return self.database.is_locked()
 
     def leader(self) -> str:
-        """Return the machine of the aggregator that leads the fleet on PostgreSQL; empty if there is none."""
         return self.database.leader()
 
     def leads(self) -> bool:
-        """Return False if another aggregator may have taken the fleet's lead, which is possible on PostgreSQL only."""
         return self.database.leads()
 
     def check_lead(self) -> None:
-        """Raise NotLeader if another aggregator has taken the lead, and StateError if that cannot be found out."""
         self.database.check_lead()
 
     def close(self) -> None:
-        """Close the database and release the lock."""
         self.database.close()
 
     @contextlib.contextmanager
@@ -131,7 +125,6 @@ class Store:
             yield
 
     def data_version(self) -> int:
-        """Return a number that changes when another process has written."""
         return self.database.data_version()
 
     def served_task(self) -> ServedTask:
@@ -171,7 +164,6 @@ class Store:
                 self.facts.put(LostFiles((*known.digests, digest.hex())))
 
     def put_blob(self, data: bytes, name: str) -> BlobRef:
-        """Store a blob and return the reference to it."""
         return BlobRef(digest=self.blobs.put(data), size_bytes=len(data), name=name)
 
     def put_file(self, file: Path, *, name: str = "") -> BlobRef:
@@ -182,31 +174,9 @@ class Store:
 
     def delete_task(self, task: bytes) -> None:
         """Delete all rows of a task that is never served again, in a transaction of the caller."""
-        keep_number(self.database)
+        retire_number(self.database)
         for table in TASK_TABLES:
             self.database.write(f"DELETE FROM {table} WHERE task = ?", task)  # noqa: S608 - of the schema
-
-    def revoke_device(self, device: str, *, now_s: float) -> None:
-        """Revoke a device's key and certificate, and quarantine it, in a transaction of the caller."""
-        known = self.keys.get(device)
-        self.keys.revoke(device, now_s=now_s)
-        if known is not None and known.serial:
-            self.keys.revoke_certificate(known.serial, now_s=now_s)
-        if (served := self.facts.get(ServedTask)) is not None:
-            self.quarantine.add(served.digest, device, reason=REVOKED, now_s=now_s)
-
-    def reset_device(self, device: str, *, delete_submissions: bool) -> None:
-        """Let a device start over with another key.
-
-        What was uploaded under its name, perhaps by another client, is deleted, or counts until the device uploads
-        again, whatever the sequence numbers.
-        """
-        if delete_submissions:
-            self.submissions.delete_device(device)
-        self.submissions.reset_sequence(device)
-        self.devices.reset_presence(device)
-        self.refusals.reset(device)
-        self.quarantine.delete_revocation(device)
 
     def round_state(self, task: bytes) -> State:
         """Return the round logic's state from what is stored for a task."""

@@ -41,8 +41,8 @@ def record_deletion(database: Tables, device: str, task: bytes | None = None) ->
     )
 
 
-def keep_number(database: Tables) -> None:
-    """Keep the number of the last change from being used again, before rows are deleted, in one transaction."""
+def retire_number(database: Tables) -> None:
+    """Let no later change have the number of the last one, before rows are deleted, in one transaction."""
     database.write(f"INSERT INTO deletions VALUES (?, '', {NEXT_CHANGE}) {_LATER}", b"")  # noqa: S608 - of the schema
 
 
@@ -107,14 +107,12 @@ class Submissions:
         return int(size)
 
     def all(self, task: bytes) -> dict[str, SubmissionRecord]:
-        """Return the newest submission of each device to a task."""
         rows = self._database.read(
             "SELECT device, record FROM submissions WHERE task = ? ORDER BY device", task
         )
         return {device: self._database.decode(record, SubmissionRecord) for device, record in rows}
 
     def get(self, task: bytes, device: str) -> SubmissionRecord | None:
-        """Return a device's newest submission to a task; None if there is none."""
         rows = self._database.read(
             "SELECT record FROM submissions WHERE task = ? AND device = ?", task, device
         )
@@ -157,7 +155,6 @@ class Submissions:
         )
 
     def has_digest(self, digest: bytes) -> bool:
-        """Return True if a device's submission has this digest."""
         return bool(self._database.read("SELECT 1 FROM submissions WHERE digest = ? LIMIT 1", digest))
 
     def delete(self, task: bytes, device: str) -> None:
@@ -166,7 +163,6 @@ class Submissions:
         self._database.write("DELETE FROM submissions WHERE task = ? AND device = ?", task, device)
 
     def add_lost(self, task: bytes, device: str, digest: bytes, *, now_s: float) -> None:
-        """Store that a device's submission is lost."""
         self._database.write(
             "INSERT INTO lost_submissions VALUES (?, ?, ?, ?) ON CONFLICT (task, device) "
             "DO UPDATE SET digest = excluded.digest, since_s = excluded.since_s",

@@ -96,12 +96,6 @@ class Database:
         """Return a number that changes when another process has written."""
         return int(self.read("PRAGMA data_version")[0][0])
 
-    def max_rows(self, table: str) -> int:
-        """Return a number that is not below the number of rows of a table, without reading them all."""
-        # The greatest row number: it grows with each insertion, and deletions leave gaps.
-        ((number,),) = self.read(f"SELECT coalesce(max(rowid), 0) FROM {table}")  # noqa: S608 - of the schema
-        return int(number)
-
     def check_writable(self) -> None:
         """Write to the file without changing its contents, to find out whether the disk is full."""
         with self.transaction() as database:

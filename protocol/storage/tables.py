@@ -26,6 +26,3 @@ class Tables(Protocol):
 
     def data_version(self) -> int:
         """Return a number that changes when another process has written."""
-
-    def max_rows(self, table: str) -> int:
-        """Return a number that is not below the number of rows of a table."""

@@ -105,7 +105,6 @@ class PostgresDatabase:
             return self._execute(query, values)
 
     def decode(self, text: str, kind: type[Value]) -> Value:
-        """Return the value of a JSON text; raises StateError if it is damaged."""
         try:
             return msgspec.json.decode(text, type=kind)
         except msgspec.MsgspecError as error:
@@ -114,7 +113,6 @@ class PostgresDatabase:
             ) from error
 
     def write(self, statement: str, *values: Any) -> None:
-        """Execute one statement, durably, or as a part of the transaction that is open in this thread."""
         with self._thread_lock:
             if self._is_open():
                 self._execute(statement, values)
@@ -149,7 +147,6 @@ class PostgresDatabase:
 
     @contextlib.contextmanager
     def snapshot(self) -> Iterator[None]:
-        """Let all reads of the body see the database as it is at the first of them, whatever others write."""
         with self._transaction("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"):
             yield
 
@@ -201,7 +198,6 @@ class PostgresDatabase:
         return self._db is not None and self._db.info.transaction_status.name == "INERROR"
 
     def in_transaction(self) -> bool:
-        """Return True in a transaction, in which no other process can write."""
         with self._thread_lock:
             return self._is_open()
 
@@ -209,7 +205,6 @@ class PostgresDatabase:
         return self._begun_s is not None
 
     def data_version(self) -> int:
-        """Return a number that changes when another process has written."""
         with self._thread_lock:
             ((number,),) = self.read(READ_CHANGES)
             self._check_newer(number)
@@ -230,17 +225,11 @@ class PostgresDatabase:
     def _older(self, text: str) -> NotLeader:
         return NotLeader(text)
 
-    def max_rows(self, table: str) -> int:
-        """Return the number of rows of a table."""
-        return int(self.read(f"SELECT count(*) FROM {table}")[0][0])  # noqa: S608 - of the schema
-
     def is_locked(self) -> bool:
-        """Return True if an aggregator, on any machine, holds the fleet's lock."""
         with self.connection(), self._errors():
             return self._schema.is_locked(self._db)
 
     def leader(self) -> str:
-        """Return the machine of the aggregator that holds the fleet's lock; empty if there is none."""
         with self.connection(), self._errors():
             holder = self._schema.holder(self._db)
         return "" if holder is None else holder.host
@@ -278,7 +267,6 @@ class PostgresDatabase:
         self.read(READ_CHANGES)
 
     def close(self) -> None:
-        """Close the connection."""
         with self._thread_lock:
             self._drop()
 

@@ -68,7 +68,6 @@ class FleetSchema:
         return bool(database.execute("SELECT pg_try_advisory_lock(%s)", [self._lock]).fetchone()[0])
 
     def is_locked(self, database: Any) -> bool:
-        """Return True if a connection holds the lock of the fleet's aggregator."""
         return self.holder(database) is not None
 
     def holder(self, database: Any) -> Holder | None:
@@ -142,7 +141,6 @@ class FleetSchema:
             raise StateError(f"{self.name} has schema version {version}, expected {expected}: {todo}")
 
     def number(self, database: Any) -> int:
-        """Return the number of write transactions so far."""
         return int(database.execute("SELECT number FROM changes").fetchone()[0])
 
     def _version(self, database: Any) -> int:

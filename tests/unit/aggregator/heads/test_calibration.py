@@ -25,6 +25,7 @@ from aggregator.heads.forgotten_devices import forget
 from aggregator.heads.operator_commands import submit_command
 from aggregator.heads.published_head import Releases
 from aggregator.heads.training_schedule import HeadTraining
+from aggregator.security.identity import revoke_key
 from aggregator.storage.heads import CALIBRATED_FROM, HeadRecord
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
@@ -252,7 +253,7 @@ def test_too_few_images_are_counted_again_later(world: World) -> None:
 
 def test_only_counting_devices_of_the_head_count(world: World) -> None:
     """Neither a revoked device nor one whose submission the head was made without."""
-    world.store.revoke_device("a", now_s=1.0)
+    revoke_key(world.store, "a", now_s=1.0)
     world.evaluate({**_all(20, 20), "a": binned(0, 20, task=TASK), "stranger": binned(0, 20, task=TASK)})
     world.clock.elapsed_s += 2
     job = world.training._calibration.job(world.training._head, world.store.decisions(TASK))

@@ -20,6 +20,7 @@ from aggregator.http.overview import summaries
 from aggregator.http.overview.app import overview
 from aggregator.http.overview.fleets_file import Fleet, read_fleets
 from aggregator.http.overview.summaries import Summaries, summary_of
+from aggregator.security.identity import revoke_key
 from protocol.errors import ConfigError
 from tests.support.fleets.fleet import wait_until
 from tests.support.messages.submissions import TASK, device_info
@@ -71,7 +72,7 @@ def test_each_fleet_is_a_line_of_its_own_dashboard(tmp_path: Path) -> None:
             store.quarantine.add(TASK, device, reason="far", now_s=2.0)
         store.devices.put_info("b", device_info(), now_s=2.0)
         for device in "bc":
-            store.revoke_device(device, now_s=3.0)
+            revoke_key(store, device, now_s=3.0)
         fleets = {
             "barn": Fleet(url=barn.origin, link="https://barn.example/"),
             "orchard": Fleet(url=other.origin, token_file=str(token)),

@@ -10,6 +10,7 @@ import pytest
 
 from aggregator.coordination.round_state import Entry, Settings, waiting
 from aggregator.coordination.rounds import Ticked, Train, Trained, resumed, step
+from aggregator.security.enrollment import reset_device
 from aggregator.storage import schema
 from aggregator.storage.devices import REVOKED, DeviceRecord, Refusal
 from aggregator.storage.heads import HeadRecord
@@ -260,11 +261,11 @@ def test_reset_device_lets_any_submission_replace_the_stored_one(store: Store) -
     store.submissions.put(TASK, _row("a", 9))
     store.quarantine.add(TASK, "a", reason=REVOKED, now_s=1.0)
     store.devices.put_presence("a", "online", now_s=1.0)
-    store.reset_device("a", delete_submissions=False)
+    reset_device(store, "a", delete_submissions=False)
     entry = _row("a", 9).entry
     assert store.submissions.all(TASK) == {"a": replace(_row("a", 9), entry=replace(entry, sequence=0))}
     assert (store.quarantine.all(TASK), store.devices.online()) == ({}, frozenset())
-    store.reset_device("a", delete_submissions=True)
+    reset_device(store, "a", delete_submissions=True)
     assert store.submissions.all(TASK) == {}
 
 
