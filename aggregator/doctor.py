@@ -13,7 +13,7 @@ from aggregator.config.schema import TaskFile
 from aggregator.config.task_file import load_task
 from aggregator.security.identity import aggregator_access, identity_folder
 from aggregator.security.key_rotation import require_fleet_key
-from aggregator.storage.object_blobs import ObjectBlobs
+from aggregator.storage.blobs import object_store
 from aggregator.storage.open_store import has_database, open_store
 from aggregator.storage.stored_values import BlobLocation
 from aggregator.tasks.task_preparation import read_backbone
@@ -97,7 +97,7 @@ def check_all(given: Surroundings) -> Iterator[Finding]:
 
 def _check_blobs(location: str) -> Finding:
     try:
-        ObjectBlobs(location).check()
+        object_store(location).check()
     except ProtofleetError as error:
         return Finding("blobs", "failed", str(error), "see docs/operations/object-store.md")
     return Finding("blobs", "ok", f"{location} can be listed")

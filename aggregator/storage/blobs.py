@@ -4,16 +4,20 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 from uuid import uuid4
 
-from aggregator.storage.object_blobs import ObjectBlobs
 from aggregator.storage.stored_values import BlobLocation
+from protocol.cli import require_packages
 from protocol.errors import BlobLost, ConfigError
 from protocol.storage.blobstore import BlobStore
 from protocol.storage.facts import Facts
 from protocol.threads import submit
 
-Blobs = BlobStore | ObjectBlobs
+if TYPE_CHECKING:
+    from aggregator.storage.object_blobs import ObjectBlobs
+
+Blobs: TypeAlias = "BlobStore | ObjectBlobs"
 """Content-addressed files, by the methods that both have."""
 
 AHEAD = 8
@@ -23,6 +27,14 @@ AHEAD_BYTES = 64 * 1024**2
 """Their bytes, if none is larger than the largest one so far; a larger blob is read alone."""
 
 
+def object_store(location: str, *, cache: Path | None = None) -> "ObjectBlobs":
+    """Return the blobs at s3://BUCKET/PREFIX, as `ObjectBlobs` does; raises RuntimeMissing without obstore."""
+    require_packages("obstore", extras="cluster")
+    from aggregator.storage.object_blobs import ObjectBlobs
+
+    return ObjectBlobs(location, cache=cache)
+
+
 def open_blobs(location: str) -> Blobs:
     """Return the blobs at a location for a job, which makes no copies that outlive it.
 
@@ -30,7 +42,7 @@ def open_blobs(location: str) -> Blobs:
         location: the folder of a state directory, or s3://BUCKET/PREFIX.
     """
     if "://" in location:
-        return ObjectBlobs(location)
+        return object_store(location)
     return BlobStore(Path(location), damaged=Path(location).with_name("damaged"))
 
 
@@ -51,7 +63,7 @@ def blobs_of(folder: Path, facts: Facts, configured: str) -> Blobs:
         raise ConfigError(
             "expected s3://BUCKET/PREFIX for --blobs; without it, blobs are in the state directory"
         )
-    blobs = ObjectBlobs(location, cache=folder / "copies")
+    blobs = object_store(location, cache=folder / "copies")
     is_first = not stored.location
     if is_first:
         facts.put(stored)  # before the claim: an interrupted start claims it again

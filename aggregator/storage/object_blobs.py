@@ -13,17 +13,17 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 from urllib.parse import urlsplit
 
-from protocol.cli import require_packages
+import obstore
+from obstore.exceptions import AlreadyExistsError, BaseError, GenericError
+from obstore.store import S3Store
+
 from protocol.errors import BlobLost, ConfigError, NoAnswer, StateError
 from protocol.storage.blobstore import BlobStore, WriteBatch
 from protocol.threads import submit
 from protocol.wire.codec import digest_of
-
-if TYPE_CHECKING:
-    from obstore.store import S3Store
 
 PART_BYTES = 8 * 1024**2
 """Bytes of one request: larger blobs are sent and read in parts."""
@@ -68,7 +68,6 @@ class ObjectBlobs:
 
     Raises:
         ConfigError: the location is of another form.
-        RuntimeMissing: obstore is not installed.
     """
 
     def __init__(self, location: str, *, cache: Path | None = None) -> None:
@@ -91,26 +90,22 @@ class ObjectBlobs:
             ConfigError: they belong to another aggregator, which would lose them here.
             StateError: the store cannot be used, or the object that names the owner is missing.
         """
-        import obstore
-
         if is_new and self._get(self._owner_key()) is None:
             with contextlib.suppress(FileExistsError):
                 self._try(lambda: obstore.put(self._store, self._owner_key(), owner.encode(), mode="create"))
-        found = self._get(self._owner_key())
-        if found is None:
+        stored = self._get(self._owner_key())
+        if stored is None:
             raise StateError(
                 f"{self.location}/owner is missing: another bucket or endpoint, or objects were deleted. Copy all "
                 f"objects there; or write {owner} into it, and devices send again what is lost"
             )
-        if found != owner.encode():
+        if stored != owner.encode():
             raise ConfigError(f"{self.location} belongs to another aggregator: give each a prefix of its own")
 
     def check_writable(self) -> None:
         self._put(f"{self._prefix}trial", b"")
 
     def __contains__(self, digest: bytes) -> bool:
-        import obstore
-
         if self._try_or_none(lambda: obstore.head(self._store, self._key(digest))) is not None:
             return True
         self._check_owner()
@@ -188,8 +183,6 @@ class ObjectBlobs:
 
     def keep_only(self, digests: Collection[bytes]) -> None:
         """Delete all other blobs that are older than an hour by the store's clock, and all other copies."""
-        import obstore
-
         self._cache.keep_only(digests)
         self._check_owner()
         self.check_writable()
@@ -220,8 +213,6 @@ class ObjectBlobs:
 
     def _pages(self) -> Iterator[list[tuple[str, datetime]]]:
         """Yield the keys of all blobs, with the times when they were written, in lists."""
-        import obstore
-
         folder = f"{self._prefix}blobs/"
         pages = iter(obstore.list(self._store, folder, chunk_size=1000))
         while page := self._try(lambda: next(pages, None)):
@@ -232,50 +223,40 @@ class ObjectBlobs:
             ]
 
     def _put(self, key: str, data: bytes) -> None:
-        import obstore
-
         self._try(lambda: obstore.put(self._store, key, data, chunk_size=PART_BYTES, max_concurrency=4))
 
     def _get(self, key: str) -> bytes | None:
         """Return an object; None if there is none."""
-        import obstore
 
         def first() -> tuple[int, bytes | None]:
             result = obstore.get(self._store, key)
             size = result.meta["size"]
             return size, bytes(result.bytes()) if size <= PART_BYTES else None
 
-        found = self._try_or_none(first)
-        if found is None:
+        answer = self._try_or_none(first)
+        if answer is None:
             return None
-        size, data = found
+        size, data = answer
         if data is None:
             parts = (self._part(key, start, size) for start in range(0, size, PART_BYTES))
             data = b"".join(parts)
         return data
 
     def _part(self, key: str, start: int, size: int) -> bytes:
-        import obstore
-
         end = min(start + PART_BYTES, size)
         return bytes(self._try(lambda: obstore.get_range(self._store, key, start=start, end=end)))
 
     def _delete(self, keys: list[str]) -> None:
-        import obstore
-
         if keys:
             self._try_or_none(lambda: obstore.delete(self._store, keys))
 
     def _moved(self, digest: bytes) -> BlobLost:
         """Move a damaged object, so that it is uploaded again, and return the error to raise."""
-        import obstore
-
         self._try_or_none(lambda: obstore.rename(self._store, self._key(digest), self._damaged_key(digest)))
         moved = f"{self.location}/damaged/{digest.hex()}"
         return BlobLost(digest, f"{self.location}/blobs/{digest.hex()} was damaged, and moved to {moved}")
 
     def _try_or_none(self, request: Callable[[], T]) -> T | None:
-
         def answer() -> T | None:
             try:
                 return request()
@@ -285,14 +266,7 @@ class ObjectBlobs:
         return self._try(answer)
 
     def _try(self, request: Callable[[], T]) -> T:
-        """Return the answer of a request.
-
-        Raises:
-            FileExistsError: the object exists, and must not.
-            StateError: the store cannot be reached, or refuses.
-        """
-        from obstore.exceptions import AlreadyExistsError, BaseError, GenericError
-
+        """Return the answer of a request; raises FileExistsError, or StateError if the store cannot be used."""
         try:
             return request()
         except AlreadyExistsError:
@@ -308,15 +282,11 @@ class ObjectBlobs:
             raise kind(f"cannot use {self.location}: {_advised(reason)}") from None
 
 
-def _open(location: str) -> "tuple[S3Store, str]":
+def _open(location: str) -> tuple[S3Store, str]:
     """Return the store, and the start of all its keys."""
     parts = urlsplit(location)
     if parts.scheme != "s3" or not parts.netloc or "@" in parts.netloc or parts.query or parts.fragment:
         raise ConfigError("expected s3://BUCKET/PREFIX for blobs; credentials are read from AWS_* variables")
-    require_packages("obstore", extras="cluster")
-    from obstore.exceptions import BaseError
-    from obstore.store import S3Store
-
     endpoint = os.environ.get("AWS_ENDPOINT_URL", os.environ.get("AWS_ENDPOINT", ""))
     if endpoint and not endpoint.startswith(("http://", "https://")):
         raise ConfigError(f"expected http:// or https:// at the start of AWS_ENDPOINT_URL, got {endpoint!r}")

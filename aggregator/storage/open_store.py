@@ -115,7 +115,6 @@ def _open_postgresql(
 
 
 def _check_url(url: str) -> None:
-    """Raise ConfigError unless a URL names a PostgreSQL database, without a password."""
     expected = "expected postgresql://[USER@]HOST[:PORT]/DATABASE for --store"
     try:
         parts = urlsplit(url)
@@ -129,11 +128,7 @@ def _check_url(url: str) -> None:
 
 
 def recorded_location(folder: Path) -> Location | None:
-    """Return where the database of a state directory is; None if it is the SQLite file in it.
-
-    Raises:
-        StateError: the record cannot be read.
-    """
+    """Return where the database of a state directory is; None if it is the SQLite file in it. Raises StateError."""
     file = folder / _FILE
     with state_errors(file):
         data = file.read_bytes() if file.exists() else None
@@ -146,12 +141,7 @@ def recorded_location(folder: Path) -> Location | None:
 
 
 def _record(folder: Path, location: Location) -> None:
-    """Store where the database of a state directory is, for the other commands.
-
-    Raises:
-        ConfigError: the directory has an SQLite file, or holds another fleet.
-        StateError: the record cannot be written.
-    """
+    """Store where the database of a state directory is, for the other commands."""
     if (file := database_of("aggregator", folder)).is_file():
         raise ConfigError(f"{file} holds this aggregator's state: give --store with another --state")
     before = recorded_location(folder)

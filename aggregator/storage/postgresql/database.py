@@ -140,7 +140,6 @@ class PostgresDatabase:
             raise
 
     def _prepare(self) -> None:
-        """Check the schema on a new connection."""
         if not self._read_only:
             self._schema.migrate(self._db, is_locked=False)
         self._schema.check_version(self._db)
@@ -342,11 +341,7 @@ def _within(gen: Any, seconds: float) -> Generator[Any, Any, Any]:
 
 
 def _connection(url: str, schema: FleetSchema, *, program: str, read_only: bool) -> Connection:
-    """Return a connection to a database, on which each statement is a transaction unless one is begun.
-
-    Raises:
-        psycopg.Error: PostgreSQL cannot be reached.
-    """
+    """Return a connection to a database, on which each statement is a transaction unless one is begun."""
     name = f"{program}{ON}{platform.node()[:30]}"
     database = Connection.connect(url, autocommit=True, application_name=name, **_OPTIONS)  # type: ignore[arg-type]
     settings = {**_SETTINGS, "search_path": schema.quoted}

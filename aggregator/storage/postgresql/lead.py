@@ -128,9 +128,7 @@ class LeadingDatabase(PostgresDatabase):
     def _take_lock(self) -> None:
         """Take the fleet's lock on a new connection; wait while another aggregator has it.
 
-        Raises:
-            NotLeader: this program has led, and another one leads now.
-            StateError: another aggregator leads, and there is no `standby`.
+        Raises NotLeader if this program has led before, and StateError if there is no `standby`.
         """
         deadline_s = time.monotonic() + LOCK_S
         while not self._schema.lock(self._db):
@@ -141,9 +139,8 @@ class LeadingDatabase(PostgresDatabase):
             elif self._term and holder.key != self._key:
                 raise self._replaced(holder.host)
             elif self._term:
-                self._schema.end(
-                    self._db, holder
-                )  # its own earlier one, whose end PostgreSQL has not noticed
+                # This program's own earlier session, whose end PostgreSQL has not noticed.
+                self._schema.end(self._db, holder)
             elif self._standby is not None:
                 self._standby(holder.host)
                 pause_s = self._end_if_silent(holder)
@@ -182,7 +179,6 @@ class LeadingDatabase(PostgresDatabase):
             )
 
     def _check_lost(self) -> None:
-        """Raise NotLeader if another aggregator has taken the lead from this program."""
         if self._lost:
             raise NotLeader(self._lost)
 
