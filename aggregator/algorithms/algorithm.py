@@ -99,6 +99,8 @@ class Algorithm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     name: ClassVar[str]
     """Value of `algorithm` in the task file, and name of its table."""
+    version: ClassVar[int] = 1
+    """Raise it with a change of code that changes the graphs: stored ones are used as long as it is the same."""
     persistent: ClassVar[tuple[str, ...]] = ()
     """State that a device keeps from round to round."""
     uploaded: ClassVar[tuple[str, ...]] = ()

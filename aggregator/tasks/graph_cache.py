@@ -3,7 +3,6 @@
 The aggregator stores them as blobs under a digest of everything that they depend on.
 """
 
-import ast
 import hashlib
 import logging
 import queue
@@ -31,10 +30,7 @@ MAX_EXPORTS = 4
 
 ROLES = ("init", "step", "project", "head")
 
-PACKAGE = Path(__file__).parents[1]
-
 _NOT_IN_GRAPHS = {"rounds", "epochs", "batch_size", "max_sets", "sets"}
-_EXPORTING = ("optimizer_tiling", "program_export", "tracing")
 
 
 def run(job: CompileJob) -> Result:
@@ -60,7 +56,7 @@ def cached_graphs(task: TaskFile, *, feature_size: int, store: Store) -> dict[st
 
     `feature_size` is L, the sum over all backbones. Raises ConfigError if the export failed.
     """
-    key = _key(task, feature_size)
+    key = graphs_key(task, feature_size)
     compiled = known_graphs(store)
     known = compiled.get(key)
     if known is not None and all(store.blobs.is_whole(graph.digest) for graph in known.values()):
@@ -114,75 +110,22 @@ def _run_once(job: CompileJob, folder: Path) -> Finished:
     return outcome
 
 
-def _key(task: TaskFile, feature_size: int) -> str:
-    """Return a digest of settings, sizes and code.
+def graphs_key(task: TaskFile, feature_size: int) -> str:
+    """Return a digest of the algorithm and its version, and of the settings and sizes that the graphs contain.
 
-    What no graph contains is left out, so that changing it does not start the rounds again: settings of the rounds,
-    comments and docstrings, other algorithms, and the versions of libraries, with which the stored graphs stay valid.
+    Settings of the rounds are left out, and so are the versions of libraries, with which the stored graphs stay valid.
     """
-    settings: dict[str, str | float | None] = msgspec.to_builtins(task.learning)
+    algorithm = task.learning
+    settings: dict[str, str | float | None] = msgspec.to_builtins(algorithm)
     entering = (
         task.algorithm,
+        0 if algorithm is None else algorithm.version,
         sorted((name, value) for name, value in settings.items() if name not in _NOT_IN_GRAPHS),
         feature_size,
         len(task.classes),
         task.client.seed,
-        *(_code(file) for file in _sources(type(task.learning).__module__)),
     )
     return hashlib.sha256(msgspec.msgpack.encode(entering)).hexdigest()
-
-
-def _sources(algorithm: str) -> list[Path]:
-    """Return the files that an algorithm's graphs depend on: those that export them, and the algorithm's imports."""
-    found, pending = set[Path](), _files_of(algorithm)
-    while pending:
-        file = pending.pop()
-        found.add(file)
-        pending |= _imports(file) - found
-    return [*sorted(found), *(PACKAGE / "graphs" / f"{name}.py" for name in _EXPORTING)]
-
-
-def _files_of(module: str) -> set[Path]:
-    """Return the file of a module or package of `algorithms`; none of another name."""
-    if not module.startswith("aggregator.algorithms."):
-        return set()
-    path = PACKAGE.joinpath(*module.split(".")[1:])
-    return {file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()}
-
-
-def _imports(file: Path) -> set[Path]:
-    """Return the other files of `algorithms` that a file imports, anywhere in it."""
-    files = set[Path]()
-    for node in ast.walk(_parsed(file)):
-        if isinstance(node, ast.ImportFrom) and node.module is not None:
-            names = (node.module, *(f"{node.module}.{each.name}" for each in node.names))
-            files.update(*map(_files_of, names))
-    return files
-
-
-def _parsed(file: Path) -> ast.Module:
-    try:
-        return ast.parse(file.read_bytes())
-    except SystemError:  # Python 3.11 has miscounted the depth of a correct file
-        return ast.parse(file.read_bytes())
-
-
-def _code(file: Path) -> str:
-    """Return a file's code without comments, docstrings and formatting."""
-    tree = _parsed(file)
-    for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        if isinstance(body, list):
-            node.body = [each for each in body if not _is_text(each)] or [ast.Pass()]  # type: ignore[attr-defined]
-    return ast.unparse(tree)
-
-
-def _is_text(statement: ast.stmt) -> bool:
-    return (
-        isinstance(statement, ast.Expr)
-        and isinstance(statement.value, ast.Constant)
-        and isinstance(statement.value.value, str)
-    )
 
 
 if __name__ == "__main__":

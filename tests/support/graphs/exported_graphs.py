@@ -48,7 +48,7 @@ def provide(task_file: Path, state: Path) -> None:
 def _graphs_of(task: TaskFile, feature_size: int) -> Iterator[tuple[Store, CompiledGraphs]]:
     """Lock the store of a task's graphs, export them if none has before, and return both."""
     assert shared_folder is not None
-    key = graph_cache._key(task, feature_size)
+    key = graph_cache.graphs_key(task, feature_size)
     folder = shared_folder / "graphs" / key
     folder.mkdir(parents=True, exist_ok=True)
     lock = FolderLock(folder, "export.lock")

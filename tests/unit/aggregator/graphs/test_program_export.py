@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,15 @@ from aggregator.algorithms.algorithm import Algorithm, Contribution, Function, F
 from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.algorithms.fedproto import FedProto
 from aggregator.algorithms.fpl import FPL
-from aggregator.graphs.parity import check
+from aggregator.algorithms.hierarchical import Hierarchical
+from aggregator.graphs.parity import Tensors, check, random_case
+from aggregator.graphs.parity import opened as open_graph
 from aggregator.graphs.program_export import Graphs, bind, build, untrained
 from aggregator.graphs.tracing import examples, to_onnx
 from protocol.errors import ProtofleetError
 from protocol.models.onnx_metadata import Basis, GraphMetadata, HeadMetadata, read_metadata
 from tests.support.graphs.exported_graphs import exported
+from tests.support.graphs.parity import check_all_cases
 
 ROLES = ("init", "step", "project", "head")
 L, C, D = 12, 4, 8
@@ -32,6 +36,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "fpl": FPL(projection_size=D, tau=0.1, learning_rate=1e-2, regularization=1, standardize=True),
     "fedproto": FedProto(projection_size=D),
 }
+HIERARCHICAL = Hierarchical(directions=2)
 BASIS = Basis(mean="mean", deviation="std", tensors=("adapter_weight",), momenta=("adapter_weight_velocity",))
 METADATA = HeadMetadata(
     classes=("ant", "bee", "crow", "dog"),
@@ -250,6 +255,46 @@ def test_head_is_not_bound_to_other_shapes(graphs: Graphs, name: str) -> None:
         bind(graphs.head, {**whole, "mean": np.zeros(3)}, metadata=METADATA)
 
 
+def test_graphs_equal_pytorch(graphs: Graphs, name: str) -> None:
+    """For batches and fleets of each size, also after ten steps and in another basis."""
+    check_all_cases(graphs, ALGORITHMS[name], feature_size=L, num_classes=C)
+
+
+def test_graphs_without_parameters_equal_pytorch() -> None:
+    graphs = exported(HIERARCHICAL, feature_size=L, num_classes=C, seed=0)
+    check_all_cases(graphs, HIERARCHICAL, feature_size=L, num_classes=C)
+
+
+RECORDED: dict[str, tuple[int, list[float]]] = {
+    "fedpcl": (1, [1.6167, -7.0721, 1.7329, 12.218]),
+    "fpl": (1, [1.7522, -24.6573, 2.0496, 2.2059]),
+    "fedproto": (1, [0.9893, -26.3275, 2.0498, 12.1289]),
+    "hierarchical": (1, [0, 0.3852, 2.975, 12.1297]),
+}
+"""The version of each algorithm, and a figure of what each of its graphs computes."""
+
+
+def figure_of(graph: bytes, tensors: Tensors) -> float:
+    """Return the sum of the logarithms of the outputs' lengths, which changes with each of them."""
+    lengths = [float(value.double().norm()) for value in open_graph(graph)(tensors).values()]
+    return sum(math.log(length) for length in lengths if length)
+
+
+@pytest.mark.parametrize("algorithm", [*ALGORITHMS.values(), HIERARCHICAL], ids=lambda each: each.name)
+def test_graphs_that_compute_something_else_have_a_new_version(algorithm: Algorithm) -> None:
+    """An aggregator uses stored graphs as long as the version is the same: if this fails, raise it, and record both.
+
+    Operators are not compared: another PyTorch exports others for the same functions.
+    """
+    graphs = exported(algorithm, feature_size=L, num_classes=C, seed=0)
+    functions = algorithm.functions(feature_size=L, num_classes=C, seed=0)
+    tensors = random_case(algorithm, functions, feature_size=L, num_classes=C)
+    figures = [figure_of(getattr(graphs, role), tensors) for role in ROLES]
+    version, recorded = RECORDED[algorithm.name]
+    assert algorithm.version == version
+    assert figures == pytest.approx(recorded, abs=1e-3)
+
+
 LOSS_CHANGE = {"fedpcl": {"tau": 0.11}, "fpl": {"tau": 0.11}, "fedproto": {"pull": 1.1}}
 """A setting of each algorithm's loss."""
 
@@ -295,10 +340,12 @@ class Absolute(FedProto, frozen=True, kw_only=True, forbid_unknown_fields=True):
         )
 
 
-def test_basis_that_the_step_depends_on_is_not_published() -> None:
+def test_basis_that_the_step_depends_on_is_found() -> None:
     """A step that treats each value by itself differs in another basis."""
+    algorithm = Absolute(projection_size=D)
+    graphs = build(algorithm, feature_size=L, num_classes=C, seed=0)
     with pytest.raises(ProtofleetError, match="in outputs by"):
-        build(Absolute(projection_size=D), feature_size=L, num_classes=C, seed=0)
+        check_all_cases(graphs, algorithm, feature_size=L, num_classes=C)
 
 
 @pytest.mark.parametrize(
@@ -310,7 +357,8 @@ def test_basis_that_the_step_depends_on_is_not_published() -> None:
 )
 def test_unusual_settings_make_programs(algorithm: Algorithm, classes: int) -> None:
     """One class is enough, and a training that only rounding changes is accepted."""
-    graphs = build(algorithm, feature_size=7, num_classes=classes, seed=1)
+    graphs = build(algorithm, feature_size=7, num_classes=classes, seed=0)
+    check_all_cases(graphs, algorithm, feature_size=7, num_classes=classes)
     assert untrained(graphs.init, feature_size=7)["mean"].shape == (7,)
 
 
