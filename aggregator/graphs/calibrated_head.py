@@ -9,6 +9,7 @@ from onnx import numpy_helper
 
 from aggregator.algorithms.confidence import MAX_LEAD, MIN_LEAD, ConfidenceMap, calibrated
 from aggregator.graphs.fused_model import finished
+from aggregator.graphs.head_export import difference_from
 from protocol.errors import ProtofleetError
 from protocol.models.onnx_metadata import HeadMetadata, read_metadata
 
@@ -99,17 +100,10 @@ def max_difference(
 ) -> float:
     """Return the maximum difference of a calibrated head in ONNX Runtime from the calibration of the head before.
 
-    Logits above 1 are compared relative to the largest of them. Infinite for NaN, and if the best class of a row is
-    another one. `features` is float32 (n, L).
+    Infinite if the best class of a row is another one. `features` is float32 (n, L).
     """
-    (logits, old), (calibrated_logits, new) = (
-        logits_and_probabilities(head, features) for head in (before, after)
-    )
-    expected = calibrated(logits, confidence)
-    odds = np.exp(expected - expected.max(axis=1, keepdims=True))
-    worst = max(
-        np.abs(expected - calibrated_logits).max() / max(1, np.abs(expected).max()),
-        np.abs(odds / odds.sum(axis=1, keepdims=True) - new).max(),
-    )
-    same = np.array_equal(old.argmax(axis=1), new.argmax(axis=1))
-    return float(worst) if same and np.isfinite([*new.ravel(), worst]).all() else float("inf")
+    logits, old = logits_and_probabilities(before, features)
+    outputs = logits_and_probabilities(after, features)
+    if not np.array_equal(old.argmax(axis=1), outputs[1].argmax(axis=1)):
+        return float("inf")
+    return difference_from(calibrated(logits, confidence), outputs)

@@ -148,8 +148,7 @@ def max_difference(
 ) -> float:
     """Return the maximum difference of the file's logits and probabilities in ONNX Runtime from those of its layers.
 
-    Logits above 1 are compared relative to the largest of them. `features` is float32 (m, L), m >= 1, repeated for
-    batches larger than m. NaN counts as an infinite difference.
+    `features` is float32 (m, L), m >= 1, repeated for batches larger than m.
     """
     session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
     worst = 0.0
@@ -157,10 +156,20 @@ def max_difference(
         batch = np.resize(features, (size, features.shape[1]))
         inputs = batch if columns is None else batch[:, columns]
         logits = logits_of(layers, inputs if feature_map is None else mapped(feature_map, batch))
-        odds = np.exp(logits - logits.max(axis=1, keepdims=True))
-        expected = logits, odds / odds.sum(axis=1, keepdims=True)
-        for theirs, ours in zip(expected, session.run(None, {"feature": batch}), strict=True):
-            difference = np.abs(theirs - ours) / max(1, np.abs(theirs).max())
-            # NaN must count as a difference, and max() would hide it.
-            worst = float("inf") if np.isnan(difference).any() else max(worst, float(difference.max()))
+        outputs = session.run(["logits", "probabilities"], {"feature": batch})
+        worst = max(worst, difference_from(logits, outputs))
+    return worst
+
+
+def difference_from(logits: NDArray[np.float32], outputs: Sequence[NDArray[np.float32]]) -> float:
+    """Return the maximum difference of a head's outputs, logits and probabilities, from expected logits (n, C).
+
+    Logits above 1 are compared relative to the largest of them. NaN counts as an infinite difference.
+    """
+    odds = np.exp(logits - logits.max(axis=1, keepdims=True))
+    worst = 0.0
+    for theirs, ours in zip((logits, odds / odds.sum(axis=1, keepdims=True)), outputs, strict=True):
+        difference = np.abs(theirs - ours) / max(1, np.abs(theirs).max())
+        # max() would hide NaN.
+        worst = float("inf") if np.isnan(difference).any() else max(worst, float(difference.max()))
     return worst

@@ -28,7 +28,7 @@ Values = Mapping[tuple[str, str], Tensor]
 
 
 class Comparison(NamedTuple):
-    """What a graph computes, PyTorch, and PyTorch in float64."""
+    """Results of a graph, of PyTorch, and of PyTorch in float64."""
 
     ours: Values
     theirs: Values
