@@ -299,22 +299,15 @@ LOSS_CHANGE = {"fedpcl": {"tau": 0.11}, "fpl": {"tau": 0.11}, "fedproto": {"pull
 """A setting of each algorithm's loss."""
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({}, "in (loss|outputs) by"),
-        ({"weight_decay": 1e-2}, "in (gradients|steps) by"),
-        ({"learning_rate": 1.1e-2}, "in (gradients|steps) by"),
-    ],
-)
+@pytest.mark.parametrize("change", [{}, {"weight_decay": 1e-2}, {"learning_rate": 1.1e-2}])
 def test_graph_that_differs_from_pytorch_is_not_published(
-    graphs: Graphs, name: str, change: dict[str, float], message: str
+    graphs: Graphs, name: str, change: dict[str, float]
 ) -> None:
     """Another loss, decay or rate is found."""
     table = {**msgspec.to_builtins(ALGORITHMS[name]), **(change or LOSS_CHANGE[name])}
     algorithm: Algorithm = msgspec.convert(table, type(ALGORITHMS[name]))
     functions = algorithm.functions(feature_size=L, num_classes=C, seed=0)
-    with pytest.raises(ProtofleetError, match=message):
+    with pytest.raises(ProtofleetError, match=f"the {name} graph (step|head) differs from PyTorch in"):
         check(vars(graphs), algorithm, functions, feature_size=L, num_classes=C)
 
 
@@ -344,7 +337,7 @@ def test_basis_that_the_step_depends_on_is_found() -> None:
     """A step that treats each value by itself differs in another basis."""
     algorithm = Absolute(projection_size=D)
     graphs = build(algorithm, feature_size=L, num_classes=C, seed=0)
-    with pytest.raises(ProtofleetError, match="in outputs by"):
+    with pytest.raises(ProtofleetError, match="a step in another basis differs"):
         check_all_cases(graphs, algorithm, feature_size=L, num_classes=C)
 
 
