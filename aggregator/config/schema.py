@@ -59,8 +59,6 @@ class Robust(msgspec.Struct, frozen=True, kw_only=True):
     """Quarantine devices whose prototypes are far from the other devices'."""
     false_alarm_rate: Annotated[float, Meta(gt=0, le=0.5)] = 0.01
     """Greatest share of trainings of honest devices in which one of them is quarantined."""
-    combine: Literal["none", "trimmed", "median"] = "none"
-    """How the prototypes of a class, and in rounds the changes of parameters, are combined."""
     max_multiple: Annotated[float, Meta(ge=0, le=1e6)] = MAX_MULTIPLE
     """Times the images of the median device that a device's images count at most; 0 is without limit."""
     clip_multiple: Annotated[float, Meta(ge=0, le=1e6)] = 3.0

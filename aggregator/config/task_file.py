@@ -165,8 +165,6 @@ def _statistics(task: TaskFile, given: Mapping[str, Any]) -> Iterator[Problem]:
             ("client", "alpha"),
             f"must be 1 with {algorithm}, because whether an image is an outlier depends on other images: remove it",
         )
-    if task.robust.combine != "none":
-        yield ("robust", "combine"), f"{algorithm} adds sums, which have no median: remove it"
     if task.privacy.dp is not None:
         problem = f"{algorithm} has no noise, and no differential privacy"
         yield ("privacy", "dp"), f'{problem}: use algorithm = "fedtc"'

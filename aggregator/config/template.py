@@ -38,7 +38,6 @@ _ONE_SHOT = """\
 [robust]
 # detect_outliers = true    # quarantine devices whose prototypes are far from the other devices'
 # false_alarm_rate = 0.01   # greatest share of trainings that quarantine an honest device
-# combine = "none"          # or "trimmed", "median": limit the influence of a few wrong prototypes
 # max_multiple = 3.0        # times the median device's images that a device's count at most; 0 is without limit
 
 [limits]
@@ -85,7 +84,6 @@ _ROUNDS = """\
 
 [robust]
 # clip_multiple = 3.0   # limit values that are farther than this from the others', in those of the median device
-# combine = "none"      # or "trimmed", "median": limit the influence of a few wrong devices further
 # max_multiple = 3.0    # times the median device's images that a device's count at most; 0 is without limit
 
 [training]

@@ -66,7 +66,6 @@ def train_fleet_head(  # noqa: PLR0913 - what a job says of a training
     used = {name: part for name, part in parts.items() if name not in judgment.quarantined}
     data = combine(
         list(used.values()),
-        by=robust.combine,
         max_multiple=robust.max_multiple,
         disputed=judgment.disputed,
         arrays=arrays,

@@ -100,9 +100,7 @@ def aggregated(
     """
 
     def of(some: Sequence[Contribution]) -> dict[str, NDArray[Any]]:
-        safe = robust_contributions(
-            some, clip_multiple=robust.clip_multiple, combine=robust.combine, power=algorithm.power
-        )
+        safe = robust_contributions(some, clip_multiple=robust.clip_multiple, power=algorithm.power)
         tensors = algorithm.aggregate(safe, previous, num_classes=num_classes, seed=seed)
         check_finite(tensors)
         return tensors

@@ -115,7 +115,7 @@ def _compare(name: str, *, epochs: int, turns: int) -> Comparison:
     features = load_features(name, backbone=BACKBONE, image_size=IMAGE_SIZE)
     settings = Settings(clients=10, alpha=0.99, batch_size=5, recipe=RECIPES["default"], device="cpu")
     parts = fleet_prototypes(features, PARTITION, settings, seed=0)
-    data = combine(list(parts.values()), by="none")
+    data = combine(list(parts.values()))
     plain = _plain(data, features)
     recipe: list[Head] = []
     ours: dict[str, list[Head]] = {title: [] for title in OURS}

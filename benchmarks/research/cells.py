@@ -181,9 +181,7 @@ def accuracies(
 ) -> Accuracies:
     """Average random images of cells on each device, and make both heads; `owners` are the devices, (n,)."""
     made, of_parts = _parts(data, owners, batch=batch, cell=cell, seed=seed)
-    joined = combine(
-        [replace(part, values=rounded(part.values)) for part in made], by="none", max_multiple=max_multiple
-    )
+    joined = combine([replace(part, values=rounded(part.values)) for part in made], max_multiple=max_multiple)
     prototypes = TrainingSet(
         *(joined.values, joined.labels, joined.counts, data.classes),
         restore=True,

@@ -59,7 +59,7 @@ def command(
     for batch in batches:
         for seed in seeds:
             trained, evaluated = _divide(domains, np.random.default_rng(seed), validation=validation)
-            data = combine(_parts(trained, devices, batch, seed), by="none")
+            data = combine(_parts(trained, devices, batch, seed))
             sets = {
                 about: TrainingSet(
                     *(data.values, data.labels, data.counts, CLASSES),

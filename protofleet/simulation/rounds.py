@@ -206,7 +206,6 @@ def _aggregate(
         robust_contributions(
             [Contribution(device=str(index), **vars(part)) for index, part in enumerate(counted)],
             clip_multiple=robust.clip_multiple,
-            combine=robust.combine,
             power=task.algorithm.power,
         ),
         _read(task.blobs, tensors),

@@ -72,7 +72,7 @@ OTHER_VALUES: dict[str, dict[str, Any]] = {
         "seed": 1,
     },
     "rounds": {"grace_s": 1.0, "min_devices": 2, "staleness": 0},
-    "robust": {"detect_outliers": False, "false_alarm_rate": 0.05, "clip_multiple": 0.0, "combine": "median"},
+    "robust": {"detect_outliers": False, "false_alarm_rate": 0.05, "clip_multiple": 0.0},
     "limits": {"heads_per_hour": 7, "downloads_per_hour": 7, "kept_heads": 70},
     "rollout": {
         "canary_fraction": 0.5,

@@ -1,10 +1,10 @@
-"""Protection of a round against wrong values, pure and the same for all algorithms: clipping, trimming, the median.
+"""Protection of a round against wrong values, pure and the same for all algorithms.
 
 `weights` bounds how much a device counts; this bounds how far its values are from the others', and how much a change of
 parameters counts by its length and the device's images together.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -12,37 +12,34 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aggregator.algorithms.algorithm import Contribution, by_device
-from aggregator.training.robust.training_set import TRIMMED_SHARE
 from aggregator.training.robust.weights import MIN_DEVICES, median_limit
 
 Floats = NDArray[np.float32]
-Combine = Literal["none", "trimmed", "median"]
 
 
 def robust_contributions(
-    contributions: Sequence[Contribution], *, clip_multiple: float, combine: Combine, power: Literal[1, 2] = 1
+    contributions: Sequence[Contribution], *, clip_multiple: float, power: Literal[1, 2] = 1
 ) -> list[Contribution]:
     """Return the contributions, sorted by device, with little influence of values that are far from the others'.
 
     No prototype stays longer than `clip_multiple` times the median device's median: few devices may have its class.
     Prototypes of a class are then measured from their coordinate-wise median over the devices. What is farther than
-    `clip_multiple` times the median device is brought to that distance. `median` puts the coordinate-wise median in the
-    place of all values, and `trimmed` that of the values of the fifth of the devices that is farthest from it. Last,
-    no change of parameters moves the mean by images more than the median device's, with `power` 2 the mean of squares.
-    With `clip_multiple` 0 nothing is limited. Values of fewer than MIN_DEVICES devices stay unchanged.
+    `clip_multiple` times the median device is brought to that distance. Last, no change of parameters moves the mean by
+    images more than the median device's, with `power` 2 the mean of squares. With `clip_multiple` 0 nothing is limited.
+    Values of fewer than MIN_DEVICES devices stay unchanged.
     """
-    parts = _clipped_lengths(by_device(contributions), multiple=clip_multiple)
-    combined = _combined_changes(
-        _with_prototypes(parts, clip_multiple=clip_multiple, combine=combine), by=combine
-    )
-    return _limited_changes(combined, power=power) if clip_multiple else combined
+    parts = by_device(contributions)
+    if not clip_multiple:
+        return parts
+    parts = _clipped_lengths(parts, multiple=clip_multiple)
+    return _limited_changes(_clipped_distances(parts, multiple=clip_multiple), power=power)
 
 
 def _clipped_lengths(parts: Sequence[Contribution], *, multiple: float) -> list[Contribution]:
     """Scale down prototypes to a multiple of the median device's median length."""
     lengths = [np.linalg.norm(part.values.astype(np.float64), axis=1) for part in parts]
     medians = [np.median(each) for each in lengths if len(each)]
-    if not multiple or len(medians) < MIN_DEVICES:
+    if len(medians) < MIN_DEVICES:
         return list(parts)
     limit = multiple * float(np.median(medians))
     factors = [np.minimum(1.0, limit / np.maximum(each, 1e-30))[:, None] for each in lengths]
@@ -52,9 +49,8 @@ def _clipped_lengths(parts: Sequence[Contribution], *, multiple: float) -> list[
     ]
 
 
-def _with_prototypes(
-    parts: Sequence[Contribution], *, clip_multiple: float, combine: Combine
-) -> list[Contribution]:
+def _clipped_distances(parts: Sequence[Contribution], *, multiple: float) -> list[Contribution]:
+    """Bring prototypes to a multiple of the median device's distance from the median of their class."""
     values = [part.values.copy() for part in parts]
     for label in {int(label) for part in parts for label in part.labels}:
         rows = [(number, np.flatnonzero(part.labels == label)) for number, part in enumerate(parts)]
@@ -62,8 +58,7 @@ def _with_prototypes(
         if len(owned) < MIN_DEVICES:
             continue
         stacked = np.stack([values[number][row] for number, row in owned])
-        changed = _combined(_clipped(stacked, multiple=clip_multiple), by=combine)
-        for (number, row), each in zip(owned, changed, strict=True):
+        for (number, row), each in zip(owned, _clipped(stacked, multiple=multiple), strict=True):
             values[number][row] = each
     return [replace(part, values=each) for part, each in zip(parts, values, strict=True)]
 
@@ -89,29 +84,8 @@ def _limited_changes(parts: Sequence[Contribution], *, power: Literal[1, 2]) -> 
     ]
 
 
-def _combined_changes(parts: Sequence[Contribution], *, by: Combine) -> list[Contribution]:
-    if by == "none" or len(parts) < MIN_DEVICES or not parts[0].tensors:
-        return list(parts)
-    names = sorted(parts[0].tensors)
-    stacked = np.stack([np.concatenate([part.tensors[name].ravel() for name in names]) for part in parts])
-    changed = _combined(stacked, by=by)
-    return [
-        replace(part, tensors=_split(each, part.tensors)) for part, each in zip(parts, changed, strict=True)
-    ]
-
-
-def _split(flat: Floats, like: Mapping[str, Floats]) -> dict[str, Floats]:
-    names = sorted(like)
-    ends = np.cumsum([like[name].size for name in names])[:-1]
-    return {
-        name: each.reshape(like[name].shape) for name, each in zip(names, np.split(flat, ends), strict=True)
-    }
-
-
 def _clipped(values: Floats, *, multiple: float) -> Floats:
     """Return values (K, n), none farther from their median than a multiple of the median distance."""
-    if not multiple:
-        return values
     center = np.median(values, axis=0)
     away = values.astype(np.float64) - center
     factors = _factors(np.linalg.norm(away, axis=1), multiple)[:, None]
@@ -122,14 +96,3 @@ def _factors(lengths: NDArray[np.float64], multiple: float) -> NDArray[np.float6
     """Return by how much each length is multiplied to be no more than a multiple of the median length."""
     limit = multiple * float(np.median(lengths))
     return np.minimum(1.0, limit / np.where(lengths > 0, lengths, 1.0))
-
-
-def _combined(values: Floats, *, by: Combine) -> Floats:
-    if by == "none":
-        return values
-    median = np.median(values, axis=0).astype(np.float32)
-    distances = np.linalg.norm(values.astype(np.float64) - median, axis=1)
-    number = len(values) if by == "median" else max(1, round(TRIMMED_SHARE * len(values)))
-    changed = values.copy()
-    changed[np.argsort(-distances, kind="stable")[:number]] = median
-    return changed

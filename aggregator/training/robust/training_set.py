@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,15 +11,10 @@ from aggregator.config.schema import MAX_MULTIPLE
 from aggregator.ingest.validation import Prototypes
 from aggregator.training.robust.limited_means import limited_means
 from aggregator.training.robust.outlier_detection import MIN_DEVICES as COMMON_DEVICES
-from aggregator.training.robust.weights import MIN_DEVICES, limited, prototype_weights
-
-TRIMMED_SHARE = 0.2
-"""Share of each class, by weight, that `trimmed` omits."""
+from aggregator.training.robust.weights import limited, prototype_weights
 
 MIN_COMMON_SHARE = 1 / 3
 """Share of the prototypes, by weight, that classes on COMMON_DEVICES devices need for the others to be limited."""
-
-ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +50,6 @@ def half_of(part: Prototypes) -> Prototypes:
 def combine(
     parts: Sequence[Prototypes],
     *,
-    by: Literal["none", "trimmed", "median"],
     max_multiple: float = MAX_MULTIPLE,
     disputed: Collection[int] = (),
     arrays: Arrays | None = None,
@@ -64,40 +57,18 @@ def combine(
     """Return the training set of one part per device, with little influence of devices that differ from the others.
 
     No device weighs more than `max_multiple` times the median device, and no mean of a class is farther from the
-    others' than is expected (`limited_means`); with 0, neither is limited. `trimmed` omits the fifth of each class that
-    is farthest from the median of the devices' means; `median` shifts each device's prototypes of a class so that their
-    mean is that median. A class of fewer than MIN_DEVICES devices is neither limited, trimmed nor shifted.
+    others' than is expected (`limited_means`); with 0, neither is limited.
 
     The prototypes are in an array of `arrays`; in memory if it is None.
     """
     weights = np.concatenate(prototype_weights(parts, multiple=max_multiple))
     parts = limited(parts, multiple=max_multiple)
-    labels = np.unique(np.concatenate([part.labels for part in parts]))
-    medians = {
-        int(label): median
-        for label in labels
-        if by != "none" and (median := _median(parts, label)) is not None
-    }
-    if by == "median":
-        data = pool([_shifted(part, medians) for part in parts], arrays)
-    else:
-        data = pool(limited_means(parts) if max_multiple else parts, arrays)
-    uploaded = pool(parts) if by == "trimmed" else data
-    included = np.ones(len(data.labels), dtype=np.bool_)
-    for label, median in medians.items() if by == "trimmed" else ():
-        members = np.flatnonzero(data.labels == label)
-        # A prototype of n images is expected to be n times nearer.
-        distances = data.counts[members] * ((uploaded.values[members] - median) ** 2).sum(axis=1)
-        farthest = members[np.argsort(-distances, kind="stable")]
-        omitted = np.cumsum(weights[farthest]) <= TRIMMED_SHARE * weights[farthest].sum() + ROUNDING
-        included[farthest[omitted]] = False
+    data = pool(limited_means(parts) if max_multiple else parts, arrays)
     return WeightedPrototypes(
-        data.values if included.all() else (arrays or Arrays()).rows(data.values, included),
-        data.labels[included],
-        data.counts[included],
-        weights=weights[included],
-        common=_common(parts, weights, disputed)[included],
-        devices=np.repeat(np.arange(len(parts)), [len(part.labels) for part in parts])[included],
+        *(data.values, data.labels, data.counts),
+        weights=weights,
+        common=_common(parts, weights, disputed),
+        devices=np.repeat(np.arange(len(parts)), [len(part.labels) for part in parts]),
     )
 
 
@@ -113,23 +84,3 @@ def _common(
     common = (devices[labels] >= COMMON_DEVICES) & ~np.isin(labels, list(disputed))
     enough = weights[common].sum() >= MIN_COMMON_SHARE * weights.sum() and len(np.unique(labels[common])) > 1
     return common if enough else np.ones_like(common)
-
-
-def _median(parts: Sequence[Prototypes], label: int) -> NDArray[np.float32] | None:
-    """Return the coordinate-wise median (L,) of the devices' means of a class; None for too few devices."""
-    means = [_mean(part, part.labels == label) for part in parts if (part.labels == label).any()]
-    return np.median(np.array(means), axis=0).astype(np.float32) if len(means) >= MIN_DEVICES else None
-
-
-def _mean(part: Prototypes, members: NDArray[np.bool_]) -> NDArray[np.float64]:
-    mean: NDArray[np.float64] = np.average(part.values[members], axis=0, weights=part.counts[members])
-    return mean
-
-
-def _shifted(part: Prototypes, medians: dict[int, NDArray[np.float32]]) -> Prototypes:
-    values = part.values.copy()
-    for label, median in medians.items():
-        members = part.labels == label
-        if members.any():
-            values[members] += median - _mean(part, members).astype(np.float32)
-    return Prototypes(values, part.labels, part.counts)

@@ -37,8 +37,8 @@ SCALE = 3.0
 VOLUME = 50
 """Times that a device with the attack `volume` or `near` repeats its prototypes."""
 
-Method = Literal["unlimited", "none", "check", "trimmed", "median"]
-METHODS: tuple[Method, ...] = ("unlimited", "none", "check", "trimmed", "median")
+Method = Literal["unlimited", "none", "check"]
+METHODS: tuple[Method, ...] = ("unlimited", "none", "check")
 """`unlimited` limits nothing. `none` has no outlier detection, and the limits of weights and means; `check` has all."""
 
 
@@ -169,10 +169,7 @@ def run(
         data = (
             pool(list(uploaded.values()))
             if method == "unlimited"
-            else combine(
-                included if method == "check" else list(uploaded.values()),
-                by="none" if method == "check" else method,
-            )
+            else combine(included if method == "check" else list(uploaded.values()))
         )
         trained = train_on(data, features, recipe=settings.recipe, device=settings.device, seed=seed)
         accuracies[method] = accuracy_of(trained.layers, features)

@@ -103,7 +103,7 @@ def run(features: Features, settings: Settings, *, attack: str, seed: int) -> Re
     names = [str(label) for label in range(classes + 1)]
     rate = Robust().false_alarm_rate
     quarantined = judge(summaries(parts), classes=names, false_alarm_rate=rate).quarantined
-    data = combine([part for device, part in parts.items() if device not in quarantined], by="none")
+    data = combine([part for device, part in parts.items() if device not in quarantined])
     unlimited, found = (
         logits_of(
             train_head(

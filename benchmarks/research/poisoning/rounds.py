@@ -30,14 +30,7 @@ the next class's prototypes without any deviation, so that the fleet's count for
 
 CLAIMED_IMAGES = 1_000_000
 
-METHODS: Mapping[str, Robust] = MappingProxyType(
-    {
-        "none": Robust(clip_multiple=0.0),
-        "clip": Robust(),
-        "trimmed": Robust(combine="trimmed"),
-        "median": Robust(combine="median"),
-    }
-)
+METHODS: Mapping[str, Robust] = MappingProxyType({"none": Robust(clip_multiple=0.0), "clip": Robust()})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -187,7 +187,7 @@ def test_images_without_variance() -> None:
 
 def _scatter_of(parts: list[Contribution]) -> Floats:
     """Return the shrunken covariance that devices receive, after the limits of `[robust]`."""
-    safe = robust_contributions(parts, clip_multiple=3.0, combine="none", power=SETTINGS.power)
+    safe = robust_contributions(parts, clip_multiple=3.0, power=SETTINGS.power)
     tensors = SETTINGS.aggregate(safe, FIRST, num_classes=C, seed=0)
     basis = tensors["basis"].astype(float)
     found: Floats = np.linalg.inv(tensors["scale"][0] * (np.eye(L) - basis.T @ basis))

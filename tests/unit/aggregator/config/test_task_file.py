@@ -35,7 +35,7 @@ def test_minimal_file_uses_defaults(tmp_path: Path) -> None:
     assert task.rollout == RolloutSettings(canary_fraction=0.0, margin=0.02, canary_timeout_s=600.0)
     assert task.client == Client(alpha=0.99, batch_size=5, min_images=2, seed=0)
     assert task.training == Training(recipe="default", restore=None, epochs=None, device="auto", seed=0)
-    assert task.robust == Robust(detect_outliers=True, false_alarm_rate=0.01, combine="none")
+    assert task.robust == Robust(detect_outliers=True, false_alarm_rate=0.01)
     assert (task.privacy, task.learning, task.devices) == (PrivacySettings(), None, None)
 
 
@@ -69,7 +69,6 @@ seed = 4
 [robust]
 detect_outliers = false
 false_alarm_rate = 0.05
-combine = "median"
 [rollout]
 canary_fraction = 0.25
 margin = 0
@@ -86,7 +85,7 @@ shrink = 0.1
     assert (task.max_submission_mb, task.devices) == (1.5, ("a", "b"))
     assert task.client == Client(alpha=0.9, batch_size=7, min_images=1, seed=3)
     assert task.training == Training(recipe="paper", restore=False, epochs=20, device="cuda:1", seed=4)
-    assert task.robust == Robust(detect_outliers=False, false_alarm_rate=0.05, combine="median")
+    assert task.robust == Robust(detect_outliers=False, false_alarm_rate=0.05)
     assert task.rollout == RolloutSettings(canary_fraction=0.25, margin=0.0, canary_timeout_s=60.0)
     assert task.privacy == PrivacySettings(
         perturbation=Perturbation(on="images", noise="laplace", scale=0.05, shrink=0.1)
@@ -172,7 +171,6 @@ WRONG_SETTINGS: list[tuple[str, int, str]] = [
     ("[client]\nseed = 1\n[training]\nseed = -1", 6, "`training.seed`: Expected `int` >= 0"),
     ('[training]\nrecipe = "best"', 4, "`training.recipe`: Invalid enum value 'best'; expected 'default' or"),
     ('[training]\ndevice = "tpu"', 4, "`training.device`: Expected `str` matching"),
-    ('[robust]\ncombine = "mean"', 4, "`robust.combine`: Invalid enum value 'mean'; expected 'none' or"),
     ("[rollout]\ncanary_fraction = 1.5", 4, "`rollout.canary_fraction`: Expected `float` <= 1.0"),
     ("[rollout]\ncanary_timeout_s = 0", 4, "`rollout.canary_timeout_s`: Expected `float` > 0.0"),
     (ROUNDS + "rounds.grace_s = -1", 4, "`rounds.grace_s`: Expected `float` >= 0.0"),
@@ -325,7 +323,6 @@ def test_settings_of_statistics_are_read(tmp_path: Path) -> None:
         ("[training]\nrecipe = 'paper'", "training.recipe", "does not use this setting"),
         ("[rounds]\nstaleness = 2", "rounds", "does not use this setting"),
         ("[fpl]\nrounds = 2", "fpl", "does not use this setting"),
-        ("[robust]\ncombine = 'median'", "robust.combine", "have no median"),
         (DP, "privacy.dp", 'no differential privacy: use algorithm = "fedtc"'),
         ('[privacy.perturbation]\non = "prototypes"\nscale = 1', "privacy.perturbation.on", "no prototypes"),
     ],

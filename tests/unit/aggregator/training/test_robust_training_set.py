@@ -1,7 +1,6 @@
 """Training sets of a head: all prototypes, or robust ones."""
 
 from dataclasses import replace
-from typing import Literal
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ from aggregator.algorithms.fedtc.recipe import RECIPES
 from aggregator.algorithms.fedtc.train_head import TrainedHead, train_head
 from aggregator.ingest.validation import Prototypes
 from aggregator.training.robust.training_set import (
-    TRIMMED_SHARE,
     WeightedPrototypes,
     combine,
     half_of,
@@ -20,20 +18,10 @@ from aggregator.training.robust.training_set import (
 from tests.support.messages.prototype_sets import fleet, flipped, honest
 
 
-def _class_mean(data: Prototypes, label: int) -> np.ndarray:
-    mine = data.labels == label
-    return np.average(data.values[mine], axis=0, weights=data.counts[mine])
-
-
-def _one_class(values: list[float], counts: list[int]) -> Prototypes:
-    column = np.array(values, dtype=np.float32)[:, None]
-    return Prototypes(column, np.zeros(len(values), dtype=np.int64), np.array(counts))
-
-
-def test_none_concatenates_the_parts() -> None:
+def test_parts_are_concatenated() -> None:
     """The order of the parts stays."""
     parts = list(fleet(3).values())
-    data = combine(parts, by="none")
+    data = combine(parts)
     assert np.array_equal(data.values, np.concatenate([part.values for part in parts]))
     assert np.array_equal(data.labels, np.concatenate([part.labels for part in parts]))
 
@@ -48,59 +36,11 @@ def test_half_has_every_second_prototype_of_each_class() -> None:
     assert half.counts.tolist() == [10, 11, 13, 14]
 
 
-def test_trimmed_omits_the_farthest() -> None:
-    """A fifth of each class, first a attacker's prototypes."""
-    parts = [*fleet(6).values(), flipped(honest(9))]
-    data = combine(parts, by="trimmed")
-    everything = pool(parts)
-    for label in range(3):
-        before, after = (int((one.labels == label).sum()) for one in (everything, data))
-        assert after == before - int(TRIMMED_SHARE * before)
-    lies = {value.tobytes() for value in parts[-1].values}
-    assert lies.isdisjoint(value.tobytes() for value in data.values)
-
-
-def test_trimmed_weighs_distances_by_images() -> None:
-    """A mean of ten images that is 1 off is less likely than a single image that is 2 off."""
-    parts = [_one_class([0, 0], [1, 1]), _one_class([0, 0], [1, 1]), _one_class([1, -2], [10, 1])]
-    data = combine(parts, by="trimmed", max_multiple=0)
-    assert data.values.tolist() == [[0], [0], [0], [0], [-2]]
-
-
-def test_median_shifts_each_device() -> None:
-    """Nothing is omitted, and differences within a device stay."""
-    parts = [*fleet(6).values(), flipped(honest(9))]
-    data = combine(parts, by="median")
-    everything = pool(parts)
-    assert np.array_equal(data.labels, everything.labels)
-    for label in range(3):
-        honest_mean = _class_mean(pool(parts[:-1]), label)
-        moved, lied = (np.linalg.norm(_class_mean(one, label) - honest_mean) for one in (data, everything))
-        assert moved < 0.3 * lied
-        mine, was = (one.values[one.labels == label][-6:] for one in (data, everything))
-        assert np.allclose(mine - mine[0], was - was[0], atol=1e-4)
-
-
-@pytest.mark.parametrize("by", ["trimmed", "median"])
-def test_class_of_few_devices_is_unchanged(by: str) -> None:
-    """Of two devices that differ, either may be correct."""
-    parts = [honest(1), honest(2, labels=(0,)), honest(3, labels=(0,))]
-    data = combine(parts, by="trimmed" if by == "trimmed" else "median")
-    everything = pool(parts)
-    for label in (1, 2):
-        assert np.array_equal(
-            data.values[data.labels == label], everything.values[everything.labels == label]
-        )
-    zero = everything.values[everything.labels == 0]
-    assert not np.array_equal(data.values[data.labels == 0], zero)
-
-
-@pytest.mark.parametrize("by", ["none", "trimmed", "median"])
-def test_flood_of_one_device_does_not_decide(by: Literal["none", "trimmed", "median"]) -> None:
+def test_flood_of_one_device_does_not_decide() -> None:
     """A device that sends 3,000 prototypes under false labels, among eight of eighteen."""
     parts = [*fleet(8).values(), flipped(honest(9, prototypes=1000))]
     fresh = honest(20, prototypes=50)
-    assert _accuracy(combine(parts, by=by), fresh) > 0.95
+    assert _accuracy(combine(parts), fresh) > 0.95
     assert _accuracy(pool(parts), fresh) < 0.05
 
 
@@ -123,12 +63,12 @@ def test_class_of_one_device_does_not_decide_the_others(kind: str, images: int) 
     parts = [_overlapping(10 + device) for device in range(10)]
     values = _false_values(pool(parts), kind)
     rare = Prototypes(values, np.full(len(values), RARE), np.full(len(values), images))
-    data = combine([pool([parts[0], rare]), *parts[1:]], by="none")
+    data = combine([pool([parts[0], rare]), *parts[1:]])
     assert data.common.tolist() == (data.labels != RARE).tolist()
     fresh = _overlapping(99, rows=200, images=1)
     assert _accuracy(data, fresh) > 0.88
     assert _accuracy(replace(data, common=np.ones_like(data.common)), fresh) < 0.75
-    assert _accuracy(combine(parts, by="none"), fresh) == pytest.approx(0.947, abs=0.01)
+    assert _accuracy(combine(parts), fresh) == pytest.approx(0.947, abs=0.01)
 
 
 def _false_values(data: Prototypes, kind: str) -> np.ndarray:
@@ -154,7 +94,7 @@ def test_spread_of_a_class_of_one_device_is_limited() -> None:
         values = 2 + scale * np.random.default_rng(0).normal(size=(10, SIZE))
         values += 2 - values.mean(axis=0)
         rare = Prototypes(values.astype(np.float32), np.full(10, RARE), np.full(10, IMAGES))
-        data = combine([pool([parts[0], rare]), *parts[1:]], by="none")
+        data = combine([pool([parts[0], rare]), *parts[1:]])
         of_others = logits_of(_trained(data).layers, fresh)[:, :RARE]
         logits.append(of_others - of_others.mean(axis=1, keepdims=True))
     np.testing.assert_allclose(logits[0], logits[1], atol=1e-3)
@@ -177,19 +117,14 @@ def test_spread_of_a_class_of_one_device_is_limited() -> None:
 def test_classes_on_few_devices_count_for_what_all_share_where_they_are_needed(
     parts: list[Prototypes], common: set[int]
 ) -> None:
-    data = combine(parts, by="none")
+    data = combine(parts)
     assert set(data.labels[data.common].tolist()) == common
 
 
 def test_each_prototype_has_the_number_of_its_device() -> None:
-    """Also where some are omitted: a device's prototypes stay together, in its order."""
     parts = [honest(number, prototypes=2 + number) for number in range(4)]
     expected = np.repeat(np.arange(4), [len(part.labels) for part in parts])
-    np.testing.assert_array_equal(combine(parts, by="none").devices, expected)
-    trimmed = combine(parts, by="trimmed")
-    values = {tuple(row): number for number, part in enumerate(parts) for row in part.values}
-    assert [values[tuple(row)] for row in trimmed.values] == trimmed.devices.tolist()
-    assert len(trimmed.devices) < len(expected)
+    np.testing.assert_array_equal(combine(parts).devices, expected)
 
 
 def _trained(data: Prototypes) -> TrainedHead:
