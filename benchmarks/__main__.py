@@ -25,7 +25,6 @@ from benchmarks.accuracy.which import command as which
 from benchmarks.accuracy.wire import command as wire
 from benchmarks.cost import device, fleet, int8, memory, step, sums, train
 from benchmarks.cost.engines import command as engines
-from benchmarks.cost.engines import fedtc as engines_fedtc
 from benchmarks.cost.fleet_load import storm
 from benchmarks.cost.uploads import databases, ingest, receivers
 from benchmarks.cost.ways import command as ways
@@ -55,7 +54,6 @@ USER = (
         databases.command,
         device.device,
         engines.command,
-        engines_fedtc.command,
         features.features,
         fleet.command,
         ingest.ingest,

@@ -31,7 +31,7 @@ class Training(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds after which a training, the closing of a round or an export of graphs is ended, and has failed."""
 
     engine: Literal["local", "ray"] = "local"
-    """Where FedTC's adapter is trained, and submissions are added: in one process, or by workers of a Ray cluster."""
+    """With `statistics`, where submissions are added: in one process, or by workers of a Ray cluster."""
 
     recipe: Literal["default", "paper"] = "default"
     calibrate: bool = True

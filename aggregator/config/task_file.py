@@ -119,9 +119,11 @@ def _contradictions(task: TaskFile, given: Mapping[str, Any], backbones: Sequenc
     yield from _class_names(task.classes)
     yield from _unused(task, given)
     yield from _statistics(task, given)
-    if task.training.engine == "ray" and task.learning is not None:
-        problem = f'"ray" trains a head, and with algorithm = "{task.algorithm}" the devices train'
-        yield ("training", "engine"), f"{problem}: remove it"
+    if task.training.engine == "ray" and task.algorithm != "statistics":
+        yield (
+            ("training", "engine"),
+            f'"ray" adds sums, and algorithm = "{task.algorithm}" has none: remove it',
+        )
     yield from _thresholds(task)
     yield from _privacy(task, given)
     yield from _backbones(backbones)

@@ -29,7 +29,7 @@ _ONE_SHOT = """\
 # device = "auto"       # or "cpu", "cuda", "cuda:1"
 # seed = 0
 # timeout_s = 3600.0    # after which a training is ended, and repeated
-# engine = "local"      # or "ray": FedTC's adapter, and sums of many devices, on a Ray cluster
+# engine = "local"      # or "ray", with algorithm = "statistics": sums of many devices, on a Ray cluster
 
 # For algorithm = "statistics", which uses timeout_s, engine and calibrate of [training], and no [client] alpha.
 # [statistics]

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from aggregator.algorithms.fedtc.arrays import Arrays
 from aggregator.algorithms.fedtc.recipe import Recipe
@@ -14,9 +14,6 @@ from aggregator.training.robust.outlier_detection import Judgment, judge
 from aggregator.training.robust.outlier_statistics import summaries
 from aggregator.training.robust.training_set import WeightedPrototypes, combine
 from aggregator.training.robust.weights import Counting, counting, stated_images
-
-if TYPE_CHECKING:
-    from aggregator.algorithms.fedtc.adapter import Fit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,14 +39,13 @@ def train_fleet_head(  # noqa: PLR0913 - what a job says of a training
     seed: int,
     device: str,
     arrays: Arrays | None = None,
-    fit: "Fit | None" = None,
     report: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> FleetHead:
     """Train a head on the prototypes of each device, in the order of `parts`, as the aggregator does.
 
     `widths` are those of `train_head`. Devices in `released` are not quarantined. Arrays of all prototypes are made
     by `arrays`, in memory if it is None.
-    `fit` runs the training of the adapter, which is in this process if it is None. `report` is called as by
+    `report` is called as by
     `train_head`, and before with the number of `prototypes`.
 
     Raises:
@@ -85,7 +81,6 @@ def train_fleet_head(  # noqa: PLR0913 - what a job says of a training
         seed=seed,
         device=device,
         arrays=arrays,
-        fit=fit,
         report=report,
     )
     images = dict(zip(used, stated_images(list(used.values()), len(classes)), strict=True))

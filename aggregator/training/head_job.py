@@ -4,11 +4,9 @@ It runs as a process of its own: the aggregator meanwhile accepts submissions, n
 back. The job imports torch only to train an adapter.
 """
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,9 +32,6 @@ from aggregator.training.robust.training_set import half_of
 from protocol.errors import ProtofleetError
 from protocol.wire.messages import Submission, TaskManifest
 
-if TYPE_CHECKING:
-    from aggregator.algorithms.fedtc.adapter import Fit
-
 MAX_ONNX_DIFFERENCE = 1e-4
 
 
@@ -54,22 +49,6 @@ def recipe_of(training: Training, *, private: bool = False, half_memory: bool = 
     if training.epochs is not None:
         recipe = dataclasses.replace(recipe, epochs=training.epochs, min_steps=0)
     return dataclasses.replace(recipe, closed_form=True, adapter=False) if half_memory else recipe
-
-
-@contextlib.contextmanager
-def fit_of(engine: Literal["local", "ray"]) -> Iterator["Fit | None"]:
-    """Yield what trains an adapter with an engine; None is this process.
-
-    Raises:
-        ProtofleetError: Ray is not installed, or its cluster cannot be reached.
-    """
-    if engine == "local":
-        yield None
-        return
-    from aggregator.training.cluster.adapter_fit import ray_fit  # an extra of its own
-
-    with ray_fit() as fit:
-        yield fit
 
 
 def run(job: HeadJob) -> Result:
@@ -92,20 +71,18 @@ def run(job: HeadJob) -> Result:
     recipe = recipe_of(
         job.training, private=manifest.differential_privacy is not None, half_memory=job.half_memory
     )
-    with fit_of(job.training.engine if recipe.adapter else "local") as fit:
-        made = train_fleet_head(
-            parts,
-            classes=manifest.classes,
-            widths=job.widths,
-            recipe=recipe,
-            robust=job.robust,
-            released=job.released,
-            seed=job.training.seed,
-            device=job.training.device,
-            arrays=arrays,
-            fit=fit,
-            report=report_progress,
-        )
+    made = train_fleet_head(
+        parts,
+        classes=manifest.classes,
+        widths=job.widths,
+        recipe=recipe,
+        robust=job.robust,
+        released=job.released,
+        seed=job.training.seed,
+        device=job.training.device,
+        arrays=arrays,
+        report=report_progress,
+    )
     trained, data, judgment = made.trained, made.data, made.judgment
     figures = {
         "loss": trained.loss,

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import click
 import numpy as np
 
-from aggregator.algorithms.fedtc.adapter_steps import torch_device
+from aggregator.algorithms.fedtc.adapter import torch_device
 from aggregator.config.schema import MAX_MULTIPLE, Training
 from aggregator.training.head_job import recipe_of
 from benchmarks.data.features import BackboneType, Precision, load_features, prepared, projected

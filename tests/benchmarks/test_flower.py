@@ -9,7 +9,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from aggregator.algorithms.fedtc.adapter_steps import Head as FedtcHead
+from aggregator.algorithms.fedtc.adapter import Head as FedtcHead
 from benchmarks.accuracy.flower import command as flower
 from benchmarks.accuracy.flower.app.flower_app import task
 from benchmarks.accuracy.flower.fleets import Meter, Outcome, Round, Setting, _evaluated, run_ours

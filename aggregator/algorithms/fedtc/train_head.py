@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,9 +15,6 @@ from aggregator.algorithms.fedtc.discriminant import discriminants
 from aggregator.algorithms.fedtc.head import Dense, logits_of
 from aggregator.algorithms.fedtc.recipe import Recipe
 from aggregator.algorithms.fedtc.training_set import TrainingSet, even_rows
-
-if TYPE_CHECKING:
-    from aggregator.algorithms.fedtc.adapter import Fit
 
 FOLDS = 5
 """Parts of the prototypes in cross-validation; of fewer than LEAVE_PAIRS_OUT, two of a class are left out at a time."""
@@ -81,7 +78,6 @@ def train_head(  # noqa: PLR0913 - arrays that belong together
     seed: int,
     device: str,
     arrays: Arrays | None = None,
-    fit: "Fit | None" = None,
     report: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> TrainedHead:
     """Make a head from the pooled prototypes (FedTC eq. 5).
@@ -109,7 +105,6 @@ def train_head(  # noqa: PLR0913 - arrays that belong together
         seed: of the folds, the first weights, the shuffling and the mixing.
         device: where the adapter is trained: a torch device, or "auto" for CUDA if available.
         arrays: makes the arrays of m rows; in memory if it is None.
-        fit: runs the training of the adapter; in this process if it is None.
         report: called after each epoch of the adapter with `device`, `epoch` from 1, `epochs` and its mean `loss`.
 
     Raises:
@@ -120,7 +115,7 @@ def train_head(  # noqa: PLR0913 - arrays that belong together
         from aggregator.algorithms.fedtc.adapter import train_adapter
 
         even = part.evenly_weighted()
-        return train_adapter(even, recipe=recipe, seed=seed, device=device, fit=fit, report=report)
+        return train_adapter(even, recipe=recipe, seed=seed, device=device, report=report)
 
     data = TrainingSet(
         prototypes, labels, counts, num_classes, recipe.restore, weights, common, devices, arrays or Arrays()

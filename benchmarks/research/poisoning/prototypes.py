@@ -9,7 +9,7 @@ import click
 import numpy as np
 from numpy.typing import NDArray
 
-from aggregator.algorithms.fedtc.adapter_steps import torch_device
+from aggregator.algorithms.fedtc.adapter import torch_device
 from aggregator.config.schema import Robust, Training
 from aggregator.ingest.validation import Prototypes
 from aggregator.training.head_job import recipe_of

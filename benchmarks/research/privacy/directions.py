@@ -8,7 +8,7 @@ import click
 import numpy as np
 from numpy.typing import NDArray
 
-from aggregator.algorithms.fedtc.adapter_steps import torch_device
+from aggregator.algorithms.fedtc.adapter import torch_device
 from aggregator.algorithms.hierarchical import Hierarchical
 from aggregator.graphs.tracing import to_torch
 from benchmarks.data.features import BackboneType, load_features

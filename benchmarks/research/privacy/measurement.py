@@ -7,7 +7,7 @@ from typing import Any
 import click
 import numpy as np
 
-from aggregator.algorithms.fedtc.adapter_steps import torch_device
+from aggregator.algorithms.fedtc.adapter import torch_device
 from aggregator.algorithms.fedtc.recipe import RECIPES
 from benchmarks.data.features import BackboneType, load_features
 from benchmarks.data.images import NAMES, load_data

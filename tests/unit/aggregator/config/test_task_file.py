@@ -224,7 +224,7 @@ WRONG_SETTINGS: list[tuple[str, int, str]] = [
     (ROUNDS + "[fedpcl]\nrounds = 3", 4, '`fedpcl`: algorithm = "fpl" does not use this setting: remove it'),
     ("[fpl]", 3, '`fpl`: algorithm = "fedtc" does not use'),
     ("\n[rounds]\nstaleness = 2", 4, '`rounds`: algorithm = "fedtc" does not use'),
-    (ROUNDS + '[training]\nengine = "ray"', 5, '`training.engine`: "ray" trains a head, and with algorithm = "fpl"'),
+    (ROUNDS + '[training]\nengine = "ray"', 5, '`training.engine`: "ray" adds sums, and algorithm = "fpl" has none'),
     (ROUNDS + "[training]\ntimeout_s = 9\nseed = 2", 6, '`training.seed`: algorithm = "fpl" does not use'),
     ('layers = ["c384"]\n' + ROUNDS, 3, '`layers`: algorithm = "fpl" does not use this setting'),
     (ROUNDS + "[robust]\ndetect_outliers = true", 5, '`robust.detect_outliers`: algorithm = "fpl" does not'),

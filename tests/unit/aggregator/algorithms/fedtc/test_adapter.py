@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from aggregator.algorithms.fedtc.adapter_steps import Head, Share, _Optimizer
+from aggregator.algorithms.fedtc.adapter import Head, _Optimizer
 from aggregator.algorithms.fedtc.head import Dense, logits_of
 from aggregator.algorithms.fedtc.recipe import RECIPES, Recipe
 from aggregator.algorithms.fedtc.train_head import train_head
@@ -42,7 +42,7 @@ def test_steps_are_those_of_pytorchs_optimizer(name: str, monkeypatch: pytest.Mo
     for rate in (0.1, 0.01, 0.2):
         for head in (ours, theirs):
             torch.autograd.backward(head(features).square().sum())
-        step(rate, Share())
+        step(rate)
         optimizer.param_groups[0]["lr"] = rate
         optimizer.step()
         optimizer.zero_grad()
