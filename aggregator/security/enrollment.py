@@ -1,15 +1,12 @@
 """Enrolling devices and brokers, and revoking devices."""
 
 import contextlib
-import logging
-import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from aggregator.security import mosquitto_config
@@ -30,7 +27,6 @@ from aggregator.storage.device_keys import Key
 from aggregator.storage.store import Store
 from protocol.enrollment import FORMAT, EnrollmentCard, card_text, read_card
 from protocol.errors import ConfigError
-from protocol.log import event
 from protocol.storage.blobstore import state_errors, sync, write_atomically
 from protocol.storage.keyfile import pem_of, read_or_make_key
 from protocol.storage.state_folder import IGNORE_ALL, IGNORE_FILE, refuse_source_folder
@@ -39,10 +35,6 @@ from protocol.wire.topics import is_name
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 """Hosts in every broker certificate, for an aggregator on the same machine."""
-
-log = logging.getLogger(__name__)
-
-_UNFINISHED = "unfinished.json"
 
 _PRIVATE = frozenset({"device.key", "signing.key", "broker.key", "receiver.key"})
 
@@ -103,8 +95,8 @@ def enroll(
             "signing.key": pem_of(key),
         }
         serial, now_s = f"{issued.serial:x}", int(now.timestamp())
-        unfinished = _Unfinished(str(out.absolute()), device=device, key=public.hex())
-        with _new_folder(store, unfinished, files) as publish:
+        is_leftover = _is_leftover(out, device, aggregator_key=card.aggregator_key, known=known)
+        with _new_folder(out, files, replaces=is_leftover) as publish:
             # If the process is killed before the device is stored, the certificate stays revoked.
             store.keys.revoke_certificate(serial, now_s=now_s)
             with store.transaction():
@@ -165,7 +157,7 @@ def enroll_broker(
             "acl": mosquitto_config.access_list(fleet, receivers).encode(),
             "mosquitto.conf": configuration.encode(),
         }
-        with _new_folder(store, _Unfinished(str(out.absolute())), files) as publish:
+        with _new_folder(out, files) as publish:
             publish()
 
 
@@ -183,7 +175,7 @@ def enroll_receiver(store: Store, receiver: str, *, fleet: str, out: Path, days:
         ca = open_ca(store.folder, fleet)
         issued = issue_client(ca, mosquitto_config.receiver_name(receiver, fleet), now=utc_now(), days=days)
         files = {"ca.crt": ca.certificate, "receiver.crt": issued.certificate, "receiver.key": issued.key}
-        with _new_folder(store, _Unfinished(str(out.absolute())), files) as publish:
+        with _new_folder(out, files) as publish:
             publish()
 
 
@@ -237,89 +229,58 @@ def revocation_advice(state: Path) -> str:
     )
 
 
-class _Unfinished(msgspec.Struct, frozen=True):
-    """A folder that is being written, so that the next command can complete or remove it."""
-
-    out: str
-    temporary: str = ""
-    device: str = ""
-    key: str = ""
-    """The device's public key, in hex."""
-
-
 @contextlib.contextmanager
 def _new_folder(
-    store: Store, unfinished: _Unfinished, files: Mapping[str, bytes]
+    out: Path, files: Mapping[str, bytes], *, replaces: bool = False
 ) -> Iterator[Callable[[], None]]:
-    """Write files into a temporary folder, deleted if the body fails; calling what is yielded renames it to `out`."""
-    out, marker = Path(unfinished.out), identity_folder(store.folder) / _UNFINISHED
+    """Write files into a temporary folder, deleted if the body fails; calling what is yielded renames it to `out`.
+
+    With `replaces`, `out` is a folder that a killed enrollment has left.
+    """
     refuse_source_folder(out, option="--out")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out.exists() and not replaces and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} exists: give --out a new folder, or an empty one")
-    folder = out.with_name(f".{out.name[:16]}-{secrets.token_hex(4)}")
-    write_atomically(
-        marker, msgspec.json.encode(msgspec.structs.replace(unfinished, temporary=str(folder))), mode=0o600
-    )
+    folder = out.with_name(f".{out.name}.enrolling")
+    shutil.rmtree(folder, ignore_errors=True)  # of a command that was killed; the identity folder is locked
 
     def publish() -> None:
         nonlocal folder
+        if replaces:
+            shutil.rmtree(out, ignore_errors=True)
         with state_errors(out):
             folder = folder.rename(out)
             sync(out.parent)
 
     try:
         with state_errors(out):
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            folder.mkdir(mode=0o700)
+            folder.mkdir(mode=0o700, parents=True)
         for name, data in {IGNORE_FILE: IGNORE_ALL.encode(), **files}.items():
             write_atomically(folder / name, data, mode=0o600 if name in _PRIVATE else 0o644)
         yield publish
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            if not folder.exists():
-                marker.unlink(missing_ok=True)
         raise
-    with contextlib.suppress(OSError):  # the next command deletes it
-        marker.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def _consistent_identity(store: Store) -> Iterator[None]:
     """Lock the identity folder, and mend what a killed command or a restored database has left."""
     with locked_identity(store.folder):
-        _finish_interrupted(store)
+        identity = identity_folder(store.folder)
+        with state_errors(identity):
+            # Of a write that was interrupted; it may hold a private key.
+            for file in identity.glob(".*-????????"):
+                file.unlink()
+        if store.keys.is_closed():
+            mark_closed(store.folder)
         restore_access(store)
         yield
 
 
-def _finish_interrupted(store: Store) -> None:
-    """Remove what an enrollment that was killed has left; one that the database knows is completed."""
-    identity = identity_folder(store.folder)
-    with state_errors(identity):
-        for file in identity.glob(
-            ".*-????????"
-        ):  # of a write that was interrupted; it may hold a private key
-            file.unlink()
-        if store.keys.is_closed():
-            mark_closed(store.folder)
-        marker = identity / _UNFINISHED
-        if not marker.is_file():
-            return
-        with contextlib.suppress(msgspec.MsgspecError):
-            unfinished = msgspec.json.decode(marker.read_bytes(), type=_Unfinished)
-            known = store.keys.get(unfinished.device)
-            shutil.rmtree(unfinished.temporary, ignore_errors=True)
-            if unfinished.device and (known is None or known.public.hex() != unfinished.key):
-                _remove_unknown(unfinished)
-            event(
-                log, logging.WARNING, "removed the leftovers of an interrupted enrollment", out=unfinished.out
-            )
-        marker.unlink()
-
-
-def _remove_unknown(unfinished: _Unfinished) -> None:
-    """Delete the folder of an enrollment that the database does not know, if it is still that one."""
+def _is_leftover(out: Path, device: str, *, aggregator_key: str, known: Key | None) -> bool:
+    """Return True if a folder is of an enrollment that was killed before the database had the device's key."""
     with contextlib.suppress(ConfigError):
-        if read_card(Path(unfinished.out)).key == unfinished.key:
-            shutil.rmtree(unfinished.out, ignore_errors=True)
+        card = read_card(out)
+        is_own = (card.device, card.aggregator_key) == (device, aggregator_key)
+        return is_own and (known is None or card.key != known.public.hex())
+    return False

@@ -1,7 +1,6 @@
 """Tests for enrolling devices and brokers and for revoking devices: folders, database, and faults."""
 
 import contextlib
-import json
 import os
 import shutil
 import sqlite3
@@ -347,7 +346,7 @@ def test_restored_database_reinstates_no_device(
 
 
 @pytest.mark.parametrize("moment", ["write", "rename", "sync"])
-def test_leftovers_of_a_killed_enrollment_are_removed_by_the_next_command(
+def test_leftovers_of_a_killed_enrollment_are_replaced_by_the_next_attempt(
     world: World, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Private keys in folders and temporary files; its certificate stays revoked. Other folders stay."""
@@ -373,27 +372,32 @@ def test_leftovers_of_a_killed_enrollment_are_removed_by_the_next_command(
         with pytest.raises((StateError, OSError), match="killed"):
             world.enroll()
     out = world.root / "out" / "shed-1"
-    left = {file.name for file in (world.root / "out").iterdir()} - {".other-12345678"}
-    assert left == {"shed-1"} if moment == "sync" else len(left) == 1
     assert world.store.keys.all() == {}
+    left = {out.name} if moment == "sync" else {".shed-1.enrolling"}
+    assert {file.name for file in out.parent.iterdir()} == {*left, ".other-12345678"}
     revoked = {serial(out)} if moment == "sync" else set()
-    world.enroll(folder="again")
-    assert {file.name for file in (world.root / "out").iterdir()} == {"again", ".other-12345678"}
-    assert not [file for file in world.identity.iterdir() if file.name.startswith((".", "unfinished"))]
+    world.enroll()
+    assert {file.name for file in out.parent.iterdir()} == {"shed-1", ".other-12345678"}
+    assert not [file for file in world.identity.iterdir() if file.name.startswith(".")]
     assert revoked <= world.revoked_serials()
+    assert read_card(out).key == world.store.keys.all()["shed-1"].public.hex()
 
 
-def test_an_enrollment_killed_after_it_was_stored_is_completed(world: World) -> None:
-    """Its folder stays, and the mark of a closed fleet is written by the next command."""
+def test_folder_of_an_enrolled_device_or_of_another_fleet_is_not_replaced(world: World) -> None:
+    """It is no leftover of a command that was killed."""
     out = world.enroll()
-    card = read_card(out)
+    before = read_card(out)
+    with pytest.raises(ConfigError, match="exists: give --out a new folder"):
+        world.enroll(renew=True)
+    card = (out / "enrollment.toml").read_text().replace(before.aggregator_key, "00" * 32)
+    (out / "enrollment.toml").write_text(card.replace(before.key, "11" * 32))
+    with pytest.raises(ConfigError, match="exists: give --out a new folder"):
+        world.enroll(renew=True)
+
+
+def test_mark_of_a_closed_fleet_is_written_again(world: World) -> None:
+    """By the next command, if an enrollment was killed after it was stored."""
+    world.enroll()
     (world.identity / "closed").unlink()
-    (world.identity / "unfinished.json").write_text(
-        json.dumps(
-            {"out": str(out), "temporary": str(out.with_name(".gone")), "device": "shed-1", "key": card.key}
-        )
-    )
     revoke(world.store, "shed-1")
-    assert read_enrollment(out).device == "shed-1"
     assert (world.identity / "closed").exists()
-    assert not (world.identity / "unfinished.json").exists()
