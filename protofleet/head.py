@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 
 from aggregator.algorithms.fedtc.head import Dense, logits_of
 from aggregator.algorithms.fedtc.recipe import RECIPES
+from aggregator.algorithms.fedtc.train_head import train_head as train_fedtc_head
 from aggregator.config.schema import Robust
 from aggregator.ingest.validation import Prototypes
-from aggregator.training.fleet_head import train_fleet_head
+from aggregator.training.robust.training_set import judged_set
 from protocol.errors import ConfigError
 from protocol.models.onnx_metadata import HeadMetadata
 from protocol.storage.blobstore import write_atomically
@@ -144,19 +145,13 @@ def train_head(
         raise ConfigError(
             f"expected prototypes of one length, got {lengths}: use the same backbones on all devices"
         )
-    made = train_fleet_head(
-        parts,
-        classes=names,
-        recipe=RECIPES[recipe],
-        robust=robust,
-        seed=seed,
-        device=device,
-        report=on_progress,
-    )
+    data, judgment, _ = judged_set(parts, classes=names, robust=robust)
+    on_progress({"prototypes": len(data.labels)})
+    trained = train_fedtc_head(data, RECIPES[recipe], seed=seed, device=device, report=on_progress)
     return Head(
         classes=names,
-        layers=made.trained.layers,
-        loss=made.trained.loss,
-        quarantined=made.judgment.quarantined,
-        warning=made.judgment.warning,
+        layers=trained.layers,
+        loss=trained.loss,
+        quarantined=judgment.quarantined,
+        warning=judgment.warning,
     )

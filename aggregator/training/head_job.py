@@ -5,6 +5,7 @@ back. The job imports torch only to train an adapter.
 """
 
 import dataclasses
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,11 +15,11 @@ from numpy.typing import NDArray
 from aggregator.algorithms.fedtc.arrays import Arrays
 from aggregator.algorithms.fedtc.head import Dense
 from aggregator.algorithms.fedtc.recipe import RECIPES, Recipe
+from aggregator.algorithms.fedtc.train_head import train_head
 from aggregator.algorithms.statistics.feature_map import FeatureMap, selected
 from aggregator.config.schema import Training
 from aggregator.graphs.head_export import head_to_onnx, max_difference
 from aggregator.ingest.validation import Expectation, Prototypes, check_submission
-from aggregator.training.fleet_head import train_fleet_head
 from aggregator.training.jobs import (
     FEW_PROTOTYPES,
     CollectionJob,
@@ -28,7 +29,7 @@ from aggregator.training.jobs import (
     report_progress,
     run_as_program,
 )
-from aggregator.training.robust.training_set import half_of
+from aggregator.training.robust.training_set import half_of, judged_set
 from protocol.errors import ProtofleetError
 from protocol.wire.messages import Submission, TaskManifest
 
@@ -71,19 +72,20 @@ def run(job: HeadJob) -> Result:
     recipe = recipe_of(
         job.training, private=manifest.differential_privacy is not None, half_memory=job.half_memory
     )
-    made = train_fleet_head(
+    data, judgment, counting = judged_set(
         parts,
         classes=manifest.classes,
         widths=job.widths,
-        recipe=recipe,
         robust=job.robust,
         released=job.released,
-        seed=job.training.seed,
-        device=job.training.device,
         arrays=arrays,
-        report=report_progress,
     )
-    trained, data, judgment = made.trained, made.data, made.judgment
+    report_progress({"prototypes": len(data.labels)})
+    started_s = time.perf_counter()
+    trained = train_head(
+        data, recipe, seed=job.training.seed, device=job.training.device, report=report_progress
+    )
+    seconds = time.perf_counter() - started_s
     figures = {
         "loss": trained.loss,
         "accuracy": trained.accuracy,
@@ -95,11 +97,11 @@ def run(job: HeadJob) -> Result:
     metrics = write_checked(job, manifest, trained.layers, figures, features=features)
     return Result(
         prototypes=len(data.labels),
-        metrics={**metrics, "seconds": made.seconds},
+        metrics={**metrics, "seconds": seconds},
         quarantined={**invalid, **judgment.quarantined},
         warning=judgment.warning,
         few_prototypes=few_prototypes(np.bincount(data.labels), manifest),
-        counting=made.counting,
+        counting=counting,
     )
 
 

@@ -123,16 +123,8 @@ def _run(features: Features, name: str, size: int, rare: int, seed: int) -> Run:
         for label, count in enumerate(wanted)
     ]
     parts = pool(list(_prototypes(features.train, drawn, rng)))
-    trained = train_head(
-        parts.values,
-        parts.labels,
-        parts.counts,
-        num_classes=features.classes,
-        recipe=RECIPES["default"],
-        seed=seed,
-        device="cpu",
-    )
     restored = TrainingSet(parts.values, parts.labels, parts.counts, features.classes, restore=True)
+    trained = train_head(restored, RECIPES["default"], seed=seed, device="cpu")
     chosen = np.concatenate(drawn)
     logits, truth = logits_of(trained.layers, features.test), features.test_labels
     rivals = {

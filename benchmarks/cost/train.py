@@ -17,9 +17,10 @@ from torch.nn import functional
 from aggregator.algorithms.fedtc.head import logits_of
 from aggregator.algorithms.fedtc.recipe import RECIPES, Recipe
 from aggregator.algorithms.fedtc.train_head import train_head
+from aggregator.algorithms.fedtc.training_set import TrainingSet
 from aggregator.config.schema import Training
 from aggregator.training.head_job import recipe_of
-from aggregator.training.robust.training_set import WeightedPrototypes, combine
+from aggregator.training.robust.training_set import combine
 from benchmarks.data.features import load_features
 from benchmarks.data.images import NAMES
 from benchmarks.options import selected
@@ -115,7 +116,7 @@ def _compare(name: str, *, epochs: int, turns: int) -> Comparison:
     features = load_features(name, backbone=BACKBONE, image_size=IMAGE_SIZE)
     settings = Settings(clients=10, alpha=0.99, batch_size=5, recipe=RECIPES["default"], device="cpu")
     parts = fleet_prototypes(features, PARTITION, settings, seed=0)
-    data = combine(list(parts.values()))
+    data = combine(list(parts.values()), num_classes=features.classes)
     plain = _plain(data, features)
     recipe: list[Head] = []
     ours: dict[str, list[Head]] = {title: [] for title in OURS}
@@ -132,21 +133,10 @@ def _compare(name: str, *, epochs: int, turns: int) -> Comparison:
     )
 
 
-def _ours(data: WeightedPrototypes, features: Features, recipe: Recipe) -> Head:
+def _ours(data: TrainingSet, features: Features, recipe: Recipe) -> Head:
     """Train as the aggregator does: cross-validation, adapter or discriminant, temperature, compression."""
     started = time.perf_counter(), time.process_time()
-    trained = train_head(
-        data.values,
-        data.labels,
-        data.counts,
-        weights=data.weights,
-        common=data.common,
-        devices=data.devices,
-        num_classes=features.classes,
-        recipe=recipe,
-        seed=0,
-        device="cpu",
-    )
+    trained = train_head(data, recipe, seed=0, device="cpu")
     wall_s, cpu_s = time.perf_counter() - started[0], time.process_time() - started[1]
     predicted = logits_of(trained.layers, features.test).argmax(axis=1)
     return Head(accuracy=_share(predicted, features), wall_s=wall_s, cpu_s=cpu_s)
@@ -156,7 +146,7 @@ def _share(predicted: NDArray[np.int64], features: Features) -> float:
     return float((predicted == features.test_labels).mean())
 
 
-def _plain(data: WeightedPrototypes, features: Features) -> Iterator[Head]:
+def _plain(data: TrainingSet, features: Features) -> Iterator[Head]:
     """Yield the head of each epoch of the paper's recipe, as a PyTorch program of a few lines trains it."""
     torch.manual_seed(0)
     first, second, last = (

@@ -181,14 +181,12 @@ def accuracies(
 ) -> Accuracies:
     """Average random images of cells on each device, and make both heads; `owners` are the devices, (n,)."""
     made, of_parts = _parts(data, owners, batch=batch, cell=cell, seed=seed)
-    joined = combine([replace(part, values=rounded(part.values)) for part in made], max_multiple=max_multiple)
-    prototypes = TrainingSet(
-        *(joined.values, joined.labels, joined.counts, data.classes),
-        restore=True,
-        weights=joined.weights,
-        common=joined.common,
-        devices=of_parts if cell else joined.devices,
-    ).evenly_weighted()
+    joined = combine(
+        [replace(part, values=rounded(part.values)) for part in made],
+        num_classes=data.classes,
+        max_multiple=max_multiple,
+    )
+    prototypes = replace(joined, restore=True, devices=of_parts if cell else joined.devices).evenly_weighted()
     # Mixed over the whole class, deviations would lose the shape of the cells.
     recipe = replace(RECIPES["default"], mix=not cell)
     layers, _ = train_adapter(prototypes, recipe=recipe, seed=seed, device="cpu")

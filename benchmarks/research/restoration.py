@@ -13,7 +13,6 @@ from aggregator.algorithms.fedtc.adapter import train_adapter
 from aggregator.algorithms.fedtc.discriminant import discriminants
 from aggregator.algorithms.fedtc.head import Dense, logits_of
 from aggregator.algorithms.fedtc.recipe import RECIPES
-from aggregator.algorithms.fedtc.training_set import TrainingSet
 from aggregator.ingest.validation import Prototypes
 from aggregator.training.robust.training_set import combine, pool
 from benchmarks.data.domains import load_domains
@@ -59,13 +58,11 @@ def command(
     for batch in batches:
         for seed in seeds:
             trained, evaluated = _divide(domains, np.random.default_rng(seed), validation=validation)
-            data = combine(_parts(trained, devices, batch, seed))
+            data = combine(_parts(trained, devices, batch, seed), num_classes=CLASSES)
             sets = {
-                about: TrainingSet(
-                    *(data.values, data.labels, data.counts, CLASSES),
+                about: replace(
+                    data,
                     restore=about != "as they are",
-                    weights=data.weights,
-                    common=data.common,
                     devices=data.devices if about == "device" else None,
                 ).evenly_weighted()
                 for about in ("as they are", "class", "device")

@@ -122,11 +122,8 @@ def _head_of(prototypes: Prototypes, task: TaskFile) -> Sequence[Dense]:
     if task.algorithm == "statistics":
         total = moments_of(values.astype(np.int64), labels, counts, num_classes=len(CLASSES))
         return [solve(total).layer]
-    recipe, seed = recipe_of(task.training), task.training.seed
-    trained = train_head(
-        values, labels, counts, num_classes=len(CLASSES), recipe=recipe, seed=seed, device="cpu"
-    )
-    return trained.layers
+    data = TrainingSet(values, labels, counts, len(CLASSES))
+    return train_head(data, recipe_of(task.training), seed=task.training.seed, device="cpu").layers
 
 
 def features_of(paths: Sequence[Path], backbone: Backbone) -> Images:

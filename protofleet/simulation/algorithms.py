@@ -11,6 +11,7 @@ from aggregator.algorithms.algorithm import Algorithm
 from aggregator.algorithms.fedtc.head import logits_of
 from aggregator.algorithms.fedtc.recipe import RECIPES
 from aggregator.algorithms.fedtc.train_head import train_head
+from aggregator.algorithms.fedtc.training_set import TrainingSet
 from aggregator.config.schema import Client as ClientSettings
 from aggregator.config.schema import Robust, StatisticsSettings
 from aggregator.training.robust.weights import Counting
@@ -125,15 +126,8 @@ def train_alone(clients: Sequence[Client], *, classes: int) -> Trained:
     recipe = replace(RECIPES["default"], restore=False, mix=False, adapter=False)
     logits = []
     for client in clients:
-        made = train_head(
-            client.train,
-            client.train_labels,
-            np.ones_like(client.train_labels),
-            num_classes=classes,
-            widths=client.widths,
-            recipe=recipe,
-            seed=SEED,
-            device="cpu",
-        )
+        labels = client.train_labels
+        data = TrainingSet(client.train, labels, np.ones_like(labels), classes, widths=client.widths)
+        made = train_head(data, recipe, seed=SEED, device="cpu")
         logits.append(logits_of(made.layers, client.test))
     return Trained(logits=logits, seconds=time.process_time() - started_s)

@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 
 from aggregator.algorithms.fedtc.head import Dense, logits_of
 from aggregator.algorithms.fedtc.recipe import Recipe
-from aggregator.algorithms.fedtc.train_head import TrainedHead, train_head
+from aggregator.algorithms.fedtc.train_head import train_head
+from aggregator.algorithms.fedtc.training_set import TrainingSet
 from aggregator.config.schema import MAX_MULTIPLE, Robust
 from aggregator.ingest.validation import Expectation, Prototypes, check_submission, read_message
-from aggregator.training.fleet_head import train_fleet_head
-from aggregator.training.robust.training_set import WeightedPrototypes, pool
+from aggregator.training.robust.training_set import judged_set, pool
 from aggregator.training.robust.weights import Counting
 from protocol.wire.codec import digest_of, encode, to_unsigned
 from protocol.wire.messages import BlobRef, Submission, TaskManifest
@@ -97,25 +97,22 @@ def train_clients(
     """
     expectation = _expectation(features, settings)
     payloads = _submissions(features, owners, settings, seed=seed)
-    made = train_fleet_head(
+    data, judgment, counting = judged_set(
         {client: decoded(payload, expectation) for client, payload in payloads.items()},
         classes=expectation.manifest.classes,
         widths=features.widths,
-        recipe=settings.recipe,
         robust=Robust(detect_outliers=settings.detect_outliers, max_multiple=settings.max_multiple),
-        seed=seed,
-        device=settings.device,
     )
-    result = _evaluated(made.trained, made.data, features, seed=seed, seconds=made.seconds)
+    result, head = _trained(data, features, settings.recipe, settings, seed=seed)
     fleet = dataclasses.replace(
         result,
         partition="given",
         devices=len(payloads),
         bytes_up=sum(map(len, payloads.values())),
-        quarantined=tuple(sorted(made.judgment.quarantined)),
-        counting=made.counting,
+        quarantined=tuple(sorted(judgment.quarantined)),
+        counting=counting,
     )
-    return fleet, made.trained.layers
+    return fleet, head
 
 
 def fleet_prototypes(
@@ -137,18 +134,18 @@ def train_ceiling(features: Features, settings: Settings, *, seed: int) -> tuple
     """Return the result of `run_ceiling`, and the head."""
     everything = Prototypes(features.train, features.train_labels, np.ones_like(features.train_labels))
     recipe = dataclasses.replace(settings.recipe, restore=False, mix=False)
+    return _trained(training_set(everything, features), features, recipe, settings, seed=seed)
+
+
+def _trained(
+    data: TrainingSet, features: Features, recipe: Recipe, settings: Settings, *, seed: int
+) -> tuple[Result, Sequence[Dense]]:
+    """Return a head's result, of no devices, and the head."""
     started_s = time.perf_counter()
-    trained = train_on(everything, features, recipe=recipe, device=settings.device, seed=seed)
+    trained = train_head(data, recipe, seed=seed, device=settings.device)
     seconds = time.perf_counter() - started_s
-    return _evaluated(trained, everything, features, seed=seed, seconds=seconds), trained.layers
-
-
-def _evaluated(
-    trained: TrainedHead, data: Prototypes, features: Features, *, seed: int, seconds: float
-) -> Result:
-    """Return a head's result, of no devices."""
     logits = logits_of(trained.layers, features.test)
-    return Result(
+    result = Result(
         partition=ALL_FEATURES,
         seed=seed,
         accuracy=float((logits.argmax(axis=1) == features.test_labels).mean()),
@@ -162,6 +159,7 @@ def _evaluated(
         epochs=trained.epochs,
         train_seconds=seconds,
     )
+    return result, trained.layers
 
 
 def task_manifest(algorithm: str, classes: int, **settings: Any) -> TaskManifest:
@@ -261,21 +259,10 @@ def decoded(payload: bytes, expectation: Expectation) -> Prototypes:
     return check_submission(message, expectation)
 
 
-def train_on(data: Prototypes, features: Features, *, recipe: Recipe, device: str, seed: int) -> TrainedHead:
-    """Train a head as the aggregator would."""
-    weighted = data if isinstance(data, WeightedPrototypes) else None
-    return train_head(
-        data.values,
-        data.labels,
-        data.counts,
-        weights=weighted.weights if weighted else None,
-        common=weighted.common if weighted else None,
-        devices=weighted.devices if weighted else None,
-        num_classes=features.classes,
-        widths=features.widths,
-        recipe=recipe,
-        seed=seed,
-        device=device,
+def training_set(prototypes: Prototypes, features: Features) -> TrainingSet:
+    """Return prototypes that all count alike, to train a head from."""
+    return TrainingSet(
+        *(prototypes.values, prototypes.labels, prototypes.counts, features.classes), widths=features.widths
     )
 
 

@@ -2,14 +2,13 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from aggregator.algorithms.algorithm import ABSENT_LOGIT
-from aggregator.algorithms.fedtc.arrays import Arrays
 from aggregator.algorithms.fedtc.calibration import calibrate, cross_entropy
 from aggregator.algorithms.fedtc.discriminant import discriminants
 from aggregator.algorithms.fedtc.head import Dense, logits_of
@@ -64,20 +63,12 @@ class _Candidate:
     """The loss on held-out prototypes; NaN if there are none."""
 
 
-def train_head(  # noqa: PLR0913 - arrays that belong together
-    prototypes: NDArray[np.float32],
-    labels: NDArray[np.integer],
-    counts: NDArray[np.integer],
-    *,
-    weights: NDArray[np.float64] | None = None,
-    common: NDArray[np.bool_] | None = None,
-    devices: NDArray[np.integer] | None = None,
-    num_classes: int,
-    widths: Sequence[int] = (),
+def train_head(
+    data: TrainingSet,
     recipe: Recipe,
+    *,
     seed: int,
     device: str,
-    arrays: Arrays | None = None,
     report: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> TrainedHead:
     """Make a head from the pooled prototypes (FedTC eq. 5).
@@ -91,24 +82,14 @@ def train_head(  # noqa: PLR0913 - arrays that belong together
     prototypes is never predicted.
 
     Args:
-        prototypes: (m, L) float32, of all devices.
-        labels: (m,), in 0 to num_classes - 1.
-        counts: (m,), the images in each prototype.
-        weights: (m,), how much each prototype counts; None if all count alike.
-        common: (m,), False for prototypes of classes on few devices, whose effect on other classes is limited: they do
-            not count in cross-validation, nor more than others in the covariance; None if there are none.
-        devices: (m,), the number of each prototype's device; None if devices are alike.
-        num_classes: C, the classes of the task.
-        widths: the number of values of each backbone, in their order; empty for one backbone. The values of several
-            are brought to one scale for the training.
+        data: of all devices. The values of several backbones are brought to one scale for the training.
         recipe: how to train.
         seed: of the folds, the first weights, the shuffling and the mixing.
         device: where the adapter is trained: a torch device, or "auto" for CUDA if available.
-        arrays: makes the arrays of m rows; in memory if it is None.
         report: called after each epoch of the adapter with `device`, `epoch` from 1, `epochs` and its mean `loss`.
 
     Raises:
-        ProtofleetError: there are no prototypes, invalid ones, or no CUDA device where one is configured.
+        ProtofleetError: there is no CUDA device where one is configured.
     """
 
     def adapter(part: TrainingSet) -> tuple[tuple[Dense, ...], int]:
@@ -117,11 +98,9 @@ def train_head(  # noqa: PLR0913 - arrays that belong together
         even = part.evenly_weighted()
         return train_adapter(even, recipe=recipe, seed=seed, device=device, report=report)
 
-    data = TrainingSet(
-        prototypes, labels, counts, num_classes, recipe.restore, weights, common, devices, arrays or Arrays()
-    )
-    if several := len(widths) > 1:
-        factors = data.factors(widths)
+    data = replace(data, restore=recipe.restore)
+    if several := len(data.widths) > 1:
+        factors = data.factors()
         data = data.times(factors)
     if recipe.closed_form:
         chosen = _choose(data, adapter if recipe.adapter else None, seed)
@@ -131,8 +110,8 @@ def train_head(  # noqa: PLR0913 - arrays that belong together
     logits = logits_of(layers, data.features)
     return TrainedHead(
         layers=(layers[0].after(factors), *layers[1:]) if several else layers,
-        loss=float(cross_entropy(logits, labels).mean()) if math.isnan(chosen.loss) else chosen.loss,
-        accuracy=float((logits.argmax(axis=1) == labels).mean()),
+        loss=float(cross_entropy(logits, data.labels).mean()) if math.isnan(chosen.loss) else chosen.loss,
+        accuracy=float((logits.argmax(axis=1) == data.labels).mean()),
         epochs=chosen.epochs,
         temperature=chosen.temperature,
     )

@@ -34,10 +34,12 @@ class TrainingSet:
         labels: (m,), in 0 to C - 1.
         counts: (m,), the images in each prototype.
         num_classes: C, the classes of the task.
-        restore: restore the variance that averaging removed.
+        restore: restore the variance that averaging removed; `train_head` does as its recipe says.
         weights: (m,), how much each prototype counts, 1 on average; None if all count alike.
-        common: (m,), False in a class on so few devices that one could decide about others; None if none is.
+        common: (m,), False in a class on so few devices that one could decide about others: these prototypes do not
+            count in cross-validation, nor more than others in the covariance; None if none is.
         devices: (m,), the number of each prototype's device; None if devices are alike.
+        widths: the number of values of each backbone, in their order; empty for one backbone.
         arrays: makes the arrays of m rows.
     """
 
@@ -45,10 +47,11 @@ class TrainingSet:
     labels: NDArray[np.integer]
     counts: NDArray[np.integer]
     num_classes: int
-    restore: bool
+    restore: bool = False
     weights: NDArray[np.float64] | None = None
     common: NDArray[np.bool_] | None = None
     devices: NDArray[np.integer] | None = None
+    widths: Sequence[int] = ()
     arrays: Arrays = field(default_factory=Arrays, compare=False)
 
     def __post_init__(self) -> None:
@@ -72,7 +75,7 @@ class TrainingSet:
         if not all(np.isfinite(values[block]).all() for block in blocks(len(values))):
             raise ProtofleetError("prototypes must be finite; refuse their submission")
 
-    def factors(self, widths: Sequence[int]) -> NDArray[np.float32]:
+    def factors(self) -> NDArray[np.float32]:
         """Return what brings the values of several backbones to one scale, (L,), from MIN_FACTOR to 1.
 
         The scale of a backbone's values is the median over prototypes, at most SAMPLE of them, of the root mean square
@@ -81,11 +84,11 @@ class TrainingSet:
         rows = np.linspace(0, len(self.values) - 1, min(len(self.values), SAMPLE)).astype(np.intp)
         values = self.values[rows].astype(np.float64)
         squares = (values - np.median(values, axis=0)) ** 2
-        parts = np.split(squares, np.cumsum(widths)[:-1], axis=1)
+        parts = np.split(squares, np.cumsum(self.widths)[:-1], axis=1)
         scales = np.array([np.median(np.sqrt(part.mean(axis=1))) for part in parts])
         least = scales[scales > 0].min(initial=np.inf)
         factors = np.divide(least, scales, out=np.ones(len(scales)), where=scales > 0)
-        return np.repeat(np.maximum(factors, MIN_FACTOR), widths).astype(np.float32)
+        return np.repeat(np.maximum(factors, MIN_FACTOR), self.widths).astype(np.float32)
 
     def times(self, factors: NDArray[np.float32]) -> "TrainingSet":
         """Return the prototypes with their values (m, L) multiplied by factors (L,)."""

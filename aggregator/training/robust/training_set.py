@@ -1,32 +1,70 @@
 """The training set of a head, pure: the prototypes of several submissions as one labeled data set."""
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from aggregator.algorithms.fedtc.arrays import Arrays
-from aggregator.config.schema import MAX_MULTIPLE
+from aggregator.algorithms.fedtc.training_set import TrainingSet
+from aggregator.config.schema import MAX_MULTIPLE, Robust
 from aggregator.ingest.validation import Prototypes
 from aggregator.training.robust.limited_means import limited_means
 from aggregator.training.robust.outlier_detection import MIN_DEVICES as COMMON_DEVICES
-from aggregator.training.robust.weights import limited, prototype_weights
+from aggregator.training.robust.outlier_detection import Judgment, judge
+from aggregator.training.robust.outlier_statistics import summaries
+from aggregator.training.robust.weights import (
+    Counting,
+    counting,
+    limited,
+    prototype_weights,
+    stated_images,
+)
 
 MIN_COMMON_SHARE = 1 / 3
 """Share of the prototypes, by weight, that classes on COMMON_DEVICES devices need for the others to be limited."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class WeightedPrototypes(Prototypes):
-    """Prototypes of several devices."""
+def judged_set(
+    parts: Mapping[str, Prototypes],
+    *,
+    classes: Sequence[str],
+    widths: Sequence[int] = (),
+    robust: Robust,
+    released: Collection[str] = (),
+    arrays: Arrays | None = None,
+) -> tuple[TrainingSet, Judgment, Counting]:
+    """Return the prototypes that a head of these devices is made of, the outliers among them, and what counts.
 
-    weights: NDArray[np.float64]
-    """(m,), how much each counts."""
-    common: NDArray[np.bool_]
-    """(m,), False if its class is on so few devices that its effect on the others is limited."""
-    devices: NDArray[np.int64]
-    """(m,), the number of its device among `parts`."""
+    `widths` are those of `TrainingSet`. Devices in `released` are not quarantined. Arrays of all prototypes are made by
+    `arrays`, in memory if it is None.
+
+    Raises:
+        ProtofleetError: the data cannot be trained on.
+    """
+    judgment = Judgment({})
+    if robust.detect_outliers:
+        judgment = judge(
+            summaries(parts),
+            classes=classes,
+            false_alarm_rate=robust.false_alarm_rate,
+            released=released,
+        )
+    used = {name: part for name, part in parts.items() if name not in judgment.quarantined}
+    data = combine(
+        list(used.values()),
+        num_classes=len(classes),
+        max_multiple=robust.max_multiple,
+        disputed=judgment.disputed,
+        arrays=arrays,
+    )
+    images = dict(zip(used, stated_images(list(used.values()), len(classes)), strict=True))
+    return (
+        replace(data, widths=widths),
+        judgment,
+        counting(images, classes, multiple=robust.max_multiple),
+    )
 
 
 def pool(parts: Sequence[Prototypes], arrays: Arrays | None = None) -> Prototypes:
@@ -50,10 +88,11 @@ def half_of(part: Prototypes) -> Prototypes:
 def combine(
     parts: Sequence[Prototypes],
     *,
+    num_classes: int,
     max_multiple: float = MAX_MULTIPLE,
     disputed: Collection[int] = (),
     arrays: Arrays | None = None,
-) -> WeightedPrototypes:
+) -> TrainingSet:
     """Return the training set of one part per device, with little influence of devices that differ from the others.
 
     No device weighs more than `max_multiple` times the median device, and no mean of a class is farther from the
@@ -63,12 +102,14 @@ def combine(
     """
     weights = np.concatenate(prototype_weights(parts, multiple=max_multiple))
     parts = limited(parts, multiple=max_multiple)
+    arrays = arrays or Arrays()
     data = pool(limited_means(parts) if max_multiple else parts, arrays)
-    return WeightedPrototypes(
-        *(data.values, data.labels, data.counts),
+    return TrainingSet(
+        *(data.values, data.labels, data.counts, num_classes),
         weights=weights,
         common=_common(parts, weights, disputed),
         devices=np.repeat(np.arange(len(parts)), [len(part.labels) for part in parts]),
+        arrays=arrays,
     )
 
 

@@ -14,10 +14,11 @@ from aggregator.algorithms.algorithm import Algorithm
 from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.algorithms.fedproto import FedProto
 from aggregator.algorithms.fedtc.recipe import RECIPES
+from aggregator.algorithms.fedtc.train_head import train_head
 from aggregator.algorithms.fpl import FPL
 from aggregator.algorithms.hierarchical import Hierarchical
 from aggregator.config.schema import Robust
-from aggregator.training.fleet_head import train_fleet_head
+from aggregator.training.robust.training_set import judged_set
 from benchmarks.accuracy import baselines
 from benchmarks.pages import ROOT
 from benchmarks.research import cells
@@ -140,14 +141,12 @@ def _fedtc_floats(
             )
             for mine in sent.values()
         ]
-        trained = train_fleet_head(
+        prototypes, _, _ = judged_set(
             {name: replace(mine, values=mine.values.astype(np.float32)) for name, mine in sent.items()},
             classes=tuple(map(str, range(data.classes))),
-            recipe=settings.recipe,
             robust=fleet.robust,
-            seed=fleet.seed,
-            device=settings.device,
-        ).trained
+        )
+        trained = train_head(prototypes, settings.recipe, seed=fleet.seed, device=settings.device)
         accuracy = fedtc.accuracy_of(trained.layers, data)
         yield Point(setting=f"B {batch}", accuracy=accuracy, bytes_up=sum(sizes))
 

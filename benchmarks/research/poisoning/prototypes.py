@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aggregator.algorithms.fedtc.adapter import torch_device
+from aggregator.algorithms.fedtc.train_head import train_head
 from aggregator.config.schema import Robust, Training
 from aggregator.ingest.validation import Prototypes
 from aggregator.training.head_job import recipe_of
@@ -21,7 +22,7 @@ from benchmarks.data.images import NAMES
 from benchmarks.options import repeated, selected
 from benchmarks.report import Table, json_option, write_json
 from benchmarks.research.poisoning.data_options import DataOptions, data_options
-from protofleet.simulation.fedtc import Settings, accuracy_of, fleet_prototypes, train_on
+from protofleet.simulation.fedtc import Settings, accuracy_of, fleet_prototypes, training_set
 from protofleet.simulation.fleet import Features
 from protofleet.simulation.partitions import Partition
 
@@ -167,11 +168,13 @@ def run(
             accuracies[method] = accuracies["none"]
             continue
         data = (
-            pool(list(uploaded.values()))
+            training_set(pool(list(uploaded.values())), features)
             if method == "unlimited"
-            else combine(included if method == "check" else list(uploaded.values()))
+            else combine(
+                included if method == "check" else list(uploaded.values()), num_classes=features.classes
+            )
         )
-        trained = train_on(data, features, recipe=settings.recipe, device=settings.device, seed=seed)
+        trained = train_head(data, settings.recipe, seed=seed, device=settings.device)
         accuracies[method] = accuracy_of(trained.layers, features)
     return Result(
         partition=str(partition),

@@ -103,18 +103,12 @@ def run(features: Features, settings: Settings, *, attack: str, seed: int) -> Re
     names = [str(label) for label in range(classes + 1)]
     rate = Robust().false_alarm_rate
     quarantined = judge(summaries(parts), classes=names, false_alarm_rate=rate).quarantined
-    data = combine([part for device, part in parts.items() if device not in quarantined])
+    used = [part for device, part in parts.items() if device not in quarantined]
+    data = combine(used, num_classes=classes + 1)
     unlimited, found = (
         logits_of(
             train_head(
-                *(data.values, data.labels, data.counts),
-                weights=data.weights,
-                common=common,
-                devices=data.devices,
-                num_classes=classes + 1,
-                recipe=settings.recipe,
-                seed=seed,
-                device="cpu",
+                dataclasses.replace(data, common=common), settings.recipe, seed=seed, device="cpu"
             ).layers,
             features.test,
         ).argmax(axis=1)

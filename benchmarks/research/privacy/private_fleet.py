@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aggregator.algorithms.fedtc.recipe import Recipe
+from aggregator.algorithms.fedtc.train_head import train_head
 from aggregator.ingest.validation import Prototypes
 from aggregator.training.robust.training_set import pool
 from edge_client.privacy.gaussian_mechanism import Mechanism, private_prototypes
@@ -14,7 +15,7 @@ from edge_client.privacy.perturbation import perturb_prototypes
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import Perturbation
 from protofleet.prototypes import average_class
-from protofleet.simulation.fedtc import accuracy_of, train_on
+from protofleet.simulation.fedtc import accuracy_of, training_set
 from protofleet.simulation.fleet import Features
 
 DELTA = 1e-5
@@ -82,7 +83,7 @@ def run_private(
     data = pool(parts)
     if not len(data.labels):
         return 0.0
-    trained = train_on(data, features, recipe=recipe, device=device, seed=seed)
+    trained = train_head(training_set(data, features), recipe, seed=seed, device=device)
     return accuracy_of(trained.layers, features)
 
 

@@ -71,10 +71,12 @@ def test_device_that_is_not_quarantined_does_not_decide() -> None:
 
 def _error(parts: list[Prototypes], *, max_multiple: float = 5) -> float:
     """Return the mean distance of the classes' means in a training set from the true ones."""
-    data = combine(parts, max_multiple=max_multiple)
+    data = combine(parts, num_classes=len(CLASSES), max_multiple=max_multiple)
     truth = _means(honest(0, prototypes=1000, shift=0.0))
     members = [data.labels == label for label in range(len(CLASSES))]
-    means = [np.average(data.values[mine], axis=0, weights=data.weights[mine]) for mine in members]
+    means = [
+        np.average(data.values[mine], axis=0, weights=np.asarray(data.weights)[mine]) for mine in members
+    ]
     return float(np.linalg.norm(np.stack(means) - truth, axis=1).mean())
 
 
@@ -110,7 +112,7 @@ def test_class_of_two_devices_stays() -> None:
 
 def test_nothing_is_limited_without_a_multiple() -> None:
     parts = [*fleet(6).values(), flipped(honest(9))]
-    data = combine(parts, max_multiple=0)
+    data = combine(parts, num_classes=len(CLASSES), max_multiple=0)
     assert np.array_equal(data.values, np.concatenate([part.values for part in parts]))
 
 

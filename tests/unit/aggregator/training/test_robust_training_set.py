@@ -8,9 +8,9 @@ import pytest
 from aggregator.algorithms.fedtc.head import logits_of
 from aggregator.algorithms.fedtc.recipe import RECIPES
 from aggregator.algorithms.fedtc.train_head import TrainedHead, train_head
+from aggregator.algorithms.fedtc.training_set import TrainingSet
 from aggregator.ingest.validation import Prototypes
 from aggregator.training.robust.training_set import (
-    WeightedPrototypes,
     combine,
     half_of,
     pool,
@@ -21,7 +21,7 @@ from tests.support.messages.prototype_sets import fleet, flipped, honest
 def test_parts_are_concatenated() -> None:
     """The order of the parts stays."""
     parts = list(fleet(3).values())
-    data = combine(parts)
+    data = _combined(parts)
     assert np.array_equal(data.values, np.concatenate([part.values for part in parts]))
     assert np.array_equal(data.labels, np.concatenate([part.labels for part in parts]))
 
@@ -40,8 +40,10 @@ def test_flood_of_one_device_does_not_decide() -> None:
     """A device that sends 3,000 prototypes under false labels, among eight of eighteen."""
     parts = [*fleet(8).values(), flipped(honest(9, prototypes=1000))]
     fresh = honest(20, prototypes=50)
-    assert _accuracy(combine(parts), fresh) > 0.95
-    assert _accuracy(pool(parts), fresh) < 0.05
+    assert _accuracy(_combined(parts), fresh) > 0.95
+    alike = pool(parts)
+    data = TrainingSet(alike.values, alike.labels, alike.counts, RARE + 1)
+    assert _accuracy(data, fresh) < 0.05
 
 
 SIZE, RARE, IMAGES = 48, 5, 5
@@ -63,12 +65,12 @@ def test_class_of_one_device_does_not_decide_the_others(kind: str, images: int) 
     parts = [_overlapping(10 + device) for device in range(10)]
     values = _false_values(pool(parts), kind)
     rare = Prototypes(values, np.full(len(values), RARE), np.full(len(values), images))
-    data = combine([pool([parts[0], rare]), *parts[1:]])
-    assert data.common.tolist() == (data.labels != RARE).tolist()
+    data = _combined([pool([parts[0], rare]), *parts[1:]])
+    assert data.common_rows.tolist() == (data.labels != RARE).tolist()
     fresh = _overlapping(99, rows=200, images=1)
     assert _accuracy(data, fresh) > 0.88
-    assert _accuracy(replace(data, common=np.ones_like(data.common)), fresh) < 0.75
-    assert _accuracy(combine(parts), fresh) == pytest.approx(0.947, abs=0.01)
+    assert _accuracy(replace(data, common=np.ones_like(data.common_rows)), fresh) < 0.75
+    assert _accuracy(_combined(parts), fresh) == pytest.approx(0.947, abs=0.01)
 
 
 def _false_values(data: Prototypes, kind: str) -> np.ndarray:
@@ -94,7 +96,7 @@ def test_spread_of_a_class_of_one_device_is_limited() -> None:
         values = 2 + scale * np.random.default_rng(0).normal(size=(10, SIZE))
         values += 2 - values.mean(axis=0)
         rare = Prototypes(values.astype(np.float32), np.full(10, RARE), np.full(10, IMAGES))
-        data = combine([pool([parts[0], rare]), *parts[1:]])
+        data = _combined([pool([parts[0], rare]), *parts[1:]])
         of_others = logits_of(_trained(data).layers, fresh)[:, :RARE]
         logits.append(of_others - of_others.mean(axis=1, keepdims=True))
     np.testing.assert_allclose(logits[0], logits[1], atol=1e-3)
@@ -117,29 +119,25 @@ def test_spread_of_a_class_of_one_device_is_limited() -> None:
 def test_classes_on_few_devices_count_for_what_all_share_where_they_are_needed(
     parts: list[Prototypes], common: set[int]
 ) -> None:
-    data = combine(parts)
-    assert set(data.labels[data.common].tolist()) == common
+    data = _combined(parts)
+    assert set(data.labels[data.common_rows].tolist()) == common
 
 
 def test_each_prototype_has_the_number_of_its_device() -> None:
     parts = [honest(number, prototypes=2 + number) for number in range(4)]
     expected = np.repeat(np.arange(4), [len(part.labels) for part in parts])
-    np.testing.assert_array_equal(combine(parts).devices, expected)
+    np.testing.assert_array_equal(_combined(parts).devices, expected)
 
 
-def _trained(data: Prototypes) -> TrainedHead:
-    return train_head(
-        *(data.values, data.labels, data.counts),
-        weights=data.weights if isinstance(data, WeightedPrototypes) else None,
-        common=data.common if isinstance(data, WeightedPrototypes) else None,
-        num_classes=RARE + 1,
-        recipe=replace(RECIPES["default"], adapter=False),
-        seed=0,
-        device="cpu",
-    )
+def _combined(parts: list[Prototypes]) -> TrainingSet:
+    return combine(parts, num_classes=RARE + 1)
 
 
-def _accuracy(data: Prototypes, fresh: Prototypes) -> float:
+def _trained(data: TrainingSet) -> TrainedHead:
+    return train_head(data, replace(RECIPES["default"], adapter=False), seed=0, device="cpu")
+
+
+def _accuracy(data: TrainingSet, fresh: Prototypes) -> float:
     """Return the accuracy of the linear head of a training set on new prototypes."""
     logits = logits_of(_trained(data).layers, fresh.values)
     return float((logits.argmax(axis=1) == fresh.labels).mean())

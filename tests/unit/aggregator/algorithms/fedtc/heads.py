@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from aggregator.algorithms.fedtc.head import logits_of
 from aggregator.algorithms.fedtc.recipe import RECIPES, Recipe
 from aggregator.algorithms.fedtc.train_head import TrainedHead, train_head
+from aggregator.algorithms.fedtc.training_set import TrainingSet
 
 Features = NDArray[np.float32]
 Integers = NDArray[np.int64]
@@ -39,16 +40,8 @@ def train(
     seed: int = 0,
     device: str = "cpu",
 ) -> TrainedHead:
-    return train_head(
-        prototypes,
-        labels,
-        counts,
-        num_classes=num_classes,
-        widths=widths,
-        recipe=recipe,
-        seed=seed,
-        device=device,
-    )
+    data = TrainingSet(prototypes, labels, counts, num_classes, widths=widths)
+    return train_head(data, recipe, seed=seed, device=device)
 
 
 def logits_from(trained: TrainedHead, features: Features) -> Features:

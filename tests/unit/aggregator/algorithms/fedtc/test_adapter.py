@@ -8,6 +8,7 @@ from aggregator.algorithms.fedtc.adapter import Head, _Optimizer
 from aggregator.algorithms.fedtc.head import Dense, logits_of
 from aggregator.algorithms.fedtc.recipe import RECIPES, Recipe
 from aggregator.algorithms.fedtc.train_head import train_head
+from aggregator.algorithms.fedtc.training_set import TrainingSet
 from tests.unit.aggregator.algorithms.fedtc.heads import (
     ADAPTER,
     FEATURE_SIZE,
@@ -64,9 +65,7 @@ def test_unsorted_prototypes_keep_their_counts() -> None:
     order = np.argsort(labels, kind="stable")
     recipe = replace(ADAPTER, epochs=1, min_steps=2, compress=False)
     first, second = (
-        train_head(
-            prototypes[rows], labels[rows], counts[rows], num_classes=2, recipe=recipe, seed=0, device="cpu"
-        )
+        train(prototypes[rows], labels[rows], counts[rows], num_classes=2, recipe=recipe)
         for rows in (slice(None), order)
     )
     assert np.array_equal(first.layers[0].weight, second.layers[0].weight)
@@ -90,10 +89,8 @@ def test_a_small_fleet_gets_enough_steps() -> None:
 @pytest.mark.parametrize("recipe", [RECIPES["paper"], ADAPTER], ids=["paper", "adapter"])
 def test_training_reports_a_falling_loss(recipe: Recipe) -> None:
     reports: list[dict[str, float]] = []
-    prototypes, labels, counts = blobs(0, 1, 2, 3)
-    trained = train_head(
-        prototypes, labels, counts, num_classes=4, recipe=recipe, seed=0, device="cpu", report=reports.append
-    )
+    data = TrainingSet(*blobs(0, 1, 2, 3), 4)
+    trained = train_head(data, recipe, seed=0, device="cpu", report=reports.append)
     assert [report["epoch"] for report in reports] == list(range(1, trained.epochs + 1))
     assert reports[-1]["loss"] < reports[0]["loss"]
 

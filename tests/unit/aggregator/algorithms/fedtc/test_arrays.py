@@ -12,6 +12,7 @@ from aggregator.algorithms.fedtc.arrays import Arrays, blocks, is_in_file
 from aggregator.algorithms.fedtc.head import Dense
 from aggregator.algorithms.fedtc.recipe import RECIPES, Recipe
 from aggregator.algorithms.fedtc.train_head import MIN_HELD_OUT, TrainedHead, train_head
+from aggregator.algorithms.fedtc.training_set import TrainingSet
 from protocol.errors import ProtofleetError
 
 
@@ -89,16 +90,14 @@ def _trained(recipe: Recipe, arrays: Arrays) -> TrainedHead:
     directions = rng.normal(size=(12 * MIN_HELD_OUT, 8))
     directions /= np.linalg.norm(directions, axis=1, keepdims=True)
     labels = np.where(np.arange(len(directions)) < 20, 2, np.arange(len(directions)) % 2)
-    return train_head(
+    data = TrainingSet(
         (directions * np.array([1, 4, 9])[labels][:, None]).astype(np.float32),
         labels,
         rng.integers(1, 3, len(labels)),
+        4,
         weights=np.where(np.arange(len(labels)) < 40, 0.5, 1.0),
         common=labels < 2,
         devices=rng.integers(0, 5, len(labels)),
-        num_classes=4,
-        recipe=recipe,
-        seed=0,
-        device="cpu",
         arrays=arrays,
     )
+    return train_head(data, recipe, seed=0, device="cpu")

@@ -64,16 +64,16 @@ def test_scale_of_a_backbone_does_not_matter(recipe: Recipe, scale: float) -> No
 def test_one_extreme_prototype_switches_no_backbone_off(value: float) -> None:
     """A fleet of few devices does not find it as an outlier."""
     values, labels, counts = blobs(0, 1, 2, 3)
-    given = TrainingSet(values, labels, counts, 4, restore=True)
-    expected = given.factors((4, 4))
+    given = TrainingSet(values, labels, counts, 4, widths=(4, 4))
+    expected = given.factors()
     values[7, :4] = value
-    np.testing.assert_allclose(given.factors((4, 4)), expected, rtol=0.05)
+    np.testing.assert_allclose(given.factors(), expected, rtol=0.05)
 
 
 def test_factors_stay_within_float16() -> None:
     values, labels, counts = blobs(0, 1, 2, 3)
     values[:, :4] *= 1e9
-    factors = TrainingSet(values, labels, counts, 4, restore=True).factors((4, 4))
+    factors = TrainingSet(values, labels, counts, 4, widths=(4, 4)).factors()
     assert factors.tolist() == pytest.approx([1e-4] * 4 + [1] * 4)
 
 
@@ -152,17 +152,8 @@ def test_where_regressions_are_no_candidates(*, rare: bool, monkeypatch: pytest.
     """With a class of few devices, which they do not limit, and of two classes, the head is as without them."""
     monkeypatch.delattr(module, "_preferred")
     prototypes, labels, counts = blobs(*range(3 if rare else 2), per_class=4)
-    common = labels < 2
-    head = module.train_head(
-        prototypes,
-        labels,
-        counts,
-        common=common,
-        num_classes=3,
-        recipe=RECIPES["default"],
-        seed=0,
-        device="cpu",
-    )
+    data = TrainingSet(prototypes, labels, counts, 3, common=labels < 2)
+    head = module.train_head(data, RECIPES["default"], seed=0, device="cpu")
     assert len(head.layers) == 1
 
 
