@@ -188,7 +188,7 @@ class SimulatedDevice:
     def _perform(self, action: events.Action) -> None:  # noqa: C901 - one case per action
         match action:
             case events.BuildSubmission(task=task, manifest=manifest, above=above):
-                payload = _submission(self.name, task, len(manifest.classes), sequence=above + 1)
+                payload = submission_of(self.name, task, len(manifest.classes), sequence=above + 1)
                 item = self._kept("submission", payload, task=task)
                 self.submission = item.digest
                 self._step(events.SubmissionBuilt(task, item))
@@ -239,7 +239,7 @@ def _body(payload: bytes, fleet: str, channel: str) -> bytes:
     return open_manifest(payload, fleet=fleet, channel="task" if channel == "task" else "head").body
 
 
-def _submission(name: str, task: bytes, classes: int, *, sequence: int) -> bytes:
+def submission_of(name: str, task: bytes, classes: int, *, sequence: int) -> bytes:
     """Return a submission whose prototypes are near the same class means as those of all devices."""
     labels = np.repeat(np.arange(classes), PER_CLASS)
     means = np.random.default_rng(0).normal(size=(classes, FEATURES))

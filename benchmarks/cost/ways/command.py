@@ -3,8 +3,8 @@
 `python -m benchmarks ways` runs `aggregator run` and mosquitto, uploads submissions of three devices, and traces the
 aggregator with its subprocesses. It counts each function of `aggregator` and `protocol` once for each way:
 
-- upload: from a submission's last frame until its receipt; only functions that each of three uploads enters, so that
-  periodic work does not count;
+- upload: from a submission's last frame until its receipt, and the acknowledgement of the frame to the broker; only
+  functions that each of three uploads enters, so that periodic work does not count;
 - head: from three stored submissions until the head's manifest, with the training's process and periodic work;
 - rollback: from an operator's command over HTTP until its answer and the manifest, with the server's process; only
   functions that each of three rollbacks enters;
@@ -24,23 +24,26 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING
 
 import click
-import numpy as np
+from paho.mqtt import publish
 
+from benchmarks.cost.fleet_load.device import submission_of
 from benchmarks.cost.processes import ROOT, free_address, mosquitto, running_program
+from benchmarks.cost.uploads.ingest import listening
 from benchmarks.cost.ways import tracing
 from benchmarks.report import Table, json_option, write_json
 from protocol.errors import ProtofleetError
-from protocol.mqtt.events import Event, Outgoing, Received
-from protocol.mqtt.reconnecting_session import BrokerAddress, Session
-from protocol.wire.codec import decode, digest_of, encode, to_unsigned
-from protocol.wire.messages import HeadManifest, Receipt, Submission
-from protocol.wire.quantization import prototype_fields
+from protocol.mqtt.reconnecting_session import BrokerAddress
+from protocol.wire.codec import decode, digest_of, encode
+from protocol.wire.messages import HeadManifest, Receipt
 from protocol.wire.signing import open_manifest, sign_frame
 from protocol.wire.topics import device_topic, fleet_topic
 from protocol.wire.transfer import frames_of
+
+if TYPE_CHECKING:
+    from protocol.mqtt.events import Received
 
 FLEET = "ways"
 DEVICES = ("a", "b", "c")
@@ -54,9 +57,6 @@ deadline_s = 15  # all submissions must be stored by then
 device = "cpu"
 epochs = 4
 """
-FEATURES = 256
-PER_CLASS = 4
-"""Prototypes of each class."""
 TIMEOUT_S = 120.0
 WAYS = {"upload": (1, 2, 3), "head": (4,), "rollback": (5, 6, 7), "start": (8,)}
 """The windows of each way; a function counts that was entered in all of them."""
@@ -91,24 +91,11 @@ class Trace:
 
 
 class Devices:
-    """The devices of the fleet, on one connection."""
+    """The devices of the fleet: what they publish, and the messages that they receive."""
 
-    def __init__(self, broker: BrokerAddress) -> None:
-        self._received: queue.SimpleQueue[Received] = queue.SimpleQueue()
-        topics = [fleet_topic(FLEET, channel) for channel in ("task", "head")]
-        topics += [device_topic(FLEET, name, "ack") for name in DEVICES]
-        self._session = Session(broker, client_id="devices", subscriptions=topics, on_event=self._keep)
-
-    def __enter__(self) -> Self:
-        self._session.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._session.stop()
-
-    def _keep(self, event: Event) -> None:
-        if isinstance(event, Received):
-            self._received.put(event)
+    def __init__(self, broker: BrokerAddress, received: "queue.SimpleQueue[Received]") -> None:
+        self._broker = broker
+        self._received = received
 
     def _next(self, topic: str) -> bytes:
         """Return the next message on a topic; others are dropped."""
@@ -137,11 +124,18 @@ class Devices:
         half, key = len(payload) // 2, digest_of(device.encode())
         ranges = ((0, half), (half, len(payload)))
         for frame in frames_of(payload, digest=digest_of(payload), ranges=ranges):
+            signed = encode(sign_frame(frame, key=key, fleet=FLEET, device=device))
             with (last if frame.offset else None) or contextlib.nullcontext():
-                signed = encode(sign_frame(frame, key=key, fleet=FLEET, device=device))
-                self._session.send(Outgoing(device_topic(FLEET, device, "up"), signed))
+                publish.single(
+                    device_topic(FLEET, device, "up"),
+                    signed,
+                    1,
+                    hostname=self._broker.host,
+                    port=self._broker.port,
+                )
                 answer = self._next(device_topic(FLEET, device, "ack")) if frame.offset else b""
-            time.sleep(1.0)  # the aggregator has nothing else to do during the second frame
+                time.sleep(0.1)  # the aggregator acknowledges the message to the broker
+            time.sleep(1.0)  # it has nothing else to do during the second frame
         if (receipt := decode(answer, Receipt, max_bytes=len(answer))).status != "received":
             raise ProtofleetError(f"the aggregator has not stored a submission: {receipt}")
 
@@ -174,13 +168,20 @@ def measure(folder: Path) -> dict[str, list[str]]:
     (folder / "trace").mkdir()
     trace, server = Trace(folder / "trace"), free_address()
     _start(folder, trace)
-    with mosquitto(folder) as broker, _aggregator(folder, trace, broker, server), Devices(broker) as devices:
+    topics = [fleet_topic(FLEET, "task"), fleet_topic(FLEET, "head")]
+    topics += [device_topic(FLEET, name, "ack") for name in DEVICES]
+    with (
+        mosquitto(folder) as broker,
+        _aggregator(folder, trace, broker, server),
+        listening(broker, *topics) as received,
+    ):
+        devices = Devices(broker, received)
         task = devices.task()
         for window, name in zip(WAYS["upload"], DEVICES, strict=True):
-            devices.upload(name, _submission(name, task, sequence=1), trace.window(window))
+            devices.upload(name, submission_of(name, task, 3, sequence=1), trace.window(window))
         with trace.window(*WAYS["head"]):
             devices.wait_for_head(1)
-        devices.upload(DEVICES[0], _submission(DEVICES[0], task, sequence=2))
+        devices.upload(DEVICES[0], submission_of(DEVICES[0], task, 3, sequence=2))
         devices.wait_for_head(2)
         for window, version in zip(WAYS["rollback"], (1, 2, 1), strict=True):
             with trace.window(window):
@@ -207,23 +208,6 @@ def _aggregator(
     arguments += ["--broker", str(broker), "--http", str(server)]
     program = [sys.executable, "-m", "aggregator.cli", "run", *arguments]
     return running_program(program, log=folder / "aggregator.log", environment=trace.environment)
-
-
-def _submission(device: str, task: bytes, *, sequence: int) -> bytes:
-    """Return prototypes near the class means that all devices have."""
-    labels = np.repeat(np.arange(3), PER_CLASS)
-    means = np.random.default_rng(0).normal(size=(3, FEATURES))
-    noise = np.random.default_rng([sequence, *device.encode()]).normal(0, 0.3, (len(labels), FEATURES))
-    return encode(
-        Submission(
-            task=task,
-            sequence=sequence,
-            **prototype_fields((means[labels] + noise).astype(np.float16)),
-            labels=to_unsigned(labels),
-            counts=to_unsigned(np.full(len(labels), 5)),
-            images=5 * len(labels),
-        )
-    )
 
 
 def _roll_back(state: Path, server: BrokerAddress, version: int) -> None:
