@@ -2,14 +2,10 @@
 
 import click
 
-from aggregator.cli import enrollment, operator_commands, task_file
-from aggregator.cli.dashboard import dashboard_command
-from aggregator.cli.doctor import doctor_command
-from aggregator.cli.receive import receive_command
+from aggregator.cli import enrollment, monitoring, operator_commands, task_file
+from aggregator.cli.programs import receive_command, train_command
 from aggregator.cli.run import coordinate_command, run_command
 from aggregator.cli.state import EXTRAS
-from aggregator.cli.top import top_command
-from aggregator.cli.train import train_command
 from protocol.cli import examples, run
 
 
@@ -29,9 +25,7 @@ for _command in (
     coordinate_command,
     receive_command,
     train_command,
-    doctor_command,
-    top_command,
-    dashboard_command,
+    *monitoring.COMMANDS,
     *task_file.COMMANDS,
     *operator_commands.COMMANDS,
     *enrollment.COMMANDS,

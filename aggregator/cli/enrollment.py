@@ -1,4 +1,4 @@
-"""`aggregator enroll`, `enroll-broker`, `revoke`, `reset-key`, `rotate-key` and `issue-key`."""
+"""`aggregator enroll`, `enroll-broker`, `enroll-receiver`, `reset-key`, `rotate-key` and `issue-key`."""
 
 import contextlib
 from pathlib import Path
@@ -58,7 +58,7 @@ def enroll_command(
 
     Copy the folder to the device and keep it secret: it contains the device's private keys.
     """
-    from aggregator.security.enrollment import enroll
+    from aggregator.security.enrollment import enroll, revocation_advice
     from protocol.mqtt.tls import parse_brokers
 
     if broker:
@@ -80,7 +80,7 @@ def enroll_command(
     if not was_closed:
         click.echo("the fleet is now closed: devices that are not enrolled are refused")
     if known is not None and known.serial:
-        _explain_revocation_list(state)
+        click.echo(revocation_advice(state))
 
 
 @click.command(
@@ -150,20 +150,6 @@ def enroll_receiver_command(*, receiver: str, out: Path, task: Path | None, stat
         enroll_receiver(store, receiver, fleet=fleet, out=out, days=days)
     files = f"--ca {out}/ca.crt --cert {out}/receiver.crt --key {out}/receiver.key"
     click.echo(f"copy {out} to the receiver's machine, and add to its `aggregator receive`: {files}")
-
-
-@click.command("revoke", epilog=examples("aggregator revoke shed-1"))
-@click.argument("device")
-@state_option
-def revoke_command(*, device: str, state: Path) -> None:
-    """Revoke DEVICE: refuse its messages and exclude its submissions from training."""
-    from aggregator.security.enrollment import revoke
-
-    with existing_state(state) as store:
-        has_revocation_list = revoke(store, device)
-    click.echo(f"revoked {device}: the aggregator refuses its messages from now on")
-    if has_revocation_list:
-        _explain_revocation_list(state)
 
 
 @click.command("reset-key", epilog=examples("aggregator reset-key shed-1"))
@@ -243,12 +229,6 @@ def _max_devices(store: "Store", task: Path | None) -> int | None:
     return served.limits.max_devices if served is not None else None
 
 
-def _explain_revocation_list(state: Path) -> None:
-    from aggregator.security.enrollment import revocation_advice
-
-    click.echo(revocation_advice(state))
-
-
 @contextlib.contextmanager
 def _fleet_state(state: Path, task: Path | None) -> "Iterator[tuple[Store, str]]":
     """Open the state directory, created if missing; yield it with the fleet's name.
@@ -289,7 +269,6 @@ COMMANDS = (
     enroll_command,
     enroll_broker_command,
     enroll_receiver_command,
-    revoke_command,
     reset_key_command,
     rotate_key_command,
     issue_key_command,

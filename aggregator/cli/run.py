@@ -118,7 +118,8 @@ def _run(  # noqa: PLR0913 - one for each option
     start_logging(verbose=verbose)
     require_packages("onnx", "onnxscript", "onnxruntime", "scipy", "torch", extras=EXTRAS)
     from aggregator.config.task_file import load_task
-    from aggregator.http.process import http_options, start_http
+    from aggregator.http.process import http_server
+    from aggregator.http.settings import http_settings
     from aggregator.security.identity import aggregator_access, restore_access
     from aggregator.service.aggregator import serve
     from aggregator.service.standby import Standby, until_answered
@@ -128,7 +129,7 @@ def _run(  # noqa: PLR0913 - one for each option
     from protocol.mqtt.tls import NO_AUTHENTICATION, parse_brokers, warnings
 
     access = read_access(**access_given)
-    dashboard = http_options(
+    dashboard = http_settings(
         http,
         token_file=http_token_file,
         hosts=http_host,
@@ -154,22 +155,21 @@ def _run(  # noqa: PLR0913 - one for each option
         )
 
     def lead() -> None:
-        with contextlib.closing(standby.open(open_to_lead)) as store, contextlib.ExitStack() as cleanup:
+        with contextlib.closing(standby.open(open_to_lead)) as store:
             is_closed = store.keys.is_closed()
             own_access = aggregator_access(state, access, fleet=task_file.fleet, is_closed=is_closed)
             restore_access(store)
-            if (server := start_http(dashboard, state)) is not None:
-                cleanup.callback(server.stop)
-            prepared = prepare_task(task_file, backbones, store=store)
-            serve(
-                prepared,
-                store,
-                broker=brokers,
-                access=own_access,
-                embedded_broker=embedded_broker,
-                external_training=external_training,
-                is_coordinator=is_coordinator,
-            )  # until interrupted
+            with http_server(dashboard, state):
+                prepared = prepare_task(task_file, backbones, store=store)
+                serve(
+                    prepared,
+                    store,
+                    broker=brokers,
+                    access=own_access,
+                    embedded_broker=embedded_broker,
+                    external_training=external_training,
+                    is_coordinator=is_coordinator,
+                )  # until interrupted
 
     until_answered(lambda: standby.repeat(lead))
 

@@ -5,6 +5,7 @@ import importlib.metadata
 import importlib.util
 import logging
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -16,19 +17,30 @@ from starlette.responses import FileResponse, PlainTextResponse, Response, Strea
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from aggregator.http import commands
 from aggregator.http.access import Access, has_token, may_read, problem
-from aggregator.http.documents import Document
+from aggregator.http.commands import (
+    COMMANDS,
+    CommandReply,
+    EnrollCommand,
+    enrollment_archive,
+    run_command,
+)
 from aggregator.http.metrics import CONTENT_TYPE, metrics_text
-from aggregator.http.openapi import Session, openapi_document
-from aggregator.http.projections import Projections
-from aggregator.http.readiness import readiness
+from aggregator.http.openapi import JSON_TYPE, Endpoint, Handler, openapi_document
 from aggregator.http.settings import HttpSettings
-from aggregator.http.snapshots import Snapshots
+from aggregator.http.snapshots import Document, Projections, Snapshot, Snapshots
+from aggregator.status.details import Details
+from aggregator.status.model import Status, Summary
+from aggregator.status.projection import Projection
 from protocol.errors import ProtofleetError
 from protocol.log import event
 
 log = logging.getLogger(__name__)
+
+BINARY_TYPE = "application/octet-stream"
+
+EVENTS = "Server-sent events: `change`, with the version of the newest state, at each change."
+ENROLL = "Enroll a device, which closes the fleet; answers its enrollment folder, with its private keys."
 
 MAX_BODY_BYTES = 16 * 1024
 
@@ -40,26 +52,30 @@ NO_PAGE = (
 )
 
 
+class Readiness(msgspec.Struct, frozen=True):
+    """The readiness for uploads of devices, and what is wrong without it."""
+
+    ready: bool
+    problems: tuple[str, ...] = ()
+
+
+class Session(msgspec.Struct, frozen=True):
+    """The rights of the client, by its token."""
+
+    read: bool
+    command: bool
+
+
 def make_app(settings: HttpSettings, snapshots: Snapshots) -> Starlette:
     """Return the application."""
     server = _Server(settings, snapshots)
     routes: list[BaseRoute] = [
-        Route("/healthz", server.health),
-        Route("/readyz", server.ready),
-        Route("/metrics", server.metrics),
-        Route("/api/v1/status", server.document),
-        Route("/api/v1/details", server.document),
-        Route("/api/v1/prototypes", server.prototypes),
-        Route("/api/v1/events", server.events),
-        Route("/api/v1/openapi.json", server.openapi),
-        Route("/api/v1/session", server.session),
-        Route("/api/v1/files/{name}", server.file),
-        Route("/api/v1/commands/enroll", server.enroll, methods=["POST"]),
-        Route("/api/v1/commands/{name}", server.command, methods=["POST"]),
+        Route(each.path, each.handler, methods=[each.method]) for each in server.endpoints
     ]
+    routes.append(Route("/api/{path:path}", _unknown, methods=["GET", "POST"]))
     folder = page_folder()
     if folder is None:
-        routes.append(Route("/", server.no_page))
+        routes.append(Route("/", _no_page))
     else:
         routes.append(Mount("/", StaticFiles(directory=folder, html=True)))
     return Starlette(
@@ -95,6 +111,14 @@ async def _problem(_request: Request, error: Exception) -> Response:
     return problem(400 if isinstance(error, msgspec.MsgspecError) else 409, str(error))
 
 
+async def _unknown(_request: Request) -> Response:
+    return problem(404, "unknown path: /api/v1/openapi.json lists all")
+
+
+async def _no_page(_request: Request) -> Response:
+    return PlainTextResponse(NO_PAGE)
+
+
 class _Server:
     def __init__(self, settings: HttpSettings, snapshots: Snapshots) -> None:
         self._settings = settings
@@ -102,24 +126,49 @@ class _Server:
         self._snapshots = snapshots
         self._projections = Projections(self._state)
         self._commands = asyncio.Lock()
+        self.endpoints = self._endpoints()
+
+    def _endpoints(self) -> tuple[Endpoint, ...]:
+        def document(name: str) -> Handler:
+            return partial(self.document, name)
+
+        command = "/api/v1/commands"
+        return (
+            Endpoint("/api/v1/status", document("status"), "What `aggregator status --json` prints.", Status),
+            Endpoint("/api/v1/summary", document("summary"), "The fleet in a line, with its problems.", Summary),
+            Endpoint("/api/v1/details", document("details"), "Figures of devices and heads by class.", Details),
+            Endpoint("/api/v1/prototypes", self.prototypes, "The prototypes in two dimensions.", Projection),
+            Endpoint("/api/v1/events", self.events, EVENTS, "text/event-stream"),
+            Endpoint("/api/v1/openapi.json", self.openapi, "This document.", JSON_TYPE),
+            Endpoint("/api/v1/session", self.session, "The rights of the client.", Session),
+            Endpoint("/healthz", self.health, "The HTTP server answers.", "text/plain"),
+            Endpoint("/readyz", self.ready, "200 if the fleet is served; 503 otherwise.", Readiness),
+            Endpoint("/metrics", self.metrics, "Metrics for Prometheus.", "text/plain"),
+            Endpoint("/api/v1/files/head.onnx", self.file, "The current head.", BINARY_TYPE),
+            Endpoint("/api/v1/files/model.onnx", self.file, "Head and backbones in one.", BINARY_TYPE),
+            Endpoint(f"{command}/enroll", self.enroll, ENROLL, "application/zip", EnrollCommand),
+            *(
+                Endpoint(f"{command}/{name}", partial(self.command, name), each.summary, CommandReply, each.arguments)
+                for name, each in COMMANDS.items()
+            ),
+        )  # fmt: skip
 
     async def health(self, _request: Request) -> Response:
         return PlainTextResponse("ok\n")
 
     async def ready(self, _request: Request) -> Response:
-        found = readiness(await self._snapshots.current())
+        found = _readiness(await self._snapshots.current())
         return _json(found, 200 if found.ready else 503)
 
     async def metrics(self, _request: Request) -> Response:
         text = metrics_text(await self._snapshots.current())
         return Response(text, headers={"content-type": CONTENT_TYPE})
 
-    async def document(self, request: Request) -> Response:
+    async def document(self, name: str, request: Request) -> Response:
         snapshot = await self._snapshots.current()
         if snapshot.status is None:
             return problem(503, snapshot.problem)
-        document = snapshot.documents[request.scope["path"].rpartition("/")[2]]
-        return _document(request, document, snapshot.version)
+        return _document(request, snapshot.documents[name], snapshot.version)
 
     async def prototypes(self, request: Request) -> Response:
         document = await self._projections.current()
@@ -136,7 +185,7 @@ class _Server:
             yield f'event: change\ndata: {{"version": "{version}"}}\n\n' if version else ": alive\n\n"
 
     async def openapi(self, _request: Request) -> Response:
-        return _json(openapi_document(importlib.metadata.version("protofleet")))
+        return _json(openapi_document(self.endpoints, importlib.metadata.version("protofleet")))
 
     async def session(self, request: Request) -> Response:
         can_command = has_token(request.headers, self._settings.token)
@@ -144,7 +193,7 @@ class _Server:
         return _json(Session(read=can_read, command=can_command))
 
     async def file(self, request: Request) -> Response:
-        snapshot, name = await self._snapshots.current(), request.path_params["name"]
+        snapshot, name = await self._snapshots.current(), request.scope["path"].rpartition("/")[2]
         status = snapshot.status
         paths = {"head.onnx": status.head_path, "model.onnx": status.model_path} if status else {}
         path = paths.get(name)
@@ -152,27 +201,35 @@ class _Server:
             return problem(
                 404, f"no {name} yet: the first head is not trained, or this task has no such file"
             )
-        return FileResponse(path, filename=name, media_type="application/octet-stream")
+        return FileResponse(path, filename=name, media_type=BINARY_TYPE)
 
-    async def command(self, request: Request) -> Response:
-        name, arguments = request.path_params["name"], await _body(request)
-        if name not in commands.COMMANDS:
-            return problem(404, f"unknown command: expected one of {', '.join(commands.COMMANDS)}")
+    async def command(self, name: str, request: Request) -> Response:
+        arguments = await _body(request)
         async with self._commands:
-            outcome = await asyncio.to_thread(commands.run_command, self._state, name, arguments)
-        event(log, logging.INFO, "operator command", command=name, outcome=outcome.message)
-        return _json(outcome)
+            reply = await asyncio.to_thread(run_command, self._state, name, arguments)
+        event(log, logging.INFO, "operator command", command=name, outcome=reply.message)
+        return _json(reply)
 
     async def enroll(self, request: Request) -> Response:
         arguments = await _body(request)
         async with self._commands:
-            device, archive = await asyncio.to_thread(commands.enrollment_archive, self._state, arguments)
+            device, archive = await asyncio.to_thread(enrollment_archive, self._state, arguments)
         event(log, logging.INFO, "operator command", command="enroll", device=device)
         headers = {"content-disposition": f'attachment; filename="{device}.zip"'}
         return Response(archive, headers=headers, media_type="application/zip")
 
-    async def no_page(self, _request: Request) -> Response:
-        return PlainTextResponse(NO_PAGE)
+
+def _readiness(snapshot: Snapshot) -> Readiness:
+    """Return the readiness: an aggregator runs on the state and stores uploads."""
+    status = snapshot.status
+    if status is None:
+        return Readiness(ready=False, problems=(snapshot.problem,))
+    problems = []
+    if not status.running:
+        problems.append("the aggregator is not running: start `aggregator run`")
+    if status.intake.stopped_s is not None:
+        problems.append(f"uploads cannot be stored: {status.intake.reason}")
+    return Readiness(ready=not problems, problems=tuple(problems))
 
 
 async def _body(request: Request) -> bytes:

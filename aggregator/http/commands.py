@@ -1,24 +1,25 @@
-"""Operator commands over HTTP: the functions of the command line, on the same state directory."""
+"""An operator's commands on a state directory, for the command line and for HTTP.
+
+Functions import what they need when they run, so that `aggregator --help` answers at once.
+"""
 
 import contextlib
 import io
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from aggregator.heads.forgotten_devices import forget
-from aggregator.heads.operator_commands import release, submit_command
-from aggregator.security.enrollment import enroll, revocation_advice, revoke
-from aggregator.storage.open_store import open_store
-from aggregator.storage.store import Store
-from protocol.mqtt.tls import parse_brokers
+from protocol.errors import StateError
 from protocol.wire.messages import Name
+
+if TYPE_CHECKING:
+    from aggregator.storage.store import Store
 
 Arguments = TypeVar("Arguments", bound=msgspec.Struct)
 
@@ -49,53 +50,95 @@ class EnrollCommand(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     renew: bool = False
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class CommandReply(msgspec.Struct, frozen=True):
     """The result of a command, in words."""
 
     message: str
 
 
-def _rollback(store: Store, command: HeadCommand) -> str:
-    return submit_command(store, "rollback", command.version)
-
-
-def _promote(store: Store, _command: NoArguments) -> str:
-    return submit_command(store, "promote")
-
-
-def _release(store: Store, command: DeviceCommand) -> str:
-    return release(store, command.device)
-
-
-def _forget(store: Store, command: DeviceCommand) -> str:
-    return "; ".join(forget(store, command.device))
-
-
-def _revoke(store: Store, command: DeviceCommand) -> str:
-    text = f"revoked {command.device}: the aggregator refuses its messages from now on"
-    return f"{text}; {revocation_advice(store.folder)}" if revoke(store, command.device) else text
-
-
 @dataclass(frozen=True)
 class Command(Generic[Arguments]):
-    """A command: its arguments, the function that carries it out, and what it does."""
+    """A command: its arguments, the function that carries it out and returns what to print, and its help."""
 
     arguments: type[Arguments]
-    run: Callable[[Store, Arguments], str]
+    run: "Callable[[Store, Arguments], Sequence[str]]"
     summary: str
+    details: str = ""
+    examples: tuple[str, ...] = ()
+    """Arguments of a command line."""
+
+
+def _rollback(store: "Store", command: HeadCommand) -> Sequence[str]:
+    from aggregator.heads.operator_commands import submit_command
+
+    return (submit_command(store, "rollback", command.version),)
+
+
+def _promote(store: "Store", _command: NoArguments) -> Sequence[str]:
+    from aggregator.heads.operator_commands import submit_command
+
+    return (submit_command(store, "promote"),)
+
+
+def _release(store: "Store", command: DeviceCommand) -> Sequence[str]:
+    from aggregator.heads.operator_commands import release
+
+    return (release(store, command.device),)
+
+
+def _forget(store: "Store", command: DeviceCommand) -> Sequence[str]:
+    from aggregator.heads.forgotten_devices import forget
+
+    return forget(store, command.device)
+
+
+def _revoke(store: "Store", command: DeviceCommand) -> Sequence[str]:
+    from aggregator.security.enrollment import revocation_advice, revoke
+
+    has_revocation_list = revoke(store, command.device)
+    done = f"revoked {command.device}: the aggregator refuses its messages from now on"
+    return (done, revocation_advice(store.folder)) if has_revocation_list else (done,)
 
 
 COMMANDS: dict[str, Command[Any]] = {
-    "rollback": Command(HeadCommand, _rollback, "Make an earlier head current."),
-    "promote": Command(NoArguments, _promote, "Roll the candidate out to all devices."),
-    "release": Command(DeviceCommand, _release, "Release a device from quarantine."),
-    "forget": Command(DeviceCommand, _forget, "Delete a device's submissions."),
-    "revoke": Command(DeviceCommand, _revoke, "Revoke a device's key."),
+    "rollback": Command(
+        HeadCommand,
+        _rollback,
+        "Make head VERSION current again; without VERSION, the previous head.",
+        "All devices return to it and a candidate is rejected. Heads trained later are rolled out as usual.",
+        examples=("", "3"),
+    ),
+    "promote": Command(
+        NoArguments,
+        _promote,
+        "Roll the candidate out to all devices without waiting for its canaries.",
+        examples=("",),
+    ),
+    "release": Command(
+        DeviceCommand,
+        _release,
+        "Release DEVICE from quarantine.",
+        "Its prototypes are used for training from now on, whatever it uploads, until it is revoked.",
+        examples=("shed-1",),
+    ),
+    "forget": Command(
+        DeviceCommand,
+        _forget,
+        "Delete the submissions of DEVICE, and make the head again without them.",
+        "It stays enrolled and may upload again: to prevent that, revoke it first.",
+        examples=("shed-1",),
+    ),
+    "revoke": Command(
+        DeviceCommand,
+        _revoke,
+        "Revoke DEVICE: refuse its messages and exclude its submissions from training.",
+        examples=("shed-1",),
+    ),
 }
 
 
-def run_command(state: Path, name: str, arguments: bytes) -> Outcome:
-    """Carry out a command on a state directory; waits up to 10 s for the running aggregator.
+def run_command(state: Path, name: str, arguments: bytes) -> CommandReply:
+    """Carry out a command of the table on a state directory; waits up to 10 s for the running aggregator.
 
     Raises:
         MsgspecError: the arguments are not the command's.
@@ -104,7 +147,7 @@ def run_command(state: Path, name: str, arguments: bytes) -> Outcome:
     command = COMMANDS[name]
     decoded = msgspec.json.decode(arguments or b"{}", type=command.arguments)
     with _existing(state) as store:
-        return Outcome(command.run(store, decoded))
+        return CommandReply("; ".join(command.run(store, decoded)))
 
 
 def enrollment_archive(state: Path, arguments: bytes) -> tuple[str, bytes]:
@@ -116,6 +159,9 @@ def enrollment_archive(state: Path, arguments: bytes) -> tuple[str, bytes]:
         MsgspecError: the arguments are not the command's.
         ProtofleetError: the device cannot be enrolled.
     """
+    from aggregator.security.enrollment import enroll
+    from protocol.mqtt.tls import parse_brokers
+
     command = msgspec.json.decode(arguments, type=EnrollCommand)
     if command.broker:
         parse_brokers(command.broker)
@@ -131,17 +177,25 @@ def enrollment_archive(state: Path, arguments: bytes) -> tuple[str, bytes]:
             renew=command.renew,
             max_devices=served.limits.max_devices,
         )
-        archive = io.BytesIO()
-        with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as files:
-            for file in sorted(out.iterdir()):
-                entry = zipfile.ZipInfo(f"{command.device}/{file.name}")
-                entry.external_attr = (file.stat().st_mode & 0o777) << 16
-                files.writestr(entry, file.read_bytes())
-        return command.device, archive.getvalue()
+        return command.device, _archive(out)
+
+
+def _archive(folder: Path) -> bytes:
+    """Return a folder's files as a ZIP archive."""
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as files:
+        for file in sorted(folder.iterdir()):
+            entry = zipfile.ZipInfo(f"{folder.name}/{file.name}")
+            entry.external_attr = (file.stat().st_mode & 0o777) << 16
+            files.writestr(entry, file.read_bytes())
+    return archive.getvalue()
 
 
 @contextlib.contextmanager
-def _existing(state: Path) -> Iterator[Store]:
-    open_store(state, read_only=True).close()  # raises where there is none, instead of creating one
+def _existing(state: Path) -> "Iterator[Store]":
+    from aggregator.storage.open_store import has_database, open_store
+
+    if not has_database(state):  # it would be created
+        raise StateError(f"no aggregator state in {state}")
     with contextlib.closing(open_store(state)) as store:
         yield store

@@ -11,22 +11,13 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
-from aggregator.http.settings import (
-    DEFAULT_ADDRESS,
-    OFF,
-    TOKEN_FILE,
-    HttpAddress,
-    HttpSettings,
-    given_token,
-    listen,
-    new_token,
-    parse_address,
-)
-from protocol.cli import require_packages
+from aggregator.http.settings import TOKEN_FILE, HttpAddress, HttpSettings, listen, new_token
 from protocol.errors import ConfigError, ThreadFailed
 from protocol.log import event
 from protocol.rates.retry_delay import retry_delay_s
@@ -38,87 +29,61 @@ log = logging.getLogger(__name__)
 LISTEN_TIMEOUT_S = 3.0
 """Time for the server of an aggregator that was killed to release the port."""
 
-PACKAGES = ("prometheus_client", "starlette", "uvicorn")
-"""Packages that the subprocess imports."""
 
-
-class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The options of `aggregator run`, validated."""
-
-    address: HttpAddress
-    is_default: bool
-    """The address was not given: if it is taken, the aggregator runs without a server."""
-    token: str | None
-    hosts: tuple[str, ...]
-    read_token: str | None = None
-
-
-def http_options(
-    address: str | None,
-    *,
-    token_file: Path | None,
-    hosts: tuple[str, ...],
-    extras: str,
-    read_token_file: Path | None = None,
-) -> HttpOptions | None:
-    """Return the validated options; None if the server is off.
+@contextlib.contextmanager
+def http_server(settings: HttpSettings | None, state: Path) -> Iterator[int | None]:
+    """Run the subprocess, started again if it ends; yield its port, or None if it is off or its default port is taken.
 
     Raises:
-        ConfigError: the address is invalid, or not loopback although there is no token.
-        RuntimeMissing: a package of the server is not installed.
+        ConfigError: it cannot listen on the given address.
     """
-    if address == OFF:
-        return None
-    require_packages(*PACKAGES, extras=extras)
-    parsed = parse_address(address or DEFAULT_ADDRESS)
-    token = given_token(token_file, variable="PROTOFLEET_HTTP_TOKEN")
-    read_token = given_token(read_token_file, variable="PROTOFLEET_HTTP_READ_TOKEN")
-    if token is None and read_token is None and not parsed.is_loopback:
-        raise ConfigError(
-            f"--http {parsed} is reachable from other machines and needs a token: give --http-token-file, "
-            "or set PROTOFLEET_HTTP_TOKEN"
-        )
-    return HttpOptions(
-        address=parsed, is_default=address is None, token=token, hosts=hosts, read_token=read_token
-    )
-
-
-class HttpServer:
-    """The subprocess, started again if it ends; raises ConfigError if it cannot listen on its address."""
-
-    def __init__(self, options: HttpOptions, state: Path) -> None:
-        self._listening = _listen(options.address)
-        self.port = int(self._listening.getsockname()[1])
-        self._stopping = threading.Event()
+    listening = _listen(settings) if settings is not None else None
+    if settings is None or listening is None:
+        yield None
+        return
+    with listening:
+        port = int(listening.getsockname()[1])
+        token = settings.token or new_token(state)
+        where = None if settings.token else state / TOKEN_FILE
+        url = f"http://{HttpAddress(settings.address.host, port)}/"
+        event(log, logging.INFO, "dashboard started", url=url, token_file=where)
+        server = _Subprocess(replace(settings, state=str(state), socket=listening.fileno(), token=token))
+        start_thread(server.run, name="http", on_failure=_report)
         try:
-            token = options.token if options.token is not None else new_token(state)
-        except BaseException:
-            self._listening.close()
-            raise
-        self._settings = HttpSettings(
-            state=str(state),
-            socket=self._listening.fileno(),
-            token=token,
-            public=options.token is None and options.read_token is None,
-            read_token=options.read_token or "",
-            hosts=options.hosts,
-        )
+            yield port
+        finally:
+            server.stop()
+
+
+def _report(failure: ThreadFailed) -> None:
+    event(log, logging.ERROR, "dashboard ended: restart the aggregator", reason=failure)
+
+
+class _Subprocess:
+    """The subprocess of a server, started again if it ends."""
+
+    def __init__(self, settings: HttpSettings) -> None:
+        self._settings = settings
+        self._stopping = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
-        shown = HttpAddress(options.address.host, self.port)
-        where = state / TOKEN_FILE if options.token is None else None
-        event(log, logging.INFO, "dashboard started", url=f"http://{shown}/", token_file=where)
 
-    def start(self) -> None:
-        """Start the subprocess, and a thread that starts it again."""
-
-        def report(failure: ThreadFailed) -> None:
-            event(log, logging.ERROR, "dashboard ended: restart the aggregator", reason=failure)
-
-        start_thread(self._run, name="http", on_failure=report)
+    def run(self) -> None:
+        """Start the subprocess again and again, until `stop`."""
+        for attempt in range(sys.maxsize):
+            with self._lock:
+                if self._stopping.is_set():
+                    return
+                process = self._process = _spawn(self._settings)
+            code = process.wait()
+            delay_s = retry_delay_s(attempt)
+            if not self._stopping.is_set():
+                event(log, logging.ERROR, "dashboard ended", exit_status=code, retry_s=delay_s)
+            if self._stopping.wait(delay_s):
+                return
 
     def stop(self) -> None:
-        """End the subprocess and close the port."""
+        """End the subprocess."""
         self._stopping.set()
         with self._lock:
             process = self._process
@@ -129,65 +94,38 @@ class HttpServer:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        self._listening.close()
-
-    def _run(self) -> None:
-        for attempt in range(sys.maxsize):
-            with self._lock:
-                if self._stopping.is_set():
-                    return
-                process = self._process = self._spawn()
-            code = process.wait()
-            delay_s = retry_delay_s(attempt)
-            if not self._stopping.is_set():
-                event(log, logging.ERROR, "dashboard ended", exit_status=code, retry_s=delay_s)
-            if self._stopping.wait(delay_s):
-                return
-
-    def _spawn(self) -> subprocess.Popen[bytes]:
-        with state_errors(Path(sys.executable)):
-            # A new session: Ctrl-C reaches only the aggregator. The standard input stays open for as long as the
-            # aggregator lives.
-            process = subprocess.Popen(
-                [sys.executable, "-m", "aggregator.http"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                pass_fds=(self._settings.socket,),
-                start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-            )
-            with contextlib.suppress(BrokenPipeError):  # it has ended, as `_run` reports
-                if process.stdin is not None:
-                    process.stdin.write(msgspec.json.encode(self._settings) + b"\n")
-                    process.stdin.flush()
-        return process
 
 
-def start_http(options: HttpOptions | None, state: Path) -> HttpServer | None:
-    """Start the server; None if it is off, or its default address is taken.
+def _spawn(settings: HttpSettings) -> subprocess.Popen[bytes]:
+    with state_errors(Path(sys.executable)):
+        # A new session: Ctrl-C reaches only the aggregator. The standard input stays open for as long as the
+        # aggregator lives.
+        process = subprocess.Popen(
+            [sys.executable, "-m", "aggregator.http"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            pass_fds=(settings.socket,),
+            start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        )
+        with contextlib.suppress(BrokenPipeError):  # it has ended, as `run` reports
+            if process.stdin is not None:
+                process.stdin.write(msgspec.json.encode(settings) + b"\n")
+                process.stdin.flush()
+    return process
 
-    Raises:
-        ConfigError: it cannot listen on the given address.
-    """
-    if options is None:
-        return None
-    try:
-        server = HttpServer(options, state)
-    except ConfigError as error:
-        if not options.is_default:
-            raise
-        event(log, logging.WARNING, "no dashboard: give --http another address", reason=error)
-        return None
-    server.start()
-    return server
 
-
-def _listen(address: HttpAddress) -> socket.socket:
+def _listen(settings: HttpSettings) -> socket.socket | None:
+    """Return a socket that listens on the address; None if it is the default one, and taken."""
     deadline_s = time.monotonic() + LISTEN_TIMEOUT_S
     while True:
         try:
-            return listen(address)
-        except ConfigError:
-            if time.monotonic() > deadline_s:
+            return listen(settings.address)
+        except ConfigError as error:
+            if time.monotonic() <= deadline_s:
+                time.sleep(0.1)
+                continue
+            if not settings.is_default:
                 raise
-            time.sleep(0.1)
+            event(log, logging.WARNING, "no dashboard: give --http another address", reason=error)
+            return None

@@ -9,13 +9,16 @@ from pathlib import Path
 
 import msgspec
 
-from protocol.cli import read_secret
+from protocol.cli import read_secret, require_packages
 from protocol.errors import ConfigError
 from protocol.storage.blobstore import write_atomically
 
 DEFAULT_ADDRESS = "127.0.0.1:8080"
 
 OFF = "off"
+
+PACKAGES = ("prometheus_client", "starlette", "uvicorn")
+"""Packages that the server's process imports."""
 
 TOKEN_FILE = "http-token"  # noqa: S105 - the name of a file
 """In the state directory: the token for commands of an aggregator that was given none."""
@@ -33,28 +36,69 @@ class HttpAddress:
 
     @property
     def is_loopback(self) -> bool:
-        """Return True if only this machine reaches it."""
-        return is_loopback(self.host)
+        """True for `localhost` and the loopback addresses, which only this machine reaches."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host.lower() == "localhost"
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 class HttpSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings that the server's process receives on its standard input."""
+    """The settings of the HTTP server; its process receives them on its standard input."""
 
-    state: str
-    """The aggregator's state directory."""
-    socket: int
-    """File descriptor of the listening socket."""
-    token: str
-    """The secret that commands require."""
-    public: bool
-    """Reading requires no token."""
+    address: HttpAddress
+    is_default: bool = False
+    """No address was given: if it is taken, the aggregator runs without a server."""
+    token: str = ""
+    """The secret that commands require; empty until the server starts if none was given."""
     read_token: str = ""
     """The secret with which a client may only read; empty if there is none."""
     hosts: tuple[str, ...] = ()
     """Names, beside those of loopback, under which browsers reach the server."""
+    public: bool = False
+    """Reading requires no token."""
+    state: str = ""
+    """The aggregator's state directory; set when the server starts, like `socket`."""
+    socket: int = -1
+    """File descriptor of the listening socket."""
+
+
+def http_settings(
+    address: str | None,
+    *,
+    token_file: Path | None,
+    hosts: tuple[str, ...],
+    extras: str,
+    read_token_file: Path | None = None,
+) -> HttpSettings | None:
+    """Return the settings that options and environment give; None if the server is off.
+
+    Raises:
+        ConfigError: the address is invalid, or not loopback although there is no token.
+        RuntimeMissing: a package of the server is not installed.
+    """
+    if address == OFF:
+        return None
+    require_packages(*PACKAGES, extras=extras)
+    parsed = parse_address(address or DEFAULT_ADDRESS)
+    token = _given_token(token_file, variable="PROTOFLEET_HTTP_TOKEN")
+    read_token = _given_token(read_token_file, variable="PROTOFLEET_HTTP_READ_TOKEN")
+    if not token and not read_token and not parsed.is_loopback:
+        raise ConfigError(
+            f"--http {parsed} is reachable from other machines and needs a token: give --http-token-file, "
+            "or set PROTOFLEET_HTTP_TOKEN"
+        )
+    return HttpSettings(
+        address=parsed,
+        is_default=address is None,
+        token=token,
+        read_token=read_token,
+        hosts=hosts,
+        public=not token and not read_token,
+    )
 
 
 def parse_address(text: str) -> HttpAddress:
@@ -66,22 +110,16 @@ def parse_address(text: str) -> HttpAddress:
     raise ConfigError(f"expected --http as HOST:PORT, [IPV6]:PORT or {OFF}, got {text!r}")
 
 
-def is_loopback(host: str) -> bool:
-    """Return True for `localhost` and the loopback addresses."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
-
-
-def given_token(file: Path | None, *, variable: str) -> str | None:
-    """Return the token in a file, or in an environment variable; None if there is none.
+def _given_token(file: Path | None, *, variable: str) -> str:
+    """Return the token in a file, or in an environment variable; empty if there is none.
 
     Raises:
         ConfigError: the file cannot be read, or the token is too short.
     """
     token = read_secret(file, what="token") if file is not None else os.environ.get(variable)
-    if token is not None and len(token) < MIN_TOKEN:
+    if token is None:
+        return ""
+    if len(token) < MIN_TOKEN:
         raise ConfigError(
             f"expected a token of at least {MIN_TOKEN} characters, got {len(token)}: "
             "make one with `openssl rand -hex 32`"

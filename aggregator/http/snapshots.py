@@ -1,25 +1,26 @@
-"""Snapshots of the fleet's state: one for each change, shared by all requests and browsers."""
+"""The documents of the fleet's state: one for each change, shared by all requests and browsers."""
 
 import asyncio
 import contextlib
+import gzip
 import hashlib
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from aggregator.http.documents import Document, make_document
+import msgspec
+
 from aggregator.status import model
 from aggregator.status.collect import collect_status
 from aggregator.status.details import collect_details
+from aggregator.status.projection import Sources, project, projection_sources
+from aggregator.status.summary import summary_of
 from aggregator.storage.open_store import open_store, recorded_location
+from aggregator.storage.store import Store
 from protocol.errors import ProtofleetError
 from protocol.storage.folder_lock import FolderLock
 from protocol.storage.state_folder import database_of
-
-if TYPE_CHECKING:
-    from aggregator.storage.store import Store
 
 POLL_S = 0.5
 """Seconds between looks at the state directory, while a browser watches."""
@@ -30,6 +31,24 @@ REST = 4.0
 KEEP_ALIVE_S = 15.0
 """Seconds without a change after which a watching browser receives something nevertheless."""
 
+_COMPRESSION = 1
+"""Of gzip: a fourth of the size in a tenth of the time of its best."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """A JSON document, encoded and compressed once for all requests."""
+
+    body: bytes
+    compressed: bytes
+    version: str
+    """Of the contents: other contents have another one."""
+
+
+def _document(value: object) -> Document:
+    body = msgspec.json.encode(value)
+    return Document(body, gzip.compress(body, _COMPRESSION), hashlib.sha256(body).hexdigest()[:16])
+
 
 @dataclass(frozen=True)
 class Snapshot:
@@ -39,7 +58,7 @@ class Snapshot:
     """Why there is none; then all else is empty."""
     status: model.Status | None = None
     documents: dict[str, Document] = field(default_factory=dict)
-    """`status` and `details`."""
+    """`status`, `details` and `summary`."""
     version: str = ""
     """Of the contents: other contents have another one."""
     made_s: float = 0.0
@@ -129,8 +148,9 @@ def read_snapshot(state: Path) -> Snapshot:
     except ProtofleetError as error:
         text = str(error)
         return Snapshot(text, version=hashlib.sha256(text.encode()).hexdigest()[:16], made_s=time.time())
-    documents = {"status": make_document(status), "details": make_document(details)}
-    version = "-".join(document.version for document in documents.values())
+    values = {"status": status, "details": details, "summary": summary_of(status)}
+    documents = {name: _document(value) for name, value in values.items()}
+    version = f"{documents['status'].version}-{documents['details'].version}"
     return Snapshot("", status, documents, version, time.time())
 
 
@@ -178,3 +198,26 @@ def _times(files: Iterable[Path]) -> list[tuple[int, int, int] | None]:
         else:
             times.append((found.st_mtime_ns, found.st_size, found.st_ino))
     return times
+
+
+class Projections:
+    """Projects the prototypes of a state directory when a request asks and the submissions have changed."""
+
+    def __init__(self, state: Path) -> None:
+        self._state = state
+        self._lock = asyncio.Lock()
+        self._sources: Sources | None = None
+        self._document: Document | None = None
+
+    async def current(self) -> Document:
+        """Return the projection; raises StateError if the state cannot be read."""
+        async with self._lock:
+            sources, read = await asyncio.to_thread(self._read)
+            if self._document is None or sources != self._sources:
+                projection = await asyncio.to_thread(project, read, sources)
+                self._document, self._sources = _document(projection), sources
+            return self._document
+
+    def _read(self) -> tuple[Sources, Callable[[bytes], bytes]]:
+        with contextlib.closing(open_store(self._state, read_only=True)) as store:
+            return projection_sources(store), store.blob_reader()

@@ -6,6 +6,7 @@ from statistics import fmean
 from typing import Any
 
 from msgspec import UNSET
+from msgspec.structs import replace
 
 from aggregator.algorithms.registry import ALGORITHMS
 from aggregator.config.schema import Limits
@@ -17,6 +18,7 @@ from aggregator.ingest.intake_status import Intake
 from aggregator.ingest.quotas import upload_tokens
 from aggregator.security.key_rotation import key_certificates, root_of
 from aggregator.status import model
+from aggregator.status.summary import attention_of
 from aggregator.storage.device_keys import counts, refusal_reason
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.programs import ReceiverRecord
@@ -45,7 +47,8 @@ _REFUSED: Mapping[Reason | None, str] = {"revoked": "revoked", "unknown_device":
 def collect_status(store: Store) -> model.Status:
     """Return the status of a fleet; raises StateError if no aggregator has run on this state yet."""
     with store.database.snapshot():
-        return _collect(store)
+        status = _collect(store)
+    return replace(status, attention=attention_of(status))
 
 
 def _intake(own: Intake, receivers: Iterable[ReceiverRecord]) -> Intake:
@@ -72,6 +75,7 @@ def _collect(store: Store) -> model.Status:
     is_running, preparation = store.is_locked(), store.facts.get(TaskPreparation)
     receivers = tuple(record for _, record in store.receivers.all().values())
     return model.Status(
+        attention=(),
         running=is_running,
         leader=store.leader(),
         intake=_intake(intake_status.read(store.folder, is_running=is_running), receivers),

@@ -12,6 +12,9 @@ from aggregator.storage.stored_values import Traffic, TrainingProgress
 from aggregator.storage.submissions import LostSubmission
 from protocol.wire.presence import Duplicate
 
+NEARLY = 0.9
+"""Share of a quota from which it needs attention."""
+
 HeadState = Literal["current", "candidate", "rejected", ""]
 
 
@@ -151,6 +154,11 @@ class Quota(msgspec.Struct, frozen=True, kw_only=True):
     used: float
     limit: Annotated[float | None, Meta(description="Null where nothing is set.")]
 
+    @property
+    def is_nearly_used_up(self) -> bool:
+        """True from NEARLY of the limit on."""
+        return self.limit is not None and self.used >= NEARLY * self.limit
+
 
 class Quotas(msgspec.Struct, frozen=True, kw_only=True):
     """The fleet's quotas, of the task file's `[limits]`."""
@@ -162,9 +170,36 @@ class Quotas(msgspec.Struct, frozen=True, kw_only=True):
     ]
 
 
+class Attention(msgspec.Struct, frozen=True):
+    """A condition that needs an operator."""
+
+    level: Literal["error", "warning"]
+    title: Annotated[str, Meta(description="The condition in a few words.")]
+    text: Annotated[str, Meta(description="Its reason or place, and what to do.")]
+
+
+Count = Annotated[int, Meta(ge=0)]
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """A fleet in a line."""
+
+    fleet: str
+    running: bool
+    algorithm: Annotated[str, Meta(max_length=64)]
+    devices: Count
+    online: Count
+    submissions: Count
+    head: Annotated[Count, Meta(description="Version of the current head; 0 if there is none.")]
+    accuracy: Annotated[float | None, Meta(description="Of the current head, on all held-out images.")]
+    quotas: Quotas
+    attention: tuple[Attention, ...]
+
+
 class Status(msgspec.Struct, frozen=True, kw_only=True):
     """The state of an aggregator and its fleet."""
 
+    attention: Annotated[tuple[Attention, ...], Meta(description="What needs an operator, worst first.")]
     running: bool
     leader: Annotated[
         str, Meta(description="The machine of the aggregator that runs, on PostgreSQL; otherwise empty.")

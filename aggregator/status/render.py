@@ -1,33 +1,41 @@
-"""Prints a status for a person, with rich."""
+"""Prints a status for a person, with rich: once, or again and again on a terminal."""
 
+import contextlib
+import io
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import msgspec
 from rich.console import Console
+from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from aggregator.coordination.canary_comparison import canaries
+from aggregator.status.collect import collect_status
 from aggregator.status.model import (
     Candidate,
     Device,
     Enrollment,
-    FailedTraining,
     Head,
-    Quotas,
     Round,
     Status,
 )
+from aggregator.status.summary import names, usages
 from aggregator.storage.heads import CALIBRATED_FROM
+from aggregator.storage.open_store import open_store
 from aggregator.storage.programs import ReceiverRecord
 from aggregator.training.jobs import FEW_PROTOTYPES
 from protocol.cli import counted, plain
+from protocol.errors import ProtofleetError
 
 SHOWN_HEADS = 5
 SHOWN_NAMES = 10
-NEARLY = 0.9
-"""Share of a quota from which it is shown as nearly used up."""
+_STYLES = {"error": "red", "warning": "yellow"}
+"""By the level of what needs attention."""
 
 
 def render_status(status: Status, console: Console) -> None:
@@ -48,10 +56,42 @@ def render_page(status: Status, console: Console) -> None:
     console.print(_device_table(sorted(status.devices, key=lambda each: each.state != "online")))
 
 
+def show_live(state: Path, console: Console, *, wait: Callable[[], None]) -> None:
+    """Show the status of a state directory again after each `wait`, until that raises KeyboardInterrupt.
+
+    A state that cannot be read is shown as such, and read again.
+
+    Raises:
+        StateError: there is no state.
+    """
+    with contextlib.closing(open_store(state, read_only=True)):
+        pass
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as live,
+    ):
+        while True:
+            live.update(_page(state, console), refresh=True)
+            wait()
+
+
+def _page(state: Path, console: Console) -> Text:
+    """Return a page in the width and colors of a console, which shows another one meanwhile."""
+    output = io.StringIO()
+    page = Console(file=output, force_terminal=True, width=console.width)
+    page.print(f"aggregator top  {datetime.now().astimezone():%H:%M:%S}  Ctrl-C ends", style="dim")
+    try:
+        with contextlib.closing(open_store(state, read_only=True)) as store:
+            render_page(collect_status(store), page)
+    except ProtofleetError as error:
+        page.print(plain(str(error)), style="red", markup=False, highlight=False)
+    return Text.from_ansi(output.getvalue(), no_wrap=True, overflow="ellipsis")
+
+
 def _print(console: Console, label: str, text: str, style: str = "") -> None:
     """Print a label in a style and a text as it is, however long."""
     if label:
-        console.print(label, style=style or None, end=" ", highlight=False)
+        console.print(label, style=style or None, end=" ", markup=False, highlight=False)
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -60,56 +100,20 @@ def _above(status: Status) -> Iterator[tuple[str, ...]]:
     on = status.leader and f" on {status.leader}"
     running = f"running{on}" if status.running else "not running"
     yield "fleet", f"{status.fleet}, {status.algorithm}, task {status.task[:12]}, {running}", "bold"
-    if status.preparing:
-        yield (
-            "preparing",
-            f"a task with {status.preparing}: its graphs are exported, and not served yet",
-            "yellow",
-        )
+    for each in status.attention:
+        yield each.title, each.text, _STYLES[each.level]
     yield "key", f"{status.aggregator_key}; {_enrollment(status.enrollment)}"
     if status.root_key:
         yield "root key", status.root_key
-    if (other := status.duplicate) is not None:
-        yield "duplicate", f"{_clock(other.seen_s)}: {other.summary}", "red"
-    yield from _quotas(status.quotas)
-    if (failed := status.failed_training) is not None:
-        yield "training failed", _failed_training(failed), "red"
-    if status.collection_problem:
-        yield "collection", status.collection_problem, "yellow"
+    if quotas := [text for _, text in usages(status.quotas)]:
+        yield "quotas", ", ".join(quotas)
     if status.receivers:
         yield "receivers", "; ".join(map(_receiver, status.receivers))
-    if status.intake.stopped_s is not None:
-        yield "intake stopped", f"since {_clock(status.intake.stopped_s)}: {status.intake.reason}", "red"
-
-
-def _quotas(quotas: Quotas) -> Iterator[tuple[str, ...]]:
-    """Yield what is used of the quotas that are set, apart from those that are nearly used up."""
-    lines = (
-        (quotas.devices, 1, "devices (limits.max_devices)"),
-        (quotas.storage_bytes, 1024**2, "MiB of submissions (limits.max_storage_mb)"),
-        (quotas.uploads, 1, "uploads an hour (limits.uploads_per_hour)"),
-    )
-    texts: dict[bool, list[str]] = {False: [], True: []}
-    for quota, unit, what in lines:
-        if quota.limit is not None:
-            is_nearly_full = quota.used >= NEARLY * quota.limit
-            texts[is_nearly_full].append(f"{quota.used / unit:.4g} of {quota.limit / unit:.4g} {what}")
-    if texts[False]:
-        yield "quotas", ", ".join(texts[False])
-    if texts[True]:
-        advice = "raise it in the task file, or revoke or forget devices"
-        yield "quota nearly used up", f"{', '.join(texts[True])}: {advice}", "yellow"
 
 
 def _receiver(receiver: ReceiverRecord) -> str:
     """Return a receiver's name, shards and last report."""
     return f"{receiver.name} with {counted(len(receiver.shards), 'shard')}, at {_clock(receiver.seen_s)}"
-
-
-def _failed_training(failed: FailedTraining) -> str:
-    what = f"head {failed.version}, {counted(failed.failures, 'time')}, last at {_clock(failed.failed_s)}"
-    half = " with half the memory" if failed.half_memory else ""
-    return f"{what}: {failed.reason}; repeated{half} by {_clock(failed.retry_at_s)}"
 
 
 def _problems(device: Device) -> Iterator[tuple[str, ...]]:
@@ -128,7 +132,6 @@ def _below(status: Status) -> Iterator[tuple[str, ...]]:
     """Yield label, text and style of each line below the devices."""
     for device in status.devices:
         yield from _problems(device)
-    yield from _lost(status)
     yield "", _coverage(status)
     yield from _few_prototypes(status)
     if progress := _progress(status):
@@ -161,8 +164,6 @@ def _outliers(status: Status) -> Iterator[tuple[str, ...]]:
             yield "released", f"{entry.device} since {_clock(entry.released_s)}: {entry.reason}"
     for text in status.heads[-1].limited if status.heads else ():
         yield "limited", text, "yellow"
-    if status.heads and status.heads[-1].warning:
-        yield "outliers", f"of head {status.heads[-1].version}: {status.heads[-1].warning}", "yellow"
 
 
 def _forgotten(status: Status) -> Iterator[tuple[str, ...]]:
@@ -227,19 +228,10 @@ def _device_table(devices: Sequence[Device]) -> Table:
     return table
 
 
-def _lost(status: Status) -> Iterator[tuple[str, ...]]:
-    for lost in status.lost_submissions:
-        text = f"of {lost.device} since {_clock(lost.since_s)}: damaged on disk, the device is asked for it again"
-        yield "submission lost", text, "red"
-    for digest in status.lost_files:
-        text = f"{digest}: the log says why; if it is a head, roll back or wait for the next one"
-        yield "file lost", text, "red"
-
-
 def _coverage(status: Status) -> str:
     missing = [name for name, coverage in status.coverage.items() if not coverage.prototypes]
     covered = f"{len(status.classes) - len(missing)} of {len(status.classes)} classes covered"
-    without = f", without prototypes: {_names(missing)}" if missing else ""
+    without = f", without prototypes: {names(missing, SHOWN_NAMES)}" if missing else ""
     return (
         f"{counted(status.submissions, 'submission')}, {status.waiting} not in a head yet; {covered}{without}"
     )
@@ -252,7 +244,7 @@ def _few_prototypes(status: Status) -> Iterator[tuple[str, ...]]:
         if 0 < coverage.prototypes < FEW_PROTOTYPES
     ]
     if few and status.round is None:
-        yield "few prototypes", f"of {_names(few)}: add images or devices", "yellow"
+        yield "few prototypes", f"of {names(few, SHOWN_NAMES)}: add images or devices", "yellow"
 
 
 def _progress(status: Status) -> str:
@@ -274,10 +266,10 @@ def _progress(status: Status) -> str:
 def _round(current: Round, closes: str) -> str:
     if current.over:
         return f"all {current.rounds} rounds are over"
-    carried = f"; from earlier rounds: {_names(current.carried)}" if current.carried else ""
+    carried = f"; from earlier rounds: {names(current.carried, SHOWN_NAMES)}" if current.carried else ""
     waits = f"; it needs {counted(current.min_devices, 'device')}" if current.devices else ""
     until = f"; it closes at {closes} at the latest" if closes else waits
-    devices = _names(current.devices) or "none"
+    devices = names(current.devices, SHOWN_NAMES) or "none"
     return f"round {current.number} of {current.rounds} is open, submitted: {devices}{carried}{until}"
 
 
@@ -306,12 +298,8 @@ def _candidate(candidate: Candidate) -> str:
     if not candidate.canaries:
         return f"head {candidate.version} waits for devices to come online and evaluate it"
     evaluated = f"head {candidate.version} is evaluated by {canaries(len(candidate.canaries))}"
-    return f"{evaluated}: {candidate.summary}; awaited: {_names(candidate.awaited)}"
+    return f"{evaluated}: {candidate.summary}; awaited: {names(candidate.awaited, SHOWN_NAMES)}"
 
 
 def _clock(unix_s: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_s))
-
-
-def _names(names: Sequence[str]) -> str:
-    return ", ".join(names[:SHOWN_NAMES]) + (" …" if len(names) > SHOWN_NAMES else "")

@@ -34,7 +34,7 @@ function SignIn({ problem, onToken }) {
 
 function stateOf(fleet) {
   if (fleet.problem) return ["bad", "no answer"];
-  return fleet.running ? ["good", "running"] : ["bad", "stopped"];
+  return fleet.summary.running ? ["good", "running"] : ["bad", "stopped"];
 }
 
 function Quotas({ quotas }) {
@@ -51,14 +51,17 @@ function Row({ fleet }) {
   const name = html`<th scope="row"><a href=${fleet.link}>${fleet.name}</a></th>
     <td><span class="state ${kind}">${state}</span></td>`;
   if (fleet.problem) return html`<tr id="fleet-${fleet.name}">${name}<td class="text" colspan="6">${fleet.problem}</td></tr>`;
+  const { online, devices, submissions, head, accuracy, quotas, attention } = fleet.summary;
   return html`<tr id="fleet-${fleet.name}">
     ${name}
-    <td class="number">${fleet.online} of ${fleet.devices}</td>
-    <td class="number">${fleet.submissions}</td>
-    <td class="number">${fleet.head || "none"}</td>
-    <td class="number">${percent(fleet.accuracy)}</td>
-    <td class="text"><${Quotas} quotas=${fleet.quotas} /></td>
-    <td class="text">${fleet.attention.map((text) => html`<span class="flag warn" key=${text}>${text}</span>`)}</td>
+    <td class="number">${online} of ${devices}</td>
+    <td class="number">${submissions}</td>
+    <td class="number">${head || "none"}</td>
+    <td class="number">${percent(accuracy)}</td>
+    <td class="text"><${Quotas} quotas=${quotas} /></td>
+    <td class="text">
+      ${attention.map(({ title, text }) => html`<span class="flag warn" title=${text} key=${title}>${title}</span>`)}
+    </td>
   </tr>`;
 }
 

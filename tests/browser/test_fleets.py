@@ -75,7 +75,7 @@ def test_fleets_are_shown_with_their_quotas_and_problems(open_page: OpenPage, tm
             assert not dashboard.violations()
             for device in "ab":
                 store.keys.pin(device, bytes(32), now_s=1.0)
-            dashboard.wait_for_text("#fleet-orchard .warn", "quota nearly used up: devices")
+            dashboard.wait_for_text("#fleet-orchard .warn", "quota nearly used up")
             store.close()
             dashboard.wait_for_text("#fleet-orchard .state", "stopped")
             dashboard.wait_for_text("#fleet-barn .state", "running")

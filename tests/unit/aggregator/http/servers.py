@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from aggregator.http.process import HttpOptions, HttpServer
-from aggregator.http.settings import HttpAddress, own_token
+from aggregator.http.process import http_server
+from aggregator.http.settings import HttpAddress, HttpSettings, own_token
 from tests.support.fleets.fleet import wait_until
 
 TOKEN = "a token of the operator's"
@@ -59,21 +59,22 @@ class Client:
 
 @contextlib.contextmanager
 def serving(
-    state: Path, *, token: str | None = None, hosts: tuple[str, ...] = (), read_token: str | None = None
+    state: Path, *, token: str = "", hosts: tuple[str, ...] = (), read_token: str = ""
 ) -> Iterator[tuple[Client, str]]:
     """Run the server's process; yields a client without a token, and the token."""
-    options = HttpOptions(
-        address=HttpAddress("127.0.0.1", 0), is_default=False, token=token, hosts=hosts, read_token=read_token
+    settings = HttpSettings(
+        address=HttpAddress("127.0.0.1", 0),
+        token=token,
+        read_token=read_token,
+        hosts=hosts,
+        public=not token and not read_token,
     )
-    server = HttpServer(options, state)
-    server.start()
-    try:
-        client = Client(server.port)
+    with http_server(settings, state) as port:
+        assert port is not None
+        client = Client(port)
         wait_until(
             "an answer of the server",
             lambda: client.get("/healthz").status == 200,
             diagnostics=lambda: "see its log on stderr",
         )
-        yield client, token if token is not None else own_token(state)
-    finally:
-        server.stop()
+        yield client, token or own_token(state)

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from aggregator.http.process import HttpOptions, http_options, start_http
-from aggregator.http.settings import HttpAddress, parse_address
+from aggregator.http.process import http_server
+from aggregator.http.settings import HttpAddress, HttpSettings, http_settings, parse_address
 from protocol.errors import ConfigError
 from tests.unit.aggregator.http.servers import TOKEN
 
 
-def options(address: str | None, file: Path | None = None) -> HttpOptions | None:
-    return http_options(address, token_file=file, hosts=(), extras="aggregator")
+def options(address: str | None, file: Path | None = None) -> HttpSettings | None:
+    return http_settings(address, token_file=file, hosts=(), extras="aggregator")
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +46,7 @@ def test_invalid_address_is_one_line(text: str) -> None:
 def test_loopback_is_the_default() -> None:
     found = options(None)
     assert found is not None
-    assert (str(found.address), found.is_default, found.token) == ("127.0.0.1:8080", True, None)
+    assert (str(found.address), found.is_default, found.token) == ("127.0.0.1:8080", True, "")
     assert options("off") is None
 
 
@@ -71,7 +71,10 @@ def test_short_token_is_refused(tmp_path: Path) -> None:
 def test_taken_address(taken: HttpAddress, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that was given is an error; the default one is left to the other program."""
     monkeypatch.setattr("aggregator.http.process.LISTEN_TIMEOUT_S", 0.0)
-    given = HttpOptions(address=taken, is_default=False, token=None, hosts=())
-    with pytest.raises(ConfigError, match="Address already in use"):
-        start_http(given, tmp_path)
-    assert start_http(HttpOptions(address=taken, is_default=True, token=None, hosts=()), tmp_path) is None
+    with (
+        pytest.raises(ConfigError, match="Address already in use"),
+        http_server(HttpSettings(address=taken), tmp_path),
+    ):
+        pass
+    with http_server(HttpSettings(address=taken, is_default=True), tmp_path) as port:
+        assert port is None

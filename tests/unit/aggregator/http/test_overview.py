@@ -15,11 +15,12 @@ import uvicorn
 from msgspec.structs import replace
 
 from aggregator.config.schema import Limits
+from aggregator.http import fleets as fleets_module
 from aggregator.http.connection import server_config
-from aggregator.http.overview import summaries
-from aggregator.http.overview.app import overview
-from aggregator.http.overview.fleets_file import Fleet, read_fleets
-from aggregator.http.overview.summaries import Summaries, summary_of
+from aggregator.http.fleets import Fleet, Summaries, read_fleets, summary_of
+from aggregator.http.overview import overview
+from aggregator.http.settings import HttpAddress, HttpSettings
+from aggregator.status.model import Attention
 from aggregator.security.identity import revoke_key
 from protocol.errors import ConfigError
 from tests.support.fleets.fleet import wait_until
@@ -81,13 +82,23 @@ def test_each_fleet_is_a_line_of_its_own_dashboard(tmp_path: Path) -> None:
         }
         shown = {each.name: each for each in (summary_of(*each) for each in fleets.items())}
     assert shown["barn"].link == "https://barn.example/"
-    assert (shown["barn"].problem, shown["barn"].running, shown["barn"].head) == ("", True, 1)
-    assert (shown["barn"].online, shown["barn"].submissions) == (1, 2)
-    assert shown["barn"].accuracy == pytest.approx(0.9)
-    assert shown["orchard"].attention == ("quarantined devices: 1", "quota nearly used up: devices")
+    barn_line, orchard_line = shown["barn"].summary, shown["orchard"].summary
+    assert barn_line is not None
+    assert orchard_line is not None
+    assert (shown["barn"].problem, barn_line.running, barn_line.head) == ("", True, 1)
+    assert (barn_line.online, barn_line.submissions) == (1, 2)
+    assert barn_line.accuracy == pytest.approx(0.9)
+    assert orchard_line.attention == (
+        Attention("warning", "1 device quarantined", "a"),
+        Attention(
+            "warning",
+            "quota nearly used up",
+            "1 of 1 devices (limits.max_devices): raise it in the task file, or revoke or forget devices",
+        ),
+    )
     assert shown["locked"].problem.endswith("does not answer: it answers 401")
     assert shown["pond"].problem.endswith("is the dashboard of another fleet")
-    assert (shown["pond"].submissions, shown["pond"].quotas) == (0, None)
+    assert shown["pond"].summary is None
 
 
 @pytest.mark.parametrize(
@@ -111,7 +122,7 @@ def test_wrong_answer_is_a_problem_of_its_fleet(status: int, body: bytes) -> Non
 
 
 def test_answer_of_any_size_is_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(summaries, "MAX_BYTES", 1000)
+    monkeypatch.setattr(fleets_module, "MAX_BYTES", 1000)
     with _answering(200, b" " * 2000) as fleet:
         assert "more than 1000 bytes" in summary_of("a", fleet).problem
 
@@ -121,7 +132,7 @@ def test_chunk_of_negative_size_is_a_problem_of_its_fleet(
     size: bytes, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`http.client` reads a chunk of -1 bytes to its end, and raises ValueError for -5."""
-    monkeypatch.setattr(summaries, "MAX_BYTES", 1000)
+    monkeypatch.setattr(fleets_module, "MAX_BYTES", 1000)
     with _answering(200, size + b"\r\n" + b"x" * 100_000, **{"Transfer-Encoding": "chunked"}) as fleet:
         assert problem in summary_of("a", fleet).problem
 
@@ -134,8 +145,8 @@ def test_address_that_cannot_be_sent_is_a_problem_of_its_fleet() -> None:
 
 def test_silent_fleet_delays_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is asked once, and shown as silent; the other one is shown again and again."""
-    monkeypatch.setattr(summaries, "GRACE_S", 0.2)
-    monkeypatch.setattr(summaries, "AGE_S", 0.0)
+    monkeypatch.setattr(fleets_module, "GRACE_S", 0.2)
+    monkeypatch.setattr(fleets_module, "AGE_S", 0.0)
     with socket.create_server(("127.0.0.1", 0)) as silent, _answering(500, b"") as fleet:
         here = Summaries({"a": Fleet(url=f"http://127.0.0.1:{silent.getsockname()[1]}"), "b": fleet})
         for _ in range(3):
@@ -171,7 +182,7 @@ def test_dripping_fleet_has_a_limit_for_the_whole_answer(
     head: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each read succeeds in time: in the status line, in a header and in the body."""
-    monkeypatch.setattr(summaries, "TIMEOUT_S", 0.5)
+    monkeypatch.setattr(fleets_module, "TIMEOUT_S", 0.5)
     with _dripping(head) as fleet:
         assert summary_of("a", fleet).problem.endswith("does not answer: timed out")
 
@@ -180,9 +191,9 @@ def test_program_ends_while_a_fleet_is_asked(tmp_path: Path) -> None:
     """A thread that waits for a fleet, whatever for, does not keep `aggregator dashboard` after SIGTERM."""
     program = (
         "import sys\n"
-        "from aggregator.cli.dashboard import dashboard_command\n"
-        "from aggregator.http.overview import summaries\n"
-        "summaries.TIMEOUT_S = 1e6\n"
+        "from aggregator.cli.monitoring import dashboard_command\n"
+        "from aggregator.http import fleets\n"
+        "fleets.TIMEOUT_S = 1e6\n"
         "dashboard_command(sys.argv[1:])\n"
     )
     address, file = free_address(), tmp_path / "fleets.toml"
@@ -205,10 +216,11 @@ def _asked(client: Client) -> bool:
 
 
 @contextlib.contextmanager
-def _served(fleets: dict[str, Fleet], *, token: str | None) -> Iterator[Client]:
+def _served(fleets: dict[str, Fleet], *, token: str) -> Iterator[Client]:
     """Serve the overview in a thread; yields a client without a token."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        server = uvicorn.Server(server_config(overview(fleets, token=token)))
+        settings = HttpSettings(address=HttpAddress("127.0.0.1", 0), token=token)
+        server = uvicorn.Server(server_config(overview(fleets, settings)))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
         try:

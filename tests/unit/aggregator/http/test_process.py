@@ -10,20 +10,19 @@ from pathlib import Path
 import psutil
 import pytest
 
-from aggregator.http.process import HttpOptions, HttpServer
-from aggregator.http.settings import HttpAddress
+from aggregator.http.process import http_server
+from aggregator.http.settings import HttpAddress, HttpSettings
 from tests.support.fleets.fleet import wait_until
 from tests.unit.aggregator.http.servers import serving
 
 AGGREGATOR = """
 import sys, time
 from pathlib import Path
-from aggregator.http.process import HttpOptions, HttpServer
-from aggregator.http.settings import HttpAddress
+from aggregator.http.process import http_server
+from aggregator.http.settings import HttpAddress, HttpSettings
 address = HttpAddress("127.0.0.1", int(sys.argv[2]))
-server = HttpServer(HttpOptions(address=address, is_default=False, token=None, hosts=()), Path(sys.argv[1]))
-server.start()
-time.sleep(600)
+with http_server(HttpSettings(address=address), Path(sys.argv[1])):
+    time.sleep(600)
 """
 
 
@@ -53,8 +52,8 @@ def test_killed_aggregator_leaves_no_server(tmp_path: Path) -> None:
     finally:
         parent.kill()
         parent.wait()
-    options = HttpOptions(address=HttpAddress("127.0.0.1", port), is_default=False, token=None, hosts=())
-    HttpServer(options, tmp_path).stop()
+    with http_server(HttpSettings(address=HttpAddress("127.0.0.1", port)), tmp_path) as again:
+        assert again == port
 
 
 def answers(port: int) -> bool:

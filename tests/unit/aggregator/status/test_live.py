@@ -8,7 +8,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from aggregator.cli import cli
-from aggregator.status.live import show_live
+from aggregator.status.render import show_live
 from aggregator.storage.open_store import open_store
 from protocol.errors import StateError
 from tests.support.messages.submissions import SERVED

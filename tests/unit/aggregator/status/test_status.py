@@ -56,7 +56,9 @@ def test_limit_of_trainings_is_shown(tmp_path: Path) -> None:
     store.facts.put(HeadRateLimit(300.0))
     status = collected(store)
     assert status.rate_limited_until_s == 300.0
-    assert re.search(r"next head: .*, but not before [0-9: -]+ \(limits.heads_per_hour\)", rendered(status))
+    text = rendered(status)
+    assert re.search(r"next head: .*, but not before [0-9: -]+ \(limits.heads_per_hour\)", text)
+    assert re.search(r"training limited no training before [0-9: -]+", text)
 
 
 def test_status_of_busy_aggregator(tmp_path: Path) -> None:
@@ -214,7 +216,7 @@ def test_quorum_above_enrolled_devices_is_shown(tmp_path: Path) -> None:
         store.keys.close_fleet()
         problem = "quorum 2 cannot be reached: 1 device is enrolled; enroll more or lower quorum"
         assert collected(store).collection_problem == problem
-        assert f"collection {problem}" in rendered(collected(store))
+        assert f"too few devices {problem}" in rendered(collected(store))
         store.keys.enroll("b", bytes(32), now_s=3.0)
         assert collected(store).collection_problem == ""
         add_head(store, 1)
@@ -370,7 +372,7 @@ def test_waiting_candidate_and_pending_command(tmp_path: Path) -> None:
 
 
 def test_quotas_are_shown_where_they_are_set(tmp_path: Path) -> None:
-    """Apart from those that are nearly used up, of which an operator has to know."""
+    """And once more those that are nearly used up, of which an operator has to know."""
     limits = Limits(max_devices=10, max_storage_mb=0.002, uploads_per_hour=60)
     with contextlib.closing(started_store(tmp_path, replace(TASK_FILE, limits=limits))) as store:
         store.keys.pin("a", bytes(32), now_s=1.0)
@@ -378,7 +380,6 @@ def test_quotas_are_shown_where_they_are_set(tmp_path: Path) -> None:
         store.submissions.put(TASK, submission_row("b", {0: 6}))
         store.facts.put(UploadTokens(50.0, store.clock.now_s()))
         text = rendered(collected(store))
-    assert "quotas 1 of 10 devices (limits.max_devices), 10 of 60 uploads an hour" in text
-    assert (
-        "quota nearly used up 0.001907 of 0.002 MiB of submissions (limits.max_storage_mb): raise it" in text
-    )
+    storage = "0.001907 of 0.002 MiB of submissions (limits.max_storage_mb)"
+    assert f"quotas 1 of 10 devices (limits.max_devices), {storage}, 10 of 60 uploads an hour" in text
+    assert f"quota nearly used up {storage}: raise it" in text

@@ -1,4 +1,7 @@
-"""The overview's summary of a fleet, read from `/api/v1/status` of its dashboard, whose every byte may be wrong."""
+"""The fleets of `aggregator dashboard`: the file that names them, and what the dashboard of each answers.
+
+Every byte of an answer may be wrong.
+"""
 
 import http.client
 import io
@@ -6,22 +9,25 @@ import socket
 import ssl
 import threading
 import time
+import tomllib
 from concurrent.futures import Future, wait
+from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta
 
-from aggregator.http.overview.fleets_file import Fleet
-from aggregator.status.model import Quotas
-from protocol.errors import ProtofleetError
+from aggregator.status.model import Summary
+from protocol.cli import read_secret
+from protocol.errors import ConfigError, ProtofleetError
+from protocol.wire.topics import is_name
 
 TIMEOUT_S = 5.0
 """Seconds to connect, and seconds for a whole answer."""
 
-MAX_BYTES = 64 * 1024**2
-"""Bytes of an answer: a status of 10,000 devices has 6 MB."""
+MAX_BYTES = 1024**2
+"""Bytes of an answer."""
 
 AGE_S = 2.0
 """Seconds after which a fleet is asked again."""
@@ -32,80 +38,75 @@ GRACE_S = 1.0
 SLOW_S = 10.0
 """Seconds after which a fleet that has not answered is shown as such."""
 
-NEARLY = 0.9
 
-Count = Annotated[int, Meta(ge=0)]
+class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A table of the file."""
+
+    url: str
+    """Of its dashboard, such as `http://127.0.0.1:8081`."""
+    link: str = ""
+    """The address of its dashboard in a browser, if another one."""
+    token_file: str = ""
+    """File of the token with which its state is read, in line 1; empty where none is needed."""
+
+    @property
+    def token(self) -> str:
+        """The token, read again each time; raises ConfigError if it cannot be read."""
+        return read_secret(Path(self.token_file), what="token") if self.token_file else ""
+
+
+class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    fleets: dict[str, Fleet]
+
+
+def read_fleets(path: Path) -> dict[str, Fleet]:
+    """Return the fleets by name.
+
+    Raises:
+        ConfigError: the file cannot be read, or a value is wrong.
+    """
+    try:
+        found = msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), _File).fleets
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError, msgspec.ValidationError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    if not found:
+        raise ConfigError(f'{path}: expected a table for each fleet: [fleets.NAME] with url = "http://..."')
+    for name, fleet in found.items():
+        if not is_name(name):
+            raise ConfigError(
+                f"{path}: `fleets.{name}`: expected a name of 1 to 64 letters, digits, '-' or '_'"
+            )
+        for key in ("url", "link"):
+            _check_url(path, f"fleets.{name}.{key}", getattr(fleet, key) or fleet.url)
+    return found
+
+
+def _check_url(path: Path, key: str, url: str) -> None:
+    try:
+        parts = urlsplit(url)
+        is_valid = parts.scheme in {"http", "https"} and parts.hostname and not parts.username
+        is_valid = is_valid and (parts.port is None or parts.port > 0)
+    except ValueError:
+        is_valid = False
+    if not is_valid:
+        raise ConfigError(f"{path}: `{key}`: expected http://HOST[:PORT] or https://HOST[:PORT]")
 
 
 class FleetSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """A fleet in a line."""
+    """A fleet of the file, and the last answer of its dashboard."""
 
     name: str
     link: Annotated[str, Meta(description="Address of its dashboard.")]
-    problem: Annotated[str, Meta(description="Why its state is not known; then all else is empty.")] = ""
-    running: bool = False
-    algorithm: str = ""
-    devices: Count = 0
-    online: Count = 0
-    submissions: Count = 0
-    head: Annotated[Count, Meta(description="Version of the current head; 0 if there is none.")] = 0
-    accuracy: Annotated[float | None, Meta(description="Of the current head, on all held-out images.")] = None
-    quotas: Quotas | None = None
-    attention: Annotated[tuple[str, ...], Meta(description="What needs an operator.")] = ()
+    problem: Annotated[str, Meta(description="Why its state is not known.")] = ""
+    summary: Annotated[Summary | None, Meta(description="Null if there is a problem.")] = None
 
 
 class FleetSummaries(msgspec.Struct, frozen=True):
     """All fleets, in the order of the file."""
 
     fleets: tuple[FleetSummary, ...]
-
-
-class _Device(msgspec.Struct):
-    device: str
-    state: str
-    problem: str
-
-
-class _HeldOut(msgspec.Struct):
-    accuracy: float | None
-
-
-class _Head(msgspec.Struct):
-    version: int
-    held_out: _HeldOut
-
-
-class _Intake(msgspec.Struct):
-    stopped_s: float | None
-
-
-class _Rollout(msgspec.Struct):
-    current: Count
-
-
-class _Quarantined(msgspec.Struct):
-    device: str
-    released_s: float | None
-
-
-class _Failures(msgspec.Struct):
-    failures: int
-
-
-class _Status(msgspec.Struct):
-    """The part of a status that is shown."""
-
-    fleet: str
-    algorithm: Annotated[str, Meta(max_length=64)]
-    running: bool
-    intake: _Intake
-    submissions: Count
-    devices: list[_Device]
-    heads: list[_Head]
-    rollout: _Rollout
-    quarantine: list[_Quarantined]
-    failed_training: _Failures | None
-    quotas: Quotas
 
 
 class Summaries:
@@ -150,50 +151,16 @@ def _ask(answer: Future[FleetSummary], name: str, fleet: Fleet) -> None:
 def summary_of(name: str, fleet: Fleet) -> FleetSummary:
     """Return what a fleet's dashboard answers; a summary with a problem if it does not answer as this fleet."""
     link = fleet.link or fleet.url
+    problem, summary = "", None
     try:
-        status = msgspec.json.decode(_answer(fleet), type=_Status)
+        summary = msgspec.json.decode(_answer(fleet), type=Summary)
     except (OSError, http.client.HTTPException, ProtofleetError) as error:
-        return FleetSummary(name=name, link=link, problem=f"{fleet.url} does not answer: {error}")
+        problem = f"{fleet.url} does not answer: {error}"
     except (ValueError, RecursionError) as error:  # DecodeError and others
         problem = f"{fleet.url} does not answer as a dashboard of this version: {error}"
-        return FleetSummary(name=name, link=link, problem=problem)
-    if status.fleet != name:
-        return FleetSummary(name=name, link=link, problem=f"{fleet.url} is the dashboard of another fleet")
-    current = next((head for head in status.heads if head.version == status.rollout.current), None)
-    return FleetSummary(
-        name=name,
-        link=link,
-        running=status.running,
-        algorithm=status.algorithm,
-        devices=len(status.devices),
-        online=sum(device.state == "online" for device in status.devices),
-        submissions=status.submissions,
-        head=status.rollout.current,
-        accuracy=current.held_out.accuracy if current is not None else None,
-        quotas=status.quotas,
-        attention=tuple(_attention(status)),
-    )
-
-
-def _attention(status: _Status) -> list[str]:
-    valid = {each.device for each in status.devices if each.state != "revoked"}
-    quarantined = len(valid & {each.device for each in status.quarantine if each.released_s is None})
-    problems = sum(bool(device.problem) for device in status.devices)
-    full = [
-        field
-        for field in Quotas.__struct_fields__
-        if (quota := getattr(status.quotas, field)).limit is not None and quota.used >= NEARLY * quota.limit
-    ]
-    found = {
-        "the aggregator is not running": not status.running,
-        "uploads are not stored": status.intake.stopped_s is not None,
-        f"the next head has failed {status.failed_training and status.failed_training.failures} times":
-            status.failed_training is not None,
-        f"quarantined devices: {quarantined}": quarantined,
-        f"devices that cannot take part: {problems}": problems,
-        f"quota nearly used up: {', '.join(full)}": full,
-    }  # fmt: skip
-    return [text for text, holds in found.items() if holds]
+    if summary is not None and summary.fleet != name:
+        problem, summary = f"{fleet.url} is the dashboard of another fleet", None
+    return FleetSummary(name=name, link=link, problem=problem, summary=summary)
 
 
 class _Answer(io.RawIOBase):
@@ -229,7 +196,7 @@ class _Response(http.client.HTTPResponse):
 
 
 def _answer(fleet: Fleet) -> bytes:
-    """Return the status that a dashboard answers; raises OSError, HTTPException or ProtofleetError."""
+    """Return the summary that a dashboard answers; raises OSError, HTTPException or ProtofleetError."""
     parts = urlsplit(fleet.url)
     host = str(parts.hostname)
     if parts.scheme == "https":
@@ -241,7 +208,7 @@ def _answer(fleet: Fleet) -> bytes:
     connection.response_class = _Response
     headers = {"Authorization": f"Bearer {token}"} if (token := fleet.token) else {}
     try:
-        connection.request("GET", f"{parts.path.rstrip('/')}/api/v1/status", headers=headers)
+        connection.request("GET", f"{parts.path.rstrip('/')}/api/v1/summary", headers=headers)
         response = connection.getresponse()
         if response.status != 200:
             raise ProtofleetError(f"it answers {response.status}")

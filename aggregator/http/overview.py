@@ -6,6 +6,7 @@ import socket
 
 import msgspec
 import uvicorn
+from msgspec.structs import replace
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -16,8 +17,7 @@ from starlette.staticfiles import StaticFiles
 from aggregator.http.access import Access
 from aggregator.http.app import page_folder
 from aggregator.http.connection import server_config
-from aggregator.http.overview.fleets_file import Fleet
-from aggregator.http.overview.summaries import Summaries
+from aggregator.http.fleets import Fleet, Summaries
 from aggregator.http.settings import HttpSettings
 
 PAGE = "fleets.html"
@@ -27,8 +27,10 @@ NO_PAGE = (
 )
 
 
-def overview(fleets: dict[str, Fleet], *, token: str | None, hosts: tuple[str, ...] = ()) -> Starlette:
-    """Return the application; without a token, it can be read without one: for loopback only."""
+def overview(fleets: dict[str, Fleet], settings: HttpSettings) -> Starlette:
+    """Return the application; there are no commands, so that each token is one for reading."""
+    token = settings.token or settings.read_token or secrets.token_urlsafe(32)
+    settings = replace(settings, token=token)
     summaries, reading, folder = Summaries(fleets), asyncio.Lock(), page_folder()
 
     async def all_fleets(_request: Request) -> Response:
@@ -49,9 +51,6 @@ def overview(fleets: dict[str, Fleet], *, token: str | None, hosts: tuple[str, .
     ]
     if folder is not None:
         routes.append(Mount("/", StaticFiles(directory=folder)))
-    settings = HttpSettings(
-        state="", socket=-1, token=token or secrets.token_urlsafe(32), public=token is None, hosts=hosts
-    )
     return Starlette(routes=routes, middleware=[Middleware(Access, settings=settings)])
 
 
