@@ -1,9 +1,16 @@
 """The tables of the task file, except those defined where they are used.
 
-The others are `[rollout]`, `[privacy.perturbation]` and those of the algorithms of rounds.
+The others are `[rollout]`, `[privacy.perturbation]` and those of the algorithms of rounds. `aggregator init` writes the
+first sentence below a setting as its comment, and for a setting without a default its example.
 """
 
-from typing import TYPE_CHECKING, Annotated, Literal
+import ast
+import contextlib
+import inspect
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -19,27 +26,31 @@ class Client(msgspec.Struct, frozen=True, kw_only=True):
     """`[client]`: how devices make prototypes."""
 
     alpha: Annotated[float, Meta(gt=0, le=1)] = 0.99
+    """Share of each class's images that outlier filtering keeps."""
     batch_size: Annotated[int, Meta(ge=1, le=65535)] = 5
+    """Images averaged in one prototype."""
     min_images: Annotated[int, Meta(ge=1, le=65535)] = 2
+    """A class with fewer images is not uploaded."""
     seed: Natural = 0
 
 
 class Training(msgspec.Struct, frozen=True, kw_only=True):
     """`[training]`: how the aggregator trains a head. None means the recipe's own value."""
 
-    timeout_s: Annotated[float, Meta(gt=0, le=1e9)] = 3600.0
-    """Seconds after which a training, the closing of a round or an export of graphs is ended, and has failed."""
-
-    engine: Literal["local", "ray"] = "local"
-    """With `statistics`, where submissions are added: in one process, or by workers of a Ray cluster."""
-
     recipe: Literal["default", "paper"] = "default"
     calibrate: bool = True
-    """Without rounds: make a calibrated version of each head, by the devices' held-out images."""
-    restore: bool | None = None
-    epochs: Annotated[int, Meta(ge=1, le=100_000)] | None = None
+    """A second version of each head, whose confidence is its accuracy. Without rounds."""
+    restore: Annotated[bool | None, Meta(examples=[True])] = None
+    """Default: the recipe's."""
+    epochs: Annotated[Annotated[int, Meta(ge=1, le=100_000)] | None, Meta(examples=[15])] = None
+    """Default: the recipe's."""
     device: Annotated[str, Meta(pattern=r"^(auto|cpu|cuda(:\d+)?)\Z")] = "auto"
+    """Or "cpu", "cuda", "cuda:1"."""
     seed: Natural = 0
+    timeout_s: Annotated[float, Meta(gt=0, le=1e9)] = 3600.0
+    """Seconds after which a training, the closing of a round or an export of graphs is ended, and repeated."""
+    engine: Literal["local", "ray"] = "local"
+    """With `statistics`: add the sums of many devices on a Ray cluster. Otherwise in one process."""
 
 
 MAX_MULTIPLE = 3.0
@@ -49,7 +60,7 @@ class StatisticsSettings(msgspec.Struct, frozen=True, kw_only=True):
     """`[statistics]`: the features whose sums devices upload."""
 
     features: Annotated[int, Meta(ge=0, le=MAX_MAPPED_SIZE)] = 1024
-    """Random features beside those of the backbones."""
+    """Random features beside those of the backbones, at most 4096 together."""
 
 
 class Robust(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,10 +71,9 @@ class Robust(msgspec.Struct, frozen=True, kw_only=True):
     false_alarm_rate: Annotated[float, Meta(gt=0, le=0.5)] = 0.01
     """Greatest share of trainings of honest devices in which one of them is quarantined."""
     max_multiple: Annotated[float, Meta(ge=0, le=1e6)] = MAX_MULTIPLE
-    """Times the images of the median device that a device's images count at most; 0 is without limit."""
+    """A device counts for at most 3 times the median device's images; 0: no limit."""
     clip_multiple: Annotated[float, Meta(ge=0, le=1e6)] = 3.0
-    """In rounds, the distance from the others', in that of the median device, to which prototypes are limited; 0 is
-    without limit, also of changes of parameters."""
+    """Limit prototypes to 3 times the median device's distance from the others'; 0: no limit."""
 
 
 ROUND_DEVICES = 3
@@ -74,26 +84,28 @@ class Rounds(msgspec.Struct, frozen=True, kw_only=True):
     """`[rounds]`: when a round closes, beside `quorum` and `deadline_s`."""
 
     grace_s: Annotated[float, Meta(ge=0, le=1e9)] = 5.0
-    min_devices: Annotated[int, Meta(ge=1)] | None = None
-    """None for ROUND_DEVICES, or fewer if the quorum or the list of devices is smaller."""
+    """Seconds for further devices once the quorum is reached."""
+    min_devices: Annotated[Annotated[int, Meta(ge=1)] | None, Meta(examples=[ROUND_DEVICES])] = None
+    """Devices without which a round does not close; default 3, or the quorum if that is less."""
     staleness: Annotated[int, Meta(ge=0, le=100_000)] = 1
+    """Rounds that a submission may be behind and still count."""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """`[limits]`: how much work devices may cause, and how many of their heads are kept."""
 
     heads_per_hour: Annotated[int, Meta(ge=1, le=3600)] = 12
-    """Trainings, without rounds: as many at once after a pause, and as many in each hour."""
+    """Trainings, however often devices upload. Without rounds; as many at once after a pause."""
     downloads_per_hour: Annotated[int, Meta(ge=1, le=3600)] = 4
-    """Downloads of each blob by a device: as many at once, and as many in each hour."""
+    """Downloads of each blob by a device. As many at once after a pause."""
     kept_heads: Annotated[int, Meta(ge=10, le=1_000_000)] = 200
-    """Newest heads in `status`; older ones are deleted."""
-    max_devices: Annotated[int, Meta(ge=1)] | None = None
-    """Quota of devices with a valid key; None for as many as the fleet takes."""
-    max_storage_mb: Annotated[float, Meta(gt=0, le=1e9)] | None = None
-    """Quota of the submissions of all devices, MiB."""
-    uploads_per_hour: Annotated[int, Meta(ge=1)] | None = None
-    """Quota of the submissions accepted from all devices: as many at once, and as many in each hour."""
+    """Newest heads in `status`. Older ones are deleted."""
+    max_devices: Annotated[Annotated[int, Meta(ge=1)] | None, Meta(examples=[1000])] = None
+    """Quota of the whole fleet: devices with a valid key."""
+    max_storage_mb: Annotated[Annotated[float, Meta(gt=0, le=1e9)] | None, Meta(examples=[4096])] = None
+    """Quota: MiB of all submissions."""
+    uploads_per_hour: Annotated[Annotated[int, Meta(ge=1)] | None, Meta(examples=[6000])] = None
+    """Quota: accepted submissions of all devices. As many at once after a pause."""
 
     @property
     def max_storage_bytes(self) -> int | None:
@@ -104,19 +116,22 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 class PrivacyBudget(msgspec.Struct, frozen=True, kw_only=True):
     """`[privacy.dp]`: differential privacy of everything that a device uploads."""
 
-    epsilon: Annotated[float, Meta(gt=0, le=20)]
-    """The privacy loss of one submission."""
+    epsilon: Annotated[float, Meta(gt=0, le=20, examples=[4.0])]
+    """Privacy loss of one submission."""
     delta: Annotated[float, Meta(gt=0, le=1e-3)] = 1e-5
-    clip_norm: Annotated[float, Meta(ge=1e-6, le=1e6)]
-    max_epsilon: Annotated[float, Meta(gt=0, le=40)]
-    """The privacy loss of all submissions of a device together."""
+    clip_norm: Annotated[float, Meta(ge=1e-6, le=1e6, examples=[9.0])]
+    """About the length of most features."""
+    max_epsilon: Annotated[float, Meta(gt=0, le=40, examples=[12.0])]
+    """Privacy loss of all submissions of a device together."""
 
 
 class PrivacySettings(msgspec.Struct, frozen=True, kw_only=True):
-    """`[privacy]`: noise that devices add before they upload, of one kind or the other."""
+    """Noise that devices add before they upload: one of the two tables, or none. docs/privacy.md compares them."""
 
     perturbation: Perturbation | None = None
+    """As in FedTC; it gives no guarantee."""
     dp: PrivacyBudget | None = None
+    """Differential privacy; [client] alpha must not be set."""
 
 
 class CommonSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,10 +147,15 @@ class CommonSettings(msgspec.Struct, frozen=True, kw_only=True):
     quorum: Annotated[int, Meta(ge=1)] = 1
     deadline_s: Annotated[float, Meta(gt=0, le=1e9)] = 600.0
     retrain_after: Annotated[int, Meta(ge=1)] = 1
+    """New or renewed submissions that trigger the next training."""
     max_submission_mb: Annotated[float, Meta(gt=0, le=2048)] = 64.0
     unfinished_h: Annotated[float, Meta(gt=0, le=100_000)] = 24.0
-    devices: Annotated[tuple[Name, ...], Meta(min_length=1)] | None = None
-    """The only devices that may take part; None for any device."""
+    """Hours after which an interrupted upload is deleted."""
+    devices: Annotated[
+        Annotated[tuple[Name, ...], Meta(min_length=1)] | None,
+        Meta(examples=[["shed-1", "shed-2", "shed-3"]]),
+    ] = None
+    """The only devices that may take part; default: any."""
     client: Client = Client()
     training: Training = Training()
     statistics: StatisticsSettings = StatisticsSettings()
@@ -188,3 +208,26 @@ else:
         frozen=True,
         kw_only=True,
     )
+
+
+def described(table: type[msgspec.Struct]) -> dict[str, dict[str, Any]]:
+    """Return the JSON schema of each setting of a table, with the first sentence below the setting as description."""
+    settings: dict[str, dict[str, Any]]
+    settings = msgspec.json.schema_components([table])[1][table.__name__]["properties"]
+    for kind in reversed(table.__mro__[: table.__mro__.index(msgspec.Struct)]):
+        with contextlib.suppress(OSError):  # TaskFile has no source
+            for name, text in _texts(inspect.getsource(kind)):
+                settings.get(name, {})["description"] = text  # a class variable is no setting
+    return settings
+
+
+def _texts(source: str) -> Iterator[tuple[str, str]]:
+    """Yield each field of a class that has a text below it, and the first sentence of that."""
+    (definition,) = ast.parse(source).body
+    for field, text in pairwise(getattr(definition, "body", [])):
+        match field, text:
+            case (
+                ast.AnnAssign(target=ast.Name(id=name)),
+                ast.Expr(value=ast.Constant(value=str(words))),
+            ):
+                yield name, re.split(r"\.\s+(?=[A-Z])", " ".join(words.split()))[0].removesuffix(".")

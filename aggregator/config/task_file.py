@@ -12,7 +12,7 @@ from typing import Any, get_args, get_type_hints
 import msgspec
 
 from aggregator.algorithms.registry import ALGORITHMS
-from aggregator.config.schema import TaskFile
+from aggregator.config.schema import TaskFile, Training, described
 from protocol.errors import ConfigError
 
 Problem = tuple[tuple[str, ...], str]
@@ -20,13 +20,6 @@ Problem = tuple[tuple[str, ...], str]
 
 _TABLE = re.compile(r"\s*\[([\w.\"' \t-]+)\]")
 _KEY = re.compile(r"\s*([\w.\"' \t-]+?)\s*=")
-
-_HINTS = {
-    "privacy.perturbation.scale": "the standard deviation of the noise, such as 0.05",
-    "privacy.dp.clip_norm": "about the length of most features",
-    "privacy.dp.max_epsilon": "how much a device may spend on all its submissions",
-}
-"""Examples of required keys, for error messages."""
 
 
 def load_task(path: Path) -> tuple[TaskFile, list[Path]]:
@@ -68,11 +61,11 @@ def _unknown(given: Mapping[str, Any], table: type[msgspec.Struct]) -> Iterator[
             close = difflib.get_close_matches(key, table.__struct_fields__, n=1)
             known = f"did you mean `{close[0]}`?" if close else f"known: {', '.join(table.__struct_fields__)}"
             yield (key,), f"unknown setting; {known}"
-        elif isinstance(value, dict) and (inner := _struct_in(hints[key])):
+        elif isinstance(value, dict) and (inner := struct_in(hints[key])):
             yield from (((key, *path), what) for path, what in _unknown(value, inner))
 
 
-def _struct_in(hint: Any) -> type[msgspec.Struct] | None:
+def struct_in(hint: Any) -> type[msgspec.Struct] | None:
     """Return the struct in `Struct` or `Struct | None`."""
     choices = [each for each in (hint, *get_args(hint)) if isinstance(each, type)]
     return next((each for each in choices if issubclass(each, msgspec.Struct)), None)
@@ -83,9 +76,9 @@ def _explain(error: str) -> Problem:
     reason, _, where = error.partition(" - at ")
     path = tuple(re.findall(r"\.([A-Za-z_]\w*)", where))
     if missing := re.search(r"missing required field `(\w+)`", reason):
-        path = (*path, missing[1])
-        hint = _HINTS.get(".".join(path))
-        return path, "missing" + (f": set it to {hint}" if hint else "")
+        setting = described(struct_in(_hint_of(path)) or TaskFile)[missing[1]]
+        hints = [setting.get("description"), *(f"such as {value!r}" for value in setting.get("examples", ()))]
+        return (*path, missing[1]), ": ".join(filter(None, ["missing", ", ".join(filter(None, hints))]))
     if "Invalid enum value" in reason:
         reason += f"; expected {' or '.join(map(repr, get_args(_hint_of(path))))}"
     return path, reason
@@ -94,7 +87,7 @@ def _explain(error: str) -> Problem:
 def _hint_of(path: tuple[str, ...]) -> Any:
     hint: Any = TaskFile
     for name in path:
-        hint = get_type_hints(_struct_in(hint) or TaskFile)[name]
+        hint = get_type_hints(struct_in(hint) or TaskFile)[name]
     return hint
 
 
@@ -139,23 +132,30 @@ def _class_names(classes: Sequence[str]) -> Iterator[Problem]:
             yield ("classes",), f"{name!r} begins or ends with a space, or contains a control character"
 
 
+def unused_settings(algorithm: str) -> frozenset[tuple[str, ...]]:
+    """Return the paths of the tables and settings that an algorithm does not use."""
+    is_round = algorithm in ALGORITHMS
+    unused: set[tuple[str, ...]] = {(name,) for name in {*ALGORITHMS, "statistics"} - {algorithm}}
+    if is_round:
+        unused |= {("retrain_after",), ("layers",), ("client", "alpha"), ("client", "batch_size")}
+        unused |= {
+            ("limits", "heads_per_hour"),
+            ("robust", "detect_outliers"),
+            ("robust", "false_alarm_rate"),
+        }
+    else:
+        unused |= {("rounds",), ("robust", "clip_multiple")}
+    if is_round or algorithm == "statistics":
+        used = {"timeout_s", "engine", *(() if is_round else ("calibrate",))}
+        unused |= {("training", name) for name in {*Training.__struct_fields__} - used}
+    return frozenset(unused)
+
+
 def _unused(task: TaskFile, given: Mapping[str, Any]) -> Iterator[Problem]:
-    other = {"rounds"} if task.learning is None else {"retrain_after"}
-    unused = {*ALGORITHMS, "statistics", *other} - {task.algorithm}
-    paths: list[tuple[str, ...]] = [(name,) for name in sorted(unused & given.keys())]
-    if task.learning is not None:
-        paths += [("layers",)] if task.layers else []
-        paths += [
-            ("client", name) for name in sorted({"alpha", "batch_size"} & given.get("client", {}).keys())
-        ]
-        paths += [("limits", "heads_per_hour")] if "heads_per_hour" in given.get("limits", {}) else []
-    if task.learning is not None or task.algorithm == "statistics":
-        used = {"timeout_s", "engine", *(["calibrate"] if task.learning is None else [])}
-        paths += [("training", name) for name in sorted(given.get("training", {}).keys() - used)]
-    robust = {"clip_multiple"} if task.learning is None else {"detect_outliers", "false_alarm_rate"}
-    paths += [("robust", name) for name in sorted(robust & given.get("robust", {}).keys())]
-    for path in paths:
-        yield path, f'algorithm = "{task.algorithm}" does not use this setting: remove it'
+    for path in sorted(unused_settings(task.algorithm)):
+        *tables, name = path
+        if name in (given.get(tables[0], {}) if tables else given):
+            yield path, f'algorithm = "{task.algorithm}" does not use this setting: remove it'
 
 
 def _statistics(task: TaskFile, given: Mapping[str, Any]) -> Iterator[Problem]:

@@ -1,125 +1,93 @@
-"""The text of a commented task file, as `aggregator init` writes it."""
+"""The text of a commented task file, as `aggregator init` writes it: from the schema."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
 from aggregator.algorithms.registry import ALGORITHMS
+from aggregator.config.schema import PrivacySettings, TaskFile, described
+from aggregator.config.task_file import struct_in, unused_settings
 
 ALL_ALGORITHMS = ("fedtc", "statistics", *ALGORITHMS)
 
-_ONE_SHOT = """\
-# max_submission_mb = 64.0
-# unfinished_h = 24.0      # hours after which an interrupted upload is deleted
-# devices = ["shed-1", "shed-2"]             # the only devices that may take part; default: any
-
-[client]
-# alpha = 0.99          # share of each class's images that outlier filtering keeps
-# batch_size = 5        # images averaged in one prototype
-# min_images = 2        # a class with fewer images is not uploaded
-# seed = 0
-
-[training]
-# recipe = "default"    # or "paper"
-# calibrate = true      # a second version of each head, whose confidence is its accuracy
-# restore = true        # default: the recipe's
-# epochs = 15           # default: the recipe's
-# device = "auto"       # or "cpu", "cuda", "cuda:1"
-# seed = 0
-# timeout_s = 3600.0    # after which a training is ended, and repeated
-# engine = "local"      # or "ray", with algorithm = "statistics": sums of many devices, on a Ray cluster
-
-# For algorithm = "statistics", which uses timeout_s, engine and calibrate of [training], and no [client] alpha.
-# [statistics]
-#   features = 1024       # random features beside those of the backbones, at most 4096 together
-
-[robust]
-# detect_outliers = true    # quarantine devices whose prototypes are far from the other devices'
-# false_alarm_rate = 0.01   # greatest share of trainings that quarantine an honest device
-# max_multiple = 3.0        # times the median device's images that a device's count at most; 0 is without limit
-
-[limits]
-# heads_per_hour = 12       # trainings, however often devices upload
-# downloads_per_hour = 4    # of each blob by a device
-# kept_heads = 200          # newest heads in `status`
-# max_devices = 1000        # quotas of the whole fleet: devices with a valid key,
-# max_storage_mb = 4096     # MiB of submissions,
-# uploads_per_hour = 6000   # and accepted submissions
-
-[rollout]
-# canary_fraction = 0.0     # share of the devices that try a new head first; 0.2 is a fifth
-# margin = 0.02             # share of held-out images by which it may be worse than the head before
-# canary_timeout_s = 600.0  # seconds after which canaries that do not answer are replaced
-# min_canaries = 3          # fewer only if fewer devices are online
-# tolerated_fraction = 0.2  # of the canaries, does not decide
-
-# Noise that devices add before they upload: one of the two tables, or none. docs/privacy.md compares them.
-# [privacy.perturbation]    # as in FedTC; it gives no guarantee
-#   on = "prototypes"       # or "images"
-#   noise = "gaussian"      # or "laplace"
-#   scale = 0.05            # standard deviation
-#   shrink = 0.0
-# [privacy.dp]              # differential privacy; [client] alpha must not be set
-#   epsilon = 4.0           # of one submission
-#   delta = 1e-5
-#   clip_norm = 9.0         # about the length of most features
-#   max_epsilon = 12.0      # of all submissions of a device together
-"""
-"""The settings of a task without rounds; a line behind # shows the default."""
-
-_ROUNDS = """\
-[rounds]
-# grace_s = 5.0         # seconds for further devices once the quorum is reached
-# min_devices = 3       # devices without which a round does not close; default 3, or the quorum if that is less
-# staleness = 1         # rounds that a submission may be behind and still count
-
-[rollout]
-# canary_fraction = 0.0     # share of the devices that try a new head first
-# margin = 0.02
-# canary_timeout_s = 600.0
-# min_canaries = 3
-# tolerated_fraction = 0.2  # of the canaries, does not decide
-
-[robust]
-# clip_multiple = 3.0   # limit values that are farther than this from the others', in those of the median device
-# max_multiple = 3.0    # times the median device's images that a device's count at most; 0 is without limit
-
-[training]
-# timeout_s = 3600.0    # after which the closing of a round is ended, and repeated
-"""
-"""Those of a task with rounds."""
+_WRITTEN = {"fleet", "classes", "backbones", "layers", "algorithm", "quorum", "deadline_s"}
+"""Settings at the top of the file, and the one that only another backbone makes useful."""
 
 
 def task_text(
     *, fleet: str, classes: Sequence[str], backbones: Sequence[str], algorithm: str, quorum: int, deadline_s: float
 ) -> str:  # fmt: skip
-    """Return a task file with these settings, and all others as comments with their defaults."""
-    if algorithm in ALGORITHMS:
-        first, others = "a round", f"\n{_ROUNDS}\n[{algorithm}]\n{_defaults(algorithm)}"
-    else:
-        first, others = "the first head", _ONE_SHOT
+    """Return a task file with these settings, and the others of the algorithm as comments with defaults."""
+    first = "a round" if algorithm in ALGORITHMS else "the first head"
     return f"""\
 # A task: what the fleet learns. `aggregator run --task FILE` reads this file, and `aggregator check FILE` checks it;
 # docs/operations/task-file.md explains every setting. A line behind # shows the default.
 
 fleet = {_toml(fleet)}
-classes = {_toml(list(classes))}   # the names of the folders on the devices
-backbones = {_toml(list(backbones))}   # from this file's folder; export-backbone makes them
+classes = {_toml(classes)}   # the names of the folders on the devices
+backbones = {_toml(backbones)}   # from this file's folder; export-backbone makes them
 algorithm = {_toml(algorithm)}   # docs/which-algorithm.md compares them
 
 quorum = {quorum}   # devices that {first} waits for
 deadline_s = {deadline_s!r}   # seconds after the first submission at which it no longer waits
-{others}"""
+{"".join(_others(_hidden(algorithm)))}"""
 
 
-def _toml(value: str | Sequence[str]) -> str:
-    # A JSON string is a TOML string.
+def _hidden(algorithm: str) -> AbstractSet[tuple[str, ...]]:
+    """Return the paths of settings that an algorithm does not use, or accepts with one value only."""
+    hidden: set[tuple[str, ...]] = set()
+    if algorithm in ALGORITHMS:
+        hidden = {("training", "engine"), ("privacy", "dp")}
+    elif algorithm == "statistics":
+        hidden = {("client", "alpha"), ("robust", "combine"), ("privacy", "dp")}
+    return unused_settings(algorithm) | hidden
+
+
+def _others(hidden: AbstractSet[tuple[str, ...]]) -> Iterator[str]:
+    """Yield the settings that are neither hidden nor written, table by table."""
+    settings = {each.name: each.type for each in structs.fields(TaskFile) if (each.name,) not in hidden}
+    tables = {name: table for name, kind in settings.items() if (table := struct_in(kind)) is not None}
+    yield from _lines(TaskFile, settings.keys() - tables.keys() - _WRITTEN)
+    for name, table in tables.items():
+        if table is PrivacySettings:
+            yield from _privacy(hidden)
+        else:
+            yield f"\n[{name}]\n"
+            yield from _lines(table, {each for each in table.__struct_fields__ if (name, each) not in hidden})
+
+
+def _privacy(hidden: AbstractSet[tuple[str, ...]]) -> Iterator[str]:
+    yield f"\n# {PrivacySettings.__doc__}\n"
+    texts = described(PrivacySettings)
+    for field in structs.fields(PrivacySettings):
+        table = struct_in(field.type)
+        if table is not None and ("privacy", field.name) not in hidden:
+            yield f"# [privacy.{field.name}]   # {texts[field.name]['description']}\n"
+            yield from _lines(table, set(table.__struct_fields__), indent="  ")
+
+
+def _lines(table: type[msgspec.Struct], names: AbstractSet[str], indent: str = "") -> Iterator[str]:
+    """Yield a comment for each named setting of a table that has a default or an example."""
+    settings = {name: each for name, each in described(table).items() if name in names}
+    shown = {name: f"# {indent}{name} = {_toml(_value(each))}" for name, each in settings.items()}
+    width = max(map(len, shown.values()), default=0)
+    for name, setting in settings.items():
+        if (value := _value(setting)) is not None:
+            others = ", ".join(_toml(other) for other in setting.get("enum", []) if other != value)
+            comment = ": ".join(filter(None, [others and f"or {others}", setting.get("description")]))
+            yield (f"{shown[name]:{width}}   # {comment}" if comment else shown[name]) + "\n"
+
+
+def _value(setting: Mapping[str, Any]) -> Any:
+    """Return the default, without one an example, and None without that."""
+    default = setting.get("default")
+    return default if default is not None else next(iter(setting.get("examples", [])), None)
+
+
+def _toml(value: Any) -> str:
+    # JSON of a string, a number, a truth value or a list of them is TOML.
     return json.dumps(value, ensure_ascii=False)
-
-
-def _defaults(algorithm: str) -> str:
-    values: dict[str, Any] = msgspec.to_builtins(ALGORITHMS[algorithm]())
-    shown = {name: value for name, value in values.items() if value is not None}
-    return "".join(f"# {name} = {json.dumps(value)}\n" for name, value in shown.items())

@@ -17,16 +17,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """`[rollout]`: which devices evaluate a new head first, and how good it must be."""
 
     canary_fraction: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    """Fraction of the devices that are canaries; 0 gives every head to all devices at once."""
+    """Share of the devices that try a new head first; 0: every head goes to all devices at once."""
     min_canaries: Annotated[int, Meta(ge=1, le=65535)] = 3
-    """Least number of canaries; fewer if the fleet has fewer devices, or after `canary_timeout_s` fewer are online.
+    """Least number of canaries; fewer only if fewer devices are online.
 
     Also the least number of devices of which some can have the current head rejected.
     """
     tolerated_fraction: Annotated[float, Meta(ge=0, lt=0.5)] = 0.2
-    """Fraction of the canaries, at least one of three or more, that does not decide; 0 lets each one decide.
+    """Share of canaries ignored as extremes; 0: a single canary can stop a head.
 
-    Also the fraction of all devices that may fail to use the current head.
+    At least one of three or more canaries. Also the fraction of all devices that may fail to use the current head.
     """
     margin: Annotated[float, Meta(ge=0, le=1)] = 0.02
     """Accuracy by which a new head may fall below the previous one."""

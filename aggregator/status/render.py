@@ -152,10 +152,6 @@ def _below(status: Status) -> Iterator[tuple[str, ...]]:
         yield "", f"current: {status.head_path}"
 
 
-def _megabytes(size: int) -> str:
-    return f"{size / 1e6:.2f} MB"
-
-
 def _outliers(status: Status) -> Iterator[tuple[str, ...]]:
     for entry in status.quarantine:
         if entry.released_s is None:

@@ -165,12 +165,12 @@ class Signed(Message, frozen=True, kw_only=True, tag="signed"):
 class Perturbation(msgspec.Struct, frozen=True, kw_only=True):
     """Noise of the FedTC paper (appendix C.2, eq. 6): `t <- t (1 - p) + e`. It is not differential privacy."""
 
-    on: Literal["prototypes", "images"]
+    on: Annotated[Literal["prototypes", "images"], Meta(examples=["prototypes"])]
     noise: Literal["gaussian", "laplace"] = "gaussian"
-    scale: Annotated[float, Meta(gt=0, le=1e6)]
-    """Standard deviation of a Gaussian e, or scale of a Laplacian e; images have values from 0 to 1."""
+    scale: Annotated[float, Meta(gt=0, le=1e6, examples=[0.05])]
+    """Standard deviation of a Gaussian, or scale of a Laplacian; images have values from 0 to 1."""
     shrink: Annotated[float, Meta(ge=0, lt=1)] = 0.0
-    """p."""
+    """Share p of each value that is subtracted."""
 
 
 class DifferentialPrivacy(msgspec.Struct, frozen=True, kw_only=True):

@@ -179,7 +179,7 @@ WRONG_SETTINGS: list[tuple[str, int, str]] = [
         4,
         "`privacy.perturbation.on`: Invalid enum value 'features'; expected 'prototypes' or 'images'",
     ),
-    ('[privacy.perturbation]\non = "images"', 3, "`privacy.perturbation.scale`: missing: set it to the standard"),
+    ('[privacy.perturbation]\non = "images"', 3, "`privacy.perturbation.scale`: missing: Standard"),
     ("[privacy.perturbation]\nscale = 0.1", 3, "`privacy.perturbation.on`: missing"),
     ('[privacy.perturbation]\non = "images"\nscale = 0', 5, "`privacy.perturbation.scale`: Expected `float` > 0"),
     (
@@ -188,8 +188,8 @@ WRONG_SETTINGS: list[tuple[str, int, str]] = [
         "`privacy.perturbation.shrink`: Expected `float` < 1",
     ),
     ("[privacy.dp]\nmax_epsilon = 8", 3, "`privacy.dp.epsilon`: missing"),
-    ("[privacy.dp]\nepsilon = 2\nmax_epsilon = 8", 3, "`privacy.dp.clip_norm`: missing: set it to about the"),
-    ("[privacy.dp]\nepsilon = 2\nclip_norm = 9", 3, "`privacy.dp.max_epsilon`: missing: set it to how much"),
+    ("[privacy.dp]\nepsilon = 2\nmax_epsilon = 8", 3, "`privacy.dp.clip_norm`: missing: About the"),
+    ("[privacy.dp]\nepsilon = 2\nclip_norm = 9", 3, "`privacy.dp.max_epsilon`: missing: Privacy"),
     ("[privacy.dp]\nepsilon = 21", 4, "`privacy.dp.epsilon`: Expected `float` <= 20"),
     ("[privacy.dp]\nepsilon = 2\ndelta = 0.1", 5, "`privacy.dp.delta`: Expected `float` <= 0.001"),
     (
