@@ -3,7 +3,7 @@
 import contextlib
 import importlib.metadata
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,6 +15,7 @@ from aggregator.security.identity import aggregator_access, identity_folder
 from aggregator.security.key_rotation import require_fleet_key
 from aggregator.storage.blobs import object_store
 from aggregator.storage.open_store import has_database, open_store
+from aggregator.storage.store import Store
 from aggregator.storage.stored_values import BlobLocation
 from aggregator.tasks.task_preparation import read_backbone
 from protocol.doctor.broker import BrokerProbe, check_network
@@ -29,8 +30,8 @@ from protocol.wire.topics import FleetChannel, device_filters, device_topic, fle
 PACKAGES = ("onnx", "onnxruntime", "onnxscript", "scipy", "torch")
 """Packages that `aggregator run` imports, beside those of every install."""
 
-_OTHER = "protofleet-doctor"
-"""A device that no fleet has."""
+PROBE_DEVICE = "protofleet-doctor"
+"""Device name used by the checks; no fleet uses it."""
 
 
 @dataclass(frozen=True)
@@ -45,54 +46,78 @@ class Surroundings:
     blobs: str = ""
 
 
+@dataclass(frozen=True)
+class _Stored:
+    """What the state says of the fleet."""
+
+    fleet: str
+    is_closed: bool = False
+    is_running: bool = False
+    blobs: str = ""
+
+
 def check_all(given: Surroundings) -> Iterator[Finding]:
     """Yield the findings, as the checks are made."""
     yield from _check_packages()
-    task = None
-    if given.task is None:
+    task = yield from _check_task(given.task)
+    stored = yield from _check_state(given, task.fleet if task else "")
+    if location := given.blobs or stored.blobs:
+        yield _check_blobs(location)
+    yield from check_disk(given.state)
+    yield check_clock()
+    yield from _check_keys(given.state)
+    yield from _check_device(task)
+    yield from _check_broker(given, stored)
+
+
+def _check_task(path: Path | None) -> Generator[Finding, None, TaskFile | None]:
+    if path is None:
         yield Finding("task", "skipped", "no task file was given", "give --task")
-    else:
-        try:
-            task, backbones = load_task(given.task)
-            for path in backbones:
-                read_backbone(path)
-            yield Finding("task", "ok", f"{given.task}: fleet {task.fleet}, {task.algorithm}")
-        except ProtofleetError as error:
-            yield Finding("task", "failed", str(error), "correct it, and run `aggregator check`")
-    fleet, is_closed, is_running = task.fleet if task else "", False, False
-    blobs = given.blobs
+        return None
+    task = None
     try:
-        if given.store or has_database(given.state):
-            with contextlib.closing(
-                open_store(
-                    given.state, read_only=True, database=given.store, fleet=fleet if given.store else ""
-                )
-            ) as store:
-                is_closed, is_running = store.keys.is_closed(), store.is_locked()
-                with contextlib.suppress(ProtofleetError):
-                    fleet = fleet or store.served_task().fleet
-                stored = store.facts.get(BlobLocation)
-                blobs = blobs or (stored.location if stored else "")
-                try:
-                    require_fleet_key(store)
-                except ProtofleetError as error:
-                    yield Finding("key", "failed", str(error), "see docs/operations/standby.md")
-            where = given.store or given.state
-            yield Finding("state", "ok", f"{where}, {'running' if is_running else 'not running'}")
-        else:
+        task, backbones = load_task(path)
+        for backbone in backbones:
+            read_backbone(backbone)
+        yield Finding("task", "ok", f"{path}: fleet {task.fleet}, {task.algorithm}")
+    except ProtofleetError as error:
+        yield Finding("task", "failed", str(error), "correct it, and run `aggregator check`")
+    return task
+
+
+def _check_state(given: Surroundings, fleet: str) -> Generator[Finding, None, _Stored]:
+    stored = _Stored(fleet)
+    try:
+        if not given.store and not has_database(given.state):
             yield Finding("state", "ok", f"no state in {given.state} yet: the first start creates it")
+            return stored
+        with contextlib.closing(
+            open_store(given.state, read_only=True, database=given.store, fleet=fleet if given.store else "")
+        ) as store:
+            stored = _stored(store, fleet)
+            yield from _check_fleet_key(store)
+        where = given.store or given.state
+        yield Finding("state", "ok", f"{where}, {'running' if stored.is_running else 'not running'}")
     except NoStateError as error:
         yield Finding("state", "ok", f"the database answers: {error}")
     except ProtofleetError as error:
         action = "see the message" if given.store else "see docs/operations/backup-and-upgrade.md"
         yield Finding("state", "failed", str(error), action)
-    if blobs:
-        yield _check_blobs(blobs)
-    yield from check_disk(given.state)
-    yield check_clock()
-    yield from _check_keys(given.state)
-    yield from _check_device(task)
-    yield from _check_broker(given, fleet, is_closed=is_closed, is_running=is_running)
+    return stored
+
+
+def _stored(store: Store, fleet: str) -> _Stored:
+    with contextlib.suppress(ProtofleetError):  # nothing is served yet
+        fleet = fleet or store.served_task().fleet
+    location = store.facts.get(BlobLocation)
+    return _Stored(fleet, store.keys.is_closed(), store.is_locked(), location.location if location else "")
+
+
+def _check_fleet_key(store: Store) -> Iterator[Finding]:
+    try:
+        require_fleet_key(store)
+    except ProtofleetError as error:
+        yield Finding("key", "failed", str(error), "see docs/operations/standby.md")
 
 
 def _check_blobs(location: str) -> Finding:
@@ -146,7 +171,8 @@ def _check_keys(state: Path) -> Iterator[Finding]:
             yield Finding("key", "warning", warning, "see docs/operations/enrollment.md")
 
 
-def _check_broker(given: Surroundings, fleet: str, *, is_closed: bool, is_running: bool) -> Iterator[Finding]:
+def _check_broker(given: Surroundings, stored: _Stored) -> Iterator[Finding]:
+    fleet, is_closed = stored.fleet, stored.is_closed
     if not fleet:
         yield Finding("broker", "skipped", "the fleet's name is not known", "give --task")
         return
@@ -159,7 +185,7 @@ def _check_broker(given: Surroundings, fleet: str, *, is_closed: bool, is_runnin
         yield from (network := check_network(broker, access))
         if any(each.status == "failed" for each in network):
             continue
-        if access.certificate is not None and is_running:
+        if access.certificate is not None and stored.is_running:
             text = "the aggregator runs, and a login with its certificate would interrupt it"
             yield Finding("login", "skipped", text, "see `aggregator status`, or stop it for this check")
         else:
@@ -176,7 +202,7 @@ def _check_login(broker: BrokerAddress, access: BrokerAccess, fleet: str) -> Ite
             return
         yield probe.check_packet_limit()
         allowed = [fleet_topic(fleet, channel) for channel in get_args(FleetChannel)]
-        allowed += [device_topic(fleet, _OTHER, "ack"), device_topic(fleet, _OTHER, "blk")]
+        allowed += [device_topic(fleet, PROBE_DEVICE, "ack"), device_topic(fleet, PROBE_DEVICE, "blk")]
         yield from probe.check_writes(allowed=allowed, denied=(), is_closed=False)
 
 

@@ -4,10 +4,12 @@ import asyncio
 import contextlib
 import gzip
 import hashlib
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -17,13 +19,15 @@ from aggregator.status.details import collect_details
 from aggregator.status.projection import Sources, project, projection_sources
 from aggregator.status.summary import summary_of
 from aggregator.storage.open_store import open_store, recorded_location
-from aggregator.storage.store import Store
 from protocol.errors import ProtofleetError
 from protocol.storage.folder_lock import FolderLock
 from protocol.storage.state_folder import database_of
 
+if TYPE_CHECKING:
+    from aggregator.storage.store import Store
+
 POLL_S = 0.5
-"""Seconds between looks at the state directory, while a browser watches."""
+"""Seconds after which a watching browser receives a change."""
 
 REST = 4.0
 """Times as long as a snapshot took, before the next one is made: at most a fifth of a processor."""
@@ -72,26 +76,27 @@ class Snapshots:
         self._state = state
         self._stamps = Stamps(state)
         self._stamp: object = None
+        self._checked_s = -math.inf
         self._next_s = 0.0
         self._snapshot = Snapshot("")
         self._reading = asyncio.Lock()
-        self._changed = asyncio.Condition()
-        self._watchers = 0
-        self._poll: asyncio.Task[None] | None = None
-        self._is_ending = False
+        self._ended = asyncio.Event()
 
     async def end(self) -> None:
         """End all iterations of `changes`."""
-        self._is_ending = True
-        async with self._changed:
-            self._changed.notify_all()
+        self._ended.set()
         async with self._reading:
             self._stamps.close()
 
-    async def current(self) -> Snapshot:
-        """Return the newest snapshot, made anew if the state has changed and the last one is old enough."""
+    async def current(self, *, max_age_s: float = 0.0) -> Snapshot:
+        """Return the newest snapshot, made anew if the state has changed and the last one is old enough.
+
+        The state is not examined again within `max_age_s` seconds.
+        """
         async with self._reading:
-            if time.monotonic() >= self._next_s:
+            now_s = time.monotonic()
+            if now_s >= max(self._next_s, self._checked_s + max_age_s):
+                self._checked_s = now_s
                 stamp = await asyncio.to_thread(self._stamps.read)
                 if stamp != self._stamp:
                     start_s = time.monotonic()
@@ -103,41 +108,14 @@ class Snapshots:
 
     async def changes(self) -> AsyncIterator[str | None]:
         """Yield the version of the newest snapshot, then each later one; None if nothing changes for `KEEP_ALIVE_S`."""
-        async with self._watching():
-            seen = (await self.current()).version
-            yield seen
-            while not self._is_ending:
-                try:
-                    async with asyncio.timeout(KEEP_ALIVE_S), self._changed:
-                        await self._changed.wait()
-                except TimeoutError:
-                    yield None
-                if self._snapshot.version != seen:
-                    seen = self._snapshot.version
-                    yield seen
-
-    @contextlib.asynccontextmanager
-    async def _watching(self) -> AsyncIterator[None]:
-        self._watchers += 1
-        if self._poll is None:
-            self._poll = asyncio.create_task(self._notify())
-        try:
-            yield
-        finally:
-            self._watchers -= 1
-            if not self._watchers and self._poll is not None:
-                self._poll.cancel()
-                self._poll = None
-
-    async def _notify(self) -> None:
-        version = ""
-        while True:
-            snapshot = await self.current()
-            if snapshot.version != version:
-                version = snapshot.version
-                async with self._changed:
-                    self._changed.notify_all()
-            await asyncio.sleep(POLL_S)
+        seen, sent_s = "", -math.inf
+        while not self._ended.is_set():
+            version = (await self.current(max_age_s=POLL_S / 2)).version
+            if version != seen or time.monotonic() >= sent_s + KEEP_ALIVE_S:
+                yield version if version != seen else None
+                seen, sent_s = version, time.monotonic()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ended.wait(), POLL_S)
 
 
 def read_snapshot(state: Path) -> Snapshot:
