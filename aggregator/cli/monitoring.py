@@ -11,9 +11,8 @@ import click
 import msgspec
 
 from aggregator.cli.run import run_command
-from aggregator.cli.state import EXTRAS, state_option, store_option
+from aggregator.cli.state import EXTRAS, state_option
 from protocol.cli import (
-    access_options,
     config_option,
     examples,
     read_access,
@@ -77,26 +76,19 @@ def top_command(*, state: Path, interval_s: float) -> None:
     show_live(state, Console(), wait=lambda: time.sleep(interval_s))
 
 
-def _accept_unused(command: click.Command) -> click.Command:
-    for each in run_command.params:
-        if each.name in _UNUSED and isinstance(each, click.Option):
-            unused = copy.copy(each)
-            unused.hidden = True
-            command.params.append(unused)
+def _options_of_run(command: click.Command) -> click.Command:
+    """Add the options of `run`, none of them required; those that no check needs are hidden."""
+    for number, each in enumerate(run_command.params):
+        option = copy.copy(each)
+        option.required = False
+        if isinstance(option, click.Option):
+            option.hidden = option.name in _UNUSED
+        command.params.insert(number, option)
     return command
 
 
-@_accept_unused
+@_options_of_run
 @click.command("doctor", epilog=examples("aggregator doctor --task task.toml --broker broker.example --tls"))
-@config_option
-@setting("--task", type=click.Path(dir_okay=False, path_type=Path), help="Task file (TOML).")
-@state_option
-@setting("--blobs", default="", metavar="s3://BUCKET/PREFIX", help="Object store, as of `run`.")
-@store_option("PostgreSQL database, as of `run`.")
-@setting(
-    "--broker", default="127.0.0.1", metavar="HOST[:PORT][,...]", help="MQTT broker of the fleet, or several."
-)
-@access_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
 def doctor_command(

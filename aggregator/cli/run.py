@@ -40,7 +40,7 @@ def _options(command: Callable[..., None]) -> Callable[..., None]:
             default="",
             metavar="s3://BUCKET/PREFIX",
             help="S3-compatible object store of submissions, backbones and heads, each aggregator's with a prefix of "
-            "its own; AWS_* variables say how to reach it. Default: where they were before, at first in the state "
+            "its own; AWS_* variables say how to reach it. Default: the place used last; on the first start, the state "
             "directory.",
         ),
         store_option(
@@ -58,14 +58,14 @@ def _options(command: Callable[..., None]) -> Callable[..., None]:
         setting(
             "--embedded-broker",
             is_flag=True,
-            help="Run a broker in this process; without --broker, reachable from this machine only. It accepts any "
-            "client and limits nothing: what clients send it to retain stays in this process's memory.",
+            help="Run a broker in this process, for trying out; without --broker, reachable from this machine only. It "
+            "accepts every client, and retained messages fill this program's memory.",
         ),
         setting(
             "--external-training",
             is_flag=True,
-            help="Leave trainings to `aggregator train`, any number of programs, with --store and --blobs also on "
-            "other machines.",
+            help="Do not train here. Start `aggregator train` instead, as often as you like; on other machines it "
+            "needs --store and --blobs.",
         ),
         setting(
             "--http",

@@ -10,7 +10,7 @@ const SHOWN_NAMES = 3;
 
 const SERIES = [
   ["All images", "--series-1", (head) => head.held_out.accuracy],
-  ["Classes alike", "--series-2", (head) => head.held_out.balanced],
+  ["Balanced accuracy", "--series-2", (head) => head.held_out.balanced],
   ["Mean device", "--series-3", (_, details) => details?.spread?.mean],
   ["Worst 10 % of devices", "--series-4", (_, details) => details?.spread?.worst],
   ["Best 10 % of devices", "--series-5", (_, details) => details?.spread?.best],

@@ -44,7 +44,7 @@ export function Heads({ status, details }) {
   const known = new Map(details.heads.map((each) => [each.version, each]));
   const newest = [...status.heads].reverse().slice(0, SHOWN);
   return html`${status.rollout.candidate && html`<${Candidate} candidate=${status.rollout.candidate} />`}
-    ${status.rollout.requested !== null && html`<p class="note">Head ${status.rollout.requested} will be current.</p>`}
+    ${status.rollout.requested !== null && html`<p class="note">Switching to head ${status.rollout.requested} …</p>`}
     <p class="tools">
       ${status.head_path && html`<a class="button" href="api/v1/files/head.onnx" download onClick=${save}>Download head.onnx</a>`}
       ${status.model_path && html`<a class="button" href="api/v1/files/model.onnx" download onClick=${save}>Download model.onnx</a>`}
@@ -55,7 +55,7 @@ export function Heads({ status, details }) {
           <tr>
             <th scope="col">Head</th><th scope="col">State</th><th scope="col">Trained</th>
             <th scope="col" class="number">Devices</th><th scope="col" class="number">Prototypes</th><th scope="col" class="number">Images that count</th>
-            <th scope="col" class="number">Accuracy</th><th scope="col" class="number">Classes alike</th>
+            <th scope="col" class="number">Accuracy</th><th scope="col" class="number">Balanced accuracy</th>
             <th scope="col" class="number">With prior</th>
             <th scope="col" class="number">Evaluated by</th><th scope="col" class="number">Size</th><th scope="col">Actions</th>
           </tr>
