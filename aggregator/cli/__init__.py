@@ -2,9 +2,7 @@
 
 import click
 
-from aggregator.cli import enrollment, monitoring, operator_commands, task_file
-from aggregator.cli.programs import receive_command, train_command
-from aggregator.cli.run import coordinate_command, run_command
+from aggregator.cli import enrollment, monitoring, operator_commands, programs, task_file
 from aggregator.cli.state import EXTRAS
 from protocol.cli import examples, run
 
@@ -21,10 +19,7 @@ def cli() -> None:
 
 
 for _command in (
-    run_command,
-    coordinate_command,
-    receive_command,
-    train_command,
+    *programs.COMMANDS,
     *monitoring.COMMANDS,
     *task_file.COMMANDS,
     *operator_commands.COMMANDS,

@@ -10,7 +10,7 @@ from typing import Any
 import click
 import msgspec
 
-from aggregator.cli.run import run_command
+from aggregator.cli.programs import run_command
 from aggregator.cli.state import EXTRAS, state_option
 from protocol.cli import (
     config_option,

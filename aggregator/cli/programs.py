@@ -1,7 +1,10 @@
-"""`aggregator receive` and `aggregator train`: the programs beside the one that coordinates a fleet."""
+"""`aggregator run`, `coordinate`, `receive` and `train`: the programs that run until interrupted."""
 
+import contextlib
+import logging
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,187 @@ from protocol.cli import (
 )
 from protocol.errors import ConfigError
 from protocol.service_manager import stop_on_terminate
+
+log = logging.getLogger(__name__)
+
+
+def _options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options of a program that coordinates a fleet."""
+    options = (
+        config_option,
+        setting(
+            "--task",
+            type=click.Path(dir_okay=False, path_type=Path),
+            required=True,
+            help="Task file (TOML): classes, backbones, algorithm and its settings.",
+        ),
+        state_option,
+        setting(
+            "--blobs",
+            default="",
+            metavar="s3://BUCKET/PREFIX",
+            help="S3-compatible object store of submissions, backbones and heads, each aggregator's with a prefix of "
+            "its own; AWS_* variables say how to reach it. Default: the place used last; on the first start, the state "
+            "directory.",
+        ),
+        store_option(
+            "PostgreSQL database for the tables, postgresql://[USER@]HOST[:PORT]/DATABASE, in place of a file in "
+            "--state, which remembers it for the other commands. The password: PGPASSWORD or ~/.pgpass."
+        ),
+        setting(
+            "--broker",
+            default="127.0.0.1",
+            metavar="HOST[:PORT][,...]",
+            help="MQTT broker to connect to (several are tried in turn), or the address that the embedded broker "
+            "listens on.",
+        ),
+        access_options,
+        setting(
+            "--embedded-broker",
+            is_flag=True,
+            help="Run a broker in this process, for trying out; without --broker, reachable from this machine only. It "
+            "accepts every client, and retained messages fill this program's memory.",
+        ),
+        setting(
+            "--external-training",
+            is_flag=True,
+            help="Do not train here. Start `aggregator train` instead, as often as you like; on other machines it "
+            "needs --store and --blobs.",
+        ),
+        setting(
+            "--http",
+            metavar="HOST:PORT",
+            help="Address of the dashboard, the JSON API and the metrics, or off. Default: 127.0.0.1:8080, if that is "
+            "free.",
+        ),
+        setting(
+            "--http-token-file",
+            type=click.Path(dir_okay=False, path_type=Path),
+            help="File with the token that the dashboard requires, in line 1; or set PROTOFLEET_HTTP_TOKEN. Required "
+            "unless --http is a loopback address; there, without one, commands require the token in STATE/http-token.",
+        ),
+        setting(
+            "--http-read-token-file",
+            type=click.Path(dir_okay=False, path_type=Path),
+            help="File with a token that is enough for reading, for `aggregator dashboard` and Prometheus, in line 1; "
+            "or set PROTOFLEET_HTTP_READ_TOKEN. With it, reading requires one of the tokens, also on loopback.",
+        ),
+        setting(
+            "--http-host",
+            multiple=True,
+            metavar="NAME",
+            help="Name under which browsers reach the dashboard, beside localhost and IP addresses; repeatable.",
+        ),
+        verbose_option,
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def _run(  # noqa: PLR0913 - one for each option
+    *,
+    task: Path,
+    state: Path,
+    blobs: str,
+    database: str,
+    broker: str,
+    embedded_broker: bool,
+    external_training: bool,
+    http: str | None,
+    http_token_file: Path | None,
+    http_read_token_file: Path | None,
+    http_host: tuple[str, ...],
+    verbose: bool,
+    is_coordinator: bool,
+    **access_given: Any,
+) -> None:
+    start_logging(verbose=verbose)
+    require_packages("onnx", "onnxscript", "onnxruntime", "scipy", "torch", extras=EXTRAS)
+    from aggregator.config.task_file import load_task
+    from aggregator.http.process import http_server
+    from aggregator.http.settings import http_settings
+    from aggregator.security.identity import aggregator_access, restore_access
+    from aggregator.service.aggregator import serve
+    from aggregator.service.standby import Standby, until_answered
+    from aggregator.storage.open_store import open_store
+    from aggregator.storage.store import Store
+    from aggregator.tasks.task_preparation import prepare_task
+    from protocol.mqtt.tls import NO_AUTHENTICATION, parse_brokers, warnings
+
+    access = read_access(**access_given)
+    dashboard = http_settings(
+        http,
+        token_file=http_token_file,
+        hosts=http_host,
+        extras=EXTRAS,
+        read_token_file=http_read_token_file,
+    )
+    if embedded_broker and access != NO_AUTHENTICATION:
+        raise click.UsageError("the embedded broker has neither encryption nor passwords: use mosquitto")
+    brokers = parse_brokers(broker, tls=access.tls)
+    if embedded_broker and len(brokers) > 1:
+        raise click.UsageError("the embedded broker listens on one address")
+    for warning in warnings(access, brokers):
+        log.warning("%s", warning)
+    task_file, backbones = load_task(task)
+    if task_file.training.engine == "ray":
+        require_packages("ray", extras=f"{EXTRAS},ray")
+    stop_on_terminate()
+    standby = Standby(state)
+
+    def open_to_lead() -> Store:
+        return open_store(
+            state, lock=True, blobs=blobs, database=database, fleet=task_file.fleet, standby=standby.wait
+        )
+
+    def lead() -> None:
+        with contextlib.closing(standby.open(open_to_lead)) as store:
+            is_closed = store.keys.is_closed()
+            own_access = aggregator_access(state, access, fleet=task_file.fleet, is_closed=is_closed)
+            restore_access(store)
+            with http_server(dashboard, state):
+                prepared = prepare_task(task_file, backbones, store=store)
+                serve(
+                    prepared,
+                    store,
+                    broker=brokers,
+                    access=own_access,
+                    embedded_broker=embedded_broker,
+                    external_training=external_training,
+                    is_coordinator=is_coordinator,
+                )  # until interrupted
+
+    until_answered(lambda: standby.repeat(lead))
+
+
+@click.command(
+    "run",
+    epilog=examples(
+        "aggregator run --task task.toml --embedded-broker",
+        "aggregator run --task task.toml --broker broker.example --tls",
+    ),
+)
+@_options
+def run_command(**given: Any) -> None:
+    """Run the aggregator until interrupted.
+
+    With PostgreSQL, a second one for the same fleet is a standby: it waits, and leads when the first one ends.
+    """
+    _run(is_coordinator=False, **given)
+
+
+@click.command(
+    "coordinate",
+    epilog=examples(
+        "aggregator coordinate --task task.toml --store postgresql://protofleet@db.example/fleets "
+        "--blobs s3://fleets/barn --broker broker.example --tls",
+    ),
+)
+@_options
+def coordinate_command(**given: Any) -> None:
+    """Run the aggregator until interrupted, but leave uploads and downloads to `aggregator receive`."""
+    _run(is_coordinator=True, **given)
 
 
 def _parsed_shards(
@@ -165,3 +349,6 @@ def train_command(
             Worker(store, folder, name=name, lease_s=lease_s).run()
 
     until_answered(run)
+
+
+COMMANDS = (run_command, coordinate_command, receive_command, train_command)

@@ -43,7 +43,7 @@ def _hidden(algorithm: str) -> AbstractSet[tuple[str, ...]]:
     if algorithm in ALGORITHMS:
         hidden = {("training", "engine"), ("privacy", "dp")}
     elif algorithm == "statistics":
-        hidden = {("client", "alpha"), ("robust", "combine"), ("privacy", "dp")}
+        hidden = {("client", "alpha"), ("privacy", "dp")}
     return unused_settings(algorithm) | hidden
 
 

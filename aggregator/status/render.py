@@ -253,9 +253,7 @@ def _progress(status: Status) -> str:
         return f"training head {training.version}: epoch {training.epoch} of {training.epochs or '?'}"
     if closes:
         wanted = status.retrain_after if status.heads else status.quorum
-        limit_s = status.rate_limited_until_s
-        limit = f", but not before {_clock(limit_s)} (limits.heads_per_hour)" if limit_s is not None else ""
-        return f"next head: with {counted(wanted, 'submission')}, or at {closes}{limit}"
+        return f"next head: with {counted(wanted, 'submission')}, or at {closes}"
     return ""
 
 
