@@ -31,11 +31,11 @@ from aggregator.coordination.rollout_commands import commanded
 from aggregator.coordination.rollout_events import (
     Action,
     Activate,
-    CommandReceived,
     Evaluated,
     Event,
     FailuresReported,
     HeadAdded,
+    HeadCommand,
     OfferToCanaries,
     Reject,
     Step,
@@ -61,7 +61,7 @@ def step(state: State, event: Event, *, settings: Settings) -> Step:
                 return _decide(replace(state, trial=trial), trial, settings)
         case FailuresReported(version=version) if version == state.current and state.is_watched:
             return _failures_reported(state, event, settings)
-        case CommandReceived():
+        case HeadCommand():
             return commanded(state, event)
     return state, ()
 

@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
-from aggregator.coordination.rollout_events import Activate, CommandKind, CommandReceived, RefuseCommand, Step
+from aggregator.coordination.rollout_events import Activate, HeadCommand, RefuseCommand, Step
 from aggregator.coordination.rollout_state import RETAINED_HEADS, State, activated
 
 
-def commanded(state: State, command: CommandReceived) -> Step:
+def commanded(state: State, command: HeadCommand) -> Step:
     """Carry out a command, or refuse it."""
     version = command.version
     if command.kind == "promote":
@@ -14,7 +14,7 @@ def commanded(state: State, command: CommandReceived) -> Step:
             return state, (RefuseCommand("there is no candidate to promote"),)
         if version not in (None, state.trial.version):
             return state, (RefuseCommand(f"head {version} is no longer the candidate"),)
-    version = named_head(state, command.kind, version)
+    version = named_head(state, command)
     reason = _objection(state, command, version)
     if reason or version is None:
         return state, (RefuseCommand(reason),)
@@ -24,16 +24,16 @@ def commanded(state: State, command: CommandReceived) -> Step:
     return _rolled_back(state, version), (Activate(version, "rolled back by an operator"),)
 
 
-def named_head(state: State, kind: CommandKind, version: int | None) -> int | None:
+def named_head(state: State, command: HeadCommand) -> int | None:
     """Return the head that a command is about: without a version the candidate, or the head before the current one."""
-    if version is not None:
-        return version
-    if kind == "promote":
+    if command.version is not None:
+        return command.version
+    if command.kind == "promote":
         return state.trial.version if state.trial is not None else None
     return state.earlier[-1] if state.earlier else None
 
 
-def _objection(state: State, command: CommandReceived, version: int | None) -> str:
+def _objection(state: State, command: HeadCommand, version: int | None) -> str:
     """Return why a command cannot be carried out; empty if it can."""
     known = ", ".join(map(str, sorted(command.heads)[-10:])) or "none"
     if version is None:

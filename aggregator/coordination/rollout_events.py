@@ -1,7 +1,7 @@
 """Events of a rollout, and the actions that follow: the inputs and outputs of its state machine."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from aggregator.coordination.canary_comparison import CanaryResult
@@ -50,19 +50,20 @@ class FailuresReported:
 
 
 @dataclass(frozen=True)
-class CommandReceived:
-    """An operator's command to make a head current: an earlier one, or with `promote` the candidate.
-
-    `heads` maps every head's version to True; that of the command's to False unless all blobs that devices need for it
-    are stored.
-    """
+class HeadCommand:
+    """An operator's command to make a head current: an earlier one, or with `promote` the candidate."""
 
     kind: CommandKind
-    version: int | None
-    heads: Mapping[int, bool]
+    version: int | None = None
+    """None for the candidate, or the head before the current one."""
+    heads: Mapping[int, bool] = field(default_factory=dict)
+    """Every head's version with True; that of the command's with False unless the blobs that devices need are stored.
+
+    It is empty until the command is carried out.
+    """
 
 
-Event = HeadAdded | Ticked | Evaluated | FailuresReported | CommandReceived
+Event = HeadAdded | Ticked | Evaluated | FailuresReported | HeadCommand
 
 
 @dataclass(frozen=True)

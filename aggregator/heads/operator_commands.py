@@ -1,9 +1,10 @@
 """An operator's commands: checked at once, left in the store, carried out by the aggregator."""
 
 import time
+from dataclasses import replace
 
 from aggregator.coordination.rollout_commands import commanded, named_head
-from aggregator.coordination.rollout_events import CommandKind, CommandReceived, RefuseCommand
+from aggregator.coordination.rollout_events import CommandKind, HeadCommand, RefuseCommand
 from aggregator.coordination.rollout_state import State
 from aggregator.storage.devices import REVOKED
 from aggregator.storage.store import Store
@@ -15,17 +16,15 @@ OUTCOME_TIMEOUT_S = 10.0
 POLL_S = 0.1
 
 
-def command_of(
-    store: Store, task: bytes, state: State, kind: CommandKind, version: int | None
-) -> CommandReceived:
+def with_heads(store: Store, task: bytes, state: State, command: HeadCommand) -> HeadCommand:
     """Return a command in a state, with every head, and whether the blobs of the one that it names are stored."""
-    named = named_head(state, kind, version)
+    named = named_head(state, command)
     heads = {
         head.version: head.version != named
         or (head.digest in store.blobs and (head.tensors is None or head.tensors.digest in store.blobs))
         for head in store.heads.all(task)
     }
-    return CommandReceived(kind, version, heads)
+    return replace(command, heads=heads)
 
 
 def submit_command(store: Store, kind: CommandKind, version: int | None = None) -> str:
@@ -35,12 +34,12 @@ def submit_command(store: Store, kind: CommandKind, version: int | None = None) 
     """
     task = store.served_task().digest
     state = _after_pending(store, task)
-    state, actions = commanded(state, command_of(store, task, state, kind, version))
+    state, actions = commanded(state, with_heads(store, task, state, HeadCommand(kind, version)))
     for action in actions:
         if isinstance(action, RefuseCommand):
             raise ConfigError(action.reason)
     version = state.current
-    number = store.commands.add(task, kind, version)
+    number = store.commands.add(task, HeadCommand(kind, version))
     if not store.is_locked():
         return f"head {version} will be current when the aggregator is started"
     deadline_s = time.monotonic() + OUTCOME_TIMEOUT_S
@@ -61,9 +60,8 @@ def commanded_version(store: Store, task: bytes) -> int | None:
 def _after_pending(store: Store, task: bytes) -> State:
     state = store.heads.rollout(task)
     heads = {head.version: True for head in store.heads.all(task)}  # checked when the commands were given
-    for earlier in store.commands.pending(task):
-        command = CommandReceived(earlier.kind, earlier.version, heads)
-        state, _ = commanded(state, command)
+    for command in store.commands.pending(task).values():
+        state, _ = commanded(state, replace(command, heads=heads))
     return state
 
 

@@ -9,7 +9,7 @@ from aggregator.coordination import canary_rollout, rollout_events, rollout_stat
 from aggregator.coordination.canary_comparison import CanaryResult
 from aggregator.coordination.rollout_state import retained_heads, without_forgotten
 from aggregator.graphs.fused_model import fuse
-from aggregator.heads.operator_commands import command_of
+from aggregator.heads.operator_commands import with_heads
 from aggregator.storage.heads import CALIBRATED_FROM, HeadRecord
 from aggregator.storage.store import Store
 from aggregator.tasks.manifests import head_ref
@@ -137,15 +137,15 @@ class Releases:
         self._step(rollout_events.FailuresReported(version, failed, devices))
 
     def _carry_out_commands(self) -> None:
-        for command in self._store.commands.pending(self._task.digest):
-            received = command_of(self._store, self._task.digest, self._state, command.kind, command.version)
+        for number, command in self._store.commands.pending(self._task.digest).items():
+            received = with_heads(self._store, self._task.digest, self._state, command)
             try:
                 with self._store.transaction():  # otherwise a kill in between would carry it out twice
                     actions = self._step(received)
                     refusals = [
                         each.reason for each in actions if isinstance(each, rollout_events.RefuseCommand)
                     ]
-                    self._store.commands.finish(command.number, next(iter(refusals), ""))
+                    self._store.commands.finish(number, next(iter(refusals), ""))
             except StateError:
                 self.reload()
                 raise

@@ -21,7 +21,7 @@ from aggregator.http.access import Access, has_token, may_read, problem
 from aggregator.http.commands import (
     COMMANDS,
     CommandReply,
-    EnrollCommand,
+    EnrollArguments,
     enrollment_archive,
     run_command,
 )
@@ -146,7 +146,7 @@ class _Server:
             Endpoint("/metrics", self.metrics, "Metrics for Prometheus.", "text/plain"),
             Endpoint("/api/v1/files/head.onnx", self.file, "The current head.", BINARY_TYPE),
             Endpoint("/api/v1/files/model.onnx", self.file, "Head and backbones in one.", BINARY_TYPE),
-            Endpoint(f"{command}/enroll", self.enroll, ENROLL, "application/zip", EnrollCommand),
+            Endpoint(f"{command}/enroll", self.enroll, ENROLL, "application/zip", EnrollArguments),
             *(
                 Endpoint(f"{command}/{name}", partial(self.command, name), each.summary, CommandReply, each.arguments)
                 for name, each in COMMANDS.items()

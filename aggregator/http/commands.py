@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Arguments = TypeVar("Arguments", bound=msgspec.Struct)
 
 
-class HeadCommand(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class HeadArguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The head to make current; without a version, the previous one."""
 
     version: Annotated[int, Meta(ge=1)] | None = None
@@ -34,13 +34,13 @@ class NoArguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A command without arguments."""
 
 
-class DeviceCommand(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class DeviceArguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The device that a command is about."""
 
     device: Name
 
 
-class EnrollCommand(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class EnrollArguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A device to enroll, as with `aggregator enroll`."""
 
     device: Name
@@ -68,7 +68,7 @@ class Command(Generic[Arguments]):
     """Arguments of a command line."""
 
 
-def _rollback(store: "Store", command: HeadCommand) -> Sequence[str]:
+def _rollback(store: "Store", command: HeadArguments) -> Sequence[str]:
     from aggregator.heads.operator_commands import submit_command
 
     return (submit_command(store, "rollback", command.version),)
@@ -80,19 +80,19 @@ def _promote(store: "Store", _command: NoArguments) -> Sequence[str]:
     return (submit_command(store, "promote"),)
 
 
-def _release(store: "Store", command: DeviceCommand) -> Sequence[str]:
+def _release(store: "Store", command: DeviceArguments) -> Sequence[str]:
     from aggregator.heads.operator_commands import release
 
     return (release(store, command.device),)
 
 
-def _forget(store: "Store", command: DeviceCommand) -> Sequence[str]:
+def _forget(store: "Store", command: DeviceArguments) -> Sequence[str]:
     from aggregator.heads.forgotten_devices import forget
 
     return forget(store, command.device)
 
 
-def _revoke(store: "Store", command: DeviceCommand) -> Sequence[str]:
+def _revoke(store: "Store", command: DeviceArguments) -> Sequence[str]:
     from aggregator.security.enrollment import revocation_advice, revoke
 
     has_revocation_list = revoke(store, command.device)
@@ -102,7 +102,7 @@ def _revoke(store: "Store", command: DeviceCommand) -> Sequence[str]:
 
 COMMANDS: dict[str, Command[Any]] = {
     "rollback": Command(
-        HeadCommand,
+        HeadArguments,
         _rollback,
         "Make head VERSION current again; without VERSION, the previous head.",
         "All devices return to it and a candidate is rejected. Heads trained later are rolled out as usual.",
@@ -115,21 +115,21 @@ COMMANDS: dict[str, Command[Any]] = {
         examples=("",),
     ),
     "release": Command(
-        DeviceCommand,
+        DeviceArguments,
         _release,
         "Release DEVICE from quarantine.",
         "Its prototypes are used for training from now on, whatever it uploads, until it is revoked.",
         examples=("shed-1",),
     ),
     "forget": Command(
-        DeviceCommand,
+        DeviceArguments,
         _forget,
         "Delete the submissions of DEVICE, and make the head again without them.",
         "It stays enrolled and may upload again: to prevent that, revoke it first.",
         examples=("shed-1",),
     ),
     "revoke": Command(
-        DeviceCommand,
+        DeviceArguments,
         _revoke,
         "Revoke DEVICE: refuse its messages and exclude its submissions from training.",
         examples=("shed-1",),
@@ -162,7 +162,7 @@ def enrollment_archive(state: Path, arguments: bytes) -> tuple[str, bytes]:
     from aggregator.security.enrollment import enroll
     from protocol.mqtt.tls import parse_brokers
 
-    command = msgspec.json.decode(arguments, type=EnrollCommand)
+    command = msgspec.json.decode(arguments, type=EnrollArguments)
     if command.broker:
         parse_brokers(command.broker)
     with _existing(state) as store, tempfile.TemporaryDirectory(dir=state, prefix=".enroll-") as folder:

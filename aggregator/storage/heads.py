@@ -5,7 +5,8 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from aggregator.coordination import rollout_events, rollout_state
+from aggregator.coordination import rollout_state
+from aggregator.coordination.rollout_events import HeadCommand
 from aggregator.coordination.rollout_state import without_forgotten
 from aggregator.storage.devices import ForgottenDevices
 from aggregator.storage.submissions import NEXT_CHANGE, newest_change, retire_number
@@ -156,36 +157,27 @@ class Evaluations:
             )
 
 
-@dataclass(frozen=True)
-class OperatorCommand:
-    """An operator's command about heads."""
-
-    number: int
-    kind: rollout_events.CommandKind
-    version: int | None
-
-
 class OperatorCommands:
     """The table `operator_commands`: what an operator leaves for the running aggregator."""
 
     def __init__(self, database: Tables) -> None:
         self._database = database
 
-    def add(self, task: bytes, kind: rollout_events.CommandKind, version: int | None) -> int:
+    def add(self, task: bytes, command: HeadCommand) -> int:
         """Store a command for the aggregator that serves a task; returns its number."""
         rows = self._database.read(
             "INSERT INTO operator_commands (task, kind, version) VALUES (?, ?, ?) RETURNING number",
-            *(task, kind, version),
+            *(task, command.kind, command.version),
         )
         return int(rows[0][0])
 
-    def pending(self, task: bytes) -> list[OperatorCommand]:
-        """Return a task's commands without an outcome, oldest first."""
+    def pending(self, task: bytes) -> dict[int, HeadCommand]:
+        """Return a task's commands without an outcome by number, oldest first."""
         rows = self._database.read(
             "SELECT number, kind, version FROM operator_commands WHERE task = ? AND outcome IS NULL ORDER BY number",
             task,
         )
-        return [OperatorCommand(*row) for row in rows]
+        return {number: HeadCommand(kind, version) for number, kind, version in rows}
 
     def finish(self, number: int, outcome: str) -> None:
         """Store a command's outcome: empty if it was carried out, otherwise the reason why not."""

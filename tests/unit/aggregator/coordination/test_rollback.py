@@ -7,9 +7,9 @@ import pytest
 from aggregator.coordination.rollout_events import (
     Activate,
     CommandKind,
-    CommandReceived,
     FailuresReported,
     HeadAdded,
+    HeadCommand,
     RefuseCommand,
     Reject,
 )
@@ -38,7 +38,7 @@ def failures(version: int, failed: int, *, of: int) -> FailuresReported:
 def test_each_rollback_goes_further_back() -> None:
     """The head that was current before is current again; a later head is rolled out as usual."""
     known = heads(1, 2, 3)
-    back = CommandReceived("rollback", None, known)
+    back = HeadCommand("rollback", None, known)
     state, done = play(initial_state([1, 2, 3]), back, back)
     assert [action.version for action in done if isinstance(action, Activate)] == [2, 1]
     assert state.rejected == {3: "rolled back to head 2", 2: "rolled back to head 1"}
@@ -53,10 +53,10 @@ def test_rollback_to_a_version() -> None:
     """A newer or rejected head can be named too; the next rollback starts from it."""
     known = heads(1, 2, 3)
     state, _ = play(
-        initial_state([1, 2, 3]), CommandReceived("rollback", 1, known), CommandReceived("rollback", 3, known)
+        initial_state([1, 2, 3]), HeadCommand("rollback", 1, known), HeadCommand("rollback", 3, known)
     )
     assert (state.current, state.earlier, state.rejected) == (3, (1,), {})
-    state, _ = play(state, CommandReceived("rollback", None, known))
+    state, _ = play(state, HeadCommand("rollback", None, known))
     assert state.current == 1
 
 
@@ -75,7 +75,7 @@ def test_impossible_commands_are_refused(
     state: State, kind: CommandKind, version: int | None, reason: str
 ) -> None:
     known = heads(1, 2) if version != 3 else heads(1, 2, 3, gone=[3])
-    after, (refused,) = play(state, CommandReceived(kind, version, known))
+    after, (refused,) = play(state, HeadCommand(kind, version, known))
     assert after == state
     assert isinstance(refused, RefuseCommand)
     assert reason in refused.reason
@@ -84,10 +84,10 @@ def test_impossible_commands_are_refused(
 def test_operator_promotes_or_rolls_back_a_candidate() -> None:
     """Promoted without its canaries; rolled back together with the current head."""
     known = heads(1, 2, 3)
-    state, done = play(trying()[0], CommandReceived("promote", None, known))
+    state, done = play(trying()[0], HeadCommand("promote", None, known))
     assert done == [Activate(2, "promoted by an operator")]
     assert (state.current, state.trial, state.earlier) == (2, None, (1,))
-    state, _ = play(initial_state([1, 2]), HeadAdded(3, 0.0), CommandReceived("rollback", None, known))
+    state, _ = play(initial_state([1, 2]), HeadAdded(3, 0.0), HeadCommand("rollback", None, known))
     assert (state.current, state.trial) == (1, None)
     assert state.rejected == {2: "rolled back to head 1", 3: "rolled back to head 1"}
     assert play(state, HeadAdded(3, 9.0)) == (state, [])
@@ -140,8 +140,8 @@ def test_no_device_alone_has_the_current_head_rejected() -> None:
     [
         initial_state([1]),
         play(initial_state([1, 2, 3]), failures(3, 9, of=9))[0],
-        play(initial_state([1, 2, 3]), CommandReceived("rollback", None, heads(1, 2, 3)))[0],
-        play(trying()[0], CommandReceived("promote", None, heads(1, 2)))[0],
+        play(initial_state([1, 2, 3]), HeadCommand("rollback", None, heads(1, 2, 3)))[0],
+        play(trying()[0], HeadCommand("promote", None, heads(1, 2)))[0],
     ],
     ids=["the first", "restored", "rolled back by an operator", "promoted by an operator"],
 )

@@ -6,11 +6,11 @@ from hypothesis import strategies as st
 from aggregator.coordination.canary_comparison import CanaryResult
 from aggregator.coordination.rollout_events import (
     Activate,
-    CommandReceived,
     Evaluated,
     Event,
     FailuresReported,
     HeadAdded,
+    HeadCommand,
     Ticked,
 )
 from aggregator.coordination.rollout_state import Settings, State, initial_state
@@ -61,7 +61,7 @@ EVENTS = st.lists(
             st.just(5),
         ),
         st.builds(
-            CommandReceived,
+            HeadCommand,
             st.sampled_from(["rollback", "promote"]),
             st.one_of(st.none(), st.integers(1, 6)),
             st.just(heads(*range(1, 7), gone=[2])),
@@ -85,7 +85,7 @@ def test_there_is_always_a_usable_head(events: list[Event]) -> None:
             assert state.trial.rank_limit >= before.trial.rank_limit
         used = [action.version for action in done if isinstance(action, Activate)]
         assert not used or used == [state.current]
-        if used and not isinstance(event, CommandReceived):
+        if used and not isinstance(event, HeadCommand):
             assert used[0] not in before.rejected
     last_s = state.trial.since_s if state.trial else 0.0
     state, _ = play(state, Ticked(last_s + 1e5, FLEET), Ticked(last_s + 2e5, FLEET))

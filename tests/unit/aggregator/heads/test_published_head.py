@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from aggregator.config.schema import Limits
 from aggregator.config.task_file import load_task
+from aggregator.coordination.rollout_events import HeadCommand
 from aggregator.coordination.rollout_state import Settings, State
 from aggregator.heads import published_head
 from aggregator.heads.operator_commands import submit_command
@@ -284,7 +285,7 @@ def test_command_is_carried_out_once(store: Store, task: Task) -> None:
     for version in (1, 2, 3):
         _add_head(store, task.digest, version)
         releases.tick(version)
-    store.commands.add(task.digest, "rollback", None)
+    store.commands.add(task.digest, HeadCommand("rollback"))
     store.database.write(
         "CREATE TEMP TRIGGER full BEFORE UPDATE ON operator_commands BEGIN SELECT RAISE(ABORT, 'full'); END"
     )

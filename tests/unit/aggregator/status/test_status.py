@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from aggregator.algorithms.fpl import FPL
 from aggregator.config.schema import Limits, Rounds
 from aggregator.coordination.canary_comparison import CanaryResult
+from aggregator.coordination.rollout_events import HeadCommand
 from aggregator.coordination.rollout_state import State, Trial
 from aggregator.ingest import intake_status
 from aggregator.ingest.intake_status import Intake
@@ -363,7 +364,7 @@ def test_waiting_candidate_and_pending_command(tmp_path: Path) -> None:
     add_head(store, 2)
     store.heads.put_rollout(TASK, State(newest=2, current=1, trial=Trial(2, 70.0)))
     assert "head 2 waits for devices to come online and evaluate it" in rendered(collected(store))
-    store.commands.add(TASK, "promote", None)
+    store.commands.add(TASK, HeadCommand("promote"))
     status = collected(store)
     assert "head 2 will be current soon, by an operator's command" in rendered(status)
     waits = "head 2 will be current when the aggregator is started, by an operator's command"
