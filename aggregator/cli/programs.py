@@ -6,7 +6,7 @@ import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -30,6 +30,9 @@ from protocol.cli import (
 )
 from protocol.errors import ConfigError
 from protocol.service_manager import stop_on_terminate
+
+if TYPE_CHECKING:
+    from protocol.mqtt.tls import BrokerAccess, BrokerAddress
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +139,6 @@ def _run(  # noqa: PLR0913 - one for each option
     from aggregator.storage.open_store import open_store
     from aggregator.storage.store import Store
     from aggregator.tasks.task_preparation import prepare_task
-    from protocol.mqtt.tls import NO_AUTHENTICATION, parse_brokers, warnings
 
     access = read_access(**access_given)
     dashboard = http_settings(
@@ -146,13 +148,7 @@ def _run(  # noqa: PLR0913 - one for each option
         extras=EXTRAS,
         read_token_file=http_read_token_file,
     )
-    if embedded_broker and access != NO_AUTHENTICATION:
-        raise click.UsageError("the embedded broker has neither encryption nor passwords: use mosquitto")
-    brokers = parse_brokers(broker, tls=access.tls)
-    if embedded_broker and len(brokers) > 1:
-        raise click.UsageError("the embedded broker listens on one address")
-    for warning in warnings(access, brokers):
-        log.warning("%s", warning)
+    brokers = _checked_brokers(broker, access, embedded_broker=embedded_broker)
     task_file, backbones = load_task(task)
     if task_file.training.engine == "ray":
         require_packages("ray", extras=f"{EXTRAS},ray")
@@ -182,6 +178,22 @@ def _run(  # noqa: PLR0913 - one for each option
                 )  # until interrupted
 
     until_answered(lambda: standby.repeat(lead))
+
+
+def _checked_brokers(
+    text: str, access: "BrokerAccess", *, embedded_broker: bool
+) -> "tuple[BrokerAddress, ...]":
+    """Return the addresses of brokers; logs what is unsafe about the access to them."""
+    from protocol.mqtt.tls import NO_AUTHENTICATION, parse_brokers, warnings
+
+    if embedded_broker and access != NO_AUTHENTICATION:
+        raise click.UsageError("the embedded broker has neither encryption nor passwords: use mosquitto")
+    brokers = parse_brokers(text, tls=access.tls)
+    if embedded_broker and len(brokers) > 1:
+        raise click.UsageError("the embedded broker listens on one address")
+    for warning in warnings(access, brokers):
+        log.warning("%s", warning)
+    return brokers
 
 
 @click.command(

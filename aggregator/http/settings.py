@@ -138,11 +138,6 @@ def new_token(state: Path) -> str:
     return token
 
 
-def own_token(state: Path) -> str:
-    """Return the token in the state directory; raises ConfigError if there is none."""
-    return read_secret(state / TOKEN_FILE, what="token")
-
-
 def listen(address: HttpAddress) -> socket.socket:
     """Return a socket that listens on an address; raises ConfigError if that is impossible."""
     try:

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from aggregator.http.settings import own_token
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from tests.browser.conftest import OpenPage
 from tests.browser.pages import DashboardPage
 from tests.support.fleets.fleet import Fleet, write_digits, write_task
 from tests.support.network.brokers import free_address, mosquitto, mosquitto_program
+from tests.unit.aggregator.http.servers import own_token
 
 SCREENSHOTS = os.environ.get("PROTOFLEET_SCREENSHOTS")
 """The folder that screenshots for the documentation are written to, docs/images; by default none are."""

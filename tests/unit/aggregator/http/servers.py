@@ -9,10 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from aggregator.http.process import http_server
-from aggregator.http.settings import HttpAddress, HttpSettings, own_token
+from aggregator.http.settings import TOKEN_FILE, HttpAddress, HttpSettings
 from tests.support.fleets.fleet import wait_until
 
 TOKEN = "a token of the operator's"
+
+
+def own_token(state: Path) -> str:
+    """Return the token in a state directory."""
+    return (state / TOKEN_FILE).read_text().strip()
 
 
 @dataclass

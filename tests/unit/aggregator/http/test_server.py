@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from aggregator.http.access import is_own_host
-from aggregator.http.settings import own_token
 from aggregator.status import model
 from aggregator.status.collect import collect_status
 from aggregator.status.details import Details
@@ -25,7 +24,7 @@ from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from tests.support.fleets.fleet import wait_until
 from tests.support.messages.submissions import TASK
-from tests.unit.aggregator.http.servers import TOKEN, Client, serving
+from tests.unit.aggregator.http.servers import TOKEN, Client, own_token, serving
 from tests.unit.aggregator.status.stores import busy_store, started_store, submission_row
 
 
