@@ -12,7 +12,6 @@ from aggregator.storage.device_keys import DeviceKeys
 from aggregator.storage.devices import REVOKED, Devices, ForgottenDevices, Quarantine, Refusals
 from aggregator.storage.heads import Evaluations, Heads, OperatorCommands
 from aggregator.storage.programs import Jobs, Receivers
-from aggregator.storage.schema import TASK_TABLES
 from aggregator.storage.stored_values import (
     BlobLocation,
     LostFiles,
@@ -20,7 +19,7 @@ from aggregator.storage.stored_values import (
     ServedTask,
     TaskPreparation,
 )
-from aggregator.storage.submissions import SubmissionChanges, Submissions, newest_change, retire_number
+from aggregator.storage.submissions import SubmissionChanges, Submissions, newest_change
 from protocol.errors import ConfigError, StateError
 from protocol.storage.blobstore import state_errors
 from protocol.storage.elapsed_clock import ElapsedClock
@@ -171,12 +170,6 @@ class Store:
         with state_errors(file):
             data = file.read_bytes()
         return self.put_blob(data, name or file.name)
-
-    def delete_task(self, task: bytes) -> None:
-        """Delete all rows of a task that is never served again, in a transaction of the caller."""
-        retire_number(self.database)
-        for table in TASK_TABLES:
-            self.database.write(f"DELETE FROM {table} WHERE task = ?", task)  # noqa: S608 - of the schema
 
     def round_state(self, task: bytes) -> State:
         """Return the round logic's state from what is stored for a task."""

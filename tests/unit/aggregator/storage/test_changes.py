@@ -61,7 +61,7 @@ def test_no_number_is_used_again(store: Store) -> None:
     since = store.newest_change()
     assert since > newest
     with store.transaction():
-        store.delete_task(other)
+        store.submissions.delete_device("b")
     store.submissions.put(TASK, _record("c"))
     assert set(store.submission_changes(TASK, since=since).records) == {"c"}
 

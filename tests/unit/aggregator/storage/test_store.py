@@ -15,7 +15,7 @@ from aggregator.storage import schema
 from aggregator.storage.devices import REVOKED, DeviceRecord, Refusal
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.open_store import open_store
-from aggregator.storage.schema import MIGRATIONS, TASK_TABLES
+from aggregator.storage.schema import MIGRATIONS
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import NextHead, SigningKey, TrainingProgress
 from aggregator.storage.submissions import SubmissionRecord
@@ -295,12 +295,6 @@ def test_a_stored_upload_is_found_without_reading_all_of_them(tmp_path: Path, qu
     ((*_, plan),) = store.database.read(query, "a", b"a1")
     assert " USING COVERING INDEX " in plan
     assert plan.startswith("SEARCH ")
-
-
-def test_tables_of_a_task_are_named(tmp_path: Path) -> None:
-    """A table that is added with a column `task` is emptied with the others by `delete_task`."""
-    query = "SELECT m.name FROM sqlite_master m, pragma_table_info(m.name) c WHERE m.type = 'table' AND c.name = 'task'"
-    assert {name for (name,) in open_store(tmp_path).database.read(query)} == set(TASK_TABLES)
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
