@@ -20,8 +20,8 @@ from aggregator.http.connection import server_config
 from aggregator.http.fleets import Fleet, Summaries, read_fleets, summary_of
 from aggregator.http.overview import overview
 from aggregator.http.settings import HttpAddress, HttpSettings
-from aggregator.status.model import Attention
 from aggregator.security.identity import revoke_key
+from aggregator.status.model import Attention
 from protocol.errors import ConfigError
 from tests.support.fleets.fleet import wait_until
 from tests.support.messages.submissions import TASK, device_info
