@@ -48,7 +48,7 @@ class Surroundings:
 
 @dataclass(frozen=True)
 class _Stored:
-    """What the state says of the fleet."""
+    """The fleet as the state has it."""
 
     fleet: str
     is_closed: bool = False

@@ -65,7 +65,7 @@ class OpenCollection:
     """The open collection in figures."""
 
     sources: tuple[object, ...]
-    """What they were derived from: they are of a state that has the same objects."""
+    """The objects that they were derived from: they are of a state that has the same ones."""
     expected: frozenset[str] | None
     """Devices without which a round is not complete; None if it cannot be complete."""
     missing: int

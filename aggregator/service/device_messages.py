@@ -71,7 +71,7 @@ class _Upload:
     payload: Complete
     message: Submission | Evaluation
     record: SubmissionRecord | None
-    """What is stored of a submission; None for an evaluation."""
+    """The row of a submission; None for an evaluation."""
 
 
 _Item = _FirstFrame | _Report | _Upload | Refused
@@ -94,7 +94,7 @@ class DeviceMessages:
     receipts: list[tuple[str, Receipt]] = field(default_factory=list, init=False)
     """Device and receipt, to be published once the messages are durable."""
     _items: list[tuple[str, str, _Item]] = field(default_factory=list, init=False)
-    """What is to be stored: each with its device, and its channel for the detail of a refusal."""
+    """Messages to be stored: each with its device, and its channel for the detail of a refusal."""
     _complete: set[tuple[str, bytes]] = field(default_factory=set, init=False)
     """Uploads among the items: another frame of one needs no answer."""
     _answered: TokenBuckets[tuple[str, Reason | None]] = field(init=False)

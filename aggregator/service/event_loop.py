@@ -51,7 +51,7 @@ class TaskReplaced(ProtofleetError):
 
 
 class Program(Protocol):
-    """What a program does beside the messages of devices."""
+    """A program's work beside the messages of devices."""
 
     def accepts(self, message: mqtt.Received) -> bool:
         """Return False for a message that is not for the intake."""

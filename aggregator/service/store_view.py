@@ -1,4 +1,4 @@
-"""What the intake knows of the served task, its heads and submissions: all of it from the store."""
+"""The part of the store that verdicts about uploads depend on, as the intake reads it."""
 
 import time
 from collections.abc import Set as AbstractSet
@@ -13,7 +13,7 @@ REQUEST_S = 10.0
 
 
 class StoreView:
-    """The part of the store that verdicts about uploads depend on; call `refresh` first in each transaction."""
+    """The served task's heads and submissions; call `refresh` first in each transaction."""
 
     def __init__(self, store: Store, task: IntakeTask) -> None:
         self._store = store

@@ -1,4 +1,4 @@
-"""What needs an operator, and a fleet in a line."""
+"""The warnings that need an operator, and a fleet in a line."""
 
 from pathlib import Path
 
