@@ -5,7 +5,7 @@ NeurIPS 2022.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,8 +26,9 @@ from aggregator.algorithms.algorithm import (
 class FedPCL(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[fedpcl]`: how projections are trained.
 
-    The defaults are the best that `python -m benchmarks fedpcl` found without a prior. The paper's are `tau = 0.07`,
-    `learning_rate = 1e-3`, `loss = "contrastive"`, `relu = true`, and `standardize = false`.
+    The defaults are the best that `python -m benchmarks fedpcl` found without a prior. The paper has `tau = 0.07`,
+    `learning_rate = 1e-3` and `standardize = false`, a ReLU before the projection is normalized, and losses without the
+    image's own class in the denominator.
     """
 
     name: ClassVar[str] = "fedpcl"
@@ -50,21 +51,13 @@ class FedPCL(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Adam's learning rate."""
     weight_decay: Fraction = 1e-4
     """L2, as part of the gradient."""
-    variant: Literal["both", "global", "local"] = "both"
-    """Contrast with the global prototypes (eq. 8), with every device's set (eq. 9), or with both (eq. 10)."""
-    loss: Literal["contrastive", "cross_entropy"] = "cross_entropy"
-    """Eq. 8 and 9 omit the sample's own class from the denominator; `cross_entropy` includes it."""
     standardize: bool = True
     """Train on features of mean 0, and deviation 1 over all of them, on the device's own images."""
-    relu: bool = False
-    """Apply a ReLU before the projection is normalized."""
     prior: bool = False
     """Expect classes as often as the device's own images have them, in training and in the head. Best on a device's own
     mixture of classes; a device then hardly recognizes classes of which it has no images."""
     max_sets: Count | None = None
-    """Greatest number of devices' prototype sets that are sent; None sends all of them."""
-    sets: Literal["sample", "cluster"] = "sample"
-    """The ones that are sent if there are more: a random sample of them, or the means of clusters of them."""
+    """Greatest number of devices' prototype sets that are sent, a random sample of them; None sends all of them."""
 
     def prototype_size(self, feature_size: int) -> int:
         """Return the length of a projection."""
@@ -103,7 +96,9 @@ class FedPCL(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True):
         counts = np.reshape([weights for _, weights in own], shape).astype(np.float64)
         global_means, total = _merged(means, counts)
         if self.max_sets is not None and len(own) > self.max_sets:
-            means, counts = self._capped(np.where(counts[..., None] > 0, means, global_means), counts, seed)
+            random = np.random.default_rng(seed)
+            chosen = np.sort(random.choice(len(own), self.max_sets, replace=False))
+            means, counts = means[chosen], counts[chosen]
         owned = counts > 0
         index = np.where(
             owned, num_classes + np.cumsum(owned).reshape(owned.shape) - 1, np.arange(num_classes)
@@ -119,20 +114,6 @@ class FedPCL(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True):
         from aggregator.algorithms import fedpcl_step
 
         return fedpcl_step.functions(self, feature_size=feature_size, num_classes=num_classes, seed=seed)
-
-    def _capped(
-        self, padded: NDArray[np.float32], counts: NDArray[np.float64], seed: int
-    ) -> tuple[NDArray[np.float32], NDArray[np.float64]]:
-        """Reduce sets (m, C, D) with counts (m, C) to `max_sets`: some of them, or means of similar ones."""
-        if self.sets == "sample":
-            chosen = np.sort(np.random.default_rng(seed).choice(len(padded), self.max_sets, replace=False))
-            return padded[chosen], counts[chosen]
-        from scipy.cluster.hierarchy import fcluster, linkage
-
-        tree = linkage(padded.reshape(len(padded), -1), method="ward")
-        group = fcluster(tree, self.max_sets, criterion="maxclust")
-        merged = [_merged(padded[group == number], counts[group == number]) for number in np.unique(group)]
-        return np.stack([values for values, _ in merged]), np.stack([weights for _, weights in merged])
 
 
 def _merged(

@@ -31,11 +31,10 @@ _MOMENTS = ("weight_first", "weight_second", "bias_first", "bias_second")
 
 def functions(settings: "FedPCL", *, feature_size: int, num_classes: int, seed: int) -> Functions:
     """Return what `FedPCL.functions` returns."""
-    rounds = ("prototypes", "present") if settings.variant == "global" else ("prototypes", "index", "present")
     first = _first_projection(settings.projection_size, feature_size, seed)
 
     def loss(tensors: Tensors, values: Tensor) -> Tensor:
-        return contrast(settings, tensors, projected(settings, values), num_classes)
+        return contrast(settings, tensors, unit(values), num_classes)
 
     return Functions(
         init=Function(
@@ -48,14 +47,14 @@ def functions(settings: "FedPCL", *, feature_size: int, num_classes: int, seed: 
                 "labels",
                 *settings.model,
                 *settings.moments,
-                *rounds,
+                *("prototypes", "index", "present"),
                 *((_PRIOR,) if settings.prior else ()),
             ),
             apply=lambda tensors: _step(settings, tensors, loss),
         ),
         project=Function(
             inputs=("feature", *settings.model),
-            apply=lambda tensors: {"projection": projected(settings, hidden(tensors))},
+            apply=lambda tensors: {"projection": unit(hidden(tensors))},
         ),
         head=Function(
             inputs=("feature", *settings.model, "prototypes", "present", "local_prototypes", "local_counts"),
@@ -105,46 +104,30 @@ def hidden(tensors: Tensors) -> Tensor:
     return torch.addmm(tensors["bias"], standardized(tensors), tensors["weight"].flatten(0, 1).T)
 
 
-def projected(settings: "FedPCL", values: Tensor) -> Tensor:
-    """Return z, (n, D), of unit length: omitted in the paper, done in its published code."""
-    return unit(values.relu() if settings.relu else values)
-
-
 def contrast(settings: "FedPCL", tensors: Tensors, projection: Tensor, num_classes: int) -> Tensor:
-    """Return the loss of a batch of projections (n, D), () (eq. 8 to 10).
+    """Return the loss of a batch of projections (n, D), () (eq. 8 to 10), as a cross-entropy: with the own class.
 
-    A class without prototypes is in no denominator. A sample whose class has none, or is the only one that has any,
-    adds 0. `index` is needed except for the global variant, `class_counts` with a prior.
+    Projections are of unit length: omitted in the paper, done in its published code. A class without prototypes is in
+    no denominator. A sample whose class has none, or is the only one that has any, adds 0. `class_counts` is needed
+    with a prior.
     """
     same, present = one_hot(tensors["labels"], num_classes), tensors["present"] > 0
     rivals = ~same & present
     counted = rivals.any(dim=1) & (same & present).any(dim=1)
-    sets = _sets(settings, tensors, num_classes)
+    sets = torch.cat([torch.arange(num_classes)[None], tensors["index"]])  # the global prototypes first
     prototypes = tensors["prototypes"][sets.reshape(-1)]
     logits = (projection @ prototypes.T / settings.tau).reshape(-1, sets.shape[0], num_classes)
     if settings.prior:
         logits = logits + log_prior(tensors[_PRIOR])
-    against = rivals | same if settings.loss == "cross_entropy" else rivals
+    against = rivals | same
     own = torch.where(same[:, None], logits, 0.0).sum(dim=2)
     losses = (log_sum_exp(logits, against[:, None]) - own) * counted[:, None]
-    return (losses @ _weights(settings, logits.detach())).mean()
+    return (losses @ _weights(logits.detach())).mean()
 
 
-def _sets(settings: "FedPCL", tensors: Tensors, num_classes: int) -> Tensor:
-    """Return the rows of each set to contrast with, (s, C): the global prototypes, all devices' sets, or both."""
-    global_rows = torch.arange(num_classes)[None]
-    if settings.variant == "global":
-        return global_rows
-    if settings.variant == "local":
-        return tensors["index"]
-    return torch.cat([global_rows, tensors["index"]])
-
-
-def _weights(settings: "FedPCL", logits: Tensor) -> Tensor:
+def _weights(logits: Tensor) -> Tensor:
     """Return the weight of each set's loss, (s,): L_g weighs as much as L_p, the mean over the others (eq. 10)."""
     every = torch.ones_like(logits[0, :, 0])
-    if settings.variant != "both":
-        return every / every.sum()
     return torch.cat([every[:1], every[1:] / every[1:].sum()])
 
 
@@ -197,7 +180,7 @@ def _head(settings: "FedPCL", tensors: Tensors, num_classes: int) -> dict[str, T
     """Return similarities to the device's own prototypes, padded with the global ones (section 4, eq. 7)."""
     own = tensors["local_counts"] > 0
     prototypes = torch.where(own[:, None], tensors["local_prototypes"], tensors["prototypes"][:num_classes])
-    similarity = projected(settings, hidden(tensors)) @ prototypes.T / settings.tau
+    similarity = unit(hidden(tensors)) @ prototypes.T / settings.tau
     if settings.prior:
         similarity = similarity + log_prior(tensors["local_counts"])
     logits = torch.where(own | (tensors["present"] > 0), similarity, ABSENT_LOGIT)

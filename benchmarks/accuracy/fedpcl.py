@@ -25,15 +25,6 @@ BACKBONES = ("mobilenetv2_100", "mobilenetv2_100_birds", "mobilenetv2_100_insect
 """One architecture trained on three sources, which is FedPCL's setting."""
 
 IMAGE_SIZE = 96
-PRINTED = {
-    "tau": 0.07,
-    "learning_rate": 1e-3,
-    "loss": "contrastive",
-    "relu": True,
-    "standardize": False,
-}
-"""The paper's settings."""
-
 _RECIPE = Recipe(
     rounds=40,
     epochs=1,
@@ -145,26 +136,12 @@ def recipes_of(*, deeper: bool) -> Mapping[Method, Recipe]:
     help="Of devices with label shift alone.",
 )
 @click.option("--rounds", type=click.IntRange(min=1), help="Of FedPCL.  [default: its own]")
-@repeated(
-    "--variant",
-    "variants",
-    type=click.Choice(["both", "global", "local"]),
-    default=("both",),
-    help="Terms of FedPCL's loss; may be repeated.",
-)
 @click.option(
     "--max-sets",
     type=click.IntRange(min=1),
     multiple=True,
     help="Also limit the sets of prototypes that are sent; may be repeated.",
 )
-@repeated(
-    "--sets",
-    type=click.Choice(["sample", "cluster"]),
-    default=("sample",),
-    help="How they are limited; may be repeated.",
-)
-@click.option("--printed", is_flag=True, help="FedPCL as printed, too.")
 @comparison_options(RECIPES, priors=get_args(Prior))
 @click.option(
     "--images",
@@ -240,26 +217,16 @@ def command(
 def _algorithms(
     *,
     rounds: int | None,
-    variants: Sequence[str],
     max_sets: Sequence[int],
-    sets: Sequence[str],
     prior: bool,
-    printed: bool,
     deeper: bool,
 ) -> dict[str, FedPCL]:
     """Return what to compare, by name."""
     given: dict[str, Any] = {"prior": prior} | ({} if rounds is None else {"rounds": rounds})
-    asked: dict[str, dict[str, Any]] = {
-        "FedPCL" if variant == "both" else f"FedPCL, {variant} alone": {"variant": variant}
-        for variant in variants
-    }
-    asked |= {
-        f"FedPCL, {count} sets, {how}": {"max_sets": count, "sets": how} for count in max_sets for how in sets
-    }
+    asked: dict[str, dict[str, Any]] = {"FedPCL": {}}
+    asked |= {f"FedPCL, {count} sets": {"max_sets": count} for count in max_sets}
     if deeper:
         asked["FedPCL, tuned"] = DEEPER_FEDPCL
-    if printed:
-        asked["FedPCL as printed"] = PRINTED
     return {name: msgspec.convert({**given, **settings}, FedPCL) for name, settings in asked.items()}
 
 

@@ -46,7 +46,6 @@ CANDIDATES: Mapping[str, Candidates] = MappingProxyType(
             "standardize": (False, True),
             "learning_rate": (3e-5, 1e-4, 3e-4, 1e-3),
             "tau": (0.1, 0.2, 0.4),
-            "relu": (False, True),
             "rounds": (20, 40, 80),
             "projection_size": (256, 512),
             "weight_decay": (1e-4, 1e-3),

@@ -33,7 +33,7 @@ FEATURES = 1280
 CLASSES = 10
 DEVICES = 5
 SETTINGS: dict[str, FedPCL | FPL] = {
-    "fedpcl": FedPCL(loss="cross_entropy", relu=False, prior=True),
+    "fedpcl": FedPCL(prior=True),
     "fpl": FPL(regularization=1.0),
 }
 """Settings that the losses below implement."""

@@ -138,7 +138,7 @@ def test_fedpcl_benchmark_writes_its_report(tmp_path: Path, monkeypatch: pytest.
         folder=tmp_path,
     )  # fmt: skip
     named = [(figures["setting"], figures["method"]) for figures in report["summaries"]]
-    methods = ("FedPCL, prior", "FedPCL, 2 sets, sample, prior", "Solo, prior")
+    methods = ("FedPCL, prior", "FedPCL, 2 sets, prior", "Solo, prior")
     assert named == [
         (f"{shift} shift, 1 backbone", method) for shift in ("feature", "label") for method in methods
     ]

@@ -18,15 +18,13 @@ from aggregator.algorithms.fedpcl_step import contrast
 from aggregator.graphs.tracing import to_torch
 from tests.support.messages.contributions import uploaded
 
-PAPER: dict[str, object] = {"loss": "contrastive", "relu": True, "prior": False, "tau": 0.3}
-"""The settings of the formulas written out below, at a temperature that float64 can take without logsumexp."""
+
+def small(**settings: object) -> FedPCL:
+    """The default has a temperature that float64 can take without logsumexp."""
+    return msgspec.convert({"tau": 0.3, "projection_size": 2, **settings}, FedPCL)
 
 
-def paper(**settings: object) -> FedPCL:
-    return msgspec.convert({**PAPER, "projection_size": 2, **settings}, FedPCL)
-
-
-SMALL = paper()
+SMALL = small()
 
 
 def some_devices(count: int, *, classes: int, size: int = 2) -> list[Contribution]:
@@ -70,11 +68,11 @@ def test_no_prototypes_make_one_empty_set() -> None:
         assert tensors["present"].tolist() == [0, 0, 0]
 
 
-@given(st.integers(1, 12), st.integers(1, 5), st.sampled_from(["sample", "cluster"]))
-def test_rows_point_to_prototypes_of_their_class(count: int, classes: int, sets: str) -> None:
+@given(st.integers(1, 12), st.integers(1, 5))
+def test_rows_point_to_prototypes_of_their_class(count: int, classes: int) -> None:
     """Global prototypes are means over all devices, with or without a limit on sets."""
     devices = some_devices(count, classes=classes)
-    settings = paper(max_sets=3, sets=sets)
+    settings = small(max_sets=3)
     capped = settings.aggregate(devices, {}, num_classes=classes, seed=0)
     full = SMALL.aggregate(devices, {}, num_classes=classes, seed=0)
     np.testing.assert_array_equal(capped["prototypes"][:classes], full["prototypes"][:classes])
@@ -94,60 +92,33 @@ def test_rows_point_to_prototypes_of_their_class(count: int, classes: int, sets:
 def test_seed_decides_which_sets_are_sampled() -> None:
     """All sampled sets are sets of devices."""
     devices = some_devices(30, classes=3)
-    settings = paper(max_sets=4)
+    settings = small(max_sets=4)
     drawn = [settings.aggregate(devices, {}, num_classes=3, seed=seed)["prototypes"][3:] for seed in range(5)]
     assert len({rows.tobytes() for rows in drawn}) > 1
     of_all_devices = SMALL.aggregate(devices, {}, num_classes=3, seed=0)["prototypes"][3:].tolist()
     assert all(row in of_all_devices for rows in drawn for row in rows.tolist())
 
 
-def test_similar_sets_are_merged_by_their_counts() -> None:
-    """Two similar devices become one set, its class 0 (1*[1,0] + 3*[1.5,0]) / 4."""
-    settings = paper(max_sets=2, sets="cluster")
-    devices = [
-        uploaded("a", {0: [1, 0], 1: [0, 1]}),
-        uploaded("b", {0: [-9, 0], 1: [0, -9]}),
-        uploaded("c", {0: [1.5, 0], 1: [0, 1]}, {0: 3}),
-    ]
-    tensors = settings.aggregate(devices, {}, num_classes=2, seed=0)
-    sets = tensors["prototypes"][tensors["index"]].tolist()
-    assert sorted(sets) == [[[-9, 0], [0, -9]], [[1.375, 0], [0, 1]]]
-
-
-def test_sets_without_a_class_are_clustered_by_the_global_prototype() -> None:
-    """Set b lacks class 1: with zeros in its place it would be most similar to c."""
-    settings = paper(max_sets=2, sets="cluster")
-    devices = [
-        uploaded("a", {0: [1, 0], 1: [9, 9]}),
-        uploaded("b", {0: [1, 0]}),
-        uploaded("c", {0: [-1, 0], 1: [0, 0]}),
-    ]
-    tensors = settings.aggregate(devices, {}, num_classes=2, seed=0)
-    sets = tensors["prototypes"][tensors["index"]].tolist()
-    assert sorted(sets) == [[[-1, 0], [0, 0]], [[1, 0], [9, 9]]]
-
-
 def written_out(
     z: NDArray[np.float64], labels: list[int], sets: NDArray[np.float64], present: list[int], tau: float
 ) -> float:
-    """-(1/m) sum_p log( exp(z.C_p^y / tau) / sum_{a != y} exp(z.C_p^a / tau) ), mean over the samples (eq. 8, 9)."""
+    """-(1/m) sum_p log( exp(z.C_p^y / tau) / sum_a exp(z.C_p^a / tau) ), mean over the samples (eq. 8, 9, with y)."""
     total = 0.0
     for sample, label in zip(z, labels, strict=True):
-        others = [a for a, there in enumerate(present) if there and a != label]
-        if not present[label] or not others:
+        classes = [a for a, there in enumerate(present) if there]
+        if not present[label] or len(classes) < 2:
             continue
         for prototypes in sets:
-            against = sum(math.exp(sample @ prototypes[a] / tau) for a in others)
+            against = sum(math.exp(sample @ prototypes[a] / tau) for a in classes)
             total -= math.log(math.exp(sample @ prototypes[label] / tau) / against) / len(sets)
     return total / len(z)
 
 
-@pytest.mark.parametrize("variant", ["both", "global", "local"])
 @pytest.mark.parametrize("devices", [1, 3, 17])
 @pytest.mark.parametrize("missing", [0, 2])
-def test_loss_equals_the_formula_of_the_paper(variant: str, devices: int, missing: int) -> None:
+def test_loss_equals_the_formula_of_the_small(devices: int, missing: int) -> None:
     """Eq. 8 to 10 in float64, with an absent class and sets that lack classes."""
-    settings = paper(projection_size=6, variant=variant)
+    settings = small(projection_size=6)
     classes = 5
     pooled = settings.aggregate(
         some_devices(devices, classes=classes - missing, size=6), {}, num_classes=classes, seed=0
@@ -160,35 +131,30 @@ def test_loss_equals_the_formula_of_the_paper(variant: str, devices: int, missin
 
     prototypes = pooled["prototypes"].astype(np.float64)
     present = pooled["present"].tolist()
-    terms = {
-        "global": written_out(z, labels.tolist(), prototypes[None, :classes], present, settings.tau),
-        "local": written_out(z, labels.tolist(), prototypes[pooled["index"]], present, settings.tau),
-    }
-    expected = sum(terms.values()) if variant == "both" else terms[variant]
+    expected = sum(
+        written_out(z, labels.tolist(), sets, present, settings.tau)
+        for sets in (prototypes[None, :classes], prototypes[pooled["index"]])
+    )
     assert expected != 0
     assert found == pytest.approx(expected, abs=1e-5)
 
 
-def test_cross_entropy_includes_the_own_class() -> None:
-    """With z.C/tau = (2, 1) and label 0 it is log(1 + e^-1); the paper's form is -1."""
+def test_loss_includes_the_own_class() -> None:
+    """With z.C/tau = (2, 1) and label 0 it is log(1 + e^-1), for the global prototypes and for the set."""
     tensors = {
         "labels": torch.tensor([0]),
         "prototypes": torch.tensor([[2.0, 0.0], [1.0, 0.0]]),
+        "index": torch.tensor([[0, 1]]),
         "present": torch.ones(2),
     }
-    z = torch.tensor([[1.0, 0.0]])
-    losses = [
-        float(contrast(paper(variant="global", tau=1, loss=loss), tensors, z, 2))
-        for loss in ("contrastive", "cross_entropy")
-    ]
-    assert losses == pytest.approx([-1, math.log(1 + math.exp(-1))])
+    loss = float(contrast(small(tau=1), tensors, torch.tensor([[1.0, 0.0]]), 2))
+    assert loss == pytest.approx(2 * math.log(1 + math.exp(-1)))
 
 
 @pytest.mark.parametrize("present", [[0, 0, 0], [1, 0, 0], [0, 1, 0]])
-@pytest.mark.parametrize("loss", ["contrastive", "cross_entropy"])
-def test_loss_is_zero_without_other_classes(present: list[int], loss: str) -> None:
+def test_loss_is_zero_without_other_classes(present: list[int]) -> None:
     """Loss and gradient are 0, not NaN, with at most one class, at the lowest temperature."""
-    settings = paper(loss=loss, tau=0.001)
+    settings = small(tau=0.001)
     z = torch.eye(2).requires_grad_()
     tensors = {
         "labels": torch.tensor([0, 0]),
@@ -231,17 +197,18 @@ def test_by_default_there_is_no_prior() -> None:
 def test_a_prior_counts_in_the_loss_and_in_the_head() -> None:
     """With 3 images and 1, each class is expected as often as its count and a tenth of their mean: 3.2 and 1.2.
 
-    At equal similarities the probabilities are these shares, and the loss of class 0 is -log(3.2 / 4.4).
+    At equal similarities the probabilities are these shares, and each of both losses of class 0 is -log(3.2 / 4.4).
     """
-    settings = paper(prior=True, loss="cross_entropy", variant="global")
+    settings = small(prior=True)
     tensors = {
         "labels": torch.tensor([0]),
         "prototypes": torch.ones(2, 2),
+        "index": torch.tensor([[0, 1]]),
         "present": torch.ones(2),
         "class_counts": torch.tensor([3.0, 1.0]),
     }
     loss = contrast(settings, tensors, torch.ones(1, 2), 2)
-    assert float(loss) == pytest.approx(-math.log(3.2 / 4.4), abs=1e-5)
+    assert float(loss) == pytest.approx(-2 * math.log(3.2 / 4.4), abs=1e-5)
 
     functions = settings.functions(feature_size=2, num_classes=2, seed=0)
     images = {"feature": torch.ones(4, 2), "labels": torch.tensor([0, 0, 1, 0])}
@@ -263,7 +230,7 @@ def test_features_are_standardized_on_the_device() -> None:
     state = functions.init.apply({"feature": feature})
     assert state["mean"].tolist() == [2, 20, 5]
     np.testing.assert_allclose(state["std"], [math.sqrt(101 / 3)] * 3, rtol=1e-6)
-    plain = paper(standardize=False).functions(feature_size=3, num_classes=2, seed=0)
+    plain = small(standardize=False).functions(feature_size=3, num_classes=2, seed=0)
     untouched = plain.init.apply({"feature": feature})
     assert (untouched["mean"].tolist(), untouched["std"].tolist()) == ([0, 0, 0], [1, 1, 1])
 

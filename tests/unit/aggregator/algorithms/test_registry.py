@@ -16,8 +16,7 @@ from aggregator.algorithms.hierarchical import Hierarchical
 SIZES = {"feature_size": 5, "num_classes": 3}
 ALGORITHMS = [
     FedPCL(projection_size=2),
-    FedPCL(projection_size=2, max_sets=2, sets="sample"),
-    FedPCL(projection_size=2, max_sets=5, sets="cluster"),
+    FedPCL(projection_size=2, max_sets=2),
     FPL(projection_size=2),
     FedProto(projection_size=2),
     Hierarchical(directions=2),
@@ -50,7 +49,7 @@ def test_order_of_contributions_does_not_matter(algorithm: Algorithm, count: int
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "weight"), [(ALGORITHMS[0], "weight"), (ALGORITHMS[4], "adapter_weight")]
+    ("algorithm", "weight"), [(ALGORITHMS[0], "weight"), (ALGORITHMS[3], "adapter_weight")]
 )
 def test_initial_model_depends_on_the_seed(algorithm: Algorithm, weight: str) -> None:
     """A device's images do not change it."""
@@ -81,7 +80,7 @@ def test_epochs_of_the_first_rounds(algorithm: Algorithm, epochs: list[int]) -> 
 @pytest.mark.parametrize(
     ("kind", "wrong"),
     [
-        *((FedPCL, wrong) for wrong in ({"tau": 0}, {"variant": "none"}, {"max_sets": 0}, {"epoch": 1})),
+        *((FedPCL, wrong) for wrong in ({"tau": 0}, {"weight_decay": 2}, {"max_sets": 0}, {"epoch": 1})),
         *(
             (FPL, wrong)
             for wrong in ({"tau": 0}, {"momentum": 1}, {"projection_size": 0}, {"temperature": 1})

@@ -344,7 +344,7 @@ def test_basis_that_the_step_depends_on_is_found() -> None:
 @pytest.mark.parametrize(
     ("algorithm", "classes"),
     [
-        (FedPCL(projection_size=D, variant="local", relu=True, loss="contrastive", prior=False, tau=0.07), 1),
+        (FedPCL(projection_size=D, tau=0.07), 1),
         (FPL(projection_size=D, standardize=False, momentum=0.0, tau=0.004, learning_rate=0.5), 3),
     ],
 )
@@ -357,9 +357,7 @@ def test_unusual_settings_make_programs(algorithm: Algorithm, classes: int) -> N
 
 def test_large_projection_is_tiled() -> None:
     """The state is a stack of tiles, and the optimizer one `Scan`."""
-    algorithm = FedPCL(
-        projection_size=32, variant="global", standardize=False, learning_rate=0.1, weight_decay=0.0
-    )
+    algorithm = FedPCL(projection_size=32, standardize=False, learning_rate=0.1, weight_decay=0.0)
     sizes: Any = {"feature_size": 4096, "num_classes": 3, "seed": 0}
     functions = algorithm.functions(**sizes)
     tensors = examples(algorithm, functions, **sizes)
