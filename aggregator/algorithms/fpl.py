@@ -24,7 +24,7 @@ from aggregator.algorithms.algorithm import (
     Weight,
     by_device,
 )
-from aggregator.algorithms.clustering.finch import coarsest
+from aggregator.algorithms.clustering import coarsest
 from aggregator.algorithms.local_model import PARAMETERS
 from protocol.errors import ProtofleetError
 

@@ -25,7 +25,7 @@ from aggregator.algorithms.algorithm import (
     by_device,
     class_means,
 )
-from aggregator.algorithms.clustering.device_groups import NO_GROUP, group_devices
+from aggregator.algorithms.clustering import NO_GROUP, group_devices
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -5,11 +5,12 @@ of those that do not count fully, the rest is subtracted again. Sums of integers
 matter. To compare the devices' means, it keeps a summary of each device, of a cohort at a time.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,15 +27,16 @@ from aggregator.training.robust.outlier_detection import MIN_DEVICES as COMMON_D
 from aggregator.training.robust.outlier_detection import judge
 from aggregator.training.robust.training_set import MIN_COMMON_SHARE
 from aggregator.training.robust.weights import counted_images, counted_scatter, counting
-from aggregator.training.sums.blocks import (
+from aggregator.training.statistics_sums import (
     Block,
     DeviceFigures,
+    Engine,
+    LocalEngine,
     Surplus,
     add_block,
     blocks_of,
     subtract_block,
 )
-from aggregator.training.sums.engine import Engine, engine_of
 from protocol.errors import BlobLost, ProtofleetError
 from protocol.wire.codec import digest_of
 
@@ -108,6 +110,22 @@ def run(job: StatisticsJob) -> Result:
         few_prototypes=few_prototypes(np.sum(rows, axis=0), manifest),
         counting=counting(images, manifest.classes, multiple=job.robust.max_multiple, of_classes=counted),
     )
+
+
+@contextlib.contextmanager
+def engine_of(job: StatisticsJob) -> Iterator[Engine]:
+    """Yield the job's engine.
+
+    Raises:
+        ProtofleetError: Ray is not installed, or its cluster cannot be reached.
+    """
+    if job.engine == "local":
+        yield LocalEngine()
+        return
+    from aggregator.training.ray_engine import ray_engine  # an extra of its own
+
+    with ray_engine() as engine:
+        yield engine
 
 
 def added(job: StatisticsJob, expectation: Expectation, engine: Engine) -> Sums:

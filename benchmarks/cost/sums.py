@@ -16,7 +16,7 @@ from aggregator.graphs.head_export import mapped
 from aggregator.ingest.validation import Expectation, read_message
 from aggregator.training.jobs import StatisticsJob
 from aggregator.training.statistics_job import added, weighted
-from aggregator.training.sums.engine import LocalEngine
+from aggregator.training.statistics_sums import LocalEngine
 from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
 from edge_client.data.statistics import to_rows

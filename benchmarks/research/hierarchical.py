@@ -10,8 +10,7 @@ import click
 import numpy as np
 from numpy.typing import NDArray
 
-from aggregator.algorithms.clustering.device_groups import NO_GROUP, group_devices
-from aggregator.algorithms.clustering.finch import partitions
+from aggregator.algorithms.clustering import NO_GROUP, group_devices, partitions
 from benchmarks.accuracy import fpl
 from benchmarks.accuracy.fedpcl import BACKBONES, IMAGE_SIZE
 from benchmarks.accuracy.fpl import PLANS

@@ -14,8 +14,7 @@ from torch.optim.adamw import adamw
 
 from aggregator.algorithms.algorithm import ABSENT_LOGIT
 from aggregator.algorithms.fedtc.arrays import blocks, is_in_file
-from aggregator.algorithms.fedtc.compression import compress
-from aggregator.algorithms.fedtc.head import Dense
+from aggregator.algorithms.fedtc.head import Dense, compress
 from aggregator.algorithms.fedtc.recipe import Recipe
 from aggregator.algorithms.fedtc.training_set import TrainingSet
 from protocol.errors import ProtofleetError

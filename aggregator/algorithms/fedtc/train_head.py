@@ -9,9 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aggregator.algorithms.algorithm import ABSENT_LOGIT
-from aggregator.algorithms.fedtc.calibration import calibrate, cross_entropy
 from aggregator.algorithms.fedtc.discriminant import discriminants
-from aggregator.algorithms.fedtc.head import Dense, logits_of
+from aggregator.algorithms.fedtc.head import Dense, calibrate, cross_entropy, logits_of
 from aggregator.algorithms.fedtc.recipe import Recipe
 from aggregator.algorithms.fedtc.training_set import TrainingSet, even_rows
 

@@ -12,8 +12,7 @@ import pytest
 from numpy.typing import NDArray
 from onnx import version_converter
 
-from aggregator.algorithms.fedtc.compression import compress
-from aggregator.algorithms.fedtc.head import Dense, logits_of
+from aggregator.algorithms.fedtc.head import Dense, compress, logits_of
 from aggregator.graphs.fused_model import fuse
 from aggregator.graphs.head_export import OPSET, head_to_onnx, max_difference
 from protocol.errors import BackboneMismatch

@@ -16,13 +16,12 @@ from aggregator.config.schema import Robust
 from aggregator.graphs.head_export import mapped
 from aggregator.ingest.validation import Expectation, Prototypes, Refused
 from aggregator.training import statistics_job
+from aggregator.training import statistics_sums as blocks
 from aggregator.training.jobs import Result, StatisticsJob
 from aggregator.training.robust.outlier_statistics import DeviceSummary, summarized
 from aggregator.training.robust.weights import Counting, counted_images, counted_scatter
 from aggregator.training.statistics_job import added, cohorts_of, run, weighted
-from aggregator.training.sums import blocks
-from aggregator.training.sums.blocks import submitted_moments
-from aggregator.training.sums.engine import LocalEngine
+from aggregator.training.statistics_sums import LocalEngine, submitted_moments
 from protocol.errors import ProtofleetError
 from protocol.statistics.second_moment import decode, from_triangle, to_triangle
 from protocol.statistics.second_moment import encode as encode_moment

@@ -1,7 +1,7 @@
 import numpy as np
 
 from aggregator.algorithms.algorithm import ABSENT_LOGIT
-from aggregator.algorithms.fedtc.calibration import calibrate, cross_entropy
+from aggregator.algorithms.fedtc.head import calibrate, cross_entropy
 
 
 def test_temperature_restores_scaled_logits() -> None:

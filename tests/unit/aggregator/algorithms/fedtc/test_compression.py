@@ -3,8 +3,7 @@ import itertools
 import numpy as np
 import pytest
 
-from aggregator.algorithms.fedtc.compression import compress
-from aggregator.algorithms.fedtc.head import Dense, logits_of
+from aggregator.algorithms.fedtc.head import Dense, compress, logits_of
 
 CLASSES, FEATURES = 4, 256
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 
-from aggregator.algorithms.clustering.finch import coarsest, partitions
+from aggregator.algorithms.clustering import coarsest, partitions
 
 Groups = set[frozenset[int]]
 

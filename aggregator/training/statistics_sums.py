@@ -1,10 +1,10 @@
-"""Blocks of devices whose submissions are added one after the other, by whichever process has the block."""
+"""Blocks of devices whose submissions are added one after the other, in this process or by workers of a Ray cluster."""
 
 import dataclasses
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -81,6 +81,37 @@ class DeviceFigures:
 Figures = TypeVar("Figures")
 Work = Callable[[Block, Moments], tuple[Moments, Figures]]
 """Adds a block to a total, which it may change in place, and returns it with other figures of the block."""
+
+
+class Engine(Protocol):
+    """Adds blocks. Moments are integers modulo 2^64: the order and the place of the additions change no bit."""
+
+    def sum(
+        self,
+        work: Work[Figures],
+        blocks: Iterable[Block],
+        total: Moments,
+        keep: Callable[[Block, Figures], None],
+    ) -> Moments:
+        """Return the total with all blocks added; `keep` gets each block's figures, in the order of the blocks."""
+
+
+class LocalEngine:
+    """Adds one block after the other to the same total."""
+
+    def sum(
+        self,
+        work: Work[Figures],
+        blocks: Iterable[Block],
+        total: Moments,
+        keep: Callable[[Block, Figures], None],
+    ) -> Moments:
+        """Return the total with all blocks added."""
+        for block in blocks:
+            total, figures = work(block, total)
+            keep(block, figures)
+            del figures  # before the next block's are made
+        return total
 
 
 def blocks_of(

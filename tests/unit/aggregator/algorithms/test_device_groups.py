@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from aggregator.algorithms.clustering.device_groups import NO_GROUP, group_devices
+from aggregator.algorithms.clustering import NO_GROUP, group_devices
 
 L, C = 30, 4
 

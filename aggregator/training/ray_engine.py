@@ -1,15 +1,27 @@
-"""Adds blocks as tasks of a Ray cluster, whose workers read the submissions themselves, and their sums in a tree."""
+"""Adds blocks as tasks of a Ray cluster, whose workers read the submissions themselves, and their sums in a tree.
+
+Importing this imports Ray.
+"""
 
 import collections
 import contextlib
 import dataclasses
+import logging
+import os
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from aggregator.algorithms.statistics.moments import Moments, add
-from aggregator.training.cluster.connection import connected, ray, require_version
-from aggregator.training.sums.blocks import Block, Figures, Work
+from aggregator.training.statistics_sums import Block, Figures, Work
 from protocol import __version__
+from protocol.cli import require_packages
+from protocol.errors import ProtofleetError
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+require_packages("ray", extras="ray")
+import ray  # noqa: E402 - reports its use unless the variable is set before
+from ray.exceptions import RayError, RayTaskError  # noqa: E402
 
 FAN_IN = 8
 """Sums that a task of the tree adds."""
@@ -27,7 +39,7 @@ def ray_engine() -> Iterator["RayEngine"]:
     Raises:
         ProtofleetError: there is no cluster, or it has failed.
     """
-    with connected():
+    with _connected():
         yield RayEngine(processors=max(1, int(ray.cluster_resources().get("CPU", 1))))
 
 
@@ -76,7 +88,8 @@ class RayEngine:
 
 
 def _added(work: Work[Figures], block: Block, version: str) -> tuple[Moments, Figures]:
-    require_version(version)
+    if version != __version__:
+        raise ProtofleetError(f"a Ray worker has protofleet {__version__}, and the aggregator {version}")
     return work(block, block.nothing())
 
 
@@ -91,3 +104,39 @@ def _combined(first: Moments, *others: Moments) -> Moments:
     for each in others:
         total = add(total, each)
     return total
+
+
+@contextlib.contextmanager
+def _connected() -> Iterator[None]:
+    with contextlib.ExitStack() as cleanup:
+        try:
+            if not ray.is_initialized():
+                _connect(cleanup)
+            yield
+        except RayTaskError as error:
+            if isinstance(error.cause, ProtofleetError):
+                raise error.cause from None
+            raise ProtofleetError(f"Ray: {_last_line(error)}") from error
+        except RayError as error:
+            raise ProtofleetError(f"Ray: {_last_line(error)}") from error
+
+
+def _connect(cleanup: contextlib.ExitStack) -> None:
+    address, options = os.environ.get("RAY_ADDRESS"), dict[str, Any]()
+    if not address:
+        folder = cleanup.enter_context(
+            tempfile.TemporaryDirectory(prefix="protofleet-", ignore_cleanup_errors=True)
+        )
+        options = {"include_dashboard": False, "_temp_dir": folder}
+    cleanup.callback(ray.shutdown)
+    try:
+        ray.init(address or "local", logging_level=logging.ERROR, log_to_driver=False, **options)
+    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+        where = (
+            f"the Ray cluster at RAY_ADDRESS {address} cannot be used" if address else "Ray does not start"
+        )
+        raise ProtofleetError(f"{where}: {_last_line(error)}") from error
+
+
+def _last_line(error: BaseException) -> str:
+    return next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), repr(error))

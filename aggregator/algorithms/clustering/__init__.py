@@ -1,1 +1,0 @@
-"""Clusters of prototypes and groups of devices, in plain numpy; imports no other room."""
