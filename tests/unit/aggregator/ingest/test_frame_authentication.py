@@ -63,9 +63,11 @@ INVALID = {
 def test_invalid_signature_is_refused_and_pins_nothing(
     store: Store, authenticator: FrameAuthenticator, frame: Frame
 ) -> None:
+    """Of a device whose key is unknown, and of one whose key is known."""
     assert reason(authenticator, frame) == "signature"
     assert store.keys.all() == {}
     authenticator.check("a", signed())
+    assert reason(authenticator, frame) == "signature"
 
 
 def test_closed_fleet_accepts_only_enrolled_keys(store: Store, authenticator: FrameAuthenticator) -> None:
