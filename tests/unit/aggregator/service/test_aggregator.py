@@ -4,6 +4,7 @@ import queue
 import resource
 import shutil
 import time
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -223,6 +224,22 @@ def _uploaded(message: Submission) -> list[Event]:
     payload = encode(message)
     frames = frames_of(payload, digest=digest_of(payload))
     return [Received(device_topic(FLEET, "dev", "up"), signed(frame)) for frame in frames]
+
+
+def test_submission_is_stored_before_it_is_answered_and_acknowledged(tmp_path: Path) -> None:
+    """Another process then finds its row and its blob."""
+    daemon, task, store, _ = _in_process(tmp_path, "quorum = 9")
+    message, found = _separable(task.digest), list[tuple[str, bool]]()
+
+    def look(what: str) -> None:
+        with closing(Store(store.folder, read_only=True)) as other:
+            digest = digest_of(encode(message))
+            found.append((what, other.holds("dev", digest) and store.blobs.is_whole(digest)))
+
+    daemon._publisher._session.send = lambda _: look("receipt")  # type: ignore[method-assign, assignment]
+    daemon._publisher._session.acknowledge = lambda _: look("acknowledgement")  # type: ignore[method-assign, assignment]
+    daemon.handle(_uploaded(message))
+    assert found == [("receipt", True), ("acknowledgement", True)]
 
 
 def test_head_that_cannot_be_stored_is_a_failed_training(tmp_path: Path) -> None:
