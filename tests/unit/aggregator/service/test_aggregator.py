@@ -232,13 +232,13 @@ def test_submission_is_stored_before_it_is_answered_and_acknowledged(tmp_path: P
     message, found = _separable(task.digest), list[tuple[str, bool]]()
 
     def look(what: str) -> None:
-        with closing(Store(store.folder, read_only=True)) as other:
+        with closing(open_store(store.folder, read_only=True)) as other:
             digest = digest_of(encode(message))
             found.append((what, other.holds("dev", digest) and store.blobs.is_whole(digest)))
 
     daemon._publisher._session.send = lambda _: look("receipt")  # type: ignore[method-assign, assignment]
     daemon._publisher._session.acknowledge = lambda _: look("acknowledgement")  # type: ignore[method-assign, assignment]
-    daemon.handle(_uploaded(message))
+    daemon._loop.handle(_uploaded(message))
     assert found == [("receipt", True), ("acknowledgement", True)]
 
 
