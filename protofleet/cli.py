@@ -26,7 +26,7 @@ EXTRAS, COMPARE_EXTRAS = "aggregator,cpu", "aggregator,cpu,export"
 """Extras of the package that the program needs, and that `compare` needs."""
 
 ALGORITHMS = (
-    *("fedtc", "statistics", "fedpcl", "fpl", "fedproto", "hierarchical"),
+    *("fedtc", "statistics", "fedncm", "fedpcl", "fpl", "fedproto", "hierarchical"),
     *("alone", "all-images"),
 )
 """Those of `protofleet.simulation.simulate`, which is imported when the command runs."""
@@ -101,7 +101,7 @@ def cli() -> None:
     "algorithms",
     multiple=True,
     type=click.Choice(ALGORITHMS),
-    default=("fedtc", "statistics", "alone", "all-images"),
+    default=("fedtc", "statistics", "fedncm", "alone", "all-images"),
     show_default=True,
     help="May be repeated. alone: each device without the fleet; all-images: training in one place.",
 )

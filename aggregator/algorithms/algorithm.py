@@ -1,4 +1,4 @@
-"""The interface of an algorithm of rounds: settings, aggregation with numpy, and torch functions for devices.
+"""The interface of an algorithm, and that of one in rounds: settings, aggregation with numpy, and torch functions.
 
 Importing this module or an algorithm does not import torch: the aggregator closes rounds without it.
 """
@@ -95,10 +95,26 @@ class Functions:
 
 
 class Algorithm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An algorithm of rounds: its fields are its table in the task file, its methods what it computes."""
+    """An algorithm: its fields are its table in the task file, its methods what it computes."""
 
     name: ClassVar[str]
     """Value of `algorithm` in the task file, and name of its table."""
+    unused: ClassVar[frozenset[tuple[str, ...]]]
+    """Paths of the task file's settings and tables that it does not use, beside the tables of other algorithms."""
+    sums: ClassVar[bool] = False
+    """Devices upload sums of mapped features in place of prototypes."""
+
+
+class RoundAlgorithm(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An algorithm of rounds, of numpy functions for the aggregator and torch functions for devices."""
+
+    unused: ClassVar[frozenset[tuple[str, ...]]] = frozenset(
+        {
+            *(("retrain_after",), ("layers",), ("client", "alpha"), ("client", "batch_size")),
+            *(("limits", "heads_per_hour"), ("robust", "detect_outliers"), ("robust", "false_alarm_rate")),
+            *(("training", name) for name in ("recipe", "calibrate", "restore", "epochs", "device", "seed")),
+        }
+    )
     version: ClassVar[int] = 1
     """Raise it with a change of code that changes the graphs: stored ones are used as long as it is the same."""
     persistent: ClassVar[tuple[str, ...]] = ()

@@ -11,19 +11,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aggregator.algorithms.algorithm import (
-    Algorithm,
     Contribution,
     Count,
     Fraction,
     Functions,
     Rate,
+    RoundAlgorithm,
     Size,
     by_device,
     class_means,
 )
 
 
-class FedPCL(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class FedPCL(RoundAlgorithm, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[fedpcl]`: how projections are trained.
 
     The defaults are the best that `python -m benchmarks fedpcl` found without a prior. The paper has `tau = 0.07`,

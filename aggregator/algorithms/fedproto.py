@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from aggregator.algorithms import local_model
 from aggregator.algorithms.algorithm import (
     ABSENT_LOGIT,
-    Algorithm,
     Contribution,
     Fraction,
     Function,
     Functions,
     Rate,
+    RoundAlgorithm,
     Size,
     SmallCount,
     Weight,
@@ -36,7 +36,7 @@ _ROUND = ("prototypes", "present")
 """The round's tensors."""
 
 
-class FedProto(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class FedProto(RoundAlgorithm, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[fedproto]`: how each device's own model is trained."""
 
     name: ClassVar[str] = "fedproto"

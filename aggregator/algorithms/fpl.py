@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 
 from aggregator.algorithms import local_model
 from aggregator.algorithms.algorithm import (
-    Algorithm,
     Contribution,
     Fraction,
     Function,
     Functions,
     Rate,
+    RoundAlgorithm,
     Size,
     SmallCount,
     Weight,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     Tensors = Mapping[str, Tensor]
 
 
-class FPL(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class FPL(RoundAlgorithm, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[fpl]`: how the shared model is trained.
 
     The defaults are the best that `python -m benchmarks fpl` found. The paper's are `rounds = 100`, `epochs = 10`,

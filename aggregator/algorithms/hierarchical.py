@@ -15,12 +15,12 @@ from numpy.typing import NDArray
 
 from aggregator.algorithms.algorithm import (
     ABSENT_LOGIT,
-    Algorithm,
     Contribution,
     Count,
     Function,
     Functions,
     Rate,
+    RoundAlgorithm,
     SmallCount,
     by_device,
     class_means,
@@ -51,7 +51,7 @@ _ALIKE = 1e6
 """Images that the fleet's mean counts for if the devices' means do not differ."""
 
 
-class Hierarchical(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Hierarchical(RoundAlgorithm, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[hierarchical]`: what devices upload, and how they classify. Nothing is trained."""
 
     name: ClassVar[str] = "hierarchical"

@@ -55,7 +55,8 @@ def init_command(
     On a terminal, asks for what is not given.
     """
     require_packages("onnx", extras=EXTRAS)
-    from aggregator.config.template import ALL_ALGORITHMS, task_text
+    from aggregator.algorithms.registry import ALGORITHMS
+    from aggregator.config.template import task_text
 
     if task.exists():
         raise ConfigError(f"{task} exists already: delete it, or give another name")
@@ -75,9 +76,9 @@ def init_command(
             ),
         )
     )
-    algorithm = algorithm or ask("Algorithm", default="fedtc", kind=click.Choice(ALL_ALGORITHMS))
-    if algorithm not in ALL_ALGORITHMS:
-        raise click.BadParameter(f"expected one of {', '.join(ALL_ALGORITHMS)}", param_hint="--algorithm")
+    algorithm = algorithm or ask("Algorithm", default="fedtc", kind=click.Choice(tuple(ALGORITHMS)))
+    if algorithm not in ALGORITHMS:
+        raise click.BadParameter(f"expected one of {', '.join(ALGORITHMS)}", param_hint="--algorithm")
     quorum = quorum or ask("Devices that the first head waits for", default=1, kind=click.IntRange(min=1))
     text = task_text(
         fleet=fleet, classes=classes, backbones=[_from(task.parent, path) for path in backbones], algorithm=algorithm,

@@ -1,7 +1,7 @@
 """The tables of the task file, except those defined where they are used.
 
-The others are `[rollout]`, `[privacy.perturbation]` and those of the algorithms of rounds. `aggregator init` writes the
-first sentence below a setting as its comment, and for a setting without a default its example.
+The others are `[training]`, `[rollout]`, `[privacy.perturbation]` and those of the algorithms. `aggregator init` writes
+the first sentence below a setting as its comment, and for a setting without a default its example.
 """
 
 import ast
@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from aggregator.algorithms.algorithm import Algorithm
+from aggregator.algorithms.algorithm import Algorithm, RoundAlgorithm
+from aggregator.algorithms.one_shot import Training
 from aggregator.algorithms.registry import ALGORITHMS
 from aggregator.coordination.rollout_state import Settings as RolloutSettings
 from aggregator.coordination.round_state import Settings as RoundSettings
-from protocol.wire.messages import MAX_CLASSES, MAX_MAPPED_SIZE, ClassName, Name, Natural, Perturbation
+from protocol.wire.messages import MAX_CLASSES, ClassName, Name, Natural, Perturbation
 
 
 class Client(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,33 +35,7 @@ class Client(msgspec.Struct, frozen=True, kw_only=True):
     seed: Natural = 0
 
 
-class Training(msgspec.Struct, frozen=True, kw_only=True):
-    """`[training]`: how the aggregator trains a head. None means the recipe's own value."""
-
-    recipe: Literal["default", "paper"] = "default"
-    calibrate: bool = True
-    """A second version of each head, whose confidence is its accuracy. Without rounds."""
-    restore: Annotated[bool | None, Meta(examples=[True])] = None
-    """Default: the recipe's."""
-    epochs: Annotated[Annotated[int, Meta(ge=1, le=100_000)] | None, Meta(examples=[15])] = None
-    """Default: the recipe's."""
-    device: Annotated[str, Meta(pattern=r"^(auto|cpu|cuda(:\d+)?)\Z")] = "auto"
-    """Or "cpu", "cuda", "cuda:1"."""
-    seed: Natural = 0
-    timeout_s: Annotated[float, Meta(gt=0, le=1e9)] = 3600.0
-    """Seconds after which a training, the closing of a round or an export of graphs is ended, and repeated."""
-    engine: Literal["local", "ray"] = "local"
-    """With `statistics`: add the sums of many devices on a Ray cluster. Otherwise in one process."""
-
-
 MAX_MULTIPLE = 3.0
-
-
-class StatisticsSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """`[statistics]`: the features whose sums devices upload."""
-
-    features: Annotated[int, Meta(ge=0, le=MAX_MAPPED_SIZE)] = 1024
-    """Random features beside those of the backbones, at most 4096 together."""
 
 
 class Robust(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,7 +110,7 @@ class PrivacySettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CommonSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """A task file without the tables of the algorithms of rounds."""
+    """A task file without the tables of the algorithms."""
 
     classes: Annotated[tuple[ClassName, ...], Meta(min_length=1, max_length=MAX_CLASSES)]
     backbones: Annotated[tuple[str, ...], Meta(min_length=1, max_length=16)]
@@ -158,7 +133,6 @@ class CommonSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The only devices that may take part; default: any."""
     client: Client = Client()
     training: Training = Training()
-    statistics: StatisticsSettings = StatisticsSettings()
     robust: Robust = Robust()
     limits: Limits = Limits()
     rounds: Rounds = Rounds()
@@ -166,10 +140,15 @@ class CommonSettings(msgspec.Struct, frozen=True, kw_only=True):
     privacy: PrivacySettings = PrivacySettings()
 
     @property
-    def learning(self) -> Algorithm | None:
-        """The settings of the algorithm by which devices train in rounds; None for others, which have no rounds."""
-        found: Algorithm | None = getattr(self, self.algorithm) if self.algorithm in ALGORITHMS else None
+    def method(self) -> Algorithm:
+        """The settings of the algorithm."""
+        found: Algorithm = getattr(self, self.algorithm, None) or ALGORITHMS[self.algorithm]()
         return found
+
+    @property
+    def learning(self) -> RoundAlgorithm | None:
+        """The settings of an algorithm of rounds; None for a one-shot algorithm."""
+        return method if isinstance(method := self.method, RoundAlgorithm) else None
 
     @property
     def settings(self) -> RoundSettings:
@@ -199,12 +178,12 @@ else:
     TaskFile = msgspec.defstruct(
         "TaskFile",
         [
-            ("algorithm", Literal["fedtc", "statistics", *ALGORITHMS], "fedtc"),
-            *((name, kind, kind()) for name, kind in ALGORITHMS.items()),
+            ("algorithm", Literal[*ALGORITHMS], "fedtc"),
+            *((name, kind, kind()) for name, kind in ALGORITHMS.items() if kind.__struct_fields__),
         ],
         bases=(CommonSettings,),
         module=__name__,
-        namespace={"__doc__": "A task file, with one table for each algorithm of rounds."},
+        namespace={"__doc__": "A task file, with a table for each algorithm that has settings."},
         frozen=True,
         kw_only=True,
     )

@@ -12,7 +12,7 @@ from typing import Any, get_args, get_type_hints
 import msgspec
 
 from aggregator.algorithms.registry import ALGORITHMS
-from aggregator.config.schema import TaskFile, Training, described
+from aggregator.config.schema import TaskFile, described
 from protocol.errors import ConfigError
 
 Problem = tuple[tuple[str, ...], str]
@@ -112,7 +112,7 @@ def _contradictions(task: TaskFile, given: Mapping[str, Any], backbones: Sequenc
     yield from _class_names(task.classes)
     yield from _unused(task, given)
     yield from _statistics(task, given)
-    if task.training.engine == "ray" and task.algorithm != "statistics":
+    if task.training.engine == "ray" and not task.method.sums:
         yield (
             ("training", "engine"),
             f'"ray" adds sums, and algorithm = "{task.algorithm}" has none: remove it',
@@ -134,21 +134,7 @@ def _class_names(classes: Sequence[str]) -> Iterator[Problem]:
 
 def unused_settings(algorithm: str) -> frozenset[tuple[str, ...]]:
     """Return the paths of the tables and settings that an algorithm does not use."""
-    is_round = algorithm in ALGORITHMS
-    unused: set[tuple[str, ...]] = {(name,) for name in {*ALGORITHMS, "statistics"} - {algorithm}}
-    if is_round:
-        unused |= {("retrain_after",), ("layers",), ("client", "alpha"), ("client", "batch_size")}
-        unused |= {
-            ("limits", "heads_per_hour"),
-            ("robust", "detect_outliers"),
-            ("robust", "false_alarm_rate"),
-        }
-    else:
-        unused |= {("rounds",), ("robust", "clip_multiple")}
-    if is_round or algorithm == "statistics":
-        used = {"timeout_s", "engine", *(() if is_round else ("calibrate",))}
-        unused |= {("training", name) for name in {*Training.__struct_fields__} - used}
-    return frozenset(unused)
+    return ALGORITHMS[algorithm].unused | {(name,) for name in ALGORITHMS.keys() - {algorithm}}
 
 
 def _unused(task: TaskFile, given: Mapping[str, Any]) -> Iterator[Problem]:
@@ -159,9 +145,9 @@ def _unused(task: TaskFile, given: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _statistics(task: TaskFile, given: Mapping[str, Any]) -> Iterator[Problem]:
-    if task.algorithm != "statistics":
+    if not task.method.sums:
         return
-    algorithm = 'algorithm = "statistics"'
+    algorithm = f'algorithm = "{task.algorithm}"'
     if given.get("client", {}).get("alpha", 1) != 1:
         yield (
             ("client", "alpha"),

@@ -8,11 +8,10 @@ from typing import Any
 import msgspec
 from msgspec import structs
 
+from aggregator.algorithms.algorithm import RoundAlgorithm
 from aggregator.algorithms.registry import ALGORITHMS
 from aggregator.config.schema import PrivacySettings, TaskFile, described
 from aggregator.config.task_file import struct_in, unused_settings
-
-ALL_ALGORITHMS = ("fedtc", "statistics", *ALGORITHMS)
 
 _WRITTEN = {"fleet", "classes", "backbones", "layers", "algorithm", "quorum", "deadline_s"}
 """Settings at the top of the file, and the one that only another backbone makes useful."""
@@ -22,7 +21,7 @@ def task_text(
     *, fleet: str, classes: Sequence[str], backbones: Sequence[str], algorithm: str, quorum: int, deadline_s: float
 ) -> str:  # fmt: skip
     """Return a task file with these settings, and the others of the algorithm as comments with defaults."""
-    first = "a round" if algorithm in ALGORITHMS else "the first head"
+    first = "a round" if issubclass(ALGORITHMS[algorithm], RoundAlgorithm) else "the first head"
     return f"""\
 # A task: what the fleet learns. `aggregator run --task FILE` reads this file, and `aggregator check FILE` checks it;
 # docs/operations/task-file.md explains every setting. A line behind # shows the default.
@@ -40,9 +39,10 @@ deadline_s = {deadline_s!r}   # seconds after the first submission at which it n
 def _hidden(algorithm: str) -> AbstractSet[tuple[str, ...]]:
     """Return the paths of settings that an algorithm does not use, or accepts with one value only."""
     hidden: set[tuple[str, ...]] = set()
-    if algorithm in ALGORITHMS:
+    kind = ALGORITHMS[algorithm]
+    if issubclass(kind, RoundAlgorithm):
         hidden = {("training", "engine"), ("privacy", "dp")}
-    elif algorithm == "statistics":
+    elif kind.sums:
         hidden = {("client", "alpha"), ("privacy", "dp")}
     return unused_settings(algorithm) | hidden
 

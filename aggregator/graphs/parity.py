@@ -8,7 +8,7 @@ import onnxruntime
 import torch
 from torch import Tensor
 
-from aggregator.algorithms.algorithm import Algorithm, Contribution, Functions, class_means
+from aggregator.algorithms.algorithm import Contribution, Functions, RoundAlgorithm, class_means
 from aggregator.graphs.tracing import to_torch
 from protocol.errors import ProtofleetError
 
@@ -28,7 +28,7 @@ Graph = Callable[[Tensors], dict[str, Tensor]]
 
 def check(
     files: Mapping[str, bytes],
-    algorithm: Algorithm,
+    algorithm: RoundAlgorithm,
     functions: Functions,
     *,
     feature_size: int,
@@ -82,7 +82,7 @@ def opened(file: bytes) -> Graph:
 
 
 def random_case(
-    algorithm: Algorithm,
+    algorithm: RoundAlgorithm,
     functions: Functions,
     *,
     feature_size: int,
@@ -120,7 +120,7 @@ def _images(random: np.random.Generator, rows: int, feature_size: int, *, classe
 
 
 def _contribution(
-    device: str, algorithm: Algorithm, functions: Functions, before: Tensors, *, num_classes: int
+    device: str, algorithm: RoundAlgorithm, functions: Functions, before: Tensors, *, num_classes: int
 ) -> Contribution:
     """Return what a device uploads after one step."""
     after = functions.step.apply(before)

@@ -11,7 +11,7 @@ import onnxruntime
 from numpy.typing import NDArray
 from onnx import numpy_helper
 
-from aggregator.algorithms.algorithm import Algorithm
+from aggregator.algorithms.algorithm import RoundAlgorithm
 from protocol.errors import ProtofleetError
 from protocol.models.onnx_metadata import Basis, GraphMetadata, HeadMetadata, to_properties
 
@@ -31,7 +31,7 @@ class Graphs:
     head: bytes
 
 
-def build(algorithm: Algorithm, *, feature_size: int, num_classes: int, seed: int) -> Graphs:
+def build(algorithm: RoundAlgorithm, *, feature_size: int, num_classes: int, seed: int) -> Graphs:
     """Trace an algorithm's functions into ONNX files, and verify each against eager PyTorch.
 
     The same arguments give the same bytes. `feature_size` is that of all backbones together.

@@ -12,7 +12,7 @@ from onnxscript.optimizer import remove_unused_nodes
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from aggregator.algorithms.algorithm import Algorithm, Function, Functions
+from aggregator.algorithms.algorithm import Function, Functions, RoundAlgorithm
 from aggregator.graphs.head_export import OPSET
 from aggregator.graphs.optimizer_tiling import tile
 from protocol.errors import ProtofleetError
@@ -31,7 +31,7 @@ def to_torch(arrays: Mapping[str, NDArray[Any]]) -> dict[str, Tensor]:
 
 
 def examples(
-    algorithm: Algorithm, functions: Functions, *, feature_size: int, num_classes: int, seed: int
+    algorithm: RoundAlgorithm, functions: Functions, *, feature_size: int, num_classes: int, seed: int
 ) -> Examples:
     """Return an example tensor for every input of a function.
 

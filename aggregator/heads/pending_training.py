@@ -4,6 +4,7 @@ import time
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
 from aggregator.coordination import round_state, rounds
@@ -91,13 +92,19 @@ def job_of(
         "half_memory": has_half_memory(state.failures),
         "folder": str(folder / f"head-{train.version}"),
     }
-    if task.file.algorithm == "statistics":
+    if (rows := task.feature_map) is not None:
         return StatisticsJob(
             **shared,
-            random_features=task.file.statistics.features,
-            seed=task.file.client.seed,
-            columns=() if task.feature_map is None else task.feature_map.columns,
-            normalized=task.feature_map is not None and task.feature_map.normalized,
+            random_features=rows.random_features,
+            seed=rows.seed,
+            columns=rows.columns,
+            normalized=rows.normalized,
             engine=task.file.training.engine,
         )
-    return HeadJob(**shared, training=task.file.training, widths=task.widths)
+    return HeadJob(
+        **shared,
+        algorithm=task.file.algorithm,
+        settings=msgspec.to_builtins(task.file.method),
+        training=task.file.training,
+        widths=task.widths,
+    )

@@ -8,6 +8,7 @@ from typing import Any
 from msgspec import UNSET
 from msgspec.structs import replace
 
+from aggregator.algorithms.algorithm import RoundAlgorithm
 from aggregator.algorithms.registry import ALGORITHMS
 from aggregator.config.schema import Limits
 from aggregator.coordination import canary_rollout, open_collection, rollout_state, round_state
@@ -68,7 +69,8 @@ def _collect(store: Store) -> model.Status:
     heads = store.heads.all(task)
     used_records = [record for device, record in submissions.items() if state.decisions.counts(device)]
     known = {label for record in submissions.values() for label in record.per_class}
-    is_personal = served.algorithm in ALGORITHMS and bool(ALGORITHMS[served.algorithm].persistent)
+    kind = ALGORITHMS.get(served.algorithm)
+    is_personal = kind is not None and issubclass(kind, RoundAlgorithm) and bool(kind.persistent)
     limit, following = store.facts.get(HeadRateLimit), store.next_head(task, state.head_version + 1)
     closes_s = open_collection.closes_at_s(state, settings)
     key, files = store.facts.get(SigningKey), _current_files(store.folder, heads, used.current)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from aggregator.algorithms.algorithm import Algorithm
+from aggregator.algorithms.algorithm import RoundAlgorithm
 from aggregator.config.schema import PrivacyBudget, TaskFile
 from aggregator.storage.heads import HeadRecord
 from protocol.errors import ConfigError, RuntimeMissing, pip_command
@@ -27,7 +27,7 @@ _STEPS = 1000
 """Noise multipliers are rounded up to 1/1000, so that the task's identity does not depend on the last bits."""
 
 
-def program_of(learning: Algorithm, graphs: Mapping[str, BlobRef]) -> Program:
+def program_of(learning: RoundAlgorithm, graphs: Mapping[str, BlobRef]) -> Program:
     """Return the program of a task with rounds, from its graphs by role."""
     return Program(
         **graphs, persistent=learning.persistent, uploaded=learning.uploaded, batch_size=learning.batch_size
@@ -106,7 +106,7 @@ def noise_multiplier(epsilon: float, delta: float) -> float:
     )
 
 
-def round_manifest(task: bytes, number: int, *, learning: Algorithm, tensors: BlobRef) -> RoundManifest:
+def round_manifest(task: bytes, number: int, *, learning: RoundAlgorithm, tensors: BlobRef) -> RoundManifest:
     """Return the manifest of a round; after the last round, its number equals `rounds`."""
     return RoundManifest(
         task=task,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from aggregator.algorithms.one_shot import OneShot
 from aggregator.algorithms.statistics.feature_map import FeatureMap, selected
 from aggregator.algorithms.tensors import pack_tensors
 from aggregator.config.schema import TaskFile
@@ -163,10 +164,11 @@ def feature_map_of(
 
     Raises ConfigError if its rows are too long.
     """
-    if file.algorithm != "statistics":
+    method = file.method
+    if not isinstance(method, OneShot):
         return None
-    found = FeatureMap(feature_size, file.statistics.features, file.client.seed, columns, normalized)
-    if found.size > MAX_MAPPED_SIZE:
+    found = method.feature_map(feature_size, seed=file.client.seed, columns=columns, normalized=normalized)
+    if found is not None and found.size > MAX_MAPPED_SIZE:
         given = f"{found.selected} features of the backbones and {found.random_features} random ones"
         raise ConfigError(
             f"{given} are more than {MAX_MAPPED_SIZE}: lower statistics.features, or use fewer backbones or layers"

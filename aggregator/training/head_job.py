@@ -14,10 +14,7 @@ from numpy.typing import NDArray
 
 from aggregator.algorithms.fedtc.arrays import Arrays
 from aggregator.algorithms.fedtc.head import Dense
-from aggregator.algorithms.fedtc.recipe import RECIPES, Recipe
-from aggregator.algorithms.fedtc.train_head import train_head
 from aggregator.algorithms.statistics.feature_map import FeatureMap, selected
-from aggregator.config.schema import Training
 from aggregator.graphs.head_export import head_to_onnx, max_difference
 from aggregator.ingest.validation import Expectation, Prototypes, check_submission
 from aggregator.training.jobs import (
@@ -34,22 +31,6 @@ from protocol.errors import ProtofleetError
 from protocol.wire.messages import Submission, TaskManifest
 
 MAX_ONNX_DIFFERENCE = 1e-4
-
-
-def recipe_of(training: Training, *, private: bool = False, half_memory: bool = False) -> Recipe:
-    """Return the recipe that a task file configures.
-
-    Prototypes that are `private` contain noise, which restoring the variance of their images would multiply by the
-    square root of their number: by default it is omitted. With `half_memory` the head is a linear discriminant,
-    whatever the recipe: an adapter takes PyTorch.
-    """
-    recipe = RECIPES[training.recipe]
-    restore = False if training.restore is None and private else training.restore
-    if restore is not None:
-        recipe = dataclasses.replace(recipe, restore=restore, mix=recipe.mix and restore)
-    if training.epochs is not None:
-        recipe = dataclasses.replace(recipe, epochs=training.epochs, min_steps=0)
-    return dataclasses.replace(recipe, closed_form=True, adapter=False) if half_memory else recipe
 
 
 def run(job: HeadJob) -> Result:
@@ -69,9 +50,6 @@ def run(job: HeadJob) -> Result:
         return dataclasses.replace(part, values=arrays.keep(part.values))
 
     parts, invalid = checked_parts(job.submissions(), check)
-    recipe = recipe_of(
-        job.training, private=manifest.differential_privacy is not None, half_memory=job.half_memory
-    )
     data, judgment, counting = judged_set(
         parts,
         classes=manifest.classes,
@@ -82,8 +60,12 @@ def run(job: HeadJob) -> Result:
     )
     report_progress({"prototypes": len(data.labels)})
     started_s = time.perf_counter()
-    trained = train_head(
-        data, recipe, seed=job.training.seed, device=job.training.device, report=report_progress
+    trained = job.method.train(
+        data,
+        job.training,
+        private=manifest.differential_privacy is not None,
+        half_memory=job.half_memory,
+        report=report_progress,
     )
     seconds = time.perf_counter() - started_s
     figures = {

@@ -6,12 +6,15 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from aggregator.algorithms.fedtc.recipe import FedTC
+from aggregator.algorithms.one_shot import OneShot, Training
+from aggregator.algorithms.registry import ALGORITHMS
 from aggregator.algorithms.statistics.feature_map import FeatureMap
-from aggregator.config.schema import Robust, TaskFile, Training
+from aggregator.config.schema import Robust, TaskFile
 from aggregator.ingest.validation import Refused, read_message
 from aggregator.storage.blobs import open_blobs, read_each
 from aggregator.training.robust.weights import Counting
@@ -93,11 +96,22 @@ class CollectionJob(SubmissionsJob, frozen=True, kw_only=True):
 
 
 class HeadJob(CollectionJob, frozen=True, kw_only=True):
-    """Train a head on prototypes."""
+    """Make a head of prototypes."""
 
+    algorithm: str = FedTC.name
+    settings: dict[str, Any] = msgspec.field(default_factory=dict)
+    """Those of the algorithm."""
     training: Training
     widths: tuple[int, ...] = ()
     """The number of values of each backbone in a prototype."""
+
+    @property
+    def method(self) -> OneShot:
+        """The algorithm."""
+        kind = ALGORITHMS[self.algorithm]
+        if not issubclass(kind, OneShot):
+            raise ProtofleetError(f"expected a one-shot algorithm, got {self.algorithm!r}")
+        return msgspec.convert(self.settings, kind)
 
 
 class StatisticsJob(CollectionJob, frozen=True, kw_only=True, dict=True):

@@ -12,7 +12,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from aggregator.algorithms.algorithm import Algorithm, Contribution
+from aggregator.algorithms.algorithm import Contribution, RoundAlgorithm
 from aggregator.algorithms.tensors import check_finite, pack_tensors, unpack_tensors
 from aggregator.config.schema import Robust
 from aggregator.graphs.program_export import bind, untrained
@@ -83,7 +83,7 @@ def run(job: RoundJob) -> Result:
 
 
 def aggregated(
-    algorithm: Algorithm,
+    algorithm: RoundAlgorithm,
     contributions: Sequence[Contribution],
     previous: Mapping[str, NDArray[Any]],
     *,

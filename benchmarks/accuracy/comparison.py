@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias, get_args
 import click
 import numpy as np
 
-from aggregator.algorithms.algorithm import Algorithm
+from aggregator.algorithms.algorithm import RoundAlgorithm
 from aggregator.algorithms.hierarchical import Hierarchical
 from benchmarks.accuracy.baselines import Method, Recipe, run_baseline, traffic_bytes
 from benchmarks.accuracy.scores import Run
@@ -24,7 +24,7 @@ def compare(
     setting: str,
     clients: Sequence[Client],
     *,
-    algorithms: Mapping[str, Algorithm],
+    algorithms: Mapping[str, RoundAlgorithm],
     recipes: Mapping[Method, Recipe],
     priors: Sequence[Prior],
     classes: int,
@@ -32,7 +32,7 @@ def compare(
 ) -> Iterator[Run]:
     """Yield a run of every method on a fleet, the algorithms first; recipes are those of the baselines."""
     domains = tuple(client.domain for client in clients)
-    methods: dict[str, Algorithm | tuple[Method, Recipe, Prior]] = {
+    methods: dict[str, RoundAlgorithm | tuple[Method, Recipe, Prior]] = {
         **algorithms,
         **{named(name, prior): (name, recipe, prior) for name, recipe in recipes.items() for prior in priors},
     }
@@ -41,7 +41,7 @@ def compare(
             click.echo(f"{setting}, seed {seed}: {name}", err=True)
         started = time.perf_counter()
         balanced: dict[str, tuple[float, ...]] = {}
-        if isinstance(method, Algorithm):
+        if isinstance(method, RoundAlgorithm):
             outcome = run_rounds(method, clients, classes=classes, seed=seed)
             accuracies = outcome.accuracies
             balanced = {
@@ -69,7 +69,7 @@ def compare(
         )
 
 
-def hierarchical(names: Sequence[str], priors: Sequence[Prior]) -> dict[str, Algorithm]:
+def hierarchical(names: Sequence[str], priors: Sequence[Prior]) -> dict[str, RoundAlgorithm]:
     """Return the settings of hierarchical Gaussian prototypes by name, if they are among the names."""
     return {
         named(Hierarchical.name, prior): Hierarchical(prior=prior == "with")

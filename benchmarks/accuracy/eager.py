@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from aggregator.algorithms.algorithm import Algorithm, Contribution, Functions
+from aggregator.algorithms.algorithm import Contribution, Functions, RoundAlgorithm
 from aggregator.algorithms.layers import Tensors
 from protofleet.simulation.fleet import Client
 
@@ -22,7 +22,7 @@ class _Device:
 
 
 def eager_accuracies(
-    algorithm: Algorithm, clients: Sequence[Client], *, classes: int, seed: int
+    algorithm: RoundAlgorithm, clients: Sequence[Client], *, classes: int, seed: int
 ) -> NDArray[np.float64]:
     """Return each client's accuracy with its own head, (K,), as `run_rounds` but for the order of the images."""
     sizes = {"feature_size": clients[0].train.shape[1], "num_classes": classes, "seed": seed}
@@ -67,7 +67,7 @@ def _device(client: Client, classes: int) -> _Device:
 
 
 def _train(
-    algorithm: Algorithm,
+    algorithm: RoundAlgorithm,
     functions: Functions,
     device: _Device,
     kept: dict[str, Tensor],
@@ -95,7 +95,12 @@ def _class_means(functions: Functions, device: _Device, tensors: Tensors) -> Ten
 
 
 def _contribution(
-    algorithm: Algorithm, index: int, device: _Device, prototypes: Tensor, state: Tensors, opened: Tensors
+    algorithm: RoundAlgorithm,
+    index: int,
+    device: _Device,
+    prototypes: Tensor,
+    state: Tensors,
+    opened: Tensors,
 ) -> Contribution:
     labels = torch.nonzero(device.counts)[:, 0]
     return Contribution(

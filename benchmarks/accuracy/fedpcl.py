@@ -19,7 +19,7 @@ from benchmarks.options import repeated
 from benchmarks.report import Table
 
 if TYPE_CHECKING:
-    from aggregator.algorithms.algorithm import Algorithm
+    from aggregator.algorithms.algorithm import RoundAlgorithm
 
 BACKBONES = ("mobilenetv2_100", "mobilenetv2_100_birds", "mobilenetv2_100_insects")
 """One architecture trained on three sources, which is FedPCL's setting."""
@@ -168,7 +168,7 @@ def command(
     **fedpcl: Any,
 ) -> None:
     """Compare FedPCL with baselines on four data sets of digits."""
-    algorithms: dict[str, Algorithm] = {
+    algorithms: dict[str, RoundAlgorithm] = {
         named(name, prior): settings
         for prior in priors
         for name, settings in _algorithms(**fedpcl, prior=prior == "with", deeper=bool(layers)).items()

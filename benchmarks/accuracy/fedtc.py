@@ -10,8 +10,9 @@ import click
 import numpy as np
 
 from aggregator.algorithms.fedtc.adapter import torch_device
-from aggregator.config.schema import MAX_MULTIPLE, Training
-from aggregator.training.head_job import recipe_of
+from aggregator.algorithms.fedtc.recipe import recipe_of
+from aggregator.algorithms.one_shot import Training
+from aggregator.config.schema import MAX_MULTIPLE
 from benchmarks.data.features import BackboneType, Precision, load_features, prepared, projected
 from benchmarks.data.images import NAMES
 from benchmarks.options import Option, repeated

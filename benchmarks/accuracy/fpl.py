@@ -10,7 +10,7 @@ import click
 import msgspec
 import numpy as np
 
-from aggregator.algorithms.algorithm import Algorithm
+from aggregator.algorithms.algorithm import RoundAlgorithm
 from aggregator.algorithms.fpl import FPL
 from benchmarks.accuracy.baselines import Method, Recipe
 from benchmarks.accuracy.comparison import Prior, compare, comparison_options, hierarchical
@@ -139,7 +139,7 @@ def fleet(name: str, domains: Mapping[str, Features], *, seed: int, validation: 
 
 def _algorithms(
     *, rounds: int | None, regularizations: tuple[float, ...], printed: bool
-) -> dict[str, Algorithm]:
+) -> dict[str, RoundAlgorithm]:
     """Return what to compare, by name."""
     given = {} if rounds is None else {"rounds": rounds}
     variants: dict[str, dict[str, float]] = {"FPL": {}}

@@ -10,7 +10,7 @@ import click
 import msgspec
 import numpy as np
 
-from aggregator.algorithms.algorithm import Algorithm
+from aggregator.algorithms.algorithm import RoundAlgorithm
 from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.algorithms.hierarchical import Hierarchical
 from benchmarks.accuracy.baselines import Method, Recipe, run_baseline
@@ -28,7 +28,7 @@ IMAGES, PER_CLASS, CONCENTRATION = 2000, 10, 1.0
 CLIENTS = 4
 """With label shift alone, fewer than there."""
 
-Settings: TypeAlias = Recipe | Algorithm
+Settings: TypeAlias = Recipe | RoundAlgorithm
 Candidates: TypeAlias = Mapping[str, Sequence[Any]]
 Fleets: TypeAlias = Sequence[tuple[Sequence[Client], int]]
 """The devices, and the seed."""
@@ -136,7 +136,7 @@ def accuracy_of(name: str, settings: Settings, fleets: Fleets, *, prior: bool) -
     """Return the mean over devices, then over fleets."""
     means = []
     for clients, seed in fleets:
-        if isinstance(settings, Algorithm):
+        if isinstance(settings, RoundAlgorithm):
             accuracies = eager_accuracies(settings, clients, classes=_classes(clients), seed=seed)
         else:
             accuracies = run_baseline(
@@ -147,7 +147,7 @@ def accuracy_of(name: str, settings: Settings, fleets: Fleets, *, prior: bool) -
 
 
 def _replace(settings: Settings, setting: str, value: Any) -> Settings:
-    if isinstance(settings, Algorithm):
+    if isinstance(settings, RoundAlgorithm):
         return msgspec.structs.replace(settings, **{setting: value})
     return dataclasses.replace(settings, **{setting: value})
 

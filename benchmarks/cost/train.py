@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from aggregator.algorithms.fedtc.head import logits_of
-from aggregator.algorithms.fedtc.recipe import RECIPES, Recipe
+from aggregator.algorithms.fedtc.recipe import RECIPES, Recipe, recipe_of
 from aggregator.algorithms.fedtc.train_head import train_head
 from aggregator.algorithms.fedtc.training_set import TrainingSet
-from aggregator.config.schema import Training
-from aggregator.training.head_job import recipe_of
+from aggregator.algorithms.one_shot import Training
 from aggregator.training.robust.training_set import combine
 from benchmarks.data.features import load_features
 from benchmarks.data.images import NAMES

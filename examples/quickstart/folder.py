@@ -11,7 +11,7 @@ from examples.quickstart.digits import CLASSES, Deal, Digits, write_images
 from protocol.errors import ConfigError, StateError
 
 BACKBONE = Path(__file__).with_name("backbone.onnx")
-ALGORITHMS = ("fedtc", "statistics", *registry.ALGORITHMS)
+ALGORITHMS = tuple(registry.ALGORITHMS)
 ROUNDS = 10
 """Of the algorithms that train in rounds."""
 FLEET = "quickstart"

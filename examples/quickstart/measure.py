@@ -13,6 +13,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from aggregator.algorithms.fedtc.head import Dense, logits_of
+from aggregator.algorithms.fedtc.recipe import recipe_of
 from aggregator.algorithms.fedtc.train_head import train_head
 from aggregator.algorithms.fedtc.training_set import TrainingSet
 from aggregator.algorithms.statistics.moments import moments_of
@@ -23,7 +24,6 @@ from aggregator.graphs.head_export import mapped
 from aggregator.ingest.validation import Prototypes
 from aggregator.storage.open_store import open_store
 from aggregator.tasks.task_preparation import feature_map_of
-from aggregator.training.head_job import recipe_of
 from aggregator.training.robust.training_set import pool
 from edge_client.data.images import decode as decode_image
 from edge_client.runtime.backbone import Backbone, open_backbone

@@ -7,13 +7,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from aggregator.algorithms.algorithm import Algorithm
+from aggregator.algorithms.algorithm import RoundAlgorithm
 from aggregator.algorithms.fedtc.head import logits_of
 from aggregator.algorithms.fedtc.recipe import RECIPES
 from aggregator.algorithms.fedtc.train_head import train_head
 from aggregator.algorithms.fedtc.training_set import TrainingSet
+from aggregator.algorithms.one_shot import OneShot
+from aggregator.algorithms.statistics.feature_map import Statistics
 from aggregator.config.schema import Client as ClientSettings
-from aggregator.config.schema import Robust, StatisticsSettings
+from aggregator.config.schema import Robust
 from aggregator.training.robust.weights import Counting
 from protofleet.simulation import fedtc, statistics
 from protofleet.simulation.fleet import Client, pooled
@@ -62,11 +64,14 @@ def fedtc_settings(clients: Sequence[Client], *, robust: Robust = NO_OUTLIERS) -
     )
 
 
-def train_fedtc(clients: Sequence[Client], *, robust: Robust = NO_OUTLIERS) -> Trained:
-    """Return FedTC's result; the clients have the same test images."""
+def train_fedtc(
+    clients: Sequence[Client], *, robust: Robust = NO_OUTLIERS, method: OneShot | None = None
+) -> Trained:
+    """Return the result of FedTC, or of another algorithm of prototypes; the clients have the same test images."""
     features, owners = pooled(clients)
     started_s = time.process_time()
-    made, head = fedtc.train_clients(features, owners, fedtc_settings(clients, robust=robust), seed=SEED)
+    settings = fedtc_settings(clients, robust=robust)
+    made, head = fedtc.train_clients(features, owners, settings, seed=SEED, method=method)
     return Trained(
         logits=[logits_of(head, features.test)] * len(clients),
         uploads=1,
@@ -82,7 +87,7 @@ def train_statistics(clients: Sequence[Client], *, batch_size: int, robust: Robu
     """Return the result of `statistics`; the clients have the same test images."""
     features, owners = pooled(clients)
     started_s = time.process_time()
-    data = statistics.map_features(features, random_features=StatisticsSettings().features, seed=SEED)
+    data = statistics.map_features(features, random_features=Statistics().features, seed=SEED)
     made = statistics.run_fleet(data, owners, batch_size=batch_size, seed=SEED, robust=robust)
     return Trained(
         logits=[made.logits] * len(clients),
@@ -96,7 +101,7 @@ def train_statistics(clients: Sequence[Client], *, batch_size: int, robust: Robu
 
 
 def train_rounds(
-    algorithm: Algorithm, clients: Sequence[Client], *, classes: int, robust: Robust | None = None
+    algorithm: RoundAlgorithm, clients: Sequence[Client], *, classes: int, robust: Robust | None = None
 ) -> Trained:
     """Return the result of an algorithm of rounds."""
     from protofleet.simulation.rounds import run_rounds  # onnxscript and torch

@@ -16,6 +16,7 @@ from aggregator.algorithms.fedtc.head import Dense, logits_of
 from aggregator.algorithms.fedtc.recipe import Recipe
 from aggregator.algorithms.fedtc.train_head import train_head
 from aggregator.algorithms.fedtc.training_set import TrainingSet
+from aggregator.algorithms.one_shot import OneShot, Training
 from aggregator.config.schema import MAX_MULTIPLE, Robust
 from aggregator.ingest.validation import Expectation, Prototypes, check_submission, read_message
 from aggregator.training.robust.training_set import judged_set, pool
@@ -89,11 +90,16 @@ def train_fleet(
 
 
 def train_clients(
-    features: Features, owners: NDArray[np.int64], settings: Settings, *, seed: int
+    features: Features,
+    owners: NDArray[np.int64],
+    settings: Settings,
+    *,
+    seed: int,
+    method: OneShot | None = None,
 ) -> tuple[Result, Sequence[Dense]]:
     """Return the result and the head of a fleet whose images are divided already.
 
-    `owners` are the clients of the training images, (n,).
+    `owners` are the clients of the training images, (n,). Without a `method`, the head is FedTC's, by its recipe.
     """
     expectation = _expectation(features, settings)
     payloads = _submissions(features, owners, settings, seed=seed)
@@ -103,7 +109,7 @@ def train_clients(
         widths=features.widths,
         robust=Robust(detect_outliers=settings.detect_outliers, max_multiple=settings.max_multiple),
     )
-    result, head = _trained(data, features, settings.recipe, settings, seed=seed)
+    result, head = _trained(data, features, settings.recipe, settings, seed=seed, method=method)
     fleet = dataclasses.replace(
         result,
         partition="given",
@@ -138,11 +144,20 @@ def train_ceiling(features: Features, settings: Settings, *, seed: int) -> tuple
 
 
 def _trained(
-    data: TrainingSet, features: Features, recipe: Recipe, settings: Settings, *, seed: int
+    data: TrainingSet,
+    features: Features,
+    recipe: Recipe,
+    settings: Settings,
+    *,
+    seed: int,
+    method: OneShot | None = None,
 ) -> tuple[Result, Sequence[Dense]]:
     """Return a head's result, of no devices, and the head."""
     started_s = time.perf_counter()
-    trained = train_head(data, recipe, seed=seed, device=settings.device)
+    if method is None:
+        trained = train_head(data, recipe, seed=seed, device=settings.device)
+    else:
+        trained = method.train(data, Training(seed=seed, device=settings.device))
     seconds = time.perf_counter() - started_s
     logits = logits_of(trained.layers, features.test)
     result = Result(

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from aggregator.algorithms.algorithm import Algorithm, Contribution
+from aggregator.algorithms.algorithm import Contribution, RoundAlgorithm
 from aggregator.algorithms.tensors import pack_tensors, unpack_tensors
 from aggregator.config.schema import Robust
 from aggregator.graphs.program_export import Graphs, build
@@ -74,7 +74,7 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class _Task:
-    algorithm: Algorithm
+    algorithm: RoundAlgorithm
     manifest: TaskManifest
     expectation: Expectation
     blobs: BlobStore
@@ -83,7 +83,7 @@ class _Task:
 
 
 def run_rounds(
-    algorithm: Algorithm,
+    algorithm: RoundAlgorithm,
     clients: Sequence[Client],
     *,
     classes: int,
@@ -130,7 +130,9 @@ def run_rounds(
     )
 
 
-def _prepare(algorithm: Algorithm, blobs: BlobStore, *, feature_size: int, classes: int, seed: int) -> _Task:
+def _prepare(
+    algorithm: RoundAlgorithm, blobs: BlobStore, *, feature_size: int, classes: int, seed: int
+) -> _Task:
     """Return the task as the aggregator would publish it, with its graphs in `blobs`."""
     graphs: Graphs = _built(algorithm, feature_size=feature_size, num_classes=classes, seed=seed)
     program = program_of(algorithm, {role: _put(blobs, data, role) for role, data in vars(graphs).items()})

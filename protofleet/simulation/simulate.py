@@ -1,6 +1,5 @@
 """Simulated fleets: labeled images dealt out to devices, and what each algorithm makes of them."""
 
-import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -9,8 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from aggregator.algorithms.algorithm import Algorithm
-from aggregator.algorithms.registry import ALGORITHMS as IN_ROUNDS
+from aggregator.algorithms.algorithm import Algorithm, RoundAlgorithm
+from aggregator.algorithms.fedtc.recipe import FedTC
+from aggregator.algorithms.one_shot import OneShot
+from aggregator.algorithms.registry import ALGORITHMS as REGISTERED
 from aggregator.config.schema import Client as ClientSettings
 from aggregator.config.schema import Robust
 from aggregator.training.robust.weights import Counting
@@ -21,14 +22,14 @@ from protofleet.simulation.dataset import Dataset
 from protofleet.simulation.fleet import Client
 from protofleet.simulation.partitions import Partition, parse_partition, share_out
 
-FEDTC, STATISTICS = "fedtc", "statistics"
+FEDTC, STATISTICS, NEAREST_MEAN = "fedtc", "statistics", "fedncm"
 ALONE, ALL_IMAGES = "alone", "all-images"
 
-ALGORITHMS = (FEDTC, STATISTICS, *IN_ROUNDS, ALONE, ALL_IMAGES)
+ALGORITHMS = (*REGISTERED, ALONE, ALL_IMAGES)
 """The algorithms that can be simulated; `alone` is each device without the fleet, `all-images` training on all images
 in one place."""
 
-DEFAULT_ALGORITHMS = (FEDTC, STATISTICS, ALONE, ALL_IMAGES)
+DEFAULT_ALGORITHMS = (FEDTC, STATISTICS, NEAREST_MEAN, ALONE, ALL_IMAGES)
 """Those that take seconds."""
 
 WORST_SHARE = 0.1
@@ -127,7 +128,7 @@ def simulate(
     *,
     devices: int = 10,
     partition: str = "dirichlet:0.3",
-    algorithms: Sequence[str | Algorithm] = DEFAULT_ALGORITHMS,
+    algorithms: Sequence[str | RoundAlgorithm] = DEFAULT_ALGORITHMS,
     held_out: float = 0.2,
     robust: Robust | None = None,
     seed: int = 0,
@@ -153,7 +154,7 @@ def simulate(
     Raises:
         ConfigError: an argument is out of range, or there are too few images.
     """
-    unknown = [each for each in algorithms if not isinstance(each, Algorithm) and each not in ALGORITHMS]
+    unknown = [each for each in algorithms if not isinstance(each, RoundAlgorithm) and each not in ALGORITHMS]
     if unknown:
         raise ConfigError(f"expected algorithms out of {', '.join(ALGORITHMS)}, got {unknown[0]!r}")
     clients = deal_out(data, parse_partition(partition), devices=devices, held_out=held_out, seed=seed)
@@ -261,27 +262,29 @@ def _weights(own: NDArray[np.int64], present: NDArray[np.int64], classes: int) -
 
 
 def _train(
-    clients: Sequence[Client], classes: int, wanted: Sequence[str | Algorithm], robust: Robust
+    clients: Sequence[Client], classes: int, wanted: Sequence[str | RoundAlgorithm], robust: Robust
 ) -> Iterator[tuple[Trained, str]]:
     """Yield the result of each algorithm; only devices with images take part, and all are evaluated."""
     members = [client for client in clients if len(client.train_labels)]
     runs: Mapping[str, Callable[[], Trained]] = {
-        FEDTC: lambda: methods.train_fedtc(members, robust=robust),
-        STATISTICS: lambda: methods.train_statistics(
-            members, batch_size=ClientSettings().batch_size, robust=robust
-        ),
-        **{
-            name: functools.partial(methods.train_rounds, kind(), members, classes=classes, robust=robust)
-            for name, kind in IN_ROUNDS.items()
-        },
         ALONE: lambda: methods.train_alone(members, classes=classes),
         ALL_IMAGES: lambda: methods.train_in_one_place(members),
     }
     for each in wanted:
-        if isinstance(each, Algorithm):
-            yield methods.train_rounds(each, members, classes=classes, robust=robust), each.name
-        else:
+        if isinstance(each, str) and each in runs:
             yield runs[each](), each
+        else:
+            method = REGISTERED[each]() if isinstance(each, str) else each
+            yield _trained(method, members, classes=classes, robust=robust), method.name
+
+
+def _trained(method: Algorithm, members: Sequence[Client], *, classes: int, robust: Robust) -> Trained:
+    if isinstance(method, RoundAlgorithm):
+        return methods.train_rounds(method, members, classes=classes, robust=robust)
+    if method.sums:
+        return methods.train_statistics(members, batch_size=ClientSettings().batch_size, robust=robust)
+    other = method if isinstance(method, OneShot) and not isinstance(method, FedTC) else None
+    return methods.train_fedtc(members, robust=robust, method=other)
 
 
 def _result(name: str, trained: Trained, clients: Sequence[Client]) -> AlgorithmResult:

@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner
 from numpy.typing import NDArray
 
-from aggregator.algorithms.algorithm import Algorithm
+from aggregator.algorithms.algorithm import RoundAlgorithm
 from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.algorithms.fedproto import FedProto
 from aggregator.algorithms.fpl import FPL
@@ -109,7 +109,7 @@ def test_hierarchical_in_process(fleet: list[Client]) -> None:
 
 
 @pytest.mark.parametrize("algorithm", [FEDPCL, Hierarchical(directions=1)], ids=lambda each: each.name)
-def test_torch_functions_are_as_accurate_as_graphs(algorithm: Algorithm, fleet: list[Client]) -> None:
+def test_torch_functions_are_as_accurate_as_graphs(algorithm: RoundAlgorithm, fleet: list[Client]) -> None:
     """Settings are chosen without graphs: only the order of the images differs."""
     with_graphs = run_rounds(algorithm, fleet, classes=CLASSES, seed=0).accuracies
     eager = eager_accuracies(algorithm, fleet, classes=CLASSES, seed=0)

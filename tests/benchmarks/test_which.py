@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from aggregator.algorithms.fedtc.recipe import RECIPES
 from aggregator.algorithms.hierarchical import Hierarchical
-from aggregator.config.schema import StatisticsSettings
+from aggregator.algorithms.statistics.feature_map import Statistics
 from benchmarks.__main__ import cli
 from benchmarks.accuracy import fedpcl
 from benchmarks.accuracy.which import methods
@@ -33,7 +33,7 @@ def make_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = dataclasses.replace(fedpcl.RECIPES["Solo"], rounds=4)
     monkeypatch.setattr(algorithms, "RECIPES", {"default": linear})
     monkeypatch.setattr(fedpcl, "RECIPES", {"Solo": alone})
-    monkeypatch.setattr(algorithms, "StatisticsSettings", lambda: StatisticsSettings(features=32))
+    monkeypatch.setattr(algorithms, "Statistics", lambda: Statistics(features=32))
     monkeypatch.setattr(methods, "IN_ROUNDS", (Hierarchical(directions=1),))
     monkeypatch.setattr(rounds, "_built", exported)
 

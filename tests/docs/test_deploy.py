@@ -22,16 +22,16 @@ import yaml
 from paho.mqtt.enums import CallbackAPIVersion
 
 from aggregator.algorithms.fedpcl import FedPCL
+from aggregator.algorithms.one_shot import Training
 from aggregator.algorithms.registry import ALGORITHMS
+from aggregator.algorithms.statistics.feature_map import Statistics
 from aggregator.config.schema import (
     Client,
     Limits,
     PrivacyBudget,
     Robust,
     Rounds,
-    StatisticsSettings,
     TaskFile,
-    Training,
 )
 from aggregator.config.task_file import load_task
 from aggregator.coordination.rollout_state import Settings
@@ -219,9 +219,7 @@ def test_task_files_name_every_setting_and_its_default(
             assert getattr(default, setting) in (None, getattr(getattr(full, table), setting)), setting
     if name == "task.toml":
         default = TaskFile(classes=("a",), backbones=("b",))
-        assert set(default.__struct_fields__) - {"privacy", "rounds", "statistics", *ALGORITHMS} == set(
-            written
-        )
+        assert set(default.__struct_fields__) - {"privacy", "rounds", *ALGORITHMS} == set(written)
         for setting in commented & set(written):
             assert getattr(default, setting) in (None, getattr(full, setting)), setting
 
@@ -246,9 +244,9 @@ def test_task_file_example_has_every_setting_of_statistics(tmp_path: Path) -> No
     lines = re.search(r"(?m)^# (\[statistics\]\n(#   .*\n)+)", text)
     assert lines
     table = lines[1].replace("#   ", "")
-    assert set(StatisticsSettings.__struct_fields__) == set(tomllib.loads(table)["statistics"])
+    assert set(Statistics.__struct_fields__) == set(tomllib.loads(table)["statistics"])
     chosen = text.replace('# algorithm = "fedtc"', 'algorithm = "statistics"')
-    assert task_in(tmp_path, chosen + table).statistics == StatisticsSettings()
+    assert task_in(tmp_path, chosen + table).method == Statistics()
 
 
 def test_device_file_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from aggregator.algorithms.one_shot import Training
 from aggregator.algorithms.registry import ALGORITHMS
 from aggregator.cli import cli as aggregator
 from aggregator.config.schema import (
@@ -19,9 +20,7 @@ from aggregator.config.schema import (
     PrivacySettings,
     Robust,
     Rounds,
-    StatisticsSettings,
     TaskFile,
-    Training,
 )
 from aggregator.coordination.rollout_state import Settings
 from aggregator.tasks.manifests import task_manifest
@@ -42,14 +41,13 @@ DEFAULTS = {
     "": TaskFile(classes=("a", "b"), backbones=("b.onnx",)),
     "client": Client(),
     "training": Training(),
-    "statistics": StatisticsSettings(),
     "rounds": Rounds(),
     "rollout": Settings(),
     "robust": Robust(),
     "limits": Limits(),
     "privacy.perturbation": Perturbation(on="prototypes", scale=0.1),
     "privacy.dp": PrivacyBudget(epsilon=2.0, clip_norm=1.0, max_epsilon=8.0),
-    **{name: kind() for name, kind in ALGORITHMS.items()},
+    **{name: kind() for name, kind in ALGORITHMS.items() if kind.__struct_fields__},
 }
 OTHER_VALUES: dict[str, dict[str, Any]] = {
     "": {

@@ -15,13 +15,15 @@ PAGE = (ROOT / "docs" / "tutorial-algorithm.md").read_text(encoding="utf-8")
 
 
 def test_code_on_the_page_is_the_code_that_runs() -> None:
-    """The Python blocks are sections of the algorithm's file and of the registry, and leave out only its head."""
+    """The Python blocks are sections of the algorithms' files and of the registry, and leave out only their heads."""
     algorithms = ROOT / "aggregator" / "algorithms"
-    file, registry = (
-        (algorithms / name).read_text(encoding="utf-8") for name in ("fedproto.py", "registry.py")
+    file, registry, one_shot = (
+        (algorithms / name).read_text(encoding="utf-8")
+        for name in ("fedproto.py", "registry.py", "fedncm.py")
     )
-    *sections, entry = re.findall(r"(?ms)^```python\n(.*?)\n^```", PAGE)
+    *sections, entry, whole = re.findall(r"(?ms)^```python\n(.*?)\n^```", PAGE)
     assert entry in registry
+    assert whole == one_shot[one_shot.index("class FedNCM") :].strip()
     rest = file[file.index("class FedProto") :]
     for section in sections:
         assert section in rest
@@ -29,12 +31,15 @@ def test_code_on_the_page_is_the_code_that_runs() -> None:
     assert not rest.strip()
 
 
-def test_no_other_file_of_the_product_knows_the_algorithm() -> None:
-    """Only its own file and the registry name it; no device program does."""
+def test_no_other_file_of_the_product_knows_the_algorithms() -> None:
+    """Only their own files and the registry name them; no device program does."""
     packages = ("aggregator", "edge_client", "protocol", "export")
     files = [file for package in packages for file in (ROOT / package).rglob("*.py")]
-    naming = {file.name for file in files if "FedProto(" in (text := file.read_text()) or "fedproto" in text}
-    assert naming == {"fedproto.py", "registry.py"}
+    for name in ("FedProto", "FedNCM"):
+        naming = {
+            file.name for file in files if f"{name}(" in (text := file.read_text()) or name.lower() in text
+        }
+        assert naming == {f"{name.lower()}.py", "registry.py"}
 
 
 def test_task_file_on_the_page_selects_the_algorithm() -> None:

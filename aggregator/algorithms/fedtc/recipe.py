@@ -1,10 +1,16 @@
 """How a head is trained: the paper's recipe, and the default."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from aggregator.algorithms.one_shot import OneShot, Training
+
+if TYPE_CHECKING:
+    from aggregator.algorithms.fedtc.train_head import TrainedHead
+    from aggregator.algorithms.fedtc.training_set import TrainingSet
 
 WARM_UP = 0.3
 """Fraction of a one-cycle training in which the rate rises."""
@@ -82,3 +88,40 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         ),
     }
 )
+
+
+def recipe_of(training: Training, *, private: bool = False, half_memory: bool = False) -> Recipe:
+    """Return the recipe that a task file configures.
+
+    Prototypes that are `private` contain noise, which restoring the variance of their images would multiply by the
+    square root of their number: by default it is omitted. With `half_memory` the head is a linear discriminant,
+    whatever the recipe: an adapter takes PyTorch.
+    """
+    recipe = RECIPES[training.recipe]
+    restore = False if training.restore is None and private else training.restore
+    if restore is not None:
+        recipe = replace(recipe, restore=restore, mix=recipe.mix and restore)
+    if training.epochs is not None:
+        recipe = replace(recipe, epochs=training.epochs, min_steps=0)
+    return replace(recipe, closed_form=True, adapter=False) if half_memory else recipe
+
+
+class FedTC(OneShot, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """FedTC: a linear head, or the paper's adapter and head, by cross-validation over prototypes."""
+
+    name: ClassVar[str] = "fedtc"
+
+    def train(
+        self,
+        data: "TrainingSet",
+        training: Training,
+        *,
+        private: bool = False,
+        half_memory: bool = False,
+        report: Callable[[dict[str, Any]], None] = lambda _: None,
+    ) -> "TrainedHead":
+        """Train by the task file's recipe (`train_head`)."""
+        from aggregator.algorithms.fedtc.train_head import train_head
+
+        recipe = recipe_of(training, private=private, half_memory=half_memory)
+        return train_head(data, recipe, seed=training.seed, device=training.device, report=report)

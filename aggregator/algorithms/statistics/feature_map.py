@@ -4,12 +4,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Annotated, ClassVar
 
 import numpy as np
-from msgspec import UnsetType
+from msgspec import Meta, UnsetType
 from numpy.typing import NDArray
 
+from aggregator.algorithms.one_shot import OneShot
 from protocol.statistics.second_moment import MAX_VALUE
+from protocol.wire.messages import MAX_MAPPED_SIZE
 
 LEVELS = 8
 """Integers for one standard deviation of a value."""
@@ -162,3 +165,22 @@ def shortened(rows: NDArray[np.integer], feature_map: FeatureMap) -> NDArray[np.
             block[:, part] *= np.minimum(1.0, GROUP_LENGTH * longest / np.maximum(length, longest))
         short[at : at + BLOCK] = np.rint(block)
     return short
+
+
+class Statistics(OneShot, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`[statistics]`: the features whose sums devices upload."""
+
+    name: ClassVar[str] = "statistics"
+    unused: ClassVar[frozenset[tuple[str, ...]]] = OneShot.unused | {
+        ("training", name) for name in ("recipe", "restore", "epochs", "device", "seed")
+    }
+    sums: ClassVar[bool] = True
+
+    features: Annotated[int, Meta(ge=0, le=MAX_MAPPED_SIZE)] = 1024
+    """Random features beside those of the backbones, at most 4096 together."""
+
+    def feature_map(
+        self, feature_size: int, *, seed: int, columns: tuple[tuple[int, int], ...], normalized: bool
+    ) -> FeatureMap:
+        """Return the map whose rows devices sum up."""
+        return FeatureMap(feature_size, self.features, seed, columns, normalized)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from msgspec import structs
 
-from aggregator.algorithms.algorithm import Algorithm
+from aggregator.algorithms.algorithm import RoundAlgorithm
 from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.algorithms.fedproto import FedProto
 from aggregator.algorithms.fpl import FPL
@@ -27,7 +27,7 @@ SINGLE_IMAGES = "statistics, `batch_size = 1`"
 ALONE = "each device alone"
 ALL_FEATURES = "all features in one place"
 
-IN_ROUNDS: tuple[Algorithm, ...] = (Hierarchical(), FedPCL(), FPL(), FedProto())
+IN_ROUNDS: tuple[RoundAlgorithm, ...] = (Hierarchical(), FedPCL(), FPL(), FedProto())
 
 NAMES = (
     *(FEDTC, STATISTICS, SINGLE_IMAGES),
@@ -66,7 +66,7 @@ def train_all(
         yield ALL_FEATURES, _one_head(algorithms.train_in_one_place(clients), clients)
 
 
-def _rounds(algorithm: Algorithm, clients: Sequence[Client], *, classes: int, prior: bool) -> Trained:
+def _rounds(algorithm: RoundAlgorithm, clients: Sequence[Client], *, classes: int, prior: bool) -> Trained:
     trained = algorithms.train_rounds(algorithm, clients, classes=classes)
     with_prior: Logits = ()
     if isinstance(algorithm, FPL):

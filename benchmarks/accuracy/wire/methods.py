@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from aggregator.algorithms.algorithm import Algorithm
+from aggregator.algorithms.algorithm import RoundAlgorithm
 from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.algorithms.fedproto import FedProto
 from aggregator.algorithms.fedtc.recipe import RECIPES
@@ -185,7 +185,7 @@ def _statistics(
             yield Point(setting=f"B {batch}, {width}", accuracy=made.accuracy, bytes_up=made.bytes_up)
 
 
-def _rounds(fleet: Fleet, *, algorithm: Algorithm) -> Iterator[Point]:
+def _rounds(fleet: Fleet, *, algorithm: RoundAlgorithm) -> Iterator[Point]:
     clients, robust = fleet.clients, Robust(max_multiple=fleet.max_multiple)
     outcome = run_rounds(algorithm, clients, classes=fleet.features.classes, seed=fleet.seed, robust=robust)
     yield Point(

@@ -9,10 +9,11 @@ import click
 import numpy as np
 
 from aggregator.algorithms.fedtc.head import logits_of
+from aggregator.algorithms.fedtc.recipe import recipe_of
 from aggregator.algorithms.fedtc.train_head import train_head
-from aggregator.config.schema import Robust, Training
+from aggregator.algorithms.one_shot import Training
+from aggregator.config.schema import Robust
 from aggregator.ingest.validation import Prototypes
-from aggregator.training.head_job import recipe_of
 from aggregator.training.robust.outlier_detection import judge
 from aggregator.training.robust.outlier_statistics import summaries
 from aggregator.training.robust.training_set import combine, pool

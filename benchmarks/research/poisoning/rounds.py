@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from aggregator.algorithms.algorithm import RoundAlgorithm
 from aggregator.algorithms.registry import ALGORITHMS
 from aggregator.config.schema import Robust
 from aggregator.ingest.validation import Prototypes, Refused
@@ -30,6 +31,8 @@ the next class's prototypes without any deviation, so that the fleet's count for
 
 CLAIMED_IMAGES = 1_000_000
 
+IN_ROUNDS = {name: kind for name, kind in ALGORITHMS.items() if issubclass(kind, RoundAlgorithm)}
+
 METHODS: Mapping[str, Robust] = MappingProxyType({"none": Robust(clip_multiple=0.0), "clip": Robust()})
 
 
@@ -47,7 +50,7 @@ class Result:
 
 @click.command("poisoned-rounds")
 @data_options(names=list(dict.fromkeys((*NAMES, *DIGITS))), images=2000)
-@repeated("--algorithm", "algorithms", type=click.Choice(list(ALGORITHMS)), default=("fpl",))
+@repeated("--algorithm", "algorithms", type=click.Choice(list(IN_ROUNDS)), default=("fpl",))
 @click.option("--rounds", type=click.IntRange(min=1), default=10, show_default=True)
 @click.option("--clients", type=click.IntRange(min=1), default=6, show_default=True)
 @click.option("--attackers", type=click.IntRange(min=0), default=1, show_default=True)
@@ -126,7 +129,7 @@ def run(
     accuracy = 0.0
     with contextlib.suppress(Refused):  # a device's loss or values have left the accepted range
         outcome = run_rounds(
-            msgspec.convert({"rounds": rounds}, ALGORITHMS[algorithm]),
+            msgspec.convert({"rounds": rounds}, IN_ROUNDS[algorithm]),
             fleet,
             classes=features.classes,
             seed=seed,

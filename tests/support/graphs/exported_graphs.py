@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from aggregator.algorithms.algorithm import Algorithm
+from aggregator.algorithms.algorithm import RoundAlgorithm
 from aggregator.config.schema import Client, TaskFile
 from aggregator.config.task_file import load_task
 from aggregator.graphs.program_export import Graphs, build
@@ -24,7 +24,7 @@ shared_folder: Path | None = None
 """Set by `tests/conftest.py`."""
 
 
-def exported(algorithm: Algorithm, *, feature_size: int, num_classes: int, seed: int) -> Graphs:
+def exported(algorithm: RoundAlgorithm, *, feature_size: int, num_classes: int, seed: int) -> Graphs:
     """Return the graphs that `build` returns for these arguments."""
     classes = tuple(map(str, range(num_classes)))
     task = TaskFile(classes=classes, backbones=("b",), algorithm=algorithm.name, client=Client(seed=seed))

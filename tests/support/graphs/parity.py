@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from aggregator.algorithms.algorithm import Algorithm, Functions
+from aggregator.algorithms.algorithm import Functions, RoundAlgorithm
 from aggregator.graphs.parity import Graph, Tensors, opened, precise, random_case, require_equal
 from aggregator.graphs.program_export import Graphs
 from protocol.models.onnx_metadata import Basis
@@ -18,7 +18,9 @@ FLEETS = (0, 1, 3, 17)
 STEPS = 10
 
 
-def check_all_cases(graphs: Graphs, algorithm: Algorithm, *, feature_size: int, num_classes: int) -> None:
+def check_all_cases(
+    graphs: Graphs, algorithm: RoundAlgorithm, *, feature_size: int, num_classes: int
+) -> None:
     """Raise ProtofleetError if a graph differs from PyTorch in any of the cases."""
     functions = algorithm.functions(feature_size=feature_size, num_classes=num_classes, seed=0)
     run = {role: opened(file) for role, file in vars(graphs).items()}

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aggregator.algorithms.algorithm import Algorithm, Contribution
+from aggregator.algorithms.algorithm import Contribution, RoundAlgorithm
 from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.algorithms.fedproto import FedProto
 from aggregator.algorithms.fpl import FPL
@@ -25,7 +25,9 @@ ALGORITHMS = [
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @given(st.integers(0, 9), st.permutations(range(9)))
-def test_order_of_contributions_does_not_matter(algorithm: Algorithm, count: int, order: list[int]) -> None:
+def test_order_of_contributions_does_not_matter(
+    algorithm: RoundAlgorithm, count: int, order: list[int]
+) -> None:
     """The tensors are equal bit for bit."""
     first, random = algorithm.first_tensors(**SIZES, seed=0), np.random.default_rng(count)
     parts = []
@@ -51,7 +53,7 @@ def test_order_of_contributions_does_not_matter(algorithm: Algorithm, count: int
 @pytest.mark.parametrize(
     ("algorithm", "weight"), [(ALGORITHMS[0], "weight"), (ALGORITHMS[3], "adapter_weight")]
 )
-def test_initial_model_depends_on_the_seed(algorithm: Algorithm, weight: str) -> None:
+def test_initial_model_depends_on_the_seed(algorithm: RoundAlgorithm, weight: str) -> None:
     """A device's images do not change it."""
     first, same, other = (
         algorithm.functions(**SIZES, seed=seed).init.apply(
@@ -72,7 +74,7 @@ def test_initial_shared_model_depends_on_the_seed() -> None:
 
 
 @pytest.mark.parametrize(("algorithm", "epochs"), [(FedPCL(epochs=3), [0, 3, 3]), (FPL(epochs=4), [4, 4, 4])])
-def test_epochs_of_the_first_rounds(algorithm: Algorithm, epochs: list[int]) -> None:
+def test_epochs_of_the_first_rounds(algorithm: RoundAlgorithm, epochs: list[int]) -> None:
     """FedPCL's round 0 does not train: its prototypes are those of the common initial projection."""
     assert [algorithm.epochs_of(number) for number in range(3)] == epochs
 
@@ -88,7 +90,7 @@ def test_epochs_of_the_first_rounds(algorithm: Algorithm, epochs: list[int]) -> 
         *((FedProto, wrong) for wrong in ({"pull": -1}, {"momentum": 1}, {"learning_rate": -1})),
     ],
 )
-def test_settings_out_of_bounds_are_refused(kind: type[Algorithm], wrong: dict[str, object]) -> None:
+def test_settings_out_of_bounds_are_refused(kind: type[RoundAlgorithm], wrong: dict[str, object]) -> None:
     """A table of the task file with an invalid or unknown value does not become settings."""
     with pytest.raises(msgspec.ValidationError):
         msgspec.convert(wrong, kind)

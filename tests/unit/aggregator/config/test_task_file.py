@@ -6,7 +6,9 @@ import pytest
 
 from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.algorithms.fpl import FPL
-from aggregator.config.schema import Client, PrivacyBudget, PrivacySettings, Robust, Rounds, Training
+from aggregator.algorithms.one_shot import Training
+from aggregator.algorithms.statistics.feature_map import Statistics
+from aggregator.config.schema import Client, PrivacyBudget, PrivacySettings, Robust, Rounds
 from aggregator.config.task_file import load_task
 from aggregator.coordination.rollout_state import Settings as RolloutSettings
 from aggregator.coordination.round_state import Settings
@@ -309,10 +311,10 @@ STATISTICS = 'algorithm = "statistics"\n'
 
 def test_settings_of_statistics_are_read(tmp_path: Path) -> None:
     task, _ = load_task(_write(tmp_path, MINIMAL + STATISTICS))
-    assert (task.statistics.features, task.client.batch_size, task.learning) == (1024, 5, None)
+    assert (task.method, task.client.batch_size, task.learning) == (Statistics(), 5, None)
     more = "retrain_after = 2\n[statistics]\nfeatures = 0\n[client]\nbatch_size = 1\nmin_images = 1\n"
     task, _ = load_task(_write(tmp_path, MINIMAL + STATISTICS + more))
-    assert (task.statistics.features, task.settings.retrain_after) == (0, 2)
+    assert (task.method, task.settings.retrain_after) == (Statistics(features=0), 2)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from aggregator.algorithms.algorithm import Algorithm, Contribution, Function, Functions
+from aggregator.algorithms.algorithm import Contribution, Function, Functions, RoundAlgorithm
 from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.algorithms.fedproto import FedProto
 from aggregator.algorithms.fpl import FPL
@@ -31,7 +31,7 @@ from tests.support.graphs.parity import check_all_cases
 
 ROLES = ("init", "step", "project", "head")
 L, C, D = 12, 4, 8
-ALGORITHMS: dict[str, Algorithm] = {
+ALGORITHMS: dict[str, RoundAlgorithm] = {
     "fedpcl": FedPCL(projection_size=D, tau=0.1, learning_rate=1e-2),
     "fpl": FPL(projection_size=D, tau=0.1, learning_rate=1e-2, regularization=1, standardize=True),
     "fedproto": FedProto(projection_size=D),
@@ -61,7 +61,7 @@ def graphs(name: str) -> Graphs:
     return exported(ALGORITHMS[name], feature_size=L, num_classes=C, seed=0)
 
 
-def pooled(algorithm: Algorithm, *, devices: int) -> Arrays:
+def pooled(algorithm: RoundAlgorithm, *, devices: int) -> Arrays:
     """A round's tensors after devices have uploaded prototypes of the first three classes."""
     random = np.random.default_rng(devices)
     first = algorithm.first_tensors(feature_size=L, num_classes=C, seed=0)
@@ -281,7 +281,7 @@ def figure_of(graph: bytes, tensors: Tensors) -> float:
 
 
 @pytest.mark.parametrize("algorithm", [*ALGORITHMS.values(), HIERARCHICAL], ids=lambda each: each.name)
-def test_graphs_that_compute_something_else_have_a_new_version(algorithm: Algorithm) -> None:
+def test_graphs_that_compute_something_else_have_a_new_version(algorithm: RoundAlgorithm) -> None:
     """An aggregator uses stored graphs as long as the version is the same: if this fails, raise it, and record both.
 
     Operators are not compared: another PyTorch exports others for the same functions.
@@ -305,7 +305,7 @@ def test_graph_that_differs_from_pytorch_is_not_published(
 ) -> None:
     """Another loss, decay or rate is found."""
     table = {**msgspec.to_builtins(ALGORITHMS[name]), **(change or LOSS_CHANGE[name])}
-    algorithm: Algorithm = msgspec.convert(table, type(ALGORITHMS[name]))
+    algorithm: RoundAlgorithm = msgspec.convert(table, type(ALGORITHMS[name]))
     functions = algorithm.functions(feature_size=L, num_classes=C, seed=0)
     with pytest.raises(ProtofleetError, match=f"the {name} graph (step|head) differs from PyTorch in"):
         check(vars(graphs), algorithm, functions, feature_size=L, num_classes=C)
@@ -348,7 +348,7 @@ def test_basis_that_the_step_depends_on_is_found() -> None:
         (FPL(projection_size=D, standardize=False, momentum=0.0, tau=0.004, learning_rate=0.5), 3),
     ],
 )
-def test_unusual_settings_make_programs(algorithm: Algorithm, classes: int) -> None:
+def test_unusual_settings_make_programs(algorithm: RoundAlgorithm, classes: int) -> None:
     """One class is enough, and a training that only rounding changes is accepted."""
     graphs = build(algorithm, feature_size=7, num_classes=classes, seed=0)
     check_all_cases(graphs, algorithm, feature_size=7, num_classes=classes)

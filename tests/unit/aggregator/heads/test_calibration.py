@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from aggregator.algorithms.fedtc.head import Dense
-from aggregator.config.schema import Limits, Robust, TaskFile, Training
+from aggregator.algorithms.one_shot import Training
+from aggregator.config.schema import Limits, Robust, TaskFile
 from aggregator.coordination.rollout_state import Settings
 from aggregator.coordination.round_state import Entry
 from aggregator.graphs.calibrated_head import UNCALIBRATED, logits_and_probabilities

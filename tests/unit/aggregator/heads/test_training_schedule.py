@@ -12,7 +12,8 @@ from unittest.mock import patch
 import pytest
 from msgspec import structs
 
-from aggregator.config.schema import TaskFile, Training
+from aggregator.algorithms.one_shot import Training
+from aggregator.config.schema import TaskFile
 from aggregator.config.task_file import load_task
 from aggregator.coordination import round_state, rounds
 from aggregator.heads import training_schedule

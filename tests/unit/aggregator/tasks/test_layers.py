@@ -10,8 +10,9 @@ import onnxruntime
 import pytest
 
 from aggregator.algorithms.fedtc.head import Dense
+from aggregator.algorithms.one_shot import Training
 from aggregator.algorithms.statistics.feature_map import FINE_LEVELS, FeatureMap, selected
-from aggregator.config.schema import TaskFile, Training
+from aggregator.config.schema import TaskFile
 from aggregator.coordination import round_state, rounds
 from aggregator.graphs.head_export import head_to_onnx, mapped, max_difference
 from aggregator.heads.pending_training import job_of

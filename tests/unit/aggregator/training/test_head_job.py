@@ -6,9 +6,9 @@ from typing import Literal
 import pytest
 
 from aggregator.algorithms.fedtc import train_head
-from aggregator.algorithms.fedtc.recipe import RECIPES
-from aggregator.config.schema import Training
-from aggregator.training.head_job import recipe_of, run
+from aggregator.algorithms.fedtc.recipe import RECIPES, recipe_of
+from aggregator.algorithms.one_shot import Training
+from aggregator.training.head_job import run
 from aggregator.training.jobs import HeadJob
 from protocol.storage.blobstore import BlobStore
 from protocol.wire.codec import encode

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from aggregator.algorithms.algorithm import Algorithm
+from aggregator.algorithms.algorithm import RoundAlgorithm
 from aggregator.algorithms.fedproto import FedProto
 from aggregator.algorithms.fpl import FPL
 from aggregator.graphs.program_export import Graphs
@@ -28,7 +28,7 @@ Arrays = dict[str, NDArray[Any]]
 
 BASIS = Basis(mean="mean", deviation="deviation", tensors=("layer",), momenta=("momentum",))
 L, C, D = 40, 3, 8
-ALGORITHMS: dict[str, Algorithm] = {
+ALGORITHMS: dict[str, RoundAlgorithm] = {
     "fpl": FPL(projection_size=D, learning_rate=0.05, weight_decay=0.1, regularization=1),
     "fedproto": FedProto(projection_size=D, learning_rate=0.05, weight_decay=0.1, momentum=0.8),
 }
@@ -85,7 +85,7 @@ def test_iterates_of_sgd_are_the_same(
 
 
 @pytest.fixture(params=list(ALGORITHMS))
-def algorithm(request: pytest.FixtureRequest) -> Algorithm:
+def algorithm(request: pytest.FixtureRequest) -> RoundAlgorithm:
     return ALGORITHMS[request.param]
 
 
@@ -94,11 +94,11 @@ def graphs_of(name: str) -> Graphs:
     return exported(ALGORITHMS[name], feature_size=L, num_classes=C, seed=0)
 
 
-def step_of(algorithm: Algorithm) -> Graph:
+def step_of(algorithm: RoundAlgorithm) -> Graph:
     return open_graph(graphs_of(algorithm.name).step, role="step")
 
 
-def inputs(algorithm: Algorithm, *, images: int) -> tuple[TrainingSet, Arrays, Arrays]:
+def inputs(algorithm: RoundAlgorithm, *, images: int) -> tuple[TrainingSet, Arrays, Arrays]:
     """Return images, a round's tensors, and the state that a device starts from."""
     random = np.random.default_rng(images)
     labels = np.arange(images, dtype=np.int64) % C
@@ -109,7 +109,12 @@ def inputs(algorithm: Algorithm, *, images: int) -> tuple[TrainingSet, Arrays, A
 
 
 def trained(
-    algorithm: Algorithm, monkeypatch: pytest.MonkeyPatch, *, in_span: bool, images: int = 23, **options: Any
+    algorithm: RoundAlgorithm,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    in_span: bool,
+    images: int = 23,
+    **options: Any,
 ) -> tuple[Trained, Arrays]:
     monkeypatch.setattr(trainer, "is_worthwhile", lambda **_: in_span)
     data, tensors, state = inputs(algorithm, images=images)
@@ -126,7 +131,9 @@ def hooks_that(*, stop: Callable[[], bool], store: Callable[[Checkpoint], None] 
     )
 
 
-def test_training_is_the_same_with_and_without(algorithm: Algorithm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_is_the_same_with_and_without(
+    algorithm: RoundAlgorithm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The state, the loss and what is uploaded; momenta only if they are kept."""
     momenta = ("adapter_weight_velocity",)
     inside, state = trained(algorithm, monkeypatch, in_span=True, keep=momenta)
@@ -143,7 +150,7 @@ def test_training_is_the_same_with_and_without(algorithm: Algorithm, monkeypatch
 
 
 def test_interrupted_training_gives_the_same_bits(
-    algorithm: Algorithm, monkeypatch: pytest.MonkeyPatch
+    algorithm: RoundAlgorithm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also when it was interrupted in the span of the data, and by then it would no longer save time."""
     whole, state = trained(algorithm, monkeypatch, in_span=True)
@@ -161,7 +168,7 @@ def test_interrupted_training_gives_the_same_bits(
 
 
 def test_training_of_another_program_continues_in_all_features(
-    algorithm: Algorithm, monkeypatch: pytest.MonkeyPatch
+    algorithm: RoundAlgorithm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A checkpoint of all features is continued there."""
     checkpoints: list[Checkpoint] = []
