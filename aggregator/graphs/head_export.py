@@ -39,7 +39,7 @@ def head_to_onnx(
     """
     *hidden, classifier = layers
     if feature_map is None:
-        nodes, constants, value = hidden_layers(hidden, columns, metadata.feature_size)
+        nodes, constants, value = _hidden_layers(hidden, columns, metadata.feature_size)
     else:
         (nodes, constants), value = feature_map.nodes(), "projection"
     nodes += _dense("logits", classifier, value, constants)
@@ -52,7 +52,7 @@ def head_to_onnx(
     return finished(model, metadata)
 
 
-def hidden_layers(
+def _hidden_layers(
     layers: Sequence[Dense], columns: NDArray[np.intp] | None = None, feature_size: int = 0
 ) -> tuple[list[str], dict[str, NDArray[np.generic]], str]:
     """Return the nodes and constants of a head's layers before the last one, from `feature`, and their last value.
