@@ -15,19 +15,20 @@ _ARGUMENTS = {
 }
 """The arguments of commands by field."""
 
+_EXAMPLES = {"device": ("shed-1",), "version": ("", "3")}
 
-def _click_command(name: str, command: commands.Command[Any]) -> click.Command:
+
+def _click_command(name: str, command: commands.Command) -> click.Command:
     def run(*, state: Path, **arguments: Any) -> None:
         with existing_state(state) as store:
             for line in command.run(store, command.arguments(**arguments)):
                 click.echo(line)
 
-    decorated = state_option(run)
+    decorated, lines = state_option(run), [f"aggregator {name}"]
     for field in command.arguments.__struct_fields__:
         decorated = _ARGUMENTS[field](decorated)
-    lines = (f"aggregator {name} {arguments}".rstrip() for arguments in command.examples)
-    text = f"{command.summary}\n\n{command.details}".rstrip()
-    return click.command(name, help=text, epilog=examples(*lines))(decorated)
+        lines = [f"{lines[0]} {value}".rstrip() for value in _EXAMPLES[field]]
+    return click.command(name, help=command.help, epilog=examples(*lines))(decorated)
 
 
 @click.command("take-over", epilog=examples("aggregator take-over"))

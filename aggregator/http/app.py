@@ -81,11 +81,7 @@ def make_app(settings: HttpSettings, snapshots: Snapshots) -> Starlette:
     return Starlette(
         routes=routes,
         middleware=[Middleware(Access, settings=settings)],
-        exception_handlers={
-            HTTPException: _http_problem,
-            ProtofleetError: _problem,
-            msgspec.MsgspecError: _problem,
-        },
+        exception_handlers=dict.fromkeys((HTTPException, ProtofleetError, msgspec.MsgspecError), _problem),
     )
 
 
@@ -99,15 +95,9 @@ def page_folder() -> Path | None:
     return None
 
 
-async def _http_problem(_request: Request, error: Exception) -> Response:
-    return (
-        problem(error.status_code, error.detail)
-        if isinstance(error, HTTPException)
-        else problem(500, "error")
-    )
-
-
 async def _problem(_request: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException):
+        return problem(error.status_code, error.detail)
     return problem(400 if isinstance(error, msgspec.MsgspecError) else 409, str(error))
 
 

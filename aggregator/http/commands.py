@@ -4,13 +4,14 @@ Functions import what they need when they run, so that `aggregator --help` answe
 """
 
 import contextlib
+import inspect
 import io
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -20,8 +21,6 @@ from protocol.wire.messages import Name
 
 if TYPE_CHECKING:
     from aggregator.storage.store import Store
-
-Arguments = TypeVar("Arguments", bound=msgspec.Struct)
 
 
 class HeadArguments(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -57,83 +56,75 @@ class CommandReply(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class Command(Generic[Arguments]):
-    """A command: its arguments, the function that carries it out and returns what to print, and its help."""
+class Command:
+    """A command: its arguments, and the function that carries it out and returns what to print."""
 
-    arguments: type[Arguments]
-    run: "Callable[[Store, Arguments], Sequence[str]]"
-    summary: str
-    details: str = ""
-    examples: tuple[str, ...] = ()
-    """Arguments of a command line."""
+    arguments: type[msgspec.Struct]
+    run: "Callable[[Store, Any], Sequence[str]]"
+
+    @property
+    def help(self) -> str:
+        """The text of `--help`."""
+        return inspect.getdoc(self.run) or ""
+
+    @property
+    def summary(self) -> str:
+        """The first line of `help`."""
+        return self.help.partition("\n")[0]
 
 
-def _rollback(store: "Store", command: HeadArguments) -> Sequence[str]:
+def _rollback(store: "Store", arguments: HeadArguments) -> Sequence[str]:
+    """Make head VERSION current again; without VERSION, the previous head.
+
+    All devices return to it and a candidate is rejected. Heads trained later are rolled out as usual.
+    """
     from aggregator.heads.operator_commands import submit_command
 
-    return (submit_command(store, "rollback", command.version),)
+    return (submit_command(store, "rollback", arguments.version),)
 
 
-def _promote(store: "Store", _command: NoArguments) -> Sequence[str]:
+def _promote(store: "Store", _arguments: NoArguments) -> Sequence[str]:
+    """Roll the candidate out to all devices without waiting for its canaries."""
     from aggregator.heads.operator_commands import submit_command
 
     return (submit_command(store, "promote"),)
 
 
-def _release(store: "Store", command: DeviceArguments) -> Sequence[str]:
+def _release(store: "Store", arguments: DeviceArguments) -> Sequence[str]:
+    """Release DEVICE from quarantine.
+
+    Its prototypes are used for training from now on, whatever it uploads, until it is revoked.
+    """
     from aggregator.heads.operator_commands import release
 
-    return (release(store, command.device),)
+    return (release(store, arguments.device),)
 
 
-def _forget(store: "Store", command: DeviceArguments) -> Sequence[str]:
+def _forget(store: "Store", arguments: DeviceArguments) -> Sequence[str]:
+    """Delete the submissions of DEVICE, and make the head again without them.
+
+    It stays enrolled and may upload again: to prevent that, revoke it first.
+    """
     from aggregator.heads.forgotten_devices import forget
 
-    return forget(store, command.device)
+    return forget(store, arguments.device)
 
 
-def _revoke(store: "Store", command: DeviceArguments) -> Sequence[str]:
+def _revoke(store: "Store", arguments: DeviceArguments) -> Sequence[str]:
+    """Revoke DEVICE: refuse its messages and exclude its submissions from training."""
     from aggregator.security.enrollment import revocation_advice, revoke
 
-    has_revocation_list = revoke(store, command.device)
-    done = f"revoked {command.device}: the aggregator refuses its messages from now on"
+    has_revocation_list = revoke(store, arguments.device)
+    done = f"revoked {arguments.device}: the aggregator refuses its messages from now on"
     return (done, revocation_advice(store.folder)) if has_revocation_list else (done,)
 
 
-COMMANDS: dict[str, Command[Any]] = {
-    "rollback": Command(
-        HeadArguments,
-        _rollback,
-        "Make head VERSION current again; without VERSION, the previous head.",
-        "All devices return to it and a candidate is rejected. Heads trained later are rolled out as usual.",
-        examples=("", "3"),
-    ),
-    "promote": Command(
-        NoArguments,
-        _promote,
-        "Roll the candidate out to all devices without waiting for its canaries.",
-        examples=("",),
-    ),
-    "release": Command(
-        DeviceArguments,
-        _release,
-        "Release DEVICE from quarantine.",
-        "Its prototypes are used for training from now on, whatever it uploads, until it is revoked.",
-        examples=("shed-1",),
-    ),
-    "forget": Command(
-        DeviceArguments,
-        _forget,
-        "Delete the submissions of DEVICE, and make the head again without them.",
-        "It stays enrolled and may upload again: to prevent that, revoke it first.",
-        examples=("shed-1",),
-    ),
-    "revoke": Command(
-        DeviceArguments,
-        _revoke,
-        "Revoke DEVICE: refuse its messages and exclude its submissions from training.",
-        examples=("shed-1",),
-    ),
+COMMANDS = {
+    "rollback": Command(HeadArguments, _rollback),
+    "promote": Command(NoArguments, _promote),
+    "release": Command(DeviceArguments, _release),
+    "forget": Command(DeviceArguments, _forget),
+    "revoke": Command(DeviceArguments, _revoke),
 }
 
 
