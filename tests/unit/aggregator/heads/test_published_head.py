@@ -300,6 +300,18 @@ def test_command_is_carried_out_once(store: Store, task: Task) -> None:
     assert releases.manifest.current.version == store.heads.rollout(task.digest).current == 2
 
 
+def test_command_that_has_become_impossible_is_reported_as_refused(store: Store, task: Task) -> None:
+    """It was possible when the operator gave it: the candidate has become current meanwhile."""
+    releases = Releases(task, store)
+    _add_head(store, task.digest, 1)
+    releases.tick(1)
+    number = store.commands.add(task.digest, HeadCommand("promote", 1))
+    releases._poll_s = 0.0  # read the commands now
+    releases.tick(1)
+    assert store.commands.outcome(number) == "there is no candidate to promote"
+    assert not store.commands.pending(task.digest)
+
+
 def _report(releases: Releases, store: Store, device: str, problem: str, *, head: int = 2) -> None:
     """Let a device report on head 2, and time pass."""
     report = replace(_evaluation(releases.manifest.task, 10, problem=problem), head_version=head)  # type: ignore[union-attr]

@@ -23,9 +23,10 @@ from aggregator.storage.store import Store
 from aggregator.tasks.task_preparation import Task, prepare_task
 from aggregator.training.jobs import HeadJob, Result
 from aggregator.training.runner import Finished
-from protocol.errors import ThreadFailed
+from protocol.errors import StateError, ThreadFailed
 from protocol.models.onnx_metadata import HeadMetadata, read_metadata
 from protocol.mqtt.reconnecting_session import BrokerAddress, Connected, Outgoing, Received
+from protocol.storage.blobstore import WriteBatch
 from protocol.wire.codec import decode, digest_of, encode
 from protocol.wire.messages import Receipt, Submission, TaskManifest
 from protocol.wire.quantization import prototype_fields
@@ -240,6 +241,24 @@ def test_submission_is_stored_before_it_is_answered_and_acknowledged(tmp_path: P
     daemon._publisher._session.acknowledge = lambda _: look("acknowledgement")  # type: ignore[method-assign, assignment]
     daemon._loop.handle(_uploaded(message))
     assert found == [("receipt", True), ("acknowledgement", True)]
+
+
+def test_submission_that_could_not_be_stored_is_not_answered_as_received(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is refused, and its device sends it again."""
+    daemon, task, store, sent = _in_process(tmp_path, "quorum = 9")
+
+    def fail(*_: object) -> None:
+        raise StateError("no space left")
+
+    monkeypatch.setattr(WriteBatch, "finish", fail)
+    daemon._loop.handle(_uploaded(_separable(task.digest)))
+    receipts = [
+        decode(each.payload, Receipt, max_bytes=65536) for each in sent if each.topic.endswith("/ack")
+    ]
+    assert [(receipt.status, receipt.reason) for receipt in receipts] == [("refused", "no_space")]
+    assert store.entries(task.digest) == {}
 
 
 def test_head_that_cannot_be_stored_is_a_failed_training(tmp_path: Path) -> None:
