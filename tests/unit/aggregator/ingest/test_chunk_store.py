@@ -51,6 +51,22 @@ def test_committed_ranges_survive_a_restart(tmp_path: Path) -> None:
     assert again.read(ONE, stored) == [(5, b"xyz"), (len(BLOCK), BLOCK)]
 
 
+def test_bytes_are_durable_once_they_are_in_the_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file and its name in the folder are synced."""
+    synced, fsync = set[int](), os.fsync
+
+    def record(handle: int) -> None:
+        synced.add(os.fstat(handle).st_ino)
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", record)
+    ChunkStore(tmp_path).commit([_arrived(ONE, (0, b"one"))], [])
+    folder = tmp_path / "incoming"
+    assert {each.stat().st_ino for each in (folder, *folder.iterdir())} <= synced
+
+
 def test_ended_transfer_is_deleted_and_can_begin_anew_in_the_same_batch(tmp_path: Path) -> None:
     store = ChunkStore(tmp_path)
     store.commit([_arrived(ONE, (0, b"one")), _arrived(TWO, (0, b"two"))], [])
