@@ -14,6 +14,7 @@ aggregator with its subprocesses. It counts each function of `aggregator` and `p
 import contextlib
 import http.client
 import json
+import logging
 import os
 import queue
 import shutil
@@ -147,6 +148,7 @@ class Devices:
 @json_option
 def command(*, is_listed: bool, json_file: Path | None) -> None:
     """Count the functions that the aggregator enters for an upload, a head, a rollback and its start."""
+    logging.getLogger("paho").setLevel(logging.CRITICAL)  # it logs each end of `publish.single` as an error
     with tempfile.TemporaryDirectory() as folder:
         ways = measure(Path(folder))
     table = Table({"way": "<10", "functions": ">11,"})
