@@ -4,7 +4,7 @@ from aggregator.algorithms.algorithm import Algorithm
 from aggregator.algorithms.fedncm import FedNCM
 from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.algorithms.fedproto import FedProto
-from aggregator.algorithms.fedtc.recipe import FedTC
+from aggregator.algorithms.fedtc.train_head import FedTC
 from aggregator.algorithms.fpl import FPL
 from aggregator.algorithms.hierarchical import Hierarchical
 from aggregator.algorithms.statistics.feature_map import Statistics

@@ -1,16 +1,12 @@
 """How a head is trained: the paper's recipe, and the default."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Literal
 
-from aggregator.algorithms.one_shot import OneShot, Training
-
-if TYPE_CHECKING:
-    from aggregator.algorithms.fedtc.train_head import TrainedHead
-    from aggregator.algorithms.fedtc.training_set import TrainingSet
+from aggregator.algorithms.one_shot import Training
 
 WARM_UP = 0.3
 """Fraction of a one-cycle training in which the rate rises."""
@@ -104,24 +100,3 @@ def recipe_of(training: Training, *, private: bool = False, half_memory: bool = 
     if training.epochs is not None:
         recipe = replace(recipe, epochs=training.epochs, min_steps=0)
     return replace(recipe, closed_form=True, adapter=False) if half_memory else recipe
-
-
-class FedTC(OneShot, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """FedTC: a linear head, or the paper's adapter and head, by cross-validation over prototypes."""
-
-    name: ClassVar[str] = "fedtc"
-
-    def train(
-        self,
-        data: "TrainingSet",
-        training: Training,
-        *,
-        private: bool = False,
-        half_memory: bool = False,
-        report: Callable[[dict[str, Any]], None] = lambda _: None,
-    ) -> "TrainedHead":
-        """Train by the task file's recipe (`train_head`)."""
-        from aggregator.algorithms.fedtc.train_head import train_head
-
-        recipe = recipe_of(training, private=private, half_memory=half_memory)
-        return train_head(data, recipe, seed=training.seed, device=training.device, report=report)

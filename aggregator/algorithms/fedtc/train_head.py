@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from aggregator.algorithms.algorithm import ABSENT_LOGIT
 from aggregator.algorithms.fedtc.discriminant import discriminants
 from aggregator.algorithms.fedtc.head import Dense, calibrate, cross_entropy, logits_of
-from aggregator.algorithms.fedtc.recipe import Recipe
+from aggregator.algorithms.fedtc.recipe import Recipe, recipe_of
 from aggregator.algorithms.fedtc.training_set import TrainingSet, even_rows
+from aggregator.algorithms.one_shot import OneShot, Training
 
 FOLDS = 5
 """Parts of the prototypes in cross-validation; of fewer than LEAVE_PAIRS_OUT, two of a class are left out at a time."""
@@ -60,6 +61,25 @@ class _Candidate:
     temperature: float = 1.0
     loss: float = math.nan
     """The loss on held-out prototypes; NaN if there are none."""
+
+
+class FedTC(OneShot, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """FedTC: a linear head, or the paper's adapter and head, by cross-validation over prototypes."""
+
+    name: ClassVar[str] = "fedtc"
+
+    def train(
+        self,
+        data: TrainingSet,
+        training: Training,
+        *,
+        private: bool = False,
+        half_memory: bool = False,
+        report: Callable[[dict[str, Any]], None] = lambda _: None,
+    ) -> TrainedHead:
+        """Train by the task file's recipe (`train_head`)."""
+        recipe = recipe_of(training, private=private, half_memory=half_memory)
+        return train_head(data, recipe, seed=training.seed, device=training.device, report=report)
 
 
 def train_head(
