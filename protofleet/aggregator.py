@@ -7,11 +7,11 @@ from contextlib import closing
 from pathlib import Path
 
 from aggregator.config.task_file import load_task
-from aggregator.heads.published_head import HEAD_ACTIVATED
-from aggregator.ingest.accepted_submissions import SUBMISSION_ACCEPTED
+from aggregator.heads.rollout import HEAD_ACTIVATED
+from aggregator.intake.accepted_submissions import SUBMISSION_ACCEPTED
 from aggregator.security.identity import aggregator_access, restore_access
-from aggregator.service import event_loop as service
-from aggregator.service.aggregator import serve
+from aggregator.server import event_loop as service
+from aggregator.server.aggregator import serve
 from aggregator.status.collect import collect_status
 from aggregator.status.model import Status
 from aggregator.storage.open_store import open_store

@@ -14,7 +14,7 @@ from aggregator.algorithms.fedtc.head import Dense, logits_of
 from aggregator.algorithms.fedtc.recipe import RECIPES
 from aggregator.algorithms.fedtc.train_head import train_head as train_fedtc_head
 from aggregator.config.schema import Robust
-from aggregator.ingest.validation import Prototypes
+from aggregator.intake.validation import Prototypes
 from aggregator.training.robust.training_set import judged_set
 from protocol.errors import ConfigError
 from protocol.models.onnx_metadata import HeadMetadata

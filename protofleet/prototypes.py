@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from aggregator.ingest.validation import Prototypes
+from aggregator.intake.validation import Prototypes
 from edge_client.data.outlier_filter import closest_features
 from edge_client.data.prototype_averaging import average
 from protocol.errors import ConfigError

@@ -134,8 +134,8 @@ def _run(  # noqa: PLR0913 - one for each option
     from aggregator.http.process import http_server
     from aggregator.http.settings import http_settings
     from aggregator.security.identity import aggregator_access, restore_access
-    from aggregator.service.aggregator import serve
-    from aggregator.service.standby import Standby, until_answered
+    from aggregator.server.aggregator import serve
+    from aggregator.server.standby import Standby, until_answered
     from aggregator.storage.open_store import open_store
     from aggregator.storage.store import Store
     from aggregator.tasks.task_preparation import prepare_task
@@ -293,8 +293,8 @@ def receive_command(
     start_logging(verbose=verbose)
     require_packages("numpy", extras=EXTRAS)
     from aggregator.security.identity import aggregator_access, has_ca
-    from aggregator.service.receiving.upload_receiver import receive, receiver_folder
-    from aggregator.service.standby import until_answered
+    from aggregator.server.standby import until_answered
+    from aggregator.server.upload_receiver import receive, receiver_folder
     from aggregator.storage.stored_values import ServedTask
     from protocol.mqtt.tls import parse_brokers
 
@@ -350,7 +350,7 @@ def train_command(
     """Train heads for an `aggregator run --external-training` until interrupted."""
     start_logging(verbose=verbose)
     require_packages("onnx", "onnxscript", "onnxruntime", "scipy", "torch", extras=EXTRAS)
-    from aggregator.service.standby import until_answered
+    from aggregator.server.standby import until_answered
     from aggregator.training.workers.worker import Worker, scratch_folder
 
     stop_on_terminate()

@@ -27,13 +27,15 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
-from aggregator.coordination.open_collection import collection_of, is_due, is_of
 from aggregator.coordination.round_state import (
     DeviceDecisions,
     Entry,
     Settings,
     State,
+    collection_of,
     counting,
+    is_due,
+    is_of,
     still_counts,
 )
 from protocol.rates.retry_delay import retry_delay_s

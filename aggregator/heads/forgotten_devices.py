@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterable, Mapping
 
-from aggregator.heads.pending_training import delete_members
+from aggregator.heads.next_head import delete_members
 from aggregator.storage.devices import ForgottenDevice
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store

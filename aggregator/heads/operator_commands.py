@@ -3,9 +3,8 @@
 import time
 from dataclasses import replace
 
-from aggregator.coordination.rollout_commands import commanded, named_head
-from aggregator.coordination.rollout_events import CommandKind, HeadCommand, RefuseCommand
-from aggregator.coordination.rollout_state import State
+from aggregator.coordination.canary_rollout import commanded, named_head
+from aggregator.coordination.rollout_state import CommandKind, HeadCommand, RefuseCommand, State
 from aggregator.storage.devices import REVOKED
 from aggregator.storage.store import Store
 from protocol.errors import ConfigError

@@ -11,12 +11,12 @@ from msgspec.structs import replace
 from aggregator.algorithms.algorithm import RoundAlgorithm
 from aggregator.algorithms.registry import ALGORITHMS
 from aggregator.config.schema import Limits
-from aggregator.coordination import canary_rollout, open_collection, rollout_state, round_state
+from aggregator.coordination import canary_rollout, rollout_state, round_state
 from aggregator.heads import operator_commands
-from aggregator.heads.pending_training import has_half_memory
-from aggregator.ingest import intake_status
-from aggregator.ingest.intake_status import Intake
-from aggregator.ingest.quotas import upload_tokens
+from aggregator.heads.next_head import has_half_memory
+from aggregator.intake import intake_status
+from aggregator.intake.intake_status import Intake
+from aggregator.intake.quotas import upload_tokens
 from aggregator.security.key_rotation import key_certificates, root_of
 from aggregator.status import model
 from aggregator.status.summary import attention_of
@@ -72,7 +72,7 @@ def _collect(store: Store) -> model.Status:
     kind = ALGORITHMS.get(served.algorithm)
     is_personal = kind is not None and issubclass(kind, RoundAlgorithm) and bool(kind.persistent)
     limit, following = store.facts.get(HeadRateLimit), store.next_head(task, state.head_version + 1)
-    closes_s = open_collection.closes_at_s(state, settings)
+    closes_s = round_state.closes_at_s(state, settings)
     key, files = store.facts.get(SigningKey), _current_files(store.folder, heads, used.current)
     is_running, preparation = store.is_locked(), store.facts.get(TaskPreparation)
     receivers = tuple(record for _, record in store.receivers.all().values())

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from aggregator.ingest.intake_status import Intake
+from aggregator.intake.intake_status import Intake
 from aggregator.storage.devices import ForgottenDevice, QuarantinedDevice, Refusal, UnixSeconds
 from aggregator.storage.programs import ReceiverRecord
 from aggregator.storage.stored_values import Traffic, TrainingProgress

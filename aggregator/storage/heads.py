@@ -6,8 +6,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from aggregator.coordination import rollout_state
-from aggregator.coordination.rollout_events import HeadCommand
-from aggregator.coordination.rollout_state import without_forgotten
+from aggregator.coordination.rollout_state import HeadCommand, without_forgotten
 from aggregator.storage.devices import ForgottenDevices
 from aggregator.storage.submissions import NEXT_CHANGE, newest_change, retire_number
 from protocol.storage.tables import Tables

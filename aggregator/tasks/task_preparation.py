@@ -12,7 +12,7 @@ from aggregator.algorithms.one_shot import OneShot
 from aggregator.algorithms.statistics.feature_map import FeatureMap, selected
 from aggregator.algorithms.tensors import pack_tensors
 from aggregator.config.schema import TaskFile
-from aggregator.ingest.validation import Expectation
+from aggregator.intake.validation import Expectation
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import IntakeTask
 from aggregator.tasks.graph_cache import cached_graphs

@@ -16,7 +16,7 @@ from aggregator.algorithms.fedtc.arrays import Arrays
 from aggregator.algorithms.fedtc.head import Dense
 from aggregator.algorithms.statistics.feature_map import FeatureMap, selected
 from aggregator.graphs.head_export import head_to_onnx, max_difference
-from aggregator.ingest.validation import Expectation, Prototypes, check_submission
+from aggregator.intake.validation import Expectation, Prototypes, check_submission
 from aggregator.training.jobs import (
     FEW_PROTOTYPES,
     CollectionJob,

@@ -15,7 +15,7 @@ from aggregator.algorithms.one_shot import OneShot, Training
 from aggregator.algorithms.registry import ALGORITHMS
 from aggregator.algorithms.statistics.feature_map import FeatureMap
 from aggregator.config.schema import Robust, TaskFile
-from aggregator.ingest.validation import Refused, read_message
+from aggregator.intake.validation import Refused, read_message
 from aggregator.storage.blobs import open_blobs, read_each
 from aggregator.training.robust.weights import Counting
 from protocol.errors import BackboneMismatch, BlobLost, ProtofleetError, StateError

@@ -16,7 +16,7 @@ from aggregator.algorithms.algorithm import Contribution, RoundAlgorithm
 from aggregator.algorithms.tensors import check_finite, pack_tensors, unpack_tensors
 from aggregator.config.schema import Robust
 from aggregator.graphs.program_export import bind, untrained
-from aggregator.ingest.validation import Expectation, Prototypes, check_submission
+from aggregator.intake.validation import Expectation, Prototypes, check_submission
 from aggregator.storage.blobs import open_blobs
 from aggregator.training.jobs import Result, RoundJob, checked_parts, run_as_program
 from aggregator.training.robust.rounds import robust_contributions

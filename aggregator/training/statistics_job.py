@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from aggregator.algorithms.statistics.moments import WHOLE, Moments, factors
 from aggregator.algorithms.statistics.ridge import TEMPERATURE, solve
 from aggregator.graphs.head_export import map_to_onnx
-from aggregator.ingest.validation import Expectation, Refused
+from aggregator.intake.validation import Expectation, Refused
 from aggregator.training.head_job import few_prototypes, write_checked
 from aggregator.training.jobs import Result, StatisticsJob, report_progress, run_as_program
 from aggregator.training.robust.limited_means import distance_factors

@@ -23,7 +23,7 @@ from aggregator.algorithms.statistics.moments import (
     require_possible,
     squares_of,
 )
-from aggregator.ingest.validation import Expectation, Prototypes, Refused, check_statistics
+from aggregator.intake.validation import Expectation, Prototypes, Refused, check_statistics
 from aggregator.training.jobs import StatisticsJob
 from aggregator.training.robust.outlier_statistics import ClassSummary, DeviceSummary, summarized
 from aggregator.training.robust.training_set import half_of

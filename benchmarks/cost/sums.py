@@ -13,7 +13,7 @@ import numpy as np
 
 from aggregator.algorithms.statistics.feature_map import FeatureMap
 from aggregator.graphs.head_export import mapped
-from aggregator.ingest.validation import Expectation, read_message
+from aggregator.intake.validation import Expectation, read_message
 from aggregator.training.jobs import StatisticsJob
 from aggregator.training.statistics_job import added, weighted
 from aggregator.training.statistics_sums import LocalEngine

@@ -13,7 +13,7 @@ from aggregator.algorithms.fedtc.adapter import train_adapter
 from aggregator.algorithms.fedtc.discriminant import discriminants
 from aggregator.algorithms.fedtc.head import Dense, logits_of
 from aggregator.algorithms.fedtc.recipe import RECIPES
-from aggregator.ingest.validation import Prototypes
+from aggregator.intake.validation import Prototypes
 from aggregator.training.robust.training_set import combine, pool
 from benchmarks.data.domains import load_domains
 from benchmarks.data.images import DIGITS

@@ -21,7 +21,7 @@ from aggregator.algorithms.statistics.ridge import solve
 from aggregator.config.schema import TaskFile
 from aggregator.config.task_file import load_task
 from aggregator.graphs.head_export import mapped
-from aggregator.ingest.validation import Prototypes
+from aggregator.intake.validation import Prototypes
 from aggregator.storage.open_store import open_store
 from aggregator.tasks.task_preparation import feature_map_of
 from aggregator.training.robust.training_set import pool

@@ -18,7 +18,7 @@ from aggregator.algorithms.fedtc.train_head import train_head
 from aggregator.algorithms.fedtc.training_set import TrainingSet
 from aggregator.algorithms.one_shot import OneShot, Training
 from aggregator.config.schema import MAX_MULTIPLE, Robust
-from aggregator.ingest.validation import Expectation, Prototypes, check_submission, read_message
+from aggregator.intake.validation import Expectation, Prototypes, check_submission, read_message
 from aggregator.training.robust.training_set import judged_set, pool
 from aggregator.training.robust.weights import Counting
 from protocol.wire.codec import digest_of, encode, to_unsigned

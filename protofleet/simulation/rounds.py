@@ -15,7 +15,7 @@ from aggregator.algorithms.algorithm import Contribution, RoundAlgorithm
 from aggregator.algorithms.tensors import pack_tensors, unpack_tensors
 from aggregator.config.schema import Robust
 from aggregator.graphs.program_export import Graphs, build
-from aggregator.ingest.validation import Expectation, Prototypes
+from aggregator.intake.validation import Expectation, Prototypes
 from aggregator.tasks.manifests import program_of, round_manifest
 from aggregator.training.robust.rounds import robust_contributions
 from aggregator.training.robust.weights import limited

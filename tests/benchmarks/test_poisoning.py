@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from aggregator.ingest.validation import Prototypes
+from aggregator.intake.validation import Prototypes
 from benchmarks.__main__ import cli
 from benchmarks.research.poisoning.prototypes import METHODS, VOLUME, falsified
 from benchmarks.research.poisoning.statistics import ATTACKS

@@ -50,7 +50,7 @@ def test_missing_files_are_skipped_one_by_one(tmp_path: Path, monkeypatch: pytes
         assert f"{name}: skipped: no {tmp_path / 'data' / f'{name}.zip'}" in result.stdout
 
 
-def test_published_heads_beside_measured_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rollouts_beside_measured_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Heads of an archive's images, by a random ResNet-18 with a classifier, and the published figures."""
     make_folders(tmp_path, monkeypatch)
     torch.manual_seed(0)

@@ -10,8 +10,8 @@ from aggregator.algorithms.fpl import FPL
 from aggregator.config.schema import Limits, Rounds
 from aggregator.coordination.canary_comparison import CanaryResult
 from aggregator.coordination.rollout_state import State, Trial
-from aggregator.ingest import intake_status
-from aggregator.ingest.intake_status import Intake
+from aggregator.intake import intake_status
+from aggregator.intake.intake_status import Intake
 from aggregator.storage.devices import REVOKED
 from aggregator.storage.stored_values import LostFiles, NextHead, TrainingProgress
 from protocol.wire.messages import BlobRef

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import protofleet
-from aggregator.heads.published_head import HEAD_ACTIVATED
-from aggregator.ingest.accepted_submissions import SUBMISSION_ACCEPTED
+from aggregator.heads.rollout import HEAD_ACTIVATED
+from aggregator.intake.accepted_submissions import SUBMISSION_ACCEPTED
 from edge_client.service.running_agent import SUBMISSION_RECEIVED
 from edge_client.submission.head_installer import HEAD_IN_USE
 from protocol.mqtt.reconnecting_session import BrokerAddress

@@ -18,7 +18,7 @@ import pytest
 from rich.console import Console
 
 from aggregator.config.schema import TaskFile
-from aggregator.ingest.validation import Prototypes
+from aggregator.intake.validation import Prototypes
 from aggregator.training.robust.training_set import pool
 from edge_client.data.statistics import group_rows
 from examples.quickstart import digits as data

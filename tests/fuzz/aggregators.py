@@ -11,7 +11,7 @@ import msgspec
 from rich.console import Console
 
 from aggregator.config.task_file import load_task
-from aggregator.service.aggregator import Aggregator
+from aggregator.server.aggregator import Aggregator
 from aggregator.status.collect import collect_status
 from aggregator.status.render import render_status
 from aggregator.storage.open_store import open_store

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from aggregator.ingest import validation
+from aggregator.intake import validation
 from protocol.wire.messages import TaskManifest, Tensor
 from tests.fuzz import messages
 from tests.fuzz.__main__ import CORPUS, engine

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from aggregator.ingest.reassembly import (
+from aggregator.intake.reassembly import (
     MAX_RANGES,
     PIECE_BYTES,
     STRETCH_BYTES,
@@ -13,7 +13,7 @@ from aggregator.ingest.reassembly import (
     Reassembly,
     Transfer,
 )
-from aggregator.ingest.validation import Refused
+from aggregator.intake.validation import Refused
 from protocol.errors import TransferError
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import PROTOCOL_VERSION, Frame, Receipt

@@ -5,7 +5,7 @@ from collections import Counter
 
 import numpy as np
 
-from aggregator.ingest.validation import (
+from aggregator.intake.validation import (
     Expectation,
     Refused,
     check_evaluation,

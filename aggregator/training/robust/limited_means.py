@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from aggregator.ingest.validation import Prototypes
+from aggregator.intake.validation import Prototypes
 from aggregator.training.robust.outlier_detection import MAX_MALICIOUS, SIMILAR, is_mislabeled
 from aggregator.training.robust.outlier_statistics import (
     TINY,

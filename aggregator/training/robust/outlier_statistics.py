@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from aggregator.ingest.validation import Prototypes
+from aggregator.intake.validation import Prototypes
 
 Floats = NDArray[np.float64]
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from aggregator.algorithms.fedtc.arrays import Arrays
 from aggregator.algorithms.fedtc.training_set import TrainingSet
 from aggregator.config.schema import MAX_MULTIPLE, Robust
-from aggregator.ingest.validation import Prototypes
+from aggregator.intake.validation import Prototypes
 from aggregator.training.robust.limited_means import limited_means
 from aggregator.training.robust.outlier_detection import MIN_DEVICES as COMMON_DEVICES
 from aggregator.training.robust.outlier_detection import Judgment, judge

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from aggregator.algorithms.statistics.moments import WHOLE
 from aggregator.config.schema import MAX_MULTIPLE
-from aggregator.ingest.validation import Prototypes
+from aggregator.intake.validation import Prototypes
 
 FLEET_SHARE = 1 / 4
 """Share of all images that one device supplies at most."""

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from aggregator.algorithms.statistics.feature_map import FeatureMap
 from aggregator.graphs.head_export import mapped
-from aggregator.ingest.validation import Prototypes
+from aggregator.intake.validation import Prototypes
 from benchmarks.accuracy import baselines
 from benchmarks.accuracy.wire import methods
 from benchmarks.accuracy.wire.methods import LAYERS, Fleet, Point, linear_head

@@ -16,7 +16,7 @@ import click
 
 from aggregator.config.task_file import load_task
 from aggregator.coordination.round_state import Entry
-from aggregator.heads.training_schedule import HeadTraining
+from aggregator.heads.schedule import Schedule
 from aggregator.http.snapshots import Stamps, read_snapshot
 from aggregator.status.collect import collect_status
 from aggregator.storage.open_store import open_store
@@ -128,7 +128,7 @@ def calls_of(
     task: Task, store: Store, other: Store, stack: contextlib.ExitStack, *, devices: int
 ) -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
     """Return what is measured: each with what has to happen before."""
-    training = HeadTraining(task, store, on_event=lambda _: None)
+    training = Schedule(task, store, on_event=lambda _: None)
     stack.callback(training.stop)
     _fill(other, task, devices)  # only now: the blobs are missing, which the start would notice
     training.tick()

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aggregator.config.schema import Robust
-from aggregator.ingest.validation import Prototypes
+from aggregator.intake.validation import Prototypes
 from aggregator.training.robust.outlier_detection import judge
 from aggregator.training.robust.outlier_statistics import summaries
 from aggregator.training.robust.training_set import pool

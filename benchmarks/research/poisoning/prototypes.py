@@ -14,7 +14,7 @@ from aggregator.algorithms.fedtc.recipe import recipe_of
 from aggregator.algorithms.fedtc.train_head import train_head
 from aggregator.algorithms.one_shot import Training
 from aggregator.config.schema import Robust
-from aggregator.ingest.validation import Prototypes
+from aggregator.intake.validation import Prototypes
 from aggregator.training.robust.outlier_detection import judge
 from aggregator.training.robust.outlier_statistics import summaries
 from aggregator.training.robust.training_set import combine, pool

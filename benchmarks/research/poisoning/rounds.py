@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from aggregator.algorithms.algorithm import RoundAlgorithm
 from aggregator.algorithms.registry import ALGORITHMS
 from aggregator.config.schema import Robust
-from aggregator.ingest.validation import Prototypes, Refused
+from aggregator.intake.validation import Prototypes, Refused
 from benchmarks.data.images import DIGITS, NAMES
 from benchmarks.options import repeated, selected
 from benchmarks.report import Table, json_option, write_json

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from aggregator.algorithms.fedtc.recipe import Recipe
 from aggregator.algorithms.fedtc.train_head import train_head
-from aggregator.ingest.validation import Prototypes
+from aggregator.intake.validation import Prototypes
 from aggregator.training.robust.training_set import pool
 from edge_client.privacy.gaussian_mechanism import Mechanism, private_prototypes
 from edge_client.privacy.perturbation import perturb_prototypes

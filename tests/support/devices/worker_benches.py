@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from aggregator.ingest.validation import read_message
+from aggregator.intake.validation import read_message
 from edge_client.agent import events
 from edge_client.agent.state import UploadItem
 from edge_client.data.extraction import Isolate

@@ -24,7 +24,7 @@ from edge_client.runtime import watchdog
 
 PRELOADED = (
     "aggregator.cli",
-    "aggregator.service.aggregator",
+    "aggregator.server.aggregator",
     "aggregator.status.collect",
     "aggregator.tasks.task_preparation",
     "aggregator.training.head_job",

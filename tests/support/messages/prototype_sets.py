@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from aggregator.ingest.validation import Prototypes
+from aggregator.intake.validation import Prototypes
 from tests.support.messages.submissions import FEATURE_SIZE
 
 CLASSES = ("cat", "dog", "fox")

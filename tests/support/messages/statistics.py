@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 from aggregator.algorithms.statistics.feature_map import FeatureMap
 from aggregator.algorithms.statistics.moments import moments_of
 from aggregator.graphs.head_export import map_to_onnx, mapped
-from aggregator.ingest.validation import Expectation
+from aggregator.intake.validation import Expectation
 from protocol.statistics.second_moment import encode as encode_moment
 from protocol.wire.codec import digest_of, encode, to_tensor, to_unsigned
 from protocol.wire.messages import BlobRef, Statistics, Submission, TaskManifest

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aggregator.coordination.round_state import Settings
-from aggregator.ingest.validation import Expectation
+from aggregator.intake.validation import Expectation
 from aggregator.storage.stored_values import ServedTask
 from protocol.wire.codec import digest_of, encode, to_array, to_tensor, to_unsigned
 from protocol.wire.messages import BlobRef, DeviceInfo, Evaluation, Program, Submission, TaskManifest

@@ -8,8 +8,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from aggregator.ingest.reassembly import Complete, Reassembly
-from aggregator.ingest.validation import Refused
+from aggregator.intake.reassembly import Complete, Reassembly
+from aggregator.intake.validation import Refused
 from edge_client.agent import events
 from edge_client.agent.state import Kind, State, UploadItem, head_key
 from edge_client.agent.state_machine import step

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from aggregator.ingest.reassembly import Complete
+from aggregator.intake.reassembly import Complete
 from edge_client.agent import events
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import (

@@ -3,14 +3,14 @@
 from dataclasses import replace
 
 from aggregator.coordination.rounds import SubmissionVerdict
-from aggregator.heads.training_schedule import HeadTraining
-from aggregator.ingest.accepted_submissions import AcceptedSubmissions
-from aggregator.service.store_view import StoreView
+from aggregator.heads.schedule import Schedule
+from aggregator.intake.accepted_submissions import AcceptedSubmissions
+from aggregator.server.store_view import StoreView
 from aggregator.storage.stored_values import IntakeHeads
 from aggregator.storage.submissions import SubmissionRecord
 
 
-def accept(training: HeadTraining, record: SubmissionRecord, payload: bytes) -> SubmissionVerdict:
+def accept(training: Schedule, record: SubmissionRecord, payload: bytes) -> SubmissionVerdict:
     """Judge a submission as the intake does, and store it if it counts."""
     task, store = training._task.intake, training._store
     view = StoreView(store, task)

@@ -6,8 +6,16 @@ import msgspec
 
 from aggregator.coordination.canary_comparison import CanaryResult
 from aggregator.coordination.canary_rollout import step
-from aggregator.coordination.rollout_events import Action, Event, HeadAdded, Ticked
-from aggregator.coordination.rollout_state import Settings, State, Trial, initial_state
+from aggregator.coordination.rollout_state import (
+    Action,
+    Event,
+    HeadAdded,
+    Settings,
+    State,
+    Ticked,
+    Trial,
+    initial_state,
+)
 from protocol.wire.canary_rank import canary_rank
 
 CANARY = Settings(canary_fraction=0.2, min_canaries=1, margin=0.02, canary_timeout_s=600.0)

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from aggregator.coordination.canary_comparison import CanaryResult
-from aggregator.coordination.rollout_events import (
+from aggregator.coordination.rollout_state import (
     Action,
     Activate,
     Evaluated,
@@ -15,9 +15,12 @@ from aggregator.coordination.rollout_events import (
     HeadAdded,
     OfferToCanaries,
     Reject,
+    Settings,
+    State,
     Ticked,
+    Trial,
+    initial_state,
 )
-from aggregator.coordination.rollout_state import Settings, State, Trial, initial_state
 from tests.unit.aggregator.coordination.rollout_events import BROKEN, FLEET, GOOD, QUORUM, WORSE, play, ranked
 
 

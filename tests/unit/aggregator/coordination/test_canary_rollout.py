@@ -6,7 +6,7 @@ import pytest
 
 from aggregator.coordination.canary_comparison import CanaryResult
 from aggregator.coordination.canary_rollout import summary_of
-from aggregator.coordination.rollout_events import (
+from aggregator.coordination.rollout_state import (
     Action,
     Activate,
     Evaluated,
@@ -14,9 +14,12 @@ from aggregator.coordination.rollout_events import (
     HeadAdded,
     OfferToCanaries,
     Reject,
+    Settings,
+    State,
     Ticked,
+    Trial,
+    initial_state,
 )
-from aggregator.coordination.rollout_state import Settings, State, Trial, initial_state
 from protocol.wire.canary_rank import canary_rank
 from tests.unit.aggregator.coordination.rollout_events import (
     BROKEN,

@@ -5,8 +5,7 @@ from functools import partial
 
 import pytest
 
-from aggregator.coordination.open_collection import closes_at_s
-from aggregator.coordination.round_state import Settings, State, is_over, waiting
+from aggregator.coordination.round_state import Settings, State, closes_at_s, is_over, waiting
 from aggregator.coordination.rounds import Ticked, Trained, TrainingFailed, Verdict, judged
 from tests.unit.aggregator.coordination.round_events import entry, play, submitted
 

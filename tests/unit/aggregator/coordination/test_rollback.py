@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from aggregator.coordination.rollout_events import (
+from aggregator.coordination.rollout_state import (
+    RETAINED_HEADS,
     Activate,
     CommandKind,
     FailuresReported,
@@ -12,9 +13,6 @@ from aggregator.coordination.rollout_events import (
     HeadCommand,
     RefuseCommand,
     Reject,
-)
-from aggregator.coordination.rollout_state import (
-    RETAINED_HEADS,
     Settings,
     State,
     Trial,

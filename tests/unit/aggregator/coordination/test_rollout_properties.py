@@ -4,16 +4,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from aggregator.coordination.canary_comparison import CanaryResult
-from aggregator.coordination.rollout_events import (
+from aggregator.coordination.rollout_state import (
     Activate,
     Evaluated,
     Event,
     FailuresReported,
     HeadAdded,
     HeadCommand,
+    Settings,
+    State,
     Ticked,
+    initial_state,
 )
-from aggregator.coordination.rollout_state import Settings, State, initial_state
 from tests.unit.aggregator.coordination.rollout_events import BROKEN, FLEET, GOOD, heads, play
 
 DEVICES = st.sampled_from(sorted(FLEET)[:5])

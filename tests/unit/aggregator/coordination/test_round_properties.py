@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aggregator.coordination.open_collection import closes_at_s
-from aggregator.coordination.round_state import Entry, Settings, State, is_over, waiting
+from aggregator.coordination.round_state import Entry, Settings, State, closes_at_s, is_over, waiting
 from aggregator.coordination.rounds import (
     Event,
     SubmissionsLost,

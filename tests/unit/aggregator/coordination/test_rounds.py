@@ -5,8 +5,14 @@ from functools import partial
 
 import pytest
 
-from aggregator.coordination.open_collection import JUDGED_AGAIN_S, closes_at_s
-from aggregator.coordination.round_state import DeviceDecisions, Settings, State, waiting
+from aggregator.coordination.round_state import (
+    JUDGED_AGAIN_S,
+    DeviceDecisions,
+    Settings,
+    State,
+    closes_at_s,
+    waiting,
+)
 from aggregator.coordination.rounds import (
     Event,
     SubmissionsLost,

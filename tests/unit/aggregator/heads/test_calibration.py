@@ -20,12 +20,12 @@ from aggregator.coordination.rollout_state import Settings
 from aggregator.coordination.round_state import Entry
 from aggregator.graphs.calibrated_head import UNCALIBRATED, logits_and_probabilities
 from aggregator.graphs.head_export import head_to_onnx
-from aggregator.heads import published_head
+from aggregator.heads import rollout
 from aggregator.heads.calibration import MIN_IMAGES, RETRY_S, pooled, store_calibrated
 from aggregator.heads.forgotten_devices import forget
 from aggregator.heads.operator_commands import submit_command
-from aggregator.heads.published_head import Releases
-from aggregator.heads.training_schedule import HeadTraining
+from aggregator.heads.rollout import Rollout
+from aggregator.heads.schedule import Schedule
 from aggregator.security.identity import revoke_key
 from aggregator.storage.heads import CALIBRATED_FROM, HeadRecord
 from aggregator.storage.open_store import open_store
@@ -105,9 +105,9 @@ class World:
         return self.store.blobs.put(data)
 
     def restart(self) -> None:
-        self.training = HeadTraining(self.task, self.store, on_event=lambda _: None)
+        self.training = Schedule(self.task, self.store, on_event=lambda _: None)
         self.training._trainer = self  # type: ignore[assignment]  # no process
-        self.releases = Releases(self.task, self.store)
+        self.releases = Rollout(self.task, self.store)
 
     def start(self, job: HeadJob | CalibrationJob) -> None:
         self.jobs.append(job)
@@ -156,7 +156,7 @@ def _all(correct: int = 15, images: int = 20, *, version: int = 1) -> dict[str, 
 
 @pytest.fixture
 def world(store: Store, monkeypatch: pytest.MonkeyPatch) -> World:
-    monkeypatch.setattr(published_head, "POLL_S", 0.0)
+    monkeypatch.setattr(rollout, "POLL_S", 0.0)
     return World(store)
 
 

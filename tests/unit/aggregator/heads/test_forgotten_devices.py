@@ -9,7 +9,7 @@ from aggregator.config.task_file import load_task
 from aggregator.coordination.round_state import Entry, Settings
 from aggregator.heads.forgotten_devices import forget
 from aggregator.heads.operator_commands import submit_command
-from aggregator.heads.published_head import Releases
+from aggregator.heads.rollout import Rollout
 from aggregator.storage.devices import REVOKED
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.open_store import open_store
@@ -123,13 +123,13 @@ def test_no_rollback_to_heads_with_a_forgotten_device(store: Store, task: Task) 
     """Their files are deleted once a newer one is current; a candidate is rejected at once, and a restart knows it."""
     store.facts.put(replace(SERVED, digest=task.digest))
     digest = _submitted(store, "a", b"one", task=task.digest)
-    releases = Releases(task, store)
+    releases = Rollout(task, store)
     files = {}
     for version in (1, 2):
         files[version] = _add_head(store, version, task=task.digest, a=digest)
         releases.tick(version)
     forget(store, "a")
-    for aggregator in (releases, Releases(task, store)):
+    for aggregator in (releases, Rollout(task, store)):
         aggregator._poll_s = 0.0
         aggregator.tick(2)
         assert aggregator.manifest is not None

@@ -9,7 +9,7 @@ import pytest
 from aggregator.config.schema import Limits, TaskFile
 from aggregator.coordination.round_state import Entry
 from aggregator.heads import head_rate
-from aggregator.heads.training_schedule import HeadTraining
+from aggregator.heads.schedule import Schedule
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import HeadRateLimit
 from aggregator.storage.submissions import SubmissionRecord
@@ -45,7 +45,7 @@ class World:
 
     def restart(self) -> None:
         task = Task(file=TASK_FILE, feature_size=16, expectation=EXPECTATION, first_tensors=None)
-        self.training = HeadTraining(task, self.store, on_event=lambda _: None)
+        self.training = Schedule(task, self.store, on_event=lambda _: None)
         self.training._trainer = self  # type: ignore[assignment]  # no process
 
     def time(self) -> float:

@@ -10,9 +10,9 @@ import onnx
 import pytest
 
 from aggregator.coordination.round_state import DeviceDecisions
+from aggregator.heads.next_head import update_quarantine
 from aggregator.heads.operator_commands import release
-from aggregator.heads.trained_heads import update_quarantine
-from aggregator.ingest.validation import Prototypes
+from aggregator.intake.validation import Prototypes
 from aggregator.storage.devices import REVOKED
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.open_store import open_store

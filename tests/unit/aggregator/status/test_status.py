@@ -14,10 +14,9 @@ from msgspec.structs import replace
 from aggregator.algorithms.fpl import FPL
 from aggregator.config.schema import Limits, Rounds
 from aggregator.coordination.canary_comparison import CanaryResult
-from aggregator.coordination.rollout_events import HeadCommand
-from aggregator.coordination.rollout_state import State, Trial
-from aggregator.ingest import intake_status
-from aggregator.ingest.intake_status import Intake
+from aggregator.coordination.rollout_state import HeadCommand, State, Trial
+from aggregator.intake import intake_status
+from aggregator.intake.intake_status import Intake
 from aggregator.status import model
 from aggregator.status.collect import collect_status
 from aggregator.storage.devices import Refusal

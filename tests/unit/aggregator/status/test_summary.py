@@ -4,8 +4,8 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from aggregator.ingest import intake_status
-from aggregator.ingest.intake_status import Intake
+from aggregator.intake import intake_status
+from aggregator.intake.intake_status import Intake
 from aggregator.status.summary import attention_of, summary_of
 from aggregator.storage.stored_values import LostFiles
 from tests.support.messages.submissions import TASK, device_info

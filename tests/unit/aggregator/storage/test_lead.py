@@ -17,7 +17,7 @@ import pytest
 from aggregator.coordination.round_state import Settings
 from aggregator.messaging.manifest_signer import identity_of
 from aggregator.security.key_rotation import require_fleet_key, rotate_key
-from aggregator.service.standby import Standby
+from aggregator.server.standby import Standby
 from aggregator.storage.open_store import open_store
 from aggregator.storage.postgresql import lead
 from aggregator.storage.store import Store

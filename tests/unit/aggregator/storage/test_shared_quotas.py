@@ -7,8 +7,8 @@ import pytest
 
 from aggregator.config.schema import Limits
 from aggregator.coordination.round_state import Entry
-from aggregator.ingest.quotas import Quotas
-from aggregator.ingest.validation import Refused
+from aggregator.intake.quotas import Quotas
+from aggregator.intake.validation import Refused
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from aggregator.storage.submissions import SubmissionRecord

@@ -15,7 +15,7 @@ from aggregator.algorithms.statistics.feature_map import FINE_LEVELS, FeatureMap
 from aggregator.config.schema import TaskFile
 from aggregator.coordination import round_state, rounds
 from aggregator.graphs.head_export import head_to_onnx, mapped, max_difference
-from aggregator.heads.pending_training import job_of
+from aggregator.heads.next_head import job_of
 from aggregator.storage.open_store import open_store
 from aggregator.tasks.task_preparation import prepare_task, selected_columns
 from aggregator.training.head_job import run

@@ -14,10 +14,10 @@ import pytest
 
 from aggregator.config.task_file import load_task
 from aggregator.coordination import round_state
-from aggregator.heads.training_schedule import HeadTraining
-from aggregator.service.receiving import upload_receiver
-from aggregator.service.receiving.shards import ShardAssignment
-from aggregator.service.receiving.upload_receiver import UploadReceiver, receive
+from aggregator.heads.schedule import Schedule
+from aggregator.server import upload_receiver
+from aggregator.server.shards import ShardAssignment
+from aggregator.server.upload_receiver import UploadReceiver, receive
 from aggregator.storage import object_blobs
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.object_blobs import ObjectBlobs
@@ -148,7 +148,7 @@ def test_training_whose_task_is_missing_succeeds_the_next_time(
 ) -> None:
     """The program that trains reads the object store, in which the manifest is missing."""
     events: queue.SimpleQueue[Progress | Finished] = queue.SimpleQueue()
-    training = HeadTraining(task, store, on_event=events.put)
+    training = Schedule(task, store, on_event=events.put)
     training.restoration.verify_all([task.digest])
     _harm(remote, store, task.digest, fault="missing")
     for number, devices in enumerate(("ab", "c")):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from aggregator.ingest.validation import Prototypes
+from aggregator.intake.validation import Prototypes
 from aggregator.training.robust import limited_means as limiting
 from aggregator.training.robust.limited_means import limited_means
 from aggregator.training.robust.outlier_detection import judge

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from numpy.typing import NDArray
 
-from aggregator.ingest.validation import Prototypes
+from aggregator.intake.validation import Prototypes
 from aggregator.training.robust.outlier_detection import MIN_DEVICES, judge, outliers
 from aggregator.training.robust.outlier_statistics import (
     ClassSummary,

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from aggregator.algorithms.algorithm import Contribution
 from aggregator.algorithms.fpl import FPL
 from aggregator.algorithms.local_model import PARAMETERS
-from aggregator.ingest.validation import Prototypes
+from aggregator.intake.validation import Prototypes
 from aggregator.training.robust.rounds import robust_contributions
 from aggregator.training.robust.weights import limited
 

@@ -9,7 +9,7 @@ from aggregator.algorithms.fedtc.head import logits_of
 from aggregator.algorithms.fedtc.recipe import RECIPES
 from aggregator.algorithms.fedtc.train_head import TrainedHead, train_head
 from aggregator.algorithms.fedtc.training_set import TrainingSet
-from aggregator.ingest.validation import Prototypes
+from aggregator.intake.validation import Prototypes
 from aggregator.training.robust.training_set import (
     combine,
     half_of,

@@ -14,7 +14,7 @@ import pytest
 from aggregator.algorithms.statistics.moments import WHOLE, add, moments_of, no_rows
 from aggregator.config.schema import Robust
 from aggregator.graphs.head_export import mapped
-from aggregator.ingest.validation import Expectation, Prototypes, Refused
+from aggregator.intake.validation import Expectation, Prototypes, Refused
 from aggregator.training import statistics_job
 from aggregator.training import statistics_sums as blocks
 from aggregator.training.jobs import Result, StatisticsJob

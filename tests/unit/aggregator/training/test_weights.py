@@ -10,7 +10,7 @@ from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
 from aggregator.config.schema import MAX_MULTIPLE
-from aggregator.ingest.validation import Prototypes
+from aggregator.intake.validation import Prototypes
 from aggregator.training.robust.weights import (
     CLASS_SHARES,
     FLEET_SHARE,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from aggregator.ingest.validation import Expectation, check_submission, read_message
+from aggregator.intake.validation import Expectation, check_submission, read_message
 from edge_client.cli import cli
 from edge_client.data.holdout import held_out
 from edge_client.data.images import NoImages, find_images

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from aggregator.ingest.validation import read_message
+from aggregator.intake.validation import read_message
 from edge_client.data.holdout import held_out, held_out_count
 from edge_client.data.images import LabeledImage
 from edge_client.data.prototype_averaging import class_means

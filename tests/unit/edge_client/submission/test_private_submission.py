@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from aggregator.ingest.validation import Expectation, check_submission
+from aggregator.intake.validation import Expectation, check_submission
 from edge_client.agent import events
 from edge_client.privacy import policy
 from edge_client.privacy.accountant import NO_ACCOUNTANT

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from aggregator.ingest.validation import Expectation, check_submission, read_message
+from aggregator.intake.validation import Expectation, check_submission, read_message
 from edge_client.data.images import LabeledImage
 from edge_client.submission import round_submission
 from edge_client.submission.image_features import FoundImages, Workspace, training_feature_keys

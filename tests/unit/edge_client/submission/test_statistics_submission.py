@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 from numpy.typing import NDArray
 
-from aggregator.ingest.validation import read_message
+from aggregator.intake.validation import read_message
 from edge_client.agent.state import Mode, State
 from edge_client.cli import cli
 from edge_client.cli.run import _show_dry_run

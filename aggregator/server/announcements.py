@@ -1,0 +1,226 @@
+"""Announcements to the fleet: the aggregator's presence, and the signed manifests of task, round and head."""
+
+import logging
+import time
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
+
+from aggregator.heads.rollout import Rollout
+from aggregator.heads.schedule import Schedule
+from aggregator.intake.receiver import Receiver
+from aggregator.intake.validation import Refused
+from aggregator.messaging.blob_sender import reading
+from aggregator.messaging.manifest_signer import ManifestSigner
+from aggregator.messaging.publisher import FleetPublisher
+from aggregator.storage.devices import UNKNOWN_DEVICE
+from aggregator.storage.store import Store
+from aggregator.storage.stored_values import ServedTask
+from aggregator.tasks.restoration import Restoration
+from aggregator.tasks.task_preparation import Task
+from protocol.errors import ConfigError, MalformedMessage
+from protocol.log import event
+from protocol.mqtt.own_presence import Replaced, duplicate_of
+from protocol.storage.blobstore import state_errors
+from protocol.wire.codec import decode, encode
+from protocol.wire.messages import HeadManifest, Message, Presence, Reason
+from protocol.wire.presence import Duplicate, Reaction, is_newer
+from protocol.wire.topics import FleetChannel
+
+REPEAT_S = 10.0
+"""Seconds between repetitions of the open round, which reaches all devices whichever has asked."""
+
+
+@dataclass(kw_only=True)
+class Announcements:
+    """The retained messages of the fleet's topics."""
+
+    task: Task
+    store: Store
+    key: bytes
+    """The aggregator's private key, 32 bytes."""
+    publisher: FleetPublisher
+    receiver: Receiver
+    """The intake, which is stopped when a release number cannot be stored."""
+    training: Schedule
+    releases: Rollout
+    restoration: Restoration
+    is_connected: bool = field(default=False, init=False)
+    """The broker is connected."""
+    _published: dict[FleetChannel, bytes] = field(default_factory=dict, init=False)
+    _overwritten: dict[FleetChannel, bytes] = field(default_factory=dict, init=False)
+    _head: HeadManifest | None = field(default=None, init=False)
+    _broadcast_round: int | None = field(default=None, init=False)
+    _repeat_s: float = field(default=0.0, init=False)
+    """When the open round may be repeated, by `time.monotonic`."""
+
+    def __post_init__(self) -> None:
+        self._signer = ManifestSigner(self.store, key=self.key, fleet=self.task.file.fleet)
+        self._own_topic = OwnTopic(
+            store=self.store, publisher=self.publisher, receiver=self.receiver, fleet=self.task.file.fleet
+        )
+
+    def connected(self) -> None:
+        """Publish everything to a broker that was just connected."""
+        self.is_connected = True
+        self._publish("task")
+        self.open_round()
+        self._publish("head")
+        self.publisher.publish_presence("online")
+
+    def open_round(self) -> None:
+        """Publish the open round, and broadcast its tensors once; without rounds, clear the topic."""
+        self._publish("round")
+        manifest = self.training.round
+        if manifest is not None and self.is_connected and manifest.number != self._broadcast_round:
+            with reading():
+                self.restoration.verify([manifest.tensors.digest])
+                path = self.store.blobs.path(manifest.tensors.digest)
+                with state_errors(path):
+                    self.publisher.broadcast(path.read_bytes())
+            self._broadcast_round = manifest.number
+
+    def repeat_round(self) -> None:
+        """Publish the open round again, as a device asks for it by an upload, but not for each one."""
+        if (now_s := time.monotonic()) >= self._repeat_s:
+            self._repeat_s = now_s + REPEAT_S
+            self._publish("round")
+
+    def publish_new_head(self) -> None:
+        """Publish the head manifest if it has changed."""
+        if self.releases.manifest != self._head:
+            self._publish("head")
+
+    def refresh(self) -> None:
+        """Sign and publish again what would expire."""
+        if self.is_connected:
+            for channel in filter(self._published.get, self._signer.due()):
+                self._publish(channel)
+
+    def restore_dropped(self) -> None:
+        """Publish everything again after publications that were dropped because another aggregator might have led."""
+        if self.publisher.has_dropped and self.is_connected and self.store.leads():
+            self.publisher.has_dropped = False
+            self.connected()
+
+    def _publish(self, channel: FleetChannel) -> None:
+        """Publish a signed manifest, or clear its topic if there is none; also while nothing can be stored."""
+        if channel == "head":
+            self._head = self.releases.manifest
+        manifests: dict[FleetChannel, Message | None] = {
+            "task": self.task.manifest,
+            "round": self.training.round,
+            "head": self._head,
+        }
+        manifest = manifests[channel]
+        payload = b"" if manifest is None else self._signer.sign(channel, encode(manifest))
+        with self.receiver.guard():
+            self._signer.keep()
+        self._published[channel] = payload
+        self.publisher.publish_to_fleet(channel, payload)
+
+    def observe(self, channel: FleetChannel, payload: bytes) -> None:
+        """Take note of a message on a fleet topic, which may be another client's.
+
+        Raises ConfigError if another aggregator with this key, or for this open fleet, has started later.
+        """
+        if channel == "state":
+            if payload:
+                self._own_topic.observe(payload)
+        elif self._published.get(channel) != payload:
+            self._overwritten[channel] = payload
+
+    def restore(self) -> None:
+        """Publish again what another client, or an earlier start, has overwritten."""
+        self._own_topic.publish()
+        overwritten, self._overwritten = self._overwritten, {}
+        for channel, payload in overwritten.items():
+            if payload and not self._signer.has_signed(channel, payload):
+                with self.receiver.guard():
+                    text = f"a {channel} that this aggregator has not signed was on the broker"
+                    self.receiver.count_refusal(UNKNOWN_DEVICE, Refused("signature", text))
+            self._publish(channel)
+
+
+log = logging.getLogger(__name__)
+
+TAKE_OVER = "aggregator take-over"
+
+
+@dataclass(kw_only=True)
+class OwnTopic:
+    """Watches the topic of the aggregator's presence."""
+
+    store: Store
+    publisher: FleetPublisher
+    receiver: Receiver
+    fleet: str
+    _is_outdated: bool = field(default=False, init=False)
+
+    def observe(self, payload: bytes) -> None:
+        """Take note of a presence on the topic.
+
+        Raises:
+            Replaced: another aggregator with this key has started later; the caller stores it, after the transaction.
+            NotLeader: that one leads the fleet on the same PostgreSQL database.
+            ConfigError: another aggregator has started later for this open fleet.
+        """
+        try:
+            presence = decode(payload, Presence, max_bytes=1024)
+        except MalformedMessage as error:
+            self._refuse("malformed", f"the aggregator's state: {error}")
+            return
+        own = self.publisher.presence
+        reaction = (
+            own.observe(presence) if own.has_signed(presence) else self._reaction_to_other_key(presence)
+        )
+        if reaction is Reaction.STAY_OUT:
+            self.store.check_lead()
+            raise Replaced(duplicate_of(presence, started_later=True), command=TAKE_OVER)
+        if (
+            reaction is Reaction.REPORT and not self.store.is_shared
+        ):  # there it has led before, and was replaced
+            self._report(duplicate_of(presence, started_later=False))
+        served = self.store.facts.get(ServedTask)
+        if served is not None and own.epoch > served.epoch:
+            self.store.facts.put(replace(served, epoch=own.epoch))
+        self._is_outdated = self._is_outdated or reaction is not Reaction.NONE
+
+    def publish(self) -> None:
+        """Publish the presence again if needed; call it once the epoch is durable."""
+        if self._is_outdated:
+            self._is_outdated = False
+            self.publisher.publish_presence("online")
+
+    def _reaction_to_other_key(self, presence: Presence) -> Reaction:
+        own, is_closed = self.publisher.presence.epoch, self.store.keys.is_closed()
+        if not is_closed and is_newer(presence.epoch, own=own, now_s=time.time()):
+            raise ConfigError(
+                f"another aggregator has started for fleet {self.fleet!r} on this broker, at "
+                f"{presence.address or 'an unknown address'}, with the key {presence.key.hex() or 'unknown'}: a fleet "
+                "has one; stop one of them, or give each task file a fleet of its own"
+            )
+        if is_closed:
+            self._refuse(
+                "signature", "an aggregator's presence that is not signed with this aggregator's key"
+            )
+        elif presence.epoch > own:
+            self._refuse(
+                "implausible", f"an aggregator's presence with epoch {presence.epoch}, in the future"
+            )
+        # Not after each one: the other program may do the same.
+        is_outdated = presence.state != "online" or presence.epoch > own
+        return Reaction.PUBLISH if is_outdated else Reaction.NONE
+
+    def _report(self, found: Duplicate) -> None:
+        before = self.store.facts.get(Duplicate)
+        if before is not None and before.instance == found.instance:
+            return
+        self.store.facts.put(found)
+        text = (
+            "another aggregator with this key was started earlier: it stays out; delete its copy of the state"
+        )
+        event(log, logging.WARNING, text, address=found.address, instance=found.instance, epoch=found.epoch)
+
+    def _refuse(self, reason: Reason, detail: str) -> None:
+        self.receiver.count_refusal(UNKNOWN_DEVICE, Refused(reason, detail))

@@ -1,0 +1,376 @@
+"""The messages of devices: presence, reports, uploads and blob requests."""
+
+import logging
+import time
+from dataclasses import dataclass, field, replace
+from typing import get_args
+
+import msgspec
+
+from aggregator.coordination import round_state, rounds
+from aggregator.intake.accepted_submissions import AcceptedSubmissions
+from aggregator.intake.frame_authentication import FrameAuthenticator
+from aggregator.intake.quotas import Quotas
+from aggregator.intake.reassembly import Complete
+from aggregator.intake.receiver import Receiver
+from aggregator.intake.validation import Expectation, Refused, check_evaluation, count_rows, read_message
+from aggregator.messaging.blob_sender import BlobSender
+from aggregator.server.store_view import StoreView
+from aggregator.storage.devices import UNKNOWN_DEVICE
+from aggregator.storage.store import Store
+from aggregator.storage.stored_values import IntakeTask
+from aggregator.storage.submissions import SubmissionRecord
+from protocol.errors import MalformedMessage, VersionMismatch
+from protocol.log import DeviceEvents
+from protocol.rates.token_buckets import TokenBuckets
+from protocol.wire.codec import FrameView, decode
+from protocol.wire.messages import (
+    MAX_FRAME_BYTES,
+    MAX_MANIFEST_BYTES,
+    BlobRequest,
+    DeviceInfo,
+    Evaluation,
+    Presence,
+    Reason,
+    Receipt,
+    Submission,
+    TaskManifest,
+)
+from protocol.wire.topics import parse_device_topic
+
+log = logging.getLogger(__name__)
+
+RECEIPTS_AT_ONCE = 256
+"""Receipts of one kind for a device, beyond which it gets RECEIPTS_PER_S: a device asks again for one that is lost."""
+
+RECEIPTS_PER_S = 4.0
+
+MAX_REFUSED = 1_000_000
+"""Refused messages of a reason that a device can report: a device can claim any number, and metrics add them."""
+
+
+@dataclass(frozen=True)
+class _FirstFrame:
+    """A frame of a device without a key, which an open fleet pins in the transaction."""
+
+    frame: FrameView
+
+
+@dataclass(frozen=True)
+class _Report:
+    """A presence or a report."""
+
+    channel: str
+    payload: bytes
+
+
+@dataclass(frozen=True)
+class _Upload:
+    """A complete upload that was validated."""
+
+    payload: Complete
+    message: Submission | Evaluation
+    record: SubmissionRecord | None
+    """The row of a submission; None for an evaluation."""
+
+
+_Item = _FirstFrame | _Report | _Upload | Refused
+
+
+@dataclass(kw_only=True)
+class DeviceMessages:
+    """Handles what devices publish, a batch at a time, in three steps: `read` each, `store_items`, send `receipts`.
+
+    `read` leaves all that is to be stored to `store_items`, in one short transaction of the caller.
+    """
+
+    task: IntakeTask
+    expectation: Expectation
+    store: Store
+    receiver: Receiver
+    view: StoreView
+    accepted: AcceptedSubmissions
+    blob_sender: BlobSender
+    receipts: list[tuple[str, Receipt]] = field(default_factory=list, init=False)
+    """Device and receipt, to be published once the messages are durable."""
+    _items: list[tuple[str, str, _Item]] = field(default_factory=list, init=False)
+    """Messages to be stored: each with its device, and its channel for the detail of a refusal."""
+    _complete: set[tuple[str, bytes]] = field(default_factory=set, init=False)
+    """Uploads among the items: another frame of one needs no answer."""
+    _answered: TokenBuckets[tuple[str, Reason | None]] = field(init=False)
+    """Answers by device and reason of refusal: a flood of refused messages does not delay its other receipts."""
+    _refused: dict[str, tuple[bytes, Reason, str]] = field(default_factory=dict, init=False)
+    """Digest of each device's last refused submission, and why: a query for it causes no second upload."""
+    _reported: dict[str, tuple[str, str]] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self._log = DeviceEvents(log)
+        self._answered = TokenBuckets(capacity=RECEIPTS_AT_ONCE, per_s=RECEIPTS_PER_S)
+        self._authenticator = FrameAuthenticator(self.store, fleet=self.task.fleet)
+        self._quotas = Quotas(self.store, self.task.limits, task=self.task.digest)
+
+    def read(self, topic: str, payload: bytes) -> None:
+        """Decode, authenticate, reassemble and validate a message; raises StateError if the store cannot be read."""
+        device, channel = UNKNOWN_DEVICE, ""
+        try:
+            where = parse_device_topic(topic)
+            device, channel = where.device, f"{where.channel}: "
+            item = self._read(device, where.channel, payload)
+        except (MalformedMessage, Refused) as error:
+            item = _refusal(error, channel)
+        if item is not None:
+            self._items.append((device, channel, item))
+
+    def has_items(self) -> bool:
+        """Return True if something is to be stored."""
+        return bool(self._items)
+
+    def store_items(self) -> None:
+        """Store what was read, in a transaction of the caller; raises StateError if it cannot be stored."""
+        items, self._items = self._items, []
+        try:
+            for device, channel, item in items:
+                self._store_or_refuse(device, channel, item)
+        finally:
+            self._complete.clear()
+
+    def discard(self) -> None:
+        """Forget the receipts and items of messages that could not be stored."""
+        self.receipts.clear()
+        self._items.clear()
+        self._complete.clear()
+        self.accepted.discard()
+
+    def _read(self, device: str, channel: str, payload: bytes) -> _Item | None:
+        if channel not in {"up", "get"}:
+            return _Report(channel, payload)
+        if not payload:
+            return None  # `edge-client doctor`, which finds out what the broker allows
+        if channel == "get":
+            self._take_request(device, decode(payload, BlobRequest, max_bytes=1024))
+            return None
+        frame = decode(payload, FrameView, max_bytes=MAX_FRAME_BYTES)
+        if self.store.keys.get(device) is None:
+            return _FirstFrame(frame)
+        return self._take_frame(device, frame)
+
+    def _store_or_refuse(self, device: str, channel: str, item: _Item) -> None:
+        try:
+            self._store(device, item)
+        except (MalformedMessage, Refused) as error:
+            self.receiver.count_refusal(device, _refusal(error, channel))
+
+    def _store(self, device: str, item: _Item) -> None:
+        match item:
+            case Refused():
+                raise item
+            case _Report(channel=channel, payload=payload):
+                self._store_report(device, channel, payload)
+            case _FirstFrame(frame=frame):
+                if (upload := self._take_frame(device, frame)) is not None:
+                    self._store_upload(device, upload)
+            case _Upload():
+                self._store_upload(device, item)
+
+    def _store_report(self, device: str, channel: str, payload: bytes) -> None:
+        self._check_known(device)
+        if not self.store.devices.has_room_for(device):
+            raise Refused("unknown_device", f"{device} is one device too many for an open fleet")
+        if not payload:  # an empty retained message is how an operator makes a broker forget a device
+            return
+        now_s = time.time()
+        if channel == "state":
+            presence = decode(payload, Presence, max_bytes=1024)
+            self._authenticator.check_presence(device, presence)
+            self.store.devices.put_presence(device, presence.state, now_s=now_s)
+            return
+        info = decode(payload, DeviceInfo, max_bytes=MAX_MANIFEST_BYTES)
+        self.store.devices.put_info(device, bounded_info(info, self.expectation.manifest), now_s=now_s)
+        before, self._reported[device] = self._reported.get(device, ("", "")), (info.problem, info.warning)
+        if info.problem and info.problem != before[0]:
+            self._log.event(logging.WARNING, "device cannot take part", device=device, reason=info.problem)
+        if info.warning and info.warning != before[1]:
+            self._log.event(logging.WARNING, "device warns its operator", device=device, warning=info.warning)
+
+    def _check_known(self, device: str) -> None:
+        allowed = self.task.devices
+        if allowed is not None and device not in allowed:
+            raise Refused("unknown_device", f"{device} is not among the task file's devices")
+        if self._authenticator.check_name(device) is None:
+            self._quotas.check_new_device(device)
+
+    def _answer(self, device: str, receipt: Receipt) -> None:
+        """Send a receipt, unless the device has caused too many."""
+        # A client can make up any number of names.
+        is_unknown = receipt.reason == "unknown_device" or (
+            receipt.reason == "quota" and self.store.keys.get(device) is None
+        )
+        bucket = (UNKNOWN_DEVICE if is_unknown else device, receipt.reason)
+        if self._answered.take(bucket, now_s=time.monotonic()):
+            self.receipts.append((device, receipt))
+
+    def _answer_refused(self, device: str, digest: bytes, refused: Refused) -> None:
+        """Send a receipt for what is refused, so that the device does not ask again."""
+        detail, sequence = refused.detail[:256], refused.sequence
+        receipt = Receipt(
+            digest=digest, status="refused", reason=refused.reason, detail=detail, sequence=sequence
+        )
+        self._answer(device, receipt)
+
+    def _take_request(self, device: str, request: BlobRequest) -> None:
+        try:
+            self._check_known(device)
+            if request.digest not in self.view.served:
+                raise Refused(
+                    "unknown_blob",
+                    f"no blob {request.digest.hex()[:12]}: request what task, round and head name",
+                )
+            if wait_s := self.blob_sender.request(device, request):
+                limit = f"downloaded {self.task.limits.downloads_per_hour} times (limits.downloads_per_hour)"
+                raise Refused("rate_limited", f"{limit}: request it again in {wait_s:.0f} s")
+        except Refused as refused:
+            self._answer_refused(device, request.digest, refused)
+            raise
+
+    def _take_frame(self, device: str, frame: FrameView) -> _Upload | None:
+        """Authenticate a frame and add it to its upload; return the upload if it is complete."""
+        try:
+            self._check_known(device)
+            self._authenticator.check(device, frame, may_pin=not self.receiver.is_stopped)
+            outcome = self._reassemble(device, frame)
+            if isinstance(outcome, Complete):
+                return self._read_upload(device, outcome)
+        except Refused as refused:
+            self._answer_refused(device, frame.digest, refused)
+            raise
+        if outcome is not None:
+            self._answer(device, outcome)
+        return None
+
+    def _reassemble(self, device: str, frame: FrameView) -> Receipt | Complete | None:
+        is_last = frame.offset + len(frame.data) >= frame.size_bytes
+        if (refused := self._refused.get(device)) is not None and refused[0] == frame.digest:
+            if is_last:
+                raise Refused(*refused[1:])
+            return None
+        if is_last and not self.receiver.is_stopped:
+            self._quotas.check_transfer(device, frame.digest, frame.size_bytes)
+        if (device, frame.digest) in self._complete:
+            return None
+        return self.receiver.take(device, frame)
+
+    def _read_upload(self, device: str, upload: Complete) -> _Upload:
+        """Validate an upload; the payload of a submission that counts is written before the transaction."""
+        try:
+            message = read_message(upload.payload)
+            record = self._record(device, message, upload) if isinstance(message, Submission) else None
+        except Refused as refused:
+            self._remember(device, upload.digest, refused)
+            raise
+        if record is not None and self.view.judge(record).verdict == "new":
+            self.accepted.prepare(upload.digest, upload.payload)
+        self._complete.add((device, upload.digest))
+        return _Upload(upload, message, record)
+
+    def _record(self, device: str, submission: Submission, upload: Complete) -> SubmissionRecord:
+        """Return what is stored of a submission, once it is valid."""
+        per_class = count_rows(submission, self.expectation)
+        return SubmissionRecord(
+            device=device,
+            entry=round_state.Entry(
+                submission.sequence, upload.digest, self.store.clock.now_s(), submission.round
+            ),
+            size_bytes=len(upload.payload),
+            images=submission.images,
+            prototypes=sum(per_class.values()),
+            per_class=per_class,
+        )
+
+    def _remember(self, device: str, digest: bytes, refused: Refused) -> None:
+        """Remember a refused upload, so that it is not uploaded again, unless it may be accepted later."""
+        if refused.reason not in {"superseded", "unknown_round", "quota"}:
+            self._refused[device] = (digest, refused.reason, refused.detail)
+
+    def _store_upload(self, device: str, upload: _Upload) -> None:
+        """Judge, store and answer an upload; raises Refused."""
+        digest, message, record = upload.payload.digest, upload.message, upload.record
+        try:
+            self._check_known(device)
+            if isinstance(message, Evaluation):
+                self._store_evaluation(device, message, digest)
+            elif record is not None:
+                self._store_submission(message, record, upload.payload.payload)
+        except Refused as refused:
+            if record is not None:
+                self._remember(device, digest, refused)
+            self._answer_refused(device, digest, refused)
+            raise
+        self._answer(device, Receipt(digest=digest, status="received"))
+
+    def _store_submission(self, submission: Submission, record: SubmissionRecord, payload: bytes) -> None:
+        device = record.device
+        self._quotas.check_submission(device, record.size_bytes)
+        verdict = self.view.judge(record)
+        self._check_verdict(verdict, submission.round)
+        if verdict.verdict == "new":
+            self.accepted.add(replace(record, entry=verdict.counted_entry or record.entry), payload)
+        self._quotas.count_upload()
+        if submission.privacy is not None:
+            self.store.devices.raise_epsilon(device, submission.privacy.total_epsilon)
+
+    def _check_verdict(self, verdict: rounds.SubmissionVerdict, number: int) -> None:
+        """Raise Refused for a submission that does not count, with what counts instead."""
+        match verdict.verdict:
+            case "superseded":
+                sequence = verdict.counted_entry.sequence if verdict.counted_entry is not None else 0
+                detail = f"the submission with sequence {sequence} counts"
+                raise Refused("superseded", detail, sequence=sequence)
+            case "late" | "unknown_round" as reason:
+                newest, settings = self.view.newest_head, self.task.settings
+                now = f"round {newest} is open"
+                if round_state.is_over(newest, settings):
+                    now = f"all {settings.rounds} rounds are over"
+                if reason == "unknown_round":
+                    self.view.request_round()  # the device has seen a round that is not this aggregator's
+                raise Refused(reason, f"the submission is for round {number}, but {now}")
+
+    def _store_evaluation(self, device: str, evaluation: Evaluation, digest: bytes) -> None:
+        check_evaluation(evaluation, self.expectation, newest_head=self.view.newest_head)
+        if evaluation.head_version not in self.view.retained_heads:
+            return  # nothing depends on it any more
+        version, correct = evaluation.head_version, sum(evaluation.correct)
+        images = correct + sum(evaluation.incorrect)
+        if evaluation.problem:
+            self._log.event(
+                logging.WARNING, "head not used", device=device, head=version, reason=evaluation.problem
+            )
+        elif images:
+            accuracy = f"{correct / images:.1%} ({correct}/{images})"
+            self._log.event(logging.INFO, "head evaluated", device=device, head=version, accuracy=accuracy)
+        else:
+            self._log.event(logging.INFO, "head in use", device=device, head=version)
+        self.store.evaluations.put(device, evaluation, digest=digest, now_s=time.time())
+
+
+def _refusal(error: MalformedMessage | Refused, channel: str) -> Refused:
+    """Return the refusal of a message of a channel."""
+    match error:
+        case Refused():
+            return error
+        case VersionMismatch():
+            return Refused("version", str(error))
+    return Refused("malformed", f"{channel}{error}")
+
+
+def bounded_info(info: DeviceInfo, task: TaskManifest) -> DeviceInfo:
+    """Return what is stored of a device's report: only the task's classes and backbones, known reasons, bounded."""
+    return msgspec.structs.replace(
+        info,
+        backbones=tuple(blob.digest for blob in task.backbones if blob.digest in info.backbones),
+        images={name: count for name, count in info.images.items() if name in task.classes},
+        refused_messages={
+            name: min(count, MAX_REFUSED)
+            for name, count in info.refused_messages.items()
+            if name in get_args(Reason)
+        },
+    )

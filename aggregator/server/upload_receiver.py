@@ -1,0 +1,212 @@
+"""`aggregator receive`: takes the uploads of some shards, stores them, and answers."""
+
+import contextlib
+import logging
+import queue
+import secrets
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from aggregator.intake.intake_status import Intake
+from aggregator.intake.receiver import Receiver
+from aggregator.messaging.blob_sender import BlobSender
+from aggregator.messaging.publisher import Publisher
+from aggregator.server.event_loop import Event, EventLoop, Events, MessageIntake, Stop, TaskReplaced
+from aggregator.server.shards import ShardAssignment
+from aggregator.storage.store import Store
+from aggregator.storage.stored_values import IntakeTask
+from protocol.errors import BlobLost, MalformedMessage, StateError
+from protocol.log import event
+from protocol.mqtt import reconnecting_session as mqtt
+from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess, Brokers
+from protocol.storage.blobstore import state_errors
+from protocol.storage.folder_lock import FolderLock
+from protocol.wire.codec import decode
+from protocol.wire.messages import MAX_MANIFEST_BYTES, TaskManifest
+from protocol.wire.topics import device_filters, parse_device_topic, shard_of
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 1.0
+
+VERIFY_S = 60.0
+"""Seconds for which a verified blob is used without being read as a whole again."""
+
+
+class UploadReceiver:
+    """Receives the shards that `assignment` has now, of the task that is served now.
+
+    Args:
+        store: the fleet's.
+        task: the served task.
+        folder: holds the unfinished uploads, over restarts.
+        assignment: the receiver's shards.
+        broker: where it connects.
+        access: how it connects.
+
+    Raises:
+        StateError: the store or the folder cannot be used.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        task: IntakeTask,
+        *,
+        folder: Path,
+        assignment: ShardAssignment,
+        broker: Brokers,
+        access: BrokerAccess = NO_AUTHENTICATION,
+    ) -> None:
+        self._store = store
+        self._assignment = assignment
+        self._shards = assignment.shards
+        self._is_connected = False
+        self._verified_s: dict[bytes, float] = {}
+        self._receiver = Receiver(
+            store, folder=folder, max_bytes=task.max_bytes, unfinished_s=task.unfinished_s
+        )
+        self._events: Events = queue.SimpleQueue()
+        publisher = Publisher(
+            broker,
+            access=access,
+            fleet=task.fleet,
+            name=f"receiver-{secrets.token_hex(6)}",
+            subscriptions=device_filters(task.fleet, shards=self._shards),
+            on_event=self._events.put,
+        )
+        blob_sender = BlobSender(
+            store.blobs, publisher, downloads_per_hour=task.limits.downloads_per_hour, verify=self._verify
+        )
+        self._intake = MessageIntake(
+            store,
+            task,
+            decode(store.blobs.read(task.digest), TaskManifest, max_bytes=MAX_MANIFEST_BYTES),
+            receiver=self._receiver,
+            publisher=publisher,
+            blob_sender=blob_sender,
+        )
+
+    def run(self) -> None:
+        """Receive uploads until the shards are others; raises like `EventLoop.run`."""
+        EventLoop(self._intake, self, self._events).run()
+
+    def accepts(self, message: mqtt.Received) -> bool:
+        """Return True for a message of the receiver's shards, or on a topic without a shard."""
+        with contextlib.suppress(MalformedMessage):
+            where = parse_device_topic(message.topic)
+            return where.channel == "up" or shard_of(where.device) in self._shards
+        return True
+
+    def handle(self, happened: Event) -> None:
+        """Note the state of the connection."""
+        match happened:
+            case mqtt.Connected(broker=broker):
+                self._is_connected = True
+                self._assignment.resume()
+                event(log, logging.INFO, "connected to the broker", broker=broker, shards=len(self._shards))
+            case mqtt.Disconnected():
+                self._is_connected = False
+
+    def tick(self, *, is_resumed: bool) -> None:  # noqa: ARG002 - nothing depends on it
+        """Report to the other receivers, and stop if the shards are others."""
+        with self._receiver.guard():
+            if self._is_connected:  # otherwise the others take its shards
+                self._assignment.tick(self._receiver.intake)
+        if self._assignment.shards != self._shards:
+            self._events.put(Stop())
+
+    def _verify(self, digests: Iterable[bytes]) -> None:
+        """Verify blobs that are sent, and report one that is missing or damaged; raises StateError for it."""
+        for digest in digests:
+            if (now_s := time.monotonic()) >= self._verified_s.get(digest, 0.0):
+                try:
+                    self._store.blobs.verified_path(digest)
+                except BlobLost:
+                    self._store.report_lost(digest)
+                    raise
+                self._verified_s[digest] = now_s + VERIFY_S
+
+
+@contextlib.contextmanager
+def receiver_folder(state: Path, name: str) -> Iterator[Path]:
+    """Lock the folder of a receiver's unfinished uploads inside `state`, which stay there.
+
+    Raises:
+        StateError: it cannot be written, or another receiver has the same name.
+    """
+    parent = state / "receivers"
+    folder, lock = parent / name, FolderLock(parent, f"{name}.lock")
+    with state_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    if not lock.take():
+        raise StateError(f"a receiver of the name {name} runs already on {state}: give another --name")
+    try:
+        yield folder
+    finally:
+        lock.release()
+
+
+def receive(
+    store: Store,
+    *,
+    folder: Path,
+    name: str,
+    fixed: frozenset[int] | None,
+    broker: Brokers,
+    access: BrokerAccess = NO_AUTHENTICATION,
+) -> None:
+    """Receive uploads until an exception, such as that of a signal, ends it.
+
+    Args:
+        store: the fleet's.
+        folder: holds the unfinished uploads, over restarts.
+        name: of this receiver, unique in the fleet.
+        fixed: the shards; None to divide them with the other receivers.
+        broker: where it connects.
+        access: how it connects.
+
+    Raises:
+        StateError: the store or the folder cannot be used at the start.
+        ThreadFailed: a thread that it depends on has ended.
+    """
+    assignment = ShardAssignment(store, name, fixed=fixed)
+    problem = ""
+    is_started = False
+    try:
+        while True:
+            try:
+                program = _program(store, folder, assignment, broker=broker, access=access)
+                reason = "" if program is not None else "no task yet: start `aggregator coordinate`"
+            except BlobLost as error:
+                with contextlib.suppress(StateError):
+                    store.report_lost(error.digest)
+                program, reason = None, str(error)
+            except StateError as error:
+                if not is_started:
+                    raise
+                program, reason = None, str(error)
+            if program is not None:
+                is_started = True
+                with contextlib.suppress(TaskReplaced):
+                    program.run()
+                continue
+            if reason != problem:
+                event(log, logging.WARNING, "cannot receive: retrying", reason=reason)
+            problem = reason
+            time.sleep(RETRY_S)
+    finally:
+        with contextlib.suppress(StateError):  # otherwise the others notice it after DEAD_S
+            assignment.end()
+
+
+def _program(
+    store: Store, folder: Path, assignment: ShardAssignment, *, broker: Brokers, access: BrokerAccess
+) -> UploadReceiver | None:
+    """Return a receiver of the task that is served now; None if there is none."""
+    assignment.tick(Intake())
+    task = store.facts.get(IntakeTask)
+    if task is None:
+        return None
+    return UploadReceiver(store, task, folder=folder, assignment=assignment, broker=broker, access=access)

@@ -1,0 +1,456 @@
+"""From submissions to heads without a network: failures, restarts during an aggregation, and a full disk."""
+
+import contextlib
+import logging
+import queue
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+from msgspec import structs
+
+from aggregator.algorithms.one_shot import Training
+from aggregator.algorithms.statistics.feature_map import FeatureMap
+from aggregator.config.schema import TaskFile
+from aggregator.config.task_file import load_task
+from aggregator.coordination import round_state, rounds
+from aggregator.heads import schedule
+from aggregator.heads.forgotten_devices import forget
+from aggregator.heads.next_head import FULL_MEMORY_TRAININGS, job_of, store_head
+from aggregator.heads.schedule import Schedule
+from aggregator.intake.accepted_submissions import AcceptedSubmissions
+from aggregator.storage.open_store import open_store
+from aggregator.storage.store import Store
+from aggregator.storage.stored_values import LostFiles, TrainingProgress
+from aggregator.storage.submissions import SubmissionRecord
+from aggregator.tasks import restoration
+from aggregator.tasks.task_preparation import Task, prepare_task
+from aggregator.training.jobs import HeadJob, Result, RoundJob, StatisticsJob
+from aggregator.training.runner import Finished, Progress, Trainer
+from protocol.errors import StateError
+from protocol.wire.codec import digest_of, encode
+from protocol.wire.messages import Receipt
+from tests.support.messages.submissions import EXPECTATION, MANIFEST, round_submission
+from tests.support.simulation.submissions import accept
+
+Events = queue.SimpleQueue[Progress | Finished]
+
+
+@pytest.fixture
+def store(prepared: Path, tmp_path: Path) -> Store:
+    shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
+    return open_store(tmp_path / "state")
+
+
+@pytest.fixture
+def task(store: Store) -> Task:
+    return prepare_task(*load_task(store.folder.parent / "task.toml"), store=store)
+
+
+def _submit(
+    training: Schedule, task: Task, device: str, *, number: int = 0, sequence: int = 1
+) -> rounds.SubmissionVerdict:
+    shapes = task.expectation.tensors
+    payload = encode(
+        round_submission(task=task.digest, number=number, sequence=sequence, shapes=shapes, seed=ord(device))
+    )
+    entry = round_state.Entry(sequence, digest_of(payload), training._store.clock.now_s(), number)
+    return accept(training, SubmissionRecord(device, entry, len(payload), 10, 2, {0: 1, 2: 1}), payload)
+
+
+def _take(training: Schedule, task: Task, device: str, *, number: int = 0) -> rounds.SubmissionVerdict:
+    """Submit, make it durable, and start what is due."""
+    verdict = _submit(training, task, device, number=number)
+    training.tick()
+    return verdict
+
+
+def _end(events: Events) -> Finished:
+    event = events.get(timeout=300.0)
+    assert isinstance(event, Finished)
+    return event
+
+
+@contextlib.contextmanager
+def _damaged_tensors(task: Task, store: Store) -> Iterator[None]:
+    """Damage the tensors of round 0 beyond restoration, which makes closing it fail."""
+    assert task.first_tensors is not None
+    blob = store.blobs.path(task.first_tensors.digest)
+    whole = blob.read_bytes()
+    blob.write_bytes(b"damaged")
+    with patch.object(restoration, "prepare_task"):
+        yield
+    blob.write_bytes(whole)
+
+
+def test_submission_is_logged_as_accepted_once_it_is_durable(
+    store: Store, task: Task, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One whose write failed is accepted, and logged, when the device has sent it again."""
+    accepted = AcceptedSubmissions(task.digest, task.file.settings, store)
+    record = SubmissionRecord("a", round_state.Entry(1, digest_of(b"payload"), 0.0), 7, 10, 2, {0: 1, 2: 1})
+    caplog.set_level(logging.INFO)
+    with contextlib.suppress(StateError), store.transaction():
+        accepted.add(record, b"payload")
+        raise StateError("the disk is full")
+    accepted.discard()
+    accepted.log()
+    assert "submission accepted" not in caplog.text
+    with store.transaction():
+        accepted.add(record, b"payload")
+        accepted.flush()
+    assert "submission accepted" not in caplog.text
+    accepted.log()
+    assert caplog.text.count("submission accepted") == 1
+    assert store.blobs.read(digest_of(b"payload")) == b"payload"
+
+
+def test_submissions_that_another_process_stores_close_a_round(task: Task, store: Store) -> None:
+    """They count as if this process had accepted them; one that was deleted again does not."""
+    events: Events = queue.SimpleQueue()
+    training = Schedule(task, store, on_event=events.put)
+    receiver = Schedule(task, other := open_store(store.folder), on_event=events.put)
+    for device in "ab":
+        _submit(receiver, task, device)
+        with contextlib.closing(open_store(store.folder)) as third, third.transaction():
+            third.submissions.delete(task.digest, "a")
+        training.tick()
+        assert set(training.state.submissions) == ({"b"} if device == "b" else set())
+    assert training.state.training is None
+    _submit(receiver, task, "c")
+    training.tick()
+    assert set(training.state.training or ()) == {"b", "c"}
+    assert training.finish(_end(events))
+    other.close()
+
+
+def test_failed_round_is_logged_and_retried(
+    task: Task, store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One log line has the reason; the round stays open, and the next submission retries it."""
+    caplog.set_level(logging.INFO)
+    events: Events = queue.SimpleQueue()
+    training = Schedule(task, store, on_event=events.put)
+    with _damaged_tensors(task, store):
+        for device in "ab":
+            assert _take(training, task, device).verdict == "new"
+        assert not training.finish(_end(events))
+    assert 'closing a round failed round=0 failures=1 reason="' in caplog.text
+    assert "was damaged on disk and has been moved to" in caplog.text
+    assert task.first_tensors is not None
+    assert store.facts.get(LostFiles) == LostFiles((task.first_tensors.digest.hex(),))
+    assert "in 10 s, with other submissions or at the next start" in caplog.text
+    assert (training.round is not None and training.round.number, store.heads.all()) == (0, [])
+    _take(training, task, "c")
+    assert training.finish(_end(events))
+    assert [len(head.members) for head in store.heads.all()] == [3]
+
+
+def test_damaged_files_are_restored(task: Task, store: Store) -> None:
+    """From a copy, or as the start writes them: a round closes although all that it reads was damaged."""
+    events: Events = queue.SimpleQueue()
+    training = Schedule(task, store, on_event=events.put)
+    assert task.first_tensors is not None
+    digests = [task.digest, task.first_tensors.digest, task.manifest.backbones[0].digest]
+    for digest in digests:
+        store.blobs.path(digest).write_bytes(b"damaged")
+    training.restoration.verify_all(digests[2:])
+    for device in "ab":
+        _take(training, task, device)
+    assert training.finish(_end(events))
+    assert all(store.blobs.is_whole(digest) for digest in digests)
+    assert len(list((store.folder / "damaged").iterdir())) == 3
+    assert store.facts.get(LostFiles) is None
+    head = store.heads.all()[0]
+    assert head.tensors is not None
+    store.blobs.path(head.tensors.digest).unlink()
+    training.restoration.verify_all([head.tensors.digest])
+    assert store.facts.get(LostFiles) is None
+    store.blobs.path(head.tensors.digest).unlink()
+    shutil.rmtree(store.folder / "training")
+    training.restoration.verify_all([head.tensors.digest])
+    assert store.facts.get(LostFiles) == LostFiles((head.tensors.digest.hex(),))
+
+
+def test_killed_training_is_repeated(task: Task, store: Store) -> None:
+    """After its delay, and by a restarted aggregator, which knows of the failures until there is a head."""
+    events: Events = queue.SimpleQueue()
+    training = Schedule(task, store, on_event=events.put)
+    for device in "ab":
+        _take(training, task, device)
+    for failures in (1, 2):
+        assert isinstance(training._trainer, Trainer)
+        process = training._trainer._process
+        assert process is not None
+        process.kill()
+        assert not training.finish(_end(events))
+        failed = store.next_head(task.digest, 1)
+        assert (failed.failures, failed.reason) == (
+            failures,
+            "killed (SIGKILL), as Linux does when memory runs out",
+        )
+        training.state = replace(training.state, retry_s=0.0)  # the delay has passed
+        training.tick()
+    training.stop()
+    restarted = Schedule(task, store, on_event=(after := queue.SimpleQueue[Progress | Finished]()).put)
+    assert restarted.state.failures == 2
+    assert restarted.finish(_end(after))
+    assert store.next_head(task.digest, 1).failures == 0
+    assert [len(head.members) for head in store.heads.all()] == [2]
+
+
+def test_training_on_a_forgotten_device_is_stopped(
+    task: Task, store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its end changes nothing, even if it has made a head; the round closes without the device."""
+    caplog.set_level(logging.INFO)
+    events: Events = queue.SimpleQueue()
+    training = Schedule(task, store, on_event=events.put)
+    for device in "ab":
+        _take(training, task, device)
+    job = training._job
+    assert job is not None
+    with contextlib.closing(open_store(store.folder)) as command:
+        forget(command, "a")
+    folder = Path(job.folder)
+    for name in ("head.onnx", "tensors.bin"):
+        (folder / name).write_bytes(b"made of a and b")
+    assert not training.finish(Finished(job, Result(metrics={"seconds": 1.0})))
+    assert not training.finish(_end(events))  # of the stopped process
+    assert (store.heads.all(), store.next_head(task.digest, 1).members) == ([], {})
+    assert (training.state.training, training.deleted) == (None, {"a"})
+    assert "submission deleted by an operator device=a" in caplog.text
+    assert "failed" not in caplog.text
+    training.tick()
+    assert training.state.training is None  # the quorum is two
+    _take(training, task, "c")
+    assert sorted(training.state.training or ()) == ["b", "c"]
+    training.stop()
+
+
+def test_head_is_not_stored_once_a_member_is_forgotten(task: Task, store: Store) -> None:
+    """Also if the command comes just before that."""
+    training = Schedule(task, store, on_event=lambda _: None)
+    for device in "ab":
+        _take(training, task, device)
+    job, members = training._job, training.state.training
+    assert isinstance(job, RoundJob)
+    assert members is not None
+    training.stop()
+    for name in ("head.onnx", "tensors.bin"):
+        (Path(job.folder) / name).write_bytes(b"made of a and b")
+    forget(store, "a")
+    with pytest.raises(StateError, match="a submission that head 1 is made of was deleted"):
+        store_head(task, store, job, Result(metrics={}), members)
+    assert store.heads.all() == []
+
+
+def test_damaged_submission_is_moved_apart_and_requested(task: Task, store: Store) -> None:
+    """The head is made of the others, if they are enough; the device's upload is accepted again, and counts."""
+    alone = structs.replace(task.file, rounds=structs.replace(task.file.rounds, min_devices=1))
+    task = replace(task, file=alone)
+    events: Events = queue.SimpleQueue()
+    training = Schedule(task, store, on_event=events.put)
+    _take(training, task, "a")
+    blob = store.blobs.path(training.state.submissions["a"].digest)
+    blob.write_bytes(bytes([blob.read_bytes()[0] ^ 1]) + blob.read_bytes()[1:])
+    _take(training, task, "b")
+    assert not training.finish(_end(events))
+    assert [path.name for path in (store.folder / "damaged").iterdir()] == [blob.name]
+    assert store.next_head(task.digest, 1).failures == 0
+    (lost,) = store.submissions.lost(task.digest)
+    assert (lost.device, lost.sha256) == ("a", blob.name)
+    assert training.lost.requests() == [("a", Receipt(digest=bytes.fromhex(blob.name), status="missing"))]
+    assert training.lost.requests() == []
+    assert not store.holds("a", bytes.fromhex(blob.name))
+    training.tick()
+    assert training.finish(_end(events))
+    assert [list(head.members) for head in store.heads.all()] == [["b"]]
+    assert _take(training, task, "a").verdict == "new"
+    assert store.submissions.lost(task.digest) == []
+
+
+def test_missing_submission_is_requested_at_the_start(task: Task, store: Store) -> None:
+    training = Schedule(task, store, on_event=lambda _: None)
+    _take(training, task, "a")
+    store.blobs.path(training.state.submissions["a"].digest).unlink()
+    again = Schedule(task, store, on_event=lambda _: None)
+    assert dict(again.state.submissions) == {}
+    assert [device for device, _ in again.lost.requests()] == ["a"]
+
+
+def test_aggregator_killed_during_a_training_counts_as_a_failure(task: Task, store: Store) -> None:
+    """Where memory runs out, the aggregator may be killed with its training; one that is stopped was not."""
+    before = Schedule(task, store, on_event=lambda _: None)
+    for device in "ab":
+        _take(before, task, device)
+    before._trainer.stop()
+    for failures in (1, 2):
+        killed = Schedule(task, store, on_event=lambda _: None)
+        assert killed.state.failures == failures
+        killed._trainer.stop()
+    killed.stop()
+    stopped = Schedule(task, store, on_event=lambda _: None)
+    stopped.stop()
+    assert stopped.state.failures == 2
+
+
+def test_half_the_memory_after_several_failures(store: Store) -> None:
+    """A round is closed as before."""
+    train, settings = rounds.Train(1, (("a", round_state.Entry(1, b"a", 0.0)),)), Training(epochs=3)
+    file = TaskFile(classes=MANIFEST.classes, backbones=("tiny.onnx",), training=settings)
+    task = Task(file=file, feature_size=16, expectation=EXPECTATION, first_tensors=None)
+    file = structs.replace(file, algorithm="statistics")
+    of_sums = replace(task, file=file, feature_map=FeatureMap(16, 0, 0))
+    for failures in range(6):
+        job = job_of(train, task, store, round_state.State(failures=failures), tensors=None)
+        assert isinstance(job, HeadJob)
+        assert (job.half_memory, job.training) == (failures >= FULL_MEMORY_TRAININGS, settings)
+        sums = job_of(train, of_sums, store, round_state.State(failures=failures), tensors=None)
+        assert isinstance(sums, StatisticsJob)
+        assert sums.half_memory == job.half_memory
+
+
+def test_failures_of_the_object_store_do_not_halve_the_memory(
+    task: Task, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable() -> None:
+        raise StateError("cannot use the object store")
+
+    events: Events = queue.SimpleQueue()
+    training = Schedule(task, store, on_event=events.put)
+    with _damaged_tensors(task, store), monkeypatch.context() as failure:
+        failure.setattr(store.blobs, "check_writable", unreachable)
+        for device in "ab":
+            _take(training, task, device)
+        for _ in range(2):
+            assert not training.finish(_end(events))
+            assert training.state.failures == 1
+            training.retry()
+            training.tick()
+    assert not training.finish(_end(events))
+    assert training.state.failures == 2
+
+
+def test_failure_on_a_full_disk_is_retried(task: Task, store: Store) -> None:
+    events: Events = queue.SimpleQueue()
+    training = Schedule(task, store, on_event=events.put)
+    with _damaged_tensors(task, store):
+        for device in "ab":
+            _take(training, task, device)
+        failure = _end(events)
+    store.database.write("PRAGMA query_only = 1")
+    assert not training.finish(failure)
+    training.reload()
+    store.database.write("PRAGMA query_only = 0")
+    training.retry()
+    training.tick()
+    assert training.finish(_end(events))
+    assert [len(head.members) for head in store.heads.all()] == [2]
+
+
+@pytest.mark.parametrize("is_readable", [True, False])
+def test_head_whose_commit_was_not_reported_is_adopted(
+    task: Task, store: Store, *, is_readable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As soon as the database can be read again; it counts once."""
+    events: Events = queue.SimpleQueue()
+    training = Schedule(task, store, on_event=events.put)
+    for device in ("a", "b"):
+        _take(training, task, device)
+    finished = _end(events)
+
+    def store_and_fail(*arguments: object) -> None:
+        store_head(*arguments)  # type: ignore[arg-type]
+        raise StateError("the connection was lost")
+
+    monkeypatch.setattr(schedule, "store_head", store_and_fail)
+    if is_readable:
+        assert training.finish(finished)
+    else:
+        with patch.object(store.heads, "all", side_effect=StateError("cannot be read")):
+            assert not training.finish(finished)
+        training.retry()
+        training.tick()
+        assert training.finish(_end(events))
+    assert [head.version for head in store.heads.all(task.digest)] == [1]
+    assert training.state == replace(store.round_state(task.digest), is_rate_limited=False)
+    assert training.round is not None
+    assert training.round.number == 1
+    training.stop()
+
+
+def test_interrupted_round_is_closed_again(
+    task: Task, store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The same submissions are used; later ones belong to the next round."""
+    caplog.set_level(logging.INFO)
+    before = Schedule(task, store, on_event=lambda _: None)
+    for device in "abc":
+        _take(before, task, device)
+    before.stop()
+    events: Events = queue.SimpleQueue()
+    after = Schedule(task, store, on_event=events.put)
+    assert "interrupted training resumed version=1" in caplog.text
+    finished = _end(events)
+    assert isinstance(finished.job, RoundJob)
+    assert sorted(finished.job.members) == ["a", "b"]
+    assert after.finish(finished)
+    assert sorted(after.state.covered) == ["a", "b"]
+    assert sorted(after.state.submissions) == ["a", "b", "c"]
+
+
+def test_progress_is_stored_until_the_training_stops(task: Task, store: Store) -> None:
+    training = Schedule(task, store, on_event=lambda _: None)
+    training.store_progress({"device": "cpu", "prototypes": 7})
+    assert store.next_head(task.digest, 1).progress == TrainingProgress(1)
+    training.store_progress({"epoch": 4, "epochs": 15, "loss": 0.5})
+    assert store.next_head(task.digest, 1).progress == TrainingProgress(1, epoch=4, epochs=15, loss=0.5)
+    training.stop()
+    assert store.next_head(task.digest, 1).progress is None
+
+
+def test_refused_submission_is_not_stored(task: Task, store: Store) -> None:
+    training = Schedule(task, store, on_event=lambda _: None)
+    before = set(store.blobs.digests())
+    assert _take(training, task, "a", number=1).verdict == "unknown_round"
+    assert set(store.blobs.digests()) == before
+    assert store.submissions.all(task.digest) == {}
+
+
+def test_batch_that_cannot_be_stored_is_undone(task: Task, store: Store) -> None:
+    """It closes no round, leaves neither blob nor row, and can be submitted again."""
+    events: Events = queue.SimpleQueue()
+    training = Schedule(task, store, on_event=events.put)
+    with pytest.raises(StateError), store.transaction():
+        _take_both(training, task)
+    training.tick()
+    assert training.state == store.round_state(task.digest) == round_state.State()
+    assert events.empty()
+    for device in "ab":
+        assert _take(training, task, device).verdict == "new"
+    assert training.finish(_end(events))
+
+
+def _take_both(training: Schedule, task: Task) -> None:
+    for device in "ab":
+        _submit(training, task, device)
+    raise StateError("the disk is full")
+
+
+def test_replaced_submissions_are_deleted(task: Task, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that uploads all day leaves a bounded number of blobs, including its newest one."""
+    training = Schedule(task, store, on_event=queue.SimpleQueue[Progress | Finished]().put)
+    before = set(store.blobs.digests())
+    message = round_submission(task=task.digest, shapes=task.expectation.tensors)
+    monkeypatch.setattr(schedule, "MAX_REPLACED_BYTES", 3 * len(encode(message)))
+    for number in range(1, 30):
+        verdict = _submit(training, task, "a", sequence=number)
+        training.tick()
+        left = set(store.blobs.digests())
+        assert verdict.counted_entry is not None
+        assert before | {verdict.counted_entry.digest} <= left
+        assert len(left - before) <= 6

@@ -1,0 +1,262 @@
+"""Concurrent transfers of many devices: complete, bounded, and independent of each other."""
+
+import functools
+
+import hypothesis
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aggregator.intake.reassembly import (
+    MAX_RANGES,
+    PIECE_BYTES,
+    STRETCH_BYTES,
+    Complete,
+    Reassembly,
+)
+from aggregator.intake.validation import Refused
+from protocol.wire.codec import decode, digest_of, encode
+from protocol.wire.messages import MAX_CHUNK_BYTES, Frame, Receipt
+from protocol.wire.transfer import frames_of
+from tests.fuzz.transfers import Disk
+
+PAYLOAD = bytes(range(100))
+DIGEST = digest_of(PAYLOAD)
+FRAMES = list(frames_of(PAYLOAD, digest=DIGEST, chunk_bytes=30))
+"""Four: 0, 30, 60 and 90."""
+
+_reassembly = functools.partial(Reassembly, max_bytes=1000, holds=lambda *_: False)
+
+
+def _frame(offset: int, data: bytes = b"x", *, digest: bytes = DIGEST, size_bytes: int = 100) -> Frame:
+    return Frame(v=1, digest=digest, size_bytes=size_bytes, offset=offset, data=data)
+
+
+@given(st.permutations(FRAMES), st.data())
+def test_any_order_completes_a_transfer(frames: list[Frame], data: st.DataObject) -> None:
+    """The frame that closes the last gap returns the payload; the last bytes return the gaps until then."""
+    reassembly = _reassembly()
+    arrived: list[Frame] = []
+    for frame in frames:
+        outcome = reassembly.take("a", frame)
+        arrived.append(frame)
+        if len(arrived) == len(FRAMES):
+            assert outcome == Complete(DIGEST, PAYLOAD)
+        elif frame is FRAMES[-1]:
+            assert isinstance(outcome, Receipt)
+            assert outcome.status == "missing"
+            asked = list(frames_of(PAYLOAD, digest=DIGEST, ranges=outcome.missing, chunk_bytes=30))
+            assert {frame.offset for frame in asked} == {frame.offset for frame in FRAMES} - {
+                frame.offset for frame in arrived
+            }
+        else:
+            assert outcome is None
+        if data.draw(st.booleans()) and len(arrived) < len(FRAMES):
+            reassembly.take("a", data.draw(st.sampled_from(arrived)))
+
+
+def test_accepted_payload_is_acknowledged_again() -> None:
+    reassembly = _reassembly(holds=lambda *_: True)
+    receipt = Receipt(digest=DIGEST, status="received")
+    assert [reassembly.take("a", frame) for frame in FRAMES] == [None, None, None, receipt]
+    assert reassembly._transfers == {}
+
+
+def test_oversized_transfer_is_refused_at_its_first_frame() -> None:
+    reassembly = _reassembly(max_bytes=99)
+    with pytest.raises(Refused, match="expected at most 99 bytes, got 100") as caught:
+        reassembly.take("a", FRAMES[0])
+    assert caught.value.reason == "oversized"
+    assert reassembly._transfers == {}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        _frame(30, size_bytes=101),
+        _frame(99, b"xy"),
+        _frame(50, b""),
+    ],
+    ids=["other size", "past the end", "empty"],
+)
+def test_contradicting_frame_ends_its_transfer(wrong: Frame) -> None:
+    """It is refused and dropped, and can begin anew."""
+    reassembly = _reassembly()
+    reassembly.take("a", FRAMES[0])
+    with pytest.raises(Refused) as caught:
+        reassembly.take("a", wrong)
+    assert caught.value.reason == "digest"
+    assert reassembly._transfers == {}
+    outcomes = [reassembly.take("a", frame) for frame in FRAMES]
+    assert outcomes[-1] == Complete(DIGEST, PAYLOAD)
+
+
+@pytest.mark.parametrize(
+    ("sent", "left"), [("one two three", "two three"), ("one two one three", "one three")]
+)
+def test_transfers_of_a_device_are_bounded(sent: str, left: str) -> None:
+    """A third one replaces the one without frames for longest; other devices keep theirs."""
+    reassembly = _reassembly(per_device=2)
+    reassembly.take("b", FRAMES[0])
+    for name in sent.split():
+        reassembly.take("a", _frame(0, digest=digest_of(name.encode())))
+    own = [("a", digest_of(name.encode())) for name in left.split()]
+    assert list(reassembly._transfers) == [("b", DIGEST), *own]
+
+
+def test_receipt_lists_the_first_gaps() -> None:
+    """It is a small, valid message however many there are."""
+    size_bytes = 1000
+    reassembly = _reassembly()
+    for offset in range(0, size_bytes - 2, 2):
+        reassembly.take("a", _frame(offset, size_bytes=size_bytes))
+    receipt = reassembly.take("a", _frame(size_bytes - 1, size_bytes=size_bytes))
+    assert isinstance(receipt, Receipt)
+    assert receipt.missing == tuple((offset + 1, offset + 2) for offset in range(0, 2 * MAX_RANGES, 2))
+    assert decode(encode(receipt), Receipt, max_bytes=MAX_CHUNK_BYTES) == receipt
+
+
+def test_empty_payload_is_complete_at_once() -> None:
+    (frame,) = frames_of(b"", digest=digest_of(b""))
+    assert _reassembly().take("a", frame) == Complete(digest_of(b""), b"")
+
+
+def test_all_transfers_together_are_bounded() -> None:
+    """Many unfinished transfers replace the oldest, never the one of the current frame."""
+    reassembly = _reassembly(max_bytes=100, max_held_bytes=2 * (90 + 4 * PIECE_BYTES + STRETCH_BYTES) + 50)
+    for number in range(20):
+        for frame in FRAMES[:3]:
+            reassembly.take(f"device-{number}", frame)
+        held = sum(transfer.weight for transfer in reassembly._transfers.values())
+        assert reassembly._held_bytes == held <= 2 * (90 + 4 * PIECE_BYTES + STRETCH_BYTES) + 50
+    assert reassembly.take("device-19", FRAMES[3]) == Complete(DIGEST, PAYLOAD)
+    outcome = reassembly.take("device-0", FRAMES[3])
+    assert isinstance(outcome, Receipt)
+    assert outcome.missing == ((0, 90),)
+
+
+def test_tiny_transfers_count_against_the_quota() -> None:
+    """Each counts with its overhead: a transfer of one byte is not free."""
+    reassembly = _reassembly(max_bytes=10**6, max_held_bytes=100 * (2 * PIECE_BYTES + STRETCH_BYTES + 1))
+    for number in range(1000):
+        frame = _frame(0, digest=digest_of(b"%d" % number), size_bytes=10**6)
+        reassembly.take(f"device-{number}", frame)
+    assert len(reassembly._transfers) == 100
+
+
+def test_gaps_count_against_the_quota() -> None:
+    """Ranges apart from each other take a block of the disk each, until the gap is closed."""
+    reassembly = _reassembly()
+    for offset in (0, 2, 4):
+        reassembly.take("a", _frame(offset))
+    assert reassembly._held_bytes == 3 + 4 * PIECE_BYTES + 3 * STRETCH_BYTES
+    for offset in (1, 3):
+        reassembly.take("a", _frame(offset))
+    assert reassembly._held_bytes == 5 + 6 * PIECE_BYTES + STRETCH_BYTES
+
+
+def test_single_transfer_may_exceed_the_quota() -> None:
+    """The transfer of the current frame is never dropped."""
+    reassembly = _reassembly(max_bytes=1000, max_held_bytes=1000)
+    frames = list(frames_of(PAYLOAD, digest=DIGEST, chunk_bytes=1))
+    assert [reassembly.take("a", frame) for frame in frames][-1] == Complete(DIGEST, PAYLOAD)
+    assert reassembly._held_bytes == 0
+
+
+@hypothesis.settings(max_examples=200)
+@given(st.binary(min_size=1, max_size=200), st.data())
+def test_any_frames_commits_and_restarts_complete_a_transfer(payload: bytes, data: st.DataObject) -> None:
+    """Overlapping, repeated and lost frames of any size, and kills: stored ranges are not requested again."""
+    digest, disk = digest_of(payload), Disk()
+    reassembly = disk.start(set())
+    outcome: Complete | Receipt | None = None
+    for _ in range(data.draw(st.integers(0, 20))):
+        match data.draw(st.sampled_from(["frame", "commit", "kill"])):
+            case "commit":
+                disk.commit(reassembly)
+            case "kill":
+                reassembly = disk.start(set())
+            case _:
+                start = data.draw(st.integers(0, len(payload) - 1))
+                stop = data.draw(st.integers(start + 1, len(payload)))
+                outcome = reassembly.take("a", _part(payload, start, stop))
+                if isinstance(outcome, Complete):
+                    break
+    while not isinstance(outcome, Complete):
+        stored = {
+            byte
+            for offset, piece in disk.files.get(("a", digest), {}).items()
+            for byte in range(offset, offset + len(piece))
+        }
+        outcome = reassembly.take("a", _part(payload, len(payload) - 1, len(payload)))
+        if isinstance(outcome, Receipt):
+            assert not stored & {byte for start, stop in outcome.missing for byte in range(start, stop)}
+            for start, stop in outcome.missing:
+                outcome = reassembly.take("a", _part(payload, start, stop))
+            if data.draw(st.booleans()):
+                disk.commit(reassembly)
+    assert outcome == Complete(digest, payload)
+    disk.commit(reassembly)
+    assert disk.files == {}
+
+
+def _part(payload: bytes, start: int, stop: int) -> Frame:
+    return _frame(start, payload[start:stop], digest=digest_of(payload), size_bytes=len(payload))
+
+
+def test_committed_bytes_are_released_from_memory() -> None:
+    """Only their ranges are kept."""
+    disk = Disk()
+    reassembly = disk.start(set())
+    for frame in FRAMES[:3]:
+        reassembly.take("a", frame)
+        disk.commit(reassembly)
+        assert reassembly.pending() == []
+    assert reassembly.take("a", FRAMES[3]) == Complete(DIGEST, PAYLOAD)
+
+
+def test_transfer_complete_before_a_commit_is_not_stored() -> None:
+    reassembly = _reassembly()
+    for frame in FRAMES:
+        reassembly.take("a", frame)
+    assert (reassembly.pending(), reassembly.ended) == ([], [])
+
+
+def test_transfer_without_frames_expires() -> None:
+    """The time of its last frame counts, after a restart too."""
+    disk = Disk()
+    reassembly = disk.start(set())
+    reassembly.take("a", FRAMES[0], now_s=1.0)
+    reassembly.take("b", FRAMES[0], now_s=1.0)
+    disk.commit(reassembly)
+    reassembly.take("a", FRAMES[1], now_s=2.0)
+    assert reassembly.expire(before_s=2.0) == [("b", DIGEST)]
+    disk.commit(reassembly)
+    assert list(disk.files) == [("a", DIGEST)]
+
+
+def test_contradicting_overlaps_fail_the_digest() -> None:
+    """The first bytes are kept; the payload is refused and dropped, and can begin anew."""
+    disk = Disk()
+    reassembly = disk.start(set())
+    reassembly.take("a", _frame(0, bytes(60)))
+    disk.commit(reassembly)
+    with pytest.raises(Refused, match="expected sha256"):
+        reassembly.take("a", _frame(30, PAYLOAD[30:]))
+    disk.commit(reassembly)
+    assert disk.files == {}
+    assert [reassembly.take("a", frame) for frame in FRAMES][-1] == Complete(DIGEST, PAYLOAD)
+
+
+def test_one_device_does_not_displace_the_uploads_of_others() -> None:
+    """Whatever it sends, and however slow they are: beyond the quota it loses its own."""
+    reassembly = _reassembly(max_bytes=10**6, max_held_bytes=20 * STRETCH_BYTES)
+    slow = list(frames_of(bytes(300), digest=digest_of(bytes(300)), chunk_bytes=100))
+    assert reassembly.take("slow", slow[0]) is None
+    for number in range(200):
+        digest = bytes([number // 20]) * 32
+        frame = Frame(v=1, digest=digest, size_bytes=10**6, offset=2 * number, data=b"x")
+        reassembly.take("mallory", frame)
+    assert reassembly._held_bytes <= 20 * STRETCH_BYTES
+    reassembly.take("slow", slow[1])
+    assert isinstance(reassembly.take("slow", slow[2]), Complete)

@@ -1,0 +1,314 @@
+"""Uploads are accepted only if everything in them is valid, and refused with a reason otherwise."""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import UNSET
+
+from aggregator.intake.validation import (
+    Expectation,
+    Refused,
+    check_evaluation,
+    check_submission,
+    read_message,
+)
+from protocol.wire.codec import encode, to_tensor, to_unsigned
+from protocol.wire.messages import (
+    DifferentialPrivacy,
+    Evaluation,
+    Perturbation,
+    Presence,
+    Privacy,
+    Submission,
+    Tensor,
+)
+from tests.support.messages.evaluations import binned
+from tests.support.messages.submissions import (
+    EXPECTATION,
+    FEATURE_SIZE,
+    ROUNDS_EXPECTATION,
+    evaluation,
+    round_submission,
+    submission,
+    values_of,
+)
+
+GOOD = submission()
+GOOD_IN_ROUNDS = round_submission()
+
+
+def _changed(**fields: Any) -> Submission:
+    return msgspec.structs.replace(GOOD, **fields)
+
+
+def _range(tensor: Tensor, **others: Tensor) -> Submission:
+    return _changed(tensors={"range": tensor, **others})
+
+
+def _in_rounds(**fields: Any) -> Submission:
+    return msgspec.structs.replace(GOOD_IN_ROUNDS, **fields)
+
+
+def _tensors(**changes: Tensor) -> Submission:
+    return _in_rounds(tensors={**GOOD_IN_ROUNDS.tensors, **changes})
+
+
+def _floats(values: float, *shape: int, dtype: str = "f2") -> Tensor:
+    return to_tensor(np.full(shape, values, dtype=dtype))
+
+
+def _integers(*values: int) -> Tensor:
+    return to_unsigned(np.array(values, dtype=np.int64))
+
+
+def _refused(spoilt: Submission, expectation: Expectation = EXPECTATION) -> Refused:
+    message = read_message(encode(spoilt))
+    assert isinstance(message, Submission)
+    with pytest.raises(Refused) as caught:
+        check_submission(message, expectation)
+    return caught.value
+
+
+def test_valid_submission_becomes_arrays() -> None:
+    message = read_message(encode(GOOD))
+    assert isinstance(message, Submission)
+    taken = check_submission(message, EXPECTATION)
+    arrays = (taken.values, taken.labels, taken.counts)
+    assert [str(array.dtype) for array in arrays] == ["float32", "int64", "int64"]
+    assert taken.values.shape == (4, FEATURE_SIZE)
+    np.testing.assert_array_equal(taken.values, values_of(GOOD))
+    assert taken.labels.tolist() == [0, 0, 1, 2]
+    assert taken.counts.tolist() == [5, 5, 5, 5]
+
+
+def test_valid_round_submission_becomes_arrays() -> None:
+    """Its tensors are returned as float32; any round is valid, and so is no training loss."""
+    taken = check_submission(GOOD_IN_ROUNDS, ROUNDS_EXPECTATION)
+    assert taken.values.shape == (2, 4)
+    assert {name: (str(array.dtype), array.shape) for name, array in taken.tensors.items()} == {
+        "weight": ("float32", (4, 16)),
+        "bias": ("float32", (4,)),
+    }
+    check_submission(_in_rounds(loss=None, round=7), ROUNDS_EXPECTATION)
+
+
+NAN, INFINITY = float("nan"), float("inf")
+
+
+def _spent(total: float) -> Privacy:
+    return Privacy(epsilon=1.0, total_epsilon=total, delta=1e-5, releases=1)
+
+
+_NONE = {"labels": _integers(), "counts": _integers()}
+REFUSED: dict[str, tuple[Submission, str, str]] = {
+    "other task": (_changed(task=bytes(32)), "unknown_task", "expected task .*, got 000000000000"),
+    "wide prototypes": (
+        _changed(prototypes=to_tensor(np.zeros((4, 16), "u2"))),
+        "dtype",
+        "kind 'u1', got u2",
+    ),
+    "float16": (_changed(prototypes=_floats(0, 4, 16)), "dtype", "kind 'u1', got f2"),
+    "float labels": (_changed(labels=_floats(0, 4)), "dtype", "labels of kind 'u', got f2"),
+    "float counts": (_changed(counts=_floats(5, 4)), "dtype", "counts of kind 'u', got f2"),
+    "flat prototypes": (_changed(prototypes=_integers(*[0] * 64)), "shape", "of 2 dimensions"),
+    "labels in a table": (_changed(labels=to_tensor(np.zeros((4, 1), "u1"))), "shape", "of 1 dimensions"),
+    "other feature size": (submission(feature_size=17), "shape", r"expected \(m, 16\) .* got \(4, 17\)"),
+    "missing label": (_changed(labels=_integers(0, 0, 0)), "shape", r"\(3,\)"),
+    "extra count": (_changed(counts=_integers(5, 5, 5, 5, 5)), "shape", r"\(5,\)"),
+    "no prototype": (
+        _changed(**_NONE, prototypes=to_tensor(np.zeros((0, 16), "u1"))),
+        "shape",
+        r"\(0, 16\)",
+    ),
+    "missing bytes": (_changed(prototypes=Tensor("u1", (4, 16), bytes(63))), "shape", "expected 64 bytes"),
+    "extra bytes": (_changed(labels=Tensor("u1", (4,), bytes(5))), "shape", "labels: expected 4 bytes"),
+    "huge": (_changed(prototypes=Tensor("u1", (2**31 - 1, 2**31 - 1), b"")), "shape", "expected 461168"),
+    "no range": (_changed(tensors={}), "malformed", "expected the tensors range, got none"),
+    "NaN": (_range(_floats(NAN, 2, 16)), "not_finite", "range holds NaN or infinity"),
+    "infinity": (
+        _range(to_tensor(np.array([[0.0] * 16, [INFINITY] * 16], "f2"))),
+        "not_finite",
+        "range holds",
+    ),
+    "float32 range": (_range(_floats(3e38, 2, 16, dtype="f4")), "dtype", "range of kind 'f2', got f4"),
+    "short range": (_range(_floats(0, 2, 15)), "shape", r"range of shape \(2, 16\), got \(2, 15\)"),
+    "range without high": (_range(_floats(0, 1, 16)), "shape", r"got \(1, 16\)"),
+    "range bytes": (_range(Tensor("f2", (2, 16), bytes(2))), "shape", "range: expected 64 bytes"),
+    "reversed range": (
+        _range(to_tensor(np.array([[1.0] * 16, [0.5] * 16], "f2"))),
+        "malformed",
+        "from low to high",
+    ),
+    "unknown class": (submission(labels=(0, 3)), "unknown_class", "labels below 3, got 3"),
+    "single image": (_changed(counts=_integers(5, 5, 1, 5)), "malformed", "expected 2 to 10000000 images"),
+    "no image": (_changed(counts=_integers(5, 5, 0, 5)), "malformed", "got 0 to 5"),
+    "huge count": (_changed(counts=_integers(5, 5, 5, 2**32 - 1)), "malformed", "to 4294967295"),
+    "images not read": (_changed(images=19), "implausible", "20 images in prototypes of 19"),
+    "more prototypes than images give": (
+        _changed(counts=_integers(5, 4, 5, 5)),
+        "implausible",
+        "at least 5 images in each prototype of a class with several, got 4",
+    ),
+    "round": (_changed(round=1), "unknown_round", "no rounds, got a submission for round 1"),
+    "tensors": (_range(_floats(0, 2, 16), bias=_floats(0, 4)), "malformed", "tensors range, got bias, range"),
+}
+REFUSED_IN_ROUNDS: dict[str, tuple[Submission, str, str]] = {
+    "other task": (_in_rounds(task=bytes(32)), "unknown_task", "expected task"),
+    "feature": (_in_rounds(prototypes=_floats(0, 2, 16)), "shape", r"expected \(m, 4\) .* got \(2, 16\)"),
+    "float32": (
+        _in_rounds(prototypes=_floats(1e30, 2, 4, dtype="f4")),
+        "dtype",
+        "prototypes of kind 'f2', got f4",
+    ),
+    "no prototype": (_in_rounds(**_NONE, prototypes=_floats(0, 0, 4)), "shape", r"\(0, 4\)"),
+    "two of a class": (
+        _in_rounds(labels=_integers(1, 1)),
+        "malformed",
+        "one prototype of each class at most",
+    ),
+    "unknown class": (_in_rounds(labels=_integers(0, 3)), "unknown_class", "got 3"),
+    "NaN": (_in_rounds(prototypes=_floats(NAN, 2, 4)), "not_finite", "a prototype holds NaN"),
+    "single image": (_in_rounds(counts=_integers(5, 1)), "malformed", "expected 2 to 10000000 images"),
+    "huge count in rounds": (
+        _in_rounds(counts=_integers(5, 10**9)),
+        "malformed",
+        "2 to 10000000 images in every prototype, got 5 to 1000000000",
+    ),
+    "images not read": (_in_rounds(images=9), "implausible", "10 images in prototypes of 9"),
+    "no tensors": (_in_rounds(tensors={}), "malformed", "tensors bias, weight, got none"),
+    "missing tensor": (_in_rounds(tensors={"bias": _floats(0, 4)}), "malformed", "got bias"),
+    "extra tensor": (_tensors(momentum=_floats(0, 4)), "malformed", "got bias, momentum, weight"),
+    "other shape": (_tensors(bias=_floats(0, 5)), "shape", r"bias of shape \(4,\), got \(5,\)"),
+    "transposed tensor": (_tensors(weight=_floats(0, 16, 4)), "shape", r"\(4, 16\), got \(16, 4\)"),
+    "flat tensor": (_tensors(weight=_floats(0, 64)), "shape", "weight of 2 dimensions"),
+    "integer tensor": (_tensors(bias=_integers(0, 0, 0, 0)), "dtype", "bias of kind 'f2', got u1"),
+    "NaN tensor": (_tensors(bias=_floats(NAN, 4)), "not_finite", "bias holds NaN"),
+    "missing tensor bytes": (_tensors(bias=Tensor("f2", (4,), b"")), "shape", "bias: expected 8 bytes"),
+}
+CASES = {
+    **{name: (*case, EXPECTATION) for name, case in REFUSED.items()},
+    **{f"{name} in rounds": (*case, ROUNDS_EXPECTATION) for name, case in REFUSED_IN_ROUNDS.items()},
+}
+
+
+@pytest.mark.parametrize(("spoilt", "reason", "detail", "expectation"), CASES.values(), ids=CASES.keys())
+def test_invalid_submission_is_refused(
+    spoilt: Submission, reason: str, detail: str, expectation: Expectation
+) -> None:
+    """The reason is for programs; the detail has the expected and the actual value."""
+    refused = _refused(spoilt, expectation)
+    assert refused.reason == reason
+    assert re.search(detail, refused.detail)
+
+
+def test_prototype_beyond_the_maximum_norm_is_implausible() -> None:
+    """Where the algorithm bounds the norm; rounding is allowed, and noise that the task asks for."""
+    bounded = replace(ROUNDS_EXPECTATION, max_norm=1.0)
+    longest = np.eye(4, dtype=np.float16)[:2] * np.float16(1.005)
+    check_submission(_in_rounds(prototypes=to_tensor(longest)), bounded)
+    long = _in_rounds(prototypes=to_tensor(longest * np.float16(2)))
+    refused = _refused(long, bounded)
+    assert refused.reason == "implausible"
+    assert refused.detail == "expected prototypes no longer than 1, got 2.01"
+    noise = Perturbation(on="prototypes", noise="gaussian", scale=1.0)
+    noisy = msgspec.structs.replace(bounded.manifest, perturbation=noise)
+    check_submission(long, replace(bounded, manifest=noisy))
+
+
+@given(st.data())
+def test_one_non_finite_value_refuses_a_submission(data: st.DataObject) -> None:
+    """In the range of a feature, or in a prototype of a round."""
+    values = np.zeros((2, FEATURE_SIZE), dtype=np.float16)
+    place = data.draw(st.tuples(st.integers(0, 1), st.integers(0, FEATURE_SIZE - 1)))
+    values[place] = data.draw(st.sampled_from([NAN, INFINITY, -INFINITY]))
+    assert _refused(_range(to_tensor(values))).reason == "not_finite"
+    in_rounds = replace(ROUNDS_EXPECTATION, prototype_size=FEATURE_SIZE)
+    assert _refused(_in_rounds(prototypes=to_tensor(values)), in_rounds).reason == "not_finite"
+
+
+@pytest.mark.parametrize(
+    ("payload", "reason"),
+    [
+        (b"", "malformed"),
+        (b"\x00", "malformed"),
+        (b"not msgpack at all", "malformed"),
+        (encode(Presence(state="online", epoch=1)), "malformed"),
+        (encode(GOOD)[:-1], "malformed"),
+        (encode(GOOD) + b"\x00", "malformed"),
+        (encode(_changed(v=2)), "version"),
+        (encode(msgspec.structs.replace(evaluation(), v=0)), "version"),
+        *((encode(_in_rounds(loss=loss)), "malformed") for loss in (NAN, INFINITY, 1.7e308, -1.7e308)),
+        (encode(_in_rounds(images=10**9)), "malformed"),
+        (encode(_in_rounds(images=2**63)), "malformed"),
+        (encode(msgspec.structs.replace(evaluation(), correct=(10**12, 0, 0))), "malformed"),
+        (encode(binned(9, 10, confidence_images=(10,))), "malformed"),
+        (encode(_changed(privacy=_spent(INFINITY))), "malformed"),
+    ],
+)
+def test_malformed_payload_is_refused(payload: bytes, reason: str) -> None:
+    with pytest.raises(Refused) as caught:
+        read_message(payload)
+    assert caught.value.reason == reason
+    assert caught.value.detail == str(caught.value) != ""
+
+
+def test_valid_evaluation_is_accepted() -> None:
+    message = read_message(encode(evaluation(head_version=2)))
+    assert isinstance(message, Evaluation)
+    check_evaluation(message, EXPECTATION, newest_head=2)
+    check_evaluation(message, EXPECTATION, newest_head=3)
+    check_evaluation(msgspec.structs.replace(message, correct_with_prior=10), EXPECTATION, newest_head=2)
+    check_evaluation(binned(9, 10, novelty_images=(10, *[0] * 31)), EXPECTATION, newest_head=2)
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "reason"),
+    [
+        (evaluation(task=bytes(32)), "unknown_task"),
+        (evaluation(head_version=3), "unknown_head"),
+        (msgspec.structs.replace(evaluation(), correct=(1, 2)), "shape"),
+        (msgspec.structs.replace(evaluation(), incorrect=(1, 2, 3, 4)), "shape"),
+        (msgspec.structs.replace(evaluation(), previous_correct=(1, 2)), "shape"),
+        (msgspec.structs.replace(evaluation(), previous_correct=(9, 2, 0)), "malformed"),
+        (msgspec.structs.replace(evaluation(), correct_with_prior=11), "malformed"),
+        (binned(9, 10, confidence_correct=UNSET), "malformed"),
+        (binned(9, 10, correct=(8, 0, 0), incorrect=(2, 0, 0)), "malformed"),
+        (binned(9, 10, incorrect=(2, 0, 0)), "malformed"),
+        (binned(9, 10, confidence_correct=(9, *[0] * 31)), "malformed"),
+        (binned(9, 10, novelty_images=(11, *[0] * 31)), "malformed"),
+    ],
+)
+def test_invalid_evaluation_is_refused(spoilt: Evaluation, reason: str) -> None:
+    with pytest.raises(Refused) as caught:
+        check_evaluation(spoilt, EXPECTATION, newest_head=2)
+    assert caught.value.reason == reason
+
+
+PRIVATE = replace(
+    EXPECTATION,
+    manifest=msgspec.structs.replace(
+        EXPECTATION.manifest,
+        differential_privacy=DifferentialPrivacy(
+            clip_norm=1.0, noise_multiplier=1.0, delta=1e-5, max_epsilon=8.0
+        ),
+    ),
+)
+
+
+def test_private_task_refuses_a_submission_without_cost() -> None:
+    """A device without differential privacy uploads prototypes without noise."""
+    refused = _refused(GOOD, PRIVATE)
+    assert (refused.reason, "costs in privacy" in refused.detail) == ("malformed", True)
+
+
+def test_private_task_accepts_a_submission_with_cost() -> None:
+    """The number of images has noise, and is not checked for plausibility."""
+    spent = Privacy(epsilon=1.0, total_epsilon=2.0, delta=1e-5, releases=2)
+    taken = check_submission(_changed(privacy=spent, images=3), PRIVATE)
+    assert taken.counts.tolist() == [5, 5, 5, 5]

@@ -1,0 +1,143 @@
+"""Messages of devices with what another process has stored about rounds and heads, on both databases."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+
+from aggregator.config.schema import TaskFile
+from aggregator.intake.receiver import Receiver
+from aggregator.server.event_loop import MessageIntake, TaskReplaced
+from aggregator.storage.open_store import open_store
+from aggregator.storage.store import Store
+from aggregator.storage.stored_values import IntakeHeads, RoundRequest
+from aggregator.tasks.task_preparation import Task
+from protocol.mqtt.reconnecting_session import Received
+from protocol.wire.codec import digest_of, encode
+from protocol.wire.messages import Evaluation, Receipt, Submission
+from protocol.wire.signing import public_key
+from protocol.wire.topics import device_topic
+from protocol.wire.transfer import frames_of
+from tests.support.fleets.aggregator_process import FLEET, key_of, presence_of, signed
+from tests.support.messages.submissions import IN_ROUNDS, ROUNDS_EXPECTATION, evaluation, round_submission
+
+if TYPE_CHECKING:
+    from tests.support.databases.postgresql import PostgreSQL
+
+FILE = msgspec.convert(
+    {
+        "fleet": FLEET,
+        "classes": IN_ROUNDS.classes,
+        "backbones": ["tiny.onnx"],
+        "algorithm": "fpl",
+        "fpl": {"rounds": 9},
+        "rounds": {"staleness": 1},
+    },
+    TaskFile,
+)
+TASK = Task(file=FILE, feature_size=16, expectation=ROUNDS_EXPECTATION, first_tensors=None).intake
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    """The store of a coordinator in which round 2 is open."""
+    url = ""
+    if request.param == "postgresql":
+        server: PostgreSQL = request.getfixturevalue("postgresql")
+        url = server.url
+    with contextlib.closing(open_store(tmp_path, database=url, fleet=tmp_path.name if url else "")) as opened:
+        opened.facts.put(TASK)
+        opened.facts.put(IntakeHeads(TASK.digest, 2, frozenset({2}), frozenset()))
+        yield opened
+
+
+class Bench:
+    """The intake of one of several programs."""
+
+    def __init__(self, store: Store) -> None:
+        blob_sender: Any = SimpleNamespace(request=lambda *_: 0.0)
+        publisher: Any = SimpleNamespace(publish_to_device=lambda *sent: self.sent.append(sent))
+        self.sent: list[tuple[str, str, Receipt]] = []
+        self.intake = MessageIntake(
+            store,
+            TASK,
+            IN_ROUNDS,
+            receiver=Receiver(store, max_bytes=10**6, unfinished_s=3600.0),
+            publisher=publisher,
+            blob_sender=blob_sender,
+        )
+
+    def handle(self, *messages: tuple[str, bytes]) -> list[tuple[str, Receipt]]:
+        """Handle a batch, and return its receipts."""
+        self.intake.handle([Received(topic, payload) for topic, payload in messages])
+        sent, self.sent[:] = [*self.sent], []
+        return [(device, receipt) for device, _, receipt in sent]
+
+
+def _upload(message: Submission | Evaluation, device: str = "dev") -> list[tuple[str, bytes]]:
+    payload = encode(message)
+    topic = device_topic(FLEET, device, "up")
+    return [(topic, signed(frame, device)) for frame in frames_of(payload, digest=digest_of(payload))]
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_batch_is_stored_in_one_transaction(store: Store, *, is_known: bool) -> None:
+    """Uploads, presences and refusals, of devices whose key is known or not; a repeated upload is stored once."""
+    bench = Bench(store)
+    if is_known:
+        for device in ("a", "b"):
+            store.keys.pin(device, public_key(key_of(device)), now_s=0.0)
+    good = round_submission(number=2)
+    wrong = msgspec.structs.replace(good, task=bytes(32))
+    receipts = bench.handle(
+        *_upload(good, "a"),
+        *_upload(good, "a"),
+        *_upload(wrong, "b"),
+        (device_topic(FLEET, "a", "state"), presence_of("a")),
+        ("pf/1/barn/d/a/nonsense", b"x"),
+    )
+    assert {(device, each.status, each.reason) for device, each in receipts} == {
+        ("a", "received", None),
+        ("b", "refused", "unknown_task"),
+    }
+    assert list(store.submissions.all(TASK.digest)) == ["a"]
+    assert store.blobs.read(digest_of(encode(good))) == encode(good)
+    assert [(each.device, each.state) for each in store.devices.all()] == [("a", "online")]
+    assert [(each.device, each.reason, each.count) for each in store.refusals.all()] == [
+        ("?", "malformed", 1),
+        ("b", "unknown_task", 1),
+    ]
+
+
+def test_verdicts_follow_what_others_store(store: Store) -> None:
+    """The device's submission that another receiver has stored, the newest head, and the task that is served."""
+    one, other = Bench(store), Bench(store)
+    ((_, receipt),) = one.handle(*_upload(round_submission(number=2, sequence=5)))
+    assert receipt.status == "received"
+    ((_, receipt),) = other.handle(*_upload(round_submission(number=2, sequence=4)))
+    assert (receipt.reason, receipt.sequence) == ("superseded", 5)
+    ((_, receipt),) = other.handle(*_upload(round_submission(number=3)))
+    assert receipt.reason == "unknown_round"
+    assert store.facts.get(RoundRequest) is not None
+    with contextlib.closing(open_store(store.folder)) as coordinator:
+        coordinator.facts.put(IntakeHeads(TASK.digest, 4, frozenset({4}), frozenset()))
+    ((_, receipt),) = other.handle(*_upload(round_submission(number=2, sequence=6)))
+    assert receipt.reason == "late"
+    ((_, receipt),) = other.handle(*_upload(round_submission(number=3)))
+    assert receipt.status == "received"
+    reported = evaluation(task=TASK.digest, head_version=4)
+    ((_, receipt),) = one.handle(*_upload(reported))
+    assert receipt.status == "received"
+    assert store.evaluations.of_head(TASK.digest, 4) == {"dev": reported}
+    with contextlib.closing(open_store(store.folder)) as coordinator:
+        with coordinator.transaction():
+            coordinator.submissions.delete_device("dev")
+        assert one.intake.view.refresh()
+        assert one.intake.view.deleted == {"dev"}
+        coordinator.facts.put(msgspec.structs.replace(TASK, digest=bytes(32)))
+        with pytest.raises(TaskReplaced):
+            one.handle()
