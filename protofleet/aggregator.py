@@ -9,13 +9,11 @@ from pathlib import Path
 from aggregator.config.task_file import load_task
 from aggregator.heads.rollout import HEAD_ACTIVATED
 from aggregator.intake.accepted_submissions import SUBMISSION_ACCEPTED
-from aggregator.security.identity import aggregator_access, restore_access
 from aggregator.server import event_loop as service
-from aggregator.server.aggregator import serve
+from aggregator.server.aggregator import prepare, serve
 from aggregator.status.collect import collect_status
 from aggregator.status.model import Status
 from aggregator.storage.open_store import open_store
-from aggregator.tasks.task_preparation import prepare_task
 from protocol.errors import ConfigError, StateError
 from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess, parse_broker
 from protocol.storage.state_folder import default_state_folder
@@ -76,15 +74,10 @@ class Aggregator(Embedded):
     def _run(self, on_ready: Callable[[], None]) -> None:
         self._queue = queue.SimpleQueue()
         with closing(open_store(self._folder, lock=True)) as store:
-            access = aggregator_access(
-                self._folder, self._access, fleet=self._task.fleet, is_closed=store.keys.is_closed()
-            )
-            restore_access(store)
-            prepared = prepare_task(self._task, self._backbones, store=store)
+            prepared, access = prepare(self._task, self._backbones, store, self._access)
             on_ready()
             serve(
-                prepared,
-                store,
+                *(prepared, store),
                 broker=self._broker,
                 access=access,
                 embedded_broker=self._embedded_broker,

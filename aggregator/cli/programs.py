@@ -133,12 +133,10 @@ def _run(  # noqa: PLR0913 - one for each option
     from aggregator.config.task_file import load_task
     from aggregator.http.process import http_server
     from aggregator.http.settings import http_settings
-    from aggregator.security.identity import aggregator_access, restore_access
-    from aggregator.server.aggregator import serve
+    from aggregator.server.aggregator import prepare, serve
     from aggregator.server.standby import Standby, until_answered
     from aggregator.storage.open_store import open_store
     from aggregator.storage.store import Store
-    from aggregator.tasks.task_preparation import prepare_task
 
     access = read_access(**access_given)
     dashboard = http_settings(
@@ -161,21 +159,16 @@ def _run(  # noqa: PLR0913 - one for each option
         )
 
     def lead() -> None:
-        with contextlib.closing(standby.open(open_to_lead)) as store:
-            is_closed = store.keys.is_closed()
-            own_access = aggregator_access(state, access, fleet=task_file.fleet, is_closed=is_closed)
-            restore_access(store)
-            with http_server(dashboard, state):
-                prepared = prepare_task(task_file, backbones, store=store)
-                serve(
-                    prepared,
-                    store,
-                    broker=brokers,
-                    access=own_access,
-                    embedded_broker=embedded_broker,
-                    external_training=external_training,
-                    is_coordinator=is_coordinator,
-                )  # until interrupted
+        with contextlib.closing(standby.open(open_to_lead)) as store, http_server(dashboard, state):
+            prepared, own_access = prepare(task_file, backbones, store, access)
+            serve(
+                *(prepared, store),
+                broker=brokers,
+                access=own_access,
+                embedded_broker=embedded_broker,
+                external_training=external_training,
+                is_coordinator=is_coordinator,
+            )  # until interrupted
 
     until_answered(lambda: standby.repeat(lead))
 

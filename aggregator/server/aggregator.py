@@ -4,7 +4,10 @@ import contextlib
 import logging
 import queue
 import time
+from collections.abc import Sequence
+from pathlib import Path
 
+from aggregator.config.schema import TaskFile
 from aggregator.heads.rollout import Rollout
 from aggregator.heads.schedule import Schedule
 from aggregator.intake.receiver import Receiver
@@ -12,12 +15,13 @@ from aggregator.messaging.blob_sender import BlobSender
 from aggregator.messaging.embedded_broker import EmbeddedBroker
 from aggregator.messaging.manifest_signer import identity_of
 from aggregator.messaging.publisher import FleetPublisher
+from aggregator.security.identity import aggregator_access, restore_access
 from aggregator.security.key_rotation import require_fleet_key
 from aggregator.server.announcements import TAKE_OVER, Announcements
 from aggregator.server.event_loop import Event, EventLoop, Events, MessageIntake
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import IntakeHeads, RoundRequest, ServedTask, TaskPreparation
-from aggregator.tasks.task_preparation import Task
+from aggregator.tasks.task_preparation import Task, prepare_task
 from aggregator.training.runner import Finished, Progress
 from protocol.log import event as log_event
 from protocol.mqtt import reconnecting_session as mqtt
@@ -189,6 +193,20 @@ class Aggregator:
         if (request := self._store.facts.get(RoundRequest)) != self._round_request:
             self._round_request = request
             self._announcements.repeat_round()
+
+
+def prepare(
+    file: TaskFile, backbones: Sequence[Path], store: Store, access: BrokerAccess
+) -> tuple[Task, BrokerAccess]:
+    """Prepare a task for `serve`, and return the aggregator's access to the broker, by default with its certificate.
+
+    Raises:
+        ConfigError: the task cannot be prepared, or the fleet's certificates are lost.
+        StateError: the state directory cannot be used.
+    """
+    access = aggregator_access(store.folder, access, fleet=file.fleet, is_closed=store.keys.is_closed())
+    restore_access(store)
+    return prepare_task(file, backbones, store=store), access
 
 
 def serve(
