@@ -101,7 +101,7 @@ def task_text(algorithm: str, *, devices: int, seed: int) -> str:
     """Return the task file."""
     tables = {
         "fedtc": f"batch_size = 5\n\n[training]\nseed = {seed}\n",
-        "statistics": "batch_size = 5\n",
+        **dict.fromkeys(("statistics", "fedncm"), "batch_size = 5\n"),
     }
     rounds = 1 if algorithm == "hierarchical" else ROUNDS
     in_rounds = f"\n[rounds]\ngrace_s = 1\n\n[{algorithm}]\nrounds = {rounds}\n"

@@ -63,7 +63,7 @@ def _bounds(meta: msgspec.Meta, unit: str) -> str:
     if meta.lt is not None:
         return f", {low} to below {meta.lt}"
     if low is None:
-        return f", at most {high}{unit}"
+        return f", at most {high}{unit}" if high is not None else ""
     return f", {low} to {high}{unit}" if high is not None else f", at least {low}{unit}"
 
 
