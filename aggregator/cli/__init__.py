@@ -29,5 +29,4 @@ for _command in (
 
 
 def main() -> None:
-    """Run the console script."""
     run(cli, program="aggregator", extras=EXTRAS)

@@ -151,7 +151,6 @@ class _Questions:
         self.is_asked = is_asked
 
     def __call__(self, text: str, *, default: Any, kind: Any = None) -> Any:
-        """Return the answer; the default without a terminal."""
         return click.prompt(text, default=default, type=kind) if self.is_asked else default
 
     def names(self, text: str, option: str, default: str = "") -> tuple[str, ...]:

@@ -106,5 +106,4 @@ def summary(results: Sequence[CanaryResult], *, tolerated_fraction: float) -> st
 
 
 def canaries(count: int) -> str:
-    """Return a number of canaries in words."""
     return "1 canary" if count == 1 else f"{count} canaries"

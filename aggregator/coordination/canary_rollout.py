@@ -50,7 +50,6 @@ from protocol.wire.canary_rank import canary_rank
 
 
 def commanded(state: State, command: HeadCommand) -> Step:
-    """Carry out a command, or refuse it."""
     version = command.version
     if command.kind == "promote":
         if state.trial is None:
@@ -111,7 +110,6 @@ _ROUNDING = 1e-9
 
 
 def step(state: State, event: Event, *, settings: Settings) -> Step:
-    """Apply an event."""
     match event:
         case HeadAdded(version=version) if version > state.newest:
             added = replace(state, newest=version)

@@ -49,7 +49,6 @@ class Trial:
 
     @property
     def awaited(self) -> tuple[str, ...]:
-        """Canaries that have not answered yet."""
         return tuple(device for device in self.canaries if device not in self.answers)
 
 

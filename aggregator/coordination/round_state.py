@@ -57,7 +57,6 @@ class DeviceDecisions:
     """Devices whose submissions were deleted, and the newest head that may have learned from each."""
 
     def counts(self, device: str) -> bool:
-        """Return True if the device's submissions count."""
         return device not in self.quarantined and (self.enrolled is None or device in self.enrolled)
 
 
@@ -182,7 +181,6 @@ def _closes_at_s(submitted: Mapping[str, Entry], state: State, settings: Setting
 
 
 def collection_of(state: State, settings: Settings) -> OpenCollection:
-    """Return the figures of the open collection."""
     submitted, expected = waiting(state, settings), _expected_devices(state, settings)
     closes_s = _closes_at_s(submitted, state, settings)
     quarantined = state.decisions.quarantined - state.excluded
@@ -215,7 +213,6 @@ def is_of(collection: OpenCollection, state: State, settings: Settings) -> bool:
 
 
 def is_due(collection: OpenCollection, now_s: float, state: State, settings: Settings) -> bool:
-    """Return True if the collection closes now."""
     if collection.must_retrain or now_s >= collection.closes_s:
         return True
     # Whatever the time.

@@ -79,7 +79,6 @@ class Calibration:
         )
 
     def postpone(self) -> None:
-        """Try the newest head again after RETRY_S."""
         self._next_s = self._store.clock.now_s() + RETRY_S
 
     def _is_unused(self, head: HeadRecord) -> bool:

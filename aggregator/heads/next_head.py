@@ -30,7 +30,6 @@ def has_half_memory(failures: int) -> bool:
 
 
 def put_started(store: Store, head: NextHead, members: Mapping[str, round_state.Entry]) -> None:
-    """Store that the training of the next head has started, of these submissions."""
     store.facts.put(replace(head, members=dict(members), is_running=True, progress=None))
 
 
@@ -171,7 +170,6 @@ def store_head(
 
 
 def log_head(head: HeadRecord, state: round_state.State, settings: round_state.Settings) -> None:
-    """Log a new head, and the end of its round if there are rounds."""
     metrics, total = head.metrics, settings.rounds
     if before := metrics.get(CALIBRATED_FROM):
         images = round(metrics["calibration_images"])

@@ -105,7 +105,6 @@ class Rollout:
         self._problems = None
 
     def _read_evaluations(self) -> None:
-        """Apply the evaluations that were stored since the last call."""
         evaluations, newest = self._store.evaluations.changes(self._task.digest, since=self._change)
         for device, evaluation in evaluations:
             self._evaluate(device, evaluation)

@@ -130,7 +130,6 @@ class Schedule:
         return self._head.tensors if self._head is not None else self._task.first_tensors
 
     def tick(self) -> None:
-        """Start trainings that are due."""
         if time.monotonic() < self._next_s:
             return
         self._read_changes()
@@ -158,7 +157,6 @@ class Schedule:
         self.state = replace(self.state, submissions=stored.submissions, training=running)
 
     def store_progress(self, figures: Mapping[str, Any]) -> None:
-        """Store a training's progress for `status`."""
         known = {name: figures[name] for name in ("epoch", "epochs", "loss") if name in figures}
         following = self._next
         self._store.facts.put(
@@ -222,7 +220,6 @@ class Schedule:
         return bool(lost)
 
     def retry(self) -> None:
-        """Retry a failed training at the next tick."""
         self.state = replace(self.state, failed=None, retry_s=0.0)
 
     def _read_changes(self) -> None:

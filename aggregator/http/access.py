@@ -49,7 +49,6 @@ class Access:
         self._settings = settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or refuse it."""
         if scope["type"] != "http":
             return
 
@@ -104,7 +103,6 @@ def _is_read(request: Request) -> bool:
 
 
 def problem(status: int, text: str) -> JSONResponse:
-    """Return an error as JSON."""
     return JSONResponse({"error": text}, status)
 
 
@@ -133,7 +131,6 @@ def is_cross_site(headers: Headers) -> bool:
 
 
 def may_read(headers: Headers, settings: HttpSettings) -> bool:
-    """Return True if the request has the token for reading."""
     return bool(settings.read_token) and has_token(headers, settings.read_token)
 
 

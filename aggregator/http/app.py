@@ -67,7 +67,6 @@ class Session(msgspec.Struct, frozen=True):
 
 
 def make_app(settings: HttpSettings, snapshots: Snapshots) -> Starlette:
-    """Return the application."""
     server = _Server(settings, snapshots)
     routes: list[BaseRoute] = [
         Route(each.path, each.handler, methods=[each.method]) for each in server.endpoints

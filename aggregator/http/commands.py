@@ -69,7 +69,6 @@ class Command:
 
     @property
     def summary(self) -> str:
-        """The first line of `help`."""
         return self.help.partition("\n")[0]
 
 
@@ -172,7 +171,6 @@ def enrollment_archive(state: Path, arguments: bytes) -> tuple[str, bytes]:
 
 
 def _archive(folder: Path) -> bytes:
-    """Return a folder's files as a ZIP archive."""
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as files:
         for file in sorted(folder.iterdir()):

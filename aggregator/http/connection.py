@@ -23,12 +23,10 @@ class TimedConnection(H11Protocol):
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the time limit."""
         super().connection_made(transport)
         self._watch(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End the time limit."""
         if self._timer is not None:
             self._timer.cancel()
         super().connection_lost(exc)

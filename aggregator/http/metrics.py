@@ -27,7 +27,6 @@ class _Metrics:
         self._snapshot = snapshot
 
     def collect(self) -> Iterable[Metric]:
-        """Yield all metrics, each with the fleet's name as a label."""
         status = self._snapshot.status
         for family in self._families(status):
             if status is not None:

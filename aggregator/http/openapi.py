@@ -33,7 +33,6 @@ class Endpoint:
 
     @property
     def method(self) -> str:
-        """GET or POST."""
         return "GET" if self.arguments is None else "POST"
 
 

@@ -69,7 +69,6 @@ class _Subprocess:
         self._lock = threading.Lock()
 
     def run(self) -> None:
-        """Start the subprocess again and again, until `stop`."""
         for attempt in range(sys.maxsize):
             with self._lock:
                 if self._stopping.is_set():
@@ -83,7 +82,6 @@ class _Subprocess:
                 return
 
     def stop(self) -> None:
-        """End the subprocess."""
         self._stopping.set()
         with self._lock:
             process = self._process

@@ -83,7 +83,6 @@ class Snapshots:
         self._ended = asyncio.Event()
 
     async def end(self) -> None:
-        """End all iterations of `changes`."""
         self._ended.set()
         async with self._reading:
             self._stamps.close()
@@ -160,7 +159,6 @@ class Stamps:
         return self._store.data_version(), self._store.is_locked()
 
     def close(self) -> None:
-        """Close the connection."""
         if self._store is not None:
             self._store.close()
 

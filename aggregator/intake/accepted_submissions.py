@@ -60,7 +60,6 @@ class AcceptedSubmissions:
             )
 
     def discard(self) -> None:
-        """Forget the submissions after a failed write."""
         self._to_log.clear()
         self._prepared.clear()
         self._writing.discard()

@@ -60,7 +60,6 @@ class ChunkStore:
         self._pool = ThreadPoolExecutor(4, thread_name_prefix="incoming")
 
     def close(self) -> None:
-        """Close the index and end the threads."""
         self._pool.shutdown()
         self._index.close()
 

@@ -131,7 +131,6 @@ class Reassembly:
         return old
 
     def drop_device(self, device: str) -> None:
-        """Drop a device's transfers."""
         for key in list(self._keys_of.get(device, ())):
             self._drop(key)
 

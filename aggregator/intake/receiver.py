@@ -82,11 +82,9 @@ class Receiver:
 
     @property
     def is_stopped(self) -> bool:
-        """True while nothing can be stored."""
         return self.intake.stopped_s is not None
 
     def close(self) -> None:
-        """Close the files."""
         self._chunks.close()
 
     def count_refusal(self, device: str, refused: Refused) -> None:

@@ -84,7 +84,6 @@ class BlobSender:
         return 0.0
 
     def _fraction(self, request: BlobRequest) -> float:
-        """Return the fraction of a download that a request is."""
         size = 0
         with contextlib.suppress(StateError):  # `send` logs what cannot be read
             size = self._blobs.size(request.digest)
@@ -127,7 +126,6 @@ class BlobSender:
 
 
 def _contains(waiting: BlobRequest, request: BlobRequest) -> bool:
-    """Return True if the waiting request is for all bytes of the other one."""
     stops = (waiting.offset + waiting.length, request.offset + request.length)
     return waiting.digest == request.digest and waiting.offset <= request.offset and stops[0] >= stops[1]
 

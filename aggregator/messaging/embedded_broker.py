@@ -24,7 +24,6 @@ class _Subscriptions(dict[str, list[Any]]):
     """
 
     def items(self) -> Any:
-        """Return a copy of every filter with its subscribers."""
         return [(wanted, list(subscribers)) for wanted, subscribers in super().items()]
 
 
@@ -62,7 +61,6 @@ class EmbeddedBroker:
             ) from self._failure
 
     def stop(self) -> None:
-        """Close every connection and end the thread."""
         if self._thread is not None and self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stopping.set)
             self._thread.join(timeout=5)

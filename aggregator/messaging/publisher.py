@@ -63,7 +63,6 @@ class Publisher:
         self._session.start()
 
     def stop(self) -> None:
-        """Disconnect."""
         self._session.stop(self._final() if self._leads() else ())
 
     def _final(self) -> Sequence[mqtt.Outgoing]:
@@ -81,7 +80,6 @@ class Publisher:
             self._unacknowledged.clear()
 
     def publish_to_device(self, device: str, channel: DeviceChannel, message: Message | Frame) -> None:
-        """Publish to one device."""
         topic = device_topic(self._fleet, device, channel)
         self._send(mqtt.Outgoing(topic, encode(message), channel in RETAINED))
 
@@ -129,7 +127,6 @@ class FleetPublisher(Publisher):
         return [self.presence.outgoing(self.presence.final_state)]
 
     def publish_presence(self, state: PresenceState) -> None:
-        """Publish the aggregator's presence."""
         self._send(self.presence.outgoing(state), is_counted=False)
 
     def publish_to_fleet(self, channel: FleetChannel, payload: bytes) -> None:
@@ -137,7 +134,6 @@ class FleetPublisher(Publisher):
         self._send(self._outgoing(channel, payload))
 
     def broadcast(self, payload: bytes) -> None:
-        """Send a blob to all devices at once."""
         for frame in frames_of(payload, digest=digest_of(payload), chunk_bytes=self.chunk_bytes):
             self._send(self._outgoing("cast", encode(frame)))
 

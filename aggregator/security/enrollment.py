@@ -222,7 +222,6 @@ def revoke(store: Store, device: str) -> bool:
 
 
 def revocation_advice(state: Path) -> str:
-    """Return what an operator does with the revocation list of a state directory."""
     return (
         f"copy {identity_folder(state) / 'revoked.crl'} to {mosquitto_config.FOLDER} on the broker, or to "
         f"{mosquitto_config.folder_of('FLEET')}, and restart it: then it refuses the old certificate too"

@@ -40,7 +40,6 @@ _CLOSED = "closed"
 
 
 def identity_folder(state: Path) -> Path:
-    """Return the folder in a state directory."""
     return state / "identity"
 
 
@@ -111,7 +110,6 @@ def revoke_key(store: Store, device: str, *, now_s: float) -> None:
 
 
 def has_ca(state: Path) -> bool:
-    """Return True if the fleet's CA was created."""
     return (identity_folder(state) / "ca.crt").is_file()
 
 

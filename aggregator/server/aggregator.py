@@ -128,7 +128,6 @@ class Aggregator:
             raise
 
     def handle(self, event: Event) -> None:
-        """Handle an event of the connection or of a training; raises StateError."""
         match event:
             case mqtt.Connected(broker=broker, address=address):
                 self._publisher.presence.connected(address)
@@ -145,7 +144,6 @@ class Aggregator:
                     self._announcements.open_round()
 
     def tick(self, *, is_resumed: bool) -> None:
-        """Let time pass."""
         if is_resumed:
             self._reload()
         self._announcements.restore()

@@ -87,7 +87,6 @@ class Announcements:
             self._publish("round")
 
     def publish_new_head(self) -> None:
-        """Publish the head manifest if it has changed."""
         if self.releases.manifest != self._head:
             self._publish("head")
 

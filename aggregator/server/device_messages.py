@@ -122,7 +122,6 @@ class DeviceMessages:
             self._items.append((device, channel, item))
 
     def has_items(self) -> bool:
-        """Return True if something is to be stored."""
         return bool(self._items)
 
     def store_items(self) -> None:
@@ -135,7 +134,6 @@ class DeviceMessages:
             self._complete.clear()
 
     def discard(self) -> None:
-        """Forget the receipts and items of messages that could not be stored."""
         self.receipts.clear()
         self._items.clear()
         self._complete.clear()
@@ -273,7 +271,6 @@ class DeviceMessages:
         return _Upload(upload, message, record)
 
     def _record(self, device: str, submission: Submission, upload: Complete) -> SubmissionRecord:
-        """Return what is stored of a submission, once it is valid."""
         per_class = count_rows(submission, self.expectation)
         return SubmissionRecord(
             device=device,
@@ -353,7 +350,6 @@ class DeviceMessages:
 
 
 def _refusal(error: MalformedMessage | Refused, channel: str) -> Refused:
-    """Return the refusal of a message of a channel."""
     match error:
         case Refused():
             return error

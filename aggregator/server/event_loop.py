@@ -151,7 +151,6 @@ class MessageIntake:
         return is_resumed
 
     def close(self) -> None:
-        """Disconnect, and close the files."""
         self.publisher.stop()
         with contextlib.suppress(NotLeader), self.receiver.guard():
             self._traffic.keep(sent=self.publisher.sent_bytes, at_once=True)
@@ -204,7 +203,6 @@ class EventLoop:
         return batch
 
     def handle(self, batch: list[Event]) -> None:
-        """Handle a batch of events, and let time pass."""
         intake, receiver = self._intake, self._intake.receiver
         with receiver.guard():
             intake.store.check_lead()

@@ -93,14 +93,12 @@ class UploadReceiver:
         EventLoop(self._intake, self, self._events).run()
 
     def accepts(self, message: mqtt.Received) -> bool:
-        """Return True for a message of the receiver's shards, or on a topic without a shard."""
         with contextlib.suppress(MalformedMessage):
             where = parse_device_topic(message.topic)
             return where.channel == "up" or shard_of(where.device) in self._shards
         return True
 
     def handle(self, happened: Event) -> None:
-        """Note the state of the connection."""
         match happened:
             case mqtt.Connected(broker=broker):
                 self._is_connected = True
@@ -110,7 +108,6 @@ class UploadReceiver:
                 self._is_connected = False
 
     def tick(self, *, is_resumed: bool) -> None:  # noqa: ARG002 - nothing depends on it
-        """Report to the other receivers, and stop if the shards are others."""
         with self._receiver.guard():
             if self._is_connected:  # otherwise the others take its shards
                 self._assignment.tick(self._receiver.intake)

@@ -250,7 +250,6 @@ def _head_problem(
 
 
 def _usable(evaluations: Mapping[str, Evaluation]) -> list[Evaluation]:
-    """Return the evaluations of devices that can use the head."""
     return [one for one in evaluations.values() if not one.problem]
 
 

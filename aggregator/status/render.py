@@ -112,7 +112,6 @@ def _above(status: Status) -> Iterator[tuple[str, ...]]:
 
 
 def _receiver(receiver: ReceiverRecord) -> str:
-    """Return a receiver's name, shards and last report."""
     return f"{receiver.name} with {counted(len(receiver.shards), 'shard')}, at {_clock(receiver.seen_s)}"
 
 
@@ -163,7 +162,6 @@ def _outliers(status: Status) -> Iterator[tuple[str, ...]]:
 
 
 def _forgotten(status: Status) -> Iterator[tuple[str, ...]]:
-    """Yield the devices whose submissions were deleted, and what still contains them."""
     current = status.rollout.current
     again = {device.device for device in status.devices if device.prototypes}
     for entry in status.forgotten:

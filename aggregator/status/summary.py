@@ -11,7 +11,6 @@ SHOWN = 5
 
 
 def summary_of(status: Status) -> Summary:
-    """Return a fleet in a line."""
     current = next((head for head in status.heads if head.version == status.rollout.current), None)
     return Summary(
         fleet=status.fleet,
@@ -110,7 +109,6 @@ def usages(quotas: Quotas) -> Iterator[tuple[Quota, str]]:
 
 
 def names(found: Sequence[str], most: int = SHOWN) -> str:
-    """Return the first names of several."""
     return ", ".join(found[:most]) + (" …" if len(found) > most else "")
 
 
