@@ -7,7 +7,7 @@ from protocol.mqtt import reconnecting_session as mqtt
 from protocol.mqtt.own_presence import OwnPresence
 from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess, Brokers
 from protocol.wire.codec import digest_of, encode
-from protocol.wire.messages import MAX_CHUNK_BYTES, Frame, Message, PresenceState
+from protocol.wire.messages import MAX_CHUNK_BYTES, Frame, Message
 from protocol.wire.topics import RETAINED, DeviceChannel, FleetChannel, device_topic, fleet_topic
 from protocol.wire.transfer import frames_of
 
@@ -126,8 +126,8 @@ class FleetPublisher(Publisher):
     def _final(self) -> Sequence[mqtt.Outgoing]:
         return [self.presence.outgoing(self.presence.final_state)]
 
-    def publish_presence(self, state: PresenceState) -> None:
-        self._send(self.presence.outgoing(state), is_counted=False)
+    def publish_presence(self) -> None:
+        self._send(self.presence.outgoing("online"), is_counted=False)
 
     def publish_to_fleet(self, channel: FleetChannel, payload: bytes) -> None:
         """Publish to all devices; an empty payload clears a retained message."""

@@ -66,7 +66,7 @@ class Announcements:
         self._publish("task")
         self.open_round()
         self._publish("head")
-        self.publisher.publish_presence("online")
+        self.publisher.publish_presence()
 
     def open_round(self) -> None:
         """Publish the open round, and broadcast its tensors once; without rounds, clear the topic."""
@@ -189,7 +189,7 @@ class OwnTopic:
         """Publish the presence again if needed; call it once the epoch is durable."""
         if self._is_outdated:
             self._is_outdated = False
-            self.publisher.publish_presence("online")
+            self.publisher.publish_presence()
 
     def _reaction_to_other_key(self, presence: Presence) -> Reaction:
         own, is_closed = self.publisher.presence.epoch, self.store.keys.is_closed()

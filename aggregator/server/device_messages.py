@@ -218,7 +218,7 @@ class DeviceMessages:
     def _take_request(self, device: str, request: BlobRequest) -> None:
         try:
             self._check_known(device)
-            if request.digest not in self.view.served:
+            if request.digest not in self.view.heads.served:
                 raise Refused(
                     "unknown_blob",
                     f"no blob {request.digest.hex()[:12]}: request what task, round and head name",
@@ -323,7 +323,7 @@ class DeviceMessages:
                 detail = f"the submission with sequence {sequence} counts"
                 raise Refused("superseded", detail, sequence=sequence)
             case "late" | "unknown_round" as reason:
-                newest, settings = self.view.newest_head, self.task.settings
+                newest, settings = self.view.heads.newest, self.task.settings
                 now = f"round {newest} is open"
                 if round_state.is_over(newest, settings):
                     now = f"all {settings.rounds} rounds are over"
@@ -332,8 +332,8 @@ class DeviceMessages:
                 raise Refused(reason, f"the submission is for round {number}, but {now}")
 
     def _store_evaluation(self, device: str, evaluation: Evaluation, digest: bytes) -> None:
-        check_evaluation(evaluation, self.expectation, newest_head=self.view.newest_head)
-        if evaluation.head_version not in self.view.retained_heads:
+        check_evaluation(evaluation, self.expectation, newest_head=self.view.heads.newest)
+        if evaluation.head_version not in self.view.heads.retained:
             return  # nothing depends on it any more
         version, correct = evaluation.head_version, sum(evaluation.correct)
         images = correct + sum(evaluation.incorrect)

@@ -1,7 +1,6 @@
 """The part of the store that verdicts about uploads depend on, as the intake reads it."""
 
 import time
-from collections.abc import Set as AbstractSet
 
 from aggregator.coordination import rounds
 from aggregator.storage.store import Store
@@ -40,27 +39,12 @@ class StoreView:
         self._change, self._data_version = newest, version
         return True
 
-    @property
-    def newest_head(self) -> int:
-        """The version of the newest head, 0 if there is none; with rounds, also the number of the open round."""
-        return self.heads.newest
-
-    @property
-    def retained_heads(self) -> AbstractSet[int]:
-        """The versions of the heads whose evaluations matter."""
-        return self.heads.retained
-
-    @property
-    def served(self) -> AbstractSet[bytes]:
-        """Digests of the blobs that devices may request."""
-        return self.heads.served
-
     def judge(self, record: SubmissionRecord) -> rounds.SubmissionVerdict:
         """Judge a submission by the device's stored one; raises StateError if it cannot be read."""
         stored = self._store.submissions.get(self._task.digest, record.device)
         counted = stored.entry if stored is not None else None
         return rounds.judged(
-            record.entry, counted, head_version=self.newest_head, settings=self._task.settings
+            record.entry, counted, head_version=self.heads.newest, settings=self._task.settings
         )
 
     def request_round(self) -> None:

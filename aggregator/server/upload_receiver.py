@@ -37,16 +37,7 @@ VERIFY_S = 60.0
 class UploadReceiver:
     """Receives the shards that `assignment` has now, of the task that is served now.
 
-    Args:
-        store: the fleet's.
-        task: the served task.
-        folder: holds the unfinished uploads, over restarts.
-        assignment: the receiver's shards.
-        broker: where it connects.
-        access: how it connects.
-
-    Raises:
-        StateError: the store or the folder cannot be used.
+    `folder` holds the unfinished uploads, over restarts. Raises StateError if it or the store cannot be used.
     """
 
     def __init__(
@@ -156,13 +147,8 @@ def receive(
 ) -> None:
     """Receive uploads until an exception, such as that of a signal, ends it.
 
-    Args:
-        store: the fleet's.
-        folder: holds the unfinished uploads, over restarts.
-        name: of this receiver, unique in the fleet.
-        fixed: the shards; None to divide them with the other receivers.
-        broker: where it connects.
-        access: how it connects.
+    `folder` holds the unfinished uploads, over restarts; `name` is unique in the fleet; `fixed` are the shards, None to
+    divide them with the other receivers.
 
     Raises:
         StateError: the store or the folder cannot be used at the start.
