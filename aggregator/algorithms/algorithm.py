@@ -167,7 +167,6 @@ class RoundAlgorithm(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def by_device(contributions: Sequence[Contribution]) -> list[Contribution]:
-    """Sort contributions by device."""
     return sorted(contributions, key=lambda contribution: contribution.device)
 
 

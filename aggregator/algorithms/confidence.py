@@ -37,7 +37,6 @@ class ConfidenceMap:
     outputs: NDArray[np.float32]
 
     def of(self, log_odds: NDArray[np.floating]) -> NDArray[np.float64]:
-        """Return the mapped log-odds."""
         return np.asarray(np.interp(log_odds, self.inputs, self.outputs))
 
 

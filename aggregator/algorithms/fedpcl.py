@@ -60,7 +60,6 @@ class FedPCL(RoundAlgorithm, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Greatest number of devices' prototype sets that are sent, a random sample of them; None sends all of them."""
 
     def prototype_size(self, feature_size: int) -> int:
-        """Return the length of a projection."""
         del feature_size
         return self.projection_size
 
@@ -110,7 +109,6 @@ class FedPCL(RoundAlgorithm, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         }
 
     def functions(self, *, feature_size: int, num_classes: int, seed: int) -> Functions:
-        """Return what devices run; imports torch. All devices start from the projection of the seed."""
         from aggregator.algorithms import fedpcl_step
 
         return fedpcl_step.functions(self, feature_size=feature_size, num_classes=num_classes, seed=seed)

@@ -30,7 +30,6 @@ _MOMENTS = ("weight_first", "weight_second", "bias_first", "bias_second")
 
 
 def functions(settings: "FedPCL", *, feature_size: int, num_classes: int, seed: int) -> Functions:
-    """Return what `FedPCL.functions` returns."""
     first = _first_projection(settings.projection_size, feature_size, seed)
 
     def loss(tensors: Tensors, values: Tensor) -> Tensor:

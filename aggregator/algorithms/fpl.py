@@ -61,12 +61,10 @@ class FPL(RoundAlgorithm, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Train on features of mean 0, and deviation 1 over all of them, on the device's own images."""
 
     def prototype_size(self, feature_size: int) -> int:
-        """Return the length of a projection."""
         del feature_size
         return self.projection_size
 
     def first_tensors(self, *, feature_size: int, num_classes: int, seed: int) -> dict[str, NDArray[Any]]:
-        """Return the tensors of round 0: a random model, and no prototypes."""
         sizes = {"feature_size": feature_size, "num_classes": num_classes}
         model = local_model.initial_parameters(self, **sizes, seed=seed)
         return {**model, **_pooled_prototypes([], num_classes, self.projection_size)}
@@ -104,7 +102,6 @@ class FPL(RoundAlgorithm, frozen=True, kw_only=True, forbid_unknown_fields=True)
         return {**model, **_pooled_prototypes(parts, num_classes, self.projection_size)}
 
     def functions(self, *, feature_size: int, num_classes: int, seed: int) -> Functions:
-        """Return what devices run; imports torch."""
         del seed  # round 0 ships the first model
         return local_model.functions(
             self,

@@ -72,7 +72,6 @@ class Hierarchical(RoundAlgorithm, frozen=True, kw_only=True, forbid_unknown_fie
     then hardly recognizes classes of which it has no images."""
 
     def prototype_size(self, feature_size: int) -> int:
-        """Return the number of features: prototypes are means of features."""
         return feature_size
 
     def first_tensors(self, *, feature_size: int, num_classes: int, seed: int) -> dict[str, NDArray[Any]]:
@@ -137,7 +136,6 @@ class Hierarchical(RoundAlgorithm, frozen=True, kw_only=True, forbid_unknown_fie
         }
 
     def functions(self, *, feature_size: int, num_classes: int, seed: int) -> Functions:
-        """Return what devices run; imports torch."""
         del seed  # round 0 brings the first directions
         shape = (self.directions, feature_size)
         return Functions(

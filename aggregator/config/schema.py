@@ -84,7 +84,6 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def max_storage_bytes(self) -> int | None:
-        """`max_storage_mb` in bytes."""
         return None if self.max_storage_mb is None else int(self.max_storage_mb * 1024**2)
 
 
@@ -141,7 +140,6 @@ class CommonSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def method(self) -> Algorithm:
-        """The settings of the algorithm."""
         found: Algorithm = getattr(self, self.algorithm, None) or ALGORITHMS[self.algorithm]()
         return found
 
@@ -152,7 +150,6 @@ class CommonSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def settings(self) -> RoundSettings:
-        """The settings of `aggregator.coordination.rounds`."""
         if self.learning is None:
             return RoundSettings(
                 quorum=self.quorum, deadline_s=self.deadline_s, retrain_after=self.retrain_after

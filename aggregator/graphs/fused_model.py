@@ -107,7 +107,6 @@ def _converted(model: onnx.ModelProto, *, opset: int, format_version: int) -> on
 
 
 def _concatenation(features: Sequence[onnx.ValueInfoProto], head: onnx.ModelProto) -> onnx.ModelProto:
-    """Return a graph that concatenates the backbones' features to the input of the head."""
     node = helper.make_node("Concat", [value.name for value in features], ["feature"], axis=1)
     graph = helper.make_graph([node], "features", features, head.graph.input)
     return helper.make_model(graph, opset_imports=head.opset_import, ir_version=head.ir_version)

@@ -66,7 +66,6 @@ def require_equal(
 
 
 def opened(file: bytes) -> Graph:
-    """Return an ONNX file as a function."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])

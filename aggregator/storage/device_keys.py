@@ -175,7 +175,6 @@ class DeviceKeys:
 
 
 def counts(keys: Collection[Key]) -> dict[str, int]:
-    """Return the number of enrolled, pinned and revoked keys."""
     valid = [key for key in keys if key.revoked_s is None]
     enrolled = sum(key.enrolled for key in valid)
     return {"enrolled": enrolled, "first_use": len(valid) - enrolled, "revoked": len(keys) - len(valid)}

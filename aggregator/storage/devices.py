@@ -235,7 +235,6 @@ class ForgottenDevices:
         self._database = database
 
     def put(self, task: bytes, forgotten: ForgottenDevice) -> None:
-        """Store that a device is forgotten in a task, perhaps again."""
         self._database.write(
             "INSERT INTO forgotten (task, device, head, since_s) VALUES (?, ?, ?, ?) ON CONFLICT (task, device) "
             "DO UPDATE SET head = CASE WHEN excluded.head > forgotten.head THEN excluded.head ELSE forgotten.head END, "

@@ -84,7 +84,6 @@ class Heads:
             self._database.write("DELETE FROM heads WHERE task = ? AND version = ?", task, version)
 
     def put_rollout(self, task: bytes, state: rollout_state.State) -> None:
-        """Store which head of a task is current, candidate or rejected."""
         value = msgspec.json.encode(state).decode()
         self._database.write(
             "INSERT INTO rollouts VALUES (?, ?) ON CONFLICT (task) DO UPDATE SET state = excluded.state",

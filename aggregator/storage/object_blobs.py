@@ -226,8 +226,6 @@ class ObjectBlobs:
         self._try(lambda: obstore.put(self._store, key, data, chunk_size=PART_BYTES, max_concurrency=4))
 
     def _get(self, key: str) -> bytes | None:
-        """Return an object; None if there is none."""
-
         def first() -> tuple[int, bytes | None]:
             result = obstore.get(self._store, key)
             size = result.meta["size"]

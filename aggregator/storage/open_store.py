@@ -141,7 +141,6 @@ def recorded_location(folder: Path) -> Location | None:
 
 
 def _record(folder: Path, location: Location) -> None:
-    """Store where the database of a state directory is, for the other commands."""
     if (file := database_of("aggregator", folder)).is_file():
         raise ConfigError(f"{file} holds this aggregator's state: give --store with another --state")
     before = recorded_location(folder)

@@ -130,7 +130,6 @@ class Jobs:
         return self._change(claimed, "state = 'ended', outcome = ?", msgspec.json.encode(outcome).decode())
 
     def give_back(self, claimed: QueuedJob) -> None:
-        """Let another worker claim a job at once."""
         self._change(claimed, "state = 'waiting', worker = ''")
 
     def _change(self, claimed: QueuedJob, changes: str, *values: Any) -> bool:
@@ -185,7 +184,6 @@ class Receivers:
         self._database = database
 
     def report(self, record: ReceiverRecord) -> None:
-        """Store that a receiver is alive, and what it does."""
         self._database.write(
             "INSERT INTO receivers VALUES (?, 1, ?) ON CONFLICT (name) "
             "DO UPDATE SET reports = receivers.reports + 1, record = excluded.record",

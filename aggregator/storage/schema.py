@@ -92,7 +92,6 @@ _TYPES = (
 
 
 def postgresql_script(script: str) -> str:
-    """Return a migration with PostgreSQL's words."""
     for pattern, text in _TYPES:
         script = re.sub(pattern, text, script)
     return script

@@ -52,7 +52,6 @@ class SqliteDatabase(Database):
         )
 
     def is_locked(self) -> bool:
-        """Return True if an aggregator is running in the state directory."""
         return self._folder_lock.is_taken()
 
     def leader(self) -> str:

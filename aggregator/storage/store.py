@@ -172,7 +172,6 @@ class Store:
         return self.put_blob(data, name or file.name)
 
     def round_state(self, task: bytes) -> State:
-        """Return the round logic's state from what is stored for a task."""
         heads = self.heads.all(task)
         newest = heads[-1] if heads else None
         version = newest.version if newest else 0

@@ -30,7 +30,7 @@ MAX_EXPORTS = 4
 
 ROLES = ("init", "step", "project", "head")
 
-_NOT_IN_GRAPHS = {"rounds", "epochs", "batch_size", "max_sets", "sets"}
+_NOT_IN_GRAPHS = {"rounds", "epochs", "batch_size", "max_sets"}
 
 
 def run(job: CompileJob) -> Result:
@@ -78,7 +78,6 @@ def cached_graphs(task: TaskFile, *, feature_size: int, store: Store) -> dict[st
 
 
 def known_graphs(store: Store) -> Mapping[str, Mapping[str, BlobRef]]:
-    """Return the graphs of all tasks so far, by key and role."""
     compiled = store.facts.get(CompiledGraphs)
     return compiled.graphs if compiled is not None else {}
 

@@ -28,7 +28,6 @@ _STEPS = 1000
 
 
 def program_of(learning: RoundAlgorithm, graphs: Mapping[str, BlobRef]) -> Program:
-    """Return the program of a task with rounds, from its graphs by role."""
     return Program(
         **graphs, persistent=learning.persistent, uploaded=learning.uploaded, batch_size=learning.batch_size
     )
@@ -118,7 +117,6 @@ def round_manifest(task: bytes, number: int, *, learning: RoundAlgorithm, tensor
 
 
 def head_ref(row: HeadRecord) -> HeadRef:
-    """Return the reference to a head."""
     in_rounds = row.tensors is not None
     return HeadRef(
         version=row.version,

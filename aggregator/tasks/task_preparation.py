@@ -42,7 +42,6 @@ class Task:
 
     @property
     def manifest(self) -> TaskManifest:
-        """Published to the fleet."""
         return self.expectation.manifest
 
     @property
@@ -52,7 +51,6 @@ class Task:
 
     @property
     def intake(self) -> IntakeTask:
-        """Return the task as the intake of uploads needs it."""
         file, expected = self.file, self.expectation
         return IntakeTask(
             digest=self.digest,
@@ -177,7 +175,6 @@ def feature_map_of(
 
 
 def _statistics(feature_map: FeatureMap, store: Store, *, num_classes: int) -> Statistics:
-    """Store the map that devices download."""
     from aggregator.graphs.head_export import map_to_onnx
 
     graph = map_to_onnx(feature_map, num_classes=num_classes)

@@ -116,7 +116,6 @@ def write_checked(
 
 
 def few_prototypes(numbers: NDArray[np.integer], manifest: TaskManifest) -> dict[str, int]:
-    """Return the classes with few prototypes, of the number of each."""
     named = zip(manifest.classes, numbers.tolist(), strict=False)
     return {name: number for name, number in named if 0 < number < FEW_PROTOTYPES}
 

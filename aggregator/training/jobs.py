@@ -39,7 +39,6 @@ class SubmissionsJob(msgspec.Struct, frozen=True, kw_only=True):
     folder: str
 
     def manifest(self) -> TaskManifest:
-        """Read the task manifest."""
         data = open_blobs(self.blobs).read(bytes.fromhex(self.task))
         return decode(data, TaskManifest, max_bytes=MAX_MANIFEST_BYTES)
 
@@ -64,7 +63,6 @@ class SubmissionsJob(msgspec.Struct, frozen=True, kw_only=True):
             raise lost
 
     def metadata(self, manifest: TaskManifest, training: dict[str, float]) -> HeadMetadata:
-        """Return the head's metadata."""
         return HeadMetadata(
             classes=manifest.classes,
             version=self.version,
@@ -107,7 +105,6 @@ class HeadJob(CollectionJob, frozen=True, kw_only=True):
 
     @property
     def method(self) -> OneShot:
-        """The algorithm."""
         kind = ALGORITHMS[self.algorithm]
         if not issubclass(kind, OneShot):
             raise ProtofleetError(f"expected a one-shot algorithm, got {self.algorithm!r}")
@@ -125,12 +122,10 @@ class StatisticsJob(CollectionJob, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def feature_map(self) -> FeatureMap:
-        """The map of features whose sums devices upload."""
         return FeatureMap(self.feature_size, self.random_features, self.seed, self.columns, self.normalized)
 
     @property
     def compares_devices(self) -> bool:
-        """Return whether each device's means are compared with the others'."""
         return self.robust.detect_outliers or self.robust.max_multiple > 0
 
 
@@ -215,7 +210,6 @@ def checked_parts(
 
 
 def report_progress(figures: dict[str, float | str]) -> None:
-    """Send progress to the aggregator."""
     sys.stdout.write(json.dumps(figures) + "\n")
     sys.stdout.flush()
 

@@ -58,7 +58,6 @@ class RayEngine:
         total: Moments,
         keep: Callable[[Block, Figures], None],
     ) -> Moments:
-        """Return the total with all blocks added."""
         running: collections.deque[tuple[Block, Any, Any]] = collections.deque()
         levels: list[list[Any]] = []
 

@@ -121,7 +121,6 @@ class Trainer:
                 _kill(self._process)
 
     def cancel(self, _task: bytes) -> None:
-        """Stop a running job: its result is not wanted any more."""
         self.stop()
 
     def _watch(self, job: Job, process: subprocess.Popen[str]) -> None:
@@ -149,7 +148,6 @@ class Trainer:
             self._on_event(Finished(job, None, reason, is_killed=code < 0 and not is_late.is_set()))
 
     def _read(self, process: subprocess.Popen[str]) -> None:
-        """Report the progress until the end of the output."""
         for line in process.stdout or ():
             try:
                 self._on_event(Progress(msgspec.json.decode(line, type=dict[str, Any])))
@@ -158,14 +156,12 @@ class Trainer:
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
-    """Kill a job that has not been waited for, and its children."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 
 
 def _reason(job: Job, code: int) -> str:
-    """Return why a job has failed, from its exit status and the last line of its errors."""
     errors = ""
     with contextlib.suppress(OSError):
         errors = (Path(job.folder) / "training.log").read_text(errors="replace").strip()

@@ -60,7 +60,6 @@ class Block:
         return dataclasses.replace(self, job=msgspec.structs.replace(self.job, members=members))
 
     def nothing(self) -> Moments:
-        """Return the moments of no rows."""
         classes = len(self.expectation.manifest.classes)
         return no_rows(num_classes=classes, size=self.expectation.prototype_size)
 
@@ -106,7 +105,6 @@ class LocalEngine:
         total: Moments,
         keep: Callable[[Block, Figures], None],
     ) -> Moments:
-        """Return the total with all blocks added."""
         for block in blocks:
             total, figures = work(block, total)
             keep(block, figures)
@@ -120,7 +118,6 @@ def blocks_of(
     cohort: Iterable[str],
     surplus: Mapping[str, Surplus] = types.MappingProxyType({}),
 ) -> Iterator[Block]:
-    """Yield a cohort's devices in blocks, in their order."""
     left = list(cohort)
     for at in range(0, len(left), BLOCK_DEVICES):
         devices = tuple(left[at : at + BLOCK_DEVICES])

@@ -113,7 +113,6 @@ class SortedPrototypes:
     in_file: bool = False
 
     def on(self, device: torch.device) -> "SortedPrototypes":
-        """Return the tensors on a device."""
         if self.in_file:
             return self
         names = ("centers", "deviations", "labels", "first", "sizes")
@@ -228,7 +227,6 @@ class _Draws:
         return [each for each in (self.members, self.angles, self.partners) if each is not None]
 
     def split(self, size: int) -> "Iterator[_Draws]":
-        """Yield the parts of the steps."""
         parts = [torch.split(each, size) for each in self._parts()]
         return itertools.starmap(_Draws, zip(*parts, strict=True))
 

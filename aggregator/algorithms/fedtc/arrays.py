@@ -27,7 +27,6 @@ def blocks(rows: int) -> Iterator[slice]:
 
 
 def is_in_file(array: NDArray[Any]) -> bool:
-    """Return True for an array that `Arrays` has made in a file."""
     return isinstance(array.base, np.memmap | mmap.mmap)
 
 

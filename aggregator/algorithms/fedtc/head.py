@@ -41,7 +41,6 @@ class Dense:
 
     @property
     def nbytes(self) -> int:
-        """The size of its arrays in bytes."""
         return (
             self.weight.nbytes + self.bias.nbytes + (0 if self.projection is None else self.projection.nbytes)
         )
@@ -125,7 +124,6 @@ def compress(layers: Sequence[Dense], features: NDArray[np.float32]) -> tuple[De
     compressed: list[Dense] = []
 
     def inputs() -> Iterator[NDArray[np.float32]]:
-        """Yield the inputs of the next layer, block by block."""
         for block in blocks(len(features)):
             rows = features[block]
             for layer in compressed:

@@ -77,7 +77,6 @@ class FedTC(OneShot, frozen=True, kw_only=True, forbid_unknown_fields=True):
         half_memory: bool = False,
         report: Callable[[dict[str, Any]], None] = lambda _: None,
     ) -> TrainedHead:
-        """Train by the task file's recipe (`train_head`)."""
         recipe = recipe_of(training, private=private, half_memory=half_memory)
         return train_head(data, recipe, seed=training.seed, device=training.device, report=report)
 

@@ -121,7 +121,6 @@ class FeatureMap:
         return identity, (slice(self.selected, None), relu)
 
     def nodes(self) -> Nodes:
-        """Return the graph."""
         constants: dict[str, NDArray[np.generic]] = {
             "map_smallest": np.array(-MAX_VALUE, np.float32),
             "map_largest": np.array(MAX_VALUE, np.float32),
@@ -182,5 +181,4 @@ class Statistics(OneShot, frozen=True, kw_only=True, forbid_unknown_fields=True)
     def feature_map(
         self, feature_size: int, *, seed: int, columns: tuple[tuple[int, int], ...], normalized: bool
     ) -> FeatureMap:
-        """Return the map whose rows devices sum up."""
         return FeatureMap(feature_size, self.features, seed, columns, normalized)

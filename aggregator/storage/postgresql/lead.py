@@ -183,7 +183,6 @@ class LeadingDatabase(PostgresDatabase):
             raise NotLeader(self._lost)
 
     def _beat(self) -> None:
-        """Execute a statement on the leading session, if there is one."""
         with self._in_use:
             session, sent_s, begun_s = self._session, elapsed_s(), self._begun_s
             is_overdue = begun_s is not None and sent_s > begun_s + TRANSACTION_S

@@ -111,7 +111,6 @@ class DeviceSummary:
 
 
 def summarized(part: Prototypes) -> DeviceSummary:
-    """Return the summary of a device's prototypes."""
     squares = (part.values.astype(np.float64) ** 2).sum(axis=1)
     return DeviceSummary(
         {int(label): _class_summary(part, part.labels == label) for label in np.unique(part.labels)},
@@ -122,7 +121,6 @@ def summarized(part: Prototypes) -> DeviceSummary:
 
 
 def summaries(parts: Mapping[str, Prototypes]) -> dict[str, DeviceSummary]:
-    """Return the summary of each device's prototypes."""
     return {device: summarized(part) for device, part in parts.items()}
 
 

@@ -36,7 +36,6 @@ def robust_contributions(
 
 
 def _clipped_lengths(parts: Sequence[Contribution], *, multiple: float) -> list[Contribution]:
-    """Scale down prototypes to a multiple of the median device's median length."""
     lengths = [np.linalg.norm(part.values.astype(np.float64), axis=1) for part in parts]
     medians = [np.median(each) for each in lengths if len(each)]
     if len(medians) < MIN_DEVICES:
@@ -50,7 +49,6 @@ def _clipped_lengths(parts: Sequence[Contribution], *, multiple: float) -> list[
 
 
 def _clipped_distances(parts: Sequence[Contribution], *, multiple: float) -> list[Contribution]:
-    """Bring prototypes to a multiple of the median device's distance from the median of their class."""
     values = [part.values.copy() for part in parts]
     for label in {int(label) for part in parts for label in part.labels}:
         rows = [(number, np.flatnonzero(part.labels == label)) for number, part in enumerate(parts)]

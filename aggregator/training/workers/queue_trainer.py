@@ -92,7 +92,6 @@ class QueueTrainer:
             self._thread = None
 
     def cancel(self, task: bytes) -> None:
-        """Stop the job of a task: its result is not wanted any more."""
         self._stopped.set()  # its thread may wait for a transaction of this one, so it is not waited for
         self._store.jobs.cancel(task)
 
