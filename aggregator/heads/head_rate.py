@@ -1,10 +1,10 @@
 """The rate of trainings, `limits.heads_per_hour`: however often devices upload, heads are made no faster."""
 
 import logging
-import time
 
+from aggregator.config.schema import Limits
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import HeadRateLimit, TrainingTokens
+from aggregator.storage.stored_values import TrainingTokens
 from aggregator.tasks.task_preparation import Task
 from protocol.log import event
 from protocol.rates.token_buckets import TokenBuckets
@@ -18,16 +18,10 @@ class HeadRate:
     """A bucket with a token for each training of a task without rounds; restarts do not fill it."""
 
     def __init__(self, task: Task, store: Store) -> None:
-        hourly = task.file.limits.heads_per_hour
         self._store = store
         self._task = task.digest
         self._is_unlimited = task.file.settings.rounds is not None
-        stored = store.facts.get(TrainingTokens)
-        self._tokens = TokenBuckets[bytes](
-            capacity=hourly,
-            per_s=hourly / HOUR_S,
-            left={stored.task: (stored.left, stored.at_s)} if stored is not None else {},
-        )
+        self._tokens = _tokens(store, task.file.limits)
 
     def count(self) -> bool:
         """Count a training that starts now; returns False if no other may start for now. Raises StateError."""
@@ -40,12 +34,24 @@ class HeadRate:
         if wait_s:
             limit = "limits.heads_per_hour reached: raise it if the fleet needs more heads"
             event(log, logging.WARNING, limit, next_training_in_s=wait_s)
-            self._store.facts.put(HeadRateLimit(time.time() + wait_s))
         return not wait_s
 
     def may_train(self) -> bool:
-        """Return True if another training may start now; at the start, and after `count` has returned False."""
-        if not self._is_unlimited and self._tokens.wait_s(self._task, now_s=self._store.clock.now_s()):
-            return False
-        self._store.facts.delete(HeadRateLimit)
-        return True
+        """Return True if another training may start now."""
+        return self._is_unlimited or not self._tokens.wait_s(self._task, now_s=self._store.clock.now_s())
+
+
+def limited_until_s(store: Store, task: bytes, limits: Limits) -> float | None:
+    """Return the time (unix seconds) of the next training if `limits.heads_per_hour` is reached, else None."""
+    now_s = store.clock.now_s()
+    wait_s = _tokens(store, limits).wait_s(task, now_s=now_s)
+    return store.clock.unix_s(now_s + wait_s) if wait_s else None
+
+
+def _tokens(store: Store, limits: Limits) -> TokenBuckets[bytes]:
+    stored = store.facts.get(TrainingTokens)
+    return TokenBuckets(
+        capacity=limits.heads_per_hour,
+        per_s=limits.heads_per_hour / HOUR_S,
+        left={stored.task: (stored.left, stored.at_s)} if stored is not None else {},
+    )

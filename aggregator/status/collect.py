@@ -13,6 +13,7 @@ from aggregator.algorithms.registry import ALGORITHMS
 from aggregator.config.schema import Limits
 from aggregator.coordination import canary_rollout, rollout_state, round_state
 from aggregator.heads import operator_commands
+from aggregator.heads.head_rate import limited_until_s
 from aggregator.heads.next_head import has_half_memory
 from aggregator.intake import intake_status
 from aggregator.intake.intake_status import Intake
@@ -25,7 +26,6 @@ from aggregator.storage.heads import HeadRecord
 from aggregator.storage.programs import ReceiverRecord
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import (
-    HeadRateLimit,
     LostFiles,
     NextHead,
     SigningKey,
@@ -71,7 +71,7 @@ def _collect(store: Store) -> model.Status:
     known = {label for record in submissions.values() for label in record.per_class}
     kind = ALGORITHMS.get(served.algorithm)
     is_personal = kind is not None and issubclass(kind, RoundAlgorithm) and bool(kind.persistent)
-    limit, following = store.facts.get(HeadRateLimit), store.next_head(task, state.head_version + 1)
+    following = store.next_head(task, state.head_version + 1)
     closes_s = round_state.closes_at_s(state, settings)
     key, files = store.facts.get(SigningKey), _current_files(store.folder, heads, used.current)
     is_running, preparation = store.is_locked(), store.facts.get(TaskPreparation)
@@ -100,7 +100,7 @@ def _collect(store: Store) -> model.Status:
         lost_files=lost.digests if (lost := store.facts.get(LostFiles)) is not None else (),
         waiting=len(round_state.waiting(state, settings)),
         closes_at_s=None if closes_s is None else store.clock.unix_s(closes_s),
-        rate_limited_until_s=limit.until_s if limit is not None else None,
+        rate_limited_until_s=limited_until_s(store, task, served.limits),
         collection_problem=_collection_problem(state, settings),
         quotas=_quotas(store, served.limits),
         round=_round(state, settings),

@@ -125,12 +125,6 @@ class NextHead(msgspec.Struct, frozen=True):
     """The time of the next attempt, as in `round_state.State`."""
 
 
-class HeadRateLimit(msgspec.Struct, frozen=True):
-    """The time (unix seconds) of the next training, after as many heads as the task file allows."""
-
-    until_s: float
-
-
 class TrainingTokens(msgspec.Struct, frozen=True):
     """The bucket of `limits.heads_per_hour`: the trainings left after the last one, and its time (elapsed seconds)."""
 

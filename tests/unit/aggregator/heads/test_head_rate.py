@@ -8,10 +8,9 @@ import pytest
 
 from aggregator.config.schema import Limits, TaskFile
 from aggregator.coordination.round_state import Entry
-from aggregator.heads import head_rate
+from aggregator.heads.head_rate import limited_until_s
 from aggregator.heads.schedule import Schedule
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import HeadRateLimit
 from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks.task_preparation import Task
 from aggregator.training.jobs import HeadJob, Result
@@ -28,7 +27,7 @@ TASK_FILE = TaskFile(classes=MANIFEST.classes, backbones=("tiny.onnx",), limits=
 
 @dataclass
 class World:
-    """A head training whose job takes `TRAINING_S` seconds, and its clock, which takes the place of `time`."""
+    """A head training whose job takes `TRAINING_S` seconds, and its clock."""
 
     store: Store
     quarantined: Mapping[str, str] = field(default_factory=dict)
@@ -48,8 +47,8 @@ class World:
         self.training = Schedule(task, self.store, on_event=lambda _: None)
         self.training._trainer = self  # type: ignore[assignment]  # no process
 
-    def time(self) -> float:
-        return self.now_s
+    def limited_until_s(self) -> float | None:
+        return limited_until_s(self.store, EXPECTATION.task, TASK_FILE.limits)
 
     def start(self, job: HeadJob) -> None:
         self.jobs.append(job)
@@ -80,9 +79,8 @@ class World:
 
 
 @pytest.fixture
-def world(store: Store, monkeypatch: pytest.MonkeyPatch) -> World:
+def world(store: Store) -> World:
     made = World(store)
-    monkeypatch.setattr(head_rate, "time", made)
     for device in ("honest", "mallory"):
         made.submit(device, 1)
     made.run(60, every_s=10)
@@ -108,14 +106,14 @@ def test_heads_of_an_hour_are_bounded(world: World) -> None:
     before = len(world.jobs)
     world.run(2 * 3600, lambda number: world.submit("mallory", 2 + number), every_s=90)
     assert 2 * HOURLY <= len(world.jobs) - before <= 3 * HOURLY
-    limit = world.store.facts.get(HeadRateLimit)
-    assert limit is not None
-    assert 0 < limit.until_s - world.now_s <= 3600 / HOURLY
+    limit_s = world.limited_until_s()
+    assert limit_s is not None
+    assert 0 < limit_s - world.now_s <= 3600 / HOURLY
     world.submit("honest", 2)
     world.run(3600 // HOURLY + 60, every_s=10)
     assert world.jobs[-1].members["honest"] == digest_of(b"honest 2").hex()
     world.run(3600, every_s=60)
-    assert world.store.facts.get(HeadRateLimit) is None
+    assert world.limited_until_s() is None
 
 
 def test_restarts_do_not_fill_the_bucket(world: World) -> None:
@@ -128,6 +126,6 @@ def test_restarts_do_not_fill_the_bucket(world: World) -> None:
 
         world.run(600, upload, every_s=10)
         world.restart()
-        limit = world.store.facts.get(HeadRateLimit)
-        assert limit is None or limit.until_s > world.now_s
+        limit_s = world.limited_until_s()
+        assert limit_s is None or limit_s > world.now_s
     assert 2 * HOURLY <= len(world.jobs) - before <= 3 * HOURLY

@@ -22,7 +22,7 @@ from aggregator.status.collect import collect_status
 from aggregator.storage.devices import Refusal
 from aggregator.storage.open_store import open_store
 from aggregator.storage.programs import ReceiverRecord
-from aggregator.storage.stored_values import HeadRateLimit, NextHead, TrainingProgress, UploadTokens
+from aggregator.storage.stored_values import NextHead, TrainingProgress, TrainingTokens, UploadTokens
 from protocol.errors import StateError
 from protocol.wire.messages import BlobRef, Evaluation
 from tests.support.messages.submissions import TASK, device_info, evaluation
@@ -50,12 +50,11 @@ def test_status_at_first_start(tmp_path: Path) -> None:
 
 
 def test_limit_of_trainings_is_shown(tmp_path: Path) -> None:
-    """Where submissions wait for it."""
     store = busy_store(tmp_path)
     assert "heads_per_hour" not in rendered(collected(store))
-    store.facts.put(HeadRateLimit(300.0))
+    store.facts.put(TrainingTokens(TASK, 0.0, store.clock.now_s()))
     status = collected(store)
-    assert status.rate_limited_until_s == 300.0
+    assert status.rate_limited_until_s == store.clock.now_s() + 300.0
     expected = r"training limited no training before [0-9: -]+ \w+ \(limits.heads_per_hour\)"
     assert re.search(expected, rendered(status))
 
