@@ -4,7 +4,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping
-from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any
 
@@ -26,8 +25,7 @@ from aggregator.heads.next_head import (
 )
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import NextHead, TrainingProgress
-from aggregator.storage.submissions import SubmissionChanges
+from aggregator.storage.stored_values import NextHead, TrainingProgress, UnusedBytes
 from aggregator.tasks.manifests import round_manifest
 from aggregator.tasks.restoration import Restoration
 from aggregator.tasks.retention import delete_carried_submissions, delete_unneeded_blobs
@@ -44,8 +42,8 @@ log = logging.getLogger(__name__)
 PAUSE_S = 0.01
 """Seconds between two decisions about submissions, for each 1,000 of them: each looks at all."""
 
-MAX_REPLACED_BYTES = 512 * 1024**2
-"""Size of replaced submissions at which their blobs are deleted, since a device can upload all day."""
+MAX_UNUSED_BYTES = 512 * 1024**2
+"""Size of replaced and refused submissions at which blobs are deleted, since a device can upload all day."""
 
 
 class Schedule:
@@ -76,7 +74,8 @@ class Schedule:
         """When submissions are read again, by `time.monotonic`."""
         self._logged = 0
         """The devices of the open collection that the log names."""
-        self._replaced_bytes = 0
+        self._unused_bytes = self._stored_unused_bytes()
+        """The stored ones when blobs were deleted last."""
         self._rate = HeadRate(task, store)
         self._calibration = Calibration(task, store)
         self.restoration = Restoration(task, store)
@@ -143,9 +142,9 @@ class Schedule:
         for train in due:
             self._start(train)
         self._calibrate()
-        if self._replaced_bytes > MAX_REPLACED_BYTES:
-            self._replaced_bytes = 0
+        if (unused_bytes := self._stored_unused_bytes()) > self._unused_bytes + MAX_UNUSED_BYTES:
             delete_unneeded_blobs(self._task, self._store)
+            self._unused_bytes = unused_bytes
 
     def reload(self) -> None:
         """Return to the stored state after a failed write; raises StateError if it cannot be read."""
@@ -238,7 +237,6 @@ class Schedule:
         }
         deleted = {device for device in changes.deleted if device in before}
         if entries or deleted:
-            self._count_replaced(changes, entries.keys() - before.keys())
             left = {device: entry for device, entry in before.items() if device not in deleted}
             self._step(rounds.SubmissionsChanged(left | entries))
         self._change = changes.newest
@@ -252,10 +250,8 @@ class Schedule:
             wanted = round_state.wanted_devices(self.state, self._settings)
             event(log, logging.INFO, "submissions waiting", devices=collection.count, wanted=wanted)
 
-    def _count_replaced(self, changes: SubmissionChanges, first: AbstractSet[str]) -> None:
-        """Add the size of the replaced submissions, at most: of a device that replaced several only one is known."""
-        sizes = (record.size_bytes for record in changes.records.values())
-        self._replaced_bytes += (changes.newest - self._change - len(first)) * max(sizes, default=0)
+    def _stored_unused_bytes(self) -> int:
+        return (self._store.facts.get(UnusedBytes) or UnusedBytes()).total
 
     def _leave_deleted(self, deleted: set[str]) -> None:
         self.deleted |= deleted

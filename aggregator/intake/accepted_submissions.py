@@ -4,9 +4,10 @@ import logging
 
 from aggregator.coordination.round_state import Settings
 from aggregator.storage.store import Store
+from aggregator.storage.stored_values import UnusedBytes
 from aggregator.storage.submissions import SubmissionRecord
 from protocol.log import DeviceEvents
-from protocol.storage.blobstore import WriteBatch
+from protocol.storage.blobstore import BlobStore, WriteBatch
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +25,9 @@ class AcceptedSubmissions:
         self._device_log = DeviceEvents(log)
         self._to_log: list[SubmissionRecord] = []
         self._writing = WriteBatch()
-        self._prepared: set[bytes] = set()
+        self._prepared: dict[bytes, int] = {}
+        """Digests and sizes of the payloads."""
+        self._replaced_bytes = 0
 
     def prepare(self, digest: bytes, payload: bytes) -> None:
         """Start to store a payload, which the transaction that accepts it then need not wait for.
@@ -32,23 +35,37 @@ class AcceptedSubmissions:
         Raises StateError if it cannot be stored.
         """
         if digest not in self._prepared:
-            self._prepared.add(digest)
+            self._prepared[digest] = len(payload)
             self._store.blobs.put_in_batch(payload, digest=digest, batch=self._writing)
 
-    def add(self, record: SubmissionRecord, payload: bytes) -> None:
-        """Store a submission; raises StateError if it cannot be stored."""
-        self.prepare(record.entry.digest, payload)
+    def add(
+        self, record: SubmissionRecord, payload: bytes, *, replaced: SubmissionRecord | None = None
+    ) -> None:
+        """Store a submission in place of its device's `replaced` one; raises StateError if it cannot be stored."""
+        digest = record.entry.digest
+        if isinstance(self._store.blobs, BlobStore) and digest not in self._store.blobs:
+            self._prepared.pop(digest, None)  # another program has deleted it since `prepare` found it
+        self.prepare(digest, payload)
         self._store.submissions.put(self._task, record)
+        self._replaced_bytes += replaced.size_bytes if replaced is not None else 0
         self._to_log.append(record)
 
     def flush(self) -> None:
         """Make the payloads durable; raises StateError if they cannot be stored."""
         self._writing.finish()
 
+    def count_unused(self) -> None:
+        """Count the bytes of payloads that do not count, or no more, in the transaction that stores the others."""
+        counting = {record.entry.digest for record in self._to_log}
+        refused = sum(size for digest, size in self._prepared.items() if digest not in counting)
+        if unused := self._replaced_bytes + refused:
+            before = self._store.facts.get(UnusedBytes) or UnusedBytes()
+            self._store.facts.put(UnusedBytes(before.total + unused))
+
     def log(self) -> None:
         """Log the submissions, which are durable now."""
-        self._prepared.clear()
-        records, self._to_log = self._to_log, []
+        records = self._to_log
+        self._clear()
         for record in records:
             self._device_log.event(
                 *(logging.INFO, SUBMISSION_ACCEPTED),
@@ -60,6 +77,9 @@ class AcceptedSubmissions:
             )
 
     def discard(self) -> None:
-        self._to_log.clear()
-        self._prepared.clear()
+        """Forget the submissions after a failed write."""
+        self._clear()
         self._writing.discard()
+
+    def _clear(self) -> None:
+        self._to_log, self._prepared, self._replaced_bytes = [], {}, 0

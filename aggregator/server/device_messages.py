@@ -265,7 +265,7 @@ class DeviceMessages:
         except Refused as refused:
             self._remember(device, upload.digest, refused)
             raise
-        if record is not None and self.view.judge(record).verdict == "new":
+        if record is not None and self.view.judge(record, self.view.submission(device)).verdict == "new":
             self.accepted.prepare(upload.digest, upload.payload)
         self._complete.add((device, upload.digest))
         return _Upload(upload, message, record)
@@ -307,10 +307,12 @@ class DeviceMessages:
     def _store_submission(self, submission: Submission, record: SubmissionRecord, payload: bytes) -> None:
         device = record.device
         self._quotas.check_submission(device, record.size_bytes)
-        verdict = self.view.judge(record)
+        before = self.view.submission(device)
+        verdict = self.view.judge(record, before)
         self._check_verdict(verdict, submission.round)
         if verdict.verdict == "new":
-            self.accepted.add(replace(record, entry=verdict.counted_entry or record.entry), payload)
+            record = replace(record, entry=verdict.counted_entry or record.entry)
+            self.accepted.add(record, payload, replaced=before)
         self._quotas.count_upload()
         if submission.privacy is not None:
             self.store.devices.raise_epsilon(device, submission.privacy.total_epsilon)

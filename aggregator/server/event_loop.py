@@ -131,6 +131,7 @@ class MessageIntake:
             with self.store.transaction():
                 self._refresh()
                 self._messages.store_items()
+                self._accepted.count_unused()
                 self._accepted.flush()
 
     def _refresh(self) -> None:

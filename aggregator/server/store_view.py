@@ -39,9 +39,12 @@ class StoreView:
         self._change, self._data_version = newest, version
         return True
 
-    def judge(self, record: SubmissionRecord) -> rounds.SubmissionVerdict:
-        """Judge a submission by the device's stored one; raises StateError if it cannot be read."""
-        stored = self._store.submissions.get(self._task.digest, record.device)
+    def submission(self, device: str) -> SubmissionRecord | None:
+        """Return a device's stored submission; raises StateError if it cannot be read."""
+        return self._store.submissions.get(self._task.digest, device)
+
+    def judge(self, record: SubmissionRecord, stored: SubmissionRecord | None) -> rounds.SubmissionVerdict:
+        """Judge a submission by the device's stored one."""
         counted = stored.entry if stored is not None else None
         return rounds.judged(
             record.entry, counted, head_version=self.heads.newest, settings=self._task.settings

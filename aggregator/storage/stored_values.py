@@ -147,6 +147,12 @@ class Traffic(msgspec.Struct, frozen=True):
     sent: int = 0
 
 
+class UnusedBytes(msgspec.Struct, frozen=True):
+    """Bytes of uploads whose blobs became unneeded since the state directory was created: replaced, or refused."""
+
+    total: int = 0
+
+
 class EarlierRefusals(msgspec.Struct, frozen=True):
     """Messages that were refused before their devices got other keys, by reason."""
 

@@ -15,9 +15,11 @@ def accept(training: Schedule, record: SubmissionRecord, payload: bytes) -> Subm
     task, store = training._task.intake, training._store
     view = StoreView(store, task)
     view.heads = IntakeHeads(task.digest, training.state.head_version, frozenset(), frozenset())
-    verdict = view.judge(record)
+    before = view.submission(record.device)
+    verdict = view.judge(record, before)
     if verdict.verdict == "new":
         accepted = AcceptedSubmissions(task.digest, task.settings, store)
-        accepted.add(replace(record, entry=verdict.counted_entry or record.entry), payload)
+        accepted.add(replace(record, entry=verdict.counted_entry or record.entry), payload, replaced=before)
+        accepted.count_unused()
         accepted.flush()
     return verdict

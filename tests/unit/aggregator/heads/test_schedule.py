@@ -446,7 +446,7 @@ def test_replaced_submissions_are_deleted(task: Task, store: Store, monkeypatch:
     training = Schedule(task, store, on_event=queue.SimpleQueue[Progress | Finished]().put)
     before = set(store.blobs.digests())
     message = round_submission(task=task.digest, shapes=task.expectation.tensors)
-    monkeypatch.setattr(schedule, "MAX_REPLACED_BYTES", 3 * len(encode(message)))
+    monkeypatch.setattr(schedule, "MAX_UNUSED_BYTES", 3 * len(encode(message)))
     for number in range(1, 30):
         verdict = _submit(training, task, "a", sequence=number)
         training.tick()

@@ -15,8 +15,10 @@ from msgspec.structs import replace
 from aggregator.algorithms.one_shot import Training
 from aggregator.config.task_file import load_task
 from aggregator.coordination.round_state import Entry, State
+from aggregator.heads import schedule
 from aggregator.intake import intake_status
 from aggregator.server.aggregator import Aggregator
+from aggregator.server.device_messages import DeviceMessages
 from aggregator.server.event_loop import Event
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
@@ -398,4 +400,53 @@ def test_manifests_are_published_again_before_they_expire(
         daemon._loop.handle([])
         again = [(each.topic, each.payload != first[0].payload) for each in sent]
         assert again == ([(first[0].topic, True)] if days == 1.1 else [])
+    store.close()
+
+
+@pytest.mark.parametrize("kind", ["replaced", "superseded", "over quota"])
+def test_uploads_that_do_not_count_leave_a_bounded_size_of_blobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Large ones that a small one replaces or precedes in each batch, or any that are over a quota."""
+    limits = "\n[limits]\nuploads_per_hour = 1" if kind == "over quota" else ""
+    daemon, task, store, _ = _in_process(tmp_path, PATIENT + limits)
+    daemon._loop.handle(_uploaded(submission(task=task.digest)))
+    labels = (0, 1, 2) * 1000
+    large_bytes = len(encode(submission(labels=labels)))
+    before, most = _blob_bytes(store), 0
+    monkeypatch.setattr(schedule, "MAX_UNUSED_BYTES", 3 * large_bytes)
+    for number in range(10, 50, 2):
+        large = submission(task=task.digest, sequence=number, labels=labels, seed=number)
+        small = submission(task=task.digest, sequence=number + 1)
+        batch = [small, large] if kind == "superseded" else [large, small]
+        daemon._loop.handle([event for message in batch for event in _uploaded(message)])
+        most = max(most, _blob_bytes(store) - before)
+    assert most < 6 * large_bytes
+    assert store.blobs.is_whole(store.entries(task.digest)["dev"].digest)
+    store.close()
+
+
+def _blob_bytes(store: Store) -> int:
+    return sum(map(store.blobs.size, store.blobs.digests()))
+
+
+def test_blob_that_another_program_deletes_before_the_transaction_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device sends its submission again while `aggregator forget` deletes the file."""
+    daemon, task, store, sent = _in_process(tmp_path, PATIENT)
+    events = _uploaded(message := _separable(task.digest))
+    daemon._loop.handle(events)
+    store.submissions.delete(task.digest, "dev")
+    store_items = DeviceMessages.store_items
+
+    def delete_and_store(messages: DeviceMessages) -> None:
+        store.blobs.delete([digest_of(encode(message))])
+        store_items(messages)
+
+    monkeypatch.setattr(DeviceMessages, "store_items", delete_and_store)
+    sent.clear()
+    daemon._loop.handle(events)
+    assert _receipts(sent) == ["received"]
+    assert store.blobs.is_whole(digest_of(encode(message)))
     store.close()
