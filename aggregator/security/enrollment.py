@@ -4,6 +4,7 @@ import contextlib
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -95,7 +96,7 @@ def enroll(
             "signing.key": pem_of(key),
         }
         serial, now_s = f"{issued.serial:x}", int(now.timestamp())
-        is_leftover = _is_leftover(out, device, aggregator_key=card.aggregator_key, known=known)
+        is_leftover = _is_leftover(out, card, names={IGNORE_FILE, *files}, known=known)
         with _new_folder(out, files, replaces=is_leftover) as publish:
             # If the process is killed before the device is stored, the certificate stays revoked.
             store.keys.revoke_certificate(serial, now_s=now_s)
@@ -236,6 +237,7 @@ def _new_folder(
 
     With `replaces`, `out` is a folder that a killed enrollment has left.
     """
+    out = out.absolute()  # "." has no name
     refuse_source_folder(out, option="--out")
     if out.exists() and not replaces and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} exists: give --out a new folder, or an empty one")
@@ -276,10 +278,11 @@ def _consistent_identity(store: Store) -> Iterator[None]:
         yield
 
 
-def _is_leftover(out: Path, device: str, *, aggregator_key: str, known: Key | None) -> bool:
+def _is_leftover(out: Path, card: EnrollmentCard, *, names: AbstractSet[str], known: Key | None) -> bool:
     """Return True if a folder is of an enrollment that was killed before the database had the device's key."""
     with contextlib.suppress(ConfigError):
-        card = read_card(out)
-        is_own = (card.device, card.aggregator_key) == (device, aggregator_key)
-        return is_own and (known is None or card.key != known.public.hex())
+        found = read_card(out)
+        is_own = (found.device, found.aggregator_key) == (card.device, card.aggregator_key)
+        is_unknown = known is None or found.key != known.public.hex()
+        return is_own and is_unknown and {file.name for file in out.iterdir()} <= names
     return False

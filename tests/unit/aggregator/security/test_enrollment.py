@@ -395,6 +395,25 @@ def test_folder_of_an_enrolled_device_or_of_another_fleet_is_not_replaced(world:
         world.enroll(renew=True)
 
 
+def test_folder_with_files_of_an_operator_is_not_replaced(world: World) -> None:
+    """Although its keys are those of an earlier enrollment."""
+    out = world.enroll()
+    world.store.keys.enroll("shed-1", bytes(32), now_s=0.0)
+    (out / "notes.txt").write_text("second shelf")
+    with pytest.raises(ConfigError, match="exists: give --out a new folder"):
+        world.enroll(renew=True)
+    assert (out / "notes.txt").is_file()
+    (out / "notes.txt").unlink()
+    assert world.enroll(renew=True) == out
+
+
+def test_out_may_be_the_current_folder(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder := world.root / "here").mkdir()
+    monkeypatch.chdir(folder)
+    enroll(world.store, "shed-1", fleet="orchard", out=Path())
+    assert read_card(folder).device == "shed-1"
+
+
 def test_mark_of_a_closed_fleet_is_written_again(world: World) -> None:
     """By the next command, if an enrollment was killed after it was stored."""
     world.enroll()
