@@ -45,13 +45,16 @@ RECEIPTS_AT_ONCE = 256
 
 RECEIPTS_PER_S = 4.0
 
+MAX_READ_BYTES = 16 * 1024**2
+"""Size of the uploads of a batch in memory at which frames are left to the transaction, which handles one at a time."""
+
 MAX_REFUSED = 1_000_000
 """Refused messages of a reason that a device can report: a device can claim any number, and metrics add them."""
 
 
 @dataclass(frozen=True)
-class _FirstFrame:
-    """A frame of a device without a key, which an open fleet pins in the transaction."""
+class _LateFrame:
+    """A frame that the transaction handles: of a device without a key, which an open fleet pins, or in a full batch."""
 
     frame: FrameView
 
@@ -74,7 +77,7 @@ class _Upload:
     """The row of a submission; None for an evaluation."""
 
 
-_Item = _FirstFrame | _Report | _Upload | Refused
+_Item = _LateFrame | _Report | _Upload | Refused
 
 
 @dataclass(kw_only=True)
@@ -97,6 +100,8 @@ class DeviceMessages:
     """Messages to be stored: each with its device, and its channel for the detail of a refusal."""
     _complete: set[tuple[str, bytes]] = field(default_factory=set, init=False)
     """Uploads among the items: another frame of one needs no answer."""
+    _read_bytes: int = field(default=0, init=False)
+    """Their size."""
     _answered: TokenBuckets[tuple[str, Reason | None]] = field(init=False)
     """Answers by device and reason of refusal: a flood of refused messages does not delay its other receipts."""
     _refused: dict[str, tuple[bytes, Reason, str]] = field(default_factory=dict, init=False)
@@ -132,11 +137,13 @@ class DeviceMessages:
                 self._store_or_refuse(device, channel, item)
         finally:
             self._complete.clear()
+            self._read_bytes = 0
 
     def discard(self) -> None:
         self.receipts.clear()
         self._items.clear()
         self._complete.clear()
+        self._read_bytes = 0
         self.accepted.discard()
 
     def _read(self, device: str, channel: str, payload: bytes) -> _Item | None:
@@ -148,8 +155,8 @@ class DeviceMessages:
             self._take_request(device, decode(payload, BlobRequest, max_bytes=1024))
             return None
         frame = decode(payload, FrameView, max_bytes=MAX_FRAME_BYTES)
-        if self.store.keys.get(device) is None:
-            return _FirstFrame(frame)
+        if self._read_bytes > MAX_READ_BYTES or self.store.keys.get(device) is None:
+            return _LateFrame(frame)
         return self._take_frame(device, frame)
 
     def _store_or_refuse(self, device: str, channel: str, item: _Item) -> None:
@@ -164,7 +171,7 @@ class DeviceMessages:
                 raise item
             case _Report(channel=channel, payload=payload):
                 self._store_report(device, channel, payload)
-            case _FirstFrame(frame=frame):
+            case _LateFrame(frame=frame):
                 if (upload := self._take_frame(device, frame)) is not None:
                     self._store_upload(device, upload)
             case _Upload():
@@ -268,6 +275,7 @@ class DeviceMessages:
         if record is not None and self.view.judge(record, self.view.submission(device)).verdict == "new":
             self.accepted.prepare(upload.digest, upload.payload)
         self._complete.add((device, upload.digest))
+        self._read_bytes += len(upload.payload)
         return _Upload(upload, message, record)
 
     def _record(self, device: str, submission: Submission, upload: Complete) -> SubmissionRecord:

@@ -11,6 +11,8 @@ import pytest
 
 from aggregator.config.schema import TaskFile
 from aggregator.intake.receiver import Receiver
+from aggregator.server import device_messages
+from aggregator.server.device_messages import DeviceMessages
 from aggregator.server.event_loop import MessageIntake, TaskReplaced
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
@@ -111,6 +113,37 @@ def test_a_batch_is_stored_in_one_transaction(store: Store, *, is_known: bool) -
         ("?", "malformed", 1),
         ("b", "unknown_task", 1),
     ]
+
+
+def test_uploads_that_complete_in_one_batch_are_not_all_in_memory(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The transaction reads those beyond a limit, one after the other."""
+    bench, devices = Bench(store), ["a", "b", "c", "d", "e"]
+    for device in devices:
+        store.keys.pin(device, public_key(key_of(device)), now_s=0.0)
+    size_bytes = len(encode(round_submission(number=2)))
+    monkeypatch.setattr(device_messages, "MAX_READ_BYTES", size_bytes)
+    read = []
+
+    class Spy(DeviceMessages):
+        def store_items(self) -> None:
+            read.append(self._read_bytes)
+            super().store_items()
+
+    bench.intake._messages.__class__ = Spy
+    for sequence in (1, 2):
+        batch = [each for device in devices for each in _upload(_numbered(device, sequence), device)]
+        receipts = bench.handle(*batch)
+        assert [(device, each.status) for device, each in receipts] == [
+            (each, "received") for each in devices
+        ]
+    assert read == [2 * size_bytes] * 2
+    assert [each.entry.sequence for each in store.submissions.all(TASK.digest).values()] == [2] * 5
+
+
+def _numbered(device: str, sequence: int) -> Submission:
+    return round_submission(number=2, sequence=sequence, seed=ord(device))
 
 
 def test_verdicts_follow_what_others_store(store: Store) -> None:
