@@ -266,11 +266,17 @@ class DeviceMessages:
 
     def _read_upload(self, device: str, upload: Complete) -> _Upload:
         """Validate an upload; the payload of a submission that counts is written before the transaction."""
+        message: Submission | Evaluation | None = None
         try:
             message = read_message(upload.payload)
-            record = self._record(device, message, upload) if isinstance(message, Submission) else None
+            if isinstance(message, Evaluation):
+                check_evaluation(message, self.expectation, newest_head=self.view.heads.newest)
+                record = None
+            else:
+                record = self._record(device, message, upload)
         except Refused as refused:
-            self._remember(device, upload.digest, refused)
+            if not isinstance(message, Evaluation):
+                self._remember(device, upload.digest, refused)
             raise
         if record is not None and self.view.judge(record, self.view.submission(device)).verdict == "new":
             self.accepted.prepare(upload.digest, upload.payload)
@@ -342,7 +348,6 @@ class DeviceMessages:
                 raise Refused(reason, f"the submission is for round {number}, but {now}")
 
     def _store_evaluation(self, device: str, evaluation: Evaluation, digest: bytes) -> None:
-        check_evaluation(evaluation, self.expectation, newest_head=self.view.heads.newest)
         if evaluation.head_version not in self.view.heads.retained:
             return  # nothing depends on it any more
         version, correct = evaluation.head_version, sum(evaluation.correct)
