@@ -18,7 +18,8 @@ from aggregator.messaging.publisher import FleetPublisher
 from aggregator.security.identity import aggregator_access, restore_access
 from aggregator.security.key_rotation import require_fleet_key
 from aggregator.server.announcements import TAKE_OVER, Announcements
-from aggregator.server.event_loop import Event, EventLoop, Events, MessageIntake
+from aggregator.server.event_loop import Event, EventLoop, Events
+from aggregator.server.message_intake import MessageIntake
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import IntakeHeads, RoundRequest, ServedTask, TaskPreparation
 from aggregator.tasks.task_preparation import Task, prepare_task

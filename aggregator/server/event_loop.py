@@ -8,23 +8,12 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Protocol
 
-from aggregator.intake.accepted_submissions import AcceptedSubmissions
-from aggregator.intake.receiver import Receiver
-from aggregator.intake.validation import expectation_of
-from aggregator.messaging.blob_sender import BlobSender
-from aggregator.messaging.publisher import Publisher
-from aggregator.server.device_messages import DeviceMessages
-from aggregator.server.store_view import StoreView
-from aggregator.server.traffic_meter import TrafficMeter
-from aggregator.storage.store import Store
-from aggregator.storage.stored_values import IntakeTask
+from aggregator.server.message_intake import MessageIntake
 from aggregator.training.runner import Finished, Progress
-from protocol.errors import NotLeader, ProtofleetError, StateError, ThreadFailed
+from protocol.errors import ThreadFailed
 from protocol.log import event as log_event
 from protocol.mqtt import reconnecting_session as mqtt
 from protocol.service_manager import ServiceManager
-from protocol.storage.blobstore import BlobStore
-from protocol.wire.messages import TaskManifest
 from protocol.wire.transfer import chunk_bytes
 
 log = logging.getLogger(__name__)
@@ -46,10 +35,6 @@ Event = mqtt.Event | Progress | Finished | Stop
 Events = queue.SimpleQueue[Event]
 
 
-class TaskReplaced(ProtofleetError):
-    """Another task is served."""
-
-
 class Program(Protocol):
     """A program's work beside the messages of devices."""
 
@@ -64,98 +49,6 @@ class Program(Protocol):
     def tick(self, *, is_resumed: bool) -> None:
         """Let time pass, after a stop of the intake if `is_resumed`."""
         ...
-
-
-class MessageIntake:
-    """Stores the messages of devices, a batch in one transaction, and answers them once they are durable."""
-
-    def __init__(
-        self,
-        store: Store,
-        task: IntakeTask,
-        manifest: TaskManifest,
-        *,
-        receiver: Receiver,
-        publisher: Publisher,
-        blob_sender: BlobSender,
-    ) -> None:
-        self.store = store
-        self.receiver = receiver
-        self.publisher = publisher
-        self.blob_sender = blob_sender
-        self.view = StoreView(store, task)
-        self._accepted = AcceptedSubmissions(task.digest, task.settings, store)
-        self._traffic = TrafficMeter(store)
-        self._messages = DeviceMessages(
-            task=task,
-            expectation=expectation_of(task, manifest),
-            store=store,
-            receiver=receiver,
-            view=self.view,
-            accepted=self._accepted,
-            blob_sender=blob_sender,
-        )
-
-    def handle(self, messages: list[mqtt.Received]) -> None:
-        """Store all messages durably, or none; then answer them. Raises TaskReplaced if another task is served."""
-        self._traffic.received += sum(len(message.payload) for message in messages)
-        try:
-            self._store(messages)
-            self._accepted.log()
-            self.receiver.commit()
-        except StateError as error:
-            self.receiver.stop(error)
-            self._messages.discard()
-            for message in messages:  # again, now that the intake is stopped
-                with self.receiver.guard():
-                    self._messages.read(message.topic, message.payload)
-                    self._messages.store_items()
-        for device, receipt in self._messages.receipts:
-            self.publisher.publish_to_device(device, "ack", receipt)
-        self._messages.receipts.clear()
-
-    def _store(self, messages: list[mqtt.Received]) -> None:
-        """Store all messages durably; raises StateError if one cannot be stored: then none is.
-
-        Most of the work comes before the transaction, in which no other program can write. The blobs of a folder get
-        their names within it, since the aggregator deletes those that it does not know.
-        """
-        self._refresh()
-        with self.store.snapshot():
-            for message in messages:
-                self._messages.read(message.topic, message.payload)
-        self.store.database.check_file()
-        if not isinstance(self.store.blobs, BlobStore):
-            self._accepted.flush()
-        if self._messages.has_items():
-            with self.store.transaction():
-                self._refresh()
-                self._messages.store_items()
-                self._accepted.count_unused()
-                self._accepted.flush()
-
-    def _refresh(self) -> None:
-        if not self.view.refresh():
-            self.store.check_lead()
-            raise TaskReplaced("another task is served")
-
-    def tick(self) -> bool:
-        """Let time pass; returns True if a stopped intake was resumed just now."""
-        self.blob_sender.send()
-        is_resumed = self.receiver.tick()
-        with self.receiver.guard():
-            self._refresh()
-            if self.view.deleted:
-                self.receiver.drop(self.view.deleted)
-                self.view.deleted.clear()
-            self._traffic.keep(sent=self.publisher.sent_bytes)
-        return is_resumed
-
-    def close(self) -> None:
-        self.publisher.stop()
-        with contextlib.suppress(NotLeader), self.receiver.guard():
-            self._traffic.keep(sent=self.publisher.sent_bytes, at_once=True)
-        self.receiver.close()
 
 
 class EventLoop:

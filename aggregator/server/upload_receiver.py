@@ -12,7 +12,8 @@ from aggregator.intake.intake_status import Intake
 from aggregator.intake.receiver import Receiver
 from aggregator.messaging.blob_sender import BlobSender
 from aggregator.messaging.publisher import Publisher
-from aggregator.server.event_loop import Event, EventLoop, Events, MessageIntake, Stop, TaskReplaced
+from aggregator.server.event_loop import Event, EventLoop, Events, Stop
+from aggregator.server.message_intake import MessageIntake, TaskReplaced
 from aggregator.server.shards import ShardAssignment
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import IntakeTask

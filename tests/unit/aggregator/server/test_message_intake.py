@@ -13,7 +13,7 @@ from aggregator.config.schema import TaskFile
 from aggregator.intake.receiver import Receiver
 from aggregator.server import device_messages
 from aggregator.server.device_messages import DeviceMessages
-from aggregator.server.event_loop import MessageIntake, TaskReplaced
+from aggregator.server.message_intake import MessageIntake, TaskReplaced
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import IntakeHeads, RoundRequest

@@ -3,7 +3,7 @@
 import contextlib
 from pathlib import Path
 
-from aggregator.server.traffic_meter import TrafficMeter
+from aggregator.server.message_intake import TrafficMeter
 from aggregator.storage.open_store import open_store
 from aggregator.storage.stored_values import Traffic
 
