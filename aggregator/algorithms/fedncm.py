@@ -8,11 +8,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from aggregator.algorithms.algorithm import ABSENT_LOGIT
+from aggregator.algorithms.algorithm import ABSENT_LOGIT, OneShot, Training
 from aggregator.algorithms.fedtc.head import Dense, calibrate
 from aggregator.algorithms.fedtc.train_head import TrainedHead
 from aggregator.algorithms.fedtc.training_set import TrainingSet
-from aggregator.algorithms.one_shot import OneShot, Training
 
 
 class FedNCM(OneShot, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from aggregator.algorithms.algorithm import Algorithm, RoundAlgorithm
-from aggregator.algorithms.one_shot import Training
+from aggregator.algorithms.algorithm import Algorithm, RoundAlgorithm, Training
 from aggregator.algorithms.registry import ALGORITHMS
 from aggregator.coordination.rollout_state import Settings as RolloutSettings
 from aggregator.coordination.round_state import Settings as RoundSettings

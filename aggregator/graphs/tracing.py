@@ -8,13 +8,13 @@ import numpy as np
 import onnx
 import torch
 from numpy.typing import NDArray
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper
 from onnxscript.optimizer import remove_unused_nodes
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from aggregator.algorithms.algorithm import Function, Functions, RoundAlgorithm
 from aggregator.graphs.head_export import OPSET
-from aggregator.graphs.optimizer_tiling import tile
 from protocol.errors import ProtofleetError
 from protocol.log import warnings_suppressed
 from protocol.models.onnx_metadata import GraphMetadata, delete_notes, to_properties
@@ -145,3 +145,76 @@ def _fold_transposes(graph: onnx.GraphProto) -> None:
                     flags = {entry.name: entry for entry in node.attribute}
                     flag = flags.get(name) or node.attribute.add(name=name, type=onnx.AttributeProto.INT)
                     flag.i = 1 - flag.i
+
+
+_Shape = tuple[int | str, ...]
+
+
+def tile(model: ModelProto) -> None:
+    """Move all operations on stacks of tiles into a `Scan` over the tiles, in place.
+
+    The graph's inputs of three fixed axes define the shapes of stacks. The operations must be elementwise, or products
+    of a stack of matrices with one common matrix. The caller verifies the result.
+    """
+    shapes = _shapes(model)
+    inputs = [shapes[value.name] for value in model.graph.input]
+    stacks = {shape for shape in inputs if len(shape) == 3 and all(isinstance(edge, int) for edge in shape)}
+    for number, stack in enumerate(sorted(stacks, key=str)):
+        nodes = [node for node in model.graph.node if all(shapes.get(name) == stack for name in node.output)]
+        if nodes:
+            _scan(model.graph, nodes, shapes, number)
+
+
+def _shapes(model: ModelProto) -> dict[str, _Shape]:
+    graph = onnx.shape_inference.infer_shapes(model).graph
+    return {
+        value.name: tuple(edge.dim_param or edge.dim_value for edge in value.type.tensor_type.shape.dim)
+        for value in (*graph.input, *graph.output, *graph.value_info)
+    }
+
+
+def _scan(graph: GraphProto, nodes: Sequence[NodeProto], shapes: dict[str, _Shape], number: int) -> None:
+    stack = shapes[nodes[0].output[0]]
+    made = [name for node in nodes for name in node.output]
+    repeated = {node.output[0]: node.input[0] for node in graph.node if node.op_type == "Expand"}
+    for node in nodes:
+        node.input[:] = [repeated.get(name, name) for name in node.input]
+    others = [node for node in graph.node if node not in nodes]
+    asked = {name for node in others for name in node.input} | {value.name for value in graph.output}
+    taken = dict.fromkeys(
+        name
+        for node in nodes
+        for name in node.input
+        if name not in made and len(shapes.get(name, ())) == 3 and shapes[name][:2] == stack[:2]
+    )
+    given = [name for name in made if name in asked]
+    body = _body(nodes, list(taken), given, shapes)
+    scan = helper.make_node(
+        "Scan", list(taken), given, name=f"Scan_{number}", body=body, num_scan_inputs=len(taken)
+    )
+    place = next((at for at, node in enumerate(others) if set(node.input) & set(given)), len(others))
+    others.insert(place, scan)
+    del graph.node[:]
+    graph.node.extend(others)
+    kept = [value for value in graph.value_info if value.name not in made and value.name not in repeated]
+    del graph.value_info[:]
+    graph.value_info.extend(kept)
+
+
+def _body(
+    nodes: Sequence[NodeProto], taken: Sequence[str], given: Sequence[str], shapes: dict[str, _Shape]
+) -> GraphProto:
+    """Return the operations on a tile; inputs and outputs are prefixed, other outer values are used as they are."""
+    inside = {name: f"tile_{name}" for name in (*taken, *given)}
+    copies = []
+    for node in nodes:
+        copy = NodeProto()
+        copy.CopyFrom(node)
+        copy.input[:] = [inside.get(name, name) for name in node.input]
+        copy.output[:] = [inside.get(name, name) for name in node.output]
+        copies.append(copy)
+    inputs, outputs = (
+        [helper.make_tensor_value_info(inside[name], TensorProto.FLOAT, shapes[name][1:]) for name in names]
+        for names in (taken, given)
+    )
+    return helper.make_graph(copies, "tile", inputs, outputs)

@@ -12,7 +12,6 @@ from msgspec import structs
 from aggregator.coordination import round_state, rounds
 from aggregator.heads.calibration import Calibration, store_calibrated
 from aggregator.heads.head_rate import HeadRate
-from aggregator.heads.lost_submissions import LostSubmissions
 from aggregator.heads.next_head import (
     blobs_of,
     delete_members,
@@ -27,7 +26,7 @@ from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import NextHead, TrainingProgress, UnusedBytes
 from aggregator.tasks.manifests import round_manifest
-from aggregator.tasks.restoration import Restoration
+from aggregator.tasks.restoration import LostSubmissions, Restoration
 from aggregator.tasks.retention import delete_carried_submissions, delete_unneeded_blobs
 from aggregator.tasks.task_preparation import Task
 from aggregator.training.jobs import CalibrationJob, CompileJob, Job

@@ -104,7 +104,7 @@ def _forget(store: "Store", arguments: DeviceArguments) -> Sequence[str]:
 
     It stays enrolled and may upload again: to prevent that, revoke it first.
     """
-    from aggregator.heads.forgotten_devices import forget
+    from aggregator.heads.operator_commands import forget
 
     return forget(store, arguments.device)
 

@@ -3,8 +3,9 @@
 import contextlib
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
+from aggregator.coordination.round_state import Entry
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import LostFiles
 from aggregator.tasks.retention import needed_blobs
@@ -12,8 +13,10 @@ from aggregator.tasks.task_preparation import Task, prepare_task
 from protocol.errors import BlobLost, NotLeader, ProtofleetError, StateError
 from protocol.log import event
 from protocol.storage.blobstore import file_digest
+from protocol.wire.messages import Receipt
 
 log = logging.getLogger(__name__)
+
 
 VERIFY_S = 60.0
 """Seconds for which a verified file is used without being read as a whole again, and a lost one counts as lost."""
@@ -120,3 +123,49 @@ class Restoration:
             event(log, logging.WARNING, "blob restored: check the disk or the object store", digest=digest)
             return True
         return False
+
+
+REQUEST_S = 30.0
+"""Seconds between requests: a device may be offline."""
+
+
+class LostSubmissions:
+    """The lost submissions of a task."""
+
+    def __init__(self, task: Task, store: Store) -> None:
+        self._task = task.digest
+        self._store = store
+        self._request_s = 0.0
+
+    def remove(self, members: Mapping[str, Entry]) -> dict[str, bytes]:
+        """Delete the submissions whose blobs are missing; return their devices and digests. Raises StateError.
+
+        A training, which verifies the blobs as it reads them, has moved the damaged ones to another folder.
+        """
+        lost = {
+            device: entry.digest for device, entry in members.items() if entry.digest not in self._store.blobs
+        }
+        if not lost:
+            return {}
+        with self._store.transaction():
+            stored = self._store.submissions.all(self._task)
+            for device, digest in lost.items():
+                if device in stored and stored[device].entry.digest == digest:
+                    self._store.submissions.delete(self._task, device)
+                    self._store.submissions.add_lost(self._task, device, digest, now_s=time.time())
+        for device, digest in lost.items():
+            text = "submission lost from disk, requesting it again: check the disk"
+            event(log, logging.ERROR, text, device=device, digest=digest)
+        self._request_s = 0.0
+        return lost
+
+    def requests(self) -> list[tuple[str, Receipt]]:
+        """Return the devices to ask now, and what to send them: a device answers with the query of an upload."""
+        now_s = time.monotonic()
+        if now_s < self._request_s:
+            return []
+        self._request_s = now_s + REQUEST_S
+        return [
+            (each.device, Receipt(digest=bytes.fromhex(each.sha256), status="missing"))
+            for each in self._store.submissions.lost(self._task)
+        ]

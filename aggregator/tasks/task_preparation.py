@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from aggregator.algorithms.one_shot import OneShot
+from aggregator.algorithms.algorithm import OneShot
 from aggregator.algorithms.statistics.feature_map import FeatureMap, selected
 from aggregator.algorithms.tensors import pack_tensors
 from aggregator.config.schema import TaskFile

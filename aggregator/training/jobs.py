@@ -10,8 +10,8 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from aggregator.algorithms.algorithm import OneShot, Training
 from aggregator.algorithms.fedtc.train_head import FedTC
-from aggregator.algorithms.one_shot import OneShot, Training
 from aggregator.algorithms.registry import ALGORITHMS
 from aggregator.algorithms.statistics.feature_map import FeatureMap
 from aggregator.config.schema import Robust, TaskFile

@@ -22,10 +22,9 @@ from aggregator.graphs.head_export import map_to_onnx
 from aggregator.intake.validation import Expectation, Refused
 from aggregator.training.head_job import few_prototypes, write_checked
 from aggregator.training.jobs import Result, StatisticsJob, report_progress, run_as_program
-from aggregator.training.robust.limited_means import distance_factors
 from aggregator.training.robust.outlier_detection import MIN_DEVICES as COMMON_DEVICES
 from aggregator.training.robust.outlier_detection import judge
-from aggregator.training.robust.training_set import MIN_COMMON_SHARE
+from aggregator.training.robust.training_set import MIN_COMMON_SHARE, distance_factors
 from aggregator.training.robust.weights import counted_images, counted_scatter, counting
 from aggregator.training.statistics_sums import (
     Block,

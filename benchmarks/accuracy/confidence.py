@@ -8,10 +8,10 @@ import click
 import numpy as np
 from numpy.typing import NDArray
 
+from aggregator.algorithms.algorithm import Training
 from aggregator.algorithms.confidence import calibrated, fit_map
 from aggregator.algorithms.fedtc.head import logits_of
 from aggregator.algorithms.fedtc.recipe import recipe_of
-from aggregator.algorithms.one_shot import Training
 from benchmarks.accuracy.class_prior import UNEVEN, probabilities_of, run_places
 from benchmarks.data.features import load_features
 from benchmarks.data.images import NAMES

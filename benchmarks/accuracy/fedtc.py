@@ -9,9 +9,9 @@ from typing import Literal, get_args
 import click
 import numpy as np
 
+from aggregator.algorithms.algorithm import Training
 from aggregator.algorithms.fedtc.adapter import torch_device
 from aggregator.algorithms.fedtc.recipe import recipe_of
-from aggregator.algorithms.one_shot import Training
 from aggregator.config.schema import MAX_MULTIPLE
 from benchmarks.data.features import BackboneType, Precision, load_features, prepared, projected
 from benchmarks.data.images import NAMES

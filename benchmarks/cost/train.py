@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
+from aggregator.algorithms.algorithm import Training
 from aggregator.algorithms.fedtc.head import logits_of
 from aggregator.algorithms.fedtc.recipe import RECIPES, Recipe, recipe_of
 from aggregator.algorithms.fedtc.train_head import train_head
 from aggregator.algorithms.fedtc.training_set import TrainingSet
-from aggregator.algorithms.one_shot import Training
 from aggregator.training.robust.training_set import combine
 from benchmarks.data.features import load_features
 from benchmarks.data.images import NAMES

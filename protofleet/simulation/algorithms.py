@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from aggregator.algorithms.algorithm import RoundAlgorithm
+from aggregator.algorithms.algorithm import OneShot, RoundAlgorithm
 from aggregator.algorithms.fedtc.head import logits_of
 from aggregator.algorithms.fedtc.recipe import RECIPES
 from aggregator.algorithms.fedtc.train_head import train_head
 from aggregator.algorithms.fedtc.training_set import TrainingSet
-from aggregator.algorithms.one_shot import OneShot
 from aggregator.algorithms.statistics.feature_map import Statistics
 from aggregator.config.schema import Client as ClientSettings
 from aggregator.config.schema import Robust

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from aggregator.algorithms.algorithm import OneShot, Training
 from aggregator.algorithms.fedtc.head import Dense, logits_of
 from aggregator.algorithms.fedtc.recipe import Recipe
 from aggregator.algorithms.fedtc.train_head import train_head
 from aggregator.algorithms.fedtc.training_set import TrainingSet
-from aggregator.algorithms.one_shot import OneShot, Training
 from aggregator.config.schema import MAX_MULTIPLE, Robust
 from aggregator.intake.validation import Expectation, Prototypes, check_submission, read_message
 from aggregator.training.robust.training_set import judged_set, pool

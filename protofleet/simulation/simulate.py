@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from aggregator.algorithms.algorithm import Algorithm, RoundAlgorithm
+from aggregator.algorithms.algorithm import Algorithm, OneShot, RoundAlgorithm
 from aggregator.algorithms.fedtc.train_head import FedTC
-from aggregator.algorithms.one_shot import OneShot
 from aggregator.algorithms.registry import ALGORITHMS as REGISTERED
 from aggregator.config.schema import Client as ClientSettings
 from aggregator.config.schema import Robust

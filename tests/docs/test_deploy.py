@@ -21,8 +21,8 @@ import pytest
 import yaml
 from paho.mqtt.enums import CallbackAPIVersion
 
+from aggregator.algorithms.algorithm import Training
 from aggregator.algorithms.fedpcl import FedPCL
-from aggregator.algorithms.one_shot import Training
 from aggregator.algorithms.registry import ALGORITHMS
 from aggregator.algorithms.statistics.feature_map import Statistics
 from aggregator.config.schema import (

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from aggregator.algorithms.one_shot import Training
+from aggregator.algorithms.algorithm import Training
 from aggregator.algorithms.registry import ALGORITHMS
 from aggregator.cli import cli as aggregator
 from aggregator.config.schema import (

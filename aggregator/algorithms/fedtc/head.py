@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aggregator.algorithms.algorithm import ABSENT_LOGIT
-from aggregator.algorithms.fedtc.arrays import blocks
+from aggregator.algorithms.fedtc.training_set import blocks
 
 MIN_LENGTH = 1e-12
 """Least length that a row is divided by, as in `torch.nn.functional.normalize`."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
-from aggregator.algorithms.one_shot import Training
+from aggregator.algorithms.algorithm import Training
 
 WARM_UP = 0.3
 """Fraction of a one-cycle training in which the rate rises."""

@@ -8,12 +8,11 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from aggregator.algorithms.algorithm import ABSENT_LOGIT
+from aggregator.algorithms.algorithm import ABSENT_LOGIT, OneShot, Training
 from aggregator.algorithms.fedtc.discriminant import discriminants
 from aggregator.algorithms.fedtc.head import Dense, calibrate, cross_entropy, logits_of
 from aggregator.algorithms.fedtc.recipe import Recipe, recipe_of
 from aggregator.algorithms.fedtc.training_set import TrainingSet, even_rows
-from aggregator.algorithms.one_shot import OneShot, Training
 
 FOLDS = 5
 """Parts of the prototypes in cross-validation; of fewer than LEAVE_PAIRS_OUT, two of a class are left out at a time."""

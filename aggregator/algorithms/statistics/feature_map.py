@@ -10,7 +10,7 @@ import numpy as np
 from msgspec import Meta, UnsetType
 from numpy.typing import NDArray
 
-from aggregator.algorithms.one_shot import OneShot
+from aggregator.algorithms.algorithm import OneShot
 from protocol.statistics.second_moment import MAX_VALUE
 from protocol.wire.messages import MAX_MAPPED_SIZE
 

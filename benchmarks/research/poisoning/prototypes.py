@@ -9,10 +9,10 @@ import click
 import numpy as np
 from numpy.typing import NDArray
 
+from aggregator.algorithms.algorithm import Training
 from aggregator.algorithms.fedtc.adapter import torch_device
 from aggregator.algorithms.fedtc.recipe import recipe_of
 from aggregator.algorithms.fedtc.train_head import train_head
-from aggregator.algorithms.one_shot import Training
 from aggregator.config.schema import Robust
 from aggregator.intake.validation import Prototypes
 from aggregator.training.robust.outlier_detection import judge

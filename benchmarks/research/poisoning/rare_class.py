@@ -8,10 +8,10 @@ from types import MappingProxyType
 import click
 import numpy as np
 
+from aggregator.algorithms.algorithm import Training
 from aggregator.algorithms.fedtc.head import logits_of
 from aggregator.algorithms.fedtc.recipe import recipe_of
 from aggregator.algorithms.fedtc.train_head import train_head
-from aggregator.algorithms.one_shot import Training
 from aggregator.config.schema import Robust
 from aggregator.intake.validation import Prototypes
 from aggregator.training.robust.outlier_detection import judge

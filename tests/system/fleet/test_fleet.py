@@ -10,7 +10,7 @@ from pathlib import Path
 import onnx
 import pytest
 
-from aggregator.heads.forgotten_devices import forget
+from aggregator.heads.operator_commands import forget
 from aggregator.messaging.manifest_signer import identity_of
 from aggregator.storage.open_store import open_store
 from protocol.mqtt.reconnecting_session import BrokerAddress

@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 from sklearn.neighbors import NearestCentroid
 
+from aggregator.algorithms.algorithm import Training
 from aggregator.algorithms.fedncm import FedNCM
 from aggregator.algorithms.fedtc.head import logits_of
 from aggregator.algorithms.fedtc.training_set import TrainingSet
-from aggregator.algorithms.one_shot import Training
 from aggregator.training.head_job import run
 from aggregator.training.jobs import HeadJob
 from protocol.storage.blobstore import BlobStore

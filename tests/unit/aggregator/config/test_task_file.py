@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from aggregator.algorithms.algorithm import Training
 from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.algorithms.fpl import FPL
-from aggregator.algorithms.one_shot import Training
 from aggregator.algorithms.statistics.feature_map import Statistics
 from aggregator.config.schema import Client, PrivacyBudget, PrivacySettings, Robust, Rounds
 from aggregator.config.task_file import load_task

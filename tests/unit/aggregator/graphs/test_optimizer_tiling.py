@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 from aggregator.algorithms.layers import TILE_ELEMENTS, tile_rows
-from aggregator.graphs.optimizer_tiling import tile
+from aggregator.graphs.tracing import tile
 
 TILES, ROWS, COLUMNS = 3, 2, 5
 

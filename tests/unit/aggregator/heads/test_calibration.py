@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
+from aggregator.algorithms.algorithm import Training
 from aggregator.algorithms.fedtc.head import Dense
-from aggregator.algorithms.one_shot import Training
 from aggregator.config.schema import Limits, Robust, TaskFile
 from aggregator.coordination.rollout_state import Settings
 from aggregator.coordination.round_state import Entry
@@ -22,8 +22,7 @@ from aggregator.graphs.calibrated_head import UNCALIBRATED, logits_and_probabili
 from aggregator.graphs.head_export import head_to_onnx
 from aggregator.heads import rollout
 from aggregator.heads.calibration import MIN_IMAGES, RETRY_S, pooled, store_calibrated
-from aggregator.heads.forgotten_devices import forget
-from aggregator.heads.operator_commands import submit_command
+from aggregator.heads.operator_commands import forget, submit_command
 from aggregator.heads.rollout import Rollout
 from aggregator.heads.schedule import Schedule
 from aggregator.security.identity import revoke_key

@@ -7,8 +7,7 @@ from msgspec.structs import replace
 
 from aggregator.config.task_file import load_task
 from aggregator.coordination.round_state import Entry, Settings
-from aggregator.heads.forgotten_devices import forget
-from aggregator.heads.operator_commands import submit_command
+from aggregator.heads.operator_commands import forget, submit_command
 from aggregator.heads.rollout import Rollout
 from aggregator.storage.devices import REVOKED
 from aggregator.storage.heads import HeadRecord

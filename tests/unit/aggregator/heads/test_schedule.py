@@ -12,14 +12,14 @@ from unittest.mock import patch
 import pytest
 from msgspec import structs
 
-from aggregator.algorithms.one_shot import Training
+from aggregator.algorithms.algorithm import Training
 from aggregator.algorithms.statistics.feature_map import FeatureMap
 from aggregator.config.schema import TaskFile
 from aggregator.config.task_file import load_task
 from aggregator.coordination import round_state, rounds
 from aggregator.heads import schedule
-from aggregator.heads.forgotten_devices import forget
 from aggregator.heads.next_head import FULL_MEMORY_TRAININGS, job_of, store_head
+from aggregator.heads.operator_commands import forget
 from aggregator.heads.schedule import Schedule
 from aggregator.intake.accepted_submissions import AcceptedSubmissions
 from aggregator.storage.open_store import open_store

@@ -12,7 +12,7 @@ import onnxruntime
 import pytest
 from msgspec.structs import replace
 
-from aggregator.algorithms.one_shot import Training
+from aggregator.algorithms.algorithm import Training
 from aggregator.config.task_file import load_task
 from aggregator.coordination.round_state import Entry, State
 from aggregator.heads import schedule

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import pytest
 
 from aggregator.intake.intake_status import Intake
-from aggregator.server.shards import DEAD_S, FORGET_S, REPORT_S, ShardAssignment, divided
+from aggregator.server.upload_receiver import DEAD_S, FORGET_S, REPORT_S, ShardAssignment, divided
 from aggregator.storage.open_store import open_store
 from protocol.errors import StateError
 from protocol.wire.topics import SHARDS

@@ -9,8 +9,8 @@ import onnx
 import onnxruntime
 import pytest
 
+from aggregator.algorithms.algorithm import Training
 from aggregator.algorithms.fedtc.head import Dense
-from aggregator.algorithms.one_shot import Training
 from aggregator.algorithms.statistics.feature_map import FINE_LEVELS, FeatureMap, selected
 from aggregator.config.schema import TaskFile
 from aggregator.coordination import round_state, rounds

@@ -16,8 +16,7 @@ from aggregator.config.task_file import load_task
 from aggregator.coordination import round_state
 from aggregator.heads.schedule import Schedule
 from aggregator.server import upload_receiver
-from aggregator.server.shards import ShardAssignment
-from aggregator.server.upload_receiver import UploadReceiver, receive
+from aggregator.server.upload_receiver import ShardAssignment, UploadReceiver, receive
 from aggregator.storage import object_blobs
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.object_blobs import ObjectBlobs

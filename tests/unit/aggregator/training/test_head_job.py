@@ -5,9 +5,9 @@ from typing import Literal
 
 import pytest
 
+from aggregator.algorithms.algorithm import Training
 from aggregator.algorithms.fedtc import train_head
 from aggregator.algorithms.fedtc.recipe import RECIPES, recipe_of
-from aggregator.algorithms.one_shot import Training
 from aggregator.training.head_job import run
 from aggregator.training.jobs import HeadJob
 from protocol.storage.blobstore import BlobStore

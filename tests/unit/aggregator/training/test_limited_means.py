@@ -7,11 +7,10 @@ import pytest
 from numpy.typing import NDArray
 
 from aggregator.intake.validation import Prototypes
-from aggregator.training.robust import limited_means as limiting
-from aggregator.training.robust.limited_means import limited_means
+from aggregator.training.robust import training_set as limiting
 from aggregator.training.robust.outlier_detection import judge
 from aggregator.training.robust.outlier_statistics import summaries
-from aggregator.training.robust.training_set import combine
+from aggregator.training.robust.training_set import combine, limited_means
 from tests.support.messages.prototype_sets import CLASSES, fleet, flipped, honest
 
 

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 from msgspec import structs
 
-from aggregator.algorithms.one_shot import Training
+from aggregator.algorithms.algorithm import Training
 from aggregator.training.jobs import HeadJob
 from aggregator.training.runner import Finished, Progress, Trainer
 from protocol.errors import StateError, ThreadFailed

@@ -7,12 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from aggregator.algorithms.fedtc import arrays as module
-from aggregator.algorithms.fedtc.arrays import Arrays, blocks, is_in_file
+from aggregator.algorithms.fedtc import training_set as module
 from aggregator.algorithms.fedtc.head import Dense
 from aggregator.algorithms.fedtc.recipe import RECIPES, Recipe
 from aggregator.algorithms.fedtc.train_head import MIN_HELD_OUT, TrainedHead, train_head
-from aggregator.algorithms.fedtc.training_set import TrainingSet
+from aggregator.algorithms.fedtc.training_set import Arrays, TrainingSet, blocks, is_in_file
 from protocol.errors import ProtofleetError
 
 

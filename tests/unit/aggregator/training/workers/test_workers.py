@@ -7,7 +7,7 @@ from typing import NoReturn
 import pytest
 from msgspec import structs
 
-from aggregator.algorithms.one_shot import Training
+from aggregator.algorithms.algorithm import Training
 from aggregator.storage.store import Store
 from aggregator.training.jobs import HeadJob
 from aggregator.training.runner import Finished, Progress, Trainer
