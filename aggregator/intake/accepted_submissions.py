@@ -43,9 +43,9 @@ class AcceptedSubmissions:
     ) -> None:
         """Store a submission in place of its device's `replaced` one; raises StateError if it cannot be stored."""
         digest = record.entry.digest
-        if isinstance(self._store.blobs, BlobStore) and digest not in self._store.blobs:
-            self._prepared.pop(digest, None)  # another program has deleted it since `prepare` found it
         self.prepare(digest, payload)
+        if isinstance(self._store.blobs, BlobStore):  # another program may have deleted it since `prepare` found it
+            self._store.blobs.put_in_batch(payload, digest=digest, batch=self._writing)
         self._store.submissions.put(self._task, record)
         self._replaced_bytes += replaced.size_bytes if replaced is not None else 0
         self._to_log.append(record)

@@ -115,8 +115,10 @@ class WriteBatch:
 
     def add(self, path: Path, data: bytes) -> None:
         """Start to write a file, which `finish` renames to its path; raises StateError without a thread to do so."""
-        if path not in self._written:
-            self._written[path] = submit(self._pool, _write_beside, path, data, is_for_later=True)
+        self._written[path] = submit(self._pool, _write_beside, path, data, is_for_later=True)
+
+    def __contains__(self, path: Path) -> bool:
+        return path in self._written
 
     def wait_for(self, write: Future[None]) -> None:
         """Let `finish` wait for a write elsewhere, too."""
@@ -231,8 +233,8 @@ class BlobStore:
 
     def put_in_batch(self, data: bytes, *, digest: bytes, batch: WriteBatch) -> None:
         """Add `data`, whose digest was verified, to a batch."""
-        if not self.is_whole(digest):
-            batch.add(self.path(digest), data)
+        if (path := self.path(digest)) not in batch and not self.is_whole(digest):
+            batch.add(path, data)
 
     def is_whole(self, digest: bytes) -> bool:
         """Return True if a blob exists and its digest is correct."""
