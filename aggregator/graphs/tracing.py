@@ -1,4 +1,10 @@
-"""Traces an algorithm's torch functions into ONNX files, whose inputs and outputs are named as its tensors."""
+"""Traces an algorithm's torch functions into ONNX files, whose inputs and outputs are named as its tensors.
+
+Large tensors are processed tile by tile, so that each tile stays in the processor's cache. An optimizer's step is a
+dozen operations on tensors of megabytes, each limited by memory bandwidth. A state tensor of three axes is a stack of
+tiles; all operations on stacks of its shape become the body of one `Scan`, which copies neither its inputs nor its
+outputs.
+"""
 
 import itertools
 from collections.abc import Mapping, Sequence

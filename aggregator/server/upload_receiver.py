@@ -1,4 +1,4 @@
-"""`aggregator receive`: takes the uploads of some shards, stores them, and answers."""
+"""`aggregator receive`: takes the uploads of some shards, fixed by an operator or divided among the receivers alive."""
 
 import contextlib
 import hashlib

@@ -1,4 +1,7 @@
-"""Files that devices and trainings need: verified before use, and written again if they are missing or damaged."""
+"""Stored files that are missing or damaged: what devices and trainings need is written again.
+
+A submission that the disk has lost counts no longer, and its device is asked for it again.
+"""
 
 import contextlib
 import logging

@@ -1,4 +1,7 @@
-"""The prototypes of all devices, and the features that they stand for."""
+"""The prototypes of all devices, and the features that they stand for.
+
+Large arrays are in files, of which the operating system keeps in memory what fits; loops go over blocks of rows.
+"""
 
 import math
 import mmap

@@ -1,4 +1,8 @@
-"""The training set of a head, pure: the prototypes of several submissions as one labeled data set."""
+"""The training set of a head, pure: the prototypes of several submissions as one labeled data set.
+
+A device's mean of a class that is too far from the others' is moved to the distance that is expected of an honest
+device: outlier detection finds few wrong devices among few, and here such a device stays in use.
+"""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
