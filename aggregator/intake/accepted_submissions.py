@@ -44,7 +44,9 @@ class AcceptedSubmissions:
         """Store a submission in place of its device's `replaced` one; raises StateError if it cannot be stored."""
         digest = record.entry.digest
         self.prepare(digest, payload)
-        if isinstance(self._store.blobs, BlobStore):  # another program may have deleted it since `prepare` found it
+        if isinstance(
+            self._store.blobs, BlobStore
+        ):  # another program may have deleted it since `prepare` found it
             self._store.blobs.put_in_batch(payload, digest=digest, batch=self._writing)
         self._store.submissions.put(self._task, record)
         self._replaced_bytes += replaced.size_bytes if replaced is not None else 0

@@ -18,7 +18,7 @@ _BYTES = 4096
 _NAME = "intake.json"
 
 
-class Intake(msgspec.Struct, frozen=True):
+class IntakeStatus(msgspec.Struct, frozen=True):
     """The state of the intake of uploads."""
 
     stopped_s: Annotated[UnixSeconds | None, Meta(description="Since when uploads cannot be stored.")] = None
@@ -27,10 +27,10 @@ class Intake(msgspec.Struct, frozen=True):
 
 def create(folder: Path) -> None:
     """Create the file in the state directory; raises StateError if the disk is full or cannot be written."""
-    write_atomically(folder / _NAME, _padded(Intake()))
+    write_atomically(folder / _NAME, _padded(IntakeStatus()))
 
 
-def write(folder: Path, intake: Intake) -> None:
+def write(folder: Path, intake: IntakeStatus) -> None:
     """Overwrite the status; raises StateError if the file is gone or cannot be written."""
     with state_errors(folder / _NAME), (folder / _NAME).open("r+b") as file:
         file.write(_padded(intake))
@@ -38,26 +38,26 @@ def write(folder: Path, intake: Intake) -> None:
         os.fsync(file.fileno())
 
 
-def read(folder: Path, *, is_running: bool = False) -> Intake:
+def read(folder: Path, *, is_running: bool = False) -> IntakeStatus:
     """Return the status; that of a working intake if the file is missing or damaged.
 
     A running aggregator whose filesystem has become read-only cannot write it: the intake has stopped since the
     last write.
     """
-    found = Intake()
+    found = IntakeStatus()
     with contextlib.suppress(OSError, msgspec.MsgspecError):
-        found = msgspec.json.decode((folder / _NAME).read_bytes(), type=Intake)
+        found = msgspec.json.decode((folder / _NAME).read_bytes(), type=IntakeStatus)
     if found.stopped_s is None and is_running:
         with contextlib.suppress(OSError):
             if os.statvfs(folder).f_flag & os.ST_RDONLY:
                 written_s = max(file.stat().st_mtime for file in folder.iterdir())
-                return Intake(
+                return IntakeStatus(
                     written_s, "the filesystem is read-only: check the disk, and mount it for writing"
                 )
     return found
 
 
-def _padded(intake: Intake) -> bytes:
+def _padded(intake: IntakeStatus) -> bytes:
     """Return JSON of constant size."""
-    bounded = Intake(intake.stopped_s, intake.reason[: _BYTES // 8])
+    bounded = IntakeStatus(intake.stopped_s, intake.reason[: _BYTES // 8])
     return msgspec.json.encode(bounded).ljust(_BYTES - 1) + b"\n"

@@ -10,7 +10,7 @@ from pathlib import Path
 from aggregator.config.schema import TaskFile
 from aggregator.heads.rollout import Rollout
 from aggregator.heads.schedule import Schedule
-from aggregator.intake.receiver import Receiver
+from aggregator.intake.uploads import Uploads
 from aggregator.messaging.blob_sender import BlobSender
 from aggregator.messaging.embedded_broker import EmbeddedBroker
 from aggregator.messaging.manifest_signer import identity_of
@@ -61,9 +61,7 @@ class Aggregator:
         key, fleet = identity_of(store.folder), task.file.fleet
         presence = OwnPresence(epoch=_next_epoch(task, store), topic=fleet_topic(fleet, "state"), key=key)
         store.facts.put(task.intake)
-        self._receiver = Receiver(
-            store, max_bytes=task.intake.max_bytes, unfinished_s=task.intake.unfinished_s
-        )
+        self._uploads = Uploads(store, max_bytes=task.intake.max_bytes, unfinished_s=task.intake.unfinished_s)
         self._training = Schedule(task, store, on_event=events.put, external=external_training)
         self._releases = Rollout(task, store)
         self._publisher = FleetPublisher(
@@ -89,7 +87,7 @@ class Aggregator:
             store=store,
             key=key,
             publisher=self._publisher,
-            receiver=self._receiver,
+            uploads=self._uploads,
             training=self._training,
             releases=self._releases,
             restoration=restoration,
@@ -98,7 +96,7 @@ class Aggregator:
             store,
             task.intake,
             task.manifest,
-            receiver=self._receiver,
+            uploads=self._uploads,
             publisher=self._publisher,
             blob_sender=blob_sender,
         )
@@ -115,7 +113,7 @@ class Aggregator:
         """Return True for a message of a device; take note of one on the aggregator's own topics."""
         channel = self._publisher.own_topics.get(message.topic)
         if channel is not None:
-            with self._receiver.guard():
+            with self._uploads.guard():
                 self._observe(channel, message.payload)
         return channel is None
 
@@ -124,7 +122,7 @@ class Aggregator:
             self._announcements.observe(channel, payload)
         except Replaced as replaced:
             if not self._store.is_shared:  # there, it would keep other aggregators of the fleet from starting
-                with self._receiver.guard():
+                with self._uploads.guard():
                     self._store.facts.put(replaced.duplicate)
             raise
 
@@ -152,7 +150,7 @@ class Aggregator:
         self._announcements.publish_new_head()
         self._announcements.refresh()
         self._announcements.restore_dropped()
-        with self._receiver.guard():
+        with self._uploads.guard():
             self._store.clock.keep()
             self._training.tick()
             self._training.restoration.tick()
@@ -165,14 +163,14 @@ class Aggregator:
 
     def _reload(self) -> None:
         """Return to the stored state after a stop; while it cannot be read, the intake stays stopped."""
-        with self._receiver.guard():
+        with self._uploads.guard():
             self._training.reload()
             self._releases.reload()
         self._training.retry()
 
     def _update_releases(self) -> None:
         """Apply the newest head and the passing of time to the rollout, and store what receivers need of it."""
-        with self._receiver.guard():
+        with self._uploads.guard():
             self._releases.tick(self._training.state.head_version)
             heads = IntakeHeads(
                 self._task.digest,

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from aggregator.heads.rollout import Rollout
 from aggregator.heads.schedule import Schedule
-from aggregator.intake.receiver import Receiver
+from aggregator.intake.uploads import Uploads
 from aggregator.intake.validation import Refused
 from aggregator.messaging.blob_sender import reading
 from aggregator.messaging.manifest_signer import ManifestSigner
@@ -40,7 +40,7 @@ class Announcements:
     key: bytes
     """The aggregator's private key, 32 bytes."""
     publisher: FleetPublisher
-    receiver: Receiver
+    uploads: Uploads
     """The intake, which is stopped when a release number cannot be stored."""
     training: Schedule
     releases: Rollout
@@ -57,7 +57,7 @@ class Announcements:
     def __post_init__(self) -> None:
         self._signer = ManifestSigner(self.store, key=self.key, fleet=self.task.file.fleet)
         self._own_topic = OwnTopic(
-            store=self.store, publisher=self.publisher, receiver=self.receiver, fleet=self.task.file.fleet
+            store=self.store, publisher=self.publisher, uploads=self.uploads, fleet=self.task.file.fleet
         )
 
     def connected(self) -> None:
@@ -113,7 +113,7 @@ class Announcements:
         }
         manifest = manifests[channel]
         payload = b"" if manifest is None else self._signer.sign(channel, encode(manifest))
-        with self.receiver.guard():
+        with self.uploads.guard():
             self._signer.keep()
         self._published[channel] = payload
         self.publisher.publish_to_fleet(channel, payload)
@@ -135,9 +135,9 @@ class Announcements:
         overwritten, self._overwritten = self._overwritten, {}
         for channel, payload in overwritten.items():
             if payload and not self._signer.has_signed(channel, payload):
-                with self.receiver.guard():
+                with self.uploads.guard():
                     text = f"a {channel} that this aggregator has not signed was on the broker"
-                    self.receiver.count_refusal(UNKNOWN_DEVICE, Refused("signature", text))
+                    self.uploads.count_refusal(UNKNOWN_DEVICE, Refused("signature", text))
             self._publish(channel)
 
 
@@ -152,7 +152,7 @@ class OwnTopic:
 
     store: Store
     publisher: FleetPublisher
-    receiver: Receiver
+    uploads: Uploads
     fleet: str
     _is_outdated: bool = field(default=False, init=False)
 
@@ -222,4 +222,4 @@ class OwnTopic:
         event(log, logging.WARNING, text, address=found.address, instance=found.instance, epoch=found.epoch)
 
     def _refuse(self, reason: Reason, detail: str) -> None:
-        self.receiver.count_refusal(UNKNOWN_DEVICE, Refused(reason, detail))
+        self.uploads.count_refusal(UNKNOWN_DEVICE, Refused(reason, detail))

@@ -12,7 +12,7 @@ from aggregator.intake.accepted_submissions import AcceptedSubmissions
 from aggregator.intake.frame_authentication import FrameAuthenticator
 from aggregator.intake.quotas import Quotas
 from aggregator.intake.reassembly import Complete
-from aggregator.intake.receiver import Receiver
+from aggregator.intake.uploads import Uploads
 from aggregator.intake.validation import Expectation, Refused, check_evaluation, count_rows, read_message
 from aggregator.messaging.blob_sender import BlobSender
 from aggregator.server.store_view import StoreView
@@ -90,7 +90,7 @@ class DeviceMessages:
     task: IntakeTask
     expectation: Expectation
     store: Store
-    receiver: Receiver
+    uploads: Uploads
     view: StoreView
     accepted: AcceptedSubmissions
     blob_sender: BlobSender
@@ -163,7 +163,7 @@ class DeviceMessages:
         try:
             self._store(device, item)
         except (MalformedMessage, Refused) as error:
-            self.receiver.count_refusal(device, _refusal(error, channel))
+            self.uploads.count_refusal(device, _refusal(error, channel))
 
     def _store(self, device: str, item: _Item) -> None:
         match item:
@@ -241,7 +241,7 @@ class DeviceMessages:
         """Authenticate a frame and add it to its upload; return the upload if it is complete."""
         try:
             self._check_known(device)
-            self._authenticator.check(device, frame, may_pin=not self.receiver.is_stopped)
+            self._authenticator.check(device, frame, may_pin=not self.uploads.is_stopped)
             outcome = self._reassemble(device, frame)
             if isinstance(outcome, Complete):
                 return self._read_upload(device, outcome)
@@ -258,11 +258,11 @@ class DeviceMessages:
             if is_last:
                 raise Refused(*refused[1:])
             return None
-        if is_last and not self.receiver.is_stopped:
+        if is_last and not self.uploads.is_stopped:
             self._quotas.check_transfer(device, frame.digest, frame.size_bytes)
         if (device, frame.digest) in self._complete:
             return None
-        return self.receiver.take(device, frame)
+        return self.uploads.take(device, frame)
 
     def _read_upload(self, device: str, upload: Complete) -> _Upload:
         """Validate an upload; the payload of a submission that counts is written before the transaction."""

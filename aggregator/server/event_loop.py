@@ -97,8 +97,8 @@ class EventLoop:
         return batch
 
     def handle(self, batch: list[Event]) -> None:
-        intake, receiver = self._intake, self._intake.receiver
-        with receiver.guard():
+        intake, uploads = self._intake, self._intake.uploads
+        with uploads.guard():
             intake.store.check_lead()
         for is_message, group in groupby(batch, key=lambda event: isinstance(event, mqtt.Received)):
             events = list(group)
@@ -108,7 +108,7 @@ class EventLoop:
                 intake.publisher.acknowledge(messages)
             else:
                 for event in events:
-                    with receiver.guard():
+                    with uploads.guard():
                         self._handle_event(event)
         intake.publisher.acknowledge([])
         self._program.tick(is_resumed=intake.tick())

@@ -4,7 +4,7 @@ import contextlib
 import time
 
 from aggregator.intake.accepted_submissions import AcceptedSubmissions
-from aggregator.intake.receiver import Receiver
+from aggregator.intake.uploads import Uploads
 from aggregator.intake.validation import expectation_of
 from aggregator.messaging.blob_sender import BlobSender
 from aggregator.messaging.publisher import Publisher
@@ -58,12 +58,12 @@ class MessageIntake:
         task: IntakeTask,
         manifest: TaskManifest,
         *,
-        receiver: Receiver,
+        uploads: Uploads,
         publisher: Publisher,
         blob_sender: BlobSender,
     ) -> None:
         self.store = store
-        self.receiver = receiver
+        self.uploads = uploads
         self.publisher = publisher
         self.blob_sender = blob_sender
         self.view = StoreView(store, task)
@@ -73,7 +73,7 @@ class MessageIntake:
             task=task,
             expectation=expectation_of(task, manifest),
             store=store,
-            receiver=receiver,
+            uploads=uploads,
             view=self.view,
             accepted=self._accepted,
             blob_sender=blob_sender,
@@ -85,12 +85,12 @@ class MessageIntake:
         try:
             self._store(messages)
             self._accepted.log()
-            self.receiver.commit()
+            self.uploads.commit()
         except StateError as error:
-            self.receiver.stop(error)
+            self.uploads.stop(error)
             self._messages.discard()
             for message in messages:  # again, now that the intake is stopped
-                with self.receiver.guard():
+                with self.uploads.guard():
                     self._messages.read(message.topic, message.payload)
                     self._messages.store_items()
         for device, receipt in self._messages.receipts:
@@ -125,17 +125,17 @@ class MessageIntake:
     def tick(self) -> bool:
         """Let time pass; returns True if a stopped intake was resumed just now."""
         self.blob_sender.send()
-        is_resumed = self.receiver.tick()
-        with self.receiver.guard():
+        is_resumed = self.uploads.tick()
+        with self.uploads.guard():
             self._refresh()
             if self.view.deleted:
-                self.receiver.drop(self.view.deleted)
+                self.uploads.drop(self.view.deleted)
                 self.view.deleted.clear()
             self._traffic.keep(sent=self.publisher.sent_bytes)
         return is_resumed
 
     def close(self) -> None:
         self.publisher.stop()
-        with contextlib.suppress(NotLeader), self.receiver.guard():
+        with contextlib.suppress(NotLeader), self.uploads.guard():
             self._traffic.keep(sent=self.publisher.sent_bytes, at_once=True)
-        self.receiver.close()
+        self.uploads.close()

@@ -9,8 +9,8 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
-from aggregator.intake.intake_status import Intake
-from aggregator.intake.receiver import Receiver
+from aggregator.intake.intake_status import IntakeStatus
+from aggregator.intake.uploads import Uploads
 from aggregator.messaging.blob_sender import BlobSender
 from aggregator.messaging.publisher import Publisher
 from aggregator.server.event_loop import Event, EventLoop, Events, Stop
@@ -75,7 +75,7 @@ class ShardAssignment:
         if time.monotonic() > self._report_s + DEAD_S:
             self._seen.clear()
 
-    def tick(self, intake: Intake) -> None:
+    def tick(self, intake: IntakeStatus) -> None:
         """Report if it is time, and find out which receivers are alive; raises StateError."""
         now_s = time.monotonic()
         if now_s < self._report_s:
@@ -119,7 +119,7 @@ class ShardAssignment:
         names = [name for name, record in alive.items() if not record.is_fixed]
         return divided([shard for shard in range(SHARDS) if shard not in taken], names)[self._name]
 
-    def _record(self, intake: Intake) -> ReceiverRecord:
+    def _record(self, intake: IntakeStatus) -> ReceiverRecord:
         return ReceiverRecord(
             name=self._name,
             shards=tuple(sorted(self.shards)),
@@ -161,7 +161,7 @@ class UploadReceiver:
         self._shards = assignment.shards
         self._is_connected = False
         self._verified_s: dict[bytes, float] = {}
-        self._receiver = Receiver(
+        self._uploads = Uploads(
             store, folder=folder, max_bytes=task.max_bytes, unfinished_s=task.unfinished_s
         )
         self._events: Events = queue.SimpleQueue()
@@ -180,7 +180,7 @@ class UploadReceiver:
             store,
             task,
             decode(store.blobs.read(task.digest), TaskManifest, max_bytes=MAX_MANIFEST_BYTES),
-            receiver=self._receiver,
+            uploads=self._uploads,
             publisher=publisher,
             blob_sender=blob_sender,
         )
@@ -205,9 +205,9 @@ class UploadReceiver:
                 self._is_connected = False
 
     def tick(self, *, is_resumed: bool) -> None:  # noqa: ARG002 - nothing depends on it
-        with self._receiver.guard():
+        with self._uploads.guard():
             if self._is_connected:  # otherwise the others take its shards
-                self._assignment.tick(self._receiver.intake)
+                self._assignment.tick(self._uploads.status)
         if self._assignment.shards != self._shards:
             self._events.put(Stop())
 
@@ -294,7 +294,7 @@ def _program(
     store: Store, folder: Path, assignment: ShardAssignment, *, broker: Brokers, access: BrokerAccess
 ) -> UploadReceiver | None:
     """Return a receiver of the task that is served now; None if there is none."""
-    assignment.tick(Intake())
+    assignment.tick(IntakeStatus())
     task = store.facts.get(IntakeTask)
     if task is None:
         return None

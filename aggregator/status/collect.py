@@ -16,7 +16,7 @@ from aggregator.heads import operator_commands
 from aggregator.heads.head_rate import limited_until_s
 from aggregator.heads.next_head import has_half_memory
 from aggregator.intake import intake_status
-from aggregator.intake.intake_status import Intake
+from aggregator.intake.intake_status import IntakeStatus
 from aggregator.intake.quotas import upload_tokens
 from aggregator.security.key_rotation import key_certificates, root_of
 from aggregator.status import model
@@ -52,10 +52,10 @@ def collect_status(store: Store) -> model.Status:
     return replace(status, attention=attention_of(status))
 
 
-def _intake(own: Intake, receivers: Iterable[ReceiverRecord]) -> Intake:
+def _intake(own: IntakeStatus, receivers: Iterable[ReceiverRecord]) -> IntakeStatus:
     """Return the status of the intake of the aggregator, or of the first receiver whose intake is stopped."""
     stopped = [
-        Intake(each.stopped_s, f"receiver {each.name}: {each.reason}")
+        IntakeStatus(each.stopped_s, f"receiver {each.name}: {each.reason}")
         for each in receivers
         if each.stopped_s is not None
     ]

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from aggregator.intake.intake_status import Intake
+from aggregator.intake.intake_status import IntakeStatus
 from aggregator.storage.devices import ForgottenDevice, QuarantinedDevice, Refusal, UnixSeconds
 from aggregator.storage.programs import ReceiverRecord
 from aggregator.storage.stored_values import Traffic, TrainingProgress
@@ -204,7 +204,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     leader: Annotated[
         str, Meta(description="The machine of the aggregator that runs, on PostgreSQL; otherwise empty.")
     ]
-    intake: Intake
+    intake: IntakeStatus
     aggregator_key: Annotated[str, Meta(description="Public key in hex: `edge-client --aggregator-key`.")]
     root_key: Annotated[
         str, Meta(description="Public key in hex that signs the later ones; empty if none does.")

@@ -11,7 +11,7 @@ from aggregator.config.schema import Limits, Rounds
 from aggregator.coordination.canary_comparison import CanaryResult
 from aggregator.coordination.rollout_state import State, Trial
 from aggregator.intake import intake_status
-from aggregator.intake.intake_status import Intake
+from aggregator.intake.intake_status import IntakeStatus
 from aggregator.storage.devices import REVOKED
 from aggregator.storage.stored_values import LostFiles, NextHead, TrainingProgress
 from protocol.wire.messages import BlobRef
@@ -59,7 +59,7 @@ def test_everything_that_needs_an_operator_is_at_the_top(open_page: OpenPage, tm
         store.facts.put(replace(served, limits=Limits(max_devices=1)))
         store.keys.pin("a", bytes(32), now_s=now_s)
         intake_status.create(tmp_path)
-        intake_status.write(tmp_path, Intake(now_s, "no space left on the disk: free space"))
+        intake_status.write(tmp_path, IntakeStatus(now_s, "no space left on the disk: free space"))
         store.facts.put(Duplicate(instance="aa", epoch=1, address="other/192.0.2.1", seen_s=now_s))
         store.facts.put(LostFiles(("ab" * 32,)))
         following = NextHead(

@@ -325,7 +325,7 @@ def test_database_that_is_lost_while_running_stops_the_intake(tmp_path: Path, da
     store.database.read("PRAGMA wal_checkpoint(TRUNCATE)")
     before = file.read_bytes()
     if damage == "damaged":
-        daemon._receiver._check_s = 0.0
+        daemon._uploads._check_s = 0.0
         file.write_bytes(before[: len(before) // 2].ljust(len(before), b"\xff"))
         daemon._loop.handle([])
     else:
@@ -341,7 +341,7 @@ def test_database_that_is_lost_while_running_stops_the_intake(tmp_path: Path, da
     assert "restore it from a backup" in reason
     if damage != "damaged":
         (tmp_path / "away").replace(file)
-        daemon._receiver._trial_s = 0.0
+        daemon._uploads._trial_s = 0.0
         daemon._loop.handle([])
         daemon._loop.handle(_uploaded(again[1]))
         assert _receipts(sent) == ["received"]
@@ -356,7 +356,7 @@ def test_folder_of_blobs_that_is_deleted_while_running_stops_the_intake(tmp_path
     assert _receipts(sent) == ["received"]
     shutil.rmtree(store.blobs.folder)
     daemon._loop.handle(_uploaded(_separable(task.digest, sequence=2)))
-    daemon._receiver._trial_s = 0.0
+    daemon._uploads._trial_s = 0.0
     daemon._loop.handle([])
     assert "received" not in _receipts(sent)
     assert "restart the aggregator" in intake_status.read(store.folder).reason

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from aggregator.config.schema import TaskFile
-from aggregator.intake.receiver import Receiver
+from aggregator.intake.uploads import Uploads
 from aggregator.server import device_messages
 from aggregator.server.device_messages import DeviceMessages
 from aggregator.server.message_intake import MessageIntake, TaskReplaced
@@ -68,7 +68,7 @@ class Bench:
             store,
             TASK,
             IN_ROUNDS,
-            receiver=Receiver(store, max_bytes=10**6, unfinished_s=3600.0),
+            uploads=Uploads(store, max_bytes=10**6, unfinished_s=3600.0),
             publisher=publisher,
             blob_sender=blob_sender,
         )

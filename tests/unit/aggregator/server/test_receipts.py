@@ -8,7 +8,7 @@ import pytest
 
 from aggregator.config.schema import TaskFile
 from aggregator.intake.accepted_submissions import AcceptedSubmissions
-from aggregator.intake.receiver import Receiver
+from aggregator.intake.uploads import Uploads
 from aggregator.server.device_messages import DeviceMessages
 from aggregator.server.store_view import StoreView
 from aggregator.storage.store import Store
@@ -47,14 +47,14 @@ class Bench:
         self.store = store
         task = Task(file=FILE, feature_size=16, expectation=ROUNDS_EXPECTATION, first_tensors=None).intake
         blob_sender: Any = SimpleNamespace(request=lambda *_: 0.0)
-        self.receiver = Receiver(store, max_bytes=10**6, unfinished_s=3600.0)
+        self.uploads = Uploads(store, max_bytes=10**6, unfinished_s=3600.0)
         self.view = StoreView(store, task)
         self.open_round(2)
         self.messages = DeviceMessages(
             task=task,
             expectation=ROUNDS_EXPECTATION,
             store=store,
-            receiver=self.receiver,
+            uploads=self.uploads,
             view=self.view,
             accepted=AcceptedSubmissions(task.digest, task.settings, store),
             blob_sender=blob_sender,
@@ -70,7 +70,7 @@ class Bench:
         for frame in frames_of(payload, digest=digest_of(payload)):
             self.messages.read(device_topic(FLEET, "dev", "up"), signed(frame))
             self.messages.store_items()
-        self.receiver.commit()
+        self.uploads.commit()
         ((device, receipt),) = self.messages.receipts
         self.messages.receipts.clear()
         assert (device, receipt.digest) == ("dev", digest_of(payload))

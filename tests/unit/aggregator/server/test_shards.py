@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from aggregator.intake.intake_status import Intake
+from aggregator.intake.intake_status import IntakeStatus
 from aggregator.server.upload_receiver import DEAD_S, FORGET_S, REPORT_S, ShardAssignment, divided
 from aggregator.storage.open_store import open_store
 from protocol.errors import StateError
@@ -37,7 +37,7 @@ class Machine:
         for _ in range(int(seconds // REPORT_S)):
             self.now_s += REPORT_S
             for each in alive:
-                each.tick(Intake())
+                each.tick(IntakeStatus())
 
 
 def test_a_dead_receivers_shards_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +61,7 @@ def test_a_dead_receivers_shards_move(tmp_path: Path, monkeypatch: pytest.Monkey
         machine.pass_s(REPORT_S, one)
         assert len(one.shards) == SHARDS
         machine.now_s += FORGET_S
-        one.tick(Intake())
+        one.tick(IntakeStatus())
         assert set(store.receivers.all()) == {"one"}
         machine.pass_s(REPORT_S, one, two)
         machine.pass_s(REPORT_S, one, two)
@@ -80,7 +80,7 @@ def test_the_other_receivers_are_not_dead_after_a_pause_of_all(
         own = one.shards
         machine.now_s += 2 * DEAD_S
         one.resume()
-        one.tick(Intake())
+        one.tick(IntakeStatus())
         assert one.shards == own
         machine.pass_s(DEAD_S + REPORT_S, one)
         one.resume()
@@ -112,6 +112,6 @@ def test_a_shared_name_is_noticed(
 
 def test_a_receiver_reports_its_intake(tmp_path: Path) -> None:
     with contextlib.closing(open_store(tmp_path)) as store:
-        ShardAssignment(store, "one", fixed=None).tick(Intake(7.0, "the disk is full"))
+        ShardAssignment(store, "one", fixed=None).tick(IntakeStatus(7.0, "the disk is full"))
         ((_, record),) = store.receivers.all().values()
         assert (record.stopped_s, record.reason) == (7.0, "the disk is full")

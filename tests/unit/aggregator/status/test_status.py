@@ -16,7 +16,7 @@ from aggregator.config.schema import Limits, Rounds
 from aggregator.coordination.canary_comparison import CanaryResult
 from aggregator.coordination.rollout_state import HeadCommand, State, Trial
 from aggregator.intake import intake_status
-from aggregator.intake.intake_status import Intake
+from aggregator.intake.intake_status import IntakeStatus
 from aggregator.status import model
 from aggregator.status.collect import collect_status
 from aggregator.storage.devices import Refusal
@@ -254,10 +254,10 @@ def test_state_without_task_is_an_error(tmp_path: Path) -> None:
 def test_stopped_intake(tmp_path: Path) -> None:
     store = started_store(tmp_path)
     intake_status.create(tmp_path)
-    assert collected(store).intake == Intake()
+    assert collected(store).intake == IntakeStatus()
     assert "intake" not in rendered(collected(store))
-    intake_status.write(tmp_path, Intake(100.0, "the disk is [full]"))
-    assert collected(store).intake == Intake(100.0, "the disk is [full]")
+    intake_status.write(tmp_path, IntakeStatus(100.0, "the disk is [full]"))
+    assert collected(store).intake == IntakeStatus(100.0, "the disk is [full]")
     text = rendered(collected(store))
     assert "intake stopped since 1970-01-01" in text
     assert ": the disk is [full]" in text
@@ -275,12 +275,12 @@ def test_receivers(tmp_path: Path) -> None:
         store.receivers.report(record)
     status = collected(store)
     assert status.receivers == (working, stopped)
-    assert status.intake == Intake(95.0, "receiver two: the disk is full")
+    assert status.intake == IntakeStatus(95.0, "receiver two: the disk is full")
     text = rendered(status)
     assert "one with 2 shards, at 1970-01-01" in text
     assert "receiver two: the disk is full" in text
-    intake_status.write(tmp_path, Intake(96.0, "the table is full"))
-    assert collected(store).intake == Intake(96.0, "the table is full")
+    intake_status.write(tmp_path, IntakeStatus(96.0, "the table is full"))
+    assert collected(store).intake == IntakeStatus(96.0, "the table is full")
 
 
 def test_intake_on_a_filesystem_that_has_become_read_only(
@@ -296,7 +296,7 @@ def test_intake_on_a_filesystem_that_has_become_read_only(
     assert found.stopped_s == 200.0
     assert "the filesystem is read-only" in found.reason
     store.close()
-    assert collected(open_store(tmp_path, read_only=True)).intake == Intake()
+    assert collected(open_store(tmp_path, read_only=True)).intake == IntakeStatus()
 
 
 def test_heads_and_the_devices_that_use_them(tmp_path: Path) -> None:

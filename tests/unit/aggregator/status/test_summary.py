@@ -5,7 +5,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from aggregator.intake import intake_status
-from aggregator.intake.intake_status import Intake
+from aggregator.intake.intake_status import IntakeStatus
 from aggregator.status.summary import attention_of, summary_of
 from aggregator.storage.stored_values import LostFiles
 from tests.support.messages.submissions import TASK, device_info
@@ -22,7 +22,7 @@ def test_errors_are_before_warnings(tmp_path: Path) -> None:
     """The terminal, the page and the overview show the same."""
     store = busy_store(tmp_path)
     intake_status.create(tmp_path)
-    intake_status.write(tmp_path, Intake(100.0, "the disk is full"))
+    intake_status.write(tmp_path, IntakeStatus(100.0, "the disk is full"))
     store.facts.put(LostFiles(("ab" * 32,)))
     store.submissions.add_lost(TASK, "c", b"digest", now_s=1.0)
     store.quarantine.add(TASK, "a", reason="far", now_s=2.0)
