@@ -15,7 +15,7 @@ from aggregator.storage.heads import CALIBRATED_FROM, HeadRecord
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import NextHead
 from aggregator.tasks.task_preparation import Task
-from aggregator.training.jobs import HeadJob, Result, RoundJob, StatisticsJob
+from aggregator.training.jobs import CalibrationJob, HeadJob, Job, Result, RoundJob, StatisticsJob
 from protocol.errors import StateError
 from protocol.log import event
 from protocol.wire.messages import BlobRef
@@ -64,9 +64,11 @@ def delete_members(store: Store, devices: Collection[str]) -> None:
         store.jobs.cancel(head.task)
 
 
-def blobs_of(job: HeadJob | StatisticsJob | RoundJob, task: Task) -> list[bytes]:
+def blobs_of(job: Job, task: Task) -> list[bytes]:
     """Return the digests of what a job reads beside the submissions, except for the backbones: it can do without."""
     program = task.manifest.program
+    if isinstance(job, CalibrationJob):
+        return [task.digest, bytes.fromhex(job.head)]
     if program is None or not isinstance(job, RoundJob):
         return [task.digest]
     return [task.digest, bytes.fromhex(job.tensors), program.init.digest, program.head.digest]

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +29,7 @@ from aggregator.tasks.manifests import round_manifest
 from aggregator.tasks.restoration import LostSubmissions, Restoration
 from aggregator.tasks.retention import delete_carried_submissions, delete_unneeded_blobs
 from aggregator.tasks.task_preparation import Task
-from aggregator.training.jobs import CalibrationJob, CompileJob, Job
+from aggregator.training.jobs import CalibrationJob, CompileJob, Job, Result, WorkerJob
 from aggregator.training.runner import Finished, Progress, Trainer
 from aggregator.training.workers.queue_trainer import QueueTrainer
 from protocol.errors import StateError
@@ -162,33 +162,43 @@ class Schedule:
         )
 
     def finish(self, finished: Finished) -> bool:
-        """Apply the end of a training; return True if there is a new head."""
-        head, reason = None, finished.reason
-        if self._is_stopped(finished.job):
+        """Apply the end of a training or a calibration; return True if there is a new head."""
+        job, head, reason = finished.job, None, finished.reason
+        if self._is_stopped(job):
             return False
-        if isinstance(finished.job, CalibrationJob):
-            return self._finish_calibration(finished.job, finished)
-        members = self.state.training
-        if finished.result is not None and members is not None and not isinstance(finished.job, CompileJob):
+        if finished.result is not None:
             try:
-                head = store_head(self._task, self._store, finished.job, finished.result, members)
+                head = self._store_result(job, finished.result)
             except StateError as error:
                 reason = str(error)
-                if self._is_stopped(finished.job):
+                if self._is_stopped(job):
                     return False
         if head is None and self._adopt_stored():
             return True
-        has_lost = finished.result is None and self._close_without_lost(members or {})
-        if head is None and not has_lost:
-            if finished.result is None and not isinstance(finished.job, CompileJob):
-                with contextlib.suppress(StateError):  # the next attempt fails, and then this is repeated
-                    self.restoration.restore(blobs_of(finished.job, self._task))
-            self._fail(reason)
-        elif head is not None:
+        if head is not None:
             self._step(rounds.Trained(head.version, frozenset(head.quarantined)))
-            self._head = head
-            log_head(head, self.state, self._settings)
+            self._use(head)
+        elif isinstance(job, CalibrationJob):
+            self._leave_uncalibrated(job, reason)
+        elif finished.result is not None:
+            self._fail(reason)
+        elif not self._close_without_lost(self.state.training or {}):
+            with contextlib.suppress(StateError):  # the next attempt fails, and then this is repeated
+                self.restoration.restore(blobs_of(job, self._task))
+            self._fail(reason)
         return head is not None
+
+    def _store_result(self, job: Job, result: Result) -> HeadRecord | None:
+        if isinstance(job, CalibrationJob):
+            return store_calibrated(self._task, self._store, job, result)
+        members = self.state.training
+        if members is None or isinstance(job, CompileJob):
+            return None
+        return store_head(self._task, self._store, job, result, members)
+
+    def _use(self, head: HeadRecord) -> None:
+        self._head = head
+        log_head(head, self.state, self._settings)
 
     def _adopt_stored(self) -> bool:
         """Return True if the next head is stored already, by a transaction that failed only to report its commit."""
@@ -197,9 +207,8 @@ class Schedule:
             if head is not None:
                 state = self._store.round_state(self._task.digest)
                 self.state = replace(state, is_rate_limited=self.state.is_rate_limited)
-                self._head = head
                 self._due.clear()
-                log_head(head, self.state, self._settings)
+                self._use(head)
                 return True
         return False
 
@@ -274,16 +283,13 @@ class Schedule:
         self._due += trainings
 
     def _start(self, train: rounds.Train) -> None:
-        self._job = job = job_of(train, self._task, self._store, self.state, tensors=self._tensors)
-        try:
+        job = job_of(train, self._task, self._store, self.state, tensors=self._tensors)
+        with self._failing(job):
             if self._stored_head() is not None:
                 raise StateError(f"head {train.version} is stored already")  # `finish` adopts it
             self.state = replace(self.state, is_rate_limited=not self._rate.count())
             put_started(self._store, self._next, dict(train.members))
-            self.restoration.verify(blobs_of(job, self._task), at_once=True)
-            self._trainer.start(job)
-        except StateError as error:
-            self._on_event(Finished(job, None, str(error)))
+            self._run(job)
 
     def _calibrate(self) -> None:
         """Start to make the calibrated version of the newest head if it is due, and no training is running or failed.
@@ -292,36 +298,29 @@ class Schedule:
         """
         if self.state.training is not None or self.state.failures:
             return
-        job = self._calibration.job(self._head, self.state.decisions)
-        if job is None:
-            return
-        self._job, self.state = job, replace(self.state, training=self.state.covered)
+        if (job := self._calibration.job(self._head, self.state.decisions)) is not None:
+            self.state = replace(self.state, training=self.state.covered)
+            with self._failing(job):
+                self._run(job)
+
+    @contextlib.contextmanager
+    def _failing(self, job: WorkerJob) -> Iterator[None]:
+        """Make a job the one whose end counts; an error of the body ends it."""
+        self._job = job
         try:
-            self.restoration.verify([bytes.fromhex(job.task), bytes.fromhex(job.head)], at_once=True)
-            self._trainer.start(job)
+            yield
         except StateError as error:
             self._on_event(Finished(job, None, str(error)))
 
-    def _finish_calibration(self, job: CalibrationJob, finished: Finished) -> bool:
-        """Apply the end of a calibration; without one, the head remains as it is."""
-        head, reason = None, finished.reason
-        if finished.result is not None:
-            try:
-                head = store_calibrated(self._task, self._store, job, finished.result)
-            except StateError as error:
-                reason = str(error)
-        if head is None and self._adopt_stored():
-            return True
-        if head is None:
-            self._calibration.postpone()
-            self.state = replace(self.state, training=None)
-            text = "head not calibrated: it stays in use as it is"
-            event(log, logging.WARNING, text, version=job.version - 1, reason=reason)
-            return False
-        self._step(rounds.Trained(head.version, frozenset(head.quarantined)))
-        self._head = head
-        log_head(head, self.state, self._settings)
-        return True
+    def _run(self, job: WorkerJob) -> None:
+        self.restoration.verify(blobs_of(job, self._task), at_once=True)
+        self._trainer.start(job)
+
+    def _leave_uncalibrated(self, job: CalibrationJob, reason: str) -> None:
+        self._calibration.postpone()
+        self.state = replace(self.state, training=None)
+        text = "head not calibrated: it stays in use as it is"
+        event(log, logging.WARNING, text, version=job.version - 1, reason=reason)
 
     def _can_use_blobs(self) -> bool:
         """Return False if the object store fails now, by which a training may have failed."""
