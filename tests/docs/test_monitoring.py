@@ -6,8 +6,10 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import get_args
 
 import pytest
+import yaml
 from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -15,10 +17,12 @@ from aggregator.algorithms.fpl import FPL
 from aggregator.config.schema import Rounds
 from aggregator.http.metrics import metrics_text
 from aggregator.http.snapshots import read_snapshot
+from protocol.wire.messages import Reason
 from tests.docs.command_lines import DEPLOY
 from tests.unit.aggregator.status.stores import TASK_FILE, busy_store, started_store
 
 FOLDER = DEPLOY / "monitoring"
+RUNBOOK = "docs/operations/runbook.md"
 IN_ROUNDS = {"protofleet_round", "protofleet_rounds", "protofleet_round_devices"}
 """Metrics of tasks in rounds."""
 
@@ -56,6 +60,26 @@ def test_metrics_of_rules_and_panels_exist(file: str, metrics: set[str]) -> None
     used = set(re.findall(r"protofleet_\w+", (FOLDER / file).read_text(encoding="utf-8")))
     assert used
     assert used <= metrics | IN_ROUNDS
+
+
+def test_each_alert_has_its_section_of_the_runbook() -> None:
+    """It says what the alert means, has three commands, the first `aggregator doctor`, and says what to do."""
+    rules = yaml.safe_load((FOLDER / "alerts.yml").read_text(encoding="utf-8"))["groups"][0]["rules"]
+    page = (DEPLOY.parent / RUNBOOK).read_text(encoding="utf-8")
+    sections = {part.partition("\n")[0]: part for part in page.split("\n## ")[1:]}
+    assert list(sections) == [rule["alert"] for rule in rules]
+    for rule in rules:
+        assert rule["annotations"]["runbook_url"] == f"{RUNBOOK}#{rule['alert'].lower()}"
+        section = sections[rule["alert"]]
+        commands = section.partition("```console\n")[2].partition("```")[0].splitlines()
+        assert (commands[0], len(commands)) == ("aggregator doctor", 3)
+        assert all(f"**{part}" in section for part in ("Meaning.", "Do.", "Worry"))
+
+
+def test_runbook_explains_every_reason_of_a_refusal() -> None:
+    page = (DEPLOY.parent / RUNBOOK).read_text(encoding="utf-8")
+    reasons = re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`.*?) \|", page, re.MULTILINE)))
+    assert sorted(reasons) == sorted(get_args(Reason))
 
 
 def test_panels_do_not_overlap() -> None:
