@@ -397,12 +397,12 @@ def test_scripts_have_no_finding_of_shellcheck() -> None:
     subprocess.run([Path(sys.executable).with_name("shellcheck"), *scripts], check=True)
 
 
-def wheel(folder: Path, name: str, *, requires: str = "", program: str = "") -> str:
+def wheel(folder: Path, name: str, *, requires: str = "", program: str = "", text: str = "") -> str:
     """Write a wheel of one module, and return its sha256 in hex."""
     info = f"{name}-1.0.dist-info"
     module = program.replace("-", "_") or name
     files = {
-        f"{module}.py": f"def main() -> None:\n    import {requires or 'sys'}\n",
+        f"{module}.py": text or f"def main() -> None:\n    import {requires or 'sys'}\n",
         f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n"
         + (f"Requires-Dist: {requires}\n" if requires else ""),
         f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
@@ -411,12 +411,14 @@ def wheel(folder: Path, name: str, *, requires: str = "", program: str = "") -> 
     }
     path = folder / f"{name}-1.0-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
-        for file, text in files.items():
-            archive.writestr(file, text)
+        for file, content in files.items():
+            archive.writestr(file, content)
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def install_device(folder: Path, sha256: str, images: str = "images") -> subprocess.CompletedProcess[str]:
+def install_device(
+    folder: Path, sha256: str, images: str = "images", fleet: str = "broker.example"
+) -> subprocess.CompletedProcess[str]:
     """Run install-device.sh with pip, below a folder in place of /; nothing is asked of the system's programs."""
     script, programs = folder / "deploy" / "install-device.sh", folder / "programs"
     if not script.exists():
@@ -426,11 +428,11 @@ def install_device(folder: Path, sha256: str, images: str = "images") -> subproc
         script.write_text(re.sub(r"/(?=(opt|etc)/)", f"{folder}/", text), encoding="utf-8")
         for name in ("opt", "etc/systemd/system", programs.name):
             (folder / name).mkdir(parents=True)
-        for name in ("apt-get", "id", "systemctl", "runuser"):
+        for name in ("apt-get", "chown", "id", "systemctl", "runuser"):
             (programs / name).write_text(f'#!/bin/sh\necho {name} "$@" >> {folder}/calls\n', encoding="ascii")
             (programs / name).chmod(0o755)
     (folder / images).mkdir(exist_ok=True)
-    arguments = ("protofleet-1.0-py3-none-any.whl", sha256, "device.lock", "broker.example", images)
+    arguments = ("protofleet-1.0-py3-none-any.whl", sha256, "device.lock", fleet, images)
     path = f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     env = {**os.environ, "PATH": path, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(folder)}
     return subprocess.run(
