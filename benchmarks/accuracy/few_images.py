@@ -1,8 +1,9 @@
 """`python -m benchmarks few`: heads of fleets with few images, beside simpler classifiers of the same prototypes."""
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from pathlib import Path
 
 import click
@@ -21,7 +22,7 @@ from aggregator.training.robust.training_set import pool
 from benchmarks.data.features import BackboneType, load_features
 from benchmarks.data.images import NAMES, PACS
 from benchmarks.options import repeated
-from benchmarks.report import Table, json_option, write_json
+from benchmarks.report import Plot, Table, json_option, write_json
 from protofleet.prototypes import average_class
 from protofleet.simulation.fedtc import calibration_error
 from protofleet.simulation.fleet import Features
@@ -97,10 +98,22 @@ def command(
         json_file,
         "few",
         tables=[table],
+        plots=[_plot(runs)],
         backbone=backbone,
         image_size=image_size,
         runs=[asdict(run) for run in runs],
     )
+
+
+def _plot(runs: Sequence[Run]) -> Plot:
+    """Return the head's mean accuracy by the images of each class, where all classes have as many."""
+    series: dict[str, list[tuple[float, float]]] = {}
+    for (name, classes, size), found in groupby(
+        (run for run in runs if run.rare == run.images), key=lambda run: (run.data, run.classes, run.images)
+    ):
+        accuracy = float(np.mean([run.head for run in found]))
+        series.setdefault(f"{name}, {classes} classes", []).append((size, accuracy))
+    return Plot("Accuracy by images", "images of each class in the fleet", "accuracy", series, log=("x",))
 
 
 def _first(features: Features, classes: int) -> Features:
