@@ -113,7 +113,13 @@ def _plot(runs: Sequence[Run]) -> Plot:
     ):
         accuracy = float(np.mean([run.head for run in found]))
         series.setdefault(f"{name}, {classes} classes", []).append((size, accuracy))
-    return Plot("Accuracy by images", "images of each class in the fleet", "accuracy", series, log=("x",))
+    return Plot(
+        title="Accuracy by images",
+        x="images of each class in the fleet",
+        y="accuracy",
+        series=series,
+        log=("x",),
+    )
 
 
 def _first(features: Features, classes: int) -> Features:
