@@ -97,8 +97,8 @@ def _open_postgresql(
     if not location.fleet:
         raise ConfigError("expected the name of the fleet whose tables --store holds: give --fleet")
     require_packages("psycopg", extras="cluster")
-    from aggregator.storage.postgresql.database import PostgresDatabase
-    from aggregator.storage.postgresql.lead import LeadingDatabase
+    from aggregator.storage.postgresql import PostgresDatabase
+    from aggregator.storage.postgresql_lead import LeadingDatabase
 
     before = recorded_location(folder)
     if not read_only:

@@ -27,7 +27,7 @@ from protocol.storage.facts import Facts
 from protocol.wire.messages import BlobRef
 
 if TYPE_CHECKING:
-    from aggregator.storage.postgresql.database import PostgresDatabase
+    from aggregator.storage.postgresql import PostgresDatabase
     from aggregator.storage.sqlite import SqliteDatabase
 
 FleetDatabase: TypeAlias = "SqliteDatabase | PostgresDatabase"

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from aggregator.cli import cli as aggregator
 from aggregator.storage.open_store import open_store
-from aggregator.storage.postgresql.fleet_schema import MAX_NAME, FleetSchema
+from aggregator.storage.postgresql import MAX_NAME, quoted, schema_name
 from protocol.errors import ConfigError
 from protocol.wire.codec import decode, digest_of, encode
 from protocol.wire.messages import BlobRequest, Presence, Receipt
@@ -136,17 +136,17 @@ def test_schemas_in_one_database_are_their_roles_own(two: TwoFleets, tmp_path: P
     """Where a database has a schema for each role, in place of a database for each; none may create any."""
     import psycopg
 
-    schema = FleetSchema("shared")
+    schema = quoted(schema_name("shared"))
     with psycopg.connect(two.server.url, autocommit=True) as admin:
-        admin.execute(f"CREATE SCHEMA {schema.quoted} AUTHORIZATION {THEIRS}")
+        admin.execute(f"CREATE SCHEMA {schema} AUTHORIZATION {THEIRS}")
     url = two.server.url.replace("fleet@", f"{THEIRS}@")
     with closing(open_store(tmp_path / "theirs", database=url, fleet="shared")) as store:
         store.keys.pin("a", bytes(32), now_s=1.0)
     other = url.replace(f"{THEIRS}@", f"{OURS}@")
     with psycopg.connect(other, autocommit=True) as connection:
         for statement in (
-            f"TABLE {schema.quoted}.keys",
-            f"DROP SCHEMA {schema.quoted} CASCADE",
+            f"TABLE {schema}.keys",
+            f"DROP SCHEMA {schema} CASCADE",
             'CREATE SCHEMA "fleet_squatted"',
         ):
             with pytest.raises(psycopg.errors.InsufficientPrivilege):
@@ -228,11 +228,11 @@ def test_names_that_could_lead_elsewhere_name_no_fleet(name: str, tmp_path: Path
 def test_no_two_names_have_one_schema() -> None:
     """Long names are cut, and a name could be chosen that looks like a cut one."""
     long = "x" * 64
-    cut = FleetSchema(long).name
+    cut = schema_name(long)
     names = ["A", "a", "a-b", "a_b", "x" * MAX_NAME, "x" * (MAX_NAME + 1), long, long[:-1] + "y"]
     names.append(cut.removeprefix("fleet."))
-    assert len({FleetSchema(name).name for name in names}) == len(names)
-    assert all(len(FleetSchema(name).name) <= 63 for name in names)
+    assert len({schema_name(name) for name in names}) == len(names)
+    assert all(len(schema_name(name)) <= 63 for name in names)
 
 
 def test_names_of_devices_are_a_fleets_own_on_a_broker_of_its_own(tmp_path: Path) -> None:

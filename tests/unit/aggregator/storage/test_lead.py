@@ -18,8 +18,8 @@ from aggregator.coordination.round_state import Settings
 from aggregator.messaging.manifest_signer import identity_of
 from aggregator.security.key_rotation import require_fleet_key, rotate_key
 from aggregator.server.standby import Standby
+from aggregator.storage import postgresql_lead as lead
 from aggregator.storage.open_store import open_store
-from aggregator.storage.postgresql import lead
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import ServedTask, SigningKey
 from protocol.errors import ConfigError, NotLeader, StateError

@@ -59,7 +59,7 @@ def test_one_aggregator_runs_on_a_fleet_whatever_its_directory(
     tmp_path: Path, postgresql: PostgreSQL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its schema is not migrated by a newer program meanwhile."""
-    monkeypatch.setattr("aggregator.storage.postgresql.lead.LOCK_S", 0.2)
+    monkeypatch.setattr("aggregator.storage.postgresql_lead.LOCK_S", 0.2)
     with _open(tmp_path / "a", postgresql, lock=True), _open(tmp_path / "b", postgresql) as other:
         assert other.is_locked()
         with pytest.raises(StateError, match="already runs on"):

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from aggregator.storage import postgresql as database
 from aggregator.storage.open_store import open_store
-from aggregator.storage.postgresql import database
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import SigningKey
 from protocol.errors import NotLeader, StateError

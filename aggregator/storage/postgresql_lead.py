@@ -10,10 +10,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import psycopg
 
-from aggregator.storage.postgresql.database import READ_CHANGES, PostgresDatabase, elapsed_s
-from aggregator.storage.postgresql.fleet_schema import Holder
+from aggregator.storage.postgresql import READ_CHANGES, Holder, PostgresDatabase, elapsed_s
+from aggregator.storage.stored_values import Leader
 from protocol.errors import NotLeader, StateError
 from protocol.log import event
 from protocol.storage.folder_lock import FolderLock
@@ -38,6 +39,9 @@ STANDBY_S = 1.0
 
 LOCK_S = 5.0
 """Seconds in which PostgreSQL should notice that an earlier connection of this program has ended."""
+
+
+_END = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid = %s AND backend_start::text = %s"
 
 
 class LeadingDatabase(PostgresDatabase):
@@ -105,9 +109,9 @@ class LeadingDatabase(PostgresDatabase):
 
     def _prepare(self) -> None:
         self._take_lock()
-        self._schema.migrate(self._db, is_locked=True)
-        self._schema.check_version(self._db)
-        number = self._schema.number(self._db)
+        self._migrate(is_locked=True)
+        self._check_version()
+        number = self._cell(READ_CHANGES)
         self._check_newer(number)
         self._newest = number
         self._begin()
@@ -115,10 +119,6 @@ class LeadingDatabase(PostgresDatabase):
     def _has_failed(self) -> bool:
         with self._in_use:
             return super()._has_failed()
-
-    def _older(self, text: str) -> NotLeader:
-        self._drop()
-        return self._lose(text)
 
     def _drop(self) -> None:
         with self._in_use:
@@ -131,8 +131,8 @@ class LeadingDatabase(PostgresDatabase):
         Raises NotLeader if this program has led before, and StateError if there is no `standby`.
         """
         deadline_s = time.monotonic() + LOCK_S
-        while not self._schema.lock(self._db):
-            holder = self._schema.holder(self._db)
+        while not self._cell("SELECT pg_try_advisory_lock(%s)", self._lock_number):
+            holder = self._holder()
             pause_s = 0.1
             if holder is None:
                 pass  # it has just ended
@@ -140,7 +140,7 @@ class LeadingDatabase(PostgresDatabase):
                 raise self._replaced(holder.host)
             elif self._term:
                 # This program's own earlier session, whose end PostgreSQL has not noticed.
-                self._schema.end(self._db, holder)
+                self._end(holder)
             elif self._standby is not None:
                 self._standby(holder.host)
                 pause_s = self._end_if_silent(holder)
@@ -156,7 +156,7 @@ class LeadingDatabase(PostgresDatabase):
             return STANDBY_S
         text = "the leading aggregator does not answer: its session is ended"
         event(log, logging.WARNING, text, leader=holder.host, seconds=round(holder.idle_s, 1))
-        self._schema.end(self._db, holder)
+        self._end(holder)
         return 0.1
 
     def _begin(self) -> None:
@@ -166,10 +166,10 @@ class LeadingDatabase(PostgresDatabase):
         """
         sent_s = elapsed_s()
         if not self._term:
-            self._term = self._schema.next_term(self._db)
-        elif self._schema.term(self._db) != self._term:
+            self._term = self._next_term()
+        elif self._stored_term() != self._term:
             raise self._replaced("")
-        holder = self._schema.holder(self._db)
+        holder = self._holder()
         self._key = None if holder is None else holder.key
         with self._in_use:
             self._session, self._answered_s = self._db, sent_s
@@ -177,6 +177,26 @@ class LeadingDatabase(PostgresDatabase):
             self._heartbeat = start_thread(
                 self._beat_until_closed, name="heartbeat", on_failure=lambda _: None
             )
+
+    def _stored_term(self) -> int:
+        """Return how many aggregators have taken the lead of the fleet so far."""
+        row = self._db.execute("SELECT value FROM facts WHERE name = %s", [Leader.__name__]).fetchone()
+        return 0 if row is None else self.decode(row[0], Leader).term
+
+    def _next_term(self) -> int:
+        """Count and name this program as the one that leads; returns the number."""
+        with self._db.transaction():
+            self._db.execute("UPDATE changes SET number = number + 1")
+            leader = Leader(self._stored_term() + 1)
+            self._db.execute(
+                "INSERT INTO facts VALUES (%s, %s) ON CONFLICT (name) DO UPDATE SET value = excluded.value",
+                [Leader.__name__, msgspec.json.encode(leader).decode()],
+            )
+        return leader.term
+
+    def _end(self, holder: Holder) -> None:
+        """End a session, and with it its transaction and its locks."""
+        self._db.execute(_END, list(holder.key))
 
     def _check_lost(self) -> None:
         if self._lost:
@@ -205,6 +225,7 @@ class LeadingDatabase(PostgresDatabase):
 
     def _lose(self, reason: str) -> NotLeader:
         """Give the lead up, for good; return the error to raise, as `check_lead` does from now on."""
+        self._drop()
         self._lost = reason
         return NotLeader(reason)
 

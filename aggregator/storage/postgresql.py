@@ -5,19 +5,20 @@ Writers of a fleet run one after the other, as on SQLite: each write transaction
 """
 
 import contextlib
+import hashlib
 import platform
 import secrets
 import threading
 import time
 from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
 import psycopg
 
-from aggregator.storage.postgresql.fleet_schema import ON, FleetSchema
-from aggregator.storage.schema import postgresql_statement
-from protocol.errors import NoAnswer, NotLeader, StateError
+from aggregator.storage import schema
+from protocol.errors import NoAnswer, NoStateError, NotLeader, StateError
 
 Value = TypeVar("Value")
 
@@ -55,6 +56,45 @@ READ_CHANGES = "SELECT number FROM changes"
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
+MAX_NAME = 50
+"""Characters of a fleet's name in the name of its schema, of which PostgreSQL keeps 63."""
+
+_CHANGES = """
+CREATE TABLE changes (version BIGINT NOT NULL, number BIGINT NOT NULL);
+INSERT INTO changes VALUES (0, 0);
+"""
+"""One row: the number of migrations that have run, and the number of write transactions."""
+
+_HOLDER = """
+SELECT pid, backend_start::text, application_name, state = 'active', wait_event_type = 'Client',
+    extract(epoch FROM clock_timestamp() - state_change)::float8
+FROM pg_stat_activity WHERE pid IN (
+    SELECT pid FROM pg_locks WHERE locktype = 'advisory' AND granted AND objsubid = 1
+    AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
+    AND classid::bigint = %s AND objid::bigint = %s
+)
+"""
+
+ON = " on "
+"""Between program and machine in the application name of a connection."""
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The session that holds the lock of a fleet's aggregator."""
+
+    key: tuple[int, str]
+    """Process id and start, which identify the session."""
+    host: str
+    """The machine's name, from the application name."""
+    is_active: bool
+    """It executes a statement."""
+    waits_for_client: bool
+    """Its program reads no results, or sends nothing."""
+    idle_s: float
+    """Seconds since the beginning or end of its last statement; 0 if another role may not see it."""
+
+
 class PostgresDatabase:
     """A fleet's schema in a PostgreSQL database, created or migrated if necessary.
 
@@ -79,8 +119,12 @@ class PostgresDatabase:
 
     def __init__(self, url: str, *, fleet: str, read_only: bool = False) -> None:
         self._url, self._read_only = url, read_only
-        self._schema = FleetSchema(fleet)
-        self.path = f"{url}#{self._schema.name}"
+        self._schema = schema_name(fleet)
+        self._quoted = quoted(self._schema)
+        self.path = f"{url}#{self._schema}"
+        digest = _digest(fleet)
+        self._lock_number = int.from_bytes(digest[:8]) >> 1  # below 2**63
+        self._migration_lock = int.from_bytes(digest[8:16]) >> 1
         self._thread_lock = threading.RLock()
         self._db: Any = None
         self._begun_s: float | None = None
@@ -90,8 +134,7 @@ class PostgresDatabase:
         """The greatest number of changes that this program has seen committed."""
         self._time: tuple[float, float] | None = None
         try:
-            with self.connection():
-                pass
+            self._connect()
         except BaseException:
             self.close()
             raise
@@ -99,7 +142,7 @@ class PostgresDatabase:
     def read(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
         """Return all rows of a query, which may also write and return rows."""
         with self._thread_lock:
-            if not self._is_open() and not query.startswith("SELECT"):
+            if not self.in_transaction() and not query.startswith("SELECT"):
                 with self.transaction():
                     return self._execute(query, values)
             return self._execute(query, values)
@@ -113,27 +156,28 @@ class PostgresDatabase:
             ) from error
 
     def write(self, statement: str, *values: Any) -> None:
-        with self._thread_lock:
-            if self._is_open():
-                self._execute(statement, values)
-                return
-            with self.transaction():
-                self._execute(statement, values)
+        self.read(statement, *values)
 
     @contextlib.contextmanager
-    def connection(self) -> Iterator[None]:
-        """Keep other threads out while several statements run, on a connection that is opened if necessary."""
+    def _connection(self) -> Iterator[None]:
+        """Keep other threads out while statements run, on a connection that is opened if necessary."""
         with self._thread_lock:
             if self._db is None:
                 self._connect()
-            yield
+            with self._errors():
+                yield
 
     def _connect(self) -> None:
+        """Open a connection, on which each statement is a transaction unless one is begun."""
+        name = f"{self._program}{ON}{platform.node()[:30]}"
+        settings = {**_SETTINGS, "search_path": self._quoted}
+        if self._read_only:
+            settings["default_transaction_read_only"] = "on"
+        each = ", ".join(["set_config(%s, %s, false)"] * len(settings))
         try:
             with self._errors():
-                self._db = _connection(
-                    self._url, self._schema, program=self._program, read_only=self._read_only
-                )
+                self._db = Connection.connect(self._url, autocommit=True, application_name=name, **_OPTIONS)  # type: ignore[arg-type]
+                self._db.execute(f"SELECT {each}", [text for setting in settings.items() for text in setting])
                 self._prepare()
         except BaseException:
             self._drop()
@@ -141,8 +185,8 @@ class PostgresDatabase:
 
     def _prepare(self) -> None:
         if not self._read_only:
-            self._schema.migrate(self._db, is_locked=False)
-        self._schema.check_version(self._db)
+            self._migrate(is_locked=False)
+        self._check_version()
 
     @contextlib.contextmanager
     def snapshot(self) -> Iterator[None]:
@@ -172,13 +216,16 @@ class PostgresDatabase:
     @contextlib.contextmanager
     def _transaction(self, begin: str) -> Iterator[None]:
         with self._thread_lock:
-            if self._is_open():
+            if self.in_transaction():
                 raise StateError(f"cannot use {self.path}: a transaction is open in this thread")
             self._execute(begin, ())
             self._begun_s = elapsed_s()
             try:
                 yield
-                self._commit()
+                if self._has_failed():
+                    # PostgreSQL would roll it back, and report no error.
+                    raise StateError(f"cannot use {self.path}: a statement of the transaction has failed")
+                self._execute("COMMIT", ())
             except BaseException:
                 if self._db is not None:
                     with contextlib.suppress(StateError):
@@ -187,27 +234,18 @@ class PostgresDatabase:
             finally:
                 self._begun_s = None
 
-    def _commit(self) -> None:
-        if self._has_failed():
-            # PostgreSQL would roll it back, and report no error.
-            raise StateError(f"cannot use {self.path}: a statement of the transaction has failed")
-        self._execute("COMMIT", ())
-
     def _has_failed(self) -> bool:
         return self._db is not None and self._db.info.transaction_status.name == "INERROR"
 
     def in_transaction(self) -> bool:
         with self._thread_lock:
-            return self._is_open()
-
-    def _is_open(self) -> bool:
-        return self._begun_s is not None
+            return self._begun_s is not None
 
     def data_version(self) -> int:
         with self._thread_lock:
             ((number,),) = self.read(READ_CHANGES)
             self._check_newer(number)
-            if not self._is_open():  # a transaction's own number is not committed
+            if not self.in_transaction():  # a transaction's own number is not committed
                 self._newest = number
             return int(number) - self._own_changes
 
@@ -219,18 +257,18 @@ class PostgresDatabase:
                 "to a server that was behind: repeat each `revoke` and `forget` since"
             )
             self._newest = number
-            raise self._older(text)
+            raise self._lose(text)
 
-    def _older(self, text: str) -> NotLeader:
-        return NotLeader(text)
+    def _lose(self, reason: str) -> NotLeader:
+        return NotLeader(reason)
 
     def is_locked(self) -> bool:
-        with self.connection(), self._errors():
-            return self._schema.is_locked(self._db)
+        with self._connection():
+            return self._holder() is not None
 
     def leader(self) -> str:
-        with self.connection(), self._errors():
-            holder = self._schema.holder(self._db)
+        with self._connection():
+            holder = self._holder()
         return "" if holder is None else holder.host
 
     def leads(self) -> bool:
@@ -275,20 +313,79 @@ class PostgresDatabase:
             self._db = None
 
     def _execute(self, sql: str, values: Sequence[Any]) -> list[tuple[Any, ...]]:
-        if self._is_open() and self._db is None:
+        if self.in_transaction() and self._db is None:
             raise StateError(f"cannot use {self.path}: the connection was lost in this transaction")
         was_connected = self._db is not None
         try:
             return self._execute_once(sql, values)
         except StateError:
-            if self._is_open() or self._db is not None or not was_connected:
+            if self.in_transaction() or self._db is not None or not was_connected:
                 raise
         return self._execute_once(sql, values)  # a read or BEGIN: again, on another connection
 
     def _execute_once(self, sql: str, values: Sequence[Any]) -> list[tuple[Any, ...]]:
-        with self.connection(), self._errors():
-            cursor = self._db.execute(postgresql_statement(sql), [_storable(each) for each in values] or None)
+        with self._connection():
+            cursor = self._db.execute(
+                schema.postgresql_statement(sql), [_storable(each) for each in values] or None
+            )
             return cursor.fetchall() if cursor.description else []
+
+    def _holder(self) -> Holder | None:
+        """Return the session that holds the lock of the fleet's aggregator; None if it is free."""
+        values = [self._lock_number >> 32, self._lock_number & 0xFFFFFFFF]
+        row = self._db.execute(_HOLDER, values).fetchone()
+        if row is None:
+            return None
+        pid, start, name, is_active, waits_for_client, idle_s = row
+        host = (name or "").rpartition(ON)[2]
+        return Holder((pid, start), host, bool(is_active), bool(waits_for_client), idle_s or 0.0)
+
+    def _migrate(self, *, is_locked: bool) -> None:
+        """Bring the schema to this version, created if missing, in one transaction.
+
+        `is_locked` tells whether this program holds the fleet's lock. Raises StateError if an aggregator of another
+        version runs.
+        """
+        expected = len(schema.MIGRATIONS)
+        if self._version() >= expected:
+            return
+        with self._db.transaction():
+            self._db.execute("SELECT pg_advisory_xact_lock(%s)", [self._migration_lock])
+            version = self._version()
+            if 0 <= version < expected and not is_locked and self.is_locked():
+                raise StateError(
+                    f"{self._schema} has schema version {version}, expected {expected}, and `aggregator run` "
+                    "of an older protofleet runs on it: stop it, and start it with this version"
+                )
+            if version < 0:
+                # It may be there, made for a role that may not create any.
+                if self._cell("SELECT to_regnamespace(%s)", self._quoted) is None:
+                    self._db.execute(f"CREATE SCHEMA {self._quoted}")
+                self._db.execute(_CHANGES)
+            for script in schema.MIGRATIONS[max(version, 0) :]:
+                self._db.execute(schema.postgresql_script(script))
+            self._db.execute("UPDATE changes SET version = GREATEST(version, %s)", [expected])
+
+    def _check_version(self) -> None:
+        """Raise StateError unless the schema is there, in this version."""
+        version, expected = self._version(), len(schema.MIGRATIONS)
+        if version < 0:
+            raise NoStateError(
+                f"no aggregator state in {self._schema} of this database: start `aggregator run` first, or give the "
+                "`fleet` of its task file as --fleet"
+            )
+        if version != expected:
+            todo = "upgrade protofleet here" if version > expected else "start `aggregator run` on it once"
+            raise StateError(f"{self._schema} has schema version {version}, expected {expected}: {todo}")
+
+    def _version(self) -> int:
+        """Return the number of migrations that have run; -1 if there are no tables."""
+        is_there = self._cell("SELECT to_regclass(%s)::text", f"{self._quoted}.changes") is not None
+        return self._cell("SELECT version FROM changes") if is_there else -1
+
+    def _cell(self, query: str, *values: Any) -> Any:
+        """Return the one value of a query, on the connection that is open."""
+        return self._db.execute(query, values or None).fetchone()[0]
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
@@ -340,22 +437,6 @@ def _within(gen: Any, seconds: float) -> Generator[Any, Any, Any]:
             return end.value
 
 
-def _connection(url: str, schema: FleetSchema, *, program: str, read_only: bool) -> Connection:
-    """Return a connection to a database, on which each statement is a transaction unless one is begun."""
-    name = f"{program}{ON}{platform.node()[:30]}"
-    database = Connection.connect(url, autocommit=True, application_name=name, **_OPTIONS)  # type: ignore[arg-type]
-    settings = {**_SETTINGS, "search_path": schema.quoted}
-    if read_only:
-        settings["default_transaction_read_only"] = "on"
-    try:
-        each = ", ".join(["set_config(%s, %s, false)"] * len(settings))
-        database.execute(f"SELECT {each}", [text for setting in settings.items() for text in setting])
-    except BaseException:
-        database.close()
-        raise
-    return database
-
-
 def _may_pass(reason: str) -> bool:
     """Return True if a connection may succeed later: its failure is no answer such as a wrong password."""
     is_busy = any(text in reason for text in ("the database system is", "too many", "connection slots"))
@@ -370,3 +451,16 @@ def _storable(value: Any) -> Any:
 def elapsed_s() -> float:
     """Return seconds of a clock that goes on while the machine is suspended."""
     return time.clock_gettime(_CLOCK)
+
+
+def schema_name(fleet: str) -> str:
+    # A period is in no fleet's name: no short name is that of a long one's schema.
+    return f"fleet_{fleet}" if len(fleet) <= MAX_NAME else f"fleet.{fleet[:30]}-{_digest(fleet).hex()[:16]}"
+
+
+def quoted(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'
+
+
+def _digest(fleet: str) -> bytes:
+    return hashlib.sha256(fleet.encode()).digest()

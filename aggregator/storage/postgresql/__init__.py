@@ -1,1 +1,0 @@
-"""The tables in PostgreSQL: a connection, a fleet's schema, and the lock of the program that leads."""
