@@ -110,7 +110,9 @@ def _stored(store: Store, fleet: str) -> _Stored:
     with contextlib.suppress(ProtofleetError):  # nothing is served yet
         fleet = fleet or store.served_task().fleet
     location = store.facts.get(BlobLocation)
-    return _Stored(fleet, store.keys.is_closed(), store.is_locked(), location.location if location else "")
+    return _Stored(
+        fleet, store.keys.is_closed(), store.database.is_locked(), location.location if location else ""
+    )
 
 
 def _check_fleet_key(store: Store) -> Iterator[Finding]:

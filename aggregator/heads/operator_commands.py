@@ -43,7 +43,7 @@ def submit_command(store: Store, kind: CommandKind, version: int | None = None) 
             raise ConfigError(action.reason)
     version = state.current
     number = store.commands.add(task, HeadCommand(kind, version))
-    if not store.is_locked():
+    if not store.database.is_locked():
         return f"head {version} will be current when the aggregator is started"
     deadline_s = time.monotonic() + OUTCOME_TIMEOUT_S
     while (outcome := store.commands.outcome(number)) is None:
@@ -82,7 +82,7 @@ def release(store: Store, device: str) -> str:
     if entry.reason == REVOKED:
         raise ConfigError(f"{device} is revoked: enroll it again with `aggregator enroll --renew`")
     store.quarantine.release(task, device, now_s=time.time())
-    when = "" if store.is_locked() else " after the start of the aggregator"
+    when = "" if store.database.is_locked() else " after the start of the aggregator"
     return f"released {device}: the next head{when} includes it"
 
 
@@ -149,7 +149,7 @@ def _consequences(store: Store, device: str, newest: Mapping[bytes, HeadRecord])
                 "`seed` under [client], does not"
             )
         elif device in {**head.members, **head.quarantined}:
-            when = "now" if store.is_locked() else "when the aggregator is started"
+            when = "now" if store.database.is_locked() else "when the aggregator is started"
             if not store.submissions.all(served.digest):
                 when = "once another device submits"
             done.append(f"head {head.version} is made again without it {when}; until then it stays in use")

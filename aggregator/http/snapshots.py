@@ -156,7 +156,7 @@ class Stamps:
     def _postgresql(self) -> object:
         if self._store is None:
             self._store = open_store(self._state, read_only=True)
-        return self._store.data_version(), self._store.is_locked()
+        return self._store.database.data_version(), self._store.database.is_locked()
 
     def close(self) -> None:
         if self._store is not None:

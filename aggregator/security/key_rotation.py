@@ -43,7 +43,7 @@ def require_fleet_key(store: Store) -> None:
         ConfigError: it has another one, or none.
     """
     known = store.facts.get(SigningKey)
-    if known is None or not store.is_shared:
+    if known is None or not store.database.is_shared:
         return
     file = identity_folder(store.folder) / "signing.key"
     if file.is_file():
@@ -111,7 +111,7 @@ def rotate_key(store: Store, *, fleet: str, issued: Path | None = None) -> bytes
     """
     folder = identity_folder(store.folder)
     with locked_identity(store.folder):
-        if store.is_locked():
+        if store.database.is_locked():
             raise ConfigError("the aggregator runs with the old key: stop it first")
         old = read_key(folder / "signing.key")
         before = key_certificates(store.folder, public_key(old))

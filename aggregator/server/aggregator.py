@@ -71,8 +71,8 @@ class Aggregator:
             presence=presence,
             subscriptions=() if is_coordinator else device_filters(fleet),
             on_event=events.put,
-            leads=store.leads,
-            is_shared=store.is_shared,
+            leads=store.database.leads,
+            is_shared=store.database.is_shared,
         )
         restoration = self._training.restoration
         restoration.verify_all(self._releases.served)
@@ -121,7 +121,7 @@ class Aggregator:
         try:
             self._announcements.observe(channel, payload)
         except Replaced as replaced:
-            if not self._store.is_shared:  # there, it would keep other aggregators of the fleet from starting
+            if not self._store.database.is_shared:  # there, it would keep the fleet's other aggregators from starting
                 with self._uploads.guard():
                     self._store.facts.put(replaced.duplicate)
             raise

@@ -98,7 +98,7 @@ class Announcements:
 
     def restore_dropped(self) -> None:
         """Publish everything again after publications that were dropped because another aggregator might have led."""
-        if self.publisher.has_dropped and self.is_connected and self.store.leads():
+        if self.publisher.has_dropped and self.is_connected and self.store.database.leads():
             self.publisher.has_dropped = False
             self.connected()
 
@@ -174,10 +174,10 @@ class OwnTopic:
             own.observe(presence) if own.has_signed(presence) else self._reaction_to_other_key(presence)
         )
         if reaction is Reaction.STAY_OUT:
-            self.store.check_lead()
+            self.store.database.check_lead()
             raise Replaced(duplicate_of(presence, started_later=True), command=TAKE_OVER)
         if (
-            reaction is Reaction.REPORT and not self.store.is_shared
+            reaction is Reaction.REPORT and not self.store.database.is_shared
         ):  # there it has led before, and was replaced
             self._report(duplicate_of(presence, started_later=False))
         served = self.store.facts.get(ServedTask)

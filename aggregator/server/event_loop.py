@@ -99,7 +99,7 @@ class EventLoop:
     def handle(self, batch: list[Event]) -> None:
         intake, uploads = self._intake, self._intake.uploads
         with uploads.guard():
-            intake.store.check_lead()
+            intake.store.database.check_lead()
         for is_message, group in groupby(batch, key=lambda event: isinstance(event, mqtt.Received)):
             events = list(group)
             if is_message:

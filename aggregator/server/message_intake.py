@@ -119,7 +119,7 @@ class MessageIntake:
 
     def _refresh(self) -> None:
         if not self.view.refresh():
-            self.store.check_lead()
+            self.store.database.check_lead()
             raise TaskReplaced("another task is served")
 
     def tick(self) -> bool:

@@ -12,6 +12,7 @@ from aggregator.intake import intake_status
 from aggregator.security.key_rotation import require_fleet_key
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
+from aggregator.storage.stored_values import ServedTask
 from protocol.errors import NoAnswer, NotLeader, StateError
 from protocol.log import event
 from protocol.mqtt.reconnect_delay import Backoff
@@ -80,7 +81,8 @@ class Standby:
                 contextlib.closing(open_store(self._state, read_only=True)) as store,
             ):
                 require_fleet_key(store)
-                store.require_served_blobs()
+                if store.facts.get(ServedTask) is not None:
+                    store.require_blobs()
                 self._check_s = now_s + CHECK_S
 
     def open(self, open_to_lead: Callable[[], Store]) -> Store:

@@ -27,7 +27,7 @@ class StoreView:
 
     def refresh(self) -> bool:
         """Read what other processes have changed; returns False if another task is served. Raises StateError."""
-        if (version := self._store.data_version()) == self._data_version:
+        if (version := self._store.database.data_version()) == self._data_version:
             return True
         if self._store.facts.get(IntakeTask) != self._task:
             return False

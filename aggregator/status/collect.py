@@ -21,7 +21,7 @@ from aggregator.intake.quotas import upload_tokens
 from aggregator.security.key_rotation import key_certificates, root_of
 from aggregator.status import model
 from aggregator.status.summary import attention_of
-from aggregator.storage.device_keys import counts, refusal_reason
+from aggregator.storage.devices import counts, refusal_reason
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.programs import ReceiverRecord
 from aggregator.storage.store import Store
@@ -74,12 +74,12 @@ def _collect(store: Store) -> model.Status:
     following = store.next_head(task, state.head_version + 1)
     closes_s = round_state.closes_at_s(state, settings)
     key, files = store.facts.get(SigningKey), _current_files(store.folder, heads, used.current)
-    is_running, preparation = store.is_locked(), store.facts.get(TaskPreparation)
+    is_running, preparation = store.database.is_locked(), store.facts.get(TaskPreparation)
     receivers = tuple(record for _, record in store.receivers.all().values())
     return model.Status(
         attention=(),
         running=is_running,
-        leader=store.leader(),
+        leader=store.database.leader(),
         intake=_intake(intake_status.read(store.folder, is_running=is_running), receivers),
         receivers=receivers,
         aggregator_key=key.public if key is not None else "",

@@ -1,17 +1,26 @@
-"""Known devices: their presence and reports, their refused messages, the quarantine, and forgotten devices."""
+"""Known devices: their keys, presence and reports, their refused messages, the quarantine, and forgotten devices."""
 
+import time
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
-from aggregator.storage.device_keys import MAX_PINNED_DEVICES, DeviceKeys
-from aggregator.storage.stored_values import EarlierRefusals
+from aggregator.storage.stored_values import ClosedFleet, EarlierRefusals
 from protocol.storage.facts import Facts
 from protocol.storage.tables import Tables
-from protocol.wire.messages import DeviceInfo
+from protocol.wire.messages import DeviceInfo, Reason
+
+MAX_PINNED_DEVICES = 10_000
+"""Devices that an open fleet pins at first use: a client can make up any number of names."""
+
+MAX_CACHED = 20_000
+"""Answers of the database in memory, of which all are dropped for one more, for the same reason."""
+
+_KEY = "SELECT public, enrolled, since_s, serial, revoked_s FROM keys WHERE device = ?"
 
 MAX_REFUSALS = 1000
 """Pairs of device and reason in the table `refusals`."""
@@ -26,6 +35,167 @@ UnixSeconds = Annotated[float, Meta(description="Unix seconds.")]
 
 
 @dataclass(frozen=True)
+class Key:
+    """A device's key."""
+
+    public: bytes
+    """32 bytes, Ed25519."""
+    enrolled: bool
+    """True if an operator enrolled it; False if it was pinned at first use."""
+    since_s: float
+    """Unix seconds."""
+    serial: str = ""
+    """Serial number of the device's certificate, in hex."""
+    revoked_s: float | None = None
+    """When it was revoked, unix seconds."""
+
+
+def refusal_reason(known: Key | None, *, is_closed: bool, public: bytes | None = None) -> Reason | None:
+    """Return the reason for refusing messages of a device whose key is `known`; None if they are accepted.
+
+    `public` is the key that the message was signed with, if it was signed.
+    """
+    if known is not None and known.revoked_s is not None:
+        return "revoked"
+    if is_closed and (known is None or not known.enrolled):
+        return "unknown_device"
+    if known is not None and public not in (None, known.public):
+        return "signature"
+    return None
+
+
+class DeviceKeys:
+    """The tables `keys` and `revoked_certificates`, cached: keys are read with every frame and rarely change."""
+
+    def __init__(self, database: Tables, facts: Facts) -> None:
+        self._database = database
+        self._facts = facts
+        self._cache: dict[tuple[str, ...], list[tuple[Any, ...]]] = {}
+        self._sets: dict[str, frozenset[str]] = {}
+        self._version = -1
+
+    def refresh(self) -> None:
+        """Drop the cache if another process has written to the database."""
+        version = self._database.data_version()
+        if version != self._version:
+            self._version = version
+            self.drop_cache()
+
+    def drop_cache(self) -> None:
+        """Read everything again; call it after a rollback."""
+        self._cache.clear()
+        self._sets.clear()
+
+    def _read(self, sql: str, *values: str) -> list[tuple[Any, ...]]:
+        """Return the rows of a query from the cache, unless another process may have written."""
+        if not self._database.in_transaction():  # in a transaction no other process can write
+            self.refresh()
+        if (sql, *values) not in self._cache:
+            if len(self._cache) >= MAX_CACHED:
+                self.drop_cache()
+            self._cache[sql, *values] = self._database.read(sql, *values)
+        return self._cache[sql, *values]
+
+    def _read_set(self, sql: str) -> frozenset[str]:
+        """Return the devices that a query finds: the same object until something was written."""
+        rows = self._read(sql)
+        if sql not in self._sets:
+            self._sets[sql] = frozenset(device for (device,) in rows)
+        return self._sets[sql]
+
+    def get(self, device: str) -> Key | None:
+        rows = self._read(_KEY, device)
+        return Key(rows[0][0], bool(rows[0][1]), *rows[0][2:]) if rows else None
+
+    def all(self) -> dict[str, Key]:
+        rows = self._database.read(
+            "SELECT device, public, enrolled, since_s, serial, revoked_s FROM keys ORDER BY device"
+        )
+        return {device: Key(public, bool(enrolled), *rest) for device, public, enrolled, *rest in rows}
+
+    def revoked(self) -> frozenset[str]:
+        return self._read_set("SELECT device FROM keys WHERE revoked_s IS NOT NULL")
+
+    def enrolled(self) -> frozenset[str] | None:
+        """Return the enrolled devices of a closed fleet; None for an open fleet."""
+        if not self.is_closed():
+            return None
+        return self._read_set("SELECT device FROM keys WHERE enrolled = 1 AND revoked_s IS NULL")
+
+    def _write(self, sql: str, *values: object) -> None:
+        self._database.write(sql, *values)
+        self.drop_cache()
+
+    def pin(self, device: str, public: bytes, *, now_s: float) -> bool:
+        """Store the first key seen for a device; returns False if there are too many devices."""
+        if self._has_room():
+            self._database.write(
+                "INSERT INTO keys (device, public, enrolled, since_s) VALUES (?, ?, 0, ?) "
+                "ON CONFLICT (device) DO NOTHING",
+                *(device, public, now_s),
+            )
+        self._cache.pop((_KEY, device), None)  # no other answer depends on a pinned key
+        known = self.get(device)
+        return known is not None and known.public == public
+
+    def _has_room(self) -> bool:
+        ((pinned,),) = self._database.read("SELECT count(*) FROM keys WHERE enrolled = 0")
+        return bool(pinned < MAX_PINNED_DEVICES)
+
+    def valid(self) -> int:
+        """Return the number of devices with a key that was not revoked."""
+        ((count,),) = self._database.read("SELECT count(*) FROM keys WHERE revoked_s IS NULL")
+        return int(count)
+
+    def enroll(self, device: str, public: bytes, *, serial: str = "", now_s: float) -> None:
+        """Store an enrolled device's key in place of its previous one."""
+        self._write(
+            "INSERT INTO keys VALUES (?, ?, 1, ?, ?, NULL) ON CONFLICT (device) DO UPDATE SET "
+            "public = excluded.public, enrolled = 1, since_s = excluded.since_s, serial = excluded.serial, "
+            "revoked_s = NULL",
+            *(device, public, now_s, serial),
+        )
+
+    def revoke(self, device: str, *, now_s: float) -> None:
+        self._write("UPDATE keys SET revoked_s = ? WHERE device = ? AND revoked_s IS NULL", *(now_s, device))
+
+    def reset(self, device: str) -> bool:
+        """Delete a pinned key, so that the next one is pinned; returns False if the device has no pinned key.
+
+        An enrolled or revoked key stays.
+        """
+        known = self.get(device)
+        if known is None or known.enrolled or known.revoked_s is not None:
+            return False
+        self._write("DELETE FROM keys WHERE device = ? AND enrolled = 0", device)
+        return True
+
+    def close_fleet(self) -> None:
+        self._facts.put(ClosedFleet(time.time()))
+        self.drop_cache()
+
+    def is_closed(self) -> bool:
+        return bool(self._read("SELECT 1 FROM facts WHERE name = ?", ClosedFleet.__name__))
+
+    def revoke_certificate(self, serial: str, *, now_s: float) -> None:
+        """Revoke a certificate by its serial number (hex); one that was revoked earlier keeps its time."""
+        self._write("INSERT INTO revoked_certificates VALUES (?, ?) ON CONFLICT DO NOTHING", serial, now_s)
+
+    def reinstate_certificate(self, serial: str) -> None:
+        self._write("DELETE FROM revoked_certificates WHERE serial = ?", serial)
+
+    def revoked_certificates(self) -> dict[str, float]:
+        """Return the serial numbers (hex) of revoked certificates, each with when (unix seconds)."""
+        return dict(self._database.read("SELECT serial, since_s FROM revoked_certificates"))
+
+
+def counts(keys: Collection[Key]) -> dict[str, int]:
+    valid = [key for key in keys if key.revoked_s is None]
+    enrolled = sum(key.enrolled for key in valid)
+    return {"enrolled": enrolled, "first_use": len(valid) - enrolled, "revoked": len(keys) - len(valid)}
+
+
+@dataclass(frozen=True)
 class DeviceRecord:
     """A device: its last presence, when it was heard of last (unix seconds), and its last report."""
 
@@ -35,12 +205,12 @@ class DeviceRecord:
     info: DeviceInfo | None
 
 
+@dataclass(frozen=True)
 class Devices:
     """The tables `devices` and `epsilons`."""
 
-    def __init__(self, database: Tables, keys: DeviceKeys) -> None:
-        self._database = database
-        self._keys = keys
+    _database: Tables
+    _keys: DeviceKeys
 
     def has_room_for(self, device: str) -> bool:
         """Return True if a device is known or enrolled, or the number of devices is below its bound."""
@@ -113,13 +283,13 @@ class Refusal(msgspec.Struct, frozen=True):
     detail: Annotated[str, Meta(description="Of the last one.")]
 
 
+@dataclass(frozen=True)
 class Refusals:
     """The table `refusals`: refused messages, counted per device and reason."""
 
-    def __init__(self, database: Tables, keys: DeviceKeys, facts: Facts) -> None:
-        self._database = database
-        self._keys = keys
-        self._facts = facts
+    _database: Tables
+    _keys: DeviceKeys
+    _facts: Facts
 
     def count(self, device: str, *, reason: str, detail: str, now_s: float) -> bool:
         """Count a refused message; returns True if it is the first of its device and reason.
@@ -175,11 +345,11 @@ class QuarantinedDevice(msgspec.Struct, frozen=True):
     released_s: Annotated[UnixSeconds | None, Meta(description="When an operator released it.")]
 
 
+@dataclass(frozen=True)
 class Quarantine:
     """The table `quarantine`."""
 
-    def __init__(self, database: Tables) -> None:
-        self._database = database
+    _database: Tables
 
     def add(self, task: bytes, device: str, *, reason: str, now_s: float) -> None:
         """Quarantine a device, also one that was released."""
@@ -228,11 +398,11 @@ class ForgottenDevice(msgspec.Struct, frozen=True):
     since_s: UnixSeconds
 
 
+@dataclass(frozen=True)
 class ForgottenDevices:
     """The table `forgotten`."""
 
-    def __init__(self, database: Tables) -> None:
-        self._database = database
+    _database: Tables
 
     def put(self, task: bytes, forgotten: ForgottenDevice) -> None:
         self._database.write(

@@ -47,12 +47,12 @@ class HeadRecord:
         return len(self.members) or self.former_members
 
 
+@dataclass(frozen=True)
 class Heads:
     """The tables `heads` and `rollouts`."""
 
-    def __init__(self, database: Tables, forgotten: ForgottenDevices) -> None:
-        self._database = database
-        self._forgotten = forgotten
+    _database: Tables
+    _forgotten: ForgottenDevices
 
     def add(self, head: HeadRecord) -> None:
         """Store a head, and of the one before only the number of its members: only the newest head's are needed."""
@@ -100,11 +100,11 @@ class Heads:
         return without_forgotten(state, self._forgotten.newest_head(task))
 
 
+@dataclass(frozen=True)
 class Evaluations:
     """The table `evaluations`: results of each head on each device's held-out images."""
 
-    def __init__(self, database: Tables) -> None:
-        self._database = database
+    _database: Tables
 
     def put(self, device: str, evaluation: Evaluation, *, digest: bytes, now_s: float) -> None:
         """Store a device's evaluation of a head in place of its previous one."""
@@ -155,11 +155,11 @@ class Evaluations:
             )
 
 
+@dataclass(frozen=True)
 class OperatorCommands:
     """The table `operator_commands`: what an operator leaves for the running aggregator."""
 
-    def __init__(self, database: Tables) -> None:
-        self._database = database
+    _database: Tables
 
     def add(self, task: bytes, command: HeadCommand) -> int:
         """Store a command for the aggregator that serves a task; returns its number."""

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from aggregator.coordination.round_state import DeviceDecisions, Entry, State
 from aggregator.storage.blobs import Blobs, open_blobs
-from aggregator.storage.device_keys import DeviceKeys
-from aggregator.storage.devices import REVOKED, Devices, ForgottenDevices, Quarantine, Refusals
+from aggregator.storage.devices import REVOKED, DeviceKeys, Devices, ForgottenDevices, Quarantine, Refusals
 from aggregator.storage.heads import Evaluations, Heads, OperatorCommands
 from aggregator.storage.programs import Jobs, Receivers
 from aggregator.storage.stored_values import (
@@ -27,8 +26,8 @@ from protocol.storage.facts import Facts
 from protocol.wire.messages import BlobRef
 
 if TYPE_CHECKING:
+    from aggregator.storage.open_store import SqliteDatabase
     from aggregator.storage.postgresql import PostgresDatabase
-    from aggregator.storage.sqlite import SqliteDatabase
 
 FleetDatabase: TypeAlias = "SqliteDatabase | PostgresDatabase"
 """The tables of a fleet in one of two databases, which have the same methods."""
@@ -58,45 +57,16 @@ class Store:
         self.receivers = Receivers(database)
 
     def require_blobs(self) -> None:
-        """Raise ConfigError if the blobs are in another state directory, which shares the tables with this one."""
-        if self._are_blobs_elsewhere():
-            raise ConfigError(
-                f"the fleet's blobs are in the state directory of `aggregator run`, which {self.folder} is not: give "
-                "that one as --state, or start `aggregator run` with --blobs s3://BUCKET/PREFIX"
-            )
-
-    def require_served_blobs(self) -> None:
-        """Raise ConfigError if another aggregator has served the fleet with the blobs of its own state directory.
-
-        This one would count all of them as lost when it leads.
-        """
-        if self.facts.get(ServedTask) is not None and self._are_blobs_elsewhere():
-            raise ConfigError(
-                f"the fleet's blobs are in the state directory of its other aggregator, and there is no {self.folder}/"
-                "blobs: start that one with --blobs s3://BUCKET/PREFIX, or mount its folder blobs here. If it is lost, "
-                "create an empty one: devices send their submissions again"
-            )
-
-    def _are_blobs_elsewhere(self) -> bool:
+        """Raise ConfigError if the blobs are in the state directory of another aggregator: here, all count as lost."""
         stored = self.facts.get(BlobLocation)
         is_elsewhere = not (stored and stored.location) and not (self.folder / "blobs").is_dir()
-        return self.is_shared and is_elsewhere
-
-    @property
-    def is_shared(self) -> bool:
-        return self.database.is_shared
-
-    def is_locked(self) -> bool:
-        return self.database.is_locked()
-
-    def leader(self) -> str:
-        return self.database.leader()
-
-    def leads(self) -> bool:
-        return self.database.leads()
-
-    def check_lead(self) -> None:
-        self.database.check_lead()
+        if self.database.is_shared and is_elsewhere:
+            raise ConfigError(
+                f"the fleet's blobs are in the state directory of its other aggregator, and there is no {self.folder}/"
+                "blobs: give that directory as --state, or start `aggregator run` there with --blobs "
+                "s3://BUCKET/PREFIX, or mount its folder blobs here. If it is lost, create an empty one: devices send "
+                "their submissions again"
+            )
 
     def close(self) -> None:
         self.database.close()
@@ -122,9 +92,6 @@ class Store:
         with self.database.snapshot():
             self.keys.refresh()
             yield
-
-    def data_version(self) -> int:
-        return self.database.data_version()
 
     def served_task(self) -> ServedTask:
         """Return the task that the aggregator was started with last; raises StateError if it was never started."""

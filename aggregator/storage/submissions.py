@@ -79,11 +79,11 @@ class LostSubmission(msgspec.Struct, frozen=True):
     since_s: Annotated[UnixSeconds, Meta(description="When this was noticed.")]
 
 
+@dataclass(frozen=True)
 class Submissions:
     """The tables `submissions` and `lost_submissions`."""
 
-    def __init__(self, database: Tables) -> None:
-        self._database = database
+    _database: Tables
 
     def put(self, task: bytes, record: SubmissionRecord) -> None:
         """Store a device's submission in place of its previous one, or of one that was lost."""

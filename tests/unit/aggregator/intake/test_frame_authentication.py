@@ -5,8 +5,8 @@ import pytest
 
 from aggregator.intake.frame_authentication import FrameAuthenticator
 from aggregator.intake.validation import Refused
-from aggregator.storage import device_keys
-from aggregator.storage.device_keys import Key, refusal_reason
+from aggregator.storage import devices
+from aggregator.storage.devices import Key, refusal_reason
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from protocol.wire.codec import digest_of
@@ -130,7 +130,7 @@ def test_pinned_devices_are_bounded(
     store: Store, authenticator: FrameAuthenticator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Clients can make up any number of names; enrolled devices are not counted."""
-    monkeypatch.setattr(device_keys, "MAX_PINNED_DEVICES", 3)
+    monkeypatch.setattr(devices, "MAX_PINNED_DEVICES", 3)
     store.keys.enroll("z", public_key(TWO), now_s=0.0)
     for device in ("a", "b", "c"):
         authenticator.check(device, signed(device))
@@ -138,7 +138,7 @@ def test_pinned_devices_are_bounded(
     assert store.keys.get("d") is None
     authenticator.check("a", signed())
     authenticator.check("z", signed("z", key=TWO))
-    assert device_keys.counts(store.keys.all().values()) == {"enrolled": 1, "first_use": 3, "revoked": 0}
+    assert devices.counts(store.keys.all().values()) == {"enrolled": 1, "first_use": 3, "revoked": 0}
 
 
 def test_pin_that_was_rolled_back_is_pinned_again(store: Store, authenticator: FrameAuthenticator) -> None:

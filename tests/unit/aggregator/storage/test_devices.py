@@ -3,7 +3,7 @@
 import pytest
 
 from aggregator.coordination.round_state import DeviceDecisions, Entry, Settings, waiting
-from aggregator.storage import device_keys, devices
+from aggregator.storage import devices
 from aggregator.storage.devices import REVOKED, QuarantinedDevice
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.open_store import open_store
@@ -147,7 +147,7 @@ def test_keys_decide_for_every_task(store: Store) -> None:
 
 def test_made_up_names_take_bounded_memory(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys are read with every frame, and a client can make up any number of names."""
-    monkeypatch.setattr(device_keys, "MAX_CACHED", 10)
+    monkeypatch.setattr(devices, "MAX_CACHED", 10)
     for number in range(100):
         assert store.keys.get(f"made-up-{number}") is None
         assert len(store.keys._cache) <= 10

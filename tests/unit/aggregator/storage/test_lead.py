@@ -111,16 +111,16 @@ def test_a_standby_leads_when_the_leader_has_ended(fleet: Fleet) -> None:
     first = fleet.store("first")
     first.facts.put(SigningKey("1"))
     waiting = fleet.waiting("second")
-    assert waiting.leader() == first.leader() == platform.node()[:30]
-    assert first.leads()
-    first.check_lead()
+    assert waiting.leader() == first.database.leader() == platform.node()[:30]
+    assert first.database.leads()
+    first.database.check_lead()
     first.close()
     second = waiting.store()
-    assert second.leads()
+    assert second.database.leads()
     assert second.facts.get(SigningKey) == SigningKey("1")
     with pytest.raises(NotLeader):
         first.facts.put(SigningKey("2"))
-    assert not first.leads()
+    assert not first.database.leads()
 
 
 def test_a_silent_leader_loses_its_lead_for_good(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,11 +140,11 @@ def test_a_silent_leader_loses_its_lead_for_good(fleet: Fleet, monkeypatch: pyte
 
     second = put_and_lose()
     with pytest.raises(NotLeader, match="another aggregator leads the fleet on "):
-        first.check_lead()
+        first.database.check_lead()
     second.close()
     with pytest.raises(NotLeader):
         first.facts.put(SigningKey("3"))
-    assert not first.leads()
+    assert not first.database.leads()
     assert fleet.store("third").facts.get(SigningKey) is None
 
 
@@ -167,11 +167,11 @@ def test_a_leader_lives_as_long_as_its_heartbeat_also_in_a_transaction(fleet: Fl
             failed = last_sign()
             _database(first)._beat()
             assert len({before, between, failed, last_sign()}) == 4
-            assert first.leads()
+            assert first.database.leads()
 
     with pytest.raises(StateError, match="a statement of the transaction has failed"):
         beat_and_fail()
-    first.check_lead()
+    first.database.check_lead()
 
 
 def test_the_heartbeat_goes_on_while_a_transaction_takes_its_time(
@@ -193,7 +193,7 @@ def test_no_heartbeat_keeps_a_transaction_open_for_ever(
     with first.transaction():
         monkeypatch.setattr(lead, "TRANSACTION_S", 0.0)
         _database(first)._beat()
-        assert not first.leads()
+        assert not first.database.leads()
 
 
 def test_a_slow_statement_is_no_silence(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,9 +220,9 @@ def test_a_slow_statement_is_no_silence(fleet: Fleet, monkeypatch: pytest.Monkey
         assert other.execute(active, [pid]).fetchone() is not None
         other.execute("SELECT pg_cancel_backend(%s)", [pid])
     statement.join()
-    assert waiting.store().leads() is False  # as no lease lasts
+    assert waiting.store().database.leads() is False  # as no lease lasts
     with pytest.raises(NotLeader):
-        first.check_lead()
+        first.database.check_lead()
 
 
 def test_a_leader_whose_connection_is_cut_leads_on(fleet: Fleet) -> None:
@@ -230,13 +230,13 @@ def test_a_leader_whose_connection_is_cut_leads_on(fleet: Fleet) -> None:
     first = fleet.store("first")
     _cut(fleet, first)
     _database(first)._beat()
-    assert not first.leads()
-    first.check_lead()
-    assert first.leads()
+    assert not first.database.leads()
+    first.database.check_lead()
+    assert first.database.leads()
     unnoticed = _session(first)
     _database(first)._db = None
-    first.check_lead()
-    assert first.leads()
+    first.database.check_lead()
+    assert first.database.leads()
     with pytest.raises(psycopg.OperationalError):
         unnoticed.execute("SELECT 1")
 
@@ -247,8 +247,8 @@ def test_a_leader_that_others_have_followed_does_not_lead_again(fleet: Fleet) ->
     _cut(fleet, first)
     fleet.store("second").close()
     with pytest.raises(NotLeader):
-        first.check_lead()
-    assert fleet.store("third").leads()
+        first.database.check_lead()
+    assert fleet.store("third").database.leads()
 
 
 def test_a_standby_counts_as_started(
@@ -282,7 +282,7 @@ def test_a_standby_outlives_postgresql(
     standby.wait("host")
     caplog.set_level("INFO")
     with contextlib.closing(standby.open(open_to_lead)) as store:
-        assert store.leads()
+        assert store.database.leads()
     assert "this aggregator leads the fleet now" in caplog.text
 
 
@@ -305,8 +305,8 @@ def test_a_standby_outlives_a_failed_take_over(tmp_path: Path) -> None:
 def test_commands_run_beside_a_leader(fleet: Fleet) -> None:
     first, command = fleet.store("first"), fleet.store("second", lock=False)
     command.facts.put(SigningKey("1"))
-    command.check_lead()
-    assert command.leads()
+    command.database.check_lead()
+    assert command.database.leads()
     assert first.facts.get(SigningKey) == SigningKey("1")
 
 
@@ -326,7 +326,7 @@ def test_only_an_aggregator_with_the_fleets_blobs_may_lead(fleet: Fleet, tmp_pat
     with pytest.raises(ConfigError, match="mount its folder blobs here"):
         fleet.store("second")
     (tmp_path / "second" / "blobs").mkdir()
-    assert fleet.store("second").leads()
+    assert fleet.store("second").database.leads()
 
 
 def test_only_the_fleets_signing_key_may_lead(fleet: Fleet, tmp_path: Path) -> None:

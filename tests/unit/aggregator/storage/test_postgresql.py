@@ -41,7 +41,7 @@ def test_program_with_another_state_directory_needs_an_object_store(
     with _open(tmp_path / "a", postgresql, lock=True):
         database = {"database": postgresql.url, "fleet": tmp_path.name}
         with (
-            pytest.raises(ConfigError, match="start `aggregator run` with --blobs"),
+            pytest.raises(ConfigError, match="start `aggregator run` there with --blobs"),
             existing_state(tmp_path / "b", **database),
         ):
             pass
@@ -61,7 +61,7 @@ def test_one_aggregator_runs_on_a_fleet_whatever_its_directory(
     """Its schema is not migrated by a newer program meanwhile."""
     monkeypatch.setattr("aggregator.storage.postgresql_lead.LOCK_S", 0.2)
     with _open(tmp_path / "a", postgresql, lock=True), _open(tmp_path / "b", postgresql) as other:
-        assert other.is_locked()
+        assert other.database.is_locked()
         with pytest.raises(StateError, match="already runs on"):
             open_store(tmp_path / "c", database=postgresql.url, fleet=tmp_path.name, lock=True)
         monkeypatch.setattr(schema, "MIGRATIONS", (*MIGRATIONS, "ALTER TABLE heads ADD COLUMN n TEXT;"))
@@ -74,12 +74,12 @@ def test_one_aggregator_runs_on_a_fleet_whatever_its_directory(
 def test_writes_of_other_processes_are_noticed(tmp_path: Path, postgresql: PostgreSQL) -> None:
     """And a process's own are not taken for them; no other process sees a transaction before its end."""
     with _open(tmp_path / "a", postgresql) as one, _open(tmp_path / "b", postgresql) as other:
-        before = one.data_version(), other.data_version()
+        before = one.database.data_version(), other.database.data_version()
         with one.transaction():
             one.facts.put(SigningKey("1"))
             assert other.facts.get(SigningKey) is None
-        assert one.data_version() == before[0]
-        assert other.data_version() != before[1]
+        assert one.database.data_version() == before[0]
+        assert other.database.data_version() != before[1]
         assert not other.keys.is_closed()
         one.keys.close_fleet()
         assert other.keys.is_closed()
@@ -111,7 +111,7 @@ def test_killed_server_is_an_error_until_it_runs_again(tmp_path: Path) -> None:
             server.start()
             assert store.facts.get(SigningKey) == SigningKey("1")
             store.facts.put(SigningKey("4"))
-            assert store.is_locked()
+            assert store.database.is_locked()
             assert store.clock.now_s() >= now_s
         with _open(tmp_path / "a", server) as again:
             assert again.facts.get(SigningKey) == SigningKey("4")

@@ -58,7 +58,7 @@ def test_lost_connection(
 ) -> None:
     """A read is repeated; a transaction is an error and can be repeated, also if its COMMIT has reached the server."""
     monkeypatch.setattr(database, "ANSWER_S", 0.3)
-    version = through.data_version()
+    version = through.database.data_version()
     proxy.provoke(fault, marker)
     if marker == "SELECT value":
         assert through.facts.get(SigningKey) == SigningKey("before")
@@ -69,11 +69,13 @@ def test_lost_connection(
             through.facts.put(SigningKey("after"))
         is_stored = (fault, marker) == ("answer lost", "COMMIT")
         assert direct.facts.get(SigningKey) == SigningKey("after" if is_stored else "before")
-        assert (through.data_version() != version) == is_stored  # so that nothing of it is read from a cache
+        assert (
+            through.database.data_version() != version
+        ) == is_stored  # so that nothing of it is read from a cache
         through.facts.put(SigningKey("after"))
     assert proxy.faults == 1
     assert direct.facts.get(SigningKey) == through.facts.get(SigningKey)
-    assert direct.is_locked()
+    assert direct.database.is_locked()
 
 
 def test_session_that_an_administrator_ends(through: Store, direct: Store, postgresql: PostgreSQL) -> None:
@@ -91,7 +93,7 @@ def test_session_that_an_administrator_ends(through: Store, direct: Store, postg
     with pytest.raises(StateError, match="terminating connection"):
         put_and_end()
     assert direct.facts.get(SigningKey) == through.facts.get(SigningKey) == SigningKey("after")
-    assert direct.is_locked()
+    assert direct.database.is_locked()
 
 
 def test_server_that_has_become_read_only(through: Store, direct: Store, postgresql: PostgreSQL) -> None:
@@ -138,12 +140,12 @@ def test_full_disk(tmp_path: Path) -> None:
 
 def test_tables_that_went_back_in_time(through: Store, direct: Store, postgresql: PostgreSQL) -> None:
     """A program that knows what is no longer in them ends; the next one goes on."""
-    direct.data_version()
+    direct.database.data_version()
     back = f'UPDATE "fleet_{through.folder.parent.name}".changes SET number = number - 1'  # noqa: S608
-    through.data_version()
+    through.database.data_version()
     postgresql.execute(back)
     with pytest.raises(NotLeader, match="lacks its last 1 changes"):
-        through.data_version()
+        through.database.data_version()
     with pytest.raises(NotLeader):
         through.facts.put(SigningKey("after"))
     with pytest.raises(NotLeader):
@@ -170,7 +172,7 @@ def test_failover_to_a_replica(tmp_path: Path) -> None:
                 replica.promote()
                 assert store.facts.get(SigningKey) == SigningKey("before")
                 store.facts.put(SigningKey("after"))
-                assert store.is_locked()
+                assert store.database.is_locked()
 
 
 def _wait_for_replica(primary: PostgreSQL) -> None:
