@@ -6,14 +6,15 @@ objects whose contents are not what their names say.
 
 import contextlib
 import os
+import re
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TypeVar
 from urllib.parse import urlsplit
 
 import obstore
@@ -45,18 +46,24 @@ THREADS = 16
 
 MAX_REASON = 300
 
-_METADATA_HOST = "169.254.169.254"
-"""The metadata service of a machine at AWS."""
+_REDIRECTS = "the endpoint redirects: check AWS_ENDPOINT_URL and AWS_REGION"
 
-_MOVED = ("status code: 301", "redirect without LOCATION")
+_ADVICE = {
+    "169.254.169.254": "no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+    "InvalidContentType": "no TLS at this endpoint: check https:// in AWS_ENDPOINT_URL",
+    "status code: 301": _REDIRECTS,
+    "redirect without LOCATION": _REDIRECTS,
+}
+"""What to do about errors of the library that have this text.
 
-_NO_TLS = "InvalidContentType"
-"""The library's name of an answer that is not TLS."""
+Without other credentials it asks the metadata service of a machine at AWS. InvalidContentType is its name of an answer
+that is not TLS.
+"""
 
-_REFUSALS = ("status code: 40", *_MOVED, _NO_TLS, _METADATA_HOST)
+_REFUSALS = ("status code: 40", *_ADVICE)
 """Parts of the library's errors after which waiting does not help."""
 
-T = TypeVar("T")
+_DIGEST = re.compile("[0-9a-f]{64}")
 
 
 class ObjectBlobs:
@@ -74,6 +81,7 @@ class ObjectBlobs:
         self.location = location.rstrip("/")
         self._store, self._prefix = _open(self.location)
         self._temporary = None if cache else TemporaryDirectory(prefix="protofleet-blobs-")
+        self._owner_key, self._trial_key = f"{self._prefix}owner", f"{self._prefix}trial"
         self._cache = BlobStore(cache or Path(self._temporary.name if self._temporary else ""))
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="uploading")
         self._lock = threading.Lock()
@@ -90,10 +98,10 @@ class ObjectBlobs:
             ConfigError: they belong to another aggregator, which would lose them here.
             StateError: the store cannot be used, or the object that names the owner is missing.
         """
-        if is_new and self._get(self._owner_key()) is None:
-            with contextlib.suppress(FileExistsError):
-                self._try(lambda: obstore.put(self._store, self._owner_key(), owner.encode(), mode="create"))
-        stored = self._get(self._owner_key())
+        if is_new and self._get(self._owner_key) is None:
+            with self._errors(), contextlib.suppress(AlreadyExistsError, FileExistsError):
+                obstore.put(self._store, self._owner_key, owner.encode(), mode="create")
+        stored = self._get(self._owner_key)
         if stored is None:
             raise StateError(
                 f"{self.location}/owner is missing: another bucket or endpoint, or objects were deleted. Copy all "
@@ -103,18 +111,18 @@ class ObjectBlobs:
             raise ConfigError(f"{self.location} belongs to another aggregator: give each a prefix of its own")
 
     def check_writable(self) -> None:
-        self._put(f"{self._prefix}trial", b"")
+        self._put(self._trial_key, b"")
 
     def __contains__(self, digest: bytes) -> bool:
-        if self._try_or_none(lambda: obstore.head(self._store, self._key(digest))) is not None:
+        with self._errors(), contextlib.suppress(FileNotFoundError):
+            obstore.head(self._store, self._key(digest))
             return True
         self._check_owner()
         return False
 
     def digests(self) -> Iterator[bytes]:
-        for page in self._pages():
-            for key, _ in page:
-                yield bytes.fromhex(key[-64:])
+        for key, _ in self._objects():
+            yield bytes.fromhex(key[-64:])
 
     def put(self, data: bytes) -> bytes:
         """Store `data` and return its digest; one that exists is replaced, and is as new for `keep_only`."""
@@ -178,7 +186,7 @@ class ObjectBlobs:
     def delete(self, digests: Collection[bytes]) -> None:
         """Delete blobs, damaged ones and copies too, if they exist; raises StateError if one cannot be deleted."""
         self._delete([self._key(digest) for digest in digests])
-        self._delete([self._damaged_key(digest) for digest in digests])
+        self._delete([self._key(digest, folder="damaged") for digest in digests])
         self._cache.delete(digests)
 
     def keep_only(self, digests: Collection[bytes]) -> None:
@@ -186,98 +194,73 @@ class ObjectBlobs:
         self._cache.keep_only(digests)
         self._check_owner()
         self.check_writable()
-        trial = self._try(lambda: obstore.head(self._store, f"{self._prefix}trial"))
-        kept, before = {self._key(digest) for digest in digests}, trial["last_modified"] - GRACE
-        for page in self._pages():
-            self._delete([key for key, written in page if key not in kept and written < before])
+        with self._errors():
+            before = obstore.head(self._store, self._trial_key)["last_modified"] - GRACE
+        kept = {self._key(digest) for digest in digests}
+        self._delete([key for key, written in self._objects() if key not in kept and written < before])
 
-    def _key(self, digest: bytes) -> str:
-        return f"{self._prefix}blobs/{digest.hex()}"
-
-    def _damaged_key(self, digest: bytes) -> str:
-        return f"{self._prefix}damaged/{digest.hex()}"
-
-    def _owner_key(self) -> str:
-        return f"{self._prefix}owner"
+    def _key(self, digest: bytes, *, folder: str = "blobs") -> str:
+        return f"{self._prefix}{folder}/{digest.hex()}"
 
     def check(self) -> None:
         """Raise StateError if the bucket cannot be listed; changes nothing."""
-        next(self._pages(), None)
+        next(self._objects(), None)
 
     def _check_owner(self) -> bytes:
         """Return the object `owner`; raises StateError if the whole store is gone: then no single blob is lost."""
-        owner = self._get(self._owner_key())
+        owner = self._get(self._owner_key)
         if owner is None:
             raise StateError(f"cannot use {self.location}: {self.location}/owner is missing")
         return owner
 
-    def _pages(self) -> Iterator[list[tuple[str, datetime]]]:
-        """Yield the keys of all blobs, with the times when they were written, in lists."""
+    def _objects(self) -> Iterator[tuple[str, datetime]]:
+        """Yield the keys of all blobs, with the times when they were written."""
         folder = f"{self._prefix}blobs/"
-        pages = iter(obstore.list(self._store, folder, chunk_size=1000))
-        while page := self._try(lambda: next(pages, None)):
-            yield [
-                (each["path"], each["last_modified"])
-                for each in page
-                if _is_digest(each["path"].removeprefix(folder))
-            ]
+        with self._errors():
+            for page in obstore.list(self._store, folder, chunk_size=1000):
+                for each in page:
+                    if _DIGEST.fullmatch(each["path"].removeprefix(folder)):
+                        yield each["path"], each["last_modified"]
 
     def _put(self, key: str, data: bytes) -> None:
-        self._try(lambda: obstore.put(self._store, key, data, chunk_size=PART_BYTES, max_concurrency=4))
+        with self._errors():
+            obstore.put(self._store, key, data, chunk_size=PART_BYTES, max_concurrency=4)
 
     def _get(self, key: str) -> bytes | None:
-        def first() -> tuple[int, bytes | None]:
-            result = obstore.get(self._store, key)
+        with self._errors():
+            try:
+                result = obstore.get(self._store, key)
+            except FileNotFoundError:
+                return None
             size = result.meta["size"]
-            return size, bytes(result.bytes()) if size <= PART_BYTES else None
-
-        answer = self._try_or_none(first)
-        if answer is None:
-            return None
-        size, data = answer
-        if data is None:
-            parts = (self._part(key, start, size) for start in range(0, size, PART_BYTES))
-            data = b"".join(parts)
-        return data
-
-    def _part(self, key: str, start: int, size: int) -> bytes:
-        end = min(start + PART_BYTES, size)
-        return bytes(self._try(lambda: obstore.get_range(self._store, key, start=start, end=end)))
+            if size <= PART_BYTES:
+                return bytes(result.bytes())
+            del result  # and its connection
+            bounds = pairwise([*range(0, size, PART_BYTES), size])
+            parts = (obstore.get_range(self._store, key, start=start, end=end) for start, end in bounds)
+            return b"".join(map(bytes, parts))
 
     def _delete(self, keys: list[str]) -> None:
         if keys:
-            self._try_or_none(lambda: obstore.delete(self._store, keys))
+            with self._errors(), contextlib.suppress(FileNotFoundError):
+                obstore.delete(self._store, keys)
 
     def _moved(self, digest: bytes) -> BlobLost:
         """Move a damaged object, so that it is uploaded again, and return the error to raise."""
-        self._try_or_none(lambda: obstore.rename(self._store, self._key(digest), self._damaged_key(digest)))
+        with self._errors(), contextlib.suppress(FileNotFoundError):
+            obstore.rename(self._store, self._key(digest), self._key(digest, folder="damaged"))
         moved = f"{self.location}/damaged/{digest.hex()}"
         return BlobLost(digest, f"{self.location}/blobs/{digest.hex()} was damaged, and moved to {moved}")
 
-    def _try_or_none(self, request: Callable[[], T]) -> T | None:
-        def answer() -> T | None:
-            try:
-                return request()
-            except FileNotFoundError:
-                return None
-
-        return self._try(answer)
-
-    def _try(self, request: Callable[[], T]) -> T:
-        """Return the answer of a request; raises FileExistsError, or StateError if the store cannot be used."""
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Raise StateError if the store cannot be used."""
         try:
-            return request()
-        except AlreadyExistsError:
-            raise FileExistsError from None
-        except FileExistsError:
-            raise
+            yield
         except (BaseError, OSError, ValueError) as error:
-            reason = " ".join(str(error).split("\n\nDebug source")[0].split())
             is_refusal = any(each in str(error) for each in _REFUSALS)
-            if _NO_TLS in str(error):
-                reason = f"no TLS at this endpoint: check https:// in AWS_ENDPOINT_URL: {reason}"
             kind = NoAnswer if isinstance(error, GenericError) and not is_refusal else StateError
-            raise kind(f"cannot use {self.location}: {_advised(reason)}") from None
+            raise kind(f"cannot use {self.location}: {_reason(error)}") from None
 
 
 def _open(location: str) -> tuple[S3Store, str]:
@@ -308,21 +291,16 @@ def _open(location: str) -> tuple[S3Store, str]:
             },
         )
     except BaseError as error:
-        reason = _advised(" ".join(str(error).split("\n\nDebug source")[0].split()))
-        raise ConfigError(f"cannot use {location}: {reason}: check the AWS_* variables") from None
+        raise ConfigError(f"cannot use {location}: {_reason(error)}: check the AWS_* variables") from None
     return store, f"{prefix}/" if prefix else ""
 
 
-def _advised(reason: str) -> str:
+def _reason(error: Exception) -> str:
     """Return why a request failed, short, and what to do about it if that is known."""
+    reason = " ".join(str(error).split("\n\nDebug source")[0].split())
     if "<Code>NoSuchBucket<" in reason:
         return "the bucket does not exist: create it, or check --blobs, AWS_ENDPOINT_URL and AWS_REGION"
-    if f"http://{_METADATA_HOST}/" in reason:  # asked by object_store if nothing else gives credentials
-        reason = f"no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY: {reason}"
-    if any(each in reason for each in _MOVED):
-        reason = f"the endpoint redirects: check AWS_ENDPOINT_URL and AWS_REGION: {reason}"
+    for text, advice in _ADVICE.items():
+        if text in str(error):
+            return f"{advice}: {reason}"[:MAX_REASON]
     return reason[:MAX_REASON]
-
-
-def _is_digest(name: str) -> bool:
-    return len(name) == 64 and all(each in "0123456789abcdef" for each in name)
