@@ -43,11 +43,14 @@ _LABEL = re.compile(r"(?!-)[A-Za-z0-9-]{1,63}(?<!-)\Z")
 
 @dataclass(frozen=True)
 class Issued:
-    """A certificate and its private key, both PEM, and its serial number."""
+    """A certificate and its private key, both PEM."""
 
     certificate: bytes
     key: bytes = field(repr=False)
-    serial: int
+
+    @property
+    def serial(self) -> int:
+        return x509.load_pem_x509_certificate(self.certificate).serial_number
 
 
 def create_ca(fleet: str, *, now: datetime) -> Issued:
@@ -184,5 +187,4 @@ def _issued(certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> I
     return Issued(
         certificate=certificate.public_bytes(Encoding.PEM),
         key=key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()),
-        serial=certificate.serial_number,
     )

@@ -174,7 +174,7 @@ def enroll_receiver(store: Store, receiver: str, *, fleet: str, out: Path, days:
     _check_receiver(receiver)
     with _consistent_identity(store):
         ca = open_ca(store.folder, fleet)
-        issued = issue_client(ca, mosquitto_config.receiver_name(receiver, fleet), now=utc_now(), days=days)
+        issued = issue_client(ca, mosquitto_config.user_name(receiver, fleet), now=utc_now(), days=days)
         files = {"ca.crt": ca.certificate, "receiver.crt": issued.certificate, "receiver.key": issued.key}
         with _new_folder(out, files) as publish:
             publish()

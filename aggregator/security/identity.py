@@ -20,7 +20,7 @@ from aggregator.security.certificate_authority import (
     revocation_list,
     utc_now,
 )
-from aggregator.security.mosquitto_config import aggregator_name
+from aggregator.security.mosquitto_config import user_name
 from aggregator.storage.devices import REVOKED
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import ServedTask
@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 
 _CLOSED = "closed"
 """File that exists once a device was enrolled."""
+
+_REVOKED = "revoked.crl"
 
 
 def identity_folder(state: Path) -> Path:
@@ -126,6 +128,13 @@ def ca_fleet(state: Path) -> str:
     return str(name.value)
 
 
+def _check_fleet(state: Path, fleet: str) -> None:
+    if (known := ca_fleet(state)) != fleet:
+        raise ConfigError(
+            f"{identity_folder(state)} is the CA of fleet {known!r}, not {fleet!r}: give {fleet!r} its own --state"
+        )
+
+
 def open_ca(state: Path, fleet: str) -> Issued:
     """Return the fleet's CA, created with a certificate for the aggregator if there is none.
 
@@ -134,20 +143,20 @@ def open_ca(state: Path, fleet: str) -> Issued:
         StateError: it cannot be written.
     """
     folder = identity_folder(state)
-    limit = MAX_COMMON_NAME - len(aggregator_name(""))
+    limit = MAX_COMMON_NAME - len(user_name("aggregator", ""))
     if len(fleet) > limit:
         raise ConfigError(f"fleet name of {len(fleet)} characters: certificates allow at most {limit}")
     if not has_ca(state):
         # The certificate is written last: without it the key has signed nothing.
         _write(folder, "ca", create_ca(fleet, now=utc_now()))
-    known = ca_fleet(state)
-    if known != fleet:
-        raise ConfigError(
-            f"{folder} is the CA of fleet {known!r}, not {fleet!r}: give {fleet!r} its own --state"
-        )
+    _check_fleet(state, fleet)
     ca = _read(folder, "ca")
     if not (folder / "aggregator.crt").is_file():
-        _write(folder, "aggregator", issue_client(ca, aggregator_name(fleet), now=utc_now(), days=CA_DAYS))
+        _write(
+            folder,
+            "aggregator",
+            issue_client(ca, user_name("aggregator", fleet), now=utc_now(), days=CA_DAYS),
+        )
     return ca
 
 
@@ -163,17 +172,13 @@ def write_revocation_list(store: Store, ca: Issued) -> bytes:
     for serial, since_s in store.keys.revoked_certificates().items():
         revoked[int(serial, 16)] = datetime.fromtimestamp(int(since_s), UTC)
     data = revocation_list(ca, revoked, now=utc_now())
-    write_atomically(_revocation_list_file(store.folder), data)
+    write_atomically(identity_folder(store.folder) / _REVOKED, data)
     return data
-
-
-def _revocation_list_file(state: Path) -> Path:
-    return identity_folder(state) / "revoked.crl"
 
 
 def _listed_certificates(state: Path) -> dict[int, datetime]:
     """Return the serial numbers in the revocation list, each with when; none if there is no list."""
-    file = _revocation_list_file(state)
+    file = identity_folder(state) / _REVOKED
     if not file.is_file():
         return {}
     with readable(file, "is damaged: restore it from a backup, or delete it"):
@@ -192,10 +197,8 @@ def aggregator_access(
         ConfigError: the CA is another fleet's, or lost.
     """
     folder = identity_folder(state)
-    if has_ca(state) and (known := ca_fleet(state)) != fleet:
-        raise ConfigError(
-            f"{folder} is the CA of fleet {known!r}, not of the task's fleet {fleet!r}: give each its own --state"
-        )
+    if has_ca(state):
+        _check_fleet(state, fleet)
     if not access.tls:
         return access
     if not has_ca(state):
@@ -228,9 +231,8 @@ def _write(folder: Path, name: str, issued: Issued) -> None:
 def _read(folder: Path, name: str) -> Issued:
     try:
         certificate, key = ((folder / f"{name}.{kind}").read_bytes() for kind in ("crt", "key"))
-        serial = x509.load_pem_x509_certificate(certificate).serial_number
     except OSError as error:
         raise ConfigError(
             f"cannot read {error.filename}: {error.strerror}; restore it from a backup"
         ) from error
-    return Issued(certificate=certificate, key=key, serial=serial)
+    return Issued(certificate=certificate, key=key)

@@ -91,14 +91,9 @@ def own_configuration(fleet: str, port: int) -> str:
     return text
 
 
-def aggregator_name(fleet: str) -> str:
-    """Return the aggregator's user name at the broker, which is not a valid device name."""
-    return f"aggregator@{fleet}"
-
-
-def receiver_name(receiver: str, fleet: str) -> str:
-    """Return a receiver's user name at the broker, which is not a valid device name."""
-    return f"{receiver}@{fleet}"
+def user_name(program: str, fleet: str) -> str:
+    """Return the user name at the broker of `aggregator` or a receiver, which is not a valid device name."""
+    return f"{program}@{fleet}"
 
 
 def access_list(fleet: str, receivers: Sequence[str] = ()) -> str:
@@ -116,7 +111,7 @@ def access_list(fleet: str, receivers: Sequence[str] = ()) -> str:
         *(f"pattern {line}" for line in [*writes, *reads]),
         "",
         "# Aggregator: read from devices, write to devices and to the fleet's topics.",
-        f"user {aggregator_name(fleet)}",
+        f"user {user_name('aggregator', fleet)}",
         *(f"topic read {topic}" for topic in device_filters(fleet)),
         *(f"topic write {device}/+/{channel}" for channel in to_devices),
         *(f"topic write {fleet_topic(fleet, channel)}" for channel in own),
@@ -126,7 +121,7 @@ def access_list(fleet: str, receivers: Sequence[str] = ()) -> str:
         lines += [
             "",
             "# Receiver: read from devices, and answer them.",
-            f"user {receiver_name(receiver, fleet)}",
+            f"user {user_name(receiver, fleet)}",
             *(f"topic read {topic}" for topic in device_filters(fleet)),
             *(f"topic write {device}/+/{channel}" for channel in to_devices),
         ]

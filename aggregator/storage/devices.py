@@ -2,9 +2,9 @@
 
 import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -13,6 +13,8 @@ from aggregator.storage.stored_values import ClosedFleet, EarlierRefusals
 from protocol.storage.facts import Facts
 from protocol.storage.tables import Tables
 from protocol.wire.messages import DeviceInfo, Reason
+
+Value = TypeVar("Value")
 
 MAX_PINNED_DEVICES = 10_000
 """Devices that an open fleet pins at first use: a client can make up any number of names."""
@@ -70,8 +72,7 @@ class DeviceKeys:
     def __init__(self, database: Tables, facts: Facts) -> None:
         self._database = database
         self._facts = facts
-        self._cache: dict[tuple[str, ...], list[tuple[Any, ...]]] = {}
-        self._sets: dict[str, frozenset[str]] = {}
+        self._cache: dict[tuple[str, ...], Any] = {}
         self._version = -1
 
     def refresh(self) -> None:
@@ -84,28 +85,20 @@ class DeviceKeys:
     def drop_cache(self) -> None:
         """Read everything again; call it after a rollback."""
         self._cache.clear()
-        self._sets.clear()
 
-    def _read(self, sql: str, *values: str) -> list[tuple[Any, ...]]:
-        """Return the rows of a query from the cache, unless another process may have written."""
+    def _read(self, sql: str, *values: str, kind: Callable[[list[tuple[Any, ...]]], Value]) -> Value:
+        """Return what `kind` makes of the rows of a query: the same object until something was written."""
         if not self._database.in_transaction():  # in a transaction no other process can write
             self.refresh()
         if (sql, *values) not in self._cache:
             if len(self._cache) >= MAX_CACHED:
                 self.drop_cache()
-            self._cache[sql, *values] = self._database.read(sql, *values)
-        return self._cache[sql, *values]
-
-    def _read_set(self, sql: str) -> frozenset[str]:
-        """Return the devices that a query finds: the same object until something was written."""
-        rows = self._read(sql)
-        if sql not in self._sets:
-            self._sets[sql] = frozenset(device for (device,) in rows)
-        return self._sets[sql]
+            self._cache[sql, *values] = kind(self._database.read(sql, *values))
+        value: Value = self._cache[sql, *values]
+        return value
 
     def get(self, device: str) -> Key | None:
-        rows = self._read(_KEY, device)
-        return Key(rows[0][0], bool(rows[0][1]), *rows[0][2:]) if rows else None
+        return self._read(_KEY, device, kind=_key)
 
     def all(self) -> dict[str, Key]:
         rows = self._database.read(
@@ -114,13 +107,12 @@ class DeviceKeys:
         return {device: Key(public, bool(enrolled), *rest) for device, public, enrolled, *rest in rows}
 
     def revoked(self) -> frozenset[str]:
-        return self._read_set("SELECT device FROM keys WHERE revoked_s IS NOT NULL")
+        return self._read("SELECT device FROM keys WHERE revoked_s IS NOT NULL", kind=_devices)
 
     def enrolled(self) -> frozenset[str] | None:
         """Return the enrolled devices of a closed fleet; None for an open fleet."""
-        if not self.is_closed():
-            return None
-        return self._read_set("SELECT device FROM keys WHERE enrolled = 1 AND revoked_s IS NULL")
+        query = "SELECT device FROM keys WHERE enrolled = 1 AND revoked_s IS NULL"
+        return self._read(query, kind=_devices) if self.is_closed() else None
 
     def _write(self, sql: str, *values: object) -> None:
         self._database.write(sql, *values)
@@ -128,7 +120,8 @@ class DeviceKeys:
 
     def pin(self, device: str, public: bytes, *, now_s: float) -> bool:
         """Store the first key seen for a device; returns False if there are too many devices."""
-        if self._has_room():
+        ((pinned,),) = self._database.read("SELECT count(*) FROM keys WHERE enrolled = 0")
+        if pinned < MAX_PINNED_DEVICES:
             self._database.write(
                 "INSERT INTO keys (device, public, enrolled, since_s) VALUES (?, ?, 0, ?) "
                 "ON CONFLICT (device) DO NOTHING",
@@ -137,10 +130,6 @@ class DeviceKeys:
         self._cache.pop((_KEY, device), None)  # no other answer depends on a pinned key
         known = self.get(device)
         return known is not None and known.public == public
-
-    def _has_room(self) -> bool:
-        ((pinned,),) = self._database.read("SELECT count(*) FROM keys WHERE enrolled = 0")
-        return bool(pinned < MAX_PINNED_DEVICES)
 
     def valid(self) -> int:
         """Return the number of devices with a key that was not revoked."""
@@ -175,7 +164,7 @@ class DeviceKeys:
         self.drop_cache()
 
     def is_closed(self) -> bool:
-        return bool(self._read("SELECT 1 FROM facts WHERE name = ?", ClosedFleet.__name__))
+        return self._read("SELECT 1 FROM facts WHERE name = ?", ClosedFleet.__name__, kind=bool)
 
     def revoke_certificate(self, serial: str, *, now_s: float) -> None:
         """Revoke a certificate by its serial number (hex); one that was revoked earlier keeps its time."""
@@ -187,6 +176,14 @@ class DeviceKeys:
     def revoked_certificates(self) -> dict[str, float]:
         """Return the serial numbers (hex) of revoked certificates, each with when (unix seconds)."""
         return dict(self._database.read("SELECT serial, since_s FROM revoked_certificates"))
+
+
+def _key(rows: list[tuple[Any, ...]]) -> Key | None:
+    return Key(rows[0][0], bool(rows[0][1]), *rows[0][2:]) if rows else None
+
+
+def _devices(rows: list[tuple[Any, ...]]) -> frozenset[str]:
+    return frozenset(device for (device,) in rows)
 
 
 def counts(keys: Collection[Key]) -> dict[str, int]:
@@ -288,7 +285,6 @@ class Refusals:
     """The table `refusals`: refused messages, counted per device and reason."""
 
     _database: Tables
-    _keys: DeviceKeys
     _facts: Facts
 
     def count(self, device: str, *, reason: str, detail: str, now_s: float) -> bool:
@@ -297,7 +293,13 @@ class Refusals:
         Clients can make up any number of device names: beyond `MAX_REFUSALS`, messages of devices that are not
         enrolled are counted under `UNKNOWN_DEVICE`.
         """
-        if not self._has_room_for(device, reason):
+        has_room = self._database.read(
+            "SELECT 1 FROM keys WHERE device = ? AND enrolled = 1 "
+            "UNION ALL SELECT 1 FROM refusals WHERE device = ? AND reason = ? "
+            "UNION ALL SELECT 1 WHERE (SELECT count(*) FROM refusals) < ?",
+            *(device, device, reason, MAX_REFUSALS),
+        )
+        if not has_room:
             device = UNKNOWN_DEVICE
         rows = self._database.read(
             "INSERT INTO refusals VALUES (?, ?, 1, ?, ?) ON CONFLICT (device, reason) DO UPDATE SET "
@@ -322,18 +324,6 @@ class Refusals:
         """Return the number of deleted refused messages by reason."""
         stored = self._facts.get(EarlierRefusals)
         return stored.counts if stored is not None else {}
-
-    def _has_room_for(self, device: str, reason: str) -> bool:
-        known = self._keys.get(device)
-        if known is not None and known.enrolled:
-            return True
-        return bool(
-            self._database.read(
-                "SELECT 1 FROM refusals WHERE device = ? AND reason = ? "
-                "UNION ALL SELECT 1 WHERE (SELECT count(*) FROM refusals) < ?",
-                *(device, reason, MAX_REFUSALS),
-            )
-        )
 
 
 class QuarantinedDevice(msgspec.Struct, frozen=True):

@@ -46,7 +46,7 @@ class Store:
         self.clock = ElapsedClock(self.facts, read_only=read_only, machine=database.machine_time)
         self.keys = DeviceKeys(database, self.facts)
         self.devices = Devices(database, self.keys)
-        self.refusals = Refusals(database, self.keys, self.facts)
+        self.refusals = Refusals(database, self.facts)
         self.submissions = Submissions(database)
         self.evaluations = Evaluations(database)
         self.forgotten = ForgottenDevices(database)

@@ -125,7 +125,7 @@ def test_damaged_ca_is_an_error(ca: Issued) -> None:
     other = create_ca("orchard", now=NOW)
     for key, said in ((other.key, "do not match"), (b"none", "cannot read")):
         with pytest.raises(ConfigError, match=said):
-            issue_client(Issued(ca.certificate, key, 1), "shed-1", now=NOW, days=1)
+            issue_client(Issued(ca.certificate, key), "shed-1", now=NOW, days=1)
 
 
 def test_repr_has_no_private_key(ca: Issued) -> None:
