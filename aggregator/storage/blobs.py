@@ -9,7 +9,7 @@ from uuid import uuid4
 
 from aggregator.storage.stored_values import BlobLocation
 from protocol.cli import require_packages
-from protocol.errors import BlobLost, ConfigError
+from protocol.errors import BlobLost
 from protocol.storage.blobstore import BlobStore
 from protocol.storage.facts import Facts
 from protocol.threads import submit
@@ -59,10 +59,6 @@ def blobs_of(folder: Path, facts: Facts, configured: str) -> Blobs:
     location = configured.rstrip("/") or stored.location
     if not location:
         return open_blobs(str(folder / "blobs"))
-    if "://" not in location:
-        raise ConfigError(
-            "expected s3://BUCKET/PREFIX for --blobs; without it, blobs are in the state directory"
-        )
     blobs = object_store(location, cache=folder / "copies")
     is_first = not stored.location
     if is_first:

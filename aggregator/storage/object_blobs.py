@@ -267,7 +267,9 @@ def _open(location: str) -> tuple[S3Store, str]:
     """Return the store, and the start of all its keys."""
     parts = urlsplit(location)
     if parts.scheme != "s3" or not parts.netloc or "@" in parts.netloc or parts.query or parts.fragment:
-        raise ConfigError("expected s3://BUCKET/PREFIX for blobs; credentials are read from AWS_* variables")
+        raise ConfigError(
+            "expected s3://BUCKET/PREFIX for --blobs; credentials are read from AWS_* variables"
+        )
     endpoint = os.environ.get("AWS_ENDPOINT_URL", os.environ.get("AWS_ENDPOINT", ""))
     if endpoint and not endpoint.startswith(("http://", "https://")):
         raise ConfigError(f"expected http:// or https:// at the start of AWS_ENDPOINT_URL, got {endpoint!r}")

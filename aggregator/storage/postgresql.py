@@ -19,6 +19,7 @@ import psycopg
 
 from aggregator.storage import schema
 from protocol.errors import NoAnswer, NoStateError, NotLeader, StateError
+from protocol.storage.elapsed_clock import machine_time
 
 Value = TypeVar("Value")
 
@@ -52,8 +53,6 @@ _SETTINGS = {
 _RAISE = "UPDATE changes SET number = number + 1 RETURNING number"
 
 READ_CHANGES = "SELECT number FROM changes"
-
-_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 MAX_NAME = 50
@@ -411,30 +410,22 @@ class Connection(psycopg.Connection[Any]):
 
     def wait(self, gen: Any, *arguments: Any, **options: Any) -> Any:
         """Return the result of a generator of psycopg, which calls this for each communication with the server."""
-        try:
-            return super().wait(_within(gen, ANSWER_S), *arguments, **options)
-        except _NoAnswer:
-            self.close()
-            raise
+        return super().wait(self._within_time(gen), *arguments, **options)
 
-
-class _NoAnswer(psycopg.OperationalError):
-    pass
-
-
-def _within(gen: Any, seconds: float) -> Generator[Any, Any, Any]:
-    """Wrap a generator that yields what it waits for, and is sent what is ready: nothing, every tenth of a second."""
-    wanted, deadline = next(gen), time.monotonic() + seconds
-    while True:
-        ready = yield wanted
-        if ready:
-            deadline = time.monotonic() + seconds
-        elif time.monotonic() > deadline:
-            raise _NoAnswer(f"PostgreSQL has not answered for {seconds:.0f} s")
-        try:
-            wanted = gen.send(ready)
-        except StopIteration as end:
-            return end.value
+    def _within_time(self, gen: Any) -> Generator[Any, Any, Any]:
+        """Wrap a generator that yields what it waits for, and is sent what is ready, or nothing every 0.1 s."""
+        wanted, deadline = next(gen), time.monotonic() + ANSWER_S
+        while True:
+            ready = yield wanted
+            if ready:
+                deadline = time.monotonic() + ANSWER_S
+            elif time.monotonic() > deadline:
+                self.close()
+                raise psycopg.OperationalError(f"PostgreSQL has not answered for {ANSWER_S:.0f} s")
+            try:
+                wanted = gen.send(ready)
+            except StopIteration as end:
+                return end.value
 
 
 def _may_pass(reason: str) -> bool:
@@ -450,7 +441,7 @@ def _storable(value: Any) -> Any:
 
 def elapsed_s() -> float:
     """Return seconds of a clock that goes on while the machine is suspended."""
-    return time.clock_gettime(_CLOCK)
+    return machine_time()[1]
 
 
 def schema_name(fleet: str) -> str:
