@@ -105,7 +105,7 @@ def forget(store: Store, device: str) -> list[str]:
         for task in digests:
             head = _newest_with(device, newest.get(task))
             store.forgotten.put(task, ForgottenDevice(device, head, time.time()))
-        store.submissions.delete_device(device)
+        store.submissions.delete(device)
         store.evaluations.delete_device(device)
         store.devices.delete_info(device)
         store.quarantine.delete_findings(device)

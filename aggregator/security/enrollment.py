@@ -194,7 +194,7 @@ def reset_device(store: Store, device: str, *, delete_submissions: bool) -> None
     whatever the sequence numbers.
     """
     if delete_submissions:
-        store.submissions.delete_device(device)
+        store.submissions.delete(device)
     store.submissions.reset_sequence(device)
     store.devices.reset_presence(device)
     store.refusals.reset(device)

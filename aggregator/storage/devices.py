@@ -202,7 +202,7 @@ class DeviceRecord:
     info: DeviceInfo | None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Devices:
     """The tables `devices` and `epsilons`."""
 
@@ -280,7 +280,7 @@ class Refusal(msgspec.Struct, frozen=True):
     detail: Annotated[str, Meta(description="Of the last one.")]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Refusals:
     """The table `refusals`: refused messages, counted per device and reason."""
 
@@ -335,7 +335,7 @@ class QuarantinedDevice(msgspec.Struct, frozen=True):
     released_s: Annotated[UnixSeconds | None, Meta(description="When an operator released it.")]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Quarantine:
     """The table `quarantine`."""
 
@@ -388,7 +388,7 @@ class ForgottenDevice(msgspec.Struct, frozen=True):
     since_s: UnixSeconds
 
 
-@dataclass(frozen=True)
+@dataclass
 class ForgottenDevices:
     """The table `forgotten`."""
 

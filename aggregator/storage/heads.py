@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import msgspec
 
@@ -47,7 +48,7 @@ class HeadRecord:
         return len(self.members) or self.former_members
 
 
-@dataclass(frozen=True)
+@dataclass
 class Heads:
     """The tables `heads` and `rollouts`."""
 
@@ -72,10 +73,9 @@ class Heads:
 
     def all(self, task: bytes | None = None) -> list[HeadRecord]:
         """Return the heads of a task, or of all tasks, oldest first."""
-        if task is None:
-            rows = self._database.read("SELECT record FROM heads ORDER BY version")
-        else:
-            rows = self._database.read("SELECT record FROM heads WHERE task = ? ORDER BY version", task)
+        rows = self._database.read(
+            "SELECT record FROM heads WHERE task = ? OR ? ORDER BY version", task or b"", task is None
+        )
         return [self._database.decode(record, HeadRecord) for (record,) in rows]
 
     def delete_except(self, task: bytes, versions: Collection[int]) -> None:
@@ -100,7 +100,7 @@ class Heads:
         return without_forgotten(state, self._forgotten.newest_head(task))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Evaluations:
     """The table `evaluations`: results of each head on each device's held-out images."""
 
@@ -117,11 +117,7 @@ class Evaluations:
         )
 
     def of_head(self, task: bytes, version: int) -> dict[str, Evaluation]:
-        rows = self._database.read(
-            "SELECT device, message FROM evaluations WHERE task = ? AND head_version = ? ORDER BY device",
-            *(task, version),
-        )
-        return {device: self._database.decode(message, Evaluation) for device, message in rows}
+        return dict(self._messages("task = ? AND head_version = ? ORDER BY device", task, version))
 
     def changes(self, task: bytes, *, since: int) -> tuple[list[tuple[str, Evaluation]], int]:
         """Return devices and evaluations that are new after change number `since`, and the number for the next call.
@@ -129,12 +125,12 @@ class Evaluations:
         Some may be returned again by the next call.
         """
         newest = newest_change(self._database)
-        rows = self._database.read(
-            "SELECT device, message FROM evaluations WHERE task = ? AND changed > ? ORDER BY changed",
-            task,
-            since,
-        )
-        return [(device, self._database.decode(message, Evaluation)) for device, message in rows], newest
+        return self._messages("task = ? AND changed > ? ORDER BY changed", task, since), newest
+
+    def _messages(self, clauses: str, *values: Any) -> list[tuple[str, Evaluation]]:
+        query = f"SELECT device, message FROM evaluations WHERE {clauses}"  # noqa: S608 - of this class
+        rows = self._database.read(query, *values)
+        return [(device, self._database.decode(message, Evaluation)) for device, message in rows]
 
     def devices(self, task: bytes, version: int) -> set[str]:
         query = "SELECT device FROM evaluations WHERE task = ? AND head_version = ?"
@@ -155,7 +151,7 @@ class Evaluations:
             )
 
 
-@dataclass(frozen=True)
+@dataclass
 class OperatorCommands:
     """The table `operator_commands`: what an operator leaves for the running aggregator."""
 

@@ -54,10 +54,14 @@ class SqliteDatabase(Database):
     def __init__(self, folder: Path, *, read_only: bool, lock: FolderLock, is_leader: bool) -> None:
         self._folder_lock = lock
         file = database_of("aggregator", folder)
-        if read_only:
-            _check_exists(file)
-        else:
+        if not read_only:
             make_state_folder(folder)
+        elif not file.is_file():
+            if not (folder / "blobs").is_dir():
+                raise StateError(f"no aggregator state in {folder}: give the --state of `aggregator run`")
+            raise StateError(
+                f"cannot use {file}: it is missing, although `aggregator run` has used it: {_ADVICE}"
+            )
         super().__init__(
             DatabaseFile(
                 path=file,
@@ -85,16 +89,6 @@ class SqliteDatabase(Database):
 
     def machine_time(self) -> tuple[str, float]:
         return machine_time()
-
-
-def _check_exists(file: Path) -> None:
-    if file.is_file():
-        return
-    if (file.parent / "blobs").is_dir():
-        raise StateError(
-            f"cannot use {file}: it is missing, although `aggregator run` has used it: {_ADVICE}"
-        )
-    raise StateError(f"no aggregator state in {file.parent}: give the --state of `aggregator run`")
 
 
 def open_store(

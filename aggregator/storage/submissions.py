@@ -7,7 +7,7 @@ leaves its row in the table `deletions`, or raises the number of that table's ro
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -30,15 +30,6 @@ _LATER = "ON CONFLICT (task, device) DO UPDATE SET number = excluded.number"
 def newest_change(database: Tables) -> int:
     """Return the number of the last change; 0 if there was none."""
     return int(database.read(_NEWEST)[0][0])
-
-
-def record_deletion(database: Tables, device: str, task: bytes | None = None) -> None:
-    """Store that a device's submission to a task, or to each, is deleted, before it is, in one transaction."""
-    database.write(
-        f"INSERT INTO deletions SELECT task, device, {NEXT_CHANGE} FROM submissions "  # noqa: S608 - of the schema
-        f"WHERE device = ? AND (task = ? OR ?) {_LATER}",
-        *(device, task or b"", task is None),
-    )
 
 
 def retire_number(database: Tables) -> None:
@@ -79,7 +70,7 @@ class LostSubmission(msgspec.Struct, frozen=True):
     since_s: Annotated[UnixSeconds, Meta(description="When this was noticed.")]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Submissions:
     """The tables `submissions` and `lost_submissions`."""
 
@@ -107,30 +98,21 @@ class Submissions:
         return int(size)
 
     def all(self, task: bytes) -> dict[str, SubmissionRecord]:
-        rows = self._database.read(
-            "SELECT device, record FROM submissions WHERE task = ? ORDER BY device", task
-        )
-        return {device: self._database.decode(record, SubmissionRecord) for device, record in rows}
+        return self._records("task = ? ORDER BY device", task)
 
     def get(self, task: bytes, device: str) -> SubmissionRecord | None:
-        rows = self._database.read(
-            "SELECT record FROM submissions WHERE task = ? AND device = ?", task, device
-        )
-        return self._database.decode(rows[0][0], SubmissionRecord) if rows else None
+        return self._records("task = ? AND device = ?", task, device).get(device)
+
+    def _records(self, clauses: str, *values: Any) -> dict[str, SubmissionRecord]:
+        query = f"SELECT device, record FROM submissions WHERE {clauses}"  # noqa: S608 - of this class
+        rows = self._database.read(query, *values)
+        return {device: self._database.decode(record, SubmissionRecord) for device, record in rows}
 
     def changes(self, task: bytes, *, since: int) -> SubmissionChanges:
         """Return what has changed after change number `since`; some of it may be returned again by the next call."""
         newest = newest_change(self._database)
-        rows = self._database.read(
-            "SELECT device, record FROM submissions WHERE task = ? AND changed > ? ORDER BY changed",
-            task,
-            since,
-        )
-        return SubmissionChanges(
-            {device: self._database.decode(record, SubmissionRecord) for device, record in rows},
-            self.deleted(task, since=since),
-            newest,
-        )
+        records = self._records("task = ? AND changed > ? ORDER BY changed", task, since)
+        return SubmissionChanges(records, self.deleted(task, since=since), newest)
 
     def deleted(self, task: bytes, *, since: int) -> frozenset[str]:
         """Return the devices whose submission was deleted after change number `since`, and is still missing."""
@@ -157,10 +139,17 @@ class Submissions:
     def has_digest(self, digest: bytes) -> bool:
         return bool(self._database.read("SELECT 1 FROM submissions WHERE digest = ? LIMIT 1", digest))
 
-    def delete(self, task: bytes, device: str) -> None:
-        """Delete a device's submission to a task, in a transaction of the caller."""
-        record_deletion(self._database, device, task)
-        self._database.write("DELETE FROM submissions WHERE task = ? AND device = ?", task, device)
+    def delete(self, device: str, task: bytes | None = None) -> None:
+        """Delete a device's submission to a task, or all and those that are lost, in a transaction of the caller."""
+        which = device, task or b"", task is None
+        self._database.write(
+            f"INSERT INTO deletions SELECT task, device, {NEXT_CHANGE} FROM submissions "  # noqa: S608 - of the schema
+            f"WHERE device = ? AND (task = ? OR ?) {_LATER}",
+            *which,
+        )
+        self._database.write("DELETE FROM submissions WHERE device = ? AND (task = ? OR ?)", *which)
+        if task is None:
+            self._database.write("DELETE FROM lost_submissions WHERE device = ?", device)
 
     def add_lost(self, task: bytes, device: str, digest: bytes, *, now_s: float) -> None:
         self._database.write(
@@ -175,12 +164,6 @@ class Submissions:
             "SELECT device, digest, since_s FROM lost_submissions WHERE task = ? ORDER BY device", task
         )
         return [LostSubmission(device, digest.hex(), since_s) for device, digest, since_s in rows]
-
-    def delete_device(self, device: str) -> None:
-        """Delete a device's submissions to all tasks, in a transaction of the caller."""
-        record_deletion(self._database, device)
-        self._database.write("DELETE FROM lost_submissions WHERE device = ?", device)
-        self._database.write("DELETE FROM submissions WHERE device = ?", device)
 
     def reset_sequence(self, device: str) -> None:
         """Let the device's next submission replace the stored ones whatever its sequence number."""

@@ -154,7 +154,7 @@ class LostSubmissions:
             stored = self._store.submissions.all(self._task)
             for device, digest in lost.items():
                 if device in stored and stored[device].entry.digest == digest:
-                    self._store.submissions.delete(self._task, device)
+                    self._store.submissions.delete(device, self._task)
                     self._store.submissions.add_lost(self._task, device, digest, now_s=time.time())
         for device, digest in lost.items():
             text = "submission lost from disk, requesting it again: check the disk"

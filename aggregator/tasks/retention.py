@@ -75,7 +75,7 @@ def delete_carried_submissions(task: Task, store: Store) -> None:
     if missing:
         with store.transaction():
             for device in missing:
-                store.submissions.delete(task.digest, device)
+                store.submissions.delete(device, task.digest)
 
 
 def _retained(heads: Sequence[HeadRecord], state: rollout_state.State) -> list[HeadRecord]:

@@ -116,7 +116,7 @@ def test_submissions_that_another_process_stores_close_a_round(task: Task, store
     for device in "ab":
         _submit(receiver, task, device)
         with contextlib.closing(open_store(store.folder)) as third, third.transaction():
-            third.submissions.delete(task.digest, "a")
+            third.submissions.delete("a", task.digest)
         training.tick()
         assert set(training.state.submissions) == ({"b"} if device == "b" else set())
     assert training.state.training is None

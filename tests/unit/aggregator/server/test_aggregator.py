@@ -437,7 +437,7 @@ def test_blob_that_another_program_deletes_before_the_transaction_is_written_aga
     daemon, task, store, sent = _in_process(tmp_path, PATIENT)
     events = _uploaded(message := _separable(task.digest))
     daemon._loop.handle(events)
-    store.submissions.delete(task.digest, "dev")
+    store.submissions.delete("dev", task.digest)
     store_items = DeviceMessages.store_items
 
     def delete_and_store(messages: DeviceMessages) -> None:

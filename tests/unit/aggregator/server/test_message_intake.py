@@ -178,7 +178,7 @@ def test_verdicts_follow_what_others_store(store: Store) -> None:
     assert store.evaluations.of_head(TASK.digest, 4) == {"dev": reported}
     with contextlib.closing(open_store(store.folder)) as coordinator:
         with coordinator.transaction():
-            coordinator.submissions.delete_device("dev")
+            coordinator.submissions.delete("dev")
         assert one.intake.view.refresh()
         assert one.intake.view.deleted == {"dev"}
         coordinator.facts.put(msgspec.structs.replace(TASK, digest=bytes(32)))

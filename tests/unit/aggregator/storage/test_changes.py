@@ -35,9 +35,9 @@ def test_deletions_are_changes(store: Store) -> None:
         store.submissions.put(TASK, _record(device))
     since = store.newest_change()
     with store.transaction():
-        store.submissions.delete(TASK, "a")
-        store.submissions.delete_device("b")
-        store.submissions.delete_device("unknown")
+        store.submissions.delete("a", TASK)
+        store.submissions.delete("b")
+        store.submissions.delete("unknown")
     changes = store.submission_changes(TASK, since=since)
     assert not changes.records
     assert changes.deleted == {"a", "b"}
@@ -61,7 +61,7 @@ def test_no_number_is_used_again(store: Store) -> None:
     since = store.newest_change()
     assert since > newest
     with store.transaction():
-        store.submissions.delete_device("b")
+        store.submissions.delete("b")
     store.submissions.put(TASK, _record("c"))
     assert set(store.submission_changes(TASK, since=since).records) == {"c"}
 

@@ -146,7 +146,7 @@ def test_deleted_submission_leaves_those_of_other_tasks(store: Store) -> None:
     for task in (TASK, bytes(32)):
         for device in "ab":
             store.submissions.put(task, _row(device))
-    store.submissions.delete(TASK, "a")
+    store.submissions.delete("a", TASK)
     assert store.submissions.all(TASK) == {"b": _row("b")}
     assert store.submissions.digests_of_other_tasks(TASK) == {b"a1", b"b1"}
 
@@ -243,7 +243,7 @@ def test_transaction_is_whole_or_nothing(tmp_path: Path) -> None:
 def _put(store: Store, fact: SigningKey, *, then: Exception | None = None) -> None:
     with store.transaction():
         assert store.keys.pin("b", b"1" * 32, now_s=1.0)
-        store.submissions.delete(TASK, "a")
+        store.submissions.delete("a", TASK)
         store.facts.put(fact)
         if then is not None:
             raise then
