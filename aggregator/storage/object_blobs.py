@@ -54,7 +54,7 @@ _ADVICE = {
     "status code: 301": _REDIRECTS,
     "redirect without LOCATION": _REDIRECTS,
 }
-"""What to do about errors of the library that have this text.
+"""Advice for errors of the library that contain a text.
 
 Without other credentials it asks the metadata service of a machine at AWS. InvalidContentType is its name of an answer
 that is not TLS.
