@@ -121,7 +121,9 @@ class Aggregator:
         try:
             self._announcements.observe(channel, payload)
         except Replaced as replaced:
-            if not self._store.database.is_shared:  # there, it would keep the fleet's other aggregators from starting
+            if (
+                not self._store.database.is_shared
+            ):  # there, it would keep the fleet's other aggregators from starting
                 with self._uploads.guard():
                     self._store.facts.put(replaced.duplicate)
             raise
