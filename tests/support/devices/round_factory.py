@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,7 +11,6 @@ from edge_client.data.images import LabeledImage
 from edge_client.runtime.program_graph import Role
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.training.trainer import Checkpoint, TrainingHooks
-from protocol.storage.blobstore import BlobStore
 from protocol.wire.codec import digest_of, encode, to_tensor
 from protocol.wire.messages import BlobRef, Program, RoundManifest, TaskManifest, Tensors
 from tests.support.graphs.step_graphs import FEATURES, file, round_tensors
@@ -24,12 +23,19 @@ COUNTS = (7, 6, 5)
 ROLES: tuple[Role, ...] = ("init", "step", "project", "head")
 
 
-def stored(blobs: BlobStore, data: bytes, name: str) -> BlobRef:
+class Blobs(Protocol):
+    """Where a task's blobs are put."""
+
+    def put(self, data: bytes, /) -> bytes:
+        """Store a blob, and return its digest."""
+
+
+def stored(blobs: Blobs, data: bytes, name: str) -> BlobRef:
     return BlobRef(digest=blobs.put(data), size_bytes=len(data), name=name)
 
 
 def make_task(
-    blobs: BlobStore,
+    blobs: Blobs,
     *,
     kept: tuple[str, ...] = (),
     uploaded: tuple[str, ...] = (),
@@ -64,7 +70,7 @@ def tensors_blob(values: Mapping[str, NDArray[Any]]) -> bytes:
 
 
 def open_round(
-    blobs: BlobStore,
+    blobs: Blobs,
     *,
     number: int = 0,
     epochs: int = 2,

@@ -1,12 +1,9 @@
-"""Workers of devices, whose jobs run on the caller's thread, with the state folder that they work on."""
+"""The worker of a device, whose jobs run on the caller's thread, with the state folder that it works on."""
 
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from aggregator.intake.validation import read_message
 from edge_client.agent import events
@@ -17,13 +14,10 @@ from edge_client.service.worker import Worker
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import BuildProblem
 from edge_client.submission.prepared_submission import PreparedSubmission
-from protocol.wire.codec import decode, encode
+from protocol.wire.codec import encode
 from protocol.wire.messages import (
-    BlobRef,
     DeviceInfo,
     DifferentialPrivacy,
-    Evaluation,
-    HeadRef,
     Privacy,
     Submission,
     TaskManifest,
@@ -32,99 +26,15 @@ from tests.support.devices.device_factory import (
     CLASSES,
     image_file,
     info_of,
-    linear_head,
     make_manifest,
     make_settings,
     noise,
     payload_of,
-    run_jobs,
-    tiny,
     write_images,
 )
-from tests.support.devices.round_factory import TASK as ROUNDS_TASK
-from tests.support.devices.round_factory import make_task, open_round, stored
 from tests.support.graphs.backbones import tiny_backbone
 
 WANTED = DifferentialPrivacy(clip_norm=2.0, noise_multiplier=2.0, delta=1e-5, max_epsilon=6.0)
-
-CONSTANT = {
-    name: np.where(np.arange(2) == label, 1.0, 0.0) * np.ones((16, 1)) for label, name in enumerate(CLASSES)
-}
-"""Weights of heads that predict one class for every image whose features have a positive sum."""
-
-
-class HeadBench:
-    """A device with images and a submission, on a task without rounds."""
-
-    def __init__(self, folder: Path, **settings: Any) -> None:
-        self.store = DeviceState(folder / "state")
-        self.store.blobs.put(tiny_backbone())
-        self.backbone = tiny(folder)
-        write_images(folder / "data", count=20)
-        self.manifest = make_manifest()
-        self.task = self.store.blobs.put(encode(self.manifest))
-        self._settings = make_settings(folder, holdout=0.5, **settings)
-        self.start()
-        self.worker._build(events.BuildSubmission(self.task, self.manifest))
-        self.emitted.clear()
-
-    def start(self) -> None:
-        """Start the program on the state directory."""
-        self.store = DeviceState(self.store.folder)
-        self.emitted: list[events.Event | BaseException] = []
-        self.worker = Worker(self._settings, self.store, emit=self.emitted.append, show=None)
-        self.worker.task = self.task
-
-    def head(self, version: int, weights: NDArray[np.float64], file: bytes | None = None) -> HeadRef:
-        """Return a reference to a linear head, or to a file."""
-        data = linear_head([self.backbone], weights.astype(np.float32)) if file is None else file
-        return HeadRef(
-            version=version, head=stored(self.store.blobs, data, "head.onnx"), devices=1, prototypes=1
-        )
-
-    def install(self, head: HeadRef) -> tuple[events.HeadInstalled, Evaluation]:
-        """Install a head; returns the result and the evaluation in the outbox."""
-        self.worker.install(events.InstallHead(self.task, self.manifest, head))
-        return self.result()
-
-    def result(self) -> tuple[events.HeadInstalled, Evaluation]:
-        """Run the next job; returns its result and the evaluation in the outbox."""
-        run_jobs(self.worker, 1)
-        installed = self.emitted.pop()
-        assert isinstance(installed, events.HeadInstalled)
-        assert installed.report is not None
-        payload = payload_of(self.store, installed.report)
-        return installed, decode(payload, Evaluation, max_bytes=len(payload))
-
-    def device(self, folder: Path) -> Device:
-        """Return a device program on the same state, with the task."""
-        device = Device(make_settings(folder), self.store)
-        device._agent.step(events.TaskSeen(self.task, self.manifest))
-        device._agent.state = replace(device._agent.state, building=True)
-        return device
-
-
-class RoundsBench:
-    """A device on a task with rounds."""
-
-    def __init__(self, folder: Path) -> None:
-        self.store = DeviceState(folder / "state")
-        self.manifest = make_task(self.store.blobs)
-        self.emitted: list[events.Event | BaseException] = []
-        self.worker = Worker(make_settings(folder), self.store, emit=self.emitted.append, show=None)
-        self.worker.task = ROUNDS_TASK
-        # There is no backbone on disk, only features in the cache.
-        self.worker._workspace.try_backbones = lambda manifest: None  # type: ignore[method-assign]  # noqa: ARG005
-
-    def tensors(self, rate: float) -> BlobRef:
-        return open_round(self.store.blobs, tensors={"rate": np.array(rate, np.float32)}).tensors
-
-    def install(self, version: int, tensors: BlobRef) -> None:
-        """Queue the installation of a head that is bound to a round's tensors."""
-        assert self.manifest.program is not None
-        file = self.manifest.program.head
-        head = HeadRef(version=version, head=file, devices=1, prototypes=1, tensors=tensors)
-        self.worker.install(events.InstallHead(ROUNDS_TASK, self.manifest, head))
 
 
 class PrivateBench:

@@ -10,8 +10,8 @@ from click.testing import CliRunner, Result
 
 from edge_client.cli import cli
 from edge_client.storage.stored_values import SubmissionReport
+from tests.support.devices.device_bench import CONSTANT, HeadBench
 from tests.support.devices.device_factory import image_file
-from tests.support.devices.worker_benches import CONSTANT, HeadBench
 
 
 @pytest.fixture

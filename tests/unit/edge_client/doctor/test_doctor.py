@@ -8,15 +8,15 @@ from click.testing import CliRunner
 
 from aggregator.security.enrollment import revoke
 from aggregator.security.mosquitto_config import access_list
+from edge_client.agent.manifest_trust import ManifestTrust
 from edge_client.cli import cli
 from edge_client.doctor import machine
 from edge_client.storage.device_state import DeviceState
-from edge_client.storage.stored_values import CurrentTask
 from protocol.doctor import broker as broker_checks
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.wire.topics import device_topic
+from tests.support.devices.device_bench import CONSTANT, HeadBench
 from tests.support.devices.device_factory import write_images
-from tests.support.devices.worker_benches import CONSTANT, HeadBench
 from tests.support.fleets.closed_fleet import FLEET, ClosedFleet
 from tests.support.fleets.doctors import Findings, findings, publish_task, statuses
 from tests.support.network.brokers import Mosquitto, free_address, needs_mosquitto
@@ -130,7 +130,7 @@ def test_open_fleet_is_a_warning(bench: HeadBench, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(broker_checks, "RETAINED_S", 0.1)  # there is no task
     monkeypatch.setattr(machine, "SPEED_S", 0.1)
     bench.install(bench.head(1, CONSTANT["cat"]))
-    bench.store.set(CurrentTask(bench.task))
+    bench.store.set(ManifestTrust())
     data = tmp_path / "data"
     (data / "cats").mkdir()
     (data / "cat" / "broken.png").write_bytes(b"no image")

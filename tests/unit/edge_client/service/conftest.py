@@ -1,11 +1,11 @@
-"""A device's state and workers, for every test here."""
+"""A device's state and a device in rounds, for every test here."""
 
 from pathlib import Path
 
 import pytest
 
 from edge_client.storage.device_state import DeviceState
-from tests.support.devices.worker_benches import RoundsBench
+from tests.support.devices.device_bench import RoundsBench
 
 
 @pytest.fixture

@@ -5,36 +5,33 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
 
-from edge_client.agent import events
-from edge_client.agent.state import head_key
+from edge_client.agent.state import Mode, head_key
 from edge_client.inference import open_installed
 from edge_client.service.device import Device
 from edge_client.storage.device_state import DeviceState
-from edge_client.storage.stored_values import CurrentTask, HeadProblem, Heads, LeftOut, SubmissionReport
+from edge_client.storage.stored_values import Heads, LeftOut, SubmissionReport
 from edge_client.storage.trials import MAX_ENDS, task_key
 from edge_client.submission import builder, head_installer, image_features
 from edge_client.training import local_round
 from protocol.errors import StateError
-from protocol.mqtt.reconnecting_session import BrokerAddress
+from protocol.storage.blobstore import BlobStore
 from protocol.wire.codec import encode
-from protocol.wire.messages import HeadManifest, Receipt
+from protocol.wire.messages import HeadManifest, Receipt, TaskManifest
+from tests.support.devices.device_bench import CONSTANT, HeadBench, RoundsBench
 from tests.support.devices.device_factory import (
     TINY,
     image_file,
     make_manifest,
     make_settings,
     noise,
-    run_jobs,
+    write_images,
 )
-from tests.support.devices.round_factory import look_at, open_round, take_images
-from tests.support.devices.worker_benches import CONSTANT, HeadBench, RoundsBench
 from tests.support.graphs.backbones import tiny_backbone
 
 
@@ -46,87 +43,85 @@ def die(*_: object, **__: object) -> Any:
     raise EndedError
 
 
-def build(bench: HeadBench | RoundsBench, build: events.BuildSubmission) -> events.SubmissionBuilt:
-    bench.worker.task = build.task
-    bench.worker.round = None if build.round is None else build.round.number
-    bench.emitted.clear()
-    bench.worker._build(build)
-    (built,) = bench.emitted
-    assert isinstance(built, events.SubmissionBuilt)
-    return built
+def follow_until_it_dies(bench: HeadBench, manifest: TaskManifest) -> None:
+    """Follow a task that ends the program at each of `MAX_ENDS` starts."""
+    with pytest.raises(EndedError):
+        bench.follow(manifest)
+    for _ in range(MAX_ENDS - 1):
+        with pytest.raises(EndedError):
+            bench.start()
 
 
 @pytest.mark.parametrize("when", ["open_backbone", "extract"])
 def test_a_backbone_that_ends_the_program_is_not_run_at_the_fourth_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+    bench: HeadBench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, when: str
 ) -> None:
     """The device reports it, waits for the broker at its start, and follows another task or a dry run."""
-    bench = HeadBench(tmp_path)
-    deadly = replace_seed(bench, seed=1)
+    deadly = make_manifest(backbones=(bench.offer(tiny_backbone(seed=1)),), seed=1)
     monkeypatch.setattr(image_features, when, die)
-    for _ in range(MAX_ENDS):
-        bench.start()
-        if when == "extract":  # a part of the task that works
-            bench.install(bench.head(1, CONSTANT["cat"]))
-        with pytest.raises(EndedError):
-            build(bench, deadly)
+    follow_until_it_dies(bench, deadly)
     bench.start()
-    built = build(bench, deadly)
-    assert built.item is None
-    assert built.may_pass
-    assert built.reason.startswith("the program ended 3 times while it ran the task's graphs")
-    assert "--dry-run" in built.reason
-    broker = BrokerAddress("localhost", 1883)
-    bench.store.set(CurrentTask(deadly.task))
-    device = Device(make_settings(tmp_path, broker=broker), bench.store)
-    device._recall()
-    assert device._agent.state.task is None
+    assert "the stored task ended the program 3 times: waiting for the broker" in caplog.text
+    bench.connect().follow(deadly)
+    problem = bench.status["problem"]
+    assert problem.startswith("the program ended 3 times while it ran the task's graphs")
+    assert "--dry-run" in problem
+    assert bench.submission() is None
     monkeypatch.undo()
-    assert build(bench, replace_seed(bench, seed=2)).item is not None
-    assert build(bench, deadly).item is None
-    bench.worker._workspace.dry_run = True
-    bench.worker._workspace._backbones = {}
-    assert build(bench, deadly).item is not None
-    assert bench.store.trials.ends(task_key(deadly.manifest)) == 0
-    device._recall()
-    assert device._agent.state.task == deadly.task
+    bench.follow(make_manifest(seed=2))
+    assert bench.submission() is not None
+    bench.follow(deadly)
+    assert bench.status["problem"] == problem
+    bench.start(mode=Mode.DRY_RUN).connect().announce(deadly)
+    assert len(bench.shown) == 1
+    assert bench.store.trials.ends(task_key(deadly)) == 0
+    bench.start(mode=Mode.SERVICE)
+    assert bench.submission() is not None
+
+
+def test_a_part_of_a_task_that_works_does_not_end_the_row(
+    bench: HeadBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The backbones can be opened, and run for a head: the task's images still end the program."""
+    deadly = make_manifest(seed=1)
+    bench.manifest = deadly
+    head = HeadManifest(task=bench.task, current=bench.head(1, CONSTANT["cat"]))
+    monkeypatch.setattr(image_features, "extract", die)
+    with pytest.raises(EndedError):
+        bench.follow(deadly)
+    for _ in range(MAX_ENDS - 1):
+        with pytest.raises(EndedError):
+            bench.start()
+    bench.start().connect().announce(deadly).announce(head)
+    assert bench.status["problem"].startswith("the program ended 3 times while it ran the task's graphs")
 
 
 def test_a_task_that_ends_the_program_as_its_submission_is_stored_is_not_run_at_the_fourth_start(
     bench: HeadBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A task decides what is stored as well: whatever ends the program before it is on disk counts."""
-    deadly = replace_seed(bench, seed=1)
     monkeypatch.setattr(builder, "encode_submission", die)
-    for _ in range(MAX_ENDS):
-        with pytest.raises(EndedError):
-            build(bench, deadly)
-    assert build(bench, deadly).reason.startswith("the program ended 3 times")
-
-
-def replace_seed(bench: HeadBench, *, seed: int) -> events.BuildSubmission:
-    manifest = make_manifest(seed=seed)
-    return events.BuildSubmission(bench.store.blobs.put(encode(manifest)), manifest)
+    deadly = make_manifest(seed=1)
+    follow_until_it_dies(bench, deadly)
+    bench.start().connect().follow(deadly)
+    assert bench.status["problem"].startswith("the program ended 3 times")
 
 
 def test_a_step_graph_that_ends_the_program_is_not_run_at_the_fourth_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is counted as for backbones, also in the next round."""
+    write_images(tmp_path / "data", count=8)
     rounds = RoundsBench(tmp_path)
-    workspace, opened = rounds.worker._workspace, open_round(rounds.store.blobs)
-    look_at(workspace.cache, take_images())
-    monkeypatch.setattr(workspace, "extract", lambda *_: image_features.FoundImages(tuple(take_images()), ()))
     monkeypatch.setattr(local_round, "train_round", die)
-    task = rounds.worker.task or b""
-    for _ in range(MAX_ENDS):
+    with pytest.raises(EndedError):
+        rounds.begin(rounds.open())
+    for _ in range(MAX_ENDS - 1):
         with pytest.raises(EndedError):
-            build(rounds, events.BuildSubmission(task, rounds.manifest, opened))
+            rounds.start()
     monkeypatch.undo()
-    monkeypatch.setattr(workspace, "extract", lambda *_: image_features.FoundImages(tuple(take_images()), ()))
-    later = open_round(rounds.store.blobs, number=1)
-    built = build(rounds, events.BuildSubmission(task, rounds.manifest, later))
-    assert built.reason.startswith("the program ended 3 times")
+    rounds.start().connect().follow(rounds.manifest).begin(rounds.open(1))
+    assert rounds.status["problem"].startswith("the program ended 3 times")
 
 
 @pytest.mark.parametrize("when", ["open_installed", "balanced"])
@@ -142,22 +137,25 @@ def test_a_head_that_ends_the_program_is_refused_at_the_fourth_start(
     for _ in range(MAX_ENDS):
         with pytest.raises(EndedError):
             bench.install(deadly)
+        bench.start().connect()
     for _ in range(2):
-        installed, evaluation = bench.install(deadly)
+        installed = bench.install(deadly)
         assert bench.store.get(Heads) == before
-        assert evaluation.problem == "the program ended 3 times while it ran the head"
-        assert installed.reason.endswith(f"the previous head stays in use: {evaluation.problem}")
-        assert bench.store.get(HeadProblem).text == installed.reason
+        assert installed.evaluation.problem == "the program ended 3 times while it ran the head"
+        assert installed.reason.endswith(f"the previous head stays in use: {installed.evaluation.problem}")
+        bench.start().connect()
     monkeypatch.undo()
-    assert not bench.install(bench.head(3, CONSTANT["dog"] * 2))[0].reason
-    assert bench.store.get(HeadProblem).text == ""
+    assert not bench.install(bench.head(3, CONSTANT["dog"] * 2)).reason
 
 
 def test_a_head_that_ends_the_program_in_the_comparison_does_not_block_its_successor(
     bench: HeadBench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """After one end there is no comparison; a rollback is a successor too."""
-    first, bad = bench.head(1, CONSTANT["cat"]), bench.head(2, CONSTANT["dog"])
+    first, bad, third = (
+        bench.head(version, CONSTANT[name] * version)
+        for version, name in ((1, "cat"), (2, "dog"), (3, "cat"))
+    )
     bench.install(first)
     bench.install(bad)
     whole = open_installed
@@ -165,44 +163,39 @@ def test_a_head_that_ends_the_program_in_the_comparison_does_not_block_its_succe
     def open_or_die(blobs: Any, installed: Any, backbones: Any) -> Any:
         return die() if installed.version == 2 else whole(blobs, installed, backbones)
 
-    monkeypatch.setattr(head_installer, "open_installed", open_or_die)
-    for successor in (bench.head(3, CONSTANT["cat"] * 3), first):
-        bench.store.trials._write(head_key(bad), 0)
-        with pytest.raises(EndedError):
-            bench.install(successor)
-        installed, evaluation = bench.install(successor)
-        assert (installed.reason, evaluation.previous_correct) == ("", ())
-        assert sum(evaluation.correct) > 0
-        heads = bench.store.get(Heads)
-        bench.store.set(Heads(heads.previous, heads.installed))
-    assert "no comparison with the previous head" in caplog.text
+    for successor in (third, first):
+        with monkeypatch.context() as patched:
+            patched.setattr(head_installer, "open_installed", open_or_die)
+            with pytest.raises(EndedError):
+                bench.install(successor)
+            bench.start().connect()
+            installed = bench.install(successor)
+        assert (installed.reason, installed.evaluation.previous_correct) == ("", ())
+        assert sum(installed.evaluation.correct) > 0
+        assert caplog.text.count("no comparison with the previous head") > 0
+        caplog.clear()
+        bench.install(bad)
 
 
-def test_a_head_that_fails_in_predict_gives_way_to_the_previous_one(bench: HeadBench, tmp_path: Path) -> None:
+def test_a_head_that_fails_in_predict_gives_way_to_the_previous_one(bench: HeadBench) -> None:
     """While the service runs: it notices, and reports the head as bad when the fleet offers it again."""
     heads = [bench.head(version, CONSTANT[name]) for version, name in ((1, "cat"), (2, "dog"))]
     for head in heads:
         bench.install(head)
-    device = bench.device(tmp_path)
-    device._agent.state = replace(device._agent.state, installed=head_key(heads[1]), building=True)
-    device._agent.step(HeadManifest(task=bench.task, current=heads[1]))
-    other = DeviceState(tmp_path / "state")
+    other = DeviceState(bench.state)
     in_use = other.heads_in_use().installed
     assert in_use is not None
     for _ in range(MAX_ENDS):
-        device._check_stored()
-        assert device._agent.state.installed == head_key(heads[1])
+        bench.scan()
+        assert bench.info.head_version == 2
         with pytest.raises(EndedError), other.run_head(in_use):
             raise EndedError
-    device._check_stored()
+    bench.scan()
     back = bench.store.get(Heads).installed
     assert back is not None
-    assert (back.version, device._agent.state.installed) == (1, head_key(heads[0]))
-    assert device._agent.state.installing == head_key(heads[1])
-    installed, evaluation = bench.install(heads[1])
-    assert evaluation.problem.startswith("the program ended 3 times")
-    device._handle(installed)
-    assert head_key(heads[1]) != device._agent.state.installing
+    assert (back.version, bench.info.head_version) == (1, 1)
+    installed = bench.install(heads[1])
+    assert installed.evaluation.problem.startswith("the program ended 3 times")
     assert bench.store.get(Heads).installed == back
 
 
@@ -215,76 +208,90 @@ DAMAGES: dict[str, Damage] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("what", ["backbone", "head", "deleted backbone"])
-def test_a_damaged_file_is_downloaded_again_and_is_no_vote(bench: HeadBench, what: str, damage: str) -> None:
+def test_a_damaged_file_is_downloaded_again_and_is_no_vote(
+    bench: HeadBench, monkeypatch: pytest.MonkeyPatch, what: str, damage: str
+) -> None:
     """The job is repeated once the file is there; a file that is damaged again and again ends the program."""
     head = bench.head(1, CONSTANT["cat"])
     digest = head.head.digest if what == "head" else TINY.digest
-    path, whole = bench.store.blobs.path(digest), bench.store.blobs.read(digest)
-    for number in range(4):
-        bench.worker._workspace._backbones = {}
-        path.unlink(missing_ok=True)
-        if "deleted" not in what:
-            path.write_bytes(DAMAGES[damage](whole))
-        bench.worker.install(events.InstallHead(bench.task, bench.manifest, head))
-        if number == 3:
-            with pytest.raises(StateError):
-                run_jobs(bench.worker)
-            continue
-        run_jobs(bench.worker)
-        assert bench.emitted.pop() == events.BlobsMissing(frozenset({digest}), "install")
-        assert not path.exists()
-        assert all(item.kind == "submission" for item in bench.store.outbox.items())
-    path.write_bytes(whole)
-    assert bench.install(head)[0].reason == ""
+    finish, downloads = BlobStore.finish, []
+
+    def damaged(number: int) -> None:
+        path = bench.store.blobs.path(digest)
+        if what == "deleted backbone":
+            path.unlink()
+        else:
+            path.write_bytes(DAMAGES[damage](path.read_bytes()))
+        downloads.append(number)
+
+    def finish_and_damage(store: BlobStore, finished: bytes) -> None:
+        finish(store, finished)
+        if finished == digest and len(downloads) < limit:
+            damaged(len(downloads))
+
+    def start_damaged() -> None:
+        bench.stop()
+        if what != "head":
+            damaged(0)
+        bench.start().connect()
+
+    limit = 2
+    monkeypatch.setattr(BlobStore, "finish", finish_and_damage)
+    start_damaged()
+    installed = bench.install(head)
+    assert (installed.reason, len(downloads)) == ("", limit)
+    assert not installed.evaluation.problem
+    other, downloads, limit = bench.head(2, CONSTANT["dog"]), [], 9
+    digest = other.head.digest if what == "head" else digest
+
+    def start_and_install() -> None:
+        start_damaged()
+        bench.install(other)
+
+    with pytest.raises(StateError):
+        start_and_install()
 
 
-def test_a_build_without_its_backbone_is_repeated(bench: HeadBench) -> None:
-    path = bench.store.blobs.path(TINY.digest)
-    path.write_bytes(b"damaged")
-    bench.worker._workspace._backbones = {}
-    bench.emitted.clear()
-    bench.worker._build(events.BuildSubmission(bench.task, bench.manifest))
-    assert bench.emitted == [events.BlobsMissing(frozenset({TINY.digest}), "build")]
-    path.write_bytes(tiny_backbone())
-    assert build(bench, events.BuildSubmission(bench.task, bench.manifest)).item is not None
+def test_a_build_without_its_backbone_is_repeated(bench: HeadBench, tmp_path: Path) -> None:
+    bench.stop()
+    bench.store.blobs.path(TINY.digest).write_bytes(b"damaged")
+    image_file(tmp_path / "data/cat/new.png")
+    bench.start().connect()
+    assert {each.digest for each in bench.requests} == {TINY.digest}
+    assert bench.store.get(SubmissionReport).classes[0].images == 21
 
 
-def test_a_submission_that_is_damaged_in_a_running_outbox_is_built_again(
-    bench: HeadBench, tmp_path: Path
-) -> None:
+def test_a_submission_that_is_damaged_in_a_running_outbox_is_built_again(bench: HeadBench) -> None:
     """The aggregator refuses other bytes than their digest is of, which sending them again does not correct."""
-    settings = make_settings(tmp_path, holdout=0.5, broker=BrokerAddress("localhost", 1883))
-    device, damaged = Device(settings, bench.store), bench.store.outbox.newest_submission()
-    device._publisher.send = lambda _: None  # type: ignore[method-assign, assignment]
-    device._worker.follow(bench.task)
-    device._agent.step(events.TaskSeen(bench.task, bench.manifest))
-    device._agent.step(events.OutboxSeen(bench.store.outbox.items()))
-    device._agent.step(events.Connected(65_536))  # a receipt for what was not sent is ignored
-    with sqlite3.connect(bench.store.folder / "device.sqlite") as other:
+    damaged = bench.submission()
+    with sqlite3.connect(bench.state / "device.sqlite") as other:
         other.execute("UPDATE payloads SET bytes = zeroblob(length(bytes))")
     assert damaged is not None
-    device._agent.step(Receipt(digest=damaged.digest, status="refused", reason="digest"))
-    while not device._inbox.empty():
-        device._handle(device._inbox.get())
-    run_jobs(device._worker)
-    built = device._inbox.get(timeout=1)
-    assert isinstance(built, events.SubmissionBuilt)
-    assert built.item is not None
-    assert bench.store.outbox.payload(built.item) is not None
-    assert bench.store.outbox.items() == (built.item,)
+    refused = Receipt(digest=damaged.digest, status="refused", reason="digest")
+    bench.receive(bench.topic("ack"), encode(refused))
+    built = bench.submission()
+    assert built is not None
+    assert bench.store.outbox.payload(built) is not None
+    assert bench.store.outbox.items() == (built,)
 
 
-def test_a_blob_that_disappears_is_downloaded_again(bench: HeadBench, tmp_path: Path) -> None:
-    """`edge-client predict` deletes a damaged one; without a broker there is nothing to download it from."""
-    device = bench.device(tmp_path)
-    device._agent.state = replace(device._agent.state, stored=frozenset(bench.store.blobs.digests()))
+def test_a_blob_that_disappears_is_downloaded_again(bench: HeadBench) -> None:
+    """`edge-client predict` deletes a damaged one."""
     bench.store.blobs.path(TINY.digest).unlink()
-    device._check_stored()
-    assert TINY.digest not in device._agent.state.stored
-    assert device._agent.state.download is not None
-    assert device._agent.state.download.blob == TINY
+    before = len(bench.requests)
+    bench.scan()
+    assert {each.digest for each in bench.requests[before:]} == {TINY.digest}
+    assert TINY.digest in bench.store.blobs
+
+
+def test_without_a_broker_a_missing_blob_ends_the_program(bench: HeadBench, tmp_path: Path) -> None:
+    """There is nothing to download it from."""
+    bench.stop()
+    image_file(tmp_path / "data/cat/new.png")
+    bench.store.blobs.path(TINY.digest).write_bytes(b"damaged")
+    settings = make_settings(tmp_path, holdout=0.5, mode=Mode.DRY_RUN)
     with pytest.raises(StateError, match="pass --broker"):
-        device._handle(events.BlobsMissing(frozenset({TINY.digest}), "build"))
+        Device(settings, bench.store, show=lambda *_: None).run()
 
 
 def test_a_device_that_cannot_run_the_task_has_no_vote(
@@ -292,28 +299,29 @@ def test_a_device_that_cannot_run_the_task_has_no_vote(
 ) -> None:
     """The head is not in use, and the device uploads no report on it."""
     head = bench.head(1, CONSTANT["cat"])
-    bench.worker._workspace._backbones = {}
     monkeypatch.setattr(image_features, "open_backbone", die)
     for _ in range(MAX_ENDS):
-        bench.worker.install(events.InstallHead(bench.task, bench.manifest, head))
         with pytest.raises(EndedError):
-            run_jobs(bench.worker)
-    bench.worker.install(events.InstallHead(bench.task, bench.manifest, head))
-    run_jobs(bench.worker)
-    installed = bench.emitted.pop()
-    assert isinstance(installed, events.HeadInstalled)
+            bench.start()
+    for _ in range(MAX_ENDS):
+        bench.start().connect().follow(bench.manifest)
+        with pytest.raises(EndedError):
+            bench.install(head)
+    installed = bench.start().connect().follow(bench.manifest).install(head)
     assert installed.report is None
     assert "while it ran the task's graphs" in installed.reason
     assert bench.store.trials.ends(head_key(head)) == 0
 
 
-def test_a_damaged_stored_task_comes_from_the_broker_again(bench: HeadBench, tmp_path: Path) -> None:
+def test_a_damaged_stored_task_comes_from_the_broker_again(
+    bench: HeadBench, caplog: pytest.LogCaptureFixture
+) -> None:
     """The start does not fail."""
-    bench.store.set(CurrentTask(bench.task))
-    device = Device(make_settings(tmp_path, broker=BrokerAddress("localhost", 1883)), bench.store)
+    caplog.set_level("INFO")
+    bench.stop()
     bench.store.blobs.path(bench.task).write_bytes(b"damaged")
-    device._recall()
-    assert device._agent.state.task is None
+    bench.start().connect()
+    assert "waiting for the fleet's task" in caplog.text
 
 
 _BUILD = """
@@ -321,7 +329,7 @@ import os, signal, sys
 from pathlib import Path
 from edge_client.data import decoding_memory, extraction
 from protocol.models.preprocessing import preprocess
-from tests.support.devices.worker_benches import HeadBench
+from tests.support.devices.device_bench import HeadBench
 
 def preprocess_or_die(image, spec):
     if image.size == (33, 33):
@@ -359,7 +367,7 @@ def test_an_image_that_crashes_the_program_is_left_out_and_not_the_task(tmp_path
 _BUILD_IN_LITTLE_MEMORY = """
 import resource, sys
 from pathlib import Path
-from tests.support.devices.worker_benches import HeadBench
+from tests.support.devices.device_bench import HeadBench
 
 pages = int(Path("/proc/self/statm").read_text().split()[0])
 limit = pages * resource.getpagesize() + 400 * 2**20

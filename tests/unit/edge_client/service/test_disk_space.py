@@ -1,6 +1,5 @@
 """A device whose disk is almost full writes nothing large, reports it, and goes on once there is space."""
 
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -10,27 +9,21 @@ import pytest
 from edge_client.agent import events
 from edge_client.agent.state import MissingSpace, Mode, State
 from edge_client.agent.state_machine import step
-from edge_client.cli.status import device_status as status
-from edge_client.service import device as device_program
-from edge_client.service.device import Device
 from edge_client.storage import disk_space
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.disk_space import DiskAlmostFull, free_bytes
-from protocol.mqtt.reconnecting_session import Connected
-from protocol.wire.codec import digest_of, encode
-from protocol.wire.messages import BlobRef, BlobRequest, DifferentialPrivacy, Frame, HeadManifest, HeadRef
+from protocol.wire.codec import digest_of
+from protocol.wire.messages import BlobRef, DifferentialPrivacy, HeadManifest, HeadRef
+from tests.support.devices.device_bench import DeviceBench, HeadBench
 from tests.support.devices.device_factory import (
     TINY,
     image_file,
-    info_of,
     make_manifest,
-    make_settings,
     make_workspace,
     write_images,
 )
-from tests.support.devices.worker_benches import WANTED, HeadBench
+from tests.support.devices.worker_benches import WANTED
 from tests.support.simulation.fleet import reference
-from tests.unit.edge_client.service.devices import capture
 
 GIB = 1024**3
 HUGE = tuple(
@@ -58,22 +51,7 @@ class Disks:
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Disks:
-    monkeypatch.setattr(device_program, "TICK_S", 0.0)
     return Disks(monkeypatch)
-
-
-def make_device(folder: Path) -> Device:
-    return Device(make_settings(folder), DeviceState(folder / "state"))
-
-
-def requests(device: Device) -> list[BlobRequest]:
-    """Connect a device, and return what it requests from then on."""
-    found: list[BlobRequest] = []
-    device._publisher.request_blob = lambda request: found.append(  # type: ignore[method-assign]
-        BlobRequest(digest=request.digest, offset=request.offset, length=request.length)
-    )
-    device._handle(Connected(None))
-    return found
 
 
 @pytest.mark.parametrize(("total", "reserve"), [(10 * GIB, GIB // 2), (1000 * GIB, GIB)])
@@ -88,59 +66,45 @@ def test_the_reserve_is_a_share_of_the_disk(
 
 def test_a_task_that_does_not_fit_the_disk_is_not_downloaded(disk: Disks, tmp_path: Path) -> None:
     """Nothing of 16 backbones of 2 GiB with room for 15; the operator reads why, and it begins once there is room."""
-    device = make_device(tmp_path)
-    sent, asked = capture(device), requests(device)
+    bench = DeviceBench(tmp_path).start().connect()
     disk.free = 30 * GIB
-    device._take(events.TaskSeen(TASK, make_manifest(backbones=HUGE)))
-    device._handle(device._next_event())
-    problem = status(device._store)["problem"]
+    bench.announce(make_manifest(backbones=HUGE)).wait()
+    problem = bench.status["problem"]
     assert problem == (
         "the disk is almost full: expected 34,360 MB for the task's 16 missing files, got 32,212 MB beside 5% of the "
         "disk, at most 1 GiB, that stay free: free space on the device"
     )
-    assert (asked, info_of(device).problem) == ([], problem)
-    infos = [each.payload for each in sent if each.topic.endswith("/info")]
-    assert problem.encode() in infos[-1]
+    assert (bench.requests, bench.info.problem) == ([], problem)
     disk.free = 32 * GIB
-    device._handle(device._next_event())
-    assert {each.digest for each in asked} == {HUGE[0].digest}
-    assert (status(device._store)["problem"], info_of(device).problem) == ("", "")
+    bench.wait()
+    assert {each.digest for each in bench.requests} == {HUGE[0].digest}
+    assert (bench.status["problem"], bench.info.problem) == ("", "")
 
 
 def test_another_task_may_need_less(disk: Disks, tmp_path: Path) -> None:
     """A task that fits is followed at once, without more space."""
-    device = make_device(tmp_path)
-    asked = requests(device)
+    bench = DeviceBench(tmp_path).start().connect()
     disk.free = GIB
-    device._take(events.TaskSeen(TASK, make_manifest(backbones=HUGE)))
-    device._take(events.TaskSeen(b"u" * 32, make_manifest()))
-    assert {each.digest for each in asked} == {TINY.digest}
-    assert status(device._store)["problem"] == ""
+    bench.announce(make_manifest(backbones=HUGE)).announce(make_manifest())
+    assert {each.digest for each in bench.requests} == {TINY.digest}
+    assert bench.status["problem"] == ""
 
 
 def test_a_download_stops_where_others_have_taken_the_space(disk: Disks, tmp_path: Path) -> None:
     """Frames that are under way are dropped, and it resumes where it was."""
-    device, data = make_device(tmp_path), bytes(range(256)) * 400
+    bench, data = DeviceBench(tmp_path).start().connect(), bytes(range(256)) * 400
     blob = reference(data, "backbone")
-    asked = requests(device)
-    device._take(events.TaskSeen(TASK, make_manifest(backbones=(blob,))))
-
-    def receive(start: int, stop: int) -> None:
-        frame = Frame(v=1, digest=blob.digest, size_bytes=len(data), offset=start, data=data[start:stop])
-        device._handle(frame)
-
-    receive(0, 50_000)
+    bench.announce(make_manifest(backbones=(blob,)))
+    bench.broadcast(data, ranges=((0, 50_000),))
     disk.free = 50_000
-    receive(50_000, 60_000)
-    receive(60_000, 70_000)
-    assert device._store.blobs.partial_bytes(blob.digest) == 50_000
-    assert "got 0 MB" in status(device._store)["problem"]
+    bench.broadcast(data, ranges=((50_000, 60_000), (60_000, 70_000)))
+    assert bench.store.blobs.partial_bytes(blob.digest) == 50_000
+    assert "got 0 MB" in bench.status["problem"]
     disk.free = GIB
-    device._handle(device._next_event())
-    assert asked[-1].offset == 50_000
-    receive(50_000, len(data))
-    device._handle(device._next_event())
-    assert device._store.blobs.read(blob.digest) == data
+    bench.wait()
+    assert bench.requests[-1].offset == 50_000
+    bench.broadcast(data, ranges=((50_000, len(data)),))
+    assert bench.store.blobs.read(blob.digest) == data
 
 
 def test_features_leave_the_reserve(disk: Disks, tmp_path: Path) -> None:
@@ -161,22 +125,15 @@ def test_a_build_that_needs_the_reserve_is_repeated(
 ) -> None:
     """It is no failure of the task; under differential privacy it is the same release, which is charged once."""
     bench = HeadBench(tmp_path)
-    bench.worker._workspace.isolate = nullcontext
-    manifest = make_manifest(differential_privacy=privacy, seed=1)
-    bench.worker.task = bench.store.blobs.put(encode(manifest))
-    image_file(tmp_path / "data" / "cat" / "new.png")
-    build = events.BuildSubmission(bench.worker.task, manifest)
     disk.free = 0
+    image_file(tmp_path / "data" / "cat" / "new.png")
+    bench.follow(make_manifest(differential_privacy=privacy, seed=1))
     for _ in range(2):
-        bench.worker._build(build)
-        waiting = bench.emitted.pop()
-        assert isinstance(waiting, events.SpaceMissing)
-        assert waiting.during == "build"
+        assert "the disk is almost full" in bench.wait().status["problem"]
+        assert bench.submission() is None
     disk.free = GIB
-    bench.worker._build(build)
-    built = bench.emitted.pop()
-    assert isinstance(built, events.SubmissionBuilt)
-    assert (built.item is not None, built.reason) == (True, "")
+    assert bench.wait().submission() is not None
+    assert bench.status["problem"] == ""
     assert len(bench.store.ledger.releases()) == (privacy is not None)
 
 

@@ -1,7 +1,8 @@
 """Heads on a device: installed, compared with the previous one, refused, and kept on disk."""
 
-from dataclasses import replace
+import shutil
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -11,32 +12,26 @@ from click.testing import CliRunner
 from PIL import Image
 
 from edge_client import inference
-from edge_client.agent import events
-from edge_client.agent.state import head_key
 from edge_client.cli import cli
 from edge_client.runtime.backbone import Backbone, open_backbone
-from edge_client.service.device import Device
 from edge_client.storage.device_state import DeviceState
+from edge_client.storage.feature_cache import FeatureCache
 from edge_client.storage.stored_values import Heads, InstalledHead, StoredLocalModel
 from edge_client.storage.trials import MAX_ENDS
-from edge_client.submission import head_installer
+from edge_client.submission import head_evaluation, head_installer
 from edge_client.training.local_round import initial_model, pack
 from protocol.errors import BackboneMismatch
-from protocol.wire.codec import encode
-from protocol.wire.messages import BlobRef, Evaluation, HeadManifest, HeadRef
+from protocol.wire.codec import digest_of
+from protocol.wire.messages import Evaluation, HeadManifest, HeadRef
+from tests.support.devices.device_bench import CONSTANT, HeadBench, RoundsBench
 from tests.support.devices.device_factory import (
-    info_of,
     linear_head,
     make_manifest,
-    make_settings,
-    run_jobs,
 )
-from tests.support.devices.round_factory import TASK as ROUNDS_TASK
-from tests.support.devices.round_factory import make_task, stored
-from tests.support.devices.worker_benches import CONSTANT, HeadBench, RoundsBench
 from tests.support.graphs.backbones import tiny_backbone
 from tests.support.graphs.hostile_backbones import always_fails, fails_on_white
 from tests.support.machine_faults import full_disk
+from tests.support.simulation.fleet import reference
 
 
 def _totals(evaluation: Evaluation) -> list[int]:
@@ -44,17 +39,17 @@ def _totals(evaluation: Evaluation) -> list[int]:
 
 
 def test_a_head_is_compared_with_the_previous_one(bench: HeadBench) -> None:
-    """On the same images, per class, also when it is installed again or the device goes back."""
+    """On the same images, per class, also when the device goes back."""
     first, second = bench.head(1, CONSTANT["cat"]), bench.head(2, -CONSTANT["cat"])
-    installed, one = bench.install(first)
-    assert (installed.head, installed.reason, one.previous_correct) == (head_key(first), "", ())
+    assert bench.install(first).reason == ""
+    one = bench.install(first).evaluation
+    assert one.previous_correct == ()
     assert sum(_totals(one)) > 0
-    for _ in range(2):
-        _, two = bench.install(second)
-        assert two.previous_correct == one.correct
-        assert _totals(two) == _totals(one)
+    two = bench.install(second).evaluation
+    assert two.previous_correct == one.correct
+    assert _totals(two) == _totals(one)
     assert two.correct != one.correct
-    _, back = bench.install(first)
+    back = bench.install(first).evaluation
     assert (back.correct, back.previous_correct) == (one.correct, two.correct)
 
 
@@ -63,12 +58,10 @@ def test_the_accuracy_of_a_personal_model_is_over_all_classes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: tuple[str, ...]
 ) -> None:
     """Of one class the device has held-out images; without local state the model is the fleet's."""
-    rounds = RoundsBench(tmp_path)
-    rounds.manifest = make_task(rounds.store.blobs, kept=kept)
-    evaluation = Evaluation(task=ROUNDS_TASK, head_version=1, correct=(7, 0, 0), incorrect=(1, 0, 0))
+    rounds = RoundsBench(tmp_path, kept=kept)
+    evaluation = Evaluation(task=rounds.task, head_version=1, correct=(7, 0, 0), incorrect=(1, 0, 0))
     monkeypatch.setattr(head_installer, "evaluate_head", lambda *_, **__: evaluation)
-    rounds.install(1, rounds.tensors(0.1))
-    run_jobs(rounds.worker)
+    rounds.install(rounds.head(1, rounds.open().tensors))
     installed = rounds.store.get(Heads).installed
     assert installed is not None
     assert (installed.correct, installed.total, installed.known) == (7, 8, 3)
@@ -85,9 +78,9 @@ def test_a_previous_head_that_cannot_be_compared_is_no_obstacle(
     if why == "damaged":
         bench.store.blobs.path(first.head.digest).write_bytes(b"damaged")
     else:
-        bench.task = bench.worker.task = b"u" * 32
-    installed, evaluation = bench.install(bench.head(2, CONSTANT["dog"]))
-    assert (installed.reason, evaluation.previous_correct) == ("", ())
+        bench.follow(make_manifest(seed=1))
+    installed = bench.install(bench.head(2, CONSTANT["dog"]))
+    assert (installed.reason, installed.evaluation.previous_correct) == ("", ())
     assert ("no comparison with the previous head" in caplog.text) == (why == "damaged")
 
 
@@ -110,8 +103,8 @@ def test_a_bad_head_is_refused_with_a_report(bench: HeadBench) -> None:
     before = bench.store.get(Heads)
     for version, (words, file) in enumerate(_bad_heads(bench.backbone).items(), start=2):
         head = bench.head(version, CONSTANT["cat"], file)
-        installed, evaluation = bench.install(head)
-        assert installed.head == head_key(head)
+        installed = bench.install(head)
+        evaluation = installed.evaluation
         assert f"head {version} refused, the previous head stays in use" in installed.reason
         assert (evaluation.head_version, _totals(evaluation)) == (version, [0, 0])
         assert words in evaluation.problem
@@ -119,59 +112,54 @@ def test_a_bad_head_is_refused_with_a_report(bench: HeadBench) -> None:
         assert bench.store.get(Heads) == before
 
 
-def test_a_head_that_fails_on_the_devices_images_is_refused(bench: HeadBench) -> None:
+def test_a_head_that_fails_on_the_devices_images_is_refused(
+    bench: HeadBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It passes the trial run, and gives NaN for the held-out images."""
     huge, weights = np.full((1, 16), 3e38, dtype=np.float32), np.zeros((16, 2))
     weights[:, 0], weights[:, 1] = 9, -9
-    bench.worker._installer._workspace.cache.chunks = lambda *_: [huge]  # type: ignore[method-assign, assignment]
-    installed, evaluation = bench.install(bench.head(2, weights))
-    assert "NaN or infinity" in evaluation.problem
+    monkeypatch.setattr(FeatureCache, "chunks", lambda *_: [huge])
+    installed = bench.install(bench.head(2, weights))
+    assert "NaN or infinity" in installed.evaluation.problem
     assert "head 2 refused" in installed.reason
 
 
-def test_the_previous_head_stays_on_disk(bench: HeadBench, tmp_path: Path) -> None:
+def test_the_previous_head_stays_on_disk(bench: HeadBench) -> None:
     """Going back to it needs no network; an older one is deleted."""
     heads = [bench.head(version, CONSTANT["cat"] * version) for version in (1, 2, 3)]
     for head in heads:
         bench.install(head)
-    device = bench.device(tmp_path)
-    device._agent.state = replace(device._agent.state, installed=head_key(heads[2]))
-    device._agent._downloads.delete_unused(device._agent.state)
     assert [head.head.digest in bench.store.blobs for head in heads] == [False, True, True]
-    assert info_of(device).head_version == 3
+    assert bench.info.head_version == 3
 
 
-def _follow(bench: HeadBench, backbone: bytes, *, seed: int) -> None:
+def _follow(bench: HeadBench, backbone: bytes) -> None:
     """Give the device another task with a backbone."""
-    blob = stored(bench.store.blobs, backbone, "other")
-    bench.manifest = make_manifest(backbones=(blob,), seed=seed)
-    bench.task = bench.worker.task = bench.store.blobs.put(encode(bench.manifest))
+    blob = bench.offer(backbone, "other")
+    bench.follow(make_manifest(backbones=(blob,), seed=1))
     bench.backbone = open_backbone(bench.store.blobs.path(blob.digest), provider="cpu", threads=1)
 
 
-def test_a_head_whose_backbone_does_not_run_is_not_used(bench: HeadBench) -> None:
-    """Of a new task, before the device has computed any feature: `predict` still works with the head before."""
+def test_a_head_whose_backbone_does_not_run_is_not_used(bench: HeadBench, tmp_path: Path) -> None:
+    """Of a new task, whose features a device without images never computes: `predict` works with the head before."""
     bench.install(bench.head(1, CONSTANT["cat"]))
+    shutil.rmtree(tmp_path / "data")
+    (tmp_path / "data").mkdir()
     before = bench.store.get(Heads)
-    _follow(bench, always_fails(), seed=1)
-    bench.worker.install(events.InstallHead(bench.task, bench.manifest, bench.head(2, CONSTANT["dog"])))
-    run_jobs(bench.worker)
-    installed = bench.emitted.pop()
-    assert isinstance(installed, events.HeadInstalled)
+    _follow(bench, always_fails())
+    installed = bench.install(bench.head(2, CONSTANT["dog"]))
     assert "head 2 refused, the previous head stays in use: the backbone fails" in installed.reason
     assert installed.report is None, "it is no fault of the head"
     assert bench.store.get(Heads) == before
 
 
-def test_a_device_returns_to_the_head_of_the_task_before(bench: HeadBench, tmp_path: Path) -> None:
+def test_a_device_returns_to_the_head_of_the_task_before(bench: HeadBench) -> None:
     """Its files stay on disk until the new task has a second head."""
     bench.install(bench.head(1, CONSTANT["cat"]))
     old = bench.store.get(Heads).installed
     assert old is not None
-    _follow(bench, tiny_backbone(seed=1), seed=1)
+    _follow(bench, tiny_backbone(seed=1))
     bench.install(bench.head(2, CONSTANT["dog"]))
-    device = bench.device(tmp_path)
-    device._agent._downloads.delete_unused(device._agent.state)
     assert all(digest in bench.store.blobs for digest in (old.head, *old.backbones))
     new = bench.store.heads_in_use().installed
     assert new is not None
@@ -196,7 +184,7 @@ def test_a_backbone_that_fails_in_predict_gives_way_to_the_head_before(
         return f"{result.output}{result.exception or ''}"
 
     bench.install(bench.head(1, CONSTANT["cat"]))
-    _follow(bench, fails_on_white(), seed=1)
+    _follow(bench, fails_on_white())
     bench.install(bench.head(2, CONSTANT["dog"]))
     with monkeypatch.context() as patched:
         if fails == "opening":
@@ -227,7 +215,8 @@ def test_predict_and_status_work_on_a_full_disk(
     image, state = tmp_path / "white.png", ["--state", str(bench.store.folder)]
     Image.new("RGB", (8, 8), "white").save(image)
     if not was_killed:
-        bench.store._database.close()
+        bench.stop()
+        bench.store.close()
     with full_disk(after_bytes=0):
         for command in (["predict", str(image), "--provider", "cpu"], ["status"]):
             result = CliRunner().invoke(cli, [*command, *state])
@@ -245,41 +234,34 @@ def test_no_graph_of_a_head_runs_beside_images_that_must_not_be_revealed(
     bench = HeadBench(tmp_path, max_epsilon=max_epsilon)
     head = bench.head(1, CONSTANT["cat"])
     monkeypatch.setattr(onnxruntime.InferenceSession, "run", Mock(side_effect=MemoryError))
-    bench.worker.install(events.InstallHead(bench.task, bench.manifest, head))
-    run_jobs(bench.worker)
+    bench.install(head)
     assert (bench.store.get(Heads).installed is None) == (max_epsilon is None)
 
 
-def test_a_head_being_installed_stays_on_disk(bench: HeadBench, tmp_path: Path) -> None:
+def test_a_head_being_installed_stays_on_disk(bench: HeadBench, monkeypatch: pytest.MonkeyPatch) -> None:
     """This holds if an older head's result arrives and a newer head is announced."""
     heads = [bench.head(version, CONSTANT["cat"] * version) for version in (1, 2)]
-    device = bench.device(tmp_path)
-    for number, head in enumerate(heads, start=1):
-        device._agent.step(HeadManifest(task=bench.task, current=head))
-        bench.worker.install(events.InstallHead(bench.task, bench.manifest, head))
-        if number == 1:
-            result, _ = bench.result()
-    assert device._agent.state.installing == head_key(heads[1])
-    device._agent.state = replace(device._agent.state, installed=head_key(heads[0]))
-    blob = BlobRef(digest=bytes(32), size_bytes=9, name="to be downloaded")
-    newer = HeadRef(version=3, head=blob, devices=1, prototypes=1)
-    device._agent.step(HeadManifest(task=bench.task, current=newer))
-    device._handle(result)
-    assert heads[1].head.digest in bench.store.blobs
-    installed, _ = bench.result()
-    device._handle(installed)
-    assert heads[1].head.digest in bench.store.blobs
+    later = HeadRef(version=3, head=reference(b"to be downloaded", "head"), devices=1, prototypes=1)
+    evaluate = head_evaluation.evaluate_head
+
+    def announce_and_evaluate(*arguments: Any, **options: Any) -> Evaluation:
+        """Announce the next head while one is tried."""
+        monkeypatch.setattr(head_installer, "evaluate_head", evaluate)
+        bench.deliver(*bench.signed(HeadManifest(task=bench.task, current=later)))
+        return evaluate(*arguments, **options)
+
+    bench.install(heads[0])
+    monkeypatch.setattr(head_installer, "evaluate_head", announce_and_evaluate)
+    bench.install(heads[1])
+    assert all(head.head.digest in bench.store.blobs for head in heads)
+    assert bench.requests[-1].digest == later.head.digest
 
 
-def test_the_backbone_of_the_head_in_use_stays_on_disk(bench: HeadBench, tmp_path: Path) -> None:
+def test_the_backbone_of_the_head_in_use_stays_on_disk(bench: HeadBench) -> None:
     """Also in a new task with another backbone, whose first head is refused."""
-    old = bench.head(1, CONSTANT["cat"])
-    bench.install(old)
-    device = Device(make_settings(tmp_path), bench.store)
-    other = stored(bench.store.blobs, tiny_backbone(feature_size=8), "other")
-    device._agent.state = replace(device._agent.state, installed=head_key(old))
-    device._agent.step(events.TaskSeen(b"u" * 32, make_manifest(backbones=(other,))))
-    device._agent._downloads.delete_unused(device._agent.state)
+    bench.install(bench.head(1, CONSTANT["cat"]))
+    bench.follow(make_manifest(backbones=(bench.offer(tiny_backbone(feature_size=8), "other"),)))
+    assert "refused" in bench.install(bench.head(2, CONSTANT["cat"], b"junk")).reason
     in_use = bench.store.get(Heads).installed
     assert in_use is not None
     assert all(digest in bench.store.blobs for digest in (in_use.head, *in_use.backbones))
@@ -287,17 +269,21 @@ def test_the_backbone_of_the_head_in_use_stays_on_disk(bench: HeadBench, tmp_pat
 
 def test_going_back_to_a_rounds_head_restores_its_local_model(rounds: RoundsBench) -> None:
     """If that model is lost, the head is bound to the current one."""
-    store, tensors, models = rounds.store, [rounds.tensors(0), rounds.tensors(1)], []
+    store, opened, models = rounds.store, [rounds.open(number, rate=number) for number in range(2)], []
+    rounds.begin(opened[0])
     for number in range(2):
-        model = initial_model(rounds.manifest, tensors[0], data=None, blobs=store.blobs)
+        model = initial_model(rounds.manifest, opened[0].tensors, data=None, blobs=store.blobs)
         model.state["steps"][...] = number
-        models.append(store.blobs.put(pack(model)))
+        models.append(model)
+    files = [pack(model) for model in models]
+    digests = [digest_of(file) for file in files]
     for step, (number, bound) in enumerate(((0, 0), (1, 1), (0, 0), (1, 1), (0, 1))):
-        store.set(StoredLocalModel(ROUNDS_TASK, models[min(step, 1)]))
+        for file in files[: 1 if (number, bound) == (0, 1) else 2]:
+            store.blobs.put(file)
+        store.set(StoredLocalModel(rounds.task, digests[min(step, 1)]))
         if (number, bound) == (0, 1):
-            store.blobs.path(models[0]).unlink()
-        rounds.install(number + 1, tensors[number])
-        run_jobs(rounds.worker)
+            store.blobs.path(digests[0]).unlink()
+        rounds.install(rounds.head(number + 1, opened[number].tensors))
         installed = store.get(Heads).installed
         assert isinstance(installed, InstalledHead)
-        assert (installed.version, installed.local_model) == (number + 1, models[bound])
+        assert (installed.version, installed.local_model) == (number + 1, digests[bound])

@@ -1,53 +1,48 @@
 """Presences: the aggregator's, the device's own, and those of others on its topic."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from edge_client.agent import events
 from edge_client.agent.state import Mode
-from edge_client.service.device import Device
 from edge_client.storage.device_state import DeviceState
 from protocol.errors import ConfigError, ProtofleetError
-from protocol.mqtt.reconnecting_session import Connected, Received
+from protocol.mqtt.reconnecting_session import Outgoing
 from protocol.wire.codec import decode, encode
 from protocol.wire.messages import Presence, PresenceState
 from protocol.wire.presence import Duplicate
-from protocol.wire.topics import DeviceChannel, device_topic, fleet_topic
-from tests.support.devices.device_factory import info_of, make_settings
-from tests.unit.edge_client.service.devices import capture, make_device
-
-OWN_STATE = device_topic("f", "device", "state")
+from protocol.wire.topics import DeviceChannel, fleet_topic
+from tests.support.devices.device_bench import DeviceBench
+from tests.support.devices.device_factory import make_manifest
 
 
-def test_a_reconnected_aggregator_is_noticed(tmp_path: Path, store: DeviceState) -> None:
-    """A live presence counts, a retained one only with a new epoch."""
-    device = make_device(tmp_path, store)
+def test_a_reconnected_aggregator_is_noticed(tmp_path: Path) -> None:
+    """A live presence counts, a retained one only with a new epoch: what was requested is requested again."""
+    bench = DeviceBench(tmp_path).start().connect().announce(make_manifest())
 
-    def receive(state: PresenceState, epoch: int, *, retained: bool) -> list[object]:
+    def requests(state: PresenceState, epoch: int, *, retained: bool) -> int:
+        before = len(bench.requests)
         payload = encode(Presence(state=state, epoch=epoch))
-        return list(device._receiver.receive(fleet_topic("f", "state"), payload, retained=retained))
+        bench.receive(fleet_topic("f", "state"), payload, retained=retained)
+        return len(bench.requests) - before
 
-    started = [events.OutboxSeen(()), events.AggregatorStarted()]
-    assert receive("online", 7, retained=True) == started
-    assert receive("online", 7, retained=True) == []
-    assert receive("offline", 7, retained=False) == []
-    assert receive("online", 7, retained=False) == [events.AggregatorReconnected()]
-    assert receive("online", 8, retained=False) == started
+    assert requests("online", 7, retained=True) == 1
+    assert requests("online", 7, retained=True) == 0
+    assert requests("offline", 7, retained=False) == 0
+    assert requests("online", 7, retained=False) == 1
+    assert requests("online", 8, retained=False) == 1
 
 
 @pytest.mark.parametrize(("mode", "channels"), [(Mode.SERVICE, ["state", "info"]), (Mode.DRY_RUN, [])])
 def test_presence_and_info_are_published_at_every_connection(
-    tmp_path: Path, store: DeviceState, mode: Mode, channels: list[DeviceChannel]
+    tmp_path: Path, mode: Mode, channels: list[DeviceChannel]
 ) -> None:
     """A dry run publishes neither."""
-    device = Device(make_settings(tmp_path, mode=mode), store)
-    sent = capture(device)
+    bench = DeviceBench(tmp_path, mode=mode).start()
     for _ in range(2):
-        device._handle(Connected(None))
-    assert [each.topic for each in sent] == [device_topic("f", "device", name) for name in channels] * 2
+        bench.connect()
+    assert [each.topic for each in bench.published] == [bench.topic(name) for name in channels] * 2
 
 
 @pytest.mark.parametrize(
@@ -60,84 +55,82 @@ def test_presence_and_info_are_published_at_every_connection(
     ids=["impossible epoch", "old will", "second program"],
 )
 def test_a_presence_on_the_own_topic_is_replaced_unless_it_is_newer(
-    tmp_path: Path, store: DeviceState, presence: Callable[[int], Presence], *, is_another: bool
+    tmp_path: Path, presence: Callable[[int], Presence], *, is_another: bool
 ) -> None:
     """An impossible epoch, which a broker retains, must not keep the device from starting."""
-    device = make_device(tmp_path, store)
-    device._agent.state = replace(device._agent.state, connected=True)
-    sent, own = capture(device), device._publisher.presence.epoch
-    received = Received(device_topic("f", "device", "state"), encode(presence(own)), retained=True)
+    bench = DeviceBench(tmp_path).start().connect()
+    (own,) = (each.epoch for each in bench.sent("state", Presence))
+    received = encode(presence(own))
     if is_another:
         with pytest.raises(ProtofleetError, match="another edge-client is online"):
-            device._handle(received)
+            bench.receive(bench.topic("state"), received, retained=True)
         return
-    device._handle(received)
-    assert [decode(each.payload, Presence, max_bytes=1024).epoch for each in sent] == [own]
+    bench.receive(bench.topic("state"), received, retained=True)
+    assert [each.epoch for each in bench.sent("state", Presence)] == [own, own]
 
 
-def test_a_forged_presence_does_not_stop_an_enrolled_device(tmp_path: Path, store: DeviceState) -> None:
+def test_a_forged_presence_does_not_stop_an_enrolled_device(tmp_path: Path) -> None:
     """Only the device's own key counts: the forged one is counted, and replaced."""
-    device = Device(make_settings(tmp_path, signing_key=b"s" * 32), store)
-    device._agent.state = replace(device._agent.state, connected=True)
-    sent, own = capture(device), device._publisher.presence.epoch
-    device._handle(Received(OWN_STATE, encode(Presence(state="online", epoch=own + 1))))
-    assert [each.topic for each in sent] == [OWN_STATE, device_topic("f", "device", "info")]
-    assert info_of(device).refused_messages == {"signature": 1}
+    bench = DeviceBench(tmp_path, signing_key=b"s" * 32).start().connect()
+    (own,) = (each.epoch for each in bench.sent("state", Presence))
+    before = len(bench.published)
+    bench.receive(bench.topic("state"), encode(Presence(state="online", epoch=own + 1)))
+    assert [each.topic for each in bench.published[before:]] == [bench.topic("state"), bench.topic("info")]
+    assert bench.info.refused_messages == {"signature": 1}
+
+
+def _presences(bench: DeviceBench) -> list[Outgoing]:
+    return [each for each in bench.published if each.topic == bench.topic("state")]
 
 
 def test_two_keys_under_one_name_do_not_answer_each_other_forever(tmp_path: Path) -> None:
     """Such as an enrollment and its renewal, both running: at most one of them publishes again."""
-    keys = (b"s" * 32, b"r" * 32)
-    devices = [
-        Device(make_settings(tmp_path, signing_key=key), DeviceState(tmp_path / key.decode()[:1]))
-        for key in keys
-    ]
-    sent = [capture(device) for device in devices]
-    for device in devices:
-        device._handle(Connected(None))
+    benches = [DeviceBench(tmp_path / key, signing_key=key.encode() * 32) for key in ("s", "r")]
+    for bench in benches:
+        bench.start().connect()
+    heard = [0, 0]
     for _ in range(3):
-        seen = [[each for each in some if each.topic == OWN_STATE] for some in sent]
-        for device, some, others in zip(devices, sent, reversed(seen), strict=True):
-            some.clear()
-            for each in others:
-                device._handle(Received(each.topic, each.payload))
-    assert sum(len([each for each in some if each.topic == OWN_STATE]) for some in sent) == 0
+        sent = [_presences(bench) for bench in benches]
+        for number, bench in enumerate(benches):
+            for each in sent[1 - number][heard[number] :]:
+                bench.receive(each.topic, each.payload)
+            heard[number] = len(sent[1 - number])
+    assert heard == [len(_presences(bench)) for bench in reversed(benches)]
 
 
 def test_a_copied_device_stays_out_until_it_takes_over(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Equal clocks, equal epochs: the one that starts later continues, and both report the other."""
-    settings = make_settings(tmp_path, signing_key=b"s" * 32)
-    states = [DeviceState(tmp_path / name) for name in ("one", "two")]
+    older, newer = (
+        DeviceBench(tmp_path / name, signing_key=b"s" * 32).start().connect("192.0.2.7")
+        for name in ("one", "two")
+    )
 
-    def connected(store: DeviceState) -> Device:
-        device = Device(settings, store)
-        capture(device)
-        device._handle(Connected(None, "192.0.2.7"))
-        return device
+    def online(bench: DeviceBench) -> bytes:
+        return _presences(bench)[-1].payload
 
-    def said(device: Device, state: PresenceState = "online") -> Received:
-        return Received(OWN_STATE, device._publisher.presence.outgoing(state).payload)
+    def hear(bench: DeviceBench, payload: bytes) -> None:
+        bench.receive(bench.topic("state"), payload)
 
-    older, newer = (connected(store) for store in states)
-    older._handle(said(older))
-    newer._handle(said(older))
-    newer._handle(said(newer))
+    hear(older, online(older))
+    hear(newer, online(older))
+    hear(newer, online(newer))
     for _ in range(2):
         with pytest.raises(ConfigError, match=r"was started later, at .*192.0.2.7.*: this one stays out"):
-            older._handle(said(newer))
+            hear(older, online(newer))
         with pytest.raises(ConfigError, match="run `edge-client take-over`"):
-            Device(settings, states[0])
-        newer._handle(said(older, "replaced"))
+            older.start()
+        (final,) = older.final
+        assert decode(final.payload, Presence, max_bytes=1024).state == "replaced"
+        hear(newer, final.payload)
         # It takes part: what it reports is no problem, and says what to do.
-        assert info_of(newer).problem == ""
-        assert "or enroll it under a name of its own; it ran at " in info_of(newer).warning
+        assert newer.info.problem == ""
+        assert "or enroll it under a name of its own; it ran at " in newer.info.warning
         assert caplog.text.count("a copy of this device was started earlier, and stays out") == 1
-        assert all("192.0.2.7" in store.get(Duplicate).summary for store in states)
-        assert "continues at the next start" in states[0].take_over()
+        assert all("192.0.2.7" in each.store.get(Duplicate).summary for each in (older, newer))
+        assert "continues at the next start" in DeviceState(older.state).take_over()
         # The copy that took over continues; the other one stays out in its turn.
         caplog.clear()
-        older, newer = newer, connected(states[0])
-        newer._handle(said(newer))
-        states.reverse()
+        older, newer = newer, older.start().connect("192.0.2.7")
+        hear(newer, online(newer))

@@ -20,8 +20,8 @@ from edge_client.serving import http_server
 from edge_client.serving.head_in_use import HeadInUse
 from edge_client.serving.http_server import PredictionServer, parse_options
 from protocol.errors import ConfigError
+from tests.support.devices.device_bench import CONSTANT, HeadBench
 from tests.support.devices.device_factory import noise
-from tests.support.devices.worker_benches import CONSTANT, HeadBench
 
 MAX_BYTES = 100_000
 
