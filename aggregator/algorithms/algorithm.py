@@ -13,7 +13,6 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from protocol.models.onnx_metadata import Basis
 from protocol.wire.messages import Natural
 
 if TYPE_CHECKING:
@@ -78,7 +77,6 @@ class Functions:
         parameters: the tensors of the state that `step` trains; without any, the following are not called.
         objective: the loss that `step` descends, for autograd: the inputs of `step` to its loss.
         optimizer: the torch optimizer that `step` reimplements.
-        basis: what `step` is in another basis of the features; None if it needs all of them as they are.
         gradients: the state before and after the very first step, to the gradient of each parameter, without
             weight decay.
     """
@@ -89,7 +87,6 @@ class Functions:
     head: Function
     dimensions: Mapping[str, tuple[str | None, ...]]
     parameters: tuple[str, ...] = ()
-    basis: Basis | None = None
     objective: "Callable[[Mapping[str, Tensor]], Tensor]" = _untrained
     optimizer: "Callable[[Sequence[Tensor]], Optimizer]" = _untrained
     gradients: "Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], dict[str, Tensor]]" = _untrained

@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aggregator.algorithms.algorithm import Function, Functions
-from protocol.models.onnx_metadata import Basis
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -107,12 +106,6 @@ def functions(
             **{name: axes for name, axes in round_tensors.items() if any(axes)},
         },
         parameters=PARAMETERS,
-        basis=Basis(
-            mean="mean",
-            deviation="std",
-            tensors=("adapter_weight",),
-            momenta=("adapter_weight_velocity",),
-        ),
         objective=lambda tensors: loss(
             tensors, features := features_of(tensors), logits_of(tensors, features)
         ),

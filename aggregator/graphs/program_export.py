@@ -1,6 +1,5 @@
 """The graphs of a program: built with torch once per task; a head's inputs are bound without it."""
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,7 @@ from onnx import numpy_helper
 
 from aggregator.algorithms.algorithm import RoundAlgorithm
 from protocol.errors import ProtofleetError
-from protocol.models.onnx_metadata import Basis, GraphMetadata, HeadMetadata, to_properties
+from protocol.models.onnx_metadata import GraphMetadata, HeadMetadata, to_properties
 
 LOCAL = ("local_prototypes", "local_counts")
 """Inputs of a head that only a device has."""
@@ -56,27 +55,10 @@ def build(algorithm: RoundAlgorithm, *, feature_size: int, num_classes: int, see
             projection_size=algorithm.prototype_size(feature_size),
             opset=OPSET,
             runtime_min=RUNTIME_MIN,
-            basis=functions.basis if role == "step" else None,
         )
-        traced, given = functions, tensors
-        if metadata.basis is not None:
-            free = _any_length(metadata.basis, tensors)
-            traced = dataclasses.replace(functions, dimensions={**functions.dimensions, **free})
-            given = examples(algorithm, traced, **sizes)
-        files[role] = to_onnx(getattr(functions, role), given, traced.dimensions, metadata=metadata)
+        files[role] = to_onnx(getattr(functions, role), tensors, functions.dimensions, metadata=metadata)
     check(files, algorithm, functions, feature_size=feature_size, num_classes=num_classes)
     return Graphs(**files)
-
-
-def _any_length(basis: Basis, tensors: Mapping[str, Any]) -> dict[str, tuple[str | None, ...]]:
-    """Return the dynamic axes of tensors that have the features' axis, if its length is not fixed."""
-    return {
-        "feature": ("n", "length"),
-        **{
-            name: (*[None] * (tensors[name].ndim - 1), "length")
-            for name in (basis.mean, basis.deviation, *basis.tensors, *basis.momenta)
-        },
-    }
 
 
 def untrained(init: bytes, *, feature_size: int) -> dict[str, NDArray[Any]]:

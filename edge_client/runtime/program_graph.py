@@ -77,10 +77,10 @@ def _check_metadata(metadata: GraphMetadata, role: Role) -> None:
 def _check_ends(model: OnnxModel, metadata: GraphMetadata) -> None:
     if (longest := max(map(len, (*model.inputs, *model.outputs)), default=0)) > MAX_NAME:
         raise GraphRefused(f"expected names of at most {MAX_NAME} characters, got one of {longest}")
-    free = metadata.role == "step" and metadata.basis is not None
-    length = None if free else metadata.feature_size
-    feature, gives = Slot(np.dtype(np.float32), (None, length)), set(model.outputs)
-    if model.inputs.get("feature") != feature:
+    feature, gives = Slot(np.dtype(np.float32), (None, metadata.feature_size)), set(model.outputs)
+    # Steps that were exported by an earlier version take features of any length.
+    any_length = Slot(np.dtype(np.float32), (None, None))
+    if model.inputs.get("feature") not in (feature, any_length if metadata.role == "step" else feature):
         raise GraphRefused(
             f"the {model.name} must take feature {feature}, and takes {describe(model.inputs)}"
         )

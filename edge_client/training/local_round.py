@@ -44,6 +44,9 @@ class _CheckpointFile(NamedTuple):
     checkpoint: Checkpoint
 
 
+_FORMAT = 2
+"""Earlier checkpoints may hold steps in other coordinates: their training begins again."""
+
 _File = TypeVar("_File")
 
 
@@ -112,7 +115,6 @@ def train_round(
         tensors=tensors,
         schedule=Schedule(opened.epochs, program.batch_size, tuple(key)),
         hooks=hooks,
-        keep=(*program.persistent, *program.uploaded),
     )
     projection = project(
         _graph(blobs, program, "project"), data.feature, state=trained.state, tensors=tensors
@@ -186,7 +188,7 @@ def unpack(data: bytes) -> LocalModel:
 
 def pack_checkpoint(checkpoint: Checkpoint, about: Sequence[str | int]) -> bytes:
     """Return a checkpoint as bytes, with what it belongs to, and preceded by their digest."""
-    data = msgspec.msgpack.encode(_CheckpointFile(list(about), checkpoint), enc_hook=_packed)
+    data = msgspec.msgpack.encode(_CheckpointFile([_FORMAT, *about], checkpoint), enc_hook=_packed)
     return digest_of(data) + data
 
 
@@ -200,7 +202,7 @@ def unpack_checkpoint(data: bytes, about: Sequence[str | int]) -> Checkpoint | N
     if digest_of(data) != digest:
         raise StateError("expected a checkpoint, got a file that has changed on disk, or another one")
     file = _read(data, _CheckpointFile, "a checkpoint")
-    return file.checkpoint if file.about == list(about) else None
+    return file.checkpoint if file.about == [_FORMAT, *about] else None
 
 
 def _program(manifest: TaskManifest) -> Program:

@@ -4,9 +4,8 @@ It knows no algorithm. Tensors are bound by name, and the output `next_NAME` of 
 """
 
 import itertools
-import math
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -16,7 +15,6 @@ from numpy.typing import NDArray
 
 from edge_client.runtime.onnx_model import Slot, Tensors, fit
 from edge_client.runtime.program_graph import FREE, Graph
-from edge_client.training.span import Span, is_worthwhile
 from protocol.errors import GraphRefused, Interrupted, ProtofleetError
 
 CHUNK_ROWS = 64
@@ -57,8 +55,6 @@ class Checkpoint:
     steps: Annotated[int, Meta(ge=0)] = 0
     loss_sum: float = 0.0
     """Sum over the images of the current epoch."""
-    span: Tensors | None = None
-    """The state in the span of the data, if the steps run there; `state` is that of the start then."""
 
 
 @dataclass(frozen=True)
@@ -115,11 +111,8 @@ def train(
     tensors: Tensors,
     schedule: Schedule,
     hooks: TrainingHooks,
-    keep: Collection[str] = (),
 ) -> Trained:
     """Run the remaining steps of a schedule; the arrays of `start` are not changed.
-
-    The result lacks momenta of the graph's basis, except those to `keep`.
 
     `step` maps state, batch and the round's tensors to the loss and the next state.
     Law: interrupted at any step and continued from the checkpoint, it gives the same bits.
@@ -132,26 +125,15 @@ def train(
     slot = Slot(np.dtype(np.float32), (None, step.metadata.feature_size))
     feature = fit("feature", data.feature, slot)
     labels = fit("labels", data.labels, Slot(np.dtype(np.int64), (len(feature),)))
-    span = _span_of(step, start, feature, tensors, schedule, keep)
-    state = start.state
-    if span is not None:
-        changed = {**span.tensors, **span.constants}
-        feature, tensors = span.feature, {**tensors, **changed}
-        state = {name: changed.get(name, array) for name, array in state.items()}
-        state = state if start.span is None else start.span
-    stepper = _Stepper(step, state, tensors, shape=(min(schedule.batch_size, len(feature)), feature.shape[1]))
+    shape = min(schedule.batch_size, len(feature)), feature.shape[1]
+    stepper = _Stepper(step, start.state, tensors, shape=shape)
     per_epoch = -(-len(feature) // schedule.batch_size)
     total = schedule.epochs * per_epoch
     loss_sum, due_s = start.loss_sum, hooks.clock() + hooks.checkpoint_s
     for done, rows in enumerate(_batches(len(feature), schedule, done=start.steps), start.steps):
         stop = hooks.should_stop()
         if stop or hooks.clock() >= due_s:
-            now = stepper.state()
-            hooks.on_checkpoint(
-                Checkpoint(now, done, loss_sum)
-                if span is None
-                else Checkpoint(start.state, done, loss_sum, now)
-            )
+            hooks.on_checkpoint(Checkpoint(stepper.state(), done, loss_sum))
             due_s = hooks.clock() + hooks.checkpoint_s
         if stop:
             raise Interrupted("training was interrupted; it will continue from its checkpoint")
@@ -160,56 +142,7 @@ def train(
             raise Diverged(f"the loss is {loss} after {done + 1} steps of {total}")
         loss_sum = loss * len(rows) + (loss_sum if done % per_epoch else 0.0)
         hooks.on_progress(done + 1, total)
-    basis = step.metadata.basis
-    ended = set() if basis is None else {*basis.momenta} - {*keep}
-    after = {name: array for name, array in stepper.state().items() if name not in ended}
-    if span is not None:
-        after = _restored(span, start.state, after)
-    return Trained(after, loss_sum / len(feature) if total else None)
-
-
-def _span_of(
-    step: Graph,
-    start: Checkpoint,
-    feature: NDArray[np.float32],
-    tensors: Tensors,
-    schedule: Schedule,
-    keep: Collection[str],
-) -> Span | None:
-    """Return the span of the data if the remaining steps run in it: as before an interruption, or if it saves time."""
-    basis = step.metadata.basis
-    begun = {**tensors, **start.state}
-    if basis is None or (start.steps and start.span is None):
-        return None
-    images, length = feature.shape
-    shapes = [begun[name].shape for name in basis.tensors if name in begun]
-    wanted = start.span is not None or is_worthwhile(
-        images=images,
-        feature_size=length,
-        rows=max((math.prod(shape[:-1]) for shape in shapes), default=1),
-        steps=schedule.epochs * -(-images // schedule.batch_size),
-        batch_size=schedule.batch_size,
-        kept=len({*basis.tensors} | ({*basis.momenta} & {*keep})),
-    )
-    try:
-        return Span(feature, begun, basis) if wanted else None
-    except np.linalg.LinAlgError as error:
-        if start.span is not None:
-            raise GraphRefused(f"the training cannot continue in the span of the data: {error}") from error
-        return None
-
-
-def _restored(span: Span, before: Tensors, after: Tensors) -> dict[str, NDArray[Any]]:
-    """Return the state in all features."""
-    unchanged = {name: before[name] for name in span.constants if name in before}
-    state = {
-        **after,
-        **unchanged,
-        **span.restored({name: after[name] for name in span.tensors if name in after}),
-    }
-    if broken := _not_finite(state):
-        raise Diverged(f"not finite after the last step: {broken}")
-    return state
+    return Trained(stepper.state(), loss_sum / len(feature) if total else None)
 
 
 def project(

@@ -87,26 +87,6 @@ class HeadMetadata(msgspec.Struct, frozen=True, kw_only=True, tag="head", tag_fi
     """Training metrics by name."""
 
 
-class Basis(msgspec.Struct, frozen=True, kw_only=True):
-    """A step that takes features of any length, in any orthonormal basis.
-
-    Law: let X (n, L) be standardized features, and T tensors (..., L). For each row of T let Q (r, L) have orthonormal
-    rows whose span contains the rows of X and that row of T, and X Q^T be the same for all rows. Then the step of X Q^T
-    and the rows of T times their Q^T, with the mean 0 and the deviation 1, has the loss of the step of X and T, and its
-    next T are those times Q^T. SGD and its momentum satisfy it; an optimizer that treats each value by itself, such as
-    Adam, does not.
-    """
-
-    mean: _Name
-    """The tensor (L,) that the step subtracts from features."""
-    deviation: _Name
-    """The tensor (L,) that it divides the difference by."""
-    tensors: Annotated[tuple[_Name, ...], Meta(min_length=1, max_length=16)]
-    """The tensors whose last axis is that of the features."""
-    momenta: Annotated[tuple[_Name, ...], Meta(max_length=16)] = ()
-    """Likewise, and only the step takes them: they end with the round, unless the program keeps them."""
-
-
 class GraphMetadata(msgspec.Struct, frozen=True, kw_only=True, tag="graph", tag_field="kind"):
     """A graph of a `protocol.wire.messages.Program`, which describes the roles."""
 
@@ -122,8 +102,6 @@ class GraphMetadata(msgspec.Struct, frozen=True, kw_only=True, tag="graph", tag_
     """ONNX operator set."""
     runtime_min: _Version
     """Oldest ONNX Runtime with this operator set."""
-    basis: Basis | None = None
-    """Of a step whose feature axis has any length."""
 
 
 class ModelMetadata(msgspec.Struct, frozen=True, kw_only=True, tag="model", tag_field="kind"):

@@ -1,9 +1,7 @@
 """Programs as ONNX: the files' inputs and outputs, equality with torch, and refusal of a graph that differs."""
 
-import dataclasses
 import functools
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from aggregator.algorithms.algorithm import Contribution, Function, Functions, RoundAlgorithm
+from aggregator.algorithms.algorithm import Contribution, RoundAlgorithm
 from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.algorithms.fedproto import FedProto
 from aggregator.algorithms.fpl import FPL
@@ -25,7 +23,7 @@ from aggregator.graphs.parity import opened as open_graph
 from aggregator.graphs.program_export import Graphs, bind, build, untrained
 from aggregator.graphs.tracing import examples, to_onnx
 from protocol.errors import ProtofleetError
-from protocol.models.onnx_metadata import Basis, GraphMetadata, HeadMetadata, read_metadata
+from protocol.models.onnx_metadata import GraphMetadata, HeadMetadata, read_metadata
 from tests.support.graphs.exported_graphs import exported
 from tests.support.graphs.parity import check_all_cases
 
@@ -37,7 +35,6 @@ ALGORITHMS: dict[str, RoundAlgorithm] = {
     "fedproto": FedProto(projection_size=D),
 }
 HIERARCHICAL = Hierarchical(directions=2)
-BASIS = Basis(mean="mean", deviation="std", tensors=("adapter_weight",), momenta=("adapter_weight_velocity",))
 METADATA = HeadMetadata(
     classes=("ant", "bee", "crow", "dog"),
     version=2,
@@ -124,7 +121,6 @@ def test_graph_has_metadata(graphs: Graphs, name: str, role: str) -> None:
         projection_size=D,
         opset=18,
         runtime_min="1.14",
-        basis=BASIS if role == "step" and name != "fedpcl" else None,
     )
     assert metadata.role == role
 
@@ -256,7 +252,7 @@ def test_head_is_not_bound_to_other_shapes(graphs: Graphs, name: str) -> None:
 
 
 def test_graphs_equal_pytorch(graphs: Graphs, name: str) -> None:
-    """For batches and fleets of each size, also after ten steps and in another basis."""
+    """For batches and fleets of each size, also after ten steps."""
     check_all_cases(graphs, ALGORITHMS[name], feature_size=L, num_classes=C)
 
 
@@ -309,36 +305,6 @@ def test_graph_that_differs_from_pytorch_is_not_published(
     functions = algorithm.functions(feature_size=L, num_classes=C, seed=0)
     with pytest.raises(ProtofleetError, match=f"the {name} graph (step|head) differs from PyTorch in"):
         check(vars(graphs), algorithm, functions, feature_size=L, num_classes=C)
-
-
-class Absolute(FedProto, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Its state also has the sum of the layer's absolute values, which depends on the basis."""
-
-    def functions(self, *, feature_size: int, num_classes: int, seed: int) -> Functions:
-        """Return FedProto's functions with the sum."""
-        made = super().functions(feature_size=feature_size, num_classes=num_classes, seed=seed)
-
-        def first(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-            state = made.init.apply(tensors)
-            return {**state, "sum": torch.zeros_like(state["adapter_weight"])}
-
-        def step(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-            return {**made.step.apply(tensors), "next_sum": tensors["sum"] + tensors["adapter_weight"].abs()}
-
-        return dataclasses.replace(
-            made,
-            init=Function(inputs=made.init.inputs, apply=first),
-            step=Function(inputs=(*made.step.inputs, "sum"), apply=step),
-            basis=Basis(mean="mean", deviation="std", tensors=(*BASIS.tensors, "sum"), momenta=BASIS.momenta),
-        )
-
-
-def test_basis_that_the_step_depends_on_is_found() -> None:
-    """A step that treats each value by itself differs in another basis."""
-    algorithm = Absolute(projection_size=D)
-    graphs = build(algorithm, feature_size=L, num_classes=C, seed=0)
-    with pytest.raises(ProtofleetError, match="a step in another basis differs"):
-        check_all_cases(graphs, algorithm, feature_size=L, num_classes=C)
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,12 @@ DOMAINS: dict[str, Change] = {
 }
 
 
+def test_step_of_an_earlier_version_takes_features_of_any_length() -> None:
+    earlier = model("step")
+    earlier.graph.input[0].type.tensor_type.shape.dim[1].dim_param = "length"
+    assert open_graph(earlier.SerializeToString(), role="step").model.inputs["feature"].shape == (None, None)
+
+
 @pytest.mark.parametrize("place", DOMAINS)
 def test_foreign_operators_are_refused_everywhere(place: str) -> None:
     check_refused(DOMAINS[place], match="ONNX's own operators")
