@@ -3,10 +3,8 @@
 import contextlib
 import ctypes
 import io
-import json
 import os
 import re
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -29,12 +27,6 @@ _ACCELERATORS: dict[Provider, tuple[str, ...]] = {
     "tensorrt": (_TENSORRT, _CUDA),
 }
 """Tried in this order before the CPU; the later ones run the nodes that an earlier one does not support."""
-
-FULL_COVERAGE = 0.9
-"""Below this share of the graph on the accelerator, a note is given."""
-
-LEAST_COVERAGE = 0.5
-"""Below this share the accelerator is not used: copying costs more than it gains."""
 
 
 def require_runtime() -> Any:
@@ -69,17 +61,12 @@ def open_session(
             continue
         try:
             providers = [*_ACCELERATORS[provider][number:], _CPU]
-            session, coverage = _create_accelerated(runtime, file, providers, threads)
+            session = _create_accelerated(runtime, file, providers, threads)
         except _Unavailable as error:
             reasons.append(str(error))
             continue
         name = _short(accelerator)
-        if coverage < FULL_COVERAGE:
-            reasons.append(
-                f"{name} can run only {coverage:.0%} of this graph, and the CPU is slow at the rest"
-            )
-        if coverage >= LEAST_COVERAGE:
-            return session, name, _note(reasons, name)
+        return session, name, _note(reasons, name)
     note = _note(reasons, "cpu")
     if not concurrent:
         return _create(runtime, file, [_CPU], threads), "cpu", note
@@ -103,15 +90,15 @@ def _note(reasons: Sequence[str], provider: str) -> str:
 
 def _create_accelerated(
     runtime: Any, file: Path | bytes, providers: Sequence[str], threads: int | None
-) -> tuple[Any, float]:
-    """Return a session on the first provider and the share of the graph that runs there; raises _Unavailable."""
+) -> Any:
+    """Return a session on the first provider, which has run once, on zeros; raises _Unavailable."""
     accelerator = providers[0]
     name = _short(accelerator)
     if accelerator not in runtime.get_available_providers():
         raise _Unavailable(f"no {name} in this ONNX Runtime, {pip_command('gpu')} in its place")
-    with _muted(runtime), tempfile.TemporaryDirectory() as folder:
+    with _muted(runtime):
         try:
-            session = _create(runtime, file, providers, threads, profile=Path(folder) / "run")
+            session = _create(runtime, file, providers, threads)
         except GraphRefused as error:
             _create(runtime, file, [_CPU], threads)
             raise _Unavailable(f"{name} does not work here: {error}") from error
@@ -120,26 +107,14 @@ def _create_accelerated(
             raise _Unavailable(
                 f"{name} does not work here: no GPU, or its driver or libraries cannot be loaded"
             )
-        return session, _coverage(_profile_once(session, name))
+        try:
+            session.run(None, {value.name: _blank(value) for value in session.get_inputs()})
+        except Exception as error:
+            raise _Unavailable(f"{name} does not work here: {first_line(error)}") from error
+        return session
 
 
-def _profile_once(session: Any, name: str) -> Path:
-    """Run a profiling session once, on zeros, and return the profile's file."""
-    try:
-        session.run(None, {value.name: _blank(value) for value in session.get_inputs()})
-    except Exception as error:
-        raise _Unavailable(f"{name} does not work here: {first_line(error)}") from error
-    return Path(session.end_profiling())
-
-
-def _create(
-    runtime: Any,
-    file: Path | bytes,
-    providers: Sequence[str],
-    threads: int | None,
-    *,
-    profile: Path | None = None,
-) -> Any:
+def _create(runtime: Any, file: Path | bytes, providers: Sequence[str], threads: int | None) -> Any:
     options = runtime.SessionOptions()
     # Errors are raised; ONNX Runtime need not print them as well.
     options.log_severity_level = 4
@@ -150,9 +125,6 @@ def _create(
     options.enable_mem_pattern = False
     # No ORT format, which `check_graph` cannot validate.
     options.add_session_config_entry("session.load_model_format", "ONNX")
-    if profile is not None:
-        options.enable_profiling = True
-        options.profile_file_prefix = str(profile)
     source = str(file) if isinstance(file, Path) else file
     try:
         session = runtime.InferenceSession(
@@ -170,21 +142,6 @@ def _create(
         name = file.name if isinstance(file, Path) else "the file"
         raise GraphRefused(f"ONNX Runtime cannot load {name}: {first_line(error)}") from error
     return session
-
-
-def _coverage(json_profile: Path) -> float:
-    """Return the share of the output bytes of a run's nodes that was not computed on the CPU.
-
-    Nodes that compute shapes run on the CPU even beside a GPU; their outputs are tiny.
-    """
-    total = on_cpu = 0
-    for event in json.loads(json_profile.read_bytes()):
-        details = event.get("args", {})
-        if event.get("cat") == "Node" and "provider" in details:
-            size_bytes = int(details.get("output_size", 0))
-            total += size_bytes
-            on_cpu += size_bytes if details["provider"] == _CPU else 0
-    return 1 - on_cpu / total if total else 0.0
 
 
 @contextlib.contextmanager
