@@ -1,7 +1,6 @@
 """SQLite files: created, migrated to the current schema, opened in WAL mode, and checked."""
 
 import contextlib
-import functools
 import logging
 import os
 import sqlite3
@@ -121,20 +120,11 @@ class DatabaseFile:
             for name, value in self._all_pragmas().items():
                 database.execute(f"PRAGMA {name} = {value}")
             self._migrate(database)
-            contents = bytearray(database.serialize())
-        # In WAL mode from its first byte, by the versions in its header: SQLite would switch it with four syncs.
-        contents[18:20] = b"\2\2"
-        return bytes(contents)
+            return database.serialize()
 
     def _is_outdated(self, database: sqlite3.Connection) -> bool:
         version, expected = _version(database), len(self.migrations)
-        return version < expected or (
-            self.is_cache and (version != expected or not self._has_expected_tables(database))
-        )
-
-    def _has_expected_tables(self, database: sqlite3.Connection) -> bool:
-        """Return False if a development version, whose schema had the same number, has created the file."""
-        return _columns(database) == _columns_after(tuple(self.migrations))
+        return version < expected or (self.is_cache and version != expected)
 
     @contextlib.contextmanager
     def _migration_lock(self, database: sqlite3.Connection) -> Iterator[None]:
@@ -167,7 +157,7 @@ class DatabaseFile:
             database.execute(f"PRAGMA user_version = {max(version, expected)}")
 
     def check_version(self, database: sqlite3.Connection) -> None:
-        """Raise StateError unless the file has the current schema, and the tables that belong to it."""
+        """Raise StateError unless the file has the current schema."""
         version, expected = _version(database), len(self.migrations)
         if version > expected:
             raise StateError(f"{self._found(database)}: upgrade protofleet here, or use another --state")
@@ -175,11 +165,6 @@ class DatabaseFile:
             raise self._empty()
         if self._is_outdated(database):
             raise StateError(f"{self._found(database)}: start `{self.program}` on it once")
-        if not self._has_expected_tables(database):
-            raise StateError(
-                f"a development version of protofleet, with other tables, wrote {self.path}: start that version on it, "
-                "or use another --state"
-            )
 
     def _empty(self) -> StateError:
         return StateError(f"cannot use {self.path}: damaged: it is empty: {self.advice}")
@@ -257,24 +242,6 @@ def _statements(script: str) -> Iterator[str]:
             statement = ""
     if statement.strip():
         yield statement
-
-
-def _columns(database: sqlite3.Connection) -> set[tuple[str, ...]]:
-    """Return table, name and type of all columns."""
-    return set(
-        database.execute(
-            "SELECT t.name, c.name, c.type FROM sqlite_schema t, pragma_table_info(t.name) c "
-            "WHERE t.type = 'table' AND t.name NOT LIKE 'sqlite_%'"
-        )
-    )
-
-
-@functools.cache
-def _columns_after(migrations: tuple[str, ...]) -> set[tuple[str, ...]]:
-    with contextlib.closing(sqlite3.connect(":memory:", isolation_level=None)) as database:
-        for script in migrations:
-            database.executescript(script)
-        return _columns(database)
 
 
 def _drop_tables(database: sqlite3.Connection) -> None:
