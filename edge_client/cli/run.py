@@ -3,7 +3,6 @@
 import logging
 import os
 import re
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -144,6 +143,7 @@ def _serve(  # noqa: PLR0913 - every option of the command line
     enrollment: Path | None, max_epsilon: float | None, **access_given: Any,
 ) -> int:  # fmt: skip
     with loading_modules():
+        _load_libraries()
         from edge_client.agent.state import Mode
         from edge_client.config import Settings, enrolled_identity, enrolled_name, merged_access
         from edge_client.service.device import Device
@@ -168,43 +168,39 @@ def _serve(  # noqa: PLR0913 - every option of the command line
             f"no images at {data}: expected a directory with one subdirectory per class, or a CSV file with the "
             "columns path,label; pass it with --data, or an empty directory to receive heads only"
         )
-    with ThreadPoolExecutor(1) as pool:
-        libraries = pool.submit(_load_libraries)  # while the disk syncs the files of the state
-        store = open_state(state, fleet, lock=True, outbox_bytes=outbox_mb * MIB)
-        device_id = store.device_id(device_id)
-        if broker is None and not (dry_run and store.get(CurrentTask).digest):
-            raise click.UsageError("missing broker: pass --broker HOST[:PORT]")
-        brokers = parse_brokers(broker, tls=access.tls) if broker else None
-        notes = warnings(access, brokers) if brokers else []
-        if enrollment is not None:
-            notes.append(readable_by_others(enrollment / "signing.key"))
-        for warning in filter(None, notes):
-            log.warning("%s", warning)
-        settings = Settings(
-            broker=brokers,
-            access=access,
-            fleet=fleet,
-            device_id=device_id,
-            mode=Mode.DRY_RUN if dry_run else Mode.ONCE if once else Mode.SERVICE,
-            data=data,
-            holdout=holdout,
-            provider=provider,
-            threads=threads,
-            batch_size=batch_size,
-            workers=workers or min(4, os.cpu_count() or 1),
-            max_epsilon=max_epsilon,
-            backbones=backbone,
-            rescan_s=rescan_s,
-            strict=strict,
-            **{"aggregator_key": aggregator_key, **identity},
-        )
-        stop_on_terminate()
-        device = Device(settings, store, show=_show_dry_run if dry_run else None)
-    libraries.result()
+    store = open_state(state, fleet, lock=True, outbox_bytes=outbox_mb * MIB)
+    device_id = store.device_id(device_id)
+    if broker is None and not (dry_run and store.get(CurrentTask).digest):
+        raise click.UsageError("missing broker: pass --broker HOST[:PORT]")
+    brokers = parse_brokers(broker, tls=access.tls) if broker else None
+    notes = warnings(access, brokers) if brokers else []
+    if enrollment is not None:
+        notes.append(readable_by_others(enrollment / "signing.key"))
+    for warning in filter(None, notes):
+        log.warning("%s", warning)
+    settings = Settings(
+        broker=brokers,
+        access=access,
+        fleet=fleet,
+        device_id=device_id,
+        mode=Mode.DRY_RUN if dry_run else Mode.ONCE if once else Mode.SERVICE,
+        data=data,
+        holdout=holdout,
+        provider=provider,
+        threads=threads,
+        batch_size=batch_size,
+        workers=workers or min(4, os.cpu_count() or 1),
+        max_epsilon=max_epsilon,
+        backbones=backbone,
+        rescan_s=rescan_s,
+        strict=strict,
+        **{"aggregator_key": aggregator_key, **identity},
+    )
+    stop_on_terminate()
+    device = Device(settings, store, show=_show_dry_run if dry_run else None)
     return device.run()
 
 
-@loading_modules()
 def _load_libraries() -> None:
     """Load the libraries that only jobs need, so that a missing one ends the program at its start."""
     from edge_client.runtime.session import require_runtime
