@@ -1,6 +1,5 @@
 """Checks of a device's state directory, its images and ONNX Runtime."""
 
-import random
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -10,7 +9,7 @@ from shutil import disk_usage
 import numpy as np
 
 from edge_client.config import Settings
-from edge_client.data.images import LabeledImage, decode, name_some, scan_images
+from edge_client.data.images import LabeledImage, name_some, scan_images
 from edge_client.runtime.backbone import open_backbone
 from edge_client.runtime.session import Provider, require_runtime
 from edge_client.storage.device_state import DeviceState
@@ -19,16 +18,11 @@ from edge_client.storage.stored_values import CurrentTask, Heads
 from protocol.cli import counted
 from protocol.doctor.findings import Finding
 from protocol.doctor.machine import check_disk
-from protocol.errors import MalformedMessage, ProtofleetError, RuntimeMissing, UnreadableImage, pip_command
+from protocol.errors import MalformedMessage, ProtofleetError, RuntimeMissing, pip_command
 from protocol.wire.codec import decode as decode_message
 from protocol.wire.messages import MAX_MANIFEST_BYTES, TaskManifest
 
-READ_S = 20.0
-"""Time in which images are read, in random order."""
-
 SPEED_S = 2.0
-
-_NAMED = 5
 
 
 def check_state(folder: Path, store: DeviceState | None) -> Iterator[Finding]:
@@ -100,7 +94,7 @@ def _measure(store: DeviceState, digest: bytes, settings: Settings) -> Finding:
 
 
 def check_images(data: Path, task: TaskManifest | None) -> Iterator[Finding]:
-    """Check the images against the task's classes, and whether they can be read."""
+    """Check the images against the task's classes."""
     if not data.exists():
         action = "give --data; an empty folder, to receive heads only"
         yield Finding("images", "failed", f"no images at {data}", action)
@@ -121,8 +115,6 @@ def check_images(data: Path, task: TaskManifest | None) -> Iterator[Finding]:
     if scan.skipped:
         text = ", ".join(f"{counted(files, 'file')}: {reason}" for reason, files in scan.skipped.items())
         yield Finding("images", "warning", f"skipped {text}", "convert or move them if they are images")
-    if scan.images:
-        yield _check_readable(scan.images)
 
 
 def _check_classes(images: Sequence[LabeledImage], task: TaskManifest) -> Iterator[Finding]:
@@ -140,22 +132,3 @@ def _check_classes(images: Sequence[LabeledImage], task: TaskManifest) -> Iterat
     if few:
         text = f"too few images of {name_some(few)}: at least {task.min_images} are needed"
         yield Finding("images", "warning", text, "add images")
-
-
-def _check_readable(images: Sequence[LabeledImage]) -> Finding:
-    """Decode images in random order, for READ_S at most."""
-    begin_s, read, broken = time.monotonic(), 0, list[str]()
-    for image in random.sample(images, len(images)):
-        try:
-            decode(image.path)
-        except UnreadableImage as error:
-            broken.append(str(error))
-        read += 1
-        if time.monotonic() - begin_s > READ_S:
-            break
-    of = "all" if read == len(images) else f"{read} of"
-    if broken:
-        shown = "; ".join(broken[:_NAMED]) + (f" and {len(broken) - _NAMED} more" if broken[_NAMED:] else "")
-        text = f"{len(broken)} of {counted(read, 'image')} cannot be read: {shown}"
-        return Finding("files", "warning", text, "repair or delete them, or correct their permissions")
-    return Finding("files", "ok", f"{of} {counted(len(images), 'image')} can be read")
