@@ -1,5 +1,6 @@
 """`edge-client`: the device program as a service, once, or as a dry run."""
 
+import json
 import logging
 import os
 import re
@@ -78,6 +79,12 @@ def _public_key(_context: click.Context, _option: click.Parameter, value: str | 
 @state_option
 @setting("--once", is_flag=True, help="Exit once a head is installed and evaluated.")
 @click.option("--dry-run", is_flag=True, help="Show what would be uploaded, upload nothing, and exit.")
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="With --dry-run and --backbone, and without a fleet: print seconds an image, memory and bytes as JSON.",
+)
 @setting(
     "--holdout",
     type=click.FloatRange(0, 1, max_open=True),
@@ -137,10 +144,10 @@ def cli(context: click.Context, /, **options: Any) -> None:
 
 
 def _serve(  # noqa: PLR0913 - every option of the command line
-    *, verbose: bool, dry_run: bool, once: bool, broker: str | None, data: Path, fleet: str, device_id: str | None,
-    state: Path | None, holdout: float, backbone: tuple[Path, ...], provider: "Provider", threads: int | None,
-    batch_size: int, workers: int | None, rescan_s: float, strict: bool, outbox_mb: int, aggregator_key: bytes | None,
-    enrollment: Path | None, max_epsilon: float | None, **access_given: Any,
+    *, verbose: bool, dry_run: bool, as_json: bool, once: bool, broker: str | None, data: Path, fleet: str,
+    device_id: str | None, state: Path | None, holdout: float, backbone: tuple[Path, ...], provider: "Provider",
+    threads: int | None, batch_size: int, workers: int | None, rescan_s: float, strict: bool, outbox_mb: int,
+    aggregator_key: bytes | None, enrollment: Path | None, max_epsilon: float | None, **access_given: Any,
 ) -> int:  # fmt: skip
     with loading_modules():
         _load_libraries()
@@ -153,6 +160,8 @@ def _serve(  # noqa: PLR0913 - every option of the command line
     start_logging(verbose=verbose)
     if once and dry_run:
         raise click.UsageError("--once and --dry-run cannot be used together")
+    if as_json and not (dry_run and backbone):
+        raise click.UsageError("--json needs --dry-run and --backbone")
     access, identity = read_access(**access_given), dict[str, Any]()
     if enrollment is not None:
         from protocol.enrollment import read_enrollment
@@ -168,6 +177,18 @@ def _serve(  # noqa: PLR0913 - every option of the command line
             f"no images at {data}: expected a directory with one subdirectory per class, or a CSV file with the "
             "columns path,label; pass it with --data, or an empty directory to receive heads only"
         )
+    workers = workers or min(4, os.cpu_count() or 1)
+    if as_json:
+        from edge_client.cli.cost import measure
+
+        options: dict[str, Any] = {
+            "data": data,
+            "backbones": backbone,
+            "holdout": holdout,
+            "provider": provider,
+        }
+        say(json.dumps(measure(**options, threads=threads, batch_size=batch_size, workers=workers)))
+        return 0
     store = open_state(state, fleet, lock=True, outbox_bytes=outbox_mb * MIB)
     device_id = store.device_id(device_id)
     if broker is None and not (dry_run and store.get(CurrentTask).digest):
@@ -189,7 +210,7 @@ def _serve(  # noqa: PLR0913 - every option of the command line
         provider=provider,
         threads=threads,
         batch_size=batch_size,
-        workers=workers or min(4, os.cpu_count() or 1),
+        workers=workers,
         max_epsilon=max_epsilon,
         backbones=backbone,
         rescan_s=rescan_s,

@@ -19,6 +19,8 @@ from edge_client.storage.stored_values import (
     SubmissionReport,
     UploadProblem,
 )
+from tests.support.devices.device_factory import write_images
+from tests.support.graphs.backbones import tiny_backbone
 
 
 @pytest.fixture
@@ -157,3 +159,21 @@ def test_status_shows_a_heads_accuracy_over_all_classes(here: Path) -> None:
     DeviceState(here / "one").set(Heads(installed))
     output = _status()
     assert "head       version 3, accuracy 98.0% (49/50), at least 49.0% over all 2 classes\n" in output
+
+
+def test_cost_of_a_backbone_is_measured_without_a_fleet(here: Path) -> None:
+    """Neither a broker nor a state directory is needed, and nothing is left behind."""
+    write_images(here / "data", count=6)
+    (here / "tiny.onnx").write_bytes(tiny_backbone())
+    options = ["--dry-run", "--json", "--backbone", str(here / "tiny.onnx"), "--data", str(here / "data")]
+    before = set(here.iterdir())
+    done = CliRunner().invoke(cli, [*options, "--provider", "cpu"])
+    assert done.exit_code == 0, done.output
+    cost = json.loads(done.output.splitlines()[-1])
+    assert cost["images"] == 12
+    assert cost["seconds_per_image"] > 0
+    assert 10 < cost["memory_mb"] < 100_000
+    assert 0 < cost["upload_bytes"] < 2000
+    assert set(here.iterdir()) == before
+    refused = CliRunner().invoke(cli, ["--json", "--data", str(here / "data")])
+    assert "--json needs --dry-run and --backbone" in refused.output

@@ -1,0 +1,94 @@
+"""`edge-client --dry-run --json`: what a backbone costs on this device, without a fleet and a broker."""
+
+import csv
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from protocol.errors import ConfigError
+
+if TYPE_CHECKING:
+    from edge_client.submission.prepared_submission import PreparedSubmission
+
+
+def measure(*, data: Path, backbones: Sequence[Path], **options: Any) -> dict[str, Any]:
+    """Build a submission from the images with the local backbones, as for a task with default settings.
+
+    It has its own state directory, which is deleted afterwards. `options` are those of `Settings`.
+
+    Returns:
+        images: those that were computed.
+        seconds_per_image: from the file to the submission, with the opening of the backbones.
+        memory_mb: the most memory that the program took.
+        upload_bytes: size of the submission.
+
+    Raises:
+        ProtofleetError: a backbone or the images cannot be used.
+    """
+    from edge_client.agent.state import Mode
+    from edge_client.config import Settings
+    from edge_client.service.device import Device
+    from edge_client.storage.device_state import DeviceState
+    from edge_client.storage.stored_values import CurrentTask
+    from protocol.wire.codec import encode
+    from protocol.wire.messages import BlobRef, TaskManifest
+
+    settings = Settings(
+        broker=None,
+        fleet="cost",
+        device_id="cost",
+        mode=Mode.DRY_RUN,
+        data=data,
+        backbones=(),
+        rescan_s=1e9,
+        **options,
+    )
+    shown: list[tuple[PreparedSubmission, int]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        store = DeviceState(Path(folder) / "state")
+        files = {path.name: path.read_bytes() for path in backbones}
+        blobs = [
+            BlobRef(digest=store.blobs.put(data), size_bytes=len(data), name=name)
+            for name, data in files.items()
+        ]
+        # The defaults of a task file's `[client]`.
+        manifest = TaskManifest(
+            fleet="cost",
+            algorithm="fedtc",
+            classes=_classes(data),
+            backbones=tuple(blobs),
+            seed=0,
+            alpha=0.99,
+            batch_size=5,
+            min_images=2,
+        )
+        store.set(CurrentTask(store.blobs.put(encode(manifest))))
+        begin_s = time.perf_counter()
+        Device(settings, store, show=lambda *each: shown.append(each)).run()
+        passed_s = time.perf_counter() - begin_s
+        store.close()
+    ((prepared, upload_bytes),) = shown
+    images = sum(entry.images for entry in prepared.classes)
+    return {
+        "images": images,
+        "seconds_per_image": passed_s / images,
+        "memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        / (1e6 if sys.platform == "darwin" else 1e6 / 1024),
+        "upload_bytes": upload_bytes,
+    }
+
+
+def _classes(data: Path) -> tuple[str, ...]:
+    """Return the names of the folders of images, or the labels of a CSV file."""
+    if data.is_dir():
+        names = {path.name for path in data.iterdir() if path.is_dir() and not path.name.startswith(".")}
+    else:
+        with data.open(encoding="utf-8-sig", newline="") as lines:
+            names = {row.get("label") or "" for row in csv.DictReader(lines)} - {""}
+    if not names:
+        raise ConfigError(f"no classes in {data}: expected a directory with one subdirectory per class")
+    return tuple(sorted(names))
