@@ -10,9 +10,7 @@ from edge_client.cli.options import (
     fleet_option,
     inherit,
     open_state,
-    provider_option,
     state_option,
-    threads_option,
 )
 from edge_client.cli.run import cli
 from protocol.cli import examples, read_access
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
     from protocol.doctor.findings import Finding
 
 _SHARED = (
-    "enrollment", "broker", "tls", "ca", "cert", "key", "username", "password_file", "data", "device_id", "batch_size",
+    "enrollment", "broker", "tls", "ca", "cert", "key", "username", "password_file", "data", "device_id",
 )  # fmt: skip
 """Options of the program itself that may also follow the command's name."""
 
@@ -48,8 +46,6 @@ def _shared_options(command: click.Command) -> click.Command:
 )
 @fleet_option
 @state_option
-@provider_option
-@threads_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
 def doctor_command(context: click.Context, /, *, as_json: bool, **options: Any) -> None:
@@ -76,12 +72,12 @@ def _findings(settings: "Settings", store: "DeviceState | None", folder: Path) -
     yield from fleet.run()
     task = fleet.task or stored_task(store)
     yield from check_images(settings.data, task)
-    yield from check_runtime(settings, store, task)
+    yield check_runtime()
 
 
-def _settings(  # noqa: PLR0913 - options of the command line
+def _settings(
     *, enrollment: Path | None, broker: str | None, data: Path, fleet: str, device_id: str | None, state: Path | None,
-    aggregator_key: bytes | None, provider: Any, threads: int | None, batch_size: int, **access_given: Any,
+    aggregator_key: bytes | None, **access_given: Any,
 ) -> "tuple[Settings, DeviceState | None, Path]":  # fmt: skip
     from edge_client.agent.state import Mode
     from edge_client.config import Settings, enrolled_identity, enrolled_name, merged_access
@@ -111,9 +107,9 @@ def _settings(  # noqa: PLR0913 - options of the command line
         mode=Mode.DRY_RUN,
         data=data,
         holdout=0.0,
-        provider=provider,
-        threads=threads,
-        batch_size=batch_size,
+        provider="cpu",
+        threads=None,
+        batch_size=1,
         workers=1,
         backbones=(),
         rescan_s=1.0,

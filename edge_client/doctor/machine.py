@@ -1,28 +1,21 @@
 """Checks of a device's state directory, its images and ONNX Runtime."""
 
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from shutil import disk_usage
 
-import numpy as np
-
-from edge_client.config import Settings
 from edge_client.data.images import LabeledImage, name_some, scan_images
-from edge_client.runtime.backbone import open_backbone
-from edge_client.runtime.session import Provider, require_runtime
+from edge_client.runtime.session import require_runtime
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.disk_space import MAX_RESERVE_BYTES, RESERVE_SHARE
-from edge_client.storage.stored_values import CurrentTask, Heads
+from edge_client.storage.stored_values import CurrentTask
 from protocol.cli import counted
 from protocol.doctor.findings import Finding
 from protocol.doctor.machine import check_disk
 from protocol.errors import MalformedMessage, ProtofleetError, RuntimeMissing, pip_command
 from protocol.wire.codec import decode as decode_message
 from protocol.wire.messages import MAX_MANIFEST_BYTES, TaskManifest
-
-SPEED_S = 2.0
 
 
 def check_state(folder: Path, store: DeviceState | None) -> Iterator[Finding]:
@@ -48,49 +41,15 @@ def stored_task(store: DeviceState | None) -> TaskManifest | None:
         return None
 
 
-def check_runtime(
-    settings: Settings, store: DeviceState | None, task: TaskManifest | None
-) -> Iterator[Finding]:
-    """Check ONNX Runtime, and measure the backbones that are on the disk."""
+def check_runtime() -> Finding:
+    """Check that ONNX Runtime can be loaded."""
     try:
         runtime = require_runtime()
     except RuntimeMissing as error:
-        yield Finding("runtime", "failed", str(error), f"{pip_command('cpu')}, or [gpu]")
-        return
+        return Finding("runtime", "failed", str(error), f"{pip_command('cpu')}, or [gpu]")
     available = (name.removesuffix("ExecutionProvider").lower() for name in runtime.get_available_providers())
     names = [name for name in available if name != "azure"]  # a remote service, in every wheel
-    yield Finding("runtime", "ok", f"ONNX Runtime {runtime.__version__}: {', '.join(names)}")
-    if store is None:
-        return
-    head = store.get(Heads).installed
-    digests = [blob.digest for blob in task.backbones] if task else list(head.backbones) if head else []
-    for digest in digests:
-        yield _measure(store, digest, settings)
-
-
-def _measure(store: DeviceState, digest: bytes, settings: Settings) -> Finding:
-    try:
-        path = store.blobs.verified_path(digest)
-    except ProtofleetError:
-        return Finding("speed", "skipped", "the task's backbone is not downloaded yet")
-    provider: Provider = settings.provider
-    try:
-        backbone = open_backbone(path, provider=provider, threads=settings.threads, digest=digest)
-        spec = backbone.metadata.preprocessing
-        batch = np.zeros((settings.batch_size, spec.height, spec.width, 3), np.uint8)
-        backbone.features(batch[:1])
-        begin_s, images = time.perf_counter(), 0
-        while (passed_s := time.perf_counter() - begin_s) < SPEED_S or not images:
-            backbone.features(batch)
-            images += len(batch)
-    except ProtofleetError as error:
-        return Finding("speed", "failed", str(error), "lower --batch-size, or choose another --provider")
-    text = f"{backbone.model.provider}, {images / passed_s:.1f} images/s in batches of {len(batch)}"
-    if backbone.model.note:
-        return Finding(
-            "speed", "warning", f"{text}; {backbone.model.note}", "see the message, or --provider cpu"
-        )
-    return Finding("speed", "ok", text)
+    return Finding("runtime", "ok", f"ONNX Runtime {runtime.__version__}: {', '.join(names)}")
 
 
 def check_images(data: Path, task: TaskManifest | None) -> Iterator[Finding]:

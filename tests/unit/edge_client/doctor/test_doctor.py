@@ -10,12 +10,11 @@ from aggregator.security.enrollment import revoke
 from aggregator.security.mosquitto_config import access_list
 from edge_client.agent.manifest_trust import ManifestTrust
 from edge_client.cli import cli
-from edge_client.doctor import machine
 from edge_client.storage.device_state import DeviceState
 from protocol.doctor import broker as broker_checks
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.wire.topics import device_topic
-from tests.support.devices.device_bench import CONSTANT, HeadBench
+from tests.support.devices.device_bench import HeadBench
 from tests.support.devices.device_factory import write_images
 from tests.support.fleets.closed_fleet import FLEET, ClosedFleet
 from tests.support.fleets.doctors import Findings, findings, publish_task, statuses
@@ -125,21 +124,19 @@ def test_running_device_is_not_interrupted(closed: ClosedFleet) -> None:
 
 @needs_mosquitto
 def test_open_fleet_is_a_warning(bench: HeadBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So is a key that is not pinned. The backbone is measured, and what is left out is named."""
+    """So is a key that is not pinned. What is left out is named."""
     monkeypatch.setattr(broker_checks, "RETAINED_S", 0.1)  # there is no task
-    monkeypatch.setattr(machine, "SPEED_S", 0.1)
-    bench.install(bench.head(1, CONSTANT["cat"]))
     bench.store.set(ManifestTrust())
     data = tmp_path / "data"
     (data / "cats").mkdir()
     (data / "cat" / "new.heic").touch()
     with Mosquitto(free_address(), tmp_path) as broker:
         given = ["--broker", str(broker.address), "--data", str(data), "--state", str(bench.store.folder)]
-        code, found = findings(cli, *given, "--fleet", "f", "doctor", "--provider", "cpu")
+        code, found = findings(cli, *given, "--fleet", "f", "doctor")
     assert code == 1, "there is no task on the broker"
     assert "open" in found["acl"][0]["text"]
-    assert {check: statuses(found)[check] for check in ("acl", "key", "speed", "images")} == {
-        "acl": "warning", "key": "warning", "speed": "ok", "images": "warning",
+    assert {check: statuses(found)[check] for check in ("acl", "key", "runtime", "images")} == {
+        "acl": "warning", "key": "warning", "runtime": "ok", "images": "warning",
     }  # fmt: skip
     texts = "\n".join(each["text"] for each in found["images"])
     assert "'cats' (did you mean 'cat'?): no class of the task" in texts
