@@ -261,7 +261,7 @@ def test_device_file_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     full = parse(f"edge-client --config {tmp_path}/full.toml")
     for option in ("holdout", "provider", "batch_size", "rescan_s"):
         assert full.params[option] == context.params[option]
-    set_elsewhere = {"config", "help", "version", "verbose", "once", "dry_run"}
+    set_elsewhere = {"config", "help", "version", "verbose", "once", "dry_run", "as_json"}
     named = {name.replace("-", "_") for name in tomllib.loads(text)}
     assert named == {parameter.name for parameter in edge_client.params} - set_elsewhere
 

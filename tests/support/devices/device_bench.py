@@ -94,9 +94,9 @@ class DeviceBench:
         self.published: list[Outgoing] = []
         """Everything that the device has sent since the start."""
         self.shown: list[PreparedSubmission] = []
-        """What dry runs have shown."""
+        """The submissions that dry runs have shown."""
         self.final: list[Outgoing] = []
-        """What it sent as it ended."""
+        """The messages that it sent as it ended."""
         self._sessions: list[_Session] = []
         self._offers: dict[bytes, bytes] = {}
         self._answered = 0
@@ -208,12 +208,12 @@ class DeviceBench:
 
     @property
     def info(self) -> DeviceInfo:
-        """What the device has published of itself last."""
+        """The info that the device has published last."""
         return self.sent("info", DeviceInfo)[-1]
 
     @property
     def status(self) -> Mapping[str, Any]:
-        """What `edge-client status` shows."""
+        """The output of `edge-client status`."""
         return device_status(self.store)
 
     def _show(self, prepared: PreparedSubmission, _size_bytes: int) -> None:
@@ -269,7 +269,7 @@ class _Session:
 
 
 class Installed(NamedTuple):
-    """What a head that was announced has led to."""
+    """The result of an announced head."""
 
     reason: str
     """Why it was refused; empty if it is in use."""

@@ -41,7 +41,7 @@ class QuietQueues:
         self._changed = threading.Condition()
         self._queues: list[_Queue] = []
         self.is_over = False
-        """Set once the program has ended: nobody waits at its queues any more."""
+        """Set once the program has ended: no thread waits at its queues any more."""
 
     @contextmanager
     def installed(self) -> Iterator[None]:
