@@ -4,26 +4,14 @@ import contextlib
 import json
 import logging
 import math
-import time
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from protocol.rates.token_buckets import TokenBuckets
-
-LINES_AT_ONCE = 100
-"""Lines about one device with the same message, after a pause."""
-
-LINES_PER_S = 10 / 60
-
 _EVENT = "protofleet_event"
 """Attribute of a record: the event's message and fields."""
-
-MAX_COUNTS = 10_000
-"""Counts of omitted lines in memory."""
 
 
 @dataclass(frozen=True)
@@ -72,30 +60,6 @@ def observed(by: Observer | None) -> Iterator[None]:
 
 def _is_wanted(logger: logging.Logger, level: int) -> bool:
     return logger.isEnabledFor(level) or (level >= logging.INFO and _OBSERVER.get() is not None)
-
-
-class DeviceEvents:
-    """Events that devices cause as often as they want: the lines of each device and message are limited.
-
-    A line has the number of those that were omitted before it, as `omitted_before`. `clock` returns seconds.
-    """
-
-    def __init__(self, logger: logging.Logger, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._logger = logger
-        self._clock = clock
-        self._lines = TokenBuckets[tuple[str, str]](capacity=LINES_AT_ONCE, per_s=LINES_PER_S)
-        self._omitted: Counter[tuple[str, str]] = Counter()
-
-    def event(self, level: int, message: str, *, device: str, **fields: object) -> None:
-        """Log an event like `protocol.log.event`, or count it as omitted."""
-        if not _is_wanted(self._logger, level):
-            return
-        key = (device, message)
-        if self._lines.take(key, now_s=self._clock()):
-            omitted = self._omitted.pop(key, None)
-            _write(self._logger, level, message, {"device": device, **fields, "omitted_before": omitted})
-        elif key in self._omitted or len(self._omitted) < MAX_COUNTS:
-            self._omitted[key] += 1
 
 
 def _write(logger: logging.Logger, level: int, message: str, fields: Mapping[str, object]) -> None:

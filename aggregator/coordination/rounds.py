@@ -38,7 +38,7 @@ from aggregator.coordination.round_state import (
     is_of,
     still_counts,
 )
-from protocol.rates.retry_delay import retry_delay_s
+from protocol.retry_delay import retry_delay_s
 
 Verdict = Literal["new", "duplicate", "superseded", "late", "unknown_round"]
 

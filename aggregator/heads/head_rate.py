@@ -3,11 +3,11 @@
 import logging
 
 from aggregator.config.schema import Limits
+from aggregator.rates import TokenBuckets
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import TrainingTokens
 from aggregator.tasks.task_preparation import Task
 from protocol.log import event
-from protocol.rates.token_buckets import TokenBuckets
 
 log = logging.getLogger(__name__)
 

@@ -17,9 +17,8 @@ from aggregator.http.app import make_app
 from aggregator.http.connection import server_config
 from aggregator.http.settings import HttpSettings
 from aggregator.http.snapshots import Snapshots
+from aggregator.rates import LINES_AT_ONCE, LINES_PER_S, TokenBuckets
 from protocol.cli import start_logging
-from protocol.log import LINES_AT_ONCE, LINES_PER_S
-from protocol.rates.token_buckets import TokenBuckets
 
 NICENESS = 5
 """Below the aggregator's intake, where the processor is busy."""

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from aggregator.http.settings import TOKEN_FILE, HttpAddress, HttpSettings, listen, new_token
 from protocol.errors import ConfigError, ThreadFailed
 from protocol.log import event
-from protocol.rates.retry_delay import retry_delay_s
+from protocol.retry_delay import retry_delay_s
 from protocol.storage.blobstore import state_errors
 from protocol.threads import start_thread
 

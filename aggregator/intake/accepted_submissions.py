@@ -3,10 +3,10 @@
 import logging
 
 from aggregator.coordination.round_state import Settings
+from aggregator.rates import DeviceEvents
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import UnusedBytes
 from aggregator.storage.submissions import SubmissionRecord
-from protocol.log import DeviceEvents
 from protocol.storage.blobstore import BlobStore, WriteBatch
 
 log = logging.getLogger(__name__)

@@ -5,9 +5,9 @@ They are counted in the database, in the transaction that accepts what counts, s
 
 from aggregator.config.schema import Limits
 from aggregator.intake.validation import Refused
+from aggregator.rates import TokenBuckets
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import UploadTokens
-from protocol.rates.token_buckets import TokenBuckets
 
 HOUR_S = 3600.0
 

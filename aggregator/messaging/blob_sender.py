@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from aggregator.messaging.publisher import Publisher
+from aggregator.rates import TokenBuckets
 from aggregator.storage.blobs import Blobs
 from protocol.errors import StateError
 from protocol.log import event
-from protocol.rates.token_buckets import TokenBuckets
 from protocol.storage.blobstore import state_errors
 from protocol.wire.messages import MAX_CHUNK_BYTES, PROTOCOL_VERSION, BlobRequest, Frame
 

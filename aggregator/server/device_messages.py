@@ -15,14 +15,13 @@ from aggregator.intake.reassembly import Complete
 from aggregator.intake.uploads import Uploads
 from aggregator.intake.validation import Expectation, Refused, check_evaluation, count_rows, read_message
 from aggregator.messaging.blob_sender import BlobSender
+from aggregator.rates import DeviceEvents, TokenBuckets
 from aggregator.server.store_view import StoreView
 from aggregator.storage.devices import UNKNOWN_DEVICE
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import IntakeTask
 from aggregator.storage.submissions import SubmissionRecord
 from protocol.errors import MalformedMessage, VersionMismatch
-from protocol.log import DeviceEvents
-from protocol.rates.token_buckets import TokenBuckets
 from protocol.wire.codec import FrameView, decode
 from protocol.wire.messages import (
     MAX_FRAME_BYTES,

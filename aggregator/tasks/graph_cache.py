@@ -19,7 +19,7 @@ from aggregator.training.jobs import CompileJob, Result, run_as_program
 from aggregator.training.runner import Finished, Progress, Trainer
 from protocol.errors import ConfigError, ProtofleetError
 from protocol.log import event
-from protocol.rates.retry_delay import retry_delay_s
+from protocol.retry_delay import retry_delay_s
 from protocol.storage.blobstore import write_atomically
 from protocol.wire.messages import BlobRef
 

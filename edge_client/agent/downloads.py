@@ -14,7 +14,7 @@ from dataclasses import replace
 from edge_client.agent import events
 from edge_client.agent.state import MAX_DAMAGED, Download, Mode, State
 from edge_client.agent.uploads import cut_window
-from protocol.rates.retry_delay import retry_delay_s
+from protocol.retry_delay import retry_delay_s
 from protocol.wire.messages import MAX_CHUNK_BYTES, Frame, Receipt
 from protocol.wire.transfer import Ranges
 

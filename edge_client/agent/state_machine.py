@@ -13,7 +13,7 @@ from typing import Literal
 
 from edge_client.agent import downloads, events, uploads
 from edge_client.agent.state import Mode, State, Work, head_key
-from protocol.rates.retry_delay import retry_delay_s
+from protocol.retry_delay import retry_delay_s
 from protocol.wire.messages import Frame, HeadManifest, HeadRef, Receipt, RoundManifest
 from protocol.wire.transfer import chunk_bytes
 

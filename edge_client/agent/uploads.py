@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from edge_client.agent import events
 from edge_client.agent.state import MAX_DAMAGED, Mode, State, Upload, UploadItem
-from protocol.rates.retry_delay import retry_delay_s
+from protocol.retry_delay import retry_delay_s
 from protocol.wire.messages import Reason, Receipt
 from protocol.wire.transfer import Ranges
 

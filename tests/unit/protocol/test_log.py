@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 
-from protocol.log import LINES_AT_ONCE, DeviceEvents, Event, event, observed, warnings_suppressed
+from protocol.log import Event, event, observed, warnings_suppressed
 from protocol.threads import start_thread
 
 log = logging.getLogger("protocol.test_log")
@@ -78,27 +78,6 @@ def test_warnings_are_suppressed_until_the_block_ends(caplog: pytest.LogCaptureF
     assert [str(warning.message) for warning in caught] == ["reported after the block"]
 
 
-def test_lines_of_a_device_are_limited(caplog: pytest.LogCaptureFixture) -> None:
-    """Per message; other devices' and other messages are logged, and the next line has the number omitted."""
-    now_s = 0.0
-    caplog.set_level(logging.INFO, logger=log.name)
-    events = DeviceEvents(log, clock=lambda: now_s)
-    for number in range(100_000):
-        events.event(logging.WARNING, "device cannot take part", device="mallory", reason=number)
-    assert len(caplog.messages) == LINES_AT_ONCE
-    events.event(logging.INFO, "head in use", device="mallory")
-    events.event(logging.WARNING, "device cannot take part", device="honest", reason="x")
-    events.event(logging.DEBUG, "device cannot take part", device="honest", frame=Unprintable())
-    assert caplog.messages[-2:] == [
-        "head in use device=mallory",
-        "device cannot take part device=honest reason=x",
-    ]
-    now_s = 60.0
-    events.event(logging.WARNING, "device cannot take part", device="mallory", reason="y")
-    assert caplog.messages[-1] == "device cannot take part device=mallory reason=y omitted_before=99900"
-    assert caplog.records[-1].filename == "test_log.py", "the record names the caller, not the helper"
-
-
 def test_observer_gets_events_of_the_body_and_of_its_threads() -> None:
     """Whatever is logged; other threads' events, debug events and those after the body are not observed."""
     seen: list[Event] = []
@@ -107,7 +86,7 @@ def test_observer_gets_events_of_the_body_and_of_its_threads() -> None:
 
     def report(device: str) -> None:
         event(quiet, logging.DEBUG, "frame received", device=device)
-        DeviceEvents(quiet).event(logging.INFO, "head in use", device=device, round=None)
+        event(quiet, logging.INFO, "head in use", device=device, round=None)
 
     with observed(seen.append):
         report("body")

@@ -18,7 +18,7 @@ from aggregator.coordination.rounds import (
     resumed,
     step,
 )
-from protocol.rates.retry_delay import MAX_DELAY_S
+from protocol.retry_delay import MAX_DELAY_S
 from tests.unit.aggregator.coordination.round_events import Submitted, submit, submitted
 
 Happening = tuple[str, int, int] | float | str

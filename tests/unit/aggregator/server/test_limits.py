@@ -10,13 +10,13 @@ import pytest
 
 from aggregator.config.schema import TaskFile
 from aggregator.intake.accepted_submissions import AcceptedSubmissions
+from aggregator.rates import LINES_AT_ONCE
 from aggregator.server.announcements import Announcements
 from aggregator.server.device_messages import RECEIPTS_AT_ONCE, DeviceMessages
 from aggregator.server.store_view import StoreView
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import IntakeHeads
 from aggregator.tasks.task_preparation import Task
-from protocol.log import LINES_AT_ONCE
 from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import BlobRequest, Evaluation
 from protocol.wire.topics import device_topic

@@ -11,7 +11,7 @@ from edge_client.agent import downloads
 from edge_client.agent.downloads import MAX_AHEAD, MAX_AHEAD_BYTES, MAX_REQUESTS, PROBE_BYTES, WINDOW_BYTES
 from edge_client.agent.events import AppendBlob, RequestBlob
 from edge_client.agent.state import SLOW_LINK, Download, Mode, State
-from protocol.rates.retry_delay import retry_delay_s
+from protocol.retry_delay import retry_delay_s
 from protocol.wire.messages import MAX_CHUNK_BYTES, BlobRef, Frame, Reason, Receipt
 from protocol.wire.transfer import frames_of
 from tests.support.simulation.fleet import reference

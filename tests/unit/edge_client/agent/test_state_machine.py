@@ -10,7 +10,7 @@ import pytest
 from edge_client.agent import events
 from edge_client.agent.state import MAX_DAMAGED, Mode, State, head_key
 from edge_client.agent.state_machine import step
-from protocol.rates.retry_delay import MAX_DELAY_S
+from protocol.retry_delay import MAX_DELAY_S
 from protocol.wire.codec import digest_of
 from tests.support.simulation.fleet import item_of
 from tests.unit.edge_client.agent.device_events import (

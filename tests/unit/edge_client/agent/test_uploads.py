@@ -9,7 +9,7 @@ from edge_client.agent.frame_size import MIN_BYTES, WINDOWS_TO_DOUBLE, FrameSize
 from edge_client.agent.state import MAX_DAMAGED, SLOW_LINK, Mode, State, Upload, UploadItem
 from edge_client.agent.state_machine import step
 from edge_client.agent.uploads import QUERY_BYTES, WINDOW_FRAMES
-from protocol.rates.retry_delay import MAX_DELAY_S
+from protocol.retry_delay import MAX_DELAY_S
 from protocol.wire.messages import MAX_CHUNK_BYTES, Reason, Receipt
 from protocol.wire.transfer import ENVELOPE_BYTES, Ranges
 from tests.support.simulation.fleet import item_of

@@ -1,11 +1,15 @@
 """Token buckets: bounds over any sequence of takings, and over the number of keys."""
 
+import logging
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.rates import token_buckets
-from protocol.rates.token_buckets import TokenBuckets
+from aggregator import rates as token_buckets
+from aggregator.rates import LINES_AT_ONCE, DeviceEvents, TokenBuckets
+
+log = logging.getLogger(__name__)
 
 _takings = st.lists(st.tuples(st.floats(0, 100), st.floats(0, 6)), max_size=60)
 
@@ -44,3 +48,23 @@ def test_number_of_buckets_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(buckets.take(key, now_s=0.0) for key in range(4))
     assert buckets.left(0) is None
     assert not any(buckets.take(key, now_s=0.0) for key in (1, 2, 3))
+
+
+def test_lines_of_a_device_are_limited(caplog: pytest.LogCaptureFixture) -> None:
+    """Per message; other devices' and other messages are logged, and the next line has the number omitted."""
+    now_s = 0.0
+    caplog.set_level(logging.INFO, logger=log.name)
+    events = DeviceEvents(log, clock=lambda: now_s)
+    for number in range(100_000):
+        events.event(logging.WARNING, "device cannot take part", device="mallory", reason=number)
+    assert len(caplog.messages) == LINES_AT_ONCE
+    events.event(logging.INFO, "head in use", device="mallory")
+    events.event(logging.WARNING, "device cannot take part", device="honest", reason="x")
+    events.event(logging.DEBUG, "device cannot take part", device="honest", frame=b"")
+    assert caplog.messages[-2:] == [
+        "head in use device=mallory",
+        "device cannot take part device=honest reason=x",
+    ]
+    now_s = 60.0
+    events.event(logging.WARNING, "device cannot take part", device="mallory", reason="y")
+    assert caplog.messages[-1] == "device cannot take part device=mallory reason=y omitted_before=99900"

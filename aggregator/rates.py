@@ -1,8 +1,13 @@
-"""Token buckets: how often a device may cause work, such as a download. Pure; the time is an argument."""
+"""How often devices may cause work, and lines in the log: token buckets."""
 
-from collections.abc import Hashable, Mapping
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping
 from types import MappingProxyType
 from typing import Generic, TypeVar
+
+from protocol.log import event
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -52,3 +57,34 @@ class TokenBuckets(Generic[Key]):
         """Return the tokens in a bucket."""
         left, since_s = self._left.get(key, (self._capacity, now_s))
         return min(self._capacity, left + max(0.0, now_s - since_s) * self._per_s)
+
+
+LINES_AT_ONCE = 100
+"""Lines about one device with the same message, after a pause."""
+
+LINES_PER_S = 10 / 60
+
+MAX_COUNTS = 10_000
+"""Counts of omitted lines in memory."""
+
+
+class DeviceEvents:
+    """Events that devices cause as often as they want: the lines of each device and message are limited.
+
+    A line has the number of those that were omitted before it, as `omitted_before`. `clock` returns seconds.
+    """
+
+    def __init__(self, logger: logging.Logger, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._logger = logger
+        self._clock = clock
+        self._lines = TokenBuckets[tuple[str, str]](capacity=LINES_AT_ONCE, per_s=LINES_PER_S)
+        self._omitted: Counter[tuple[str, str]] = Counter()
+
+    def event(self, level: int, message: str, *, device: str, **fields: object) -> None:
+        """Log an event like `protocol.log.event`, or count it as omitted."""
+        key = (device, message)
+        if self._lines.take(key, now_s=self._clock()):
+            omitted = self._omitted.pop(key, None)
+            event(self._logger, level, message, device=device, **fields, omitted_before=omitted)
+        elif key in self._omitted or len(self._omitted) < MAX_COUNTS:
+            self._omitted[key] += 1
