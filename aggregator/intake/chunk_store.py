@@ -15,6 +15,7 @@ from shutil import disk_usage
 
 import msgspec
 
+from aggregator.intake.assembly import Assembly
 from aggregator.intake.reassembly import Key, Transfer
 from protocol.errors import StateError
 from protocol.log import event
@@ -22,7 +23,7 @@ from protocol.storage.blobstore import state_errors, sync
 from protocol.storage.database import Database
 from protocol.storage.database_file import DatabaseFile
 from protocol.threads import submit
-from protocol.wire.transfer import Assembly, Ranges
+from protocol.wire.transfer import Ranges
 
 log = logging.getLogger(__name__)
 

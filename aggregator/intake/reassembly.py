@@ -4,10 +4,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import InitVar, dataclass, field
 
+from aggregator.intake.assembly import Assembly
 from aggregator.intake.validation import Refused
 from protocol.errors import TransferError
 from protocol.wire.messages import Frame, Receipt
-from protocol.wire.transfer import Assembly, Ranges
+from protocol.wire.transfer import Ranges
 
 MAX_RANGES = 64
 """Missing ranges in one receipt."""

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from aggregator.intake.assembly import Assembly
 from aggregator.intake.reassembly import (
     MAX_RANGES,
     PIECE_BYTES,
@@ -17,7 +18,7 @@ from aggregator.intake.validation import Refused
 from protocol.errors import TransferError
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import PROTOCOL_VERSION, Frame, Receipt
-from protocol.wire.transfer import Assembly, Ranges
+from protocol.wire.transfer import Ranges
 from tests.fuzz.target import Target
 
 PAYLOADS = {size: bytes(at * 7 % 251 for at in range(size)) for size in range(256)}

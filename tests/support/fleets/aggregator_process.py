@@ -10,6 +10,7 @@ from typing import Any, Self, TypeVar
 
 import msgspec
 
+from aggregator.intake.assembly import Assembly
 from protocol.mqtt.reconnecting_session import BrokerAddress, Connected, Drained, Outgoing, Received, Session
 from protocol.wire.codec import decode, digest_of, encode
 from protocol.wire.messages import (
@@ -28,7 +29,7 @@ from protocol.wire.messages import (
 )
 from protocol.wire.signing import open_manifest, sign_frame, sign_presence
 from protocol.wire.topics import DeviceChannel, FleetChannel, device_topic, fleet_topic
-from protocol.wire.transfer import Assembly, frames_of
+from protocol.wire.transfer import frames_of
 from tests.support.commands import run_command
 from tests.support.fleets.fleet import Fleet
 from tests.support.graphs.backbones import tiny_backbone

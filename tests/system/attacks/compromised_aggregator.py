@@ -6,6 +6,7 @@ from typing import Self
 import msgspec
 import numpy as np
 
+from aggregator.intake.assembly import Assembly
 from edge_client.runtime.backbone import open_backbone
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import Heads
@@ -30,7 +31,7 @@ from protocol.wire.messages import (
 )
 from protocol.wire.signing import public_key
 from protocol.wire.topics import FleetChannel, device_topic, fleet_topic, parse_device_topic
-from protocol.wire.transfer import Assembly, frames_of
+from protocol.wire.transfer import frames_of
 from tests.support.devices.device_factory import linear_head
 from tests.support.fleets.fast_device import RUN_S
 from tests.support.fleets.fleet import write_digits

@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import psutil
 
+from aggregator.intake.assembly import Assembly
 from aggregator.security.enrollment import revoke
 from aggregator.storage.open_store import open_store
 from edge_client.storage.device_state import DeviceState
@@ -23,7 +24,7 @@ from protocol.wire.codec import decode, digest_of, encode
 from protocol.wire.messages import MAX_FRAME_BYTES, Frame, HeadManifest, Signed, Submission
 from protocol.wire.signing import open_manifest, sign_frame
 from protocol.wire.topics import DeviceChannel, FleetChannel, device_topic, fleet_topic
-from protocol.wire.transfer import Assembly, frames_of
+from protocol.wire.transfer import frames_of
 from tests.support.fleets.closed_fleet import FLEET, ClosedFleet
 from tests.support.fleets.fleet import Fleet, folder_bytes
 from tests.support.network.brokers import free_address

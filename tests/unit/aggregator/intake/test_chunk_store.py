@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from aggregator.intake import chunk_store
+from aggregator.intake.assembly import Assembly
 from aggregator.intake.chunk_store import ChunkStore, contiguous
 from aggregator.intake.reassembly import Key, Transfer
 from protocol.errors import StateError
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import Frame
-from protocol.wire.transfer import Assembly, Ranges
+from protocol.wire.transfer import Ranges
 from tests.support.machine_faults import full_disk
 
 ONE, TWO = ("a", digest_of(b"one")), ("b", digest_of(b"two"))

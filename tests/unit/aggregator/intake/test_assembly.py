@@ -7,20 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aggregator.intake.assembly import MAX_PIECES, MAX_STRETCHES, Assembly
 from protocol.errors import TransferError
 from protocol.mqtt.publisher import packet_bytes
 from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import MAX_CHUNK_BYTES, Frame
 from protocol.wire.topics import device_topic
-from protocol.wire.transfer import (
-    ENVELOPE_BYTES,
-    MAX_PIECES,
-    MAX_STRETCHES,
-    SMALLEST_CHUNK_BYTES,
-    Assembly,
-    chunk_bytes,
-    frames_of,
-)
+from protocol.wire.transfer import ENVELOPE_BYTES, SMALLEST_CHUNK_BYTES, chunk_bytes, frames_of
 
 PAYLOAD = bytes(range(10))
 DIGEST = digest_of(PAYLOAD)
