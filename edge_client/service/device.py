@@ -17,10 +17,10 @@ from edge_client.service.receiver import Received, Receiver
 from edge_client.service.report import Report
 from edge_client.service.running_agent import Inbox, Incoming, RunningAgent, Stop, stored_state
 from edge_client.service.worker import Worker
+from edge_client.storage.crash_counter import MAX_CRASHES, task_key
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.disk_space import free_bytes
 from edge_client.storage.stored_values import BuildProblem, ManifestProblem, TaskProblem
-from edge_client.storage.trials import MAX_ENDS, task_key
 from protocol.cli import plain
 from protocol.errors import BackboneMismatch, ConfigError, ProtofleetError, StateError
 from protocol.log import event as log_event
@@ -236,7 +236,9 @@ class Device:
         if not self._is_dry_run or self._settings.broker is None:
             for recalled in self._receiver.recall():
                 if isinstance(recalled, events.TaskSeen) and self._has_failed(recalled.manifest):
-                    log.error("the stored task ended the program %d times: waiting for the broker", MAX_ENDS)
+                    log.error(
+                        "the stored task ended the program %d times: waiting for the broker", MAX_CRASHES
+                    )
                     return
                 self._take(recalled)
         if self._settings.broker is None and not self._agent.state.can_build:
@@ -244,4 +246,4 @@ class Device:
             raise ConfigError(text)
 
     def _has_failed(self, manifest: TaskManifest) -> bool:
-        return not self._is_dry_run and self._store.trials.ends(task_key(manifest)) >= MAX_ENDS
+        return not self._is_dry_run and self._store.crash_counter.crashes(task_key(manifest)) >= MAX_CRASHES

@@ -77,7 +77,7 @@ class Worker:
         if self._thread is not None:
             self._thread.join(timeout=5)
         with contextlib.suppress(StateError):
-            self._store.trials.stop()
+            self._store.crash_counter.stop()
 
     def build(self, build: events.BuildSubmission) -> None:
         """Build a submission; emits SubmissionBuilt, unless another task or round becomes current."""

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from edge_client.storage.crash_counter import MAX_CRASHES, CrashCounter
 from edge_client.storage.image_group_record import ImageGroupRecord
 from edge_client.storage.outbox import Outbox
 from edge_client.storage.outbox_size import DEFAULT_MB, MIB
@@ -27,7 +28,6 @@ from edge_client.storage.stored_values import (
     Secret,
     SubmissionSequence,
 )
-from edge_client.storage.trials import MAX_ENDS, Trials
 from protocol.errors import GraphRefused, ProtofleetError, StateError
 from protocol.log import event
 from protocol.storage.blobstore import BlobStore, delete_temporary_files
@@ -137,7 +137,7 @@ class DeviceState:
         self.ledger = Ledger(self._database, folder / "releases")
         self.image_groups = ImageGroupRecord(self._database)
         self.outbox = Outbox(self._database, limit_bytes=outbox_bytes)
-        self.trials = Trials(self._database, folder)
+        self.crash_counter = CrashCounter(self._database, folder)
 
     def close(self) -> None:
         """Close the files and release the folder's lock."""
@@ -165,10 +165,12 @@ class DeviceState:
         heads = self.get(Heads)
         if self._read_only:
             return heads
-        while (failed := heads.installed) is not None and self.trials.ends(failed.key) >= MAX_ENDS:
+        while (failed := heads.installed) is not None and self.crash_counter.crashes(
+            failed.key
+        ) >= MAX_CRASHES:
             heads = Heads(heads.previous)
             returned = heads.installed.version if heads.installed else None
-            text = f"head {failed.version} failed {MAX_ENDS} times in use"
+            text = f"head {failed.version} failed {MAX_CRASHES} times in use"
             self.set(heads, HeadProblem(text))
             event(log, logging.ERROR, text, back_to_head=returned)
         return heads
@@ -177,15 +179,15 @@ class DeviceState:
     def run_head(self, head: InstalledHead, *, is_part: bool = False) -> Iterator[None]:
         """Count a run of the head in use, which also counts if the head is refused, unless the disk is full.
 
-        Of several programs that run it at the same time, one counts. `is_part` is as in `Trials.run`.
+        Of several programs that run it at the same time, one counts. `is_part` is as in `CrashCounter.guard`.
         """
         lock = FolderLock(self.folder, "predict.lock")
-        trial = self.trials.run(head.key, what="the head", is_part=is_part, counts_refusal=True)
+        guard = self.crash_counter.guard(head.key, what="the head", is_part=is_part, counts_refusal=True)
         with contextlib.ExitStack() as counted:
             with contextlib.suppress(StateError):
                 if not self._read_only and lock.take(wait_s=0):
                     counted.callback(lock.release)
-                    counted.enter_context(trial)
+                    counted.enter_context(guard)
             yield
 
     @contextlib.contextmanager

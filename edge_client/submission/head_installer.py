@@ -114,7 +114,7 @@ class HeadInstaller:
         # The head in use before this one, also of another task; this one may be in use already.
         before = filter(None, (heads.installed, heads.previous))
         previous = next((head for head in before if head.key != installed.key), None)
-        with self._store.trials.run(installed.key, what="the head"):
+        with self._store.crash_counter.guard(installed.key, what="the head"):
             head = open_installed(self._store.blobs, installed, candidate.backbones)
             evaluation = evaluate_head(
                 self._workspace,
@@ -168,7 +168,7 @@ class HeadInstaller:
         It has its own trial: a previous head that fails is no obstacle to its successor.
         """
         try:
-            with self._store.trials.run(previous.key, what="the previous head", max_ends=1):
+            with self._store.crash_counter.guard(previous.key, what="the previous head", max_crashes=1):
                 head = open_installed(self._store.blobs, previous, candidate.backbones)
                 return count_correct(
                     self._workspace,

@@ -22,11 +22,11 @@ from edge_client.privacy.perturbation import cache_tag, perturb_image
 from edge_client.privacy.policy import FAILED, is_bounded, is_private
 from edge_client.runtime.backbone import Backbone, open_backbone
 from edge_client.runtime.session import Provider
+from edge_client.storage.crash_counter import MAX_CRASHES, task_key
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.storage.image_group_record import Key
 from edge_client.storage.stored_values import BackboneProvider, LeftOut
-from edge_client.storage.trials import MAX_ENDS, task_key
 from edge_client.submission.extraction_progress import ProgressReporter
 from protocol.cli import plain
 from protocol.errors import BackboneMismatch, Interrupted, PrivacyFailed
@@ -80,14 +80,14 @@ class Workspace:
     def run_task(
         self, manifest: TaskManifest, *, purpose: Literal["build", "install"] = "build"
     ) -> Iterator[None]:
-        """Count a start of a task's graphs, as `Trials.run` does; a dry run is how the operator tries it again.
+        """Count a start of a task's graphs, as `CrashCounter.guard` does; a dry run is how the operator tries it again.
 
         Raises:
             CrashedBefore: they have ended the program too often.
         """
         what = "the task's graphs: waiting for another task; to try it again, run edge-client with --dry-run"
-        key, max_ends = task_key(manifest, purpose=purpose), None if self.dry_run else MAX_ENDS
-        with self.store.trials.run(key, what=what, max_ends=max_ends) as progress:
+        key, max_crashes = task_key(manifest, purpose=purpose), None if self.dry_run else MAX_CRASHES
+        with self.store.crash_counter.guard(key, what=what, max_crashes=max_crashes) as progress:
             self.on_stored = progress
             try:
                 yield

@@ -14,9 +14,9 @@ from PIL import Image
 from edge_client.agent.state import Mode, head_key
 from edge_client.inference import open_installed
 from edge_client.service.device import Device
+from edge_client.storage.crash_counter import MAX_CRASHES, task_key
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import Heads, LeftOut, SubmissionReport
-from edge_client.storage.trials import MAX_ENDS, task_key
 from edge_client.submission import builder, head_installer, image_features
 from edge_client.training import local_round
 from protocol.errors import StateError
@@ -44,10 +44,10 @@ def die(*_: object, **__: object) -> Any:
 
 
 def follow_until_it_dies(bench: HeadBench, manifest: TaskManifest) -> None:
-    """Follow a task that ends the program at each of `MAX_ENDS` starts."""
+    """Follow a task that ends the program at each of `MAX_CRASHES` starts."""
     with pytest.raises(EndedError):
         bench.follow(manifest)
-    for _ in range(MAX_ENDS - 1):
+    for _ in range(MAX_CRASHES - 1):
         with pytest.raises(EndedError):
             bench.start()
 
@@ -74,7 +74,7 @@ def test_a_backbone_that_ends_the_program_is_not_run_at_the_fourth_start(
     assert bench.status["problem"] == problem
     bench.start(mode=Mode.DRY_RUN).connect().announce(deadly)
     assert len(bench.shown) == 1
-    assert bench.store.trials.ends(task_key(deadly)) == 0
+    assert bench.store.crash_counter.crashes(task_key(deadly)) == 0
     bench.start(mode=Mode.SERVICE)
     assert bench.submission() is not None
 
@@ -89,7 +89,7 @@ def test_a_part_of_a_task_that_works_does_not_end_the_row(
     monkeypatch.setattr(image_features, "extract", die)
     with pytest.raises(EndedError):
         bench.follow(deadly)
-    for _ in range(MAX_ENDS - 1):
+    for _ in range(MAX_CRASHES - 1):
         with pytest.raises(EndedError):
             bench.start()
     bench.start().connect().announce(deadly).announce(head)
@@ -116,7 +116,7 @@ def test_a_step_graph_that_ends_the_program_is_not_run_at_the_fourth_start(
     monkeypatch.setattr(local_round, "train_round", die)
     with pytest.raises(EndedError):
         rounds.begin(rounds.open())
-    for _ in range(MAX_ENDS - 1):
+    for _ in range(MAX_CRASHES - 1):
         with pytest.raises(EndedError):
             rounds.start()
     monkeypatch.undo()
@@ -134,7 +134,7 @@ def test_a_head_that_ends_the_program_is_refused_at_the_fourth_start(
     if when == "balanced":
         deadly = bench.head(2, CONSTANT["dog"])
     monkeypatch.setattr(head_installer, when, die)
-    for _ in range(MAX_ENDS):
+    for _ in range(MAX_CRASHES):
         with pytest.raises(EndedError):
             bench.install(deadly)
         bench.start().connect()
@@ -185,7 +185,7 @@ def test_a_head_that_fails_in_predict_gives_way_to_the_previous_one(bench: HeadB
     other = DeviceState(bench.state)
     in_use = other.heads_in_use().installed
     assert in_use is not None
-    for _ in range(MAX_ENDS):
+    for _ in range(MAX_CRASHES):
         bench.scan()
         assert bench.info.head_version == 2
         with pytest.raises(EndedError), other.run_head(in_use):
@@ -300,17 +300,17 @@ def test_a_device_that_cannot_run_the_task_has_no_vote(
     """The head is not in use, and the device uploads no report on it."""
     head = bench.head(1, CONSTANT["cat"])
     monkeypatch.setattr(image_features, "open_backbone", die)
-    for _ in range(MAX_ENDS):
+    for _ in range(MAX_CRASHES):
         with pytest.raises(EndedError):
             bench.start()
-    for _ in range(MAX_ENDS):
+    for _ in range(MAX_CRASHES):
         bench.start().connect().follow(bench.manifest)
         with pytest.raises(EndedError):
             bench.install(head)
     installed = bench.start().connect().follow(bench.manifest).install(head)
     assert installed.report is None
     assert "while it ran the task's graphs" in installed.reason
-    assert bench.store.trials.ends(head_key(head)) == 0
+    assert bench.store.crash_counter.crashes(head_key(head)) == 0
 
 
 def test_a_damaged_stored_task_comes_from_the_broker_again(
@@ -357,7 +357,7 @@ def test_an_image_that_crashes_the_program_is_left_out_and_not_the_task(tmp_path
     assert (path, "the program crashed when it decoded this image" in reason) == (str(deadly), True)
     assert store.get(SubmissionReport).unusable == ((path, reason),)
     assert sum(entry.images for entry in store.get(SubmissionReport).classes) == 40
-    assert store.trials.ends(task_key(make_manifest())) == 0
+    assert store.crash_counter.crashes(task_key(make_manifest())) == 0
     assert [start(2 * 10**9) for _ in range(3)] == [-signal.SIGKILL, -signal.SIGKILL, 0]
     image_file(deadly, noise(34, 34))
     assert start(2 * 10**9) == 0

@@ -14,10 +14,10 @@ from PIL import Image
 from edge_client import inference
 from edge_client.cli import cli
 from edge_client.runtime.backbone import Backbone, open_backbone
+from edge_client.storage.crash_counter import MAX_CRASHES
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.storage.stored_values import Heads, InstalledHead, StoredLocalModel
-from edge_client.storage.trials import MAX_ENDS
 from edge_client.submission import head_evaluation, head_installer
 from edge_client.training.local_round import initial_model, pack
 from protocol.errors import BackboneMismatch
@@ -163,7 +163,7 @@ def test_a_device_returns_to_the_head_of_the_task_before(bench: HeadBench) -> No
     assert all(digest in bench.store.blobs for digest in (old.head, *old.backbones))
     new = bench.store.heads_in_use().installed
     assert new is not None
-    for _ in range(MAX_ENDS):
+    for _ in range(MAX_CRASHES):
         with pytest.raises(RuntimeError), bench.store.run_head(new):
             raise RuntimeError
     assert bench.store.heads_in_use().installed == old
@@ -190,7 +190,7 @@ def test_a_backbone_that_fails_in_predict_gives_way_to_the_head_before(
         if fails == "opening":
             error = BackboneMismatch("the backbone fails")
             patched.setattr(inference, "open_backbone", Mock(side_effect=error))
-        for _ in range(MAX_ENDS):
+        for _ in range(MAX_CRASHES):
             assert "the backbone fails" in predict("white")
             if fails == "runs":
                 assert "1 of 1 images could not be read" in predict("broken")
@@ -201,7 +201,7 @@ def test_a_backbone_that_fails_in_predict_gives_way_to_the_head_before(
     # A second head of the new task, whose previous one has the same backbone: going back would not help.
     for version in (3, 4):
         bench.install(bench.head(version, CONSTANT["dog"] * version))
-    for _ in range(MAX_ENDS + 1):
+    for _ in range(MAX_CRASHES + 1):
         assert "the backbone fails" in predict("white")
     assert bench.store.get(Heads).installed != old
 
@@ -223,7 +223,7 @@ def test_predict_and_status_work_on_a_full_disk(
             assert (result.exit_code, "%" in result.output) == (0, True), result.output
     installed = DeviceState(bench.store.folder).get(Heads).installed
     assert installed is not None
-    assert DeviceState(bench.store.folder).trials.ends(installed.key) == 0
+    assert DeviceState(bench.store.folder).crash_counter.crashes(installed.key) == 0
 
 
 @pytest.mark.parametrize("max_epsilon", [None, 1.0])

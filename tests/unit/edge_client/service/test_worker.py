@@ -206,7 +206,7 @@ def test_an_interrupted_job_has_no_result(bench: HeadBench, monkeypatch: pytest.
     monkeypatch.setattr(FeatureCache, "chunks", replace_task_and_read)
     installed = bench.install(head)
     assert (installed.report, installed.reason, bench.store.get(Heads)) == (None, "", Heads())
-    assert bench.store.trials.ends(head.head.digest) == 0
+    assert bench.store.crash_counter.crashes(head.head.digest) == 0
     assert all(item.kind == "submission" for item in bench.store.outbox.items())
     bench.follow(first)
     assert bench.install(head).reason == ""

@@ -1,4 +1,4 @@
-"""Abnormal ends of the program while it ran something from outside: a task's graphs or a head, counted on disk.
+"""Crashes of the program while it ran something from outside, a task's graphs or a head, counted on disk.
 
 ONNX Runtime runs in the device's own process, so a graph can end it: by a fault in an operator, or by memory that the
 system does not have. The count is written before a graph runs and deleted after it worked, as a boot counter is.
@@ -15,8 +15,8 @@ from protocol.storage.database import Database
 from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import TaskManifest
 
-MAX_ENDS = 3
-"""Ends in a row after which something is not run again; power loss counts as well."""
+MAX_CRASHES = 3
+"""Crashes in a row after which something is not run again; power loss counts as well."""
 
 MAX_ROWS = 64
 """Counts that are kept, the newest; those of replaced tasks and heads are never deleted otherwise."""
@@ -27,52 +27,52 @@ def task_key(manifest: TaskManifest, *, purpose: Literal["build", "install"] = "
     return digest_of(encode(manifest) + purpose.encode())
 
 
-class Trials:
-    """Counts how often the program has ended while it ran a task's graphs or a head."""
+class CrashCounter:
+    """Counts how often the program has crashed while it ran a task's graphs or a head."""
 
     def __init__(self, database: Database, folder: Path) -> None:
         self._database = database
         self._folder = folder
         self._running: bytes | None = None
 
-    def ends(self, digest: bytes) -> int:
-        """Return how often in a row the program has ended while it ran a task's graphs or a head."""
+    def crashes(self, digest: bytes) -> int:
+        """Return how often in a row the program has crashed while it ran a task's graphs or a head."""
         rows = self._database.read("SELECT starts FROM trials WHERE digest = ?", digest)
         return int(rows[0][0]) - (digest == self._running) if rows else 0
 
     @contextlib.contextmanager
-    def run(
+    def guard(
         self,
         digest: bytes,
         *,
         what: str,
-        max_ends: int | None = MAX_ENDS,
+        max_crashes: int | None = MAX_CRASHES,
         is_part: bool = False,
         counts_refusal: bool = False,
     ) -> Iterator[Callable[[], None]]:
         """Count a start before the body runs something, and delete the count after it worked.
 
-        Yields a function to call when results are on disk: what ends the program later is counted anew.
-        `max_ends` is None if it is to run however often it has ended the program. With `is_part`, the body is only a
-        part of what has to work: earlier ends still count. A graph that is refused, which ends no program, counts with
-        `counts_refusal` only.
+        Yields a function to call when results are on disk: what crashes the program later is counted anew.
+        `max_crashes` is None if it is to run however often it has crashed the program. With `is_part`, the body is only
+        a part of what has to work: earlier crashes still count. A graph that is refused, which crashes no program,
+        counts with `counts_refusal` only.
 
         Raises:
-            CrashedBefore: it has ended the program `max_ends` times.
+            CrashedBefore: it has crashed the program `max_crashes` times.
             DiskAlmostFull: the count might be written, and its deletion not.
         """
         require_space_for_records(self._folder)
-        ends = self.ends(digest)
-        if max_ends is not None and ends >= max_ends:
-            times = "once" if ends == 1 else f"{ends} times"
+        crashes = self.crashes(digest)
+        if max_crashes is not None and crashes >= max_crashes:
+            times = "once" if crashes == 1 else f"{crashes} times"
             raise CrashedBefore(f"the program ended {times} while it ran {what}")
-        self._write(digest, ends + 1)
+        self._write(digest, crashes + 1)
         self._running = digest
 
         def progress() -> None:
-            nonlocal ends
-            if ends:
-                ends = 0
+            nonlocal crashes
+            if crashes:
+                crashes = 0
                 self._write(digest, 1)
 
         try:
@@ -80,13 +80,13 @@ class Trials:
         except Exception as error:
             counts = counts_refusal and isinstance(error, GraphRefused)
             if isinstance(error, (ProtofleetError, Interrupted)) and not counts:
-                self._write(digest, ends)
+                self._write(digest, crashes)
             raise  # any other error, such as one of memory, ends the program
         except BaseException:
-            self._write(digest, ends)  # stopped by its user
+            self._write(digest, crashes)  # stopped by its user
             raise
         else:
-            self._write(digest, ends if is_part else 0)
+            self._write(digest, crashes if is_part else 0)
         finally:
             self._running = None
 

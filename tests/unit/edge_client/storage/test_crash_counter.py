@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from edge_client.storage.crash_counter import MAX_CRASHES, MAX_ROWS
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.disk_space import DiskAlmostFull
 from edge_client.storage.stored_values import HeadProblem, Heads, InstalledHead
-from edge_client.storage.trials import MAX_ENDS, MAX_ROWS
 from protocol.errors import CrashedBefore, GraphRefused, Interrupted, StateError
 
 GRAPH = b"g" * 32
@@ -25,7 +25,7 @@ def state(tmp_path: Path) -> DeviceState:
 
 def end(state: DeviceState, digest: bytes = GRAPH, *, progress: bool = False) -> None:
     def run() -> None:
-        with state.trials.run(digest, what="it") as on_progress:
+        with state.crash_counter.guard(digest, what="it") as on_progress:
             if progress:
                 on_progress()
             raise EndedError
@@ -36,19 +36,19 @@ def end(state: DeviceState, digest: bytes = GRAPH, *, progress: bool = False) ->
 
 def test_what_ended_the_program_three_times_is_not_run_again(tmp_path: Path, state: DeviceState) -> None:
     """Across restarts; something else runs, and the operator can insist."""
-    for _ in range(MAX_ENDS):
+    for _ in range(MAX_CRASHES):
         end(DeviceState(tmp_path))
     for _ in range(2):
         with (
             pytest.raises(CrashedBefore, match="ended 3 times while it ran it"),
-            DeviceState(tmp_path).trials.run(GRAPH, what="it"),
+            DeviceState(tmp_path).crash_counter.guard(GRAPH, what="it"),
         ):
             pytest.fail("it ran")
-    with state.trials.run(b"other", what="it"):
-        assert state.trials.ends(b"other") == 0
-    with state.trials.run(GRAPH, what="it", max_ends=None):
+    with state.crash_counter.guard(b"other", what="it"):
+        assert state.crash_counter.crashes(b"other") == 0
+    with state.crash_counter.guard(GRAPH, what="it", max_crashes=None):
         pass
-    assert state.trials.ends(GRAPH) == 0
+    assert state.crash_counter.crashes(GRAPH) == 0
 
 
 @pytest.mark.parametrize("end_of_run", [None, GraphRefused, StateError, Interrupted, KeyboardInterrupt])
@@ -57,38 +57,38 @@ def test_a_run_that_works_resets_the_count(
 ) -> None:
     """One that is refused or stopped does not count, and earlier ends stay."""
     end(state)
-    with state.trials.run(GRAPH, what="it", is_part=True):
+    with state.crash_counter.guard(GRAPH, what="it", is_part=True):
         pass
-    assert state.trials.ends(GRAPH) == 1
+    assert state.crash_counter.crashes(GRAPH) == 1
     try:
-        with state.trials.run(GRAPH, what="it"):
+        with state.crash_counter.guard(GRAPH, what="it"):
             if end_of_run is not None:
                 raise end_of_run
     except (GraphRefused, StateError, Interrupted, KeyboardInterrupt):
         pass
-    assert state.trials.ends(GRAPH) == (1 if end_of_run else 0)
+    assert state.crash_counter.crashes(GRAPH) == (1 if end_of_run else 0)
 
 
 def test_ends_after_progress_are_counted_anew(state: DeviceState) -> None:
     """Features and checkpoints that are on disk are not computed again: the next end is at another place."""
-    for _ in range(2 * MAX_ENDS):
+    for _ in range(2 * MAX_CRASHES):
         end(state, progress=True)
-    assert state.trials.ends(GRAPH) == 1
+    assert state.crash_counter.crashes(GRAPH) == 1
 
 
 def test_a_run_during_an_orderly_end_does_not_count(state: DeviceState) -> None:
     """The operator stops the program while a slow graph runs."""
-    running = state.trials.run(GRAPH, what="it")
+    running = state.crash_counter.guard(GRAPH, what="it")
     running.__enter__()
-    state.trials.stop()
-    assert DeviceState(state.folder).trials.ends(GRAPH) == 0
+    state.crash_counter.stop()
+    assert DeviceState(state.folder).crash_counter.crashes(GRAPH) == 0
 
 
 def test_the_number_of_counts_is_bounded(state: DeviceState) -> None:
     """Each task and head that ended the program leaves one; the oldest are forgotten."""
     for number in range(MAX_ROWS + 3):
         end(state, b"%d" % number)
-    assert [state.trials.ends(b"%d" % number) for number in (0, 2, 3, MAX_ROWS + 2)] == [0, 0, 1, 1]
+    assert [state.crash_counter.crashes(b"%d" % number) for number in (0, 2, 3, MAX_ROWS + 2)] == [0, 0, 1, 1]
 
 
 def head(version: int) -> InstalledHead:
@@ -106,7 +106,7 @@ def test_a_head_that_fails_three_times_in_use_gives_way_to_the_previous_one(stat
             raise GraphRefused
 
     state.set(Heads(head(2), head(1)))
-    for number in range(MAX_ENDS + 1):
+    for number in range(MAX_CRASHES + 1):
         with state.run_head(head(2), is_part=True):
             pass
         with pytest.raises(GraphRefused):
@@ -129,4 +129,4 @@ def test_nothing_is_counted_on_an_almost_full_disk(
         end(state)
     with pytest.raises(EndedError), state.run_head(head(2)):
         raise EndedError
-    assert [DeviceState(state.folder).trials.ends(key) for key in (GRAPH, head(2).key)] == [0, 0]
+    assert [DeviceState(state.folder).crash_counter.crashes(key) for key in (GRAPH, head(2).key)] == [0, 0]
