@@ -5,32 +5,13 @@ from typing import Literal
 import msgspec
 
 from edge_client.agent.state import MissingSpace, State, UploadItem, Work
+from protocol.mqtt import events as mqtt
 from protocol.wire.messages import BlobRef, Frame, HeadManifest, HeadRef, Receipt, RoundManifest, TaskManifest
 from protocol.wire.transfer import Ranges
 
 
 class Occurrence(msgspec.Struct, frozen=True):
     """An event that is not a received message."""
-
-
-class Connected(Occurrence, frozen=True):
-    """A connection, with the broker's limit for packets if it sends one."""
-
-    max_packet_bytes: int | None = None
-
-
-class Disconnected(Occurrence, frozen=True):
-    """The connection is lost."""
-
-
-class Drained(Occurrence, frozen=True):
-    """The broker has acknowledged everything that was sent."""
-
-
-class Unsendable(Occurrence, frozen=True):
-    """The broker does not accept uploads, and why."""
-
-    reason: str
 
 
 class Ticked(Occurrence, frozen=True):
@@ -130,7 +111,10 @@ class ImagesChanged(Occurrence, frozen=True):
     """The images differ from those of the last build."""
 
 
-Event = Occurrence | RoundManifest | HeadManifest | Frame | Receipt
+Connection = mqtt.Connected | mqtt.Disconnected | mqtt.Drained | mqtt.Unsendable
+"""What the broker's connection reports; an `Unsendable` is about the topic of uploads."""
+
+Event = Occurrence | Connection | RoundManifest | HeadManifest | Frame | Receipt
 """The round is the retained one, or the stored one before the first connection."""
 
 

@@ -13,6 +13,7 @@ from typing import Literal
 
 from edge_client.agent import downloads, events, uploads
 from edge_client.agent.state import Mode, State, Work, head_key
+from protocol.mqtt import events as mqtt
 from protocol.retry_delay import retry_delay_s
 from protocol.wire.messages import Frame, HeadManifest, HeadRef, Receipt, RoundManifest
 from protocol.wire.transfer import chunk_bytes
@@ -35,18 +36,18 @@ def step(state: State, event: events.Event, *, now_s: float) -> events.Step:
 
 def _react(state: State, event: events.Event, now_s: float) -> events.Step:  # noqa: C901, PLR0911, PLR0912 - one case per event
     match event:
-        case events.Connected(max_packet_bytes=limit):
+        case mqtt.Connected(max_packet_bytes=limit):
             return replace(_restart_transfers(state), connected=True, packet_bytes=chunk_bytes(limit)), ()
-        case events.Disconnected():
+        case mqtt.Disconnected():
             return replace(downloads.cut(uploads.cut(state)), connected=False), ()
         case events.AggregatorReconnected():
             return _restart_transfers(state), ()
         case events.AggregatorStarted():
             # It may send now what it could not send, or sent wrong, before.
             return replace(_restart_transfers(uploads.confirm(state)), refused=None), ()
-        case events.Drained():
+        case mqtt.Drained():
             return uploads.send_next(state, now_s)
-        case events.Unsendable(reason=reason):
+        case mqtt.Unsendable(reason=reason):
             return uploads.unsendable(state, reason, now_s)
         case events.TaskSeen():
             return _new_task(state, event), ()

@@ -155,26 +155,24 @@ class Device:
                         self._take(received)
                 except BackboneMismatch as error:
                     self._wait_for_another_task(error)
-            case mqtt.Connected(max_packet_bytes=limit, address=ip, broker=broker):
+            case mqtt.Connected(address=ip, broker=broker):
                 device = self._settings.device_id
                 log_event(log, logging.INFO, "connected to the broker", broker=broker, device=device)
                 self._publisher.presence.connected(ip)
                 self._publisher.send_presence()
                 self._report.is_due = True
-                self._agent.step(events.Connected(limit))
+                self._agent.step(event)
                 if self._agent.state.task is None:
                     log_event(log, logging.INFO, "waiting for the fleet's task", fleet=self._settings.fleet)
             case mqtt.Disconnected(reason=reason, retry_s=retry_s, repeated=repeated, broker=broker):
                 level = logging.DEBUG if repeated else logging.WARNING
                 log_event(log, level, reason, broker=broker, retry_s=retry_s)
-                self._agent.step(events.Disconnected())
-            case mqtt.Unsendable(topic=topic, reason=reason) if topic == self._publisher.topic("up"):
-                self._agent.step(events.Unsendable(reason))
-            case mqtt.Unsendable(topic=topic, reason=reason, repeated=repeated):
+                self._agent.step(event)
+            case mqtt.Unsendable(topic=topic, reason=reason, repeated=repeated) if (
+                topic != self._publisher.topic("up")
+            ):
                 level = logging.DEBUG if repeated else logging.ERROR
                 log_event(log, level, "publication refused by the broker", topic=topic, reason=reason)
-            case mqtt.Drained():
-                self._agent.step(events.Drained())
             case events.SubmissionBuilt(reason=reason):
                 self._report.set(BuildProblem(reason))
                 self._report.is_due = True

@@ -127,15 +127,13 @@ class SimulatedDevice:
 
     def _on_event(self, event: mqtt.Event) -> None:
         match event:
-            case mqtt.Connected(max_packet_bytes=limit, address=address):
+            case mqtt.Connected(address=address):
                 self._presence.connected(address)
                 self.session.send(self._presence.outgoing("online"))
-                self._step(events.Connected(limit))
+                self._step(event)
                 self._send_info()
-            case mqtt.Disconnected():
-                self._step(events.Disconnected())
-            case mqtt.Drained():
-                self._step(events.Drained())
+            case mqtt.Disconnected() | mqtt.Drained():
+                self._step(event)
             case mqtt.Received(topic=topic, payload=payload, retained=retained) if payload:
                 for received in self._translated(self._topics[topic], payload, retained=retained):
                     self._step(received)

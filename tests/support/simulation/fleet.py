@@ -14,6 +14,7 @@ from edge_client.agent import events
 from edge_client.agent.state import Kind, State, UploadItem, head_key
 from edge_client.agent.state_machine import step
 from edge_client.agent.uploads import WINDOW_FRAMES
+from protocol.mqtt import events as mqtt
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import MAX_CHUNK_BYTES, PROTOCOL_VERSION, BlobRef, Frame, Receipt
 from protocol.wire.transfer import Ranges, chunk_bytes, frames_of
@@ -113,7 +114,7 @@ class World:
     def connect(self) -> list[events.Event]:
         """Return what the device sees when it connects."""
         self.packet_bytes = self.random.choice(self.packets)
-        return [events.Connected(self.packet_bytes), *self.greets]
+        return [mqtt.Connected(self.packet_bytes), *self.greets]
 
     def cut(self) -> None:
         """Lose the connection and the messages on it, and connect again."""
@@ -122,7 +123,7 @@ class World:
             | events.SubmissionBuilt | events.HeadInstalled
         )  # fmt: skip
         self.pending = [event for event in self.pending if isinstance(event, own)]
-        self.pending += [events.Disconnected(), *self.connect()]
+        self.pending += [mqtt.Disconnected("lost", 1.0), *self.connect()]
 
     def restart(self) -> None:
         """Kill the device program and start it from its disk."""
@@ -250,7 +251,7 @@ class World:
                 answer = self.hear(frame)
                 if answer is not None:
                     self.pending.extend([answer] * self.copies())
-        self.pending.append(events.Drained())
+        self.pending.append(mqtt.Drained())
 
     def hear(self, frame: Frame) -> Receipt | None:
         if self.now_s < self.full_until_s:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from aggregator.intake.reassembly import Complete
 from edge_client.agent import events
+from protocol.mqtt import events as mqtt
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import (
     Frame,
@@ -101,7 +102,7 @@ class RoundsWorld(World):
                 self.announce()
         if not self.state.connected and self.now_s >= self.joins_s:
             self.packet_bytes = self.random.choice(self.packets)
-            self.pending.append(events.Connected(self.packet_bytes))
+            self.pending.append(mqtt.Connected(self.packet_bytes))
             self.pending.append(events.TaskSeen(TASK, MANIFEST))
             self.announce(cast=False)
         if self.jobs and self.now_s >= self.jobs[0][0]:
@@ -202,7 +203,7 @@ class RoundsWorld(World):
         self.whole -= {event.digest for event in self.pending if isinstance(event, Frame)}
         self.pending = [event for event in self.pending if isinstance(event, kept)]
         self.joins_s = self.now_s + self.random.uniform(1, 60)
-        self.pending.append(events.Disconnected())
+        self.pending.append(mqtt.Disconnected("lost", 1.0))
 
     def restart(self) -> None:
         self.cut()

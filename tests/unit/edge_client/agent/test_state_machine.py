@@ -10,6 +10,7 @@ import pytest
 from edge_client.agent import events
 from edge_client.agent.state import MAX_DAMAGED, Mode, State, head_key
 from edge_client.agent.state_machine import step
+from protocol.mqtt import events as mqtt
 from protocol.retry_delay import MAX_DELAY_S
 from protocol.wire.codec import digest_of
 from tests.support.simulation.fleet import item_of
@@ -34,7 +35,7 @@ def test_nothing_is_sent_without_a_connection() -> None:
     state = State(mode=Mode.SERVICE, stored=frozenset({digest_of(BACKBONE)}))
     state, actions = play(state, events.TaskSeen(TASK, MANIFEST), events.SubmissionBuilt(TASK, ITEM))
     assert actions == [events.BuildSubmission(TASK, MANIFEST)]
-    assert play(state, events.Connected())[1] == [QUERY]
+    assert play(state, mqtt.Connected())[1] == [QUERY]
 
 
 @pytest.mark.parametrize(
@@ -105,7 +106,7 @@ def test_the_retry_delay_grows_until_the_aggregator_restarts() -> None:
     state = uploading()
     asked: list[int] = []
     for second in range(1, 2000):
-        state, actions = step(state, events.Drained(), now_s=second)
+        state, actions = step(state, mqtt.Drained(), now_s=second)
         asked.extend(second for action in actions if isinstance(action, events.SendFrames))
     pauses = [later - earlier for earlier, later in itertools.pairwise(asked)]
     assert pauses == sorted(pauses)

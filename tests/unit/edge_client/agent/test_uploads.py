@@ -9,6 +9,7 @@ from edge_client.agent.frame_size import MIN_BYTES, WINDOWS_TO_DOUBLE, FrameSize
 from edge_client.agent.state import MAX_DAMAGED, SLOW_LINK, Mode, State, Upload, UploadItem
 from edge_client.agent.state_machine import step
 from edge_client.agent.uploads import QUERY_BYTES, WINDOW_FRAMES
+from protocol.mqtt import events as mqtt
 from protocol.retry_delay import MAX_DELAY_S
 from protocol.wire.messages import MAX_CHUNK_BYTES, Reason, Receipt
 from protocol.wire.transfer import ENVELOPE_BYTES, Ranges
@@ -22,7 +23,7 @@ QUERY = (SIZE - QUERY_BYTES, SIZE)
 def begin(item: UploadItem = ITEM, mode: Mode = Mode.SERVICE) -> State:
     """Return a connected device that has sent the query of its only upload."""
     state = State(mode=mode, task=item.task, uploads=(Upload(item),))
-    return step(state, events.Connected(), now_s=0)[0]
+    return step(state, mqtt.Connected(), now_s=0)[0]
 
 
 def play(state: State, event: events.Event, *, now_s: float = 1.0) -> tuple[State, list[Ranges]]:
@@ -38,7 +39,7 @@ def answer(state: State, missing: Ranges, *, now_s: float = 1.0) -> tuple[State,
 
 def drain(state: State, *, now_s: float = 1.0) -> tuple[State, list[Ranges]]:
     """Let the broker acknowledge everything."""
-    return play(state, events.Drained(), now_s=now_s)
+    return play(state, mqtt.Drained(), now_s=now_s)
 
 
 def tick(state: State, *, now_s: float = MAX_DELAY_S) -> tuple[State, list[Ranges]]:
@@ -112,10 +113,10 @@ def test_an_answer_without_ranges_is_ignored(missing: Ranges) -> None:
 
 def test_frames_fit_the_brokers_packet_limit() -> None:
     """Each connection has its own; a payload of one frame is its own query."""
-    state, _ = play(begin(), events.Connected(10_000 + ENVELOPE_BYTES))
+    state, _ = play(begin(), mqtt.Connected(10_000 + ENVELOPE_BYTES))
     _, (window,) = answer(state, ((0, SIZE),))
     assert {stop - start for start, stop in window} == {10_000}
-    assert play(begin(item_of(b"small")), events.Connected())[1] == [((0, 5),)]
+    assert play(begin(item_of(b"small")), mqtt.Connected())[1] == [((0, 5),)]
 
 
 @pytest.mark.parametrize("carries_bytes", [70_000, 20_000, 6_000])
@@ -128,8 +129,8 @@ def test_frames_shrink_until_they_arrive_before_the_connection_ends(carries_byte
         done = max(stop for _, stop in ((done, done), *window) if stop <= begun + carries_bytes)
         if done == SIZE:
             break
-        state, _ = play(state, events.Disconnected())
-        state, _ = play(state, events.Connected())
+        state, _ = play(state, mqtt.Disconnected("lost", 1.0))
+        state, _ = play(state, mqtt.Connected())
     assert done == SIZE
     assert state.link_problem == SLOW_LINK
     state, _ = play(state, Receipt(digest=ITEM.digest, status="received"))
@@ -140,12 +141,12 @@ def test_only_a_connection_that_carried_frames_counts_as_lost() -> None:
     """One alone is no reason, and neither are attempts to connect again; queries that arrive prove nothing."""
     state, _ = answer(begin(), ((0, SIZE),))
     for _ in range(5):
-        state, _ = play(state, events.Disconnected())
+        state, _ = play(state, mqtt.Disconnected("lost", 1.0))
     assert state.chunk_bytes == MAX_CHUNK_BYTES
-    state, _ = play(state, events.Connected())
+    state, _ = play(state, mqtt.Connected())
     state, _ = drain(state)
     state, _ = answer(state, ((0, SIZE),))
-    state, _ = play(state, events.Disconnected())
+    state, _ = play(state, mqtt.Disconnected("lost", 1.0))
     assert state.chunk_bytes == MAX_CHUNK_BYTES // 2
 
 
@@ -266,10 +267,10 @@ def test_a_forged_refusal_keeps_an_upload_out_no_longer_than_the_attack(reason: 
 
 def test_an_upload_refused_by_the_broker_is_kept_and_retried() -> None:
     """It is logged once."""
-    state, actions = step(begin(), events.Unsendable("not authorized"), now_s=1)
+    state, actions = step(begin(), mqtt.Unsendable("up", "not authorized"), now_s=1)
     assert [type(action) for action in actions] == [events.Log]
     assert "not authorized" in state.upload_problem
-    state, actions = step(state, events.Unsendable("not authorized"), now_s=1)
+    state, actions = step(state, mqtt.Unsendable("up", "not authorized"), now_s=1)
     assert actions == ()
     state, windows = drain(state)
     assert windows == []
@@ -303,9 +304,7 @@ def test_a_lost_submission_is_sent_again() -> None:
 def test_a_received_submission_is_confirmed_with_a_query_only() -> None:
     """All devices do so when an aggregator starts, also those whose submission fits one frame."""
     item = item_of(bytes(1000))
-    state, windows = play(
-        State(mode=Mode.SERVICE, task=item.task, uploads=(Upload(item),)), events.Connected()
-    )
+    state, windows = play(State(mode=Mode.SERVICE, task=item.task, uploads=(Upload(item),)), mqtt.Connected())
     assert windows == [((0, 1000),)]
     state, _ = play(state, Receipt(digest=item.digest, status="received"))
     state, windows = play(state, events.AggregatorStarted())
