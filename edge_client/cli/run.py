@@ -99,10 +99,16 @@ def _public_key(_context: click.Context, _option: click.Parameter, value: str | 
 )
 @provider_option
 @threads_option
-@setting("--batch-size", type=COUNT, default=16, help="Images per run of the backbone.")
-@setting("--workers", type=COUNT, help="Threads for decoding images  [default: all cores, at most 4]")
+@setting("--batch-size", type=COUNT, default=16, hidden=True, help="Images per run of the backbone.")
 @setting(
-    "--rescan-s", type=click.FloatRange(min=0.1), default=30.0, help="Seconds between scans for new images."
+    "--workers", type=COUNT, hidden=True, help="Threads for decoding images  [default: all cores, at most 4]"
+)
+@setting(
+    "--rescan-s",
+    type=click.FloatRange(min=0.1),
+    default=30.0,
+    hidden=True,
+    help="Seconds between scans for new images.",
 )
 @setting(
     "--strict",
@@ -113,6 +119,7 @@ def _public_key(_context: click.Context, _option: click.Parameter, value: str | 
     "--outbox-mb",
     type=click.IntRange(1, LARGEST_MB),
     default=DEFAULT_MB,
+    hidden=True,
     help="MiB on disk for pending uploads; a larger submission is not uploaded.",
 )
 @setting(
