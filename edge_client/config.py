@@ -1,8 +1,9 @@
 """Settings of the device program, and their merge with an enrollment."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from edge_client.agent.state import Mode
 from protocol.errors import ConfigError
@@ -10,7 +11,6 @@ from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess, Brokers
 
 if TYPE_CHECKING:
     from edge_client.runtime.session import Provider
-    from protocol.enrollment import Enrollment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,14 +39,14 @@ class Settings:
     device_id: str
     mode: Mode
     data: Path
-    holdout: float
-    provider: "Provider"
-    threads: int | None
-    batch_size: int
-    workers: int
+    holdout: float = 0.2
+    provider: "Provider" = "auto"
+    threads: int | None = None
+    batch_size: int = 16
+    workers: int = 1
     max_epsilon: float | None = None
-    backbones: tuple[Path, ...]
-    rescan_s: float
+    backbones: tuple[Path, ...] = ()
+    rescan_s: float = 30.0
     strict: bool = False
     aggregator_key: bytes | None = None
     aggregator_key_number: int = 0
@@ -55,36 +55,46 @@ class Settings:
     enrolled_s: float = 0.0
 
 
-def enrolled_name(what: str, *, given: str | None, enrolled: str) -> str:
-    """Return the enrolled name of the device or fleet.
+class Membership(NamedTuple):
+    """A device's place in a fleet: as it was given, completed from an enrollment."""
+
+    broker: str | None
+    fleet: str
+    device_id: str | None
+    access: BrokerAccess
+    identity: Mapping[str, Any]
+    """The keys among the `Settings`."""
+
+
+def membership(
+    enrollment: Path | None,
+    *,
+    broker: str | None,
+    fleet: str | None,
+    device_id: str | None,
+    access: BrokerAccess,
+    aggregator_key: bytes | None = None,
+) -> Membership:
+    """Return what was given, completed from the folder of an enrollment.
 
     Raises:
-        ConfigError: another name was given.
+        ConfigError: the enrollment is damaged, or for another device or fleet than the given one.
     """
-    if given is not None and given != enrolled:
-        raise ConfigError(
-            f"the enrollment is for the {what} {enrolled!r}, not {given!r}: omit --{what}, or use the other "
-            "enrollment"
-        )
-    return enrolled
+    if enrollment is None:
+        return Membership(broker, fleet or "default", device_id, access, {"aggregator_key": aggregator_key})
+    from protocol.enrollment import read_enrollment
 
-
-def merged_access(access: BrokerAccess, enrollment: "Enrollment") -> BrokerAccess:
-    """Return the connection security given on the command line, completed from the enrollment."""
-    own = enrollment.access
+    enrolled = read_enrollment(enrollment)
+    for what, given, own in (("device-id", device_id, enrolled.device), ("fleet", fleet, enrolled.fleet)):
+        if given not in (None, own):
+            raise ConfigError(
+                f"the enrollment is for the {what} {own!r}, not {given!r}: omit --{what}, or use the other enrollment"
+            )
     if access.certificate is None:
-        access = replace(access, certificate=own.certificate, key=own.key)
-    return replace(access, tls=True, ca=access.ca or own.ca)
-
-
-def enrolled_identity(enrollment: "Enrollment", *, aggregator_key: bytes | None) -> dict[str, Any]:
-    """Return the settings that an enrollment gives, with another aggregator's key if one was given."""
-    own = {"signing_key": enrollment.signing_key, "enrolled_s": enrollment.enrolled_s}
-    if aggregator_key not in (None, enrollment.aggregator_key):
-        return {**own, "aggregator_key": aggregator_key}
-    return {
-        **own,
-        "aggregator_key": enrollment.aggregator_key,
-        "aggregator_key_number": enrollment.aggregator_key_number,
-        "root_key": enrollment.root_key,
-    }
+        access = replace(access, certificate=enrolled.access.certificate, key=enrolled.access.key)
+    access = replace(access, tls=True, ca=access.ca or enrolled.access.ca)
+    identity = {"signing_key": enrolled.signing_key, "enrolled_s": enrolled.enrolled_s}
+    if aggregator_key in (None, enrolled.aggregator_key):
+        identity |= {"aggregator_key_number": enrolled.aggregator_key_number, "root_key": enrolled.root_key}
+    identity["aggregator_key"] = aggregator_key or enrolled.aggregator_key
+    return Membership(broker or enrolled.broker or None, enrolled.fleet, enrolled.device, access, identity)

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from edge_client.agent.state import Mode
 from edge_client.cli.status import device_status
-from edge_client.config import Settings, enrolled_identity, enrolled_name, merged_access
+from edge_client.config import Settings, membership
 from edge_client.runtime.session import require_runtime
 from edge_client.service import device as service
 from edge_client.service.running_agent import SUBMISSION_RECEIVED
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import Heads
 from edge_client.submission.head_installer import HEAD_IN_USE
-from protocol.enrollment import read_enrollment
 from protocol.errors import ConfigError, StateError
 from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess, parse_broker
 from protocol.storage.state_folder import default_state_folder
@@ -82,36 +81,39 @@ class Device(Embedded):
             on_event=on_event,
             callbacks={HEAD_IN_USE: on_head, SUBMISSION_RECEIVED: on_submission},
         )
-        identity: dict[str, Any] = {}
-        if enrollment is not None:
-            enrolled = read_enrollment(Path(enrollment))
-            device_id = enrolled_name("device-id", given=device_id, enrolled=enrolled.device)
-            fleet = enrolled.fleet
-            broker = broker or enrolled.broker or None
-            access = merged_access(access, enrolled)
-            identity = enrolled_identity(enrolled, aggregator_key=None)
-        if broker is None:
+        member = membership(
+            Path(enrollment) if enrollment is not None else None,
+            broker=broker,
+            fleet=None if enrollment is not None else fleet,
+            device_id=device_id,
+            access=access,
+        )
+        if member.broker is None:
             raise ConfigError("expected a broker as HOST or HOST:PORT, got none")
-        if not is_name(fleet):
-            raise ConfigError(f"expected a fleet of 1 to 64 letters, digits, '-' or '_', got {fleet!r}")
+        if not is_name(member.fleet):
+            raise ConfigError(
+                f"expected a fleet of 1 to 64 letters, digits, '-' or '_', got {member.fleet!r}"
+            )
         if not Path(data).exists():
             raise ConfigError(f"no images at {data}: expected a folder with one sub-folder per class")
         if not 0 <= holdout < 1:
             raise ConfigError(f"expected a held-out fraction from 0 to below 1, got {holdout}")
-        self._folder = Path(state) if state is not None else default_state_folder(f"protofleet/{fleet}")
-        self._wanted_id = device_id
+        self._folder = (
+            Path(state) if state is not None else default_state_folder(f"protofleet/{member.fleet}")
+        )
+        self._wanted_id = member.device_id
         self._provider: Provider = provider
         self._threads = threads
         self._settings: dict[str, Any] = {
-            "broker": parse_broker(broker, tls=access.tls),
-            "access": access,
-            "fleet": fleet,
+            "broker": parse_broker(member.broker, tls=member.access.tls),
+            "access": member.access,
+            "fleet": member.fleet,
             "data": Path(data),
             "holdout": holdout,
             "backbones": tuple(map(Path, backbones)),
             "rescan_s": rescan_s,
             "max_epsilon": max_epsilon,
-            **identity,
+            **member.identity,
         }
         self._service: service.Device | None = None
 

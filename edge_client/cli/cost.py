@@ -43,7 +43,6 @@ def measure(*, data: Path, backbones: Sequence[Path], **options: Any) -> dict[st
         device_id="cost",
         mode=Mode.DRY_RUN,
         data=data,
-        backbones=(),
         rescan_s=1e9,
         **options,
     )

@@ -80,39 +80,32 @@ def _settings(
     aggregator_key: bytes | None, **access_given: Any,
 ) -> "tuple[Settings, DeviceState | None, Path]":  # fmt: skip
     from edge_client.agent.state import Mode
-    from edge_client.config import Settings, enrolled_identity, enrolled_name, merged_access
+    from edge_client.config import Settings, membership
     from edge_client.storage.device_state import default_device_id
     from edge_client.storage.stored_values import DeviceName
-    from protocol.enrollment import read_enrollment
     from protocol.mqtt.tls import parse_brokers
     from protocol.storage.state_folder import default_state_folder
 
-    access, identity = read_access(**access_given), dict[str, Any](aggregator_key=aggregator_key)
-    if enrollment is not None:
-        enrolled = read_enrollment(enrollment)
-        device_id = enrolled_name("device-id", given=device_id, enrolled=enrolled.device)
-        fleet, broker = enrolled.fleet, broker or enrolled.broker or None
-        access = merged_access(access, enrolled)
-        identity = enrolled_identity(enrolled, aggregator_key=aggregator_key)
-    folder = state or default_state_folder(f"protofleet/{fleet}")
+    member = membership(
+        enrollment,
+        broker=broker,
+        fleet=None if enrollment is not None else fleet,
+        device_id=device_id,
+        access=read_access(**access_given),
+        aggregator_key=aggregator_key,
+    )
+    folder = state or default_state_folder(f"protofleet/{member.fleet}")
     store = None
     if (folder / "device.sqlite").exists():
-        store = open_state(folder, fleet, read_only=True)
+        store = open_state(folder, member.fleet, read_only=True)
     stored = store.get(DeviceName).value if store is not None else ""
     settings = Settings(
-        broker=parse_brokers(broker, tls=access.tls) if broker else None,
-        access=access,
-        fleet=fleet,
-        device_id=device_id or stored or default_device_id(folder),
+        broker=parse_brokers(member.broker, tls=member.access.tls) if member.broker else None,
+        access=member.access,
+        fleet=member.fleet,
+        device_id=member.device_id or stored or default_device_id(folder),
         mode=Mode.DRY_RUN,
         data=data,
-        holdout=0.0,
-        provider="cpu",
-        threads=None,
-        batch_size=1,
-        workers=1,
-        backbones=(),
-        rescan_s=1.0,
-        **identity,
+        **member.identity,
     )
     return settings, store, folder

@@ -159,7 +159,7 @@ def _serve(  # noqa: PLR0913 - every option of the command line
     with loading_modules():
         _load_libraries()
         from edge_client.agent.state import Mode
-        from edge_client.config import Settings, enrolled_identity, enrolled_name, merged_access
+        from edge_client.config import Settings, membership
         from edge_client.service.device import Device
         from edge_client.storage.stored_values import CurrentTask
         from protocol.mqtt.tls import parse_brokers, readable_by_others, warnings
@@ -169,16 +169,14 @@ def _serve(  # noqa: PLR0913 - every option of the command line
         raise click.UsageError("--once and --dry-run cannot be used together")
     if as_json and not (dry_run and backbone):
         raise click.UsageError("--json needs --dry-run and --backbone")
-    access, identity = read_access(**access_given), dict[str, Any]()
-    if enrollment is not None:
-        from protocol.enrollment import read_enrollment
-
-        enrolled = read_enrollment(enrollment)
-        device_id = enrolled_name("device-id", given=device_id, enrolled=enrolled.device)
-        fleet = enrolled_name("fleet", given=fleet, enrolled=enrolled.fleet)
-        broker = broker or enrolled.broker or None
-        access = merged_access(access, enrolled)
-        identity = enrolled_identity(enrolled, aggregator_key=aggregator_key)
+    member = membership(
+        enrollment,
+        broker=broker,
+        fleet=fleet,
+        device_id=device_id,
+        access=read_access(**access_given),
+        aggregator_key=aggregator_key,
+    )
     if not data.exists():
         raise ConfigError(
             f"no images at {data}: expected a directory with one subdirectory per class, or a CSV file with the "
@@ -196,20 +194,20 @@ def _serve(  # noqa: PLR0913 - every option of the command line
         }
         say(json.dumps(measure(**options, threads=threads, batch_size=batch_size, workers=workers)))
         return 0
-    store = open_state(state, fleet, lock=True, outbox_bytes=outbox_mb * MIB)
-    device_id = store.device_id(device_id)
-    if broker is None and not (dry_run and store.get(CurrentTask).digest):
+    store = open_state(state, member.fleet, lock=True, outbox_bytes=outbox_mb * MIB)
+    device_id = store.device_id(member.device_id)
+    if member.broker is None and not (dry_run and store.get(CurrentTask).digest):
         raise click.UsageError("missing broker: pass --broker HOST[:PORT]")
-    brokers = parse_brokers(broker, tls=access.tls) if broker else None
-    notes = warnings(access, brokers) if brokers else []
+    brokers = parse_brokers(member.broker, tls=member.access.tls) if member.broker else None
+    notes = warnings(member.access, brokers) if brokers else []
     if enrollment is not None:
         notes.append(readable_by_others(enrollment / "signing.key"))
     for warning in filter(None, notes):
         log.warning("%s", warning)
     settings = Settings(
         broker=brokers,
-        access=access,
-        fleet=fleet,
+        access=member.access,
+        fleet=member.fleet,
         device_id=device_id,
         mode=Mode.DRY_RUN if dry_run else Mode.ONCE if once else Mode.SERVICE,
         data=data,
@@ -222,7 +220,7 @@ def _serve(  # noqa: PLR0913 - every option of the command line
         backbones=backbone,
         rescan_s=rescan_s,
         strict=strict,
-        **{"aggregator_key": aggregator_key, **identity},
+        **member.identity,
     )
     stop_on_terminate()
     device = Device(settings, store, show=_show_dry_run if dry_run else None)
