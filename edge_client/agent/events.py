@@ -112,7 +112,7 @@ class ImagesChanged(Occurrence, frozen=True):
 
 
 Connection = mqtt.Connected | mqtt.Disconnected | mqtt.Drained | mqtt.Unsendable
-"""What the broker's connection reports; an `Unsendable` is about the topic of uploads."""
+"""Events of the broker's connection; an `Unsendable` is about the topic of uploads."""
 
 Event = Occurrence | Connection | RoundManifest | HeadManifest | Frame | Receipt
 """The round is the retained one, or the stored one before the first connection."""
