@@ -15,6 +15,7 @@ import click
 from protocol.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
+PAGES = (ROOT / "docs", ROOT / "benchmarks" / "reports")
 PACKAGES = {"onnxruntime": "ONNX Runtime", "torch": "PyTorch", "numpy": "numpy"}
 """Packages whose versions a page names."""
 
@@ -35,13 +36,14 @@ _BLOCK = re.compile(r"(<!-- benchmark (\S+) -->\n).*?(<!-- end of \2 -->)", re.D
 @click.option(
     "--docs",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    default=ROOT / "docs",
-    help="Folder of pages; plots are written to its images.  [default: docs]",
+    multiple=True,
+    default=PAGES,
+    help="Folder of pages, may be repeated; plots are written to its images.  [default: docs, benchmarks/reports]",
 )
-def command(*, results: Path, docs: Path) -> None:
+def command(*, results: Path, docs: tuple[Path, ...]) -> None:
     """Write tables and plots of stored results into the pages that name them."""
     reports = read_results(results)
-    for page in sorted(docs.glob("*.md")):
+    for page in (page for folder in docs for page in sorted(folder.glob("*.md"))):
         text = page.read_text(encoding="utf-8")
         written = fill(text, reports)
         if written != text:
@@ -49,7 +51,7 @@ def command(*, results: Path, docs: Path) -> None:
             click.echo(f"wrote {page}")
         for _, name, _ in _BLOCK.findall(text):
             for number, plot in enumerate(reports[name]["plots"]):
-                draw(plot, docs / _image(name, number))
+                draw(plot, page.parent / _image(name, number))
 
 
 def read_results(folder: Path) -> dict[str, dict[str, Any]]:

@@ -46,7 +46,7 @@ RECIPES: Mapping[Method, Recipe] = MappingProxyType(
         "centralized": _UNSTANDARDIZED,
     }
 )
-"""Best recipe of each baseline on validation images, one for all settings; docs/accuracy.md lists the candidates."""
+"""Best recipe of each baseline on validation images, one for all settings; `reports/accuracy.md` has the candidates."""
 
 _DEEPER = replace(_RECIPE, rounds=20, weight_decay=1e-3, learning_rate=3e-3, adapter_size=0)
 DEEPER_RECIPES: Mapping[Method, Recipe] = MappingProxyType(

@@ -61,7 +61,7 @@ RECIPES: Mapping[Method, Recipe] = MappingProxyType(
         "centralized": replace(_RECIPE, learning_rate=0.01),
     }
 )
-"""Best recipe of each baseline on validation images; docs/accuracy.md lists the candidates."""
+"""Best recipe of each baseline on validation images; benchmarks/reports/accuracy.md lists the candidates."""
 
 COLUMNS = ("domain_mean", "worst_domain", "up_bytes", "down_bytes")
 

@@ -59,7 +59,7 @@ CANDIDATES: Mapping[str, Candidates] = MappingProxyType(
         Hierarchical.name: {"directions": (4, 16, 64), "tau": (3.0, 10.0, 30.0)},
     }
 )
-"""Values of each setting in the order in which they are chosen; docs/accuracy.md lists them."""
+"""Values of each setting in the order in which they are chosen; benchmarks/reports/accuracy.md lists them."""
 
 COLUMNS = {"method": "<14", "setting": "<18", "value": ">10", "validation": ">12.2%", "best": ">6"}
 

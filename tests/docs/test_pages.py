@@ -35,7 +35,12 @@ PAGES_OF_TASKS = {
     page.stem: page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "operations").glob("*.md")
 }
 OPERATIONS = "\n".join(PAGES_OF_TASKS.values())
-PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md")]
+PAGES = [
+    *ROOT.glob("*.md"),
+    *ROOT.glob("docs/**/*.md"),
+    *ROOT.glob("examples/**/*.md"),
+    *ROOT.glob("benchmarks/reports/*.md"),
+]
 
 DEFAULTS = {
     "": TaskFile(classes=("a", "b"), backbones=("b.onnx",)),
