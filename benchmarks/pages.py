@@ -20,6 +20,12 @@ PACKAGES = {"onnxruntime": "ONNX Runtime", "torch": "PyTorch", "numpy": "numpy"}
 """Packages whose versions a page names."""
 
 _COLORS = [f"C{number}" for number in range(10)]
+CROWDED = 6
+"""Lines beside which a legend has no room within the axes."""
+
+MAX_TICKS = 8
+"""Values on a logarithmic axis that are labelled each, not the powers of ten."""
+
 _MARKERS = "osv^"
 """Of the first ten lines of a plot, of the next ten, ..."""
 
@@ -109,7 +115,7 @@ def draw(plot: Mapping[str, Any], file: Path) -> None:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    crowded = len(plot["series"]) > len(_COLORS)
+    crowded = len(plot["series"]) > CROWDED
     with mpl.rc_context({"svg.hashsalt": "protofleet", "font.size": 9}):
         figure = Figure(figsize=(9.6, 5.2) if crowded else (6.4, 3.8), layout="constrained")
         axes = figure.add_subplot()
@@ -119,6 +125,11 @@ def draw(plot: Mapping[str, Any], file: Path) -> None:
         axes.set(title=plot["title"], xlabel=plot["x"], ylabel=plot["y"])
         for axis in plot["log"]:
             getattr(axes, f"set_{axis}scale")("log")
+            if axis == "x":  # 2 to 20 has one power of ten, which labels nothing
+                values = sorted({x for points in plot["series"].values() for x, _ in points})
+                if len(values) <= MAX_TICKS:
+                    axes.set_xticks(values, [f"{value:g}" for value in values])
+                    axes.set_xticks([], minor=True)
         axes.grid(alpha=0.3)
         if crowded:
             figure.legend(loc="outside right upper")
