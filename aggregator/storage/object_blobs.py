@@ -268,7 +268,7 @@ def _open(location: str) -> tuple[S3Store, str]:
     parts = urlsplit(location)
     if parts.scheme != "s3" or not parts.netloc or "@" in parts.netloc or parts.query or parts.fragment:
         raise ConfigError(
-            "expected s3://BUCKET/PREFIX for --blobs, and credentials in AWS_* variables: without it, blobs stay in place"
+            "expected s3://BUCKET/PREFIX for --blobs, credentials in AWS_* variables; without it, blobs stay in place"
         )
     endpoint = os.environ.get("AWS_ENDPOINT_URL", os.environ.get("AWS_ENDPOINT", ""))
     if endpoint and not endpoint.startswith(("http://", "https://")):
