@@ -190,8 +190,7 @@ def _marked(images: Sequence[LabeledImage], cache: FeatureCache, batch_size: int
     """Yield images, and store which of them may be being decoded: those of the last two batches and the next one."""
     for start in range(0, len(images), batch_size):
         marked = images[max(0, start - 2 * batch_size) : start + batch_size]
-        cache.forget_unusable(_DECODING)
-        cache.put(_DECODING, [], [(image.identity, "") for image in marked])
+        cache.replace_unusable(_DECODING, [(image.identity, "") for image in marked])
         yield from images[start : start + batch_size]
 
 

@@ -105,6 +105,13 @@ class FeatureCache:
         for backbone in backbones:
             self._database.write(query, backbone, None if identity is None else _key(identity))
 
+    def replace_unusable(self, backbone: str, unusable: Iterable[tuple[str, str]]) -> None:
+        """Store which images are unusable for a backbone, with reasons, in place of all others, or change nothing."""
+        with self._database.transaction() as database:
+            database.execute("DELETE FROM features WHERE backbone = ? AND vector IS NULL", (backbone,))
+            rows = ((backbone, _key(identity), reason) for identity, reason in unusable)
+            database.executemany("INSERT OR REPLACE INTO features VALUES (?, ?, NULL, ?)", rows)
+
     def require_space(self, images: int, feature_size: int) -> None:
         """Raise DiskAlmostFull if the disk has too little space for the features of so many images."""
         needed_bytes = images * (4 * feature_size + ROW_BYTES)
