@@ -11,7 +11,7 @@ from edge_client.cli.status import device_status
 from edge_client.config import Settings, membership
 from edge_client.runtime.session import require_runtime
 from edge_client.service import device as service
-from edge_client.service.running_agent import SUBMISSION_RECEIVED
+from edge_client.service.device import SUBMISSION_RECEIVED
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import Heads
 from edge_client.submission.head_installer import HEAD_IN_USE

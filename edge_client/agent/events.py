@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from edge_client.agent.state import MissingSpace, State, UploadItem, Work
+from edge_client.agent.state import Job, MissingSpace, State, UploadItem, Work
 from protocol.mqtt import events as mqtt
 from protocol.wire.messages import BlobRef, Frame, HeadManifest, HeadRef, Receipt, RoundManifest, TaskManifest
 from protocol.wire.transfer import Ranges
@@ -27,10 +27,15 @@ class AggregatorStarted(Occurrence, frozen=True):
 
 
 class TaskSeen(Occurrence, frozen=True):
-    """The retained task, or the stored one before the first connection (`recalled`)."""
+    """The retained task, as received in `payload`, or the stored one before the first connection (`recalled`).
+
+    The aggregator has signed it anew if it `is_renewed`.
+    """
 
     digest: bytes
     manifest: TaskManifest
+    payload: bytes = b""
+    is_renewed: bool = False
     recalled: bool = False
 
 
@@ -91,7 +96,7 @@ class BlobsMissing(Occurrence, frozen=True):
     """Blobs are missing or were damaged on disk; `during` is the job that ended for lack of them, if there was one."""
 
     digests: frozenset[bytes]
-    during: Literal["build", "install", ""] = ""
+    during: Job | Literal[""] = ""
 
 
 class SpaceMissing(Occurrence, frozen=True):
@@ -132,6 +137,12 @@ class BuildSubmission(Action, frozen=True):
     manifest: TaskManifest
     round: RoundManifest | None = None
     above: int = 0
+
+
+class CancelJobs(Action, frozen=True):
+    """Cancel jobs whose results are no longer needed, and interrupt the graphs that they run."""
+
+    jobs: tuple[Job, ...]
 
 
 class OpenDownload(Action, frozen=True):

@@ -20,7 +20,10 @@ from protocol.wire.transfer import Ranges
 
 Kind = Literal["submission", "evaluation"]
 
-Work = Literal["download", "build", "install"]
+Job = Literal["build", "install"]
+"""The worker's jobs."""
+
+Work = Literal["download"] | Job
 """Work that may lack space on the disk."""
 
 MAX_DAMAGED = 3
@@ -29,6 +32,12 @@ MAX_DAMAGED = 3
 SLOW_LINK = (
     "the network is slow or unstable: connections end before what was sent has arrived; transfers continue with "
     "smaller frames"
+)
+
+
+EXPIRED = (
+    "expired: {}; the broker withholds newer ones, the aggregator has not run for a month, or this device's clock is "
+    "ahead: the head in use stays, nothing new is built or installed"
 )
 
 
@@ -146,6 +155,8 @@ class State:
         uploads: the uploads, the current one first.
         expired: channels whose newest manifest has expired.
         missing_space: the space that the disk lacks for some work, which does not begin meanwhile.
+        task_problem: why the device keeps its previous task; empty if it follows the fleet's.
+        build_problem: why the last build since the start had no submission; empty if it had one.
     """
 
     mode: Mode
@@ -175,6 +186,22 @@ class State:
     uploads: tuple[Upload, ...] = ()
     expired: frozenset[str] = frozenset()
     missing_space: Mapping[Work, MissingSpace] = field(default_factory=dict)
+    task_problem: str = ""
+    build_problem: str = ""
+
+    @property
+    def problems(self) -> dict[str, str]:
+        """The problems that the device has, by kind."""
+        stale = ", ".join(sorted(self.stale_manifests))
+        problems = {
+            "task": self.task_problem,
+            "space": self.space_problem,
+            "download": self.download_problem,
+            "manifest": EXPIRED.format(stale) if stale else "",
+            "upload": self.upload_problem,
+            "link": self.link_problem,
+        }
+        return {kind: text for kind, text in problems.items() if text}
 
     @property
     def space_problem(self) -> str:

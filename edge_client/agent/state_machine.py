@@ -50,14 +50,11 @@ def _react(state: State, event: events.Event, now_s: float) -> events.Step:  # n
         case mqtt.Unsendable(reason=reason):
             return uploads.unsendable(state, reason, now_s)
         case events.TaskSeen():
-            return _new_task(state, event), ()
+            return _new_task(state, event)
         case events.OutboxSeen(items=items):
             return uploads.confirm(uploads.synchronize(state, items)), ()
         case RoundManifest():
-            # The worker drops a build for an older round without a SubmissionBuilt.
-            dropped = event.task == state.task and event.number != state.joined_round
-            state = replace(state, building=state.building and not dropped)
-            return state if event == state.round else replace(state, round=event, missing_space={}), ()
+            return _new_round(state, event)
         case HeadManifest():
             return state if event == state.head else replace(state, head=event, missing_space={}), ()
         case events.DownloadOpened(digest=digest, offset=offset):
@@ -143,11 +140,22 @@ def _restart_transfers(state: State) -> State:
     return replace(downloads.restart(state), uploads=tuple(map(uploads.restart, state.uploads)))
 
 
-def _new_task(state: State, seen: events.TaskSeen) -> State:
-    state = replace(state, task_confirmed=state.task_confirmed or not seen.recalled)
+def _new_round(state: State, seen: RoundManifest) -> events.Step:
+    """Follow a round; a build for an older one is cancelled, and ends without a SubmissionBuilt."""
+    is_outdated = state.building and seen.task == state.task and seen.number != state.joined_round
+    if is_outdated:
+        state = replace(state, building=False)
+    if seen != state.round:
+        state = replace(state, round=seen, missing_space={})
+    return state, (events.CancelJobs(("build",)),) if is_outdated else ()
+
+
+def _new_task(state: State, seen: events.TaskSeen) -> events.Step:
+    state = replace(state, task_confirmed=state.task_confirmed or not seen.recalled, task_problem="")
     if seen.digest == state.task:
-        return state
-    return replace(
+        return state, ()
+    works = state.building or state.installing is not None
+    state = replace(
         state,
         task=seen.digest,
         manifest=seen.manifest,
@@ -162,6 +170,7 @@ def _new_task(state: State, seen: events.TaskSeen) -> State:
         uploads=(),
         missing_space={},
     )
+    return state, (events.CancelJobs(("build", "install")),) if works else ()
 
 
 def _built(state: State, built: events.SubmissionBuilt, now_s: float) -> events.Step:
@@ -170,7 +179,12 @@ def _built(state: State, built: events.SubmissionBuilt, now_s: float) -> events.
     had_images, failures = not state.no_images, state.failures + 1 if built.retries else 0
     retry_at_s = now_s + retry_delay_s(failures) if failures else float("inf")
     state = replace(
-        state, building=False, no_images=built.no_images, failures=failures, retry_at_s=retry_at_s
+        state,
+        building=False,
+        build_problem=built.reason,
+        no_images=built.no_images,
+        failures=failures,
+        retry_at_s=retry_at_s,
     )
     if built.no_images and state.mode is not Mode.DRY_RUN:
         return state, (events.Log(built.reason),) if had_images else ()

@@ -105,7 +105,8 @@ def device_status(store: "DeviceState") -> dict[str, Any]:
     submission, task = store.outbox.newest_submission(), store.get(stored.CurrentTask).digest
     report, spent = store.get(stored.SubmissionReport), store.get(stored.PrivacySpent)
     left_out, extraction = store.get(stored.LeftOut), store.get(stored.ExtractionProgress)
-    problems = (store.get(kind).text for kind in stored.PROBLEMS)
+    build_problem, head_problem = store.get(stored.BuildProblem).text, store.get(stored.HeadProblem).text
+    problems = {**store.get(stored.Problems).texts, "build": build_problem, "head": head_problem}
     return {
         "device_id": store.get(stored.DeviceName).value or None,
         "running": store.is_locked(),
@@ -121,12 +122,12 @@ def device_status(store: "DeviceState") -> dict[str, Any]:
         "privacy": msgspec.to_builtins(spent) if spent.releases else None,
         "duplicate": store.get(Duplicate).summary,
         "warning": "; ".join(filter(None, [report.lost_images, report.warning])),
-        "problem": next(filter(None, problems), ""),
+        "problem": next(filter(None, map(problems.get, stored.PROBLEMS)), ""),
         "submission": submission.digest.hex() if submission else None,
         "received": submission is not None and submission.received,
         "outdated": submission is not None
         and submission.received
         and submission.task == task
-        and bool(store.get(stored.BuildProblem).text),
+        and bool(build_problem),
         "head": msgspec.to_builtins(store.get(stored.Heads).installed, builtin_types=(bytes,)),
     }

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,17 @@ GRACE_S = 60.0
 """How long a run may go on after its time limit, in an operator that cannot be interrupted, before the program ends."""
 
 
-@dataclass
+_CANCELLED: ContextVar[threading.Event | None] = ContextVar("cancelled", default=None)
+"""Cancels the runs of the current thread when it is set."""
+
+
+@dataclass(eq=False)
 class _Run:
-    """A run's ONNX Runtime options, its time limit, a time of the monotonic clock, and its thread."""
+    """A run's ONNX Runtime options, its time limit, a time of the monotonic clock, and the event that cancels it."""
 
     options: Any
     until_s: float
-    thread: int
+    cancelled: threading.Event | None
 
 
 class _Watchdog(threading.Thread):
@@ -38,40 +43,29 @@ class _Watchdog(threading.Thread):
     def __init__(self) -> None:
         super().__init__(name="watchdog", daemon=True)
         self._changed = threading.Condition()
-        self._runs: dict[int, _Run] = {}
-        self._interrupted: set[int] = set()
+        self._runs: set[_Run] = set()
 
     def watch(self, run: _Run) -> None:
         """Terminate a run at its time limit, and the program if that has no effect."""
         with self._changed:
             if not self.is_alive():
                 self.start()
-            self._runs[id(run)] = run
-            self._limit()
+            self._runs.add(run)
             self._changed.notify()
 
     def release(self, run: _Run) -> None:
         with self._changed:
-            del self._runs[id(run)]
-
-    def interrupt(self, thread: int, *, on: bool) -> None:
-        """Make the time limit of a thread's runs now, of later ones too, or with `on` False allow them again."""
-        with self._changed:
-            (self._interrupted.add if on else self._interrupted.discard)(thread)
-            self._limit()
-
-    def _limit(self) -> None:
-        for run in self._runs.values():
-            if run.thread in self._interrupted:
-                run.until_s = min(run.until_s, time.monotonic())
+            self._runs.remove(run)
 
     def run(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._runs)
-                for run in self._runs.values():
+                for run in self._runs:
+                    if run.cancelled is not None and run.cancelled.is_set():
+                        run.until_s = min(run.until_s, time.monotonic())
                     late_s = time.monotonic() - run.until_s
-                    run.options.terminate = run.options.terminate or late_s > 0
+                    run.options.terminate = run.options.terminate or late_s >= 0
                     if late_s > GRACE_S:
                         _end_program()
             time.sleep(POLL_S)
@@ -80,14 +74,14 @@ class _Watchdog(threading.Thread):
 _WATCHDOG = _Watchdog()
 
 
-def interrupt_runs(thread: int) -> None:
-    """End a thread's runs, which raise GraphRefused, until `allow_runs`: their results are no longer needed."""
-    _WATCHDOG.interrupt(thread, on=True)
-
-
-def allow_runs(thread: int) -> None:
-    """Let a thread run graphs again."""
-    _WATCHDOG.interrupt(thread, on=False)
+@contextlib.contextmanager
+def cancelled_by(event: threading.Event) -> Iterator[None]:
+    """End the body's runs, which raise GraphRefused, once an event is set: their results are no longer needed."""
+    token = _CANCELLED.set(event)
+    try:
+        yield
+    finally:
+        _CANCELLED.reset(token)
 
 
 def _end_program() -> None:
@@ -102,7 +96,7 @@ def time_limit(limit_s: float) -> Iterator[Any]:
     options = require_runtime().RunOptions()
     # Without it ONNX Runtime's Python code raises and catches an error in each run with bound arrays: 30 us.
     options.add_run_config_entry("gpu_graph_id", "0")
-    run = _Run(options, time.monotonic() + limit_s, threading.get_ident())
+    run = _Run(options, time.monotonic() + limit_s, _CANCELLED.get())
     _WATCHDOG.watch(run)
     try:
         yield options

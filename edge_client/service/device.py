@@ -1,4 +1,4 @@
-"""The device program: passes what happens to the agent, and publishes what the device reports."""
+"""The device program: passes what happens to the agent, performs its actions, and publishes what the device reports."""
 
 import contextlib
 import logging
@@ -8,29 +8,39 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from edge_client.agent import events
-from edge_client.agent.state import Mode
+from edge_client.agent import events, state_machine
+from edge_client.agent.state import Mode, State, UploadItem
 from edge_client.config import Settings
+from edge_client.privacy.policy import may_upload
+from edge_client.service.blob_downloads import BlobDownloads, import_backbones
 from edge_client.service.duplicates import TAKE_OVER, OwnTopic
+from edge_client.service.inbox import Inbox, Message
 from edge_client.service.publisher import Publisher
-from edge_client.service.receiver import Received, Receiver
-from edge_client.service.report import Report
-from edge_client.service.running_agent import Inbox, Incoming, RunningAgent, Stop, stored_state
 from edge_client.service.worker import Worker
 from edge_client.storage.crash_counter import MAX_CRASHES, task_key
 from edge_client.storage.device_state import DeviceState
-from edge_client.storage.disk_space import free_bytes
-from edge_client.storage.stored_values import BuildProblem, ManifestProblem, TaskProblem
+from edge_client.storage.disk_space import DiskAlmostFull, free_bytes
+from edge_client.storage.stored_values import (
+    BuildProblem,
+    CurrentRound,
+    CurrentTask,
+    EvaluatedHead,
+    Heads,
+    Problems,
+)
 from protocol.cli import plain
 from protocol.errors import BackboneMismatch, ConfigError, ProtofleetError, StateError
 from protocol.log import event as log_event
 from protocol.mqtt import reconnecting_session as mqtt
 from protocol.mqtt.own_presence import require_not_replaced
 from protocol.service_manager import ServiceManager
-from protocol.wire.messages import Presence, RoundManifest, TaskManifest
+from protocol.wire.codec import encode
+from protocol.wire.messages import DeviceInfo, Presence, RoundManifest
 from protocol.wire.presence import Duplicate
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from edge_client.submission.builder import ShowDryRun
 
 log = logging.getLogger(__name__)
@@ -40,11 +50,15 @@ TICK_S = 0.5
 MAX_TICK_S = 10.0
 """Seconds after which the device looks at its images and files although messages arrive all the time."""
 
-EXPIRED = (
-    "expired: {}; the broker withholds newer ones, the aggregator has not run for a month, or this device's clock is "
-    "ahead: the head in use stays, nothing new is built or installed"
-)
-"""The problem of a device whose manifests have expired."""
+SUBMISSION_RECEIVED = "submission received by the aggregator"
+"""The event that the aggregator has acknowledged a submission."""
+
+_LOGGED = {"task": logging.ERROR, "manifest": logging.ERROR, "link": logging.WARNING}
+"""Problems that no action of the agent logs, with their levels."""
+
+
+Incoming = mqtt.Event | events.Event | events.Exit | BaseException
+"""Events of the MQTT session, of the worker and of the agent's own actions, and errors of threads."""
 
 
 class Device:
@@ -56,20 +70,17 @@ class Device:
         self._is_dry_run = settings.mode is Mode.DRY_RUN
         if not self._is_dry_run:
             require_not_replaced(store.get(Duplicate), command=TAKE_OVER)
-        self._inbox: Inbox = queue.SimpleQueue()
-        self._worker = Worker(settings, store, emit=self._inbox.put, show=show)
-        self._report = Report(settings, store)
-        self._receiver = Receiver(settings, store, self._report)
-        self._publisher = Publisher(settings, store, on_event=self._inbox.put)
-        self._own_topic = OwnTopic(settings, store, self._publisher, self._report)
-        self._agent = RunningAgent(
-            store,
-            stored_state(settings, store),
-            worker=self._worker,
-            publisher=self._publisher,
-            report=self._report,
-            inbox=self._inbox,
-        )
+            store.set(Problems())
+        self._events: queue.SimpleQueue[Incoming] = queue.SimpleQueue()
+        self._worker = Worker(settings, store, emit=self._events.put, show=show)
+        self._inbox = Inbox(settings, store)
+        self._publisher = Publisher(settings, store, on_event=self._events.put)
+        self._own_topic = OwnTopic(settings, store, self._publisher, refuse=self._inbox.refuse)
+        self._downloads = BlobDownloads(store)
+        self._state = stored_state(settings, store)
+        self._exit: events.Exit | None = None
+        self._info_is_due = False
+        self._reported: tuple[Mapping[str, str], Mapping[str, int], str] = ({}, {}, "")
         self._next_scan_s = 0.0
         self._ticked_s = math.inf
 
@@ -86,144 +97,190 @@ class Device:
             self._recall()
             manager = ServiceManager()
             manager.ready()
-            while self._agent.exit is None:
+            while self._exit is None:
                 manager.alive()
                 self._handle(self._next_event())
         finally:
             self._worker.stop()
             self._publisher.stop()
-        if self._agent.exit.code:
-            raise ProtofleetError(self._agent.exit.text)
+        if self._exit.code:
+            raise ProtofleetError(self._exit.text)
         return 0
 
     def stop(self) -> None:
         """Make `run` return 0 soon, from any thread."""
-        self._inbox.put(Stop())
+        self._events.put(events.Exit(0))
+
+    def info(self) -> DeviceInfo:
+        """Return what the device publishes of itself."""
+        return self._publisher.info(
+            self._state, warning=self._own_topic.warning, refused=dict(self._inbox.refused)
+        )
 
     def _next_event(self) -> Incoming:
         if time.monotonic() < self._ticked_s + MAX_TICK_S:
             with contextlib.suppress(queue.Empty):
-                return self._inbox.get(timeout=TICK_S)
+                return self._events.get(timeout=TICK_S)
         return self._tick()
 
     def _tick(self) -> events.Event:
         """Look for what no message announces."""
         self._ticked_s = time.monotonic()
-        if time.monotonic() >= self._next_scan_s and not self._agent.state.building:
+        if time.monotonic() >= self._next_scan_s and not self._state.building:
             self._next_scan_s = time.monotonic() + self._settings.rescan_s
             self._check_stored()
             self._worker.check_images()
         self._check_expiry()
         freed = frozenset(
             work
-            for work, missing in self._agent.state.missing_space.items()
+            for work, missing in self._state.missing_space.items()
             if free_bytes(missing.folder) >= missing.needed_bytes
         )
         return events.SpaceFreed(freed) if freed else events.Ticked()
 
     def _check_stored(self) -> None:
         """Download again what was deleted from disk, and leave a head that fails in `edge-client predict`."""
-        state = self._agent.state
+        state = self._state
         if missing := state.stored.difference(self._store.blobs.digests()):
-            self._agent.step(events.BlobsMissing(missing))
+            self._step(events.BlobsMissing(missing))
         if self._is_dry_run or state.installing is not None or state.installed is None:
             return
         head = self._store.heads_in_use().installed
         if (key := head.key if head else None) != state.installed:
-            self._agent.step(events.HeadReturned(key))
-            self._report.is_due = True
+            self._step(events.HeadReturned(key))
+            self._info_is_due = True
 
     def _handle(self, event: Incoming) -> None:
-        """Handle an event, then publish what the device reports if that has changed."""
+        """Handle an event, then report what has changed."""
         self._react(event)
-        self._report_expiry()
-        if self._report.is_due:
-            self._publisher.send_info(self._agent.state, self._report)
+        self._report()
 
-    def _react(self, event: Incoming) -> None:  # noqa: C901, PLR0912 - one case per event
+    def _react(self, event: Incoming) -> None:  # noqa: C901 - one case per event
         match event:
             case BaseException():
                 raise event
-            case Stop():
-                self._agent.exit = events.Exit(0)
+            case events.Exit():
+                self._exit = event
             case mqtt.Received(topic=topic, payload=payload, retained=retained):
                 log_event(log, logging.DEBUG, "message received", topic=topic, bytes=len(payload))
-                try:
-                    found = self._receiver.receive(topic, payload, retained=retained)
-                    self._check_expiry()
-                    for received in found:
-                        self._take(received)
-                except BackboneMismatch as error:
-                    self._wait_for_another_task(error)
+                message = self._inbox.receive(topic, payload, retained=retained)
+                self._check_expiry()
+                self._take(message)
             case mqtt.Connected(address=ip, broker=broker):
                 device = self._settings.device_id
                 log_event(log, logging.INFO, "connected to the broker", broker=broker, device=device)
                 self._publisher.presence.connected(ip)
                 self._publisher.send_presence()
-                self._report.is_due = True
-                self._agent.step(event)
-                if self._agent.state.task is None:
+                self._info_is_due = True
+                self._step(event)
+                if self._state.task is None:
                     log_event(log, logging.INFO, "waiting for the fleet's task", fleet=self._settings.fleet)
             case mqtt.Disconnected(reason=reason, retry_s=retry_s, repeated=repeated, broker=broker):
                 level = logging.DEBUG if repeated else logging.WARNING
                 log_event(log, level, reason, broker=broker, retry_s=retry_s)
-                self._agent.step(event)
+                self._step(event)
             case mqtt.Unsendable(topic=topic, reason=reason, repeated=repeated) if (
                 topic != self._publisher.topic("up")
             ):
                 level = logging.DEBUG if repeated else logging.ERROR
                 log_event(log, level, "publication refused by the broker", topic=topic, reason=reason)
             case events.SubmissionBuilt(reason=reason):
-                self._report.set(BuildProblem(reason))
-                self._report.is_due = True
-                self._agent.step(event)
+                if not self._is_dry_run:
+                    self._store.set(BuildProblem(reason))
+                self._info_is_due = True
+                self._step(event)
             case events.BlobsMissing() if self._settings.broker is None:
                 raise StateError(
                     "a blob was missing or damaged on disk: pass --broker HOST[:PORT] to download it"
                 )
             case events.HeadInstalled():
-                self._agent.step(event)
-                self._agent.delete_unused()
-                self._report.is_due = True
+                self._step(event)
+                self._delete_unused()
+                self._info_is_due = True
             case _:
-                self._agent.step(event)
+                self._step(event)
+
+    def _report(self) -> None:
+        """Store, log and publish problems that have changed, and publish the device's info when it is due."""
+        # Refused messages are reported when the number for one reason reaches a power of two.
+        refused = {reason: count.bit_length() for reason, count in self._inbox.refused.items()}
+        problems = self._state.problems
+        before, self._reported = self._reported, (problems, refused, self._own_topic.warning)
+        if problems != before[0] and not self._is_dry_run:
+            self._store.set(Problems(problems))
+        for kind, text in problems.items():
+            if kind in _LOGGED and text != before[0].get(kind):
+                clock = time.strftime("%Y-%m-%d") if kind == "manifest" else None
+                log_event(log, _LOGGED[kind], text, clock=clock)
+        if self._info_is_due or self._reported != before:
+            self._info_is_due = False
+            if not self._is_dry_run:
+                self._publisher.send_info(self.info())
 
     def _check_expiry(self) -> None:
         """Note which manifests have expired, before anything follows from them."""
         if not self._is_dry_run:
-            self._agent.state = replace(self._agent.state, expired=self._receiver.expired())
+            self._state = replace(self._state, expired=self._inbox.expired())
 
-    def _report_expiry(self) -> None:
-        stale = ", ".join(sorted(self._agent.state.stale_manifests))
-        problem = EXPIRED.format(stale) if stale else ""
-        if self._report.set(ManifestProblem(problem)):
-            log_event(log, logging.ERROR, problem, manifests=stale, clock=time.strftime("%Y-%m-%d"))
+    def _take(self, message: Message | None) -> None:
+        match message:
+            case None:
+                return
+            case Presence():
+                self._own_topic.check(message, is_connected=self._state.connected)
+                return
+            case events.TaskSeen():
+                self._take_task(message)
+                return
+            case RoundManifest() if message != self._state.round and not self._is_dry_run:
+                before = self._store.get(CurrentRound).digest
+                digest = self._store.blobs.put(encode(message))
+                self._store.set(CurrentRound(digest))
+                if before not in (b"", digest):
+                    self._store.blobs.delete([before])
+            case events.AggregatorStarted():
+                self._read_outbox()  # with refused items: the aggregator's task file may have changed
+        self._step(message)
 
-    def _wait_for_another_task(self, error: BackboneMismatch) -> None:
-        """Keep the current task; a program that ends here would be restarted, and end again, for ever."""
-        if self._settings.mode is not Mode.SERVICE:
-            raise error
-        problem = plain(f"{error}; waiting for another task")
-        if self._report.set(TaskProblem(problem)):
-            log.error("%s", problem)
+    def _take_task(self, seen: events.TaskSeen) -> None:
+        """Follow a task; with local backbones that are not the task's, keep the current one."""
+        is_new = seen.digest != self._state.task
+        if is_new:
+            try:
+                self._store_task(seen)
+            except BackboneMismatch as error:
+                # A service that ended here would be restarted, and end again, for ever.
+                if self._settings.mode is not Mode.SERVICE:
+                    raise
+                problem = plain(f"{error}; waiting for another task")
+                self._state = replace(self._state, task_problem=problem)
+                return
+            self._state = replace(self._state, stored=frozenset(self._store.blobs.digests()))
+        self._step(seen)
+        if is_new and not seen.recalled:
+            self._delete_unused()
+        if is_new or seen.is_renewed:
+            # Receipts are not signed. What a forged one prevents is sent when the aggregator has signed the task again.
+            self._read_outbox()
 
-    def _take(self, received: Received) -> None:
-        """Handle what was received or recalled; the worker first, which drops jobs that are out of date."""
-        if isinstance(received, Presence):
-            self._own_topic.check(received, is_connected=self._agent.state.connected)
-            return
-        if isinstance(received, events.TaskSeen):
-            self._report.set(TaskProblem())
-        if isinstance(received, events.TaskSeen) and received.digest != self._agent.state.task:
-            self._worker.follow(received.digest)
-            self._agent.state = replace(self._agent.state, stored=frozenset(self._store.blobs.digests()))
-            self._agent.step(received)
-            if not received.recalled:
-                self._agent.delete_unused()
-            return
-        if isinstance(received, RoundManifest) and received != self._agent.state.round:
-            self._worker.round = received.number
-        self._agent.step(received)
+    def _store_task(self, seen: events.TaskSeen) -> None:
+        manifest = seen.manifest
+        if not seen.recalled:
+            import_backbones(self._store.blobs, self._settings.backbones, manifest.backbones)
+        log_event(
+            log,
+            logging.INFO,
+            "task received",
+            task=seen.digest.hex()[:12],
+            algorithm=manifest.algorithm,
+            classes=len(manifest.classes),
+            backbones=",".join(blob.name for blob in manifest.backbones),
+        )
+        if not self._is_dry_run and not seen.recalled:
+            self._store.set(CurrentTask(self._store.blobs.put(seen.payload)))
+
+    def _read_outbox(self) -> None:
+        self._step(events.OutboxSeen(self._store.outbox.items()))
 
     def _recall(self) -> None:
         """Start with the stored task and round; a dry run with a broker waits for the current ones.
@@ -232,16 +289,112 @@ class Device:
         """
         self._check_expiry()
         if not self._is_dry_run or self._settings.broker is None:
-            for recalled in self._receiver.recall():
-                if isinstance(recalled, events.TaskSeen) and self._has_failed(recalled.manifest):
+            for recalled in self._inbox.recall():
+                if isinstance(recalled, RoundManifest):
+                    self._step(recalled)
+                elif self._has_failed(recalled):
                     log.error(
                         "the stored task ended the program %d times: waiting for the broker", MAX_CRASHES
                     )
                     return
-                self._take(recalled)
-        if self._settings.broker is None and not self._agent.state.can_build:
+                else:
+                    self._take_task(recalled)
+        if self._settings.broker is None and not self._state.can_build:
             text = "not every blob of the task is stored: pass --broker HOST[:PORT] to download them"
             raise ConfigError(text)
 
-    def _has_failed(self, manifest: TaskManifest) -> bool:
-        return not self._is_dry_run and self._store.crash_counter.crashes(task_key(manifest)) >= MAX_CRASHES
+    def _has_failed(self, seen: events.TaskSeen) -> bool:
+        crashes = self._store.crash_counter.crashes
+        return not self._is_dry_run and crashes(task_key(seen.manifest)) >= MAX_CRASHES
+
+    def _step(self, event: events.Event) -> None:
+        """Let the agent handle an event, and perform the actions that follow."""
+        self._state, actions = state_machine.step(self._state, event, now_s=time.monotonic())
+        for action in actions:
+            try:
+                self._perform(action)
+            except DiskAlmostFull as error:
+                # At once: the bytes of the next frame would follow the wrong ones.
+                self._step(events.SpaceMissing(error.missing))
+
+    def _perform(self, action: events.Action) -> None:  # noqa: C901, PLR0912 - one case per action
+        match action:
+            case events.BuildSubmission():
+                self._worker.build(action)
+            case events.InstallHead():
+                self._worker.install(action)
+            case events.CancelJobs(jobs=jobs):
+                self._worker.cancel(*jobs)
+            case events.OpenDownload(blob=blob, missing=missing):
+                # Before any head: tasks, rounds and heads that are replaced again and again must not fill the disk.
+                self._delete_unused()
+                opened = self._downloads.open(blob, missing)
+                if isinstance(opened, events.DownloadFinished):
+                    self._events.put(opened)
+                else:
+                    self._step(opened)  # at once: the next message may be a broadcast frame
+            case events.RequestBlob():
+                self._publisher.request_blob(action)
+            case events.AppendBlob():
+                if finished := self._downloads.append(action):
+                    self._events.put(finished)
+            case events.SendFrames():
+                if not self._publisher.send_frames(action):  # replaced by a newer item
+                    self._events.put(events.OutboxSeen(self._store.outbox.items()))
+            case events.CheckOutbox():
+                self._check_outbox()
+            case events.StoreReceipt(item=item):
+                self._store_receipt(item)
+            case events.Log(text=text, error=error):
+                log.log(logging.ERROR if error else logging.INFO, "%s", text)
+            case events.Exit():
+                self._exit = action
+
+    def _check_outbox(self) -> None:
+        """Build again what was damaged on disk: a submission from the images, an evaluation by another trial."""
+        kinds = {item.kind for item in self._store.outbox.drop_damaged()}
+        if kinds:
+            self._events.put(events.OutboxSeen(self._store.outbox.items()))
+        if "submission" in kinds:
+            self._events.put(events.BlobsMissing(frozenset(), "build"))
+        if "evaluation" in kinds:
+            self._events.put(events.HeadReturned(None))
+
+    def _store_receipt(self, item: UploadItem) -> None:
+        head = self._store.get(Heads).installed
+        facts = (EvaluatedHead(head.key),) if head is not None and head.key == item.head else ()
+        if self._store.outbox.receive(item.digest, facts=facts) and item.kind == "submission":
+            log_event(log, logging.INFO, SUBMISSION_RECEIVED, digest=item.digest)
+
+    def _delete_unused(self) -> None:
+        if not self._is_dry_run:
+            self._state = replace(self._state, stored=self._downloads.delete_unused(self._state))
+
+
+def stored_state(settings: Settings, store: DeviceState) -> State:
+    """Return the state at the start; a head without an evaluation is installed again."""
+    if settings.mode is not Mode.DRY_RUN:
+        store.outbox.drop_damaged()
+        if settings.max_epsilon is not None:
+            _drop_forbidden(store, settings.max_epsilon)
+    head, evaluated = store.heads_in_use().installed, store.get(EvaluatedHead).key
+    key = head.key if head else None
+    reported = {evaluated, *(item.head for item in store.outbox.items())}
+    return State(
+        mode=settings.mode,
+        device=settings.device_id,
+        stored=frozenset(store.blobs.digests()),
+        installed=key if key in reported else None,
+        evaluated=key if key == evaluated else None,
+    )
+
+
+def _drop_forbidden(store: DeviceState, max_epsilon: float) -> None:
+    """Delete what an earlier start has built, and the owner's limit of this start does not allow."""
+    forbidden = [
+        item
+        for item in store.outbox.items()
+        if not may_upload(store.outbox.payload(item) or b"", item.kind, max_epsilon=max_epsilon)
+    ]
+    text = "deleted items from the outbox that --max-epsilon does not allow to be uploaded"
+    store.outbox.drop(forbidden, log_as=text)

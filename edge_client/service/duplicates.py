@@ -2,10 +2,10 @@
 
 import logging
 import time
+from collections.abc import Callable
 
 from edge_client.config import Settings
 from edge_client.service.publisher import Publisher
-from edge_client.service.report import Report
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import Epoch
 from protocol.errors import BadSignature, ConfigError
@@ -20,13 +20,22 @@ TAKE_OVER = "edge-client take-over"
 
 
 class OwnTopic:
-    """Watches the topic of the device's presence."""
+    """Watches the topic of the device's presence; `refuse` takes its topic and why a presence is refused."""
 
-    def __init__(self, settings: Settings, store: DeviceState, publisher: Publisher, report: Report) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        store: DeviceState,
+        publisher: Publisher,
+        *,
+        refuse: Callable[[str, BadSignature], None],
+    ) -> None:
+        self.warning = ""
+        """The warning for the operator; empty if no other program has used this device's key."""
         self._settings = settings
         self._store = store
         self._publisher = publisher
-        self._report = report
+        self._refuse = refuse
 
     def check(self, presence: Presence, *, is_connected: bool) -> None:
         """Replace an outdated presence; raises ConfigError if another program replaces this one."""
@@ -49,7 +58,7 @@ class OwnTopic:
             return own.observe(presence)
         if settings.signing_key is not None:
             topic = self._publisher.topic("state")
-            self._report.refuse(topic, BadSignature("the presence is not signed with this device's key"))
+            self._refuse(topic, BadSignature("the presence is not signed with this device's key"))
         elif is_newer(presence.epoch, own=own.epoch, now_s=time.time()):
             raise ConfigError(
                 f"another edge-client is online as {settings.device_id!r}, at "
@@ -60,12 +69,12 @@ class OwnTopic:
         return Reaction.PUBLISH if is_outdated else Reaction.NONE
 
     def _warn(self, found: Duplicate) -> None:
-        if self._store.get(Duplicate).instance == found.instance and self._report.warning:
+        if self._store.get(Duplicate).instance == found.instance and self.warning:
             return
         self._store.set(found)
         text = (
             "a copy of this device was started earlier, and stays out: delete its state and keys, or enroll it under a "
             "name of its own"
         )
-        self._report.warning, self._report.is_due = f"{text}; it ran at {found.where}", True
+        self.warning = f"{text}; it ran at {found.where}"
         event(log, logging.WARNING, text, address=found.address, instance=found.instance, epoch=found.epoch)

@@ -1,25 +1,18 @@
 """Publishes the device's messages over its MQTT session."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from edge_client.agent.events import RequestBlob, SendFrames
 from edge_client.agent.state import Mode, State
 from edge_client.agent.uploads import NO_SPACE
 from edge_client.config import Settings
 from edge_client.privacy import policy
-from edge_client.service.report import Report
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import (
     BackboneProvider,
-    BuildProblem,
-    DownloadProblem,
     Epoch,
     Heads,
-    ManifestProblem,
-    SpaceProblem,
     SubmissionReport,
-    TaskProblem,
-    UploadProblem,
 )
 from protocol import __version__
 from protocol.mqtt import reconnecting_session as mqtt
@@ -107,23 +100,20 @@ class Publisher:
             self.send(self._outgoing("up", signed))
         return True
 
-    def send_info(self, state: State, report: Report) -> None:
+    def send_info(self, info: DeviceInfo) -> None:
         """Publish what the device runs and has, and what it reports."""
-        report.is_due = False
-        if not self._is_dry_run:
-            self.send(self._outgoing("info", self.info(state, report)))
+        self.send(self._outgoing("info", info))
 
-    def info(self, state: State, report: Report) -> DeviceInfo:
+    def info(self, state: State, *, warning: str, refused: Mapping[str, int]) -> DeviceInfo:
         """Return the device's info; what it says of images depends on the task's privacy."""
         submission, head = self._store.get(SubmissionReport), self._store.get(Heads).installed
         bounded = policy.is_bounded(state.manifest, max_epsilon=self._settings.max_epsilon)
         # Before there is a task, its privacy is unknown.
         is_silent = state.manifest is None or bounded
-        problem = policy.public_problem(
-            report.problem(TaskProblem, SpaceProblem, BuildProblem), bounded=bounded
-        )
+        problems = {**state.problems, "build": state.build_problem}
+        problem = policy.public_problem(_first(problems, "task", "space", "build"), bounded=bounded)
         # These reveal nothing about images.
-        others = report.problem(DownloadProblem, ManifestProblem, UploadProblem)
+        others = _first(problems, "download", "manifest", "upload")
         backbones = state.manifest.backbones if state.manifest is not None else ()
         return DeviceInfo(
             epoch=self.presence.epoch,
@@ -134,9 +124,9 @@ class Publisher:
             images={} if is_silent else {entry.name: entry.images for entry in submission.classes},
             unusable_images=0 if is_silent else len(submission.unusable),
             problem=(problem or ("" if others == NO_SPACE else others))[:256],
-            warning=(report.warning or ("" if is_silent else submission.lost_images))[:256],
+            warning=(warning or ("" if is_silent else submission.lost_images))[:256],
             head_version=head.version if head is not None and head.task == state.task else 0,
-            refused_messages=dict(report.refused),
+            refused_messages=dict(refused),
         )
 
     def _outgoing(self, channel: DeviceChannel, message: Message | Frame) -> mqtt.Outgoing:
@@ -158,3 +148,7 @@ class Publisher:
             access=settings.access,
             will=None if self._is_dry_run else lambda: self.presence.outgoing("offline"),
         )
+
+
+def _first(problems: Mapping[str, str], *kinds: str) -> str:
+    return next(filter(None, (problems.get(kind) for kind in kinds)), "")

@@ -6,13 +6,14 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Literal
 
 from edge_client.agent import events
-from edge_client.agent.state import MAX_DAMAGED, head_key
+from edge_client.agent.state import MAX_DAMAGED, Job
 from edge_client.config import Settings
-from edge_client.runtime.watchdog import allow_runs, interrupt_runs
+from edge_client.runtime.watchdog import cancelled_by
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.disk_space import DiskAlmostFull
 from protocol.errors import BlobLost, Interrupted, ProtofleetError, StateError
@@ -29,10 +30,21 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
+class _Job:
+    """A job, which returns the event to emit, if there is one."""
+
+    name: Job | Literal["scan"]
+    run: Callable[[Callable[[], bool]], events.Event | None]
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    has_begun: bool = False
+
+
 class Worker:
     """Runs jobs on a thread of its own, from which `emit` takes the results and, in a dry run, `show` submissions.
 
-    A job that fails for a reason other than its task or head, such as a full disk or a bug, emits the exception.
+    A cancelled job has no result. A job that fails for a reason other than its task or head, such as a full disk or a
+    bug, emits the exception.
     """
 
     def __init__(
@@ -43,54 +55,56 @@ class Worker:
         emit: Callable[[events.Event | BaseException], None],
         show: "ShowDryRun | None",
     ) -> None:
-        self.task: bytes | None = None
-        """The current task; jobs for another one are dropped."""
-        self.round: int | None = None
-        """The current round, likewise."""
         self._emit = emit
         self._settings = settings
         self._store = state
         self._show = show
-        self._newest_head: bytes | None = None
         self._lost: Counter[bytes] = Counter()
         self._manifest: TaskManifest | None = None
         self._images: tuple[str, ...] | None = None
         self._missing_images: frozenset[str] = frozenset()
         """Those of the last build that the last scan has not found."""
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._unfinished: list[_Job] = []
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Start the thread; raises ThreadFailed if it cannot be started."""
         self._thread = start_thread(self._run, name="worker", on_failure=self._emit)
 
-    def follow(self, task: bytes | None) -> None:
-        """Make a task the current one, and end runs of the previous one's graphs."""
-        self.task = task
-        if self._thread is not None and self._thread.ident is not None and self._thread.is_alive():
-            interrupt_runs(self._thread.ident)
-
     def stop(self) -> None:
-        """Drop all jobs and wait up to 5 s for the running one, whose end is no fault of what it runs."""
-        self.follow(None)
-        self._jobs.put(None)
+        """Cancel all jobs and wait up to 5 s for the running one, whose end is no fault of what it runs."""
+        self.cancel("build", "install", "scan")
+        self._queue.put(None)
         if self._thread is not None:
             self._thread.join(timeout=5)
         with contextlib.suppress(StateError):
             self._store.crash_counter.stop()
 
     def build(self, build: events.BuildSubmission) -> None:
-        """Build a submission; emits SubmissionBuilt, unless another task or round becomes current."""
-        self._put(lambda: self._build(build))
+        """Build a submission in place of one that is being built; emits SubmissionBuilt."""
+        self.cancel("build")
+        self._put("build", partial(self._build, build))
 
     def install(self, install: events.InstallHead) -> None:
-        """Install or refuse a head; emits HeadInstalled, unless another task or head becomes current."""
-        self._newest_head = head_key(install.head)
-        self._put(lambda: self._install(install))
+        """Install or refuse a head, and no older one that waits; emits HeadInstalled.
+
+        An older one that is being installed is finished: heads may come faster than a device installs them.
+        """
+        for job in tuple(self._unfinished):
+            if job.name == "install" and not job.has_begun:
+                job.cancelled.set()
+        self._put("install", lambda should_stop: self._installer.install(install, should_stop))
 
     def check_images(self) -> None:
         """Emit ImagesChanged if there are new images, or if two scans in a row miss one of the last submission."""
-        self._put(self._check_images)
+        self._put("scan", lambda _: self._check_images())
+
+    def cancel(self, *names: Job | Literal["scan"]) -> None:
+        """Cancel jobs that wait or run: their results are no longer needed, and their blobs may be deleted."""
+        for job in tuple(self._unfinished):
+            if job.name in names:
+                job.cancelled.set()
 
     # Made at the first job, which loads their modules: a device without a task needs none of them.
 
@@ -120,67 +134,50 @@ class Worker:
 
         return HeadInstaller(self._workspace, self._rounds)
 
-    def _put(self, job: Callable[[], None]) -> None:
-        """Queue a job; one that is interrupted has no result."""
-
-        def run() -> None:
-            with contextlib.suppress(Interrupted):
-                job()
-
-        self._jobs.put(run)
+    def _put(
+        self, name: Job | Literal["scan"], run: Callable[[Callable[[], bool]], events.Event | None]
+    ) -> None:
+        job = _Job(name, run)
+        self._unfinished.append(job)
+        self._queue.put(job)
 
     def _run(self) -> None:
         try:
-            while (job := self._jobs.get()) is not None:
-                allow_runs(threading.get_ident())  # a job of an earlier task ends at once by itself
+            while (job := self._queue.get()) is not None:
                 try:
-                    job()
+                    self._run_job(job)
                 except BaseException as error:
                     self._emit(error)
         finally:
-            allow_runs(threading.get_ident())  # a later thread of this process may have the same number
             if "_workspace" in vars(self):
                 self._workspace.cache.close()
 
-    def _is_current(self, build: events.BuildSubmission) -> bool:
-        return build.task == self.task and (build.round is None or build.round.number == self.round)
+    def _run_job(self, job: _Job) -> None:
+        job.has_begun, is_cancelled = True, job.cancelled.is_set
+        try:
+            with cancelled_by(job.cancelled), contextlib.suppress(Interrupted):
+                result = None if is_cancelled() else job.run(is_cancelled)
+                if result is not None and not is_cancelled():
+                    self._emit(result)
+        except StateError as error:
+            if not is_cancelled():
+                self._emit(self._missing(error, job.name))
+        finally:
+            self._unfinished.remove(job)
 
-    def _build(self, build: events.BuildSubmission) -> None:
-        if not self._is_current(build):
-            return
+    def _build(self, build: events.BuildSubmission, should_stop: Callable[[], bool]) -> events.Event:
         self._manifest = build.manifest
         self._images = self._find_images(build.manifest)
-        self._emit_result(partial(self._builder.build, build), "build", lambda: self._is_current(build))
-
-    def _install(self, install: events.InstallHead) -> None:
-        if install.task != self.task or head_key(install.head) != self._newest_head:
-            return  # an older head's blobs may have been deleted
-        self._emit_result(
-            partial(self._installer.install, install), "install", lambda: install.task == self.task
-        )
-
-    def _emit_result(
-        self,
-        run: Callable[[Callable[[], bool]], events.Event],
-        during: Literal["build", "install"],
-        is_current: Callable[[], bool],
-    ) -> None:
-        """Run a job, and emit its result unless it is out of date: then its blobs may have been deleted."""
-        try:
-            result = run(lambda: not is_current())
-        except StateError as error:
-            if not is_current():
-                return
-            result = self._missing(error, during)
-        if is_current():
-            self._emit(result)
+        return self._builder.build(build, should_stop)
 
     def _missing(
-        self, error: StateError, during: Literal["build", "install"]
+        self, error: StateError, name: Job | Literal["scan"]
     ) -> events.BlobsMissing | events.SpaceMissing:
         """Return the event that a job is repeated with a blob or with space; raises the error if neither helps."""
+        if name == "scan":
+            raise error
         if isinstance(error, DiskAlmostFull):
-            return events.SpaceMissing(error.missing, during)
+            return events.SpaceMissing(error.missing, name)
         if not isinstance(error, BlobLost):
             raise error
         self._lost[error.digest] += 1
@@ -188,18 +185,19 @@ class Worker:
             raise error
         text = "blob missing or damaged on disk, downloaded or made again: check the disk"
         event(log, logging.ERROR, text, error=error)
-        return events.BlobsMissing(frozenset({error.digest}), during)
+        return events.BlobsMissing(frozenset({error.digest}), name)
 
-    def _check_images(self) -> None:
+    def _check_images(self) -> events.ImagesChanged | None:
         if self._manifest is None or self._images is None:
-            return
+            return None
         images = self._find_images(self._manifest)
         before, self._missing_images = self._missing_images, frozenset(self._images).difference(images)
         # A file that a program replaces is missing for a moment. Each of two submissions would cost privacy.
-        if self._missing_images & before or not frozenset(images) <= frozenset(self._images):
-            self._images = images
-            event(log, logging.INFO, "images changed", folder=self._settings.data)
-            self._emit(events.ImagesChanged())
+        if not self._missing_images & before and frozenset(images) <= frozenset(self._images):
+            return None
+        self._images = images
+        event(log, logging.INFO, "images changed", folder=self._settings.data)
+        return events.ImagesChanged()
 
     def _find_images(self, manifest: TaskManifest) -> tuple[str, ...]:
         try:

@@ -58,55 +58,26 @@ class BackboneProvider(msgspec.Struct, frozen=True):
     name: str = ""
 
 
-class Problem(msgspec.Struct, frozen=True):
-    """A problem that the device reports; empty if there is none."""
+class Problems(msgspec.Struct, frozen=True):
+    """The problems that the device has had since the start, by kind, except those below."""
+
+    texts: Mapping[str, str] = {}
+
+
+class BuildProblem(msgspec.Struct, frozen=True):
+    """Why no submission could be built; empty if one was. It stays until the next build."""
 
     text: str = ""
 
 
-class TaskProblem(Problem, frozen=True):
-    """Why the device keeps its previous task; empty if it follows the fleet's."""
+class HeadProblem(msgspec.Struct, frozen=True):
+    """Why the newest head is not in use; empty if it is. It stays until the next head."""
+
+    text: str = ""
 
 
-class ManifestProblem(Problem, frozen=True):
-    """Why the device takes no new work from its manifests; empty if they are valid."""
-
-
-class BuildProblem(Problem, frozen=True):
-    """Why no submission could be built; empty if one was."""
-
-
-class HeadProblem(Problem, frozen=True):
-    """Why the newest head is not in use; empty if it is."""
-
-
-class SpaceProblem(Problem, frozen=True):
-    """The reason why a job waits for space on the disk; empty if none does."""
-
-
-class DownloadProblem(Problem, frozen=True):
-    """Why a blob does not arrive; empty if none is damaged again and again."""
-
-
-class UploadProblem(Problem, frozen=True):
-    """Why the device cannot upload; empty if it can."""
-
-
-class LinkProblem(Problem, frozen=True):
-    """Why transfers are slow; empty if none is."""
-
-
-PROBLEMS: tuple[type[Problem], ...] = (
-    TaskProblem,
-    SpaceProblem,
-    DownloadProblem,
-    ManifestProblem,
-    BuildProblem,
-    HeadProblem,
-    UploadProblem,
-    LinkProblem,
-)
-"""All problems; of several that the device has, the first is shown."""
+PROBLEMS = ("task", "space", "download", "manifest", "build", "head", "upload", "link")
+"""The kinds of all problems; of several that the device has, the first is shown."""
 
 
 class ClassReport(msgspec.Struct, frozen=True):

@@ -10,7 +10,7 @@ import pytest
 import protofleet
 from aggregator.heads.rollout import HEAD_ACTIVATED
 from aggregator.intake.accepted_submissions import SUBMISSION_ACCEPTED
-from edge_client.service.running_agent import SUBMISSION_RECEIVED
+from edge_client.service.device import SUBMISSION_RECEIVED
 from edge_client.submission.head_installer import HEAD_IN_USE
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from tests.support.fleets.fleet import write_digits, write_task

@@ -7,21 +7,18 @@ import queue
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from importlib.metadata import version
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import msgspec
 
-import edge_client.service.publisher
 from edge_client.agent import events, state_machine
 from edge_client.agent.downloads import MAX_AHEAD, MAX_AHEAD_BYTES
 from edge_client.agent.manifest_trust import ManifestTrust
 from edge_client.agent.state import Mode, State
 from edge_client.service.device import Device
 from edge_client.storage.device_state import DeviceState
-from edge_client.storage.stored_values import BuildProblem
 from protocol.errors import ProtofleetError
 from protocol.mqtt.events import Connected, Disconnected, Drained, Received
 from protocol.wire.codec import digest_of, encode
@@ -63,23 +60,20 @@ def state_folder() -> tempfile.TemporaryDirectory[str]:
 def _device() -> Device:
     folder = Path(state_folder().name) / "device"
     folder.mkdir()
-    # Without the cache, half of the time is spent in `version`.
-    edge_client.service.publisher.version = functools.cache(version)  # type: ignore[attr-defined]
     return Device(make_settings(folder), DeviceState(folder / "state"))
 
 
 def _restarted() -> Device:
     """Return the device as if it had just started on an empty state folder."""
     device = _device()
-    device._agent.state, device._agent.exit = State(mode=Mode.SERVICE, device=NAME), None
-    device._report.set(BuildProblem())
-    device._report.refused.clear()
-    receiver = device._receiver
-    receiver._trust, receiver._aggregator_start = ManifestTrust(), b""
-    receiver._task, receiver._round = None, None
+    device._state, device._exit = State(mode=Mode.SERVICE, device=NAME), None
+    inbox = device._inbox
+    inbox.refused.clear()
+    inbox._trust, inbox._aggregator_start = ManifestTrust(), b""
     device._store.blobs.keep_only(())
-    take_all(device._inbox)
-    take_all(device._worker._jobs)
+    take_all(device._events)
+    take_all(device._worker._queue)
+    device._worker._unfinished.clear()
     return device
 
 
@@ -112,13 +106,13 @@ def handle(data: bytes) -> None:
     for release, (number, body) in enumerate(parsed(data), 1):
         try:
             _perform(device, number, body, release=release)
-            while device._agent.exit is None and not device._inbox.empty():
-                device._handle(device._inbox.get_nowait())
+            while device._exit is None and not device._events.empty():
+                device._handle(device._events.get_nowait())
         except ProtofleetError:
             return
-        if device._agent.exit is not None:
+        if device._exit is not None:
             return
-        _check(device._agent.state)
+        _check(device._state)
 
 
 def _check(state: State) -> None:
@@ -134,16 +128,16 @@ def _check(state: State) -> None:
 def _perform(device: Device, number: int, body: bytes, *, release: int) -> None:
     kind = number % 16
     if number & CONSISTENT:
-        body = _consistent(device._agent.state, kind, body)
+        body = _consistent(device._state, kind, body)
     if kind < FORGED:
         channel = MANIFESTS[kind]
         number_of_release = 1 if number & OLD else release
         signed = signed_manifest(body, key=KEY, fleet=FLEET, channel=channel, release=number_of_release)
         device._handle(Received(fleet_topic(FLEET, channel), signed, retained=True))
     elif kind < CAST:
-        before = device._agent.state.task, device._agent.state.round, device._agent.state.head
+        before = device._state.task, device._state.round, device._state.head
         device._handle(Received(fleet_topic(FLEET, MANIFESTS[kind - FORGED]), body, retained=True))
-        assert before == (device._agent.state.task, device._agent.state.round, device._agent.state.head)
+        assert before == (device._state.task, device._state.round, device._state.head)
     elif kind in {CAST, AGGREGATOR}:
         topic = fleet_topic(FLEET, "cast" if kind == CAST else "state")
         device._handle(Received(topic, body, retained=bool(number & OLD)))
@@ -163,17 +157,13 @@ def _perform_local(device: Device, kind: int, body: bytes) -> None:
         case 2:
             device._handle(Drained())
         case 3:
-            state, actions = state_machine.step(
-                device._agent.state, events.Ticked(), now_s=time.monotonic() + 1e4
-            )
-            device._agent.state = state
+            state, actions = state_machine.step(device._state, events.Ticked(), now_s=time.monotonic() + 1e4)
+            device._state = state
             for action in actions:
-                device._agent._perform(action)
-        case _ if device._agent.state.task is not None:
-            item = device._store.outbox.keep(
-                "submission", PAYLOAD, task=device._agent.state.task, about="images"
-            )
-            device._handle(events.SubmissionBuilt(item.task, item, round=device._agent.state.joined_round))
+                device._perform(action)
+        case _ if device._state.task is not None:
+            item = device._store.outbox.keep("submission", PAYLOAD, task=device._state.task, about="images")
+            device._handle(events.SubmissionBuilt(item.task, item, round=device._state.joined_round))
 
 
 def _consistent(state: State, kind: int, body: bytes) -> bytes:

@@ -13,14 +13,13 @@ from PIL import Image
 from edge_client.agent.state import Mode, UploadItem
 from edge_client.config import Settings
 from edge_client.runtime.backbone import Backbone, open_backbone
-from edge_client.service.device import Device
 from edge_client.service.worker import Worker
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.submission.image_features import Workspace
 from protocol.models.onnx_metadata import HeadMetadata, to_properties
 from protocol.wire.codec import digest_of
-from protocol.wire.messages import BlobRef, DeviceInfo, TaskManifest
+from protocol.wire.messages import BlobRef, TaskManifest
 from tests.support.graphs.backbones import tiny_backbone
 
 CLASSES = ("cat", "dog")
@@ -74,10 +73,10 @@ def make_manifest(**changes: Any) -> TaskManifest:
 
 def run_jobs(worker: Worker, count: int | None = None) -> None:
     """Run a worker's pending jobs, or the first `count`, on this thread."""
-    while count != 0 and not worker._jobs.empty():
-        job = worker._jobs.get()
+    while count != 0 and not worker._queue.empty():
+        job = worker._queue.get()
         assert job is not None
-        job()
+        worker._run_job(job)
         count = None if count is None else count - 1
 
 
@@ -142,8 +141,3 @@ def linear_head(
     )
     helper.set_model_props(model, to_properties(facts))
     return bytes(model.SerializeToString())
-
-
-def info_of(device: Device) -> DeviceInfo:
-    """Return what the device publishes of itself."""
-    return device._publisher.info(device._agent.state, device._report)

@@ -25,11 +25,11 @@ from protocol.wire.messages import (
 from tests.support.devices.device_factory import (
     CLASSES,
     image_file,
-    info_of,
     make_manifest,
     make_settings,
     noise,
     payload_of,
+    run_jobs,
     write_images,
 )
 from tests.support.graphs.backbones import tiny_backbone
@@ -70,8 +70,8 @@ class PrivateBench:
         return self.store.blobs.put(encode(self.manifest))
 
     def build(self) -> events.SubmissionBuilt:
-        self.worker.task = self.task
-        self.worker._build(events.BuildSubmission(self.task, self.manifest))
+        self.worker.build(events.BuildSubmission(self.task, self.manifest))
+        run_jobs(self.worker)
         built = self.emitted.pop()
         assert isinstance(built, events.SubmissionBuilt)
         return built
@@ -108,8 +108,9 @@ class PrivateBench:
         worker = Worker(
             self.settings, self.store, emit=self.emitted.append, show=lambda each, _: shown.append(each)
         )
-        worker.task, worker._workspace.isolate = self.task, self._isolate
-        worker._build(events.BuildSubmission(self.task, manifest))
+        worker._workspace.isolate = self._isolate
+        worker.build(events.BuildSubmission(self.task, manifest))
+        run_jobs(worker)
         return shown[0]
 
     def add_images(self, *, seed: int) -> None:
@@ -119,6 +120,6 @@ class PrivateBench:
 
     def info(self) -> DeviceInfo:
         device = Device(self.settings, self.store)
-        device._agent.state = replace(device._agent.state, task=self.task, manifest=self.manifest)
-        device._report.set(self.store.get(BuildProblem))
-        return info_of(device)
+        problem = self.store.get(BuildProblem).text
+        device._state = replace(device._state, task=self.task, manifest=self.manifest, build_problem=problem)
+        return device.info()

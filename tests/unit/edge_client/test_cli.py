@@ -16,8 +16,8 @@ from edge_client.storage.stored_values import (
     Heads,
     InstalledHead,
     LeftOut,
+    Problems,
     SubmissionReport,
-    UploadProblem,
 )
 from tests.support.devices.device_factory import write_images
 from tests.support.graphs.backbones import tiny_backbone
@@ -68,12 +68,12 @@ def test_status_shows_whether_the_submission_was_received(here: Path) -> None:
     state = DeviceState(here / "one")
     report = SubmissionReport(size_bytes=10)
     item = state.outbox.keep("submission", b"submission", task=b"t" * 32, about="", facts=(report,))
-    state.set(UploadProblem("the aggregator has no space"))
+    state.set(Problems({"upload": "the aggregator has no space"}))
     output = _status()
     assert "submission 10 bytes, not received yet" in output
     assert "problem    the aggregator has no space" in output
     state.outbox.receive(item.digest)
-    state.set(UploadProblem())
+    state.set(Problems())
     output = json.loads(_status("--json"))
     assert (output["submission"], output["received"], output["problem"]) == (item.digest.hex(), True, "")
 

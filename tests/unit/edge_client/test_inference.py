@@ -116,20 +116,18 @@ def test_infinite_loop_in_a_head_exceeds_the_time_limit(
     assert open_head(good, backbones=[backbone]).probabilities(np.zeros((1, 16), np.float32)).shape == (1, 2)
 
 
-def test_interrupted_thread_runs_no_graph_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph that runs is ended, and later ones are not run until that is allowed again."""
+def test_a_cancelled_job_runs_no_graph_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph that runs is ended, and later ones of the job too."""
     backbone = tiny(tmp_path)
     endless = changed(linear_head([backbone], np.zeros((16, 2), dtype=np.float32)), infinite_loop)
-    thread = threading.get_ident()
-    later = threading.Timer(0.3, watchdog.interrupt_runs, [thread])
+    cancelled = threading.Event()
+    later = threading.Timer(0.3, cancelled.set)
     later.start()
-    try:
+    with watchdog.cancelled_by(cancelled):
         for _ in range(2):
             with pytest.raises(GraphRefused, match="the time limit"):
                 open_head(endless, backbones=[backbone])
-    finally:
-        later.join()
-        watchdog.allow_runs(thread)
+    later.join()
     monkeypatch.setattr(onnx_model, "MAX_RUN_S", 0.5)
     with pytest.raises(GraphRefused, match="exceeded the time limit of 0 s"):
         open_head(endless, backbones=[backbone])

@@ -55,14 +55,11 @@ def test_part_that_fails_fails_the_batch(tmp_path: Path) -> None:
 
 
 def test_interrupt_ends_all_parts(tmp_path: Path) -> None:
-    """Runs are interrupted by the thread that asked for the batch."""
+    """Runs are cancelled with the batch that they are parts of."""
     (tmp_path / "b.onnx").write_bytes(never_ends_on_white())
     backbone = open_backbone(tmp_path / "b.onnx", provider="cpu", threads=2)
-    thread = threading.get_ident()
-    watchdog.interrupt_runs(thread)
-    try:
-        with pytest.raises(ProtofleetError, match="time limit"):
-            backbone.features(WITH_WHITE)
-    finally:
-        watchdog.allow_runs(thread)
+    cancelled = threading.Event()
+    cancelled.set()
+    with watchdog.cancelled_by(cancelled), pytest.raises(ProtofleetError, match="time limit"):
+        backbone.features(WITH_WHITE)
     assert len(backbone.features(IMAGES)) == len(IMAGES)

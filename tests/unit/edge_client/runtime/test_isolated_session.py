@@ -40,8 +40,8 @@ def test_runs_begin_alike_after_one_that_fails_is_killed_or_takes_long(tmp_path:
     """They are of one program: another start of it would have other addresses, and a graph can compute with those."""
     (tmp_path / "b.onnx").write_bytes(never_ends_on_white())
     backbone = open_backbone(tmp_path / "b.onnx", provider="cpu", threads=1)
-    thread = threading.get_ident()
-    with backbone.isolated() as isolated:
+    cancelled = threading.Event()
+    with backbone.isolated() as isolated, watchdog.cancelled_by(cancelled):
         feature = isolated.features(GRAY)
         program = _program(isolated)
 
@@ -52,7 +52,7 @@ def test_runs_begin_alike_after_one_that_fails_is_killed_or_takes_long(tmp_path:
 
         def interrupt() -> None:
             run_of_program()
-            watchdog.interrupt_runs(thread)
+            cancelled.set()
 
         with pytest.raises(ProtofleetError, match="fails on its inputs"):
             isolated.features(WHITE[..., :2])
@@ -62,7 +62,7 @@ def test_runs_begin_alike_after_one_that_fails_is_killed_or_takes_long(tmp_path:
             with pytest.raises(ProtofleetError, match=words):
                 isolated.features(WHITE)
             other.join()
-            watchdog.allow_runs(thread)
+            cancelled.clear()
             np.testing.assert_array_equal(isolated.features(GRAY), feature)
         assert _program(isolated) is program
 

@@ -12,7 +12,7 @@ from edge_client.service.blob_downloads import BlobDownloads
 from edge_client.service.device import MAX_TICK_S, Device
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.feature_cache import FeatureCache
-from edge_client.storage.stored_values import CurrentTask, StoredLocalModel, SubmissionReport, TaskProblem
+from edge_client.storage.stored_values import CurrentTask, Problems, StoredLocalModel, SubmissionReport
 from edge_client.submission.image_features import Workspace
 from edge_client.submission.prepared_submission import PreparedSubmission
 from edge_client.submission.round_submission import RoundTraining
@@ -154,14 +154,14 @@ def test_a_service_with_another_tasks_backbone_file_waits(
         for _ in range(2):
             bench.receive(*signed)
         assert bench.store.get(CurrentTask).digest == digests[0]
-    problem = bench.store.get(TaskProblem).text
+    problem = bench.store.get(Problems).texts["task"]
     assert problem.endswith("omit --backbone to download it; waiting for another task")
     assert bench.info.problem == problem[:256]
     assert caplog.text.count("waiting for another task") == 1
     file.write_bytes(b"new")
     bench.receive(*signed)
     assert bench.store.get(CurrentTask).digest == digests[1]
-    assert bench.store.get(TaskProblem).text == ""
+    assert "task" not in bench.store.get(Problems).texts
     assert "waiting for another task" not in bench.info.problem
 
 

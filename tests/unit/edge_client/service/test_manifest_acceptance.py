@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from edge_client.agent.state import Mode
-from edge_client.storage.stored_values import CurrentRound, ManifestProblem
+from edge_client.storage.stored_values import CurrentRound, Problems
 from protocol.errors import ProtofleetError
 from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import DeviceInfo, Frame, Receipt, RoundManifest
@@ -92,14 +92,14 @@ def test_a_broker_that_withholds_is_noticed(
     start(100_000.0)
     bench.announce(make_manifest(), issued_s=98_000, expires_s=99_000)
     assert bench.info.problem.startswith("expired: task; the broker withholds newer ones")
-    assert bench.store.get(ManifestProblem).text == bench.info.problem
+    assert bench.store.get(Problems).texts == {"manifest": bench.info.problem}
     start(100_000.0)
     bench.wait()
     assert bench.store.outbox.newest_submission() is None
     assert bench.info.problem[:13] == "expired: task"
     bench.announce(make_manifest(), issued_s=99_999, expires_s=100_999)
     assert bench.store.outbox.newest_submission() is not None
-    assert (bench.info.problem, bench.store.get(ManifestProblem).text) == ("", "")
+    assert (bench.info.problem, bench.store.get(Problems).texts) == ("", {})
     assert caplog.text.count("expired: task") == 2
     # Without a battery-backed clock, the time is at least the date of the last manifest.
     start(0.0)

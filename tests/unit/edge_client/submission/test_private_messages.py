@@ -16,7 +16,7 @@ from edge_client.storage.stored_values import BuildProblem, SubmissionReport
 from protocol.wire import messages
 from protocol.wire.codec import decode, encode
 from protocol.wire.messages import BlobRef, DeviceInfo, Evaluation, HeadRef, Privacy, Submission, Tensor
-from tests.support.devices.device_factory import TINY, info_of, linear_head, payload_of, run_jobs, tiny
+from tests.support.devices.device_factory import TINY, linear_head, payload_of, run_jobs, tiny
 from tests.support.devices.worker_benches import PrivateBench
 from tests.support.messages.every_type import WIRE_TYPES
 
@@ -105,7 +105,7 @@ def test_what_is_no_message_is_deleted_at_a_start_with_max_epsilon(bench: Privat
 def test_info_reveals_nothing_before_there_is_a_task(bench: PrivateBench) -> None:
     """The task may be private."""
     bench.upload()
-    info = info_of(Device(bench.settings, bench.store))
+    info = Device(bench.settings, bench.store).info()
     assert (info.images, info.unusable_images) == ({}, 0)
 
 

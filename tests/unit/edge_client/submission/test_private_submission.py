@@ -27,7 +27,7 @@ from edge_client.submission.prepared_submission import encode_submission
 from protocol.errors import PrivacyRefused, StateError
 from protocol.wire.codec import encode
 from protocol.wire.messages import Evaluation, Perturbation, Privacy, Program, Submission
-from tests.support.devices.device_factory import TINY
+from tests.support.devices.device_factory import TINY, run_jobs
 from tests.support.devices.worker_benches import WANTED, PrivateBench
 from tests.support.messages.every_type import SAMPLES
 from tests.unit.edge_client.privacy.test_accountant import closed_form, without_accountant
@@ -93,7 +93,8 @@ def test_forged_receipts_cost_no_budget(bench: PrivateBench) -> None:
     """`superseded`, which any client can send that may publish receipts: the same noise under a higher number."""
     first = bench.upload()
     for above in (first.sequence + 10**6, 2**53):
-        bench.worker._build(events.BuildSubmission(bench.task, bench.manifest, above=above))
+        bench.worker.build(events.BuildSubmission(bench.task, bench.manifest, above=above))
+        run_jobs(bench.worker)
         built = bench.emitted.pop()
         assert isinstance(built, events.SubmissionBuilt)
         assert built.item is not None

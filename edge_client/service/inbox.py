@@ -1,16 +1,15 @@
-"""Verifies and decodes received messages, and translates them into the agent's events."""
+"""Received messages: verified, decoded, and translated into the agent's events."""
 
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator
 
 from edge_client.agent import events, manifest_trust
 from edge_client.agent.manifest_trust import ManifestTrust, TimeEstimate, UntrustedManifest
 from edge_client.agent.state import Mode
 from edge_client.config import Settings
-from edge_client.service.blob_downloads import import_backbones
-from edge_client.service.report import Report
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import CurrentRound, CurrentTask
 from protocol.errors import BadSignature, BlobLost, MalformedMessage
@@ -31,23 +30,29 @@ from protocol.wire.topics import FleetChannel, device_topic, fleet_topic
 
 log = logging.getLogger(__name__)
 
-Received = events.Event | Presence
+Message = (
+    events.TaskSeen
+    | events.AggregatorStarted
+    | events.AggregatorReconnected
+    | Frame
+    | HeadManifest
+    | Presence
+    | Receipt
+    | RoundManifest
+)
+"""A message that is from the sender it claims; a presence is of the device's own topic."""
 
 
-class Receiver:
-    """Translates received messages, and stores the task and the round before they are acted upon.
+class Inbox:
+    """Received messages; what a manifest shows of its aggregator is stored, except in a dry run."""
 
-    A dry run stores nothing.
-    """
-
-    def __init__(self, settings: Settings, store: DeviceState, report: Report) -> None:
+    def __init__(self, settings: Settings, store: DeviceState) -> None:
+        self.refused: Counter[str] = Counter()
+        """Refused messages by reason."""
         self._settings = settings
         self._store = store
-        self._report = report
         self._writes = settings.mode is not Mode.DRY_RUN
         self._aggregator_start: bytes | int = b""
-        self._task: bytes | None = None
-        self._round: RoundManifest | None = None
         stored = store.get(ManifestTrust)
         self._trust = manifest_trust.with_operator_key(
             stored,
@@ -65,59 +70,62 @@ class Receiver:
             **{device_topic(fleet, device, name): f"own {name}" for name in ("blk", "ack", "state")},
         }
 
-    def receive(self, topic: str, payload: bytes, *, retained: bool) -> Sequence[Received]:
-        """Return the events of a message, or the presence on the device's own topic; nothing if it is refused.
-
-        Raises:
-            BackboneMismatch: the device was started with a file that is not one of a new task's backbones.
-        """
+    def receive(self, topic: str, payload: bytes, *, retained: bool) -> Message | None:
+        """Return a decoded message; None if it is refused or nothing follows from it."""
         try:
-            return self._translate(topic, payload, retained=retained) if payload else ()
+            return self._decoded(topic, payload, retained=retained) if payload else None
         except (UntrustedManifest, BadSignature, MalformedMessage) as error:
-            self._report.refuse(topic, error)
-            return ()
+            self.refuse(topic, error)
+            return None
+
+    def refuse(self, topic: str, error: UntrustedManifest | BadSignature | MalformedMessage) -> None:
+        """Count a refused message, and log the first one for each reason."""
+        reason = "signature" if isinstance(error, BadSignature) else "malformed"
+        if isinstance(error, UntrustedManifest):
+            reason = error.reason
+        self.refused[reason] += 1
+        level = logging.WARNING if self.refused[reason] == 1 else logging.DEBUG
+        event(log, level, "message refused", topic=topic, reason=reason, error=error)
 
     def expired(self) -> frozenset[str]:
         """Return the channels whose newest manifest has expired."""
         now_s = self._time.now_s(clock_s=time.time(), monotonic_s=time.monotonic())
         return manifest_trust.expired(self._trust, now_s=now_s)
 
-    def recall(self) -> Sequence[Received]:
-        """Return the events of the stored task and round, so that a start without a broker is not idle.
+    def recall(self) -> Iterator[events.TaskSeen | RoundManifest]:
+        """Yield the stored task and round, so that a start without a broker is not idle.
 
         Those that are missing or damaged, or stored by another version of the program, come from the broker again.
         """
         task, opened, blobs = self._store.get(CurrentTask), self._store.get(CurrentRound), self._store.blobs
-        recalled: Sequence[Received] = ()
         with contextlib.suppress(BlobLost, MalformedMessage):
-            recalled = self._task_events(blobs.read(task.digest), recalled=True)
-            recalled = (*recalled, self._round_manifest(blobs.read(opened.digest)))
-        return recalled
+            yield _task_seen(blobs.read(task.digest), recalled=True)
+            yield _round_manifest(blobs.read(opened.digest))
 
-    def _translate(  # noqa: PLR0911 - one case per channel
+    def _decoded(  # noqa: PLR0911 - one case per channel
         self, topic: str, payload: bytes, *, retained: bool
-    ) -> Sequence[Received]:
+    ) -> Message | None:
         channel = self._channels.get(topic)
         if retained and channel in {"cast", "own blk", "own ack"}:
             # Its sender may be gone for long, and the broker would deliver it at every start.
             raise MalformedMessage("a retained message, where the aggregator has none retained")
         match channel:
             case "cast" | "own blk":
-                return (decode(payload, Frame, max_bytes=MAX_FRAME_BYTES),)
+                return decode(payload, Frame, max_bytes=MAX_FRAME_BYTES)
             case "own ack":
-                return (decode(payload, Receipt, max_bytes=MAX_FRAME_BYTES),)
+                return decode(payload, Receipt, max_bytes=MAX_FRAME_BYTES)
             case "task":
                 trust, body = self._trust, self._verified("task", payload)
-                return self._task_events(body, is_newer=self._trust != trust)
+                return _task_seen(body, is_renewed=self._trust != trust)
             case "round":
-                return (self._round_manifest(self._verified("round", payload)),)
+                return _round_manifest(self._verified("round", payload))
             case "head":
-                return (decode(self._verified("head", payload), HeadManifest, max_bytes=MAX_MANIFEST_BYTES),)
+                return decode(self._verified("head", payload), HeadManifest, max_bytes=MAX_MANIFEST_BYTES)
             case "state":
-                return self._presence_events(decode(payload, Presence, max_bytes=1024), retained=retained)
+                return self._aggregator_event(decode(payload, Presence, max_bytes=1024), retained=retained)
             case "own state":
-                return (decode(payload, Presence, max_bytes=1024),)
-        return ()
+                return decode(payload, Presence, max_bytes=1024)
+        return None
 
     def _verified(self, channel: FleetChannel, payload: bytes) -> bytes:
         """Return the body of a manifest that was verified, after its release is stored."""
@@ -136,52 +144,23 @@ class Receiver:
             self._time = TimeEstimate(max(trust.issued_s, self._settings.enrolled_s), time.monotonic())
         return signed.body
 
-    def _task_events(
-        self, payload: bytes, *, is_newer: bool = False, recalled: bool = False
-    ) -> Sequence[Received]:
-        manifest, digest = decode(payload, TaskManifest, max_bytes=MAX_MANIFEST_BYTES), digest_of(payload)
-        seen = events.TaskSeen(digest, manifest, recalled=recalled)
-        if digest == self._task:
-            # Receipts are not signed. What a forged one prevents is sent when the aggregator has signed the task again.
-            return (seen, self._outbox()) if is_newer else (seen,)
-        if not recalled:
-            import_backbones(self._store.blobs, self._settings.backbones, manifest.backbones)
-        self._task = digest
-        event(
-            log,
-            logging.INFO,
-            "task received",
-            task=digest.hex()[:12],
-            algorithm=manifest.algorithm,
-            classes=len(manifest.classes),
-            backbones=",".join(blob.name for blob in manifest.backbones),
-        )
-        if self._writes and not recalled:
-            self._store.set(CurrentTask(self._store.blobs.put(payload)))
-        return (seen, self._outbox())
-
-    def _outbox(self) -> events.OutboxSeen:
-        return events.OutboxSeen(self._store.outbox.items())
-
-    def _round_manifest(self, payload: bytes) -> RoundManifest:
-        manifest = decode(payload, RoundManifest, max_bytes=MAX_MANIFEST_BYTES)
-        if manifest != self._round:
-            self._round = manifest
-            if self._writes:
-                before, digest = self._store.get(CurrentRound).digest, self._store.blobs.put(payload)
-                self._store.set(CurrentRound(digest))
-                if before not in (b"", digest):
-                    self._store.blobs.delete([before])
-        return manifest
-
-    def _presence_events(self, presence: Presence, *, retained: bool) -> Sequence[Received]:
+    def _aggregator_event(
+        self, presence: Presence, *, retained: bool
+    ) -> events.AggregatorStarted | events.AggregatorReconnected | None:
         if presence.state != "online":
             event(log, logging.INFO, "aggregator disconnected", state=presence.state)
-            return ()
+            return None
         start = presence.instance or presence.epoch
         is_new, self._aggregator_start = start != self._aggregator_start, start
-        if not is_new:
-            return () if retained else (events.AggregatorReconnected(),)
-        # The outbox again, with refused items: the aggregator's task file may have changed.
-        outbox = (self._outbox(),) if self._task is not None else ()
-        return (*outbox, events.AggregatorStarted())
+        if is_new:
+            return events.AggregatorStarted()
+        return None if retained else events.AggregatorReconnected()
+
+
+def _task_seen(payload: bytes, *, is_renewed: bool = False, recalled: bool = False) -> events.TaskSeen:
+    manifest = decode(payload, TaskManifest, max_bytes=MAX_MANIFEST_BYTES)
+    return events.TaskSeen(digest_of(payload), manifest, payload, is_renewed, recalled)
+
+
+def _round_manifest(payload: bytes) -> RoundManifest:
+    return decode(payload, RoundManifest, max_bytes=MAX_MANIFEST_BYTES)
