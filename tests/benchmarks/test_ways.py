@@ -11,11 +11,18 @@ from tests.support.network.brokers import needs_mosquitto
 pytestmark = needs_mosquitto
 
 
-def test_each_way_is_traced_from_its_first_function_to_its_last(tmp_path: Path) -> None:
-    file = tmp_path / "figures.json"
-    result = CliRunner().invoke(command, ["--list", "--json", str(file)])
+def _ways(file: Path, *arguments: str) -> dict[str, list[str]]:
+    result = CliRunner().invoke(command, ["--list", "--json", str(file), *arguments])
     assert result.exit_code == 0, result.output
-    ways = json.loads(file.read_text())["runs"]
+    ways: dict[str, list[str]] = json.loads(file.read_text())["runs"]
+    for functions in ways.values():
+        assert len(functions) == len(set(functions)) > 20
+        assert not any("<lambda>" in name or "<listcomp>" in name for name in functions)
+    return ways
+
+
+def test_each_way_is_traced_from_its_first_function_to_its_last(tmp_path: Path) -> None:
+    ways = _ways(tmp_path / "figures.json")
     assert ways["upload"][0] == "protocol/mqtt/client.py:Connection._on_message"
     assert ways["start"][:2] == ["aggregator/cli/__init__.py:main", "protocol/cli.py:run"]
     assert "protocol/wire/signing.py:sign_manifest" in ways["head"]
@@ -23,6 +30,11 @@ def test_each_way_is_traced_from_its_first_function_to_its_last(tmp_path: Path) 
         "the training's process"
     )
     assert any(name.startswith("aggregator/http/") for name in ways["rollback"]), "the server's process"
-    for functions in ways.values():
-        assert len(functions) == len(set(functions)) > 20
-        assert not any("<lambda>" in name or "<listcomp>" in name for name in functions)
+
+
+def test_ways_of_a_device(tmp_path: Path) -> None:
+    ways = _ways(tmp_path / "figures.json", "--program", "edge-client")
+    assert ways["start"][:2] == ["edge_client/cli/__init__.py:main", "protocol/cli.py:run"]
+    assert "protocol/wire/signing.py:sign_frame" in ways["images"]
+    assert any(name.startswith("edge_client/submission/head_installer.py") for name in ways["head"])
+    assert not any(name.startswith("aggregator/") for functions in ways.values() for name in functions)

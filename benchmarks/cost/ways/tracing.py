@@ -13,7 +13,7 @@ FOLDER = "PROTOFLEET_TRACE_FOLDER"
 WINDOW = "window"
 """A file of one byte in that folder: the window that is traced now; 0 for none."""
 ROOT = Path(__file__).parents[3]
-PACKAGES = tuple(f"{ROOT / package}{os.sep}" for package in ("aggregator", "protocol"))
+PACKAGES = tuple(f"{ROOT / package}{os.sep}" for package in ("aggregator", "edge_client", "protocol"))
 
 
 def start() -> None:
