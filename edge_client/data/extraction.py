@@ -9,7 +9,7 @@ import itertools
 import logging
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from edge_client.data.decoding_memory import limit_bytes
-from edge_client.data.images import LabeledImage, decoded
+from edge_client.data.images import LabeledImage, decoded, pixel_digest
 from edge_client.runtime.backbone import Backbone
 from edge_client.runtime.session import release_memory
 from edge_client.storage.feature_cache import FeatureCache
@@ -75,6 +75,9 @@ Isolate = Callable[[Backbone], AbstractContextManager[Backbone]]
 _Pixels = dict[Preprocessing, NDArray[np.uint8]]
 """An image, uint8 (H, W, 3), preprocessed for each backbone."""
 
+_Digests = dict[str, bytes]
+"""`pixel_digest` of images by their identities."""
+
 
 def extract(  # noqa: PLR0913 - features depend on nine things
     images: Sequence[LabeledImage],
@@ -91,6 +94,8 @@ def extract(  # noqa: PLR0913 - features depend on nine things
     isolate: Isolate | None = None,
 ) -> Extraction:
     """Compute the features that are not in the cache, one backbone after the other.
+
+    Before an image's feature, its `pixel_digest` is stored, unless the cache has one of the file already.
 
     An unusable image is not tried again until its file changes, unless the cause can pass by itself. An image that is
     unusable for one backbone is skipped for those after it. Images at which `decode_suspects` crashed are tried again
@@ -109,12 +114,12 @@ def extract(  # noqa: PLR0913 - features depend on nine things
         ProtofleetError: the backbone fails, without `isolate`.
     """
     tag, change = alter or (ISOLATED if isolate else "", None)
-    refused = _crashed(images, cache)
+    refused, known, digests = _crashed(images, cache), cache.contents(), _Digests()
     computed = cached = 0
     may_pass = False
     for sha256 in backbones:
         rest = [image for image in images if image.path not in refused]
-        todo, useless = _missing(rest, sha256 + tag, cache)
+        todo, useless = _missing(rest, cache.states(sha256 + tag), known.keys() | digests.keys())
         refused |= useless
         cached += len(rest) - len(todo) - len(useless)
         on_progress(len(images) - len(todo), 0)
@@ -132,13 +137,14 @@ def extract(  # noqa: PLR0913 - features depend on nine things
                 should_stop=should_stop,
                 alter=change,
                 isolated=isolate is not None,
+                digests=digests,
             )
             left = len(todo)
             cache.require_space(left, backbone.metadata.feature_size)
             for batch in batches:
                 cache.require_space(left, backbone.metadata.feature_size)
                 left -= len(batch)
-                useless = _store(batch, sha256 + tag, cache)
+                useless = _store(batch, sha256 + tag, digests, cache)
                 refused |= useless
                 computed += len(batch) - len(useless)
                 on_progress(0, len(batch))
@@ -172,7 +178,7 @@ def decode_suspects(
             if should_stop():
                 raise Interrupted("decoding was interrupted")
             cache.put(_CRASHED, [], [(image.identity, str(limit_bytes()))])
-            _decoded(image, [Preprocessing(height=224, width=224)], None)
+            _decoded(image, [Preprocessing(height=224, width=224)], None, {})
             cache.forget_unusable(_CRASHED, identity=image.identity)
     cache.forget_unusable(_DECODING)
 
@@ -195,21 +201,25 @@ def _marked(images: Sequence[LabeledImage], cache: FeatureCache, batch_size: int
 
 
 def _missing(
-    images: Sequence[LabeledImage], backbone: str, cache: FeatureCache
+    images: Sequence[LabeledImage], states: Mapping[str, str], digested: Collection[str]
 ) -> tuple[list[LabeledImage], dict[Path, str]]:
-    """Return the images that the cache does not know, and those that it knows to be unusable."""
+    """Return the images whose features or digests are unknown, and those that are known to be unusable."""
     todo, refused = [], {}
     for image in images:
-        reason = cache.lookup(image.identity, backbone)
-        if reason is None:
+        reason = states.get(image.identity)
+        if reason is None or (not reason and image.identity not in digested):
             todo.append(image)
         elif reason:
             refused[image.path] = reason
     return todo, refused
 
 
-def _store(batch: Sequence[Outcome], backbone: str, cache: FeatureCache) -> dict[Path, str]:
+def _store(
+    batch: Sequence[Outcome], backbone: str, digests: _Digests, cache: FeatureCache
+) -> dict[Path, str]:
     """Store a batch, except for refusals that may pass; return the unusable images with reasons."""
+    found = {image.identity: digests[image.identity] for image, _ in batch if image.identity in digests}
+    cache.put_contents(found)  # first: no image is grouped without one
     refused = [(image, made) for image, made in batch if isinstance(made, Refusal)]
     cache.put(
         backbone,
@@ -219,7 +229,7 @@ def _store(batch: Sequence[Outcome], backbone: str, cache: FeatureCache) -> dict
     return {image.path: refusal.reason for image, refusal in refused}
 
 
-def feature_batches(
+def feature_batches(  # noqa: PLR0913 - what features depend on
     images: Iterable[LabeledImage],
     backbones: Sequence[Backbone],
     *,
@@ -228,12 +238,14 @@ def feature_batches(
     should_stop: Callable[[], bool] = lambda: False,
     alter: Alter | None = None,
     isolated: bool = False,
+    digests: _Digests | None = None,
     run_backbones: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Iterator[list[Outcome]]:
     """Yield features batch by batch, in the order of the images, decoding at most two batches ahead.
 
     Each image is decoded once, and its features from all backbones are concatenated. With `isolated`, backbones run on
-    one image at a time, and where one fails, the image has no feature. Backbones run within the context of
+    one image at a time, and where one fails, the image has no feature. `digests` gets each image's `pixel_digest` as it
+    is decoded. Backbones run within the context of
     `run_backbones`, in which no image is decoded, not even ahead: a crash at an image is not counted as theirs.
 
     Raises:
@@ -250,7 +262,7 @@ def feature_batches(
         try:
             while True:
                 for image in itertools.islice(ahead, 2 * batch_size - len(waiting)):
-                    waiting.append((image, pool.submit(_decoded, image, specs, alter)))
+                    waiting.append((image, pool.submit(_decoded, image, specs, alter, digests)))
                 if not waiting:
                     return
                 if should_stop():
@@ -281,13 +293,17 @@ def feature_of(image: Image.Image | bytes, backbones: Sequence[Backbone]) -> NDA
     return _finite(_features(backbones, [pixels])[0])
 
 
-def _decoded(image: LabeledImage, specs: Iterable[Preprocessing], alter: Alter | None) -> _Pixels | Refusal:
+def _decoded(
+    image: LabeledImage, specs: Iterable[Preprocessing], alter: Alter | None, digests: _Digests | None
+) -> _Pixels | Refusal:
     path = image.path
     try:
         with decoded(path) as opened:
             if not image.is_unchanged():
                 # Its feature would be stored as that of the file that was found.
                 return Refusal("it was changed while it was read", may_pass=True)
+            if digests is not None:
+                digests[image.identity] = pixel_digest(opened)
             pixels = {spec: preprocess(opened, spec) for spec in specs}
         return pixels if alter is None else {spec: alter(image, spec, made) for spec, made in pixels.items()}
     except PrivacyRefused:

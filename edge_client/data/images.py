@@ -5,6 +5,7 @@ import csv
 import difflib
 import errno
 import functools
+import hashlib
 import io
 import itertools
 import logging
@@ -23,6 +24,7 @@ from edge_client.data.decoding_memory import decoding_bytes, reserve
 from protocol.cli import plain
 from protocol.errors import ConfigError, UnreadableImage
 from protocol.log import event
+from protocol.models.preprocessing import to_rgb
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +42,8 @@ parts of a file into memory as a whole."""
 
 MAX_ROWS = 2**20
 """Of an image: Pillow takes about 20 bytes for each, 1.8 GB for one pixel in each of 89 million rows."""
+
+DIGEST_EDGE = 256
 
 UNLABELED = -1
 
@@ -163,6 +167,17 @@ def decoded(source: Path | bytes) -> Iterator[Image.Image]:
         image = _loaded(source, reserved)
         reserved.callback(image.close)  # the caller has a reference
         yield image
+
+
+def pixel_digest(image: Image.Image) -> bytes:
+    """Return a digest of an upright image, 16 bytes: of its size, and of at most 256 x 256 of its pixels in RGB.
+
+    Names, places and ratings that programs write into a file do not change it: such a file would otherwise be another
+    image with the same feature, and the difference of two submissions could be the feature of a single one.
+    """
+    size = min(image.width, DIGEST_EDGE), min(image.height, DIGEST_EDGE)
+    pixels = to_rgb(image.resize(size, Image.Resampling.NEAREST)).tobytes()
+    return hashlib.sha256(f"{image.width} x {image.height}".encode() + pixels).digest()[:16]
 
 
 def _loaded(source: Path | bytes, reserved: contextlib.ExitStack) -> Image.Image:

@@ -19,13 +19,13 @@ from edge_client.storage.disk_space import DiskAlmostFull
 from protocol.errors import BlobLost, Interrupted, ProtofleetError, StateError
 from protocol.log import event
 from protocol.threads import start_thread
-from protocol.wire.messages import TaskManifest
 
 if TYPE_CHECKING:
     from edge_client.submission.builder import ShowDryRun, SubmissionBuilder
     from edge_client.submission.head_installer import HeadInstaller
     from edge_client.submission.image_features import Workspace
     from edge_client.submission.round_submission import RoundTraining
+    from protocol.wire.messages import TaskManifest
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class Worker:
         self._show = show
         self._lost: Counter[bytes] = Counter()
         self._manifest: TaskManifest | None = None
-        self._images: tuple[str, ...] | None = None
+        self._images: tuple[str, ...] = ()
         self._missing_images: frozenset[str] = frozenset()
         """Those of the last build that the last scan has not found."""
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -167,8 +167,9 @@ class Worker:
 
     def _build(self, build: events.BuildSubmission, should_stop: Callable[[], bool]) -> events.Event:
         self._manifest = build.manifest
-        self._images = self._find_images(build.manifest)
-        return self._builder.build(build, should_stop)
+        built = self._builder.build(build, should_stop)
+        self._images = self._workspace.scanned
+        return built
 
     def _missing(
         self, error: StateError, name: Job | Literal["scan"]
@@ -188,9 +189,11 @@ class Worker:
         return events.BlobsMissing(frozenset({error.digest}), name)
 
     def _check_images(self) -> events.ImagesChanged | None:
-        if self._manifest is None or self._images is None:
+        if self._manifest is None:
             return None
-        images = self._find_images(self._manifest)
+        with contextlib.suppress(ProtofleetError):  # an error is reported by the next build
+            self._workspace.find_images(self._manifest)
+        images = self._workspace.scanned
         before, self._missing_images = self._missing_images, frozenset(self._images).difference(images)
         # A file that a program replaces is missing for a moment. Each of two submissions would cost privacy.
         if not self._missing_images & before and frozenset(images) <= frozenset(self._images):
@@ -198,9 +201,3 @@ class Worker:
         self._images = images
         event(log, logging.INFO, "images changed", folder=self._settings.data)
         return events.ImagesChanged()
-
-    def _find_images(self, manifest: TaskManifest) -> tuple[str, ...]:
-        try:
-            return tuple(image.identity for image in self._workspace.find_images(manifest))
-        except ProtofleetError as error:
-            return (str(error),)  # reported by the next build

@@ -1,7 +1,7 @@
 """Features on disk, in SQLite, so that none is computed twice."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +34,7 @@ CREATE TABLE contents (identity BLOB PRIMARY KEY, digest BLOB NOT NULL) WITHOUT 
 
 
 class FeatureCache:
-    """Features by backbone and image, why images are unusable, and digests of files; for one thread at a time.
+    """Features by backbone and image, why images are unusable, and digests of images; for one thread at a time.
 
     The SQLite file is created if it does not exist; a damaged one is renamed and created anew.
 
@@ -64,21 +64,20 @@ class FeatureCache:
         )
 
     def contents(self) -> dict[str, bytes]:
-        """Return the stored digests of files by their images' identities."""
+        """Return the stored digests of images by their identities."""
         rows = self._database.read("SELECT identity, digest FROM contents")
         return {_text(identity): digest for identity, digest in rows}
 
-    def put_contents(self, digests: Iterable[tuple[str, bytes]]) -> None:
-        """Store digests of files by their images' identities."""
+    def put_contents(self, digests: Mapping[str, bytes]) -> None:
+        """Store digests of images by their identities; of a file that has one it stays."""
         with self._database.transaction() as database:
-            rows = [(_key(identity), digest) for identity, digest in digests]
-            database.executemany("INSERT OR REPLACE INTO contents VALUES (?, ?)", rows)
+            rows = [(_key(identity), digest) for identity, digest in digests.items()]
+            database.executemany("INSERT OR IGNORE INTO contents VALUES (?, ?)", rows)
 
-    def lookup(self, identity: str, backbone: str) -> str | None:
-        """Return "" if an image's feature is stored, the reason if it is unusable, or None if it is unknown."""
-        query = "SELECT unusable FROM features WHERE backbone = ? AND identity = ?"
-        rows = self._database.read(query, backbone, _key(identity))
-        return (rows[0][0] or "") if rows else None
+    def states(self, backbone: str) -> dict[str, str]:
+        """Return "" for each image whose feature is stored, and the reason for each that is unusable."""
+        query = "SELECT identity, ifnull(unusable, '') FROM features WHERE backbone = ?"
+        return {_text(identity): reason for identity, reason in self._database.read(query, backbone)}
 
     def put(
         self,
@@ -121,8 +120,7 @@ class FeatureCache:
         """Yield features as `matrix` does, float32 (up to CHUNK_ROWS, L1 + ... + LK)."""
         for start in range(0, len(identities), CHUNK_ROWS):
             part = identities[start : start + CHUNK_ROWS]
-            size = sum(len(self._vector(part[0], backbone)) for backbone in backbones)
-            yield self.matrix(part, *backbones, size=size)
+            yield np.concatenate([self._vectors(part, backbone) for backbone in backbones], axis=1)
 
     def matrix(self, identities: Sequence[str], *backbones: str, size: int) -> NDArray[np.float32]:
         """Return features in the order of n identities, those of K backbones side by side, float32 (n, L1 + ... + LK).
@@ -133,22 +131,25 @@ class FeatureCache:
             StateError: a feature is missing.
             BackboneMismatch: the backbones do not give `size` features.
         """
-        features = np.empty((len(identities), size), np.float32)
-        for identity, row in zip(identities, features, strict=True):
-            parts = [self._vector(identity, backbone) for backbone in backbones]
-            if sum(map(len, parts)) != size:
+        features, done = np.empty((len(identities), size), np.float32), 0
+        for chunk in self.chunks(identities, *backbones):
+            if chunk.shape[1] != size:
                 raise BackboneMismatch(
-                    f"expected {size} features from {len(parts)} backbones, got {sum(map(len, parts))}"
+                    f"expected {size} features from {len(backbones)} backbones, got {chunk.shape[1]}"
                 )
-            np.concatenate(parts, out=row)
+            features[done : done + len(chunk)] = chunk
+            done += len(chunk)
         return features
 
-    def _vector(self, identity: str, backbone: str) -> NDArray[np.float32]:
-        query = "SELECT vector FROM features WHERE backbone = ? AND identity = ?"
-        rows = self._database.read(query, backbone, _key(identity))
-        if not rows or rows[0][0] is None:
+    def _vectors(self, identities: Sequence[str], backbone: str) -> NDArray[np.float32]:
+        """Return the features of at most CHUNK_ROWS images, float32 (n, L); raises StateError if one is missing."""
+        places = ", ".join("?" * len(identities))
+        query = f"SELECT identity, vector FROM features WHERE backbone = ? AND identity IN ({places})"  # noqa: S608
+        rows = dict(self._database.read(query, backbone, *map(_key, identities)))
+        vectors: list[bytes] = [rows.get(_key(identity)) or b"" for identity in identities]
+        if not all(vectors) or len({*map(len, vectors)}) > 1:
             raise StateError(f"{self._database.path} was changed while it was read: start again")
-        return np.frombuffer(rows[0][0], dtype="<f4")
+        return np.frombuffer(b"".join(vectors), dtype="<f4").reshape(len(vectors), -1)
 
     def prune(self, identities: Iterable[str], *backbones: str) -> None:
         """Delete features of images not in `identities`, and of other backbones long out of use or over the limit."""

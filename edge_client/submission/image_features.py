@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from edge_client.config import Settings
 from edge_client.data.extraction import ISOLATED, Alter, Isolate, extract
 from edge_client.data.holdout import held_out
-from edge_client.data.image_content import content_key
 from edge_client.data.images import LabeledImage, NoImages, log_skipped, name_some, scan_images
 from edge_client.privacy.perturbation import cache_tag, perturb_image
 from edge_client.privacy.policy import FAILED, is_bounded, is_private
@@ -25,11 +24,10 @@ from edge_client.runtime.session import Provider
 from edge_client.storage.crash_counter import MAX_CRASHES, task_key
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.feature_cache import FeatureCache
-from edge_client.storage.image_group_record import Key
 from edge_client.storage.stored_values import BackboneProvider, LeftOut
 from edge_client.submission.extraction_progress import ProgressReporter
 from protocol.cli import plain
-from protocol.errors import BackboneMismatch, Interrupted, PrivacyFailed
+from protocol.errors import BackboneMismatch, ConfigError, Interrupted, PrivacyFailed
 from protocol.log import event
 from protocol.models.preprocessing import Preprocessing
 from protocol.wire.messages import BlobRef, TaskManifest
@@ -73,6 +71,8 @@ class Workspace:
     """Called when results are on disk, which `run_task` counts as progress."""
     is_incomplete: bool = field(default=False, init=False)
     """True if a later build may use images that the last one could not, although no file changes."""
+    scanned: tuple[str, ...] = field(default=(), init=False)
+    """The identities of the images that were found last, or the error with which that failed."""
     _left_out: LeftOut = field(default_factory=LeftOut, init=False)
     _backbones: dict[tuple[str, Provider], Backbone] = field(default_factory=dict, init=False)
 
@@ -128,7 +128,12 @@ class Workspace:
             ConfigError: the data folder cannot be read, or has unknown folders although the device is strict.
         """
         data = self.settings.data
-        scan = scan_images(data, manifest.classes, strict=self.settings.strict)
+        try:
+            scan = scan_images(data, manifest.classes, strict=self.settings.strict)
+        except ConfigError as error:
+            self.scanned = (str(error),)
+            raise
+        self.scanned = tuple(image.identity for image in scan.images)
         before, now = self._left_out, LeftOut(scan.unknown, scan.skipped, self._left_out.unusable)
         if now.unknown and now.unknown != before.unknown:
             text = "no class of the task, images left out: rename the folders, or add the classes to the task file"
@@ -162,7 +167,6 @@ class Workspace:
             PrivacyRefused: the task perturbs images, and there is no secret.
             BlobLost: a backbone was damaged on disk.
         """
-        blobs = {blob.digest.hex(): blob for blob in manifest.backbones}
         opened = {} if manifest.program else {each.sha256: each for each in self.backbones(manifest)}
         alter, settings = _perturbation(manifest, self.secret(manifest)), self.settings
         images = self.find_images(manifest) if images is None else images
@@ -173,7 +177,31 @@ class Workspace:
             )
         keys = {*backbone_digests(manifest), *training_feature_keys(manifest)}
         self.cache.prune((image.identity for image in images), *keys)
-        kept = frozenset() if is_private(manifest) else self.held_out(images)
+        kept = self._held_out(manifest, images)
+        unusable = self._compute(manifest, opened, images, kept, alter, should_stop)
+        if (now := self._held_out(manifest, images)) != kept:  # a new file shows an image that is in a group
+            kept = now
+            if alter is not None:
+                unusable = self._compute(manifest, opened, images, kept, alter, should_stop)
+        if should_stop():  # a run that was ended for it may have passed for an image's failure
+            raise Interrupted("extraction was interrupted; what was computed is stored")
+        useless = {path for path, _ in unusable}
+        named = tuple((plain(str(path)), plain(reason)) for path, reason in sorted(unusable))
+        self._note(msgspec.structs.replace(self._left_out, unusable=named))
+        usable = tuple(image for image in images if image.path not in useless)
+        return FoundImages(usable, tuple(sorted(unusable)), kept)
+
+    def _compute(
+        self,
+        manifest: TaskManifest,
+        opened: Mapping[str, Backbone],
+        images: Sequence[LabeledImage],
+        kept: frozenset[str],
+        alter: tuple[str, Alter] | None,
+        should_stop: Callable[[], bool],
+    ) -> list[tuple[Path, str]]:
+        """Put features into the cache, of altered images unless they are kept; return unusable images with reasons."""
+        blobs = {blob.digest.hex(): blob for blob in manifest.backbones}
         parts: dict[bool, list[LabeledImage]] = {False: [], True: []}
         for image in images:
             parts[alter is not None and image.relative not in kept].append(image)
@@ -190,8 +218,8 @@ class Workspace:
                     open_backbone=lambda digest: (
                         self._open(blobs[digest], manifest) if manifest.program else opened[digest]
                     ),
-                    batch_size=settings.batch_size,
-                    workers=settings.workers,
+                    batch_size=self.settings.batch_size,
+                    workers=self.settings.workers,
                     on_progress=reporter.advance,
                     on_stored=self.on_stored,
                     should_stop=should_stop,
@@ -201,34 +229,16 @@ class Workspace:
                 unusable += extraction.refused
                 # Under differential privacy each build is charged, and which images fail must not be seen.
                 self.is_incomplete |= extraction.may_pass and not is_private(manifest)
-        if should_stop():  # a run that was ended for it may have passed for an image's failure
-            raise Interrupted("extraction was interrupted; what was computed is stored")
-        useless = {path for path, _ in unusable}
-        named = tuple((plain(str(path)), plain(reason)) for path, reason in sorted(unusable))
-        self._note(msgspec.structs.replace(self._left_out, unusable=named))
-        usable = tuple(image for image in images if image.path not in useless)
-        return FoundImages(usable, tuple(sorted(unusable)), kept)
+        return unusable
+
+    def _held_out(self, manifest: TaskManifest, images: Sequence[LabeledImage]) -> frozenset[str]:
+        return frozenset() if is_private(manifest) else self.held_out(images)
 
     def held_out(self, images: Sequence[LabeledImage]) -> frozenset[str]:
         """Return the relative paths of the images that are held out; none that is in a group."""
-        groups, keys = self.store.image_groups.read(), self.content_keys(images)
-        grouped = {image.relative for image in images if keys.get(image.identity) in groups.number_of}
+        groups, digests = self.store.image_groups.read(), self.cache.contents()
+        grouped = {image.relative for image in images if digests.get(image.identity) in groups.number_of}
         return held_out(images, self.settings.holdout, grouped=grouped)
-
-    def content_keys(self, images: Sequence[LabeledImage]) -> dict[str, Key]:
-        """Return digests of the images' files by their identities, read once; a renamed file keeps its key.
-
-        A file that cannot be read, or that was changed since it was found, has none.
-        """
-        known = self.cache.contents()
-        read = {}
-        for image in images:
-            if image.identity not in known:
-                key = content_key(image.path)
-                if key is not None and image.is_unchanged():
-                    read[image.identity] = key
-        self.cache.put_contents(read.items())
-        return {**known, **read}
 
     def secret(self, manifest: TaskManifest) -> bytes:
         """Return the device's secret, from which shuffles and noise are derived.

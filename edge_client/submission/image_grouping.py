@@ -32,7 +32,7 @@ class ReleasedImages:
 def group_images(workspace: Workspace, task: TaskManifest, found: FoundImages) -> list[ReleasedImages]:
     """Group the training images, record the groups, and return the released images of each class.
 
-    Images of the same file are one image, in the first of its classes. A dry run records nothing.
+    Images of the same pixels are one image, in the first of its classes. A dry run records nothing.
 
     Raises:
         ProtofleetError: a feature is not finite.
@@ -72,7 +72,7 @@ def group_images(workspace: Workspace, task: TaskManifest, found: FoundImages) -
 
 def _by_label(workspace: Workspace, task: TaskManifest, found: FoundImages) -> list[dict[Key, LabeledImage]]:
     """Return the training images of each class by their keys; an image is in the first of its classes."""
-    keys = workspace.content_keys(found.for_training())
+    keys = workspace.cache.contents()
     by_label: list[dict[Key, LabeledImage]] = []
     taken: set[Key] = set()
     for label in range(len(task.classes)):
@@ -80,7 +80,6 @@ def _by_label(workspace: Workspace, task: TaskManifest, found: FoundImages) -> l
         by_key = {keys[image.identity]: image for image in reversed(training) if image.identity in keys}
         by_label.append({key: image for key, image in by_key.items() if key not in taken})
         taken |= by_key.keys()
-    workspace.is_incomplete |= any(image.identity not in keys for image in found.for_training())
     return by_label
 
 

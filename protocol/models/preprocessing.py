@@ -50,7 +50,7 @@ def preprocess(image: Image.Image, spec: Preprocessing) -> NDArray[np.uint8]:
     Raises:
         UnreadableImage: the image has no pixels, or its aspect ratio is too extreme to resize.
     """
-    rgb = _to_rgb(image)
+    rgb = to_rgb(image)
     width, height = _resized_size(rgb.width, rgb.height, spec)
     if width * height > MAX_RESIZED_PIXELS:
         raise UnreadableImage(
@@ -63,7 +63,8 @@ def preprocess(image: Image.Image, spec: Preprocessing) -> NDArray[np.uint8]:
     return np.asarray(canvas)
 
 
-def _to_rgb(image: Image.Image) -> Image.Image:
+def to_rgb(image: Image.Image) -> Image.Image:
+    """Return an image in RGB, as `preprocess` sees it; raises UnreadableImage if it has no pixels."""
     if image.width == 0 or image.height == 0:
         raise UnreadableImage(f"an image of {image.width} x {image.height} pixels is empty")
     if image.mode.startswith("I;16"):  # Pillow clips to 255, which makes nearly every image white

@@ -126,4 +126,4 @@ def look_at(cache: FeatureCache, images: Sequence[LabeledImage]) -> None:
 
 def put_contents(cache: FeatureCache, images: Sequence[LabeledImage]) -> None:
     """Put digests of files that do not exist into the cache."""
-    cache.put_contents((image.identity, digest_of(image.identity.encode())) for image in images)
+    cache.put_contents({image.identity: digest_of(image.identity.encode()) for image in images})

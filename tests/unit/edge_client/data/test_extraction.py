@@ -221,8 +221,10 @@ def test_pipe_in_place_of_an_image_does_not_block(tmp_path: Path) -> None:
     path.rename(tmp_path / "image.png")
     os.mkfifo(path)
     script = (
-        "import sys; from pathlib import Path; from edge_client.data.image_content import content_key; "
-        "assert content_key(Path(sys.argv[1])) is None"
+        "import sys; from pathlib import Path; from edge_client.data.images import open_file\n"
+        "try: open_file(Path(sys.argv[1]))\n"
+        "except OSError: sys.exit(0)\n"
+        "sys.exit(1)"
     )
     # A process that reads the pipe would wait for ever.
     subprocess.run([sys.executable, "-c", script, path], check=True, timeout=60)

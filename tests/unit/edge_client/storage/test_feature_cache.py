@@ -36,8 +36,8 @@ def test_features_are_found_under_any_file_name(cache: FeatureCache) -> None:
         backbone = str(next(backbones))
         features = [(name, np.full(3, number, np.float32)) for number, name in enumerate(names)]
         cache.put(backbone, features[1:], [(names[0], "broken")])
-        assert cache.lookup(names[0], backbone) == "broken"
-        assert all(cache.lookup(name, backbone) == "" for name in names[1:])
+        assert cache.states(backbone).get(names[0]) == "broken"
+        assert all(cache.states(backbone).get(name) == "" for name in names[1:])
         assert cache.known(backbone) == set(names[1:])
         found = [chunk for part in cache.chunks(names[1:], backbone) for chunk in part]
         assert [int(feature[0]) for feature in found] == list(range(1, len(names)))
@@ -48,8 +48,8 @@ def test_features_are_found_under_any_file_name(cache: FeatureCache) -> None:
 def test_unknown_images_and_backbones_have_no_features(tmp_path: Path, cache: FeatureCache) -> None:
     """Reading a missing feature is an error."""
     cache.put("b", rows(3), [("bad", "broken")])
-    assert cache.lookup("3", "b") is None
-    assert cache.lookup("0", "c") is None
+    assert cache.states("b").get("3") is None
+    assert cache.states("c").get("0") is None
     with sqlite3.connect(tmp_path / "features.sqlite") as other:
         other.execute("DELETE FROM features WHERE identity = ?", (b"2",))
     for identity in ("3", "bad", "2"):
@@ -90,7 +90,7 @@ def test_pruning_deletes_missing_images_and_shrinks_the_file(tmp_path: Path) -> 
     cache = FeatureCache(tmp_path / "features.sqlite")
     cache.prune(["3", "5", "unheard of"], "new")
     assert cache.known("new") == cache.known("old") == {"3", "5"}
-    assert cache.lookup("bad", "new") is None
+    assert cache.states("new").get("bad") is None
     cache.close()
     assert (tmp_path / "features.sqlite").stat().st_size < before / 10
 

@@ -1,9 +1,7 @@
-"""Digests of image files that metadata does not change."""
+"""Digests of images: metadata, and the kind of the file, do not change them."""
 
 import io
 import os
-import tracemalloc
-import zlib
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -14,11 +12,13 @@ import pytest
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from edge_client.data.image_content import content_key
-from edge_client.data.images import MAX_FILE_BYTES, decode
+from edge_client.data.extraction import extract
+from edge_client.data.images import MAX_FILE_BYTES, decode, decoded, pixel_digest
 from edge_client.submission import image_features
+from edge_client.submission.image_features import training_feature_keys
 from edge_client.submission.prepared_submission import NoPrototype, prepare_prototypes
 from protocol.errors import UnreadableImage
+from protocol.wire.messages import Perturbation
 from tests.support.devices.device_factory import image_file, make_manifest, make_workspace, noise
 
 RATING, ORIENTATION = 0x4746, 0x0112
@@ -44,12 +44,6 @@ def png_exif(tags: dict[int, int]) -> bytes:
     return saved(noise(), "png", exif=exif)
 
 
-def png_chunk(kind: bytes, data: bytes) -> bytes:
-    """Return the PNG file with a chunk after its header."""
-    chunk = kind + data
-    return PNG[:33] + len(data).to_bytes(4, "big") + chunk + zlib.crc32(chunk).to_bytes(4, "big") + PNG[33:]
-
-
 def webp(**options: Any) -> bytes:
     return saved(noise(), "webp", **options)
 
@@ -68,7 +62,8 @@ def text(**texts: str) -> PngInfo:
 
 
 JPEG, PNG = saved(noise(), "jpeg"), saved(noise(), "png")
-SCANS = saved(noise(), "jpeg", progressive=True)
+LARGE, small, other_pixel = noise(width=600, height=500), noise(), noise()
+other_pixel.putpixel((3, 5), (0, 0, 0))
 SAME = {
     "a rating": (JPEG, tagged(JPEG, {RATING: 5})),
     "another rating": (tagged(JPEG, {RATING: 4}), tagged(JPEG, {RATING: 5})),
@@ -78,84 +73,109 @@ SAME = {
     ),
     "a comment": (JPEG, saved(noise(), "jpeg", comment=b"a dog")),
     "an upright orientation": (JPEG, tagged(JPEG, {ORIENTATION: 1})),
-    "a resolution": (saved(noise(), "jpeg", dpi=(72, 72)), saved(noise(), "jpeg", dpi=(300, 300))),
     "a text": (PNG, saved(noise(), "png", pnginfo=text(Title="a dog"))),
     "a rating in a PNG": (PNG, png_exif({RATING: 5})),
-    "a rating of a turned PNG": (png_exif({ORIENTATION: 6}), png_exif({ORIENTATION: 6, RATING: 5})),
-    "a rating of a PNG turned otherwise": (
-        saved(noise(), "png", pnginfo=text(xmp='tiff:Orientation="6"')),
-        saved(noise(), "png", pnginfo=text(xmp='xmp:Rating="5" tiff:Orientation="6"')),
-    ),
-    "a resolution of a PNG": (PNG, png_chunk(b"pHYs", bytes(8) + b"\1")),
-    "a PNG with something behind it": (PNG, PNG + b"something"),
     "a film behind a JPEG": (JPEG, JPEG + b"film" + JPEG),
-    "a film behind a JPEG of several scans": (SCANS, SCANS + b"film" * 2**20),
     "a rating in a WEBP": (webp(), webp_exif({RATING: 5})),
     "a profile and a text in a WEBP": (webp(), webp(icc_profile=b"profile", xmp=b'xmp:Rating="5"')),
-    "a rating of a turned WEBP": (webp_exif({ORIENTATION: 6}), webp_exif({ORIENTATION: 6, RATING: 5})),
-    "a WEBP with something behind it": (webp(), webp() + b"something"),
+    "another format without loss": (PNG, saved(noise(), "bmp")),
+    "the same upright": (
+        png_exif({ORIENTATION: 6}),
+        saved(noise().transpose(Image.Transpose.ROTATE_270), "png"),
+    ),
+    "a palette": (
+        saved(noise().quantize(16), "png"),
+        saved(noise().quantize(16).convert("RGB"), "png"),
+    ),
 }
 OTHER = {
     "another image": (JPEG, saved(noise(seed=1), "jpeg")),
-    "another PNG image": (PNG, saved(noise(seed=1), "png")),
     "an orientation": (JPEG, tagged(JPEG, {ORIENTATION: 6})),
     "an orientation in a PNG": (PNG, png_exif({ORIENTATION: 6})),
-    "a transparent color in a PNG": (PNG, png_chunk(b"tRNS", bytes(6))),
-    "a truncated file": (JPEG, JPEG[:-1]),
-    "a truncated header": (JPEG, JPEG[:21]),
-    "a truncated PNG": (PNG, PNG[:40]),
-    "a JPEG without its last scan": (SCANS, SCANS[: SCANS.rindex(b"\xff\xda")] + b"\xff\xd9"),
-    "another WEBP image": (webp(), saved(noise(seed=1), "webp")),
-    "an orientation in a WEBP": (webp(), webp_exif({ORIENTATION: 6})),
-    "an orientation in a text of a WEBP": (webp(), webp(xmp=b'tiff:Orientation="6"')),
-    "a truncated WEBP": (webp(), webp()[:-2]),
-    "a truncated header of a WEBP": (webp(), webp_exif({RATING: 5})[:20]),
-    "another format": (PNG, saved(noise(), "bmp")),
+    "one pixel of a small image": (saved(small, "png"), saved(other_pixel, "png")),
+    "another quality": (JPEG, saved(noise(), "jpeg", quality=60)),
+    "another size": (saved(Image.new("L", (300, 400)), "png"), saved(Image.new("L", (400, 300)), "png")),
+    "a large image": (saved(LARGE, "png"), saved(noise(width=600, height=500, seed=1), "png")),
+    "another palette": (
+        saved(Image.new("RGB", (8, 8), "red").quantize(2), "png"),
+        saved(Image.new("RGB", (8, 8), "blue").quantize(2), "png"),
+    ),
+    "16 bits": (
+        saved(Image.fromarray(np.full((8, 8), 256, np.uint16)), "png"),
+        saved(Image.fromarray(np.full((8, 8), 512, np.uint16)), "png"),
+    ),
 }
 
 
 @pytest.mark.parametrize(("files", "is_same"), [(SAME, True), (OTHER, False)])
-def test_metadata_does_not_change_an_image(
-    tmp_path: Path, files: dict[str, tuple[bytes, bytes]], *, is_same: bool
+def test_what_changes_no_pixel_does_not_change_an_image(
+    files: dict[str, tuple[bytes, bytes]], *, is_same: bool
 ) -> None:
-    """Its orientation, and all that changes how it is decoded, do."""
     for what, pair in files.items():
-        keys = []
+        digests = []
         for data in pair:
-            (tmp_path / "image").write_bytes(data)
-            keys.append(content_key(tmp_path / "image"))
-        assert (keys[0] == keys[1]) == is_same, what
-        assert None not in keys
+            with decoded(data) as image:
+                digests.append(pixel_digest(image))
+        assert (digests[0] == digests[1]) == is_same, what
+        assert {*map(len, digests)} == {16}
 
 
-def test_a_file_that_cannot_be_read_has_no_key(tmp_path: Path) -> None:
-    assert content_key(tmp_path / "none.jpg") is None
+def test_a_file_that_is_too_large_to_be_decoded_is_not_read(tmp_path: Path) -> None:
+    file = tmp_path / "raw.bmp"
+    file.write_bytes(b"BM")
+    os.truncate(file, MAX_FILE_BYTES + 1)
+    with pytest.raises(
+        UnreadableImage, match="expected a file of at most 536870912 bytes, got one of 536870913"
+    ):
+        decode(file)
 
 
-def test_large_files_take_little_memory(tmp_path: Path) -> None:
-    """A film of JPEG images, or a PNG file with a text of 16 MB; what is too large to be decoded is not read."""
-    long = (16_000_000).to_bytes(4, "big") + b"tEXt"
-    for name, start in (("film.jpg", JPEG), ("text.png", PNG[:33] + long), ("raw.bmp", b"BM")):
-        file = tmp_path / name
-        file.write_bytes(start)
-        os.truncate(file, 16_000_000)
-        tracemalloc.start()
-        try:
-            assert content_key(file) is not None
-            assert tracemalloc.get_traced_memory()[1] < 4_000_000
-        finally:
-            tracemalloc.stop()
-        os.truncate(file, MAX_FILE_BYTES + 1)
-        assert content_key(file) is None
-        with pytest.raises(
-            UnreadableImage, match="expected a file of at most 536870912 bytes, got one of 536870913"
-        ):
-            decode(file)
+def test_groups_of_an_earlier_digest_stay(tmp_path: Path) -> None:
+    """A file has the digest with which it was stored first: of an earlier version, or of another decoder."""
+    workspace, manifest = make_workspace(tmp_path), make_manifest(batch_size=5, min_images=5)
+    for number in range(5):
+        image_file(tmp_path / "data" / "cat" / f"{number}.png", noise(seed=number))
+    images = workspace.find_images(manifest)
+    old = {image.identity: bytes([number]) * 16 for number, image in enumerate(images)}
+    workspace.cache.put_contents(old)
+    prepare_prototypes(workspace, manifest, workspace.extract(manifest, lambda: False))
+    assert workspace.cache.contents() == old
+    assert workspace.store.image_groups.read().number_of.keys() == {*old.values()}
 
 
-@pytest.mark.parametrize("when", ["extract", "content_key"])
+def test_a_feature_without_a_digest_is_computed_again(tmp_path: Path) -> None:
+    """No image is grouped without one."""
+    workspace, manifest = make_workspace(tmp_path), make_manifest()
+    image_file(tmp_path / "data" / "cat" / "0.png")
+    (image,) = workspace.find_images(manifest)
+    key = manifest.backbones[0].digest.hex()
+    workspace.cache.put(key, [(image.identity, np.zeros(16, np.float32))], [])
+    workspace.extract(manifest, lambda: False)
+    assert len(workspace.cache.contents()) == 1
+    assert workspace.features([image], [key], 16).any()
+
+
+def test_a_new_name_of_a_grouped_image_is_not_held_out(tmp_path: Path) -> None:
+    """Which is known once it is decoded: with perturbed images its feature is then computed again, perturbed."""
+    workspace = make_workspace(tmp_path, holdout=0.5)
+    perturbation = Perturbation(on="images", scale=0.1)
+    manifest = make_manifest(perturbation=perturbation, batch_size=5, min_images=5)
+    folder = tmp_path / "data" / "cat"
+    for number in range(10):
+        image_file(folder / f"{number}.png", noise(seed=number))
+    found = workspace.extract(manifest, lambda: False)
+    prepare_prototypes(workspace, manifest, found)
+    assert len(found.held_out) == 5
+    for image in found.for_training():
+        image.path.rename(folder / f"a-{image.path.name}")
+    again = workspace.extract(manifest, lambda: False)
+    assert again.held_out == found.held_out
+    assert len(workspace.cache.known(*training_feature_keys(manifest))) >= 5
+    prepare_prototypes(workspace, manifest, again)
+
+
 def test_files_that_change_while_they_are_read_reveal_no_new_image(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An editor saves all images between two readings of them; later one image is new, whose feature would be found."""
     folder, workspace = tmp_path / "data" / "cat", make_workspace(tmp_path)
@@ -173,18 +193,15 @@ def test_files_that_change_while_they_are_read_reveal_no_new_image(
             sums.append(prepared.prototypes.astype(np.float64).T @ prepared.counts)
 
     save_all(0)
-    whole, seeds = getattr(image_features, when), count(100, 100)
+    whole, seeds = extract, count(100, 100)
 
     def save_and_read(*args: Any, **options: Any) -> Any:
-        if when == "extract" and args[0]:
+        if args[0]:
             save_all(next(seeds))
-        made = whole(*args, **options)
-        if when == "content_key":
-            save_all(next(seeds))
-        return made
+        return whole(*args, **options)
 
     with monkeypatch.context() as patched:
-        patched.setattr(image_features, when, save_and_read)
+        patched.setattr(image_features, "extract", save_and_read)
         upload()
     image_file(new, noise(seed=99))
     upload()
@@ -210,7 +227,7 @@ def test_a_rating_does_not_reveal_a_new_image(tmp_path: Path) -> None:
         (folder / f"{number}.jpg").write_bytes(saved(noise(seed=number), "jpeg"))
     before = total()
     images = workspace.find_images(manifest)
-    keys = workspace.content_keys(images)
+    keys = workspace.cache.contents()
     for group in workspace.store.image_groups.read().groups.values():
         path = next(image.path for image in images if keys[image.identity] in group.images)
         path.write_bytes(tagged(path.read_bytes(), {RATING: 5}))
