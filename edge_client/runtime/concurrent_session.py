@@ -1,7 +1,7 @@
 """An ONNX Runtime session on the CPU that runs the parts of a batch at the same time, on one thread each.
 
 Threads that share each operator wait for one another at its end, and a large batch leaves the caches between operators.
-docs/benchmarks.md has the figures.
+benchmarks/reports/benchmarks.md has the figures.
 """
 
 from collections.abc import Mapping, Sequence

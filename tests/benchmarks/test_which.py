@@ -24,7 +24,10 @@ from tests.benchmarks.feature_factory import domain, fill_cache, make_folders
 from tests.support.graphs.exported_graphs import exported
 
 ROOT = Path(__file__).parents[2]
-PAGE, STORED = ROOT / "docs" / "which-algorithm.md", ROOT / "benchmarks" / "results" / "which.json"
+PAGE, STORED = (
+    ROOT / "benchmarks" / "reports" / "which-algorithm.md",
+    ROOT / "benchmarks" / "results" / "which.json",
+)
 
 
 def make_cheap(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,7 @@ PAGES = [
     *ROOT.glob("docs/**/*.md"),
     *ROOT.glob("examples/**/*.md"),
     *ROOT.glob("benchmarks/reports/*.md"),
+    ROOT / "tests" / "README.md",
 ]
 
 DEFAULTS = {

@@ -1,4 +1,4 @@
-"""The reliability page shows a run of the current fault suite."""
+"""The page of the tests shows a run of the current fault suite."""
 
 import itertools
 from pathlib import Path
@@ -7,7 +7,7 @@ from tests.system.injection.programs import PROGRAMS
 from tests.system.suites import FAULTS
 from tests.system.tables import HEADINGS, FaultRow, InjectionRow, with_total
 
-PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
+PAGE = Path(__file__).parents[2] / "tests" / "README.md"
 
 
 def _rows(kind: str) -> list[list[str]]:

@@ -1,11 +1,11 @@
-"""The security page shows a run of the current attack suite."""
+"""The page of the tests shows a run of the current attack suite."""
 
 from pathlib import Path
 
 from tests.system.suites import ATTACKS
 from tests.system.tables import HEADINGS
 
-PAGE = Path(__file__).parents[2] / "docs" / "security.md"
+PAGE = Path(__file__).parents[2] / "tests" / "README.md"
 
 
 def _rows() -> list[list[str]]:

@@ -1,4 +1,4 @@
-"""`python -m benchmarks which`: every algorithm with its defaults on the same fleets, for docs/which-algorithm.md."""
+"""`python -m benchmarks which`: every algorithm with its defaults on the same fleets."""
 
 import json
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -56,7 +56,7 @@ COLUMNS = {
 @click.option(
     "--markdown",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Write the tables into this page, docs/which-algorithm.md for instance; those of other scenarios stay.",
+    help="Write the tables into this page, such as benchmarks/reports/which-algorithm.md; other scenarios stay.",
 )
 @json_option
 def command(

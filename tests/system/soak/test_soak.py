@@ -37,6 +37,6 @@ def test_small_fleet_loses_nothing(tmp_path: Path) -> None:
 
 
 def test_module_runs_as_a_command() -> None:
-    """`python -m tests.system.soak` accepts the options of docs/benchmarks.md."""
+    """`python -m tests.system.soak` accepts the options of benchmarks/reports/benchmarks.md."""
     command = [sys.executable, "-m", "tests.system.soak", "--help"]
     assert "--plot" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
