@@ -24,7 +24,7 @@ from protocol.mqtt.own_presence import Replaced, duplicate_of
 from protocol.storage.blobstore import state_errors
 from protocol.wire.codec import decode, encode
 from protocol.wire.messages import HeadManifest, Message, Presence, Reason
-from protocol.wire.presence import Duplicate, Reaction, is_newer
+from protocol.wire.presence import Duplicate, Reaction
 from protocol.wire.topics import FleetChannel
 
 REPEAT_S = 10.0
@@ -169,10 +169,16 @@ class OwnTopic:
         except MalformedMessage as error:
             self._refuse("malformed", f"the aggregator's state: {error}")
             return
-        own = self.publisher.presence
-        reaction = (
-            own.observe(presence) if own.has_signed(presence) else self._reaction_to_other_key(presence)
-        )
+        own, is_closed = self.publisher.presence, self.store.keys.is_closed()
+        reaction = own.react(presence, is_closed=is_closed)
+        if reaction is Reaction.END:
+            raise ConfigError(
+                f"another aggregator has started for fleet {self.fleet!r} on this broker, at "
+                f"{presence.address or 'an unknown address'}, with the key {presence.key.hex() or 'unknown'}: a fleet "
+                "has one; stop one of them, or give each task file a fleet of its own"
+            )
+        if not own.has_signed(presence):
+            self._refuse_other_key(presence, is_closed=is_closed)
         if reaction is Reaction.STAY_OUT:
             self.store.database.check_lead()
             raise Replaced(duplicate_of(presence, started_later=True), command=TAKE_OVER)
@@ -191,25 +197,15 @@ class OwnTopic:
             self._is_outdated = False
             self.publisher.publish_presence()
 
-    def _reaction_to_other_key(self, presence: Presence) -> Reaction:
-        own, is_closed = self.publisher.presence.epoch, self.store.keys.is_closed()
-        if not is_closed and is_newer(presence.epoch, own=own, now_s=time.time()):
-            raise ConfigError(
-                f"another aggregator has started for fleet {self.fleet!r} on this broker, at "
-                f"{presence.address or 'an unknown address'}, with the key {presence.key.hex() or 'unknown'}: a fleet "
-                "has one; stop one of them, or give each task file a fleet of its own"
-            )
+    def _refuse_other_key(self, presence: Presence, *, is_closed: bool) -> None:
         if is_closed:
             self._refuse(
                 "signature", "an aggregator's presence that is not signed with this aggregator's key"
             )
-        elif presence.epoch > own:
+        elif presence.epoch > self.publisher.presence.epoch:
             self._refuse(
                 "implausible", f"an aggregator's presence with epoch {presence.epoch}, in the future"
             )
-        # Not after each one: the other program may do the same.
-        is_outdated = presence.state != "online" or presence.epoch > own
-        return Reaction.PUBLISH if is_outdated else Reaction.NONE
 
     def _report(self, found: Duplicate) -> None:
         before = self.store.facts.get(Duplicate)

@@ -1,7 +1,6 @@
 """Presences on the device's own topic: a copy of this device, or another client under its name."""
 
 import logging
-import time
 from collections.abc import Callable
 
 from edge_client.config import Settings
@@ -12,7 +11,7 @@ from protocol.errors import BadSignature, ConfigError
 from protocol.log import event
 from protocol.mqtt.own_presence import Replaced, duplicate_of
 from protocol.wire.messages import Presence
-from protocol.wire.presence import Duplicate, Reaction, is_newer
+from protocol.wire.presence import Duplicate, Reaction
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +38,17 @@ class OwnTopic:
 
     def check(self, presence: Presence, *, is_connected: bool) -> None:
         """Replace an outdated presence; raises ConfigError if another program replaces this one."""
-        own = self._publisher.presence
-        reaction = self._reaction(presence)
+        own, settings = self._publisher.presence, self._settings
+        is_closed = settings.signing_key is not None
+        if is_closed and not own.has_signed(presence):
+            topic = self._publisher.topic("state")
+            self._refuse(topic, BadSignature("the presence is not signed with this device's key"))
+        reaction = own.react(presence, is_closed=is_closed)
+        if reaction is Reaction.END:
+            raise ConfigError(
+                f"another edge-client is online as {settings.device_id!r}, at "
+                f"{presence.address or 'an unknown address'}: give each its own --device-id"
+            )
         if reaction is Reaction.STAY_OUT:
             found = duplicate_of(presence, started_later=True)
             self._store.set(found)
@@ -51,22 +59,6 @@ class OwnTopic:
             self._store.set(Epoch(own.epoch))
         if reaction is not Reaction.NONE and is_connected:
             self._publisher.send_presence()
-
-    def _reaction(self, presence: Presence) -> Reaction:
-        own, settings = self._publisher.presence, self._settings
-        if own.has_signed(presence):
-            return own.observe(presence)
-        if settings.signing_key is not None:
-            topic = self._publisher.topic("state")
-            self._refuse(topic, BadSignature("the presence is not signed with this device's key"))
-        elif is_newer(presence.epoch, own=own.epoch, now_s=time.time()):
-            raise ConfigError(
-                f"another edge-client is online as {settings.device_id!r}, at "
-                f"{presence.address or 'an unknown address'}: give each its own --device-id"
-            )
-        # Not after each one: the other program may do the same.
-        is_outdated = presence.state != "online" or presence.epoch > own.epoch
-        return Reaction.PUBLISH if is_outdated else Reaction.NONE
 
     def _warn(self, found: Duplicate) -> None:
         if self._store.get(Duplicate).instance == found.instance and self.warning:

@@ -13,18 +13,8 @@ from typing import Self
 from protocol.doctor.findings import Finding
 from protocol.errors import ConfigError
 from protocol.mqtt import diagnostics
-from protocol.mqtt.client import (
-    VERSIONS,
-    Acknowledged,
-    Closed,
-    Connection,
-    ConnectionOptions,
-    Ready,
-    Signal,
-    Subscribing,
-    Version,
-)
-from protocol.mqtt.events import Outgoing, Received
+from protocol.mqtt.events import Connected, Disconnected, Drained, Event, Outgoing, Received, Unsendable
+from protocol.mqtt.reconnecting_session import Session
 from protocol.mqtt.tls import (
     EXPIRY_WARNING,
     BrokerAccess,
@@ -91,68 +81,53 @@ def _check_tls(connection: socket.socket, broker: BrokerAddress, access: BrokerA
 
 
 class BrokerProbe:
-    """One client's connection to a broker, to find out what it may do. Nothing that it publishes is retained.
+    """One client's session with a broker, to find out what it may do. Nothing that it publishes is retained.
 
-    Use as a context manager, after `open`.
-
-    Args:
-        broker: its address.
-        access: TLS settings and credentials.
-        subscriptions: topics to subscribe.
+    Use as a context manager, after `open`. `subscriptions` are topics to subscribe.
     """
 
     def __init__(
         self, broker: BrokerAddress, access: BrokerAccess, *, subscriptions: tuple[str, ...] = ()
     ) -> None:
-        self._options = ConnectionOptions(
-            broker=broker,
-            access=access,
-            tls=open_tls(access),
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[Received] = queue.SimpleQueue()
+        self._connected: Connected | None = None
+        self._session = Session(
+            broker,
             client_id=f"pf-doctor-{uuid.uuid4().hex[:12]}",
             subscriptions=subscriptions,
-            will=None,
-            window=20,
-            manual_ack=False,
+            on_event=self._receive,
+            access=access,
         )
-        self._signals: queue.SimpleQueue[Signal] = queue.SimpleQueue()
-        self._messages: queue.SimpleQueue[Received] = queue.SimpleQueue()
-        self._connection: Connection | None = None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._session.stop()
+
+    def _receive(self, event: Event) -> None:
+        if isinstance(event, Received):
+            self._messages.put(event)
+        else:
+            self._events.put(event)
 
     def open(self) -> Finding:
         """Connect, and subscribe; the connection is open if the finding is ok."""
-        reason = ""
-        for version in VERSIONS:
-            connection = Connection(
-                self._options,
-                version,
-                is_probe=False,
-                signal=self._signals.put,
-                on_message=self._messages.put,
-            )
-            ended = connection.open(timeout_s=TIMEOUT_S)
-            signal = ended or self._next(connection)
-            if isinstance(signal, Ready):
-                self._connection = connection
-                name = "MQTT 5" if version is Version.MQTTv5 else "MQTT 3.1.1"
+        self._session.start()
+        match self._events.get():  # the session gives up by itself
+            case Connected() as connected:
+                self._connected = connected
+                name = "MQTT 5" if connected.is_v5 else "MQTT 3.1.1"
                 return Finding("login", "ok", f"accepted with {name}, and all subscriptions")
-            connection.close()
-            if not isinstance(signal, Closed):
-                reason = f"the broker does not answer within {TIMEOUT_S:.0f} s"
-                break
-            reason = signal.reason
-            if not signal.unanswered:
-                break
-        return Finding("login", "failed", reason, "see the message, and the broker's log")
+            case Disconnected(reason=reason):
+                return Finding("login", "failed", reason, "see the message, and the broker's log")
+            case failure:
+                return Finding("login", "failed", str(failure))
 
     def check_packet_limit(self) -> Finding:
         """Report the largest packet that the broker announces to accept."""
-        limit = self._connection.max_packet_bytes if self._connection is not None else None
+        limit = self._connected.max_packet_bytes if self._connected is not None else None
         if limit is None:
             return Finding("packets", "ok", "the broker announces no limit of a packet's size")
         text = f"packets of at most {limit:,} bytes"
@@ -170,7 +145,7 @@ class BrokerProbe:
         The messages are empty: programs of the fleet ignore them. `is_closed` makes topics that should be denied, and
         are not, a failure.
         """
-        if self._connection is None or self._connection.version is not Version.MQTTv5:
+        if self._connected is None or not self._connected.is_v5:
             text = "a broker with MQTT 3.1.1 does not tell what it denies"
             return [Finding("acl", "skipped", text, "look for denied publications in its log")]
         lacking = [topic for topic in allowed if not self._may_write(topic)]
@@ -198,34 +173,22 @@ class BrokerProbe:
                     return message.payload
         return None
 
-    def close(self) -> None:
-        """Disconnect."""
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
-
     def _may_write(self, topic: str) -> bool:
-        if self._connection is None and self.open().status != "ok":
-            return False
-        connection = self._connection
-        if connection is None:
-            return False
-        mid = connection.publish(Outgoing(topic, b""))
-        signal = self._next(connection, mid=mid)
-        if isinstance(signal, Acknowledged):
-            return not signal.denial
-        self.close()  # some brokers end the connection instead
-        return False
+        """Publish on a topic; some brokers end the connection instead of denying, and the session connects again."""
+        self._session.send(Outgoing(topic, b""))
+        answer = self._next(Drained, Disconnected, Unsendable)
+        if isinstance(answer, Unsendable):
+            self._next(Drained)
+        if isinstance(answer, Disconnected):
+            self._next(Connected)
+        return isinstance(answer, Drained)
 
-    def _next(self, connection: Connection, *, mid: int | None = None) -> Signal | None:
-        """Return the next signal of a connection, without answers to other messages; None if there is none in time."""
+    def _next(self, *kinds: type[Event]) -> Event | None:
+        """Return the next event of some kinds; None if there is none in time."""
         until_s = time.monotonic() + TIMEOUT_S
         while (left_s := until_s - time.monotonic()) > 0:
             with contextlib.suppress(queue.Empty):
-                signal = self._signals.get(timeout=left_s)
-                is_other = isinstance(signal, Subscribing) or (
-                    isinstance(signal, Acknowledged) and signal.mid != mid
-                )
-                if signal.connection is connection and not is_other:
-                    return signal
+                event = self._events.get(timeout=left_s)
+                if isinstance(event, kinds):
+                    return event
         return None

@@ -1,6 +1,19 @@
 """One connection to a broker, used once. The only import of paho.
 
-paho's callbacks only pass values on, and paho never reconnects by itself: `session` does.
+paho's callbacks only pass values on, and paho never reconnects by itself: `reconnecting_session` does.
+
+Workarounds, each for one program; where one is in the code, a comment names the program:
+
+- amqtt reads an MQTT 5 will as one of 3.1.1, waits for the rest of it, and never answers. A broker that is not known to
+  speak MQTT 5 is therefore connected to without a will first.
+- amqtt delivers retained messages of all topics to every client. Those that were not subscribed are ignored.
+- amqtt acknowledges a publication, and drops it when the connection ends right after. Final publications on subscribed
+  topics are therefore awaited as received messages.
+- NATS: a cluster without one of its three servers refuses every third filter, at random (nats-io/nats-server, issue
+  5498). Filters that are refused without a reason are subscribed again, at most `SUBSCRIBE_ATTEMPTS` times.
+- paho raises various exceptions on bytes that are not MQTT, such as a topic that is not UTF-8, which end its thread.
+- paho raises AttributeError if its thread ends while it is stopped (eclipse-paho/paho.mqtt.python, issue 872).
+- paho waits for its socket with `select`, which takes 1,024 files on Linux.
 """
 
 import contextlib
@@ -18,16 +31,15 @@ from paho.mqtt.reasoncodes import ReasonCode
 from paho.mqtt.subscribeoptions import SubscribeOptions
 
 from protocol.mqtt import diagnostics
-from protocol.mqtt.events import Outgoing, Received
+from protocol.mqtt.events import Acknowledged, Closed, Connected, Outgoing, Received
 from protocol.mqtt.tls import BrokerAccess, BrokerAddress
 
 KEEPALIVE_S = 30
 
 SUBSCRIBE_ATTEMPTS = 8
-"""How often a filter is subscribed that the broker refuses without a reason.
 
-A cluster of NATS without one of its three servers refuses every third one, at random (nats-io/nats-server, issue 5498).
-"""
+SUBSCRIBE_TIMEOUT_S = 30.0
+"""For one answer: a cluster that has lost a server needs seconds for each filter."""
 
 Version = MQTTProtocolVersion
 
@@ -35,41 +47,7 @@ VERSIONS = (Version.MQTTv5, Version.MQTTv311)
 """Versions of MQTT, in the order in which they are tried."""
 
 
-@dataclass(frozen=True)
-class Closed:
-    """A connection ended, was refused or could not be made."""
-
-    connection: "Connection"
-    reason: str
-    unanswered: bool = False
-    """Possibly because of the MQTT version."""
-
-
-@dataclass(frozen=True)
-class Subscribing:
-    """The broker has accepted the connection, or some of the subscriptions, and is asked for the others."""
-
-    connection: "Connection"
-
-
-@dataclass(frozen=True)
-class Ready:
-    """A connection is open and subscribed."""
-
-    connection: "Connection"
-
-
-@dataclass(frozen=True)
-class Acknowledged:
-    """The broker answered a publication."""
-
-    connection: "Connection"
-    mid: int
-    denial: str = ""
-    """Why the broker refused it; empty if it was accepted."""
-
-
-Signal = Closed | Subscribing | Ready | Acknowledged
+ConnectionEvent = Connected | Closed | Acknowledged | Received
 
 
 @dataclass(frozen=True)
@@ -95,10 +73,7 @@ class ConnectionOptions:
 
 
 class _Client(mqtt.Client):
-    """paho's client, with a callback for an exception that ends its thread.
-
-    paho raises various exceptions on bytes that are not MQTT, such as a topic that is not UTF-8.
-    """
+    """paho's client, with a callback for an exception that ends its thread."""
 
     on_crash: Callable[[Exception], None]
 
@@ -110,39 +85,30 @@ class _Client(mqtt.Client):
 
 
 def stop_thread(client: mqtt.Client) -> None:
-    """Stop a client's network thread.
-
-    If the thread ends by itself meanwhile, paho raises AttributeError (eclipse-paho/paho.mqtt.python, issue 872).
-    """
-    with contextlib.suppress(AttributeError):
+    """Stop a client's network thread."""
+    with contextlib.suppress(AttributeError):  # paho
         client.loop_stop()
 
 
 class Connection:
-    """A connection with its own paho client, from whose thread `signal` and `on_message` are called.
-
-    A probe has no will and no subscriptions: it finds out whether the broker speaks a version of MQTT.
-    """
+    """A connection with its own paho client, from whose thread `on_event` is called with it and an event."""
 
     def __init__(
         self,
         options: ConnectionOptions,
         version: Version,
-        *,
-        is_probe: bool,
-        signal: Callable[[Signal], None],
-        on_message: Callable[[Received], None],
+        on_event: "Callable[[Connection, ConnectionEvent], None]",
     ) -> None:
         self.version = version
-        self.is_probe = is_probe
         self.window = options.window
         self.max_packet_bytes: int | None = None
         self.is_answered = False
         self.messages = 0
         """Received, or acknowledged by the broker."""
+        self.deadline_s: float | None = None
+        """When the broker must have answered, by `time.monotonic`; None once the connection is ready."""
         self._options = options
-        self._signal = signal
-        self._report_message = on_message
+        self._on_event = on_event
         self._tls_error = ""
         self._ready_s: float | None = None
         self._unconfirmed: tuple[str, ...] = ()
@@ -156,24 +122,25 @@ class Connection:
         try:
             self._open_socket(timeout_s)
         except (OSError, ValueError) as error:
-            return Closed(self, diagnostics.connect_error(error, options.broker, options.access))
+            return Closed(diagnostics.connect_error(error, options.broker, options.access))
         try:
             if (opened := self._client.socket()) is not None:  # it may have ended already
                 select.select([opened], [], [], 0)
         except ValueError:  # paho would end the connection without a reason
-            return Closed(self, diagnostics.TOO_MANY_FILES)
+            return Closed(diagnostics.TOO_MANY_FILES)
         self._client.loop_start()
         return None
 
     def _open_socket(self, timeout_s: float) -> None:
         self._client.connect_timeout = timeout_s
         self._client.connect(self._options.broker.host, self._options.broker.port, keepalive=KEEPALIVE_S)
+        self.deadline_s = time.monotonic() + timeout_s
 
     def connected_s(self) -> float:
         """Return the seconds since the connection was ready; 0 if it never was."""
         return 0.0 if self._ready_s is None else time.monotonic() - self._ready_s
 
-    def local_address(self) -> str:
+    def _local_address(self) -> str:
         """Return this machine's IP address on the connection; empty if it has ended."""
         with contextlib.suppress(OSError, AttributeError):
             return str(self._client.socket().getsockname()[0])  # type: ignore[union-attr]
@@ -212,7 +179,7 @@ class Connection:
             client.tls_set_context(options.tls)
         if options.access.username is not None:
             client.username_pw_set(options.access.username, options.access.password)
-        if options.will is not None and not self.is_probe:
+        if options.will is not None:
             will = options.will()
             client.will_set(will.topic, will.payload, qos=1, retain=will.retain)
         client.on_crash = self._on_crash
@@ -232,11 +199,11 @@ class Connection:
         if code.is_failure:
             wrong_version = code == "Unsupported protocol version"
             reason = diagnostics.refused(str(code), self._options.access)
-            self._signal(Closed(self, reason, unanswered=wrong_version))
+            self._on_event(self, Closed(reason, unanswered=wrong_version))
             return
         self.max_packet_bytes = getattr(properties, "MaximumPacketSize", None)
         self.window = min(self._options.window, getattr(properties, "ReceiveMaximum", self._options.window))
-        if self._options.subscriptions and not self.is_probe:
+        if self._options.subscriptions:
             self._subscribe(self._options.subscriptions)
         else:
             self._report_ready()
@@ -244,13 +211,14 @@ class Connection:
     def _subscribe(self, topics: tuple[str, ...]) -> None:
         self._unconfirmed = topics
         self._attempts += 1
+        self.deadline_s = time.monotonic() + SUBSCRIBE_TIMEOUT_S
         qos: Any = SubscribeOptions(qos=1) if self.version is Version.MQTTv5 else 1
         self._client.subscribe([(topic, qos) for topic in topics])
-        self._signal(Subscribing(self))
 
     def _report_ready(self) -> None:
-        self._ready_s = time.monotonic()
-        self._signal(Ready(self))
+        self._ready_s, self.deadline_s = time.monotonic(), None
+        broker, is_v5 = str(self._options.broker), self.version is Version.MQTTv5
+        self._on_event(self, Connected(self.max_packet_bytes, self._local_address(), broker, is_v5))
 
     def _on_subscribe(self, _c: mqtt.Client, _d: Any, _m: int, codes: list[ReasonCode], _p: Any) -> None:
         asked = zip(self._unconfirmed, codes, strict=False)
@@ -258,36 +226,35 @@ class Connection:
         if not failed:
             self._report_ready()
         elif self._attempts < SUBSCRIBE_ATTEMPTS and set(failed.values()) == {diagnostics.UNSPECIFIED}:
-            self._subscribe(tuple(failed))
+            self._subscribe(tuple(failed))  # NATS
         else:
             topics = ", ".join(failed)
             reason = (
                 f"the broker denies subscribing to {topics}: change its access list, or see the broker's log"
             )
-            self._signal(Closed(self, reason))
+            self._on_event(self, Closed(reason))
 
     def _on_disconnect(self, _c: mqtt.Client, _d: Any, _f: Any, code: ReasonCode, _p: Any) -> None:
         if self.is_answered:
-            self._signal(Closed(self, diagnostics.lost(str(code))))
+            self._on_event(self, Closed(diagnostics.lost(str(code))))
         else:
             options = self._options
             reason = diagnostics.closed_before_answer(
                 self._tls_error, options.access, was_accepted=options.was_accepted
             )
-            self._signal(Closed(self, reason, unanswered=True))
+            self._on_event(self, Closed(reason, unanswered=True))
 
     def _on_crash(self, error: Exception) -> None:
         reason = f"connection lost: the broker sends invalid MQTT ({type(error).__name__})"
-        self._signal(Closed(self, reason, unanswered=not self.is_answered))
+        self._on_event(self, Closed(reason, unanswered=not self.is_answered))
 
     def _on_publish(self, _c: mqtt.Client, _d: Any, mid: int, code: ReasonCode, _p: Any) -> None:
         self.messages += not code.is_failure
-        self._signal(Acknowledged(self, mid, diagnostics.denied(str(code)) if code.is_failure else ""))
+        self._on_event(self, Acknowledged(mid, diagnostics.denied(str(code)) if code.is_failure else ""))
 
     def _on_message(self, client: mqtt.Client, _d: Any, message: mqtt.MQTTMessage) -> None:
         if not any(mqtt.topic_matches_sub(topic, message.topic) for topic in self._options.subscriptions):
-            # amqtt delivers retained messages of all topics to every client.
-            client.ack(message.mid, message.qos)
+            client.ack(message.mid, message.qos)  # amqtt
             return
         if message.qos == 0:
             # This project publishes at QoS 1 only, and no acknowledgement slows down a flood at QoS 0.
@@ -295,7 +262,7 @@ class Connection:
         self.messages += 1
         connection = self if self._options.manual_ack else None
         payload = bytes(message.payload)
-        self._report_message(Received(message.topic, payload, message.retain, connection, message.mid))
+        self._on_event(self, Received(message.topic, payload, message.retain, connection, message.mid))
 
     def _on_log(self, _c: mqtt.Client, _d: Any, level: int, text: str) -> None:
         # paho reports OpenSSL's errors only here.

@@ -1,4 +1,4 @@
-"""Publications, and the events that a session reports: values without behavior."""
+"""Publications, and the events of connections and sessions: values without behavior."""
 
 from dataclasses import dataclass, field
 
@@ -24,6 +24,26 @@ class Connected:
     """This machine's IP address on the connection."""
     broker: str = field(default="", compare=False)
     """The broker's address."""
+    is_v5: bool = field(default=True, compare=False)
+    """It speaks MQTT 5, and reports what it denies."""
+
+
+@dataclass(frozen=True)
+class Closed:
+    """One connection ended, was refused or could not be made; its session connects again."""
+
+    reason: str
+    unanswered: bool = False
+    """Possibly because of the MQTT version."""
+
+
+@dataclass(frozen=True)
+class Acknowledged:
+    """The broker answered a publication, which its session reports as `Unsendable` or `Drained`."""
+
+    mid: int
+    denial: str = ""
+    """Why the broker refused it; empty if it was accepted."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from protocol.errors import ConfigError
 from protocol.mqtt.events import Outgoing
 from protocol.wire.codec import encode
 from protocol.wire.messages import Presence, PresenceState
-from protocol.wire.presence import INSTANCE_BYTES, Duplicate, Reaction, Start, observe
+from protocol.wire.presence import INSTANCE_BYTES, Duplicate, Reaction, Start, is_newer, observe
 from protocol.wire.signing import is_own_presence, public_key, sign_presence
 
 
@@ -62,12 +62,21 @@ class OwnPresence:
         """Return whether a presence on this topic is signed with this program's key."""
         return is_own_presence(presence, public=public_key(self._key), topic=self._topic)
 
-    def observe(self, presence: Presence) -> Reaction:
-        """Return the reaction to a presence on this topic with this program's key, and change the epoch."""
-        self._start, reaction = observe(self._start, presence)
-        if reaction is Reaction.STAY_OUT:
-            self.final_state = "replaced"
-        return reaction
+    def react(self, presence: Presence, *, is_closed: bool) -> Reaction:
+        """Return the reaction to a presence on this topic, and change the epoch.
+
+        Presences with another key count in an open fleet only; there, any client can send them.
+        """
+        if self.has_signed(presence):
+            self._start, reaction = observe(self._start, presence)
+            if reaction is Reaction.STAY_OUT:
+                self.final_state = "replaced"
+            return reaction
+        if not is_closed and is_newer(presence.epoch, own=self.epoch, now_s=time.time()):
+            return Reaction.END
+        # Not after each one: the other program may do the same.
+        is_outdated = presence.state != "online" or presence.epoch > self.epoch
+        return Reaction.PUBLISH if is_outdated else Reaction.NONE
 
 
 def duplicate_of(presence: Presence, *, started_later: bool) -> Duplicate:

@@ -16,17 +16,10 @@ from itertools import cycle
 from typing import TYPE_CHECKING
 
 from protocol.mqtt import diagnostics
-from protocol.mqtt.client import (
-    VERSIONS,
+from protocol.mqtt.client import VERSIONS, Connection, ConnectionEvent, ConnectionOptions, Version
+from protocol.mqtt.events import (
     Acknowledged,
     Closed,
-    Connection,
-    ConnectionOptions,
-    Ready,
-    Subscribing,
-    Version,
-)
-from protocol.mqtt.events import (
     Connected,
     Disconnected,
     Drained,
@@ -56,18 +49,9 @@ __all__ = [
 ]
 
 CONNECT_TIMEOUT_S = 15.0
-SUBSCRIBE_TIMEOUT_S = 30.0
-"""For one answer: a cluster that has lost a server needs seconds for each filter."""
 STOP_TIMEOUT_S = 2.0
 WAIT_S = 0.5
 """Seconds between two calls of `may_connect`."""
-
-
-@dataclass(frozen=True)
-class _Echoed:
-    """The broker delivered one of the final publications back to this session."""
-
-    connection: object
 
 
 @dataclass(frozen=True)
@@ -77,7 +61,7 @@ class _Stop:
     final: tuple[Outgoing, ...]
 
 
-_Command = Outgoing | Closed | Subscribing | Ready | Acknowledged | _Echoed | _Stop
+_Command = Outgoing | ConnectionEvent | _Stop
 
 
 class Session:
@@ -123,7 +107,8 @@ class Session:
         self._publisher = Publisher(on_event)
         self._connection: Connection | None = None
         self._final: set[tuple[str, bytes]] = set()
-        self._inbox: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[Connection | None, _Command]] = queue.SimpleQueue()
+        """Each with the connection whose event it is; None is for whichever is open."""
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -136,7 +121,7 @@ class Session:
         A retained publication that the broker denies is sent again every minute, until it is accepted or another one
         is sent on its topic.
         """
-        self._inbox.put(outgoing)
+        self._inbox.put((None, outgoing))
 
     @property
     def backlog(self) -> int:
@@ -154,7 +139,7 @@ class Session:
 
     def stop(self, final: Sequence[Outgoing] = (), *, timeout_s: float = 5.0) -> None:
         """Send the final publications, disconnect and end the thread."""
-        self._inbox.put(_Stop(tuple(final)))
+        self._inbox.put((None, _Stop(tuple(final))))
         if self._thread is not None:
             self._thread.join(timeout_s)
 
@@ -166,11 +151,11 @@ class Session:
             while not self._may_connect():
                 if self._stopped_within(WAIT_S):
                     return
-            end = self._connect()
+            connection, end = self._connect()
             if end is None:
                 return
-            connected_s, messages = end.connection.connected_s(), end.connection.messages
-            pause_s = backoff.pause_s(connected_s=connected_s, messages=messages)
+            connected_s = connection.connected_s()
+            pause_s = backoff.pause_s(connected_s=connected_s, messages=connection.messages)
             repeated = end.reason == reported.get(broker) and not connected_s
             self._on_event(Disconnected(end.reason, pause_s, repeated=repeated, broker=str(broker)))
             reported[broker] = end.reason
@@ -182,71 +167,75 @@ class Session:
         deadline_s = time.monotonic() + seconds
         while True:
             try:
-                if isinstance(self._inbox.get(timeout=max(0.0, deadline_s - time.monotonic())), _Stop):
+                _, command = self._inbox.get(timeout=max(0.0, deadline_s - time.monotonic()))
+                if isinstance(command, _Stop):
                     return True
             except queue.Empty:
                 return False
 
-    def _connect(self) -> Closed | None:
-        """Connect with the MQTT version that the broker accepted last, then with the other one; None after `stop`."""
+    def _connect(self) -> tuple[Connection, Closed | None]:
+        """Connect with the MQTT version that the broker accepted last, then with the other one.
+
+        Returns the last connection and why it ended; None after `stop`.
+        """
         self._publisher.discard()
-        end: Closed | None = None
         known = self._versions.get(self._options.broker)
         for version in sorted(VERSIONS, key=lambda version: version is not known):
-            end = self._connect_with(version)
+            connection, end = self._connect_with(version)
             if end is None or not end.unanswered:
                 break
-        return end
+        return connection, end
 
-    def _connect_with(self, version: Version) -> Closed | None:
+    def _connect_with(self, version: Version) -> tuple[Connection, Closed | None]:
         broker = self._options.broker
-        is_new = version is Version.MQTTv5 and version is not self._versions.get(broker)
-        if is_new and self._options.will is not None:
-            # amqtt reads an MQTT 5 will as one of 3.1.1, waits for the rest of it, and never answers. A broker that
-            # is not known to speak MQTT 5 is therefore probed without a will first.
-            end = self._use(version, is_probe=True)
+        if version is Version.MQTTv5 and self._options.will and self._versions.get(broker) is not version:
+            # amqtt
+            connection, end = self._use(replace(self._options, will=None, subscriptions=()), version)
             if self._versions.get(broker) is not version:
-                return end
-        return self._use(version, is_probe=False)
+                return connection, end
+        return self._use(self._options, version)
 
-    def _use(self, version: Version, *, is_probe: bool) -> Closed | None:
-        """Open a connection and use it until it ends; None after `stop`."""
-        connection = Connection(
-            self._options, version, is_probe=is_probe, signal=self._inbox.put, on_message=self._on_message
-        )
-        # Before it is open: a broker may deliver messages ahead of the confirmed subscription.
-        self._connection = connection
-        end = connection.open(timeout_s=CONNECT_TIMEOUT_S) or self._serve(connection)
+    def _use(self, options: ConnectionOptions, version: Version) -> tuple[Connection, Closed | None]:
+        """Open a connection and use it until it ends; with other options than the session's, until it is ready."""
+        # Assigned before it is open: a broker may deliver messages ahead of the confirmed subscription.
+        self._connection = connection = Connection(options, version, self._receive)
+        end = connection.open(timeout_s=CONNECT_TIMEOUT_S)
+        if end is None:
+            end = self._serve(connection, is_probe=options is not self._options)
         self._connection = None
         self._publisher.end()
         connection.close()
-        return end
+        return connection, end
 
-    def _on_message(self, received: Received) -> None:
-        self._on_event(received)
-        if (received.topic, received.payload) in self._final:
-            self._inbox.put(_Echoed(self._connection))
+    def _receive(self, connection: Connection, event: ConnectionEvent) -> None:
+        """Take an event from the thread of a connection."""
+        if isinstance(event, Received):
+            self._on_event(event)
+        if not isinstance(event, Received) or (event.topic, event.payload) in self._final:
+            self._inbox.put((connection, event))
 
-    def _next(self, connection: Connection, deadline_s: float | None) -> _Command | None:
-        """Return the next command for this connection; None after the deadline."""
+    def _next(self, connection: Connection, until_s: float | None = None) -> _Command | None:
+        """Return the next command for a connection; None after its deadline, or that of the next retry."""
         while True:
+            deadline_s = until_s or connection.deadline_s or self._publisher.retry_at_s
             timeout = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
             try:
-                command = self._inbox.get(timeout=timeout)
+                source, command = self._inbox.get(timeout=timeout)
             except queue.Empty:
-                return None
-            if getattr(command, "connection", connection) is connection:
+                if deadline_s == (until_s or connection.deadline_s or self._publisher.retry_at_s):
+                    return None
+                continue
+            if source in (None, connection):
                 return command
 
-    def _serve(self, connection: Connection) -> Closed | None:  # noqa: C901 - one case per command
+    def _serve(self, connection: Connection, *, is_probe: bool) -> Closed | None:
         """Execute commands until the connection ends; None after `stop`."""
         publisher = self._publisher
-        deadline_s: float | None = time.monotonic() + CONNECT_TIMEOUT_S
         while True:
-            match self._next(connection, deadline_s):
+            match self._next(connection):
                 case None if not publisher.is_connected:
                     reason = diagnostics.unanswered(self._options.broker, is_accepted=connection.is_answered)
-                    return Closed(connection, reason, unanswered=not connection.is_answered)
+                    return Closed(reason, unanswered=not connection.is_answered)
                 case None:
                     publisher.retry_denied()
                 case _Stop(final):
@@ -254,39 +243,30 @@ class Session:
                     return None
                 case Closed() as end:
                     return end
-                case Subscribing():
-                    deadline_s = time.monotonic() + SUBSCRIBE_TIMEOUT_S
-                case Ready():
+                case Connected() as connected:
                     self._versions[self._options.broker] = connection.version
-                    if connection.is_probe:
-                        return Closed(connection, "the broker speaks MQTT 5")
-                    limit, ip = publisher.begin(connection), connection.local_address()
-                    self._on_event(Connected(limit, ip, str(self._options.broker)))
+                    if is_probe:
+                        return Closed("the broker speaks MQTT 5")
+                    self._on_event(replace(connected, max_packet_bytes=publisher.begin(connection)))
                     publisher.send_queued()
-                case Acknowledged() as answer:
-                    publisher.acknowledge(answer.mid, answer.denial)
+                case Acknowledged(mid, denial):
+                    publisher.acknowledge(mid, denial)
                 case Outgoing() as outgoing:
                     publisher.add([outgoing])
-            if publisher.is_connected:
-                deadline_s = publisher.retry_at_s
 
     def _send_final(self, connection: Connection, final: Sequence[Outgoing]) -> None:
-        """Send the final publications, and wait until the broker has accepted and delivered them.
-
-        A broker may acknowledge a publication and drop it when the connection ends right after; amqtt does. Those on
-        subscribed topics are therefore awaited as received messages.
-        """
+        """Send the final publications, and wait until the broker has accepted and, for amqtt, delivered them."""
         self._final = {
             (each.topic, each.payload) for each in final if each.topic in self._options.subscriptions
         }
-        echoes = len(self._final)
+        awaited = set(self._final)
         deadline_s = time.monotonic() + STOP_TIMEOUT_S
         self._publisher.add(final)
-        while echoes or not self._publisher.is_idle:
+        while awaited or not self._publisher.is_idle:
             match self._next(connection, deadline_s):
                 case None | Closed():
                     return
-                case Acknowledged() as answer:
-                    self._publisher.acknowledge(answer.mid, answer.denial)
-                case _Echoed():
-                    echoes -= 1
+                case Acknowledged(mid, denial):
+                    self._publisher.acknowledge(mid, denial)
+                case Received(topic, payload):
+                    awaited.discard((topic, payload))

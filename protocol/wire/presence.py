@@ -51,12 +51,13 @@ class Duplicate(msgspec.Struct, frozen=True):
 
 
 class Reaction(enum.Enum):
-    """The reaction to a presence on the program's own topic that is signed with its own key."""
+    """The reaction to a presence on the program's own topic."""
 
     NONE = "none"
     PUBLISH = "publish its own presence again"
     REPORT = "publish its own presence again, and report a program that started earlier"
     STAY_OUT = "end, and stay out until an operator decides"
+    END = "end: a program with another key was started later in this open fleet"
 
 
 @dataclass(frozen=True)

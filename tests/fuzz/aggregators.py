@@ -60,7 +60,7 @@ def handle(data: bytes) -> None:
         aggregator._loop.handle([*received])
     except ConfigError:
         assert any(message.topic == fleet_topic(FLEET, "state") for message in received)
-    for outgoing in take_all(aggregator._publisher._session._inbox):
+    for _, outgoing in take_all(aggregator._publisher._session._inbox):
         if isinstance(outgoing, Outgoing) and outgoing.topic.endswith("/ack"):
             decode(outgoing.payload, Receipt, max_bytes=MAX_FRAME_BYTES)
     if any(number & STATUS for number, _ in operations):

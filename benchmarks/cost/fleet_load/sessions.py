@@ -11,20 +11,11 @@ from collections import deque
 from collections.abc import Callable
 from itertools import count
 
-from protocol.mqtt.client import (
-    Acknowledged,
-    Closed,
-    Connection,
-    ConnectionOptions,
-    Ready,
-    Signal,
-    Subscribing,
-    Version,
-)
-from protocol.mqtt.events import Connected, Disconnected, Event, Outgoing, Received
+from protocol.mqtt.client import Connection, ConnectionEvent, ConnectionOptions, Version
+from protocol.mqtt.events import Acknowledged, Closed, Connected, Disconnected, Event, Outgoing, Received
 from protocol.mqtt.publisher import Publisher
 from protocol.mqtt.reconnect_delay import Backoff
-from protocol.mqtt.reconnecting_session import CONNECT_TIMEOUT_S, SUBSCRIBE_TIMEOUT_S
+from protocol.mqtt.reconnecting_session import CONNECT_TIMEOUT_S
 
 KEEPALIVE_CHECK_S = 5.0
 CALLS_AT_ONCE = 8
@@ -62,7 +53,7 @@ class PolledConnection(Connection):
         try:
             self._open_socket(timeout_s)
         except OSError as error:
-            return Closed(self, str(error))
+            return Closed(str(error))
         return None
 
     def fileno(self) -> int:
@@ -96,13 +87,11 @@ class PolledSession:
         self._loop = loop
         self._on_event = on_event
         self._publisher = Publisher(on_event)
-        self._happened: deque[Signal | Received] = deque()
+        self._happened: deque[ConnectionEvent] = deque()
         self._connection: PolledConnection | None = None
         self._fileno = -1
         self._watched = 0
         self._backoff = Backoff(1, random.uniform)
-        self._deadline_s = 0.0
-        """When the connection ends unless the broker has answered."""
 
     @property
     def is_connected(self) -> bool:
@@ -114,18 +103,14 @@ class PolledSession:
         self.attempts += 1
         self._publisher.discard()
         self._connection = connection = PolledConnection(
-            self._options,
-            Version.MQTTv5,
-            is_probe=False,
-            signal=self._happened.append,
-            on_message=self._happened.append,
+            self._options, Version.MQTTv5, lambda _, event: self._happened.append(event)
         )
         if (end := connection.open(timeout_s=CONNECT_TIMEOUT_S)) is not None:
-            self._end(end)
+            self._end(connection, end)
             return
         self._fileno, self._watched = connection.fileno(), connection.wanted()
         self._loop.selector.register(self._fileno, self._watched, self._use)
-        self._answer_by(connection, CONNECT_TIMEOUT_S)
+        self._loop.after(CONNECT_TIMEOUT_S, lambda: self._check_answer(connection))
         self._loop.after(KEEPALIVE_CHECK_S * random.random(), lambda: self._keep_alive(connection))
 
     def send(self, outgoing: Outgoing) -> None:
@@ -145,44 +130,40 @@ class PolledSession:
             match self._happened.popleft():
                 case Received() as received:
                     self._on_event(received)
-                case Acknowledged() as answer:
-                    self._publisher.acknowledge(answer.mid, answer.denial)
-                case Subscribing():
-                    self._answer_by(connection, SUBSCRIBE_TIMEOUT_S)
-                case Ready():
-                    limit = self._publisher.begin(connection)
-                    self._on_event(Connected(limit, connection.local_address()))
+                case Acknowledged(mid, denial):
+                    self._publisher.acknowledge(mid, denial)
+                case Connected() as connected:
+                    self._publisher.begin(connection)
+                    self._on_event(connected)
                     self._publisher.send_queued()
                 case Closed() as end:
-                    self._end(end)
+                    self._end(connection, end)
                     return
         if connection is not None and (wanted := connection.wanted()) != self._watched:
             self._watched = wanted
             self._loop.selector.modify(self._fileno, wanted, self._use)
 
-    def _end(self, end: Closed) -> None:
+    def _end(self, connection: PolledConnection, end: Closed) -> None:
         """Close the connection, and open another one after a delay."""
-        connected_s, messages = end.connection.connected_s(), end.connection.messages
-        pause_s = self._backoff.pause_s(connected_s=connected_s, messages=messages)
+        pause_s = self._backoff.pause_s(connected_s=connection.connected_s(), messages=connection.messages)
         self._connection = None
         self._publisher.end()
         if self._fileno >= 0:
             self._loop.selector.unregister(self._fileno)
         self._fileno = -1
-        end.connection.close()
+        connection.close()
         self._happened.clear()
         self._on_event(Disconnected(end.reason, pause_s))
         self._loop.after(pause_s, self.connect)
 
-    def _answer_by(self, connection: PolledConnection, timeout_s: float) -> None:
+    def _check_answer(self, connection: PolledConnection) -> None:
         """End the connection if the broker's next answer is not here in time."""
-        self._deadline_s = time.monotonic() + timeout_s
-        self._loop.after(timeout_s, lambda: self._give_up(connection))
-
-    def _give_up(self, connection: PolledConnection) -> None:
-        is_due = time.monotonic() >= self._deadline_s and not self._publisher.is_connected
-        if self._connection is connection and is_due:
-            self._end(Closed(connection, "the broker does not answer"))
+        if self._connection is not connection or connection.deadline_s is None:
+            return
+        if (left_s := connection.deadline_s - time.monotonic()) > 0:
+            self._loop.after(left_s, lambda: self._check_answer(connection))
+        else:
+            self._end(connection, Closed("the broker does not answer"))
 
     def _keep_alive(self, connection: PolledConnection) -> None:
         if self._connection is connection:

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from protocol.errors import ThreadFailed
-from protocol.mqtt import reconnect_delay, reconnecting_session
+from protocol.mqtt import client, reconnect_delay, reconnecting_session
 from protocol.mqtt.client import SUBSCRIBE_ATTEMPTS
 from protocol.mqtt.reconnecting_session import (
     BrokerAddress,
@@ -262,7 +262,7 @@ def test_subscription_that_always_fails_is_a_failed_connection() -> None:
 
 
 def test_unanswered_subscription_moves_on_to_the_next_broker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reconnecting_session, "SUBSCRIBE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(client, "SUBSCRIBE_TIMEOUT_S", 0.5)
     with (
         listening(_suback()) as (silent, _),
         listening(_suback([1])) as (other, _),
