@@ -236,7 +236,8 @@ class Connection:
 
     def _on_disconnect(self, _c: mqtt.Client, _d: Any, _f: Any, code: ReasonCode, _p: Any) -> None:
         if self.is_answered:
-            self._on_event(self, Closed(diagnostics.lost(str(code))))
+            reason = diagnostics.explained(str(code), unspecified="the broker or the network closed it")
+            self._on_event(self, Closed(f"connection lost: {reason}"))
         else:
             options = self._options
             reason = diagnostics.closed_before_answer(
@@ -250,7 +251,7 @@ class Connection:
 
     def _on_publish(self, _c: mqtt.Client, _d: Any, mid: int, code: ReasonCode, _p: Any) -> None:
         self.messages += not code.is_failure
-        self._on_event(self, Acknowledged(mid, diagnostics.denied(str(code)) if code.is_failure else ""))
+        self._on_event(self, Acknowledged(mid, diagnostics.explained(str(code)) if code.is_failure else ""))
 
     def _on_message(self, client: mqtt.Client, _d: Any, message: mqtt.MQTTMessage) -> None:
         if not any(mqtt.topic_matches_sub(topic, message.topic) for topic in self._options.subscriptions):

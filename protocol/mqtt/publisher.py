@@ -100,9 +100,8 @@ class Publisher:
             known = self._inferred.limit_bytes
             self._inferred = self._inferred.disconnected(size for _, size in self._in_flight.values())
             if (limit := self._inferred.limit_bytes) != known:
-                event(
-                    log, logging.WARNING, "broker disconnects on large packets: packet limit set", bytes=limit
-                )
+                text = "broker disconnects on large packets: packet limit set"
+                event(log, logging.WARNING, text, bytes=limit)
         self.discard()
 
     @property
@@ -160,10 +159,8 @@ class Publisher:
 
     def _retry_later(self, outgoing: Outgoing) -> None:
         """Keep a denied publication that is to be retained, unless a newer one of its topic is on its way."""
-        pending = {other.topic for other in self._queue} | {
-            other.topic for other, _ in self._in_flight.values()
-        }
-        if outgoing.retain and outgoing.topic not in pending:
+        later = [*self._queue, *(other for other, _ in self._in_flight.values())]
+        if outgoing.retain and all(other.topic != outgoing.topic for other in later):
             self._denied[outgoing.topic] = outgoing
             self.retry_at_s = self.retry_at_s or time.monotonic() + reconnect_delay.MAX_RETRY_DELAY_S
 

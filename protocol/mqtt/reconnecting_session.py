@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from itertools import cycle
 from typing import TYPE_CHECKING
 
-from protocol.mqtt import diagnostics
 from protocol.mqtt.client import VERSIONS, Connection, ConnectionEvent, ConnectionOptions, Version
 from protocol.mqtt.events import (
     Acknowledged,
@@ -234,8 +233,7 @@ class Session:
         while True:
             match self._next(connection):
                 case None if not publisher.is_connected:
-                    reason = diagnostics.unanswered(self._options.broker, is_accepted=connection.is_answered)
-                    return Closed(reason, unanswered=not connection.is_answered)
+                    return self._unanswered(is_accepted=connection.is_answered)
                 case None:
                     publisher.retry_denied()
                 case _Stop(final):
@@ -253,6 +251,13 @@ class Session:
                     publisher.acknowledge(mid, denial)
                 case Outgoing() as outgoing:
                     publisher.add([outgoing])
+
+    def _unanswered(self, *, is_accepted: bool) -> Closed:
+        reason = "accepts the connection, and does not answer the subscription: see its log"
+        return Closed(
+            f"the broker at {self._options.broker} {reason if is_accepted else 'does not answer'}",
+            unanswered=not is_accepted,
+        )
 
     def _send_final(self, connection: Connection, final: Sequence[Outgoing]) -> None:
         """Send the final publications, and wait until the broker has accepted and, for amqtt, delivered them."""

@@ -14,6 +14,9 @@ TLS_PORT = 8883
 
 _ADDRESS = re.compile(r"(?:\[(?P<ipv6>[^]]+)\]|(?P<host>\w[\w.-]*))(?::(?P<port>[0-9]{1,5}))?")
 
+EXPIRY_WARNING = timedelta(days=30)
+"""How long before its end a certificate causes a warning."""
+
 
 @dataclass(frozen=True)
 class BrokerAddress:
@@ -54,19 +57,12 @@ class BrokerAccess:
     password: str | None = field(default=None, repr=False)
 
 
-EXPIRY_WARNING = timedelta(days=30)
-"""How long before its end a certificate causes a warning."""
-
 NO_AUTHENTICATION = BrokerAccess()
 """Access to a broker that admits every client."""
 
 
 def parse_broker(text: str, *, tls: bool = False) -> BrokerAddress:
-    """Parse `HOST`, `HOST:PORT`, `[IPv6]` or `[IPv6]:PORT`; the default port is MQTT's, with or without TLS.
-
-    Raises:
-        ConfigError: the text is none of these.
-    """
+    """Parse `HOST`, `HOST:PORT`, `[IPv6]` or `[IPv6]:PORT`, by default with MQTT's port; raises ConfigError."""
     address = text.strip(" ")
     found = _ADDRESS.fullmatch(f"[{address}]" if _is_ipv6(address) else address)
     if found is not None and (found["ipv6"] is None or _is_ipv6(found["ipv6"])):
@@ -77,11 +73,7 @@ def parse_broker(text: str, *, tls: bool = False) -> BrokerAddress:
 
 
 def parse_brokers(text: str, *, tls: bool = False) -> tuple[BrokerAddress, ...]:
-    """Parse one or more addresses, separated by commas, in the form that `parse_broker` takes; none is repeated.
-
-    Raises:
-        ConfigError: one of them is no address.
-    """
+    """Parse one or more addresses, separated by commas, like `parse_broker`; none is repeated."""
     return tuple(dict.fromkeys(parse_broker(each, tls=tls) for each in text.split(",")))
 
 
@@ -101,8 +93,7 @@ def _is_ipv6(text: str) -> bool:
 def open_tls(access: BrokerAccess) -> ssl.SSLContext | None:
     """Return the TLS context for connections, with all files loaded; None without TLS.
 
-    Raises:
-        ConfigError: a file cannot be read or is not PEM, or the key does not match the certificate.
+    Raises ConfigError if a file cannot be read or is not PEM, or the key does not match the certificate.
     """
     if not access.tls:
         return None
@@ -114,24 +105,26 @@ def open_tls(access: BrokerAccess) -> ssl.SSLContext | None:
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.hostname_checks_common_name = False
     if access.certificate is not None and access.key is not None:
-        for file in (access.certificate, access.key):
-            try:
-                file.open("rb").close()
-            except OSError as error:
-                raise _unreadable(error, str(file)) from error
-        try:
-            # Without a password given here, OpenSSL would prompt for it on a terminal.
-            context.load_cert_chain(access.certificate, access.key, password="")
-        except OSError as error:
-            if getattr(error, "reason", None) == "KEY_VALUES_MISMATCH":
-                raise ConfigError(
-                    f"the key {access.key} does not match the certificate {access.certificate}: "
-                    "give both from one enrollment"
-                ) from error
-            raise _unreadable(
-                error, f"the certificate {access.certificate} with the key {access.key}"
-            ) from error
+        _load_certificate(context, access.certificate, access.key)
     return context
+
+
+def _load_certificate(context: ssl.SSLContext, certificate: Path, key: Path) -> None:
+    what = ""
+    try:
+        for file in (certificate, key):
+            what = str(file)
+            file.open("rb").close()
+        what = f"the certificate {certificate} with the key {key}"
+        # Without a password given here, OpenSSL would prompt for it on a terminal.
+        context.load_cert_chain(certificate, key, password="")
+    except OSError as error:
+        if getattr(error, "reason", None) == "KEY_VALUES_MISMATCH":
+            text = (
+                f"the key {key} does not match the certificate {certificate}: give both from one enrollment"
+            )
+            raise ConfigError(text) from error
+        raise _unreadable(error, what) from error
 
 
 def _unreadable(error: OSError, what: str) -> ConfigError:
@@ -148,11 +141,11 @@ def warnings(access: BrokerAccess, brokers: Brokers) -> list[str]:
         found.append(
             f"the password is sent to {remote} without encryption, and others can read it: give --ca FILE or --tls"
         )
-    if access.key is not None and (warning := readable_by_others(access.key)):
-        found.append(warning)
-    if access.certificate is not None and (warning := expiry_warning(access.certificate, datetime.now(UTC))):
-        found.append(warning)
-    return found
+    if access.key is not None:
+        found.append(readable_by_others(access.key))
+    if access.certificate is not None:
+        found.append(expiry_warning(access.certificate, datetime.now(UTC)))
+    return list(filter(None, found))
 
 
 def expiry_warning(certificate: Path, now: datetime) -> str:
