@@ -1,4 +1,4 @@
-"""The programs in docs/export.md compute from model.onnx alone what `edge-client predict` computes."""
+"""The programs in docs/model-onnx.md compute from model.onnx alone what `edge-client predict` computes."""
 
 import ast
 import os
@@ -25,9 +25,8 @@ from protocol.models.onnx_metadata import HeadMetadata
 from protocol.models.preprocessing import Preprocessing
 from tests.support.graphs.backbones import tiny_backbone
 
-PAGE = (Path(__file__).parents[2] / "docs" / "export.md").read_text(encoding="utf-8")
-SECTION = PAGE.partition("\n## Use model.onnx without protofleet\n")[2].partition("\n## ")[0]
-BLOCKS = dict(re.findall(r"(?ms)^```(\w+)\n(.*?)^```", SECTION))
+PAGE = (Path(__file__).parents[2] / "docs" / "model-onnx.md").read_text(encoding="utf-8")
+BLOCKS = dict(re.findall(r"(?ms)^```(\w+)\n(.*?)^```", PAGE))
 WRITE_METADATA, INSTALL, PREDICT = BLOCKS["console"].replace("venv/bin/", "").splitlines()
 
 CLASSES = ("ant", "honey bee", "Käfer", "dog", "elk")
