@@ -115,7 +115,10 @@ class BrokerProbe:
     def open(self) -> Finding:
         """Connect, and subscribe; the connection is open if the finding is ok."""
         self._session.start()
-        match self._events.get():  # the session gives up by itself
+        event = self._events.get()  # the session gives up by itself
+        if isinstance(event, Disconnected):
+            event = self._events.get()  # it has tried again: a broker may end connections as it starts
+        match event:
             case Connected() as connected:
                 self._connected = connected
                 name = "MQTT 5" if connected.is_v5 else "MQTT 3.1.1"
