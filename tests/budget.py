@@ -1,4 +1,4 @@
-"""The size of each room of the source code, beside its budget in `pyproject.toml`: `python -m tests.budget`."""
+"""The sizes of the source code and of pages, beside their budgets in `pyproject.toml`: `python -m tests.budget`."""
 
 import ast
 import sys
@@ -41,9 +41,14 @@ def measured(room: Path) -> dict[str, int]:
 
 
 def problems(root: Path = ROOT) -> Iterator[str]:
-    """Yield what is over its budget."""
-    budget = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["protofleet"]["budget"]
-    for room, limits in budget.items():
+    """Yield what is over its budget: rooms by their code, pages of the site by their words."""
+    settings = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["protofleet"]
+    pages = {page.relative_to(root / "docs").as_posix(): page for page in root.glob("docs/**/*.md")}
+    for name, page in pages.items():
+        words = len(page.read_text(encoding="utf-8").split())
+        if not name.startswith("adr/") and words > (most := settings["words"].get(name, 0)):
+            yield f"docs/{name}: {words} words, budget {most}: shorten it, or raise the budget in pyproject.toml"
+    for room, limits in settings["budget"].items():
         sizes = measured(root / room)
         for unit, most in limits.items():
             if sizes[unit] > most:

@@ -33,3 +33,13 @@ def test_a_room_over_its_budget_is_named_with_what_to_do(tmp_path: Path) -> None
     (tmp_path / "pyproject.toml").write_text(table)
     (problem,) = problems(tmp_path)
     assert problem.startswith("room: 3 statements, budget 2: make it smaller, or raise the budget")
+
+
+def test_a_page_over_its_budget_is_named(tmp_path: Path) -> None:
+    """A new page needs a budget."""
+    (tmp_path / "docs" / "adr").mkdir(parents=True)
+    for name in ("short.md", "long.md", "new.md", "adr/0001-a.md"):
+        (tmp_path / "docs" / name).write_text("two words")
+    table = '[tool.protofleet.budget]\n[tool.protofleet.words]\n"short.md" = 2\n"long.md" = 1\n'
+    (tmp_path / "pyproject.toml").write_text(table)
+    assert sorted(each.partition(": ")[0] for each in problems(tmp_path)) == ["docs/long.md", "docs/new.md"]
