@@ -21,7 +21,6 @@ from protocol.errors import StateError
 from protocol.log import event
 from protocol.storage.blobstore import state_errors, sync
 from protocol.storage.database import Database
-from protocol.storage.database_file import DatabaseFile
 from protocol.threads import submit
 from protocol.wire.transfer import Ranges
 
@@ -55,9 +54,7 @@ class ChunkStore:
         with state_errors(self._folder):
             self._folder.mkdir(exist_ok=True)
         file = folder / "incoming.sqlite"
-        self._index = Database(
-            DatabaseFile(path=file, program="aggregator run", migrations=_MIGRATIONS, is_cache=True)
-        )
+        self._index = Database(file, program="aggregator run", migrations=_MIGRATIONS, is_cache=True)
         self._pool = ThreadPoolExecutor(4, thread_name_prefix="incoming")
 
     def close(self) -> None:

@@ -10,8 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from aggregator.storage.stored_values import ClosedFleet, EarlierRefusals
-from protocol.storage.facts import Facts
-from protocol.storage.tables import Tables
+from protocol.storage.facts import Facts, Tables
 from protocol.wire.messages import DeviceInfo, Reason
 
 Value = TypeVar("Value")

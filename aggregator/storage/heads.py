@@ -10,7 +10,7 @@ from aggregator.coordination import rollout_state
 from aggregator.coordination.rollout_state import HeadCommand, without_forgotten
 from aggregator.storage.devices import ForgottenDevices
 from aggregator.storage.submissions import NEXT_CHANGE, newest_change, retire_number
-from protocol.storage.tables import Tables
+from protocol.storage.facts import Tables
 from protocol.wire.messages import BlobRef, Evaluation
 
 CALIBRATED_FROM = "calibrated_from"

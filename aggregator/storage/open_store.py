@@ -1,5 +1,7 @@
 """Opening a state directory, whose tables are in SQLite or PostgreSQL."""
 
+import contextlib
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
@@ -14,7 +16,6 @@ from protocol.cli import require_packages
 from protocol.errors import ConfigError, ProtofleetError, StateError
 from protocol.storage.blobstore import delete_temporary_files, state_errors, write_atomically
 from protocol.storage.database import Database
-from protocol.storage.database_file import DatabaseFile
 from protocol.storage.elapsed_clock import machine_time
 from protocol.storage.facts import Facts
 from protocol.storage.folder_lock import FolderLock
@@ -63,16 +64,15 @@ class SqliteDatabase(Database):
                 f"cannot use {file}: it is missing, although `aggregator run` has used it: {_ADVICE}"
             )
         super().__init__(
-            DatabaseFile(
-                path=file,
-                program="aggregator run",
-                migrations=schema.MIGRATIONS,
-                read_only=read_only,
-                lock=None if is_leader else lock,
-                advice=_ADVICE,
-            ),
-            held=lock if is_leader else None,
+            file,
+            program="aggregator run",
+            migrations=schema.MIGRATIONS,
+            read_only=read_only,
+            lock=lock,
+            holds_lock=is_leader,
+            advice=_ADVICE,
         )
+        self._open_files, self._damage = self._files(), ""
 
     def is_locked(self) -> bool:
         return self._folder_lock.is_taken()
@@ -89,6 +89,49 @@ class SqliteDatabase(Database):
 
     def machine_time(self) -> tuple[str, float]:
         return machine_time()
+
+    def snapshot(self) -> contextlib.AbstractContextManager[sqlite3.Connection]:
+        """Let all reads of the body see the file as it is at the first of them, whatever other processes write."""
+        return self.transaction("DEFERRED")
+
+    def check_file(self) -> None:
+        """Raise StateError if what is written is lost: the file was deleted or replaced, or `check` found damage."""
+        files = self._files()
+        if any(files.get(path) != identity for path, identity in self._open_files.items()):
+            raise StateError(
+                f"cannot use {self.path}: it was deleted or replaced while `aggregator run` was running: stop "
+                f"`aggregator run`, {_ADVICE}"
+            )
+        if self._damage:
+            raise StateError(self._damage)
+
+    def check(self) -> None:
+        """Do what `check_file` does, after a search for damage in the file's structure."""
+        self._damage = ""
+        self.check_file()
+        try:
+            self._search_damage()
+        except StateError as error:
+            self._damage = str(error)
+            raise
+
+    def _search_damage(self) -> None:
+        """Read the whole file by a connection that has nothing of it in memory."""
+        uri = self._uri("ro")
+        with self._errors(), contextlib.closing(sqlite3.connect(uri, uri=True, timeout=10)) as database:
+            self._check_version(database)
+            ((found,),) = database.execute("PRAGMA quick_check(1)")
+        if found != "ok":
+            raise self._damaged(" ".join(found.split()))
+
+    def _files(self) -> dict[Path, tuple[int, int]]:
+        """Return device and inode of the file and its write-ahead log."""
+        files = {}
+        for path in (self.path, self.path.with_name(f"{self.path.name}-wal")):
+            with contextlib.suppress(OSError):
+                status = path.stat()
+                files[path] = (status.st_dev, status.st_ino)
+        return files
 
 
 def open_store(

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from aggregator.storage.devices import UnixSeconds
-from protocol.storage.tables import Tables
+from protocol.storage.facts import Tables
 
 MAX_LOST_WORKERS = 3
 """Workers that may end without a word during a job; after that it has failed."""

@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from aggregator.coordination.round_state import Entry
 from aggregator.storage.devices import UnixSeconds
-from protocol.storage.tables import Tables
+from protocol.storage.facts import Tables
 
 _NEWEST = (
     "SELECT coalesce(max(number), 0) AS number FROM (SELECT max(changed) AS number FROM submissions "

@@ -32,7 +32,6 @@ from protocol.errors import GraphRefused, ProtofleetError, StateError
 from protocol.log import event
 from protocol.storage.blobstore import BlobStore, delete_temporary_files
 from protocol.storage.database import Database
-from protocol.storage.database_file import DatabaseFile
 from protocol.storage.elapsed_clock import ElapsedClock
 from protocol.storage.facts import Fact, Facts
 from protocol.storage.folder_lock import FolderLock
@@ -121,15 +120,13 @@ class DeviceState:
         """Held from storing a blob until a fact names it, and while unnamed blobs are deleted."""
         self._lock = FolderLock(folder)
         self._database = Database(
-            DatabaseFile(
-                path=file,
-                program="edge-client",
-                migrations=(_SCHEMA,),
-                read_only=read_only,
-                lock=None if lock else self._lock,
-                advice=_ADVICE,
-            ),
-            held=self._lock if lock else None,
+            file,
+            program="edge-client",
+            migrations=(_SCHEMA,),
+            read_only=read_only,
+            lock=self._lock,
+            holds_lock=lock,
+            advice=_ADVICE,
         )
         if lock:
             delete_temporary_files(folder)

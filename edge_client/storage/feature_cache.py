@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from edge_client.storage.disk_space import require_space
 from protocol.errors import BackboneMismatch, StateError
 from protocol.storage.database import Database
-from protocol.storage.database_file import DatabaseFile
 
 CHUNK_ROWS = 256
 """Features read at once."""
@@ -47,9 +46,7 @@ class FeatureCache:
         # Losing the last batches in a power loss is cheaper than waiting for the disk after each.
         pragmas = {"auto_vacuum": "INCREMENTAL", "synchronous": "NORMAL"}
         self._database = Database(
-            DatabaseFile(
-                path=file, program="edge-client", migrations=(_SCHEMA,), is_cache=True, pragmas=pragmas
-            )
+            file, program="edge-client", migrations=(_SCHEMA,), is_cache=True, pragmas=pragmas
         )
 
     def close(self) -> None:

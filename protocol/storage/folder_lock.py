@@ -41,6 +41,11 @@ class FolderLock:
             self._held.close()
             self._held = None
 
+    @property
+    def is_held(self) -> bool:
+        """Return whether this object holds the lock."""
+        return self._held is not None
+
     def is_taken(self) -> bool:
         """Return whether a program, this one included, holds the lock."""
         if not self._file.exists():

@@ -107,7 +107,7 @@ def _losses_of_device(folder: Path, life: Life, time_s: float) -> Iterator[str]:
         head = store.get(Heads).installed
         blobs = (head.head, *head.backbones) if head else ()
         yield from (f"blob {each.hex()}" for each in blobs if not store.blobs.is_whole(each))
-        store._database.check()
+        yield from (text for (text,) in store._database.read("PRAGMA quick_check(1)") if text != "ok")
     finally:
         store._database.close()
 

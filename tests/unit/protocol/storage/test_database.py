@@ -16,7 +16,6 @@ import pytest
 
 from protocol.errors import StateError
 from protocol.storage.database import Database
-from protocol.storage.database_file import DatabaseFile
 from protocol.storage.folder_lock import FolderLock
 from tests.support.machine_faults import full_disk, not_root, open_folder, read_only
 
@@ -34,10 +33,17 @@ def open_database(
     *,
     migrations: Sequence[str] = (FIRST, SECOND),
     held: FolderLock | None = None,
+    lock: FolderLock | None = None,
     **options: Any,
 ) -> Database:
-    file = DatabaseFile(path=folder / "state.sqlite", program="fleet run", migrations=migrations, **options)
-    return Database(file, held=held)
+    return Database(
+        folder / "state.sqlite",
+        program="fleet run",
+        migrations=migrations,
+        lock=held or lock,
+        holds_lock=held is not None,
+        **options,
+    )
 
 
 def put(database: Database, key: str, value: str = "1") -> None:
@@ -66,7 +72,7 @@ def test_reader_sees_committed_writes_and_cannot_write(tmp_path: Path) -> None:
 def test_snapshot_does_not_change(tmp_path: Path) -> None:
     writer = open_database(tmp_path)
     reader = open_database(tmp_path, read_only=True)
-    with reader.snapshot():
+    with reader.transaction("DEFERRED"):
         assert keys(reader) == []
         put(writer, "a")
         assert keys(reader) == []
@@ -132,49 +138,6 @@ def test_newer_file_is_refused(tmp_path: Path) -> None:
         with pytest.raises(StateError, match="version 2, expected 1: upgrade protofleet here, or"):
             open_database(tmp_path, migrations=[FIRST], read_only=only)
     assert keys(open_database(tmp_path)) == ["a"]
-
-
-@pytest.mark.parametrize("name", ["state.sqlite", "state.sqlite-wal"])
-def test_file_that_is_deleted_or_replaced_is_noticed(tmp_path: Path, name: str) -> None:
-    """The file and its log; the same file moved back is none."""
-    database, file, away = open_database(tmp_path, advice="do this"), tmp_path / name, tmp_path / "away"
-    put(database, "a")
-    database.check()
-    file.rename(away)
-    for is_replaced in (False, True):
-        if is_replaced:
-            file.write_bytes(away.read_bytes())
-        for check in (database.check_file, database.check):
-            with pytest.raises(
-                StateError, match=r"deleted or replaced while `fleet run` was running: .*, do this"
-            ):
-                check()
-    away.replace(file)
-    database.check()
-
-
-@pytest.mark.parametrize(
-    ("damage", "reason"),
-    [
-        (lambda data: data[:4096] + bytes(4096) + data[8192:], "Page 2"),
-        (lambda data: bytes(len(data)), "file is not a database"),
-        (lambda _: b"", "it is empty"),
-    ],
-    ids=["a page", "all", "cut off"],
-)
-def test_damage_is_noticed_while_the_file_is_open(
-    tmp_path: Path, damage: Callable[[bytes], bytes], reason: str
-) -> None:
-    """Although all of it is in memory."""
-    database, file = open_database(tmp_path, advice="do this"), tmp_path / "state.sqlite"
-    put(database, "a")
-    database.read("PRAGMA wal_checkpoint(TRUNCATE)")
-    data = damage(file.read_bytes())
-    with file.open("r+b") as opened:
-        opened.truncate(len(data))
-        opened.write(data)
-    with pytest.raises(StateError, match=f"state.sqlite: .*{reason}.*: do this"):
-        database.check()
 
 
 def test_concurrent_starts_migrate_once(tmp_path: Path) -> None:
