@@ -3,16 +3,11 @@
 import logging
 import threading
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from typing import ParamSpec, TypeVar
 
-from protocol.errors import StateError, ThreadFailed, problem_of_system
+from protocol.errors import ThreadFailed, problem_of_system
 from protocol.log import observed, observer
 
 log = logging.getLogger(__name__)
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 def start_thread(
@@ -45,21 +40,3 @@ def start_thread(
             f"cannot start the thread {name}: {error}: raise the number of threads that the system allows"
         ) from error
     return thread
-
-
-def submit(
-    pool: ThreadPoolExecutor, run: Callable[P, T], *arguments: P.args, **options: P.kwargs
-) -> Future[T]:
-    """Run a function on a thread of a pool; raises StateError if the system does not allow another thread."""
-    claim = threading.Lock()
-
-    def claimed() -> T:
-        if not claim.acquire(blocking=False):
-            raise CancelledError
-        return run(*arguments, **options)
-
-    try:
-        return pool.submit(claimed)
-    except RuntimeError as error:
-        claim.acquire(blocking=False)  # the pool has queued it, and would run it on a later thread
-        raise StateError(f"cannot start a thread that writes to the disk: {error}") from error

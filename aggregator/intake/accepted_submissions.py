@@ -4,10 +4,11 @@ import logging
 
 from aggregator.coordination.round_state import Settings
 from aggregator.rates import DeviceEvents
+from aggregator.storage.background import WriteBatch
+from aggregator.storage.blobs import FolderBlobs
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import UnusedBytes
 from aggregator.storage.submissions import SubmissionRecord
-from protocol.storage.blobstore import BlobStore, WriteBatch
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ class AcceptedSubmissions:
         digest = record.entry.digest
         self.prepare(digest, payload)
         if isinstance(
-            self._store.blobs, BlobStore
+            self._store.blobs, FolderBlobs
         ):  # another program may have deleted it since `prepare` found it
             self._store.blobs.put_in_batch(payload, digest=digest, batch=self._writing)
         self._store.submissions.put(self._task, record)

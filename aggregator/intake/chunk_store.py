@@ -17,11 +17,11 @@ import msgspec
 
 from aggregator.intake.assembly import Assembly
 from aggregator.intake.reassembly import Key, Transfer
+from aggregator.storage.background import submit
 from protocol.errors import StateError
 from protocol.log import event
 from protocol.storage.blobstore import state_errors, sync
 from protocol.storage.database import Database
-from protocol.threads import submit
 from protocol.wire.transfer import Ranges
 
 log = logging.getLogger(__name__)

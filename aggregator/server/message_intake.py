@@ -10,11 +10,11 @@ from aggregator.messaging.blob_sender import BlobSender
 from aggregator.messaging.publisher import Publisher
 from aggregator.server.device_messages import DeviceMessages
 from aggregator.server.store_view import StoreView
+from aggregator.storage.blobs import FolderBlobs
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import IntakeTask, Traffic
 from protocol.errors import NotLeader, ProtofleetError, StateError
 from protocol.mqtt import reconnecting_session as mqtt
-from protocol.storage.blobstore import BlobStore
 from protocol.wire.messages import TaskManifest
 
 KEEP_S = 5.0
@@ -108,7 +108,7 @@ class MessageIntake:
             for message in messages:
                 self._messages.read(message.topic, message.payload)
         self.store.database.check_file()
-        if not isinstance(self.store.blobs, BlobStore):
+        if not isinstance(self.store.blobs, FolderBlobs):
             self._accepted.flush()
         if self._messages.has_items():
             with self.store.transaction():

@@ -7,17 +7,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 from uuid import uuid4
 
+from aggregator.storage.background import WriteBatch, submit
 from aggregator.storage.stored_values import BlobLocation
 from protocol.cli import require_packages
-from protocol.errors import BlobLost
+from protocol.errors import BlobLost, StateError
 from protocol.storage.blobstore import BlobStore
 from protocol.storage.facts import Facts
-from protocol.threads import submit
 
 if TYPE_CHECKING:
     from aggregator.storage.object_blobs import ObjectBlobs
 
-Blobs: TypeAlias = "BlobStore | ObjectBlobs"
+Blobs: TypeAlias = "FolderBlobs | ObjectBlobs"
 """Content-addressed files, by the methods that both have."""
 
 AHEAD = 8
@@ -25,6 +25,24 @@ AHEAD = 8
 
 AHEAD_BYTES = 64 * 1024**2
 """Their bytes, if none is larger than the largest one so far; a larger blob is read alone."""
+
+
+class FolderBlobs(BlobStore):
+    """Blobs in a folder of the state directory."""
+
+    @property
+    def location(self) -> str:
+        return str(self.folder)
+
+    def check_writable(self) -> None:
+        """Raise StateError if the folder was deleted; the database is on the same disk, and is checked by itself."""
+        if not self.folder.is_dir():
+            raise StateError(f"cannot use {self.folder}: the folder was deleted: restart the aggregator")
+
+    def put_in_batch(self, data: bytes, *, digest: bytes, batch: WriteBatch) -> None:
+        """Add `data`, whose digest was verified, to a batch."""
+        if (path := self.path(digest)) not in batch and not self.is_whole(digest):
+            batch.add(path, data)
 
 
 def object_store(location: str, *, cache: Path | None = None) -> "ObjectBlobs":
@@ -43,7 +61,7 @@ def open_blobs(location: str) -> Blobs:
     """
     if "://" in location:
         return object_store(location)
-    return BlobStore(Path(location), damaged=Path(location).with_name("damaged"))
+    return FolderBlobs(Path(location), damaged=Path(location).with_name("damaged"))
 
 
 def blobs_of(folder: Path, facts: Facts, configured: str) -> Blobs:
@@ -76,7 +94,7 @@ def blobs_of(folder: Path, facts: Facts, configured: str) -> Blobs:
 
 def read_each(blobs: Blobs, digests: Iterable[bytes]) -> Iterator[bytes | BlobLost]:
     """Yield each blob, verified, or the error of one that is lost; raises StateError if one cannot be read."""
-    if isinstance(blobs, BlobStore):  # a disk answers at once
+    if isinstance(blobs, FolderBlobs):  # a disk answers at once
         yield from (_blob_or_loss(blobs, digest) for digest in digests)
         return
     pool = ThreadPoolExecutor(AHEAD, thread_name_prefix="reading")

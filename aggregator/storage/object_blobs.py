@@ -21,9 +21,9 @@ import obstore
 from obstore.exceptions import AlreadyExistsError, BaseError, GenericError
 from obstore.store import S3Store
 
+from aggregator.storage.background import WriteBatch, submit
 from protocol.errors import BlobLost, ConfigError, NoAnswer, StateError
-from protocol.storage.blobstore import BlobStore, WriteBatch
-from protocol.threads import submit
+from protocol.storage.blobstore import BlobStore
 from protocol.wire.codec import digest_of
 
 PART_BYTES = 8 * 1024**2

@@ -7,11 +7,11 @@ from itertools import groupby
 
 from aggregator.coordination import rollout_state
 from aggregator.coordination.round_state import still_counts
+from aggregator.storage.blobs import FolderBlobs
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
 from aggregator.tasks.graph_cache import known_graphs
 from aggregator.tasks.task_preparation import Task
-from protocol.storage.blobstore import BlobStore
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def needed_blobs(task: Task, store: Store) -> set[bytes]:
 def delete_unneeded_blobs(task: Task, store: Store) -> None:
     """Delete the blobs that nothing needs any more; raises StateError."""
     # In a folder also those of a transaction that has not ended yet: no other process may write meanwhile.
-    in_folder = isinstance(store.blobs, BlobStore)
+    in_folder = isinstance(store.blobs, FolderBlobs)
     with store.transaction() if in_folder else contextlib.nullcontext():
         store.blobs.keep_only(needed_blobs(task, store))
 

@@ -12,13 +12,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
 
 from protocol.errors import BlobLost, StateError, TransferError
-from protocol.threads import submit
 from protocol.wire.codec import digest_of
 
 MAX_DAMAGED = 16
@@ -47,16 +44,16 @@ def write_atomically(path: Path, data: bytes, *, mode: int = 0o644) -> None:
     Raises:
         StateError: the disk is full, or the folder cannot be written.
     """
-    temporary = _write_beside(path, data, mode)
-    with state_errors(path), _deleted_on_failure(temporary):
+    temporary = write_beside(path, data, mode)
+    with state_errors(path), deleted_on_failure(temporary):
         temporary.replace(path)
         sync(path.parent)
 
 
 def create_atomically(path: Path, data: bytes, *, mode: int = 0o644) -> None:
     """Create a file durably, unless it exists: of several processes that try, one succeeds. Raises StateError."""
-    temporary = _write_beside(path, data, mode)
-    with state_errors(path), _deleted_on_failure(temporary):
+    temporary = write_beside(path, data, mode)
+    with state_errors(path), deleted_on_failure(temporary):
         try:
             os.link(temporary, path)
         except FileExistsError:
@@ -68,7 +65,8 @@ def create_atomically(path: Path, data: bytes, *, mode: int = 0o644) -> None:
 
 
 @contextlib.contextmanager
-def _deleted_on_failure(temporary: Path) -> Iterator[None]:
+def deleted_on_failure(temporary: Path) -> Iterator[None]:
+    """Delete a file if the body raises."""
     try:
         yield
     except BaseException:
@@ -85,7 +83,7 @@ def delete_temporary_files(folder: Path) -> None:
                 file.unlink(missing_ok=True)
 
 
-def _write_beside(path: Path, data: bytes, mode: int = 0o644, *, is_for_later: bool = False) -> Path:
+def write_beside(path: Path, data: bytes, mode: int = 0o644, *, is_for_later: bool = False) -> Path:
     """Write the contents of `path` durably to a temporary file, which is deleted on failure.
 
     With `is_for_later` the file leaves the page cache, which the next file can then use: on a virtual machine,
@@ -94,7 +92,7 @@ def _write_beside(path: Path, data: bytes, mode: int = 0o644, *, is_for_later: b
     with state_errors(path):
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:16]}-")
         temporary = Path(name)
-        with _deleted_on_failure(temporary):
+        with deleted_on_failure(temporary):
             with os.fdopen(handle, "wb") as file:
                 file.write(data)
                 file.flush()
@@ -103,54 +101,6 @@ def _write_beside(path: Path, data: bytes, mode: int = 0o644, *, is_for_later: b
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             temporary.chmod(mode)  # mkstemp makes it readable by its owner only
     return temporary
-
-
-class WriteBatch:
-    """Files written like `write_atomically`, in the background and several at a time, which takes a disk no longer."""
-
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(4, thread_name_prefix="writing")
-        self._written: dict[Path, Future[Path]] = {}
-        self._elsewhere: list[Future[None]] = []
-
-    def add(self, path: Path, data: bytes) -> None:
-        """Start to write a file, which `finish` renames to its path; raises StateError without a thread to do so."""
-        self._written[path] = submit(self._pool, _write_beside, path, data, is_for_later=True)
-
-    def __contains__(self, path: Path) -> bool:
-        return path in self._written
-
-    def wait_for(self, write: Future[None]) -> None:
-        """Let `finish` wait for a write elsewhere, too."""
-        self._elsewhere.append(write)
-
-    def finish(self) -> None:
-        """Wait until all files are durable, and rename them; raises StateError, and renames none, if one failed."""
-        every: list[Future[Any]] = [*self._written.values(), *self._elsewhere]
-        wait(every)
-        if failures := [failure for each in every if (failure := each.exception())]:
-            self.discard()
-            raise failures[0]
-        written, self._written, self._elsewhere = self._written, {}, []
-        with state_errors(Path()), contextlib.ExitStack() as stack:
-            for each in written.values():
-                stack.enter_context(_deleted_on_failure(each.result()))
-            for path, each in written.items():
-                each.result().replace(path)
-            for folder in {path.parent for path in written}:
-                sync(folder)
-
-    def discard(self) -> None:
-        """Delete the files that were added since `finish`."""
-        wait([each for each in self._elsewhere if not each.cancel()])
-        self._elsewhere = []
-        with contextlib.suppress(OSError, StateError):
-            self._written = {path: each for path, each in self._written.items() if not each.cancel()}
-            wait(self._written.values())
-            for each in self._written.values():
-                if not each.exception():
-                    each.result().unlink(missing_ok=True)
-            self._written = {}
 
 
 def sync(path: Path) -> None:
@@ -191,16 +141,6 @@ class BlobStore:
         with state_errors(self.folder):
             self._partial.mkdir(parents=True, exist_ok=True)
 
-    @property
-    def location(self) -> str:
-        """The folder, as text."""
-        return str(self.folder)
-
-    def check_writable(self) -> None:
-        """Raise StateError if the folder was deleted; the database is on the same disk, and is checked by itself."""
-        if not self.folder.is_dir():
-            raise StateError(f"cannot use {self.folder}: the folder was deleted: restart the aggregator")
-
     def path(self, digest: bytes) -> Path:
         """Return the path of a blob, whether it exists or not."""
         return self.folder / digest.hex()
@@ -230,11 +170,6 @@ class BlobStore:
         if not self.is_whole(digest):
             write_atomically(self.path(digest), data)
         return digest
-
-    def put_in_batch(self, data: bytes, *, digest: bytes, batch: WriteBatch) -> None:
-        """Add `data`, whose digest was verified, to a batch."""
-        if (path := self.path(digest)) not in batch and not self.is_whole(digest):
-            batch.add(path, data)
 
     def is_whole(self, digest: bytes) -> bool:
         """Return True if a blob exists and its digest is correct."""

@@ -2,14 +2,13 @@
 
 import queue
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from unittest.mock import patch
 
 import pytest
 
-from protocol.errors import StateError, ThreadFailed
-from protocol.threads import start_thread, submit
+from protocol.errors import ThreadFailed
+from protocol.threads import start_thread
 
 
 def test_error_is_reported_with_its_cause(caplog: pytest.LogCaptureFixture) -> None:
@@ -55,13 +54,3 @@ def test_thread_that_cannot_be_started_is_an_error() -> None:
     said = "cannot start the thread worker: can't start new thread: raise"
     with _no_thread(), pytest.raises(ThreadFailed, match=said):
         start_thread(lambda: None, name="worker", on_failure=lambda _: None)
-
-
-def test_function_that_no_thread_was_started_for_never_runs() -> None:
-    """The pool queues it although it raises; a later thread must not run it."""
-    ran: list[str] = []
-    with ThreadPoolExecutor(1) as pool:
-        with _no_thread(), pytest.raises(StateError, match="cannot start a thread that writes to the disk"):
-            submit(pool, ran.append, "first")
-        submit(pool, ran.append, "second").result()
-    assert ran == ["second"]

@@ -9,9 +9,9 @@ from aggregator.algorithms.algorithm import Training
 from aggregator.algorithms.fedncm import FedNCM
 from aggregator.algorithms.fedtc.head import logits_of
 from aggregator.algorithms.fedtc.training_set import TrainingSet
+from aggregator.storage.blobs import FolderBlobs
 from aggregator.training.head_job import run
 from aggregator.training.jobs import HeadJob
-from protocol.storage.blobstore import BlobStore
 from protocol.wire.codec import encode
 from tests.support.messages.submissions import FEATURE_SIZE, MANIFEST, submission
 
@@ -30,7 +30,7 @@ def test_head_predicts_the_class_of_the_nearest_mean() -> None:
 
 def test_job_makes_a_head_by_the_algorithm_that_it_names(tmp_path: Path) -> None:
     """No other file knows of it."""
-    blobs = BlobStore(tmp_path / "blobs")
+    blobs = FolderBlobs(tmp_path / "blobs")
     job = HeadJob(
         version=1,
         algorithm="fedncm",

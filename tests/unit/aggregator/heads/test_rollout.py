@@ -15,13 +15,13 @@ from aggregator.coordination.rollout_state import HeadCommand, Settings, State
 from aggregator.heads import rollout
 from aggregator.heads.operator_commands import submit_command
 from aggregator.heads.rollout import Rollout
+from aggregator.storage.blobs import FolderBlobs
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from aggregator.tasks.task_preparation import Task, prepare_task
 from protocol.errors import ConfigError, StateError
 from protocol.mqtt.reconnecting_session import BrokerAddress
-from protocol.storage.blobstore import BlobStore
 from protocol.wire.canary_rank import canary_rank
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import Evaluation, HeadManifest
@@ -392,13 +392,13 @@ def test_command_asks_for_the_blobs_of_its_head_only(
         releases.tick(version)
     store.facts.put(replace(SERVED, digest=task.digest))
     asked = list[bytes]()
-    contains = BlobStore.__contains__
+    contains = FolderBlobs.__contains__
 
-    def counted(blobs: BlobStore, digest: bytes) -> bool:
+    def counted(blobs: FolderBlobs, digest: bytes) -> bool:
         asked.append(digest)
         return contains(blobs, digest)
 
-    monkeypatch.setattr(BlobStore, "__contains__", counted)
+    monkeypatch.setattr(FolderBlobs, "__contains__", counted)
     commands: tuple[tuple[int | None, int], ...] = ((None, 4), (3, 3))
     for named, head in commands:
         submit_command(store, "rollback", named)

@@ -19,8 +19,8 @@ from aggregator.messaging.blob_sender import (
     BlobSender,
     read_frames,
 )
+from aggregator.storage.blobs import FolderBlobs
 from protocol.errors import BlobLost
-from protocol.storage.blobstore import BlobStore
 from protocol.wire.messages import MAX_CHUNK_BYTES, BlobRequest, Frame
 
 WINDOW = 16 * MAX_CHUNK_BYTES
@@ -41,7 +41,7 @@ class Recorder:
 class Bench:
     """A sender of one blob, with what it has sent."""
 
-    def __init__(self, blobs: BlobStore) -> None:
+    def __init__(self, blobs: FolderBlobs) -> None:
         self.digest = blobs.put(BLOB)
         self.recorder = Recorder()
         self.sender = BlobSender(
@@ -58,11 +58,11 @@ class Bench:
 
 
 @pytest.fixture(scope="module")
-def blobs(tmp_path_factory: pytest.TempPathFactory) -> BlobStore:
-    return BlobStore(tmp_path_factory.mktemp("blobs"))
+def blobs(tmp_path_factory: pytest.TempPathFactory) -> FolderBlobs:
+    return FolderBlobs(tmp_path_factory.mktemp("blobs"))
 
 
-def test_next_burst_waits_for_the_broker(blobs: BlobStore) -> None:
+def test_next_burst_waits_for_the_broker(blobs: FolderBlobs) -> None:
     """However many devices request, a burst is little more than its bound."""
     bench = Bench(blobs)
     for number in range(1000):
@@ -76,7 +76,7 @@ def test_next_burst_waits_for_the_broker(blobs: BlobStore) -> None:
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 3)), max_size=30), st.data())
 def test_every_request_is_sent_once(
-    blobs: BlobStore, requests: list[tuple[str, int]], data: st.DataObject
+    blobs: FolderBlobs, requests: list[tuple[str, int]], data: st.DataObject
 ) -> None:
     bench, sent = Bench(blobs), []
     for device, offset in requests:
@@ -92,7 +92,7 @@ def test_every_request_is_sent_once(
     assert len(sent) <= len(requests)
 
 
-def test_lost_connection_drops_all_requests(blobs: BlobStore) -> None:
+def test_lost_connection_drops_all_requests(blobs: FolderBlobs) -> None:
     bench = Bench(blobs)
     bench.request("a")
     bench.send()
@@ -103,7 +103,7 @@ def test_lost_connection_drops_all_requests(blobs: BlobStore) -> None:
     assert bench.send() == [("a", 0)]
 
 
-def test_request_for_nothing_delays_no_other(blobs: BlobStore, caplog: pytest.LogCaptureFixture) -> None:
+def test_request_for_nothing_delays_no_other(blobs: FolderBlobs, caplog: pytest.LogCaptureFixture) -> None:
     """Nothing is sent of a deleted blob, which is logged, or past a blob's end."""
     bench = Bench(blobs)
     bench.request("a", len(BLOB))
@@ -115,7 +115,7 @@ def test_request_for_nothing_delays_no_other(blobs: BlobStore, caplog: pytest.Lo
 
 
 def test_unreadable_blob_is_read_once_for_all_requests(
-    blobs: BlobStore, monkeypatch: pytest.MonkeyPatch
+    blobs: FolderBlobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An object store takes half a second to miss a blob; after a pause it is read again, which is sent then."""
     bench, reads = Bench(blobs), list[bytes]()
@@ -136,7 +136,7 @@ def test_unreadable_blob_is_read_once_for_all_requests(
     assert bench.send() == [("a", 0)]
 
 
-def test_greedy_device_delays_no_other(blobs: BlobStore) -> None:
+def test_greedy_device_delays_no_other(blobs: FolderBlobs) -> None:
     """A bounded number of a device's requests waits; it can request again once they are sent."""
     bench = Bench(blobs)
     for offset in range(1000):
@@ -148,14 +148,14 @@ def test_greedy_device_delays_no_other(blobs: BlobStore) -> None:
     assert bench.send() == [("greedy", 1000)]
 
 
-def test_waiting_bytes_of_a_device_are_bounded(blobs: BlobStore) -> None:
+def test_waiting_bytes_of_a_device_are_bounded(blobs: FolderBlobs) -> None:
     bench = Bench(blobs)
     for offset in range(10):
         bench.request("greedy", offset)
     assert len(bench.send()) * WINDOW == MAX_DEVICE_BYTES
 
 
-def test_downloads_of_a_device_are_bounded(blobs: BlobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_downloads_of_a_device_are_bounded(blobs: FolderBlobs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Per blob and hour; others are served, and after a while the device again."""
     clock = SimpleNamespace(monotonic=lambda: 0.0)
     monkeypatch.setattr(blob_sender, "time", clock)
@@ -180,7 +180,7 @@ def test_downloads_of_a_device_are_bounded(blobs: BlobStore, monkeypatch: pytest
     assert (bench.request("greedy"), len(bench.send())) == (0.0, 1)
 
 
-def test_request_of_a_small_blob_can_be_repeated(blobs: BlobStore) -> None:
+def test_request_of_a_small_blob_can_be_repeated(blobs: FolderBlobs) -> None:
     """For a connection that is lost before the frames arrive, more often than a large one."""
     bench = Bench(blobs)
     small = BlobRequest(digest=blobs.put(b"small"), offset=0, length=WINDOW)
@@ -203,7 +203,7 @@ def test_frames_are_clipped_to_the_blob(tmp_path: Path) -> None:
     assert frames(100, 50) == []
 
 
-def test_bytes_that_are_waiting_are_not_queued_again(blobs: BlobStore) -> None:
+def test_bytes_that_are_waiting_are_not_queued_again(blobs: FolderBlobs) -> None:
     """A device that waits long asks for the last bytes of what it has requested; each device gets every byte once."""
     bench = Bench(blobs)
     bench.request("a", 0, 1000)

@@ -20,6 +20,7 @@ from aggregator.intake import intake_status
 from aggregator.server.aggregator import Aggregator
 from aggregator.server.device_messages import DeviceMessages
 from aggregator.server.event_loop import Event
+from aggregator.storage.background import WriteBatch
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from aggregator.tasks.task_preparation import Task, prepare_task
@@ -28,7 +29,6 @@ from aggregator.training.runner import Finished
 from protocol.errors import StateError, ThreadFailed
 from protocol.models.onnx_metadata import HeadMetadata, read_metadata
 from protocol.mqtt.reconnecting_session import BrokerAddress, Connected, Outgoing, Received
-from protocol.storage.blobstore import WriteBatch
 from protocol.wire.codec import decode, digest_of, encode
 from protocol.wire.messages import Receipt, Submission, TaskManifest
 from protocol.wire.quantization import prototype_fields

@@ -10,11 +10,11 @@ import pytest
 
 from aggregator.storage import blobs as blobs_module
 from aggregator.storage import object_blobs
+from aggregator.storage.background import WriteBatch
 from aggregator.storage.blobs import Blobs, open_blobs, read_each
 from aggregator.storage.object_blobs import PART_BYTES, ObjectBlobs
 from aggregator.storage.open_store import open_store
 from protocol.errors import BlobLost, ConfigError, NoAnswer, StateError
-from protocol.storage.blobstore import WriteBatch
 from protocol.wire.codec import digest_of
 from tests.support.stores import object_store as proxy
 from tests.support.stores.object_store import BUCKET, ObjectStore

@@ -16,13 +16,13 @@ from aggregator.config.schema import TaskFile
 from aggregator.coordination import round_state, rounds
 from aggregator.graphs.head_export import head_to_onnx, mapped, max_difference
 from aggregator.heads.next_head import job_of
+from aggregator.storage.blobs import FolderBlobs
 from aggregator.storage.open_store import open_store
 from aggregator.tasks.task_preparation import prepare_task, selected_columns
 from aggregator.training.head_job import run
 from aggregator.training.jobs import HeadJob
 from protocol.errors import ConfigError
 from protocol.models.onnx_metadata import BackboneMetadata, Block, HeadMetadata, read_metadata, to_properties
-from protocol.storage.blobstore import BlobStore
 from protocol.wire.codec import digest_of, encode
 from tests.support.graphs.backbones import tiny_backbone, tiny_metadata
 from tests.support.messages.submissions import FEATURE_SIZE, MANIFEST, submission
@@ -91,7 +91,7 @@ def test_columns_of_other_features_are_rooted_and_scaled_alone() -> None:
 
 def test_head_takes_all_features_and_uses_some(tmp_path: Path) -> None:
     """Prototypes of another length are refused; a column that is not used changes nothing."""
-    blobs = BlobStore(tmp_path / "blobs")
+    blobs = FolderBlobs(tmp_path / "blobs")
     size = FEATURE_SIZE + 3
     columns = ((0, 2), (5, size))
     manifest = msgspec.structs.replace(MANIFEST, columns=columns)

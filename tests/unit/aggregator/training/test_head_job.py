@@ -8,9 +8,9 @@ import pytest
 from aggregator.algorithms.algorithm import Training
 from aggregator.algorithms.fedtc import train_head
 from aggregator.algorithms.fedtc.recipe import RECIPES, recipe_of
+from aggregator.storage.blobs import FolderBlobs
 from aggregator.training.head_job import run
 from aggregator.training.jobs import HeadJob
-from protocol.storage.blobstore import BlobStore
 from protocol.wire.codec import encode
 from tests.support.messages.submissions import FEATURE_SIZE, MANIFEST, submission
 
@@ -34,7 +34,7 @@ def test_half_the_memory_is_half_the_prototypes_without_an_adapter(
 ) -> None:
     """Whatever the recipe, and whatever cross-validation would prefer; the head's metrics say so."""
     monkeypatch.setattr(train_head, "MIN_HELD_OUT", 0)  # otherwise so few would not be compared with it
-    blobs = BlobStore(tmp_path / "blobs")
+    blobs = FolderBlobs(tmp_path / "blobs")
     job = HeadJob(
         version=1,
         task=blobs.put(encode(MANIFEST)).hex(),

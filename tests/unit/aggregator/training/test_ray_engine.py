@@ -11,13 +11,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from aggregator.storage.blobs import open_blobs
+from aggregator.storage.blobs import FolderBlobs, open_blobs
 from aggregator.training import statistics_sums as blocks
 from aggregator.training.jobs import Result, StatisticsJob
 from aggregator.training.statistics_job import run
 from benchmarks.cost.engines.processes import machines
 from protocol.errors import BlobLost, ProtofleetError, RuntimeMissing
-from protocol.storage.blobstore import BlobStore
 from protocol.wire.codec import encode
 from protocol.wire.messages import Submission
 from tests.support.messages.statistics import FEATURE_MAP, GROUPS_EXPECTATION, groups_of, images, sums_of
@@ -83,7 +82,7 @@ def test_same_bytes_at_any_number_of_workers(tmp_path: Path, monkeypatch: pytest
                 with pytest.raises(BlobLost) as lost:
                     made(job, engine="ray")
                 assert lost.value.digest.hex() == job.members["00"]
-                BlobStore(Path(job.blobs)).put(encode(groups_of(*images(0, 40))))
+                FolderBlobs(Path(job.blobs)).put(encode(groups_of(*images(0, 40))))
 
 
 def test_machines_read_submissions_from_an_object_store(

@@ -11,10 +11,10 @@ import pytest
 from msgspec import structs
 
 from aggregator.algorithms.algorithm import Training
+from aggregator.storage.blobs import FolderBlobs
 from aggregator.training.jobs import HeadJob
 from aggregator.training.runner import Finished, Progress, Trainer
 from protocol.errors import StateError, ThreadFailed
-from protocol.storage.blobstore import BlobStore
 from protocol.wire.codec import encode
 from protocol.wire.messages import BlobRef
 from tests.support.graphs.backbones import tiny_backbone
@@ -24,7 +24,7 @@ TIMEOUT_S = 300.0
 
 
 def _job(folder: Path, *payloads: bytes) -> HeadJob:
-    blobs = BlobStore(folder / "blobs")
+    blobs = FolderBlobs(folder / "blobs")
     return HeadJob(
         version=1,
         task=blobs.put(encode(MANIFEST)).hex(),
@@ -63,7 +63,7 @@ def test_missing_submission_fails_the_job(tmp_path: Path) -> None:
 
 def test_same_submissions_make_the_same_head(tmp_path: Path) -> None:
     """Byte for byte, so that an interrupted training can be repeated."""
-    blobs = BlobStore(tmp_path / "blobs")
+    blobs = FolderBlobs(tmp_path / "blobs")
     backbone = tiny_backbone(feature_size=FEATURE_SIZE)
     reference = BlobRef(digest=blobs.put(backbone), size_bytes=len(backbone), name="tiny.onnx")
     task = blobs.put(encode(structs.replace(MANIFEST, backbones=(reference,))))
@@ -80,7 +80,7 @@ def test_same_submissions_make_the_same_head(tmp_path: Path) -> None:
 
 def test_head_that_cannot_be_fused_is_written(tmp_path: Path) -> None:
     """The training does not fail for lack of a model.onnx."""
-    job, blobs = _job(tmp_path), BlobStore(tmp_path / "blobs")
+    job, blobs = _job(tmp_path), FolderBlobs(tmp_path / "blobs")
     references = tuple(
         BlobRef(digest=blobs.put(data), size_bytes=len(data), name="broken") for data in (b"one", b"other")
     )

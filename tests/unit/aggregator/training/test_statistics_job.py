@@ -15,6 +15,7 @@ from aggregator.algorithms.statistics.moments import WHOLE, add, moments_of, no_
 from aggregator.config.schema import Robust
 from aggregator.graphs.head_export import mapped
 from aggregator.intake.validation import Expectation, Prototypes, Refused
+from aggregator.storage.blobs import FolderBlobs
 from aggregator.training import statistics_job
 from aggregator.training import statistics_sums as blocks
 from aggregator.training.jobs import Result, StatisticsJob
@@ -25,7 +26,6 @@ from aggregator.training.statistics_sums import LocalEngine, submitted_moments
 from protocol.errors import ProtofleetError
 from protocol.statistics.second_moment import decode, from_triangle, to_triangle
 from protocol.statistics.second_moment import encode as encode_moment
-from protocol.storage.blobstore import BlobStore
 from protocol.wire.codec import encode, to_array, to_tensor
 from protocol.wire.messages import Submission
 from protofleet.simulation.statistics import sums_submission
@@ -45,7 +45,7 @@ def job_on(
     expectation: Expectation,
     robust: Robust = Robust(),  # noqa: B008 - frozen
 ) -> StatisticsJob:
-    blobs = BlobStore(folder / "blobs")
+    blobs = FolderBlobs(folder / "blobs")
     return StatisticsJob(
         version=1,
         task=blobs.put(encode(expectation.manifest)).hex(),
@@ -311,13 +311,13 @@ def test_each_submission_is_added_once(tmp_path: Path, monkeypatch: pytest.Monke
     """
     monkeypatch.setattr(statistics_job, "COHORT", cohort)
     reads = Counter[str]()
-    read = BlobStore.read
+    read = FolderBlobs.read
 
-    def counted(self: BlobStore, digest: bytes) -> bytes:
+    def counted(self: FolderBlobs, digest: bytes) -> bytes:
         reads[digest.hex()] += 1
         return read(self, digest)
 
-    monkeypatch.setattr(BlobStore, "read", counted)
+    monkeypatch.setattr(FolderBlobs, "read", counted)
     parts = {str(device): groups_of(*images(device)) for device in range(5)}
     features, labels = images(9, 400)
     first = np.concatenate(

@@ -18,7 +18,6 @@ from protocol.storage.blobstore import (
     MAX_DAMAGED,
     MAX_WRITE_S,
     BlobStore,
-    WriteBatch,
     create_atomically,
     delete_temporary_files,
     file_digest,
@@ -201,42 +200,6 @@ def test_crash_before_rename_keeps_the_old_file(tmp_path: Path) -> None:
     assert path.read_bytes() == b"old"
 
 
-def test_batch_renames_all_files_at_once(tmp_path: Path) -> None:
-    store, together = BlobStore(tmp_path), WriteBatch()
-    payloads = [bytes([number]) * 1000 for number in range(20)]
-    store.path(store.put(payloads[0])).write_bytes(b"changed")
-    for payload in payloads * 2:
-        store.put_in_batch(payload, digest=digest_of(payload), batch=together)
-    assert not set(store.digests())
-    together.finish()
-    assert [store.read(digest_of(payload)) for payload in payloads] == payloads
-    assert len(_files(tmp_path)) == len(payloads)
-    together.finish()
-
-
-def test_failed_batch_leaves_no_file(tmp_path: Path) -> None:
-    store, together = BlobStore(tmp_path), WriteBatch()
-    with full_disk(after_bytes=10_000):
-        for payload in (b"small", DATA, b"also small"):
-            store.put_in_batch(payload, digest=digest_of(payload), batch=together)
-        with pytest.raises(StateError, match="cannot use"):
-            together.finish()
-    assert _files(tmp_path) == []
-    store.put_in_batch(DATA, digest=DIGEST, batch=together)
-    together.finish()
-    assert store.read(DIGEST) == DATA
-
-
-def test_discarded_batch_leaves_nothing(tmp_path: Path) -> None:
-    store, together = BlobStore(tmp_path), WriteBatch()
-    for number in range(50):
-        payload = bytes([number]) * 10_000
-        store.put_in_batch(payload, digest=digest_of(payload), batch=together)
-    together.discard()
-    together.finish()
-    assert _files(tmp_path) == []
-
-
 def _failing(monkeypatch: pytest.MonkeyPatch, name: str, *, times: int) -> None:
     """Make a method of Path fail with EIO so often."""
     original, left = getattr(Path, name), iter(range(times))
@@ -266,15 +229,10 @@ def test_blob_that_the_disk_fails_to_read_once_is_not_lost(
 
 
 def test_failed_rename_leaves_no_temporary_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither that of one file nor those of a batch, which may hold keys and submissions."""
-    _failing(monkeypatch, "replace", times=2)
+    """It may hold a key."""
+    _failing(monkeypatch, "replace", times=1)
     with pytest.raises(StateError, match="Input/output error"):
         write_atomically(tmp_path / "signing.key", DATA)
-    batch = WriteBatch()
-    for name in ("one", "two"):
-        batch.add(tmp_path / name, DATA)
-    with pytest.raises(StateError, match="Input/output error"):
-        batch.finish()
     assert _files(tmp_path) == []
 
 
