@@ -32,22 +32,21 @@ def _load_config(context: click.Context, _parameter: click.Parameter, path: Path
         values: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise click.BadParameter(f"{path}: {error}") from error
-    options = [option for option in context.command.params if isinstance(option, click.Option)]
-    names = {
-        text.removeprefix("--").replace("-", "_"): option.name
-        for option in options
+    options = {
+        text.removeprefix("--").replace("-", "_"): option
+        for option in context.command.params
+        if isinstance(option, click.Option) and (option.expose_value or option.name == "log_format")
         for text in option.opts
-        if text.startswith("--") and option.name and (option.expose_value or option.name == "log_format")
+        if text.startswith("--")
     }
     values = {key.replace("-", "_"): value for key, value in values.items()}
-    if unknown := values.keys() - names.keys():
-        known = ", ".join(sorted(names))
+    if unknown := values.keys() - options.keys():
+        known = ", ".join(sorted(options))
         raise click.BadParameter(f"{path}: unknown setting {min(unknown)!r}; known: {known}")
-    values = {names[key]: value for key, value in values.items()}
-    for name in {option.name for option in options if option.multiple} & values.keys():
-        # A single value may be given without a list.
-        values[name] = values[name] if isinstance(values[name], list) else [values[name]]
-    context.default_map = {**(context.default_map or {}), **values}
+    context.default_map = dict(context.default_map or {})
+    for key, value in values.items():
+        is_single = options[key].multiple and not isinstance(value, list)  # may be given without a list
+        context.default_map[str(options[key].name)] = [value] if is_single else value
 
 
 def setting(*names: str, **details: Any) -> Callable[[F], F]:
@@ -163,8 +162,6 @@ def plain(text: str) -> str:
 
     Received texts could otherwise control the terminal or forge log lines.
     """
-    if text.isprintable():
-        return text
     return "".join(
         each if each.isprintable() else each.encode("unicode_escape").decode("ascii") for each in text
     )
@@ -206,28 +203,20 @@ def start_logging(*, verbose: bool) -> None:
 
 
 def _is_logging() -> bool:
-    return any(
-        isinstance(handler, logging.StreamHandler)
-        and handler.name == _HANDLER
-        and handler.stream is sys.stderr
-        for handler in logging.getLogger().handlers
-    )
+    ours = [each for each in logging.getLogger().handlers if each.name == _HANDLER]
+    return any(isinstance(each, logging.StreamHandler) and each.stream is sys.stderr for each in ours)
 
 
 def _show_error(text: str) -> None:
     """Print the error that ends the program, or log it where the log is JSON."""
-    if not _is_logging() or os.environ.get(_LOG_FORMAT) != "json":
-        say(f"error: {text}", err=True)
-    else:
+    if _is_logging() and os.environ.get(_LOG_FORMAT) == "json":
         log.error("%s", text)
+    else:
+        say(f"error: {text}", err=True)
 
 
 def require_packages(*modules: str, extras: str) -> None:
-    """Check that packages are installed, without importing them.
-
-    Raises:
-        RuntimeMissing: a package is not installed.
-    """
+    """Raise RuntimeMissing unless packages are installed, without importing them."""
     for name in modules:
         if importlib.util.find_spec(name) is None:
             raise RuntimeMissing(_not_installed(name, extras))
@@ -253,23 +242,25 @@ def run(command: click.Command, *, program: str, extras: str | None = None) -> N
         else:
             click.echo("interrupted", err=True)
         sys.exit(130)
-    except ModuleNotFoundError as error:
-        name = (error.name or "").partition(".")[0]
-        if extras is None or not name or name in _PACKAGES:
-            raise
-        _show_error(_not_installed(name, extras))
-        sys.exit(1)
-    except ProtofleetError as error:
-        _show_error(str(error))
-        sys.exit(1)
     except BrokenPipeError:
         # The reader of a pipe has ended; without stdout, Python does not fail again on the flush at exit.
         sys.stdout = None
         sys.exit(1)
-    except (OSError, MemoryError, ImportError, RuntimeError) as error:
-        log.debug("the system failed", exc_info=error)
-        if not (problem := problem_of_system(error)):
+    except Exception as error:
+        if not (problem := _problem(error, extras)):
             raise
         _show_error(problem)
         sys.exit(1)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _problem(error: Exception, extras: str | None) -> str:
+    """Return an expected failure in one line; empty for an error of the program."""
+    if isinstance(error, ProtofleetError):
+        return str(error)
+    if isinstance(error, ModuleNotFoundError):
+        name = (error.name or "").partition(".")[0]
+        return _not_installed(name, extras) if extras and name and name not in _PACKAGES else ""
+    if problem := problem_of_system(error):
+        log.debug("the system failed", exc_info=error)
+    return problem

@@ -21,11 +21,8 @@ def check_disk(folder: Path, *, reserve_bytes: int = 0) -> list[Finding]:
     try:
         disk = disk_usage(place)
     except OSError as error:
-        return [
-            Finding(
-                "disk", "failed", f"cannot read {place}: {error.strerror}", "mount the disk, or give --state"
-            )
-        ]
+        text = f"cannot read {place}: {error.strerror}"
+        return [Finding("disk", "failed", text, "mount the disk, or give --state")]
     findings = []
     if not os.access(place, os.W_OK | os.X_OK):
         action = "give the folder to this user, or run the program as the folder's"
