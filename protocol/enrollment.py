@@ -59,7 +59,6 @@ class Enrollment:
 
 
 def card_text(card: EnrollmentCard) -> str:
-    """Return the text of `enrollment.toml`."""
     values: dict[str, Any] = msgspec.to_builtins(card)
     # A JSON string is a TOML string.
     return "".join(f"{name} = {json.dumps(value)}\n" for name, value in values.items())

@@ -36,7 +36,6 @@ class ServiceManager:
         self._due_s = 0.0
 
     def ready(self) -> None:
-        """Report that the service has started."""
         self._send(b"READY=1")
 
     def alive(self) -> None:

@@ -35,7 +35,6 @@ TOO_MANY_FILES = (
 
 
 def connect_error(error: Exception, broker: BrokerAddress, access: BrokerAccess) -> str:
-    """Return why a connection could not be opened."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"cannot verify the broker at {broker}: {_verify_error(error, broker, access)}"
     if isinstance(error, ssl.SSLError):

@@ -49,7 +49,6 @@ class OwnPresence:
         self._ip = ip
 
     def outgoing(self, state: PresenceState) -> Outgoing:
-        """Return the publication of a state."""
         presence = Presence(
             state=state,
             epoch=self._start.epoch,
@@ -59,7 +58,6 @@ class OwnPresence:
         return Outgoing(self._topic, encode(sign_presence(presence, key=self._key, topic=self._topic)), True)
 
     def has_signed(self, presence: Presence) -> bool:
-        """Return whether a presence on this topic is signed with this program's key."""
         return is_own_presence(presence, public=public_key(self._key), topic=self._topic)
 
     def react(self, presence: Presence, *, is_closed: bool) -> Reaction:

@@ -45,7 +45,6 @@ class InferredLimit:
     disconnects: int = 0
 
     def acknowledged(self, size_bytes: int) -> "InferredLimit":
-        """Return the limit after a packet of this size was acknowledged."""
         return replace(self, acknowledged_bytes=max(self.acknowledged_bytes, size_bytes))
 
     def disconnected(self, in_flight: Iterable[int]) -> "InferredLimit":
@@ -106,12 +105,10 @@ class Publisher:
 
     @property
     def is_connected(self) -> bool:
-        """True if a connection is ready and has not ended."""
         return self._connection is not None
 
     @property
     def is_idle(self) -> bool:
-        """True if nothing is queued or in flight."""
         return not self._queue and not self._in_flight
 
     @property

@@ -66,7 +66,6 @@ def create_atomically(path: Path, data: bytes, *, mode: int = 0o644) -> None:
 
 @contextlib.contextmanager
 def deleted_on_failure(temporary: Path) -> Iterator[None]:
-    """Delete a file if the body raises."""
     try:
         yield
     except BaseException:
@@ -137,7 +136,6 @@ class BlobStore:
         self.create()
 
     def create(self) -> None:
-        """Create the folder if it does not exist."""
         with state_errors(self.folder):
             self._partial.mkdir(parents=True, exist_ok=True)
 
@@ -157,7 +155,6 @@ class BlobStore:
             return path.is_file()
 
     def digests(self) -> Iterator[bytes]:
-        """Yield the digest of every blob."""
         with state_errors(self.folder):
             files = list(self.folder.iterdir())
         for file in files:
@@ -232,7 +229,6 @@ class BlobStore:
             return partial.stat().st_size if partial.is_file() else 0
 
     def append(self, digest: bytes, data: bytes) -> None:
-        """Append bytes to a download."""
         partial = self._partial / digest.hex()
         with state_errors(partial), partial.open("ab") as file:
             file.write(data)

@@ -79,7 +79,6 @@ class Database:
             raise
 
     def read(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
-        """Return all rows of a query."""
         with self.connection() as database:
             return database.execute(query, values).fetchall()
 

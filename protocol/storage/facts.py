@@ -38,7 +38,6 @@ class Facts:
         self._database = database
 
     def get(self, kind: type[Fact]) -> Fact | None:
-        """Return the stored value of a kind; None if there is none."""
         rows = self._database.read("SELECT value FROM facts WHERE name = ?", kind.__name__)
         return self._database.decode(rows[0][0], kind) if rows else None
 
@@ -52,5 +51,4 @@ class Facts:
             )
 
     def delete(self, kind: type[msgspec.Struct]) -> None:
-        """Delete the value of a kind."""
         self._database.write("DELETE FROM facts WHERE name = ?", kind.__name__)

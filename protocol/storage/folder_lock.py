@@ -36,14 +36,12 @@ class FolderLock:
         return True
 
     def release(self) -> None:
-        """Unlock the folder."""
         if self._held is not None:
             self._held.close()
             self._held = None
 
     @property
     def is_held(self) -> bool:
-        """Return whether this object holds the lock."""
         return self._held is not None
 
     def is_taken(self) -> bool:

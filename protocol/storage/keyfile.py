@@ -47,7 +47,6 @@ def read_or_make_key(path: Path, *, advice: str = ADVICE) -> bytes:
 
 
 def pem_of(key: Ed25519PrivateKey) -> bytes:
-    """Return a private key as the contents of its file."""
     return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
 
 

@@ -36,7 +36,6 @@ class Duplicate(msgspec.Struct, frozen=True):
 
     @property
     def where(self) -> str:
-        """Return how to find the program."""
         return f"{self.address or 'an unknown address'} (instance {self.instance[:8]})"
 
     @property

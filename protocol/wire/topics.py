@@ -57,7 +57,6 @@ def device_topic(fleet: str, device: str, channel: DeviceChannel) -> str:
 
 
 def shard_of(device: str) -> int:
-    """Return the shard of a device's name."""
     return zlib.crc32(device.encode()) % SHARDS
 
 
