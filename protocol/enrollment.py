@@ -84,12 +84,13 @@ def read_card(folder: Path) -> EnrollmentCard:
 
 def read_enrollment(folder: Path) -> Enrollment:
     """Read a device's enrollment; raises ConfigError if a file is missing, damaged or of another enrollment."""
-    card, files = read_card(folder), (folder / "ca.crt", folder / "device.crt", folder / "device.key")
-    authorities, (certificate, *_) = map(_certificates, files[:2])
+    card = read_card(folder)
+    ca, issued = folder / "ca.crt", folder / "device.crt"
+    authorities, (certificate, *_) = _certificates(ca), _certificates(issued)
     if _names(certificate) != [card.device]:
-        raise ConfigError(f"{files[1]} is not the certificate of {card.device}: {WAY_OUT}")
+        raise ConfigError(f"{issued} is not the certificate of {card.device}: {WAY_OUT}")
     if not any(_is_issued_by(certificate, authority) for authority in authorities):
-        raise ConfigError(f"{files[1]} was not issued by the authority in {files[0]}: {WAY_OUT}")
+        raise ConfigError(f"{issued} was not issued by the authority in {ca}: {WAY_OUT}")
     signing_key = read_key(folder / "signing.key", advice=WAY_OUT)
     if public_key(signing_key).hex() != card.key.lower():
         raise ConfigError(f"{folder / 'signing.key'} is not the key of {card.device}: {WAY_OUT}")
@@ -97,7 +98,7 @@ def read_enrollment(folder: Path) -> Enrollment:
         device=card.device,
         fleet=card.fleet,
         broker=card.broker,
-        access=BrokerAccess(True, *files),
+        access=BrokerAccess(tls=True, ca=ca, certificate=issued, key=folder / "device.key"),
         signing_key=signing_key,
         aggregator_key=bytes.fromhex(card.aggregator_key),
         aggregator_key_number=card.aggregator_key_number,
