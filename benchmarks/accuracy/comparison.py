@@ -12,10 +12,10 @@ from aggregator.algorithms.algorithm import RoundAlgorithm
 from aggregator.algorithms.hierarchical import Hierarchical
 from benchmarks.accuracy.baselines import Method, Recipe, run_baseline, traffic_bytes
 from benchmarks.accuracy.scores import Run
+from benchmarks.fleets import run_rounds
 from benchmarks.options import Option, repeated
 from benchmarks.report import json_option
 from protofleet.simulation.fleet import Client
-from protofleet.simulation.rounds import run_rounds
 
 Prior: TypeAlias = Literal["without", "with"]
 

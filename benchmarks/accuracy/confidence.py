@@ -15,11 +15,11 @@ from aggregator.algorithms.fedtc.recipe import recipe_of
 from benchmarks.accuracy.class_prior import UNEVEN, probabilities_of, run_places
 from benchmarks.data.features import load_features
 from benchmarks.data.images import NAMES
+from benchmarks.fleets import Settings, calibration_error, train_fleet
 from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
 from protocol.statistics.confidence import confidence_bins
 from protocol.wire.messages import CONFIDENCE_BINS
-from protofleet.simulation.fedtc import Settings, calibration_error, train_fleet
 from protofleet.simulation.fleet import Features
 
 DRAWS, PLACES = 8, 60

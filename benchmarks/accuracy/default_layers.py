@@ -13,10 +13,10 @@ from aggregator.algorithms.fedtc.recipe import RECIPES
 from aggregator.config.schema import Client
 from benchmarks.data.features import BACKBONES, load_features
 from benchmarks.data.images import DIGITS, PACS
+from benchmarks.fleets import Settings, run_fleet
 from benchmarks.options import repeated, selected
 from benchmarks.report import Table, json_option, write_json
 from protocol.errors import ConfigError
-from protofleet.simulation.fedtc import Settings, run_fleet
 from protofleet.simulation.fleet import Features
 from protofleet.simulation.partitions import Partition
 

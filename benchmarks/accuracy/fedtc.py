@@ -15,10 +15,10 @@ from aggregator.algorithms.fedtc.recipe import recipe_of
 from aggregator.config.schema import MAX_MULTIPLE
 from benchmarks.data.features import BackboneType, Precision, load_features, prepared, projected
 from benchmarks.data.images import NAMES
+from benchmarks.fleets import Result, Settings, run_ceiling, train_fleet
 from benchmarks.options import Option, repeated
 from benchmarks.report import Table, json_option, write_json
 from protocol.errors import ConfigError
-from protofleet.simulation.fedtc import Result, Settings, run_ceiling, train_fleet
 from protofleet.simulation.fleet import Features
 from protofleet.simulation.partitions import Partition, parse_partition
 

@@ -21,10 +21,10 @@ from aggregator.intake.validation import Prototypes
 from aggregator.training.robust.training_set import pool
 from benchmarks.data.features import BackboneType, load_features
 from benchmarks.data.images import NAMES, PACS
+from benchmarks.fleets import calibration_error
 from benchmarks.options import repeated
 from benchmarks.report import Plot, Table, json_option, write_json
 from protofleet.prototypes import average_class
-from protofleet.simulation.fedtc import calibration_error
 from protofleet.simulation.fleet import Features
 
 DEVICES = 4

@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 from aggregator.algorithms.fedtc.recipe import RECIPES
 from aggregator.config.schema import Robust
+from benchmarks import fleets
 from benchmarks.accuracy.fedtc import partitions_option
 from benchmarks.data.features import BackboneType, load_features
 from benchmarks.data.images import MissingFile
 from benchmarks.options import selected
 from benchmarks.report import Table, json_option, write_json
-from protofleet.simulation import fedtc as fedtc_fleet
 from protofleet.simulation.fleet import Features
 from protofleet.simulation.partitions import Partition, share_out
 from protofleet.simulation.statistics import map_features, run_fleet
@@ -142,13 +142,13 @@ def _of_fleets(
     """Yield the heads of `statistics` from sums of single images, and of FedTC, without a limit for any device."""
     mapped = map_features(features, random_features=0, seed=seed)
     unbounded = Robust(detect_outliers=False, max_multiple=0)
-    settings = fedtc_fleet.Settings(
+    settings = fleets.Settings(
         clients=clients, alpha=0.99, batch_size=5, max_multiple=0, recipe=RECIPES["default"], device="cpu"
     )
     for partition in partitions:
         owners = share_out(features.train_labels, partition, clients=clients, rng=np.random.default_rng(seed))
         sums = run_fleet(mapped, owners, batch_size=1, seed=seed, robust=unbounded)
-        prototypes = fedtc_fleet.run_fleet(features, partition, settings, seed=seed)
+        prototypes = fleets.run_fleet(features, partition, settings, seed=seed)
         for method, accuracy, sent, devices in (
             ("statistics, B 1", sums.accuracy, sums.bytes_up, sums.devices),
             ("FedTC, B 5", prototypes.accuracy, prototypes.bytes_up, prototypes.devices),

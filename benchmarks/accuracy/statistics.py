@@ -10,15 +10,15 @@ import numpy as np
 
 from aggregator.algorithms.fedtc.recipe import RECIPES
 from aggregator.config.schema import Robust
+from benchmarks import fleets
 from benchmarks.accuracy.fedtc import fleet_options
 from benchmarks.data.features import load_features, prepared
+from benchmarks.fleets import ALL_FEATURES
 from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
-from protofleet.simulation import fedtc as fedtc_fleet
-from protofleet.simulation.fedtc import ALL_FEATURES
 from protofleet.simulation.fleet import Features
 from protofleet.simulation.partitions import Partition, share_out
-from protofleet.simulation.statistics import Result, map_features, run_ceiling, run_fleet
+from protofleet.simulation.statistics import Result, map_features, run_fleet
 
 COLUMNS = {
     "method": "<32", "partition": "<16", "seed": ">6", "top-1": ">8.2%", "ECE": ">7.1%", "devices": ">9",
@@ -146,19 +146,19 @@ def _statistics(fleet: Fleet, seed: int, *, sizes: Sequence[int], batches: Seque
             owners = share_out(fleet.features.train_labels, partition, clients=fleet.clients, rng=rng)
             for batch in batches:
                 result = run_fleet(data, owners, batch_size=batch, seed=seed, robust=robust)
-                yield _run(f"{name}, B {batch}", str(partition), seed, result)
+                yield _run(f"{name}, B {batch}", str(partition), seed, result, fleet)
         if fleet.ceiling:
-            yield _run(name, ALL_FEATURES, seed, run_ceiling(data))
+            yield _run(name, ALL_FEATURES, seed, fleets.sums_ceiling(data), fleet)
 
 
-def _run(method: str, partition: str, seed: int, result: Result) -> Run:
+def _run(method: str, partition: str, seed: int, result: Result, fleet: Fleet) -> Run:
     is_ceiling = partition == ALL_FEATURES
     return Run(
         method=method,
         partition=partition,
         seed=seed,
         accuracy=result.accuracy,
-        calibration_error=result.calibration_error,
+        calibration_error=fleets.calibration_error(result.logits, fleet.features.test_labels),
         seconds=result.solve_seconds,
         devices=None if is_ceiling else result.devices,
         rows=result.rows,
@@ -168,7 +168,7 @@ def _run(method: str, partition: str, seed: int, result: Result) -> Run:
 
 def _fedtc(fleet: Fleet, seed: int) -> Iterator[Run]:
     """Yield FedTC's head, and the linear discriminant that it chooses from, of the same prototypes."""
-    default = fedtc_fleet.Settings(
+    default = fleets.Settings(
         clients=fleet.clients,
         alpha=0.99,
         batch_size=5,
@@ -179,7 +179,7 @@ def _fedtc(fleet: Fleet, seed: int) -> Iterator[Run]:
     linear = replace(default, recipe=replace(default.recipe, adapter=False))
     for method, settings in {"FedTC, B 5": default, "LDA of FedTC's prototypes, B 5": linear}.items():
         for partition in fleet.partitions:
-            made = fedtc_fleet.run_fleet(fleet.features, partition, settings, seed=seed)
+            made = fleets.run_fleet(fleet.features, partition, settings, seed=seed)
             yield Run(
                 method=method,
                 partition=str(partition),

@@ -22,9 +22,9 @@ from aggregator.algorithms.fedtc.training_set import TrainingSet
 from aggregator.training.robust.training_set import combine
 from benchmarks.data.features import load_features
 from benchmarks.data.images import NAMES
+from benchmarks.fleets import Settings, fleet_prototypes
 from benchmarks.options import selected
 from benchmarks.report import Table, json_option, write_json
-from protofleet.simulation.fedtc import Settings, fleet_prototypes
 from protofleet.simulation.fleet import Features
 from protofleet.simulation.partitions import Partition
 

@@ -7,22 +7,27 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from aggregator.algorithms.algorithm import OneShot, RoundAlgorithm
-from aggregator.algorithms.fedtc.head import logits_of
+from aggregator.algorithms.algorithm import Algorithm, OneShot, RoundAlgorithm, Training
+from aggregator.algorithms.fedtc.head import Dense, logits_of
 from aggregator.algorithms.fedtc.recipe import RECIPES
 from aggregator.algorithms.fedtc.train_head import train_head
 from aggregator.algorithms.fedtc.training_set import TrainingSet
 from aggregator.algorithms.statistics.feature_map import Statistics
 from aggregator.config.schema import Client as ClientSettings
 from aggregator.config.schema import Robust
+from aggregator.graphs.head_export import head_to_onnx
+from aggregator.training.robust.training_set import judged_set
 from aggregator.training.robust.weights import Counting
+from protocol.models.onnx_metadata import HeadMetadata
 from protofleet.simulation import fedtc, statistics
-from protofleet.simulation.fleet import Client, pooled
+from protofleet.simulation.fleet import Client, Features, pooled
 
 Logits = Sequence[NDArray[np.float32]]
 
 SEED = 0
 """Of all algorithms, as by default: a fleet's seed draws the devices' images."""
+
+TRAINING = Training(seed=SEED, device="cpu")
 
 NO_OUTLIERS = Robust(detect_outliers=False)
 
@@ -49,37 +54,55 @@ class Trained:
     """How many images the head is made of; unknown in rounds."""
 
 
-def fedtc_settings(clients: Sequence[Client], *, robust: Robust = NO_OUTLIERS) -> fedtc.Settings:
-    """Return the settings that the aggregator has by default, on the CPU."""
-    defaults = ClientSettings()
-    return fedtc.Settings(
-        clients=len(clients),
-        alpha=defaults.alpha,
-        batch_size=defaults.batch_size,
-        max_multiple=robust.max_multiple,
-        detect_outliers=robust.detect_outliers,
-        recipe=RECIPES["default"],
-        device="cpu",
-    )
+def train(method: Algorithm, clients: Sequence[Client], *, classes: int, robust: Robust) -> Trained:
+    """Return the result of an algorithm with the default settings of devices."""
+    if isinstance(method, RoundAlgorithm):
+        return train_rounds(method, clients, classes=classes, robust=robust)
+    if method.sums:
+        return train_statistics(clients, batch_size=ClientSettings().batch_size, robust=robust)
+    if isinstance(method, OneShot):
+        return train_prototypes(method, clients, robust=robust)
+    raise TypeError(f"{method.name} is neither of one upload nor of rounds")
 
 
-def train_fedtc(
-    clients: Sequence[Client], *, robust: Robust = NO_OUTLIERS, method: OneShot | None = None
+def train_prototypes(
+    method: OneShot, clients: Sequence[Client], *, robust: Robust = NO_OUTLIERS, training: Training = TRAINING
 ) -> Trained:
-    """Return the result of FedTC, or of another algorithm of prototypes; the clients have the same test images."""
+    """Return the result of an algorithm of prototypes; the clients have the same test images."""
     features, owners = pooled(clients)
     started_s = time.process_time()
-    settings = fedtc_settings(clients, robust=robust)
-    made, head = fedtc.train_clients(features, owners, settings, seed=SEED, method=method)
+    defaults = ClientSettings()
+    task = fedtc.expectation_of(features, alpha=defaults.alpha, batch_size=defaults.batch_size)
+    payloads = fedtc.fleet_submissions(features, owners, task, seed=SEED)
+    data, judgment, counting = judged_set(
+        {client: fedtc.decoded(payload, task) for client, payload in payloads.items()},
+        classes=task.manifest.classes,
+        widths=features.widths,
+        robust=robust,
+    )
+    head = method.train(data, training).layers
     return Trained(
         logits=[logits_of(head, features.test)] * len(clients),
         uploads=1,
-        up_bytes=made.bytes_up / len(clients),
-        down_bytes=len(statistics.head_file(features, head)),
+        up_bytes=sum(map(len, payloads.values())) / len(clients),
+        down_bytes=_head_bytes(head, features),
         seconds=time.process_time() - started_s,
-        quarantined=made.quarantined,
-        counting=made.counting,
+        quarantined=tuple(sorted(judgment.quarantined)),
+        counting=counting,
     )
+
+
+def _head_bytes(head: Sequence[Dense], features: Features) -> int:
+    """Return the size of the ONNX file that devices download."""
+    metadata = HeadMetadata(
+        classes=tuple(map(str, range(features.classes))),
+        version=1,
+        task="",
+        backbones=(),
+        feature_size=features.train.shape[1],
+        training={},
+    )
+    return len(head_to_onnx(head, metadata=metadata))
 
 
 def train_statistics(clients: Sequence[Client], *, batch_size: int, robust: Robust = NO_OUTLIERS) -> Trained:
@@ -119,19 +142,20 @@ def train_in_one_place(clients: Sequence[Client]) -> Trained:
     """Return FedTC's head of all features themselves: what uploading all images would reach."""
     features, _ = pooled(clients)
     started_s = time.process_time()
-    _, head = fedtc.train_ceiling(features, fedtc_settings(clients), seed=SEED)
-    logits = logits_of(head, features.test)
+    logits = _logits_of_features(features, features.classes, adapter=True)
     return Trained(logits=[logits] * len(clients), seconds=time.process_time() - started_s)
 
 
 def train_alone(clients: Sequence[Client], *, classes: int) -> Trained:
     """Return a linear discriminant of each client's own features: what a device reaches without the fleet."""
     started_s = time.process_time()
-    recipe = replace(RECIPES["default"], restore=False, mix=False, adapter=False)
-    logits = []
-    for client in clients:
-        labels = client.train_labels
-        data = TrainingSet(client.train, labels, np.ones_like(labels), classes, widths=client.widths)
-        made = train_head(data, recipe, seed=SEED, device="cpu")
-        logits.append(logits_of(made.layers, client.test))
+    logits = [_logits_of_features(client, classes, adapter=False) for client in clients]
     return Trained(logits=logits, seconds=time.process_time() - started_s)
+
+
+def _logits_of_features(data: Features | Client, classes: int, *, adapter: bool) -> NDArray[np.float32]:
+    """Return the test images' logits, (m, C), by a head of features that no device has averaged."""
+    recipe = replace(RECIPES["default"], restore=False, mix=False, adapter=adapter)
+    labels = data.train_labels
+    everything = TrainingSet(data.train, labels, np.ones_like(labels), classes, widths=data.widths)
+    return logits_of(train_head(everything, recipe, seed=SEED, device="cpu").layers, data.test)

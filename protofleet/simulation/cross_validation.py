@@ -1,5 +1,6 @@
 """Accuracy of features by cross-validation, with intervals that allow for training sets that overlap."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from aggregator.config.schema import Client as ClientSettings
+from aggregator.algorithms.registry import ALGORITHMS as REGISTERED
 from aggregator.config.schema import Robust
 from protocol.errors import ConfigError
 from protofleet.simulation import algorithms
@@ -163,20 +164,14 @@ def _in_one_place(model: Any, clients: Sequence[Client]) -> _Predicted:
     return model.fit(features.train, features.train_labels).predict(features.test), 0.0
 
 
-def _fedtc(clients: Sequence[Client]) -> _Predicted:
-    trained = algorithms.train_fedtc(clients, robust=Robust())
-    return trained.logits[0].argmax(axis=1), trained.up_bytes
-
-
-def _statistics(clients: Sequence[Client]) -> _Predicted:
-    size = ClientSettings().batch_size
-    trained = algorithms.train_statistics(clients, batch_size=size, robust=Robust())
+def _of_fleet(name: str, clients: Sequence[Client]) -> _Predicted:
+    """Return what the head of an algorithm of one upload predicts."""
+    trained = algorithms.train(REGISTERED[name](), clients, classes=0, robust=Robust())
     return trained.logits[0].argmax(axis=1), trained.up_bytes
 
 
 _METHODS: Mapping[str, Callable[[Sequence[Client]], _Predicted]] = {
     NEAREST_MEAN: _nearest_mean,
     LOGISTIC: _logistic,
-    FEDTC: _fedtc,
-    STATISTICS: _statistics,
+    **{name: functools.partial(_of_fleet, name) for name in (FEDTC, STATISTICS)},
 }

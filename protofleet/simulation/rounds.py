@@ -54,12 +54,6 @@ _built: Any = functools.lru_cache(maxsize=16)(build)
 class Outcome:
     """Result of a fleet's rounds."""
 
-    accuracies: NDArray[np.float64]
-    """The accuracy of each client with its own head, on its own mixture of classes, (K,)."""
-    balanced: NDArray[np.float64]
-    """Likewise, over all classes alike."""
-    reported: NDArray[np.float64]
-    """`balanced` as `status` shows it: classes of which the client has no images count as not recognized."""
     up_bytes: NDArray[np.float64]
     """The size of an encoded submission, mean over the devices, (rounds,)."""
     down_bytes: NDArray[np.int64]
@@ -116,12 +110,7 @@ def run_rounds(
             for client, model in zip(clients, local_model, strict=True)
             if model is not None
         )
-    figures = [_figures(client, mine) for client, mine in zip(clients, probabilities, strict=True)]
-    accuracies, balanced, reported = np.array(figures, dtype=np.float64).T
     return Outcome(
-        accuracies=accuracies,
-        balanced=balanced,
-        reported=reported,
         up_bytes=np.array(up),
         down_bytes=np.array(down),
         once_bytes=task.graph_bytes + tensors.size_bytes,
@@ -235,11 +224,3 @@ def _probabilities(
         classes=task.manifest.classes,
     )
     return head.probabilities(client.test)
-
-
-def _figures(client: Client, probabilities: NDArray[np.float32]) -> tuple[float, float, float]:
-    """Return the client's accuracies, as in `Outcome`."""
-    predicted = probabilities.argmax(axis=1)
-    owned = np.isin(client.test_labels, client.train_labels)
-    reported = client.balanced_accuracy(np.where(owned, predicted, -1))
-    return client.accuracy(predicted), client.balanced_accuracy(predicted), reported

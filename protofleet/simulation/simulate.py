@@ -1,17 +1,15 @@
 """Simulated fleets: labeled images dealt out to devices, and what each algorithm makes of them."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from aggregator.algorithms.algorithm import Algorithm, OneShot, RoundAlgorithm
-from aggregator.algorithms.fedtc.train_head import FedTC
+from aggregator.algorithms.algorithm import RoundAlgorithm
 from aggregator.algorithms.registry import ALGORITHMS as REGISTERED
-from aggregator.config.schema import Client as ClientSettings
 from aggregator.config.schema import Robust
 from aggregator.training.robust.weights import Counting
 from protocol.errors import ConfigError
@@ -265,25 +263,14 @@ def _train(
 ) -> Iterator[tuple[Trained, str]]:
     """Yield the result of each algorithm; only devices with images take part, and all are evaluated."""
     members = [client for client in clients if len(client.train_labels)]
-    runs: Mapping[str, Callable[[], Trained]] = {
-        ALONE: lambda: methods.train_alone(members, classes=classes),
-        ALL_IMAGES: lambda: methods.train_in_one_place(members),
-    }
     for each in wanted:
-        if isinstance(each, str) and each in runs:
-            yield runs[each](), each
+        if each == ALONE:
+            yield methods.train_alone(members, classes=classes), ALONE
+        elif each == ALL_IMAGES:
+            yield methods.train_in_one_place(members), ALL_IMAGES
         else:
             method = REGISTERED[each]() if isinstance(each, str) else each
-            yield _trained(method, members, classes=classes, robust=robust), method.name
-
-
-def _trained(method: Algorithm, members: Sequence[Client], *, classes: int, robust: Robust) -> Trained:
-    if isinstance(method, RoundAlgorithm):
-        return methods.train_rounds(method, members, classes=classes, robust=robust)
-    if method.sums:
-        return methods.train_statistics(members, batch_size=ClientSettings().batch_size, robust=robust)
-    other = method if isinstance(method, OneShot) and not isinstance(method, FedTC) else None
-    return methods.train_fedtc(members, robust=robust, method=other)
+            yield methods.train(method, members, classes=classes, robust=robust), method.name
 
 
 def _result(name: str, trained: Trained, clients: Sequence[Client]) -> AlgorithmResult:

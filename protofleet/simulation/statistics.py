@@ -11,21 +11,19 @@ import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
-from aggregator.algorithms.fedtc.head import Dense
 from aggregator.algorithms.statistics.feature_map import FeatureMap
 from aggregator.config.schema import Robust
-from aggregator.graphs.head_export import head_to_onnx, map_to_onnx, mapped
+from aggregator.graphs.head_export import map_to_onnx, mapped
 from aggregator.training.jobs import StatisticsJob, read_result, write_result
 from aggregator.training.robust.weights import Counting
 from aggregator.training.statistics_job import run
 from edge_client.data.statistics import group_rows, to_rows
-from protocol.models.onnx_metadata import HeadMetadata
 from protocol.statistics import second_moment
 from protocol.statistics.row_sums import RowSums
 from protocol.storage.blobstore import BlobStore
 from protocol.wire.codec import digest_of, encode, to_tensor, to_unsigned
 from protocol.wire.messages import BlobRef, Statistics, Submission, TaskManifest
-from protofleet.simulation.fedtc import calibration_error, task_manifest
+from protofleet.simulation.fedtc import task_manifest
 from protofleet.simulation.fleet import Features
 
 ROWS_PER_RUN = 4096
@@ -47,7 +45,6 @@ class Result:
     """One fleet's head."""
 
     accuracy: float
-    calibration_error: float
     devices: int
     """Clients that had something to send."""
     rows: int
@@ -70,19 +67,6 @@ def map_features(features: Features, *, random_features: int, seed: int) -> Mapp
     size, normalized = features.train.shape[1], features.normalized
     feature_map = FeatureMap(size, random_features, seed, normalized=normalized)
     return MappedFeatures(features, feature_map, _rows(features, feature_map))
-
-
-def head_file(features: Features, head: Sequence[Dense]) -> bytes:
-    """Return FedTC's head as the ONNX file that devices download."""
-    metadata = HeadMetadata(
-        classes=tuple(map(str, range(features.classes))),
-        version=1,
-        task="",
-        backbones=(),
-        feature_size=features.train.shape[1],
-        training={},
-    )
-    return head_to_onnx(head, metadata=metadata)
 
 
 def _rows(features: Features, feature_map: FeatureMap) -> NDArray[np.int8]:
@@ -137,7 +121,6 @@ def run_fleet(
     logits, truth = _logits(head, data.features.test), data.features.test_labels
     return Result(
         accuracy=float((logits.argmax(axis=1) == truth).mean()),
-        calibration_error=calibration_error(logits, truth),
         devices=len(members),
         rows=solved.prototypes,
         bytes_up=sum(sizes),
@@ -148,11 +131,6 @@ def run_fleet(
         quarantined=sorted(solved.quarantined),
         counting=solved.counting,
     )
-
-
-def run_ceiling(data: MappedFeatures) -> Result:
-    """Make the head of all features in one place: a fleet of one client that sums single images."""
-    return run_fleet(data, np.zeros(len(data.rows), np.int64), batch_size=1, seed=0)
 
 
 def _manifest(data: MappedFeatures, graph: bytes, *, batch_size: int) -> TaskManifest:

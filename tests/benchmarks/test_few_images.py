@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.__main__ import cli
-from protofleet.simulation.fedtc import calibration_error
+from benchmarks.fleets import calibration_error
 from tests.benchmarks.feature_factory import features_of_digits, fill_cache
 
 

@@ -6,7 +6,7 @@ from sklearn.datasets import load_digits
 
 from aggregator.algorithms.fedtc.recipe import RECIPES
 from benchmarks.data.features import VALIDATION, prepared
-from protofleet.simulation.fedtc import Settings, run_ceiling, run_fleet
+from benchmarks.fleets import Settings, run_ceiling, run_fleet
 from protofleet.simulation.fleet import Features
 from protofleet.simulation.partitions import Partition
 

@@ -21,9 +21,9 @@ from benchmarks.data import domains
 from benchmarks.data.domains import feature_shift
 from benchmarks.data.features import cached_name
 from benchmarks.data.images import DIGITS, PACS
+from benchmarks.fleets import run_rounds
 from protofleet.simulation import rounds
 from protofleet.simulation.fleet import Client, Features
-from protofleet.simulation.rounds import run_rounds
 from tests.benchmarks.feature_factory import FEATURES, domain, fill_cache
 from tests.support.graphs.exported_graphs import exported
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from aggregator.algorithms.fedtc import recipe
 from aggregator.algorithms.fedtc.recipe import RECIPES
 from aggregator.algorithms.hierarchical import Hierarchical
 from aggregator.algorithms.statistics.feature_map import Statistics
@@ -34,7 +35,8 @@ def make_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out what takes time: adapters, random features, most passes, and three of four programs."""
     linear = dataclasses.replace(RECIPES["default"], adapter=False)
     alone = dataclasses.replace(fedpcl.RECIPES["Solo"], rounds=4)
-    monkeypatch.setattr(algorithms, "RECIPES", {"default": linear})
+    for module in (algorithms, recipe):
+        monkeypatch.setattr(module, "RECIPES", {"default": linear})
     monkeypatch.setattr(fedpcl, "RECIPES", {"Solo": alone})
     monkeypatch.setattr(algorithms, "Statistics", lambda: Statistics(features=32))
     monkeypatch.setattr(methods, "IN_ROUNDS", (Hierarchical(directions=1),))

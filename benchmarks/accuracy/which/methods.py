@@ -11,6 +11,7 @@ from msgspec import structs
 from aggregator.algorithms.algorithm import RoundAlgorithm
 from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.algorithms.fedproto import FedProto
+from aggregator.algorithms.fedtc.train_head import FedTC
 from aggregator.algorithms.fpl import FPL
 from aggregator.algorithms.hierarchical import Hierarchical
 from aggregator.algorithms.layers import log_prior
@@ -53,7 +54,7 @@ def train_all(
     Without `prior` there is no `with_prior` of an algorithm that would have to train again for it.
     """
     if FEDTC in names:
-        yield FEDTC, _one_head(algorithms.train_fedtc(clients), clients)
+        yield FEDTC, _one_head(algorithms.train_prototypes(FedTC(), clients), clients)
     for name, batch_size in ((STATISTICS, ClientSettings().batch_size), (SINGLE_IMAGES, 1)):
         if name in names:
             yield name, _one_head(algorithms.train_statistics(clients, batch_size=batch_size), clients)

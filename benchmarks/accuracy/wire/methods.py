@@ -19,13 +19,14 @@ from aggregator.algorithms.fpl import FPL
 from aggregator.algorithms.hierarchical import Hierarchical
 from aggregator.config.schema import Robust
 from aggregator.training.robust.training_set import judged_set
+from benchmarks import fleets
 from benchmarks.accuracy import baselines
+from benchmarks.fleets import run_rounds
 from benchmarks.pages import ROOT
 from benchmarks.research import cells
 from protocol.wire.codec import encode, to_tensor
 from protofleet.simulation import fedtc, statistics
 from protofleet.simulation.fleet import Client, Features
-from protofleet.simulation.rounds import run_rounds
 
 LAYERS: Mapping[str, str] = MappingProxyType({"residual": "residual", "c384 + c576": "c384,c576"})
 """Deeper features by their name in tables."""
@@ -107,9 +108,9 @@ class Fleet:
             for mine in (self.owners == client for client in np.unique(self.owners))
         ]
 
-    def settings(self, *, batch: int, recipe: str = "default") -> fedtc.Settings:
+    def settings(self, *, batch: int, recipe: str = "default") -> fleets.Settings:
         """Return FedTC's settings."""
-        return fedtc.Settings(
+        return fleets.Settings(
             clients=CLIENTS,
             alpha=ALPHA,
             batch_size=batch,
@@ -122,7 +123,7 @@ class Fleet:
 def _fedtc(fleet: Fleet, *, batches: Sequence[int], size: int = 0, layers: str = "") -> Iterator[Point]:
     features = fleet.project(size) if size else fleet.of_layers(layers).features
     for batch in batches:
-        made, _ = fedtc.train_clients(features, fleet.owners, fleet.settings(batch=batch), seed=fleet.seed)
+        made, _ = fleets.train_clients(features, fleet.owners, fleet.settings(batch=batch), seed=fleet.seed)
         yield Point(setting=f"B {batch}", accuracy=made.accuracy, bytes_up=made.bytes_up)
 
 
@@ -133,7 +134,7 @@ def _fedtc_floats(
     data = fleet.features
     for batch in batches:
         settings = fleet.settings(batch=batch, recipe=recipe)
-        made = fedtc.client_prototypes(data, fleet.owners, settings, seed=fleet.seed)
+        made = fedtc.client_prototypes(data, fleet.owners, settings.expectation(data), seed=fleet.seed)
         sent = {name: replace(mine, values=mine.values.astype(dtype)) for name, mine in made.items()}
         sizes = [
             len(
@@ -147,14 +148,14 @@ def _fedtc_floats(
             robust=fleet.robust,
         )
         trained = train_head(prototypes, settings.recipe, seed=fleet.seed, device=settings.device)
-        accuracy = fedtc.accuracy_of(trained.layers, data)
+        accuracy = fleets.accuracy_of(trained.layers, data)
         yield Point(setting=f"B {batch}", accuracy=accuracy, bytes_up=sum(sizes))
 
 
 def _all_features(fleet: Fleet, *, layers: str = "") -> Iterator[Point]:
     """Yield FedTC's head of all features in one place, and the bytes of these in float32."""
     features = fleet.of_layers(layers).features
-    made = fedtc.run_ceiling(features, fleet.settings(batch=1), seed=fleet.seed)
+    made = fleets.run_ceiling(features, fleet.settings(batch=1), seed=fleet.seed)
     yield Point(setting="", accuracy=made.accuracy, bytes_up=float(features.train.nbytes))
 
 

@@ -20,10 +20,10 @@ from aggregator.training.robust.outlier_statistics import summaries
 from aggregator.training.robust.training_set import combine, pool
 from benchmarks.accuracy.fedtc import partitions_option
 from benchmarks.data.images import NAMES
+from benchmarks.fleets import Settings, accuracy_of, fleet_prototypes, training_set
 from benchmarks.options import repeated, selected
 from benchmarks.report import Table, json_option, write_json
 from benchmarks.research.poisoning.data_options import DataOptions, data_options
-from protofleet.simulation.fedtc import Settings, accuracy_of, fleet_prototypes, training_set
 from protofleet.simulation.fleet import Features
 from protofleet.simulation.partitions import Partition
 

@@ -18,10 +18,10 @@ from aggregator.training.robust.outlier_detection import judge
 from aggregator.training.robust.outlier_statistics import summaries
 from aggregator.training.robust.training_set import combine, pool
 from benchmarks.data.images import NAMES
+from benchmarks.fleets import Settings, fleet_prototypes
 from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
 from benchmarks.research.poisoning.data_options import DataOptions, data_options
-from protofleet.simulation.fedtc import Settings, fleet_prototypes
 from protofleet.simulation.fleet import Features
 from protofleet.simulation.partitions import parse_partition
 

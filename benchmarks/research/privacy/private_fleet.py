@@ -10,12 +10,12 @@ from aggregator.algorithms.fedtc.recipe import Recipe
 from aggregator.algorithms.fedtc.train_head import train_head
 from aggregator.intake.validation import Prototypes
 from aggregator.training.robust.training_set import pool
+from benchmarks.fleets import accuracy_of, training_set
 from edge_client.privacy.gaussian_mechanism import Mechanism, private_prototypes
 from edge_client.privacy.perturbation import perturb_prototypes
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import Perturbation
 from protofleet.prototypes import average_class
-from protofleet.simulation.fedtc import accuracy_of, training_set
 from protofleet.simulation.fleet import Features
 
 DELTA = 1e-5

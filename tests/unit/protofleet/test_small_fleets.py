@@ -1,17 +1,16 @@
 """A fleet gets a head as soon as two classes have a prototype, however few images its devices have."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from aggregator.algorithms.fedtc.head import logits_of
+from aggregator.algorithms.algorithm import Training
+from aggregator.algorithms.fedtc.train_head import FedTC
 from aggregator.algorithms.hierarchical import Hierarchical
 from aggregator.config.schema import Robust
-from protofleet.simulation import algorithms, fedtc, statistics
+from protofleet.simulation import algorithms, statistics
 from protofleet.simulation.fleet import Client, pooled
 
 SIZE = 12
@@ -67,11 +66,9 @@ def test_statistics_gives_a_finite_head(clients: list[Client], batch_size: int) 
 @given(clients=fleets())
 def test_fedtc_gives_a_finite_head(clients: list[Client]) -> None:
     """After a few steps, in place of hundreds of epochs."""
-    chosen = algorithms.fedtc_settings(clients, robust=Robust())
-    brief = replace(chosen, recipe=replace(chosen.recipe, epochs=3, min_steps=0))
-    features, owners = pooled(clients)
-    _, head = fedtc.train_clients(features, owners, brief, seed=0)
-    assert np.isfinite(logits_of(head, features.test)).all()
+    brief = Training(epochs=3, device="cpu")
+    made = algorithms.train_prototypes(FedTC(), clients, robust=Robust(), training=brief)
+    assert np.isfinite(made.logits[0]).all()
 
 
 @settings(max_examples=50)
