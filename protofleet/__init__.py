@@ -7,66 +7,46 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from edge_client.runtime.backbone import Backbone
-    from protocol.errors import ProtofleetError
-    from protocol.log import Event
-    from protocol.mqtt.tls import BrokerAccess
-    from protofleet.aggregator import Aggregator
-    from protofleet.device import Device
-    from protofleet.features import extract_features, load_backbone
-    from protofleet.head import Head, train_head
-    from protofleet.images import ImageSource
-    from protofleet.model import Model, Prediction
-    from protofleet.prototypes import Prototypes, batch_prototypes
-    from protofleet.simulation.dataset import Dataset, load_dataset
-    from protofleet.simulation.simulate import AlgorithmResult, Simulation, simulate
+    from edge_client.runtime.backbone import Backbone as Backbone
+    from protocol.errors import ProtofleetError as ProtofleetError
+    from protocol.log import Event as Event
+    from protocol.mqtt.tls import BrokerAccess as BrokerAccess
+    from protofleet.aggregator import Aggregator as Aggregator
+    from protofleet.device import Device as Device
+    from protofleet.features import extract_features as extract_features
+    from protofleet.features import load_backbone as load_backbone
+    from protofleet.head import Head as Head
+    from protofleet.head import train_head as train_head
+    from protofleet.images import ImageSource as ImageSource
+    from protofleet.model import Model as Model
+    from protofleet.model import Prediction as Prediction
+    from protofleet.prototypes import Prototypes as Prototypes
+    from protofleet.prototypes import batch_prototypes as batch_prototypes
+    from protofleet.simulation.dataset import Dataset as Dataset
+    from protofleet.simulation.dataset import load_dataset as load_dataset
+    from protofleet.simulation.simulate import AlgorithmResult as AlgorithmResult
+    from protofleet.simulation.simulate import Simulation as Simulation
+    from protofleet.simulation.simulate import simulate as simulate
 
-_HOMES = {
-    "Aggregator": "protofleet.aggregator",
-    "AlgorithmResult": "protofleet.simulation.simulate",
-    "Backbone": "edge_client.runtime.backbone",
-    "BrokerAccess": "protocol.mqtt.tls",
-    "Dataset": "protofleet.simulation.dataset",
-    "Device": "protofleet.device",
-    "Event": "protocol.log",
-    "Head": "protofleet.head",
-    "ImageSource": "protofleet.images",
-    "Model": "protofleet.model",
-    "Prediction": "protofleet.model",
-    "ProtofleetError": "protocol.errors",
-    "Prototypes": "protofleet.prototypes",
-    "Simulation": "protofleet.simulation.simulate",
-    "batch_prototypes": "protofleet.prototypes",
-    "extract_features": "protofleet.features",
-    "load_backbone": "protofleet.features",
-    "load_dataset": "protofleet.simulation.dataset",
-    "simulate": "protofleet.simulation.simulate",
-    "train_head": "protofleet.head",
+_NAMES = {
+    "edge_client.runtime.backbone": ("Backbone",),
+    "protocol.errors": ("ProtofleetError",),
+    "protocol.log": ("Event",),
+    "protocol.mqtt.tls": ("BrokerAccess",),
+    "protofleet.aggregator": ("Aggregator",),
+    "protofleet.device": ("Device",),
+    "protofleet.features": ("extract_features", "load_backbone"),
+    "protofleet.head": ("Head", "train_head"),
+    "protofleet.images": ("ImageSource",),
+    "protofleet.model": ("Model", "Prediction"),
+    "protofleet.prototypes": ("Prototypes", "batch_prototypes"),
+    "protofleet.simulation.dataset": ("Dataset", "load_dataset"),
+    "protofleet.simulation.simulate": ("AlgorithmResult", "Simulation", "simulate"),
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
 """The module of each public name."""
 
-__all__ = [
-    "Aggregator",
-    "AlgorithmResult",
-    "Backbone",
-    "BrokerAccess",
-    "Dataset",
-    "Device",
-    "Event",
-    "Head",
-    "ImageSource",
-    "Model",
-    "Prediction",
-    "ProtofleetError",
-    "Prototypes",
-    "Simulation",
-    "batch_prototypes",
-    "extract_features",
-    "load_backbone",
-    "load_dataset",
-    "simulate",
-    "train_head",
-]
+__all__ = sorted(_HOMES)  # noqa: PLE0605
 
 
 def __getattr__(name: str) -> Any:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from edge_client.runtime.backbone import Backbone
+    from protofleet.simulation.dataset import Dataset
     from protofleet.simulation.simulate import Simulation
 
 Command = Callable[..., Any]
@@ -113,18 +114,15 @@ def cli() -> None:
     help="Fraction of each class that no device gets, to evaluate heads on.",
 )
 @_with(*_REST)
-def simulate_command(  # noqa: PLR0913 - every option of the command line
+def simulate_command(
     *,
     data: Path,
     backbones: tuple[Path, ...],
-    devices: int,
-    partition: str,
     domains: bool,
     algorithms: tuple[str, ...],
-    held_out: float,
-    seed: int,
     cache: Path,
     as_json: bool,
+    **fleet: Any,
 ) -> None:
     """Deal the images in DATA out to simulated devices, and show what each algorithm reaches.
 
@@ -141,33 +139,20 @@ def simulate_command(  # noqa: PLR0913 - every option of the command line
         loaded = load_dataset(data, backbones, domains=domains, cache=cache, on_progress=bar.update)
     finally:
         bar.close()
-    for path, reason in loaded.unusable:
-        say(f"image left out: {path}: {reason}", err=True)
-    bar, done = Progress("algorithms", estimates=False), 0
-    bar.update(0, len(algorithms), algorithms[0])
+    _report_unusable(loaded)
+    bar, steps = Progress("algorithms", estimates=False), enumerate((*algorithms, ""))
 
-    def advance(_: AlgorithmResult) -> None:
-        nonlocal done
-        done += 1
-        bar.update(done, len(algorithms), next(iter(algorithms[done:]), ""))
+    def advance(_: AlgorithmResult | None = None) -> None:
+        done, name = next(steps)
+        bar.update(done, len(algorithms), name)
+
+    advance()
 
     try:
-        made = simulate(
-            loaded,
-            devices=devices,
-            partition=partition,
-            algorithms=algorithms,
-            held_out=held_out,
-            seed=seed,
-            on_result=advance,
-        )
+        made = simulate(loaded, algorithms=algorithms, on_result=advance, **fleet)
     finally:
         bar.close()
-    if as_json:
-        click.echo(json.dumps(made.as_dict(), allow_nan=False))
-    else:
-        for line in describe(made):
-            say(line)
+    _print(made.as_dict() if as_json else describe(made))
 
 
 @cli.command("compare", epilog=examples(*_COMPARE_EXAMPLE))
@@ -210,22 +195,17 @@ def simulate_command(  # noqa: PLR0913 - every option of the command line
     help="Write a plot (PNG, SVG or PDF); needs matplotlib.",
 )
 @_with(*_REST)
-def compare_command(  # noqa: PLR0913 - every option of the command line
+def compare_command(
     *,
     data: Path,
     backbones: tuple[Path, ...],
     layers: tuple[str, ...],
-    devices: int,
-    partition: str,
     domains: bool,
     algorithms: tuple[str, ...],
-    per_class: int,
-    folds: int,
-    draws: int,
     plot: Path | None,
-    seed: int,
     cache: Path,
     as_json: bool,
+    **evaluation: Any,
 ) -> None:
     """Compare backbones, and blocks of each, on the labeled images in DATA, and recommend some of them.
 
@@ -238,45 +218,44 @@ def compare_command(  # noqa: PLR0913 - every option of the command line
         raise RuntimeMissing("matplotlib is not installed, which --plot needs: pip install matplotlib")
     from protofleet.simulation import comparison_report as report
     from protofleet.simulation.compare import compare
-    from protofleet.simulation.dataset import Dataset, load_dataset
+    from protofleet.simulation.dataset import load_dataset
 
     with _progress_of_steps() as update:
 
-        def load(opened: "Sequence[Backbone]", *, step: str, per_class: int) -> Dataset:
+        def load(opened: "Sequence[Backbone]", *, step: str, per_class: int) -> "Dataset":
+            progress = functools.partial(update, step)
             return load_dataset(
-                data,
-                opened,
-                domains=domains,
-                per_class=per_class,
-                cache=cache,
-                on_progress=functools.partial(update, step),
+                data, opened, domains=domains, per_class=per_class, cache=cache, on_progress=progress
             )
 
         made = compare(
             load,
             tuple(dict.fromkeys(backbones)),
             layers=[[name.strip() for name in each.split(",")] for each in layers],
-            per_class=per_class,
             algorithms=tuple(dict.fromkeys(algorithms)),
-            devices=devices,
-            partition=partition,
-            folds=folds,
-            draws=draws,
-            seed=seed,
             on_step=update,
+            **evaluation,
         )
-    for path, reason in made.data.unusable:
-        say(f"image left out: {path}: {reason}", err=True)
-    if as_json:
-        click.echo(json.dumps(report.as_dict(made), allow_nan=False))
-    else:
-        for line in report.lines(made):
-            say(line)
+    _report_unusable(made.data)
+    _print(report.as_dict(made) if as_json else report.lines(made))
     if plot is not None:
         try:
             report.draw(made, plot)
         except (OSError, ValueError) as error:
             raise ConfigError(f"cannot write {plot}: {error}") from error
+
+
+def _report_unusable(data: "Dataset") -> None:
+    for path, reason in data.unusable:
+        say(f"image left out: {path}: {reason}", err=True)
+
+
+def _print(report: dict[str, Any] | list[str]) -> None:
+    if isinstance(report, dict):
+        click.echo(json.dumps(report, allow_nan=False))
+    else:
+        for line in report:
+            say(line)
 
 
 @contextlib.contextmanager
