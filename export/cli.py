@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from export.to_onnx import Conversion, Exported
 
 NEEDED = ("torch", "timm", "onnx", "onnxscript", "safetensors", "sklearn", "onnxruntime")
-"""Packages of the extras."""
-
 EXTRAS = "export,cpu"
+"""Packages that the program needs, and the extras that install them."""
 
 DEFAULT_LAYERS = ("last", "residual")
 """Of MODEL-SIZE.onnx: more accurate than the last layer alone where it was measured (ADR 0057)."""
@@ -38,11 +37,8 @@ def _three(
         numbers = tuple(float(part) for part in value.split(","))
     except ValueError:
         numbers = ()
-    if (
-        len(numbers) != 3
-        or not all(0 <= number <= 1 for number in numbers)
-        or (parameter.name == "std" and min(numbers) == 0)
-    ):
+    is_zero = parameter.name == "std" and 0 in numbers
+    if len(numbers) != 3 or is_zero or not all(0 <= number <= 1 for number in numbers):
         raise click.BadParameter(
             f"expected three numbers for pixels scaled to 0..1, such as 0.5,0.5,0.5, got {value!r}"
         )
@@ -205,18 +201,21 @@ def _check_options(
     **_others: Any,
 ) -> None:
     """Raise UsageError for options that need others, or exclude them."""
-    if (int8 or project) and images is None:
-        raise click.UsageError(f"{'--int8' if int8 else '--project'} needs --images DIRECTORY")
-    if list_layers and (int8 or fp16 or project):
-        raise click.UsageError(
-            "--list-layers shows layers of 32 bits: leave out --int8, --fp16 and --project"
-        )
-    if float_layers and not int8:
-        raise click.UsageError("--float-layer needs --int8")
-    if int8 and fp16:
-        raise click.UsageError("give --int8 or --fp16")
-    if min_cosine is not None and not (int8 or fp16):
-        raise click.UsageError("--min-cosine needs --int8 or --fp16")
+    for is_wrong, problem in (
+        (
+            (int8 or project) and images is None,
+            f"{'--int8' if int8 else '--project'} needs --images DIRECTORY",
+        ),
+        (
+            list_layers and (int8 or fp16 or project),
+            "--list-layers shows layers of 32 bits: leave out --int8, --fp16 and --project",
+        ),
+        (float_layers and not int8, "--float-layer needs --int8"),
+        (int8 and fp16, "give --int8 or --fp16"),
+        (min_cosine is not None and not (int8 or fp16), "--min-cosine needs --int8 or --fp16"),
+    ):
+        if is_wrong:
+            raise click.UsageError(problem)
 
 
 def _conversion(
@@ -314,27 +313,20 @@ def _load(
 
     click.echo(f"loading {model} ...", err=True)
     backbone = load_backbone(Choice(model, model_kwargs=keywords, **chosen))
-    if layers is None and not project:
-        backbone = _with_default_layers(backbone)
-    elif layers not in (None, ("last",)):
-        backbone = select_layers(backbone, layers)
+    chosen_layers = layers or (() if project else DEFAULT_LAYERS)
+    try:
+        if chosen_layers not in ((), ("last",)):
+            backbone = select_layers(backbone, chosen_layers)
+    except ConfigError:
+        if layers is not None:
+            raise
+        click.echo(
+            f"{backbone.metadata.model} has no residual sums: its features are --layers last", err=True
+        )
     if not project or images is None:
         return backbone
     click.echo(f"finding principal components of the photos in {images} ...", err=True)
     return project_features(backbone, project, photos_in(images))
-
-
-def _with_default_layers(backbone: "Backbone") -> "Backbone":
-    """Return the backbone with DEFAULT_LAYERS, or as it is if it has no residual sums."""
-    from export.layers import select_layers
-
-    try:
-        return select_layers(backbone, DEFAULT_LAYERS)
-    except ConfigError:
-        click.echo(
-            f"{backbone.metadata.model} has no residual sums: its features are --layers last", err=True
-        )
-        return backbone
 
 
 def _list_layers(model: str, *, opset: int, **chosen: Any) -> list[dict[str, Any]]:
@@ -359,7 +351,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
 
 def _file_name(metadata: BackboneMetadata, options: str) -> str:
     spec = metadata.preprocessing
-    size = f"{spec.height}" if spec.height == spec.width else f"{spec.height}x{spec.width}"
+    size = "x".join(map(str, dict.fromkeys((spec.height, spec.width))))
     return f"{metadata.model}-{size}{options}.onnx"
 
 

@@ -1,6 +1,5 @@
 """Quantize an exported backbone to 8 bits, and compare its features with PyTorch's on held-out photos."""
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ import onnx
 
 from export.parity import Reference, compare, photo_files, read_photo
 from export.quantization import Calibrated, calibrate, stem
+from export.to_onnx import suggestion
 from protocol.errors import ConfigError, ProtofleetError
 from protocol.models.onnx_metadata import BackboneMetadata, Parity
 from protocol.models.preprocessing import preprocess
@@ -73,11 +73,8 @@ class Int8:
         """Return the layers to quantize."""
         for name in self.float_layers:
             if name not in calibrated.layers:
-                close = difflib.get_close_matches(name, list(calibrated.layers), n=3, cutoff=0.5)
-                known = (
-                    f"did you mean {', '.join(close)}?" if close else f"it has {', '.join(calibrated.layers)}"
-                )
-                raise ConfigError(f"--float-layer: the network has no layer {name!r}; {known}")
+                hint = suggestion(name, calibrated.layers)
+                raise ConfigError(f"--float-layer: the network has no layer {name!r}; {hint}")
         left_out = {*stem(calibrated.model), *self.float_layers}
         return [name for name in calibrated.layers if name not in left_out]
 

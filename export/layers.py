@@ -1,6 +1,5 @@
 """Use pooled outputs of a network's blocks, each scaled by itself, as features."""
 
-import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from export.backbones import Backbone
 from export.block_files import block_tensors, cut, fastest_seconds
-from export.to_onnx import to_onnx
+from export.to_onnx import suggestion, to_onnx
 from protocol.errors import ConfigError
 from protocol.models.onnx_metadata import Block
 
@@ -189,9 +188,7 @@ def _paths(graph: Graph, layers: Sequence[str], *, model: str) -> dict[str, str]
         if layer in named:
             found = {layer: named[layer]}
         if not found:
-            close = difflib.get_close_matches(layer, known, n=3, cutoff=0.5)
-            hint = f"did you mean {', '.join(close)}?" if close else f"it has {', '.join(known)}"
-            raise ConfigError(f"{model} has no block {layer!r} for --layers; {hint}")
+            raise ConfigError(f"{model} has no block {layer!r} for --layers; {suggestion(layer, known)}")
         paths |= found
     return paths
 

@@ -1,7 +1,8 @@
 """Export a PyTorch image network to an ONNX file, after comparing the two."""
 
+import difflib
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,12 @@ def export_module(
     return Exported(
         path=path, sha256=hashlib.sha256(file).hexdigest(), size_bytes=len(file), metadata=measured
     )
+
+
+def suggestion(name: str, known: Collection[str]) -> str:
+    """Return the close ones of the known names, or all of them."""
+    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    return f"did you mean {', '.join(close)}?" if close else f"it has {', '.join(known)}"
 
 
 def first_words(error: Exception) -> str:

@@ -127,7 +127,7 @@ def test_stored_runs_are_not_repeated_and_each_row_states_its_seeds(
 
     first = run("--seed", "0", "--algorithm", "fedtc")
     assert [(each["algorithm"], each["seed"]) for each in first] == [(methods.FEDTC, 0)]
-    monkeypatch.setattr(algorithms, "train_fedtc", None)
+    monkeypatch.setattr(algorithms, "train_prototypes", None)
     resumed = ("--resume", str(report), "--markdown", str(page))
     run("--seed", "0", "--algorithm", "fedtc", "--algorithm", methods.ALONE, *resumed)
     both = run("--seed", "1", "--algorithm", methods.ALONE, *resumed)
