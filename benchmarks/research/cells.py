@@ -201,7 +201,11 @@ def accuracies(
 def _bytes_of(part: Prototypes) -> int:
     """Return the size of a device's encoded submission."""
     fields = prototype_fields(part.values.astype(np.float16))
-    return len(encode(submission_of(part, task=bytes(32), images=int(part.counts.sum()), **fields)))
+    return len(
+        encode(
+            submission_of(part.labels, part.counts, task=bytes(32), images=int(part.counts.sum()), **fields)
+        )
+    )
 
 
 def _parts(

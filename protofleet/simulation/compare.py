@@ -5,11 +5,9 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import onnx
 
-from edge_client.runtime.backbone import Backbone
 from export.block_files import block_tensors, cut, fastest_seconds
 from protocol.models.onnx_metadata import BackboneMetadata
 from protofleet.features import load_backbones
@@ -34,11 +32,8 @@ CHECKED_PER_CLASS = 50
 """Images of each class, at most, on which another normalization is tried."""
 
 
-class Load(Protocol):
-    """Returns the features of images by backbones."""
-
-    def __call__(self, backbones: Sequence[Backbone], /, *, step: str, per_class: int) -> Dataset:
-        """Return those of so many images of each class, at most; `step` is the name for a progress bar."""
+Load = Callable[..., Dataset]
+"""Returns the features by backbones of at most `per_class` images of each class; `step` names a progress bar."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from edge_client.data.extraction import extract
 from edge_client.data.images import LabeledImage, scan_images
-from edge_client.runtime.backbone import Backbone
 from edge_client.storage.feature_cache import FeatureCache
 from protocol.errors import ConfigError
 from protofleet.features import AnyBackbone, load_backbones
@@ -64,6 +63,11 @@ class Dataset:
                 f"expected images of each of the {len(self.classes)} classes and no others: check class {min(missing)}"
             )
 
+    @property
+    def domain_numbers(self) -> NDArray[np.int64]:
+        """`domain_of`, with zeros for one domain."""
+        return np.zeros(len(self.labels), np.int64) if self.domain_of is None else self.domain_of
+
 
 def load_dataset(
     source: str | os.PathLike[str],
@@ -91,6 +95,8 @@ def load_dataset(
         StateError: the cache cannot be written.
     """
     backbones = load_backbones(backbone)
+    opened = {each.sha256: each for each in backbones}
+    widths = tuple(each.metadata.feature_size for each in backbones)
     parts = _folders(Path(source)) if domains else [Path(source)]
     names = sorted({name for part in parts for name in _classes(part)})
     found = [_sampled(scan_images(part, names).images, per_class) for part in parts]
@@ -104,11 +110,20 @@ def load_dataset(
 
     for part, images in zip(parts, found, strict=True):
         with _opened(cache, part) as features:
-            refused = _extract(images, backbones, features, advance)
+            made = extract(
+                images,
+                list(opened),
+                features,
+                open_backbone=opened.__getitem__,
+                batch_size=BATCH_SIZE,
+                workers=min(WORKERS, os.cpu_count() or 1),
+                on_progress=advance,
+                should_stop=lambda: False,
+            )
+            refused = dict(made.refused)
             usable = [image for image in images if image.path not in refused]
-            size = sum(each.metadata.feature_size for each in backbones)
             digests = [each.sha256 for each in backbones]
-            rows.append(features.matrix([image.identity for image in usable], *digests, size=size))
+            rows.append(features.matrix([image.identity for image in usable], *digests, size=sum(widths)))
         kept.append(usable)
         unusable += refused.items()
     labels = np.array([image.label for images in kept for image in images], np.int64)
@@ -127,7 +142,7 @@ def load_dataset(
         backbone_bytes=sum(each.model.size_bytes for each in backbones),
         unusable=tuple(unusable),
         normalized=all(each.metadata.blocks for each in backbones),
-        widths=tuple(each.metadata.feature_size for each in backbones),
+        widths=widths,
     )
 
 
@@ -165,29 +180,8 @@ def _classes(source: Path) -> list[str]:
 def _opened(cache: str | os.PathLike[str] | None, source: Path) -> Iterator[FeatureCache]:
     """Open the cache of a source's features, in a temporary folder if none is to be kept."""
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary) if cache is None else Path(cache)
+        folder = Path(temporary if cache is None else cache)
         folder.mkdir(parents=True, exist_ok=True)
         name = hashlib.sha256(os.fsencode(source.resolve())).hexdigest()[:16]
         with closing(FeatureCache(folder / f"features-{name}.sqlite")) as opened:
             yield opened
-
-
-def _extract(
-    images: Sequence[LabeledImage],
-    backbones: Sequence[Backbone],
-    cache: FeatureCache,
-    advance: Callable[[int, int], None],
-) -> dict[Path, str]:
-    """Compute the features that are not in the cache; return the unusable images with reasons."""
-    opened = {each.sha256: each for each in backbones}
-    made = extract(
-        images,
-        list(opened),
-        cache,
-        open_backbone=opened.__getitem__,
-        batch_size=BATCH_SIZE,
-        workers=min(WORKERS, os.cpu_count() or 1),
-        on_progress=advance,
-        should_stop=lambda: False,
-    )
-    return dict(made.refused)

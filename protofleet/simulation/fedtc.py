@@ -48,7 +48,8 @@ def fleet_submissions(
     return {
         client: encode(
             submission_of(
-                mine,
+                mine.labels,
+                mine.counts,
                 task=expectation.task,
                 images=int(np.count_nonzero(owners == int(client))),
                 **prototype_fields(mine.values.astype(np.float16)),
@@ -58,13 +59,15 @@ def fleet_submissions(
     }
 
 
-def submission_of(mine: Prototypes, *, task: bytes, images: int, **fields: Any) -> Submission:
+def submission_of(
+    labels: NDArray[np.integer], counts: NDArray[np.integer], *, task: bytes, images: int, **fields: Any
+) -> Submission:
     """Return a client's submission, with the values of its prototypes as `fields`."""
     return Submission(
         task=task,
         sequence=1,
-        labels=to_unsigned(mine.labels),
-        counts=to_unsigned(mine.counts),
+        labels=to_unsigned(labels),
+        counts=to_unsigned(counts),
         images=images,
         **fields,
     )

@@ -186,11 +186,10 @@ def deal_out(
         ConfigError: there are fewer devices than domains, no held-out images, or too few images for each device to have
             one.
     """
-    domain_of = np.zeros(len(data.labels), np.int64) if data.domain_of is None else data.domain_of
     if not 0 < held_out < 1:
         raise ConfigError(f"expected a held-out share between 0 and 1, got {held_out}")
     rng = np.random.default_rng(seed)
-    kept_back = _held_out(domain_of * len(data.classes) + data.labels, held_out, rng)
+    kept_back = _held_out(data.domain_numbers * len(data.classes) + data.labels, held_out, rng)
     if not kept_back.any():
         raise ConfigError(
             f"no image is held out: a class needs {math.ceil(1 / held_out)} images at least, or a greater share"
@@ -216,7 +215,7 @@ def deal(
             f"expected {len(data.domains)} to {len(data.labels)} devices for {len(data.labels)} images in "
             f"{len(data.domains)} domains, got {devices}"
         )
-    domain_of = np.zeros(len(data.labels), np.int64) if data.domain_of is None else data.domain_of
+    domain_of = data.domain_numbers
     test, test_labels = data.features[kept_back], data.labels[kept_back]
     clients = []
     for number, domain in enumerate(data.domains):
@@ -274,27 +273,24 @@ def _train(
 
 
 def _result(name: str, trained: Trained, clients: Sequence[Client]) -> AlgorithmResult:
-    members = [client for client in clients if len(client.train_labels)]
-    everywhere, own = [], dict[int, float]()
-    for client, logits in zip(members, trained.logits, strict=True):
-        predicted = logits.argmax(axis=1)
-        everywhere.append(float((predicted == client.test_labels).mean()))
-        own[id(client)] = client.accuracy(predicted) if client.weights.any() else math.nan
     numbers = [number for number, client in enumerate(clients) if len(client.train_labels)]
+    everywhere, own = [], [math.nan] * len(clients)
+    for number, logits in zip(numbers, trained.logits, strict=True):
+        client, predicted = clients[number], logits.argmax(axis=1)
+        everywhere.append(float((predicted == client.test_labels).mean()))
+        own[number] = client.accuracy(predicted) if client.weights.any() else math.nan
     counting = trained.counting and replace(
         trained.counting,
         limited=tuple(
             (str(numbers[int(each)]) if each else "", text) for each, text in trained.counting.limited
         ),
     )
+    cost = {key: getattr(trained, key) for key in ("uploads", "up_bytes", "down_bytes", "seconds")}
     return AlgorithmResult(
         algorithm=name,
         accuracy=float(np.mean(everywhere)),
-        device_accuracies=tuple(own.get(id(client), math.nan) for client in clients),
-        uploads=trained.uploads,
-        up_bytes=trained.up_bytes,
-        down_bytes=trained.down_bytes,
-        seconds=trained.seconds,
+        device_accuracies=tuple(own),
         quarantined=tuple(str(numbers[int(each)]) for each in trained.quarantined),
         counting=counting,
+        **cost,
     )

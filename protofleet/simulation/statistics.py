@@ -21,9 +21,9 @@ from edge_client.data.statistics import group_rows, to_rows
 from protocol.statistics import second_moment
 from protocol.statistics.row_sums import RowSums
 from protocol.storage.blobstore import BlobStore
-from protocol.wire.codec import digest_of, encode, to_tensor, to_unsigned
+from protocol.wire.codec import digest_of, encode, to_tensor
 from protocol.wire.messages import BlobRef, Statistics, Submission, TaskManifest
-from protofleet.simulation.fedtc import task_manifest
+from protofleet.simulation.fedtc import submission_of, task_manifest
 from protofleet.simulation.fleet import Features
 
 ROWS_PER_RUN = 4096
@@ -66,13 +66,12 @@ def map_features(features: Features, *, random_features: int, seed: int) -> Mapp
     """Map a data set's training features by the graph that a task with these settings has."""
     size, normalized = features.train.shape[1], features.normalized
     feature_map = FeatureMap(size, random_features, seed, normalized=normalized)
-    return MappedFeatures(features, feature_map, _rows(features, feature_map))
+    rows = [to_rows(mapped(feature_map, part)) for part in _parts(features.train)]
+    return MappedFeatures(features, feature_map, np.concatenate(rows))
 
 
-def _rows(features: Features, feature_map: FeatureMap) -> NDArray[np.int8]:
-    starts = range(0, len(features.train), ROWS_PER_RUN)
-    rows = [to_rows(mapped(feature_map, features.train[start : start + ROWS_PER_RUN])) for start in starts]
-    return np.concatenate(rows)
+def _parts(rows: NDArray[np.float32]) -> Iterator[NDArray[np.float32]]:
+    return (rows[start : start + ROWS_PER_RUN] for start in range(0, len(rows), ROWS_PER_RUN))
 
 
 def run_fleet(
@@ -164,10 +163,10 @@ def _submissions(
         if manifest.batch_size == 1:
             yield str(client), sums_submission(of_class, task=task, images=images)
         else:
-            rng = np.random.default_rng([seed, int(client)])
+            rng, size = np.random.default_rng([seed, int(client)]), manifest.batch_size
             yield (
                 str(client),
-                group_submission(of_class, task=task, images=images, batch_size=manifest.batch_size, rng=rng),
+                group_submission(of_class, task=task, images=images, batch_size=size, rng=rng),
             )
 
 
@@ -177,13 +176,12 @@ def sums_submission(of_class: dict[int, NDArray[np.int8]], *, task: bytes, image
     for label, rows in of_class.items():
         sums.add(label, rows)
     labels, counts, class_sums, triangle = sums.result()
-    return Submission(
+    return submission_of(
+        labels,
+        counts,
         task=task,
-        sequence=1,
-        prototypes=to_tensor(class_sums),
-        labels=to_unsigned(labels),
-        counts=to_unsigned(counts),
         images=images,
+        prototypes=to_tensor(class_sums),
         tensors={"second_moment": second_moment.encode(triangle, counts, class_sums)},
     )
 
@@ -202,20 +200,11 @@ def group_submission(
         groups = max(len(rows) // batch_size, 1)  # the remainder joins the last one
         numbers = rng.permutation(np.minimum(np.arange(len(rows)) // batch_size, groups - 1))
         made.append(group_rows([rows], numbers, size=rows.shape[1]))
-    return Submission(
-        task=task,
-        sequence=1,
-        prototypes=to_tensor(np.concatenate([rows for rows, _ in made])),
-        labels=to_unsigned(np.repeat(list(of_class), [len(counts) for _, counts in made])),
-        counts=to_unsigned(np.concatenate([counts for _, counts in made])),
-        images=images,
-    )
+    values, counts = (np.concatenate(each) for each in zip(*made, strict=True))
+    labels = np.repeat(list(of_class), [len(counts) for _, counts in made])
+    return submission_of(labels, counts, task=task, images=images, prototypes=to_tensor(values))
 
 
 def _logits(head: bytes, features: NDArray[np.float32]) -> NDArray[np.float32]:
     session = onnxruntime.InferenceSession(head, providers=["CPUExecutionProvider"])
-    starts = range(0, len(features), ROWS_PER_RUN)
-    made = [
-        session.run(["logits"], {"feature": features[start : start + ROWS_PER_RUN]})[0] for start in starts
-    ]
-    return np.concatenate(made)
+    return np.concatenate([session.run(["logits"], {"feature": part})[0] for part in _parts(features)])

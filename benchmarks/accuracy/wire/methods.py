@@ -138,7 +138,11 @@ def _fedtc_floats(
         sent = {name: replace(mine, values=mine.values.astype(dtype)) for name, mine in made.items()}
         sizes = [
             len(
-                encode(fedtc.submission_of(mine, task=bytes(32), images=0, prototypes=to_tensor(mine.values)))
+                encode(
+                    fedtc.submission_of(
+                        mine.labels, mine.counts, task=bytes(32), images=0, prototypes=to_tensor(mine.values)
+                    )
+                )
             )
             for mine in sent.values()
         ]

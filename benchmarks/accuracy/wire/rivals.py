@@ -147,7 +147,9 @@ def _class_means(fleet: Fleet, rows: Features, group: int) -> tuple[list[Prototy
             labels=np.array([label for label, _ in parts]),
             counts=np.array([len(part) for _, part in parts]),
         )
-        message = submission_of(means, task=bytes(32), images=len(mine), **prototype_fields(values))
+        message = submission_of(
+            means.labels, means.counts, task=bytes(32), images=len(mine), **prototype_fields(values)
+        )
         received.append(means)
         sent += len(encode(message))
     return received, sent
