@@ -1,11 +1,13 @@
 """Prototypes of features, as a device makes them."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from aggregator.intake.validation import Prototypes
+from aggregator.training.robust.training_set import pool
 from edge_client.data.outlier_filter import closest_features
 from edge_client.data.prototype_averaging import average
 from protocol.errors import ConfigError
@@ -20,7 +22,7 @@ def batch_prototypes(
     batch_size: int = 5,
     alpha: float = 0.99,
     min_images: int = 2,
-    seed: int = 0,
+    seed: int | Sequence[int] = 0,
 ) -> Prototypes:
     """Return the prototypes of one device's images: averages of batches of each class (FedTC eq. 1-4).
 
@@ -46,22 +48,14 @@ def batch_prototypes(
     if not 0 < alpha <= 1:
         raise ConfigError(f"expected an alpha above 0 and up to 1, got {alpha}")
     rng = np.random.default_rng(seed)
-    parts = [
-        (
-            label,
-            *average_class(
-                features[labels == label], batch=batch_size, rng=rng, alpha=alpha, min_images=min_images
-            ),
+    nothing = np.zeros(0, np.int64)
+    made = [Prototypes(np.zeros((0, features.shape[1]), np.float32), nothing, nothing)]
+    for label in np.unique(labels):
+        values, counts = average_class(
+            features[labels == label], batch=batch_size, rng=rng, alpha=alpha, min_images=min_images
         )
-        for label in np.unique(labels)
-    ]
-    return Prototypes(
-        np.concatenate([np.zeros((0, features.shape[1]), np.float32), *(values for _, values, _ in parts)]),
-        np.repeat(
-            np.array([label for label, _, _ in parts], np.int64), [len(counts) for *_, counts in parts]
-        ),
-        np.concatenate([np.zeros(0, np.int64), *(counts.astype(np.int64) for *_, counts in parts)]),
-    )
+        made.append(Prototypes(values, np.full(len(counts), label, np.int64), counts.astype(np.int64)))
+    return pool(made)
 
 
 def check_rows(rows: NDArray[Any], numbers: NDArray[Any], *, name: str = "label", least: int = 0) -> None:

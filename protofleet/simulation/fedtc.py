@@ -6,11 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aggregator.intake.validation import Expectation, Prototypes, check_submission, read_message
-from aggregator.training.robust.training_set import pool
 from protocol.wire.codec import digest_of, encode, to_unsigned
 from protocol.wire.messages import BlobRef, Submission, TaskManifest
 from protocol.wire.quantization import prototype_fields
-from protofleet.prototypes import average_class
+from protofleet.prototypes import batch_prototypes
 from protofleet.simulation.fleet import Features
 
 
@@ -77,28 +76,19 @@ def client_prototypes(
     features: Features, owners: NDArray[np.int64], expectation: Expectation, *, seed: int
 ) -> dict[str, Prototypes]:
     """Return the prototypes of each client that has any, before they are rounded for the wire."""
-    made = {}
-    for client in np.unique(owners):
-        rng = np.random.default_rng([seed, int(client)])
-        of_class = [
-            _prototypes(
-                features.train[(owners == client) & (features.train_labels == label)], label, expectation, rng
-            )
-            for label in range(features.classes)
-        ]
-        mine = pool(of_class)
-        if len(mine.labels):
-            made[str(client)] = mine
+    task, made = expectation.manifest, {}
+    for client in np.unique(owners).tolist():
+        mine = owners == client
+        prototypes = batch_prototypes(
+            features.train[mine],
+            features.train_labels[mine],
+            batch_size=task.batch_size,
+            alpha=task.alpha,
+            seed=(seed, client),
+        )
+        if len(prototypes.labels):
+            made[str(client)] = prototypes
     return made
-
-
-def _prototypes(
-    features: NDArray[np.float32], label: int, expectation: Expectation, rng: np.random.Generator
-) -> Prototypes:
-    """Return a client's prototypes of one class."""
-    task = expectation.manifest
-    values, counts = average_class(features, batch=task.batch_size, rng=rng, alpha=task.alpha)
-    return Prototypes(values, np.full(len(counts), label), counts.astype(np.int64))
 
 
 def decoded(payload: bytes, expectation: Expectation) -> Prototypes:
