@@ -115,7 +115,7 @@ def train_statistics(clients: Sequence[Client], *, batch_size: int, robust: Robu
         logits=[made.logits] * len(clients),
         uploads=1,
         up_bytes=made.bytes_up / len(clients),
-        down_bytes=made.map_bytes + made.head_bytes,
+        down_bytes=made.bytes_down,
         seconds=time.process_time() - started_s,
         quarantined=tuple(made.quarantined),
         counting=made.counting,
@@ -153,7 +153,7 @@ def train_alone(clients: Sequence[Client], *, classes: int) -> Trained:
     return Trained(logits=logits, seconds=time.process_time() - started_s)
 
 
-def _logits_of_features(data: Features | Client, classes: int, *, adapter: bool) -> NDArray[np.float32]:
+def _logits_of_features(data: Features, classes: int, *, adapter: bool) -> NDArray[np.float32]:
     """Return the test images' logits, (m, C), by a head of features that no device has averaged."""
     recipe = replace(RECIPES["default"], restore=False, mix=False, adapter=adapter)
     labels = data.train_labels

@@ -119,8 +119,7 @@ def cross_validate(
     on_split: Callable[[], None] = lambda: None,
 ) -> dict[str, Evaluation]:
     """Return the evaluation of each method: NEAREST_MEAN, LOGISTIC, FEDTC or STATISTICS."""
-    accuracies: dict[str, list[float]] = {method: [] for method in methods}
-    sizes: dict[str, list[float]] = {method: [] for method in methods}
+    results: dict[str, list[tuple[float, float]]] = {method: [] for method in methods}
     for each in splits:
         rng = np.random.default_rng(each.seed)
         clients = deal(data, partition, kept_back=each.kept_back, devices=devices, rng=rng)
@@ -128,15 +127,13 @@ def cross_validate(
         truth = data.labels[each.kept_back]
         for method in methods:
             predicted, size = _METHODS[method](members)
-            accuracies[method].append(float((predicted == truth).mean()))
-            sizes[method].append(size)
+            results[method].append((float((predicted == truth).mean()), size))
         on_split()
-    return {
-        method: Evaluation(
-            Estimate(np.array(accuracies[method]), splits[0].folds), float(np.mean(sizes[method]))
-        )
-        for method in methods
-    }
+    evaluations = {}
+    for method, pairs in results.items():
+        accuracies, sizes = np.array(pairs).T
+        evaluations[method] = Evaluation(Estimate(accuracies, splits[0].folds), float(sizes.mean()))
+    return evaluations
 
 
 _Predicted = tuple[NDArray[np.int64], float]

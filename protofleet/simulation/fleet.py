@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class Features:
-    """Features (n, L) float32 and classes (n,) int64, for training and evaluation."""
+    """Features float32 and classes int64, (n, L) and (n,) for training and (m, L) and (m,) for evaluation."""
 
     train: NDArray[np.float32]
     train_labels: NDArray[np.int64]
@@ -27,20 +27,12 @@ class Features:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Client:
-    """A device's features (n, L) and classes (n,) for training and (m, L), (m,) for evaluation."""
+class Client(Features):
+    """A device's features, and the images on which its head is evaluated."""
 
     domain: str
-    train: NDArray[np.float32]
-    train_labels: NDArray[np.int64]
-    test: NDArray[np.float32]
-    test_labels: NDArray[np.int64]
     weights: NDArray[np.float64]
     """Weight of each test image, (m,); they add up to 1."""
-    normalized: bool = False
-    """Whether the backbones have normalized the features."""
-    widths: tuple[int, ...] = ()
-    """The number of values of each backbone; empty for one."""
 
     def accuracy(self, predicted: NDArray[np.int64]) -> float:
         """Return the weighted share of the test images that are predicted correctly."""

@@ -51,10 +51,8 @@ class Result:
     """That count: groups, or images where these are not grouped."""
     bytes_up: int
     """Bytes of all submissions, as encoded for the wire."""
-    head_bytes: int
-    """Bytes of the file, with the map."""
-    map_bytes: int
-    """Bytes of the map's graph."""
+    bytes_down: int
+    """Bytes of the map's graph, and of the head's file, which has the map too."""
     logits: NDArray[np.float32]
     """Of the test images, (m, C)."""
     solve_seconds: float
@@ -123,8 +121,7 @@ def run_fleet(
         devices=len(members),
         rows=solved.prototypes,
         bytes_up=sum(sizes),
-        head_bytes=len(head),
-        map_bytes=len(graph),
+        bytes_down=len(graph) + len(head),
         logits=logits,
         solve_seconds=solved.metrics["seconds"],
         quarantined=sorted(solved.quarantined),
