@@ -2,12 +2,13 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import onnx
 
+from edge_client.runtime.backbone import Backbone
 from export.block_files import block_tensors, cut, fastest_seconds
 from protocol.models.onnx_metadata import BackboneMetadata
 from protofleet.features import load_backbones
@@ -17,7 +18,6 @@ from protofleet.simulation.cross_validation import (
     NEAREST_MEAN,
     Estimate,
     Evaluation,
-    Split,
     cross_validate,
     split,
 )
@@ -122,41 +122,20 @@ def compare(
     total = len(candidates) * len(splits) + folds * bool(left_out)
     steps = itertools.count(1)
 
-    def evaluate(
-        candidate: Candidate, methods: Sequence[str], some: Sequence[Split]
-    ) -> dict[str, Evaluation]:
-        return cross_validate(
-            candidate.of(data),
-            some,
-            methods,
-            devices=devices,
-            partition=division,
-            on_split=lambda: on_step("accuracy", next(steps), total),
-        )
-
+    evaluate = functools.partial(
+        cross_validate,
+        devices=devices,
+        partition=division,
+        on_split=lambda: on_step("accuracy", next(steps), total),
+    )
+    methods = (NEAREST_MEAN, LOGISTIC, *algorithms)
     rows = tuple(
-        Row(
-            candidate=candidate,
-            evaluations=evaluate(candidate, (NEAREST_MEAN, LOGISTIC, *algorithms), splits),
-            cost=cost,
-        )
+        Row(candidate=candidate, evaluations=evaluate(candidate.of(data), splits, methods), cost=cost)
         for candidate, cost in zip(candidates, measure_costs(backbones, candidates), strict=True)
     )
     best, recommended = choose(rows, algorithms[0])
     others = [algorithms[0], *left_out] if left_out else []
-    first_draw = evaluate(recommended.candidate, others, splits[:folds]) if others else {}
-    findings = [
-        finding
-        for file, each in opened.items()
-        for finding in check_normalization(
-            file,
-            each,
-            load=functools.partial(
-                load, step=f"checking {file.name}", per_class=min(per_class, CHECKED_PER_CLASS)
-            ),
-            folds=folds,
-        )
-    ]
+    first_draw = evaluate(recommended.candidate.of(data), splits[:folds], others) if others else {}
     return Comparison(
         data=data,
         backbones=backbones,
@@ -165,8 +144,16 @@ def compare(
         best=best,
         recommended=recommended,
         first_draw=first_draw,
-        findings=tuple(findings),
+        findings=tuple(_findings(load, opened, per_class=min(per_class, CHECKED_PER_CLASS), folds=folds)),
     )
+
+
+def _findings(
+    load: Load, backbones: Mapping[Path, Backbone], *, per_class: int, folds: int
+) -> Iterator[Finding]:
+    for file, backbone in backbones.items():
+        few = functools.partial(load, step=f"checking {file.name}", per_class=per_class)
+        yield from check_normalization(file, backbone, load=few, folds=folds)
 
 
 def choose(rows: Sequence[Row], algorithm: str) -> tuple[Row, Row]:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from edge_client.data.extraction import extract
 from edge_client.data.images import LabeledImage, scan_images
+from edge_client.runtime.backbone import Backbone
 from edge_client.storage.feature_cache import FeatureCache
 from protocol.errors import ConfigError
 from protofleet.features import AnyBackbone, load_backbones
@@ -95,7 +96,6 @@ def load_dataset(
         StateError: the cache cannot be written.
     """
     backbones = load_backbones(backbone)
-    opened = {each.sha256: each for each in backbones}
     widths = tuple(each.metadata.feature_size for each in backbones)
     parts = _folders(Path(source)) if domains else [Path(source)]
     names = sorted({name for part in parts for name in _classes(part)})
@@ -110,27 +110,16 @@ def load_dataset(
 
     for part, images in zip(parts, found, strict=True):
         with _opened(cache, part) as features:
-            made = extract(
-                images,
-                list(opened),
-                features,
-                open_backbone=opened.__getitem__,
-                batch_size=BATCH_SIZE,
-                workers=min(WORKERS, os.cpu_count() or 1),
-                on_progress=advance,
-                should_stop=lambda: False,
-            )
-            refused = dict(made.refused)
-            usable = [image for image in images if image.path not in refused]
+            usable, refused = _extract(images, backbones, features, advance)
             digests = [each.sha256 for each in backbones]
             rows.append(features.matrix([image.identity for image in usable], *digests, size=sum(widths)))
         kept.append(usable)
         unusable += refused.items()
     labels = np.array([image.label for images in kept for image in images], np.int64)
     if not len(labels):
+        where = " in each folder of a domain" if domains else ""
         raise ConfigError(
-            f"no usable images in {source}: expected a folder with one sub-folder of images per class"
-            + (" in each folder of a domain" if domains else "")
+            f"no usable images in {source}: expected a folder with one sub-folder of images per class{where}"
         )
     present, numbered = np.unique(labels, return_inverse=True)
     return Dataset(
@@ -185,3 +174,25 @@ def _opened(cache: str | os.PathLike[str] | None, source: Path) -> Iterator[Feat
         name = hashlib.sha256(os.fsencode(source.resolve())).hexdigest()[:16]
         with closing(FeatureCache(folder / f"features-{name}.sqlite")) as opened:
             yield opened
+
+
+def _extract(
+    images: Sequence[LabeledImage],
+    backbones: Sequence[Backbone],
+    cache: FeatureCache,
+    advance: Callable[[int, int], None],
+) -> tuple[list[LabeledImage], dict[Path, str]]:
+    """Compute the features that are not in the cache; return the usable images, and the others with reasons."""
+    opened = {each.sha256: each for each in backbones}
+    made = extract(
+        images,
+        list(opened),
+        cache,
+        open_backbone=opened.__getitem__,
+        batch_size=BATCH_SIZE,
+        workers=min(WORKERS, os.cpu_count() or 1),
+        on_progress=advance,
+        should_stop=lambda: False,
+    )
+    refused = dict(made.refused)
+    return [image for image in images if image.path not in refused], refused

@@ -99,10 +99,7 @@ class Simulation:
 
     def __getitem__(self, algorithm: str) -> AlgorithmResult:
         """Return the result of an algorithm; raises KeyError if it was not simulated."""
-        for result in self.results:
-            if result.algorithm == algorithm:
-                return result
-        raise KeyError(algorithm)
+        return {result.algorithm: result for result in self.results}[algorithm]
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as numbers, texts and lists, for JSON; None in place of NaN."""
