@@ -61,7 +61,7 @@ class Worker:
         self._show = show
         self._lost: Counter[bytes] = Counter()
         self._manifest: TaskManifest | None = None
-        self._images: tuple[str, ...] = ()
+        self._images: tuple[str, ...] | None = None
         self._missing_images: frozenset[str] = frozenset()
         """Those of the last build that the last scan has not found."""
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -91,19 +91,17 @@ class Worker:
 
         An older one that is being installed is finished: heads may come faster than a device installs them.
         """
-        for job in tuple(self._unfinished):
-            if job.name == "install" and not job.has_begun:
-                job.cancelled.set()
+        self.cancel("install", running=False)
         self._put("install", lambda should_stop: self._installer.install(install, should_stop))
 
     def check_images(self) -> None:
         """Emit ImagesChanged if there are new images, or if two scans in a row miss one of the last submission."""
         self._put("scan", lambda _: self._check_images())
 
-    def cancel(self, *names: Job | Literal["scan"]) -> None:
+    def cancel(self, *names: Job | Literal["scan"], running: bool = True) -> None:
         """Cancel jobs that wait or run: their results are no longer needed, and their blobs may be deleted."""
         for job in tuple(self._unfinished):
-            if job.name in names:
+            if job.name in names and (running or not job.has_begun):
                 job.cancelled.set()
 
     # Made at the first job, which loads their modules: a device without a task needs none of them.
@@ -193,7 +191,9 @@ class Worker:
             return None
         with contextlib.suppress(ProtofleetError):  # an error is reported by the next build
             self._workspace.find_images(self._manifest)
-        images = self._workspace.scanned
+        images = self._workspace.scanned or ()
+        if self._images is None:  # the last build needed no image
+            self._images = images
         before, self._missing_images = self._missing_images, frozenset(self._images).difference(images)
         # A file that a program replaces is missing for a moment. Each of two submissions would cost privacy.
         if not self._missing_images & before and frozenset(images) <= frozenset(self._images):

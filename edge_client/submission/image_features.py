@@ -71,8 +71,8 @@ class Workspace:
     """Called when results are on disk, which `run_task` counts as progress."""
     is_incomplete: bool = field(default=False, init=False)
     """True if a later build may use images that the last one could not, although no file changes."""
-    scanned: tuple[str, ...] = field(default=(), init=False)
-    """The identities of the images that were found last, or the error with which that failed."""
+    scanned: tuple[str, ...] | None = field(default=None, init=False)
+    """The identities of the images that were found last, or the error with which that failed; None before the first."""
     _left_out: LeftOut = field(default_factory=LeftOut, init=False)
     _backbones: dict[tuple[str, Provider], Backbone] = field(default_factory=dict, init=False)
 

@@ -138,6 +138,22 @@ def test_a_current_build_waits_for_its_blobs(tmp_path: Path, monkeypatch: pytest
     assert opened.tensors.digest in {each.digest for each in rounds.requests}
 
 
+def test_a_start_with_a_rounds_submission_finds_no_changed_image(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The build takes the submission from the outbox, without a look at the images."""
+    write_images(tmp_path / "data", count=8)
+    rounds = RoundsBench(tmp_path)
+    rounds.begin(rounds.open())
+    assert rounds.submission() is not None
+    caplog.set_level("INFO")
+    rounds.start().connect().scan()
+    assert "images changed" not in caplog.text
+    image_file(tmp_path / "data/cat/new.png", noise())
+    rounds.scan()
+    assert "images changed" in caplog.text
+
+
 def test_an_outdated_build_may_miss_its_blobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tensors of a closed round are deleted: its build ends silently."""
     write_images(tmp_path / "data", count=8)
