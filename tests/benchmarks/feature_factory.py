@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import timm
+import torch
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 from sklearn.datasets import load_digits
@@ -64,7 +65,9 @@ def fill_weights(folder: Path, monkeypatch: pytest.MonkeyPatch, backbone: str) -
     """Write random weights, of a small network in place of a backbone's; returns the number of its features."""
     small = replace(BACKBONES[backbone], model="test_resnet")
     monkeypatch.setattr("benchmarks.data.features.BACKBONES", {**BACKBONES, backbone: small})
-    model = timm.create_model(small.model, num_classes=0)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = timm.create_model(small.model, num_classes=0)
     save_file(model.state_dict(), folder / "weights" / small.file)
     return int(model.num_features)
 
