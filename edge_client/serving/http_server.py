@@ -108,15 +108,14 @@ class PredictionServer(ThreadingHTTPServer):
         self.options = options
         self.heads = heads
         self._received_bytes = 0
-        self._counting = threading.Lock()
-        self.predicting = threading.Lock()
+        self._counting, self.predicting = threading.Lock(), threading.Lock()
         self._connections = threading.BoundedSemaphore(MAX_CONNECTIONS)
         self.address_family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
         try:
             super().__init__((options.host, options.port), RequestHandler)
         except OSError as error:
-            where = f"{options.host}:{options.port}"
-            raise ConfigError(f"cannot listen on {where}: {error.strerror}; give another --http") from error
+            text = f"cannot listen on {options.host}:{options.port}: {error.strerror}; give another --http"
+            raise ConfigError(text) from error
 
     def server_bind(self) -> None:
         """Bind without asking a name server for the host's name."""
@@ -125,11 +124,9 @@ class PredictionServer(ThreadingHTTPServer):
 
     def count_bytes(self, size_bytes: int) -> None:
         """Count bytes that were received, not announced, or with a negative number their release; refuse too many."""
+        most = MAX_IMAGES * self.options.max_image_bytes
         with self._counting:
-            if (
-                size_bytes > 0
-                and self._received_bytes + size_bytes > MAX_IMAGES * self.options.max_image_bytes
-            ):
+            if size_bytes > 0 and self._received_bytes + size_bytes > most:
                 raise _Refused(503, "too many images at a time: try again")
             self._received_bytes += size_bytes
 
