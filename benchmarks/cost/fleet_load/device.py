@@ -143,7 +143,7 @@ class SimulatedDevice:
     def _translated(  # noqa: C901 - one case per channel
         self, channel: str, payload: bytes, *, retained: bool
     ) -> Iterator[events.Event]:
-        """Yield the agent's events of a message, as `edge_client.service.receiver` does."""
+        """Yield the agent's events of a message, as `edge_client.service.inbox` does."""
         if self._is_idle:
             return
         match channel:
