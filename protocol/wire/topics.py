@@ -60,9 +60,9 @@ def shard_of(device: str) -> int:
     return zlib.crc32(device.encode()) % SHARDS
 
 
-def device_filters(fleet: str, *, shards: Collection[int] | None = None) -> tuple[str, ...]:
-    """Return subscriptions to every topic that devices publish on, with `shards` only to uploads on these."""
-    uploads = ["up/+"] if shards is None else [f"up/{shard}" for shard in sorted(shards)]
+def device_filters(fleet: str, *, shards: Collection[int] = range(SHARDS)) -> tuple[str, ...]:
+    """Return subscriptions to every topic that devices publish on, one for the uploads on all shards."""
+    uploads = ["up/+"] if len(shards) == SHARDS else [f"up/{shard}" for shard in sorted(shards)]
     others = [channel for channel in FROM_DEVICES if channel != "up"]
     return tuple(f"pf/{PROTOCOL_VERSION}/{fleet}/d/+/{tail}" for tail in (*others, *uploads))
 
