@@ -1,161 +1,141 @@
-"""The programs of a fleet past one machine, all on this one: services and roles."""
+"""Two of each role of a fleet past one machine, and devices, all on this machine."""
 
 import re
 import shutil
-import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from examples.cluster.processes import Processes, Program
-from examples.cluster.services import BUCKET, Brokers, make_bucket, object_store
 from examples.quickstart.folder import FLEET, Folder
+from protocol.errors import ProtofleetError
+from protocol.mqtt.tls import BrokerAddress
+from tests.support.fleets.fleet import Fleet, accepted_submissions
+from tests.support.network.brokers import rotated
 
-LEASE_S = 5.0
-"""After which the job of a killed trainer is another one's."""
+COORDINATORS = ("coordinator-1", "coordinator-2")
+RECEIVERS = ("receiver-1", "receiver-2")
+TRAINERS = ("trainer-1", "trainer-2")
+PROXY = "s3"
+CONNECTED = "connected to the broker"
+READY = f"{CONNECTED}|standby|worker ready|listening"
+"""Pattern of a log line after which a program can be used."""
+
+Service = tuple[Callable[[], None], Callable[[], None]]
+"""Functions that kill a service and start it again."""
 
 
-class Cluster:
-    """A fleet with two of each role.
+def role_state(folder: Folder, name: str) -> Path:
+    """Return the state folder of a role."""
+    return folder.root / "roles" / name
+
+
+def copy_keys(folder: Folder, name: str) -> None:
+    """Give a role the first coordinator's keys, which an operator copies or mounts."""
+    keys = role_state(folder, COORDINATORS[0]) / "identity"
+    shutil.copytree(keys, role_state(folder, name) / "identity")
+
+
+class Cluster(Fleet):
+    """Roles, devices and a proxy before the object store; as a context, it ends all of them.
 
     Args:
         folder: of images, states and logs.
-        processes: what starts its programs.
-        brokers: of all programs.
-        database: the program of PostgreSQL.
-        store: URL of the database.
-        on_poll: called several times a second while it waits.
+        brokers: of all programs; each program begins with another one.
+        services: those that can be killed, beside the programs of this class.
+        ports: of the proxy and of the object store.
     """
 
     def __init__(
         self,
         folder: Folder,
-        processes: Processes,
-        brokers: Brokers,
-        database: Program,
-        store: str,
+        brokers: tuple[BrokerAddress, ...],
         *,
-        on_poll: Callable[[], None],
+        services: Mapping[str, Service],
+        ports: tuple[int, int],
     ) -> None:
-        self.processes = processes
-        self.brokers = brokers
+        super().__init__(folder.logs, brokers[0])
+        self.services = services
+        self.devices: list[str] = []
         self._folder = folder
-        self._database = database
-        self._environment = {
-            "PROTOFLEET_STORE": store,
-            "PROTOFLEET_BLOBS": f"s3://{BUCKET}/cluster",
-            "PROTOFLEET_FLEET": FLEET,
-            "PROTOFLEET_HTTP": "off",
-            "OMP_NUM_THREADS": "1",
-        }
-        self._on_poll = on_poll
+        self._brokers = brokers
+        self._ports = ports
+        self._log_starts: dict[str, int] = {}
 
-    def wait_until(self, holds: Callable[[], bool]) -> None:
-        """Wait for a condition.
+    def run_all(self) -> None:
+        """Start the proxy and two of each role."""
+        self.run(PROXY, COORDINATORS[0])
+        copy_keys(self._folder, COORDINATORS[1])
+        self.run(COORDINATORS[1], *RECEIVERS, *TRAINERS)
 
-        Raises:
-            ProtofleetError: a program has ended by itself, or the time is over.
-        """
-        self.processes.wait_until(holds, self._on_poll)
+    def run(self, *names: str) -> None:
+        """Start programs, again if they were killed, and wait until they can be used."""
+        for name in names:
+            self._log_starts[name] = len(self.log(name))
+            module, *arguments = self._command(name)
+            self.start(name, module, *arguments)
+        self.wait_until(
+            f"{names} ready", lambda: all(re.search(READY, self._new_log(name)) for name in names)
+        )
 
-    def start(self, *programs: Program) -> None:
-        """Start programs, and wait until they can be used."""
-        for program in programs:
-            self.processes.start(program)
-        self.wait_until(lambda: all(self.processes.states[each.name] == "running" for each in programs))
-
-    def start_services(self) -> None:
-        """Start PostgreSQL, S3 and the brokers."""
-        server, proxy, port = object_store()
-        self.start(self._database, server, proxy, *self.brokers.programs)
-        make_bucket(port)
-
-    def start_roles(self) -> None:
-        """Start two of each role."""
-        self.start(self._coordinator(1))
-        self._share_keys()
-        others = (self._coordinator(2), *map(self._receiver, (1, 2)), *map(self._trainer, (1, 2)))
-        self.start(*others)
-
-    def state(self, name: str) -> Path:
-        """Return the state folder of a role."""
-        return self._folder.root / "roles" / name
+    def start_devices(self, names: Iterable[str]) -> None:
+        """Start devices with their images and states."""
+        for name in names:
+            options = ("--broker", rotated(self._brokers, len(self.devices)), "--fleet", FLEET)
+            self.start_device(name, self._folder.images(name), *options, state=self._folder.state(name))
+            self.devices.append(name)
 
     def leader(self) -> str:
-        """Return the name of the coordinator that leads; the first one if none does."""
-        names = [name for name, program in self.processes.programs.items() if program.role == "coordinator"]
-        return next((name for name in names if self.is_leading(name)), names[0])
+        """Return the name of the coordinator that leads, empty if none does."""
+        return next((name for name in COORDINATORS if self._is_in(name, CONNECTED, "standby")), "")
 
-    def has_leader(self) -> bool:
-        """Return True if a coordinator leads."""
-        return self.is_leading(self.leader())
+    def trainer_at_work(self) -> str:
+        """Return the name of a trainer that has claimed a job and not ended it, empty if none has."""
+        return next((name for name in TRAINERS if self._is_in(name, "job claimed", "job finished")), "")
 
-    def is_leading(self, name: str) -> bool:
-        """Return True if a coordinator runs and leads."""
-        return self.processes.states[name] == "running" and self.processes.log(name).rfind(
-            "connected to the broker"
-        ) > self.processes.log(name).rfind("standby")
+    def building(self, devices: Iterable[str]) -> set[str]:
+        """Return those of the devices that have built their submission."""
+        return {name for name in devices if "submission built" in self.log(name)}
 
-    def shards(self, name: str) -> str:
-        """Return how many of the 64 shards of uploads a receiver has."""
-        return next(reversed(re.findall(r" shards=(\d+)", self.processes.log(name))), "no")
+    def submissions(self) -> dict[str, str]:
+        """Return the digest of each device's newest acknowledged submission."""
+        acknowledged = re.compile(r"submission received by the aggregator digest=([0-9a-f]{64})")
+        digests = {name: acknowledged.findall(self.log(name)) for name in self.devices}
+        return {name: found[-1] for name, found in digests.items() if found}
 
-    def trainer_at_work(self) -> str | None:
-        """Return the name of a trainer that has claimed a job and not ended it."""
-        for name, program in self.processes.programs.items():
-            log = self.processes.log(name)
-            if program.role == "trainer" and log.rfind("job claimed") > log.rfind("job finished"):
-                return name if self.processes.states[name] == "running" else None
-        return None
+    def with_head(self) -> set[str]:
+        """Return the devices that use a head."""
+        return {name for name in self.devices if "head in use" in self.log(name)}
 
     def accepted(self) -> Counter[str]:
-        """Return how often each device's submission was accepted, by the logs of all roles."""
-        logs = "".join(self.processes.log(name, whole=True) for name in self.processes.programs)
-        return Counter(re.findall(r"submission accepted device=(\S+)", logs))
-
-    def _share_keys(self) -> None:
-        """Give the second coordinator the first one's keys, which an operator copies or mounts."""
-        first, second = (self.state(f"coordinator-{number}") for number in (1, 2))
-        second.mkdir(mode=0o700)
-        shutil.copytree(first / "identity", second / "identity", ignore=shutil.ignore_patterns("lock"))
-
-    def _coordinator(self, number: int) -> Program:
-        return self._role(
-            *("coordinator", number, "coordinate", "--external-training", "--task", self._folder.task),
-            *("--broker", self.brokers.rotated(number - 1)),
-            ready="connected to the broker|standby",
+        """Return how often each device's submission was accepted, by the logs of all programs."""
+        return Counter(
+            device for name in self.processes for device, _ in accepted_submissions(self.log(name))
         )
 
-    def _receiver(self, number: int) -> Program:
-        broker = self.brokers.rotated(number - 1)
-        return self._role(
-            "receiver",
-            number,
-            "receive",
-            "--broker",
-            broker,
-            "--name",
-            number,
-            ready="connected to the broker",
-        )
+    def check(self) -> None:
+        """Raise ProtofleetError if a program has ended by itself."""
+        for name, process in self.processes.items():
+            if (code := process.poll()) not in (None, -9):
+                raise ProtofleetError(f"{name} ended with exit status {code}: see {self.root / name}.log")
 
-    def _trainer(self, number: int) -> Program:
-        lease = ("--name", f"trainer-{number}", "--lease-s", LEASE_S)
-        return self._role("trainer", number, "train", *lease, ready="worker ready")
+    def _command(self, name: str) -> list[str]:
+        """Return the module of a program, and its arguments."""
+        if name == PROXY:
+            return ["tests.support.stores.object_store", *map(str, self._ports)]
+        role, number = name.split("-")
+        broker = ("--broker", rotated(self._brokers, int(number) - 1))
+        arguments = {
+            "coordinator": ("coordinate", "--external-training", "--task", str(self._folder.task), *broker),
+            "receiver": ("receive", "--name", name, *broker),
+            "trainer": ("train", "--name", name, "--lease-s", "5"),
+        }
+        return ["aggregator.cli", *arguments[role], "--state", str(role_state(self._folder, name))]
 
-    def _role(self, role: str, number: int, *arguments: object, ready: str) -> Program:
-        name = f"{role}-{number}"
-        return Program(
-            name=name,
-            role=role,
-            command=(
-                sys.executable,
-                "-m",
-                "aggregator.cli",
-                *map(str, arguments),
-                "--state",
-                str(self.state(name)),
-            ),
-            environment=self._environment,
-            ready=ready,
-        )
+    def _new_log(self, name: str) -> str:
+        """Return what a program has logged since its last start."""
+        return self.log(name)[self._log_starts[name] :]
+
+    def _is_in(self, name: str, begin: str, end: str) -> bool:
+        """Return True if a running program has logged `begin` after the last `end`."""
+        log = self._new_log(name)
+        return self.processes[name].poll() is None and log.rfind(begin) > log.rfind(end)

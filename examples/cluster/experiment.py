@@ -1,180 +1,174 @@
 """The order of events: a cluster whose programs are killed, and one process with the same submissions."""
 
+import contextlib
+import hashlib
+import os
 import time
 from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from unittest import mock
 
-from rich.console import Console
-from rich.live import Live
+from aggregator.storage.open_store import open_store
+from examples.cluster.cluster import (
+    CONNECTED,
+    COORDINATORS,
+    PROXY,
+    RECEIVERS,
+    Cluster,
+    Service,
+    copy_keys,
+    role_state,
+)
+from examples.quickstart.folder import FLEET, Folder
+from protocol.errors import ProtofleetError
+from tests.support.databases.postgresql import PostgreSQL
+from tests.support.fleets.fleet import Fleet
+from tests.support.network.brokers import free_address
+from tests.support.network.nats import NatsCluster
+from tests.support.stores.object_store import BUCKET, moto_server
 
-from examples.cluster.cluster import Cluster
-from examples.cluster.devices import Devices
-from examples.cluster.faults import Faults
-from examples.cluster.processes import Processes
-from examples.cluster.report import Fault, Result, progress
-from examples.cluster.services import mosquitto, nats, postgresql
-from examples.cluster.single import Trained, run_single, trained_head
-from examples.quickstart.folder import Folder
-
-BROKERS = {"nats": nats, "mosquitto": mosquitto}
-UPLOAD_FAULTS = ("broker", "receiver", "coordinator", "database", "object-store")
-"""Roles of which a program is killed while devices upload, in this order."""
-TRAINER = "trainer"
-ROLES = ("receiver", "coordinator", "trainer")
-REFRESH_S = 0.25
+FAULTS = {
+    "broker": "nats-0",
+    "receiver": RECEIVERS[0],
+    "coordinator": "",  # the one that leads
+    "database": "postgresql",
+    "object-store": PROXY,
+    "trainer": "",  # the one that has claimed the job
+}
+"""Kinds of programs that are killed, in this order, and the name of the program."""
+SINGLE = "single-process"
+RESTART_S = 3.0
+"""Seconds after which a killed program is started again, as by a service manager."""
+ROW = "{:>8}  {:15}{:>8}{:>13}{:>12}{:>13}"
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Settings of a run.
+class Head:
+    """The sha256 of head.onnx, and the digest of each device's submission that the head was trained on."""
 
-    Attributes:
-        names: of the devices.
-        broker: which brokers.
-        faults: names of what is killed.
-        pause: pause the leading coordinator instead.
-        deadline_s: time of the monotonic clock at which it fails.
-    """
-
-    names: tuple[str, ...]
-    broker: str
-    faults: tuple[str, ...]
-    pause: bool
-    deadline_s: float
+    digest: str
+    submissions: dict[str, str]
 
 
-def run(plan: Plan, folder: Folder, console: Console) -> Result:
-    """Run the cluster and then the single process, and compare their heads.
+def run_cluster(
+    folder: Folder, names: Sequence[str], faults: Collection[str]
+) -> tuple[Head, dict[str, str], Counter[str]]:
+    """Start the devices in groups, and kill a program while each group uploads; the last one completes the quorum.
+
+    Returns the head, the digest of each device's acknowledged submission, and how often each was accepted.
 
     Raises:
-        ProtofleetError: a program failed or took too long.
+        ProtofleetError: a program ended by itself, or the training was over too soon.
     """
-    started_s = time.monotonic()
-    outcome = _run_cluster(plan, folder, console)
-    with console.status("a single process trains on the same submissions"):
-        keys = folder.root / "roles" / "coordinator-1" / "identity"
-        single = run_single(folder, plan.names, keys, deadline_s=plan.deadline_s)
-    return compare(plan, outcome, single, seconds=time.monotonic() - started_s)
+    print("starting PostgreSQL, an object store, NATS and two of each role\n", flush=True)
+    upload_faults = [each for each in FAULTS if each in faults and each != "trainer"]
+    groups = [names[number :: len(upload_faults) + 1] for number in range(len(upload_faults) + 1)]
+    with _running_cluster(folder) as cluster:
+        print(ROW.format("at", "killed", "waiting", "next after", "all after", "new leader"), flush=True)
+        for fault, group in zip(upload_faults, groups, strict=False):
+            cluster.start_devices(group)
+            cluster.wait_until("a submission", partial(cluster.building, group))
+            _kill(cluster, fault, group, done=cluster.submissions)
+        cluster.start_devices(groups[-1])
+        if "trainer" in faults:
+            cluster.wait_until("a training", lambda: cluster.trainer_at_work() or cluster.with_head())
+            _kill(cluster, "trainer", names, done=cluster.with_head)
+        cluster.wait_until("the head on all devices", lambda: cluster.with_head() == set(names))
+        head = read_head(role_state(folder, cluster.leader() or COORDINATORS[0]))
+        return head, cluster.submissions(), cluster.accepted()
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The end of a run of the cluster."""
+def _kill(cluster: Cluster, fault: str, names: Sequence[str], *, done: Callable[[], Collection[str]]) -> None:
+    """Kill a program, wait until it runs again and all these devices are done, and print how long that took."""
+    target = FAULTS[fault] or (cluster.leader() if fault == "coordinator" else cluster.trainer_at_work())
+    if not target:
+        raise ProtofleetError("the training was over before its trainer could be killed: run it again")
+    kill, start = cluster.services.get(target, (partial(cluster.kill, target), partial(cluster.run, target)))
+    at, kill_s, before, reached_s = time.strftime("%X"), time.monotonic(), set(done()), dict[str, float]()
+    kill()
 
-    trained: Trained
-    faults: list[Fault]
-    submitted: dict[str, str]
-    """The digest of each device's submission that was acknowledged."""
-    accepted: Counter[str]
-    """How often each device's submission was accepted."""
+    def start_later() -> None:
+        time.sleep(RESTART_S)
+        start()
 
+    def is_over() -> bool:
+        now = set(done())
+        marks = {"next": now > before, "all": now.issuperset(names), "leader": bool(cluster.leader())}
+        for mark in filter(marks.get, marks):
+            reached_s.setdefault(mark, time.monotonic() - kill_s)
+        return {"all", "leader"} <= reached_s.keys() and restarted.done()
 
-def compare(plan: Plan, outcome: Outcome, single: Trained, *, seconds: float) -> Result:
-    """Compare the head of the cluster with that of a single process, and find submissions that do not count once."""
-    trained = outcome.trained
-    lost = [name for name in plan.names if trained.submissions.get(name) != outcome.submitted[name]]
-    twice = sorted(name for name, times in outcome.accepted.items() if times > 1)
-    return Result(
-        is_same=trained == single and not lost and not twice,
-        head=trained.digest,
-        single_head=single.digest,
-        devices=len(plan.names),
-        submissions=len(trained.submissions),
-        lost=tuple(lost),
-        counted_twice=tuple(twice),
-        broker=plan.broker,
-        faults=tuple(outcome.faults),
-        seconds=round(seconds, 1),
-    )
+    with ThreadPoolExecutor(1) as pool:
+        restarted = pool.submit(start_later)
+        cluster.wait_until(f"the fleet after {target} was killed", is_over)
+        restarted.result()
+    next_s, all_s, leader_s = (f"{reached_s.get(mark, 0):.1f} s" for mark in ("next", "all", "leader"))
+    new_leader = leader_s if fault == "coordinator" else ""
+    print(ROW.format(at, target, len(set(names) - before), next_s, all_s, new_leader), flush=True)
 
 
-def _run_cluster(plan: Plan, folder: Folder, console: Console) -> Outcome:
+@contextlib.contextmanager
+def _running_cluster(folder: Folder) -> Iterator[Cluster]:
+    proxy, logs, database = free_address(), folder.root / "services", PostgreSQL()
+    environment = {
+        "PROTOFLEET_STORE": database.url,
+        "PROTOFLEET_BLOBS": f"s3://{BUCKET}/cluster",
+        "PROTOFLEET_FLEET": FLEET,
+        "AWS_ENDPOINT_URL": f"http://{proxy}",
+        "AWS_ACCESS_KEY_ID": "example",
+        "AWS_SECRET_ACCESS_KEY": "example",
+        "AWS_REGION": "us-east-1",
+    }
     with (
-        postgresql() as (database, store),
-        Processes(folder.logs, deadline_s=plan.deadline_s) as processes,
-        Live(console=console, transient=True, refresh_per_second=4) as live,
+        mock.patch.dict(os.environ, environment),
+        contextlib.closing(database),
+        moto_server(logs) as moto,
+        NatsCluster(logs) as nats,
     ):
-        display = _Display(live, processes, devices=len(plan.names))
-        brokers = BROKERS[plan.broker](folder.root / "services")
-        cluster = Cluster(folder, processes, brokers, database, store, on_poll=display.update)
-        display.event("starting PostgreSQL, S3 and the brokers")
-        cluster.start_services()
-        display.event("starting two of each role")
-        cluster.start_roles()
-        display.cluster, display.fleet = cluster, Devices(folder, folder.logs / "devices", processes)
-        faults = Faults(cluster, display.fleet, display.event)
-        _harm_all(plan, faults)
-        submitted = display.fleet.submissions()
-        outcome = Outcome(
-            trained_head(cluster.state(cluster.leader())), faults.found, submitted, cluster.accepted()
-        )
-        display.event(f"head {outcome.trained.digest[:16]} on all {len(plan.names)} devices")
-        processes.stop(
-            "devices", *(name for name, program in processes.programs.items() if program.role in ROLES)
-        )
-    return outcome
+        database.start()
+        services: dict[str, Service] = {
+            "nats-0": (partial(nats.kill, 0), partial(nats.start, 0)),
+            "postgresql": (database.kill, database.start),
+        }
+        with Cluster(folder, nats.brokers, services=services, ports=(proxy.port, moto.port)) as cluster:
+            cluster.run_all()
+            yield cluster
 
 
-def _harm_all(plan: Plan, faults: Faults) -> None:
-    """Start the devices in groups, and harm a program while each group uploads; the last group completes the quorum."""
-    during_uploads = [each for each in UPLOAD_FAULTS if each in plan.faults]
-    groups = [
-        list(plan.names[number :: len(during_uploads) + 1]) for number in range(len(during_uploads) + 1)
-    ]
-    for each, group in zip(during_uploads, groups, strict=False):
-        faults.during_uploads(each, group, pause=plan.pause and each == "coordinator")
-    faults.start(groups[-1])
-    if TRAINER in plan.faults:
-        faults.during_training()
-    faults.wait_for_heads()
+def read_head(state: Path) -> Head:
+    """Read the newest head of an aggregator, by its state folder; raises StateError if it cannot be read."""
+    with contextlib.closing(open_store(state, read_only=True)) as store:
+        head = store.heads.all(store.served_task().digest)[-1]
+    content = (state / "head.onnx").read_bytes()
+    return Head(hashlib.sha256(content).hexdigest(), {**head.members, **head.quarantined})
 
 
-class _Display:
-    """The state of all programs in a terminal, and a line for each event."""
+def run_single(folder: Folder, names: Sequence[str]) -> Head:
+    """Train the head in one process, with SQLite and a folder, on the submissions that the devices have.
 
-    def __init__(self, live: Live, processes: Processes, *, devices: int) -> None:
-        self.cluster: Cluster | None = None
-        self.fleet: Devices | None = None
-        self._live = live
-        self._processes = processes
-        self._devices = devices
-        self._started_s = time.monotonic()
-        self._next_s = 0.0
+    The process has the cluster's keys but none of its submissions, which the devices therefore send once more.
+    """
+    print("\na single process trains on the same submissions\n", flush=True)
+    (logs := folder.logs / SINGLE).mkdir()
+    copy_keys(folder, SINGLE)
+    with Fleet(logs, free_address()) as fleet:
+        fleet.aggregator_state = role_state(folder, SINGLE)
+        fleet.start_aggregator(folder.task, "--embedded-broker")
+        fleet.wait_for_log("aggregator", CONNECTED)
+        for name in names:
+            fleet.start_device(name, folder.images(name), "--fleet", FLEET, state=folder.state(name))
+        fleet.wait_for_log("aggregator", "head activated")
+        return read_head(fleet.aggregator_state)
 
-    def event(self, text: str) -> None:
-        """Print an event with its time."""
-        passed_s = time.monotonic() - self._started_s
-        self._live.console.print(f"[dim]{passed_s:6.1f} s[/]  {text}", highlight=False, soft_wrap=True)
 
-    def update(self) -> None:
-        """Show the state of all programs, at most four times a second."""
-        if time.monotonic() < self._next_s:
-            return
-        self._next_s = time.monotonic() + REFRESH_S
-        programs: dict[str, dict[str, str]] = {}
-        for name, program in self._processes.programs.items():
-            if program.role:
-                programs.setdefault(program.role, {})[name] = self._state(name)
-        fleet = self.fleet
-        self._live.update(
-            progress(
-                programs,
-                devices=self._devices,
-                started=len(fleet.started) if fleet else 0,
-                submitted=len(fleet.submissions()) if fleet else 0,
-                with_head=len(fleet.with_head()) if fleet else 0,
-            )
-        )
-
-    def _state(self, name: str) -> str:
-        state: str = self._processes.states[name]
-        if self.cluster is None or state != "running":
-            return state
-        if name == self.cluster.trainer_at_work():
-            return "training"
-        role = self._processes.programs[name].role
-        if role == "receiver":
-            return f"{self.cluster.shards(name)} shards"
-        if role == "coordinator":
-            return "leading" if self.cluster.is_leading(name) else "standby"
-        return state
+def problems(head: Head, single: Head, *, submitted: dict[str, str], accepted: Counter[str]) -> list[str]:
+    """Return acknowledged submissions that do not count once, and that a single process makes another head."""
+    members = head.submissions
+    devices = sorted(members.keys() | submitted.keys())
+    lost = [f"LOST: {name}" for name in devices if members.get(name) != submitted.get(name)]
+    twice = [f"COUNTED TWICE: {name}" for name, times in sorted(accepted.items()) if times > 1]
+    return [*lost, *twice, *(["OTHER HEAD"] if head != single else [])]

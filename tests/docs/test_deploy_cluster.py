@@ -11,9 +11,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from examples.cluster.services import program
-from protocol.errors import ConfigError
 from tests.docs.command_lines import DEPLOY, parse
+from tests.support.network.nats import nats_program, needs_nats
 
 CLUSTER = DEPLOY / "cluster"
 SERVICES: dict[str, dict[str, Any]] = yaml.safe_load((CLUSTER / "compose.yaml").read_text(encoding="utf-8"))[
@@ -79,15 +78,12 @@ def test_kubernetes_manifests_are_valid(resource: dict[str, Any], monkeypatch: p
     assert mounted == {volume["name"] for volume in spec["volumes"]}
 
 
+@needs_nats
 def test_nats_accepts_its_configuration() -> None:
     """Every server of the compose file has a route to each."""
     text = (CLUSTER / "nats.conf").read_text(encoding="utf-8")
     assert re.findall(r"nats://(nats-\d):6222", text) == [
         name for name in SERVICES if name.startswith("nats")
     ]
-    try:
-        server = program("nats-server", package="nats-server")
-    except ConfigError as error:
-        pytest.skip(str(error))
     environment = {**os.environ, "NATS_NAME": "nats-1"}
-    subprocess.run([server, "-t", "-c", CLUSTER / "nats.conf"], env=environment, check=True)
+    subprocess.run([nats_program() or "", "-t", "-c", CLUSTER / "nats.conf"], env=environment, check=True)

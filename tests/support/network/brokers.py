@@ -34,6 +34,12 @@ def free_address() -> BrokerAddress:
             return BrokerAddress("127.0.0.1", port)
 
 
+def rotated(brokers: tuple[BrokerAddress, ...], start: int) -> str:
+    """Return a list of brokers for `--broker` that starts with another one."""
+    first = start % len(brokers)
+    return ",".join(map(str, brokers[first:] + brokers[:first]))
+
+
 def mosquitto_program() -> str | None:
     """Return the path of mosquitto, which Debian keeps out of a user's PATH; None if it is not installed."""
     return shutil.which("mosquitto") or shutil.which("mosquitto", path="/usr/sbin:/usr/local/sbin")

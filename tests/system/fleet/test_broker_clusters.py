@@ -6,7 +6,7 @@ from pathlib import Path
 from protocol.mqtt.reconnecting_session import BrokerAddress, Connected, Received
 from protocol.wire.topics import device_topic, fleet_topic
 from tests.support.fleets.fleet import Fleet, accepted_submissions, write_digits, write_task
-from tests.support.network.brokers import Mosquitto, free_address, needs_mosquitto
+from tests.support.network.brokers import Mosquitto, free_address, needs_mosquitto, rotated
 from tests.support.network.nats import NatsCluster, needs_nats
 from tests.support.network.sessions import EventLog, running
 
@@ -14,12 +14,6 @@ FLEET = "default"
 CLASSES = [0, 1, 2]
 DEVICES = ("device-0", "device-1", "device-2")
 CONNECTED = "connected to the broker broker="
-
-
-def _rotated(brokers: tuple[BrokerAddress, ...], start: int) -> str:
-    """Return a list of brokers for `--broker` that starts with another one."""
-    first = start % len(brokers)
-    return ",".join(map(str, brokers[first:] + brokers[:first]))
 
 
 def _wait_for_topics(log: EventLog, topics: set[str]) -> None:
@@ -40,13 +34,13 @@ def _kill_during_uploads(root: Path, brokers: tuple[BrokerAddress, ...], kill: C
         running(brokers[1], "observer", *uploads, *manifests) as (_, observed),
     ):
         observed.wait(Connected)
-        fleet.start_aggregator(task, "--broker", _rotated(brokers, 0))
+        fleet.start_aggregator(task, "--broker", rotated(brokers, 0))
         _wait_for_topics(observed, set(manifests))
         fleet.wait_for_log("aggregator", f"{CONNECTED}{brokers[0]}")
         fleet.pause("aggregator")
         for number, name in enumerate(DEVICES):
             data = write_digits(root / f"images-{number}", classes=CLASSES, start=20 * number)
-            options = ("--broker", _rotated(brokers, number), "--backbone", root / "backbone-0.onnx")
+            options = ("--broker", rotated(brokers, number), "--backbone", root / "backbone-0.onnx")
             fleet.start_device(name, data, *options, program="tests.support.fleets.fast_device")
         for number, name in enumerate(DEVICES):
             fleet.wait_for_log(name, f"{CONNECTED}{brokers[number % len(brokers)]}")
