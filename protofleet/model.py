@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_client.data.class_prior import Adjuster, Source
-from edge_client.inference import open_adjuster
+from edge_client.predict.classifier import open_adjuster
+from edge_client.predict.head_in_use import HeadInUse
 from edge_client.runtime.onnx_model import Slot, describe, open_model
-from edge_client.serving.head_in_use import HeadInUse
 from edge_client.storage.device_state import DeviceState
 from protocol.errors import BackboneMismatch, ConfigError, GraphRefused, StateError
 from protocol.models.onnx_metadata import ModelMetadata, read_metadata

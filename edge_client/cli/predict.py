@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Callable
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +23,7 @@ from protocol.errors import ProtofleetError
 
 if TYPE_CHECKING:
     from edge_client.data.class_prior import Source
-    from edge_client.inference import Prediction
+    from edge_client.predict.classifier import Prediction
     from edge_client.runtime.session import Provider
     from edge_client.storage.stored_values import InstalledHead
 
@@ -74,7 +73,7 @@ def predict_command(  # noqa: PLR0913 - every option of the command line
     with loading_modules():
         from edge_client.cli.image_arguments import named_images
         from edge_client.data.class_prior import MAX_VALUES
-        from edge_client.inference import open_adjuster, open_in_use, predict
+        from edge_client.predict.classifier import open_classifier
         from edge_client.progress_bar import Progress
         from edge_client.runtime.session import require_runtime
 
@@ -82,23 +81,23 @@ def predict_command(  # noqa: PLR0913 - every option of the command line
     output = printer(as_json=as_json, as_csv=as_csv)
     paths = named_images(images)
     store = open_state_to_predict(state, fleet)
-    installed, backbones, head = open_in_use(store, provider=provider, threads=threads, images=len(paths))
-    for note in {backbone.model.note: None for backbone in backbones if backbone.model.note}:
+    classifier = open_classifier(store, provider=provider, threads=threads, prior=prior, images=len(paths))
+    for note in classifier.notes:
         say(note, err=True)
-    adjuster = open_adjuster(store, head, prior)
-    at_once = min(AT_ONCE, MAX_VALUES // len(head.classes)) if adjuster.source == "images" else 1
+    has_prior = classifier.adjuster.source == "images"
+    at_once = min(AT_ONCE, MAX_VALUES // len(classifier.head.classes)) if has_prior else 1
     failed, is_shown = 0, at_once > 1 or not sys.stdout.isatty()  # otherwise the results themselves show it
     with closing(Progress("Images")) as progress:
-        predictions = predict(
-            paths, backbones, head, top=top, adjuster=adjuster, at_once=at_once,
-            on_progress=lambda done: progress.update(done, len(paths)) if is_shown else None,
-            run_head=partial(store.run_head, installed), run_backbones=partial(store.run_backbones, installed),
-        )  # fmt: skip
-        for prediction in predictions:
+
+        def on_progress(done: int) -> None:
+            if is_shown:
+                progress.update(done, len(paths))
+
+        for prediction in classifier.predict(paths, top=top, at_once=at_once, on_progress=on_progress):
             if at_once > 1:
                 progress.close()
             failed += bool(prediction.error)
-            output(prediction, installed)
+            output(prediction, classifier.installed)
     if failed:
         raise ProtofleetError(f"{failed} of {len(paths)} images could not be read")
 

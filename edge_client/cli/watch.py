@@ -25,9 +25,9 @@ from protocol.service_manager import stop_on_terminate
 
 if TYPE_CHECKING:
     from edge_client.data.class_prior import Source
+    from edge_client.predict.classifier import Classifier
+    from edge_client.predict.folder_watch import FolderWatch
     from edge_client.runtime.session import Provider
-    from edge_client.serving.folder_watch import FolderWatch
-    from edge_client.serving.head_in_use import OpenedHead
 
 log = logging.getLogger(__name__)
 
@@ -57,9 +57,9 @@ def watch_command(  # noqa: PLR0913 - every option of the command line
     An image that is still being written is waited for, and one that changes is classified again.
     """
     with loading_modules():
+        from edge_client.predict.folder_watch import FolderWatch
+        from edge_client.predict.head_in_use import HeadInUse
         from edge_client.runtime.session import require_runtime
-        from edge_client.serving.folder_watch import FolderWatch
-        from edge_client.serving.head_in_use import HeadInUse
         from protocol.log import event
 
         require_runtime()
@@ -78,16 +78,15 @@ def watch_command(  # noqa: PLR0913 - every option of the command line
         time.sleep(interval_s)
 
 
-def classify_new(watch: "FolderWatch", opened: "OpenedHead", *, top: int, output: Print) -> None:
+def classify_new(watch: "FolderWatch", classifier: "Classifier", *, top: int, output: Print) -> None:
     """Print a prediction for each image that is ready, and an error for one that stays unusable."""
-    from edge_client.inference import predict
     from protocol.log import event
 
     paths = watch.poll()
     try:
-        for prediction in predict(paths, opened.backbones, opened.head, top=top, adjuster=opened.adjuster):
+        for prediction in classifier.predict(paths, top=top):
             if watch.done(prediction.path, failed=bool(prediction.error)):
-                output(prediction, opened.installed)
+                output(prediction, classifier.installed)
     except ProtofleetError as error:  # the backbone or the head fails on one of them
         event(log, logging.ERROR, "images not classified", images=len(paths), reason=str(error))
         for path in paths:

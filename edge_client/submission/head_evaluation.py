@@ -1,7 +1,7 @@
 """Evaluates heads on the device's held-out images."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 from msgspec import UNSET
@@ -9,11 +9,12 @@ from numpy.typing import NDArray
 
 from edge_client.data.class_prior import MAX_VALUES, adjusted, estimate
 from edge_client.data.images import find_images
-from edge_client.inference import Head, evaluate
+from edge_client.predict.head import Head
 from edge_client.submission.image_features import Workspace, backbone_digests
 from protocol.errors import ConfigError, Interrupted
 from protocol.log import event
 from protocol.statistics.balanced_accuracy import balanced_accuracy
+from protocol.statistics.confidence import confidence_bins
 from protocol.wire.messages import CONFIDENCE_BINS, Evaluation, TaskManifest
 
 log = logging.getLogger(__name__)
@@ -88,6 +89,36 @@ def count_correct(
         evaluate(head, features(of_class), label=label, found=found, bins=bins)
         for label, of_class in enumerate(members)
     )
+
+
+def evaluate(
+    head: Head,
+    chunks: Iterable[NDArray[np.float32]],
+    *,
+    label: int,
+    found: list[NDArray[np.float32]] | None = None,
+    bins: NDArray[np.int64] | None = None,
+) -> int:
+    """Return how many of these features, all of class `label`, the head classifies correctly.
+
+    The probabilities are appended to `found`, and the correct predictions and all are added to those of their
+    confidence in `bins`, (2, CONFIDENCE_BINS).
+
+    Raises:
+        GraphRefused: it fails on them.
+    """
+    correct = 0
+    for chunk in chunks:
+        probabilities = head.probabilities(chunk)
+        is_correct = probabilities.argmax(axis=1) == label
+        correct += int(is_correct.sum())
+        if bins is not None:
+            places = confidence_bins(probabilities)
+            for row, chosen in zip(bins, (places[is_correct], places), strict=True):
+                np.add.at(row, chosen, 1)
+        if found is not None:
+            found.append(probabilities)
+    return correct
 
 
 def balanced(evaluation: Evaluation, head: Head, manifest: TaskManifest) -> float | None:

@@ -9,7 +9,7 @@ import msgspec
 
 from edge_client.agent.events import HeadInstalled, InstallHead
 from edge_client.agent.state import UploadItem, head_key
-from edge_client.inference import open_installed
+from edge_client.predict.head import open_installed
 from edge_client.privacy.policy import HEAD_REFUSED
 from edge_client.runtime.backbone import Backbone
 from edge_client.runtime.onnx_model import isolated_models

@@ -19,7 +19,7 @@ from aggregator.intake.validation import Expectation, Prototypes
 from aggregator.tasks.manifests import program_of, round_manifest
 from aggregator.training.robust.rounds import robust_contributions
 from aggregator.training.robust.weights import limited
-from edge_client.inference import open_round_head
+from edge_client.predict.head import open_round_head
 from edge_client.storage.stored_values import ClassReport
 from edge_client.submission.prepared_submission import PreparedSubmission, encode_submission
 from edge_client.training.local_round import LocalModel, RoundResult, train_round

@@ -19,10 +19,11 @@ from PIL import ExifTags, Image
 from aggregator.algorithms.fedtc.head import Dense
 from aggregator.graphs.fused_model import fuse
 from aggregator.graphs.head_export import head_to_onnx
-from edge_client.inference import open_head, predict
+from edge_client.predict.head import open_head
 from edge_client.runtime.backbone import open_backbone
 from protocol.models.onnx_metadata import HeadMetadata
 from protocol.models.preprocessing import Preprocessing
+from tests.support.devices.device_factory import classifier
 from tests.support.graphs.backbones import tiny_backbone
 
 PAGE = (Path(__file__).parents[2] / "docs" / "model-onnx.md").read_text(encoding="utf-8")
@@ -145,7 +146,7 @@ def _prediction(folder: Path, image: str) -> tuple[str, float]:
     count = len(list(folder.glob("[0-9].onnx")))
     backbones = [open_backbone(folder / f"{number}.onnx", provider="cpu") for number in range(count)]
     head = open_head((folder / "head.onnx").read_bytes(), backbones=backbones)
-    (found,) = predict([_file(folder, image)], backbones, head, top=1)
+    (found,) = classifier(backbones, head).predict([_file(folder, image)], top=1)
     return found.top[0]
 
 

@@ -12,7 +12,7 @@ from PIL import Image
 
 from edge_client.data.class_prior import NO_PRIOR, Prior
 from edge_client.data.images import decoded
-from edge_client.serving.http_server import RequestHandler, ServerOptions
+from edge_client.predict.http_server import RequestHandler, ServerOptions
 from edge_client.storage.stored_values import InstalledHead
 from tests.fuzz.target import MIB, Target
 

@@ -12,10 +12,14 @@ from PIL import Image
 
 from edge_client.agent.state import Mode, UploadItem
 from edge_client.config import Settings
+from edge_client.data.class_prior import Adjuster
+from edge_client.predict.classifier import Classifier
+from edge_client.predict.head import Head
 from edge_client.runtime.backbone import Backbone, open_backbone
 from edge_client.service.worker import Worker
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.feature_cache import FeatureCache
+from edge_client.storage.stored_values import InstalledHead
 from edge_client.submission.image_features import Workspace
 from protocol.models.onnx_metadata import HeadMetadata, to_properties
 from protocol.wire.codec import digest_of
@@ -109,6 +113,13 @@ def choosy(folder: Path) -> Backbone:
     path = folder / "choosy.onnx"
     path.write_bytes(model.SerializeToString())
     return open_backbone(path, provider="cpu", threads=1)
+
+
+def classifier(backbones: Sequence[Backbone], head: Head) -> Classifier:
+    """Return a classifier without a prior."""
+    adjuster = Adjuster(head.classes, "none", labels={})
+    installed = InstalledHead(head=b"", version=1, backbones=(), classes=head.classes)
+    return Classifier(installed, backbones, head, adjuster)
 
 
 def linear_head(

@@ -30,7 +30,7 @@ PRELOADED = (
     "aggregator.training.head_job",
     "aggregator.graphs.fused_model",
     "edge_client.cli",
-    "edge_client.inference",
+    "edge_client.predict.classifier",
     "edge_client.service.device",
     "edge_client.submission.builder",
     "edge_client.submission.head_installer",

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from edge_client.agent.state import Mode, head_key
-from edge_client.inference import open_installed
+from edge_client.predict.head import open_installed
 from edge_client.service.device import Device
 from edge_client.storage.crash_counter import MAX_CRASHES, task_key
 from edge_client.storage.device_state import DeviceState

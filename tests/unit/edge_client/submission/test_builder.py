@@ -13,7 +13,7 @@ from aggregator.intake.validation import Expectation, check_submission, read_mes
 from edge_client.cli import cli
 from edge_client.data.holdout import held_out
 from edge_client.data.images import NoImages, find_images
-from edge_client.inference import open_head
+from edge_client.predict.head import open_head
 from edge_client.runtime.backbone import Backbone
 from edge_client.storage.stored_values import BuildProblem, CurrentTask, DeviceName, Secret
 from edge_client.submission.builder import LOST_IMAGES

@@ -23,8 +23,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from edge_client.predict.head_in_use import HeadInUse
 from edge_client.runtime.session import release_memory
-from edge_client.serving.head_in_use import HeadInUse
 from protocol.errors import ConfigError, ProtofleetError, UnreadableImage
 from protocol.log import event
 

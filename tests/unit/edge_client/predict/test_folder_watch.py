@@ -7,8 +7,8 @@ import pytest
 
 from edge_client.cli.predict import printer
 from edge_client.cli.watch import classify_new
-from edge_client.serving.folder_watch import GIVE_UP_S, SETTLE_S, FolderWatch
-from edge_client.serving.head_in_use import HeadInUse
+from edge_client.predict.folder_watch import GIVE_UP_S, SETTLE_S, FolderWatch
+from edge_client.predict.head_in_use import HeadInUse
 from tests.support.devices.device_bench import CONSTANT, HeadBench
 from tests.support.devices.device_factory import image_file
 

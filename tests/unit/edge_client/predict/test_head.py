@@ -10,13 +10,14 @@ import pytest
 from PIL import Image
 
 from edge_client.data.images import decode
-from edge_client.inference import Head, evaluate, open_head, open_round_head, predict
+from edge_client.predict.head import Head, open_head, open_round_head
 from edge_client.runtime import onnx_model, watchdog
 from edge_client.runtime.backbone import Backbone
+from edge_client.submission.head_evaluation import evaluate
 from edge_client.training.local_round import LocalModel
 from protocol.errors import BackboneMismatch, GraphRefused
 from protocol.models.preprocessing import preprocess
-from tests.support.devices.device_factory import CLASSES, choosy, linear_head, tiny, write_images
+from tests.support.devices.device_factory import CLASSES, choosy, classifier, linear_head, tiny, write_images
 from tests.support.graphs import step_graphs
 from tests.system.attacks.malicious_graphs import changed, infinite_loop
 
@@ -39,7 +40,7 @@ def test_prediction_ranks_classes_by_probability(tmp_path: Path) -> None:
     head = open_head(
         linear_head([backbone], _weights(backbone, images)), backbones=[backbone], classes=CLASSES
     )
-    cat, dog = predict(images, [backbone], head, top=2)
+    cat, dog = classifier([backbone], head).predict(images, top=2)
     assert (cat.label, dog.label) == ("cat", "dog")
     assert sum(score for _, score in cat.top) == pytest.approx(1, abs=1e-5)
     assert cat.top[0][1] > cat.top[1][1]
@@ -64,7 +65,7 @@ def test_predictions_keep_the_order_of_images(tmp_path: Path) -> None:
     broken = [tmp_path / name for name in ("white.png", "junk.png", "none.png")]
     paths = [cats[0], broken[0], cats[1], *broken[1:], cats[2], cats[3]]
     for batch_size in (1, 3, 10):
-        predictions = list(predict(paths, [backbone], head, top=5, batch_size=batch_size))
+        predictions = list(classifier([backbone], head).predict(paths, top=5, batch_size=batch_size))
         assert [prediction.path for prediction in predictions] == paths
         assert [bool(prediction.error) for prediction in predictions] == [path in broken for path in paths]
         assert "white.png: the backbone gives NaN" in predictions[1].error
@@ -140,7 +141,7 @@ def test_features_of_several_backbones_are_concatenated_in_order(tmp_path: Path)
     weights = np.random.default_rng(0).normal(size=(5 + 16 + 3, 2)).astype(np.float32)
     head = open_head(linear_head(backbones, weights), backbones=backbones, classes=CLASSES)
     paths = [data / "cat" / "0000.png", tmp_path / "white.png", data / "dog" / "0001.png"]
-    cat, white, dog = predict(paths, backbones, head, top=2)
+    cat, white, dog = classifier(backbones, head).predict(paths, top=2)
     assert "NaN" in white.error
     for path, prediction in ((paths[0], cat), (paths[2], dog)):
         pixels = preprocess(decode(path), backbones[0].metadata.preprocessing)[None]

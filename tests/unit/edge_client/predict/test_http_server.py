@@ -15,10 +15,10 @@ import pytest
 from PIL import Image
 
 from edge_client.data.class_prior import Source
+from edge_client.predict import http_server
+from edge_client.predict.head_in_use import HeadInUse
+from edge_client.predict.http_server import PredictionServer, parse_options
 from edge_client.runtime.session import release_memory
-from edge_client.serving import http_server
-from edge_client.serving.head_in_use import HeadInUse
-from edge_client.serving.http_server import PredictionServer, parse_options
 from protocol.errors import ConfigError
 from tests.support.devices.device_bench import CONSTANT, HeadBench
 from tests.support.devices.device_factory import noise
