@@ -79,11 +79,9 @@ class OnnxModel:
         """Yield the model with runs that have a process of their own each, on the CPU."""
         from edge_client.runtime.isolated_session import IsolatedSession
 
-        session = IsolatedSession(self._source)
-        try:
+        with contextlib.closing(IsolatedSession(self._source)) as session:
+            self._guarded(session.start, MAX_START_S)
             yield replace(self, provider="cpu", note="", _session=session)
-        finally:
-            session.close()
 
     def run(
         self, feeds: Tensors, outputs: Sequence[str] | None = None, *, limit_s: float | None = None
@@ -94,8 +92,6 @@ class OnnxModel:
             GraphRefused: it fails on these inputs, or exceeds the time limit.
         """
         names = list(self.outputs if outputs is None else outputs)
-        if not getattr(self._session, "is_started", True):  # that of an `IsolatedSession`
-            self._guarded(self._session.start, MAX_START_S)
         given = self._guarded(lambda options: self._session.run(names, dict(feeds), options), limit_s)
         return dict(zip(names, given, strict=True))
 
