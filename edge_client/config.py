@@ -1,16 +1,17 @@
 """Settings of the device program, and their merge with an enrollment."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+from edge_client.agent.manifest_trust import NO_IDENTITY, Identity
 from edge_client.agent.state import Mode
 from protocol.errors import ConfigError
-from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess, Brokers
+from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess, Brokers, parse_brokers
 
 if TYPE_CHECKING:
     from edge_client.runtime.session import Provider
+    from protocol.enrollment import Enrollment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,11 +27,6 @@ class Settings:
         backbones: local copies of the task's backbones.
         rescan_s: seconds between scans of the data folder.
         strict: refuse folders and labels that are no class of the task, instead of leaving their images out.
-        aggregator_key: the aggregator's public key, 32 bytes; None trusts the first key received.
-        aggregator_key_number: that of the certificate of `aggregator_key`.
-        root_key: the public key that signs the aggregator's later keys, 32 bytes; None if it is not known.
-        signing_key: the device's private key, 32 bytes; None uses the one in the state directory.
-        enrolled_s: when the device was enrolled, unix seconds; the time is later than that, whatever the clock says.
     """
 
     broker: Brokers | None
@@ -48,22 +44,23 @@ class Settings:
     backbones: tuple[Path, ...] = ()
     rescan_s: float = 30.0
     strict: bool = False
-    aggregator_key: bytes | None = None
-    aggregator_key_number: int = 0
-    root_key: bytes | None = None
-    signing_key: bytes | None = field(default=None, repr=False)
-    enrolled_s: float = 0.0
+    identity: Identity = NO_IDENTITY
 
 
-class Membership(NamedTuple):
+@dataclass(frozen=True)
+class Membership:
     """A device's place in a fleet: as it was given, completed from an enrollment."""
 
-    broker: str | None
+    broker: Brokers | None
     fleet: str
     device_id: str | None
     access: BrokerAccess
-    identity: Mapping[str, Any]
-    """The keys among the `Settings`."""
+    identity: Identity
+
+    def settings(self, *, device_id: str, mode: Mode, data: Path, **others: Any) -> Settings:
+        """Return the settings of this device; `others` are those of `Settings`."""
+        place: dict[str, Any] = {"broker": self.broker, "access": self.access, "fleet": self.fleet}
+        return Settings(**place, identity=self.identity, device_id=device_id, mode=mode, data=data, **others)
 
 
 def membership(
@@ -78,23 +75,39 @@ def membership(
     """Return what was given, completed from the folder of an enrollment.
 
     Raises:
-        ConfigError: the enrollment is damaged, or for another device or fleet than the given one.
+        ConfigError: the broker is no address; the enrollment is damaged, or for another device or fleet than the given.
     """
-    if enrollment is None:
-        return Membership(broker, fleet or "default", device_id, access, {"aggregator_key": aggregator_key})
-    from protocol.enrollment import read_enrollment
+    identity = Identity(aggregator_key)
+    if enrollment is not None:
+        from protocol.enrollment import read_enrollment
 
-    enrolled = read_enrollment(enrollment)
-    for what, given, own in (("device-id", device_id, enrolled.device), ("fleet", fleet, enrolled.fleet)):
-        if given not in (None, own):
-            raise ConfigError(
-                f"the enrollment is for the {what} {own!r}, not {given!r}: omit --{what}, or use the other enrollment"
-            )
+        enrolled = read_enrollment(enrollment)
+        for what, given, own in (
+            ("device-id", device_id, enrolled.device),
+            ("fleet", fleet, enrolled.fleet),
+        ):
+            if given not in (None, own):
+                text = f"the enrollment is for the {what} {own!r}, not {given!r}"
+                raise ConfigError(f"{text}: omit --{what}, or use the other enrollment")
+        broker, fleet, device_id = broker or enrolled.broker, enrolled.fleet, enrolled.device
+        access = _enrolled_access(access, enrolled.access)
+        identity = _enrolled_identity(aggregator_key, enrolled)
+    brokers = parse_brokers(broker, tls=access.tls) if broker else None
+    return Membership(brokers, fleet or "default", device_id, access, identity)
+
+
+def _enrolled_access(access: BrokerAccess, enrolled: BrokerAccess) -> BrokerAccess:
     if access.certificate is None:
-        access = replace(access, certificate=enrolled.access.certificate, key=enrolled.access.key)
-    access = replace(access, tls=True, ca=access.ca or enrolled.access.ca)
-    identity = {"signing_key": enrolled.signing_key, "enrolled_s": enrolled.enrolled_s}
-    if aggregator_key in (None, enrolled.aggregator_key):
-        identity |= {"aggregator_key_number": enrolled.aggregator_key_number, "root_key": enrolled.root_key}
-    identity["aggregator_key"] = aggregator_key or enrolled.aggregator_key
-    return Membership(broker or enrolled.broker or None, enrolled.fleet, enrolled.device, access, identity)
+        access = replace(access, certificate=enrolled.certificate, key=enrolled.key)
+    return replace(access, tls=True, ca=access.ca or enrolled.ca)
+
+
+def _enrolled_identity(aggregator_key: bytes | None, enrolled: "Enrollment") -> Identity:
+    identity = Identity(
+        aggregator_key or enrolled.aggregator_key,
+        signing_key=enrolled.signing_key,
+        enrolled_s=enrolled.enrolled_s,
+    )
+    if identity.aggregator_key != enrolled.aggregator_key:
+        return identity
+    return replace(identity, aggregator_key_number=enrolled.aggregator_key_number, root_key=enrolled.root_key)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from edge_client.agent.state import Mode
 from edge_client.cli.status import device_status
-from edge_client.config import Settings, membership
+from edge_client.config import membership
 from edge_client.runtime.session import require_runtime
 from edge_client.service import device as service
 from edge_client.service.device import SUBMISSION_RECEIVED
@@ -16,7 +16,7 @@ from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import Heads
 from edge_client.submission.head_installer import HEAD_IN_USE
 from protocol.errors import ConfigError, StateError
-from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess, parse_broker
+from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess
 from protocol.storage.state_folder import default_state_folder
 from protocol.wire.topics import is_name
 from protofleet.embedded import Callback, Embedded
@@ -101,19 +101,15 @@ class Device(Embedded):
         self._folder = (
             Path(state) if state is not None else default_state_folder(f"protofleet/{member.fleet}")
         )
-        self._wanted_id = member.device_id
+        self._member = member
         self._provider: Provider = provider
         self._threads = threads
         self._settings: dict[str, Any] = {
-            "broker": parse_broker(member.broker, tls=member.access.tls),
-            "access": member.access,
-            "fleet": member.fleet,
             "data": Path(data),
             "holdout": holdout,
             "backbones": tuple(map(Path, backbones)),
             "rescan_s": rescan_s,
             "max_epsilon": max_epsilon,
-            **member.identity,
         }
         self._service: service.Device | None = None
 
@@ -125,8 +121,8 @@ class Device(Embedded):
     def _run(self, on_ready: Callable[[], None]) -> None:
         require_runtime()
         with closing(DeviceState(self._folder, lock=True)) as store:
-            settings = Settings(
-                device_id=store.device_id(self._wanted_id),
+            settings = self._member.settings(
+                device_id=store.device_id(self._member.device_id),
                 mode=Mode.SERVICE,
                 provider=self._provider,
                 threads=self._threads,

@@ -5,7 +5,7 @@ digest of its content, so that a repetition is distinguished from other content 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -42,21 +42,34 @@ class ManifestTrust(msgspec.Struct, frozen=True):
     issued_s: int = 0
 
 
-def with_operator_key(
-    trust: ManifestTrust,
-    key: bytes | None,
-    *,
-    number: int = 0,
-    root: bytes | None = None,
-    enrolled_s: float = 0.0,
-) -> ManifestTrust:
+@dataclass(frozen=True)
+class Identity:
+    """The keys that the operator gave a device: its own, and those that it trusts."""
+
+    aggregator_key: bytes | None = None
+    """Public, 32 bytes; None trusts the first key received."""
+    aggregator_key_number: int = 0
+    """The number of the key's certificate."""
+    root_key: bytes | None = None
+    """Public, 32 bytes: it signs the aggregator's later keys. None if it is not known."""
+    signing_key: bytes | None = field(default=None, repr=False)
+    """Private, 32 bytes; None uses the one in the state directory."""
+    enrolled_s: float = 0.0
+    """When the device was enrolled, unix seconds; the time is later than that, whatever the clock says."""
+
+
+NO_IDENTITY = Identity()
+
+
+def with_operator_key(trust: ManifestTrust, identity: Identity) -> ManifestTrust:
     """Return the trust with the key that the operator gave; another key resets the releases seen.
 
     A key that was given before, in the same enrollment, changes nothing.
     """
-    if key is None or (key, enrolled_s) == trust.configured:
+    key, configured = identity.aggregator_key, (identity.aggregator_key or b"", identity.enrolled_s)
+    if key is None or configured == trust.configured:
         return trust
-    configured = key, enrolled_s
+    number, root = identity.aggregator_key_number, identity.root_key
     if key != trust.key:
         return ManifestTrust(key, number, root, configured)
     number, root = max(number, trust.number), root or trust.root

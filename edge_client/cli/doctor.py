@@ -67,7 +67,7 @@ def _findings(settings: "Settings", store: "DeviceState | None", folder: Path) -
     from protocol.doctor.machine import check_clock
 
     yield from check_state(folder, store)
-    yield check_clock(known_s=settings.enrolled_s, source="the enrollment")
+    yield check_clock(known_s=settings.identity.enrolled_s, source="the enrollment")
     fleet = FleetChecks(settings, store)
     yield from fleet.run()
     task = fleet.task or stored_task(store)
@@ -80,10 +80,9 @@ def _settings(
     aggregator_key: bytes | None, **access_given: Any,
 ) -> "tuple[Settings, DeviceState | None, Path]":  # fmt: skip
     from edge_client.agent.state import Mode
-    from edge_client.config import Settings, membership
+    from edge_client.config import membership
     from edge_client.storage.device_state import default_device_id
     from edge_client.storage.stored_values import DeviceName
-    from protocol.mqtt.tls import parse_brokers
     from protocol.storage.state_folder import default_state_folder
 
     member = membership(
@@ -99,13 +98,9 @@ def _settings(
     if (folder / "device.sqlite").exists():
         store = open_state(folder, member.fleet, read_only=True)
     stored = store.get(DeviceName).value if store is not None else ""
-    settings = Settings(
-        broker=parse_brokers(member.broker, tls=member.access.tls) if member.broker else None,
-        access=member.access,
-        fleet=member.fleet,
+    settings = member.settings(
         device_id=member.device_id or stored or default_device_id(folder),
         mode=Mode.DRY_RUN,
         data=data,
-        **member.identity,
     )
     return settings, store, folder

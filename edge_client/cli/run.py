@@ -159,10 +159,10 @@ def _serve(  # noqa: PLR0913 - every option of the command line
     with loading_modules():
         _load_libraries()
         from edge_client.agent.state import Mode
-        from edge_client.config import Settings, membership
+        from edge_client.config import membership
         from edge_client.service.device import Device
         from edge_client.storage.stored_values import CurrentTask
-        from protocol.mqtt.tls import parse_brokers, readable_by_others, warnings
+        from protocol.mqtt.tls import readable_by_others, warnings
 
     start_logging(verbose=verbose)
     if once and dry_run:
@@ -198,16 +198,12 @@ def _serve(  # noqa: PLR0913 - every option of the command line
     device_id = store.device_id(member.device_id)
     if member.broker is None and not (dry_run and store.get(CurrentTask).digest):
         raise click.UsageError("missing broker: pass --broker HOST[:PORT]")
-    brokers = parse_brokers(member.broker, tls=member.access.tls) if member.broker else None
-    notes = warnings(member.access, brokers) if brokers else []
+    notes = warnings(member.access, member.broker) if member.broker else []
     if enrollment is not None:
         notes.append(readable_by_others(enrollment / "signing.key"))
     for warning in filter(None, notes):
         log.warning("%s", warning)
-    settings = Settings(
-        broker=brokers,
-        access=member.access,
-        fleet=member.fleet,
+    settings = member.settings(
         device_id=device_id,
         mode=Mode.DRY_RUN if dry_run else Mode.ONCE if once else Mode.SERVICE,
         data=data,
@@ -220,7 +216,6 @@ def _serve(  # noqa: PLR0913 - every option of the command line
         backbones=backbone,
         rescan_s=rescan_s,
         strict=strict,
-        **member.identity,
     )
     stop_on_terminate()
     device = Device(settings, store, show=_show_dry_run if dry_run else None)

@@ -69,7 +69,7 @@ class FleetChecks:
             yield from probe.check_writes(
                 allowed=[device_topic(fleet, device, channel) for channel in FROM_DEVICES],
                 denied=[task, fleet_topic(fleet, "head"), device_topic(fleet, _OTHER, "info")],
-                is_closed=settings.signing_key is not None,
+                is_closed=settings.identity.signing_key is not None,
             )
 
     def _check_task(self, payload: bytes | None, trust: ManifestTrust) -> Iterator[Finding]:
@@ -103,10 +103,7 @@ class FleetChecks:
         settings = self._settings
         return manifest_trust.with_operator_key(
             self._store.get(ManifestTrust) if self._store is not None else ManifestTrust(),
-            settings.aggregator_key,
-            number=settings.aggregator_key_number,
-            root=settings.root_key,
-            enrolled_s=settings.enrolled_s,
+            settings.identity,
         )
 
     def _check_key(self, trust: ManifestTrust) -> Finding:

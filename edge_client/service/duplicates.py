@@ -39,7 +39,7 @@ class OwnTopic:
     def check(self, presence: Presence, *, is_connected: bool) -> None:
         """Replace an outdated presence; raises ConfigError if another program replaces this one."""
         own, settings = self._publisher.presence, self._settings
-        is_closed = settings.signing_key is not None
+        is_closed = settings.identity.signing_key is not None
         if is_closed and not own.has_signed(presence):
             topic = self._publisher.topic("state")
             self._refuse(topic, BadSignature("the presence is not signed with this device's key"))

@@ -56,12 +56,9 @@ class Inbox:
         stored = store.get(ManifestTrust)
         self._trust = manifest_trust.with_operator_key(
             stored,
-            settings.aggregator_key,
-            number=settings.aggregator_key_number,
-            root=settings.root_key,
-            enrolled_s=settings.enrolled_s,
+            settings.identity,
         )
-        self._time = TimeEstimate(max(self._trust.issued_s, settings.enrolled_s), time.monotonic())
+        self._time = TimeEstimate(max(self._trust.issued_s, settings.identity.enrolled_s), time.monotonic())
         if self._trust != stored and self._writes:
             store.set(self._trust)
         fleet, device = settings.fleet, settings.device_id
@@ -141,7 +138,9 @@ class Inbox:
                 text, before = "the aggregator's key was replaced", self._trust.key
                 event(log, logging.WARNING, text, key=trust.key, before=before)
             self._trust = trust
-            self._time = TimeEstimate(max(trust.issued_s, self._settings.enrolled_s), time.monotonic())
+            self._time = TimeEstimate(
+                max(trust.issued_s, self._settings.identity.enrolled_s), time.monotonic()
+            )
         return signed.body
 
     def _aggregator_event(

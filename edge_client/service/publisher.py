@@ -48,7 +48,7 @@ class Publisher:
         self._settings = settings
         self._store = store
         self._is_dry_run = settings.mode is Mode.DRY_RUN
-        self._key = settings.signing_key or b""
+        self._key = settings.identity.signing_key or b""
         if not self._key and not self._is_dry_run:
             self._key = read_or_make_key(store.folder / "signing.key", advice=_KEY_ADVICE)
         epoch = 0 if self._is_dry_run else store.next_number(Epoch)

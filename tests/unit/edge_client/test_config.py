@@ -62,8 +62,8 @@ def test_an_enrollment_sets_everything(folder: Path, started: list[Settings]) ->
         assert settings.broker == (BrokerAddress("broker.example", 8883),)
         assert (settings.fleet, settings.device_id) == ("orchard", "shed-1")
         assert settings.access == enrollment.access
-        assert settings.signing_key == enrollment.signing_key
-        assert settings.aggregator_key == enrollment.aggregator_key
+        assert settings.identity.signing_key == enrollment.signing_key
+        assert settings.identity.aggregator_key == enrollment.aggregator_key
     assert len(started) == 2
 
 
@@ -77,8 +77,8 @@ def test_options_override_the_enrollment(folder: Path, started: list[Settings]) 
     access = settings.access
     assert (access.ca, access.certificate, access.key) == (Path("other.crt"), Path("a.crt"), Path("a.key"))
     assert (access.username, access.tls) == ("shed-1", True)
-    assert settings.aggregator_key == bytes([10] * 32)
-    assert settings.signing_key == read_enrollment(folder).signing_key
+    assert settings.identity.aggregator_key == bytes([10] * 32)
+    assert settings.identity.signing_key == read_enrollment(folder).signing_key
 
 
 def test_other_names_than_the_enrolled_ones_are_refused(folder: Path, started: list[Settings]) -> None:

@@ -15,7 +15,13 @@ from aggregator.security.key_rotation import certificate_chain, issue_key, key_c
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import SigningKey
-from edge_client.agent.manifest_trust import ManifestTrust, UntrustedManifest, verify, with_operator_key
+from edge_client.agent.manifest_trust import (
+    Identity,
+    ManifestTrust,
+    UntrustedManifest,
+    verify,
+    with_operator_key,
+)
 from protocol.enrollment import read_enrollment
 from protocol.errors import ConfigError
 from protocol.wire.signing import open_manifest, public_key
@@ -104,7 +110,7 @@ def test_a_root_key_that_is_kept_elsewhere_replaces_a_stolen_key(
     card = read_enrollment(tmp_path / "cam")
     assert (card.aggregator_key, card.root_key) == (public, root)
     enrolled = with_operator_key(
-        ManifestTrust(), card.aggregator_key, number=card.aggregator_key_number, root=card.root_key
+        ManifestTrust(), Identity(card.aggregator_key, card.aggregator_key_number, card.root_key)
     )
     assert seen_by(enrolled, store).number == device.number
 

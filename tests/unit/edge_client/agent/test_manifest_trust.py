@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edge_client.agent.manifest_trust import (
+    Identity,
     ManifestTrust,
     TimeEstimate,
     UntrustedManifest,
@@ -97,9 +98,9 @@ def test_a_release_has_one_content() -> None:
 def test_an_operator_key_replaces_the_stored_one() -> None:
     """Another key resets the releases seen."""
     known = verify(ManifestTrust(), "head", signed(9))
-    assert with_operator_key(known, None) == known
-    assert with_operator_key(known, KEY).seen == known.seen
-    other = with_operator_key(known, OTHER)
+    assert with_operator_key(known, Identity()) == known
+    assert with_operator_key(known, Identity(KEY)).seen == known.seen
+    other = with_operator_key(known, Identity(OTHER))
     assert other == ManifestTrust(OTHER, configured=(OTHER, 0.0))
     assert verify(other, "head", signed(1, key=OTHER)).key == OTHER
     with pytest.raises(UntrustedManifest):
@@ -187,7 +188,7 @@ def test_a_new_device_knows_the_root_from_the_start(start: str) -> None:
     trust: ManifestTrust | None = ManifestTrust()
     if start == "enrolled":
         trust = with_operator_key(
-            ManifestTrust(), PUBLIC["second"], number=1, root=PUBLIC["root"], enrolled_s=9.0
+            ManifestTrust(), Identity(PUBLIC["second"], 1, PUBLIC["root"], enrolled_s=9.0)
         )
     assert trust is not None
     trust = follows(trust, "second", TO_ROOT, BY_ROOT)
@@ -198,11 +199,11 @@ def test_a_new_device_knows_the_root_from_the_start(start: str) -> None:
 
 def test_the_operators_key_does_not_undo_a_replacement() -> None:
     """A restart with the same option or enrollment; a new enrollment does."""
-    trust = with_operator_key(ManifestTrust(), PUBLIC["first"], enrolled_s=9.0)
+    trust = with_operator_key(ManifestTrust(), Identity(PUBLIC["first"], enrolled_s=9.0))
     after = follows(trust, "second", TO_SECOND)
     assert after is not None
-    assert with_operator_key(after, PUBLIC["first"], enrolled_s=9.0) == after
-    assert with_operator_key(after, PUBLIC["first"], enrolled_s=10.0).key == PUBLIC["first"]
+    assert with_operator_key(after, Identity(PUBLIC["first"], enrolled_s=9.0)) == after
+    assert with_operator_key(after, Identity(PUBLIC["first"], enrolled_s=10.0)).key == PUBLIC["first"]
 
 
 def test_a_forged_or_foreign_certificate_is_refused() -> None:

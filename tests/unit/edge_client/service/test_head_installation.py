@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
-from edge_client import inference
+from edge_client.predict import classifier
 from edge_client.cli import cli
 from edge_client.runtime.backbone import Backbone, open_backbone
 from edge_client.storage.crash_counter import MAX_CRASHES
@@ -189,7 +189,7 @@ def test_a_backbone_that_fails_in_predict_gives_way_to_the_head_before(
     with monkeypatch.context() as patched:
         if fails == "opening":
             error = BackboneMismatch("the backbone fails")
-            patched.setattr(inference, "open_backbone", Mock(side_effect=error))
+            patched.setattr(classifier, "open_backbone", Mock(side_effect=error))
         for _ in range(MAX_CRASHES):
             assert "the backbone fails" in predict("white")
             if fails == "runs":

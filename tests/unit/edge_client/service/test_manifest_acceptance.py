@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from edge_client.agent.manifest_trust import Identity
 from edge_client.agent.state import Mode
 from edge_client.storage.stored_values import CurrentRound, Problems
 from protocol.errors import ProtofleetError
@@ -54,7 +55,7 @@ def test_a_new_operator_key_replaces_the_stored_one(tmp_path: Path) -> None:
     """It is stored: the next start without the option trusts it as well."""
     bench = DeviceBench(tmp_path).start().announce(OPENED, release=5)
     for number, key in enumerate((public_key(b"n" * 32), None), start=1):
-        bench.start(aggregator_key=key).connect()
+        bench.start(identity=Identity(key)).connect()
         opened = msgspec.structs.replace(OPENED, number=number)
         before = bench.store.get(CurrentRound)
         bench.announce(opened, release=6)
@@ -82,7 +83,7 @@ def test_a_broker_that_withholds_is_noticed(
 ) -> None:
     """A device builds nothing from an expired task, reports it after a restart too, and goes on with a newer one."""
     write_images(tmp_path / "data", count=4)
-    bench = DeviceBench(tmp_path, enrolled_s=500.0)
+    bench = DeviceBench(tmp_path, identity=Identity(enrolled_s=500.0))
     bench.offer(tiny_backbone())
 
     def start(at_s: float) -> None:
@@ -112,7 +113,7 @@ def test_an_enrolled_device_without_a_clock_refuses_manifests_from_before_its_en
 ) -> None:
     """A broker that shows a new device an old task, which the aggregator signed."""
     monkeypatch.setattr(time, "time", lambda: 0.0)
-    bench = DeviceBench(tmp_path, enrolled_s=9000.0).start()
+    bench = DeviceBench(tmp_path, identity=Identity(enrolled_s=9000.0)).start()
     bench.announce(make_manifest(), release=5000, issued_s=5000, expires_s=6000)
     assert bench.status["problem"][:13] == "expired: task"
 

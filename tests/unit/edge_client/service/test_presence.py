@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from edge_client.agent.manifest_trust import Identity
 from edge_client.agent.state import Mode
 from edge_client.storage.device_state import DeviceState
 from protocol.errors import ConfigError, ProtofleetError
@@ -71,7 +72,7 @@ def test_a_presence_on_the_own_topic_is_replaced_unless_it_is_newer(
 
 def test_a_forged_presence_does_not_stop_an_enrolled_device(tmp_path: Path) -> None:
     """Only the device's own key counts: the forged one is counted, and replaced."""
-    bench = DeviceBench(tmp_path, signing_key=b"s" * 32).start().connect()
+    bench = DeviceBench(tmp_path, identity=Identity(signing_key=b"s" * 32)).start().connect()
     (own,) = (each.epoch for each in bench.sent("state", Presence))
     before = len(bench.published)
     bench.receive(bench.topic("state"), encode(Presence(state="online", epoch=own + 1)))
@@ -85,7 +86,9 @@ def _presences(bench: DeviceBench) -> list[Outgoing]:
 
 def test_two_keys_under_one_name_do_not_answer_each_other_forever(tmp_path: Path) -> None:
     """Such as an enrollment and its renewal, both running: at most one of them publishes again."""
-    benches = [DeviceBench(tmp_path / key, signing_key=key.encode() * 32) for key in ("s", "r")]
+    benches = [
+        DeviceBench(tmp_path / key, identity=Identity(signing_key=key.encode() * 32)) for key in ("s", "r")
+    ]
     for bench in benches:
         bench.start().connect()
     heard = [0, 0]
@@ -103,7 +106,7 @@ def test_a_copied_device_stays_out_until_it_takes_over(
 ) -> None:
     """Equal clocks, equal epochs: the one that starts later continues, and both report the other."""
     older, newer = (
-        DeviceBench(tmp_path / name, signing_key=b"s" * 32).start().connect("192.0.2.7")
+        DeviceBench(tmp_path / name, identity=Identity(signing_key=b"s" * 32)).start().connect("192.0.2.7")
         for name in ("one", "two")
     )
 
