@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
-from edge_client.predict import classifier
 from edge_client.cli import cli
+from edge_client.predict import classifier
 from edge_client.runtime.backbone import Backbone, open_backbone
 from edge_client.storage.crash_counter import MAX_CRASHES
 from edge_client.storage.device_state import DeviceState
