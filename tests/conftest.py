@@ -14,7 +14,7 @@ import pytest
 
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from tests.support.graphs import exported_graphs
-from tests.support.network.brokers import amqtt, free_address, mosquitto, mosquitto_program
+from tests.support.network.brokers import amqtt, free_address, mosquitto, require_mosquitto
 
 # Read by OpenMP when torch is first imported. pytest-xdist uses all cores; more threads would only wait for each other,
 # and those of a test that sets their number must not spin while they wait: that took 25 times the processor time.
@@ -111,8 +111,7 @@ def serve(request: pytest.FixtureRequest, tmp_path: Path) -> Serve:
     """Start a broker at an address, for as long as the context lasts; once for each kind of broker."""
     if request.param == "amqtt":
         return amqtt
-    if mosquitto_program() is None:
-        pytest.skip("mosquitto is not installed: apt-get install mosquitto")
+    require_mosquitto()
     return lambda address: mosquitto(address, tmp_path)
 
 

@@ -50,6 +50,12 @@ needs_mosquitto = pytest.mark.skipif(
 )
 
 
+def require_mosquitto() -> None:
+    """Skip the test if mosquitto is not installed, for fixtures."""
+    if mosquitto_program() is None:
+        pytest.skip("mosquitto is not installed: apt-get install mosquitto")
+
+
 @contextlib.contextmanager
 def amqtt(address: BrokerAddress) -> Iterator[None]:
     """Serve with the aggregator's own embedded broker."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.databases.postgresql import PostgreSQL
-from tests.support.network.brokers import Mosquitto, free_address, mosquitto_program
+from tests.support.network.brokers import Mosquitto, free_address, require_mosquitto
 from tests.support.stores.object_store import BUCKET, moto_server, object_store
 from tests.system.faults.brokers import WITHOUT_UPLOADS
 from tests.system.faults.catalogue import Fault
@@ -61,8 +61,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str],
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Task and images; skips without mosquitto."""
-    if mosquitto_program() is None:
-        pytest.skip("mosquitto is not installed: apt-get install mosquitto")
+    require_mosquitto()
     return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 

@@ -17,7 +17,7 @@ from aggregator.storage.open_store import open_store
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.wire.canary_rank import canary_rank
 from tests.support.fleets.fleet import Fleet, write_digits, write_task
-from tests.support.network.brokers import mosquitto, mosquitto_program
+from tests.support.network.brokers import mosquitto, require_mosquitto
 
 CLASSES = [0, 1, 2, 3]
 GOOD = ("good-1", "good-2")
@@ -25,8 +25,7 @@ GOOD = ("good-1", "good-2")
 
 @pytest.fixture
 def fleet(tmp_path: Path, address: BrokerAddress) -> Iterator[Fleet]:
-    if mosquitto_program() is None:
-        pytest.skip("mosquitto is not installed: apt-get install mosquitto")
+    require_mosquitto()
     with mosquitto(address, tmp_path), Fleet(tmp_path, address) as fleet:
         yield fleet
 

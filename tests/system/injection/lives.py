@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.support.fleets.fork_server import ForkServer, Program
-from tests.system.injection.strace import Injection, Tracer, calls_below, injected
+from tests.support.strace import Strace
+from tests.system.injection.strace import Injection, calls_below, injected, trace_files
 
 LIMIT_S = 150.0
 """A program that neither ends nor completes its life by then hangs; longer than any retry delay in one."""
@@ -71,7 +72,7 @@ class Life:
     folder: Path
     injection: Injection | None
     outcome: Outcome = field(default_factory=Outcome)
-    _tracers: list[Tracer] = field(default_factory=list)
+    _tracers: list[Strace] = field(default_factory=list)
 
     @property
     def trace(self) -> Path:
@@ -91,7 +92,7 @@ class Life:
     def start(self, module: str, *arguments: str | Path) -> Program:
         """Start the program with the fault."""
         program = self.server.start(module, *arguments, log=self.log)
-        self._tracers.append(Tracer(program.pid, self.trace, self.injection))
+        self._tracers.append(trace_files(program.pid, self.trace, self.injection))
         program.resume()
         return program
 

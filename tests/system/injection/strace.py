@@ -1,14 +1,11 @@
 """Faults injected into system calls by strace, and the system calls of a program that it counts."""
 
-import contextlib
 import re
-import shutil
-import signal
-import subprocess
-import sys
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.support.strace import Strace
 
 CALLS = (
     "openat", "newfstatat", "getdents64", "read", "pread64", "write", "pwrite64", "pwritev", "fsync", "fdatasync",
@@ -53,39 +50,11 @@ def faults_of(call: str) -> tuple[str, ...]:
     return (*errors, *(("EINTR",) if call in _INTERRUPTIBLE else ()), "SIGKILL")
 
 
-class Tracer:
-    """strace, attached to a stopped program and all that it starts.
-
-    Raises:
-        PermissionError: this system does not permit it.
-    """
-
-    def __init__(self, pid: int, log: Path, injection: Injection | None = None) -> None:
-        calls = injection.call if injection else ",".join(CALLS)
-        options = [*(injection.options() if injection else []), "-e", f"trace={calls}"]
-        command = ["strace", "-f", "-y", "-s", "0", "-o", str(log), *options, "-p", str(pid)]
-        self._process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        self.log = log
-        assert self._process.stderr is not None
-        line = self._process.stderr.readline()
-        if "attached" not in line:
-            self._process.wait()
-            raise PermissionError(line.strip())
-
-    def detach(self) -> None:
-        """End the injection; the program continues."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGINT)
-        self._process.communicate()
-
-
-def unavailable() -> str:
-    """Return why nothing can be injected on this system; empty if it can."""
-    if shutil.which("strace") is None:
-        return "strace is not installed: apt-get install strace"
-    command = ["strace", "-o", "/dev/null", sys.executable, "-S", "-c", ""]
-    traced = subprocess.run(command, capture_output=True, text=True, check=False)
-    return f"strace is not permitted here: {traced.stderr.strip()}" if traced.returncode else ""
+def trace_files(pid: int, log: Path, injection: Injection | None = None) -> Strace:
+    """Trace a stopped program's calls on files, with a fault if one is given."""
+    calls = injection.call if injection else ",".join(CALLS)
+    options = injection.options() if injection else []
+    return Strace(pid, log, "-s", "0", *options, "-e", f"trace={calls}")
 
 
 def calls_below(log: Path, folder: Path) -> dict[str, list[int]]:

@@ -12,11 +12,12 @@ import psutil
 import pytest
 
 from tests.support.network import brokers
-from tests.support.network.brokers import free_address, mosquitto_program, needs_mosquitto
+from tests.support.network.brokers import free_address, needs_mosquitto, require_mosquitto
+from tests.support.strace import unavailable
 from tests.system.injection.lives import Outcome
 from tests.system.injection.loop import Calls, count_calls, plan, rows_of, run_all
 from tests.system.injection.programs import PROGRAMS, Programs
-from tests.system.injection.strace import Injection, faults_of, injected, is_below, unavailable
+from tests.system.injection.strace import Injection, faults_of, injected, is_below
 
 SEED = 20261122
 LIVES = {
@@ -34,8 +35,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
     """Programs and a fleet; skips where nothing can be injected."""
     if reason := unavailable():
         pytest.skip(reason)
-    if mosquitto_program() is None:
-        pytest.skip("mosquitto is not installed: apt-get install mosquitto")
+    require_mosquitto()
     with Programs(tmp_path_factory.mktemp("injection")) as programs:
         yield programs
 

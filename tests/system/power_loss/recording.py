@@ -1,13 +1,11 @@
 """System calls of a program on its files, and what it sends, as strace has recorded them."""
 
-import contextlib
 import re
-import signal
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.support.strace import Strace
 from tests.system.power_loss import disk
 
 _CALLS = (
@@ -20,21 +18,9 @@ _TEXT = re.compile(r'"((?:\\x[0-9a-f]{2})*)"')
 _FILE = re.compile(r"(\d+)<((?:\\x[0-9a-f]{2})*)>")
 
 
-class Recorder:
-    """strace, attached to a stopped program and all that it starts."""
-
-    def __init__(self, pid: int, log: Path) -> None:
-        options = ["-f", "-ttt", "-y", "-xx", "-s", str(2**28), "-e", f"trace={_CALLS}"]
-        command = ["strace", *options, "-o", str(log), "-p", str(pid)]
-        self._process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        assert self._process.stderr is not None
-        assert "attached" in (line := self._process.stderr.readline()), line
-
-    def stop(self) -> None:
-        """End the recording; the program continues."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGINT)
-        self._process.communicate()
+def record(pid: int, log: Path) -> Strace:
+    """Record what a stopped program does to files, and what it sends, with all bytes."""
+    return Strace(pid, log, "-ttt", "-xx", "-s", str(2**28), "-e", f"trace={_CALLS}")
 
 
 @dataclass

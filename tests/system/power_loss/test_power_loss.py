@@ -16,11 +16,11 @@ from edge_client.storage.stored_values import Heads
 from protocol.errors import ProtofleetError
 from tests.support.fleets.fleet import write_digits, write_task
 from tests.support.fleets.fork_server import ForkServer
-from tests.support.network.brokers import Mosquitto, free_address, mosquitto_program
+from tests.support.network.brokers import Mosquitto, free_address, require_mosquitto
+from tests.support.strace import unavailable
 from tests.system.injection.programs import CLASSES, TASK, aggregator_arguments, device_arguments
-from tests.system.injection.strace import unavailable
 from tests.system.power_loss.disk import Disk
-from tests.system.power_loss.recording import Recorder, Recording, read_recording
+from tests.system.power_loss.recording import Recording, read_recording, record
 
 STATES = 150
 """States of each program's disk, at random calls of its life."""
@@ -42,8 +42,7 @@ def lives(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Life]:
     """Record an aggregator and two devices that join, submit, and install the head."""
     if reason := unavailable():
         pytest.skip(reason)
-    if mosquitto_program() is None:
-        pytest.skip("mosquitto is not installed: apt-get install mosquitto")
+    require_mosquitto()
     root = tmp_path_factory.mktemp("power-loss")
     images = write_digits(root / "images", classes=[0, 1], each=5)
     task = write_task(root, tables=TASK, classes=CLASSES, quorum=2, deadline_s=100_000)
@@ -57,14 +56,14 @@ def lives(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Life]:
             if name == "aggregator":
                 arguments = aggregator_arguments(broker.address, task, root / name)
             programs[name] = server.start(*arguments, log=root / f"{name}.log")
-            recorders.append(Recorder(programs[name].pid, root / f"{name}.strace"))
+            recorders.append(record(programs[name].pid, root / f"{name}.strace"))
             programs[name].resume()
         for name in ("one", "two"):
             assert programs[name].wait(150) == 0, (root / f"{name}.log").read_text()
         programs["aggregator"].send(signal.SIGTERM)
         assert programs["aggregator"].wait(60) == 0
         for recorder in recorders:
-            recorder.stop()
+            recorder.detach()
     lives = {name: Life(root / name, read_recording(root / f"{name}.strace", root / name)) for name in names}
     for program, message in (("aggregator", _RECEIVED), ("one", _FRAME)):
         assert any(message.search(data) for _, data in lives[program].recording.sent)
