@@ -1,20 +1,20 @@
 """A coordinator and receivers as processes, on a broker."""
 
 import contextlib
-import os
 from pathlib import Path
 
 from aggregator.storage.open_store import open_store
 from aggregator.storage.programs import ReceiverRecord
 from protocol.wire.topics import SHARDS
 from tests.support.fleets.fleet import Fleet
+from tests.support.fleets.startup_code import with_startup_code
 
 WITHOUT_LARGE_PACKAGES = """
 import sys
 for name in ("torch", "onnx", "onnxruntime", "onnxscript", "scipy", "sklearn"):
     sys.modules[name] = None
 """
-"""A `sitecustomize` of a machine that lacks the large packages."""
+"""Startup code of a machine that lacks the large packages."""
 
 
 class Cluster(Fleet):
@@ -27,12 +27,10 @@ class Cluster(Fleet):
 
     def start_receiver(self, name: str, *options: str, state: Path | None = None) -> None:
         """Start a receiver, on a machine that lacks the large packages."""
-        (packages := self.root / "packages").mkdir(exist_ok=True)
-        (packages / "sitecustomize.py").write_text(WITHOUT_LARGE_PACKAGES)
-        path = f"{packages}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+        environment = with_startup_code(self.root / "packages", WITHOUT_LARGE_PACKAGES)
         arguments = ("--name", name, "--state", state or self.aggregator_state, "--broker", str(self.broker))
         program = "aggregator.cli.__main__"  # no fork of a process that has imported them
-        self.start(name, program, "receive", *arguments, *options, environment={"PYTHONPATH": path})
+        self.start(name, program, "receive", *arguments, *options, environment=environment)
 
     def stored(self, task: bytes) -> dict[str, bytes]:
         """Return the digest of each device's stored submission."""

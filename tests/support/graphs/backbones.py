@@ -1,6 +1,7 @@
 """Small ONNX backbones for tests."""
 
 import hashlib
+from collections.abc import Callable
 
 import numpy as np
 import onnx
@@ -41,6 +42,18 @@ def tiny_backbone(*, feature_size: int = 16, seed: int = 0, preprocessing: Prepr
     )
     onnx.checker.check_model(model)
     return bytes(model.SerializeToString())
+
+
+def changed(file: bytes, change: Callable[[onnx.ModelProto], object]) -> bytes:
+    """Return an ONNX file with a change."""
+    model = onnx.load_model_from_string(file)
+    change(model)
+    return bytes(model.SerializeToString())
+
+
+def without_metadata(file: bytes) -> bytes:
+    """Return an ONNX file without its metadata, such as a head's version."""
+    return changed(file, lambda model: model.ClearField("metadata_props"))
 
 
 def tiny_metadata(

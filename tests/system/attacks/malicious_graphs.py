@@ -120,9 +120,3 @@ FAILING: tuple[Change, ...] = (huge_constant, huge_tile)
 
 ENDLESS: tuple[Change, ...] = (infinite_loop, constant_products)
 """Changes that take longer than any limit."""
-
-
-def changed(file: bytes, change: Change) -> bytes:
-    model = onnx.load_model_from_string(file)
-    change(model)
-    return bytes(model.SerializeToString())

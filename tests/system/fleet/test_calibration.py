@@ -2,33 +2,20 @@
 
 import os
 from pathlib import Path
-
-import pytest
+from unittest.mock import patch
 
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from tests.support.fleets.fleet import Fleet, write_digits, write_task
+from tests.support.fleets.startup_code import hanging
 from tests.support.network.brokers import mosquitto, needs_mosquitto
-
-HANGING = """
-import sys, time
-if "aggregator.training.calibration_job" in sys.orig_argv:
-    time.sleep(600)
-"""
-"""A `sitecustomize` with which a calibration never ends."""
 
 
 @needs_mosquitto
-def test_fleet_gets_one_calibrated_head(
-    tmp_path: Path, address: BrokerAddress, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fleet_gets_one_calibrated_head(tmp_path: Path, address: BrokerAddress) -> None:
     """It is as accurate as the head that it calibrates, and devices predict with it."""
     task, names = write_task(tmp_path, quorum=3), ["a", "b", "c"]
-    (tmp_path / "hanging").mkdir()
-    (tmp_path / "hanging" / "sitecustomize.py").write_text(HANGING)
     with mosquitto(address, tmp_path), Fleet(tmp_path, address) as fleet:
-        with monkeypatch.context() as hanging:
-            path = f"{tmp_path / 'hanging'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-            hanging.setenv("PYTHONPATH", path)
+        with patch.dict(os.environ, hanging(tmp_path, "aggregator.training.calibration_job")):
             fleet.start_aggregator(task)
         for name in names:
             data = write_digits(tmp_path / f"data-{name}", classes=[0, 1, 2, 3], each=40)

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
-import onnx
 import pytest
 
 from aggregator.heads.operator_commands import forget
@@ -15,7 +14,7 @@ from aggregator.messaging.manifest_signer import identity_of
 from aggregator.storage.open_store import open_store
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from tests.support.fleets.fleet import CLASSES, QUICK, Fleet, aggregator_status, write_digits, write_task
-from tests.support.graphs.backbones import tiny_backbone
+from tests.support.graphs.backbones import tiny_backbone, without_metadata
 from tests.support.network.brokers import amqtt, free_address
 from tests.support.network.sessions import listening
 
@@ -227,7 +226,7 @@ def test_fleet_with_statistics_forgets_a_device(fleet: Fleet, tmp_path: Path) ->
     data = [write_digits(tmp_path / f"data-{number}", classes=share) for number, share in enumerate(shares)]
     fleet.start_device("device-0", data[0])
     fleet.wait_for("its head", lambda s: [device["head"] for device in s["devices"]] == [1])
-    alone = _without_metadata(fleet.aggregator_state / "head.onnx")
+    alone = without_metadata((fleet.aggregator_state / "head.onnx").read_bytes())
     fleet.start_device("device-1", data[1], "--once")
     fleet.wait_exit("device-1")
     summary = fleet.wait_for("the common head", lambda s: s["devices"][0]["head"] == 2 and s["head_path"])
@@ -235,19 +234,13 @@ def test_fleet_with_statistics_forgets_a_device(fleet: Fleet, tmp_path: Path) ->
     assert summary["heads"][1]["devices"] == 2
     assert summary["heads"][1]["metrics"]["onnx_max_difference"] <= 1e-4
     assert fleet.device_status("device-0")["report"]["warning"]
-    assert _without_metadata(fleet.aggregator_state / "head.onnx") != alone
+    assert without_metadata((fleet.aggregator_state / "head.onnx").read_bytes()) != alone
     predicted = fleet.predict("device-0", next((data[1] / "9").glob("*.png")))
     assert predicted["label"] in CLASSES
     with closing(open_store(fleet.aggregator_state)) as store:
         assert "head 2 is made again without it now" in forget(store, "device-1")[1]
     fleet.wait_for("the head without it", lambda s: s["devices"][0]["head"] == 3 and s["head_path"])
-    assert _without_metadata(fleet.aggregator_state / "head.onnx") == alone
-
-
-def _without_metadata(head: Path) -> bytes:
-    model = onnx.load(head)
-    del model.metadata_props[:]
-    return bytes(model.SerializeToString())
+    assert without_metadata((fleet.aggregator_state / "head.onnx").read_bytes()) == alone
 
 
 @on_mosquitto

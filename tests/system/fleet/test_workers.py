@@ -1,7 +1,6 @@
 """An aggregator whose trainings are run by `aggregator train`, as real processes that are killed."""
 
 import contextlib
-import os
 import queue
 from pathlib import Path
 
@@ -17,16 +16,12 @@ from protocol.wire.codec import digest_of
 from tests.support.databases.postgresql import PostgreSQL, needs_postgresql
 from tests.support.fleets.aggregator_process import FLEET, TIMEOUT_S, Device, write_task
 from tests.support.fleets.fleet import Fleet
+from tests.support.fleets.startup_code import hanging
 from tests.support.messages.submissions import FEATURE_SIZE, submission
 from tests.support.network.brokers import mosquitto, needs_mosquitto
 from tests.support.stores.object_store import BUCKET, moto_server, object_store
 
-HANGING = """
-import sys, time
-if "aggregator.training.head_job" in sys.orig_argv:
-    time.sleep(600)
-"""
-"""A `sitecustomize` with which a training never ends."""
+TRAINING = "aggregator.training.head_job"
 
 
 @needs_mosquitto
@@ -38,7 +33,7 @@ def test_killed_worker_and_killed_aggregator(tmp_path: Path, address: BrokerAddr
         fleet.start_aggregator(task_file, "--external-training")
         device.aggregator_is("online")
         task = digest_of(device.task())
-        fleet.start("first", *train, "first", environment=hanging_training(tmp_path))
+        fleet.start("first", *train, "first", environment=hanging(tmp_path, TRAINING))
         fleet.wait_for_log("first", "worker ready")
         assert device.upload(submission(task=task)).status == "received"
         fleet.wait_for_log("first", "job claimed job=1 kind=head attempt=1")
@@ -83,7 +78,7 @@ def test_workers_on_other_machines(
         a.aggregator_is("online")
         task = digest_of(a.task())
         train = ("aggregator.cli", "train", "--lease-s", "4", *database, "--fleet", FLEET, "--state")
-        fleet.start("first", *train, tmp_path / "first", environment=hanging_training(tmp_path))
+        fleet.start("first", *train, tmp_path / "first", environment=hanging(tmp_path, TRAINING))
         fleet.wait_for_log("first", "worker ready")
         for device in (a, b):
             assert device.upload(submission(task=task)).status == "received"
@@ -102,13 +97,6 @@ def test_workers_on_other_machines(
         fleet.stop("aggregator")
         with contextlib.closing(open_store(tmp_path / "aggregator")) as store:
             assert_local_training_makes_the_same(store, task_file, task)
-
-
-def hanging_training(folder: Path) -> dict[str, str]:
-    """Return variables with which a training never ends."""
-    (folder / "hanging").mkdir()
-    (folder / "hanging" / "sitecustomize.py").write_text(HANGING)
-    return {"PYTHONPATH": f"{folder / 'hanging'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
 
 
 def assert_local_training_makes_the_same(store: Store, task_file: Path, task: bytes) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import pytest
 
 from aggregator.coordination.round_state import DeviceDecisions
@@ -24,6 +23,7 @@ from protocol.wire.codec import digest_of, to_unsigned
 from protocol.wire.messages import Submission
 from protocol.wire.quantization import prototype_fields
 from tests.support.fleets.aggregator_process import Device, aggregator, run_aggregator, write_task
+from tests.support.graphs.backbones import without_metadata
 from tests.support.messages.prototype_sets import fleet, flipped, honest
 from tests.support.messages.submissions import SERVED, TASK
 from tests.support.network.brokers import free_address
@@ -109,13 +109,6 @@ def _has_files_of(version: int) -> Callable[[dict[str, Any]], bool]:
     return lambda summary: summary["rollout"]["current"] == version and summary["head_path"] is not None
 
 
-def _weights(head: bytes) -> bytes:
-    """Return a head without its metadata, such as its version."""
-    model = onnx.load_model_from_string(head)
-    del model.metadata_props[:]
-    return bytes(model.SerializeToString())
-
-
 def test_device_with_flipped_labels_is_quarantined_released_and_forgotten(tmp_path: Path) -> None:
     """One of six; status shows it, and the running aggregator applies the commands.
 
@@ -130,13 +123,13 @@ def test_device_with_flipped_labels_is_quarantined_released_and_forgotten(tmp_pa
         assert (summary["heads"][0]["devices"], summary["waiting"]) == (5, 0)
         assert [one["device"] for one in summary["quarantine"]] == ["malicious"]
         assert "device=malicious reason=\"class '" in daemon.log()
-        without = _weights((daemon.state / "head.onnx").read_bytes())
+        without = without_metadata((daemon.state / "head.onnx").read_bytes())
         done = run_aggregator("release", "malicious", "--state", str(daemon.state))
         assert (done.returncode, done.stdout) == (0, "released malicious: the next head includes it\n")
         summary = daemon.until(_has_files_of(2))
         assert summary["heads"][1]["devices"] == 6
         assert summary["quarantine"][0]["released_s"] is not None
-        assert _weights((daemon.state / "head.onnx").read_bytes()) != without
+        assert without_metadata((daemon.state / "head.onnx").read_bytes()) != without
         done = run_aggregator("forget", "malicious", "--state", str(daemon.state))
         assert done.stdout.splitlines()[:2] == [
             "forgot malicious: its submissions are deleted",
@@ -144,6 +137,6 @@ def test_device_with_flipped_labels_is_quarantined_released_and_forgotten(tmp_pa
         ]
         summary = daemon.until(_has_files_of(3))
         assert (summary["submissions"], summary["heads"][2]["devices"], summary["quarantine"]) == (5, 5, [])
-        assert _weights((daemon.state / "head.onnx").read_bytes()) == without
+        assert without_metadata((daemon.state / "head.onnx").read_bytes()) == without
         done = run_aggregator("rollback", "2", "--state", str(daemon.state))
         assert "head 2 cannot be used any more: its files were deleted" in done.stderr

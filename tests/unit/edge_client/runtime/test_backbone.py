@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -19,7 +18,7 @@ from protocol.errors import BackboneMismatch, ProtofleetError
 from protocol.models.onnx_metadata import BackboneMetadata, read_metadata, to_properties
 from protocol.storage.blobstore import file_digest
 from tests.support.devices.device_factory import tiny
-from tests.support.graphs.backbones import tiny_backbone
+from tests.support.graphs.backbones import changed, tiny_backbone, without_metadata
 from tests.support.graphs.hostile_backbones import dropout, random_features
 
 
@@ -80,12 +79,6 @@ def test_broken_file_is_not_blamed_on_the_gpu(tmp_path: Path) -> None:
         open_backbone(tmp_path / "b.onnx", provider="cuda", threads=1)
 
 
-def _changed(change: Callable[[onnx.ModelProto], object]) -> bytes:
-    model = onnx.load_from_string(tiny_backbone())
-    change(model)
-    return bytes(model.SerializeToString())
-
-
 def _rename_input(model: onnx.ModelProto) -> None:
     model.graph.input[0].name = model.graph.node[0].input[0] = "photo"
 
@@ -109,22 +102,22 @@ OTHER_FILES: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "cannot load"),
     "text": (b"not an onnx file", "cannot load"),
     "truncated": (tiny_backbone()[:-200], "cannot load"),
-    "no metadata": (_changed(lambda model: model.ClearField("metadata_props")), "metadata"),
-    "another input": (_changed(_rename_input), "takes photo uint8"),
+    "no metadata": (without_metadata(tiny_backbone()), "metadata"),
+    "another input": (changed(tiny_backbone(), _rename_input), "takes photo uint8"),
     "one image at a time": (
-        _changed(lambda model: _set_edge(model.graph.input[0], 0, 1)),
+        changed(tiny_backbone(), lambda model: _set_edge(model.graph.input[0], 0, 1)),
         r"must take image uint8 \(any, 8, 8, 3\) .* takes image uint8 \(1, 8, 8, 3\)",
     ),
     "another height": (
-        _changed(lambda model: _set_edge(model.graph.input[0], 1, 9)),
+        changed(tiny_backbone(), lambda model: _set_edge(model.graph.input[0], 1, 9)),
         r"takes image uint8 \(any, 9, 8, 3\)",
     ),
     "another output": (
-        _changed(lambda model: _set_edge(model.graph.output[0], 1, 15)),
+        changed(tiny_backbone(), lambda model: _set_edge(model.graph.output[0], 1, 15)),
         r"gives feature float32 \(any, any\)",
     ),
     "foreign operators": (
-        _changed(lambda model: model.opset_import.append(FOREIGN)),
+        changed(tiny_backbone(), lambda model: model.opset_import.append(FOREIGN)),
         "ONNX's own operators alone, got some of 'com.microsoft'",
     ),
     "random features": (
@@ -132,9 +125,12 @@ OTHER_FILES: dict[str, tuple[bytes, str]] = {
         "the same result at every run, got the random operator RandomUnif",
     ),
     "dropout in training mode": (dropout(), "the same result at every run, got the random operator Dropout"),
-    "data in other files": (_changed(_move_data), "one file, got one that keeps tensors in other files"),
+    "data in other files": (
+        changed(tiny_backbone(), _move_data),
+        "one file, got one that keeps tensors in other files",
+    ),
     "another size than it says": (
-        _changed(lambda model: _state_feature_size(model, 15)),
+        changed(tiny_backbone(), lambda model: _state_feature_size(model, 15)),
         r"must .* give feature float32 \(any, 15\), but .* gives feature float32 \(any, 16\)",
     ),
 }
