@@ -12,6 +12,7 @@ from typing import TypeVar
 import hypothesis
 import pytest
 
+from protocol.mqtt import reconnect_delay
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from tests.support.graphs import exported_graphs
 from tests.support.network.brokers import amqtt, free_address, mosquitto, require_mosquitto
@@ -98,6 +99,12 @@ def shared_graphs(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Let all processes of this run export the graphs of an algorithm only once."""
     folder = tmp_path_factory.getbasetemp()
     exported_graphs.shared_folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+
+@pytest.fixture
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a session try again within half a second, however often it has failed."""
+    monkeypatch.setattr(reconnect_delay, "MAX_RETRY_DELAY_S", 0.5)
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 """Images, backbones, heads, settings and jobs for the device's tests."""
 
+import struct
+import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -52,6 +54,18 @@ def image_file(path: Path, image: Image.Image | None = None, **options: Any) -> 
     path.parent.mkdir(parents=True, exist_ok=True)
     (image or noise()).save(path, **options)
     return path
+
+
+def gray_png(width: int, height: int, data: bytes) -> bytes:
+    """Return a PNG file whose header claims a size, with compressed rows of gray pixels, which may be others."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+        )
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
 
 
 def make_settings(folder: Path, **changes: Any) -> Settings:

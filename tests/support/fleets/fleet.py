@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from types import MappingProxyType
@@ -252,6 +252,29 @@ class Fleet:
 
     def status(self) -> dict[str, Any]:
         return aggregator_status(self.aggregator_state)
+
+    def refusals(self) -> Counter[tuple[str, str]]:
+        """Count the refusals in status, by reason and name; `by NAME` for a device's own refusals."""
+        summary = self.status()
+        counts: Counter[tuple[str, str]] = Counter()
+        for row in summary.get("refusals", []):
+            counts[row["reason"], row["device"]] += row["count"]
+        for device in summary.get("devices", []):
+            for reason, count in device["refused_messages"].items():
+                counts[reason, f"by {device['device']}"] += count
+        return counts
+
+    @contextlib.contextmanager
+    def counted(self, reason: str, name: str) -> Iterator[None]:
+        """Do something, and wait until status has counted one more refusal."""
+        before = self.refusals()[reason, name]
+        yield
+        self.wait_until(f"{reason} of {name}", lambda: self.refusals()[reason, name] > before)
+
+    def is_evaluated_by(self, devices: int) -> bool:
+        """Return whether so many devices have evaluated the newest head."""
+        heads = self.status().get("heads", [])
+        return bool(heads) and heads[-1]["held_out"]["devices"] == devices
 
     def device_status(self, name: str) -> dict[str, Any]:
         """Return what `edge-client status --json` prints; empty before the state folder exists."""

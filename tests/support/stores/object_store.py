@@ -4,7 +4,6 @@
 """
 
 import contextlib
-import http.client
 import signal
 import subprocess
 import sys
@@ -19,6 +18,7 @@ import pytest
 
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from tests.support.network.brokers import free_address
+from tests.support.network.http_requests import request
 
 BUCKET = "fleet"
 START_TIMEOUT_S = 120.0
@@ -67,7 +67,7 @@ class ObjectStore:
 
     def direct(self, method: str, path: str, body: bytes | None = None) -> tuple[int, dict[str, str], bytes]:
         """Send a request to the server itself."""
-        return forward(self.server, method, path, SIGNED, body or b"")
+        return request(self.server, method, path, SIGNED, body or b"")
 
     def is_harmful(self, method: str) -> bool:
         """Return True if this request is to be harmed, and count it."""
@@ -94,7 +94,7 @@ class _Handler(BaseHTTPRequestHandler):
         if is_harmed and self.store.status:
             self._answer(self.store.status, {}, b"<Error><Code>SlowDown</Code></Error>")
             return
-        status, headers, data = forward(self.store.server, self.command, self.path, dict(self.headers), body)
+        status, headers, data = request(self.store.server, self.command, self.path, dict(self.headers), body)
         if is_harmed and self.store.change and "/blobs/" in self.path:
             data = self.store.change(data)
         self._answer(status, headers, data, is_cut=is_harmed and self.store.cut)
@@ -117,19 +117,6 @@ class _Handler(BaseHTTPRequestHandler):
     do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = handle_any  # noqa: N815
 
 
-def forward(
-    server: BrokerAddress, method: str, path: str, headers: dict[str, str], body: bytes
-) -> tuple[int, dict[str, str], bytes]:
-    """Send a request to a server; returns the status, headers and body of the answer."""
-    connection = http.client.HTTPConnection(server.host, server.port, timeout=60)
-    try:
-        connection.request(method, path, body=body, headers=headers)
-        answer = connection.getresponse()
-        return answer.status, dict(answer.getheaders()), answer.read()
-    finally:
-        connection.close()
-
-
 @contextlib.contextmanager
 def moto_server(folder: Path) -> Iterator[BrokerAddress]:
     """Run moto's server with an empty bucket."""
@@ -143,7 +130,7 @@ def moto_server(folder: Path) -> Iterator[BrokerAddress]:
             assert process.poll() is None, (folder / "moto.log").read_text()
             assert time.monotonic() < deadline, "moto's server did not start"
             time.sleep(0.05)
-        assert forward(address, "PUT", f"/{BUCKET}", SIGNED, b"")[0] == 200
+        assert request(address, "PUT", f"/{BUCKET}", SIGNED, b"")[0] == 200
         yield address
     finally:
         process.kill()
@@ -174,7 +161,7 @@ def fleet_credentials(server: BrokerAddress, fleets: Iterable[str]) -> dict[str,
         key = iam.create_access_key(UserName=fleet)["AccessKey"]
         found[fleet] = key["AccessKeyId"], key["SecretAccessKey"]
     text = {"Content-Type": "text/plain"}
-    assert forward(server, "POST", "/moto-api/reset-auth", text, b"0")[0] == 200
+    assert request(server, "POST", "/moto-api/reset-auth", text, b"0")[0] == 200
     return found
 
 

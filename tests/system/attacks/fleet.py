@@ -75,7 +75,7 @@ class AttackedFleet(Fleet):
             self.start_aggregator(self._task, "--verbose")
             for name in HONEST:
                 self.run_device(name, data=self.data[name])
-            self.wait_until("a head in use", self.is_settled)
+            self.wait_until("a head in use", lambda: self.is_evaluated_by(len(HONEST)))
             monitor.settle()
             self.stop("aggregator")
             monitor.settle()
@@ -168,25 +168,11 @@ class AttackedFleet(Fleet):
     # State of the fleet.
 
     def refusals(self) -> Counter[tuple[str, str]]:
-        """Count refusals in the broker's log and in status, by reason and name; `by NAME` for a device's refusals."""
-        summary = self.status()
-        counts: Counter[tuple[str, str]] = Counter()
-        for row in summary.get("refusals", []):
-            counts[row["reason"], row["device"]] += row["count"]
-        for device in summary.get("devices", []):
-            for reason, count in device["refused_messages"].items():
-                counts[reason, f"by {device['device']}"] += count
-        log = self.mosquitto.log()
+        """Count the refusals in status and in the broker's log."""
+        counts, log = super().refusals(), self.mosquitto.log()
         counts["denied", MALLORY] = log.count(f"Denied PUBLISH from {MALLORY}")
         counts["no certificate", "?"] = log.count("SSL routines::")
         return counts
-
-    @contextmanager
-    def counted(self, reason: str, name: str) -> Iterator[None]:
-        """Do something, and wait until status has counted one more refusal."""
-        before = self.refusals()[reason, name]
-        yield
-        self.wait_until(f"{reason} of {name}", lambda: self.refusals()[reason, name] > before)
 
     @contextmanager
     def ignored_by_devices(self) -> Iterator[None]:
@@ -215,11 +201,6 @@ class AttackedFleet(Fleet):
         """Return whether a file of the aggregator contains some bytes."""
         files = [file for file in self.aggregator_state.rglob("*") if file.is_file()]
         return any(part in file.read_bytes() for file in files)
-
-    def is_settled(self) -> bool:
-        """Return whether all honest devices have evaluated the head."""
-        heads = self.status().get("heads", [])
-        return bool(heads) and heads[-1]["held_out"]["devices"] == len(HONEST)
 
     def snapshot(self) -> Snapshot:
         with closing(open_store(self.aggregator_state, read_only=True)) as store:

@@ -1,12 +1,12 @@
 """Images whose names and bytes can be searched for, and a decompression bomb."""
 
-import struct
 import zlib
 from pathlib import Path
 
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
+from tests.support.devices.device_factory import gray_png
 from tests.support.fleets.fleet import write_digits
 from tests.system.attacks.fleet import HONEST
 
@@ -40,11 +40,6 @@ def _mark(file: Path) -> None:
 
 def _bomb(edge: int) -> bytes:
     """Return a PNG file of some kilobytes that decodes to gigabytes."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    header = struct.pack(">IIBBBBB", edge, edge, 8, 0, 0, 0, 0)
     packer = zlib.compressobj(9)
     data = b"".join(packer.compress(bytes(edge + 1)) for _ in range(edge // 100)) + packer.flush()
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
+    return gray_png(edge, edge, data)

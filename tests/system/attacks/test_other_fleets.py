@@ -1,6 +1,5 @@
 """No device, credential or file of one fleet reaches another one on the same machine."""
 
-import http.client
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -22,6 +21,7 @@ from protocol.wire.transfer import frames_of
 from tests.support.databases.postgresql import needs_postgresql
 from tests.support.fleets.closed_fleet import ClosedFleet
 from tests.support.network.brokers import free_address, needs_mosquitto
+from tests.support.network.http_requests import request
 from tests.system.attacks.attacker_client import AttackerClient, TrafficMonitor
 from tests.system.attacks.two_fleets import MALLORY, OURS, THEIRS, VICTIM, OneFleet, TwoFleets
 
@@ -69,22 +69,16 @@ def test_messages_of_one_fleet_are_refused_by_the_other_one(two: TwoFleets) -> N
         assert client.subscribe(fleet_topic(OURS, "task"))
         two.ours.wait_until("the task", lambda: client.received)
         manifest = client.received[0].payload
-        before = two.theirs.counts().get((f"by {VICTIM}", "signature"), 0)
-        assert client.publish(fleet_topic(THEIRS, "task"), manifest, retain=True)
-        two.theirs.wait_until(
-            "the device's refusal", lambda: two.theirs.counts().get((f"by {VICTIM}", "signature"), 0) > before
-        )
+        with two.theirs.counted("signature", f"by {VICTIM}"):
+            assert client.publish(fleet_topic(THEIRS, "task"), manifest, retain=True)
         _send(two, client, VICTIM)
         _send(two, client, MALLORY, reason="unknown_device")
         two.theirs.closed.store.keys.enroll(MALLORY, public_key(two.key()), now_s=0.0)
         _send(two, client, MALLORY)
         online = Presence(state="online", epoch=2**40)
         presence = sign_presence(online, key=two.key(), topic=device_topic(OURS, MALLORY, "state"))
-        before = two.theirs.counts()[MALLORY, "signature"]
-        assert client.publish(device_topic(THEIRS, MALLORY, "state"), encode(presence))
-        two.theirs.wait_until(
-            "the refused presence", lambda: two.theirs.counts()[MALLORY, "signature"] > before
-        )
+        with two.theirs.counted("signature", MALLORY):
+            assert client.publish(device_topic(THEIRS, MALLORY, "state"), encode(presence))
     two.theirs.closed.store.keys.revoke(MALLORY, now_s=0.0)
     assert [device["device"] for device in two.theirs.status()["devices"] if device["bytes"]] == [VICTIM]
 
@@ -92,12 +86,9 @@ def test_messages_of_one_fleet_are_refused_by_the_other_one(two: TwoFleets) -> N
 def _send(two: TwoFleets, client: AttackerClient, device: str, *, reason: str = "signature") -> None:
     """Send an upload that is signed for OURS to THEIRS, and wait until it is refused."""
     (frame,) = frames_of(b"payload", digest=digest_of(b"payload"))
-    before = two.theirs.counts().get((device, reason), 0)
     payload = two.signed(frame, fleet=OURS, device=device)
-    assert client.publish(device_topic(THEIRS, device, "up"), payload)
-    two.theirs.wait_until(
-        f"{reason} of {device}", lambda: two.theirs.counts().get((device, reason), 0) > before
-    )
+    with two.theirs.counted(reason, device):
+        assert client.publish(device_topic(THEIRS, device, "up"), payload)
 
 
 def test_aggregator_sends_no_blob_of_another_fleet(two: TwoFleets) -> None:
@@ -208,11 +199,8 @@ def test_tokens_of_one_dashboard_are_refused_by_another(two: TwoFleets) -> None:
 
 def _read(fleet: OneFleet, authorization: str = "") -> int:
     """Return the status with which a dashboard answers."""
-    connection = http.client.HTTPConnection(fleet.http.host, fleet.http.port, timeout=60)
-    with closing(connection):
-        headers = {"Authorization": authorization} if authorization else {}
-        connection.request("GET", "/api/v1/prototypes", headers=headers)
-        return connection.getresponse().status
+    headers = {"Authorization": authorization} if authorization else {}
+    return request(fleet.http, "GET", "/api/v1/prototypes", headers)[0]
 
 
 @pytest.mark.parametrize("name", NAMES)

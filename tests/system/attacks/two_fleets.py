@@ -62,15 +62,6 @@ class OneFleet(Fleet):
         self.wait_exit("refused", code=1)
         return self.log("refused")
 
-    def counts(self) -> dict[tuple[str, str], int]:
-        """Return the refused messages by device and reason, those that a device has refused as `by DEVICE`."""
-        summary = self.status()
-        found = {(row["device"], row["reason"]): row["count"] for row in summary.get("refusals", ())}
-        for device in summary.get("devices", ()):
-            for reason, count in device["refused_messages"].items():
-                found[f"by {device['device']}", reason] = count
-        return found
-
 
 class TwoFleets:
     """Both fleets; as a context, they run."""

@@ -177,8 +177,7 @@ class FaultyFleet(Fleet):
 
     def is_settled(self) -> bool:
         """Return whether every device has evaluated the newest head."""
-        heads = self.status().get("heads", [])
-        return bool(heads) and heads[-1]["held_out"]["devices"] == len(self.reference.prototypes)
+        return self.is_evaluated_by(len(self.reference.prototypes))
 
     def compare(self, row: FaultRow) -> None:
         """Compare a settled fleet with the reference."""

@@ -13,7 +13,6 @@ from aggregator.security.enrollment import revoke
 from aggregator.security.mosquitto_config import access_list
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import Epoch
-from protocol.mqtt import reconnect_delay
 from protocol.mqtt.reconnecting_session import (
     BrokerAddress,
     Connected,
@@ -33,12 +32,7 @@ from tests.support.fleets.receivers import Cluster
 from tests.support.network.brokers import needs_mosquitto
 from tests.support.network.sessions import refusal, running
 
-pytestmark = needs_mosquitto
-
-
-@pytest.fixture(autouse=True)
-def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reconnect_delay, "MAX_RETRY_DELAY_S", 0.5)
+pytestmark = [needs_mosquitto, pytest.mark.usefixtures("short_pauses")]
 
 
 @pytest.fixture

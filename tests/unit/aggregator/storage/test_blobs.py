@@ -200,7 +200,7 @@ def test_endpoint_that_redirects_is_a_refusal_and_no_outage(
     headers: dict[str, str], objects: ObjectBlobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A start would wait for another answer without end."""
-    monkeypatch.setattr(proxy, "forward", lambda *_: (301, headers, b""))
+    monkeypatch.setattr(proxy, "request", lambda *_: (301, headers, b""))
     with pytest.raises(StateError, match="the endpoint redirects: check AWS_ENDPOINT_URL") as raised:
         objects.put(DATA)
     assert not isinstance(raised.value, NoAnswer)
@@ -255,7 +255,7 @@ def test_store_that_answers_all_requests_alike_loses_no_blob(
     objects.put(DATA)
     page = (200, {"ETag": '"1"', "Last-Modified": "Tue, 24 Nov 2026 03:00:00 GMT"}, b"under maintenance")
     with monkeypatch.context() as patch:
-        patch.setattr(proxy, "forward", lambda *_: page)
+        patch.setattr(proxy, "request", lambda *_: page)
         with pytest.raises(NoAnswer, match="the same answer to each request"):
             objects.read(DIGEST)
     assert objects.read(DIGEST) == DATA

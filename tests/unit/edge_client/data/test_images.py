@@ -3,7 +3,6 @@
 import difflib
 import os
 import re
-import struct
 import zlib
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from PIL import Image
 from edge_client.data.images import MOST_NAMED, decode, find_images, scan_images
 from protocol.errors import ConfigError, UnreadableImage
 from protocol.models.preprocessing import Preprocessing, preprocess
-from tests.support.devices.device_factory import image_file, noise
+from tests.support.devices.device_factory import gray_png, image_file, noise
 from tests.support.machine_faults import not_root, open_folder
 
 CLASSES = ("cat", "dog", "Großer Käfer")
@@ -294,17 +293,6 @@ def test_folder_is_refused_as_an_image(tmp_path: Path) -> None:
         decode(tmp_path)
 
 
-def png_claiming(width: int, height: int) -> bytes:
-    """A PNG file whose header claims more pixels than its body holds."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
-    body = zlib.compress(b"\0" * 10_000)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", body) + chunk(b"IEND", b"")
-
-
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 @pytest.mark.parametrize(
     ("width", "height", "reason"),
@@ -319,7 +307,7 @@ def png_claiming(width: int, height: int) -> bytes:
 def test_decompression_bombs_and_empty_images_are_refused(
     tmp_path: Path, width: int, height: int, reason: str
 ) -> None:
-    (tmp_path / "p.png").write_bytes(png_claiming(width, height))
+    (tmp_path / "p.png").write_bytes(gray_png(width, height, zlib.compress(bytes(10_000))))
     with pytest.raises(UnreadableImage, match=rf"p\.png: {reason}"):
         decode(tmp_path / "p.png")
 

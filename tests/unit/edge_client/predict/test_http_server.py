@@ -1,7 +1,6 @@
 """`edge-client serve`: predictions over HTTP, and requests that it refuses."""
 
 import contextlib
-import http.client
 import io
 import json
 import socket
@@ -20,8 +19,10 @@ from edge_client.predict.head_in_use import HeadInUse
 from edge_client.predict.http_server import PredictionServer, parse_options
 from edge_client.runtime.session import release_memory
 from protocol.errors import ConfigError
+from protocol.mqtt.tls import BrokerAddress
 from tests.support.devices.device_bench import CONSTANT, HeadBench
 from tests.support.devices.device_factory import noise
+from tests.support.network.http_requests import request
 
 MAX_BYTES = 100_000
 
@@ -61,13 +62,8 @@ def start(bench: HeadBench) -> Start:
 def _ask(
     port: int, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
 ) -> Answer:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    try:
-        connection.request(method, path, body, headers or {})
-        answer = connection.getresponse()
-        return answer.status, json.loads(answer.read() or b"{}")
-    finally:
-        connection.close()
+    status, _, answer = request(BrokerAddress("127.0.0.1", port), method, path, headers or {}, body)
+    return status, json.loads(answer or b"{}")
 
 
 def _send(port: int, request: bytes) -> bytes:

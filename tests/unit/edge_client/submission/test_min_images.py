@@ -23,7 +23,7 @@ from protocol.errors import ProtofleetError
 from protocol.wire.codec import to_array
 from protocol.wire.messages import Program, RoundManifest, Submission, TaskManifest
 from tests.support.devices.device_factory import TINY, make_manifest, make_workspace
-from tests.support.devices.round_factory import put_contents
+from tests.support.devices.round_factory import put_contents, take_images
 from tests.support.messages.submissions import values_of
 
 CLASSES = ("ant", "bee", "cat", "dog")
@@ -32,14 +32,6 @@ PROGRAM = Program(
 )  # fmt: skip
 SIZE = 1 << 6
 """Length of a feature: one value per image of a class, so that a prototype shows which images are in it."""
-
-
-def _images(counts: Sequence[int]) -> list[LabeledImage]:
-    return [
-        LabeledImage(Path(), f"{CLASSES[label]}/{number}.png", label, size_bytes=1, mtime_ns=1)
-        for label, count in enumerate(counts)
-        for number in range(count)
-    ]
 
 
 def _feature(image: LabeledImage) -> NDArray[np.float32]:
@@ -75,7 +67,7 @@ def _sent(
     counts: Sequence[int], manifest: TaskManifest, holdout: float, folder: Path
 ) -> list[tuple[int, int, int]]:
     """Return what leaves a device with so many images per class; nothing if it has too few."""
-    images = _images(counts)
+    images = take_images(counts)
     workspace = make_workspace(folder)
     (key,) = training_feature_keys(manifest)
     workspace.cache.put(key, [(image.identity, _feature(image)) for image in images], [])
