@@ -1,7 +1,7 @@
 """The messages on the wire: one frozen struct each, with bounds on every field.
 
-A digest is a sha256, 32 raw bytes. Unknown map keys are ignored; a key that is missing, has another type or is out of
-bounds makes the message malformed. `docs/protocol.md` says what each field means, and a test compares the two.
+Unknown map keys are ignored; a key that is missing, has another type or is out of bounds makes the message malformed.
+`python -m docs.generate_wire` writes `docs/wire-fields.md` from this module.
 """
 
 from typing import Annotated, Literal
@@ -10,6 +10,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 PROTOCOL_VERSION = 1
+"""The version in every topic and message."""
 
 MAX_CHUNK_BYTES = 60 * 1024
 """Payload bytes of a frame: with the envelope it fits the default packet limit of all known brokers."""
@@ -30,6 +31,7 @@ MAX_BLOB_BYTES = 2 * 1024**3
 """Bytes of the largest payload that can be transferred."""
 
 MAX_CLASSES = 4096
+"""Classes of a task."""
 
 MAX_IMAGES = 10_000_000
 """Images that a device can count."""
@@ -44,14 +46,19 @@ Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}\Z")]
 Text = Annotated[str, Meta(max_length=256)]
 ClassName = Annotated[str, Meta(min_length=1, max_length=128)]
 Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
+"""The raw bytes of a sha256."""
 PublicKey = Annotated[bytes, Meta(min_length=32, max_length=32, title="Ed25519")]
+"""The raw bytes of an Ed25519 public key."""
 Signature = Annotated[bytes, Meta(min_length=64, max_length=64)]
+"""The raw bytes of an Ed25519 signature."""
 Natural = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Positive = Annotated[int, Meta(ge=1, le=2**63 - 1)]
 ByteCount = Annotated[int, Meta(ge=0, le=MAX_BLOB_BYTES)]
 Images = Annotated[int, Meta(ge=0, le=MAX_IMAGES)]
 PerClass = Annotated[tuple[Images, ...], Meta(max_length=MAX_CLASSES)]
+"""One number per class of the task, in its order."""
 PerBin = Annotated[tuple[Images, ...], Meta(min_length=CONFIDENCE_BINS, max_length=CONFIDENCE_BINS)]
+"""One number per bin of confidence."""
 Figure = Annotated[float, Meta(ge=-1e30, le=1e30)]
 """A finite number; NaN is out of every range."""
 Epsilon = Annotated[float, Meta(ge=0, le=1e6)]
@@ -59,30 +66,30 @@ Version = Annotated[int, Meta(ge=0, le=65535)]
 TensorName = Annotated[str, Meta(pattern=r"^[a-z][a-z0-9_]{0,63}\Z")]
 
 Reason = Literal[
-    "malformed",
-    "version",
-    "oversized",
-    "shape",
-    "dtype",
-    "not_finite",
-    "unknown_class",
-    "unknown_device",
-    "unknown_task",
-    "unknown_head",
-    "unknown_blob",
-    "digest",
-    "superseded",
-    "late",
-    "unknown_round",
-    "no_space",
-    "signature",
-    "revoked",
-    "replayed",
-    "implausible",
-    "rate_limited",
-    "quota",
+    "malformed",  # not a message of this protocol, a value out of its bounds, or prototypes of too few images
+    "version",  # another protocol version
+    "oversized",  # a transfer larger than the aggregator accepts; answered at its first frame
+    "shape",  # tensors that do not fit each other, the backbone's feature size or the number of classes
+    "dtype",  # a tensor with another dtype than its field requires
+    "not_finite",  # NaN or infinity among the prototypes, or in their range
+    "unknown_class",  # a label outside of the task's classes
+    "unknown_device",  # not in the task file's list of devices, or not enrolled; the device ends with an error
+    "unknown_task",  # made for another task than the current one
+    "unknown_head",  # an evaluation of a head that does not exist
+    "unknown_blob",  # a `get` for a blob that neither the task nor a head names
+    "digest",  # the bytes do not match the announced sha256, or frames contradict each other
+    "superseded",  # a submission with a higher sequence is stored; the receipt contains it
+    "late",  # for a closed round that is too old to count; the device continues with the open round
+    "unknown_round",  # for a round that has not begun
+    "no_space",  # the aggregator cannot store anything; the device keeps the message and retries later
+    "signature",  # the signature is missing, invalid, or made with an untrusted key
+    "revoked",  # the device's key was revoked
+    "replayed",  # a manifest with a lower release than one that was seen
+    "implausible",  # values or counts that no device of this fleet can have
+    "rate_limited",  # a `get` for a blob downloaded too often lately; the device requests it again later
+    "quota",  # a quota of the task file is used up (devices, bytes, uploads an hour); the device retries later
 ]
-"""Why a message was refused; the detail beside it is for people."""
+"""Why a message was refused."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
@@ -95,16 +102,22 @@ class BlobRef(msgspec.Struct, frozen=True, kw_only=True):
     """A blob by its digest: a backbone, a head, a graph or tensors."""
 
     digest: Digest
+    """The sha256 of the blob's bytes."""
     size_bytes: Annotated[int, Meta(ge=1, le=MAX_BLOB_BYTES)]
+    """The number of bytes."""
     name: Text
+    """A file name for display; never a path to write to."""
 
 
 class Tensor(msgspec.Struct, frozen=True, array_like=True):
     """A dense little-endian array, row-major: `len(data) == prod(shape) * itemsize`."""
 
     dtype: Literal["f2", "f4", "u1", "u2", "u4", "i1", "i4"]
+    """IEEE 754 half or single, unsigned or signed integer (two's complement), with the bytes of an item."""
     shape: Annotated[tuple[Annotated[int, Meta(ge=0, le=2**31 - 1)], ...], Meta(max_length=4)]
+    """The dimensions."""
     data: bytes
+    """The values."""
 
 
 TensorMap = Annotated[dict[TensorName, Tensor], Meta(max_length=64)]
@@ -114,6 +127,7 @@ class Tensors(Message, frozen=True, kw_only=True, tag="tensors"):
     """Arrays by name, as a blob: a round's input for every device."""
 
     values: TensorMap
+    """The arrays; a device casts each to the dtype of the graph's input."""
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,18 +138,36 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     init: BlobRef
+    """ONNX graph: from `feature`, and optionally `labels`, of n >= 0 images to every state tensor."""
     step: BlobRef
+    """ONNX graph: one optimizer step, to `loss`, and `next_` and its name for each state tensor that changes."""
     project: BlobRef
+    """ONNX graph: from `feature` to `projection`, float32 (n, D), which is averaged into prototypes."""
     head: BlobRef
+    """ONNX graph: from `feature` to `logits` and `probabilities`, float32 (n, C)."""
     persistent: Annotated[tuple[TensorName, ...], Meta(max_length=64)]
+    """State tensors that are kept from round to round; `init` makes the others anew in every round."""
     uploaded: Annotated[tuple[TensorName, ...], Meta(max_length=64)]
+    """State tensors that are uploaded, as the difference from the round's tensor of that name."""
     batch_size: Annotated[int, Meta(ge=1, le=65535)]
+    """Images in one step."""
 
 
 class Statistics(msgspec.Struct, frozen=True, kw_only=True):
-    """Sums of mapped features instead of prototypes; a mapped feature is D integers from -127 to 127."""
+    """Sums of mapped features instead of prototypes; a mapped feature is D integers from -127 to 127.
+
+    With `batch_size` 2 or more, a group of n images has the row `r = m + sqrt(n) (g - m)`, rounded to the nearest
+    integer (ties to even) and clipped: g is the mean of the group's rows, m the mean of all uploaded rows of the class.
+    It counts n times: the class sum is the sum of n r, and the second moment the sum of n r r'.
+
+    The second moment is the sum of q q' over all rows q: its upper triangle by rows, D (D + 1) / 2 integers. Subtracted
+    is a prediction, `rint(sum of m s' over the classes / 256)` with the class means `m = rint(256 s / n)`, in IEEE 754
+    double precision. A difference d is `2 d`, a negative one `-2 d - 1`, in 1 to 5 bytes, as few as hold all of them:
+    first the lowest bytes of all values, then the next ones, in one zlib stream (RFC 1950).
+    """
 
     map: BlobRef
+    """ONNX graph: from `feature` to `projection`, float32 (n, D) with integers from -127 to 127."""
     size: Annotated[int, Meta(ge=1, le=MAX_MAPPED_SIZE)]
     """D."""
 
@@ -144,33 +176,47 @@ class KeyCertificate(msgspec.Struct, frozen=True, kw_only=True):
     """A signed statement that the aggregator signs with another key from now on."""
 
     number: Positive
+    """Greater than the number of every earlier key."""
     key: PublicKey
+    """The new key."""
     root: Annotated[bytes, Meta(max_length=32)] = b""
+    """The public key that signs the certificates of all later keys; empty if each key signs the next one."""
     signer: PublicKey
+    """The previous key, or the root."""
     signature: Signature
+    """By `signer`, over the fleet, `number`, `key` and `root`."""
 
 
 class Signed(Message, frozen=True, kw_only=True, tag="signed"):
-    """A signed manifest, as it is retained by the broker."""
+    """The payload on `task`, `round` and `head`: an encoded manifest with the aggregator's signature."""
 
     key: PublicKey
+    """The aggregator's key; a device accepts only the key that it trusts."""
     release: Positive
+    """Grows with each publication on the topic and each start of the aggregator; devices refuse a lower one."""
     issued_s: Natural
+    """The time of the signature, in unix seconds."""
     expires_s: Natural
+    """The end of its validity, in unix seconds: 30 days later; the aggregator signs it again every day."""
     signature: Signature
+    """Over the fleet, the channel, `release`, `issued_s`, `expires_s` and `body`."""
     body: Annotated[bytes, Meta(max_length=MAX_MANIFEST_BYTES)]
+    """The encoded `task`, `round` or `head` message."""
     certificates: Annotated[tuple[KeyCertificate, ...], Meta(max_length=MAX_KEY_CERTIFICATES)] = ()
+    """Lead from the aggregator's earlier keys to `key`."""
 
 
 class Perturbation(msgspec.Struct, frozen=True, kw_only=True):
     """Noise of the FedTC paper (appendix C.2, eq. 6): `t <- t (1 - p) + e`. It is not differential privacy."""
 
     on: Annotated[Literal["prototypes", "images"], Meta(examples=["prototypes"])]
+    """The values that are perturbed."""
     noise: Literal["gaussian", "laplace"] = "gaussian"
+    """The distribution of e."""
     scale: Annotated[float, Meta(gt=0, le=1e6, examples=[0.05])]
-    """Standard deviation of a Gaussian, or scale of a Laplacian; images have values from 0 to 1."""
+    """Standard deviation of a Gaussian e, or scale of a Laplacian e; images have values from 0 to 1."""
     shrink: Annotated[float, Meta(ge=0, lt=1)] = 0.0
-    """Share p of each value that is subtracted."""
+    """The share p of each value that is subtracted."""
 
 
 class DifferentialPrivacy(msgspec.Struct, frozen=True, kw_only=True):
@@ -181,25 +227,38 @@ class DifferentialPrivacy(msgspec.Struct, frozen=True, kw_only=True):
     noise_multiplier: Annotated[float, Meta(gt=0, le=1e6)]
     """Standard deviation of the noise divided by the sensitivity of the release."""
     delta: Annotated[float, Meta(gt=0, lt=1)]
+    """The delta of the privacy loss."""
     max_epsilon: Annotated[float, Meta(gt=0, le=1e6)]
     """A device releases nothing that would bring its total epsilon above this."""
 
 
 class TaskManifest(Message, frozen=True, kw_only=True, tag="task"):
-    """The fleet's task, identified by the sha256 of the encoded manifest."""
+    """The fleet's task, identified by the sha256 of the encoded manifest: other messages carry it as `task`."""
 
     fleet: Name
+    """The fleet."""
     algorithm: Name
+    """The algorithm's name, for display; `program` and `statistics` define what devices do."""
     classes: Annotated[tuple[ClassName, ...], Meta(min_length=1, max_length=MAX_CLASSES)]
+    """The classes; a label is an index into them, from 0."""
     backbones: Annotated[tuple[BlobRef, ...], Meta(min_length=1, max_length=16)]
+    """ONNX files; an image's feature is the concatenation of their outputs."""
     alpha: Annotated[float, Meta(gt=0, le=1)]
+    """Fraction of each class's images that outlier filtering keeps: the best `ceil(alpha * n)`."""
     batch_size: Annotated[int, Meta(ge=1, le=65535)]
+    """Images averaged in one prototype."""
     min_images: Annotated[int, Meta(ge=1, le=65535)]
+    """Classes with fewer images after filtering are omitted."""
     seed: Natural
+    """Seed of every shuffle, combined with the device's name and its local secret."""
     program: Program | None = None
+    """Local training in rounds, with one prototype per class; without it, one submission and no training."""
     statistics: Statistics | None = None
+    """Upload statistics instead of prototypes; not together with `program`, and `alpha` is 1 then."""
     perturbation: Perturbation | None = None
+    """Noise that devices add."""
     differential_privacy: DifferentialPrivacy | None = None
+    """The mechanism by which devices release their prototypes."""
     columns: (
         Annotated[tuple[tuple[Natural, Positive], ...], Meta(min_length=1, max_length=256)] | UnsetType
     ) = UNSET
@@ -210,140 +269,220 @@ class RoundManifest(Message, frozen=True, kw_only=True, tag="round"):
     """The open round. A device that missed earlier rounds joins this one."""
 
     task: Digest
+    """The task."""
     number: Natural
+    """The round, from 0; equal to `rounds` after the last round."""
     rounds: Positive
+    """The number of rounds."""
     epochs: Annotated[int, Meta(ge=0, le=65535)]
+    """Passes over the device's images before it uploads; 0 to upload prototypes without training."""
     tensors: BlobRef
+    """A `tensors` message; a tensor with the name of a state tensor replaces it."""
 
 
 class HeadRef(msgspec.Struct, frozen=True, kw_only=True):
     """A released head."""
 
     version: Positive
+    """1 for a task's first head, increased by 1 for each later one."""
     head: BlobRef
+    """The ONNX file, features to probabilities."""
     devices: Positive
+    """Devices whose prototypes it was trained on."""
     prototypes: Positive
+    """Prototypes it was trained on."""
     metrics: Annotated[dict[Text, Figure], Meta(max_length=32)] = {}
+    """Training metrics, for display."""
     round: Natural | None = None
+    """The round that it was made from."""
     tensors: BlobRef | None = None
+    """With a program: a `tensors` message to bind to the head's inputs, beside the device's own state."""
 
 
 class HeadManifest(Message, frozen=True, kw_only=True, tag="head"):
-    """The fleet's head, and the newer one on canary devices."""
+    """The fleet's current head, and the candidate that canary devices try first."""
 
     task: Digest
+    """The task that the heads were trained for; a device ignores heads of another task."""
     current: HeadRef
+    """The head that devices use."""
     candidate: HeadRef | None = None
+    """The head that canary devices use instead of `current`, and evaluate."""
     canary_rank_limit: Annotated[int, Meta(ge=0, le=2**32)] = 0
+    """Devices of a lower rank are canaries: the first four bytes of the sha256 of `VERSION/DEVICE`, big-endian."""
 
 
 PresenceState = Literal["online", "stopped", "offline", "replaced"]
 
 
 class Presence(Message, frozen=True, kw_only=True, tag="presence"):
-    """Presence of a device or of the aggregator."""
+    """Presence of a device or of the aggregator, published on every connect; `offline` is the will message."""
 
     state: PresenceState
+    """`stopped`: ended normally; `replaced`: ended, as another program with the same key has started later."""
     epoch: Natural
+    """Grows with every start of the program, even if its state is lost, and above what the broker has retained."""
     instance: Annotated[bytes, Meta(max_length=16)] = b""
+    """Random, of this start of the program."""
     address: Text = ""
+    """The sender's host name and its IP address on the connection, for the operator."""
     key: Annotated[bytes, Meta(max_length=32)] = b""
+    """The sender's public key."""
     signature: Annotated[bytes, Meta(max_length=64)] = b""
+    """Over the topic and all fields but `v`."""
 
 
 class DeviceInfo(Message, frozen=True, kw_only=True, tag="info"):
-    """A device's software, images and problems, for the operator."""
+    """A device's software, images and problems, for the operator; published on every connect and every change."""
 
     epoch: Natural
+    """The epoch in the device's presence."""
     software: Text
+    """The program's version."""
     runtime: Text
+    """The version of ONNX Runtime, and the execution provider."""
     backbones: Annotated[tuple[Digest, ...], Meta(max_length=64)]
+    """The task's backbones that the device has."""
     images: Annotated[dict[ClassName, Images], Meta(max_length=MAX_CLASSES)]
+    """Images per class."""
     unusable_images: Images
+    """Files that cannot be used."""
     problem: Text = ""
+    """Why the device cannot take part; empty if it can."""
     warning: Text = ""
+    """The operator's next step although the device takes part; empty if there is none."""
     head_version: Natural = 0
+    """Version of the installed head of the task; 0 if there is none."""
     refused_messages: Annotated[dict[Text, Natural], Meta(max_length=32)] = {}
+    """Refused messages by reason, since the program was started."""
 
 
 class Privacy(msgspec.Struct, frozen=True, kw_only=True):
     """A device's privacy loss, by its own accountant."""
 
     epsilon: Epsilon
+    """Of this submission alone."""
     total_epsilon: Epsilon
+    """Of all releases of the device so far, this one included, across tasks."""
     delta: Annotated[float, Meta(gt=0, lt=1)]
+    """The delta of both."""
     releases: Positive
+    """Number of releases, this one included."""
 
 
 class Submission(Message, frozen=True, kw_only=True, tag="submission"):
-    """A device's prototypes or statistics. A submission with a higher sequence replaces earlier ones."""
+    """A device's prototypes: m vectors of L values, or statistics in their place. Sent in frames on `up`.
+
+    m is at least 1. L is the feature size of the backbones together, with a program the size of its projection.
+    Uploaded tensors of a program are finite `f2` in the shapes of the round's tensors. A count is at most `MAX_IMAGES`,
+    and at least the smaller of `min_images` and `batch_size` (with a program, at least `min_images`). Without a program
+    and differential privacy, it is at least `batch_size` in a class of several prototypes.
+    """
 
     task: Digest
+    """The task."""
     sequence: Natural
+    """A submission with a higher one replaces earlier ones of the same device and task."""
     prototypes: Tensor
-    """uint8 (m, L), with the tensor `range`; in rounds float16; with statistics int32 (p, D) class sums, or int8 (m, D)
-    groups of images."""
+    """`u1` (m, L) in steps of the tensor `range`; with a program finite `f2`; with statistics `i4` or `i1`."""
     labels: Tensor
-    """uint8 or uint16 (m,): class index of each row."""
+    """`u1`, `u2` or `u4` (m): the class of each prototype."""
     counts: Tensor
-    """uint8, uint16 or uint32 (m,): images in each row."""
+    """`u1`, `u2` or `u4` (m): images averaged in each prototype."""
     images: Images
+    """Images read, including held-out, filtered, and deleted ones that unchanged prototypes still average."""
     omitted_classes: Annotated[
         tuple[Annotated[int, Meta(ge=0, le=MAX_CLASSES - 1)], ...], Meta(max_length=MAX_CLASSES)
     ] = ()
+    """Class indices with images, but fewer than `min_images`."""
     round: Natural = 0
+    """The round; 0 without rounds."""
     tensors: TensorMap = {}
+    """Exactly `range`, finite `f2` (2, L); with a program exactly its `uploaded`; with class sums `second_moment`."""
     loss: Annotated[float, Meta(ge=-1e6, le=1e6)] | None = None
+    """Mean training loss of the last epoch."""
     privacy: Privacy | None = None
-    """The privacy loss, with differential privacy. `images` and `counts` are then noisy as well."""
+    """With differential privacy: the privacy loss; `images` and `counts` are then noisy as well."""
 
 
 class Evaluation(Message, frozen=True, kw_only=True, tag="evaluation"):
-    """A head's results on a device's held-out images."""
+    """A head's results on a device's held-out images.
+
+    Sent in frames on `up`. Without held-out images, the fields that may be absent are absent. `confidence_images` is
+    present with `confidence_correct`, and counts as many images as `correct` and `incorrect`.
+
+    Let p be the probability of the head's best class, q the sum of the other classes' probabilities, and z = ln(p / q).
+    Bin i, from 0 to 31, has the images with -4 + i / 2 <= z < -4 + (i + 1) / 2. The first bin also has the images
+    below, the last one the images above and those with q = 0.
+    """
 
     task: Digest
+    """The head's task."""
     head_version: Positive
+    """The head's version."""
     correct: PerClass
+    """Held-out images of each class that the head classified correctly."""
     incorrect: PerClass
+    """Held-out images of each class that it classified incorrectly."""
     previous_correct: PerClass = ()
+    """`correct` of the previously installed head; empty if there was none."""
     problem: Text = ""
+    """Why the device does not use the head (`correct` and `incorrect` are then zeros); empty if it does."""
     correct_with_prior: Images | msgspec.UnsetType = msgspec.UNSET
-    """Of all classes, with the class prior of the held-out images."""
+    """Of all classes, correct with the class prior that the device estimated; absent for a personal model."""
     confidence_correct: PerBin | msgspec.UnsetType = msgspec.UNSET
-    """Correct predictions in each bin of `protocol.statistics.confidence`."""
+    """Correctly classified images in each bin; absent with a program."""
     confidence_images: PerBin | msgspec.UnsetType = msgspec.UNSET
-    """All predictions in each bin."""
+    """All held-out images in each bin."""
     novelty_images: PerBin | msgspec.UnsetType = msgspec.UNSET
     """Reserved for a second score of the head; devices leave it out."""
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True, tag="frame"):
-    """A chunk of a blob or of a device's message: the bytes from `offset` on."""
+    """A chunk of a transfer: of a submission or evaluation on `up`, of a blob on `blk` or `cast`."""
 
     v: Version
+    """The protocol version, 1."""
     digest: Digest
+    """The sha256 of the payload, which identifies the transfer."""
     size_bytes: ByteCount
+    """The size of the payload."""
     offset: ByteCount
+    """The position of `data` in the payload."""
     data: Annotated[bytes, Meta(max_length=MAX_CHUNK_BYTES)]
+    """The bytes; empty only if the payload is."""
     key: Annotated[bytes, Meta(max_length=32)] = b""
+    """On `up`: the device's public key."""
     signature: Annotated[bytes, Meta(max_length=64)] = b""
+    """On `up`: over fleet, device, `digest` and `size_bytes`; the same in all frames of a transfer."""
 
 
 class Receipt(Message, frozen=True, kw_only=True, tag="receipt"):
-    """The aggregator's answer to a transfer: received, missing ranges, or refused."""
+    """The aggregator's answer to a transfer or to a `get`."""
 
     digest: Digest
+    """The transfer, or the requested blob."""
     status: Literal["received", "missing", "refused"]
+    """Stored durably, incomplete, or refused."""
     missing: Annotated[tuple[tuple[ByteCount, ByteCount], ...], Meta(max_length=64)] = ()
-    """Missing byte ranges [start, stop); the first 64 if there are more."""
+    """With `missing`: byte ranges [start, stop); the first 64 if there are more."""
     reason: Reason | None = None
+    """With `refused`: why."""
     detail: Text = ""
+    """With `refused`: details for people."""
     sequence: Annotated[int, Meta(ge=0, le=2**62)] = 0
+    """With the reason `superseded`: the stored sequence; the next submission needs a higher one."""
 
 
 class BlobRequest(Message, frozen=True, kw_only=True, tag="get"):
-    """A device's request for bytes [offset, offset + length) of a blob."""
+    """A device's request for bytes [offset, offset + length) of a blob.
+
+    Answered by frames on `blk`, clipped to the end of the blob; not answered past the end.
+    """
 
     digest: Digest
+    """The blob."""
     offset: ByteCount
+    """The first byte."""
     length: Annotated[int, Meta(ge=1, le=16 * MAX_CHUNK_BYTES)]
+    """The number of bytes, at most 16 full frames."""

@@ -24,7 +24,7 @@ from aggregator.config.schema import (
 )
 from aggregator.coordination.rollout_state import Settings
 from aggregator.tasks.manifests import task_manifest
-from docs import generate_architecture, generate_cli, generate_status_schema
+from docs import generate_architecture, generate_cli, generate_status_schema, generate_wire
 from edge_client.cli import cli as edge_client
 from protocol.wire.codec import encode
 from protocol.wire.messages import BlobRef, Perturbation
@@ -204,7 +204,9 @@ def test_links_have_a_target(page: Path) -> None:
         assert (page.parent / target).exists(), target
 
 
-@pytest.mark.parametrize("module", [generate_status_schema, generate_cli, generate_architecture])
+@pytest.mark.parametrize(
+    "module", [generate_status_schema, generate_cli, generate_architecture, generate_wire]
+)
 def test_generated_pages_are_up_to_date(module: Any) -> None:
     """Each generated page is what its module would write now."""
     page = module.PAGE.read_text(encoding="utf-8")
