@@ -13,9 +13,9 @@ class ProtofleetError(Exception):
 
 
 class Interrupted(Exception):
-    """Work on a device that is no longer wanted; what was computed is stored.
+    """The job was cancelled; what was computed is stored.
 
-    It is no ProtofleetError: an interruption is no result, and must not be stored or uploaded as a failure.
+    It is no ProtofleetError, so that it is never stored or uploaded as a failure.
     """
 
 

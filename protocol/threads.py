@@ -1,4 +1,4 @@
-"""Threads that a program depends on: the end of one by an error is reported, so that the program can end too."""
+"""Threads that a program depends on: one that crashes is reported, so that the program can stop."""
 
 import logging
 import threading

@@ -1,11 +1,11 @@
 """Downloads: windows of a blob are requested, and of each window only the missing frames.
 
-Frames in order go to disk, frames ahead of their turn are held in memory. Once the last requested frame has arrived,
-earlier gaps will not fill by themselves and are requested again at once. If it is late, a few bytes are requested: they
-arrive after all that is under way, however slow the link is, and show whether it is lost.
+Frames in order go to disk; frames ahead of their turn wait in memory. When the last requested frame arrives, earlier
+gaps are lost frames, and are requested again at once. On a timeout the device requests a probe of a few bytes: MQTT
+keeps the order, so if the probe arrives first, the frame was lost.
 
-Frames are not authenticated: any client that may publish them can send wrong ones. So a blob that does not match its
-digest says nothing about the blob. It is downloaded again, with growing delays and for ever.
+Frames are not authenticated: any client that may publish them can send wrong ones. So a wrong digest says nothing about
+the blob. The device downloads it again, with growing delays and without an end.
 """
 
 from bisect import bisect_left

@@ -36,8 +36,8 @@ SLOW_LINK = (
 
 
 EXPIRED = (
-    "expired: {}; the broker withholds newer ones, the aggregator has not run for a month, or this device's clock is "
-    "ahead: the head in use stays, nothing new is built or installed"
+    "expired: {}; this device keeps its head and builds nothing new: the aggregator has not run for a month, the "
+    "broker withholds newer manifests, or this device's clock is ahead"
 )
 
 
@@ -105,7 +105,7 @@ class Download:
     Args:
         offset: bytes on disk, from the first one on.
         ahead: frames beyond `offset`, sorted by their offset.
-        until: end of the last frame that was requested or is being broadcast; 0 if there is none, and none is taken.
+        until: offset up to which frames are expected; 0 ignores all frames.
         attempts: requests since the last new frame, the answer to a probe excepted.
         damaged: times in a row that the blob arrived with another digest.
         due_s: time of the next request; infinite until the bytes on disk are known.

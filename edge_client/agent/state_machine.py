@@ -214,7 +214,7 @@ def _repeat(state: State, during: Work | Literal[""]) -> State:
 
 
 def _wait_for_space(state: State, event: events.SpaceMissing) -> events.Step:
-    """Begin no such work until there is space, or until a newer manifest may need less; other work goes on."""
+    """Pause this kind of work until there is space, or until a new manifest arrives."""
     reason, download = event.space.reason, None if event.during == "download" else state.download
     missing = {**state.missing_space, event.during: event.space}
     state = _repeat(replace(state, missing_space=missing, download=download), event.during)

@@ -3,9 +3,9 @@
 A query is the last bytes of the item, to which the aggregator answers with the missing ranges. It is short, because
 queries are far more frequent than missing ranges.
 
-Receipts are not authenticated: any client that may publish them can send wrong ones. So what is refused is queried
-again, with growing delays and for ever, unless it is for a round that is over or is built again; and when the
-aggregator has started or has signed the task again, it is queried about what it is said to have received.
+Receipts are not authenticated: any client that may publish them can send wrong ones. So a refusal is never final: the
+device queries again with growing delays, unless the round is over or is built again. Nor is a receipt: the device
+queries again whenever the aggregator has started or has signed the task again.
 """
 
 from collections.abc import Iterable
@@ -114,7 +114,7 @@ def send_next(state: State, now_s: float) -> events.Step:
 
 
 def unsendable(state: State, reason: str, now_s: float) -> events.Step:
-    """Keep what the broker does not accept, and try again later: its configuration may change."""
+    """Keep an upload that the broker refuses, and try again later: its configuration may change."""
     if not state.uploads:
         return state, ()
     upload = _back_off(state.uploads[0], now_s)

@@ -102,9 +102,9 @@ def extract(  # noqa: PLR0913 - features depend on nine things
     with more memory only.
 
     `open_backbone` is called with a backbone's digest only if there is something to compute, and `should_stop` before
-    every run. `on_progress` is called for each backbone with the number of images for which there is nothing to compute
-    and 0, then after every batch with 0 and the images in it. `on_stored` is called after every batch of which anything
-    is in the cache now. `alter` is a change to the images, and the tag of the changed images' features in the cache.
+    every run. `on_progress(cached, computed)` is called for each backbone with the images that need no computation,
+    then after each batch with its images. `on_stored` is called after every batch that puts anything into the cache.
+    `alter` is a change to the images, and the tag of the changed images' features in the cache.
     With `isolate`, backbones run as it gives them, and where one fails, the image is unusable: no image influences
     another one's features, nor whether they exist.
 

@@ -17,8 +17,8 @@ def held_out(
 ) -> frozenset[str]:
     """Return the relative paths of the images that are held out of the prototypes, to evaluate heads on.
 
-    These are the images of each class with the lowest hashes of their paths, without those whose relative paths are in
-    `grouped`: they were in a prototype. Laws: other classes and the order of the images do not matter; one image more
+    Of each class, these are the images with the lowest hashes of their paths, except those in `grouped`, which were in
+    a prototype. Laws: other classes and the order of the images do not matter; one image more
     in a class changes the side of at most one of the others.
     """
     classes: dict[int, list[str]] = {}

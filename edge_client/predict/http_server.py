@@ -165,9 +165,9 @@ class _Refused(Exception):
 
 
 class _Incoming(io.RawIOBase):
-    """The bytes of a request; raises HTTPException above its limit of bytes, and TimeoutError after its time.
+    """Reads a request's bytes; raises HTTPException above the limit of bytes, and TimeoutError after the time limit.
 
-    That grows with the bytes: a few bytes hold no connection for REQUEST_S.
+    The time limit grows with the bytes, so that a few bytes hold no connection for REQUEST_S.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -274,7 +274,7 @@ class RequestHandler(BaseHTTPRequestHandler):
             try:
                 best, prior = opened.classify(data, top=top)
             finally:
-                release_memory()  # which the allocator would keep for this thread; few bytes can be many pixels
+                release_memory()  # otherwise the allocator keeps it for this thread; few bytes can be many pixels
         scores = dict(best)
         answer = {"label": best[0][0], "scores": scores, **prior.fields(list(scores))}
         return 200, {**answer, **opened.installed.identity}

@@ -1,4 +1,4 @@
-"""Groups of images: an image stays in its group for ever, and a group is in what leaves the device whole or not. Pure.
+"""Groups of images are permanent, and leave the device whole or not at all. Pure.
 
 The values that a device uploads for one backbone are sums over whole groups, divided by their counts. An attacker who
 has all of them, of any number of submissions and tasks, can compute linear combinations of these sums.

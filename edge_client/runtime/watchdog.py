@@ -85,7 +85,7 @@ def cancelled_by(event: threading.Event) -> Iterator[None]:
 
 
 def _end_program() -> None:
-    text = "a graph does not end and cannot be interrupted: the program ends, and counts it"
+    text = "a graph does not end and cannot be interrupted: the program exits, which counts as a crash"
     event(log, logging.CRITICAL, text, grace_s=GRACE_S)
     os._exit(1)
 

@@ -36,7 +36,7 @@ class CrashCounter:
         self._running: bytes | None = None
 
     def crashes(self, digest: bytes) -> int:
-        """Return how often in a row the program has crashed while it ran a task's graphs or a head."""
+        """Return the number of crashes in a row while the program ran a task's graphs or a head."""
         rows = self._database.read("SELECT starts FROM trials WHERE digest = ?", digest)
         return int(rows[0][0]) - (digest == self._running) if rows else 0
 
@@ -91,7 +91,7 @@ class CrashCounter:
             self._running = None
 
     def stop(self) -> None:
-        """Uncount what still runs: the program ends for another reason."""
+        """Do not count the graph that still runs: the program shuts down for another reason."""
         if (digest := self._running) is not None:
             self._database.write(
                 "UPDATE trials SET starts = starts - 1 WHERE digest = ? AND starts > 0", digest

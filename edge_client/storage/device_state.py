@@ -117,7 +117,7 @@ class DeviceState:
             raise StateError(f"no device state in {folder}: run edge-client first, or give its --state")
         self.blobs = BlobStore(folder / "blobs")
         self.keeping = threading.Lock()
-        """Held from storing a blob until a fact names it, and while unnamed blobs are deleted."""
+        """Held while a blob and its reference are stored, so that unused blobs are not deleted in between."""
         self._lock = FolderLock(folder)
         self._database = Database(
             file,

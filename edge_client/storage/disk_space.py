@@ -56,9 +56,9 @@ def require_space(folder: Path, needed_bytes: int, *, what: str) -> None:
     """Raise DiskAlmostFull if writing so many bytes below a folder would use the reserve."""
     free = free_bytes(folder)
     if needed_bytes > free:
-        expected, got = -(-needed_bytes // _MB), max(0, free) // _MB
+        needed, available = -(-needed_bytes // _MB), max(0, free) // _MB
         reason = (
-            f"the disk is almost full: expected {expected:,} MB for {what}, got {got:,} MB beside "
-            f"{RESERVE_SHARE:.0%} of the disk, at most 1 GiB, that stay free: free space on the device"
+            f"not enough disk space for {what}: {needed:,} MB needed, {available:,} MB available "
+            f"({RESERVE_SHARE:.0%} of the disk, at most 1 GiB, stays free): free space on the device"
         )
         raise DiskAlmostFull(MissingSpace(folder, needed_bytes, reason))

@@ -217,9 +217,9 @@ class SubmissionBuilder:
                 warn("class omitted, too few images", name=entry.name, images=entry.images)
             if entry.waiting:
                 # A group of fewer images would reveal single ones.
-                text = "images not included yet, too few for a prototype"
+                text = "images held back, too few for a prototype"
                 if entry.missing:
-                    text = "images not included yet, others of their prototypes are missing: restore these"
+                    text = "images held back, others of the same prototype are missing: restore them"
                 more, missing = entry.more_needed, entry.missing or None
                 warn(text, name=entry.name, waiting=entry.waiting, more_needed=more, missing=missing)
         for name in manifest.classes:

@@ -146,9 +146,8 @@ def _require_prototype(task: TaskManifest, reports: Sequence[ClassReport], found
     needed, more = (math.floor((kept - 1) / alpha) + 1 for kept in (task.min_images, most.more_needed))
     if most.images - most.held_out >= needed:
         raise NoPrototype(
-            f"no class has enough new images for a prototype: those of {most.name!r} were in prototypes that have lost "
-            "images, or that are too small for this task, and are used again with "
-            f"{counted(more, 'more new image')}: add images"
+            f"no class has enough images for a prototype: those of {most.name!r} are in prototypes that have lost "
+            f"images or are too small for this task: add {counted(more, 'image')} to use them again"
         )
     raise NoPrototype(
         f"no class has enough images for a prototype: {most.name!r} has {most.images}, of which "

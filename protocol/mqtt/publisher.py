@@ -69,7 +69,7 @@ class Publisher:
         self.discard()
 
     def discard(self) -> None:
-        """Drop everything: a publication is not sent over a later connection than it was meant for."""
+        """Drop pending publications: they must not go out over a later connection."""
         self._connection: Connection | None = None
         self._limit_bytes: int | None = None
         self._queue: deque[Outgoing] = deque()

@@ -71,8 +71,8 @@ def test_a_task_that_does_not_fit_the_disk_is_not_downloaded(disk: Disks, tmp_pa
     bench.announce(make_manifest(backbones=HUGE)).wait()
     problem = bench.status["problem"]
     assert problem == (
-        "the disk is almost full: expected 34,360 MB for the task's 16 missing files, got 32,212 MB beside 5% of the "
-        "disk, at most 1 GiB, that stay free: free space on the device"
+        "not enough disk space for the task's 16 missing files: 34,360 MB needed, 32,212 MB available (5% of the disk, "
+        "at most 1 GiB, stays free): free space on the device"
     )
     assert (bench.requests, bench.info.problem) == ([], problem)
     disk.free = 32 * GIB
@@ -99,7 +99,7 @@ def test_a_download_stops_where_others_have_taken_the_space(disk: Disks, tmp_pat
     disk.free = 50_000
     bench.broadcast(data, ranges=((50_000, 60_000), (60_000, 70_000)))
     assert bench.store.blobs.partial_bytes(blob.digest) == 50_000
-    assert "got 0 MB" in bench.status["problem"]
+    assert "0 MB available" in bench.status["problem"]
     disk.free = GIB
     bench.wait()
     assert bench.requests[-1].offset == 50_000
@@ -129,7 +129,7 @@ def test_a_build_that_needs_the_reserve_is_repeated(
     image_file(tmp_path / "data" / "cat" / "new.png")
     bench.follow(make_manifest(differential_privacy=privacy, seed=1))
     for _ in range(2):
-        assert "the disk is almost full" in bench.wait().status["problem"]
+        assert "not enough disk space" in bench.wait().status["problem"]
         assert bench.submission() is None
     disk.free = GIB
     assert bench.wait().submission() is not None

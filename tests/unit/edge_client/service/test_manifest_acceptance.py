@@ -92,7 +92,7 @@ def test_a_broker_that_withholds_is_noticed(
 
     start(100_000.0)
     bench.announce(make_manifest(), issued_s=98_000, expires_s=99_000)
-    assert bench.info.problem.startswith("expired: task; the broker withholds newer ones")
+    assert bench.info.problem.startswith("expired: task; this device keeps its head")
     assert bench.store.get(Problems).texts == {"manifest": bench.info.problem}
     start(100_000.0)
     bench.wait()

@@ -218,7 +218,7 @@ def test_images_of_a_class_that_is_split_are_shown_as_waiting(tmp_path: Path) ->
     cat.rename(dog.with_name("other.png"))
     dog.rename(cat)
     device.add(1)
-    with pytest.raises(ProtofleetError, match="used again with 1 more new image: add images"):
+    with pytest.raises(ProtofleetError, match="add 1 image to use them again"):
         device.upload(batch_size=4, min_images=4)
     manifest = make_manifest(batch_size=4, min_images=4)
     found = device.workspace.extract(manifest, should_stop=lambda: False)
@@ -231,7 +231,7 @@ def test_images_that_need_new_ones_are_counted_with_them(tmp_path: Path) -> None
     device = Folder(tmp_path, images=6)
     device.upload(batch_size=2)
     device.add(1)
-    with pytest.raises(ProtofleetError, match="used again with 6 more new images: add images"):
+    with pytest.raises(ProtofleetError, match="add 6 images to use them again"):
         device.upload(batch_size=7, min_images=7)
     device.add(6, start=200)
     assert device.upload(batch_size=7, min_images=7).classes[0].counts == (13,)
