@@ -1,10 +1,10 @@
 """Settings of the device program, and their merge with an enrollment."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from edge_client.agent.manifest_trust import NO_IDENTITY, Identity
+from edge_client.agent.manifest_trust import Identity
 from edge_client.agent.state import Mode
 from protocol.errors import ConfigError
 from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess, Brokers, parse_brokers
@@ -44,7 +44,7 @@ class Settings:
     backbones: tuple[Path, ...] = ()
     rescan_s: float = 30.0
     strict: bool = False
-    identity: Identity = NO_IDENTITY
+    identity: Identity = field(default_factory=Identity)
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Membership:
     identity: Identity
 
     def settings(self, *, device_id: str, mode: Mode, data: Path, **others: Any) -> Settings:
-        """Return the settings of this device; `others` are those of `Settings`."""
+        """Return the settings of this device; `others` are its further settings."""
         place: dict[str, Any] = {"broker": self.broker, "access": self.access, "fleet": self.fleet}
         return Settings(**place, identity=self.identity, device_id=device_id, mode=mode, data=data, **others)
 

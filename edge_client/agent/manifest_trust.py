@@ -58,16 +58,13 @@ class Identity:
     """When the device was enrolled, unix seconds; the time is later than that, whatever the clock says."""
 
 
-NO_IDENTITY = Identity()
-
-
 def with_operator_key(trust: ManifestTrust, identity: Identity) -> ManifestTrust:
     """Return the trust with the key that the operator gave; another key resets the releases seen.
 
     A key that was given before, in the same enrollment, changes nothing.
     """
-    key, configured = identity.aggregator_key, (identity.aggregator_key or b"", identity.enrolled_s)
-    if key is None or configured == trust.configured:
+    key = identity.aggregator_key
+    if key is None or (configured := (key, identity.enrolled_s)) == trust.configured:
         return trust
     number, root = identity.aggregator_key_number, identity.root_key
     if key != trust.key:
