@@ -210,13 +210,13 @@ class Perturbation(msgspec.Struct, frozen=True, kw_only=True):
     """Noise of the FedTC paper (appendix C.2, eq. 6): `t <- t (1 - p) + e`. It is not differential privacy."""
 
     on: Annotated[Literal["prototypes", "images"], Meta(examples=["prototypes"])]
-    """The values that are perturbed."""
+    """Values that are perturbed."""
     noise: Literal["gaussian", "laplace"] = "gaussian"
-    """The distribution of e."""
+    """Distribution of the noise."""
     scale: Annotated[float, Meta(gt=0, le=1e6, examples=[0.05])]
-    """Standard deviation of a Gaussian e, or scale of a Laplacian e; images have values from 0 to 1."""
+    """Standard deviation of a Gaussian, or scale of a Laplacian; images have values from 0 to 1."""
     shrink: Annotated[float, Meta(ge=0, lt=1)] = 0.0
-    """The share p of each value that is subtracted."""
+    """Share p of each value that is subtracted."""
 
 
 class DifferentialPrivacy(msgspec.Struct, frozen=True, kw_only=True):
