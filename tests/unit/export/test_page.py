@@ -23,7 +23,7 @@ def test_every_metadata_field_is_documented() -> None:
 
 def test_documented_errors_exist() -> None:
     messages = first_cells("Errors")
-    assert len(messages) > 10
+    assert messages
     for message in messages:
         for fragment in filter(None, map(str.strip, message.split("…"))):
             assert fragment in CODE, message

@@ -45,8 +45,12 @@ def test_runs_begin_alike_after_one_that_fails_is_killed_or_takes_long(tmp_path:
         feature = isolated.features(GRAY)
         program = _program(isolated)
 
+        def runs() -> list[psutil.Process]:
+            found: list[psutil.Process] = psutil.Process(program.pid).children()
+            return found
+
         def run_of_program() -> psutil.Process:
-            while not (found := psutil.Process(program.pid).children()):
+            while not (found := runs()):
                 time.sleep(0.01)
             return found[0]
 
@@ -57,6 +61,8 @@ def test_runs_begin_alike_after_one_that_fails_is_killed_or_takes_long(tmp_path:
         with pytest.raises(ProtofleetError, match="fails on its inputs"):
             isolated.features(WHITE[..., :2])
         for end, words in ((lambda: run_of_program().kill(), "ends its process"), (interrupt, "time limit")):
+            while runs():  # the last one, until it is reaped
+                time.sleep(0.01)
             other = threading.Thread(target=end)
             other.start()
             with pytest.raises(ProtofleetError, match=words):
