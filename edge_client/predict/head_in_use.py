@@ -41,7 +41,7 @@ class HeadInUse:
         self._open = partial(open_classifier, store, provider=provider, threads=threads, prior=prior)
         self._lock = threading.Lock()
         self._opened: Classifier | None = None
-        self._problem: ProtofleetError | None = None
+        self._problem = ProtofleetError("no head is installed")
         self._tried: InstalledHead | None = None
         self._retry_s = 0.0
 
@@ -61,7 +61,7 @@ class HeadInUse:
                 self._tried, self._retry_s = installed, time.monotonic() + RETRY_S
                 self._renew()
             if self._opened is None:
-                raise self._problem or ProtofleetError("no head is installed")
+                raise self._problem
             return self._opened
 
     def _renew(self) -> None:

@@ -213,6 +213,19 @@ def test_bytes_in_memory_are_limited(bench: HeadBench, start: Start, monkeypatch
         assert _ask(port, "POST", "/predict", PNG)[0] == 200
 
 
+def test_answer_arrives_before_the_connection_ends_beside_unread_bytes(
+    bench: HeadBench, start: Start
+) -> None:
+    """A connection that is closed with unread bytes is reset, and the client could lose the answer."""
+    with start("secret") as port, socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        connection.sendall(b"POST /predict HTTP/1.1\r\nContent-Length: 1000000\r\n\r\n")
+        answer = connection.recv(65_536)
+        connection.sendall(bytes(1_000_000))
+        while part := connection.recv(65_536):
+            answer += part
+    assert b" 401 " in answer
+
+
 @pytest.mark.parametrize(("request_s", "grace_s"), [(0.5, 3600.0), (3600.0, 0.5)])
 def test_slow_request_is_ended(
     bench: HeadBench, start: Start, monkeypatch: pytest.MonkeyPatch, request_s: float, grace_s: float
@@ -264,8 +277,10 @@ def test_small_file_of_a_large_image_leaves_no_memory(bench: HeadBench, start: S
 def test_token_is_required(bench: HeadBench, start: Start) -> None:
     """Of predictions, not of the health check; with a token, any Host is accepted."""
     bench.install(bench.head(1, CONSTANT["cat"]))
+    request = b"POST /predict HTTP/1.1\r\nContent-Length: 0\r\n\r\n"
     with start("secret") as port:
         assert _ask(port, "GET", "/healthz")[0] == 200
+        assert b"\r\nWWW-Authenticate: Bearer\r\n" in _send(port, request)
         for given in ({}, {"Authorization": "Bearer other"}, {"Authorization": "Basic secret"}):
             assert _ask(port, "POST", "/predict", PNG, given)[0] == 401
         given = {"Authorization": "Bearer secret", "Host": "camera.example"}

@@ -275,6 +275,19 @@ def test_a_submission_that_is_damaged_in_a_running_outbox_is_built_again(bench: 
     assert bench.store.outbox.items() == (built,)
 
 
+def test_an_evaluation_that_is_damaged_in_a_running_outbox_is_made_again(bench: HeadBench) -> None:
+    submission, head = bench.submission(), bench.head(1, CONSTANT["cat"])
+    assert submission is not None
+    bench.receive(bench.topic("ack"), encode(Receipt(digest=submission.digest, status="received")))
+    whole = bench.install(head).evaluation
+    (damaged,) = (item for item in bench.store.outbox.items() if item.kind == "evaluation")
+    with sqlite3.connect(bench.state / "device.sqlite") as other:
+        other.execute("UPDATE payloads SET bytes = zeroblob(length(bytes))")
+    refused = Receipt(digest=damaged.digest, status="refused", reason="digest")
+    bench.receive(bench.topic("ack"), encode(refused))
+    assert bench.install(head).evaluation == whole
+
+
 def test_a_blob_that_disappears_is_downloaded_again(bench: HeadBench) -> None:
     """`edge-client predict` deletes a damaged one."""
     bench.store.blobs.path(TINY.digest).unlink()
