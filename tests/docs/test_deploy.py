@@ -299,6 +299,26 @@ def test_units_of_one_and_of_several_fleets_confine_alike() -> None:
     assert one == several
 
 
+def test_operators_command_has_the_settings_of_the_unit() -> None:
+    """The page replaces both for a closed fleet."""
+    unit, command = (
+        (DEPLOY / f"aggregator.{kind}").read_text(encoding="utf-8") for kind in ("service", "sh")
+    )
+    for setting in (
+        "/etc/protofleet/task.toml",
+        "/protofleet/aggregator",
+        "127.0.0.1:1883",
+        "/opt/protofleet/bin",
+    ):
+        assert setting in unit
+        assert setting in command
+    page = (DEPLOY.parent / "docs/operations/aggregator.md").read_text(encoding="utf-8")
+    edits = re.findall(r"(?m)^sudo sed -i 's/([^/]+)/.*(\.service|/aggregator)$", page)
+    assert len(edits) == 2
+    for replaced, file in edits:
+        assert replaced in (command if file == "/aggregator" else unit)
+
+
 def test_brokers_of_fleets_share_no_path() -> None:
     """With `enroll-broker --port`; each is otherwise the broker of the only fleet."""
     orchard, vineyard = (
@@ -393,7 +413,7 @@ def test_kubernetes_manifests_are_valid(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_scripts_have_no_finding_of_shellcheck() -> None:
-    scripts = (DEPLOY / "install-device.sh", ROOT / ".ci" / "run")
+    scripts = (DEPLOY / "install-device.sh", DEPLOY / "aggregator.sh", ROOT / ".ci" / "run")
     subprocess.run([Path(sys.executable).with_name("shellcheck"), *scripts], check=True)
 
 

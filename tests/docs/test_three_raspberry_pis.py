@@ -66,7 +66,7 @@ def test_commands_lead_to_a_head_on_three_boards(tmp_path: Path) -> None:
     ):
         configuration = configuration.replace(there, here)
     assert [line.split()[-1] for line in commands("sudo install -d")[:2]] == [f"{FOLDER}", f"{FOLDER}/"]
-    assert SCRIPT in commands("sudo sh")
+    assert SCRIPT in commands("sudo cp -r images")
     address = free_address()
     with (
         Mosquitto(type(address)("127.0.0.1", port), tmp_path, options=configuration),
