@@ -1,1 +1,1 @@
-"""Pages about protofleet, and the program that makes one of them."""
+"""Pages about protofleet, and the programs that make some of them."""

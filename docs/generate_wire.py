@@ -58,7 +58,7 @@ MEANINGS = dict(meanings(ast.parse(SOURCE).body))
 
 def number(value: float) -> str:
     """Return a number with separators, or as a power of two."""
-    return POWERS.get(value) or f"{value:,}"
+    return POWERS.get(value) or f"{value:,}".removesuffix(".0")
 
 
 def bounds(meta: msgspec.Meta, unit: str) -> str:

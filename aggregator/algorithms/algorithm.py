@@ -125,9 +125,11 @@ class RoundAlgorithm(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields
     """Greatest Euclidean length that a prototype can have."""
 
     rounds: Count = 40
+    """Rounds until the end. Raise it to continue where the fleet ended."""
     epochs: SmallCount = 1
     """Passes over a device's images in a round."""
     batch_size: SmallCount = 32
+    """Images in a step."""
 
     def prototype_size(self, feature_size: int) -> int:
         """Return D, the length of a prototype, for backbones whose features have the length L together."""
@@ -190,18 +192,23 @@ if TYPE_CHECKING:
 
 
 class Training(msgspec.Struct, frozen=True, kw_only=True):
-    """`[training]`: how the aggregator trains a head. None means the recipe's own value."""
+    """`[training]`: how the aggregator trains a head. An unset value is the recipe's."""
 
     recipe: Literal["default", "paper"] = "default"
+    """`paper` trains the adapter by SGD over 200 epochs.
+
+    By default, cross-validation chooses a linear discriminant, a ridge regression or the adapter.
+    """
     calibrate: bool = True
-    """A second version of each head, whose confidence is its accuracy. Without rounds."""
+    """A second version of each head, whose confidence is its accuracy. Devices download both."""
     restore: Annotated[bool | None, Meta(examples=[True])] = None
-    """Default: the recipe's."""
+    """Restore the variance that averaging removed; default: the recipe's. False by default with `[privacy.dp]`."""
     epochs: Annotated[Annotated[int, Meta(ge=1, le=100_000)] | None, Meta(examples=[15])] = None
-    """Default: the recipe's."""
+    """Passes over the prototypes, where the adapter is trained; default: the recipe's."""
     device: Annotated[str, Meta(pattern=r"^(auto|cpu|cuda(:\d+)?)\Z")] = "auto"
-    """Or "cpu", "cuda", "cuda:1"."""
+    """Or "cpu", "cuda", "cuda:1". The default uses CUDA if it is available."""
     seed: Natural = 0
+    """Seed of the initial weights, the shuffling and the mixing."""
     timeout_s: Annotated[float, Meta(gt=0, le=1e9)] = 3600.0
     """Seconds after which a training, the closing of a round or an export of graphs is ended, and repeated."""
     engine: Literal["local", "ray"] = "local"

@@ -46,7 +46,7 @@ class FedPCL(RoundAlgorithm, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     projection_size: Size = 256
     """D, the length of a prototype."""
     tau: Rate = 0.2
-    """Temperature."""
+    """Temperature of the loss."""
     learning_rate: Rate = 1e-4
     """Adam's learning rate."""
     weight_decay: Fraction = 1e-4
@@ -57,7 +57,7 @@ class FedPCL(RoundAlgorithm, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Expect classes as often as the device's own images have them, in training and in the head. Best on a device's own
     mixture of classes; a device then hardly recognizes classes of which it has no images."""
     max_sets: Count | None = None
-    """Greatest number of devices' prototype sets that are sent, a random sample of them; None sends all of them."""
+    """Greatest number of devices' prototype sets that are sent, a random sample of them; default: all."""
 
     def prototype_size(self, feature_size: int) -> int:
         del feature_size

@@ -49,8 +49,11 @@ class FedProto(RoundAlgorithm, frozen=True, kw_only=True, forbid_unknown_fields=
     pull: Weight = 1.0
     """Lambda: weight of the distance to the global prototype."""
     learning_rate: Rate = 0.01
+    """Learning rate of SGD."""
     momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.5
+    """Momentum of SGD."""
     weight_decay: Fraction = 0.0
+    """L2, as part of the gradient."""
     standardize: bool = True
     """Train on features of mean 0, and deviation 1 over all of them, on the device's own images."""
 

@@ -49,12 +49,14 @@ class FPL(RoundAlgorithm, frozen=True, kw_only=True, forbid_unknown_fields=True)
     projection_size: Size = 256
     """D, the length of a prototype."""
     tau: Rate = 0.07
-    """Temperature."""
+    """Temperature of the contrast with cluster prototypes."""
     regularization: Weight = 0.03
     """Weight of the mean square of an image's distance to the unbiased prototype; the sum that eq. 10 prints has the
     weight `projection_size`, which is 256."""
     learning_rate: Rate = 0.1
+    """Learning rate of SGD."""
     momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.9
+    """Momentum of SGD."""
     weight_decay: Fraction = 1e-5
     """L2, as part of the gradient."""
     standardize: bool = True

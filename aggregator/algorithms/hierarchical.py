@@ -59,6 +59,7 @@ class Hierarchical(RoundAlgorithm, frozen=True, kw_only=True, forbid_unknown_fie
     power: ClassVar[Literal[1, 2]] = 2
 
     rounds: Count = 1
+    """Number of rounds. Another round makes the head again, from what devices upload then."""
     epochs: SmallCount = 5
     """Power iterations."""
     batch_size: SmallCount = 65535

@@ -26,12 +26,16 @@ class Client(msgspec.Struct, frozen=True, kw_only=True):
     """`[client]`: how devices make prototypes."""
 
     alpha: Annotated[float, Meta(gt=0, le=1)] = 0.99
-    """Share of each class's images that outlier filtering keeps."""
+    """Share of each class's images that outlier filtering keeps. Those farthest from the class's mean are omitted."""
     batch_size: Annotated[int, Meta(ge=1, le=65535)] = 5
-    """Images averaged in one prototype."""
+    """Images averaged in one prototype. More: fewer bytes, less revealed, slightly lower accuracy.
+
+    1 with `statistics` uploads the rows of single images.
+    """
     min_images: Annotated[int, Meta(ge=1, le=65535)] = 2
-    """A class with fewer images is not uploaded."""
+    """A class with fewer images is not uploaded. With 1, the feature of a single image may leave the device."""
     seed: Natural = 0
+    """Seed of every shuffle on devices."""
 
 
 MAX_MULTIPLE = 3.0
@@ -45,9 +49,12 @@ class Robust(msgspec.Struct, frozen=True, kw_only=True):
     false_alarm_rate: Annotated[float, Meta(gt=0, le=0.5)] = 0.01
     """Greatest share of trainings of honest devices in which one of them is quarantined."""
     max_multiple: Annotated[float, Meta(ge=0, le=1e6)] = MAX_MULTIPLE
-    """A device counts for at most 3 times the median device's images; 0: no limit."""
+    """A device counts for at most 3 times the median device's images; 0: no limit. It limits FedTC's means, too."""
     clip_multiple: Annotated[float, Meta(ge=0, le=1e6)] = 3.0
-    """Limit prototypes to 3 times the median device's distance from the others'; 0: no limit."""
+    """Limit prototypes to 3 times the median device's distance from the others'; 0: no limit.
+
+    Changes of parameters are limited to the same multiple.
+    """
 
 
 ROUND_DEVICES = 3
@@ -60,20 +67,26 @@ class Rounds(msgspec.Struct, frozen=True, kw_only=True):
     grace_s: Annotated[float, Meta(ge=0, le=1e9)] = 5.0
     """Seconds for further devices once the quorum is reached."""
     min_devices: Annotated[Annotated[int, Meta(ge=1)] | None, Meta(examples=[ROUND_DEVICES])] = None
-    """Devices without which a round does not close; default 3, or the quorum if that is less."""
+    """Devices without which a round does not close; default 3, or the quorum if that is less. At most the quorum."""
     staleness: Annotated[int, Meta(ge=0, le=100_000)] = 1
-    """Rounds that a submission may be behind and still count."""
+    """Rounds that a submission may be behind and still count. With 0, only submissions for the open round count."""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """`[limits]`: how much work devices may cause, and how many of their heads are kept."""
 
     heads_per_hour: Annotated[int, Meta(ge=1, le=3600)] = 12
-    """Trainings, however often devices upload. Without rounds; as many at once after a pause."""
+    """Trainings, however often devices upload. As many at once after a pause.
+
+    Submissions that arrive meanwhile are in the next head. A revocation starts a training at any time.
+    """
     downloads_per_hour: Annotated[int, Meta(ge=1, le=3600)] = 4
-    """Downloads of each blob by a device. As many at once after a pause."""
+    """Downloads of each blob by a device. As many at once after a pause.
+
+    A blob is a backbone, a graph or a head. One below 256 KiB counts as one of 256 KiB.
+    """
     kept_heads: Annotated[int, Meta(ge=10, le=1_000_000)] = 200
-    """Newest heads in `status`. Older ones are deleted."""
+    """Newest heads in `status`. Older ones are deleted, except those in use and those that a rollback can return to."""
     max_devices: Annotated[Annotated[int, Meta(ge=1)] | None, Meta(examples=[1000])] = None
     """Quota of the whole fleet: devices with a valid key."""
     max_storage_mb: Annotated[Annotated[float, Meta(gt=0, le=1e9)] | None, Meta(examples=[4096])] = None
@@ -87,15 +100,16 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PrivacyBudget(msgspec.Struct, frozen=True, kw_only=True):
-    """`[privacy.dp]`: differential privacy of everything that a device uploads."""
+    """`[privacy.dp]`: differential privacy of everything that a device uploads. `[client] alpha` is 1 with it."""
 
     epsilon: Annotated[float, Meta(gt=0, le=20, examples=[4.0])]
     """Privacy loss of one submission."""
     delta: Annotated[float, Meta(gt=0, le=1e-3)] = 1e-5
+    """The delta of the privacy loss."""
     clip_norm: Annotated[float, Meta(ge=1e-6, le=1e6, examples=[9.0])]
-    """About the length of most features."""
+    """About the length of most features. Longer ones are clipped to it (L2 norm)."""
     max_epsilon: Annotated[float, Meta(gt=0, le=40, examples=[12.0])]
-    """Privacy loss of all submissions of a device together."""
+    """Privacy loss of all submissions of a device together. Submissions to earlier tasks count."""
 
 
 class PrivacySettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,24 +125,30 @@ class CommonSettings(msgspec.Struct, frozen=True, kw_only=True):
     """A task file without the tables of the algorithms."""
 
     classes: Annotated[tuple[ClassName, ...], Meta(min_length=1, max_length=MAX_CLASSES)]
+    """Names of the classes, which are the names of the folders on the devices."""
     backbones: Annotated[tuple[str, ...], Meta(min_length=1, max_length=16)]
-    """Paths of ONNX files, relative to the task file's folder."""
+    """Paths of ONNX files, relative to the task file's folder. Their features are concatenated."""
     layers: Annotated[tuple[str, ...], Meta(min_length=1, max_length=256)] | None = None
-    """The blocks of the backbones whose features are used; None for all."""
+    """The blocks of the backbones whose features are used; default: all."""
     fleet: Name = "default"
+    """Name of the fleet. Fleets of other names can share the broker. A new name needs a new `--state`."""
     algorithm: str = "fedtc"
+    """The algorithm, which may have a table of its own below."""
     quorum: Annotated[int, Meta(ge=1)] = 1
+    """Devices that the first head, or each round, waits for."""
     deadline_s: Annotated[float, Meta(gt=0, le=1e9)] = 600.0
+    """Seconds after the first new submission at which a head is trained, or a round closes, without the quorum."""
     retrain_after: Annotated[int, Meta(ge=1)] = 1
     """New or renewed submissions that trigger the next training."""
     max_submission_mb: Annotated[float, Meta(gt=0, le=2048)] = 64.0
+    """MiB; a larger submission is refused."""
     unfinished_h: Annotated[float, Meta(gt=0, le=100_000)] = 24.0
-    """Hours after which an interrupted upload is deleted."""
+    """Hours after which an interrupted upload is deleted. The device may start it again."""
     devices: Annotated[
         Annotated[tuple[Name, ...], Meta(min_length=1)] | None,
         Meta(examples=[["shed-1", "shed-2", "shed-3"]]),
     ] = None
-    """The only devices that may take part; default: any."""
+    """The only devices that may take part; default: any. In an open fleet this prevents mistakes, not attacks."""
     client: Client = Client()
     training: Training = Training()
     robust: Robust = Robust()

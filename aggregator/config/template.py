@@ -24,7 +24,7 @@ def task_text(
     first = "a round" if issubclass(ALGORITHMS[algorithm], RoundAlgorithm) else "the first head"
     return f"""\
 # A task: what the fleet learns. `aggregator run --task FILE` reads this file, and `aggregator check FILE` checks it;
-# docs/operations/task-file.md explains every setting. A line behind # shows the default.
+# docs/operations/task-settings.md explains every setting. A line behind # shows the default.
 
 fleet = {_toml(fleet)}
 classes = {_toml(classes)}   # the names of the folders on the devices
@@ -33,10 +33,10 @@ algorithm = {_toml(algorithm)}   # docs/which-algorithm.md compares them
 
 quorum = {quorum}   # devices that {first} waits for
 deadline_s = {deadline_s!r}   # seconds after the first submission at which it no longer waits
-{"".join(_others(_hidden(algorithm)))}"""
+{"".join(_others(hidden_settings(algorithm)))}"""
 
 
-def _hidden(algorithm: str) -> AbstractSet[tuple[str, ...]]:
+def hidden_settings(algorithm: str) -> AbstractSet[tuple[str, ...]]:
     """Return the paths of settings that an algorithm does not use, or accepts with one value only."""
     hidden: set[tuple[str, ...]] = set()
     kind = ALGORITHMS[algorithm]
