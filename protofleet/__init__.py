@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from protofleet.model import Prediction as Prediction
     from protofleet.prototypes import Prototypes as Prototypes
     from protofleet.prototypes import batch_prototypes as batch_prototypes
+    from protofleet.simulation.compare import Comparison as Comparison
+    from protofleet.simulation.compare import compare as compare
     from protofleet.simulation.dataset import Dataset as Dataset
     from protofleet.simulation.dataset import load_dataset as load_dataset
     from protofleet.simulation.simulate import AlgorithmResult as AlgorithmResult
@@ -40,6 +42,7 @@ _NAMES = {
     "protofleet.images": ("ImageSource",),
     "protofleet.model": ("Model", "Prediction"),
     "protofleet.prototypes": ("Prototypes", "batch_prototypes"),
+    "protofleet.simulation.compare": ("Comparison", "compare"),
     "protofleet.simulation.dataset": ("Dataset", "load_dataset"),
     "protofleet.simulation.simulate": ("AlgorithmResult", "Simulation", "simulate"),
 }

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from aggregator.algorithms.algorithm import OneShot
+from aggregator.algorithms.registry import ALGORITHMS
 from protocol.cli import counted, examples, require_packages, run, say
 from protocol.errors import ConfigError, RuntimeMissing
 
@@ -26,11 +28,10 @@ Command = Callable[..., Any]
 EXTRAS, COMPARE_EXTRAS = "aggregator,cpu", "aggregator,cpu,export"
 """Extras of the package that the program needs, and that `compare` needs."""
 
-ALGORITHMS = (
-    *("fedtc", "statistics", "fedncm", "fedpcl", "fpl", "fedproto", "hierarchical"),
-    *("alone", "all-images"),
-)
-"""Those of `protofleet.simulation.simulate`, which is imported when the command runs."""
+NO_FLEET = ("alone", "all-images")
+"""What `simulate` compares the registered algorithms with."""
+
+ONE_SHOT = tuple(name for name, kind in ALGORITHMS.items() if issubclass(kind, OneShot))
 
 _EXAMPLE = "protofleet simulate photos --backbone backbone.onnx --devices 100 --partition dirichlet:0.1"
 
@@ -101,8 +102,8 @@ def cli() -> None:
     "--algorithm",
     "algorithms",
     multiple=True,
-    type=click.Choice(ALGORITHMS),
-    default=("fedtc", "statistics", "fedncm", "alone", "all-images"),
+    type=click.Choice((*ALGORITHMS, *NO_FLEET)),
+    default=(*ONE_SHOT, *NO_FLEET),
     show_default=True,
     help="May be repeated. alone: each device without the fleet; all-images: training in one place.",
 )
@@ -169,10 +170,10 @@ def simulate_command(
     "--algorithm",
     "algorithms",
     multiple=True,
-    type=click.Choice(("fedtc", "statistics")),
+    type=click.Choice(ONE_SHOT),
     default=("fedtc",),
     show_default=True,
-    help="Of which the accuracy decides; a second one is shown beside it. statistics takes about ten times as long.",
+    help="Of which the accuracy decides; others are shown beside it. statistics takes about ten times as long.",
 )
 @click.option(
     "--per-class",

@@ -18,6 +18,7 @@ from aggregator.config.schema import Robust
 from aggregator.graphs.head_export import head_to_onnx
 from aggregator.training.robust.training_set import judged_set
 from aggregator.training.robust.weights import Counting
+from protocol.errors import ConfigError
 from protocol.models.onnx_metadata import HeadMetadata
 from protofleet.simulation import fedtc, statistics
 from protofleet.simulation.fleet import Client, Features, pooled
@@ -58,11 +59,13 @@ def train(method: Algorithm, clients: Sequence[Client], *, classes: int, robust:
     """Return the result of an algorithm with the default settings of devices."""
     if isinstance(method, RoundAlgorithm):
         return train_rounds(method, clients, classes=classes, robust=robust)
-    if method.sums:
-        return train_statistics(clients, batch_size=ClientSettings().batch_size, robust=robust)
-    if isinstance(method, OneShot):
+    if isinstance(method, Statistics):
+        return train_statistics(
+            clients, batch_size=ClientSettings().batch_size, features=method.features, robust=robust
+        )
+    if isinstance(method, OneShot) and not method.sums:
         return train_prototypes(method, clients, robust=robust)
-    raise TypeError(f"{method.name} is neither of one upload nor of rounds")
+    raise ConfigError(f"{method.name}: expected an algorithm of rounds, or a OneShot of prototypes")
 
 
 def train_prototypes(
@@ -105,11 +108,17 @@ def _head_bytes(head: Sequence[Dense], features: Features) -> int:
     return len(head_to_onnx(head, metadata=metadata))
 
 
-def train_statistics(clients: Sequence[Client], *, batch_size: int, robust: Robust = NO_OUTLIERS) -> Trained:
+def train_statistics(
+    clients: Sequence[Client],
+    *,
+    batch_size: int,
+    features: int = Statistics().features,
+    robust: Robust = NO_OUTLIERS,
+) -> Trained:
     """Return the result of `statistics`; the clients have the same test images."""
-    features, owners = pooled(clients)
+    pool, owners = pooled(clients)
     started_s = time.process_time()
-    data = statistics.map_features(features, random_features=Statistics().features, seed=SEED)
+    data = statistics.map_features(pool, random_features=features, seed=SEED)
     made = statistics.run_fleet(data, owners, batch_size=batch_size, seed=SEED, robust=robust)
     return Trained(
         logits=[made.logits] * len(clients),

@@ -2,14 +2,18 @@
 
 import functools
 import itertools
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import onnx
 
+from aggregator.algorithms.algorithm import OneShot
+from aggregator.algorithms.registry import ALGORITHMS as REGISTERED
 from edge_client.runtime.backbone import Backbone
 from export.block_files import block_tensors, cut, fastest_seconds
+from protocol.errors import ConfigError
 from protocol.models.onnx_metadata import BackboneMetadata
 from protofleet.features import load_backbones
 from protofleet.simulation.candidates import Candidate, list_candidates
@@ -21,12 +25,13 @@ from protofleet.simulation.cross_validation import (
     cross_validate,
     split,
 )
-from protofleet.simulation.dataset import Dataset
+from protofleet.simulation.dataset import Dataset, load_dataset
 from protofleet.simulation.normalization import Finding, check_normalization
 from protofleet.simulation.partitions import parse_partition
-from protofleet.simulation.simulate import FEDTC, STATISTICS
+from protofleet.simulation.simulate import FEDTC, ONE_SHOT, STATISTICS
 
-ALGORITHMS = (FEDTC, STATISTICS)
+DRAWN = (FEDTC, STATISTICS)
+"""Algorithms of which the one that is not compared is evaluated on the recommended features."""
 
 CHECKED_PER_CLASS = 50
 """Images of each class, at most, on which another normalization is tried."""
@@ -89,36 +94,47 @@ class Comparison:
 
 
 def compare(
-    load: Load,
-    files: Sequence[Path],
+    images: str | os.PathLike[str] | Load,
+    files: Sequence[str | os.PathLike[str]],
     *,
-    layers: Sequence[Sequence[str]],
-    per_class: int,
-    algorithms: Sequence[str],
-    devices: int,
-    partition: str,
-    folds: int,
-    draws: int,
-    seed: int,
-    on_step: Callable[[str, int, int], None],
+    layers: Sequence[Sequence[str]] = (),
+    per_class: int = 100,
+    algorithms: Sequence[str | OneShot] = (FEDTC,),
+    devices: int = 10,
+    partition: str = "dirichlet:0.3",
+    folds: int = 5,
+    draws: int = 2,
+    seed: int = 0,
+    on_step: Callable[[str, int, int], None] = lambda _step, _done, _total: None,
 ) -> Comparison:
     """Cross-validate features of labeled images by several classifiers, and recommend some of them.
 
-    `layers` are selections of blocks in place of the usual ones, `algorithms` some of ALGORITHMS, of which the first
-    one's accuracy decides. `on_step` is called with the name of a step, how much of it is done, and of how much. The
-    rest is as for `load_dataset`, `simulate` and `split`.
+    Args:
+        images: a folder or a CSV file as for `load_dataset`, or a function that loads its features.
+        files: backbones, as `export-backbone` wrote them.
+        layers: selections of blocks in place of the usual ones, as in `export-backbone --layers`.
+        per_class: images of each class that are used, at most.
+        algorithms: one-shot algorithms by name or as instances, registered or not; the first one's accuracy decides.
+        devices: among which the images are dealt out.
+        partition: as for `simulate`.
+        folds: parts of the images, each of which is held out once.
+        draws: divisions of the images into folds and among devices.
+        seed: of the divisions.
+        on_step: called with the name of a step, how much of it is done, and of how much.
 
     Raises:
-        ConfigError: there are too few images, no such blocks, or an argument is out of range.
+        ConfigError: there are too few images, no such blocks or algorithms, or an argument is out of range.
         BackboneMismatch: a file is no backbone.
     """
-    division = parse_partition(partition)
-    opened = dict(zip(files, load_backbones(list(files)), strict=True))
+    wanted = [_one_shot(each) for each in algorithms]
+    division, paths = parse_partition(partition), list(map(Path, files))
+    load = images if callable(images) else _loader(images)
+    opened = dict(zip(paths, load_backbones(paths), strict=True))
     backbones = {file: each.metadata for file, each in opened.items()}
     candidates = list_candidates(list(backbones.values()), layers)
     data = load(list(opened.values()), step="features", per_class=per_class)
     splits = split(data.labels, folds=folds, draws=draws, seed=seed)
-    left_out = [each for each in ALGORITHMS if each not in algorithms]
+    left_out = [_one_shot(name) for name in DRAWN if name not in {each.name for each in wanted}]
     total = len(candidates) * len(splits) + folds * bool(left_out)
     steps = itertools.count(1)
 
@@ -128,24 +144,36 @@ def compare(
         partition=division,
         on_split=lambda: on_step("accuracy", next(steps), total),
     )
-    methods = (NEAREST_MEAN, LOGISTIC, *algorithms)
+    methods: tuple[str | OneShot, ...] = (NEAREST_MEAN, LOGISTIC, *wanted)
     rows = tuple(
         Row(candidate=candidate, evaluations=evaluate(candidate.of(data), splits, methods), cost=cost)
         for candidate, cost in zip(candidates, measure_costs(backbones, candidates), strict=True)
     )
-    best, recommended = choose(rows, algorithms[0])
-    others = [algorithms[0], *left_out] if left_out else []
+    best, recommended = choose(rows, wanted[0].name)
+    others = [wanted[0], *left_out] if left_out else []
     first_draw = evaluate(recommended.candidate.of(data), splits[:folds], others) if others else {}
     return Comparison(
         data=data,
         backbones=backbones,
         rows=rows,
-        algorithm=algorithms[0],
+        algorithm=wanted[0].name,
         best=best,
         recommended=recommended,
         first_draw=first_draw,
         findings=tuple(_findings(load, opened, per_class=min(per_class, CHECKED_PER_CLASS), folds=folds)),
     )
+
+
+def _one_shot(algorithm: str | OneShot) -> OneShot:
+    found = REGISTERED[algorithm]() if algorithm in ONE_SHOT else algorithm
+    if not isinstance(found, OneShot):
+        raise ConfigError(f"expected one-shot algorithms out of {', '.join(ONE_SHOT)}, got {algorithm!r}")
+    return found
+
+
+def _loader(images: str | os.PathLike[str]) -> Load:
+    """Return a function that loads the features of a folder or a list of images."""
+    return lambda opened, *, step, per_class: load_dataset(images, opened, per_class=per_class)  # noqa: ARG005
 
 
 def _findings(

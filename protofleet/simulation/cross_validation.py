@@ -1,21 +1,20 @@
 """Accuracy of features by cross-validation, with intervals that allow for training sets that overlap."""
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from aggregator.algorithms.registry import ALGORITHMS as REGISTERED
+from aggregator.algorithms.algorithm import OneShot
 from aggregator.config.schema import Robust
 from protocol.errors import ConfigError
 from protofleet.simulation import algorithms
 from protofleet.simulation.dataset import Dataset
 from protofleet.simulation.fleet import Client, pooled
 from protofleet.simulation.partitions import Partition
-from protofleet.simulation.simulate import FEDTC, STATISTICS, deal
+from protofleet.simulation.simulate import deal
 
 NEAREST_MEAN, LOGISTIC = "nearest mean", "logistic"
 
@@ -112,32 +111,40 @@ def split(labels: NDArray[np.int64], *, folds: int, draws: int, seed: int) -> li
 def cross_validate(
     data: Dataset,
     splits: Sequence[Split],
-    methods: Sequence[str],
+    methods: Sequence[str | OneShot],
     *,
     devices: int = 1,
     partition: Partition = Partition("iid"),  # noqa: B008 - frozen
     on_split: Callable[[], None] = lambda: None,
 ) -> dict[str, Evaluation]:
-    """Return the evaluation of each method: NEAREST_MEAN, LOGISTIC, FEDTC or STATISTICS."""
-    results: dict[str, list[tuple[float, float]]] = {method: [] for method in methods}
+    """Return the evaluation of each method, by its name: NEAREST_MEAN, LOGISTIC or one-shot algorithms."""
+    named = {each if isinstance(each, str) else each.name: each for each in methods}
+    results: dict[str, list[tuple[float, float]]] = {name: [] for name in named}
     for each in splits:
         rng = np.random.default_rng(each.seed)
         clients = deal(data, partition, kept_back=each.kept_back, devices=devices, rng=rng)
         members = [client for client in clients if len(client.train_labels)]
         truth = data.labels[each.kept_back]
-        for method in methods:
-            predicted, size = _METHODS[method](members)
-            results[method].append((float((predicted == truth).mean()), size))
+        for name, method in named.items():
+            predicted, size = _predicted(method, members)
+            results[name].append((float((predicted == truth).mean()), size))
         on_split()
     evaluations = {}
-    for method, pairs in results.items():
+    for name, pairs in results.items():
         accuracies, sizes = np.array(pairs).T
-        evaluations[method] = Evaluation(Estimate(accuracies, splits[0].folds), float(sizes.mean()))
+        evaluations[name] = Evaluation(Estimate(accuracies, splits[0].folds), float(sizes.mean()))
     return evaluations
 
 
 _Predicted = tuple[NDArray[np.int64], float]
 """The classes of the test images, (m,), and the bytes of a device's upload."""
+
+
+def _predicted(method: str | OneShot, clients: Sequence[Client]) -> _Predicted:
+    if isinstance(method, OneShot):
+        trained = algorithms.train(method, clients, classes=0, robust=Robust())
+        return trained.logits[0].argmax(axis=1), trained.up_bytes
+    return {NEAREST_MEAN: _nearest_mean, LOGISTIC: _logistic}[method](clients)
 
 
 def _nearest_mean(clients: Sequence[Client]) -> _Predicted:
@@ -159,16 +166,3 @@ def _in_one_place(model: Any, clients: Sequence[Client]) -> _Predicted:
     """Return what a model of scikit-learn predicts that is trained on all features."""
     features, _ = pooled(clients)
     return model.fit(features.train, features.train_labels).predict(features.test), 0.0
-
-
-def _of_fleet(name: str, clients: Sequence[Client]) -> _Predicted:
-    """Return what the head of an algorithm of one upload predicts."""
-    trained = algorithms.train(REGISTERED[name](), clients, classes=0, robust=Robust())
-    return trained.logits[0].argmax(axis=1), trained.up_bytes
-
-
-_METHODS: Mapping[str, Callable[[Sequence[Client]], _Predicted]] = {
-    NEAREST_MEAN: _nearest_mean,
-    LOGISTIC: _logistic,
-    **{name: functools.partial(_of_fleet, name) for name in (FEDTC, STATISTICS)},
-}

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from aggregator.algorithms.algorithm import RoundAlgorithm
+from aggregator.algorithms.algorithm import Algorithm, OneShot
 from aggregator.algorithms.registry import ALGORITHMS as REGISTERED
 from aggregator.config.schema import Robust
 from aggregator.training.robust.weights import Counting
@@ -19,14 +19,16 @@ from protofleet.simulation.dataset import Dataset
 from protofleet.simulation.fleet import Client
 from protofleet.simulation.partitions import Partition, parse_partition, share_out
 
-FEDTC, STATISTICS, NEAREST_MEAN = "fedtc", "statistics", "fedncm"
+FEDTC, STATISTICS = "fedtc", "statistics"
 ALONE, ALL_IMAGES = "alone", "all-images"
 
 ALGORITHMS = (*REGISTERED, ALONE, ALL_IMAGES)
 """The algorithms that can be simulated; `alone` is each device without the fleet, `all-images` training on all images
 in one place."""
 
-DEFAULT_ALGORITHMS = (FEDTC, STATISTICS, NEAREST_MEAN, ALONE, ALL_IMAGES)
+ONE_SHOT = tuple(name for name, kind in REGISTERED.items() if issubclass(kind, OneShot))
+
+DEFAULT_ALGORITHMS = (*ONE_SHOT, ALONE, ALL_IMAGES)
 """Those that take seconds."""
 
 WORST_SHARE = 0.1
@@ -122,7 +124,7 @@ def simulate(
     *,
     devices: int = 10,
     partition: str = "dirichlet:0.3",
-    algorithms: Sequence[str | RoundAlgorithm] = DEFAULT_ALGORITHMS,
+    algorithms: Sequence[str | Algorithm] = DEFAULT_ALGORITHMS,
     held_out: float = 0.2,
     robust: Robust | None = None,
     seed: int = 0,
@@ -139,7 +141,8 @@ def simulate(
             devices.
         partition: `iid` for random images; `dirichlet:BETA` for shares of each class drawn from a Dirichlet
             distribution, the more unequal the smaller BETA; `sharding:N` for N classes on each device.
-        algorithms: some of `ALGORITHMS`, with their defaults, or algorithms of rounds with settings of their own.
+        algorithms: some of `ALGORITHMS`, with their defaults, or instances with settings of their own, registered or
+            not.
         held_out: share of each class of each domain that no device gets.
         robust: the aggregator's protection against incorrect prototypes; None for its defaults.
         seed: of the images that are held out, and of their division.
@@ -148,7 +151,7 @@ def simulate(
     Raises:
         ConfigError: an argument is out of range, or there are too few images.
     """
-    unknown = [each for each in algorithms if not isinstance(each, RoundAlgorithm) and each not in ALGORITHMS]
+    unknown = [each for each in algorithms if not isinstance(each, Algorithm) and each not in ALGORITHMS]
     if unknown:
         raise ConfigError(f"expected algorithms out of {', '.join(ALGORITHMS)}, got {unknown[0]!r}")
     clients = deal_out(data, parse_partition(partition), devices=devices, held_out=held_out, seed=seed)
@@ -255,7 +258,7 @@ def _weights(own: NDArray[np.int64], present: NDArray[np.int64], classes: int) -
 
 
 def _train(
-    clients: Sequence[Client], classes: int, wanted: Sequence[str | RoundAlgorithm], robust: Robust
+    clients: Sequence[Client], classes: int, wanted: Sequence[str | Algorithm], robust: Robust
 ) -> Iterator[tuple[Trained, str]]:
     """Yield the result of each algorithm; only devices with images take part, and all are evaluated."""
     members = [client for client in clients if len(client.train_labels)]

@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import protofleet
+from aggregator.algorithms.fedncm import FedNCM
 from edge_client.runtime.backbone import Backbone, open_backbone
 from export.block_files import block_tensors, cut
 from protocol.errors import ConfigError
@@ -234,6 +236,31 @@ def test_command_recommends_blocks_for_the_task_file(photos: Path, blocks: Path,
     assert residual["statistics"]["accuracy"] > last["statistics"]["accuracy"] + 0.3
     assert residual["fedtc"]["up_bytes"] > 0
     assert made["first_draw"] == {}
+
+
+class Renamed(FedNCM, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An algorithm that is not registered."""
+
+    name: ClassVar[str] = "renamed"
+
+
+def test_function_compares_an_algorithm_that_is_not_registered(photos: Path, blocks: Path) -> None:
+    """It decides, and a registered one beside it has the same accuracy, as it is the same."""
+    made = protofleet.compare(
+        photos, [blocks], layers=[["last"], ["residual"]], algorithms=[Renamed(), "fedncm"], folds=2, draws=1
+    )
+    assert (made.algorithm, made.recommended.candidate.name) == ("renamed", "residual")
+    for row in made.rows:
+        assert row.accuracy("renamed").values.tolist() == row.accuracy("fedncm").values.tolist()
+    assert set(made.first_draw) == {"renamed", "fedtc", "statistics"}
+
+
+@pytest.mark.parametrize("algorithm", ["fedpcl", "alone"])
+def test_function_compares_one_shot_algorithms_only(photos: Path, blocks: Path, algorithm: str) -> None:
+    with pytest.raises(
+        ConfigError, match="expected one-shot algorithms out of fedtc, statistics, fedncm, got"
+    ):
+        protofleet.compare(photos, [blocks], algorithms=[algorithm])
 
 
 @pytest.mark.parametrize(

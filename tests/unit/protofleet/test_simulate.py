@@ -4,16 +4,23 @@ import json
 import math
 import shutil
 from pathlib import Path
+from typing import Any, ClassVar
 
+import click
 import numpy as np
 import pytest
 from click.testing import CliRunner
 from sklearn.datasets import load_digits
 
 import protofleet
+from aggregator.algorithms.algorithm import OneShot, Training
+from aggregator.algorithms.fedtc.head import Dense
+from aggregator.algorithms.fedtc.train_head import TrainedHead
+from aggregator.algorithms.fedtc.training_set import TrainingSet
+from aggregator.algorithms.statistics.feature_map import Statistics
 from aggregator.config.schema import Robust
 from protocol.errors import ConfigError
-from protofleet.cli import ALGORITHMS, cli
+from protofleet.cli import cli
 from protofleet.simulation import simulate
 from protofleet.simulation.partitions import Partition
 from tests.support.fleets.fleet import write_digits
@@ -105,6 +112,47 @@ def test_outlier_is_reported_by_its_number() -> None:
     )
     assert made["statistics"].quarantined == ("8",)
     assert unprotected["statistics"].quarantined == ()
+
+
+class Majority(OneShot, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An algorithm that is not registered: the class with the most images, with a bonus for the first class."""
+
+    name: ClassVar[str] = "majority"
+    bonus: float = 0.0
+
+    def train(self, data: TrainingSet, training: Training, **_: Any) -> TrainedHead:
+        """Return a head of constants."""
+        del training
+        images = np.bincount(data.labels, data.counts, minlength=data.num_classes).astype(np.float32)
+        images[0] += np.float32(self.bonus)
+        layer = Dense(np.zeros((data.num_classes, data.values.shape[1]), np.float32), images / images.sum())
+        return TrainedHead(layers=(layer,), loss=0.0, accuracy=0.0, epochs=0, temperature=1.0)
+
+
+def test_one_shot_algorithm_that_is_not_registered_is_simulated(digits: protofleet.Dataset) -> None:
+    """An instance, with its settings; it is in the results by its name."""
+    arguments: Any = {"devices": 4, "partition": "iid"}
+    made = protofleet.simulate(digits, algorithms=(Majority(), "fedncm"), **arguments)
+    assert 0 < made["majority"].accuracy < 0.2 < made["fedncm"].accuracy
+    assert made["majority"].up_bytes == made["fedncm"].up_bytes > 0
+    other = protofleet.simulate(digits, algorithms=(Majority(bonus=1e6),), **arguments)
+    assert other["majority"].device_accuracies != made["majority"].device_accuracies
+
+
+def test_settings_of_statistics_are_simulated(digits: protofleet.Dataset) -> None:
+    few, many = (
+        protofleet.simulate(digits, devices=4, algorithms=(Statistics(features=features),))["statistics"]
+        for features in (0, 64)
+    )
+    assert few.up_bytes < many.up_bytes
+
+
+def test_algorithm_of_other_sums_is_refused(digits: protofleet.Dataset) -> None:
+    class Sums(Majority, frozen=True, kw_only=True, forbid_unknown_fields=True):
+        sums: ClassVar[bool] = True
+
+    with pytest.raises(ConfigError, match="majority: expected an algorithm of rounds"):
+        protofleet.simulate(digits, devices=4, algorithms=(Sums(),))
 
 
 @pytest.mark.parametrize(
@@ -216,7 +264,7 @@ def test_missing_file_is_one_line(photos: Path, backbone: Path, tmp_path: Path) 
 
 
 def test_options_of_the_command_are_those_of_the_function() -> None:
-    """The command repeats names, so that `--help` imports nothing."""
-    assert ALGORITHMS == simulate.ALGORITHMS
     (option,) = [each for each in cli.commands["simulate"].params if each.name == "algorithms"]
+    assert isinstance(option.type, click.Choice)
+    assert tuple(option.type.choices) == simulate.ALGORITHMS
     assert option.default == simulate.DEFAULT_ALGORITHMS
