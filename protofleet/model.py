@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_client.data.class_prior import Adjuster, Source
-from edge_client.predict.classifier import open_adjuster
+from edge_client.predict.classifier import open_adjuster, predictions
+from edge_client.predict.head import Head, Result, joined
 from edge_client.predict.head_in_use import HeadInUse
 from edge_client.runtime.onnx_model import Slot, describe, open_model
 from edge_client.storage.device_state import DeviceState
@@ -20,7 +21,7 @@ from protocol.models.onnx_metadata import ModelMetadata, read_metadata
 from protocol.models.preprocessing import Preprocessing
 from protocol.storage.state_folder import default_state_folder
 from protocol.wire.messages import MAX_BLOB_BYTES
-from protofleet.features import features_of, joined
+from protofleet.features import features_of
 from protofleet.images import BATCH_SIZE, Batch, ImageSource, batches
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ class Prediction:
     """The origin of the prior to which the probabilities are adjusted."""
     prior_shares: Mapping[str, float] = field(default_factory=dict)
     """The prior: the share of each class; empty for `none`."""
+    known: bool | None = None
+    """False for an image of no known class; None if the head has no threshold of novelty."""
 
     @property
     def probability(self) -> float:
@@ -58,9 +61,9 @@ class Prediction:
 class _Opened:
     """A model that can be run."""
 
-    classes: tuple[str, ...]
+    head: Head
+    run: Callable[[Batch], Result]
     specs: frozenset[Preprocessing]
-    run: Callable[[Batch], NDArray[np.float32]]
     provider: str
     identity: Mapping[str, Any]
     """The fields of `Prediction` that name the head."""
@@ -76,7 +79,7 @@ class Model:
     @property
     def classes(self) -> tuple[str, ...]:
         """The C class names, in the order of the probabilities."""
-        return self._opened().classes
+        return self._opened().head.classes
 
     @property
     def provider(self) -> str:
@@ -125,27 +128,20 @@ class Model:
                 f"{describe(opened.inputs)} and gives {describe(opened.outputs)}"
             )
 
-        def run(batch: Batch) -> NDArray[np.float32]:
-            feeds = {name: batch[spec] for name, spec in specs.items()}
-            probabilities: NDArray[np.float32] = opened.run(feeds, ["probabilities"])["probabilities"]
-            expected = (len(next(iter(feeds.values()))), len(classes))
-            if probabilities.shape != expected:
-                raise GraphRefused(
-                    f"expected probabilities {expected}, got {probabilities.shape} from the model"
-                )
-            if not np.isfinite(probabilities).all():
-                raise GraphRefused("the model gives NaN or infinity, not probabilities")
-            return probabilities
+        head = Head(classes, opened, bound={}, novelty_threshold=metadata.head.novelty_threshold)
 
-        head = {"head_version": metadata.head.version, "round": None}
-        identity = {**head, "head": metadata.head_sha256, "task": metadata.head.task}
+        def run(batch: Batch) -> Result:
+            return head.run_on({name: batch[spec] for name, spec in specs.items()})
+
+        digests = {"head": metadata.head_sha256, "task": metadata.head.task}
+        identity = {"head_version": metadata.head.version, "round": None, **digests}
 
         def adjuster(prior: Source) -> Adjuster:
             if prior == "labels":
                 raise ConfigError("the prior `labels` is that of a device: use `Model.installed`")
             return Adjuster(classes, prior, labels={})
 
-        model = _Opened(classes, frozenset(specs.values()), run, opened.provider, identity, adjuster)
+        model = _Opened(head, run, frozenset(specs.values()), opened.provider, identity, adjuster)
         return cls(lambda: model)
 
     @classmethod
@@ -183,9 +179,9 @@ class Model:
         def opened() -> _Opened:
             found = heads.follow()
             return _Opened(
-                found.head.classes,
+                found.head,
+                lambda batch: found.head.run(features_of(batch, found.backbones)),
                 frozenset(each.metadata.preprocessing for each in found.backbones),
-                lambda batch: found.head.probabilities(features_of(batch, found.backbones)),
                 found.backbones[0].model.provider,
                 found.installed.identity,
                 lambda prior: open_adjuster(store, found.head, prior),
@@ -220,13 +216,10 @@ class Model:
         adjuster = model.adjuster(prior)
         parts = map(model.run, batches(images, model.specs, batch_size=batch_size))
         for part in [joined(list(parts))] if prior == "images" else parts:
-            rows, used = adjuster.adjust(part)
-            for row in rows:
-                best = np.argsort(-row, kind="stable")
-                sorted_row = {model.classes[label]: float(row[label]) for label in best}
+            for each in predictions(model.head, adjuster, part, top=len(model.head.classes)):
                 yield Prediction(
-                    model.classes[best[0]], sorted_row, **model.identity,
-                    prior=used.source, prior_shares=used.shares,
+                    each.label, dict(each.top), **model.identity,
+                    prior=each.prior.source, prior_shares=each.prior.shares, known=each.known,
                 )  # fmt: skip
 
     def probabilities(
@@ -239,4 +232,6 @@ class Model:
             UnreadableImage: an image cannot be decoded.
         """
         model = self._opened()
-        return joined([model.run(batch) for batch in batches(images, model.specs, batch_size=batch_size)])
+        return joined(
+            [model.run(batch) for batch in batches(images, model.specs, batch_size=batch_size)]
+        ).probabilities

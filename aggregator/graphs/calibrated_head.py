@@ -48,7 +48,12 @@ _NODES = """
 
 
 def with_calibration(
-    head: bytes, confidence: ConfidenceMap, *, version: int, figures: dict[str, float]
+    head: bytes,
+    confidence: ConfidenceMap,
+    *,
+    version: int,
+    figures: dict[str, float],
+    novelty_threshold: float | None = None,
 ) -> bytes:
     """Return a head's file with its logits calibrated, as another version with these metrics beside its own.
 
@@ -72,7 +77,8 @@ def with_calibration(
     model.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in constants.items())
     del model.metadata_props[:]
     training = {**metadata.training, **figures}
-    return finished(model, msgspec.structs.replace(metadata, version=version, training=training))
+    changes = {"version": version, "training": training, "novelty_threshold": novelty_threshold}
+    return finished(model, msgspec.structs.replace(metadata, **changes))
 
 
 def _constants(confidence: ConfidenceMap, classes: int) -> dict[str, NDArray[np.generic]]:

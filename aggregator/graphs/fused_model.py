@@ -17,8 +17,8 @@ from protocol.models.onnx_metadata import (
     to_properties,
 )
 
-OUTPUTS = ("probabilities", "logits")
-"""The outputs in their order: a reader of the file that ignores the names takes the first one."""
+OUTPUTS = ("probabilities", "logits", "novelty")
+"""The outputs in their order: a reader that ignores the names takes the first one; the last one may be missing."""
 
 _ERRORS = (
     onnx.checker.ValidationError,
@@ -38,7 +38,7 @@ def finished(model: onnx.ModelProto, metadata: GraphMetadata | HeadMetadata | Mo
 
 
 def fuse(backbones: Sequence[bytes], head: bytes) -> bytes:
-    """Return the head and its backbones as one ONNX file, images to `probabilities` and `logits`.
+    """Return the head and its backbones as one ONNX file, images to OUTPUTS.
 
     The input of a single backbone is `image`; those of several are `backbone_1/image`, `backbone_2/image` and so on.
 
@@ -93,7 +93,7 @@ def _merged(models: Sequence[onnx.ModelProto]) -> onnx.ModelProto:
         model = compose.merge_models(each, model, io_map=[(feature, feature)])
     outputs = {value.name: value for value in model.graph.output}
     del model.graph.output[:]
-    model.graph.output.extend(outputs[name] for name in OUTPUTS)
+    model.graph.output.extend(outputs[name] for name in OUTPUTS if name in outputs)
     return model
 
 

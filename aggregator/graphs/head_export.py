@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from onnx import numpy_helper
 
 from aggregator.algorithms.fedtc.head import MIN_LENGTH, Dense, logits_of
+from aggregator.algorithms.novelty import ClassDirections
 from aggregator.algorithms.statistics.feature_map import FeatureMap
 from aggregator.graphs.fused_model import finished
 from protocol.models.onnx_metadata import GraphMetadata, HeadMetadata
@@ -32,24 +33,51 @@ def head_to_onnx(
     metadata: HeadMetadata,
     feature_map: FeatureMap | None = None,
     columns: NDArray[np.intp] | None = None,
+    directions: ClassDirections | None = None,
 ) -> bytes:
     """Return a head as an ONNX file, of layers that take features, or some columns of these, or rows of a map.
 
-    Its input is `feature`, float32 (n, L); its outputs are `logits` and `probabilities`, float32 (n, C).
+    Its input is `feature`, float32 (n, L); its outputs are `logits` and `probabilities`, float32 (n, C), and with
+    directions of the selected features, or of a map's rows without random features, `novelty`, float32 (n,).
     """
     *hidden, classifier = layers
     if feature_map is None:
         nodes, constants, value = _hidden_layers(hidden, columns, metadata.feature_size)
+        row = "selected" if "columns" in constants else "feature"
     else:
         (nodes, constants), value = feature_map.nodes(), "projection"
-    nodes += _dense("logits", classifier, value, constants)
+        row = "identity_row" if feature_map.random_features else value
+    nodes += [*_dense("logits", classifier, value, constants), "probabilities = Softmax<axis=1>(logits)"]
     rows = f"float[n, {len(metadata.classes)}]"
-    model = _model(
-        f"head (float[n, {metadata.feature_size}] feature) => ({rows} logits, {rows} probabilities)",
-        [*nodes, "probabilities = Softmax<axis=1>(logits)"],
-        constants,
-    )
+    outputs = f"{rows} logits, {rows} probabilities"
+    if directions is not None:
+        nodes += _novelty(directions, row, constants)
+        outputs += ", float[n] novelty"
+    model = _model(f"head (float[n, {metadata.feature_size}] feature) => ({outputs})", nodes, constants)
     return finished(model, metadata)
+
+
+def _novelty(directions: ClassDirections, row: str, constants: dict[str, NDArray[np.generic]]) -> list[str]:
+    """Add directions to the constants; return the nodes that compute the novelty of a row."""
+    nodes = []
+    if directions.factors is not None:
+        constants["novelty_factors"] = directions.factors
+        nodes, row = [f"novelty_row = Mul({row}, novelty_factors)"], "novelty_row"
+    constants |= {
+        "novelty_units": directions.units,
+        "novelty_axes": np.array([1]),
+        "novelty_min_length": np.array(MIN_LENGTH, np.float32),
+        "novelty_whole": np.array(1, np.float32),
+    }
+    return [
+        *nodes,
+        f"novelty_products = Gemm<transB=1>({row}, novelty_units)",
+        "novelty_nearest = ReduceMax<keepdims=0>(novelty_products, novelty_axes)",
+        f"novelty_length = ReduceL2<keepdims=0>({row}, novelty_axes)",
+        "novelty_divisor = Max(novelty_length, novelty_min_length)",
+        "novelty_cosine = Div(novelty_nearest, novelty_divisor)",
+        "novelty = Sub(novelty_whole, novelty_cosine)",
+    ]
 
 
 def _hidden_layers(
@@ -145,8 +173,9 @@ def max_difference(
     feature_map: FeatureMap | None = None,
     *,
     columns: NDArray[np.intp] | None = None,
+    directions: ClassDirections | None = None,
 ) -> float:
-    """Return the maximum difference of the file's logits and probabilities in ONNX Runtime from those of its layers.
+    """Return the maximum difference of the file's outputs in ONNX Runtime from those of its layers and directions.
 
     `features` is float32 (m, L), m >= 1, repeated for batches larger than m.
     """
@@ -155,9 +184,14 @@ def max_difference(
     for size in BATCH_SIZES:
         batch = np.resize(features, (size, features.shape[1]))
         inputs = batch if columns is None else batch[:, columns]
-        logits = logits_of(layers, inputs if feature_map is None else mapped(feature_map, batch))
+        rows = inputs if feature_map is None else mapped(feature_map, batch)
+        logits = logits_of(layers, rows)
         outputs = session.run(["logits", "probabilities"], {"feature": batch})
         worst = max(worst, difference_from(logits, outputs))
+        if directions is not None:
+            (novelty,) = session.run(["novelty"], {"feature": batch})
+            expected = directions.novelty(rows[:, : directions.units.shape[1]])
+            worst = max(worst, float(np.nan_to_num(np.abs(expected - novelty), nan=np.inf).max()))
     return worst
 
 

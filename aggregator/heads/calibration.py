@@ -39,17 +39,10 @@ class Calibration:
         self._task = task
         self._store = store
         self._version, self._next_s = 0, 0.0
-        manifest, training = task.manifest, task.file.training
-        self._is_possible = (
-            training.calibrate
-            and manifest.program is None
-            and manifest.differential_privacy is None
-            and len(manifest.classes) > 1
-        )
 
     def job(self, head: HeadRecord | None, decisions: DeviceDecisions) -> CalibrationJob | None:
         """Return the job that makes the calibrated version of the newest head; None if it is not due."""
-        if head is None or not self._is_possible or CALIBRATED_FROM in head.metrics:
+        if head is None or not self._task.calibrates or CALIBRATED_FROM in head.metrics:
             return None
         now_s = self._store.clock.now_s()
         if head.version != self._version:
@@ -62,7 +55,9 @@ class Calibration:
             return None
         evaluations = self._store.evaluations.of_head(self._task.digest, head.version)
         multiple = self._task.file.robust.max_multiple
-        correct, images = pooled((evaluations[each] for each in members & evaluations.keys()), multiple)
+        correct, images, novelty = pooled(
+            (evaluations[each] for each in members & evaluations.keys()), multiple
+        )
         if images.sum() < MIN_IMAGES:
             self.postpone()
             return None
@@ -76,6 +71,7 @@ class Calibration:
             head=head.file.hex(),
             correct=tuple(correct.tolist()),
             images=tuple(images.tolist()),
+            novelty=tuple(novelty.tolist()),
         )
 
     def postpone(self) -> None:
@@ -103,24 +99,28 @@ class Calibration:
 
 def pooled(
     evaluations: Iterable[Evaluation], multiple: float
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the correct predictions and all in each bin, (CONFIDENCE_BINS,), over devices.
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """Return the correct predictions and all in each bin, and all in each bin of novelty, (CONFIDENCE_BINS,).
 
     A device that claims many held-out images counts at most as its submission could (`robust.weights`).
     """
     parts = np.array(
         [
-            (each.confidence_correct, each.confidence_images)
+            (
+                each.confidence_correct,
+                each.confidence_images,
+                each.novelty_images or [0] * CONFIDENCE_BINS,
+            )
             for each in evaluations
             if each.confidence_correct is not UNSET and each.confidence_images is not UNSET
         ],
         np.float64,
-    ).reshape(-1, 2, CONFIDENCE_BINS)
+    ).reshape(-1, 3, CONFIDENCE_BINS)
     parts = parts[parts[:, 1].any(axis=1)]
     totals = parts[:, 1].sum(axis=1, keepdims=True)
     factors = counted_totals(totals, multiple=multiple) / totals[:, 0]
-    correct, images = (parts * factors[:, None, None]).sum(axis=0)
-    return correct, images
+    correct, images, novelty = (parts * factors[:, None, None]).sum(axis=0)
+    return correct, images, novelty
 
 
 def store_calibrated(task: Task, store: Store, job: CalibrationJob, result: Result) -> HeadRecord:

@@ -98,6 +98,7 @@ def job_of(
         "robust": task.file.robust,
         "half_memory": has_half_memory(state.failures),
         "folder": str(folder / f"head-{train.version}"),
+        "has_novelty": task.calibrates,
     }
     if (rows := task.feature_map) is not None:
         return StatisticsJob(

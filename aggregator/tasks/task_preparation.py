@@ -50,6 +50,13 @@ class Task:
         return self.expectation.task
 
     @property
+    def calibrates(self) -> bool:
+        """True if heads get a second version, by the evaluations of devices."""
+        manifest = self.manifest
+        has_evaluations = manifest.program is None and manifest.differential_privacy is None
+        return self.file.training.calibrate and has_evaluations and len(manifest.classes) > 1
+
+    @property
     def intake(self) -> IntakeTask:
         file, expected = self.file, self.expectation
         return IntakeTask(

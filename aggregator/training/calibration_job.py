@@ -1,11 +1,12 @@
 """The job that calibrates a head: `python -m aggregator.training.calibration_job JOB.json`.
 
-It reads the head's file and changes its confidence. The same counts make the same bytes.
+It reads the head's file, calibrates its confidence and sets its novelty threshold. The same counts make the same bytes.
 """
 
 import numpy as np
 
 from aggregator.algorithms.confidence import fit_map
+from aggregator.algorithms.novelty import novelty_threshold
 from aggregator.graphs.calibrated_head import max_difference, with_calibration
 from aggregator.storage.blobs import open_blobs
 from aggregator.storage.heads import CALIBRATED_FROM
@@ -24,7 +25,10 @@ def run(job: CalibrationJob) -> Result:
     images = np.array(job.images)
     confidence = fit_map(np.array(job.correct), images, classes=len(manifest.classes))
     figures = {CALIBRATED_FROM: float(job.version - 1), "calibration_images": float(images.sum())}
-    head = with_calibration(before, confidence, version=job.version, figures=figures)
+    threshold = novelty_threshold(np.array(job.novelty)) if any(job.novelty) else None
+    head = with_calibration(
+        before, confidence, version=job.version, figures=figures, novelty_threshold=threshold
+    )
     random = np.random.default_rng(0).exponential(size=(256, job.feature_size)).astype(np.float32)
     difference = max_difference(before, head, confidence, random)
     if not difference <= MAX_ONNX_DIFFERENCE:

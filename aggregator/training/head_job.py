@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from aggregator.algorithms.fedtc.head import Dense
 from aggregator.algorithms.fedtc.training_set import Arrays
+from aggregator.algorithms.novelty import ClassDirections, class_directions
 from aggregator.algorithms.statistics.feature_map import FeatureMap, selected
 from aggregator.graphs.head_export import head_to_onnx, max_difference
 from aggregator.intake.validation import Expectation, Prototypes, check_submission
@@ -76,7 +77,11 @@ def run(job: HeadJob) -> Result:
     }
     features = np.zeros((len(data.values[:256]), job.feature_size), np.float32)
     features[:, columns] = data.values[:256]
-    metrics = write_checked(job, manifest, trained.layers, figures, features=features)
+    directions = None
+    if job.has_novelty:
+        scales = data.factors() if len(data.widths) > 1 else None
+        directions = class_directions(data.centers[np.unique(data.labels)], scales)
+    metrics = write_checked(job, manifest, trained.layers, figures, features=features, directions=directions)
     return Result(
         prototypes=len(data.labels),
         metrics={**metrics, "seconds": seconds},
@@ -94,6 +99,7 @@ def write_checked(
     figures: dict[str, float],
     *,
     features: NDArray[np.float32],
+    directions: ClassDirections | None,
     feature_map: FeatureMap | None = None,
 ) -> dict[str, float]:
     """Write a head's files, and return its figures with the greatest difference from its layers on these features.
@@ -105,8 +111,10 @@ def write_checked(
         figures = {**figures, "half_memory": 1.0}
     columns = selected(manifest.columns, job.feature_size)
     metadata = job.metadata(manifest, figures)
-    head = head_to_onnx(layers, metadata=metadata, feature_map=feature_map, columns=columns)
-    difference = max_difference(layers, head, features, feature_map, columns=columns)
+    head = head_to_onnx(
+        layers, metadata=metadata, feature_map=feature_map, columns=columns, directions=directions
+    )
+    difference = max_difference(layers, head, features, feature_map, columns=columns, directions=directions)
     if not difference <= MAX_ONNX_DIFFERENCE:
         raise ProtofleetError(
             f"the head in ONNX Runtime differs by {difference:.3g}, more than {MAX_ONNX_DIFFERENCE}: not published"

@@ -91,6 +91,8 @@ class CollectionJob(SubmissionsJob, frozen=True, kw_only=True):
     robust: Robust = Robust()
     half_memory: bool = False
     """Use half of each device's prototypes, for a linear discriminant; of groups for sums, compare half."""
+    has_novelty: bool = False
+    """The head has the output `novelty`."""
 
 
 class HeadJob(CollectionJob, frozen=True, kw_only=True):
@@ -146,6 +148,8 @@ class CalibrationJob(SubmissionsJob, frozen=True, kw_only=True):
     """Correct predictions of held-out images in each bin of confidence."""
     images: tuple[float, ...]
     """Held-out images in each bin."""
+    novelty: tuple[float, ...] = ()
+    """Held-out images in each bin of novelty; empty if the head has none."""
 
 
 class CompileJob(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from aggregator.algorithms.statistics.moments import WHOLE, Moments, factors
+from aggregator.algorithms.novelty import class_directions
+from aggregator.algorithms.statistics.moments import WHOLE, Moments, class_means, factors
 from aggregator.algorithms.statistics.ridge import TEMPERATURE, solve
 from aggregator.graphs.head_export import map_to_onnx
 from aggregator.intake.validation import Expectation, Refused
@@ -98,7 +99,12 @@ def run(job: StatisticsJob) -> Result:
     }
     seconds = time.perf_counter() - started_s
     random = np.random.default_rng(0).exponential(size=(256, job.feature_size)).astype(np.float32)
-    metrics = write_checked(job, manifest, [ridge.layer], figures, features=random, feature_map=feature_map)
+    directions = None
+    if job.has_novelty:
+        directions = class_directions(class_means(total)[total.class_counts > 0, : feature_map.selected])
+    metrics = write_checked(
+        job, manifest, [ridge.layer], figures, features=random, feature_map=feature_map, directions=directions
+    )
     rows = [each for device, each in sums.rows.items() if device not in sums.quarantined]
     invalid = {device: f"its submission is refused: {error.detail}" for device, error in sums.refused.items()}
     return Result(

@@ -23,11 +23,12 @@ from protocol.errors import ProtofleetError
 
 if TYPE_CHECKING:
     from edge_client.data.class_prior import Source
+    from edge_client.data.extraction import Refusal
     from edge_client.predict.classifier import Prediction
     from edge_client.runtime.session import Provider
     from edge_client.storage.stored_values import InstalledHead
 
-Print = Callable[["Prediction", "InstalledHead"], None]
+Print = Callable[[Path, "Prediction | Refusal", "InstalledHead"], None]
 
 top_option = click.option(
     "--top", type=COUNT, default=3, show_default=True, help="Number of classes to print."
@@ -35,6 +36,12 @@ top_option = click.option(
 AT_ONCE = 10_000
 """Images that wait for their prior: more of them are predicted in parts, each with its own prior."""
 
+min_probability_option = setting(
+    "--min-probability",
+    type=click.FloatRange(0, 1),
+    default=0.0,
+    help="Answer `unsure` below this probability.",
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object per image.")
 csv_option = click.option("--csv", "as_csv", is_flag=True, help="Print CSV with a header, one row per image.")
 
@@ -58,12 +65,13 @@ csv_option = click.option("--csv", "as_csv", is_flag=True, help="Print CSV with 
     help="Adjust predictions to the classes of IMAGES, or of the device's labeled images  [default: images; none if "
     "the head is this device's own]",
 )
+@min_probability_option
 @top_option
 @json_option
 @csv_option
 def predict_command(  # noqa: PLR0913 - every option of the command line
     *, images: tuple[Path, ...], fleet: str, state: Path | None, provider: "Provider", threads: int | None,
-    prior: "Source | None", top: int, as_json: bool, as_csv: bool,
+    prior: "Source | None", min_probability: float, top: int, as_json: bool, as_csv: bool,
 ) -> None:  # fmt: skip
     """Classify IMAGES with the installed head, offline.
 
@@ -73,6 +81,7 @@ def predict_command(  # noqa: PLR0913 - every option of the command line
     with loading_modules():
         from edge_client.cli.image_arguments import named_images
         from edge_client.data.class_prior import MAX_VALUES
+        from edge_client.data.extraction import Refusal
         from edge_client.predict.classifier import open_classifier
         from edge_client.progress_bar import Progress
         from edge_client.runtime.session import require_runtime
@@ -81,7 +90,14 @@ def predict_command(  # noqa: PLR0913 - every option of the command line
     output = printer(as_json=as_json, as_csv=as_csv)
     paths = named_images(images)
     store = open_state_to_predict(state, fleet)
-    classifier = open_classifier(store, provider=provider, threads=threads, prior=prior, images=len(paths))
+    classifier = open_classifier(
+        store,
+        provider=provider,
+        threads=threads,
+        prior=prior,
+        images=len(paths),
+        min_probability=min_probability,
+    )
     for note in classifier.notes:
         say(note, err=True)
     has_prior = classifier.adjuster.source == "images"
@@ -93,11 +109,11 @@ def predict_command(  # noqa: PLR0913 - every option of the command line
             if is_shown:
                 progress.update(done, len(paths))
 
-        for prediction in classifier.predict(paths, top=top, at_once=at_once, on_progress=on_progress):
+        for path, prediction in classifier.predict(paths, top=top, at_once=at_once, on_progress=on_progress):
             if at_once > 1:
                 progress.close()
-            failed += bool(prediction.error)
-            output(prediction, classifier.installed)
+            failed += isinstance(prediction, Refusal)
+            output(path, prediction, classifier.installed)
     if failed:
         raise ProtofleetError(f"{failed} of {len(paths)} images could not be read")
 
@@ -112,11 +128,13 @@ def printer(*, as_json: bool, as_csv: bool) -> Print:
         raise click.UsageError("--json and --csv cannot be used together")
     output = _print_json if as_json else _CsvPrinter() if as_csv else _TextPrinter()
 
-    def print_one(prediction: "Prediction", head: "InstalledHead") -> None:
-        if prediction.error:
-            say(f"error: {prediction.error}", err=True)
+    def print_one(path: Path, prediction: "Prediction | Refusal", head: "InstalledHead") -> None:
+        from edge_client.data.extraction import Refusal
+
+        if isinstance(prediction, Refusal):
+            say(f"error: {path}: {prediction.reason}", err=True)
         else:
-            output(prediction, head)
+            output(path, prediction, head)
 
     return print_one
 
@@ -127,20 +145,20 @@ class _TextPrinter:
     def __init__(self) -> None:
         self._shown = "none"
 
-    def __call__(self, prediction: "Prediction", _head: "InstalledHead") -> None:
+    def __call__(self, path: Path, prediction: "Prediction", _head: "InstalledHead") -> None:
         prior = prediction.prior
         frequent = sorted(prior.shares.items(), key=lambda item: -item[1])[:3]
         shown = "  ".join([prior.source, *(f"{name} {share:.0%}" for name, share in frequent)])
-        if shown != self._shown:
+        if shown != self._shown and prediction.known is not False:
             say(f"prior: {shown}", err=True)
             self._shown = shown
-        say(f"{prediction.path}: {'  '.join(f'{name} {score:.1%}' for name, score in prediction.top)}")
+        scores = "  ".join(f"{name} {score:.1%}" for name, score in prediction.top)
+        is_class = prediction.answer == prediction.label
+        say(f"{path}: {scores}" if is_class else f"{path}: {prediction.answer} ({scores})")
 
 
-def _print_json(prediction: "Prediction", head: "InstalledHead") -> None:
-    scores = dict(prediction.top)
-    line = {"image": str(prediction.path), "label": prediction.label, "scores": scores}
-    click.echo(as_json_text({**line, **prediction.prior.fields(list(scores)), **head.identity}))
+def _print_json(path: Path, prediction: "Prediction", head: "InstalledHead") -> None:
+    click.echo(as_json_text({"image": str(path), **prediction.fields(), **head.identity}))
 
 
 class _CsvPrinter:
@@ -149,15 +167,16 @@ class _CsvPrinter:
     def __init__(self) -> None:
         self._has_header = False
 
-    def __call__(self, prediction: "Prediction", head: "InstalledHead") -> None:
+    def __call__(self, path: Path, prediction: "Prediction", head: "InstalledHead") -> None:
         import csv
 
         rows = csv.writer(sys.stdout, lineterminator="\n")
         if not self._has_header:
             numbers = range(1, len(prediction.top) + 1)
             pairs = (name for number in numbers for name in (f"label_{number}", f"probability_{number}"))
-            rows.writerow(["image", *pairs, "head_version", "prior"])
+            rows.writerow(["image", *pairs, "head_version", "prior", "answer"])
             self._has_header = True
         scores = (value for name, score in prediction.top for value in (plain(name), f"{score:.6f}"))
-        rows.writerow([plain(str(prediction.path)), *scores, head.version, prediction.prior.source])
+        end = (head.version, prediction.prior.source, plain(prediction.answer))
+        rows.writerow([plain(str(path)), *scores, *end])
         sys.stdout.flush()

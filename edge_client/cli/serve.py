@@ -15,6 +15,7 @@ from edge_client.cli.options import (
     state_option,
     threads_option,
 )
+from edge_client.cli.predict import min_probability_option
 from protocol.cli import (
     examples,
     read_secret,
@@ -42,6 +43,7 @@ _MIB = 1024**2
 @provider_option
 @threads_option
 @prior_option
+@min_probability_option
 @setting("--http", metavar="HOST:PORT", default="127.0.0.1:8090", help="Address to listen on.")
 @setting(
     "--http-token-file",
@@ -56,6 +58,7 @@ _MIB = 1024**2
 @verbose_option
 def serve_command(  # noqa: PLR0913 - every option of the command line
     *, fleet: str, state: Path | None, provider: "Provider", threads: int | None, prior: "Source",
+    min_probability: float,
     http: str, http_token_file: Path | None, max_image_mb: int, verbose: bool,
 ) -> None:  # fmt: skip
     """Answer HTTP requests with predictions of the newest head, until interrupted.
@@ -81,7 +84,7 @@ def serve_command(  # noqa: PLR0913 - every option of the command line
         token = read_secret(http_token_file, what="token")
     options = parse_options(http, token=token or None, max_image_bytes=max_image_mb * _MIB)
     store = open_state_to_predict(state, fleet)
-    heads = HeadInUse(store, provider=provider, threads=threads, prior=prior)
+    heads = HeadInUse(store, provider=provider, threads=threads, prior=prior, min_probability=min_probability)
     with PredictionServer(options, heads) as server:
         stop_on_terminate()
         try:

@@ -18,16 +18,26 @@ from edge_client.cli.options import (
     state_option,
     threads_option,
 )
-from edge_client.cli.predict import Print, csv_option, json_option, printer, top_option
+from edge_client.cli.predict import (
+    Print,
+    csv_option,
+    json_option,
+    min_probability_option,
+    printer,
+    top_option,
+)
 from protocol.cli import examples, start_logging, verbose_option
 from protocol.errors import ConfigError, ProtofleetError
 from protocol.service_manager import stop_on_terminate
 
 if TYPE_CHECKING:
     from edge_client.data.class_prior import Source
-    from edge_client.predict.classifier import Classifier
+    from edge_client.data.extraction import Refusal
+    from edge_client.predict.classifier import Classifier, Prediction
     from edge_client.predict.folder_watch import FolderWatch
+    from edge_client.predict.majority import Majority
     from edge_client.runtime.session import Provider
+    from edge_client.storage.stored_values import InstalledHead
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +49,7 @@ log = logging.getLogger(__name__)
 @provider_option
 @threads_option
 @prior_option
+@min_probability_option
 @top_option
 @json_option
 @csv_option
@@ -47,18 +58,41 @@ log = logging.getLogger(__name__)
     "--interval-s", type=click.FloatRange(min=0.05), default=0.5, show_default=True,
     help="Seconds between searches for new images.",
 )  # fmt: skip
+@click.option(
+    "--changes",
+    is_flag=True,
+    help="Print a line only when the answer changes, on which most of the newest images agree.",
+)
+@click.option(
+    "--frames",
+    type=click.IntRange(1, 1000),
+    default=3,
+    show_default=True,
+    help="Newest images for --changes.",
+)
+@click.option(
+    "--agree", type=click.FloatRange(0.5, 1, min_open=True), default=0.6, show_default=True,
+    help="Share of --frames that must have one answer.",
+)  # fmt: skip
+@click.option(
+    "--debounce-s", type=click.FloatRange(min=0), default=0.0, show_default=True,
+    help="Seconds for which they must agree before the answer changes.",
+)  # fmt: skip
 @verbose_option
 def watch_command(  # noqa: PLR0913 - every option of the command line
     *, folder: Path, fleet: str, state: Path | None, provider: "Provider", threads: int | None,
-    prior: "Source", top: int, as_json: bool, as_csv: bool, existing: bool, interval_s: float, verbose: bool,
+    prior: "Source", min_probability: float, top: int, as_json: bool, as_csv: bool, existing: bool,
+    interval_s: float, changes: bool, frames: int, agree: float, debounce_s: float, verbose: bool,
 ) -> None:  # fmt: skip
     """Classify each new image in FOLDER, and below it, with the newest head, until interrupted.
 
-    An image that is still being written is waited for, and one that changes is classified again.
+    An image that is still being written is waited for, and one that changes is classified again. With --changes, FOLDER
+    has the images of one camera.
     """
     with loading_modules():
         from edge_client.predict.folder_watch import FolderWatch
         from edge_client.predict.head_in_use import HeadInUse
+        from edge_client.predict.majority import Majority
         from edge_client.runtime.session import require_runtime
         from protocol.log import event
 
@@ -67,8 +101,10 @@ def watch_command(  # noqa: PLR0913 - every option of the command line
     if not folder.is_dir():
         raise ConfigError(f"expected a folder to watch, got {folder}")
     output = printer(as_json=as_json, as_csv=as_csv)
+    if changes:
+        output = changes_only(output, Majority(frames=frames, agree=agree, debounce_s=debounce_s))
     store = open_state_to_predict(state, fleet)
-    heads = HeadInUse(store, provider=provider, threads=threads, prior=prior)
+    heads = HeadInUse(store, provider=provider, threads=threads, prior=prior, min_probability=min_probability)
     watch = FolderWatch(folder, existing=existing)
     stop_on_terminate()
     event(log, logging.INFO, "watching", folder=folder)
@@ -78,15 +114,27 @@ def watch_command(  # noqa: PLR0913 - every option of the command line
         time.sleep(interval_s)
 
 
+def changes_only(output: Print, state: "Majority") -> Print:
+    """Return a function that prints the predictions that change the state, and errors."""
+    from edge_client.data.extraction import Refusal
+
+    def print_change(path: Path, prediction: "Prediction | Refusal", head: "InstalledHead") -> None:
+        if isinstance(prediction, Refusal) or state.changes(prediction.answer, now_s=time.monotonic()):
+            output(path, prediction, head)
+
+    return print_change
+
+
 def classify_new(watch: "FolderWatch", classifier: "Classifier", *, top: int, output: Print) -> None:
     """Print a prediction for each image that is ready, and an error for one that stays unusable."""
+    from edge_client.data.extraction import Refusal
     from protocol.log import event
 
     paths = watch.poll()
     try:
-        for prediction in classifier.predict(paths, top=top):
-            if watch.done(prediction.path, failed=bool(prediction.error)):
-                output(prediction, classifier.installed)
+        for path, prediction in classifier.predict(paths, top=top):
+            if watch.done(path, failed=isinstance(prediction, Refusal)):
+                output(path, prediction, classifier.installed)
     except ProtofleetError as error:  # the backbone or the head fails on one of them
         event(log, logging.ERROR, "images not classified", images=len(paths), reason=str(error))
         for path in paths:

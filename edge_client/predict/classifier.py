@@ -1,19 +1,19 @@
-"""A head with its backbones and its prior: from images to classes, offline."""
+"""A head with its backbones and its prior: from images to classes or "unknown", offline."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL import Image
 
 from edge_client.data.class_prior import NO_PRIOR, Adjuster, Prior, Source
 from edge_client.data.extraction import Refusal, feature_batches, feature_of
 from edge_client.data.images import unlabeled
-from edge_client.predict.head import Head, open_installed
+from edge_client.predict.head import Head, Result, joined, open_installed
 from edge_client.runtime.backbone import Backbone, open_backbone
 from edge_client.runtime.session import Provider
 from edge_client.storage.device_state import DeviceState
@@ -24,21 +24,36 @@ Guard = Callable[[], AbstractContextManager[None]]
 """A context in which a part of a model runs; it counts the program's crashes there."""
 
 
+UNKNOWN, UNSURE = "unknown", "unsure"
+
+
 @dataclass(frozen=True)
 class Prediction:
     """The result for one image."""
 
-    path: Path
-    top: tuple[tuple[str, float], ...] = ()
+    top: tuple[tuple[str, float], ...]
     """The most probable classes with their probabilities, in descending order."""
-    error: str = ""
-    """Why there is no prediction; empty if there is one."""
-    prior: Prior = NO_PRIOR
+    prior: Prior
+    known: bool | None = None
+    """False if the novelty exceeds the head's threshold; None if the head has no threshold."""
+    is_sure: bool = True
+    """The probability reaches the minimum that the user set."""
 
     @property
     def label(self) -> str:
         """The most probable class."""
         return self.top[0][0]
+
+    @property
+    def answer(self) -> str:
+        """`unknown`, `unsure`, or the label."""
+        return UNKNOWN if self.known is False else self.label if self.is_sure else UNSURE
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of a JSON answer."""
+        scores = dict(self.top)
+        answer = {"label": self.label, "answer": self.answer, "known": self.known, "scores": scores}
+        return {**answer, **self.prior.fields(list(scores))}
 
 
 @dataclass(frozen=True)
@@ -49,6 +64,7 @@ class Classifier:
     backbones: Sequence[Backbone]
     head: Head
     adjuster: Adjuster
+    min_probability: float = 0.0
     run_head: Guard = nullcontext
     run_backbones: Guard = nullcontext
 
@@ -57,24 +73,22 @@ class Classifier:
         """Notes on the backbones that do not run as they were asked to; each once."""
         return list({each.model.note: None for each in self.backbones if each.model.note})
 
-    def classify(
-        self, image: Image.Image | bytes, *, top: int
-    ) -> tuple[tuple[tuple[str, float], ...], Prior]:
-        """Return the `top` most probable classes of an image, decoded or as a file's bytes, with their probabilities.
+    def classify(self, image: Image.Image | bytes, *, top: int) -> Prediction:
+        """Return the prediction for an image, decoded or as a file's bytes, with the `top` classes.
 
         Raises:
             UnreadableImage: it cannot be used.
             ProtofleetError: the backbone or the head fails on it.
         """
-        rows, prior = self.adjuster.adjust(self.probabilities(image))
-        return self._best(rows[0], top), prior
+        (prediction,) = self._predictions([self.run(image)], top)
+        return prediction
 
-    def probabilities(self, image: Image.Image | bytes) -> NDArray[np.float32]:
-        """Return the head's probabilities of an image, float32 (1, C); the errors are those of `classify`."""
+    def run(self, image: Image.Image | bytes) -> Result:
+        """Return the head's result for an image; the errors are those of `classify`."""
         feature = feature_of(image, self.backbones)
         if isinstance(feature, Refusal):
             raise UnreadableImage(feature.reason)
-        return self.head.probabilities(feature[None])
+        return self.head.run(feature[None])
 
     def predict(
         self,
@@ -84,48 +98,61 @@ class Classifier:
         at_once: int = 1,
         on_progress: Callable[[int], None] = lambda _: None,
         batch_size: int = 16,
-    ) -> Iterator[Prediction]:
-        """Yield a prediction for each image, in order, with the `top` classes; for an unusable image, with the reason.
+    ) -> Iterator[tuple[Path, Prediction | Refusal]]:
+        """Yield each image's path and prediction with the `top` classes, in order; for an unusable image, the reason.
 
         Two batches of images are in memory at a time. The prior is applied once the probabilities of `at_once` images
         are known; `on_progress` is called with the number of images that were run, after each batch.
         """
         images, done = map(unlabeled, paths), 0
-        waiting: list[tuple[Path, NDArray[np.float32] | Refusal]] = []
+        waiting: list[tuple[Path, Result | Refusal]] = []
         for batch in feature_batches(
             images, self.backbones, batch_size=batch_size, workers=2, run_backbones=self.run_backbones
         ):
             has_feature = any(not isinstance(feature, Refusal) for _, feature in batch)
             with self.run_head() if has_feature else nullcontext():
-                waiting += [(image.path, self._probabilities(feature)) for image, feature in batch]
+                waiting += [
+                    (image.path, each if isinstance(each, Refusal) else self.head.run(each[None]))
+                    for image, each in batch
+                ]
             done += len(batch)
             on_progress(done)
             if len(waiting) >= at_once:
-                yield from self._predictions(waiting, top)
+                yield from self._with_paths(waiting, top)
                 waiting = []
-        yield from self._predictions(waiting, top)
+        yield from self._with_paths(waiting, top)
 
-    def _probabilities(self, feature: NDArray[np.float32] | Refusal) -> NDArray[np.float32] | Refusal:
-        return feature if isinstance(feature, Refusal) else self.head.probabilities(feature[None])[0]
+    def _with_paths(
+        self, found: Sequence[tuple[Path, Result | Refusal]], top: int
+    ) -> Iterator[tuple[Path, Prediction | Refusal]]:
+        predictions = self._predictions([each for _, each in found if not isinstance(each, Refusal)], top)
+        for path, result in found:
+            yield path, result if isinstance(result, Refusal) else next(predictions)
 
-    def _predictions(
-        self, found: Sequence[tuple[Path, NDArray[np.float32] | Refusal]], top: int
-    ) -> Iterator[Prediction]:
-        """Yield the predictions of images by their probabilities, float32 (C,), with one prior."""
-        rows, prior = [row for _, row in found if not isinstance(row, Refusal)], NO_PRIOR
-        if rows:
-            adjusted, prior = self.adjuster.adjust(np.stack(rows))
-            rows = list(adjusted)
-        left = iter(rows)
-        for path, row in found:
-            if isinstance(row, Refusal):
-                yield Prediction(path, error=f"{path}: {row.reason}")
-            else:
-                yield Prediction(path, self._best(next(left), top), prior=prior)
+    def _predictions(self, results: Sequence[Result], top: int) -> Iterator[Prediction]:
+        if not results:
+            return iter(())
+        sure_from = self.min_probability
+        return predictions(self.head, self.adjuster, joined(results), top=top, min_probability=sure_from)
 
-    def _best(self, probabilities: NDArray[np.float32], top: int) -> tuple[tuple[str, float], ...]:
-        best = np.argsort(-probabilities, kind="stable")[:top]
-        return tuple((self.head.classes[label], float(probabilities[label])) for label in best)
+
+def predictions(
+    head: Head, adjuster: Adjuster, result: Result, *, top: int, min_probability: float = 0.0
+) -> Iterator[Prediction]:
+    """Yield a prediction with the `top` classes for each image; the prior is that of the images of known classes."""
+    known = head.known(result)
+    members = np.ones(len(result.probabilities), bool) if known is None else known
+    rows = result.probabilities.copy()
+    rows[members], prior = adjuster.adjust(rows[members])
+    for row, is_member in zip(rows, members.tolist(), strict=True):
+        labels = np.argsort(-row, kind="stable")[:top]
+        best = tuple((head.classes[label], float(row[label])) for label in labels)
+        yield Prediction(
+            top=best,
+            prior=prior if is_member else NO_PRIOR,
+            known=None if known is None else is_member,
+            is_sure=best[0][1] >= min_probability,
+        )
 
 
 def open_classifier(
@@ -135,6 +162,7 @@ def open_classifier(
     threads: int | None,
     prior: Source | None = "none",
     images: int = 1,
+    min_probability: float = 0.0,
 ) -> Classifier:
     """Open the head in use and its backbones; the previous head if the one in use has failed too often in a row.
 
@@ -163,7 +191,8 @@ def open_classifier(
     except BlobLost as error:
         raise StateError(f"{error}: a running edge-client downloads it again") from error
     adjuster = open_adjuster(store, head, prior)
-    return Classifier(installed, backbones, head, adjuster, partial(store.run_head, installed), run_backbones)
+    run_head = partial(store.run_head, installed)
+    return Classifier(installed, backbones, head, adjuster, min_probability, run_head, run_backbones)
 
 
 def open_adjuster(store: DeviceState, head: Head, source: Source | None) -> Adjuster:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,12 +12,30 @@ from edge_client.runtime.onnx_model import OnnxModel, Slot, Tensors, describe, f
 from edge_client.runtime.program_graph import open_graph
 from edge_client.storage.stored_values import InstalledHead
 from edge_client.training.local_round import LocalModel, read_tensors, unpack
-from protocol.errors import BackboneMismatch, GraphRefused
+from protocol.errors import BackboneMismatch, ConfigError, GraphRefused
 from protocol.models.onnx_metadata import HeadMetadata, read_metadata
 from protocol.storage.blobstore import BlobStore
 from protocol.wire.messages import BlobRef
 
 SUM_TOLERANCE = 1e-3
+
+
+class Result(NamedTuple):
+    """A head's result for n images."""
+
+    probabilities: NDArray[np.float32]
+    """(n, C)."""
+    novelty: NDArray[np.float32] | None
+    """(n,); None if the head has none."""
+
+
+def joined(results: Sequence[Result]) -> Result:
+    """Return one result for all images of these results of a head; raises ConfigError if there are none."""
+    if not results:
+        raise ConfigError("expected at least one image, got none: check the folder or pattern")
+    novelty = [each.novelty for each in results if each.novelty is not None]
+    probabilities = np.concatenate([each.probabilities for each in results])
+    return Result(probabilities, np.concatenate(novelty) if novelty else None)
 
 
 @dataclass(frozen=True)
@@ -30,16 +49,40 @@ class Head:
     """Its inputs other than features."""
     is_personal: bool = False
     """Some of them are the device's own: it may expect the device's classes already."""
+    novelty_threshold: float | None = None
+    """The novelty above which an image is of no known class; None if there is none."""
+
+    @property
+    def has_novelty(self) -> bool:
+        """True if `run` returns the novelty of each image."""
+        return self.model.outputs.get("novelty") == Slot(np.dtype(np.float32), (None,))
+
+    def known(self, result: Result) -> NDArray[np.bool_] | None:
+        """Return False for each image, (n,), whose novelty exceeds the threshold; None if there is no threshold."""
+        if result.novelty is None or self.novelty_threshold is None:
+            return None
+        return result.novelty <= self.novelty_threshold
 
     def probabilities(self, features: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return class probabilities, float32 (n, C), of features float32 (n, L).
+        """Return class probabilities, float32 (n, C), of features float32 (n, L); the errors are those of `run`."""
+        return self.run(features)[0]
+
+    def run(self, features: NDArray[np.float32]) -> Result:
+        """Return the result for features float32 (n, L); the errors are those of `run_on`."""
+        return self.run_on({"feature": features, **self.bound})
+
+    def run_on(self, feeds: Tensors) -> Result:
+        """Return the result for the graph's inputs, of which the first one has a row for each image.
 
         Raises:
             GraphRefused: the run fails, exceeds the time limit, or does not give a finite number for each class.
         """
-        feeds = {"feature": features, **self.bound}
-        probabilities: NDArray[np.float32] = self.model.run(feeds, ["probabilities"])["probabilities"]
-        expected = (len(features), len(self.classes))
+        images = len(next(iter(feeds.values())))
+        names = ["probabilities", "novelty"] if self.has_novelty else ["probabilities"]
+        outputs = self.model.run(feeds, names)
+        probabilities: NDArray[np.float32] = outputs["probabilities"]
+        novelty: NDArray[np.float32] | None = outputs.get("novelty")
+        expected = (images, len(self.classes))
         if probabilities.shape != expected:
             raise GraphRefused(
                 f"expected one probability per class, {expected}, got {probabilities.shape} from the head"
@@ -48,7 +91,9 @@ class Head:
             raise GraphRefused(
                 "the head gives NaN or infinity, not one probability per class that add up to 1"
             )
-        return probabilities
+        if novelty is not None and not (novelty.shape == (images,) and np.isfinite(novelty).all()):
+            raise GraphRefused("the head does not give a finite novelty for each image")
+        return Result(probabilities, novelty)
 
     @property
     def known_classes(self) -> list[int]:
@@ -98,7 +143,8 @@ def open_head(file: bytes, *, backbones: Sequence[Backbone], classes: Sequence[s
             "expected a head from feature to probabilities in float32, got one that takes "
             f"{describe(model.inputs)} and gives {describe(model.outputs)}"
         )
-    return _tested(Head(metadata.classes, model, bound={}), metadata.feature_size)
+    threshold = metadata.novelty_threshold
+    return _tested(Head(metadata.classes, model, {}, novelty_threshold=threshold), metadata.feature_size)
 
 
 def open_round_head(

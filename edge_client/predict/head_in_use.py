@@ -6,13 +6,11 @@ import time
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
-from edge_client.data.class_prior import Source
 from edge_client.predict.classifier import Classifier, open_classifier
-from edge_client.runtime.session import Provider
 from edge_client.storage.device_state import DeviceState
 from protocol.errors import ProtofleetError
 from protocol.log import event
@@ -34,11 +32,10 @@ class HeadInUse:
     outside must not bring a head back. The prior of each head's images begins without any.
     """
 
-    def __init__(
-        self, store: DeviceState, *, provider: Provider, threads: int | None, prior: Source = "none"
-    ) -> None:
+    def __init__(self, store: DeviceState, **options: Any) -> None:
+        """Follow the head in use; `options` are those of `open_classifier`."""
         self._store = store
-        self._open = partial(open_classifier, store, provider=provider, threads=threads, prior=prior)
+        self._open = partial(open_classifier, store, **options)
         self._lock = threading.Lock()
         self._opened: Classifier | None = None
         self._problem = ProtofleetError("no head is installed")
@@ -68,7 +65,7 @@ class HeadInUse:
         try:
             opened = self._open()
             with opened.run_head():
-                opened.probabilities(Image.new("RGB", (64, 64)))
+                opened.run(Image.new("RGB", (64, 64)))
         except ProtofleetError as error:
             self._problem = error
             event(log, logging.ERROR, "head not used", reason=str(error))

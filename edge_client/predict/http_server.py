@@ -272,12 +272,10 @@ class RequestHandler(BaseHTTPRequestHandler):
             except ProtofleetError as error:
                 raise _Refused(503, str(error)) from error
             try:
-                best, prior = opened.classify(data, top=top)
+                prediction = opened.classify(data, top=top)
             finally:
                 release_memory()  # otherwise the allocator keeps it for this thread; few bytes can be many pixels
-        scores = dict(best)
-        answer = {"label": best[0][0], "scores": scores, **prior.fields(list(scores))}
-        return 200, {**answer, **opened.installed.identity}
+        return 200, {**prediction.fields(), **opened.installed.identity}
 
     def _check_token(self) -> None:
         if (token := self.server.options.token) is None:

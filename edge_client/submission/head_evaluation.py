@@ -14,7 +14,7 @@ from edge_client.submission.image_features import Workspace, backbone_digests
 from protocol.errors import ConfigError, Interrupted
 from protocol.log import event
 from protocol.statistics.balanced_accuracy import balanced_accuracy
-from protocol.statistics.confidence import confidence_bins
+from protocol.statistics.confidence import confidence_bins, novelty_bins
 from protocol.wire.messages import CONFIDENCE_BINS, Evaluation, TaskManifest
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ def evaluate_head(
     totals = [len(of_class) for of_class in members]
     has_prior = not head.is_personal and 0 < sum(totals) * len(totals) <= MAX_VALUES
     found: list[NDArray[np.float32]] | None = [] if has_prior else None
-    bins = np.zeros((2, CONFIDENCE_BINS), np.int64)
+    bins = np.zeros((3, CONFIDENCE_BINS), np.int64)
     correct = count_correct(
         workspace, head, manifest, members=members, should_stop=should_stop, found=found, bins=bins
     )
@@ -53,6 +53,7 @@ def evaluate_head(
         correct_with_prior=_with_prior(found, totals) if found else UNSET,
         confidence_correct=tuple(bins[0].tolist()) if has_bins else UNSET,
         confidence_images=tuple(bins[1].tolist()) if has_bins else UNSET,
+        novelty_images=tuple(bins[2].tolist()) if has_bins and head.has_novelty else UNSET,
     )
 
 
@@ -101,21 +102,23 @@ def evaluate(
 ) -> int:
     """Return how many of these features, all of class `label`, the head classifies correctly.
 
-    The probabilities are appended to `found`, and the correct predictions and all are added to those of their
-    confidence in `bins`, (2, CONFIDENCE_BINS).
+    The probabilities are appended to `found`. The rows of `bins`, (3, CONFIDENCE_BINS), are increased: the correct
+    predictions and all in each bin of confidence, and all in each bin of novelty, if the head has it.
 
     Raises:
         GraphRefused: it fails on them.
     """
     correct = 0
     for chunk in chunks:
-        probabilities = head.probabilities(chunk)
+        probabilities, novelty = head.run(chunk)
         is_correct = probabilities.argmax(axis=1) == label
         correct += int(is_correct.sum())
         if bins is not None:
             places = confidence_bins(probabilities)
-            for row, chosen in zip(bins, (places[is_correct], places), strict=True):
+            for row, chosen in zip(bins[:2], (places[is_correct], places), strict=True):
                 np.add.at(row, chosen, 1)
+            if novelty is not None:
+                np.add.at(bins[2], novelty_bins(novelty), 1)
         if found is not None:
             found.append(probabilities)
     return correct

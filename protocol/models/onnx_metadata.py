@@ -72,7 +72,10 @@ class BackboneMetadata(msgspec.Struct, frozen=True, kw_only=True, tag="backbone"
 
 
 class HeadMetadata(msgspec.Struct, frozen=True, kw_only=True, tag="head", tag_field="kind"):
-    """A graph from ``feature`` float32 (n, L) to ``logits`` and ``probabilities`` float32 (n, C)."""
+    """A graph from ``feature`` float32 (n, L) to ``logits`` and ``probabilities`` float32 (n, C).
+
+    Without rounds it also has ``novelty`` float32 (n,): 1 minus the greatest cosine to a class mean.
+    """
 
     classes: Annotated[tuple[str, ...], Meta(min_length=1)]
     """C class names, in the order of the outputs."""
@@ -85,6 +88,8 @@ class HeadMetadata(msgspec.Struct, frozen=True, kw_only=True, tag="head", tag_fi
     """L, of all backbones together."""
     training: dict[str, float]
     """Training metrics by name."""
+    novelty_threshold: float | None = None
+    """The novelty above which an image is of no known class; None until the head is calibrated."""
 
 
 class GraphMetadata(msgspec.Struct, frozen=True, kw_only=True, tag="graph", tag_field="kind"):

@@ -1,6 +1,7 @@
-"""Bins of confidence, in which devices count the predictions of a head: by the log-odds of the best class.
+"""Bins of confidence and of novelty, in which devices count held-out images.
 
-Log-odds resolve confidences near 1, where a head that is too confident has most of its predictions.
+Confidence is the log-odds of the best class: they resolve probabilities near 1, where a head that is too confident has
+most of its predictions. Novelty is 1 minus the greatest cosine to a class mean.
 """
 
 import numpy as np
@@ -27,3 +28,9 @@ def confidence_bins(probabilities: NDArray[np.floating]) -> NDArray[np.intp]:
         log_odds = np.log(highest) - np.log(rows.sum(axis=1))
     places = np.clip(np.floor((log_odds - LOWEST) / WIDTH), 0, CONFIDENCE_BINS - 1)
     return np.asarray(np.nan_to_num(places), np.intp)
+
+
+def novelty_bins(novelty: NDArray[np.floating]) -> NDArray[np.intp]:
+    """Return the bin, (n,), of each novelty, (n,): bin i from i / CONFIDENCE_BINS, the last one without a limit."""
+    places = np.floor(np.asarray(novelty, np.float64) * CONFIDENCE_BINS)
+    return np.asarray(np.clip(places, 0, CONFIDENCE_BINS - 1), np.intp)

@@ -435,7 +435,7 @@ class Evaluation(Message, frozen=True, kw_only=True, tag="evaluation"):
     confidence_images: PerBin | msgspec.UnsetType = msgspec.UNSET
     """All held-out images in each bin."""
     novelty_images: PerBin | msgspec.UnsetType = msgspec.UNSET
-    """Reserved for a second score of the head; devices leave it out."""
+    """All held-out images in each bin of novelty, bin i from i / 32; absent if the head has no novelty."""
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True, tag="frame"):

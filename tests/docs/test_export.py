@@ -146,8 +146,7 @@ def _prediction(folder: Path, image: str) -> tuple[str, float]:
     count = len(list(folder.glob("[0-9].onnx")))
     backbones = [open_backbone(folder / f"{number}.onnx", provider="cpu") for number in range(count)]
     head = open_head((folder / "head.onnx").read_bytes(), backbones=backbones)
-    (found,) = classifier(backbones, head).predict([_file(folder, image)], top=1)
-    return found.top[0]
+    return classifier(backbones, head).classify(_file(folder, image).read_bytes(), top=1).top[0]
 
 
 def _compare(printed: str, expected: tuple[str, float], *, tolerance: float = 1e-4) -> None:

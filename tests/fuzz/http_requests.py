@@ -10,8 +10,9 @@ from typing import Any, cast
 
 from PIL import Image
 
-from edge_client.data.class_prior import NO_PRIOR, Prior
+from edge_client.data.class_prior import NO_PRIOR
 from edge_client.data.images import decoded
+from edge_client.predict.classifier import Prediction
 from edge_client.predict.http_server import RequestHandler, ServerOptions
 from edge_client.storage.stored_values import InstalledHead
 from tests.fuzz.target import MIB, Target
@@ -19,11 +20,11 @@ from tests.fuzz.target import MIB, Target
 _HEAD = InstalledHead(head=bytes(32), version=1, backbones=(), classes=("cat",))
 
 
-def _classify(data: bytes, *, top: int) -> tuple[tuple[tuple[str, float], ...], Prior]:
+def _classify(data: bytes, *, top: int) -> Prediction:
     """Decode the image, and return as many classes as there are."""
     with decoded(data) as image:
         assert image.width > 0
-    return (("cat", 1.0),)[:top], NO_PRIOR
+    return Prediction((("cat", 1.0),)[:top], NO_PRIOR)
 
 
 _SERVER = cast(

@@ -4,6 +4,9 @@ import os
 from pathlib import Path
 from unittest.mock import patch
 
+import numpy as np
+from PIL import Image
+
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from tests.support.fleets.fleet import Fleet, write_digits, write_task
 from tests.support.fleets.startup_code import hanging
@@ -12,7 +15,7 @@ from tests.support.network.brokers import mosquitto, needs_mosquitto
 
 @needs_mosquitto
 def test_fleet_gets_one_calibrated_head(tmp_path: Path, address: BrokerAddress) -> None:
-    """It is as accurate as the head that it calibrates, and devices predict with it."""
+    """It is as accurate as the head that it calibrates, and devices predict with it, or answer `unknown`."""
     task, names = write_task(tmp_path, quorum=3), ["a", "b", "c"]
     with mosquitto(address, tmp_path), Fleet(tmp_path, address) as fleet:
         with patch.dict(os.environ, hanging(tmp_path, "aggregator.training.calibration_job")):
@@ -38,5 +41,9 @@ def test_fleet_gets_one_calibrated_head(tmp_path: Path, address: BrokerAddress) 
         assert second["held_out"]["correct"] == first["held_out"]["correct"]
         assert [row["head"] for row in summary["devices"]] == [2, 2, 2]
         image = next((tmp_path / "data-a" / "0").glob("*.png"))
-        assert fleet.predict("a", image)["head_version"] == 2
+        predicted = fleet.predict("a", image)
+        assert (predicted["head_version"], predicted["known"]) == (2, True)
+        noise = np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)
+        Image.fromarray(noise).save(foreign := tmp_path / "foreign.png")
+        assert fleet.predict("a", foreign)["answer"] == "unknown"
         assert fleet.log("aggregator").count("head calibrated version=2 of=1 held_out_images=96") == 1

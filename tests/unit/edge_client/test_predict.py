@@ -72,6 +72,7 @@ def test_csv_has_a_header_and_a_row_per_image(bench: HeadBench, photos: Path) ->
         "probability_2",
         "head_version",
         "prior",
+        "answer",
     ]
     assert (first["image"], last["image"]) == ("photos/b.png", "photos/10%, of it.png")
     assert ({first["label_1"], first["label_2"]}, first["head_version"]) == ({"cat", "dog"}, "3")

@@ -69,7 +69,7 @@ def model_file(path: Path, rows: str = "one", metadata: ModelMetadata = METADATA
 def test_model_gives_a_row_for_each_image(tmp_path: Path, rows: str) -> None:
     """Others would be those of other images."""
     assert Model.load(model_file(tmp_path / "model.onnx")).predict(IMAGE).label == "cat"
-    with pytest.raises(GraphRefused, match="expected probabilities"):
+    with pytest.raises(GraphRefused, match="expected one probability per class"):
         Model.load(model_file(tmp_path / "other.onnx", rows)).predict(IMAGE)
 
 

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from onnx import version_converter
 
 from aggregator.algorithms.fedtc.head import Dense, compress, logits_of
+from aggregator.algorithms.novelty import ClassDirections, class_directions
+from aggregator.algorithms.statistics.feature_map import FeatureMap
 from aggregator.graphs.fused_model import fuse
 from aggregator.graphs.head_export import OPSET, head_to_onnx, max_difference
 from protocol.errors import BackboneMismatch
@@ -131,6 +133,45 @@ def test_nan_is_an_infinite_difference(head: bytes) -> None:
     features = random_features(3)
     features[1, 2] = np.nan
     assert max_difference(network(), head, features) == float("inf")
+
+
+def _directions(size: int, *, scaled: bool = False) -> ClassDirections:
+    random = np.random.default_rng(1)
+    factors = random.uniform(0.1, 1, size).astype(np.float32) if scaled else None
+    return class_directions(random.normal(size=(4, size)), factors)
+
+
+@pytest.mark.parametrize("columns", [None, [1, 3, 8]])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_file_has_the_novelty_of_the_selected_features(
+    backbone: bytes, columns: list[int] | None, *, scaled: bool
+) -> None:
+    """Zeros have the novelty 1; a difference is found."""
+    chosen = None if columns is None else np.array(columns)
+    size = FEATURE_SIZE if columns is None else len(columns)
+    layers = [Dense(np.ones((len(CLASSES), size), np.float32), np.zeros(len(CLASSES), np.float32))]
+    directions = _directions(size, scaled=scaled)
+    file = head_to_onnx(layers, metadata=described(backbone), columns=chosen, directions=directions)
+    features = np.concatenate([random_features(20), np.zeros((1, FEATURE_SIZE), np.float32)])
+    assert max_difference(layers, file, features, columns=chosen, directions=directions) < 1e-5
+    other = _directions(size, scaled=not scaled)
+    assert max_difference(layers, file, features, columns=chosen, directions=other) > 1e-3
+    fused = onnxruntime.InferenceSession(fuse([backbone], file))
+    assert [each.name for each in fused.get_outputs()] == ["probabilities", "logits", "novelty"]
+    (novelty,) = onnxruntime.InferenceSession(file).run(["novelty"], {"feature": features})
+    assert novelty.shape == (21,)
+    assert novelty[-1] == 1
+
+
+@pytest.mark.parametrize("random_size", [0, 64])
+def test_file_has_the_novelty_of_the_rows_of_a_map(backbone: bytes, random_size: int) -> None:
+    """Without their random features."""
+    feature_map = FeatureMap(feature_size=FEATURE_SIZE, random_features=random_size, seed=0)
+    rows = FEATURE_SIZE + random_size
+    layers = [Dense(np.ones((len(CLASSES), rows), np.float32), np.zeros(len(CLASSES), np.float32))]
+    directions = _directions(FEATURE_SIZE)
+    file = head_to_onnx(layers, metadata=described(backbone), feature_map=feature_map, directions=directions)
+    assert max_difference(layers, file, random_features(20), feature_map, directions=directions) < 1e-5
 
 
 @pytest.mark.parametrize("opset", [17, OPSET, 20])

@@ -398,7 +398,7 @@ COUNTED = st.integers(1, 300).flatmap(lambda images: st.tuples(st.integers(0, im
 def test_no_device_decides_alone(honest: list[tuple[int, int]], claimed: int) -> None:
     """One that claims any number of images has a quarter of all at most."""
     evaluations = [binned(*counts, place=20) for counts in honest]
-    correct, images = pooled([*evaluations, binned(0, claimed, place=3)], Robust().max_multiple)
+    correct, images, _ = pooled([*evaluations, binned(0, claimed, place=3)], Robust().max_multiple)
     assert (correct <= images + 1e-9).all()
     assert images[20] <= sum(each for _, each in honest) + 1e-6
     assert images[3] <= FLEET_SHARE * images.sum() + 1e-6
@@ -406,7 +406,9 @@ def test_no_device_decides_alone(honest: list[tuple[int, int]], claimed: int) ->
 
 def test_counts_of_few_devices_are_added() -> None:
     """Without any, they are zeros."""
-    correct, images = pooled([binned(3, 4), evaluation(task=TASK), binned(1, 5, place=0), binned(0, 0)], 5.0)
+    with_novelty = binned(1, 5, place=0, novelty_images=(2, 3, *[0] * 30))
+    correct, images, novelty = pooled([binned(3, 4), evaluation(task=TASK), with_novelty, binned(0, 0)], 5.0)
+    assert novelty.tolist() == [2, 3, *[0] * 30]
     assert {place: (correct[place], images[place]) for place in np.flatnonzero(images)} == {
         0: (1, 5),
         20: (3, 4),

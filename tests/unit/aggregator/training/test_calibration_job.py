@@ -4,6 +4,7 @@ import queue
 from pathlib import Path
 
 import numpy as np
+import onnxruntime
 import pytest
 
 from aggregator.algorithms.fedtc.head import Dense
@@ -15,7 +16,7 @@ from aggregator.training.runner import Finished, Progress, Trainer
 from aggregator.training.workers.queue_trainer import QueueTrainer
 from aggregator.training.workers.worker import Worker
 from protocol.errors import ProtofleetError
-from protocol.models.onnx_metadata import HeadMetadata
+from protocol.models.onnx_metadata import HeadMetadata, read_metadata
 from protocol.wire.codec import encode
 from protocol.wire.messages import CONFIDENCE_BINS
 from tests.support.messages.submissions import FEATURE_SIZE, MANIFEST
@@ -43,6 +44,7 @@ def _job(store: Store) -> CalibrationJob:
         head=store.blobs.put(head).hex(),
         correct=tuple(float(place) for place in range(CONFIDENCE_BINS)),
         images=(40.0,) * CONFIDENCE_BINS,
+        novelty=(100.0, 99.0, *[0.0] * 30),
     )
 
 
@@ -52,6 +54,10 @@ def test_worker_makes_the_same_head(store: Store) -> None:
     Trainer(store.folder / "training", timeout_s=200.0, on_event=events.put).start(job)
     local = events.get(timeout=200.0)
     head = (Path(job.folder) / "head.onnx").read_bytes()
+    metadata = read_metadata(
+        onnxruntime.InferenceSession(head).get_modelmeta().custom_metadata_map, HeadMetadata
+    )
+    assert metadata.novelty_threshold == pytest.approx((2 - 1 / 99) / 32)  # one of the 199 may exceed it
     assert isinstance(local, Finished)
     assert local.result is not None
     assert local.result.metrics["calibrated_from"] == 6

@@ -55,6 +55,7 @@ def job_on(
         random_features=FEATURE_MAP.random_features,
         seed=FEATURE_MAP.seed,
         robust=robust,
+        has_novelty=True,
         folder=str(folder),
     )
 
@@ -117,6 +118,10 @@ def test_head_predicts(tmp_path: Path, make: type) -> None:
     session = onnxruntime.InferenceSession(tmp_path / "head.onnx")
     logits = session.run(["logits"], {"feature": features})[0]
     assert (logits.argmax(axis=1) == labels).mean() > 0.95
+    known, foreign = (
+        session.run(["novelty"], {"feature": each})[0] for each in (features, features[::-1, ::-1])
+    )
+    assert np.quantile(known, 0.9) < np.quantile(foreign, 0.1)
 
 
 def test_groups_are_the_same_statistic_as_their_sums() -> None:

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from edge_client.data.extraction import Refusal
 from edge_client.data.images import decode
+from edge_client.predict.classifier import Classifier, Prediction
 from edge_client.predict.head import Head, open_head, open_round_head
 from edge_client.runtime import onnx_model, watchdog
 from edge_client.runtime.backbone import Backbone
@@ -34,6 +36,11 @@ def _weights(backbone: Backbone, images: list[Path]) -> np.ndarray[tuple[int, in
     return np.stack([np.zeros_like(scaled), scaled - offset * middle], axis=1).astype(np.float32)
 
 
+def answers(of: Classifier, paths: list[Path], *, top: int) -> list[Prediction]:
+    """Return the predictions for the usable images."""
+    return [each for _, each in of.predict(paths, top=top) if isinstance(each, Prediction)]
+
+
 def test_prediction_ranks_classes_by_probability(tmp_path: Path) -> None:
     data = write_images(tmp_path / "data", count=3)
     backbone = tiny(tmp_path)
@@ -41,7 +48,7 @@ def test_prediction_ranks_classes_by_probability(tmp_path: Path) -> None:
     head = open_head(
         linear_head([backbone], _weights(backbone, images)), backbones=[backbone], classes=CLASSES
     )
-    cat, dog = classifier([backbone], head).predict(images, top=2)
+    cat, dog = answers(classifier([backbone], head), images, top=2)
     assert (cat.label, dog.label) == ("cat", "dog")
     assert sum(score for _, score in cat.top) == pytest.approx(1, abs=1e-5)
     assert cat.top[0][1] > cat.top[1][1]
@@ -66,12 +73,14 @@ def test_predictions_keep_the_order_of_images(tmp_path: Path) -> None:
     broken = [tmp_path / name for name in ("white.png", "junk.png", "none.png")]
     paths = [cats[0], broken[0], cats[1], *broken[1:], cats[2], cats[3]]
     for batch_size in (1, 3, 10):
-        predictions = list(classifier([backbone], head).predict(paths, top=5, batch_size=batch_size))
-        assert [prediction.path for prediction in predictions] == paths
-        assert [bool(prediction.error) for prediction in predictions] == [path in broken for path in paths]
-        assert "white.png: the backbone gives NaN" in predictions[1].error
-        assert "none.png" in predictions[4].error
-        assert len(predictions[0].top) == len(CLASSES)
+        found = list(classifier([backbone], head).predict(paths, top=5, batch_size=batch_size))
+        assert [path for path, _ in found] == paths
+        reasons = [each.reason if isinstance(each, Refusal) else "" for _, each in found]
+        assert [bool(reason) for reason in reasons] == [path in broken for path in paths]
+        assert "the backbone gives NaN" in reasons[1]
+        assert "No such file" in reasons[4]
+        assert isinstance(found[0][1], Prediction)
+        assert len(found[0][1].top) == len(CLASSES)
 
 
 def test_evaluation_counts_correct_predictions_over_all_chunks(tmp_path: Path) -> None:
@@ -142,8 +151,7 @@ def test_features_of_several_backbones_are_concatenated_in_order(tmp_path: Path)
     weights = np.random.default_rng(0).normal(size=(5 + 16 + 3, 2)).astype(np.float32)
     head = open_head(linear_head(backbones, weights), backbones=backbones, classes=CLASSES)
     paths = [data / "cat" / "0000.png", tmp_path / "white.png", data / "dog" / "0001.png"]
-    cat, white, dog = classifier(backbones, head).predict(paths, top=2)
-    assert "NaN" in white.error
+    cat, dog = answers(classifier(backbones, head), paths, top=2)
     for path, prediction in ((paths[0], cat), (paths[2], dog)):
         pixels = preprocess(decode(path), backbones[0].metadata.preprocessing)[None]
         logits = np.concatenate([backbone.features(pixels) for backbone in backbones], axis=1) @ weights

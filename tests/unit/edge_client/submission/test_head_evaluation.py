@@ -11,6 +11,7 @@ import pytest
 from msgspec import UNSET, UnsetType
 from numpy.typing import NDArray
 
+from edge_client.predict.head import Result
 from edge_client.submission import head_evaluation
 from edge_client.submission.head_evaluation import evaluate_head
 from tests.support.devices.device_factory import make_manifest
@@ -22,9 +23,10 @@ LIKELY, LEANING = "0.9", "0.4"
 @dataclass
 class _Head:
     is_personal: bool = False
+    has_novelty: bool = False
 
-    def probabilities(self, features: NDArray[np.float32]) -> NDArray[np.float32]:
-        return np.hstack([features, 1 - features])
+    def run(self, features: NDArray[np.float32]) -> Result:
+        return Result(np.hstack([features, 1 - features]), features[:, 0] if self.has_novelty else None)
 
 
 def _chunks(identities: Sequence[str], *_backbones: str) -> Iterator[NDArray[np.float32]]:
@@ -67,21 +69,31 @@ def test_probabilities_of_very_many_images_are_not_kept(monkeypatch: pytest.Monk
 
 
 def test_predictions_are_counted_by_confidence() -> None:
-    """Also of very many images; not without any, and not of a head with a program, whose tensors change it."""
-    workspace, head = SimpleNamespace(cache=SimpleNamespace(chunks=_chunks)), _Head()
+    """Also of very many images; not without any, and not of a head with a program, whose tensors change it.
+
+    So they are by novelty, if the head has it.
+    """
+    workspace = SimpleNamespace(cache=SimpleNamespace(chunks=_chunks))
     arguments: dict[str, Any] = {"task": bytes(32), "version": 1}
 
-    def counted(members: list[list[str]], **fields: Any) -> list[dict[int, int] | UnsetType]:
+    def counted(
+        members: list[list[str]], head: _Head | None = None, **fields: Any
+    ) -> list[dict[int, int] | UnsetType]:
         manifest = msgspec.structs.replace(make_manifest(), **fields)
         found = evaluate_head(
-            cast("Any", workspace), cast("Any", head), **arguments, manifest=manifest, members=members
+            cast("Any", workspace),
+            cast("Any", head or _Head()),
+            **arguments,
+            manifest=manifest,
+            members=members,
         )
-        both = (found.confidence_correct, found.confidence_images)
+        bins = (found.confidence_correct, found.confidence_images, found.novelty_images)
         return [
-            UNSET if each is UNSET else {n: count for n, count in enumerate(each) if count} for each in both
+            UNSET if each is UNSET else {n: count for n, count in enumerate(each) if count} for each in bins
         ]
 
     members = [[LIKELY] * 30 + [LEANING] * 2, ["0.1", LIKELY]]
-    assert counted(members) == [{12: 31}, {12: 32, 8: 2}]
-    assert counted([[], []]) == [UNSET, UNSET]
-    assert counted(members, program=SimpleNamespace(persistent=())) == [UNSET, UNSET]
+    assert counted(members) == [{12: 31}, {12: 32, 8: 2}, UNSET]
+    assert counted(members, _Head(has_novelty=True))[2] == {3: 1, 12: 2, 28: 31}
+    assert counted([[], []]) == [UNSET] * 3
+    assert counted(members, program=SimpleNamespace(persistent=())) == [UNSET] * 3
