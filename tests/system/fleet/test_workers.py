@@ -111,6 +111,7 @@ def assert_local_training_makes_the_same(store: Store, task_file: Path, task: by
         feature_size=FEATURE_SIZE,
         training=load_task(task_file)[0].training,
         folder=str(folder / "head-1"),
+        has_novelty=True,
     )
     Trainer(folder, timeout_s=TIMEOUT_S, on_event=events.put).start(job)
     while not isinstance(event := events.get(timeout=TIMEOUT_S), Finished):
