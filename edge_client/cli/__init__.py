@@ -2,6 +2,7 @@
 
 from edge_client.cli.doctor import doctor_command
 from edge_client.cli.predict import predict_command
+from edge_client.cli.review import review_command
 from edge_client.cli.run import cli
 from edge_client.cli.serve import serve_command
 from edge_client.cli.status import status_command, take_over_command
@@ -13,6 +14,7 @@ __all__ = ["cli", "main"]
 for _command in (
     doctor_command,
     predict_command,
+    review_command,
     serve_command,
     status_command,
     take_over_command,

@@ -70,7 +70,8 @@ def serve_command(  # noqa: PLR0913 - every option of the command line
 
     with loading_modules():
         from edge_client.predict.head_in_use import HeadInUse
-        from edge_client.predict.http_server import PredictionServer, parse_options
+        from edge_client.predict.http_limits import parse_options
+        from edge_client.predict.http_server import PredictionServer
         from edge_client.runtime.session import require_runtime
         from protocol.errors import ProtofleetError
         from protocol.log import event

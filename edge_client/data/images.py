@@ -132,6 +132,21 @@ def find_images(source: Path, classes: Sequence[str]) -> tuple[LabeledImage, ...
     return scan_images(source, classes).images
 
 
+def class_folder(data: Path, name: str) -> Path:
+    """Return the folder of a class below `data`, which need not exist.
+
+    Raises:
+        ConfigError: `data` cannot be read, or no folder can have this name.
+    """
+    if name in {"", ".", ".."} or {"/", "\0"} & set(name):
+        raise ConfigError(f"no folder can have the name of the class {name!r}: list the images in a CSV file")
+    try:
+        folders = [each.name for each in data.iterdir() if _normal(each.name) == _normal(name)]
+    except OSError as error:
+        raise ConfigError(f"{data} cannot be read: {error.strerror}") from error
+    return data / min(folders, default=name)
+
+
 def images_below(folder: Path, skipped: Counter[str]) -> Iterator[str]:
     """Yield the paths of the images in a folder and below it; `skipped` counts other files by reason.
 
@@ -139,6 +154,20 @@ def images_below(folder: Path, skipped: Counter[str]) -> Iterator[str]:
         OSError: a folder cannot be read.
     """
     return _walk(folder, {_place(folder.stat())}, skipped)
+
+
+def unlabeled_below(folder: Path, *, data: Path) -> tuple[LabeledImage, ...]:
+    """Return the images in a folder and below it as images of unknown class, in order of their paths.
+
+    Raises:
+        ConfigError: it cannot be read, or is in `data`, where folders are classes.
+    """
+    if folder.resolve().is_relative_to(data.resolve()):
+        raise ConfigError(f"expected a folder of unlabeled images outside of {data}, got {folder}")
+    try:
+        return tuple(unlabeled(Path(path)) for path in sorted(images_below(folder, Counter())))
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be read: {error.strerror}") from error
 
 
 def unlabeled(path: Path) -> LabeledImage:

@@ -12,7 +12,7 @@ from PIL import Image
 
 from edge_client.data.class_prior import NO_PRIOR, Adjuster, Prior, Source
 from edge_client.data.extraction import Refusal, feature_batches, feature_of
-from edge_client.data.images import unlabeled
+from edge_client.data.images import LabeledImage, unlabeled
 from edge_client.predict.head import Head, Result, joined, open_installed
 from edge_client.runtime.backbone import Backbone, open_backbone
 from edge_client.runtime.session import Provider
@@ -101,26 +101,46 @@ class Classifier:
     ) -> Iterator[tuple[Path, Prediction | Refusal]]:
         """Yield each image's path and prediction with the `top` classes, in order; for an unusable image, the reason.
 
-        Two batches of images are in memory at a time. The prior is applied once the probabilities of `at_once` images
-        are known; `on_progress` is called with the number of images that were run, after each batch.
+        The prior is applied once the probabilities of `at_once` images are known; `on_progress` is called with the
+        number of images that were run, after each batch.
         """
-        images, done = map(unlabeled, paths), 0
+        done = 0
         waiting: list[tuple[Path, Result | Refusal]] = []
-        for batch in feature_batches(
-            images, self.backbones, batch_size=batch_size, workers=2, run_backbones=self.run_backbones
-        ):
-            has_feature = any(not isinstance(feature, Refusal) for _, feature in batch)
-            with self.run_head() if has_feature else nullcontext():
-                waiting += [
-                    (image.path, each if isinstance(each, Refusal) else self.head.run(each[None]))
-                    for image, each in batch
-                ]
+        for batch in self.results(map(unlabeled, paths), batch_size=batch_size):
+            waiting += [(image.path, result) for image, result in batch]
             done += len(batch)
             on_progress(done)
             if len(waiting) >= at_once:
                 yield from self._with_paths(waiting, top)
                 waiting = []
         yield from self._with_paths(waiting, top)
+
+    def results(
+        self,
+        images: Iterable[LabeledImage],
+        *,
+        batch_size: int = 16,
+        digests: dict[str, bytes] | None = None,
+    ) -> Iterator[list[tuple[LabeledImage, Result | Refusal]]]:
+        """Yield the images of each batch with the head's results; two batches of images are in memory at a time.
+
+        `digests` gets each image's `pixel_digest`.
+        """
+        for batch in feature_batches(
+            images,
+            self.backbones,
+            batch_size=batch_size,
+            workers=2,
+            digests=digests,
+            run_backbones=self.run_backbones,
+        ):
+            has_feature = any(not isinstance(feature, Refusal) for _, feature in batch)
+            with self.run_head() if has_feature else nullcontext():
+                results = [
+                    (image, each if isinstance(each, Refusal) else self.head.run(each[None]))
+                    for image, each in batch
+                ]
+            yield results
 
     def _with_paths(
         self, found: Sequence[tuple[Path, Result | Refusal]], top: int

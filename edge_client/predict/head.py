@@ -28,6 +28,11 @@ class Result(NamedTuple):
     novelty: NDArray[np.float32] | None
     """(n,); None if the head has none."""
 
+    def row(self, number: int) -> "Result":
+        """Return the result for one image."""
+        one = slice(number, number + 1)
+        return Result(self.probabilities[one], None if self.novelty is None else self.novelty[one])
+
 
 def joined(results: Sequence[Result]) -> Result:
     """Return one result for all images of these results of a head; raises ConfigError if there are none."""

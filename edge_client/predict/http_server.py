@@ -1,398 +1,66 @@
-"""Predictions over HTTP: an image in, classes and probabilities out.
+"""Predictions over HTTP: an image in, classes and probabilities out."""
 
-`http.server` parses the requests, because a device installs no web framework. It has no limits of its own; here they
-are: on bytes and time of a request, on connections, and on images in memory. Each connection has one request.
-"""
-
-import hmac
-import io
-import ipaddress
-import json
-import logging
 import re
-import socket
-import socketserver
-import sys
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from http.client import HTTPException
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from edge_client.predict.head_in_use import HeadInUse
+from edge_client.predict.http_limits import Answer, LimitedHandler, LimitedServer, Refused, ServerOptions
 from edge_client.runtime.session import release_memory
-from protocol.errors import ConfigError, ProtofleetError, UnreadableImage
-from protocol.log import event
-
-log = logging.getLogger(__name__)
-
-MAX_HEAD_BYTES = 32 * 1024
-"""Of a request: its line and its headers."""
-
-REQUEST_S = 30.0
-"""Time limit for receiving a request."""
-
-MIN_BYTES_PER_S = 1024
-"""Rate of a request's bytes below which its time limit is shorter: GRACE_S more than they take at this rate."""
-
-GRACE_S = 10.0
-
-WAIT_S = 10.0
-"""Time limit for the predictions before it, and for receiving the answer."""
-
-MAX_CONNECTIONS = 32
-
-MAX_IMAGES = 4
-"""Limit of the received bytes in memory, in images of the largest size; one image at a time is decoded."""
+from protocol.errors import ProtofleetError
 
 MAX_TOP = 4096
 
-_PART_BYTES = 2**16
 
-_ADDRESS = re.compile(r"(?:\[(?P<ipv6>[^]]+)\]|(?P<host>[^]/:[]+)):(?P<port>[0-9]{1,5})")
-_BUSY = (
-    b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
-)
-
-
-@dataclass(frozen=True)
-class ServerOptions:
-    """Where a server listens, and what it requires of a request."""
-
-    host: str = "127.0.0.1"
-    port: int = 8090
-    token: str | None = None
-    """Required of a prediction unless it is None."""
-    max_image_bytes: int = 32 * 1024**2
-
-    @property
-    def is_local(self) -> bool:
-        """True if it can be reached from this machine only."""
-        return _is_loopback(self.host)
-
-
-def parse_options(address: str, *, token: str | None, max_image_bytes: int) -> ServerOptions:
-    """Return the options for an address `HOST:PORT` or `[IPv6]:PORT`.
-
-    Raises:
-        ConfigError: it is none, or can be reached from other machines and there is no token.
-    """
-    found = _ADDRESS.fullmatch(address.strip())
-    if found is None or int(found["port"]) > 65535:
-        raise ConfigError(f"expected the address to listen on as HOST:PORT, got {address!r}")
-    options = ServerOptions(found["host"] or found["ipv6"], int(found["port"]), token, max_image_bytes)
-    if token is None and not options.is_local:
-        raise ConfigError(
-            f"any client that reaches {options.host} could use it: give --http-token-file, or listen on 127.0.0.1"
-        )
-    return options
-
-
-class PredictionServer(ThreadingHTTPServer):
-    """Answers `POST /predict` and `GET /healthz`, each connection in a thread of its own.
+class PredictionServer(LimitedServer):
+    """Answers `POST /predict` and `GET /healthz`.
 
     Raises:
         ConfigError: it cannot listen there.
     """
 
-    daemon_threads = True
-    block_on_close = False
-    allow_reuse_port = False
-    request_queue_size = 128
-
     def __init__(self, options: ServerOptions, heads: HeadInUse) -> None:
-        self.options = options
         self.heads = heads
-        self._received_bytes = 0
-        self._counting, self.predicting = threading.Lock(), threading.Lock()
-        self._connections = threading.BoundedSemaphore(MAX_CONNECTIONS)
-        self.address_family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-        try:
-            super().__init__((options.host, options.port), RequestHandler)
-        except OSError as error:
-            text = f"cannot listen on {options.host}:{options.port}: {error.strerror}; give another --http"
-            raise ConfigError(text) from error
-
-    def server_bind(self) -> None:
-        """Bind without asking a name server for the host's name."""
-        socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
-
-    def count_bytes(self, size_bytes: int) -> None:
-        """Count bytes that were received, not announced, or with a negative number their release; refuse too many."""
-        most = MAX_IMAGES * self.options.max_image_bytes
-        with self._counting:
-            if size_bytes > 0 and self._received_bytes + size_bytes > most:
-                raise _Refused(503, "too many images at a time: try again")
-            self._received_bytes += size_bytes
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Start the connection's thread, or refuse the connection if there are MAX_CONNECTIONS."""
-        if self._connections.acquire(blocking=False):
-            try:
-                super().process_request(request, client_address)
-            except BaseException:  # no further thread
-                self._connections.release()
-                raise
-            return
-        with suppress(OSError):
-            request.setblocking(False)
-            request.send(_BUSY)
-        self.shutdown_request(request)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer a connection's request."""
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._connections.release()
-
-    def handle_error(self, *_: object) -> None:
-        """Log what a client causes that ends its connection early."""
-        log.debug("connection failed", exc_info=sys.exc_info())
+        super().__init__(options, RequestHandler)
 
 
-class _Refused(Exception):
-    """A request that is answered with an error."""
-
-    def __init__(self, status: int, text: str) -> None:
-        super().__init__(text)
-        self.status = status
-
-
-class _Incoming(io.RawIOBase):
-    """Reads a request's bytes; raises HTTPException above the limit of bytes, and TimeoutError after the time limit.
-
-    The time limit grows with the bytes, so that a few bytes hold no connection for REQUEST_S.
-    """
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self._started_s = time.monotonic()
-        self._received = 0
-        self.left = MAX_HEAD_BYTES
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        limit_s = min(REQUEST_S, GRACE_S + self._received / MIN_BYTES_PER_S)
-        left_s = self._started_s + limit_s - time.monotonic()
-        if left_s <= 0:
-            raise TimeoutError
-        self._connection.settimeout(left_s)
-        if not self.left:
-            raise HTTPException(
-                f"more than {MAX_HEAD_BYTES} bytes"
-            )  # cut there, a request could seem complete
-        received = self._connection.recv_into(buffer, min(len(buffer), self.left))
-        self.left -= received
-        self._received += received
-        return received
-
-
-class RequestHandler(BaseHTTPRequestHandler):
+class RequestHandler(LimitedHandler):
     """Answers the request of one connection."""
 
-    # An answer with a status, also for bytes that are no request.
-    default_request_version = request_version = "HTTP/1.0"
-    requestline = command = ""
-    protocol_version = "HTTP/1.1"  # for clients that wait for `100 Continue` before they send an image
     server: PredictionServer
+    usage = "expected GET /healthz or POST /predict"
 
-    def setup(self) -> None:
-        """Read within the limits of bytes and time."""
-        super().setup()
-        self._incoming = _Incoming(self.connection)
-        self.rfile = self._buffered = io.BufferedReader(self._incoming)
+    def respond(self) -> Answer:
+        """Return a prediction, or whether there is a head."""
+        match self.command, urlsplit(self.path).path:
+            case "GET", "/healthz":
+                return self._health()
+            case "POST", "/predict":
+                return self._predict()
+        return super().respond()
 
-    def handle(self) -> None:
-        """Answer one request."""
-        with suppress(TimeoutError):
-            try:
-                self.handle_one_request()
-            except HTTPException:
-                self.send_error(431)
-
-    def do_GET(self) -> None:
-        """Report whether there is a head."""
-        self._answer(self._health)
-
-    def do_POST(self) -> None:
-        """Predict."""
-        self._answer(self._predict)
-
-    def _answer(self, work: Any) -> None:
-        try:
-            self._check_origin()
-            status, content = work()
-        except _Refused as refused:
-            status, content = refused.status, {"error": str(refused)}
-        except UnreadableImage as error:
-            status, content = 422, {"error": str(error)}
-        except TimeoutError:
-            text = f"too slow: expected {MIN_BYTES_PER_S} bytes/s, and all in {REQUEST_S:.0f} s"
-            status, content = 408, {"error": text}
-        except ConnectionError:
-            raise
-        except Exception as error:  # whatever an image causes, the server goes on
-            event(log, logging.ERROR, "prediction failed", reason=str(error) or type(error).__name__)
-            status, content = 500, {"error": "the prediction failed: see the log"}
-        self._send(status, content)
-
-    def _check_origin(self) -> None:
-        """Refuse the requests of web pages: without a token, any page could send its images."""
-        given = self.headers.get("Host", "")
-        if self.server.options.token is None and not _is_loopback(_host_of(given)):
-            raise _Refused(421, "expected localhost, 127.0.0.1 or [::1] as Host")
-        if self.headers.get("Origin") is not None or "Sec-Fetch-Site" in self.headers:
-            raise _Refused(403, "requests of web pages are refused")
-
-    def _health(self) -> tuple[int, dict[str, Any]]:
-        if urlsplit(self.path).path != "/healthz":
-            raise _Refused(404, "expected GET /healthz or POST /predict")
+    def _health(self) -> Answer:
         try:
             head = self.server.heads.follow().installed
         except ProtofleetError:
             return 503, {"status": "no head"}
         return 200, {"status": "ok", **head.identity}
 
-    def _predict(self) -> tuple[int, dict[str, Any]]:
-        if urlsplit(self.path).path != "/predict":
-            raise _Refused(404, "expected GET /healthz or POST /predict")
-        self._check_token()
-        top, size_bytes = self._top(), self._size()
-        with self._body(size_bytes) as data, self._turn():
+    def _predict(self) -> Answer:
+        self.check_token()
+        top, size_bytes = self._top(), self.body_size()
+        with self.body(size_bytes) as data, self.turn():
             try:
                 opened = self.server.heads.follow()
             except ProtofleetError as error:
-                raise _Refused(503, str(error)) from error
+                raise Refused(503, str(error)) from error
             try:
                 prediction = opened.classify(data, top=top)
             finally:
                 release_memory()  # otherwise the allocator keeps it for this thread; few bytes can be many pixels
         return 200, {**prediction.fields(), **opened.installed.identity}
 
-    def _check_token(self) -> None:
-        if (token := self.server.options.token) is None:
-            return
-        scheme, _, given = self.headers.get("Authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(
-            given.strip().encode(errors="replace"), token.encode()
-        ):
-            raise _Refused(401, "expected the token, as `Authorization: Bearer TOKEN`")
-
     def _top(self) -> int:
         (text, *_) = parse_qs(urlsplit(self.path).query).get("top", ["3"])
         if not re.fullmatch("[0-9]{1,4}", text) or not 0 < int(text) <= MAX_TOP:
-            raise _Refused(400, f"expected top to be from 1 to {MAX_TOP}")
+            raise Refused(400, f"expected top to be from 1 to {MAX_TOP}")
         return int(text)
-
-    def _size(self) -> int:
-        if "Transfer-Encoding" in self.headers:
-            raise _Refused(411, "expected Content-Length instead of Transfer-Encoding")
-        given = self.headers.get("Content-Length", "")
-        if not re.fullmatch("[0-9]{1,12}", given):
-            raise _Refused(411, "expected Content-Length and an image as the body")
-        if self.headers.get_content_maintype() == "multipart":
-            raise _Refused(415, "expected the image itself as the body: curl --data-binary @photo.jpg")
-        if int(given) > self.server.options.max_image_bytes:
-            raise _Refused(413, f"expected at most {self.server.options.max_image_bytes} bytes, got {given}")
-        return int(given)
-
-    @contextmanager
-    def _body(self, size_bytes: int) -> Iterator[bytes]:
-        """Receive the body; memory grows with what arrives, not with what is announced."""
-        self._incoming.left += size_bytes  # what was read ahead of the body counted as a part of the headers
-        data = bytearray()
-        try:
-            while len(data) < size_bytes and (
-                part := self._buffered.read1(min(_PART_BYTES, size_bytes - len(data)))
-            ):
-                self.server.count_bytes(len(part))
-                data += part
-            if len(data) != size_bytes:
-                raise _Refused(400, f"expected {size_bytes} bytes, got {len(data)}")
-            yield bytes(data)
-        finally:
-            self.server.count_bytes(-len(data))
-
-    @contextmanager
-    def _turn(self) -> Iterator[None]:
-        if not self.server.predicting.acquire(timeout=WAIT_S):
-            raise _Refused(503, f"busy for {WAIT_S:.0f} s: try again")
-        try:
-            yield
-        finally:
-            self.server.predicting.release()
-
-    def _send(self, status: int, content: dict[str, Any]) -> None:
-        body = json.dumps(content).encode() + b"\n"
-        self.connection.settimeout(WAIT_S)
-        if self.request_version == "HTTP/0.9":
-            self.request_version = self.default_request_version  # that version has no status
-        self.send_response(status)
-        for name, value in (
-            ("Content-Type", "application/json"),
-            ("Content-Length", str(len(body))),
-            ("Connection", "close"),
-            ("X-Content-Type-Options", "nosniff"),
-            ("Cache-Control", "no-store"),
-        ):
-            self.send_header(name, value)
-        if status == 503:
-            self.send_header("Retry-After", "1")
-        if status == 401:
-            self.send_header("WWW-Authenticate", "Bearer")
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-        self._end_request()
-
-    def _end_request(self) -> None:
-        """Discard what the client still sends, for a moment: it could not read an answer beside unread bytes."""
-        self.close_connection = True
-        with suppress(OSError):
-            self.connection.shutdown(socket.SHUT_WR)
-            until_s = time.monotonic() + 1.0
-            while (left_s := until_s - time.monotonic()) > 0:
-                self.connection.settimeout(left_s)
-                if not self.connection.recv(65_536):
-                    return
-
-    def send_error(self, code: int, message: str | None = None, *_: object) -> None:
-        """Answer a request that cannot be parsed, or of another method."""
-        text = message or self.responses.get(code, ("error",))[0]
-        if code == 501:
-            code, text = 405, "expected GET /healthz or POST /predict"
-        if code in {414, 431}:
-            code, text = 431, f"expected at most {MAX_HEAD_BYTES} bytes before the image, and 100 headers"
-        self._send(code, {"error": text})
-
-    def version_string(self) -> str:
-        """Return the header Server, without versions."""
-        return "protofleet"
-
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - http.server's name
-        """Log a request at debug level."""
-        if log.isEnabledFor(logging.DEBUG):
-            event(log, logging.DEBUG, "request", client=self.client_address[0], text=format % args)
-
-
-def _host_of(header: str) -> str:
-    """Return the name or address in a header Host, without its port."""
-    text = header.strip().lower()
-    if text.startswith("["):
-        return text[1:].partition("]")[0]
-    return text.partition(":")[0] if text.count(":") == 1 else text
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

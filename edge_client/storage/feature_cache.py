@@ -35,18 +35,26 @@ CREATE TABLE contents (identity BLOB PRIMARY KEY, digest BLOB NOT NULL) WITHOUT 
 class FeatureCache:
     """Features by backbone and image, why images are unusable, and digests of images; for one thread at a time.
 
-    The SQLite file is created if it does not exist; a damaged one is renamed and created anew.
+    The SQLite file is created if it does not exist; a damaged one is renamed and created anew. With `read_only` it has
+    to exist, and is not changed.
 
     Raises:
         StateError: the file cannot be written.
     """
 
-    def __init__(self, file: Path, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, file: Path, *, read_only: bool = False, clock: Callable[[], float] = time.time
+    ) -> None:
         self._clock = clock
         # Losing the last batches in a power loss is cheaper than waiting for the disk after each.
         pragmas = {"auto_vacuum": "INCREMENTAL", "synchronous": "NORMAL"}
         self._database = Database(
-            file, program="edge-client", migrations=(_SCHEMA,), is_cache=True, pragmas=pragmas
+            file,
+            program="edge-client",
+            migrations=(_SCHEMA,),
+            read_only=read_only,
+            is_cache=not read_only,
+            pragmas=pragmas,
         )
 
     def close(self) -> None:

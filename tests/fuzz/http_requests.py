@@ -13,7 +13,8 @@ from PIL import Image
 from edge_client.data.class_prior import NO_PRIOR
 from edge_client.data.images import decoded
 from edge_client.predict.classifier import Prediction
-from edge_client.predict.http_server import RequestHandler, ServerOptions
+from edge_client.predict.http_limits import ServerOptions
+from edge_client.predict.http_server import RequestHandler
 from edge_client.storage.stored_values import InstalledHead
 from tests.fuzz.target import MIB, Target
 
@@ -33,7 +34,7 @@ _SERVER = cast(
         options=ServerOptions(max_image_bytes=32 * MIB),
         heads=SimpleNamespace(follow=lambda: SimpleNamespace(installed=_HEAD, classify=_classify)),
         count_bytes=lambda _: None,
-        predicting=threading.Lock(),
+        turn=threading.Lock(),
     ),
 )
 

@@ -14,9 +14,10 @@ import pytest
 from PIL import Image
 
 from edge_client.data.class_prior import Source
-from edge_client.predict import http_server
+from edge_client.predict import http_limits
 from edge_client.predict.head_in_use import HeadInUse
-from edge_client.predict.http_server import PredictionServer, parse_options
+from edge_client.predict.http_limits import parse_options
+from edge_client.predict.http_server import PredictionServer
 from edge_client.runtime.session import release_memory
 from protocol.errors import ConfigError
 from protocol.mqtt.tls import BrokerAddress
@@ -165,9 +166,9 @@ def test_bytes_that_are_no_request_end_their_connection_only(bench: HeadBench, s
 @pytest.mark.parametrize(
     "head",
     [
-        b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * (http_server.MAX_HEAD_BYTES - 49),
+        b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * (http_limits.MAX_HEAD_BYTES - 49),
         b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n" + b"X: y\r\n" * 101,
-        b"GET /" + b"a" * http_server.MAX_HEAD_BYTES,
+        b"GET /" + b"a" * http_limits.MAX_HEAD_BYTES,
     ],
 )
 def test_headers_past_their_limit_are_refused_and_not_cut(
@@ -185,7 +186,7 @@ def test_announced_images_take_no_place(bench: HeadBench, start: Start) -> None:
     bench.install(bench.head(1, CONSTANT["cat"]))
     begin = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\nab"
     with start() as port, contextlib.ExitStack() as stalled:
-        for _ in range(3 * http_server.MAX_IMAGES):
+        for _ in range(3 * http_limits.MAX_IMAGES):
             connection = stalled.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60))
             connection.sendall(begin)
         assert _ask(port, "POST", "/predict", PNG)[0] == 200
@@ -194,7 +195,7 @@ def test_announced_images_take_no_place(bench: HeadBench, start: Start) -> None:
 def test_bytes_in_memory_are_limited(bench: HeadBench, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of images that have not arrived completely count, until their connection ends."""
     bench.install(bench.head(1, CONSTANT["cat"]))
-    monkeypatch.setattr(http_server, "MAX_IMAGES", 1)
+    monkeypatch.setattr(http_limits, "MAX_IMAGES", 1)
     begin = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n"
     is_full, is_empty, count_bytes = threading.Event(), threading.Event(), PredictionServer.count_bytes
 
@@ -232,8 +233,8 @@ def test_slow_request_is_ended(
 ) -> None:
     """The time limit is that of the whole request, however often bytes arrive, and shorter if they are few."""
     bench.install(bench.head(1, CONSTANT["cat"]))
-    monkeypatch.setattr(http_server, "REQUEST_S", request_s)
-    monkeypatch.setattr(http_server, "GRACE_S", grace_s)
+    monkeypatch.setattr(http_limits, "REQUEST_S", request_s)
+    monkeypatch.setattr(http_limits, "GRACE_S", grace_s)
     begin = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n"
     with start() as port:
         with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
@@ -246,7 +247,7 @@ def test_slow_request_is_ended(
 
 def test_connections_are_limited(bench: HeadBench, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.install(bench.head(1, CONSTANT["cat"]))
-    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 1)
+    monkeypatch.setattr(http_limits, "MAX_CONNECTIONS", 1)
     with start() as port:
         with socket.create_connection(("127.0.0.1", port), timeout=60) as first:
             first.sendall(b"GET")

@@ -1,0 +1,154 @@
+"""`edge-client review`."""
+
+import secrets
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from edge_client.cli.options import (
+    COUNT,
+    FOLDER,
+    as_json_text,
+    fleet_option,
+    loading_modules,
+    open_state_to_predict,
+    provider_option,
+    state_option,
+    threads_option,
+)
+from protocol.cli import counted, examples, plain, say, setting
+from protocol.service_manager import stop_on_terminate
+
+if TYPE_CHECKING:
+    from edge_client.review.findings import Finding, Review
+    from edge_client.review.relabeling import Relabeling
+    from edge_client.runtime.session import Provider
+
+
+@click.command(
+    "review",
+    epilog=examples(
+        "edge-client review /srv/images",
+        "edge-client review /srv/images --unlabeled /srv/camera --page",
+    ),
+)
+@click.argument("data", type=click.Path(exists=True, path_type=Path))
+@fleet_option
+@state_option
+@provider_option
+@threads_option
+@setting(
+    "--unlabeled",
+    type=FOLDER,
+    help="Folder of unlabeled images, outside of DATA; of none of the classes, too. Nothing of them is uploaded.",
+)
+@setting(
+    "--holdout",
+    type=click.FloatRange(0, 1, max_open=True),
+    default=0.2,
+    help="Fraction of the images that the device holds out.",
+)
+@click.option("--limit", type=COUNT, default=50, show_default=True, help="Findings of each kind.")
+@click.option(
+    "--page", is_flag=True, help="Serve a page on this machine, on which images are moved between classes."
+)
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=8091, show_default=True, help="Port of the page."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per finding.")
+def review_command(  # noqa: PLR0913 - every option of the command line
+    *, data: Path, fleet: str, state: Path | None, provider: "Provider", threads: int | None,
+    unlabeled: Path | None, holdout: float, limit: int, page: bool, port: int, as_json: bool,
+) -> None:  # fmt: skip
+    """List the labeled images in DATA that the installed head finds suspicious, and unlabeled ones to label first.
+
+    DATA is a folder with one sub-folder for each class, or a CSV file, as for --data. The list is for people: correct
+    labels are on it, too. With --page, keys move images between the classes' folders; none is deleted or replaced.
+    """
+    with loading_modules():
+        from edge_client.data.images import scan_images, unlabeled_below
+        from edge_client.predict.classifier import open_classifier
+        from edge_client.progress_bar import Progress
+        from edge_client.review.findings import review
+        from edge_client.review.relabeling import Relabeling
+        from edge_client.runtime.session import require_runtime
+
+        require_runtime()
+    store = open_state_to_predict(state, fleet)
+    classifier = open_classifier(store, provider=provider, threads=threads, images=2)
+    for note in classifier.notes:
+        say(note, err=True)
+    classes = classifier.head.classes
+    folders = Relabeling(data, classes, unlabeled) if page else None
+    images = scan_images(data, classes).images
+    if unlabeled is not None:
+        images += unlabeled_below(unlabeled, data=data)
+    with closing(Progress("Images")) as progress:
+        found = review(
+            classifier,
+            images,
+            holdout=holdout,
+            grouped=store.image_groups.read().number_of.keys(),
+            cache=store.folder / "features.sqlite",
+            limit=limit,
+            on_progress=lambda done: progress.update(done, len(images)),
+        )
+    for path, reason in found.unusable:
+        say(f"error: {plain(str(path))}: {reason}", err=True)
+    if as_json:
+        for finding in found.findings:
+            click.echo(as_json_text(finding.fields()))
+    else:
+        show(found)
+    if folders is not None:
+        serve(found, folders, classes=classes, has_others=unlabeled is not None, port=port)
+
+
+def show(found: "Review") -> None:
+    """Print findings as text."""
+    from edge_client.review.findings import TITLES
+
+    for kind, title in TITLES.items():
+        if findings := found.of_kind(kind):
+            say(f"{len(findings)} {title}")
+            for finding in findings:
+                say(f"  {plain(str(finding.image.path))}: {_text(finding)}")
+    held_out, correct = found.held_out
+    say(
+        f"{counted(found.images, 'image')} classified"
+        + (f", {correct} of {held_out} held-out images correct" if held_out else "")
+    )
+
+
+def _text(finding: "Finding") -> str:
+    scores = dict(finding.prediction.top)
+    parts = []
+    if finding.labeled is not None:
+        parts.append(f"labeled {plain(finding.labeled)} ({scores[finding.labeled]:.1%})")
+    best = ", ".join(f"{plain(name)} {score:.1%}" for name, score in finding.prediction.top[:2])
+    parts.append(f"the head finds {plain(finding.prediction.answer)} ({best})")
+    if finding.held_out:
+        parts.append("held out")
+    if finding.same_as:
+        parts.append("the same as " + ", ".join(plain(str(path)) for path in finding.same_as))
+    return ", ".join(parts)
+
+
+def serve(
+    found: "Review", folders: "Relabeling", *, classes: tuple[str, ...], has_others: bool, port: int
+) -> None:
+    """Serve the page until interrupted."""
+    from edge_client.predict.http_limits import ServerOptions
+    from edge_client.review.http_server import ReviewServer
+
+    token = secrets.token_urlsafe(16)
+    options = ServerOptions(port=port, token=token)
+    with ReviewServer(options, found, classes=classes, folders=folders, has_others=has_others) as server:
+        stop_on_terminate()
+        say(
+            f"review the images at http://127.0.0.1:{server.server_port}/review#{token}; Ctrl-C ends",
+            err=True,
+        )
+        server.serve_forever()

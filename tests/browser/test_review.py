@@ -1,0 +1,84 @@
+"""The review page by keyboard, for screen readers, on a phone, dark and light."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from edge_client.review.http_server import ReviewServer
+from tests.browser.conftest import OpenPage
+from tests.browser.pages import DashboardPage
+from tests.support.devices.review_folder import TOKEN, ReviewFolder, review_folder, review_page
+
+PHONE = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True}
+
+
+@pytest.fixture
+def where(tmp_path: Path) -> ReviewFolder:
+    return review_folder(tmp_path)
+
+
+@pytest.fixture
+def server(where: ReviewFolder) -> Iterator[ReviewServer]:
+    with review_page(where) as server:
+        yield server
+
+
+def _open(open_page: OpenPage, server: ReviewServer, **options: object) -> DashboardPage:
+    origin = f"http://127.0.0.1:{server.server_port}"
+    opened = open_page(f"{origin}/review#{TOKEN}", **options)
+    opened.origin = origin
+    opened.elsewhere.clear()
+    opened.wait("document.getElementById('image').naturalWidth > 0")
+    return opened
+
+
+def test_keys_move_images_and_back(open_page: OpenPage, where: ReviewFolder, server: ReviewServer) -> None:
+    """The next image is shown after a move."""
+    opened = _open(open_page, server)
+    opened.wait_for_text("#caption", "cat/wrong.png · labeled cat · held out · the head finds dog")
+    opened.page.keyboard.press("2")
+    opened.wait_for_text("#caption", "dog/same.png")
+    assert (where.data / "dog" / "wrong.png").exists()
+    opened.page.keyboard.press("ArrowLeft")
+    opened.wait_for_text("#caption", "moved to")
+    opened.page.keyboard.press("u")
+    opened.wait("!document.getElementById('caption').textContent.includes('moved to')")
+    assert (where.data / "cat" / "wrong.png").exists()
+    opened.page.get_by_role("button", name="labeled images of no known class: 1").click()
+    opened.wait_for_text("#caption", "the head finds unknown")
+    opened.page.keyboard.press("0")
+    opened.wait_for_text("#caption", "moved to")
+    assert (where.unlabeled / "stranger.png").exists()
+    opened.page.get_by_role("button", name="unlabeled images to label first: 2").click()
+    opened.page.get_by_role("button", name="new.png").click()
+    opened.wait_for_text("#caption", "new.png")
+
+
+def test_failed_move_is_reported(open_page: OpenPage, where: ReviewFolder, server: ReviewServer) -> None:
+    opened = _open(open_page, server)
+    opened.server_stops = True  # the browser logs the answer's status
+    (where.data / "cat" / "wrong.png").write_bytes(b"changed")
+    opened.page.get_by_role("button", name="dog 2").click()
+    opened.wait_for_text("#error", "review the images again")
+    opened.errors.clear()
+
+
+@pytest.mark.parametrize(
+    ("scheme", "screen"), [("light", {}), ("dark", PHONE)], ids=["light desktop", "dark phone"]
+)
+def test_axe_finds_nothing_serious(
+    open_page: OpenPage, server: ReviewServer, scheme: str, screen: dict[str, object]
+) -> None:
+    """Nothing is wider than a phone."""
+    opened = _open(open_page, server, color_scheme=scheme, **screen)
+    assert not opened.violations()
+    if screen:
+        assert opened.page.evaluate("document.documentElement.scrollWidth") == 390
+
+
+def test_page_without_the_token_says_where_it_is(open_page: OpenPage, server: ReviewServer) -> None:
+    opened = open_page(f"http://127.0.0.1:{server.server_port}/review")
+    opened.wait_for_text("#error", "Open the whole address")
+    opened.errors.clear()
+    opened.elsewhere.clear()

@@ -1,0 +1,103 @@
+"""A folder of images with a wrong label, a stranger and a duplicate, and a head that knows better."""
+
+import contextlib
+import shutil
+import threading
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from aggregator.algorithms.fedtc.head import Dense
+from aggregator.algorithms.novelty import class_directions
+from aggregator.graphs.head_export import head_to_onnx
+from edge_client.data.class_prior import Adjuster
+from edge_client.data.images import LabeledImage, decode, scan_images, unlabeled_below
+from edge_client.predict.classifier import Classifier
+from edge_client.predict.head import open_head
+from edge_client.predict.http_limits import ServerOptions
+from edge_client.review.findings import Review, review
+from edge_client.review.http_server import ReviewServer
+from edge_client.review.relabeling import Relabeling
+from edge_client.storage.stored_values import InstalledHead
+from protocol.models.onnx_metadata import HeadMetadata
+from protocol.models.preprocessing import preprocess
+from tests.support.devices.device_factory import CLASSES, image_file, tiny, write_images
+
+TOKEN = "the-token"
+
+
+class ReviewFolder(NamedTuple):
+    """Folders of labeled and unlabeled images."""
+
+    folder: Path
+    data: Path
+    unlabeled: Path
+
+    def images(self) -> list[LabeledImage]:
+        """Return all images, labeled and unlabeled."""
+        labeled = scan_images(self.data, CLASSES).images
+        return [*labeled, *unlabeled_below(self.unlabeled, data=self.data)]
+
+    def review(self, limit: int = 10, cache: Path = Path("none"), grouped: Collection[bytes] = ()) -> Review:
+        """Return the findings; one image of the class `cat` is held out."""
+        using = classifier(self.folder)
+        return review(using, self.images(), holdout=0.2, grouped=grouped, cache=cache, limit=limit)
+
+
+def review_folder(folder: Path) -> ReviewFolder:
+    """Write images: `cat/wrong.png` is a dog, `cat/stranger.png` neither, and `dog/same.png` the same as one of cat."""
+    data, other = write_images(folder / "data", count=4), folder / "unlabeled"
+    other.mkdir()
+    (data / "dog" / "0003.png").rename(data / "cat" / "wrong.png")
+    shutil.copy(data / "cat" / "0000.png", data / "dog" / "same.png")
+    image_file(data / "cat" / "stranger.png", Image.new("RGB", (12, 10), (255, 0, 0)))
+    (data / "cat" / "0003.png").rename(other / "new.png")
+    image_file(other / "between.png", Image.new("RGB", (12, 10), (115, 115, 115)))
+    return ReviewFolder(folder, data, other)
+
+
+def head_file(folder: Path) -> bytes:
+    """Return the head of the nearest mean of an image of each class; red images are of no known class."""
+    backbone = tiny(folder)
+    known = write_images(folder / "known", count=1, seed=1)
+    pixels = [
+        preprocess(decode(known / name / "0000.png"), backbone.metadata.preprocessing) for name in CLASSES
+    ]
+    means = backbone.features(np.stack(pixels))
+    layer = Dense(2 * means, -(means**2).sum(axis=1))
+    metadata = HeadMetadata(
+        classes=CLASSES,
+        version=1,
+        task="0" * 64,
+        backbones=(backbone.sha256,),
+        feature_size=backbone.metadata.feature_size,
+        training={},
+        novelty_threshold=0.1,
+    )
+    return head_to_onnx([layer], metadata=metadata, directions=class_directions(means))
+
+
+def classifier(folder: Path) -> Classifier:
+    """Return the head with its backbone."""
+    backbone = tiny(folder)
+    head = open_head(head_file(folder), backbones=[backbone])
+    installed = InstalledHead(head=b"", version=1, backbones=(), classes=head.classes)
+    return Classifier(installed, [backbone], head, Adjuster(head.classes, "none", labels={}))
+
+
+@contextlib.contextmanager
+def review_page(where: ReviewFolder) -> Iterator[ReviewServer]:
+    """Serve the page of the findings."""
+    folders = Relabeling(where.data, CLASSES, where.unlabeled)
+    options = ServerOptions(port=0, token=TOKEN)
+    with ReviewServer(options, where.review(), classes=CLASSES, folders=folders, has_others=True) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()

@@ -1,0 +1,1 @@
+"""Review: findings, moved images, and the page."""

@@ -1,0 +1,139 @@
+"""The findings of a folder, and what they are computed from."""
+
+import json
+import os
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from edge_client.cli import cli
+from edge_client.data.extraction import extract
+from edge_client.data.images import decode, pixel_digest
+from edge_client.review.findings import least_sure
+from edge_client.storage.feature_cache import FeatureCache
+from tests.support.devices.device_bench import HeadBench
+from tests.support.devices.device_factory import tiny
+from tests.support.devices.review_folder import ReviewFolder, head_file, review_folder
+
+
+@pytest.fixture
+def where(tmp_path: Path) -> ReviewFolder:
+    return review_folder(tmp_path)
+
+
+def test_each_kind_is_found_in_the_order_of_its_scores(where: ReviewFolder) -> None:
+    found = where.review()
+    assert [
+        (each.kind, each.image.path.name, each.labeled, each.prediction.answer) for each in found.findings
+    ] == [
+        ("label", "wrong.png", "cat", "dog"),
+        ("label", "same.png", "dog", "cat"),
+        ("unknown", "stranger.png", "cat", "unknown"),
+        ("duplicate", "0000.png", "cat", "cat"),
+        ("duplicate", "same.png", "dog", "cat"),
+        ("unlabeled", "between.png", None, "cat"),
+        ("unlabeled", "new.png", None, "cat"),
+    ]
+    assert [each.same_as for each in found.of_kind("duplicate")] == [
+        (where.data / "dog" / "same.png",),
+        (where.data / "cat" / "0000.png",),
+    ]
+    assert (found.images, found.unusable) == (11, ())
+
+
+def test_held_out_images_are_marked(where: ReviewFolder) -> None:
+    """They are those of the device: an image that was in a prototype is none."""
+    first, *_ = where.review().findings
+    assert first.image.relative == "cat/wrong.png"
+    assert (first.held_out, where.review().held_out) == (True, (1, 0))
+    found = where.review(grouped={pixel_digest(decode(first.image.path))})
+    assert (found.findings[0].held_out, found.held_out) == (False, (1, 1))
+
+
+def test_limit_is_one_of_each_kind(where: ReviewFolder) -> None:
+    kinds = [each.kind for each in where.review(limit=1).findings]
+    assert kinds == ["label", "unknown", "duplicate", "unlabeled"]
+
+
+def test_stored_features_need_no_image_and_a_damaged_cache_is_not_used(where: ReviewFolder) -> None:
+    expected, cache = where.review(), where.folder / "features.sqlite"
+    backbone = tiny(where.folder)
+    with closing(FeatureCache(cache)) as opened:
+        extract(
+            where.images()[:6],
+            [backbone.sha256],
+            opened,
+            open_backbone=lambda _: backbone,
+            batch_size=4,
+            workers=1,
+            on_progress=lambda *_: None,
+            should_stop=lambda: False,
+        )
+    contents = {image.path: image.path.read_bytes() for image in where.images()[:6]}
+    for path, content in contents.items():
+        status = path.stat()
+        path.write_bytes(bytes(len(content)))
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    found = where.review(cache=cache)
+    assert found.unusable == ()
+    assert {(each.kind, each.image) for each in found.findings} == {
+        (each.kind, each.image) for each in expected.findings
+    }
+    cache.write_bytes(b"damaged")
+    assert {path for path, _ in where.review(cache=cache).unusable} == contents.keys()
+
+
+def test_unusable_images_are_named_and_a_folder_without_images_has_no_findings(where: ReviewFolder) -> None:
+    for image in where.images():
+        image.path.write_bytes(b"no image")
+    found = where.review()
+    assert (len(found.unusable), found.findings, found.images) == (11, (), 0)
+
+
+def test_unknown_images_come_last_of_those_to_label() -> None:
+    rows = np.array([[0.9, 0.1], [0.5, 0.5], [0.6, 0.4], [0.5, 0.5]], np.float32)
+    known = np.array([True, False, True, True])
+    found = least_sure(rows, np.array([True, True, True, False]), known)
+    assert [row for row, _ in found] == [2, 0, 1]
+
+
+@pytest.mark.parametrize("output", ["--json", "--limit=10"])
+def test_command_lists_findings(tmp_path: Path, bench: HeadBench, output: str) -> None:
+    bench.install(bench.head(1, np.zeros((16, 2)), head_file(tmp_path)))
+    where = review_folder(tmp_path / "review")
+    arguments = ["review", str(where.data), "--unlabeled", str(where.unlabeled), "--state", str(bench.state)]
+    (where.data / "cat" / "broken.png").write_bytes(b"no image")
+    done = CliRunner().invoke(cli, [*arguments, "--provider", "cpu", output])
+    assert done.exit_code == 0, done.output
+    assert "broken.png: it is none of JPEG" in done.stderr
+    if output == "--json":
+        first, *rest = map(json.loads, done.stdout.splitlines())
+        assert len(rest) == 6
+        assert (first["kind"], first["labeled"], first["answer"]) == ("label", "cat", "dog")
+        assert first["image"] == str(where.data / "cat" / "wrong.png")
+        return
+    assert "2 labels to check\n" in done.stdout
+    assert "wrong.png: labeled cat (0.0%), the head finds dog (dog 100.0%, cat 0.0%), held out" in done.stdout
+    assert "1 labeled images of no known class\n" in done.stdout
+    assert "11 images classified, 0 of 1 held-out images correct" in done.stdout
+
+
+def test_unlabeled_images_among_classes_are_refused(tmp_path: Path, bench: HeadBench) -> None:
+    """So is a page for labels in a list."""
+    bench.install(bench.head(1, np.zeros((16, 2)), head_file(tmp_path)))
+    data = str(tmp_path / "data")
+    listed = tmp_path / "images.csv"
+    listed.write_text("path,label\n")
+    for arguments, error in (
+        ([data, "--unlabeled", f"{data}/new"], "expected a folder of unlabeled images outside of"),
+        ([data, "--unlabeled", str(tmp_path / "missing")], "cannot be read"),
+        ([str(listed), "--page"], "change them there"),
+    ):
+        done = CliRunner().invoke(
+            cli, ["review", *arguments, "--state", str(bench.state), "--provider", "cpu"]
+        )
+        assert done.exit_code != 0
+        assert error in f"{done.exception} {done.output}"
