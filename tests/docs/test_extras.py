@@ -33,6 +33,7 @@ EDGE_CLIENT = {
     "": ["--broker", "127.0.0.1:9", "--data", "{folder}", "--state", "{folder}/device"],
     "predict": ["predict", "photo.jpg", "--state", "{folder}/device"],
     "doctor": ["doctor", "--state", "{folder}/device", "--json"],
+    "review": ["review", "{folder}", "--state", "{folder}/device"],
     "serve": ["serve", "--state", "{folder}/device"],
     "status": ["status", "--state", "{folder}/device"],
     "watch": ["watch", "{folder}", "--state", "{folder}/device"],

@@ -69,6 +69,7 @@ function drawCurrent() {
   byId("image").alt = `Image ${finding.image}`;
   byId("caption").textContent = describe(finding);
   show(byId("image"), finding.number);
+  const focused = [...byId("classes").children].indexOf(document.activeElement);
   byId("classes").replaceChildren(
     ...content.classes.map((name, label) => {
       const made = button(name, () => move(label), KEYS[label]);
@@ -77,6 +78,7 @@ function drawCurrent() {
     }),
     ...(content.has_others ? [button("None of these", () => move(content.classes.length), "0")] : []),
   );
+  byId("classes").children[focused]?.focus();
   byId("before").disabled = place === 0;
   byId("keep").disabled = place === ofKind(kind).length - 1;
   for (const [at, each] of [...byId("thumbnails").children].entries()) {

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from edge_client.data.images import LabeledImage, find_images
-from edge_client.review import relabeling
 from edge_client.review.relabeling import NotMoved, Relabeling
 from protocol.errors import ConfigError
 from tests.support.devices.device_factory import CLASSES, write_images
@@ -96,7 +96,7 @@ def test_disk_that_fails_loses_nothing(
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(Path, "replace", fail)
-    monkeypatch.setattr(relabeling.shutil, "copy2", fail)
+    monkeypatch.setattr(shutil, "copy2", fail)
     with pytest.raises(NotMoved, match="cannot be moved into"):
         Relabeling(data, CLASSES, None).move(image, image.path, DOG)
     assert _contents(data) == before
