@@ -34,7 +34,7 @@ if TYPE_CHECKING:
         "edge-client review /srv/images --unlabeled /srv/camera --page",
     ),
 )
-@click.argument("data", type=click.Path(exists=True, path_type=Path))
+@click.argument("data", type=click.Path(path_type=Path))
 @fleet_option
 @state_option
 @provider_option
