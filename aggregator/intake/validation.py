@@ -287,6 +287,7 @@ def check_evaluation(evaluation: Evaluation, expectation: Expectation, *, newest
     if (evaluation.correct_with_prior or 0) > images:
         raise Refused("malformed", "more images are correct with the prior than there are")
     _check_bins(evaluation, images)
+    _check_confused(evaluation)
 
 
 def _check_bins(evaluation: Evaluation, images: int) -> None:
@@ -300,6 +301,17 @@ def _check_bins(evaluation: Evaluation, images: int) -> None:
             raise Refused("malformed", "the images in bins of confidence are not those of the classes")
     if evaluation.novelty_images is not UNSET and sum(evaluation.novelty_images) != images:
         raise Refused("malformed", "the images in bins of novelty are not those of the classes")
+
+
+def _check_confused(evaluation: Evaluation) -> None:
+    """Refuse confused pairs that have more images than were classified incorrectly."""
+    left = list(evaluation.incorrect)
+    for pair in evaluation.confused or ():
+        if max(pair.label, pair.predicted) >= len(left) or pair.label == pair.predicted:
+            raise Refused("malformed", "expected pairs of different classes of the task")
+        left[pair.label] -= pair.images
+    if min(left, default=0) < 0:
+        raise Refused("malformed", "more images are confused than classified incorrectly")
 
 
 def _array(tensor: Tensor, name: str, *, dtypes: str, ndim: int) -> NDArray[Any]:

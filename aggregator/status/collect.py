@@ -1,5 +1,6 @@
 """Reads the status of a fleet from the state directory."""
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -38,7 +39,7 @@ from protocol.cli import counted
 from protocol.statistics.balanced_accuracy import balanced_accuracy
 from protocol.storage.blobstore import file_digest
 from protocol.storage.elapsed_clock import ElapsedClock
-from protocol.wire.messages import Evaluation, Reason
+from protocol.wire.messages import MAX_CONFUSED, Evaluation, Reason
 from protocol.wire.presence import Duplicate
 
 _REFUSED: Mapping[Reason | None, str] = {"revoked": "revoked", "unknown_device": "not enrolled"}
@@ -114,7 +115,9 @@ def _collect(store: Store) -> model.Status:
         coverage=_coverage(served.classes, used_records),
         quarantine=tuple(store.quarantine.all(task).values()),
         forgotten=tuple(store.forgotten.all(task)),
-        heads=tuple(_head(store, task, head, used, known, is_personal=is_personal) for head in heads),
+        heads=tuple(
+            _head(store, task, head, used, known, served.classes, is_personal=is_personal) for head in heads
+        ),
         refusals=tuple(store.refusals.all()),
         earlier_refusals=store.refusals.earlier(),
         traffic=store.facts.get(Traffic) or Traffic(),
@@ -308,6 +311,7 @@ def _head(
     head: HeadRecord,
     used: rollout_state.State,
     known: Collection[int],
+    classes: Sequence[str],
     *,
     is_personal: bool,
 ) -> model.Head:
@@ -327,7 +331,25 @@ def _head(
             **_accuracy(evaluations),
             balanced=_balanced_of_head(evaluations, known, is_personal=is_personal),
             devices=len(evaluations),
+            confused=_confused(evaluations, classes) if head.version == used.current else (),
         ),
+    )
+
+
+def _confused(evaluations: Sequence[Evaluation], classes: Sequence[str]) -> tuple[model.Confusion, ...]:
+    """Return the pairs of classes that devices have confused, pooled, at most MAX_CONFUSED."""
+    pairs: Counter[tuple[int, int]] = Counter()
+    for one in evaluations:
+        for pair in one.confused or ():
+            pairs[pair.label, pair.predicted] += pair.images
+    return tuple(
+        model.Confusion(
+            label=classes[label],
+            predicted=classes[predicted],
+            images=images,
+            of=sum(one.correct[label] + one.incorrect[label] for one in evaluations),
+        )
+        for (label, predicted), images in pairs.most_common(MAX_CONFUSED)
     )
 
 

@@ -124,10 +124,23 @@ class Coverage(msgspec.Struct, frozen=True, kw_only=True):
     devices: int
 
 
+class Confusion(msgspec.Struct, frozen=True, kw_only=True):
+    """Held-out images of a class that a head puts into another one."""
+
+    label: Annotated[str, Meta(description="Their class.")]
+    predicted: Annotated[str, Meta(description="The class that the head finds most probable.")]
+    images: int
+    of: Annotated[int, Meta(description="All held-out images of their class.")]
+
+
 class HeldOut(Accuracy, frozen=True, kw_only=True):
     """Results of a head on all devices."""
 
     devices: Annotated[int, Meta(description="Devices that have evaluated it.")]
+    confused: Annotated[
+        tuple[Confusion, ...],
+        Meta(description="Pairs of classes with the most images first; of the current head only."),
+    ] = ()
 
 
 class Head(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,6 +18,7 @@ from aggregator.coordination.canary_comparison import canaries
 from aggregator.status.collect import collect_status
 from aggregator.status.model import (
     Candidate,
+    Confusion,
     Device,
     Enrollment,
     Head,
@@ -34,6 +35,7 @@ from protocol.errors import ProtofleetError
 
 SHOWN_HEADS = 5
 SHOWN_NAMES = 10
+SHOWN_CONFUSED = 5
 _STYLES = {"error": "red", "warning": "yellow"}
 """By the level of what needs attention."""
 
@@ -137,6 +139,9 @@ def _below(status: Status) -> Iterator[tuple[str, ...]]:
         yield "", progress
     for head in status.heads[-SHOWN_HEADS:]:
         yield "", _head(head)
+    for head in status.heads:
+        if head.held_out.confused:
+            yield "confused", _confused(head.held_out.confused)
     if status.rollout.candidate is not None:
         yield "", _candidate(status.rollout.candidate)
     yield from _outliers(status)
@@ -228,6 +233,13 @@ def _coverage(status: Status) -> str:
     without = f", without prototypes: {names(missing, SHOWN_NAMES)}" if missing else ""
     return (
         f"{counted(status.submissions, 'submission')}, {status.waiting} not in a head yet; {covered}{without}"
+    )
+
+
+def _confused(pairs: Sequence[Confusion]) -> str:
+    """Return the classes that are confused most often."""
+    return ", ".join(
+        f"{each.label} as {each.predicted} {each.images} of {each.of}" for each in pairs[:SHOWN_CONFUSED]
     )
 
 

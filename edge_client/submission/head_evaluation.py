@@ -1,6 +1,7 @@
 """Evaluates heads on the device's held-out images."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
@@ -15,7 +16,7 @@ from protocol.errors import ConfigError, Interrupted
 from protocol.log import event
 from protocol.statistics.balanced_accuracy import balanced_accuracy
 from protocol.statistics.confidence import confidence_bins, novelty_bins
-from protocol.wire.messages import CONFIDENCE_BINS, Evaluation, TaskManifest
+from protocol.wire.messages import CONFIDENCE_BINS, MAX_CONFUSED, Confused, Evaluation, TaskManifest
 
 log = logging.getLogger(__name__)
 
@@ -40,9 +41,10 @@ def evaluate_head(
     has_prior = not head.is_personal and 0 < sum(totals) * len(totals) <= MAX_VALUES
     found: list[NDArray[np.float32]] | None = [] if has_prior else None
     bins = np.zeros((3, CONFIDENCE_BINS), np.int64)
-    correct = count_correct(
+    answers = count_answers(
         workspace, head, manifest, members=members, should_stop=should_stop, found=found, bins=bins
     )
+    correct = correct_answers(answers)
     incorrect = (total - count for total, count in zip(totals, correct, strict=True))
     has_bins = manifest.program is None and any(totals)
     return Evaluation(
@@ -54,7 +56,21 @@ def evaluate_head(
         confidence_correct=tuple(bins[0].tolist()) if has_bins else UNSET,
         confidence_images=tuple(bins[1].tolist()) if has_bins else UNSET,
         novelty_images=tuple(bins[2].tolist()) if has_bins and head.has_novelty else UNSET,
+        confused=_confused(answers) if any(totals) else UNSET,
     )
+
+
+def _confused(answers: Sequence[Counter[int]]) -> tuple[Confused, ...]:
+    """Return the pairs of classes that were confused most often."""
+    pairs = Counter(
+        {
+            (label, predicted): images
+            for label, counts in enumerate(answers)
+            for predicted, images in counts.items()
+            if predicted != label
+        }
+    )
+    return tuple(Confused(*pair, images) for pair, images in pairs.most_common(MAX_CONFUSED))
 
 
 def _with_prior(found: Sequence[NDArray[np.float32]], totals: Sequence[int]) -> int:
@@ -65,7 +81,7 @@ def _with_prior(found: Sequence[NDArray[np.float32]], totals: Sequence[int]) -> 
     return int((best == labels).sum())
 
 
-def count_correct(
+def count_answers(
     workspace: Workspace,
     head: Head,
     manifest: TaskManifest,
@@ -74,8 +90,8 @@ def count_correct(
     should_stop: Callable[[], bool],
     found: list[NDArray[np.float32]] | None = None,
     bins: NDArray[np.int64] | None = None,
-) -> tuple[int, ...]:
-    """Return a head's correct predictions per class; the arguments and errors are those of `evaluate_head`.
+) -> list[Counter[int]]:
+    """Return the images that a head puts into each class, by their own class; the rest is as in `evaluate_head`.
 
     The probabilities are appended to `found`, class by class, and predictions counted in `bins`, as by `evaluate`.
     """
@@ -86,10 +102,15 @@ def count_correct(
                 raise Interrupted("the evaluation was interrupted")
             yield chunk
 
-    return tuple(
+    return [
         evaluate(head, features(of_class), label=label, found=found, bins=bins)
         for label, of_class in enumerate(members)
-    )
+    ]
+
+
+def correct_answers(answers: Sequence[Counter[int]]) -> tuple[int, ...]:
+    """Return the correct predictions per class."""
+    return tuple(counts[label] for label, counts in enumerate(answers))
 
 
 def evaluate(
@@ -99,8 +120,8 @@ def evaluate(
     label: int,
     found: list[NDArray[np.float32]] | None = None,
     bins: NDArray[np.int64] | None = None,
-) -> int:
-    """Return how many of these features, all of class `label`, the head classifies correctly.
+) -> Counter[int]:
+    """Return how many of these features, all of class `label`, the head puts into each class.
 
     The probabilities are appended to `found`. The rows of `bins`, (3, CONFIDENCE_BINS), are increased: the correct
     predictions and all in each bin of confidence, and all in each bin of novelty, if the head has it.
@@ -108,11 +129,12 @@ def evaluate(
     Raises:
         GraphRefused: it fails on them.
     """
-    correct = 0
+    answers: Counter[int] = Counter()
     for chunk in chunks:
         probabilities, novelty = head.run(chunk)
-        is_correct = probabilities.argmax(axis=1) == label
-        correct += int(is_correct.sum())
+        best = probabilities.argmax(axis=1)
+        is_correct = best == label
+        answers.update(best.tolist())
         if bins is not None:
             places = confidence_bins(probabilities)
             for row, chosen in zip(bins[:2], (places[is_correct], places), strict=True):
@@ -121,7 +143,7 @@ def evaluate(
                 np.add.at(bins[2], novelty_bins(novelty), 1)
         if found is not None:
             found.append(probabilities)
-    return correct
+    return answers
 
 
 def balanced(evaluation: Evaluation, head: Head, manifest: TaskManifest) -> float | None:

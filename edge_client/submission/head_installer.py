@@ -14,7 +14,13 @@ from edge_client.privacy.policy import HEAD_REFUSED
 from edge_client.runtime.backbone import Backbone
 from edge_client.runtime.onnx_model import isolated_models
 from edge_client.storage.stored_values import HeadProblem, Heads, InstalledHead
-from edge_client.submission.head_evaluation import balanced, count_correct, evaluate_head, held_out_images
+from edge_client.submission.head_evaluation import (
+    balanced,
+    correct_answers,
+    count_answers,
+    evaluate_head,
+    held_out_images,
+)
 from edge_client.submission.image_features import FoundImages, Workspace
 from edge_client.submission.round_submission import RoundTraining
 from edge_client.training.local_round import feature_size
@@ -170,13 +176,14 @@ class HeadInstaller:
         try:
             with self._store.crash_counter.guard(previous.key, what="the previous head", max_crashes=1):
                 head = open_installed(self._store.blobs, previous, candidate.backbones)
-                return count_correct(
+                answers = count_answers(
                     self._workspace,
                     head,
                     install.manifest,
                     members=candidate.members,
                     should_stop=should_stop,
                 )
+                return correct_answers(answers)
         except ProtofleetError as error:
             if should_stop():
                 raise Interrupted("the comparison with the previous head was interrupted") from error

@@ -36,6 +36,9 @@ MAX_CLASSES = 4096
 MAX_IMAGES = 10_000_000
 """Images that a device can count."""
 
+MAX_CONFUSED = 1024
+"""Pairs of confused classes in an evaluation."""
+
 CONFIDENCE_BINS = 32
 """Bins of a head's score of an image, in which a device counts its held-out images."""
 
@@ -57,6 +60,7 @@ ByteCount = Annotated[int, Meta(ge=0, le=MAX_BLOB_BYTES)]
 Images = Annotated[int, Meta(ge=0, le=MAX_IMAGES)]
 PerClass = Annotated[tuple[Images, ...], Meta(max_length=MAX_CLASSES)]
 """One number per class of the task, in its order."""
+ClassIndex = Annotated[int, Meta(ge=0, lt=MAX_CLASSES)]
 PerBin = Annotated[tuple[Images, ...], Meta(min_length=CONFIDENCE_BINS, max_length=CONFIDENCE_BINS)]
 """One number per bin of confidence."""
 Figure = Annotated[float, Meta(ge=-1e30, le=1e30)]
@@ -405,6 +409,17 @@ class Submission(Message, frozen=True, kw_only=True, tag="submission"):
     """With differential privacy: the privacy loss; `images` and `counts` are then noisy as well."""
 
 
+class Confused(msgspec.Struct, frozen=True, array_like=True):
+    """Held-out images of one class that a head puts into another one."""
+
+    label: ClassIndex
+    """The images' class."""
+    predicted: ClassIndex
+    """The class that the head finds most probable."""
+    images: Annotated[int, Meta(ge=1, le=MAX_IMAGES)]
+    """Their number."""
+
+
 class Evaluation(Message, frozen=True, kw_only=True, tag="evaluation"):
     """A head's results on a device's held-out images.
 
@@ -436,6 +451,10 @@ class Evaluation(Message, frozen=True, kw_only=True, tag="evaluation"):
     """All held-out images in each bin."""
     novelty_images: PerBin | msgspec.UnsetType = msgspec.UNSET
     """All held-out images in each bin of novelty, bin i from i / 32; absent if the head has no novelty."""
+    confused: Annotated[tuple[Confused, ...], Meta(max_length=MAX_CONFUSED)] | msgspec.UnsetType = (
+        msgspec.UNSET
+    )
+    """The pairs of classes that the head confused, most images first; the first 1,024 if there are more."""
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True, tag="frame"):

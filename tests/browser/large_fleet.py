@@ -13,7 +13,7 @@ from aggregator.coordination.round_state import Entry
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
 from aggregator.storage.submissions import SubmissionRecord
-from protocol.wire.messages import Evaluation
+from protocol.wire.messages import Confused, Evaluation
 from tests.support.messages.submissions import TASK, device_info
 from tests.unit.aggregator.status.stores import started_store
 
@@ -70,8 +70,13 @@ def put_evaluation(store: Store, name: str, version: int, chance: random.Random)
     total = [chance.randrange(1, 9) if chance.random() < 0.3 else 0 for _ in CLASSES]
     correct = [sum(chance.random() < 0.5 + 0.04 * version for _ in range(count)) for count in total]
     incorrect = [count - found for count, found in zip(total, correct, strict=True)]
+    confused = tuple(Confused(label, (label + 1) % len(CLASSES), n) for label, n in enumerate(incorrect) if n)
     evaluation = Evaluation(
-        task=TASK, head_version=version, correct=tuple(correct), incorrect=tuple(incorrect)
+        task=TASK,
+        head_version=version,
+        correct=tuple(correct),
+        incorrect=tuple(incorrect),
+        confused=confused,
     )
     store.evaluations.put(name, evaluation, digest=f"{name} {version}".encode(), now_s=NOW_S)
 

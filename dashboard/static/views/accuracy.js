@@ -5,6 +5,7 @@ import { accuracyOf, percent } from "../format.js";
 import { color } from "./colors.js";
 
 const SHOWN_CLASSES = 30;
+const SHOWN_CONFUSED = 15;
 const BINS = 10;
 const SHOWN_NAMES = 3;
 
@@ -130,6 +131,38 @@ function DeviceBins({ details }) {
     </ul>`;
 }
 
+/** Show which classes are confused: as a matrix, or as a list where there are many classes. */
+function Confusion({ status, head }) {
+  const pairs = status.heads.find((each) => each.version === head.version)?.held_out.confused ?? [];
+  if (!pairs.length) return null;
+  const worst = pairs[0];
+  const caption = `Most often: ${worst.label} as ${worst.predicted}, ${worst.images} of ${worst.of}.`;
+  if (status.classes.length > SHOWN_CONFUSED) {
+    return html`<h3>Confused classes</h3>
+      <ul>${pairs.slice(0, SHOWN_CONFUSED).map((each) => html`<li>${each.label} as ${each.predicted}: ${each.images} of ${each.of}</li>`)}</ul>`;
+  }
+  const images = (label, predicted) =>
+    label === predicted
+      ? head.correct[status.classes.indexOf(label)]
+      : (pairs.find((each) => each.label === label && each.predicted === predicted)?.images ?? 0);
+  const cell = (label, predicted, number) => {
+    const count = images(label, predicted);
+    const share = count / Math.max(1, head.correct[number] + head.incorrect[number]);
+    const kind = label === predicted ? "correct" : "incorrect";
+    return html`<td class=${`number ${count ? kind : "quiet"}`} style=${`--share: ${Math.round(60 * share)}%`}>${count}</td>`;
+  };
+  return html`<h3>Confused classes</h3>
+    <p>${caption}</p>
+    <div class="scroll" tabindex="0" role="region" aria-label="Confusion matrix">
+      <table class="confusion">
+        <thead><tr><th scope="col">Class</th>${status.classes.map((name) => html`<th scope="col" class="number">${name}</th>`)}</tr></thead>
+        <tbody>
+          ${status.classes.map((label, number) => html`<tr><th scope="row">${label}</th>${status.classes.map((predicted) => cell(label, predicted, number))}</tr>`)}
+        </tbody>
+      </table>
+    </div>`;
+}
+
 export function Accuracy({ status, details }) {
   const data = dataOf(status, details);
   if (!data[0].length) return html`<p class="empty">No device has evaluated a head yet.</p>`;
@@ -138,5 +171,6 @@ export function Accuracy({ status, details }) {
     <div class="columns">
       <div><${Classes} status=${status} head=${head} /></div>
       <div><${DeviceBins} details=${details} /></div>
-    </div>`;
+    </div>
+    <${Confusion} status=${status} head=${head} />`;
 }

@@ -20,6 +20,7 @@ from aggregator.intake.validation import (
 )
 from protocol.wire.codec import encode, to_tensor, to_unsigned
 from protocol.wire.messages import (
+    Confused,
     DifferentialPrivacy,
     Evaluation,
     Perturbation,
@@ -265,6 +266,7 @@ def test_valid_evaluation_is_accepted() -> None:
     check_evaluation(message, EXPECTATION, newest_head=3)
     check_evaluation(msgspec.structs.replace(message, correct_with_prior=10), EXPECTATION, newest_head=2)
     check_evaluation(binned(9, 10, novelty_images=(10, *[0] * 31)), EXPECTATION, newest_head=2)
+    check_evaluation(binned(9, 10, confused=(Confused(0, 2, 1),)), EXPECTATION, newest_head=2)
 
 
 @pytest.mark.parametrize(
@@ -282,6 +284,10 @@ def test_valid_evaluation_is_accepted() -> None:
         (binned(9, 10, incorrect=(2, 0, 0)), "malformed"),
         (binned(9, 10, confidence_correct=(9, *[0] * 31)), "malformed"),
         (binned(9, 10, novelty_images=(11, *[0] * 31)), "malformed"),
+        (binned(9, 10, confused=(Confused(0, 2, 2),)), "malformed"),
+        (binned(9, 10, confused=(Confused(0, 1, 1), Confused(0, 2, 1))), "malformed"),
+        (binned(9, 10, confused=(Confused(0, 0, 1),)), "malformed"),
+        (binned(9, 10, confused=(Confused(0, 3, 1),)), "malformed"),
     ],
 )
 def test_invalid_evaluation_is_refused(spoilt: Evaluation, reason: str) -> None:

@@ -24,7 +24,7 @@ from aggregator.storage.open_store import open_store
 from aggregator.storage.programs import ReceiverRecord
 from aggregator.storage.stored_values import NextHead, TrainingProgress, TrainingTokens, UploadTokens
 from protocol.errors import StateError
-from protocol.wire.messages import BlobRef, Evaluation
+from protocol.wire.messages import BlobRef, Confused, Evaluation
 from tests.support.messages.submissions import TASK, device_info, evaluation
 from tests.unit.aggregator.status.stores import (
     TASK_FILE,
@@ -179,6 +179,24 @@ def test_accuracy_over_all_classes(tmp_path: Path, algorithm: str) -> None:
     assert [(row.accuracy, row.balanced) for row in status.devices] == [(1.0, each)] * 3
     assert (status.heads[0].held_out.accuracy, status.heads[0].held_out.balanced) == (1.0, fleet)
     assert ("100.0% (50/50) over all 33.3%" in " ".join(rendered(status).split())) == (algorithm == "fedpcl")
+
+
+def test_confused_classes_of_the_current_head_are_pooled(tmp_path: Path) -> None:
+    store = busy_store(tmp_path)
+    version = store.heads.rollout(TASK).current
+    for name, confused in (("a", (Confused(2, 0, 3), Confused(0, 1, 1))), ("b", (Confused(0, 1, 4),))):
+        made = Evaluation(
+            task=TASK, head_version=version, correct=(5, 0, 1), incorrect=(4, 0, 3), confused=confused
+        )
+        store.evaluations.put(name, made, digest=name.encode(), now_s=60.0)
+    status = collected(store)
+    (found,) = [head.held_out.confused for head in status.heads if head.held_out.confused]
+    zero, one, two = status.classes
+    assert found == (
+        model.Confusion(label=zero, predicted=one, images=5, of=18),
+        model.Confusion(label=two, predicted=zero, images=3, of=8),
+    )
+    assert f"confused {zero} as {one} 5 of 18, {two} as {zero} 3 of 8\n" in rendered(status)
 
 
 def test_texts_of_devices_cannot_control_the_terminal(tmp_path: Path) -> None:

@@ -89,9 +89,8 @@ def test_evaluation_counts_correct_predictions_over_all_chunks(tmp_path: Path) -
     weights[0, 1] = 1
     head = open_head(linear_head([backbone], weights), backbones=[backbone])
     positive, negative = np.ones((3, 16), dtype=np.float32), -np.ones((2, 16), dtype=np.float32)
-    assert evaluate(head, [positive, negative], label=1) == 3
-    assert evaluate(head, [positive, negative], label=0) == 2
-    assert evaluate(head, [], label=0) == 0
+    assert evaluate(head, [positive, negative], label=1) == {1: 3, 0: 2}
+    assert evaluate(head, [], label=0) == {}
 
 
 def test_unsuitable_head_is_refused(tmp_path: Path) -> None:
@@ -188,9 +187,9 @@ def test_round_head_is_bound_to_state_tensors_and_local_prototypes() -> None:
     expected = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
     np.testing.assert_allclose(head.probabilities(features), expected, rtol=1e-5)
     assert head.is_personal
-    assert evaluate(head, [features, features[:1]], label=2) == 4
+    assert evaluate(head, [features, features[:1]], label=2)[2] == 4
     strange = round_head(local_model=replace(LOCAL_MODEL, counts=np.zeros(3, np.float32)))
-    assert evaluate(strange, [features], label=0) == 2
+    assert evaluate(strange, [features], label=0)[0] == 2
 
 
 def test_classes_without_prototypes_are_unknown() -> None:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from edge_client.predict.head import Result
 from edge_client.submission import head_evaluation
 from edge_client.submission.head_evaluation import evaluate_head
+from protocol.wire.messages import Confused
 from tests.support.devices.device_factory import make_manifest
 
 LIKELY, LEANING = "0.9", "0.4"
@@ -57,6 +58,10 @@ def test_prior_of_held_out_images(
     workspace, head = SimpleNamespace(cache=SimpleNamespace(chunks=_chunks)), _Head(is_personal)
     found = evaluate_head(cast("Any", workspace), cast("Any", head), **arguments, members=[cats, dogs])
     assert (found.correct, found.correct_with_prior) == (correct, with_prior)
+    wrong = [len(cats) - correct[0], len(dogs) - correct[1]]
+    assert set(found.confused or ()) == {
+        Confused(n, 1 - n, images) for n, images in enumerate(wrong) if images
+    }
 
 
 def test_probabilities_of_very_many_images_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ DECISIONS: dict[type[Any], dict[str, str]] = {
     Evaluation: {
         "v": "constant", "task": "no image", "head_version": "no image", "correct": "zeros", "incorrect": "zeros",
         "previous_correct": "zeros", "problem": "constant words", "correct_with_prior": "none",
-        **dict.fromkeys(["confidence_correct", "confidence_images", "novelty_images"], "none"),
+        **dict.fromkeys(["confidence_correct", "confidence_images", "novelty_images", "confused"], "none"),
     },
     messages.Frame: {
         "v": "constant", "key": "no image",

@@ -19,6 +19,7 @@ from protocol.wire.codec import decode, digest_of, encode, message_kind, to_arra
 from protocol.wire.messages import (
     BlobRef,
     BlobRequest,
+    Confused,
     DifferentialPrivacy,
     Evaluation,
     Frame,
@@ -65,7 +66,7 @@ def refused(envelope: Any, message_type: type[Message | Frame]) -> str:
 
 def test_every_wire_type_has_a_sample() -> None:
     inner = {BlobRef, HeadRef, KeyCertificate, Program, Statistics, Perturbation, DifferentialPrivacy}
-    inner |= {Privacy, Tensor}
+    inner |= {Confused, Privacy, Tensor}
     assert {type(sample) for sample in SAMPLES} | inner == set(WIRE_TYPES)
 
 
