@@ -41,6 +41,7 @@ DECISIONS: dict[type[Any], dict[str, str]] = {
         "previous_correct": "zeros", "problem": "constant words", "correct_with_prior": "none",
         **dict.fromkeys(["confidence_correct", "confidence_images", "novelty_images", "confused"], "none"),
     },
+    messages.Confused: dict.fromkeys(["label", "predicted", "images"], "none"),
     messages.Frame: {
         "v": "constant", "key": "no image",
         **dict.fromkeys(["digest", "size_bytes", "offset", "data", "signature"], "of one of the above"),
