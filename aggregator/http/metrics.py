@@ -108,6 +108,8 @@ def _of_devices(status: Status) -> Iterable[Metric]:
     yield _gauge("devices_with_problem", "Devices that do not take part, with a reason.", problems)
     refused = sum(bool(device.head_problem) for device in status.devices)
     yield _gauge("devices_without_head", "Devices that cannot use the published head.", refused)
+    drifts = [device.drift for device in status.devices if device.drift is not None]
+    yield _gauge("device_drift_max", "Greatest drift that a device reports.", max(drifts, default=None))
     quarantined = sum(each.released_s is None for each in status.quarantine)
     yield _gauge("devices_quarantined", "Devices whose prototypes are not trained on.", quarantined)
     known = status.enrollment

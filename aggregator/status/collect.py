@@ -231,6 +231,7 @@ def _devices(
             problem=info.problem if info else "",
             warning=info.warning if info else "",
             refused_messages=info.refused_messages if info else {},
+            drift=info.drift if info and info.drift is not UNSET else None,
             images=sum(info.images.values()) if info else 0,
             round=submission.entry.round if submission else None,
             classes=len(submission.per_class) if submission else 0,

@@ -105,6 +105,13 @@ class Device(Accuracy, frozen=True, kw_only=True):
     refused_messages: Annotated[
         dict[str, int], Meta(description="Messages that the device has refused, by reason.")
     ]
+    drift: Annotated[
+        float | None,
+        Meta(
+            description="How far the last predicted images are from the labeled ones, in standard deviations of "
+            "chance; null if no program on the device has predicted enough."
+        ),
+    ]
     images: int
     round: int | None
     classes: int

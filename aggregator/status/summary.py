@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from aggregator.status.model import Attention, Device, Quota, Quotas, Status, Summary
 from protocol.cli import counted
 
+DRIFT_LIMIT = 3.09
+"""Score that a device without drift exceeds in 1 % of all weeks."""
+
 SHOWN = 5
 """Names in a text."""
 
@@ -78,6 +81,13 @@ def _of_devices(status: Status) -> Iterator[Attention]:
         yield Attention("warning", f"{counted(len(held), 'device')} quarantined", names(held))
     yield from _with_text(status.devices, lambda device: device.problem, "cannot take part")
     yield from _with_text(status.devices, lambda device: device.warning, "with a warning")
+    yield from _with_text(status.devices, _drift, "with other images than at the upload")
+
+
+def _drift(device: Device) -> str:
+    if device.drift is None or device.drift <= DRIFT_LIMIT:
+        return ""
+    return f"drift {device.drift:.1f}: look at the camera, and label new images if they are to stay"
 
 
 def _with_text(devices: Iterable[Device], text_of: Callable[[Device], str], what: str) -> Iterator[Attention]:

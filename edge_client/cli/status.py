@@ -46,6 +46,8 @@ def status_command(*, fleet: str, state: Path | None, as_json: bool) -> None:
             f"privacy    epsilon {spent['total_epsilon']:.3f} of {spent['max_epsilon']:g} spent in "
             f"{counted(spent['releases'], 'submission')}, at delta {spent['delta']:g}"
         )
+    if (drift := summary["drift"]) is not None:
+        say(f"drift      {drift['score']:.1f} standard deviations in {drift['images']} predicted images")
     for label in filter(summary.get, ("duplicate", "warning", "problem")):
         say(f"{label:10} {summary[label]}")
     say(f"submission {_submission(summary)}")
@@ -105,6 +107,7 @@ def device_status(store: "DeviceState") -> dict[str, Any]:
     submission, task = store.outbox.newest_submission(), store.get(stored.CurrentTask).digest
     report, spent = store.get(stored.SubmissionReport), store.get(stored.PrivacySpent)
     left_out, extraction = store.get(stored.LeftOut), store.get(stored.ExtractionProgress)
+    drift = store.get(stored.Drift)
     build_problem, head_problem = store.get(stored.BuildProblem).text, store.get(stored.HeadProblem).text
     problems = {**store.get(stored.Problems).texts, "build": build_problem, "head": head_problem}
     return {
@@ -120,6 +123,7 @@ def device_status(store: "DeviceState") -> dict[str, Any]:
         "skipped_files": dict(left_out.skipped),
         "unusable_images": [list(each) for each in left_out.unusable],
         "privacy": msgspec.to_builtins(spent) if spent.releases else None,
+        "drift": msgspec.to_builtins(drift) if drift.images else None,
         "duplicate": store.get(Duplicate).summary,
         "warning": "; ".join(filter(None, [report.lost_images, report.warning])),
         "problem": next(filter(None, map(problems.get, stored.PROBLEMS)), ""),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image
 
 from edge_client.data.class_prior import NO_PRIOR, Adjuster, Prior, Source
@@ -67,6 +68,8 @@ class Classifier:
     min_probability: float = 0.0
     run_head: Guard = nullcontext
     run_backbones: Guard = nullcontext
+    observe: Callable[[NDArray[np.float32]], None] = lambda _: None
+    """Called with the feature, (L,), of each image."""
 
     @property
     def notes(self) -> list[str]:
@@ -88,7 +91,12 @@ class Classifier:
         feature = feature_of(image, self.backbones)
         if isinstance(feature, Refusal):
             raise UnreadableImage(feature.reason)
-        return self.head.run(feature[None])
+        return self._run_head(feature)
+
+    def _run_head(self, feature: NDArray[np.float32]) -> Result:
+        result = self.head.run(feature[None])
+        self.observe(feature)
+        return result
 
     def predict(
         self,
@@ -137,7 +145,7 @@ class Classifier:
             has_feature = any(not isinstance(feature, Refusal) for _, feature in batch)
             with self.run_head() if has_feature else nullcontext():
                 results = [
-                    (image, each if isinstance(each, Refusal) else self.head.run(each[None]))
+                    (image, each if isinstance(each, Refusal) else self._run_head(each))
                     for image, each in batch
                 ]
             yield results

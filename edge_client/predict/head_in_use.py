@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image
 
 from edge_client.predict.classifier import Classifier, open_classifier
+from edge_client.predict.drift import DriftMonitor
 from edge_client.storage.device_state import DeviceState
 from protocol.errors import ProtofleetError
 from protocol.log import event
@@ -70,7 +71,10 @@ class HeadInUse:
             self._problem = error
             event(log, logging.ERROR, "head not used", reason=str(error))
             return
-        self._opened = replace(opened, run_head=nullcontext, run_backbones=nullcontext)
+        monitor = DriftMonitor(self._store, opened.head, tuple(each.sha256 for each in opened.backbones))
+        self._opened = replace(
+            opened, run_head=nullcontext, run_backbones=nullcontext, observe=monitor.observe
+        )
         for note in opened.notes:
             event(log, logging.WARNING, note)
         used = opened.installed

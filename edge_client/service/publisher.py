@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Mapping
 
+from msgspec import UNSET
+
 from edge_client.agent.events import RequestBlob, SendFrames
 from edge_client.agent.state import Mode, State
 from edge_client.agent.uploads import NO_SPACE
@@ -10,6 +12,7 @@ from edge_client.privacy import policy
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import (
     BackboneProvider,
+    Drift,
     Epoch,
     Heads,
     SubmissionReport,
@@ -112,6 +115,7 @@ class Publisher:
         is_silent = state.manifest is None or bounded
         problems = {**state.problems, "build": state.build_problem}
         problem = policy.public_problem(_first(problems, "task", "space", "build"), bounded=bounded)
+        drift = self._store.get(Drift)
         # These reveal nothing about images.
         others = _first(problems, "download", "manifest", "upload")
         backbones = state.manifest.backbones if state.manifest is not None else ()
@@ -127,6 +131,7 @@ class Publisher:
             warning=(warning or ("" if is_silent else submission.lost_images))[:256],
             head_version=head.version if head is not None and head.task == state.task else 0,
             refused_messages=dict(refused),
+            drift=UNSET if is_silent or not drift.images else drift.score,
         )
 
     def _outgoing(self, channel: DeviceChannel, message: Message | Frame) -> mqtt.Outgoing:

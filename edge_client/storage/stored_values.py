@@ -125,6 +125,17 @@ class LeftOut(msgspec.Struct, frozen=True):
     """Paths and reasons, by the newest extraction."""
 
 
+class Drift(msgspec.Struct, frozen=True):
+    """The newest comparison of predicted images with the labeled ones (`predict.drift`)."""
+
+    score: float = 0.0
+    """Standard deviations of chance."""
+    images: int = 0
+    """Predicted images that were compared; 0 before the first comparison."""
+    tested_s: float = 0.0
+    """Unix time."""
+
+
 SubmissionForm = Literal["prototype", "class sum", "group"]
 """A submission's rows."""
 

@@ -359,6 +359,9 @@ class DeviceInfo(Message, frozen=True, kw_only=True, tag="info"):
     """Version of the installed head of the task; 0 if there is none."""
     refused_messages: Annotated[dict[Text, Natural], Meta(max_length=32)] = {}
     """Refused messages by reason, since the program was started."""
+    drift: Figure | msgspec.UnsetType = msgspec.UNSET
+    """How far the last predicted images are from the labeled ones, in standard deviations of chance; absent if no
+    program has predicted enough images, and under differential privacy."""
 
 
 class Privacy(msgspec.Struct, frozen=True, kw_only=True):

@@ -28,7 +28,7 @@ DECISIONS: dict[type[Any], dict[str, str]] = {
     DeviceInfo: {
         "v": "constant", "epoch": "time of the start", "software": "no image", "runtime": "no image",
         "backbones": "no image", "images": "empty", "unusable_images": "zero", "problem": "constant words",
-        "warning": "no image", "head_version": "no image", "refused_messages": "no image",
+        "warning": "no image", "head_version": "no image", "refused_messages": "no image", "drift": "none",
     },
     Submission: {
         "v": "constant", "task": "no image", "sequence": "time of the submission", "prototypes": "noisy",
