@@ -2,9 +2,9 @@
 
 import logging
 import time
-from contextlib import suppress
+from contextlib import closing, nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -26,7 +26,7 @@ from edge_client.cli.predict import (
     printer,
     top_option,
 )
-from protocol.cli import examples, start_logging, verbose_option
+from protocol.cli import access_options, examples, read_access, setting, start_logging, verbose_option
 from protocol.errors import ConfigError, ProtofleetError
 from protocol.service_manager import stop_on_terminate
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from edge_client.data.extraction import Refusal
     from edge_client.predict.classifier import Classifier, Prediction
     from edge_client.predict.folder_watch import FolderWatch
+    from edge_client.predict.home_assistant import Sensor
     from edge_client.predict.majority import Majority
     from edge_client.runtime.session import Provider
     from edge_client.storage.stored_values import InstalledHead
@@ -42,7 +43,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-@click.command("watch", epilog=examples("edge-client watch /srv/camera --json"))
+@click.command(
+    "watch",
+    epilog=examples(
+        "edge-client watch /srv/camera --json",
+        "edge-client watch /srv/camera --changes --publish homeassistant.local --username camera --password-file pw",
+    ),
+)
 @click.argument("folder", type=FOLDER)
 @fleet_option
 @state_option
@@ -78,11 +85,19 @@ log = logging.getLogger(__name__)
     "--debounce-s", type=click.FloatRange(min=0), default=0.0, show_default=True,
     help="Seconds for which they must agree before the answer changes.",
 )  # fmt: skip
+@setting(
+    "--publish",
+    metavar="HOST[:PORT]",
+    help="MQTT broker to which answers are published as a sensor of Home Assistant.",
+)
+@click.option("--sensor", metavar="NAME", help="Name of that sensor  [default: the folder's name]")
+@access_options
 @verbose_option
 def watch_command(  # noqa: PLR0913 - every option of the command line
     *, folder: Path, fleet: str, state: Path | None, provider: "Provider", threads: int | None,
     prior: "Source", min_probability: float, top: int, as_json: bool, as_csv: bool, existing: bool,
-    interval_s: float, changes: bool, frames: int, agree: float, debounce_s: float, verbose: bool,
+    interval_s: float, changes: bool, frames: int, agree: float, debounce_s: float, publish: str | None,
+    sensor: str | None, verbose: bool, **access_given: Any,
 ) -> None:  # fmt: skip
     """Classify each new image in FOLDER, and below it, with the newest head, until interrupted.
 
@@ -101,17 +116,40 @@ def watch_command(  # noqa: PLR0913 - every option of the command line
     if not folder.is_dir():
         raise ConfigError(f"expected a folder to watch, got {folder}")
     output = printer(as_json=as_json, as_csv=as_csv)
+    store = open_state_to_predict(state, fleet)
+    opened = None
+    if publish is not None:
+        from edge_client.predict.home_assistant import Sensor
+        from edge_client.storage.stored_values import DeviceName
+        from protocol.mqtt.tls import parse_brokers
+
+        access, name = read_access(**access_given), sensor or folder.resolve().name
+        broker = parse_brokers(publish, tls=access.tls)
+        opened = Sensor(broker, access, device=store.get(DeviceName).value, name=name)
+        output = published(output, opened)
     if changes:
         output = changes_only(output, Majority(frames=frames, agree=agree, debounce_s=debounce_s))
-    store = open_state_to_predict(state, fleet)
     heads = HeadInUse(store, provider=provider, threads=threads, prior=prior, min_probability=min_probability)
     watch = FolderWatch(folder, existing=existing)
     stop_on_terminate()
     event(log, logging.INFO, "watching", folder=folder)
-    while True:
-        with suppress(ProtofleetError):  # as long as there is no head that works, which is logged
-            classify_new(watch, heads.follow(), top=top, output=output)
-        time.sleep(interval_s)
+    with closing(opened) if opened else nullcontext():
+        while True:
+            with suppress(ProtofleetError):  # as long as there is no head that works, which is logged
+                classify_new(watch, heads.follow(), top=top, output=output)
+            time.sleep(interval_s)
+
+
+def published(output: Print, sensor: "Sensor") -> Print:
+    """Return a function that prints predictions, and publishes them."""
+    from edge_client.data.extraction import Refusal
+
+    def publish(path: Path, prediction: "Prediction | Refusal", head: "InstalledHead") -> None:
+        output(path, prediction, head)
+        if not isinstance(prediction, Refusal):
+            sensor.publish(prediction, head.classes)
+
+    return publish
 
 
 def changes_only(output: Print, state: "Majority") -> Print:

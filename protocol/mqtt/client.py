@@ -173,7 +173,10 @@ class Connection:
             protocol=self.version,
             reconnect_on_failure=False,
             manual_ack=options.manual_ack,
+            transport="tcp" if options.broker.path is None else "websockets",
         )
+        if options.broker.path is not None:
+            client.ws_set_options(path=options.broker.path)
         client.max_inflight_messages_set(options.window)
         if options.tls is not None:
             client.tls_set_context(options.tls)

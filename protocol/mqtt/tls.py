@@ -11,8 +11,11 @@ from protocol.errors import ConfigError
 
 PORT = 1883
 TLS_PORT = 8883
+WEBSOCKET_PORT, WEBSOCKET_TLS_PORT = 80, 443
 
-_ADDRESS = re.compile(r"(?:\[(?P<ipv6>[^]]+)\]|(?P<host>\w[\w.-]*))(?::(?P<port>[0-9]{1,5}))?")
+_ADDRESS = re.compile(
+    r"(?P<scheme>wss?://)?(?:\[(?P<ipv6>[^]]+)\]|(?P<host>\w[\w.-]*))(?::(?P<port>[0-9]{1,5}))?(?P<path>/[\x21-\x7e]*)?"
+)
 
 EXPIRY_WARNING = timedelta(days=30)
 """How long before its end a certificate causes a warning."""
@@ -20,13 +23,15 @@ EXPIRY_WARNING = timedelta(days=30)
 
 @dataclass(frozen=True)
 class BrokerAddress:
-    """A broker's host name or IP address, and port."""
+    """A broker's host name or IP address, and port; with a path, MQTT goes through a WebSocket."""
 
     host: str
     port: int = PORT
+    path: str | None = None
 
     def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        address = f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        return address if self.path is None else f"ws://{address}{self.path}"
 
     @property
     def is_local(self) -> bool:
@@ -62,14 +67,23 @@ NO_AUTHENTICATION = BrokerAccess()
 
 
 def parse_broker(text: str, *, tls: bool = False) -> BrokerAddress:
-    """Parse `HOST`, `HOST:PORT`, `[IPv6]` or `[IPv6]:PORT`, by default with MQTT's port; raises ConfigError."""
+    """Parse `HOST`, `HOST:PORT`, `[IPv6]` or `[IPv6]:PORT`, by default with MQTT's port; or `ws://HOST:PORT/PATH`.
+
+    Raises:
+        ConfigError: it is none of these, or `wss://` without `tls`.
+    """
     address = text.strip(" ")
     found = _ADDRESS.fullmatch(f"[{address}]" if _is_ipv6(address) else address)
     if found is not None and (found["ipv6"] is None or _is_ipv6(found["ipv6"])):
-        port = int(found["port"] or (TLS_PORT if tls else PORT))
-        if 0 < port < 65536:
-            return BrokerAddress(found["host"] or found["ipv6"], port)
-    raise ConfigError(f"expected the broker as HOST or HOST:PORT, or [IPV6]:PORT, got {text!r}")
+        scheme, path = found["scheme"], found["path"]
+        if scheme == "wss://" and not tls:
+            raise ConfigError(f"{text} needs TLS: give --tls, or --ca with the broker's authority")
+        ports = (WEBSOCKET_PORT, WEBSOCKET_TLS_PORT) if scheme else (PORT, TLS_PORT)
+        port = int(found["port"] or ports[tls])
+        if 0 < port < 65536 and (scheme or not path):
+            return BrokerAddress(found["host"] or found["ipv6"], port, (path or "/mqtt") if scheme else None)
+    text = f"expected the broker as HOST or HOST:PORT, [IPV6]:PORT, or ws://HOST:PORT/PATH, got {text!r}"
+    raise ConfigError(text)
 
 
 def parse_brokers(text: str, *, tls: bool = False) -> tuple[BrokerAddress, ...]:

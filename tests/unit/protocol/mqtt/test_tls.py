@@ -34,7 +34,7 @@ from protocol.mqtt.tls import (
     readable_by_others,
     warnings,
 )
-from tests.support.network.brokers import mosquitto, needs_mosquitto
+from tests.support.network.brokers import free_address, mosquitto, needs_mosquitto
 from tests.support.network.certificates import Certificates
 from tests.support.network.sessions import leaked, listening, refusal, running
 
@@ -77,6 +77,26 @@ def test_valid_certificate_connects(
             assert received.payload[0] == number
             receiver.acknowledge(received)
         ear.wait(Drained)
+
+
+@needs_mosquitto
+def test_websocket_over_tls(address: BrokerAddress, made: Certificates) -> None:
+    """Messages of any size arrive; a broker without WebSockets is no broker there."""
+    made.client("shed-1")
+    port = free_address().port
+    websocket = parse_broker(f"wss://127.0.0.1:{port}/mqtt", tls=True)
+    plain = "allow_anonymous true\nlistener {} 127.0.0.1\nsocket_domain ipv4\nprotocol websockets\n"
+    options = plain.format(port) + made.mosquitto()
+    with (
+        mosquitto(address, made.folder, options=options),
+        running(websocket, "a", "t", access=made.access("shed-1")) as (session, hears),
+        running(replace(address, path="/mqtt"), "b") as (_, other),
+    ):
+        hears.wait(Connected)
+        for payload in (b"small", bytes(100_000)):
+            session.send(Outgoing("t", payload))
+            assert hears.wait(Received).payload == payload
+        assert "WebSocket" in other.wait(Disconnected).reason
 
 
 @needs_mosquitto
@@ -264,6 +284,9 @@ def test_unusable_tls_files_are_named(made: Certificates) -> None:
         ("[fe80::1%eth0]", True, BrokerAddress("fe80::1%eth0", 8883)),
         ("::1", False, BrokerAddress("::1", 1883)),
         ("::1", True, BrokerAddress("::1", 8883)),
+        ("ws://a", False, BrokerAddress("a", 80, "/mqtt")),
+        ("wss://a", True, BrokerAddress("a", 443, "/mqtt")),
+        ("ws://[::1]:8080/x/y?z", True, BrokerAddress("::1", 8080, "/x/y?z")),
     ],
 )
 def test_broker_address_is_parsed(*, text: str, tls: bool, expected: BrokerAddress) -> None:
@@ -306,11 +329,19 @@ def test_several_broker_addresses_are_parsed() -> None:
         "-a",
         'a"b',
         "\u202ea",
+        "a/mqtt",
+        "http://a",
+        "ws://a/\u202e",
     ],
 )
 def test_invalid_broker_address_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="expected the broker as HOST or HOST:PORT"):
         parse_broker(text)
+
+
+def test_encrypted_websocket_needs_tls() -> None:
+    with pytest.raises(ConfigError, match="give --tls, or --ca"):
+        parse_broker("wss://a")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,119 @@
+"""Publishes a camera's answer as a sensor that Home Assistant finds by itself; nothing of an image is in it.
+
+Source: Home Assistant, "MQTT", sections "MQTT discovery" and "Sensor" (https://www.home-assistant.io/integrations/mqtt).
+"""
+
+import json
+import logging
+import re
+import threading
+from collections.abc import Sequence
+
+from edge_client.predict.classifier import UNKNOWN, UNSURE, Prediction
+from protocol import __version__
+from protocol.log import event
+from protocol.mqtt import reconnecting_session as mqtt
+from protocol.mqtt.tls import BrokerAccess, Brokers
+
+log = logging.getLogger(__name__)
+
+DISCOVERY = "homeassistant"
+
+
+class Sensor:
+    """A sensor on a broker; it is published again after each connection.
+
+    Args:
+        broker: the one that Home Assistant uses.
+        access: TLS and credentials.
+        device: the device's id.
+        name: of the camera.
+    """
+
+    def __init__(self, broker: Brokers, access: BrokerAccess, *, device: str, name: str) -> None:
+        self._device, self._name = device, name
+        self._id = re.sub(r"[^A-Za-z0-9_-]+", "-", f"protofleet-{device}-{name}")[:128]
+        self._lock = threading.Lock()
+        self._retained: dict[str, mqtt.Outgoing] = {}
+        self._session = mqtt.Session(
+            broker,
+            client_id=self._id,
+            subscriptions=(),
+            on_event=self._take,
+            access=access,
+            will=lambda: self._outgoing("availability", b"offline"),
+        )
+        self._session.start()
+
+    def publish(self, prediction: Prediction, classes: Sequence[str]) -> None:
+        """Publish a prediction of a head with these classes."""
+        config = mqtt.Outgoing(
+            f"{DISCOVERY}/sensor/{self._id}/config", _json(self._config(classes)), retain=True
+        )
+        with self._lock:
+            wanted = [
+                config,
+                self._outgoing("availability", b"online"),
+                self._outgoing("state", _json(_state(prediction))),
+            ]
+            for outgoing in wanted:
+                if self._retained.get(outgoing.topic) != outgoing:
+                    self._retained[outgoing.topic] = outgoing
+                    self._session.send(outgoing)
+
+    def close(self) -> None:
+        """Publish that the camera is not watched, and disconnect."""
+        self._session.stop([self._outgoing("availability", b"offline")])
+
+    def _take(self, found: mqtt.Event) -> None:
+        match found:
+            case mqtt.Connected(broker=broker):
+                event(log, logging.INFO, "publishing", broker=broker, sensor=self._id)
+                with self._lock:
+                    for outgoing in self._retained.values():
+                        self._session.send(outgoing)
+            case mqtt.Disconnected(reason=reason, repeated=False, broker=broker):
+                event(log, logging.WARNING, reason, broker=broker)
+            case mqtt.Unsendable(topic=topic, reason=reason, repeated=False):
+                event(log, logging.ERROR, "publication refused by the broker", topic=topic, reason=reason)
+            case BaseException():
+                event(log, logging.ERROR, "nothing is published any more", reason=str(found))
+
+    def _topic(self, channel: str) -> str:
+        return f"protofleet-watch/{self._id}/{channel}"
+
+    def _outgoing(self, channel: str, payload: bytes) -> mqtt.Outgoing:
+        return mqtt.Outgoing(self._topic(channel), payload, retain=True)
+
+    def _config(self, classes: Sequence[str]) -> dict[str, object]:
+        return {
+            "name": self._name,
+            "unique_id": self._id,
+            "device_class": "enum",
+            "options": list(dict.fromkeys([*classes, UNKNOWN, UNSURE])),
+            "icon": "mdi:camera-iris",
+            "state_topic": self._topic("state"),
+            "value_template": "{{ value_json.answer }}",
+            "json_attributes_topic": self._topic("state"),
+            "availability_topic": self._topic("availability"),
+            "device": {
+                "identifiers": [f"protofleet-{self._device}"],
+                "name": self._device,
+                "model": "protofleet",
+            },
+            "origin": {"name": "protofleet", "sw_version": __version__},
+        }
+
+
+def _state(prediction: Prediction) -> dict[str, object]:
+    label, probability = prediction.top[0]
+    return {
+        "answer": prediction.answer,
+        "label": label,
+        "probability": round(probability, 4),
+        "known": prediction.known,
+    }
+
+
+def _json(value: dict[str, object]) -> bytes:
+    return json.dumps(value, ensure_ascii=False).encode()
