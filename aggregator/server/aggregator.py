@@ -253,16 +253,19 @@ def _next_epoch(task: Task, store: Store) -> int:
     before = store.facts.get(ServedTask)
     epoch = max(before.epoch + 1 if before is not None else 1, int(time.time()))
     file = task.file
-    store.facts.put(
-        ServedTask(
-            task.digest,
-            epoch,
-            file.fleet,
-            file.algorithm,
-            tuple(file.classes),
-            settings=file.settings,
-            rollout=file.rollout,
-            limits=file.limits,
-        )
+    served = ServedTask(
+        task.digest,
+        epoch,
+        file.fleet,
+        file.algorithm,
+        tuple(file.classes),
+        settings=file.settings,
+        rollout=file.rollout,
+        limits=file.limits,
     )
+    with store.transaction():
+        if task.manifest.continues and (before is None or before.digest != task.digest):
+            adopted = store.submissions.adopt(task.digest, task.manifest.continues[0])
+            log_event(log, logging.INFO, "submissions of the continued task count", submissions=adopted)
+        store.facts.put(served)
     return epoch

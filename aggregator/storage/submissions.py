@@ -89,6 +89,14 @@ class Submissions:
             record.size_bytes,
         )
 
+    def adopt(self, task: bytes, earlier: bytes) -> int:
+        """Let the submissions to an earlier task count for this one, too; returns their number."""
+        present = self.all(task)
+        adopted = [each for device, each in self.all(earlier).items() if device not in present]
+        for record in adopted:
+            self.put(task, record)
+        return len(adopted)
+
     def stored_bytes(self, *, task: bytes = b"", without: str = "") -> int:
         """Return the size of the submissions to all tasks, without one device's to one task."""
         ((size,),) = self._database.read(

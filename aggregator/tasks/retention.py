@@ -34,7 +34,7 @@ def needed_blobs(task: Task, store: Store) -> set[bytes]:
     ]
     return (
         task.blobs
-        | {task.digest}
+        | {task.digest, *(task.manifest.continues or ())}
         | {digest for head in retained for digest in (head.digest, head.file)}
         | _tensors(retained)
         | {graph.digest for graphs in known_graphs(store).values() for graph in graphs.values()}

@@ -1,11 +1,14 @@
 """Prepares a task: reads its backbones, exports its graphs, and stores the blobs that devices download."""
 
+import difflib
 import itertools
+import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from aggregator.algorithms.algorithm import OneShot
@@ -17,10 +20,20 @@ from aggregator.storage.store import Store
 from aggregator.storage.stored_values import IntakeTask
 from aggregator.tasks.graph_cache import cached_graphs
 from aggregator.tasks.manifests import program_of, task_manifest
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, MalformedMessage, StateError
+from protocol.log import event
 from protocol.models.onnx_metadata import BackboneMetadata, read_metadata
-from protocol.wire.codec import encode
-from protocol.wire.messages import MAX_MAPPED_SIZE, BlobRef, Statistics, TaskManifest
+from protocol.wire.codec import decode, encode
+from protocol.wire.messages import (
+    MAX_CONTINUED,
+    MAX_MANIFEST_BYTES,
+    MAX_MAPPED_SIZE,
+    BlobRef,
+    Statistics,
+    TaskManifest,
+)
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +128,8 @@ def prepare_task(file: TaskFile, backbones: Sequence[Path], *, store: Store) -> 
         statistics = _statistics(feature_map, store, num_classes=len(file.classes))
         prototype_size = statistics.size
     manifest = task_manifest(file, references, program=program, statistics=statistics, columns=columns)
+    if file.continues is not None:
+        manifest = continued(manifest, bytes.fromhex(file.continues), store)
     digest = store.blobs.put(encode(manifest))
     ends = np.cumsum([0, *(each.feature_size for each in described.values())])
     return Task(
@@ -129,6 +144,39 @@ def prepare_task(file: TaskFile, backbones: Sequence[Path], *, store: Store) -> 
         feature_map=feature_map,
         widths=tuple(np.diff(np.searchsorted(selected(columns, feature_size), ends)).tolist()),
     )
+
+
+def continued(manifest: TaskManifest, earlier: bytes, store: Store) -> TaskManifest:
+    """Return the manifest as one that continues an earlier task; classes with similar names are logged.
+
+    Raises:
+        ConfigError: this state has no such task, or more than added classes differs.
+    """
+    try:
+        before = decode(store.blobs.read(earlier), TaskManifest, max_bytes=MAX_MANIFEST_BYTES)
+    except (StateError, MalformedMessage) as error:
+        raise ConfigError(f"`continues`: this state has no task {earlier.hex()}") from error
+    if manifest.program is not None or manifest.differential_privacy is not None:
+        raise ConfigError("`continues`: not for tasks with rounds or with differential privacy")
+    known, classes = before.classes, manifest.classes
+    if classes[: len(known)] != known or len(classes) == len(known):
+        text = f"expected the {len(known)} classes of the earlier task, and further ones behind them"
+        raise ConfigError(
+            f"`continues`: {text}: removed or renamed classes are a new task, without `continues`"
+        )
+    same = msgspec.structs.replace(before, classes=classes, continues=msgspec.UNSET)
+    if manifest.statistics is not None and same.statistics is not None:  # its graph depends on the classes
+        same = msgspec.structs.replace(same, statistics=manifest.statistics)
+    fields = [name for name in manifest.__struct_fields__ if getattr(same, name) != getattr(manifest, name)]
+    if fields:
+        raise ConfigError(
+            f"`continues`: {', '.join(fields)} must be those of the earlier task: a new task has none"
+        )
+    for name in classes[len(known) :]:
+        for close in difflib.get_close_matches(name, known, n=1):
+            event(log, logging.WARNING, "similar names of classes: one may be meant", new=name, known=close)
+    chain = (earlier, *(before.continues or ()))[:MAX_CONTINUED]
+    return msgspec.structs.replace(manifest, continues=chain)
 
 
 def selected_columns(

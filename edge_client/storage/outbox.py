@@ -7,6 +7,7 @@ submission acknowledged last is kept too, for an aggregator that has lost its st
 import hashlib
 import logging
 from collections.abc import Collection
+from dataclasses import replace
 
 import msgspec
 
@@ -61,6 +62,12 @@ class Outbox:
             database.execute("INSERT INTO outbox VALUES (?, 0, ?, ?, ?, ?, ?)", values)
             Facts(self._database).put(*facts)
         return UploadItem(digest, size, kind, task, about)
+
+    def assign(self, item: UploadItem, task: bytes) -> UploadItem:
+        """Return an item as one of another task, for which it is valid, too."""
+        if item.task != task:
+            self._database.write("UPDATE outbox SET task = ? WHERE digest = ?", task, item.digest)
+        return replace(item, task=task)
 
     def newest_submission(self) -> UploadItem | None:
         """Return the submission that waits, or else the one acknowledged last."""

@@ -143,9 +143,10 @@ class SubmissionBuilder:
             payload = encoded(sequence=int(time.time()))  # all of today take the same number of bytes
             self._show(prepared, len(payload))
             return UploadItem(digest_of(payload), len(payload), "submission", build.task)
-        if last is not None and (last.task, last.about) == (build.task, about) and not build.above:
+        valid_for = {build.task, *(build.manifest.continues or ())}
+        if last is not None and last.task in valid_for and last.about == about and not build.above:
             self._store.set(prepared.report(last.size_bytes))
-            return last
+            return outbox.assign(last, build.task)
         # After a return to an earlier task an equal submission has the same number and digest: it makes no other head.
         newest = dict(self._store.get(TaskSubmissions).newest)
         sequence, digest = newest.pop(build.task.hex(), (0, ""))

@@ -36,6 +36,9 @@ MAX_CLASSES = 4096
 MAX_IMAGES = 10_000_000
 """Images that a device can count."""
 
+MAX_CONTINUED = 16
+"""Earlier tasks that a task continues."""
+
 MAX_CONFUSED = 1024
 """Pairs of confused classes in an evaluation."""
 
@@ -267,6 +270,8 @@ class TaskManifest(Message, frozen=True, kw_only=True, tag="task"):
         Annotated[tuple[tuple[Natural, Positive], ...], Meta(min_length=1, max_length=256)] | UnsetType
     ) = UNSET
     """Ranges of features that prototypes have, start and end, ascending; absent for all. Heads take all features."""
+    continues: Annotated[tuple[Digest, ...], Meta(min_length=1, max_length=MAX_CONTINUED)] | UnsetType = UNSET
+    """Earlier tasks, newest first, whose submissions count for this one. Its classes begin with theirs."""
 
 
 class RoundManifest(Message, frozen=True, kw_only=True, tag="round"):

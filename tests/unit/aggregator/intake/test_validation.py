@@ -33,6 +33,7 @@ from tests.support.messages.evaluations import binned
 from tests.support.messages.submissions import (
     EXPECTATION,
     FEATURE_SIZE,
+    MANIFEST,
     ROUNDS_EXPECTATION,
     evaluation,
     round_submission,
@@ -257,6 +258,12 @@ def test_malformed_payload_is_refused(payload: bytes, reason: str) -> None:
         read_message(payload)
     assert caught.value.reason == reason
     assert caught.value.detail == str(caught.value) != ""
+
+
+def test_submission_to_a_continued_task_is_accepted() -> None:
+    earlier = _changed(task=bytes(32))
+    continuing = msgspec.structs.replace(MANIFEST, continues=(b"1" * 32, bytes(32)))
+    check_submission(earlier, replace(EXPECTATION, manifest=continuing))
 
 
 def test_valid_evaluation_is_accepted() -> None:

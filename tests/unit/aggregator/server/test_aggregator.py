@@ -107,13 +107,14 @@ def test_head_is_trained_and_survives_a_restart(amqtt_broker: BrokerAddress, tmp
             summary = daemon.status()
             assert [head["version"] for head in summary["heads"]] == [1, 2, 3]
             assert summary["lost_submissions"] == []
-            held_out = {
+            held_out: dict[str, object] = {
                 "correct": 9,
                 "incorrect": 1,
                 "accuracy": 0.9,
                 "balanced": 0.9,
                 "devices": 1,
                 "with_prior": None,
+                "confused": [],
             }
             assert summary["heads"][0]["held_out"] == held_out
             assert (summary["submissions"], summary["waiting"]) == (3, 0)

@@ -2,9 +2,11 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -25,6 +27,7 @@ from edge_client.submission.prepared_submission import (
 )
 from protocol.errors import BackboneMismatch, ConfigError, ProtofleetError
 from protocol.wire.messages import Evaluation, Submission
+from tests.support.devices.device_bench import HeadBench
 from tests.support.devices.device_factory import (
     CLASSES,
     linear_head,
@@ -256,3 +259,20 @@ def test_a_submission_of_images_that_are_gone_still_counts(
     assert [text for text in caplog.messages if text.startswith(LOST_IMAGES)] == [
         f"{LOST_IMAGES} name={name} images=0 before=40" for name in CLASSES
     ]
+
+
+def test_task_that_adds_a_class_needs_no_upload_without_its_images(bench: HeadBench) -> None:
+    """The submission to the earlier task is that of the new one; with images of the class, another one is built."""
+    before, task = bench.submission(), bench.task
+    assert before is not None
+    added = msgspec.structs.replace(bench.manifest, classes=(*CLASSES, "bird"), continues=(task,))
+    bench.follow(added)
+    assert bench.submission() == replace(before, task=bench.task)
+    write_images(bench.settings.data, count=8, seed=3, classes=("bird",))
+    bench.scan()
+    after = bench.submission()
+    assert after is not None
+    assert (after.task, after.digest == before.digest) == (bench.task, False)
+    other = msgspec.structs.replace(bench.manifest, classes=("bird", *CLASSES), continues=msgspec.UNSET)
+    bench.follow(other)
+    assert bench.submission() not in (None, replace(after, task=bench.task))
