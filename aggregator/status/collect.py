@@ -1,7 +1,7 @@
 """Reads the status of a fleet from the state directory."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -21,6 +21,7 @@ from aggregator.intake.intake_status import IntakeStatus
 from aggregator.intake.quotas import upload_tokens
 from aggregator.security.key_rotation import key_certificates, root_of
 from aggregator.status import model
+from aggregator.status.forecast import gain
 from aggregator.status.summary import attention_of
 from aggregator.storage.devices import counts, refusal_reason
 from aggregator.storage.heads import HeadRecord
@@ -118,6 +119,7 @@ def _collect(store: Store) -> model.Status:
         heads=tuple(
             _head(store, task, head, used, known, served.classes, is_personal=is_personal) for head in heads
         ),
+        forecast=tuple(_forecast(_usable(store.evaluations.of_head(task, used.current)), served.classes)),
         refusals=tuple(store.refusals.all()),
         earlier_refusals=store.refusals.earlier(),
         traffic=store.facts.get(Traffic) or Traffic(),
@@ -352,6 +354,18 @@ def _confused(evaluations: Sequence[Evaluation], classes: Sequence[str]) -> tupl
         )
         for (label, predicted), images in pairs.most_common(MAX_CONFUSED)
     )
+
+
+def _forecast(evaluations: Sequence[Evaluation], classes: Sequence[str]) -> Iterator[model.Forecast]:
+    pooled = [
+        (sum(one.correct[label] for one in evaluations), sum(one.incorrect[label] for one in evaluations))
+        for label in range(len(classes))
+    ]
+    every = (sum(correct for correct, _ in pooled), sum(incorrect for _, incorrect in pooled))
+    for label, held_out in (("", every), *zip(classes, pooled, strict=True)):
+        if (expected := gain(*held_out)) is not None:
+            least, most = (round(value, 4) for value in expected)
+            yield model.Forecast(label=label, images=sum(held_out), least=least, most=most)
 
 
 def _head_state(version: int, used: rollout_state.State) -> model.HeadState:

@@ -140,6 +140,15 @@ class Confusion(msgspec.Struct, frozen=True, kw_only=True):
     of: Annotated[int, Meta(description="All held-out images of their class.")]
 
 
+class Forecast(msgspec.Struct, frozen=True, kw_only=True):
+    """The gain in accuracy that twice as many images should bring, from and to, 0 to 1."""
+
+    label: Annotated[str, Meta(description="The class; empty for all.")]
+    images: Annotated[int, Meta(description="Held-out images of it.")]
+    least: float
+    most: float
+
+
 class HeldOut(Accuracy, frozen=True, kw_only=True):
     """Results of a head on all devices."""
 
@@ -276,6 +285,10 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
         tuple[ForgottenDevice, ...], Meta(description="Devices whose submissions an operator has deleted.")
     ]
     heads: Annotated[tuple[Head, ...], Meta(description="Oldest first.")]
+    forecast: Annotated[
+        tuple[Forecast, ...],
+        Meta(description="For the current head: all classes together, then each with held-out images."),
+    ]
     refusals: tuple[Refusal, ...]
     earlier_refusals: Annotated[
         dict[str, int], Meta(description="Messages refused before their devices got other keys, by reason.")

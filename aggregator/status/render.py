@@ -21,6 +21,7 @@ from aggregator.status.model import (
     Confusion,
     Device,
     Enrollment,
+    Forecast,
     Head,
     Round,
     Status,
@@ -139,9 +140,7 @@ def _below(status: Status) -> Iterator[tuple[str, ...]]:
         yield "", progress
     for head in status.heads[-SHOWN_HEADS:]:
         yield "", _head(head)
-    for head in status.heads:
-        if head.held_out.confused:
-            yield "confused", _confused(head.held_out.confused)
+    yield from _improvements(status)
     if status.rollout.candidate is not None:
         yield "", _candidate(status.rollout.candidate)
     yield from _outliers(status)
@@ -236,11 +235,32 @@ def _coverage(status: Status) -> str:
     )
 
 
+def _improvements(status: Status) -> Iterator[tuple[str, ...]]:
+    """Yield the classes that the current head confuses most often, and what more images should bring."""
+    for head in status.heads:
+        if head.held_out.confused:
+            yield "confused", _confused(head.held_out.confused)
+    if status.forecast:
+        yield "forecast", _forecast(status.forecast)
+
+
 def _confused(pairs: Sequence[Confusion]) -> str:
     """Return the classes that are confused most often."""
     return ", ".join(
         f"{each.label} as {each.predicted} {each.images} of {each.of}" for each in pairs[:SHOWN_CONFUSED]
     )
+
+
+def _forecast(expected: Sequence[Forecast]) -> str:
+    """Return what twice as many images should bring, in points, and the classes that should gain most."""
+    every, *classes = expected
+    most = sorted(classes, key=lambda each: each.most, reverse=True)[:SHOWN_CONFUSED]
+    parts = [f"{each.label} {_points(each)}" for each in most]
+    return f"twice as many images should bring {_points(every)} points: {', '.join(parts)}"
+
+
+def _points(each: Forecast) -> str:
+    return f"{100 * each.least:.1f} to {100 * each.most:.1f}"
 
 
 def _few_prototypes(status: Status) -> Iterator[tuple[str, ...]]:

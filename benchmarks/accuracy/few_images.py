@@ -141,7 +141,7 @@ def _run(features: Features, name: str, size: int, rare: int, seed: int) -> Run:
         rng.permutation(np.flatnonzero(features.train_labels == label))[:count]
         for label, count in enumerate(wanted)
     ]
-    parts = pool(list(_prototypes(features.train, drawn, rng)))
+    parts = pool(list(prototypes_of(features.train, drawn, rng)))
     restored = TrainingSet(parts.values, parts.labels, parts.counts, features.classes, restore=True)
     trained = train_head(restored, RECIPES["default"], seed=seed, device="cpu")
     chosen = np.concatenate(drawn)
@@ -177,7 +177,7 @@ def _run(features: Features, name: str, size: int, rare: int, seed: int) -> Run:
     )
 
 
-def _prototypes(
+def prototypes_of(
     train: NDArray[np.float32], drawn: list[NDArray[np.int64]], rng: np.random.Generator
 ) -> Iterator[Prototypes]:
     """Yield each device's prototypes of each class."""

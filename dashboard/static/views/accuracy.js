@@ -90,6 +90,12 @@ function Chart({ data }) {
   return html`<div class="chart" role="img" aria-label=${label} ref=${place}></div>`;
 }
 
+/** Return the points that twice as many images should bring to a class, or to all. */
+function gainOf(status, label, before = " ↑ ") {
+  const found = status.forecast.find((each) => each.label === label);
+  return found ? `${before}${(100 * found.least).toFixed(1)} to ${(100 * found.most).toFixed(1)}` : "";
+}
+
 function Classes({ status, head }) {
   const rows = status.classes
     .map((name, number) => ({
@@ -105,10 +111,11 @@ function Classes({ status, head }) {
         (row) => html`<li key=${row.name}>
           <span class="name">${row.name}</span>
           <meter min="0" max="1" value=${row.accuracy} aria-label=${row.name}></meter>
-          <span>${percent(row.accuracy)} of ${row.total}</span>
+          <span>${percent(row.accuracy)} of ${row.total}${gainOf(status, row.name)}</span>
         </li>`,
       )}
     </ul>
+    <p class="quiet">With twice as many images, accuracy should rise by as many points as stand behind the arrow${gainOf(status, "", ", all together by ")}.</p>
     ${rows.length > SHOWN_CLASSES && html`<p class="quiet">${SHOWN_CLASSES} of ${rows.length} classes.</p>`}`;
 }
 
