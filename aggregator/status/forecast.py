@@ -1,4 +1,4 @@
-"""What twice as many images should add to a head's accuracy, from its errors on held-out images. Pure.
+"""Forecasts a head's accuracy with twice as many images, from its errors on held-out images. Pure.
 
 Each doubling of the images left 65 to 95 % of the errors (`python -m benchmarks forecast`). A curve from the prototypes
 themselves was not right: left-out prototypes are few, and 3 to 4 times as often misclassified as images.
