@@ -104,7 +104,9 @@ def identity(file: TaskFile) -> bytes:
     method, learning = file.method, file.learning
     graphs = None if learning is None else (graphs_key(file, 1), learning.batch_size)
     sums = msgspec.to_builtins(method) if method.sums else None
-    return encode(task_manifest(file, blobs)) + msgspec.msgpack.encode((file.layers, file.continues, graphs, sums))
+    return encode(task_manifest(file, blobs)) + msgspec.msgpack.encode(
+        (file.layers, file.continues, graphs, sums)
+    )
 
 
 def with_table(path: Place, value: Any) -> TaskFile:
@@ -120,7 +122,16 @@ def with_table(path: Place, value: Any) -> TaskFile:
 def others(value: msgspec.Struct, name: str, schema: dict[str, Any]) -> Iterator[Any]:
     """Yield tables with other values of a setting, as far as they are valid."""
     now = getattr(value, name)
-    guesses = [*schema.get("enum", ()), *schema.get("examples", ()), not now, 1, "x", "cpu", ["x", "y"], "0" * 64]
+    guesses = [
+        *schema.get("enum", ()),
+        *schema.get("examples", ()),
+        not now,
+        1,
+        "x",
+        "cpu",
+        ["x", "y"],
+        "0" * 64,
+    ]
     guesses += [now + 1, now - 1, now / 2, now + 0.25] if isinstance(now, int | float) else []
     given = msgspec.to_builtins(value)
     for guess in guesses:
