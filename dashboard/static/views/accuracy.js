@@ -115,7 +115,7 @@ function Classes({ status, head }) {
         </li>`,
       )}
     </ul>
-    <p class="quiet">With twice as many images, accuracy should rise by as many points as stand behind the arrow${gainOf(status, "", ", all together by ")}.</p>
+    ${status.forecast.length > 0 && html`<p class="quiet">↑: points that twice as many images should bring${gainOf(status, "", "; to all classes together ")}.</p>`}
     ${rows.length > SHOWN_CLASSES && html`<p class="quiet">${SHOWN_CLASSES} of ${rows.length} classes.</p>`}`;
 }
 
