@@ -108,7 +108,7 @@ class LimitedServer(ThreadingHTTPServer):
         try:
             super().__init__((options.host, options.port), handler)
         except OSError as error:
-            text = f"cannot listen on {options.host}:{options.port}: {error.strerror}; give another --http"
+            text = f"cannot listen on {options.host}:{options.port}: {error.strerror}; choose another port"
             raise ConfigError(text) from error
 
     def server_bind(self) -> None:
