@@ -23,7 +23,9 @@ def _ways(file: Path, *arguments: str) -> dict[str, list[str]]:
 
 def test_each_way_is_traced_from_its_first_function_to_its_last(tmp_path: Path) -> None:
     ways = _ways(tmp_path / "figures.json")
-    upload = [name for name in ways["upload"] if not name.startswith("aggregator/http/")]  # may still be starting
+    upload = [
+        name for name in ways["upload"] if not name.startswith("aggregator/http/")
+    ]  # may still be starting
     assert upload[0] == "protocol/mqtt/client.py:Connection._on_message"
     assert ways["start"][:2] == ["aggregator/cli/__init__.py:main", "protocol/cli.py:run"]
     assert "protocol/wire/signing.py:sign_manifest" in ways["head"]
