@@ -98,9 +98,10 @@ class Submissions:
         return len(adopted)
 
     def stored_bytes(self, *, task: bytes = b"", without: str = "") -> int:
-        """Return the size of the submissions to all tasks, without one device's to one task."""
+        """Return the size of the submissions to all tasks, without one device's to one task; an adopted one is one."""
         ((size,),) = self._database.read(
-            "SELECT COALESCE(SUM(size_bytes), 0) FROM submissions WHERE NOT (task = ? AND device = ?)",
+            "SELECT COALESCE(SUM(size_bytes), 0) FROM (SELECT DISTINCT device, digest, size_bytes FROM submissions "
+            "WHERE NOT (task = ? AND device = ?)) AS stored",
             *(task, without),
         )
         return int(size)

@@ -313,6 +313,19 @@ def test_sizes_of_submissions_of_an_older_version_are_counted(
     with contextlib.closing(open_store(tmp_path)) as store:
         assert store.submissions.stored_bytes() == _row("a").size_bytes > 0
         store.submissions.put(TASK, _row("a"))
-        store.submissions.put(bytes(32), _row("a"))
+        store.submissions.put(bytes(32), _row("a", sequence=2))
         assert store.submissions.stored_bytes() == 2 * _row("a").size_bytes
         assert store.submissions.stored_bytes(task=TASK, without="a") == _row("a").size_bytes
+
+
+def test_adopted_submissions_count_for_both_tasks_and_are_stored_once(store: Store) -> None:
+    """A device's own submission to the later task stays."""
+    later = b"l" * 32
+    for name in ("a", "b"):
+        store.submissions.put(TASK, _row(name))
+    store.submissions.put(later, _row("b", sequence=9))
+    assert store.submissions.adopt(later, TASK) == 1
+    assert store.submissions.all(later) == {"a": _row("a"), "b": _row("b", sequence=9)}
+    assert store.submissions.all(TASK) == {"a": _row("a"), "b": _row("b")}
+    assert store.submissions.stored_bytes(task=TASK, without="b") == 2 * _row("a").size_bytes
+    assert store.submissions.adopt(later, TASK) == 0
