@@ -5,9 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from aggregator.status.model import Attention, Device, Quota, Quotas, Status, Summary
 from protocol.cli import counted
-
-DRIFT_LIMIT = 3.09
-"""Score that a device without drift exceeds in 1 % of all weeks."""
+from protocol.wire.messages import DRIFT_LIMIT
 
 SHOWN = 5
 """Names in a text."""

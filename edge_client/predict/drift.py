@@ -20,6 +20,7 @@ from edge_client.storage.feature_cache import FeatureCache
 from edge_client.storage.stored_values import Drift
 from protocol.errors import ProtofleetError, StateError
 from protocol.log import event
+from protocol.wire.messages import DRIFT_LIMIT
 
 log = logging.getLogger(__name__)
 
@@ -28,9 +29,6 @@ WINDOW = 100
 
 INTERVAL_S = 600.0
 """Seconds between two images of a window: frames of one scene are alike. A week has about ten windows."""
-
-LIMIT = 3.09
-"""Score that one window of a thousand exceeds without drift: 1 % of all weeks."""
 
 FEWEST_LABELED, MOST_LABELED = 20, 500
 COMPONENTS = 20
@@ -75,9 +73,9 @@ class DriftMonitor:
         except ProtofleetError as error:
             event(log, logging.WARNING, "drift not tested", reason=str(error))
             return
-        if score is not None and score > LIMIT:
+        if score is not None and score > DRIFT_LIMIT:
             text = "images differ from the labeled ones: look at the camera, and label new images if they are to stay"
-            event(log, logging.WARNING, text, score=round(score, 1), limit=LIMIT, images=WINDOW)
+            event(log, logging.WARNING, text, score=round(score, 1), limit=DRIFT_LIMIT, images=WINDOW)
 
     def _classes(self, features: NDArray[np.float32]) -> NDArray[np.intp]:
         found: NDArray[np.intp] = self._head.run(features).probabilities.argmax(axis=1)

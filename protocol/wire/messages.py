@@ -36,6 +36,9 @@ MAX_CLASSES = 4096
 MAX_IMAGES = 10_000_000
 """Images that a device can count."""
 
+DRIFT_LIMIT = 3.09
+"""Drift that a device whose images have not changed exceeds in 1 % of all weeks: of ten windows, one in 1,000."""
+
 MAX_CONTINUED = 16
 """Earlier tasks that a task continues."""
 

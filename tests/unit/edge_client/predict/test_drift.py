@@ -10,9 +10,10 @@ import pytest
 from edge_client.data.extraction import Refusal, feature_of
 from edge_client.data.images import decode
 from edge_client.predict import drift
-from edge_client.predict.drift import LIMIT, DriftMonitor, drift_score
+from edge_client.predict.drift import DriftMonitor, drift_score
 from edge_client.predict.head_in_use import HeadInUse
 from edge_client.storage.stored_values import Drift
+from protocol.wire.messages import DRIFT_LIMIT
 from tests.support.devices.device_bench import CONSTANT, HeadBench
 from tests.support.devices.device_factory import noise
 
@@ -38,13 +39,13 @@ def _score(window: tuple[Any, Any], seed: int = 1) -> float:
 def test_another_mixture_of_classes_is_no_drift(classes: list[int]) -> None:
     """Not in one of 20 windows, also of the class that is spread most."""
     scores = [_score(_images(100, classes, seed + 100), seed) for seed in range(20)]
-    assert max(scores) < LIMIT
+    assert max(scores) < DRIFT_LIMIT
 
 
 @pytest.mark.parametrize("classes", [[0, 1, 2], [2]])
 def test_shifted_images_are_drift(classes: list[int]) -> None:
     scores = [_score(_images(100, classes, seed + 100, shift=1.0), seed) for seed in range(10)]
-    assert min(scores) > LIMIT
+    assert min(scores) > DRIFT_LIMIT
 
 
 def test_nothing_is_compared_with_too_few_labeled_images() -> None:
@@ -76,7 +77,7 @@ def test_programs_that_predict_store_the_score_and_the_device_reports_it(
     for _ in range(3):
         monitor.observe(5 * feature)
     found = bench.store.get(Drift)
-    assert (found.images, found.score > LIMIT) == (3, True)
+    assert (found.images, found.score > DRIFT_LIMIT) == (3, True)
     assert abs(found.tested_s - time.time()) < 60
     assert "images differ from the labeled ones" in caplog.text
     bench.scan()
