@@ -115,7 +115,7 @@ class Publisher:
         is_silent = state.manifest is None or bounded
         problems = {**state.problems, "build": state.build_problem}
         problem = policy.public_problem(_first(problems, "task", "space", "build"), bounded=bounded)
-        drift = self._store.get(Drift)
+        drift = self._store.get(Drift).newest()
         # These reveal nothing about images.
         others = _first(problems, "download", "manifest", "upload")
         backbones = state.manifest.backbones if state.manifest is not None else ()
@@ -131,7 +131,7 @@ class Publisher:
             warning=(warning or ("" if is_silent else submission.lost_images))[:256],
             head_version=head.version if head is not None and head.task == state.task else 0,
             refused_messages=dict(refused),
-            drift=UNSET if is_silent or not drift.images else drift.score,
+            drift=UNSET if is_silent or drift is None else drift,
         )
 
     def _outgoing(self, channel: DeviceChannel, message: Message | Frame) -> mqtt.Outgoing:

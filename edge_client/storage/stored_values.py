@@ -3,6 +3,7 @@
 Every field has a default, which stands for a fact that was never stored.
 """
 
+import time
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -125,6 +126,10 @@ class LeftOut(msgspec.Struct, frozen=True):
     """Paths and reasons, by the newest extraction."""
 
 
+DRIFT_AGE_S = 7 * 86400.0
+"""Seconds after which a comparison says nothing of today's images: a full window takes a day of `watch`, or less."""
+
+
 class Drift(msgspec.Struct, frozen=True):
     """The newest comparison of predicted images with the labeled ones (`predict.drift`)."""
 
@@ -134,6 +139,10 @@ class Drift(msgspec.Struct, frozen=True):
     """Predicted images that were compared; 0 before the first comparison."""
     tested_s: float = 0.0
     """Unix time."""
+
+    def newest(self) -> float | None:
+        """Return the score; None without a comparison in the last DRIFT_AGE_S, as after the end of `watch`."""
+        return self.score if self.images and time.time() < self.tested_s + DRIFT_AGE_S else None
 
 
 SubmissionForm = Literal["prototype", "class sum", "group"]

@@ -6,13 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import UNSET
 
 from edge_client.data.extraction import Refusal, feature_of
 from edge_client.data.images import decode
 from edge_client.predict import drift
 from edge_client.predict.drift import DriftMonitor, drift_score
 from edge_client.predict.head_in_use import HeadInUse
-from edge_client.storage.stored_values import Drift
+from edge_client.storage.stored_values import DRIFT_AGE_S, Drift
 from protocol.wire.messages import DRIFT_LIMIT
 from tests.support.devices.device_bench import CONSTANT, HeadBench
 from tests.support.devices.device_factory import noise
@@ -82,6 +83,9 @@ def test_programs_that_predict_store_the_score_and_the_device_reports_it(
     assert "images differ from the labeled ones" in caplog.text
     bench.scan()
     assert bench.info.drift == found.score
+    bench.store.set(Drift(score=found.score, images=3, tested_s=time.time() - DRIFT_AGE_S))
+    bench.scan()
+    assert bench.info.drift is UNSET
 
 
 def test_missing_features_are_reported(
