@@ -1,7 +1,7 @@
 """Reads the status of a fleet from the state directory."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -21,7 +21,7 @@ from aggregator.intake.intake_status import IntakeStatus
 from aggregator.intake.quotas import upload_tokens
 from aggregator.security.key_rotation import key_certificates, root_of
 from aggregator.status import model
-from aggregator.status.forecast import gain
+from aggregator.status.forecast import forecasts
 from aggregator.status.summary import attention_of
 from aggregator.storage.devices import counts, refusal_reason
 from aggregator.storage.heads import HeadRecord
@@ -119,7 +119,12 @@ def _collect(store: Store) -> model.Status:
         heads=tuple(
             _head(store, task, head, used, known, served.classes, is_personal=is_personal) for head in heads
         ),
-        forecast=tuple(_forecast(_usable(store.evaluations.of_head(task, used.current)), served.classes)),
+        forecast=tuple(
+            forecasts(
+                served.classes,
+                _held_out(_usable(store.evaluations.of_head(task, used.current)), served.classes),
+            )
+        ),
         refusals=tuple(store.refusals.all()),
         earlier_refusals=store.refusals.earlier(),
         traffic=store.facts.get(Traffic) or Traffic(),
@@ -356,16 +361,12 @@ def _confused(evaluations: Sequence[Evaluation], classes: Sequence[str]) -> tupl
     )
 
 
-def _forecast(evaluations: Sequence[Evaluation], classes: Sequence[str]) -> Iterator[model.Forecast]:
-    pooled = [
+def _held_out(evaluations: Sequence[Evaluation], classes: Sequence[str]) -> list[tuple[int, int]]:
+    """Return the correct and incorrect held-out images of each class, pooled."""
+    return [
         (sum(one.correct[label] for one in evaluations), sum(one.incorrect[label] for one in evaluations))
         for label in range(len(classes))
     ]
-    every = (sum(correct for correct, _ in pooled), sum(incorrect for _, incorrect in pooled))
-    for label, held_out in (("", every), *zip(classes, pooled, strict=True)):
-        if (expected := gain(*held_out)) is not None:
-            least, most = (round(value, 4) for value in expected)
-            yield model.Forecast(label=label, images=sum(held_out), least=least, most=most)
 
 
 def _head_state(version: int, used: rollout_state.State) -> model.HeadState:

@@ -5,7 +5,10 @@ themselves was not right: left-out prototypes are few, and 3 to 4 times as often
 """
 
 import math
+from collections.abc import Iterator, Sequence
 from statistics import NormalDist
+
+from aggregator.status.model import Forecast
 
 LEAST, MOST = 0.05, 0.35
 """Share of the errors that a doubling of the images removes."""
@@ -27,3 +30,12 @@ def gain(correct: int, incorrect: int) -> tuple[float, float] | None:
     half = math.sqrt(share * (1 - share) * spread + spread**2 / 4)
     low, high = ((center + sign * half) / (1 + spread) for sign in (-1, 1))
     return LEAST * max(low, 0.0), MOST * high
+
+
+def forecasts(classes: Sequence[str], held_out: Sequence[tuple[int, int]]) -> Iterator[Forecast]:
+    """Yield the forecast of all classes, then of each, by its correct and incorrect held-out images."""
+    every = (sum(correct for correct, _ in held_out), sum(incorrect for _, incorrect in held_out))
+    for label, (correct, incorrect) in (("", every), *zip(classes, held_out, strict=True)):
+        if (expected := gain(correct, incorrect)) is not None:
+            least, most = (round(value, 4) for value in expected)
+            yield Forecast(label=label, images=correct + incorrect, least=least, most=most)

@@ -239,19 +239,19 @@ def _improvements(status: Status) -> Iterator[tuple[str, ...]]:
     """Yield the classes that the current head confuses most often, and what more images should bring."""
     for head in status.heads:
         if head.held_out.confused:
-            yield "confused", _confused(head.held_out.confused)
+            yield "confused", confused_text(head.held_out.confused)
     if status.forecast:
-        yield "forecast", _forecast(status.forecast)
+        yield "forecast", forecast_text(status.forecast)
 
 
-def _confused(pairs: Sequence[Confusion]) -> str:
+def confused_text(pairs: Sequence[Confusion]) -> str:
     """Return the classes that are confused most often."""
     return ", ".join(
         f"{each.label} as {each.predicted} {each.images} of {each.of}" for each in pairs[:SHOWN_CONFUSED]
     )
 
 
-def _forecast(expected: Sequence[Forecast]) -> str:
+def forecast_text(expected: Sequence[Forecast]) -> str:
     """Return what twice as many images should bring, in points, and the classes that should gain most."""
     every, *classes = expected
     most = sorted(classes, key=lambda each: each.most, reverse=True)[:SHOWN_CONFUSED]

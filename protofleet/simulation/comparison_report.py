@@ -4,8 +4,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
+from aggregator.status.forecast import forecasts
+from aggregator.status.model import Confusion, Forecast
+from aggregator.status.render import confused_text, forecast_text
 from protocol.cli import counted
 from protocol.models.onnx_metadata import BackboneMetadata
 from protofleet.simulation.compare import Comparison, Row
@@ -85,6 +89,35 @@ def _reasons(made: Comparison) -> Iterator[str]:
                 f"  {name} with these features, on the first draw: {_points(gain)} points against {made.algorithm}, "
                 f"{found.up_bytes / 1e3:,.1f} kB up"
             )
+    if confused := _confused(made):
+        yield f"  confused: {confused_text(confused)}"
+    yield f"  forecast: {forecast_text(_forecast(made))}"
+
+
+def _confused(made: Comparison) -> list[Confusion]:
+    """Return the pairs of classes that the recommended features confuse, the most often confused first."""
+    found, classes = made.recommended.evaluations[made.algorithm].found, made.data.classes
+    wrong = found - np.diag(np.diag(found))
+    return [
+        Confusion(
+            label=classes[label],
+            predicted=classes[predicted],
+            images=int(wrong[label, predicted]),
+            of=int(found[label].sum()),
+        )
+        for label, predicted in zip(
+            *np.unravel_index(np.argsort(-wrong, axis=None), wrong.shape), strict=True
+        )
+        if wrong[label, predicted]
+    ]
+
+
+def _forecast(made: Comparison) -> list[Forecast]:
+    """Return what twice as many images should bring the recommended features, as `aggregator status` does."""
+    found = made.recommended.evaluations[made.algorithm].found
+    correct = np.diag(found)
+    wrong = found.sum(axis=1) - correct
+    return list(forecasts(made.data.classes, list(zip(correct.tolist(), wrong.tolist(), strict=True))))
 
 
 def _instructions(row: Row, backbones: Mapping[Path, BackboneMetadata]) -> Iterator[str]:
@@ -147,6 +180,8 @@ def as_dict(made: Comparison) -> dict[str, Any]:
         "best": made.best.candidate.name,
         "recommended": made.recommended.candidate.name,
         "first_draw": _results(made.first_draw),
+        "confused": msgspec.to_builtins(_confused(made)),
+        "forecast": msgspec.to_builtins(_forecast(made)),
         "normalizations": [
             {
                 "backbone": str(each.backbone),

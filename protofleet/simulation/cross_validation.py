@@ -67,6 +67,8 @@ class Evaluation:
     accuracy: Estimate
     up_bytes: float
     """Of a device's upload, mean over devices and folds."""
+    found: NDArray[np.int64]
+    """Images of the first draw, each held out once, by their class and the class that is found, (C, C)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +122,8 @@ def cross_validate(
     """Return the evaluation of each method, by its name: NEAREST_MEAN, LOGISTIC or one-shot algorithms."""
     named = {each if isinstance(each, str) else each.name: each for each in methods}
     results: dict[str, list[tuple[float, float]]] = {name: [] for name in named}
-    for each in splits:
+    found = {name: np.zeros((len(data.classes),) * 2, np.int64) for name in named}
+    for number, each in enumerate(splits):
         rng = np.random.default_rng(each.seed)
         clients = deal(data, partition, kept_back=each.kept_back, devices=devices, rng=rng)
         members = [client for client in clients if len(client.train_labels)]
@@ -128,11 +131,15 @@ def cross_validate(
         for name, method in named.items():
             predicted, size = _predicted(method, members)
             results[name].append((float((predicted == truth).mean()), size))
+            if number < each.folds:
+                np.add.at(found[name], (truth, predicted), 1)
         on_split()
     evaluations = {}
     for name, pairs in results.items():
         accuracies, sizes = np.array(pairs).T
-        evaluations[name] = Evaluation(Estimate(accuracies, splits[0].folds), float(sizes.mean()))
+        evaluations[name] = Evaluation(
+            Estimate(accuracies, splits[0].folds), float(sizes.mean()), found[name]
+        )
     return evaluations
 
 

@@ -112,7 +112,7 @@ def test_interval_allows_for_training_sets_that_overlap() -> None:
 
 def row(name: str, accuracies: list[float], up_bytes: float, milliseconds: float = 1.0) -> Row:
     candidate = Candidate(name=name, parts=((0, ()),), columns=np.arange(2), widths=(2,), normalized=False)
-    evaluation = Evaluation(Estimate(np.array(accuracies), folds=5), up_bytes)
+    evaluation = Evaluation(Estimate(np.array(accuracies), folds=5), up_bytes, np.eye(2, dtype=np.int64))
     cost = Cost(backbone_bytes=1, milliseconds=milliseconds)
     return Row(candidate=candidate, evaluations={"fedtc": evaluation}, cost=cost)
 
@@ -191,6 +191,9 @@ def test_classifiers_are_evaluated_on_the_images_that_are_kept_back(photos: Path
     found = cross_validate(data, splits, [NEAREST_MEAN, LOGISTIC])
     assert all(0.8 < each.accuracy.mean < 1 for each in found.values())
     assert all(each.up_bytes == 0 for each in found.values())
+    for each in found.values():
+        assert each.found.sum(axis=1).tolist() == np.bincount(data.labels).tolist()
+        assert np.trace(each.found) / len(data.labels) == pytest.approx(each.accuracy.mean)
     shuffled = replace(data, labels=np.random.default_rng(0).permutation(data.labels))
     splits = split(shuffled.labels, folds=FOLDS, draws=1, seed=0)
     assert cross_validate(shuffled, splits, [LOGISTIC])[LOGISTIC].accuracy.mean < 0.5
@@ -227,6 +230,7 @@ def test_command_recommends_blocks_for_the_task_file(photos: Path, blocks: Path,
     assert any(line.startswith("  statistics with these features") for line in lines)
     assert '  in the task file: layers = ["blocks.1"]' in lines
     assert any("export-backbone blocks --layers blocks.1, with the other options" in line for line in lines)
+    assert any(line.startswith("  forecast: twice as many images should bring ") for line in lines)
     assert (tmp_path / "front.png").read_bytes().startswith(b"\x89PNG")
     refused = run(*arguments, "--plot", tmp_path / "front.xyz")
     assert str(refused.exception).startswith(f"cannot write {tmp_path / 'front.xyz'}: ")
@@ -236,6 +240,9 @@ def test_command_recommends_blocks_for_the_task_file(photos: Path, blocks: Path,
     assert residual["statistics"]["accuracy"] > last["statistics"]["accuracy"] + 0.3
     assert residual["fedtc"]["up_bytes"] > 0
     assert made["first_draw"] == {}
+    wrong = sum(each["images"] for each in made["confused"])
+    assert 1 - wrong / 120 == pytest.approx(residual["statistics"]["accuracy"])
+    assert [each["images"] for each in made["forecast"]] == [120, *[30] * 4]
 
 
 class Renamed(FedNCM, frozen=True, kw_only=True, forbid_unknown_fields=True):
