@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from aggregator.algorithms.fedtc.head import Dense, logits_of
 from aggregator.algorithms.fedtc.recipe import RECIPES
 from aggregator.algorithms.fedtc.train_head import train_head as train_fedtc_head
+from aggregator.algorithms.novelty import ClassDirections, directions_of
 from aggregator.config.schema import Robust
 from aggregator.intake.validation import Prototypes
 from aggregator.training.robust.training_set import judged_set
@@ -35,6 +36,8 @@ class Head:
         loss: mean cross-entropy on held-out prototypes; on all if none could be held out.
         quarantined: devices whose prototypes were omitted as outliers, with reasons.
         warning: why outliers were not quarantined; empty if there is nothing to say.
+        directions: of the classes. A saved model computes the novelty of an image from them; it has no threshold, since
+            that needs images which devices hold out.
     """
 
     classes: tuple[str, ...]
@@ -42,6 +45,7 @@ class Head:
     loss: float
     quarantined: Mapping[str, str]
     warning: str = ""
+    directions: ClassDirections | None = None
 
     @property
     def feature_size(self) -> int:
@@ -94,7 +98,8 @@ class Head:
             feature_size=self.feature_size,
             training={"loss": self.loss},
         )
-        write_atomically(Path(path), fuse(contents, head_to_onnx(self.layers, metadata=metadata)))
+        head = head_to_onnx(self.layers, metadata=metadata, directions=self.directions)
+        write_atomically(Path(path), fuse(contents, head))
 
 
 def train_head(
@@ -154,4 +159,5 @@ def train_head(
         loss=trained.loss,
         quarantined=judgment.quarantined,
         warning=judgment.warning,
+        directions=directions_of(data),
     )

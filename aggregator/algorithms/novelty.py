@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aggregator.algorithms.fedtc.head import MIN_LENGTH
+from aggregator.algorithms.fedtc.training_set import TrainingSet
 from protocol.wire.messages import CONFIDENCE_BINS
 
 FALSE_ALARMS = 0.01
@@ -42,6 +43,12 @@ def class_directions(
     scaled = means.astype(np.float64) * (1 if factors is None else factors)
     units = scaled / np.maximum(np.linalg.norm(scaled, axis=1, keepdims=True), MIN_LENGTH)
     return ClassDirections(units.astype(np.float32), factors)
+
+
+def directions_of(data: TrainingSet) -> ClassDirections:
+    """Return the directions of the classes that have prototypes."""
+    scales = data.factors() if len(data.widths) > 1 else None
+    return class_directions(data.centers[np.unique(data.labels)], scales)
 
 
 def novelty_threshold(images: NDArray[np.float64]) -> float:

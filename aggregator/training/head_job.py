@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from aggregator.algorithms.fedtc.head import Dense
 from aggregator.algorithms.fedtc.training_set import Arrays
-from aggregator.algorithms.novelty import ClassDirections, class_directions
+from aggregator.algorithms.novelty import ClassDirections, directions_of
 from aggregator.algorithms.statistics.feature_map import FeatureMap, selected
 from aggregator.graphs.head_export import head_to_onnx, max_difference
 from aggregator.intake.validation import Expectation, Prototypes, check_submission
@@ -77,10 +77,7 @@ def run(job: HeadJob) -> Result:
     }
     features = np.zeros((len(data.values[:256]), job.feature_size), np.float32)
     features[:, columns] = data.values[:256]
-    directions = None
-    if job.has_novelty:
-        scales = data.factors() if len(data.widths) > 1 else None
-        directions = class_directions(data.centers[np.unique(data.labels)], scales)
+    directions = directions_of(data) if job.has_novelty else None
     metrics = write_checked(job, manifest, trained.layers, figures, features=features, directions=directions)
     return Result(
         prototypes=len(data.labels),

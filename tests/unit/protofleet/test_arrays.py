@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+import onnxruntime
 import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
 import protofleet
 from edge_client.data.images import find_images
+from edge_client.runtime.backbone import open_backbone
 from protocol.errors import BackboneMismatch, ConfigError, UnreadableImage
 from tests.support.graphs.backbones import tiny_backbone
 from tests.unit.protofleet.conftest import CLASSES
@@ -202,9 +204,22 @@ def test_saved_head_is_a_model_of_images(
     assert one.label == predictions[0].label
     assert list(one.probabilities.values()) == sorted(one.probabilities.values(), reverse=True)
     assert one.probability == max(one.probabilities.values())
+    assert one.known is None
     assert not list(model.predict_all([]))
     with pytest.raises(ConfigError, match="expected at least one image, got none"):
         model.probabilities([])
+
+
+def test_saved_head_has_the_novelty_of_an_image(
+    head: protofleet.Head, paths: list[Path], backbone: Path, tmp_path: Path
+) -> None:
+    head.save(tmp_path / "model.onnx", backbone)
+    images = np.stack([np.asarray(Image.open(path).convert("RGB").resize((8, 8))) for path in paths[::8]])
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    (novelty,) = session.run(["novelty"], {"image": images})
+    features = open_backbone(backbone).features(images)
+    assert head.directions is not None
+    np.testing.assert_allclose(novelty, head.directions.novelty(features), atol=1e-5)
 
 
 def test_file_that_is_no_model_is_refused(backbone: Path, tmp_path: Path) -> None:
