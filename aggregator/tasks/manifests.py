@@ -1,8 +1,5 @@
 """Builds the manifests that are published to the fleet."""
 
-import functools
-import itertools
-import math
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -10,7 +7,8 @@ import msgspec
 from aggregator.algorithms.algorithm import RoundAlgorithm
 from aggregator.config.schema import PrivacyBudget, TaskFile
 from aggregator.storage.heads import HeadRecord
-from protocol.errors import ConfigError, RuntimeMissing, pip_command
+from protocol.errors import ConfigError
+from protocol.statistics.gaussian_privacy import noise_multiplier
 from protocol.wire.codec import encode
 from protocol.wire.messages import (
     MAX_MANIFEST_BYTES,
@@ -22,9 +20,6 @@ from protocol.wire.messages import (
     Statistics,
     TaskManifest,
 )
-
-_STEPS = 1000
-"""Noise multipliers are rounded up to 1/1000, so that the task's identity does not depend on the last bits."""
 
 
 def program_of(learning: RoundAlgorithm, graphs: Mapping[str, BlobRef]) -> Program:
@@ -45,7 +40,6 @@ def task_manifest(
 
     Raises:
         ConfigError: it exceeds the maximum size of a manifest.
-        RuntimeMissing: the task is differentially private and dp-accounting is not installed.
     """
     manifest = TaskManifest(
         fleet=task.fleet,
@@ -76,32 +70,6 @@ def _differential_privacy(budget: PrivacyBudget) -> DifferentialPrivacy:
         noise_multiplier=noise_multiplier(budget.epsilon, budget.delta),
         delta=budget.delta,
         max_epsilon=budget.max_epsilon,
-    )
-
-
-@functools.cache
-def noise_multiplier(epsilon: float, delta: float) -> float:
-    """Return the smallest noise multiplier of an (epsilon, delta) private Gaussian event, rounded up.
-
-    The closed form (Balle and Wang 2018, Theorem 8) gives it; devices use an accountant that rounds up, and has to
-    agree.
-    """
-    try:
-        from dp_accounting import GaussianDpEvent
-        from dp_accounting.pld import PLDAccountant
-        from dp_accounting.pld.common import DifferentialPrivacyParameters
-        from dp_accounting.pld.privacy_loss_mechanism import GaussianPrivacyLoss
-    except ImportError as error:
-        raise RuntimeMissing(
-            f"differential privacy needs dp-accounting: {pip_command('aggregator')}"
-        ) from error
-    guarantee = DifferentialPrivacyParameters(epsilon, delta)
-    least = float(GaussianPrivacyLoss.from_privacy_guarantee(guarantee).standard_deviation)
-    multipliers = (steps / _STEPS for steps in itertools.count(math.ceil(least * _STEPS)))
-    return next(
-        multiplier
-        for multiplier in multipliers
-        if PLDAccountant().compose(GaussianDpEvent(multiplier)).get_epsilon(delta) <= epsilon
     )
 
 

@@ -3,7 +3,6 @@
 from msgspec import UNSET
 
 from edge_client.agent.state import Kind
-from edge_client.privacy.accountant import NO_ACCOUNTANT
 from edge_client.privacy.gaussian_mechanism import TOO_LARGE
 from edge_client.storage.privacy_ledger import LOST
 from protocol.errors import MalformedMessage, PrivacyRefused
@@ -32,7 +31,7 @@ TASK_PROBLEMS = (
     *(UPLOADS_MORE, BOTH, IN_ROUNDS, FILTERS, LARGE_DELTA, NOT_PRIVATE),
     *(STATISTICS_IN_ROUNDS, NOISY_STATISTICS, FILTERED_STATISTICS),
 )
-PUBLIC_PROBLEMS = frozenset({*TASK_PROBLEMS, BUDGET, NO_PROTOTYPE, FAILED, LOST, NO_ACCOUNTANT, TOO_LARGE})
+PUBLIC_PROBLEMS = frozenset({*TASK_PROBLEMS, BUDGET, NO_PROTOTYPE, FAILED, LOST, TOO_LARGE})
 """Problems whose texts reveal nothing about any image."""
 
 CANNOT = "this device cannot take part; see its log"

@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_client.data.images import LabeledImage
-from edge_client.privacy.accountant import epsilon_of
 from edge_client.privacy.gaussian_mechanism import (
     COUNT_WEIGHT,
     Mechanism,
@@ -33,6 +32,7 @@ from edge_client.submission.image_features import (
 from edge_client.submission.prepared_submission import PreparedSubmission
 from protocol.errors import Interrupted, PrivacyFailed, PrivacyRefused
 from protocol.log import event
+from protocol.statistics.gaussian_privacy import epsilon_of
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import DifferentialPrivacy, Privacy, TaskManifest
 

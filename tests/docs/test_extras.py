@@ -17,7 +17,7 @@ from tests.support.messages.submissions import SERVED
 ROOT = Path(__file__).parents[2]
 
 EXTRAS = (
-    "amqtt", "dp_accounting", "onnx", "onnxruntime", "onnxscript", "prometheus_client", "rich", "safetensors",
+    "amqtt", "onnx", "onnxruntime", "onnxscript", "prometheus_client", "rich", "safetensors",
     "scipy", "sklearn", "starlette", "timm", "torch", "uvicorn",
 )  # fmt: skip
 """Packages that only extras bring."""

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from aggregator.intake.validation import Expectation, check_submission
 from edge_client.agent import events
 from edge_client.privacy import policy
-from edge_client.privacy.accountant import NO_ACCOUNTANT
 from edge_client.privacy.policy import BUDGET, FAILED, NO_PROTOTYPE
 from edge_client.service.device import Device
 from edge_client.storage import privacy_ledger
@@ -30,7 +29,7 @@ from protocol.wire.messages import Evaluation, Perturbation, Privacy, Program, S
 from tests.support.devices.device_factory import TINY, run_jobs
 from tests.support.devices.worker_benches import WANTED, PrivateBench
 from tests.support.messages.every_type import SAMPLES
-from tests.unit.edge_client.privacy.test_accountant import closed_form, without_accountant
+from tests.unit.protocol.statistics.test_gaussian_privacy import closed_form
 
 (SUBMISSION,) = (
     msgspec.structs.replace(each, privacy=None) for each in SAMPLES if isinstance(each, Submission)
@@ -203,7 +202,6 @@ FULL = "CREATE TRIGGER full BEFORE INSERT ON releases BEGIN SELECT RAISE(ABORT, 
 
 Break = Callable[[PrivateBench, pytest.MonkeyPatch], object]
 FAILURES: dict[str, tuple[str, Break]] = {
-    "no accountant": (NO_ACCOUNTANT, lambda _, patch: without_accountant(patch)),
     "the accountant fails": (
         FAILED,
         lambda _, patch: patch.setattr(
