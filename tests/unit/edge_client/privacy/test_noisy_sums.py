@@ -1,0 +1,112 @@
+"""Sums with noise: what one image changes, and how much noise there is."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from numpy.typing import NDArray
+
+from edge_client.privacy import noisy_sums as module
+from edge_client.privacy.noisy_sums import COUNT_WEIGHT, NoisySums, clipped, noisy_sums
+from protocol.errors import PrivacyRefused
+from protocol.statistics.second_moment import from_triangle
+
+KEY = bytes(range(32))
+ROWS = arrays(np.int8, st.tuples(st.integers(1, 4), st.just(6)), elements=st.integers(-127, 127))
+
+
+def release(rows: NDArray[np.int8], labels: list[int], z: float = 1.0, key: bytes = KEY) -> NoisySums:
+    return noisy_sums(rows, np.array(labels, np.int64), classes=3, noise_multiplier=z, key=key)
+
+
+@given(rows=ROWS)
+def test_clipped_rows_are_never_too_long_and_keep_their_direction(rows: NDArray[np.int8]) -> None:
+    short, whole = clipped(rows), rows.astype(np.int64)
+    squares = (whole**2).sum(axis=1)
+    assert ((short**2).sum(axis=1) <= 127**2).all()
+    np.testing.assert_array_equal(short[squares <= 127**2], whole[squares <= 127**2])
+    factors = np.minimum(1, 127 / np.maximum(np.sqrt(squares), 1))[:, None]
+    assert np.abs(short - whole * factors).max() <= 4
+    assert (short * whole >= 0).all()
+
+
+@given(rows=ROWS, label=st.integers(0, 2))
+def test_one_image_changes_no_more_than_the_noise_is_made_for(rows: NDArray[np.int8], label: int) -> None:
+    """With the same noise, the difference of two releases is the image; its squares over the variances are 1 / z^2."""
+    z, others = 0.7, [0] * (len(rows) - 1)
+    more, less = release(rows, [*others, label], z), release(rows[:-1], others, z)
+    counts, sums = more.counts - less.counts, more.sums - less.sums
+    products = from_triangle(more.second_moment - less.second_moment, 6)
+    row = clipped(rows[-1:])[0]
+    np.testing.assert_array_equal(counts, np.eye(3)[label])
+    np.testing.assert_array_equal(sums, np.outer(counts, row))
+    np.testing.assert_array_equal(products, np.outer(row, row))
+    unit = z * math.sqrt(2 + COUNT_WEIGHT**2)
+    squares, above = np.diag(products), products[np.triu_indices(6, 1)]
+    changes = [
+        *(counts / (unit / COUNT_WEIGHT)), *(sums / (unit * 127)).ravel(), *(squares / (unit * 127**2)),
+        *(above / (unit * 127**2 / math.sqrt(2))),
+    ]  # fmt: skip
+    assert float(np.square(changes).sum()) <= 1 / z**2 * (1 + 1e-12)
+
+
+def test_longest_image_spends_the_whole_budget() -> None:
+    """The bound is reached: no noise is wasted."""
+    unit = math.sqrt(2 + COUNT_WEIGHT**2)
+    squares = (COUNT_WEIGHT / unit) ** 2 + 1 / unit**2 + 1 / unit**2
+    assert squares == pytest.approx(1)
+
+
+def test_noise_has_its_deviation_in_each_value() -> None:
+    """Without images there is noise alone, of classes without images too; all of it is independent."""
+    z, unit = 2.0, 2.0 * math.sqrt(2 + COUNT_WEIGHT**2)
+    made = noisy_sums(
+        np.zeros((0, 120), np.int8), np.zeros(0, np.int64), classes=90, noise_multiplier=z, key=KEY
+    )
+    products = from_triangle(made.second_moment, 120)
+    for values, deviation in (
+        (made.counts, unit / COUNT_WEIGHT),
+        (made.sums, unit * 127),
+        (np.diag(products), unit * 127**2),
+        (products[np.triu_indices(120, 1)], unit * 127**2 / math.sqrt(2)),
+    ):
+        tolerance = 4 / math.sqrt(2 * values.size)
+        assert np.sqrt(np.mean(np.square(values.astype(float)))) == pytest.approx(deviation, rel=tolerance)
+    flat = made.sums.ravel()[:7000].astype(float)
+    assert abs(np.corrcoef(flat, made.second_moment[:7000])[0, 1]) < 4 / math.sqrt(7000)
+
+
+def test_same_key_is_the_same_release() -> None:
+    rows, labels = np.full((2, 6), 9, np.int8), [0, 2]
+    first, again, other = (release(rows, labels, key=key) for key in (KEY, KEY, KEY[::-1]))
+    np.testing.assert_array_equal(first.second_moment, again.second_moment)
+    assert (first.second_moment != other.second_moment).all()
+
+
+@pytest.mark.parametrize("z", [0.0, -1.0, math.nan, math.inf])
+def test_noise_that_is_none_is_refused(z: float) -> None:
+    with pytest.raises(PrivacyRefused, match="the noise must be above 0"):
+        release(np.zeros((1, 6), np.int8), [0], z)
+
+
+def test_rows_without_labels_are_refused() -> None:
+    with pytest.raises(PrivacyRefused, match="one row for each image"):
+        release(np.zeros((2, 6), np.int8), [0])
+
+
+def test_variance_is_rounded_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A smaller one would be less noise than is charged for."""
+    variances = {}
+
+    def recorded(key: bytes, count: int, *, variance: int) -> NDArray[np.int64]:
+        variances[count] = variance
+        return np.zeros(count, np.int64)
+
+    monkeypatch.setattr(module, "discrete_gaussian", recorded)
+    release(np.zeros((1, 6), np.int8), [0], z=0.51)
+    unit = 0.51**2 * (2 + COUNT_WEIGHT**2)
+    exact = {3: unit / 0.04, 18: unit * 127**2, 6: unit * 127**4, 15: unit * 127**4 / 2}
+    assert variances == {count: math.ceil(value * (1 - 1e-12)) for count, value in exact.items()}
