@@ -40,10 +40,10 @@ def metrics(tmp_path: Path) -> set[str]:
 def table_of(text: str) -> str:
     """Return the table of the metrics in a text of the exposition format, as on the page."""
     rows = [
-        f"| `{family.name}{'_total' if family.type == 'counter' else ''}` | {family.type} | {family.documentation} |"
+        f"| `{family.name}{'_total' if family.type == 'counter' else ''}` | {family.documentation} |"
         for family in text_string_to_metric_families(text)
     ]
-    return "\n".join(["| metric | type | meaning |", "|---|---|---|", *rows])
+    return "\n".join(["| metric | meaning |", "|---|---|", *rows])
 
 
 def test_page_lists_the_metrics(tmp_path: Path) -> None:
