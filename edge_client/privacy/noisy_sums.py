@@ -31,7 +31,7 @@ COUNT_WEIGHT = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class NoisySums:
-    """What leaves a device; the values of absent images are noise around 0."""
+    """Counts and sums with noise, which are not of any images."""
 
     counts: NDArray[np.int64]
     """Images of each class, (C,)."""

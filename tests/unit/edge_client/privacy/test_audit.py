@@ -1,0 +1,93 @@
+"""An attacker tries to tell whether one image was summed: the epsilon that is measured is below the promised one.
+
+The attacker knows all other images and the mechanism, and tests by the likelihood ratio, which no other test exceeds.
+From false and missed alarms a lower bound of epsilon follows (Kairouz, Oh and Viswanath 2015; Clopper and Pearson 1934
+for the confidence of both).
+"""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from scipy.stats import beta
+
+from edge_client.privacy import noisy_sums as module
+from edge_client.privacy.noise import subkey
+from edge_client.privacy.noisy_sums import noisy_sums
+from protocol.statistics.gaussian_privacy import noise_multiplier
+
+EPSILON, DELTA = 2.0, 1e-5
+RELEASES = 1500
+IMAGE = np.array([[120, -41, 7]], np.int8)
+"""About as long as a row can be."""
+
+
+def _likelihoods(rows: NDArray[np.int8], key: bytes) -> NDArray[np.float64]:
+    """Return the log-likelihood ratio of each of RELEASES releases, by the continuous Gaussian, which is close."""
+    z = noise_multiplier(EPSILON, DELTA)
+    kinds = module._deviations(z)
+    row, at = IMAGE[0].astype(float), np.triu_indices(3)
+    changes = np.concatenate([[1.0], row, np.outer(row, row)[at]])
+    of_products = np.where(at[0] == at[1], kinds["squares"], kinds["products"])
+    deviations = np.concatenate([[kinds["counts"]], np.full(3, kinds["sums"]), of_products])
+    released = []
+    for number in range(RELEASES):
+        made = noisy_sums(
+            rows,
+            np.zeros(len(rows), np.int64),
+            classes=1,
+            noise_multiplier=z,
+            key=subkey(key, b"%d" % number),
+        )
+        released.append(np.concatenate([made.counts, made.sums.ravel(), made.second_moment]))
+    return np.asarray((np.array(released) - changes / 2) @ (changes / deviations**2))
+
+
+def _measured_epsilon() -> float:
+    """Return a lower bound of epsilon at DELTA, with a confidence of 99.9 % at each threshold."""
+    without, with_image = (
+        _likelihoods(rows, bytes([number]) * 32)
+        for number, rows in enumerate((np.zeros((0, 3), np.int8), IMAGE))
+    )
+    best = 0.0
+    for threshold in np.quantile(np.concatenate([without, with_image]), np.linspace(0.05, 0.95, 19)):
+        for right, wrong in (
+            ((with_image > threshold).sum(), (without > threshold).sum()),
+            ((without <= threshold).sum(), (with_image <= threshold).sum()),
+        ):
+            least = beta.ppf(0.001, right, RELEASES - right + 1) if right else 0.0
+            most = beta.ppf(0.999, wrong + 1, RELEASES - wrong)
+            if least > DELTA:
+                best = max(best, math.log((least - DELTA) / most))
+    return best
+
+
+def test_measured_epsilon_is_below_the_promised_one() -> None:
+    """The attack is strong: it measures more than an eighth of what is allowed at this delta."""
+    assert EPSILON / 8 < _measured_epsilon() <= EPSILON
+
+
+FAULTS: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
+    "a quarter of the noise": lambda patch: patch.setattr(
+        module, "_deviations", _scaled(dict.fromkeys(("counts", "sums", "squares", "products"), 1 / 4))
+    ),
+    "sums as if rows were short": lambda patch: patch.setattr(
+        module, "_deviations", _scaled({"sums": 1 / 127})
+    ),
+    "products as if rows were short": lambda patch: patch.setattr(
+        module, "_deviations", _scaled({"squares": 1 / 127, "products": 1 / 127})
+    ),
+}
+
+
+def _scaled(factors: dict[str, float]) -> Callable[[float], dict[str, float]]:
+    correct = module._deviations
+    return lambda z: {name: value * factors.get(name, 1.0) for name, value in correct(z).items()}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_attack_finds_a_mechanism_with_too_little_noise(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    FAULTS[fault](monkeypatch)
+    assert _measured_epsilon() > EPSILON
