@@ -130,7 +130,7 @@ class CommonSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Paths of ONNX files, relative to the task file's folder. Their features are concatenated."""
     layers: Annotated[tuple[str, ...], Meta(min_length=1, max_length=256)] | None = None
     """The blocks of the backbones whose features are used; default: all."""
-    continues: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")] | None = None
+    continues: Annotated[str, Meta(pattern=r"^[0-9a-f]{8,64}\Z")] | None = None
     """An earlier task of this fleet, by its `task` in `aggregator status --json`, to which this one adds classes at the
     end. Its submissions stay valid."""
     fleet: Name = "default"

@@ -19,6 +19,7 @@ from edge_client.cli.options import (
     threads_option,
 )
 from protocol.cli import counted, examples, plain, say, setting
+from protocol.errors import ConfigError
 from protocol.service_manager import stop_on_terminate
 
 if TYPE_CHECKING:
@@ -44,12 +45,6 @@ if TYPE_CHECKING:
     type=FOLDER,
     help="Folder of unlabeled images, outside of DATA; of none of the classes, too. Nothing of them is uploaded.",
 )
-@setting(
-    "--holdout",
-    type=click.FloatRange(0, 1, max_open=True),
-    default=0.2,
-    help="Fraction of the images that the device holds out.",
-)
 @click.option("--limit", type=COUNT, default=50, show_default=True, help="Findings of each kind.")
 @click.option(
     "--page", is_flag=True, help="Serve a page on this machine, on which images are moved between classes."
@@ -60,7 +55,7 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per finding.")
 def review_command(  # noqa: PLR0913 - every option of the command line
     *, data: Path, fleet: str, state: Path | None, provider: "Provider", threads: int | None,
-    unlabeled: Path | None, holdout: float, limit: int, page: bool, port: int, as_json: bool,
+    unlabeled: Path | None, limit: int, page: bool, port: int, as_json: bool,
 ) -> None:  # fmt: skip
     """List the labeled images in DATA that the installed head finds suspicious, and unlabeled ones to label first.
 
@@ -74,6 +69,7 @@ def review_command(  # noqa: PLR0913 - every option of the command line
         from edge_client.review.findings import review
         from edge_client.review.relabeling import Relabeling
         from edge_client.runtime.session import require_runtime
+        from edge_client.storage.stored_values import Holdout
 
         require_runtime()
     store = open_state_to_predict(state, fleet)
@@ -82,14 +78,21 @@ def review_command(  # noqa: PLR0913 - every option of the command line
         say(note, err=True)
     classes = classifier.head.classes
     folders = Relabeling(data, classes, unlabeled) if page else None
-    images = scan_images(data, classes).images
+    scan = scan_images(data, classes)
+    for text in scan.unknown:
+        say(f"left out: {text}, no class of the head", err=True)
+    if not scan.images:
+        raise ConfigError(
+            f"{data} has no image of {', '.join(map(plain, classes))}: one folder for each class"
+        )
+    images = scan.images
     if unlabeled is not None:
         images += unlabeled_below(unlabeled, data=data)
     with closing(Progress("Images")) as progress:
         found = review(
             classifier,
             images,
-            holdout=holdout,
+            holdout=store.get(Holdout).fraction,
             grouped=store.image_groups.read().number_of.keys(),
             cache=store.folder / "features.sqlite",
             limit=limit,
@@ -112,7 +115,8 @@ def show(found: "Review") -> None:
 
     for kind, title in TITLES.items():
         if findings := found.of_kind(kind):
-            say(f"{len(findings)} {title}")
+            total = found.totals[kind]
+            say(f"{title}: {total}" + (f", the first {len(findings)}" if len(findings) < total else ""))
             for finding in findings:
                 say(f"  {plain(str(finding.image.path))}: {_text(finding)}")
     held_out, correct = found.held_out

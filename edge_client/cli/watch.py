@@ -115,6 +115,8 @@ def watch_command(  # noqa: PLR0913 - every option of the command line
     start_logging(verbose=verbose)
     if not folder.is_dir():
         raise ConfigError(f"expected a folder to watch, got {folder}")
+    if sensor is not None and publish is None:
+        raise ConfigError("--sensor names what --publish HOST publishes: give both")
     output = printer(as_json=as_json, as_csv=as_csv)
     store = open_state_to_predict(state, fleet)
     opened = None
@@ -125,7 +127,7 @@ def watch_command(  # noqa: PLR0913 - every option of the command line
 
         access, name = read_access(**access_given), sensor or folder.resolve().name
         broker = parse_brokers(publish, tls=access.tls)
-        opened = Sensor(broker, access, device=store.get(DeviceName).value, name=name)
+        opened = Sensor(broker, access, device=store.get(DeviceName).value, name=name, folder=folder)
         output = published(output, opened)
     if changes:
         output = changes_only(output, Majority(frames=frames, agree=agree, debounce_s=debounce_s))
@@ -134,6 +136,9 @@ def watch_command(  # noqa: PLR0913 - every option of the command line
     stop_on_terminate()
     event(log, logging.INFO, "watching", folder=folder)
     with closing(opened) if opened else nullcontext():
+        if opened is not None:
+            with suppress(ProtofleetError):  # the first answer announces it, too
+                opened.announce(heads.follow().installed.classes)
         while True:
             with suppress(ProtofleetError):  # as long as there is no head that works, which is logged
                 classify_new(watch, heads.follow(), top=top, output=output)

@@ -160,9 +160,10 @@ def unlabeled_below(folder: Path, *, data: Path) -> tuple[LabeledImage, ...]:
     """Return the images in a folder and below it as images of unknown class, in order of their paths.
 
     Raises:
-        ConfigError: it cannot be read, or is in `data`, where folders are classes.
+        ConfigError: it cannot be read, is in `data`, where folders are classes, or has `data` in it.
     """
-    if folder.resolve().is_relative_to(data.resolve()):
+    own, labeled = folder.resolve(), data.resolve()
+    if own.is_relative_to(labeled) or labeled.is_relative_to(own):
         raise ConfigError(f"expected a folder of unlabeled images outside of {data}, got {folder}")
     try:
         return tuple(unlabeled(Path(path)) for path in sorted(images_below(folder, Counter())))

@@ -57,6 +57,9 @@ class Prediction:
         return {**answer, **self.prior.fields(list(scores))}
 
 
+NO_THRESHOLD = "no image is answered as unknown yet: the fleet's devices hold out fewer than 50 images"
+
+
 @dataclass(frozen=True)
 class Classifier:
     """An installed head, its backbones, and the prior of the images that it has classified."""
@@ -73,8 +76,11 @@ class Classifier:
 
     @property
     def notes(self) -> list[str]:
-        """Notes on the backbones that do not run as they were asked to; each once."""
-        return list({each.model.note: None for each in self.backbones if each.model.note})
+        """Notes on backbones that do not run as they were asked to, and on what the head cannot find; each once."""
+        notes = dict.fromkeys(each.model.note for each in self.backbones if each.model.note)
+        if self.head.has_novelty and self.head.novelty_threshold is None:
+            notes[NO_THRESHOLD] = None
+        return list(notes)
 
     def classify(self, image: Image.Image | bytes, *, top: int) -> Prediction:
         """Return the prediction for an image, decoded or as a file's bytes, with the `top` classes.

@@ -5,15 +5,18 @@ Source: Home Assistant, "MQTT", sections "MQTT discovery" and "Sensor" (https://
 
 import json
 import logging
+import os
 import re
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 from edge_client.predict.classifier import UNKNOWN, UNSURE, Prediction
 from protocol import __version__
 from protocol.log import event
 from protocol.mqtt import reconnecting_session as mqtt
 from protocol.mqtt.tls import BrokerAccess, Brokers
+from protocol.wire.codec import digest_of
 
 log = logging.getLogger(__name__)
 
@@ -28,13 +31,18 @@ class Sensor:
         access: TLS and credentials.
         device: the device's id.
         name: of the camera.
+        folder: of the camera's images; each folder has a sensor of its own.
     """
 
-    def __init__(self, broker: Brokers, access: BrokerAccess, *, device: str, name: str) -> None:
+    def __init__(
+        self, broker: Brokers, access: BrokerAccess, *, device: str, name: str, folder: Path
+    ) -> None:
         self._device, self._name = device, name
-        self._id = re.sub(r"[^A-Za-z0-9_-]+", "-", f"protofleet-{device}-{name}")[:128]
+        digest = digest_of(os.fsencode(folder.resolve())).hex()[:8]
+        self._id = re.sub(r"[^A-Za-z0-9_-]+", "-", f"protofleet-{device}")[:100] + f"-{digest}"
         self._lock = threading.Lock()
-        self._retained: dict[str, mqtt.Outgoing] = {}
+        online = self._outgoing("availability", b"online")
+        self._retained = {online.topic: online}
         self._session = mqtt.Session(
             broker,
             client_id=self._id,
@@ -45,21 +53,21 @@ class Sensor:
         )
         self._session.start()
 
+    def announce(self, classes: Sequence[str]) -> None:
+        """Publish the sensor of a head with these classes, which has no state before the first image."""
+        config = _json(self._config(classes))
+        self._retain(mqtt.Outgoing(f"{DISCOVERY}/sensor/{self._id}/config", config, retain=True))
+
     def publish(self, prediction: Prediction, classes: Sequence[str]) -> None:
         """Publish a prediction of a head with these classes."""
-        config = mqtt.Outgoing(
-            f"{DISCOVERY}/sensor/{self._id}/config", _json(self._config(classes)), retain=True
-        )
+        self.announce(classes)
+        self._retain(self._outgoing("state", _json(_state(prediction))))
+
+    def _retain(self, outgoing: mqtt.Outgoing) -> None:
         with self._lock:
-            wanted = [
-                config,
-                self._outgoing("availability", b"online"),
-                self._outgoing("state", _json(_state(prediction))),
-            ]
-            for outgoing in wanted:
-                if self._retained.get(outgoing.topic) != outgoing:
-                    self._retained[outgoing.topic] = outgoing
-                    self._session.send(outgoing)
+            if self._retained.get(outgoing.topic) != outgoing:
+                self._retained[outgoing.topic] = outgoing
+                self._session.send(outgoing)
 
     def close(self) -> None:
         """Publish that the camera is not watched, and disconnect."""

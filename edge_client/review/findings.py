@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,13 +18,14 @@ from edge_client.predict.head import Result, joined
 from edge_client.storage.feature_cache import CHUNK_ROWS, FeatureCache
 from protocol.errors import StateError
 
-Kind = Literal["label", "unknown", "duplicate", "unlabeled"]
+Kind = Literal["label", "unknown", "duplicate", "unlabeled", "stranger"]
 
 TITLES: Mapping[Kind, str] = {
     "label": "labels to check",
     "unknown": "labeled images of no known class",
     "duplicate": "equal images in several classes",
     "unlabeled": "unlabeled images to label first",
+    "stranger": "unlabeled images of no known class",
 }
 
 
@@ -68,6 +69,8 @@ class Review:
     """Held-out images, and those that are classified correctly."""
     unusable: tuple[tuple[Path, str], ...]
     """Images that cannot be used, with reasons."""
+    totals: Mapping[Kind, int] = field(default_factory=dict)
+    """Findings of each kind, those beyond the limit included."""
 
     def of_kind(self, kind: Kind) -> tuple[Finding, ...]:
         """Return the findings of one kind."""
@@ -86,8 +89,8 @@ def review(
 ) -> Review:
     """Return at most `limit` findings of each kind among a device's labeled and unlabeled images.
 
-    The scores: of a label, p(best) - p(label); of a labeled image of no known class, its novelty; of a duplicate, 0; of
-    an unlabeled image, 1 - (p(best) - p(second)), and -1 if it is of no known class.
+    The scores: of a label, p(best) - p(label); of an image of no known class, its novelty; of a duplicate, 0; of an
+    unlabeled image of a known class, 1 - (p(best) - p(second)).
 
     Args:
         classifier: the fleet's head.
@@ -133,18 +136,18 @@ def review(
     ranked: dict[Kind, list[tuple[int, float]]] = {
         **suspicious(result, labels, known),
         "duplicate": [(row, 0.0) for row in same],
-        "unlabeled": least_sure(result.probabilities, labels == UNLABELED, known),
     }
     members = [row for row, image in enumerate(found) if image.relative in kept]
     correct = int((result.probabilities[members].argmax(axis=1) == labels[members]).sum())
     findings = (finding(kind, row, score) for kind in TITLES for row, score in ranked[kind][:limit])
-    return Review(tuple(findings), len(found), (len(members), correct), tuple(unusable))
+    totals = {kind: len(each) for kind, each in ranked.items()}
+    return Review(tuple(findings), len(found), (len(members), correct), tuple(unusable), totals)
 
 
 def suspicious(
     result: Result, labels: NDArray[np.intp], known: NDArray[np.bool_] | None
 ) -> dict[Kind, list[tuple[int, float]]]:
-    """Return the rows, with scores, of labels that differ from the best class, and of labeled unknown images.
+    """Return the rows, with scores, of labels that differ from the best class, of unknown and of unlabeled images.
 
     Args:
         result: of n images.
@@ -153,22 +156,17 @@ def suspicious(
     """
     probabilities = result.probabilities
     is_labeled = labels != UNLABELED
-    is_unknown = is_labeled & ~known if known is not None else np.zeros(len(labels), bool)
+    is_known = known if known is not None else np.ones(len(labels), bool)
     lead = probabilities.max(axis=1) - probabilities[np.arange(len(labels)), labels]
+    two = np.sort(probabilities, axis=1)[:, -2:]
+    margin = two[:, -1] - two[:, 0] if two.shape[1] > 1 else two[:, -1]
     novelty = np.zeros(len(labels)) if result.novelty is None else result.novelty
     return {
-        "label": _descending(lead, is_labeled & ~is_unknown & (lead > 0)),
-        "unknown": _descending(novelty, is_unknown),
+        "label": _descending(lead, is_labeled & is_known & (lead > 0)),
+        "unknown": _descending(novelty, is_labeled & ~is_known),
+        "unlabeled": _descending(1 - margin, ~is_labeled & is_known),
+        "stranger": _descending(novelty, ~is_labeled & ~is_known),
     }
-
-
-def least_sure(
-    probabilities: NDArray[np.float32], chosen: NDArray[np.bool_], known: NDArray[np.bool_] | None
-) -> list[tuple[int, float]]:
-    """Return the chosen rows of (n, C) by ascending margin of the best class; unknown ones last."""
-    two = np.sort(probabilities, axis=1)[:, -2:]
-    score = 1 - (two[:, -1] - two[:, 0] if two.shape[1] > 1 else two[:, -1])
-    return _descending(score if known is None else np.where(known, score, -1), chosen)
 
 
 def _descending(scores: NDArray[Any], chosen: NDArray[np.bool_]) -> list[tuple[int, float]]:

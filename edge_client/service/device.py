@@ -27,6 +27,7 @@ from edge_client.storage.stored_values import (
     Drift,
     EvaluatedHead,
     Heads,
+    Holdout,
     Problems,
 )
 from protocol.cli import plain
@@ -72,6 +73,7 @@ class Device:
         if not self._is_dry_run:
             require_not_replaced(store.get(Duplicate), command=TAKE_OVER)
             store.set(Problems())
+            store.set(Holdout(settings.holdout))
         self._events: queue.SimpleQueue[Incoming] = queue.SimpleQueue()
         self._worker = Worker(settings, store, emit=self._events.put, show=show)
         self._inbox = Inbox(settings, store)

@@ -16,6 +16,12 @@ class DeviceName(msgspec.Struct, frozen=True):
     value: str = ""
 
 
+class Holdout(msgspec.Struct, frozen=True):
+    """The fraction of each class's images that the device holds out."""
+
+    fraction: float = 0.2
+
+
 class Secret(msgspec.Struct, frozen=True):
     """32 random bytes that the shuffles and the noise are derived from."""
 

@@ -55,6 +55,24 @@ def test_keys_move_images_and_back(open_page: OpenPage, where: ReviewFolder, ser
     opened.wait_for_text("#caption", "new.png")
 
 
+def test_held_key_moves_one_image(open_page: OpenPage, where: ReviewFolder, server: ReviewServer) -> None:
+    """A key moves an image that is shown; undo shows the image that returned."""
+    opened = _open(open_page, server)
+    opened.page.keyboard.down("2")
+    for _ in range(5):
+        opened.page.keyboard.down("2")  # as the keyboard repeats it
+    opened.page.keyboard.up("2")
+    opened.wait_for_text("#caption", "dog/same.png")
+    assert [each.name for each in (where.data / "dog").iterdir()].count("wrong.png") == 1
+    assert (
+        sum(path != each.image.path for path, each in zip(server.paths, server.found.findings, strict=True))
+        == 1
+    )
+    opened.page.get_by_role("button", name="unlabeled images to label first").click()
+    opened.page.keyboard.press("u")
+    opened.wait_for_text("#caption", "cat/wrong.png")
+
+
 def test_failed_move_is_reported(open_page: OpenPage, where: ReviewFolder, server: ReviewServer) -> None:
     opened = _open(open_page, server)
     opened.server_stops = True  # the browser logs the answer's status

@@ -5,9 +5,12 @@ const byId = (id) => document.getElementById(id);
 const KEYS = "123456789abcdefghijklmnopqrstvwxyz"; // without u, which undoes
 const images = new Map();
 let content, kind, place = 0;
+let isShown = false, isMoving = false; // a key moves the image that is shown, once
+const NO_TOKEN = "Open the whole address that `edge-client review` printed last, with the part behind #.";
 
 async function request(path, method = "GET") {
   const answer = await fetch(path, { method, headers: { Authorization: `Bearer ${token}` } });
+  if (answer.status === 401) throw new Error(NO_TOKEN);
   if (!answer.ok) throw new Error((await answer.json()).error);
   return answer;
 }
@@ -31,7 +34,9 @@ async function show(element, number) {
   element.dataset.finding = number;
   try {
     const source = await imageOf(number);
-    if (element.dataset.finding === String(number)) element.src = source;
+    if (element.dataset.finding !== String(number)) return;
+    element.src = source;
+    if (element.id === "image") element.decode().catch(() => {}).then(() => { isShown = element.dataset.finding === String(number); });
   } catch (error) {
     images.delete(number);
     report(error);
@@ -68,6 +73,7 @@ function drawCurrent() {
   if (!finding) return;
   byId("image").alt = `Image ${finding.image}`;
   byId("caption").textContent = describe(finding);
+  isShown = false;
   show(byId("image"), finding.number);
   const focused = [...byId("classes").children].indexOf(document.activeElement);
   byId("classes").replaceChildren(
@@ -125,28 +131,42 @@ function step(by) {
   drawCurrent();
 }
 
-async function change(path, by) {
+// Sends a change, and shows the finding that `next` chooses.
+async function change(path, next) {
+  if (isMoving) return;
+  isMoving = true;
   report();
   try {
+    const before = content;
     content = await (await request(path, "POST")).json();
-    place = Math.max(0, Math.min(place + by, ofKind(kind).length - 1));
+    next(before);
+    place = Math.max(0, Math.min(place, ofKind(kind).length - 1));
     drawKind();
   } catch (error) {
     report(error);
   }
+  isMoving = false;
 }
 
-const move = (label) => change(`/review/move?finding=${current().number}&class=${label}`, 1);
-const undo = () => change("/review/undo", 0);
+const move = (label) => change(`/review/move?finding=${current().number}&class=${label}`, () => { place += 1; });
+const undo = () => change("/review/undo", (before) => {
+  const number = content.findings.findIndex((each, at) => each.moved_to !== before.findings[at].moved_to);
+  if (number < 0) return;
+  kind = content.findings[number].kind;
+  place = ofKind(kind).findIndex((each) => each.number === number);
+});
 
 document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.altKey || event.metaKey || !content) return;
+  if (event.key === "ArrowRight") step(1);
+  else if (event.key === "ArrowLeft") step(-1);
+  if (event.repeat) return;
   const label = KEYS.indexOf(event.key);
   if (event.key === "u") undo();
-  else if (event.key === "ArrowRight") step(1);
-  else if (event.key === "ArrowLeft") step(-1);
-  else if (event.key === "0" && content.has_others && current()) move(content.classes.length);
-  else if (label >= 0 && label < content.classes.length && current()) move(label);
+  else if (!current() || !isShown) return;
+  else if (label >= 0 && label < content.classes.length) move(label);
+  else if (event.key === "0" && content.has_others) move(content.classes.length);
+  else if (event.key === "0") report(new Error("Start `edge-client review` with --unlabeled FOLDER, into which images of none of the classes are moved."));
 });
 byId("before").addEventListener("click", () => step(-1));
 byId("keep").addEventListener("click", () => step(1));
@@ -156,7 +176,7 @@ byId("undo").addEventListener("click", undo);
   try {
     content = await (await request("/review/findings")).json();
   } catch (error) {
-    report(token ? error : new Error("Open the whole address that `edge-client review` printed, with the part behind #."));
+    report(error);
     return;
   }
   const accuracy = content.held_out ? ` · ${content.correct} of ${content.held_out} held-out images correct` : "";

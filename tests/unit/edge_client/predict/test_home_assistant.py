@@ -1,5 +1,6 @@
 """A sensor of Home Assistant on a real broker: its discovery, its state, and its availability."""
 
+import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import closing
@@ -23,16 +24,18 @@ pytestmark = [needs_mosquitto, pytest.mark.usefixtures("short_pauses")]
 
 CLASSES = ("bee", "käfer")
 HEAD = InstalledHead(head=b"", version=1, backbones=(), classes=CLASSES)
-TOPIC = "protofleet-watch/protofleet-shed-1-front-door/"
-CONFIG = "homeassistant/sensor/protofleet-shed-1-front-door/config"
+FOLDER = Path("/srv/camera")
+ID = "protofleet-shed-1-" + hashlib.sha256(b"/srv/camera").hexdigest()[:8]
+TOPIC = f"protofleet-watch/{ID}/"
+CONFIG = f"homeassistant/sensor/{ID}/config"
 
 
 def _prediction(label: str, probability: float = 0.9, **fields: Any) -> Prediction:
     return Prediction(top=((label, probability),), prior=NO_PRIOR, **fields)
 
 
-def _sensor(address: BrokerAddress) -> Any:
-    return closing(Sensor(address, NO_AUTHENTICATION, device="shed-1", name="front door"))
+def _sensor(address: BrokerAddress, name: str = "front door", folder: Path = FOLDER) -> Any:
+    return closing(Sensor(address, NO_AUTHENTICATION, device="shed-1", name=name, folder=folder))
 
 
 @pytest.fixture
@@ -61,7 +64,7 @@ def test_sensor_is_as_home_assistant_documents_it(address: BrokerAddress, broker
             assert config["json_attributes_topic"] == config["state_topic"]
             assert config["value_template"] == "{{ value_json.answer }}"
             assert (config["device_class"], config["options"]) == ("enum", [*CLASSES, "unknown", "unsure"])
-            assert config["unique_id"] == "protofleet-shed-1-front-door"
+            assert config["unique_id"] == ID
             assert config["device"]["identifiers"] == ["protofleet-shed-1"]
             assert config["origin"]["name"] == "protofleet"
             sensor.publish(_prediction("bee", known=False), CLASSES)
@@ -82,6 +85,30 @@ def test_sensor_is_published_again_to_a_broker_that_has_forgotten_it(
         assert json.loads(_read(address, CONFIG))["name"] == "front door"
         assert json.loads(_read(address, f"{TOPIC}state"))["answer"] == "unsure"
         assert _read(address, f"{TOPIC}availability") == "online"
+
+
+def test_sensor_is_available_before_the_first_image(address: BrokerAddress, broker: Mosquitto) -> None:
+    """Also after a start that finds `offline` of the program before."""
+    with _sensor(address):
+        assert _read(address, f"{TOPIC}availability") == "online"
+    assert _read(address, f"{TOPIC}availability") == "offline"
+    with _sensor(address) as sensor:
+        sensor.announce(CLASSES)
+        assert json.loads(_read(address, CONFIG))["options"] == [*CLASSES, "unknown", "unsure"]
+        assert _read(address, f"{TOPIC}availability") == "online"
+
+
+def test_cameras_of_one_device_have_sensors_of_their_own(address: BrokerAddress, broker: Mosquitto) -> None:
+    """Their folders distinguish them, whatever their names."""
+    gate = FOLDER.with_name("gate")
+    with _sensor(address, "Д") as door, _sensor(address, "?", gate) as other:
+        door.publish(_prediction("bee"), CLASSES)
+        other.publish(_prediction("käfer"), CLASSES)
+        assert json.loads(_read(address, f"{TOPIC}state"))["label"] == "bee"
+        own = hashlib.sha256(bytes(gate)).hexdigest()[:8]
+        assert (
+            json.loads(_read(address, f"protofleet-watch/protofleet-shed-1-{own}/state"))["label"] == "käfer"
+        )
 
 
 def test_predictions_are_printed_and_published_and_unusable_images_printed() -> None:

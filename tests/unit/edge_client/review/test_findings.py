@@ -12,7 +12,8 @@ from click.testing import CliRunner
 from edge_client.cli import cli
 from edge_client.data.extraction import extract
 from edge_client.data.images import decode, pixel_digest
-from edge_client.review.findings import least_sure
+from edge_client.predict.head import Result
+from edge_client.review.findings import suspicious
 from edge_client.storage.feature_cache import FeatureCache
 from tests.support.devices.device_bench import HeadBench
 from tests.support.devices.device_factory import tiny
@@ -54,8 +55,9 @@ def test_held_out_images_are_marked(where: ReviewFolder) -> None:
 
 
 def test_limit_is_one_of_each_kind(where: ReviewFolder) -> None:
-    kinds = [each.kind for each in where.review(limit=1).findings]
-    assert kinds == ["label", "unknown", "duplicate", "unlabeled"]
+    found = where.review(limit=1)
+    assert [each.kind for each in found.findings] == ["label", "unknown", "duplicate", "unlabeled"]
+    assert found.totals == {"label": 2, "unknown": 1, "duplicate": 2, "unlabeled": 2, "stranger": 0}
 
 
 def test_stored_features_need_no_image_and_a_damaged_cache_is_not_used(where: ReviewFolder) -> None:
@@ -93,11 +95,13 @@ def test_unusable_images_are_named_and_a_folder_without_images_has_no_findings(w
     assert (len(found.unusable), found.findings, found.images) == (11, (), 0)
 
 
-def test_unknown_images_come_last_of_those_to_label() -> None:
-    rows = np.array([[0.9, 0.1], [0.5, 0.5], [0.6, 0.4], [0.5, 0.5]], np.float32)
-    known = np.array([True, False, True, True])
-    found = least_sure(rows, np.array([True, True, True, False]), known)
-    assert [row for row, _ in found] == [2, 0, 1]
+def test_unlabeled_images_come_by_their_margin_and_unknown_ones_by_their_novelty() -> None:
+    rows = np.array([[0.9, 0.1], [0.5, 0.5], [0.6, 0.4], [0.5, 0.5], [0.9, 0.1]], np.float32)
+    result = Result(rows, np.array([0.1, 0.4, 0.2, 0.1, 0.7], np.float32))
+    known, labels = np.array([True, False, True, True, False]), np.array([-1, -1, -1, 0, -1])
+    found = suspicious(result, labels, known)
+    assert [row for row, _ in found["unlabeled"]] == [2, 0]
+    assert [row for row, _ in found["stranger"]] == [4, 1]
 
 
 @pytest.mark.parametrize("output", ["--json", "--limit=10"])
@@ -115,10 +119,10 @@ def test_command_lists_findings(tmp_path: Path, bench: HeadBench, output: str) -
         assert (first["kind"], first["labeled"], first["answer"]) == ("label", "cat", "dog")
         assert first["image"] == str(where.data / "cat" / "wrong.png")
         return
-    assert "2 labels to check\n" in done.stdout
+    assert "labels to check: 2\n" in done.stdout
     assert "wrong.png: labeled cat (0.0%), the head finds dog (dog 100.0%, cat 0.0%), held out" in done.stdout
-    assert "1 labeled images of no known class\n" in done.stdout
-    assert "11 images classified, 0 of 1 held-out images correct" in done.stdout
+    assert "labeled images of no known class: 1\n" in done.stdout
+    assert "11 images classified, 3 of 4 held-out images correct" in done.stdout
 
 
 def test_unlabeled_images_among_classes_are_refused(tmp_path: Path, bench: HeadBench) -> None:
@@ -127,9 +131,12 @@ def test_unlabeled_images_among_classes_are_refused(tmp_path: Path, bench: HeadB
     data = str(tmp_path / "data")
     listed = tmp_path / "images.csv"
     listed.write_text("path,label\n")
+    (tmp_path / "empty").mkdir()
     for arguments, error in (
         ([data, "--unlabeled", f"{data}/new"], "expected a folder of unlabeled images outside of"),
-        ([data, "--unlabeled", str(tmp_path / "missing")], "cannot be read"),
+        ([data, "--unlabeled", str(tmp_path)], "expected a folder of unlabeled images outside of"),
+        ([data, "--unlabeled", str(tmp_path.parent / "missing")], "cannot be read"),
+        ([str(tmp_path / "empty")], "has no image of cat, dog: one folder for each class"),
         ([str(listed), "--page"], "change them there"),
     ):
         done = CliRunner().invoke(
