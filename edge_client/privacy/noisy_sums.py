@@ -95,6 +95,11 @@ def clipped(rows: NDArray[np.integer]) -> NDArray[np.int64]:
     return whole
 
 
+def products_deviation(noise_multiplier: float) -> float:
+    """Return the standard deviation of the noise of a product of two values."""
+    return _deviations(noise_multiplier)["products"]
+
+
 def _deviations(noise_multiplier: float) -> dict[str, float]:
     """Return the standard deviation of the noise of each kind of value."""
     unit = noise_multiplier * math.sqrt(2 + COUNT_WEIGHT**2)
