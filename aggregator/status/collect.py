@@ -14,6 +14,7 @@ from aggregator.algorithms.registry import ALGORITHMS
 from aggregator.config.schema import Limits
 from aggregator.coordination import canary_rollout, rollout_state, round_state
 from aggregator.heads import operator_commands
+from aggregator.heads.calibration import MIN_IMAGES
 from aggregator.heads.head_rate import limited_until_s
 from aggregator.heads.next_head import has_half_memory
 from aggregator.intake import intake_status
@@ -24,7 +25,7 @@ from aggregator.status import model
 from aggregator.status.forecast import forecasts
 from aggregator.status.summary import attention_of
 from aggregator.storage.devices import counts, refusal_reason
-from aggregator.storage.heads import HeadRecord
+from aggregator.storage.heads import CALIBRATED_FROM, HeadRecord
 from aggregator.storage.programs import ReceiverRecord
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import (
@@ -339,9 +340,17 @@ def _head(
             **_accuracy(evaluations),
             balanced=_balanced_of_head(evaluations, known, is_personal=is_personal),
             devices=len(evaluations),
+            missing=_missing(evaluations, head),
             confused=_confused(evaluations, classes) if head.version == used.current else (),
         ),
     )
+
+
+def _missing(evaluations: Sequence[Evaluation], head: HeadRecord) -> int:
+    """Return how many held-out images a head with novelty lacks for its threshold."""
+    if CALIBRATED_FROM in head.metrics or all(one.novelty_images is UNSET for one in evaluations):
+        return 0
+    return max(0, MIN_IMAGES - sum(sum(one.correct) + sum(one.incorrect) for one in evaluations))
 
 
 def _confused(evaluations: Sequence[Evaluation], classes: Sequence[str]) -> tuple[model.Confusion, ...]:

@@ -153,6 +153,10 @@ class HeldOut(Accuracy, frozen=True, kw_only=True):
     """Results of a head on all devices."""
 
     devices: Annotated[int, Meta(description="Devices that have evaluated it.")]
+    missing: Annotated[
+        int,
+        Meta(description="Held-out images that a version with a threshold for unknown images needs more; or 0."),
+    ] = 0
     confused: Annotated[
         tuple[Confusion, ...],
         Meta(description="Pairs of classes with the most images first; of the current head only."),

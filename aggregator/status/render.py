@@ -238,6 +238,8 @@ def _coverage(status: Status) -> str:
 def _improvements(status: Status) -> Iterator[tuple[str, ...]]:
     """Yield the classes that the current head confuses most often, and what more images should bring."""
     for head in status.heads:
+        if head.state == "current" and (missing := head.held_out.missing):
+            yield "unknown", f"not answered yet: the devices need {counted(missing, 'held-out image')} more"
         if head.held_out.confused:
             yield "confused", confused_text(head.held_out.confused)
     if status.forecast:

@@ -186,7 +186,12 @@ def test_confused_classes_of_the_current_head_are_pooled(tmp_path: Path) -> None
     version = store.heads.rollout(TASK).current
     for name, confused in (("a", (Confused(2, 0, 3), Confused(0, 1, 1))), ("b", (Confused(0, 1, 4),))):
         made = Evaluation(
-            task=TASK, head_version=version, correct=(5, 0, 1), incorrect=(4, 0, 3), confused=confused
+            task=TASK,
+            head_version=version,
+            correct=(5, 0, 1),
+            incorrect=(4, 0, 3),
+            confused=confused,
+            novelty_images=(13, *[0] * 31),
         )
         store.evaluations.put(name, made, digest=name.encode(), now_s=60.0)
     status = collected(store)
@@ -196,7 +201,9 @@ def test_confused_classes_of_the_current_head_are_pooled(tmp_path: Path) -> None
         model.Confusion(label=zero, predicted=one, images=5, of=18),
         model.Confusion(label=two, predicted=zero, images=3, of=8),
     )
-    assert f"confused {zero} as {one} 5 of 18, {two} as {zero} 3 of 8\n" in rendered(status)
+    text = rendered(status)
+    assert f"confused {zero} as {one} 5 of 18, {two} as {zero} 3 of 8\n" in text
+    assert "unknown not answered yet: the devices need 24 held-out images more\n" in text
 
 
 def test_texts_of_devices_cannot_control_the_terminal(tmp_path: Path) -> None:
