@@ -1,4 +1,4 @@
-"""`python -m benchmarks NAME`: measurements for users; `python -m benchmarks research NAME`: attacks and their cost."""
+"""`python -m benchmarks NAME`: measurements for users."""
 
 import os
 
@@ -32,13 +32,7 @@ from benchmarks.cost.fleet_load import storm
 from benchmarks.cost.uploads import databases, ingest, receivers
 from benchmarks.cost.ways import command as ways
 from benchmarks.programs import features, predict, start, take_over
-from benchmarks.research import cells, hierarchical, restoration
-from benchmarks.research.poisoning import false_alarms, prototypes, rare_class, rounds
-from benchmarks.research.poisoning import statistics as poisoned_statistics
-from benchmarks.research.privacy import directions, measurement
 from protocol.cli import run
-
-_HELP = {"help_option_names": ["-h", "--help"]}
 
 USER = (
     *(
@@ -77,27 +71,15 @@ USER = (
         pages.command,
     ),
 )
-RESEARCH = (
-    *(false_alarms.command, prototypes.command, rare_class.command, rounds.command),
-    poisoned_statistics.command,
-    *(cells.command, directions.command, hierarchical.command, measurement.command, restoration.command),
-)
 
 
-@click.group(context_settings=_HELP)
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def cli() -> None:
     """Measure the figures of the documents on real data."""
 
 
-@cli.group(context_settings=_HELP)
-def research() -> None:
-    """Measure attacks on submissions and on training, what protection costs, and variants of algorithms."""
-
-
 for each in USER:
     cli.add_command(each)
-for each in RESEARCH:
-    research.add_command(each)
 
 if __name__ == "__main__":
     run(cli, program="python -m benchmarks")

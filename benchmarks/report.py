@@ -138,7 +138,8 @@ def _command() -> str:
     if "--json" in words:
         at = words.index("--json")
         words = words[:at] + words[at + 2 :]
-    return shlex.join(["python", "-m", "benchmarks", *words])
+    program = "research" if Path(sys.argv[0]).parent.name == "research" else "benchmarks"
+    return shlex.join(["python", "-m", program, *words])
 
 
 def commit() -> str:

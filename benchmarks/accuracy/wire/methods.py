@@ -23,10 +23,10 @@ from benchmarks import fleets
 from benchmarks.accuracy import baselines
 from benchmarks.fleets import run_rounds
 from benchmarks.pages import ROOT
-from benchmarks.research import cells
 from protocol.wire.codec import encode, to_tensor
 from protofleet.simulation import fedtc, statistics
 from protofleet.simulation.fleet import Client, Features
+from research import cells
 
 LAYERS: Mapping[str, str] = MappingProxyType({"residual": "residual", "c384 + c576": "c384,c576"})
 """Deeper features by their name in tables."""

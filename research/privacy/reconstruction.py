@@ -8,8 +8,12 @@ from numpy.typing import NDArray
 
 from aggregator.algorithms.fedtc.training_set import TrainingSet
 from benchmarks.data.images import DataSet
-from benchmarks.research.privacy.decoder import Decoder, as_values, decode, train_decoder
-from benchmarks.research.privacy.leakage import (
+from edge_client.privacy.gaussian_mechanism import Mechanism, private_prototypes
+from edge_client.privacy.perturbation import perturb_prototypes
+from protocol.wire.codec import digest_of
+from protofleet.simulation.fleet import Features
+from research.privacy.decoder import Decoder, as_values, decode, train_decoder
+from research.privacy.leakage import (
     CANDIDATES,
     Knowledge,
     Linkage,
@@ -22,11 +26,7 @@ from benchmarks.research.privacy.leakage import (
     rounded,
     study,
 )
-from benchmarks.research.privacy.private_fleet import PAPER, noise_multiplier
-from edge_client.privacy.gaussian_mechanism import Mechanism, private_prototypes
-from edge_client.privacy.perturbation import perturb_prototypes
-from protocol.wire.codec import digest_of
-from protofleet.simulation.fleet import Features
+from research.privacy.private_fleet import PAPER, noise_multiplier
 
 COMPARED = 200
 """Prototypes of a form whose images are compared, drawn at random: more would hardly change the means."""

@@ -1,4 +1,4 @@
-"""`python -m benchmarks research hierarchical`: variants of hierarchical Gaussian prototypes, in plain numpy."""
+"""`python -m research hierarchical`: variants of hierarchical Gaussian prototypes, in plain numpy."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace

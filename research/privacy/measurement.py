@@ -1,4 +1,4 @@
-"""`python -m benchmarks research privacy`: attacks on features and prototypes, and the accuracy protection costs."""
+"""`python -m research privacy`: attacks on features and prototypes, and the accuracy protection costs."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,10 +13,12 @@ from benchmarks.data.features import BackboneType, load_features
 from benchmarks.data.images import NAMES, load_data
 from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
-from benchmarks.research.privacy.differencing import Resubmitted, resubmit
-from benchmarks.research.privacy.explained import explained, fit_linear
-from benchmarks.research.privacy.plots import Rows, draw_accuracies, draw_images, rows_of
-from benchmarks.research.privacy.private_fleet import (
+from edge_client.privacy.gaussian_mechanism import Mechanism
+from protofleet.simulation.fleet import Features
+from research.privacy.differencing import Resubmitted, resubmit
+from research.privacy.explained import explained, fit_linear
+from research.privacy.plots import Rows, draw_accuracies, draw_images, rows_of
+from research.privacy.private_fleet import (
     PAPER,
     Accuracy,
     Fleet,
@@ -24,16 +26,14 @@ from benchmarks.research.privacy.private_fleet import (
     noise_multiplier,
     run_private,
 )
-from benchmarks.research.privacy.reconstruction import (
+from research.privacy.reconstruction import (
     PRIVATE_BATCH,
     attack,
     forms_of,
     learn_decoder,
     set_scene,
 )
-from benchmarks.research.privacy.sums import NON_MEMBERS, SIZES, SumLeak, attack_sums
-from edge_client.privacy.gaussian_mechanism import Mechanism
-from protofleet.simulation.fleet import Features
+from research.privacy.sums import NON_MEMBERS, SIZES, SumLeak, attack_sums
 
 BATCHES = (2, 5, 25, 100)
 LEAKS = {

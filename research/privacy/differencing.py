@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.research.privacy.decoder import Decoder, decode
-from benchmarks.research.privacy.leakage import CANDIDATES, best_ssim
-from benchmarks.research.privacy.reconstruction import Scene
 from protofleet.prototypes import average_class
+from research.privacy.decoder import Decoder, decode
+from research.privacy.leakage import CANDIDATES, best_ssim
+from research.privacy.reconstruction import Scene
 
 
 def submit(

@@ -1,4 +1,4 @@
-"""`python -m benchmarks research restoration`: about what variance is restored, with devices in several domains."""
+"""`python -m research restoration`: about what variance is restored, with devices in several domains."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.research.privacy.decoder import Decoder, as_values, decode
-from benchmarks.research.privacy.reconstruction import Form, Scene, class_looks
+from research.privacy.decoder import Decoder, as_values, decode
+from research.privacy.reconstruction import Form, Scene, class_looks
 
 STRENGTHS = (1e-3, 1e-2, 1e-1, 1.0)
 """Ridge relative to the mean variance of a value; held-out public images choose."""

@@ -1,4 +1,4 @@
-"""`python -m benchmarks research directions`: what an upload of `hierarchical` discloses beside FedTC's prototypes."""
+"""`python -m research directions`: what an upload of `hierarchical` discloses beside FedTC's prototypes."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -15,8 +15,8 @@ from benchmarks.data.features import BackboneType, load_features
 from benchmarks.data.images import NAMES, load_data
 from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
-from benchmarks.research.privacy.decoder import Decoder
-from benchmarks.research.privacy.leakage import (
+from research.privacy.decoder import Decoder
+from research.privacy.leakage import (
     CANDIDATES,
     Knowledge,
     Linkage,
@@ -27,7 +27,7 @@ from benchmarks.research.privacy.leakage import (
     release_prototypes,
     study,
 )
-from benchmarks.research.privacy.reconstruction import Scene, learn_decoder, own_first, set_scene
+from research.privacy.reconstruction import Scene, learn_decoder, own_first, set_scene
 
 PER_CLASS = 200
 DEVICES = ("5x1", "20x1", "5x10", "10x10", "20x10", "200x10")

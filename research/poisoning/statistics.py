@@ -1,4 +1,4 @@
-"""`python -m benchmarks research poisoned-statistics`: heads from sums where some devices send false ones."""
+"""`python -m research poisoned-statistics`: heads from sums where some devices send false ones."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -14,10 +14,10 @@ from benchmarks.accuracy.fedtc import partitions_option
 from benchmarks.data.images import NAMES
 from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
-from benchmarks.research.poisoning.data_options import DataOptions, data_options
 from protocol.statistics.second_moment import MAX_VALUE
 from protofleet.simulation.partitions import Partition, share_out
 from protofleet.simulation.statistics import MappedFeatures, map_features, run_fleet
+from research.poisoning.data_options import DataOptions, data_options
 
 ATTACKS = ("", "flip", "volume", "scatter", "claims", "swap", "mirror", "nearest", "near")
 """None; all images with the label of the next class; the same, VOLUME times; rows along the differences of the class

@@ -1,20 +1,18 @@
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 from numpy.typing import NDArray
 
 from aggregator.algorithms.fedtc.recipe import RECIPES
-from benchmarks.__main__ import cli
 from benchmarks.data.images import DataSet, Labeled
-from benchmarks.research.privacy import measurement
-from benchmarks.research.privacy.decoder import as_values, decode, train_decoder
-from benchmarks.research.privacy.differencing import added_feature, resubmit, submit, unmix
-from benchmarks.research.privacy.explained import explained, fit_linear
-from benchmarks.research.privacy.leakage import (
+from edge_client.privacy.gaussian_mechanism import Mechanism
+from protocol.wire.messages import Perturbation
+from protofleet.simulation.fleet import Features
+from research.privacy.decoder import as_values, decode, train_decoder
+from research.privacy.differencing import added_feature, resubmit, submit, unmix
+from research.privacy.explained import explained, fit_linear
+from research.privacy.leakage import (
     Release,
     best_ssim,
     by_cosine,
@@ -23,13 +21,10 @@ from benchmarks.research.privacy.leakage import (
     release_prototypes,
     study,
 )
-from benchmarks.research.privacy.private_fleet import DELTA, PAPER, Fleet, noise_multiplier, run_private
-from benchmarks.research.privacy.reconstruction import Scene, attack, forms_of, learn_decoder, set_scene
-from benchmarks.research.privacy.sums import membership
-from edge_client.privacy.gaussian_mechanism import Mechanism
-from protocol.wire.messages import Perturbation
-from protofleet.simulation.fleet import Features
-from tests.benchmarks.feature_factory import features_of_digits, fill_cache, fill_data, pixels_of_digits
+from research.privacy.private_fleet import DELTA, PAPER, Fleet, noise_multiplier, run_private
+from research.privacy.reconstruction import Scene, attack, forms_of, learn_decoder, set_scene
+from research.privacy.sums import membership
+from tests.benchmarks.feature_factory import pixels_of_digits
 
 RNG = np.random.default_rng(0)
 
@@ -73,7 +68,7 @@ def test_decoder_loss_is_the_measured_similarity() -> None:
     import torch
     from skimage.metrics import structural_similarity
 
-    from benchmarks.research.privacy.decoder import _mean_ssim
+    from research.privacy.decoder import _mean_ssim
 
     one, other = RNG.random((2, 12, 12)).astype(np.float64)
     ours = _mean_ssim(*(torch.from_numpy(each)[None, None] for each in (one, other))).item()
@@ -206,32 +201,3 @@ def test_strong_privacy_costs_accuracy() -> None:
     assert accuracy(PAPER) > 0.8
     assert hardly > 0.75
     assert strong < 0.5
-
-
-def test_privacy_benchmark_writes_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One command attacks, measures, and writes what it printed and both figures."""
-    fill_cache(tmp_path, monkeypatch, {"mnist": features_of_digits(train=1700, test=97)})
-    fill_data(tmp_path, train=1700, test=97)
-    report = tmp_path / "report.json"
-    recipe = replace(RECIPES["default"], adapter=False)
-    monkeypatch.setattr(measurement, "RECIPES", {"default": recipe})
-    monkeypatch.setattr(measurement, "SIZES", (100, 60_000))
-    monkeypatch.setattr(measurement, "NON_MEMBERS", 200)
-    small = ("--public", "300", "--images", "10", "--decoder-epochs", "1")
-    fleets = ("--per-class", "30", "--devices", "2", "--epsilon", "8")
-    out = ("--json", str(report), "--plots", str(tmp_path))
-    result = CliRunner().invoke(cli, ["research", "privacy", "--data", "mnist", *small, *fleets, *out])
-    assert result.exit_code == 0, result.output
-    figures = json.loads(report.read_text())["mnist"]
-    assert {row["protection"] for row in figures["accuracies"]} == {
-        "none",
-        "perturbed",
-        "differential privacy",
-    }
-    for leak in figures["leaks"]:
-        assert leak["form"] in result.stdout
-        assert leak["linear_r2"] < 1
-    assert [leak["images"] for leak in figures["sums"]] == [100]
-    assert [again["batch"] for again in figures["resubmitted"]] == [5, 25]
-    assert (tmp_path / "reconstruction.png").stat().st_size > 1000
-    assert (tmp_path / "privacy-accuracy.png").stat().st_size > 1000

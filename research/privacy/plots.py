@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from benchmarks.research.privacy.decoder import Decoder, decode
-from benchmarks.research.privacy.private_fleet import Accuracy
-from benchmarks.research.privacy.reconstruction import Form, Scene
+from research.privacy.decoder import Decoder, decode
+from research.privacy.private_fleet import Accuracy
+from research.privacy.reconstruction import Form, Scene
 
 SHOWN = 7
 """Classes of a data set that are shown."""

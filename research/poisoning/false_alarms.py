@@ -1,4 +1,4 @@
-"""`python -m benchmarks research false-alarms`: fleets of honest devices of which outlier detection quarantines one."""
+"""`python -m research false-alarms`: fleets of honest devices of which outlier detection quarantines one."""
 
 import dataclasses
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`python -m benchmarks research rare-class`: heads of a fleet in which an attacker has a class of its own."""
+"""`python -m research rare-class`: heads of a fleet in which an attacker has a class of its own."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -21,9 +21,9 @@ from benchmarks.data.images import NAMES
 from benchmarks.fleets import Settings, fleet_prototypes
 from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
-from benchmarks.research.poisoning.data_options import DataOptions, data_options
 from protofleet.simulation.fleet import Features
 from protofleet.simulation.partitions import parse_partition
+from research.poisoning.data_options import DataOptions, data_options
 
 BATCH = 5
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks research poisoning`: heads of a fleet in which attackers upload false prototypes."""
+"""`python -m research poisoning`: heads of a fleet in which attackers upload false prototypes."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -23,9 +23,9 @@ from benchmarks.data.images import NAMES
 from benchmarks.fleets import Settings, accuracy_of, fleet_prototypes, training_set
 from benchmarks.options import repeated, selected
 from benchmarks.report import Table, json_option, write_json
-from benchmarks.research.poisoning.data_options import DataOptions, data_options
 from protofleet.simulation.fleet import Features
 from protofleet.simulation.partitions import Partition
+from research.poisoning.data_options import DataOptions, data_options
 
 ATTACKS = ("flip", "noise", "scale", "volume", "near")
 PARTITIONS = ("dirichlet:0.5",)

@@ -1,4 +1,4 @@
-"""`python -m benchmarks research cells`: batches of images that are alike, and what they give away (ADR 0034)."""
+"""`python -m research cells`: batches of images that are alike, and what they give away (ADR 0034)."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,8 +20,6 @@ from benchmarks.data.features import VALIDATION, load_features, prepared
 from benchmarks.data.images import NAMES, load_data
 from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
-from benchmarks.research.privacy.leakage import Release, rounded, study
-from benchmarks.research.privacy.reconstruction import Form, Scene, attack, learn_decoder, set_scene
 from edge_client.data.outlier_filter import closest_features
 from edge_client.data.prototype_averaging import average
 from protocol.wire.codec import encode
@@ -29,6 +27,8 @@ from protocol.wire.quantization import prototype_fields
 from protofleet.simulation.fedtc import submission_of
 from protofleet.simulation.fleet import Features
 from protofleet.simulation.partitions import Partition, share_out
+from research.privacy.leakage import Release, rounded, study
+from research.privacy.reconstruction import Form, Scene, attack, learn_decoder, set_scene
 
 ITERATIONS = 8
 CLIENTS = 10

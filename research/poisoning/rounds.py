@@ -1,4 +1,4 @@
-"""`python -m benchmarks research poisoned-rounds`: algorithms of rounds where some devices send false values."""
+"""`python -m research poisoned-rounds`: algorithms of rounds where some devices send false values."""
 
 import contextlib
 import dataclasses
@@ -19,9 +19,9 @@ from benchmarks.data.images import DIGITS, NAMES
 from benchmarks.fleets import run_rounds
 from benchmarks.options import repeated, selected
 from benchmarks.report import Table, json_option, write_json
-from benchmarks.research.poisoning.data_options import DataOptions, data_options
 from protofleet.simulation.fleet import Client, Features
 from protofleet.simulation.partitions import Partition, share_out
+from research.poisoning.data_options import DataOptions, data_options
 
 ATTACKS = ("none", "flip", "scale", "reverse", "claim", "directions", "spread", "still")
 """None; training with the label of the next class; all values times 100; changes times -10 and opposite prototypes;
