@@ -1,4 +1,4 @@
-"""`python -m research NAME`: attacks on uploads and on training, what protection costs, and variants of algorithms."""
+"""`python -m research NAME`: attacks and protection, results of papers, and the choice of defaults."""
 
 import os
 
@@ -8,19 +8,23 @@ import click
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from protocol.cli import run
-from research import cells, hierarchical, restoration
-from research.poisoning import false_alarms, prototypes, rare_class, rounds, statistics
+from research import cells, hierarchical, published, restoration, statistics
+from research.defaults import class_prior, confidence, default_layers
+from research.poisoning import false_alarms, prototypes, rare_class, rounds
+from research.poisoning import statistics as poisoned_statistics
 from research.privacy import directions, measurement
+from research.rounds import fedpcl, fpl, tuning
 
 MODULES = (
-    *(false_alarms, prototypes, rare_class, rounds, statistics),
-    *(cells, directions, hierarchical, measurement, restoration),
+    *(false_alarms, prototypes, rare_class, rounds, poisoned_statistics, directions, measurement),
+    *(fedpcl, fpl, published, statistics, tuning),
+    *(class_prior, confidence, default_layers, cells, hierarchical, restoration),
 )
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def cli() -> None:
-    """Measure attacks on submissions and on training, what protection costs, and variants of algorithms."""
+    """Measure attacks and what protection costs, compare with papers, and choose defaults."""
 
 
 for module in MODULES:

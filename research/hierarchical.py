@@ -11,14 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aggregator.algorithms.clustering import NO_GROUP, group_devices, partitions
-from benchmarks.accuracy import fpl
-from benchmarks.accuracy.fedpcl import BACKBONES, IMAGE_SIZE
-from benchmarks.accuracy.fpl import PLANS
-from benchmarks.data.domains import LABEL_DOMAIN, SHIFTS, load_domains, shifted
+from benchmarks.data.domains import LABEL_DOMAIN, PLANS, SHIFTS, load_domains, planned, shifted
 from benchmarks.data.images import DIGITS, PACS, PAIRED
 from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
 from protofleet.simulation.fleet import Client
+from research.rounds.fedpcl import BACKBONES, IMAGE_SIZE
 
 Floats = NDArray[np.float64]
 
@@ -128,7 +126,7 @@ def _fleets(
     at_most = None if shift == "pacs" else images
     domains = load_domains(owners, BACKBONES[:backbones], image_size=IMAGE_SIZE, at_most=at_most)
     if shift in PLANS:
-        return [fpl.fleet(shift, domains, seed=seed, validation=not test) for seed in seeds]
+        return [planned(shift, domains, seed=seed, validation=not test) for seed in seeds]
     return [
         shifted(domains, shift, per_class=10, clients=10, concentration=1.0, seed=seed, validation=not test)
         for seed in seeds

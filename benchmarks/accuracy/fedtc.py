@@ -1,4 +1,4 @@
-"""`python -m benchmarks fedtc`: FedTC on public data under the partitions of the paper."""
+"""`python -m benchmarks accuracy fedtc`: FedTC on public data under the partitions of the paper."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""`python -m benchmarks few`: heads of fleets with few images, beside simpler classifiers of the same prototypes."""
+"""`python -m benchmarks accuracy few`: heads of fleets with few images, beside simpler classifiers."""
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,8 +1,8 @@
 """Time of a device's local training, beside the same in eager torch and with torch.compile.
 
-`python -m benchmarks step` takes whole trainings of a round in turns within one process, since the machine may be busy:
-read the ratios, not the milliseconds. A training is the device program's own, with all that is done before the first
-and after the last step. Features are random, for time does not depend on them.
+`cost step` takes whole trainings of a round in turns within one process, since the machine may be busy: read the
+ratios, not the milliseconds. A training is the device program's own, with all that is done before the first and after
+the last step. Features are random, for time does not depend on them.
 """
 
 import itertools
@@ -77,7 +77,7 @@ Arrays = Mapping[str, NDArray[Any]]
     help="Also time torch.compile, which needs a C++ compiler.",
 )
 @json_option
-def step(
+def command(
     *,
     algorithm: Literal["fedpcl", "fpl"],
     images: tuple[int, ...],

@@ -1,4 +1,4 @@
-"""`python -m benchmarks train`: the aggregator's training of a head beside the paper's recipe in plain PyTorch."""
+"""`python -m benchmarks cost train`: the aggregator's training of a head beside the paper's recipe in plain PyTorch."""
 
 import json
 import time

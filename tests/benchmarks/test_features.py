@@ -1,7 +1,7 @@
-"""`python -m benchmarks features` compares whole programs, and rates without their start."""
+"""`python -m benchmarks device features` compares whole programs, and rates without their start."""
 
-from benchmarks.programs.features import ARRAYS, COLUMNS, COMPILED, OURS, _rows
-from benchmarks.programs.measurement import Cost
+from benchmarks.device.features import ARRAYS, COLUMNS, COMPILED, OURS, _rows
+from benchmarks.device.measurement import Cost
 
 
 def test_rows_have_rates_without_the_start() -> None:

@@ -18,7 +18,7 @@ SMALL = ("--data", "mnist", "--backbone", BACKBONE, "--image-size", "32")
 
 
 def _fedtc(*arguments: str) -> Result:
-    return CliRunner().invoke(cli, ["fedtc", *SMALL, *arguments])
+    return CliRunner().invoke(cli, ["accuracy", "fedtc", *SMALL, *arguments])
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from click.testing import CliRunner
 
-from benchmarks.cost.fleet import command
-from benchmarks.cost.fleet_load import storm
+from benchmarks.fleet import storm
+from benchmarks.fleet.size import command
 from tests.support.network.brokers import needs_mosquitto
 
 pytestmark = needs_mosquitto

@@ -10,13 +10,13 @@ import torch
 from click.testing import CliRunner
 
 from aggregator.algorithms.fedtc.adapter import Head as FedtcHead
-from benchmarks.accuracy.flower import command as flower
-from benchmarks.accuracy.flower.app.flower_app import task
-from benchmarks.accuracy.flower.fleets import Meter, Outcome, Round, Setting, _evaluated, run_ours
-from benchmarks.accuracy.flower.observation import Traffic, Usage
-from benchmarks.accuracy.flower.tuning import accuracies
-from benchmarks.cost.processes import free_address
 from benchmarks.data.features import backbone_file, load_features
+from benchmarks.fleet.flower import command as flower
+from benchmarks.fleet.flower.app.flower_app import task
+from benchmarks.fleet.flower.fleets import Meter, Outcome, Round, Setting, _evaluated, run_ours
+from benchmarks.fleet.flower.observation import Traffic, Usage
+from benchmarks.fleet.flower.tuning import accuracies
+from benchmarks.processes import free_address
 from protocol.errors import ConfigError, ProtofleetError
 from tests.benchmarks.feature_factory import domain, fill_data, fill_weights, make_folders, pixels_of_digits
 

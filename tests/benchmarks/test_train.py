@@ -15,7 +15,7 @@ def test_trainings_of_the_same_prototypes_are_compared(
     """The recipe's epochs are divided among the turns; a data set of an earlier file is not trained again."""
     fill_cache(tmp_path, monkeypatch, {"mnist": domain(0, classes=4, images=400)})
     file = tmp_path / "train.json"
-    arguments = ["train", "--data", "mnist", "--epochs", "3", "--turns", "2", "--json", str(file)]
+    arguments = ["cost", "train", "--data", "mnist", "--epochs", "3", "--turns", "2", "--json", str(file)]
     result = CliRunner().invoke(cli, arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     report = json.loads(file.read_text())

@@ -11,7 +11,7 @@ from aggregator.algorithms.fedtc.recipe import RECIPES
 from aggregator.algorithms.hierarchical import Hierarchical
 from aggregator.algorithms.statistics.feature_map import Statistics
 from benchmarks.__main__ import cli
-from benchmarks.accuracy import fedpcl
+from benchmarks.accuracy import baselines
 from benchmarks.accuracy.which import methods
 from benchmarks.accuracy.which.command import stored_runs
 from benchmarks.accuracy.which.scenarios import SCENARIOS
@@ -34,10 +34,10 @@ PAGE, STORED = (
 def make_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out what takes time: adapters, random features, most passes, and three of four programs."""
     linear = dataclasses.replace(RECIPES["default"], adapter=False)
-    alone = dataclasses.replace(fedpcl.RECIPES["Solo"], rounds=4)
+    alone = dataclasses.replace(baselines.ALONE, rounds=4)
     for module in (algorithms, recipe):
         monkeypatch.setattr(module, "RECIPES", {"default": linear})
-    monkeypatch.setattr(fedpcl, "RECIPES", {"Solo": alone})
+    monkeypatch.setattr(baselines, "ALONE", alone)
     monkeypatch.setattr(algorithms, "Statistics", lambda: Statistics(features=32))
     monkeypatch.setattr(methods, "IN_ROUNDS", (Hierarchical(directions=1),))
     monkeypatch.setattr(rounds, "_built", exported)
@@ -55,7 +55,7 @@ def test_which_benchmark_writes_its_report_and_its_page(
     report, page = tmp_path / "report.json", tmp_path / "page.md"
     page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
     options = ("--scenario", "domain-few", "--seed", "0", "--json", str(report), "--markdown", str(page))
-    result = CliRunner().invoke(cli, ["which", *options])
+    result = CliRunner().invoke(cli, ["accuracy", "which", *options])
     assert result.exit_code == 0, result.output
     runs = {run["algorithm"]: run for run in json.loads(report.read_text())["runs"]}
     assert list(runs) == [name for name in methods.NAMES if name not in {"fedpcl", "fpl", "fedproto"}]
@@ -90,10 +90,10 @@ def test_hidden_layers_take_their_recipe_and_their_own_file(
     make_folders(tmp_path, monkeypatch)
     make_cheap(monkeypatch)
     monkeypatch.setattr(domains, "load_features", load)
-    alone = dataclasses.replace(fedpcl.RECIPES["Solo"], learning_rate=1e-9, rounds=1)
-    monkeypatch.setattr(fedpcl, "DEEPER_RECIPES", {"Solo": alone})
+    alone = dataclasses.replace(baselines.ALONE, learning_rate=1e-9, rounds=1)
+    monkeypatch.setattr(baselines, "ALONE_DEEPER", alone)
     report = tmp_path / "report.json"
-    options = ["which", "--scenario", "domain-few", "--seed", "0", "--json", str(report)]
+    options = ["accuracy", "which", "--scenario", "domain-few", "--seed", "0", "--json", str(report)]
     names = ["--algorithm", "statistics", "--algorithm", methods.ALONE]
     result = CliRunner().invoke(cli, [*options, *names, "--layers", "c384,c576"])
     assert result.exit_code == 0, result.output
@@ -119,7 +119,7 @@ def test_stored_runs_are_not_repeated_and_each_row_states_its_seeds(
 
     def run(*options: str) -> list[dict[str, object]]:
         result = CliRunner().invoke(
-            cli, ["which", "--scenario", "domain-few", "--json", str(report), *options]
+            cli, ["accuracy", "which", "--scenario", "domain-few", "--json", str(report), *options]
         )
         assert result.exit_code == 0, result.output
         runs: list[dict[str, object]] = json.loads(report.read_text())["runs"]

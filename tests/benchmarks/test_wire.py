@@ -20,7 +20,9 @@ LINEAR, FLOATS, BYTES = "FedAvg of a linear head", "FedTC, float16", "FedTC"
 
 
 def _wire(file: Path, *arguments: str) -> dict[str, Any]:
-    result = CliRunner().invoke(cli, ["wire", *arguments, "--json", str(file)], catch_exceptions=False)
+    result = CliRunner().invoke(
+        cli, ["accuracy", "wire", *arguments, "--json", str(file)], catch_exceptions=False
+    )
     assert result.exit_code == 0, result.output
     report: dict[str, Any] = json.loads(file.read_text())
     return report
@@ -111,7 +113,9 @@ def test_candidates_of_rivals_are_compared_on_validation_images(
     monkeypatch.setattr(rivals, "MOMENTUM_GRID", rivals.MOMENTUM_GRID[:2])
     monkeypatch.setattr(rivals, "RANDOM_FEATURES", 64)
     monkeypatch.setattr(tuning, "ROUNDS", 10)
-    result = CliRunner().invoke(cli, ["wire", "--tune", "--images", "1000"], catch_exceptions=False)
+    result = CliRunner().invoke(
+        cli, ["accuracy", "wire", "--tune", "--images", "1000"], catch_exceptions=False
+    )
     lines = [line for line in result.output.splitlines() if line.endswith("%")]
     assert len(lines) == 1 + 2 + len(rivals.GROUPS) * len(rivals.SHRINKAGES) + len(rivals.WIDTHS) * len(
         rivals.RIDGES

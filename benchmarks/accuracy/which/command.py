@@ -1,4 +1,4 @@
-"""`python -m benchmarks which`: every algorithm with its defaults on the same fleets."""
+"""`python -m benchmarks accuracy which`: every algorithm with its defaults on the same fleets."""
 
 import json
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -9,7 +9,6 @@ import click
 import msgspec
 import numpy as np
 
-from benchmarks.accuracy import fedpcl, fpl
 from benchmarks.accuracy.which.methods import NAMES, Trained, train_all
 from benchmarks.accuracy.which.scenarios import FASHION, SCENARIOS, Domains
 from benchmarks.accuracy.which.tables import Run, groups_of, mean_of, uploads_of, write_tables
@@ -19,7 +18,9 @@ from benchmarks.report import Table, commit, json_option, write_json
 from protofleet.simulation.algorithms import Logits
 from protofleet.simulation.fleet import Client, Features
 
-BACKBONE = "mobilenetv2_100"
+BACKBONE, IMAGE_SIZE = "mobilenetv2_100", 96
+IMAGES = 2000
+"""Of each part of a data set of digits, at most."""
 TEST_IMAGES = 2000
 """Of each domain, at most; all domains of a fleet have the same number."""
 
@@ -46,7 +47,12 @@ COLUMNS = {
     default=ALGORITHMS,
     help="May be repeated.",
 )
-@fedpcl.layers_option
+@click.option(
+    "--layers",
+    metavar="LAYER,...",
+    default="",
+    help="Blocks of the backbone, such as c384,c576.  [default: last]",
+)
 @repeated("--seed", "seeds", type=int, default=(0, 1, 2), help="Of the devices' images; may be repeated.")
 @click.option(
     "--resume",
@@ -106,9 +112,9 @@ def _runs(name: str, seed: int, rows: Collection[str], layers: str) -> Iterator[
     scenario = SCENARIOS[name]
     domains = load_domains(
         scenario.domains,
-        fedpcl.backbones_of(layers, 1),
-        image_size=fpl.IMAGE_SIZE,
-        at_most=None if scenario.domains == (FASHION,) else fpl.IMAGES,
+        [f"{BACKBONE}:{layers}" if layers else BACKBONE],
+        image_size=IMAGE_SIZE,
+        at_most=None if scenario.domains == (FASHION,) else IMAGES,
     )
     classes = next(iter(domains.values())).classes
     clients = judged_by_all(scenario.clients(_with_fewer_tests(domains), seed))

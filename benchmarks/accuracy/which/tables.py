@@ -9,7 +9,10 @@ import numpy as np
 from benchmarks.accuracy.which.methods import FEDTC, NAMES
 from benchmarks.accuracy.which.scenarios import SCENARIOS
 
-BEGIN, END = "<!-- python -m benchmarks which: begin -->", "<!-- python -m benchmarks which: end -->"
+BEGIN, END = (
+    "<!-- python -m benchmarks accuracy which: begin -->",
+    "<!-- python -m benchmarks accuracy which: end -->",
+)
 """Lines of a page between which `--markdown` writes."""
 
 HEADINGS = (

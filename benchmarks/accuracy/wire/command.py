@@ -1,4 +1,4 @@
-"""`python -m benchmarks wire`: bytes up against accuracy, of every algorithm and of what else one could send."""
+"""`python -m benchmarks accuracy wire`: bytes and accuracy of every algorithm and of what else devices could send."""
 
 import json
 from collections.abc import Callable, Collection, Sequence

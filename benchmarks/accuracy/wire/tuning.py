@@ -1,4 +1,4 @@
-"""The settings of rivals on validation images: `python -m benchmarks wire --tune`."""
+"""The settings of rivals on validation images: `python -m benchmarks accuracy wire --tune`."""
 
 from benchmarks.accuracy.wire import rivals
 from benchmarks.accuracy.wire.methods import LAYERS, LINEAR_GRID, Fleet, linear_head

@@ -1,4 +1,4 @@
-"""`python -m benchmarks engines`: whole jobs in one process, and on a Ray of this machine."""
+"""`python -m benchmarks cost engines`: whole jobs in one process, and on a Ray of this machine."""
 
 import statistics
 import tempfile

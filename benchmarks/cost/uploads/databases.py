@@ -1,6 +1,6 @@
 """Cost of PostgreSQL in place of SQLite: submissions a second, and what reads and writes of a large fleet take.
 
-`python -m benchmarks databases --store URL` measures both in turns, in folders and a schema of its own, which it
+`python -m benchmarks cost databases --store URL` measures both in turns, in folders and a schema of its own, which it
 deletes. How far away the database is decides most: on another machine, each statement takes a round trip more.
 """
 
@@ -24,9 +24,9 @@ from aggregator.storage.store import Store
 from aggregator.storage.stored_values import ServedTask
 from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks.task_preparation import Task, prepare_task
-from benchmarks.cost.processes import mosquitto
 from benchmarks.cost.uploads.ingest import ROOT, TASK, time_aggregator
 from benchmarks.cost.uploads.load import write_load
+from benchmarks.processes import mosquitto
 from benchmarks.report import Table, json_option, write_json
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import DeviceInfo

@@ -1,10 +1,10 @@
 """Cost of durable ingest: an aggregator that stores submissions, against a subscriber that discards them.
 
-`python -m benchmarks ingest` sends the same packets through the same mosquitto to each receiver, in turns: to none, to
-a paho program that discards, to one that does the least that is durable, and to `aggregator run`. The time is from the
-first packet until the subscriber has received the last one, or until the last receipt, which confirms that everything
-is on the aggregator's disk. The frames of all devices are mixed, one of each in turn. Processor time is the kernel's
-count for the process, without the kernel's own threads for disk and network.
+`cost ingest` sends the same packets through the same mosquitto to each receiver, in turns: to none, to a paho program
+that discards, to one that does the least that is durable, and to `aggregator run`. The time is from the first packet
+until the subscriber has received the last one, or until the last receipt, which confirms that everything is on the
+aggregator's disk. The frames of all devices are mixed, one of each in turn. Processor time is the kernel's count for
+the process, without the kernel's own threads for disk and network.
 """
 
 import contextlib
@@ -24,10 +24,10 @@ from typing import IO
 import click
 import psutil
 
-from benchmarks.cost.processes import mosquitto, running
 from benchmarks.cost.uploads.load import Load, write_load
-from benchmarks.programs import measurement
-from benchmarks.programs.measurement import median, ratio
+from benchmarks.device import measurement
+from benchmarks.device.measurement import median, ratio
+from benchmarks.processes import mosquitto, running
 from benchmarks.report import Table, json_option, write_json
 from protocol.errors import ProtofleetError
 from protocol.mqtt.reconnecting_session import BrokerAddress, Connected, Event, Received, Session
@@ -93,7 +93,7 @@ class Cost:
 )
 @click.option("--repetitions", type=click.IntRange(min=1), default=5, show_default=True)
 @json_option
-def ingest(
+def command(
     *, devices: int, megabytes: Sequence[float], load_mb: float, repetitions: int, json_file: Path | None
 ) -> None:
     """Compare the aggregator's ingest with a subscriber that discards, on mosquitto."""

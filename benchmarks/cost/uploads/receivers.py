@@ -1,6 +1,6 @@
 """Submissions a second: `aggregator run`, and one or several `aggregator receive` beside `aggregator coordinate`.
 
-`python -m benchmarks receivers --store postgresql://...` sends the same packets of many devices through the same
+`python -m benchmarks cost receivers --store postgresql://...` sends the same packets of many devices through the same
 mosquitto to each arrangement, in turns. The time is from the first packet until the last receipt. The schema of the
 fleet `ingest` in the database is dropped before each run.
 """
@@ -14,7 +14,6 @@ from pathlib import Path
 
 import click
 
-from benchmarks.cost.processes import mosquitto, running, wait_for_log
 from benchmarks.cost.uploads.ingest import (
     FLEET,
     ROOT,
@@ -26,7 +25,8 @@ from benchmarks.cost.uploads.ingest import (
     wait_online,
 )
 from benchmarks.cost.uploads.load import Load, write_load
-from benchmarks.programs.measurement import median, ratio
+from benchmarks.device.measurement import median, ratio
+from benchmarks.processes import mosquitto, running, wait_for_log
 from benchmarks.report import Table, json_option, write_json
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.wire.topics import SHARDS, device_topic, fleet_topic
@@ -61,7 +61,7 @@ class Cost:
 @click.option("--receivers", type=click.IntRange(min=1), multiple=True, default=(1, 2), show_default=True)
 @click.option("--repetitions", type=click.IntRange(min=1), default=5, show_default=True)
 @json_option
-def receivers(
+def command(
     *,
     store: str,
     devices: int,
