@@ -134,10 +134,7 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Entry]]] = {
             ),
             "databases": Entry(
                 *("cost.uploads.databases", "PostgreSQL beside SQLite", "10 min"),
-                quick={"devices": [1000], "repetitions": 1},
-            ),
-            "take-over": Entry(
-                *("cost.uploads.take_over", "A standby takes over", "3 min"), quick={"repetitions": 1}
+                quick={"devices": [1000]},
             ),
             "engines": Entry(
                 "cost.engines.command", "Training on Ray beside one process", "5 min", {"devices": [1000]}
