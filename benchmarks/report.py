@@ -99,14 +99,6 @@ def _alignment(spec: str) -> str:
     return spec[0] + spec[1:].partition(".")[0].rstrip(",%fge")
 
 
-def print_figures(figures: Mapping[str, float]) -> Table:
-    """Print one figure a line; return the table."""
-    table = Table({"figure": "<28", "value": ">14,.3f"})
-    for name, value in figures.items():
-        table.row(name, value)
-    return table
-
-
 def write_json(
     file: Path | None,
     benchmark: str,

@@ -148,7 +148,13 @@ def _statistics(fleet: Fleet, seed: int, *, sizes: Sequence[int], batches: Seque
                 result = run_fleet(data, owners, batch_size=batch, seed=seed, robust=robust)
                 yield _run(f"{name}, B {batch}", str(partition), seed, result, fleet)
         if fleet.ceiling:
-            yield _run(name, ALL_FEATURES, seed, fleets.sums_ceiling(data), fleet)
+            yield _run(
+                name,
+                ALL_FEATURES,
+                seed,
+                run_fleet(data, np.zeros(len(data.rows), np.int64), batch_size=1, seed=0),
+                fleet,
+            )
 
 
 def _run(method: str, partition: str, seed: int, result: Result, fleet: Fleet) -> Run:

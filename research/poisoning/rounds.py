@@ -16,12 +16,12 @@ from aggregator.algorithms.registry import ALGORITHMS
 from aggregator.config.schema import Robust
 from aggregator.intake.validation import Prototypes, Refused
 from benchmarks.data.images import DIGITS, NAMES
-from benchmarks.fleets import run_rounds
 from benchmarks.options import repeated, selected
 from benchmarks.report import Table, json_option, write_json
 from protofleet.simulation.fleet import Client, Features
 from protofleet.simulation.partitions import Partition, share_out
 from research.poisoning.data_options import DataOptions, data_options
+from research.rounds.heads import run_rounds
 
 ATTACKS = ("none", "flip", "scale", "reverse", "claim", "directions", "spread", "still")
 """None; training with the label of the next class; all values times 100; changes times -10 and opposite prototypes;

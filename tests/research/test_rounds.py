@@ -12,16 +12,17 @@ from aggregator.algorithms.algorithm import RoundAlgorithm
 from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.algorithms.hierarchical import Hierarchical
 from benchmarks.accuracy.baselines import Recipe
+from benchmarks.accuracy.wire import rivals
 from benchmarks.data import domains
 from benchmarks.data.domains import feature_shift
 from benchmarks.data.features import cached_name
 from benchmarks.data.images import DIGITS, PACS
-from benchmarks.fleets import run_rounds
 from protofleet.simulation import rounds
 from protofleet.simulation.fleet import Client, Features
 from research.__main__ import cli
-from research.rounds import comparison, fedpcl, tuning
+from research.rounds import comparison, fedpcl, flower_tuning, tuning, wire_tuning
 from research.rounds.eager import eager_accuracies
+from research.rounds.heads import run_rounds
 from tests.benchmarks.feature_factory import domain, fill_cache
 from tests.support.graphs.exported_graphs import exported
 
@@ -152,3 +153,33 @@ def test_fpl_benchmark_writes_its_report(tmp_path: Path, monkeypatch: pytest.Mon
         assert figures["worst_domain"] == min(figures["domains"].values())
         assert figures["domain_mean"] == pytest.approx(np.mean(list(figures["domains"].values())))
         assert len(figures["clients"]) == 10
+
+
+def test_candidates_of_rivals_are_compared_on_validation_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test images, here of no use, choose nothing."""
+    made = domain(0, classes=10, images=12_000)
+    useless = replace(made, test=np.zeros_like(made.test))
+    fill_cache(tmp_path, monkeypatch, {"fashion_mnist": useless})
+    monkeypatch.setattr(wire_tuning, "LAYERS", {})
+    monkeypatch.setattr(wire_tuning, "LINEAR_GRID", wire_tuning.LINEAR_GRID[:1])
+    monkeypatch.setattr(wire_tuning, "MOMENTUM_GRID", wire_tuning.MOMENTUM_GRID[:2])
+    monkeypatch.setattr(rivals, "RANDOM_FEATURES", 64)
+    monkeypatch.setattr(wire_tuning, "ROUNDS", 10)
+    result = CliRunner().invoke(cli, ["tune-wire", "--images", "1000"], catch_exceptions=False)
+    lines = [line for line in result.output.splitlines() if line.endswith("%")]
+    assert len(lines) == 1 + 2 + len(rivals.GROUPS) * len(wire_tuning.SHRINKAGES) + len(
+        wire_tuning.WIDTHS
+    ) * len(wire_tuning.RIDGES)
+    assert max(float(line.split()[-1].rstrip("%")) for line in lines) > 80
+
+
+def test_settings_of_flowers_clients_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill_cache(tmp_path, monkeypatch, {"mnist": domain(0, classes=3, images=300)})
+    monkeypatch.setattr("benchmarks.data.features.VALIDATION", 100)
+    monkeypatch.setattr(flower_tuning, "GRID", flower_tuning.GRID[-4:-3])
+    result = CliRunner().invoke(
+        cli, ["tune-flower", "--data", "mnist", "--rounds", "4"], catch_exceptions=False
+    )
+    assert float(result.output.split()[-1].rstrip("%")) > 80

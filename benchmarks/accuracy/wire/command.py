@@ -17,7 +17,6 @@ from benchmarks.accuracy.wire.methods import (
     flower_bytes,
 )
 from benchmarks.accuracy.wire.rivals import METHODS
-from benchmarks.accuracy.wire.tuning import show_candidates
 from benchmarks.data.features import backbone_file, load_features, prepared, projected
 from benchmarks.data.images import NAMES
 from benchmarks.options import repeated
@@ -67,7 +66,6 @@ class Mean(Point):
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="File that --json wrote earlier: its runs are not repeated, and are in the tables and in the new file.",
 )
-@click.option("--tune", is_flag=True, help="Show validation accuracies of the rivals' settings instead.")
 @json_option
 def command(
     *,
@@ -77,25 +75,15 @@ def command(
     seeds: tuple[int, ...],
     max_multiple: float,
     resume: Path | None,
-    tune: bool,
     json_file: Path | None,
 ) -> None:
     """Measure the bytes that devices upload and the accuracy that this gives, of every algorithm."""
-
-    @lru_cache(maxsize=3)
-    def load(layers: str) -> Features:
-        backbone = f"{BACKBONE}:{layers}" if layers else BACKBONE
-        features = load_features(data, backbone=backbone, image_size=IMAGE_SIZE)
-        return prepared(features, root=False, validation=True) if tune else features
-
-    if tune:
-        show_candidates(_fleet(load, images, 0, max_multiple=max_multiple))
-        return
+    load = loaded(data)
     table = Table(_COLUMNS)
     runs = list(stored_runs(resume)) if resume else []
     done = {(run.method, run.seed) for run in runs}
     for seed in seeds:
-        fleet = _fleet(load, images, seed, max_multiple=max_multiple)
+        fleet = fleet_of(load, images, seed, max_multiple=max_multiple)
         for name in names:
             if (name, seed) in done:
                 continue
@@ -121,7 +109,19 @@ def stored_runs(file: Path) -> list[Run]:
     return msgspec.convert(json.loads(file.read_text(encoding="utf-8"))["runs"], list[Run])
 
 
-def _fleet(load: Callable[[str], Features], images: int | None, seed: int, *, max_multiple: float) -> Fleet:
+def loaded(data: str, *, validation: bool = False) -> Callable[[str], Features]:
+    """Return a function that loads the features of layers."""
+
+    @lru_cache(maxsize=3)
+    def load(layers: str) -> Features:
+        backbone = f"{BACKBONE}:{layers}" if layers else BACKBONE
+        features = load_features(data, backbone=backbone, image_size=IMAGE_SIZE)
+        return prepared(features, root=False, validation=True) if validation else features
+
+    return load
+
+
+def fleet_of(load: Callable[[str], Features], images: int | None, seed: int, *, max_multiple: float) -> Fleet:
     """Return the devices of a seed, those of `benchmarks flower` for seed 0 and as many images."""
 
     @lru_cache(maxsize=3)

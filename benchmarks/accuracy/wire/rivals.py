@@ -44,14 +44,6 @@ MOMENTUM = baselines.Recipe(
     adapter_size=0,
     server_momentum=0.9,
 )
-MOMENTUM_GRID = tuple(
-    replace(MOMENTUM, learning_rate=rate, calibrated=calibrated)
-    for rate in (0.001, 0.003, 0.01, 0.03)
-    for calibrated in (False, True)
-)
-SHRINKAGES = (0.03, 0.1, 0.3, 1.0, 3.0)
-"""FedCOF's gamma, relative to the mean square of the means' values."""
-
 GROUPS = (0, 5)
 """Images of a mean that FedCOF sends; 0 is all of a class."""
 
@@ -59,11 +51,9 @@ RATES: Mapping[str, float] = MappingProxyType({"": 0.003, "residual": 0.01, "c38
 SHRINKAGE: Mapping[str, tuple[float, ...]] = MappingProxyType(
     {"": (3.0, 0.3), "residual": (1.0, 0.03), "c384,c576": (0.03, 0.1)}
 )
-"""The learning rate with momentum, and FedCOF's gamma for each of GROUPS, by layers: the best of `--tune`."""
+"""The learning rate with momentum, and FedCOF's gamma for each of GROUPS, by layers: the best of `tune-wire`."""
 
 RANDOM_FEATURES = 4096
-RIDGES, WIDTHS = (0.001, 0.01, 0.1, 1.0), (0.5, 1.0, 2.0)
-"""Fed3R-RF's lambda, and the width of its Gaussian kernel for rows of length 1."""
 
 
 def momentum_head(

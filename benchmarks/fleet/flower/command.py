@@ -1,6 +1,5 @@
 """`python -m benchmarks fleet flower`: this fleet and Flower's, with real processes, on the same features and head."""
 
-import json
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -12,8 +11,7 @@ from numpy.typing import NDArray
 
 from benchmarks.data.features import backbone_file, load_features, prepared
 from benchmarks.data.images import NAMES, load_data
-from benchmarks.fleet.flower.fleets import Outcome, Round, Setting, flower_programs, run_flower, run_ours
-from benchmarks.fleet.flower.tuning import GRID, accuracies
+from benchmarks.fleet.flower.fleets import Outcome, Setting, flower_programs, run_flower, run_ours
 from benchmarks.report import Plot, Table, json_option, write_json
 from protofleet.simulation.fleet import Features
 from protofleet.simulation.partitions import Partition, share_out
@@ -32,7 +30,7 @@ SETTINGS: Mapping[str, Setting] = {
     "Flower, FedAvg": Setting(learning_rate=0.1, epochs=3),
     "Flower, FedProx": Setting(learning_rate=0.1, epochs=3, mu=0.01),
 }
-"""The best of the grid on 3,000 validation images, with `--images 6000 --rounds 10`."""
+"""The best of `research tune-flower --images 6000 --rounds 10`, on 3,000 validation images."""
 
 
 @click.command("flower")
@@ -53,14 +51,6 @@ SETTINGS: Mapping[str, Setting] = {
     show_default=True,
     help="Of the rounds of each of Flower's methods, at most.",
 )
-@click.option(
-    "--tune", is_flag=True, help="Show validation accuracies of settings of Flower's clients instead."
-)
-@click.option(
-    "--resume",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="JSON file of an earlier run with the same options, whose methods are not run again.",
-)
 @json_option
 def command(
     *,
@@ -69,39 +59,27 @@ def command(
     images: int | None,
     rounds: int,
     minutes: float,
-    tune: bool,
-    resume: Path | None,
     json_file: Path | None,
 ) -> None:
     """Compare a fleet with Flower's FedAvg and FedProx: accuracy, time, bytes, memory and processor time."""
-    programs = flower if tune else flower_programs(flower)
-    loaded = load_features(data, backbone=BACKBONE, image_size=IMAGE_SIZE)
-    features = prepared(loaded, root=False, validation=tune)
-    rows = np.sort(np.random.default_rng(0).permutation(len(features.train))[:images])
-    features = replace(features, train=features.train[rows], train_labels=features.train_labels[rows])
-    owners = share_out(features.train_labels, PARTITION, clients=CLIENTS, rng=np.random.default_rng(0))
+    programs = flower_programs(flower)
+    features, owners, rows = clients_of(data, images)
     title = (
         f"{data}, {len(rows):,} training images, {len(np.unique(owners))} clients with images, {PARTITION}"
     )
-    if tune:
-        _tune(features, owners, rounds, title)
-        return
+    outcomes: dict[str, Outcome] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         pixels = load_data(data).train.images[rows]
         backbone = backbone_file(BACKBONE, image_size=IMAGE_SIZE)
-        outcomes = _stored(resume) if resume else {}
         for number, (method, settings) in enumerate(OURS.items()):
-            if method not in outcomes:
-                at = folder / f"ours-{number}"
-                outcomes[method] = run_ours(at, backbone, features, pixels, owners, settings)
+            at = folder / f"ours-{number}"
+            outcomes[method] = run_ours(at, backbone, features, pixels, owners, settings)
         for number, (method, setting) in enumerate(SETTINGS.items()):
-            if method not in outcomes:
-                at = folder / f"flower-{number}"
-                outcomes[method] = run_flower(
-                    programs, at, features, owners, setting, rounds=rounds, limit_s=60 * minutes
-                )
-        outcomes = {method: outcomes[method] for method in (*OURS, *SETTINGS)}
+            at = folder / f"flower-{number}"
+            outcomes[method] = run_flower(
+                programs, at, features, owners, setting, rounds=rounds, limit_s=60 * minutes
+            )
     tables, plot = _report(outcomes, title)
     write_json(
         json_file,
@@ -113,21 +91,16 @@ def command(
     )
 
 
-def _stored(file: Path) -> dict[str, Outcome]:
-    """Return the outcomes in the JSON file of an earlier run."""
-    return {
-        method: Outcome([Round(**each) for each in run["rounds"]], run["client_memory_bytes"])
-        for method, run in json.loads(file.read_text(encoding="utf-8"))["runs"].items()
-    }
-
-
-def _tune(features: Features, owners: NDArray[np.int64], rounds: int, title: str) -> None:
-    """Print the accuracy of each of the grid's settings on validation images, at its best and at the end."""
-    columns = {"learning rate": ">14g", "epochs": ">8", "mu": ">8g", "best": ">8.2%", "last": ">8.2%"}
-    table = Table(columns, title=f"{title}, {rounds} rounds, validation images")
-    for setting in GRID:
-        reached = list(accuracies(features, owners, setting, rounds=rounds))
-        table.row(setting.learning_rate, setting.epochs, setting.mu, max(reached), reached[-1])
+def clients_of(
+    data: str, images: int | None, *, validation: bool = False
+) -> tuple[Features, NDArray[np.int64], NDArray[np.int64]]:
+    """Return features, the client of each training image (n,), and which images these are (n,)."""
+    loaded = load_features(data, backbone=BACKBONE, image_size=IMAGE_SIZE)
+    features = prepared(loaded, root=False, validation=validation)
+    rows = np.sort(np.random.default_rng(0).permutation(len(features.train))[:images])
+    features = replace(features, train=features.train[rows], train_labels=features.train_labels[rows])
+    owners = share_out(features.train_labels, PARTITION, clients=CLIENTS, rng=np.random.default_rng(0))
+    return features, owners, rows
 
 
 def _report(outcomes: Mapping[str, Outcome], title: str) -> tuple[list[Table], Plot]:

@@ -1,13 +1,17 @@
-"""Settings of Flower's clients, tuned in this process by the app's own functions, on validation images."""
+"""`python -m research tune-flower`: settings of Flower's clients, by the app's own functions, on validation images."""
 
 from collections.abc import Iterator
 
+import click
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from benchmarks.data.images import NAMES
 from benchmarks.fleet.flower.app.flower_app.task import Head, train
+from benchmarks.fleet.flower.command import clients_of
 from benchmarks.fleet.flower.fleets import Setting
+from benchmarks.report import Table
 from protofleet.simulation.fleet import Features
 
 GRID = (
@@ -16,6 +20,20 @@ GRID = (
     *(Setting(learning_rate=rate, epochs=3, mu=0.01) for rate in (0.1, 0.3)),
     Setting(learning_rate=0.1, epochs=1, mu=0.1),
 )
+
+
+@click.command("tune-flower")
+@click.option("--data", type=click.Choice(NAMES), default="fashion_mnist", show_default=True)
+@click.option("--images", type=click.IntRange(min=1), help="Training images of all clients.  [default: all]")
+@click.option("--rounds", type=click.IntRange(min=1), default=25, show_default=True)
+def command(*, data: str, images: int | None, rounds: int) -> None:
+    """Show the accuracy of each setting of Flower's clients on validation images, at its best and at the end."""
+    features, owners, _ = clients_of(data, images, validation=True)
+    columns = {"learning rate": ">14g", "epochs": ">8", "mu": ">8g", "best": ">8.2%", "last": ">8.2%"}
+    table = Table(columns, title=f"{data}, {len(owners):,} training images, {rounds} rounds")
+    for setting in GRID:
+        reached = list(accuracies(features, owners, setting, rounds=rounds))
+        table.row(setting.learning_rate, setting.epochs, setting.mu, max(reached), reached[-1])
 
 
 def accuracies(
