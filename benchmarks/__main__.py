@@ -137,7 +137,7 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Entry]]] = {
                 quick={"devices": [1000]},
             ),
             "engines": Entry(
-                "cost.engines.command", "Training on Ray beside one process", "5 min", {"devices": [1000]}
+                "cost.engines", "Training on Ray beside one process", "5 min", {"devices": [1000]}
             ),
             "step": Entry(
                 *("cost.step", "Local steps of rounds beside PyTorch", "10 min"),

@@ -8,9 +8,9 @@ the last step. Features are random, for time does not depend on them.
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import click
 import numpy as np
@@ -23,6 +23,7 @@ from aggregator.algorithms.algorithm import Contribution
 from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.algorithms.fpl import FPL
 from aggregator.graphs.program_export import Graphs, build, untrained
+from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
 from edge_client.runtime.program_graph import open_graph
 from edge_client.training.trainer import Checkpoint, Schedule, TrainingSet, train
@@ -38,33 +39,15 @@ SETTINGS: dict[str, FedPCL | FPL] = {
 }
 """Settings that the losses below implement."""
 
-COLUMNS = {
-    "torch_ms": "eager ms",
-    "compiled_ms": "compile ms",
-    "graph_ms": "device ms",
-    "ratio": "x eager",
-    "ratio_compiled": "x compile",
-    "torch_cpu_ms": "eager CPU",
-    "graph_cpu_ms": "device CPU",
-    "ratio_cpu": "x CPU",
-}
-"""Headings of figures."""
+COLUMNS = ("eager ms", "compile ms", "device ms", "x eager", "x compile", "eager CPU", "device CPU", "x CPU")
+BATCH_SIZE = 32
 
 Arrays = Mapping[str, NDArray[Any]]
 
 
 @click.command("step")
 @click.option("--algorithm", type=click.Choice(["fedpcl", "fpl"]), default="fedpcl", show_default=True)
-@click.option(
-    "--images",
-    type=click.IntRange(min=1),
-    multiple=True,
-    default=(100, 640),
-    show_default=True,
-    help="Images of the device.",
-)
-@click.option("--epochs", type=click.IntRange(min=1), help="Of a round; by default those of the algorithm.")
-@click.option("--batch-size", type=click.IntRange(min=1), default=32, show_default=True)
+@repeated("--images", type=click.IntRange(min=1), default=(100, 640), help="Images of the device.")
 @click.option(
     "--threads", type=click.IntRange(min=1), default=2, show_default=True, help="Of each of the two."
 )
@@ -79,10 +62,8 @@ Arrays = Mapping[str, NDArray[Any]]
 @json_option
 def command(
     *,
-    algorithm: Literal["fedpcl", "fpl"],
+    algorithm: str,
     images: tuple[int, ...],
-    epochs: int | None,
-    batch_size: int,
     threads: int,
     repetitions: int,
     compiled: bool,
@@ -94,74 +75,53 @@ def command(
     to eager torch's.
     """
     torch.set_num_threads(threads)
-    epochs = epochs or SETTINGS[algorithm].epochs
-    figures, runs = {}, {}
-    title = f"{algorithm} to 256 values, batch {batch_size}, {epochs} epochs: ms of a step"
-    columns = dict.fromkeys(COLUMNS.values(), ">12.2f")
-    table = Table({"features": "<12", "images": ">8", **columns}, title=title)
+    settings, runs = SETTINGS[algorithm], {}
+    title = f"{algorithm} to 256 values, batch {BATCH_SIZE}, {settings.epochs} epochs: ms of a step"
+    table = Table({"features": "<12", "images": ">8", **dict.fromkeys(COLUMNS, ">12.2f")}, title=title)
     for count, backbones in itertools.product(images, (1, 3)):
-        times, every = measure(
-            algorithm,
-            feature_size=backbones * FEATURES,
-            images=count,
-            epochs=epochs,
-            batch_size=batch_size,
-            threads=threads,
-            repetitions=repetitions,
-            compiled=compiled,
+        trainings = trainings_of(settings, backbones * FEATURES, count, threads=threads, compiled=compiled)
+        times: dict[str, list[tuple[float, float]]] = {name: [] for name in trainings}
+        for _ in range(repetitions):
+            for name, training in trainings.items():
+                times[name].append(_timed(training))
+        runs[f"{backbones} backbones, {count} images"] = times
+        table.row(
+            f"{backbones} x {FEATURES}", count, *_cells(times, settings.epochs * -(-count // BATCH_SIZE))
         )
-        name = f"{algorithm}_{backbones}_backbones_{count}_images"
-        figures[name], runs[name] = times, every
-        table.row(f"{backbones} x {FEATURES}", count, *(times.get(column) for column in COLUMNS))
-    options = {"epochs": epochs, "batch_size": batch_size, "threads": threads}
-    write_json(json_file, "step", tables=[table], options=options, figures=figures, training_s=runs)
+    write_json(json_file, "step", tables=[table], algorithm=algorithm, threads=threads, training_s=runs)
 
 
-def measure(
-    algorithm: Literal["fedpcl", "fpl"],
-    *,
-    feature_size: int,
-    images: int,
-    epochs: int,
-    batch_size: int,
-    threads: int,
-    repetitions: int,
-    compiled: bool,
-) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """Return milliseconds of a step, median and best, ratios to torch, and the seconds of each training."""
-    settings = SETTINGS[algorithm]
-    graphs = build(settings, feature_size=feature_size, num_classes=CLASSES, seed=0)
+def _cells(times: Mapping[str, Sequence[tuple[float, float]]], steps: int) -> list[float | None]:
+    """Return the cells of COLUMNS, None without torch.compile."""
+    wall, cpu = (
+        {
+            name: statistics.median(each[clock] for each in every) / steps * 1e3
+            for name, every in times.items()
+        }
+        for clock in (0, 1)
+    )
+    ours, eager, compiled = wall["graph"], wall["torch"], wall.get("compiled")
+    ratios = eager / ours, compiled / ours if compiled else None, cpu["torch"] / cpu["graph"]
+    return [eager, compiled, ours, *ratios[:2], cpu["torch"], cpu["graph"], ratios[2]]
+
+
+def trainings_of(
+    settings: FedPCL | FPL, feature_size: int, images: int, *, threads: int, compiled: bool
+) -> dict[str, Callable[[], object]]:
+    """Return the trainings that are compared, compiled already."""
     random = np.random.default_rng(0)
     feature = random.normal(size=(images, feature_size)).astype(np.float32)
-    labels = random.integers(0, CLASSES, size=len(feature))
+    data = TrainingSet(feature, random.integers(0, CLASSES, size=images))
+    graphs = build(settings, feature_size=feature_size, num_classes=CLASSES, seed=0)
     tensors = _round(settings, feature_size)
-    schedule = Schedule(epochs=epochs, batch_size=batch_size, seed=(0,))
-    data = TrainingSet(feature, labels)
-    rivals = {"graph": _graph_training(graphs, data, tensors, schedule, threads=threads)}
+    schedule = Schedule(epochs=settings.epochs, batch_size=BATCH_SIZE, seed=(0,))
+    trainings = {"graph": _graph_training(graphs, data, tensors, schedule, threads=threads)}
     for name in ("torch", "compiled") if compiled else ("torch",):
-        learner = (
-            _FedPCL(settings, feature_size, tensors)
-            if isinstance(settings, FedPCL)
-            else _FPL(settings, feature_size, tensors)
-        )
-        rivals[name] = _torch_training(learner, data, schedule, compiled=name == "compiled")
-        rivals[name]()  # compiles
-    times: dict[str, list[float]] = {name: [] for name in (*rivals, *(f"{name}_cpu" for name in rivals))}
-    for _ in range(repetitions):
-        for name, training in rivals.items():
-            wall_s, cpu_s = _timed(training)
-            times[name].append(wall_s)
-            times[f"{name}_cpu"].append(cpu_s)
-    steps = epochs * -(-images // batch_size)
-    figures = {"graph_bytes": float(len(graphs.step)), "steps": float(steps)}
-    for name, every in times.items():
-        figures[f"{name}_ms"] = statistics.median(every) / steps * 1e3
-        figures[f"{name}_best_ms"] = min(every) / steps * 1e3
-    for suffix, kind in (("", "_ms"), ("_cpu", "_cpu_ms"), ("_best", "_best_ms")):
-        figures[f"ratio{suffix}"] = figures[f"torch{kind}"] / figures[f"graph{kind}"]
-    if compiled:
-        figures["ratio_compiled"] = figures["compiled_ms"] / figures["graph_ms"]
-    return figures, times
+        kind: Any = _FedPCL if isinstance(settings, FedPCL) else _FPL
+        learner = kind(settings, feature_size, tensors)
+        trainings[name] = _torch_training(learner, data, schedule, compiled=name == "compiled")
+        trainings[name]()
+    return trainings
 
 
 def _timed(training: Callable[[], object]) -> tuple[float, float]:

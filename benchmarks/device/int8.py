@@ -4,12 +4,10 @@
 published weights in the folder get random ones: time does not depend on them, agreement does.
 """
 
-import statistics
 import tempfile
 import time
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,27 +45,8 @@ COLUMNS = {
     "median": ">8.4f",
 }
 
-Turns = Mapping[str, Sequence[Mapping[str, float]]]
-"""Seconds of a batch, `wall` and `cpu`, by precision."""
-
-
-@dataclass(frozen=True)
-class Figures:
-    """One network at one size, both precisions. Medians over the turns."""
-
-    float32_ms: float
-    """CPU milliseconds of a batch."""
-    int8_ms: float
-    cpu_ratio: float
-    """Of CPU time, which other programs on the machine change less than the other one."""
-    ratio: float
-    """Of time."""
-    megabytes: float
-    """Of the int8 file."""
-    share: float
-    """Bytes of the int8 file, of those in float32."""
-    worst_cosine: float
-    median_cosine: float
+Turns = Mapping[str, Sequence[tuple[float, float]]]
+"""Seconds of a batch, by the clock and of the processor, by precision."""
 
 
 @click.command("int8")
@@ -104,7 +83,7 @@ def command(
                 images = _images(folder, pair["int8"].metadata)
                 turns = take_turns(pair, images[:batch_size], repetitions=repetitions)
                 runs[f"{network}-{size}"] = turns
-                table.row(network, str(size), *astuple(_figures(pair, turns, images[::HELD_OUT], files)))
+                table.row(network, str(size), *_figures(pair, turns, images[::HELD_OUT], files))
     write_json(json_file, "int8", tables=[table], seconds_of_a_batch=runs)
 
 
@@ -156,48 +135,35 @@ def make_pair(
 
 def take_turns(
     pair: Mapping[str, Backbone], images: NDArray[np.uint8], *, repetitions: int
-) -> dict[str, list[dict[str, float]]]:
-    """Return wall and CPU seconds of each batch."""
-    turns: dict[str, list[dict[str, float]]] = {name: [] for name in pair}
+) -> dict[str, list[tuple[float, float]]]:
+    """Return seconds of the clock and of the processor of each batch."""
+    turns: dict[str, list[tuple[float, float]]] = {name: [] for name in pair}
     for backbone in pair.values():
         backbone.features(images)
     for _ in range(repetitions):
         for name, backbone in pair.items():
             started, on_cpu = time.perf_counter(), time.process_time()
             backbone.features(images)
-            turns[name].append({"wall": time.perf_counter() - started, "cpu": time.process_time() - on_cpu})
+            turns[name].append((time.perf_counter() - started, time.process_time() - on_cpu))
     return turns
 
 
 def _figures(
     pair: Mapping[str, Backbone], turns: Turns, held_out: NDArray[np.uint8], files: Mapping[str, Path]
-) -> Figures:
+) -> list[float]:
+    """Return a row's figures; processor time, which other programs change less, comes before that of the clock."""
     expected, found = (
         np.concatenate([backbone.features(image[None]) for image in held_out]).astype(np.float64)
         for backbone in (pair["float32"], pair["int8"])
     )
     lengths = np.linalg.norm(expected, axis=1) * np.linalg.norm(found, axis=1)
     cosines = (expected * found).sum(axis=1) / lengths
-    sizes = {name: file.stat().st_size for name, file in files.items()}
-    return Figures(
-        ratio=statistics.median(_ratios(turns, "wall")),
-        cpu_ratio=statistics.median(_ratios(turns, "cpu")),
-        float32_ms=_milliseconds(turns["float32"]),
-        int8_ms=_milliseconds(turns["int8"]),
-        megabytes=sizes["int8"] / 1e6,
-        share=sizes["int8"] / sizes["float32"],
-        worst_cosine=float(cosines.min()),
-        median_cosine=float(np.median(cosines)),
-    )
-
-
-def _ratios(turns: Turns, clock: str) -> list[float]:
-    pairs = zip(turns["float32"], turns["int8"], strict=True)
-    return [float32[clock] / int8[clock] for float32, int8 in pairs]
-
-
-def _milliseconds(turns: Sequence[Mapping[str, float]]) -> float:
-    return statistics.median(turn["cpu"] for turn in turns) * 1e3
+    sizes = [files[name].stat().st_size for name in ("float32", "int8")]
+    float32, int8 = (np.array(turns[name]) for name in ("float32", "int8"))
+    wall, cpu = np.median(float32 / int8, axis=0)
+    milliseconds = [1e3 * float(np.median(each[:, 1])) for each in (float32, int8)]
+    shares = [sizes[1] / 1e6, sizes[1] / sizes[0]]
+    return [*milliseconds, float(cpu), float(wall), *shares, float(cosines.min()), float(np.median(cosines))]
 
 
 def _images(folder: Path, metadata: BackboneMetadata) -> NDArray[np.uint8]:
