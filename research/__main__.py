@@ -13,11 +13,11 @@ from research.defaults import class_prior, confidence, default_layers
 from research.poisoning import false_alarms, prototypes, rare_class, rounds
 from research.poisoning import statistics as poisoned_statistics
 from research.privacy import directions, measurement
-from research.rounds import fedpcl, flower_tuning, fpl, tuning, wire_tuning
+from research.rounds import fedpcl, flower_tuning, fpl, tuning, wire_rivals
 
 MODULES = (
     *(false_alarms, prototypes, rare_class, rounds, poisoned_statistics, directions, measurement),
-    *(fedpcl, fpl, published, statistics, tuning, flower_tuning, wire_tuning),
+    *(fedpcl, fpl, published, statistics, tuning, flower_tuning, wire_rivals),
     *(class_prior, confidence, default_layers, cells, hierarchical, restoration),
 )
 
@@ -29,6 +29,7 @@ def cli() -> None:
 
 for module in MODULES:
     cli.add_command(module.command)
+cli.add_command(wire_rivals.tune)
 
 if __name__ == "__main__":
     run(cli, program="python -m research")

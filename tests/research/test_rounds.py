@@ -12,7 +12,7 @@ from aggregator.algorithms.algorithm import RoundAlgorithm
 from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.algorithms.hierarchical import Hierarchical
 from benchmarks.accuracy.baselines import Recipe
-from benchmarks.accuracy.wire import rivals
+from benchmarks.accuracy.wire import methods
 from benchmarks.data import domains
 from benchmarks.data.domains import feature_shift
 from benchmarks.data.features import cached_name
@@ -20,7 +20,7 @@ from benchmarks.data.images import DIGITS, PACS
 from protofleet.simulation import rounds
 from protofleet.simulation.fleet import Client, Features
 from research.__main__ import cli
-from research.rounds import comparison, fedpcl, flower_tuning, tuning, wire_tuning
+from research.rounds import comparison, fedpcl, flower_tuning, tuning, wire_rivals
 from research.rounds.eager import eager_accuracies
 from research.rounds.heads import run_rounds
 from tests.benchmarks.feature_factory import domain, fill_cache
@@ -162,16 +162,16 @@ def test_candidates_of_rivals_are_compared_on_validation_images(
     made = domain(0, classes=10, images=12_000)
     useless = replace(made, test=np.zeros_like(made.test))
     fill_cache(tmp_path, monkeypatch, {"fashion_mnist": useless})
-    monkeypatch.setattr(wire_tuning, "LAYERS", {})
-    monkeypatch.setattr(wire_tuning, "LINEAR_GRID", wire_tuning.LINEAR_GRID[:1])
-    monkeypatch.setattr(wire_tuning, "MOMENTUM_GRID", wire_tuning.MOMENTUM_GRID[:2])
-    monkeypatch.setattr(rivals, "RANDOM_FEATURES", 64)
-    monkeypatch.setattr(wire_tuning, "ROUNDS", 10)
+    monkeypatch.setattr(wire_rivals, "LAYERS", {})
+    monkeypatch.setattr(wire_rivals, "LINEAR_GRID", wire_rivals.LINEAR_GRID[:1])
+    monkeypatch.setattr(wire_rivals, "MOMENTUM_GRID", wire_rivals.MOMENTUM_GRID[:2])
+    monkeypatch.setattr(wire_rivals, "RANDOM_FEATURES", 64)
+    monkeypatch.setattr(wire_rivals, "ROUNDS", 10)
     result = CliRunner().invoke(cli, ["tune-wire", "--images", "1000"], catch_exceptions=False)
     lines = [line for line in result.output.splitlines() if line.endswith("%")]
-    assert len(lines) == 1 + 2 + len(rivals.GROUPS) * len(wire_tuning.SHRINKAGES) + len(
-        wire_tuning.WIDTHS
-    ) * len(wire_tuning.RIDGES)
+    assert len(lines) == 1 + 2 + len(wire_rivals.GROUPS) * len(wire_rivals.SHRINKAGES) + len(
+        wire_rivals.WIDTHS
+    ) * len(wire_rivals.RIDGES)
     assert max(float(line.split()[-1].rstrip("%")) for line in lines) > 80
 
 
@@ -183,3 +183,17 @@ def test_settings_of_flowers_clients_are_compared(tmp_path: Path, monkeypatch: p
         cli, ["tune-flower", "--data", "mnist", "--rounds", "4"], catch_exceptions=False
     )
     assert float(result.output.split()[-1].rstrip("%")) > 80
+
+
+def test_rivals_send_sums_of_random_features_in_float32_and_means_in_bytes() -> None:
+    data = domain(0, classes=10, images=1200)
+    owners = np.arange(1200) % 10
+    fleet = methods.Fleet(
+        owners=owners, max_multiple=0.0, seed=0, project=lambda _: data, features=data, deeper=lambda _: data
+    )
+    (point,) = wire_rivals.fed3r_rf(fleet, number=64)
+    assert point.accuracy > 0.8
+    assert point.bytes_up == 10 * 4 * (64 * 65 / 2 + 10 * 64)
+    means, groups = wire_rivals._fedcof_rows(fleet, layers="")
+    assert min(means.accuracy, groups.accuracy) > 0.8
+    assert means.bytes_up < groups.bytes_up < 1200 / 5 * 12 * 3
