@@ -139,10 +139,6 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Entry]]] = {
             "engines": Entry(
                 "cost.engines", "Training on Ray beside one process", "5 min", {"devices": [1000]}
             ),
-            "step": Entry(
-                *("cost.step", "Local steps of rounds beside PyTorch", "10 min"),
-                quick={"repetitions": 2, "compiled": False},
-            ),
         },
     ),
 }

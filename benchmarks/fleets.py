@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aggregator.algorithms.fedtc.head import Dense, logits_of
-from aggregator.algorithms.fedtc.recipe import Recipe
+from aggregator.algorithms.fedtc.recipe import RECIPES, Recipe
 from aggregator.algorithms.fedtc.train_head import train_head
 from aggregator.algorithms.fedtc.training_set import TrainingSet
 from aggregator.config.schema import MAX_MULTIPLE, Robust
@@ -26,15 +26,15 @@ ALL_FEATURES = "all features"
 class Settings:
     """Settings that all runs of a measurement share."""
 
-    clients: int
-    alpha: float
+    clients: int = 10
+    alpha: float = 0.99
     """Share of each class's features that filtering keeps."""
-    batch_size: int
+    batch_size: int = 5
     """Images in a prototype, B."""
     max_multiple: float = MAX_MULTIPLE
     """Times the median device's images that a device's count at most; 0 is without limit."""
-    recipe: Recipe
-    device: str
+    recipe: Recipe = RECIPES["default"]
+    device: str = "cpu"
 
     def expectation(self, features: Features) -> Expectation:
         """Return the task as the aggregator would publish it."""

@@ -13,11 +13,11 @@ from research.defaults import class_prior, confidence, default_layers
 from research.poisoning import false_alarms, prototypes, rare_class, rounds
 from research.poisoning import statistics as poisoned_statistics
 from research.privacy import directions, measurement
-from research.rounds import fedpcl, flower_tuning, fpl, tuning, wire_rivals
+from research.rounds import fedpcl, flower_tuning, fpl, step, tuning, wire_rivals
 
 MODULES = (
     *(false_alarms, prototypes, rare_class, rounds, poisoned_statistics, directions, measurement),
-    *(fedpcl, fpl, published, statistics, tuning, flower_tuning, wire_rivals),
+    *(fedpcl, fpl, published, statistics, step, tuning, flower_tuning, wire_rivals),
     *(class_prior, confidence, default_layers, cells, hierarchical, restoration),
 )
 

@@ -90,6 +90,12 @@ def test_false_alarms(tmp_path: Path) -> None:
     assert one["alarms"] <= 1
 
 
+def test_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("research.rounds.step.FEATURES", 16)
+    report = run(tmp_path, "step", "--images", "40", "--repetitions", "1", "--no-compile")
+    assert [row[:2] for row in report["tables"][0]["rows"]] == [["1 x 16", "40"], ["3 x 16", "40"]]
+
+
 def test_hierarchical(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     domains = {
         cached_name(name, 300): domain(seed, classes=10, images=300) for seed, name in enumerate(DIGITS)

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from aggregator.algorithms.algorithm import RoundAlgorithm
 from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.algorithms.fedproto import FedProto
-from aggregator.algorithms.fedtc.recipe import RECIPES
 from aggregator.algorithms.fpl import FPL
 from aggregator.algorithms.hierarchical import Hierarchical
 from aggregator.config.schema import Robust
@@ -99,14 +98,7 @@ class Fleet:
 
     def settings(self, *, batch: int) -> fleets.Settings:
         """Return FedTC's settings."""
-        return fleets.Settings(
-            clients=CLIENTS,
-            alpha=ALPHA,
-            batch_size=batch,
-            max_multiple=self.max_multiple,
-            recipe=RECIPES["default"],
-            device="cpu",
-        )
+        return fleets.Settings(batch_size=batch, max_multiple=self.max_multiple)
 
 
 def _fedtc(fleet: Fleet, *, batches: Sequence[int], size: int = 0, layers: str = "") -> Iterator[Point]:

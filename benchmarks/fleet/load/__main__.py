@@ -7,7 +7,6 @@ import json
 import selectors
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import click
@@ -19,58 +18,36 @@ from protocol.mqtt.tls import BrokerAddress
 REPORT_S = 0.5
 
 
-@dataclass(frozen=True)
-class Progress:
-    """Numbers of devices, and times by `time.monotonic`, which all processes share; 0 until then."""
+def progress_of(devices: Sequence[SimulatedDevice]) -> dict[str, Any]:
+    """Return counts so far, and times by `time.monotonic`, which all processes share; 0 until then.
 
-    connected: int
-    received: int
-    """Devices whose submission the aggregator has received."""
-    heads: int
-    """Devices that have the head."""
-    done: int
-    """Devices whose evaluation the aggregator has received."""
-    attempts: int
-    """Connections that were opened or refused so far."""
-    frames: int
-    """Frames of submissions and queries that were sent so far."""
-    receipts: int
-    """Receipts of submissions so far."""
-    received_s: float
-    """When the last submission was received."""
-    head_s: float
-    """When the first device had the head."""
-    done_s: float
-    """When the last evaluation was received."""
-
-
-def progress_of(devices: Sequence[SimulatedDevice]) -> Progress:
-    """Return the progress of devices."""
-    received = [each.received_s for each in devices if each.received_s]
-    heads = [each.head_s for each in devices if each.head_s]
-    done = [each.evaluated_s for each in devices if each.evaluated_s]
-    return Progress(
-        connected=sum(each.session.is_connected for each in devices),
-        received=len(received),
-        heads=len(heads),
-        done=len(done),
-        attempts=sum(each.session.attempts for each in devices),
-        frames=sum(each.frames for each in devices),
-        receipts=sum(each.receipts for each in devices),
-        received_s=max(received, default=0.0),
-        head_s=min(heads, default=0.0),
-        done_s=max(done, default=0.0),
+    `received` counts devices whose submission the aggregator has received, the last of them at `received_s`. `head_s`
+    is when the first device had the head, `done_s` when the last evaluation was received.
+    """
+    received, heads, done = (
+        [time_s for each in devices if (time_s := getattr(each, name))]
+        for name in ("received_s", "head_s", "evaluated_s")
     )
+    progress: dict[str, Any] = {
+        "connected": sum(each.session.is_connected for each in devices),
+        "attempts": sum(each.session.attempts for each in devices),
+        "frames": sum(each.frames for each in devices),
+        "receipts": sum(each.receipts for each in devices),
+        "received": len(received),
+        "received_s": max(received, default=0.0),
+        "head_s": min(heads, default=0.0),
+        "done_s": max(done, default=0.0),
+    }
+    if len(done) == len(devices):
+        progress["devices"] = {each.name: (each.submission.hex(), each.head.hex()) for each in devices}
+    return progress
 
 
 def report(devices: Sequence[SimulatedDevice], loop: Loop) -> None:
-    """Print the progress, with the digests of submission and head once all devices are done, and again later."""
+    """Print the progress, and again later until all devices are done."""
     progress = progress_of(devices)
-    line: dict[str, Any] = asdict(progress)
-    if progress.done == len(devices):
-        line["devices"] = {each.name: (each.submission.hex(), each.head.hex()) for each in devices}
-    print(json.dumps(line), flush=True)
-    if progress.done < len(devices):
+    print(json.dumps(progress), flush=True)
+    if "devices" not in progress:
         loop.after(REPORT_S, lambda: report(devices, loop))
 
 
@@ -83,12 +60,12 @@ def report(devices: Sequence[SimulatedDevice], loop: Loop) -> None:
 @click.option("--idle", is_flag=True)
 def main(*, port: int, fleet: str, backbone: str, prefix: str, devices: int, idle: bool) -> None:
     """Simulate devices."""
-    loop = Loop()
+    loop, broker = Loop(), BrokerAddress("127.0.0.1", port)
     made = [
         SimulatedDevice(
             f"{prefix}-{number}",
             fleet=fleet,
-            broker=BrokerAddress("127.0.0.1", port),
+            broker=broker,
             backbone=bytes.fromhex(backbone),
             loop=loop,
             is_idle=idle,

@@ -1,6 +1,6 @@
 """Time of a device's local training, beside the same in eager torch and with torch.compile.
 
-`cost step` takes whole trainings of a round in turns within one process, since the machine may be busy: read the
+`research step` takes whole trainings of a round in turns within one process, since the machine may be busy: read the
 ratios, not the milliseconds. A training is the device program's own, with all that is done before the first and after
 the last step. Features are random, for time does not depend on them.
 """
