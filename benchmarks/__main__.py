@@ -24,123 +24,86 @@ class Entry:
 
     module: str
     help: str
-    time: str = ""
+    time: str
     """With the defaults, on two cores."""
-    quick: Mapping[str, Any] | None = None
-    """Parameters of `--quick`, which runs within a minute or two."""
-    is_first: bool = False
+    is_first: bool
     """One of those that a user compares first."""
+    quick: Mapping[str, Any]
+    """Parameters of `--quick`."""
 
 
+def _entry(module: str, text: str, time: str, *, is_first: bool = False, **quick: Any) -> Entry:
+    return Entry(f"benchmarks.{module}", text, time, is_first, quick)
+
+
+def _first(module: str, text: str, time: str, **quick: Any) -> Entry:
+    return _entry(module, text, time, is_first=True, **quick)
+
+
+DEVICE = {
+    "start": _first("device.start", "Time and memory until the first message", "1 min"),
+    "predict": _first("device.predict", "Predictions of photographs", "7 min", repetitions=1, images=20),
+    "features": _first(
+        *("device.features", "Features of 1,000 photographs", "2 h"),
+        models=["mobilenetv3_small_100"], images=[20, 100], repetitions=1,
+    ),
+    "int8": _entry(
+        *("device.int8", "Backbones of 8 bits beside float32", "10 min"),
+        networks=["mobilenetv2_100"], sizes=[96], repetitions=3,
+    ),
+}  # fmt: skip
+FLEET = {
+    "flower": _first(
+        *("fleet.flower.command", "Beside Flower: accuracy, time, bytes, memory", "1 h"),
+        images=1000,
+        rounds=3,
+    ),
+    "size": _first("fleet.size", "Cost of a device in fleets of 100 to 3,000", "10 min", devices=[50, 100]),
+    "storm": _first("fleet.storm", "All devices return after a crash", "3 min", devices=200),
+}
+ACCURACY = {
+    "which": _first(
+        *("accuracy.which.command", "Every algorithm on the same seven fleets", "1 day"),
+        names=["alike-few"], algorithms=["fedtc", "statistics", "hierarchical"], seeds=[0],
+    ),
+    "wire": _first(
+        *("accuracy.wire.command", "Bytes and accuracy, beside what else devices could send", "1 day"),
+        images=2000, names=["FedTC", "statistics, groups"], seeds=[0],
+    ),
+    "few": _first(
+        *("accuracy.few_images", "How many images a class needs", "1 h"),
+        names=["fashion_mnist"], sizes=[5, 20], seeds=[0],
+    ),
+    "fedtc": _entry(
+        *("accuracy.fedtc", "FedTC under the partitions of its paper", "30 min"),
+        partitions=["dirichlet:0.1"], images=200, ceiling=False,
+    ),
+    "drift": _entry("accuracy.drift", "Distorted and foreign images that the drift score finds", "10 min"),
+    "forecast": _entry(
+        *("accuracy.forecast", "Whether more images bring what the status forecasts", "1 h"),
+        names=["mnist"], seeds=[0],
+    ),
+    "novelty": _entry(
+        "accuracy.novelty", "Images of no known class", "1 h", names=["fashion_mnist"], at_most=1000
+    ),
+}  # fmt: skip
+COST = {
+    "train": _first(
+        *("cost.train", "A head of FedTC beside the paper's recipe", "1 h"),
+        names=["fashion_mnist"], epochs=4, turns=1,
+    ),
+    "ingest": _entry("cost.uploads.ingest", "Uploads beside plain subscribers", "5 min", repetitions=1),
+    "receivers": _entry(
+        "cost.uploads.receivers", "One and several programs that receive uploads", "5 min", repetitions=1
+    ),
+    "databases": _entry("cost.uploads.databases", "PostgreSQL beside SQLite", "5 min", devices=[1000]),
+    "engines": _entry("cost.engines", "Training on Ray beside one process", "5 min", devices=[1000]),
+}  # fmt: skip
 GROUPS: Mapping[str, tuple[str, Mapping[str, Entry]]] = {
-    "device": (
-        "What a device pays, beside PyTorch and ONNX Runtime.",
-        {
-            "start": Entry("device.start", "Time and memory until the first message", "1 min", is_first=True),
-            "predict": Entry(
-                *("device.predict", "Predictions of photographs", "7 min"),
-                quick={"repetitions": 1, "images": 20},
-                is_first=True,
-            ),
-            "features": Entry(
-                *("device.features", "Features of 1,000 photographs", "2 h"),
-                quick={"models": ["mobilenetv3_small_100"], "images": [20, 100], "repetitions": 1},
-                is_first=True,
-            ),
-            "int8": Entry(
-                *("device.int8", "Backbones of 8 bits beside float32", "10 min"),
-                quick={"networks": ["mobilenetv2_100"], "sizes": [96], "repetitions": 3},
-            ),
-        },
-    ),
-    "fleet": (
-        "A fleet with real programs and connections.",
-        {
-            "flower": Entry(
-                *("fleet.flower.command", "Beside Flower: accuracy, time, bytes, memory", "1 h"),
-                quick={"images": 1000, "rounds": 3},
-                is_first=True,
-            ),
-            "size": Entry(
-                *("fleet.size", "Cost of a device in fleets of 100 to 3,000", "10 min"),
-                quick={"devices": [50, 100]},
-                is_first=True,
-            ),
-            "storm": Entry(
-                *("fleet.storm", "All devices return after a crash", "3 min"),
-                quick={"devices": 200},
-                is_first=True,
-            ),
-        },
-    ),
-    "accuracy": (
-        "Accuracy of heads, on public data and simulated fleets.",
-        {
-            "which": Entry(
-                *("accuracy.which.command", "Every algorithm on the same seven fleets", "1 day"),
-                quick={
-                    "names": ["alike-few"],
-                    "algorithms": ["fedtc", "statistics", "hierarchical"],
-                    "seeds": [0],
-                },
-                is_first=True,
-            ),
-            "wire": Entry(
-                *(
-                    "accuracy.wire.command",
-                    "Bytes and accuracy, beside what else devices could send",
-                    "1 day",
-                ),
-                quick={"images": 2000, "names": ["FedTC", "statistics, groups"], "seeds": [0]},
-                is_first=True,
-            ),
-            "few": Entry(
-                *("accuracy.few_images", "How many images a class needs", "1 h"),
-                quick={"names": ["fashion_mnist"], "sizes": [5, 20], "seeds": [0]},
-                is_first=True,
-            ),
-            "fedtc": Entry(
-                *("accuracy.fedtc", "FedTC under the partitions of its paper", "30 min"),
-                quick={"partitions": ["dirichlet:0.1"], "images": 200, "ceiling": False},
-            ),
-            "drift": Entry(
-                "accuracy.drift", "Distorted and foreign images that the drift score finds", "10 min"
-            ),
-            "forecast": Entry(
-                *("accuracy.forecast", "Whether more images bring what the status forecasts", "1 h"),
-                quick={"names": ["mnist"], "seeds": [0]},
-            ),
-            "novelty": Entry(
-                *("accuracy.novelty", "Images of no known class", "1 h"),
-                quick={"names": ["fashion_mnist"], "at_most": 1000},
-            ),
-        },
-    ),
-    "cost": (
-        "What the server pays.",
-        {
-            "train": Entry(
-                *("cost.train", "A head of FedTC beside the paper's recipe", "1 h"),
-                quick={"names": ["fashion_mnist"], "epochs": 4, "turns": 1},
-                is_first=True,
-            ),
-            "ingest": Entry(
-                *("cost.uploads.ingest", "Uploads beside plain subscribers", "5 min"),
-                quick={"repetitions": 1},
-            ),
-            "receivers": Entry(
-                *("cost.uploads.receivers", "One and several programs that receive uploads", "5 min"),
-                quick={"repetitions": 1},
-            ),
-            "databases": Entry(
-                *("cost.uploads.databases", "PostgreSQL beside SQLite", "10 min"),
-                quick={"devices": [1000]},
-            ),
-            "engines": Entry(
-                "cost.engines", "Training on Ray beside one process", "5 min", {"devices": [1000]}
-            ),
-        },
-    ),
+    "device": ("What a device pays, beside PyTorch and ONNX Runtime.", DEVICE),
+    "fleet": ("A fleet with real programs and connections.", FLEET),
+    "accuracy": ("Accuracy of heads, on public data and simulated fleets.", ACCURACY),
+    "cost": ("What the server pays.", COST),
 }
 
 
@@ -148,7 +111,7 @@ GROUPS: Mapping[str, tuple[str, Mapping[str, Entry]]] = {
 def loaded(group: str, name: str) -> click.Command:
     """Return a command, with `--quick` if there is a quick way to run it."""
     entry = GROUPS[group][1][name]
-    command: click.Command = importlib.import_module(f"benchmarks.{entry.module}").command
+    command: click.Command = importlib.import_module(entry.module).command
     if entry.quick:
         command.params.append(_quick(entry.quick))
     return command
@@ -161,7 +124,7 @@ def _quick(values: Mapping[str, Any]) -> click.Option:
 
     return click.Option(
         ["--quick"], is_flag=True, is_eager=True, expose_value=False, callback=use,
-        help="Try it in a minute or two, with fewer runs and data; other options still count.",
+        help="Try it in a minute or two, with fewer runs and data, once the features are extracted.",
     )  # fmt: skip
 
 

@@ -7,9 +7,8 @@ does not depend on them.
 """
 
 import shutil
-import statistics
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
 
 OURS = "edge-client --dry-run"
-ARRAYS, COMPILED = "ONNX Runtime, arrays in memory", "PyTorch, torch.compile"
+ARRAYS = "ONNX Runtime, arrays in memory"
 MODELS = ("mobilenetv3_small_100", "resnet18", "resnet50", "vit_tiny_patch16_224")
 
 COLUMNS = {
@@ -36,7 +35,6 @@ COLUMNS = {
 @click.option("--threads", type=click.IntRange(min=1), default=2, show_default=True)
 @click.option("--images", nargs=2, type=int, default=(100, 1000), show_default=True, help="Few, and many.")
 @click.option("--repetitions", type=click.IntRange(min=1), default=3, show_default=True)
-@click.option("--compiled", is_flag=True, help="Also with torch.compile, which takes minutes.")
 @json_option
 def command(
     *,
@@ -45,7 +43,6 @@ def command(
     threads: int,
     images: tuple[int, int],
     repetitions: int,
-    compiled: bool,
     json_file: Path | None,
 ) -> None:
     """Compare the device program's features of photographs with PyTorch's and a plain loop's."""
@@ -57,80 +54,48 @@ def command(
         link_some(folder / str(many), folder / str(few), count=few)
         link_some(folder / str(many), folder / "labeled", count=LABELED)
         for model in models:
-            table = Table(
-                COLUMNS,
-                title=f"{model} at {image_size}x{image_size}, {many:,} photographs, threads: {threads}",
-            )
+            title = f"{model} at {image_size}x{image_size}, {many:,} photographs, threads: {threads}"
+            table = Table(COLUMNS, title=title)
             backbone = export_random(model, image_size=image_size, folder=folder)
-            train_head(folder / model, backbone, folder / "labeled")
-            runs = {
-                number: in_turns(
-                    _programs(
-                        model,
-                        image_size,
-                        threads,
-                        backbone,
-                        folder / model,
-                        folder / str(number),
-                        number,
-                        compiled=compiled and number == many,
-                    ),
-                    repetitions=repetitions,
-                    warm_up=number == few,
-                )
-                for number in images
-            }
+            fleet = folder / model
+            train_head(fleet, backbone, folder / "labeled")
+            torch = (model, str(image_size), str(threads), "features")
+            runs = {}
+            for number in images:
+                programs = _programs(fleet, folder / str(number), number, threads, backbone, torch)
+                runs[number] = in_turns(programs, repetitions=repetitions, warm_up=number == few)
             for row in _rows(runs):
                 table.row(*row)
             tables.append(table)
             every[model] = {
-                str(number): {name: [asdict(one) for one in each] for name, each in programs.items()}
-                for number, programs in runs.items()
+                str(number): {name: [asdict(one) for one in each] for name, each in costs.items()}
+                for number, costs in runs.items()
             }
     write_json(json_file, "features", tables=tables, images=images, runs=every)
 
 
-def _rows(runs: Mapping[int, Mapping[str, list[Cost]]]) -> list[tuple[object, ...]]:
+def _rows(runs: Mapping[int, Mapping[str, list[Cost]]]) -> Iterator[tuple[object, ...]]:
     (few, short), (many, long) = runs.items()
-    rates = {
-        name: (many - few) / (median(long[name], "wall_s") - median(each, "wall_s"))
-        for name, each in short.items()
-    }
-    cpu_ms = {
-        name: 1e3 * (median(long[name], "cpu_s") - median(each, "cpu_s")) / (many - few)
-        for name, each in short.items()
-    }
-    if COMPILED in long:
-        rates[COMPILED] = statistics.median(float(cost.printed) for cost in long[COMPILED])
-    return [
-        (
-            name,
-            *(_whole(each) if name != ARRAYS else (None,) * 3),
-            rates[name],
-            cpu_ms.get(name),
-            ratio(each, long[OURS], "wall_s") if name != ARRAYS else None,
-            rates[OURS] / rates[name],
-        )
-        for name, each in long.items()
-    ]
 
+    def per_image(name: str, figure: str) -> float:
+        return (median(long[name], figure) - median(short[name], figure)) / (many - few)
 
-def _whole(runs: list[Cost]) -> tuple[float, ...]:
-    return median(runs, "wall_s"), median(runs, "cpu_s"), median(runs, "memory_bytes") / 1e6
+    for name, each in long.items():
+        whole: tuple[float | None, ...] = (None,) * 3
+        times = None
+        if name != ARRAYS:
+            whole = median(each, "wall_s"), median(each, "cpu_s"), median(each, "memory_bytes") / 1e6
+            times = ratio(each, long[OURS], "wall_s")
+        seconds = per_image(name, "wall_s")
+        cpu_ms = 1e3 * per_image(name, "cpu_s")
+        yield name, *whole, 1 / seconds, cpu_ms, times, seconds / per_image(OURS, "wall_s")
 
 
 def _programs(
-    model: str,
-    image_size: int,
-    threads: int,
-    backbone: Path,
-    fleet: Path,
-    photographs: Path,
-    images: int,
-    *,
-    compiled: bool,
+    fleet: Path, photographs: Path, images: int, threads: int, backbone: Path, torch: Command
 ) -> dict[str, Callable[[], Command]]:
-    state, output = fleet / "state", fleet / "features.npy"
+    state, output = fleet / "state", str(fleet / "features.npy")
+    rivals, onnx = "benchmarks.device.rivals", (str(backbone), str(threads))
 
     def ours() -> Command:
         shutil.rmtree(state, ignore_errors=True)
@@ -138,19 +103,11 @@ def _programs(
         options = ("--data", str(photographs), "--state", str(state), "--threads", str(threads))
         return ["-m", "edge_client.cli", "--dry-run", *options]
 
-    def torch(mode: str) -> Command:
-        program = ["-m", "benchmarks.device.rivals.torch_program", model, str(image_size), str(threads)]
-        return [*program, mode, str(photographs), str(output)]
-
-    def onnx(mode: str, *arguments: str) -> Command:
-        program = ["-m", "benchmarks.device.rivals.onnx_program", str(backbone), str(threads)]
-        return [*program, mode, *arguments]
-
-    rivals: dict[str, Callable[[], Command]] = {
-        ARRAYS: lambda: onnx("arrays", str(images)),
-        "ONNX Runtime, a loop": lambda: onnx("features", str(photographs), str(output)),
-        "PyTorch, DataLoader": lambda: torch("features"),
+    return {
+        OURS: ours,
+        ARRAYS: lambda: ["-m", f"{rivals}.onnx_program", *onnx, "arrays", str(images)],
+        "ONNX Runtime, a loop": lambda: [
+            *("-m", f"{rivals}.onnx_program", *onnx, "features", str(photographs), output)
+        ],
+        "PyTorch, DataLoader": lambda: ["-m", f"{rivals}.torch_program", *torch, str(photographs), output],
     }
-    if compiled:
-        rivals[COMPILED] = lambda: torch("compiled")
-    return {OURS: ours, **rivals}

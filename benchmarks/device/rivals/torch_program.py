@@ -1,12 +1,10 @@
 """Features of a folder of images, or predictions of files, by PyTorch and timm.
 
 `python torch_program.py MODEL SIZE THREADS MODE PATH...`: MODE is `features` (a folder, and where to write), for which
-workers decode, `compiled`, the same with `torch.compile`, which compiles anew and prints the images per second after
-that, or `predict`.
+workers decode, or `predict`.
 """
 
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +16,6 @@ from timm.data import create_transform
 MODEL, SIZE, THREADS, MODE, *PATHS = sys.argv[1:]
 BATCH_SIZE = 32
 CLASSES = 10
-SKIPPED = 8
-"""Batches before the rate counts: the first one, and those that workers decoded while it was compiled."""
 
 
 class Images(torch.utils.data.Dataset[torch.Tensor]):
@@ -55,15 +51,7 @@ def main() -> None:
             return
         images = Images(sorted(Path(PATHS[0]).glob("*/*.jpg")))
         loader = torch.utils.data.DataLoader(images, BATCH_SIZE, num_workers=int(THREADS))
-        torch.compiler.config.force_disable_caches = True
-        run = torch.compile(network) if MODE == "compiled" else network
-        features, ends = [], []
-        for batch in loader:
-            features.append(run(batch.to(memory_format=torch.channels_last)).numpy())
-            ends.append(time.perf_counter())
-        if MODE == "compiled":
-            full = len(images) // BATCH_SIZE
-            print((full - SKIPPED) * BATCH_SIZE / (ends[full - 1] - ends[SKIPPED - 1]))
+        features = [network(batch.to(memory_format=torch.channels_last)).numpy() for batch in loader]
         np.save(PATHS[1], np.concatenate(features))
 
 
