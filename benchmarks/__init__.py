@@ -1,1 +1,1 @@
-"""Numbers against papers and peers, on real data: `python -m benchmarks NAME`."""
+"""Costs and accuracy beside what else one could use: `python -m benchmarks`."""

@@ -7,17 +7,15 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from aggregator.algorithms.algorithm import RoundAlgorithm
 from aggregator.algorithms.fedtc.head import Dense, logits_of
-from aggregator.algorithms.fedtc.recipe import Recipe
+from aggregator.algorithms.fedtc.recipe import RECIPES, Recipe
 from aggregator.algorithms.fedtc.train_head import train_head
 from aggregator.algorithms.fedtc.training_set import TrainingSet
 from aggregator.config.schema import MAX_MULTIPLE, Robust
 from aggregator.intake.validation import Expectation, Prototypes
 from aggregator.training.robust.training_set import judged_set
-from protofleet.simulation import rounds, statistics
 from protofleet.simulation.fedtc import decoded, expectation_of, fleet_submissions
-from protofleet.simulation.fleet import Client, Features
+from protofleet.simulation.fleet import Features
 from protofleet.simulation.partitions import Partition, share_out
 
 ALL_FEATURES = "all features"
@@ -28,15 +26,15 @@ ALL_FEATURES = "all features"
 class Settings:
     """Settings that all runs of a measurement share."""
 
-    clients: int
-    alpha: float
+    clients: int = 10
+    alpha: float = 0.99
     """Share of each class's features that filtering keeps."""
-    batch_size: int
+    batch_size: int = 5
     """Images in a prototype, B."""
     max_multiple: float = MAX_MULTIPLE
     """Times the median device's images that a device's count at most; 0 is without limit."""
-    recipe: Recipe
-    device: str
+    recipe: Recipe = RECIPES["default"]
+    device: str = "cpu"
 
     def expectation(self, features: Features) -> Expectation:
         """Return the task as the aggregator would publish it."""
@@ -167,56 +165,3 @@ def calibration_error(logits: NDArray[np.float32], truth: NDArray[np.int64], *, 
     place = np.minimum((confidence * bins).astype(int), bins - 1)
     gaps = [correct[place == each].sum() - confidence[place == each].sum() for each in range(bins)]
     return float(np.abs(gaps).sum() / len(truth))
-
-
-def sums_ceiling(data: statistics.MappedFeatures) -> statistics.Result:
-    """Make the head of `statistics` of all features: of a fleet of one client that sums single images."""
-    return statistics.run_fleet(data, np.zeros(len(data.rows), np.int64), batch_size=1, seed=0)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RoundsResult:
-    """The heads of a fleet's rounds."""
-
-    accuracies: NDArray[np.float64]
-    """The accuracy of each client with its own head, on its own mixture of classes, (K,)."""
-    balanced: NDArray[np.float64]
-    """The accuracy over all classes alike, (K,)."""
-    reported: NDArray[np.float64]
-    """`balanced` as `status` shows it: classes of which the client has no images count as not recognized."""
-    up_bytes: NDArray[np.float64]
-    """The size of an encoded submission, mean over the devices, (rounds,)."""
-    down_bytes: NDArray[np.int64]
-    """The size of the blob of tensors that a round starts from, (rounds,)."""
-
-
-def run_rounds(
-    algorithm: RoundAlgorithm,
-    clients: Sequence[Client],
-    *,
-    classes: int,
-    seed: int,
-    robust: Robust = rounds.ROBUST,
-    falsify: rounds.Falsify = rounds.honest,
-) -> RoundsResult:
-    """Run all rounds of a fleet, whose submissions `falsify` changes, and evaluate every client's head."""
-    outcome = rounds.run_rounds(
-        algorithm, clients, classes=classes, seed=seed, robust=robust, falsify=falsify
-    )
-    figures = [_figures(client, mine) for client, mine in zip(clients, outcome.probabilities, strict=True)]
-    accuracies, balanced, reported = np.array(figures, dtype=np.float64).T
-    return RoundsResult(
-        accuracies=accuracies,
-        balanced=balanced,
-        reported=reported,
-        up_bytes=outcome.up_bytes,
-        down_bytes=outcome.down_bytes,
-    )
-
-
-def _figures(client: Client, probabilities: NDArray[np.float32]) -> tuple[float, float, float]:
-    """Return the client's accuracies, as in `RoundsResult`."""
-    predicted = probabilities.argmax(axis=1)
-    owned = np.isin(client.test_labels, client.train_labels)
-    reported = client.balanced_accuracy(np.where(owned, predicted, -1))
-    return client.accuracy(predicted), client.balanced_accuracy(predicted), reported

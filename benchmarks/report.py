@@ -99,14 +99,6 @@ def _alignment(spec: str) -> str:
     return spec[0] + spec[1:].partition(".")[0].rstrip(",%fge")
 
 
-def print_figures(figures: Mapping[str, float]) -> Table:
-    """Print one figure a line; return the table."""
-    table = Table({"figure": "<28", "value": ">14,.3f"})
-    for name, value in figures.items():
-        table.row(name, value)
-    return table
-
-
 def write_json(
     file: Path | None,
     benchmark: str,
@@ -138,7 +130,8 @@ def _command() -> str:
     if "--json" in words:
         at = words.index("--json")
         words = words[:at] + words[at + 2 :]
-    return shlex.join(["python", "-m", "benchmarks", *words])
+    program = "research" if Path(sys.argv[0]).parent.name == "research" else "benchmarks"
+    return shlex.join(["python", "-m", program, *words])
 
 
 def commit() -> str:

@@ -26,7 +26,7 @@ from aggregator.algorithms.algorithm import (
 class FedPCL(RoundAlgorithm, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[fedpcl]`: how projections are trained.
 
-    The defaults are the best that `python -m benchmarks fedpcl` found without a prior. The paper has `tau = 0.07`,
+    The defaults are the best that `python -m research fedpcl` found without a prior. The paper has `tau = 0.07`,
     `learning_rate = 1e-3` and `standardize = false`, a ReLU before the projection is normalized, and losses without the
     image's own class in the denominator.
     """

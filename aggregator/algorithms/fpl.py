@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 class FPL(RoundAlgorithm, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`[fpl]`: how the shared model is trained.
 
-    The defaults are the best that `python -m benchmarks fpl` found. The paper's are `rounds = 100`, `epochs = 10`,
+    The defaults are the best that `python -m research fpl` found. The paper's are `rounds = 100`, `epochs = 10`,
     `tau = 0.02`, `learning_rate = 0.01`, `standardize = false`, and `regularization = 1` in its published code.
     """
 

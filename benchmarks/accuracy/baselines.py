@@ -61,6 +61,21 @@ class Recipe:
     """Of the averaged layers' change from round to round (FedAvgM; Hsu, Qi, Brown 2019)."""
 
 
+ADAM = Recipe(
+    rounds=40,
+    epochs=1,
+    batch_size=32,
+    optimizer="adam",
+    learning_rate=1e-3,
+    weight_decay=1e-4,
+    standardize=True,
+    adapter_size=256,
+)
+ALONE = replace(ADAM, standardize=False)
+ALONE_DEEPER = replace(ADAM, learning_rate=3e-3, weight_decay=1e-3)
+"""The best of `Solo` on validation images: for the last layer of a backbone, and for hidden layers."""
+
+
 class Model(nn.Module):
     """Adapter and classifier; without an adapter, features go into the classifier."""
 

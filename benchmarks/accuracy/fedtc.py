@@ -1,4 +1,4 @@
-"""`python -m benchmarks fedtc`: FedTC on public data under the partitions of the paper."""
+"""`python -m benchmarks accuracy fedtc`: FedTC on public data under the partitions of the paper."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,7 +10,6 @@ import click
 import numpy as np
 
 from aggregator.algorithms.algorithm import Training
-from aggregator.algorithms.fedtc.adapter import torch_device
 from aggregator.algorithms.fedtc.recipe import recipe_of
 from aggregator.config.schema import MAX_MULTIPLE
 from benchmarks.data.features import BackboneType, Precision, load_features, prepared, projected
@@ -99,13 +98,6 @@ def fleet_options(command: Callable[..., None]) -> Callable[..., None]:
     help="Project features on so many principal components of the images of PACS.",
 )
 @click.option(
-    "--alpha",
-    type=click.FloatRange(0, 1, min_open=True),
-    default=0.99,
-    show_default=True,
-    help="Share of each class that outlier filtering keeps.",
-)
-@click.option(
     "--batch", type=click.IntRange(min=1), default=5, show_default=True, help="Images in a prototype."
 )
 @click.option("--recipe", type=click.Choice(["default", "paper"]), default="default", show_default=True)
@@ -113,11 +105,6 @@ def fleet_options(command: Callable[..., None]) -> Callable[..., None]:
     "--restore/--no-restore",
     default=None,
     help="Restore the variance of the prototypes, or not.  [default: the recipe's]",
-)
-@click.option(
-    "--compress/--no-compress",
-    default=None,
-    help="Reduce the adapter to a low rank and float16, or not.  [default: the recipe's]",
 )
 @click.option(
     "--images",
@@ -129,7 +116,6 @@ def fleet_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.option(
     "--ceiling/--no-ceiling", default=True, show_default=True, help="Train on all features in one place, too."
 )
-@click.option("--device", default="auto", show_default=True, help="Where to train: auto, cpu, cuda.")
 @json_option
 def command(
     *,
@@ -142,28 +128,22 @@ def command(
     clients: int,
     precision: Precision,
     project: int | None,
-    alpha: float,
     batch: int,
     recipe: Literal["default", "paper"],
     restore: bool | None,
-    compress: bool | None,
     max_multiple: float,
     images: int | None,
     epochs: int | None,
     seeds: tuple[int, ...],
     ceiling: bool,
-    device: str,
     json_file: Path | None,
 ) -> None:
     """Train a fleet's head with FedTC; report its accuracy and its cost."""
-    configured = recipe_of(Training(recipe=recipe, restore=restore, epochs=epochs))
     settings = Settings(
         clients=clients,
-        alpha=alpha,
         batch_size=batch,
         max_multiple=max_multiple,
-        recipe=configured if compress is None else replace(configured, compress=compress),
-        device=torch_device(device),
+        recipe=recipe_of(Training(recipe=recipe, restore=restore, epochs=epochs)),
     )
     loaded = load_features(data, backbone=backbone, image_size=image_size, precision=precision)
     features = prepared(loaded, root=root, validation=validation)
@@ -171,16 +151,15 @@ def command(
         features = projected(features, project, backbone=backbone, image_size=image_size, root=root)
     title = f"{data}, {backbone} at {image_size}x{image_size}, {clients} clients, B {batch}, {recipe} recipe"
     table = Table(COLUMNS, title=title)
-    results = []
-    accuracies: dict[str, list[float]] = {}
+    results: dict[str, list[Result]] = {}
     parts = {seed: _few_of(features, images, seed) if images else features for seed in seeds}
     for result in _runs(parts, partitions, settings, ceiling=ceiling):
-        results.append(result)
-        accuracies.setdefault(result.partition, []).append(result.accuracy)
+        results.setdefault(result.partition, []).append(result)
         table.row(*_cells(result))
+    accuracy = {name: float(np.mean([one.accuracy for one in each])) for name, each in results.items()}
     if len(seeds) > 1:
-        for name, each in accuracies.items():
-            table.row(name, "mean", np.mean(each), *(None,) * 6)
+        for name, mean in accuracy.items():
+            table.row(name, "mean", mean, *(None,) * 6)
     write_json(
         json_file,
         "fedtc",
@@ -191,8 +170,8 @@ def command(
         validation=validation,
         project=project,
         images=images,
-        runs=[asdict(result) for result in results],
-        accuracy={name: float(np.mean(each)) for name, each in accuracies.items()},
+        runs=[asdict(result) for each in results.values() for result in each],
+        accuracy=accuracy,
     )
 
 

@@ -1,10 +1,12 @@
-"""`python -m benchmarks few`: heads of fleets with few images, beside simpler classifiers of the same prototypes."""
+"""`python -m benchmarks accuracy few`: heads of fleets with few images, beside simpler classifiers."""
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
@@ -38,23 +40,8 @@ COLUMNS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """Accuracies on the test images, and the head's expected calibration error in 15 bins."""
-
-    data: str
-    classes: int
-    images: int
-    """Images of each class; of every second one if the others are `rare`."""
-    rare: int
-    seed: int
-    prototypes: int
-    head: float
-    calibration_error: float
-    nearest_mean: float
-    lda: float
-    logistic: float
-    epochs: int
+Run = dict[str, Any]
+"""Of a seed: accuracies on the test images, and the head's expected calibration error in 15 bins."""
 
 
 @click.command("few")
@@ -101,25 +88,19 @@ def command(
         plots=[_plot(runs)],
         backbone=backbone,
         image_size=image_size,
-        runs=[asdict(run) for run in runs],
+        runs=runs,
     )
 
 
 def _plot(runs: Sequence[Run]) -> Plot:
     """Return the head's mean accuracy by the images of each class, where all classes have as many."""
     series: dict[str, list[tuple[float, float]]] = {}
-    for (name, classes, size), found in groupby(
-        (run for run in runs if run.rare == run.images), key=lambda run: (run.data, run.classes, run.images)
-    ):
-        accuracy = float(np.mean([run.head for run in found]))
+    even = [run for run in runs if run["rare"] == run["images"]]
+    for (name, classes, size), found in groupby(even, key=itemgetter("data", "classes", "images")):
+        accuracy = float(np.mean([run["head"] for run in found]))
         series.setdefault(f"{name}, {classes} classes", []).append((size, accuracy))
-    return Plot(
-        title="Accuracy by images",
-        x="images of each class in the fleet",
-        y="accuracy",
-        series=series,
-        log=("x",),
-    )
+    x, y = "images of each class in the fleet", "accuracy"
+    return Plot(title="Accuracy by images", x=x, y=y, series=series, log=("x",))
 
 
 def _first(features: Features, classes: int) -> Features:
@@ -146,35 +127,30 @@ def _run(features: Features, name: str, size: int, rare: int, seed: int) -> Run:
     trained = train_head(restored, RECIPES["default"], seed=seed, device="cpu")
     chosen = np.concatenate(drawn)
     logits, truth = logits_of(trained.layers, features.test), features.test_labels
-    rivals = {
-        "logistic": LogisticRegression(max_iter=1000).fit(
-            features.train[chosen], features.train_labels[chosen]
-        ),
-    }
+    logistic = LogisticRegression(max_iter=1000).fit(features.train[chosen], features.train_labels[chosen])
+    lda = float("nan")
     if len(parts.labels) > features.classes:
-        lda = LinearDiscriminantAnalysis(
+        model = LinearDiscriminantAnalysis(
             solver="lsqr", shrinkage="auto", priors=np.full(features.classes, 1 / features.classes)
         )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # of classes with a single prototype
-            rivals["lda"] = lda.fit(restored.features, parts.labels)
-    scores: Mapping[str, float] = {
-        rival: float((model.predict(features.test) == truth).mean()) for rival, model in rivals.items()
-    }
+            lda = model.fit(restored.features, parts.labels).score(features.test, truth)
     nearest_mean = pairwise_distances_argmin(features.test, restored.centers)
-    return Run(
-        data=name,
-        classes=features.classes,
-        images=size,
-        rare=rare,
-        seed=seed,
-        prototypes=len(parts.labels),
-        head=float((logits.argmax(axis=1) == truth).mean()),
-        calibration_error=calibration_error(logits, truth),
-        epochs=trained.epochs,
-        nearest_mean=float((nearest_mean == truth).mean()),
-        **{"lda": float("nan"), **scores},
-    )
+    return {
+        "data": name,
+        "classes": features.classes,
+        "images": size,
+        "rare": rare,
+        "seed": seed,
+        "prototypes": len(parts.labels),
+        "head": float((logits.argmax(axis=1) == truth).mean()),
+        "calibration_error": calibration_error(logits, truth),
+        "nearest_mean": float((nearest_mean == truth).mean()),
+        "lda": float(lda),
+        "logistic": float(logistic.score(features.test, truth)),
+        "epochs": trained.epochs,
+    }
 
 
 def prototypes_of(
@@ -191,5 +167,5 @@ def prototypes_of(
 def _means(runs: list[Run]) -> tuple[float, ...]:
     """Return the means over the seeds of the table's last columns."""
     names = ("prototypes", "head", "calibration_error", "nearest_mean", "lda", "logistic")
-    prototypes, *rest = (float(np.mean([getattr(run, name) for run in runs])) for name in names)
+    prototypes, *rest = (float(np.mean([run[name] for run in runs])) for name in names)
     return round(prototypes), *rest

@@ -1,13 +1,11 @@
-"""`python -m benchmarks train`: the aggregator's training of a head beside the paper's recipe in plain PyTorch."""
+"""`python -m benchmarks cost train`: the aggregator's training of a head beside the paper's recipe in plain PyTorch."""
 
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import click
-import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -58,23 +56,6 @@ class Head:
     cpu_s: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """The trainings on one data set's prototypes."""
-
-    data: str
-    prototypes: int
-    feature_size: int
-    recipe: Sequence[Head]
-    """After each epoch of the paper's recipe; the time for evaluation is left out."""
-    ours: Mapping[str, Sequence[Head]]
-    """The finished head of each turn."""
-
-    def reached(self) -> Head:
-        """Return the recipe's first head that is as accurate as its last one."""
-        return next(head for head in self.recipe if head.accuracy >= self.recipe[-1].accuracy)
-
-
 @click.command("train")
 @selected("--data", "names", choices=NAMES)
 @click.option(
@@ -85,51 +66,36 @@ class Comparison:
     help="Of the paper's recipe.",
 )
 @click.option("--turns", type=click.IntRange(min=1), default=TURNS, show_default=True, help="Of ours.")
-@click.option(
-    "--resume",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="File that --json wrote earlier: its data sets are not repeated.",
-)
 @json_option
-def command(
-    *, names: tuple[str, ...], epochs: int, turns: int, resume: Path | None, json_file: Path | None
-) -> None:
+def command(*, names: tuple[str, ...], epochs: int, turns: int, json_file: Path | None) -> None:
     """Time the aggregator's training against the paper's recipe in plain PyTorch, on the same prototypes."""
-    stored = json.loads(resume.read_text(encoding="utf-8"))["runs"] if resume else []
-    every = {each.data: each for each in msgspec.convert(stored, list[Comparison])}
+    setting = f"{PARTITION}, B 5, {BACKBONE} at {IMAGE_SIZE}x{IMAGE_SIZE}, {torch.get_num_threads()} threads"
+    table, runs = Table(COLUMNS, title=setting), []
     for name in names:
-        if name not in every:
-            every[name] = _compare(name, epochs=epochs, turns=turns)
-    table = Table(
-        COLUMNS,
-        title=f"{PARTITION}, B 5, {BACKBONE} at {IMAGE_SIZE}x{IMAGE_SIZE}, {torch.get_num_threads()} threads",
-    )
-    for each in every.values():
-        _show(table, each)
-    write_json(
-        json_file, "train", tables=[table], epochs=epochs, runs=[asdict(each) for each in every.values()]
-    )
+        recipe, ours = _compare(name, epochs=epochs, turns=turns)
+        _show(table, name, recipe, ours)
+        heads = {title: list(map(asdict, each)) for title, each in ours.items()}
+        runs.append({"data": name, "recipe": list(map(asdict, recipe)), "ours": heads})
+    write_json(json_file, "train", tables=[table], epochs=epochs, runs=runs)
 
 
-def _compare(name: str, *, epochs: int, turns: int) -> Comparison:
+def _compare(name: str, *, epochs: int, turns: int) -> tuple[list[Head], dict[str, list[Head]]]:
+    """Return the head after each epoch of the paper's recipe, and the finished heads of our turns."""
     features = load_features(name, backbone=BACKBONE, image_size=IMAGE_SIZE)
-    settings = Settings(clients=10, alpha=0.99, batch_size=5, recipe=RECIPES["default"], device="cpu")
-    parts = fleet_prototypes(features, PARTITION, settings, seed=0)
+    parts = fleet_prototypes(features, PARTITION, Settings(), seed=0)
     data = combine(list(parts.values()), num_classes=features.classes)
-    plain = _plain(data, features)
-    recipe: list[Head] = []
+    plain, recipe = _plain(data, features), list[Head]()
     ours: dict[str, list[Head]] = {title: [] for title in OURS}
     for turn in range(turns):
         for title, settings_of in OURS.items():
             ours[title].append(_ours(data, features, settings_of))
         recipe += [next(plain) for _ in range(len(recipe), epochs * (turn + 1) // turns)]
-    return Comparison(
-        data=name,
-        prototypes=len(data.labels),
-        feature_size=data.values.shape[1],
-        recipe=recipe,
-        ours=ours,
-    )
+    return recipe, ours
+
+
+def reached(recipe: Sequence[Head]) -> Head:
+    """Return the recipe's first head that is as accurate as its last one."""
+    return next(head for head in recipe if head.accuracy >= recipe[-1].accuracy)
 
 
 def _ours(data: TrainingSet, features: Features, recipe: Recipe) -> Head:
@@ -178,18 +144,16 @@ def _plain(data: TrainingSet, features: Features) -> Iterator[Head]:
         yield Head(accuracy=_share(predicted, features), wall_s=wall_s, cpu_s=cpu_s)
 
 
-def _show(table: Table, made: Comparison) -> None:
-    reached, last = made.reached(), made.recipe[-1]
-    table.row(
-        *(f"{made.data}", f"the paper's, {len(made.recipe)} epochs", last.accuracy, last.wall_s, last.cpu_s),
-        *(reached.wall_s, reached.cpu_s, 1.0, 1.0),
-    )
-    for title, heads in made.ours.items():
+def _show(table: Table, name: str, recipe: Sequence[Head], ours: Mapping[str, Sequence[Head]]) -> None:
+    first, last = reached(recipe), recipe[-1]
+    figures = (last.accuracy, last.wall_s, last.cpu_s, first.wall_s, first.cpu_s, 1.0, 1.0)
+    table.row(name, f"the paper's, {len(recipe)} epochs", *figures)
+    for title, heads in ours.items():
         accuracy = heads[0].accuracy
         wall_s, cpu_s = (
-            float(np.median([getattr(head, name) for head in heads])) for name in ("wall_s", "cpu_s")
+            float(np.median([getattr(head, figure) for head in heads])) for figure in ("wall_s", "cpu_s")
         )
         sooner: tuple[float | None, ...] = (None,) * 4
         if accuracy >= last.accuracy:
-            sooner = (wall_s, cpu_s, reached.wall_s / wall_s, reached.cpu_s / cpu_s)
-        table.row(made.data, f"ours, {title}", accuracy, wall_s, cpu_s, *sooner)
+            sooner = (wall_s, cpu_s, first.wall_s / wall_s, first.cpu_s / cpu_s)
+        table.row(name, f"ours, {title}", accuracy, wall_s, cpu_s, *sooner)

@@ -1,11 +1,13 @@
 """Fleets whose devices differ: in their domain, in their mixture of classes, or in both."""
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.data.features import load_features
+from benchmarks.data.images import DIGITS, PACS
 from protocol.errors import ConfigError
 from protofleet.simulation.fleet import Client, Features
 from protofleet.simulation.partitions import Partition, share_out
@@ -141,6 +143,28 @@ def _client(
         weights=weights / weights.sum(),
         normalized=domain.normalized,
     )
+
+
+PLANS: Mapping[str, Mapping[str, tuple[int, int]]] = MappingProxyType(
+    {
+        "digits": dict(zip(DIGITS, ((3, 40), (7, 20), (6, 80), (4, 20)), strict=True)),
+        "pacs": dict(zip(PACS, ((3, 35), (2, 35), (1, 35), (4, 35)), strict=True)),
+    }
+)
+"""The devices of each domain, and the images of each: 20 devices, as in FPL's paper, and 10."""
+
+VALIDATION_SHARE = 0.6
+"""Share of the devices' images of which the rest are for evaluation."""
+
+
+def planned(name: str, domains: Mapping[str, Features], *, seed: int, validation: bool) -> list[Client]:
+    """Return the devices of one of PLANS; a validation on PACS, which is small, gives them fewer images."""
+    plan = PLANS[name]
+    if name == "pacs" and validation:
+        plan = {
+            domain: (devices, round(VALIDATION_SHARE * images)) for domain, (devices, images) in plan.items()
+        }
+    return unequal(domains, plan, rng=np.random.default_rng(seed), validation=validation)
 
 
 SHIFTS = ("feature", "label", "both")

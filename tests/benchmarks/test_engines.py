@@ -12,7 +12,7 @@ from benchmarks.__main__ import cli
 def test_jobs_of_both_engines_are_measured(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="needs ray")
     file = tmp_path / "engines.json"
-    arguments = ["engines", "--devices", "60", "--features", "4", "--json", str(file)]
+    arguments = ["cost", "engines", "--devices", "60", "--features", "4", "--json", str(file)]
     result = CliRunner().invoke(cli, arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     (run,) = json.loads(file.read_text())["runs"]

@@ -18,7 +18,7 @@ SMALL = ("--data", "mnist", "--backbone", BACKBONE, "--image-size", "32")
 
 
 def _fedtc(*arguments: str) -> Result:
-    return CliRunner().invoke(cli, ["fedtc", *SMALL, *arguments])
+    return CliRunner().invoke(cli, ["accuracy", "fedtc", *SMALL, *arguments])
 
 
 @pytest.fixture
@@ -77,13 +77,11 @@ def test_few_images_of_each_class(folders: Path, monkeypatch: pytest.MonkeyPatch
         "0",
         "--seed",
         "1",
-        "--device",
-        "cpu",
     )
-    result = _fedtc(*options, "--clients", "1", "--alpha", "1", "--json", str(report))
+    result = _fedtc(*options, "--clients", "1", "--json", str(report))
     assert result.exit_code == 0, result.output
     runs = json.loads(report.read_text())["runs"]
-    assert [run["images"] for run in runs] == [90] * 4
+    assert [run["images"] for run in runs[2:]] == [90] * 2
     assert runs[2]["accuracy"] != runs[3]["accuracy"]
 
 

@@ -15,7 +15,7 @@ def test_few_benchmark_writes_its_report(tmp_path: Path, monkeypatch: pytest.Mon
     fill_cache(tmp_path, monkeypatch, {"mnist": features_of_digits(train=800, test=200)})
     report = tmp_path / "report.json"
     sizes = ("--images", "1", "--images", "8", "--images", "5000")
-    arguments = ["few", "--data", "mnist", "--seed", "0", *sizes, "--json", str(report)]
+    arguments = ["accuracy", "few", "--data", "mnist", "--seed", "0", *sizes, "--json", str(report)]
     result = CliRunner().invoke(cli, arguments)
     assert result.exit_code == 0, result.output
     runs = json.loads(report.read_text())["runs"]

@@ -5,21 +5,21 @@ from pathlib import Path
 
 from click.testing import CliRunner
 
-from benchmarks.cost.fleet import command
-from benchmarks.cost.fleet_load import storm
+from benchmarks.fleet import storm
+from benchmarks.fleet.size import command
 from tests.support.network.brokers import needs_mosquitto
 
 pytestmark = needs_mosquitto
 
 
-def test_a_fleet_with_a_real_device(tmp_path: Path) -> None:
-    """Every device, simulated or real, uploads a submission and has the head."""
+def test_every_device_of_a_fleet_has_the_head(tmp_path: Path) -> None:
+    """The command fails if a submission or an evaluation is lost."""
     file = tmp_path / "figures.json"
-    result = CliRunner().invoke(command, ["--devices", "4", "--real", "1", "--json", str(file)])
+    result = CliRunner().invoke(command, ["--devices", "4", "--json", str(file)])
     assert result.exit_code == 0, result.output
     (run,) = json.loads(file.read_text())["runs"]
-    assert (run["devices"], run["real"]) == (4, 1)
-    assert run["peak_bytes"] >= run["before_bytes"] > 0
+    assert run["devices"] == 4
+    assert run["aggregator_peak_bytes"] >= run["before_bytes"] > 0
 
 
 def test_idle_connections_come_back_after_a_restart_of_the_broker(tmp_path: Path) -> None:
@@ -38,4 +38,4 @@ def test_all_devices_are_served_after_each_storm(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     uploads, aggregator, rest = json.loads(file.read_text())["runs"]
     assert uploads["frames"] >= 4 <= aggregator["frames"]
-    assert (aggregator["connections"], rest["connections"] >= 4) == (0, True)
+    assert (aggregator["attempts"], rest["attempts"] >= 4) == (0, True)

@@ -10,13 +10,12 @@ import torch
 from click.testing import CliRunner
 
 from aggregator.algorithms.fedtc.adapter import Head as FedtcHead
-from benchmarks.accuracy.flower import command as flower
-from benchmarks.accuracy.flower.app.flower_app import task
-from benchmarks.accuracy.flower.fleets import Meter, Outcome, Round, Setting, _evaluated, run_ours
-from benchmarks.accuracy.flower.observation import Traffic, Usage
-from benchmarks.accuracy.flower.tuning import accuracies
-from benchmarks.cost.processes import free_address
 from benchmarks.data.features import backbone_file, load_features
+from benchmarks.fleet.flower import command as flower
+from benchmarks.fleet.flower.app.flower_app import task
+from benchmarks.fleet.flower.fleets import Meter, Outcome, Round, Setting, _evaluated, run_ours
+from benchmarks.fleet.flower.observation import Traffic, Usage
+from benchmarks.processes import free_address
 from protocol.errors import ConfigError, ProtofleetError
 from tests.benchmarks.feature_factory import domain, fill_data, fill_weights, make_folders, pixels_of_digits
 
@@ -55,12 +54,6 @@ def test_a_client_takes_the_steps_of_pytorchs_optimizer(mu: float) -> None:
             optimizer.step()
     for ours, theirs in zip(head.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
-
-
-def test_rounds_in_process_learn() -> None:
-    features = domain(0, classes=3, images=90)
-    setting = Setting(learning_rate=0.1, epochs=3)
-    assert list(accuracies(features, np.arange(90) % 2, setting, rounds=4))[-1] > 0.9
 
 
 def test_rounds_are_counted_until_half_a_point_below_the_own_best() -> None:

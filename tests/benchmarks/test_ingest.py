@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.cost.uploads.ingest import DISCARDS, OURS, STORES, ingest
+from benchmarks.cost.uploads.ingest import DISCARDS, OURS, STORES, command
 from tests.support.network.brokers import needs_mosquitto
 
 
@@ -15,7 +15,7 @@ def test_ingest_benchmark_writes_its_figures(tmp_path: Path) -> None:
     """Every receiver gets every message, the aggregator accepts every submission, and each cost is compared."""
     file = tmp_path / "figures.json"
     arguments = ["--devices", "2", "--megabytes", "0.2", "--load", "0.8", "--repetitions", "1"]
-    result = CliRunner().invoke(ingest, [*arguments, "--json", str(file)])
+    result = CliRunner().invoke(command, [*arguments, "--json", str(file)])
     assert result.exit_code == 0, result.output
     written = json.loads(file.read_text())
     assert [row[0] for row in written["tables"][0]["rows"]] == [DISCARDS, STORES, OURS]

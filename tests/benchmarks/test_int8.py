@@ -1,4 +1,4 @@
-"""`python -m benchmarks int8` compares a network in both precisions."""
+"""`python -m benchmarks device int8` compares a network in both precisions."""
 
 import json
 from pathlib import Path
@@ -9,9 +9,9 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
-from benchmarks.cost.int8 import command
 from benchmarks.data import features
 from benchmarks.data.images import DataSet, Labeled
+from benchmarks.device.int8 import command
 from edge_client.runtime.backbone import open_backbone
 from export.to_onnx import export_module
 from tests.support.graphs.torch_networks import described, tiny_network

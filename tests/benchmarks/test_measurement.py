@@ -2,7 +2,7 @@ import sys
 
 import pytest
 
-from benchmarks.programs.measurement import in_turns, median, ratio, run
+from benchmarks.device.measurement import in_turns, median, ratio, run
 from protocol.errors import ProtofleetError
 
 needs_linux = pytest.mark.skipif(

@@ -39,7 +39,7 @@ def test_prototypes_are_no_worse_than_the_nearest_class_mean(features: Features)
     """FedTC's heads of the few images that make a choice by cross-validation hard; a draw's gain deviates by 0.02."""
     for images in (3, 10, 30):
         runs = [_run(features, "", images, images, seed) for seed in range(4)]
-        assert np.mean([run.head - run.nearest_mean for run in runs]) >= -0.005, images
+        assert np.mean([run["head"] - run["nearest_mean"] for run in runs]) >= -0.005, images
 
 
 def test_sums_are_no_worse_than_the_nearest_class_mean(features: Features) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.programs import start
+from benchmarks.device import start
 from tests.support.network.brokers import needs_mosquitto
 
 
@@ -19,7 +19,7 @@ def test_a_started_device_takes_at_most_1_5_times_the_memory_of_its_libraries(
     file = tmp_path / "start.json"
 
     arguments = ["--repetitions", "1", "--json", str(file)]
-    result = CliRunner().invoke(start.start, arguments, catch_exceptions=False)
+    result = CliRunner().invoke(start.command, arguments, catch_exceptions=False)
 
     assert result.exit_code == 0, result.output
     report = json.loads(file.read_text())

@@ -11,11 +11,8 @@ from aggregator.algorithms.fedtc.recipe import RECIPES
 from aggregator.algorithms.hierarchical import Hierarchical
 from aggregator.algorithms.statistics.feature_map import Statistics
 from benchmarks.__main__ import cli
-from benchmarks.accuracy import fedpcl
+from benchmarks.accuracy import baselines
 from benchmarks.accuracy.which import methods
-from benchmarks.accuracy.which.command import stored_runs
-from benchmarks.accuracy.which.scenarios import SCENARIOS
-from benchmarks.accuracy.which.tables import BEGIN, END, write_tables
 from benchmarks.data import domains
 from benchmarks.data.features import cached_name
 from benchmarks.data.images import DIGITS
@@ -24,49 +21,37 @@ from protofleet.simulation.fleet import Features
 from tests.benchmarks.feature_factory import domain, fill_cache, make_folders
 from tests.support.graphs.exported_graphs import exported
 
-ROOT = Path(__file__).parents[2]
-PAGE, STORED = (
-    ROOT / "benchmarks" / "reports" / "which-algorithm.md",
-    ROOT / "benchmarks" / "results" / "which.json",
-)
-
 
 def make_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out what takes time: adapters, random features, most passes, and three of four programs."""
     linear = dataclasses.replace(RECIPES["default"], adapter=False)
-    alone = dataclasses.replace(fedpcl.RECIPES["Solo"], rounds=4)
+    alone = dataclasses.replace(baselines.ALONE, rounds=4)
     for module in (algorithms, recipe):
         monkeypatch.setattr(module, "RECIPES", {"default": linear})
-    monkeypatch.setattr(fedpcl, "RECIPES", {"Solo": alone})
+    monkeypatch.setattr(baselines, "ALONE", alone)
     monkeypatch.setattr(algorithms, "Statistics", lambda: Statistics(features=32))
     monkeypatch.setattr(methods, "IN_ROUNDS", (Hierarchical(directions=1),))
     monkeypatch.setattr(rounds, "_built", exported)
 
 
-def test_which_benchmark_writes_its_report_and_its_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every algorithm trains on the same devices; of each, the page has accuracy, bytes and relative time."""
+def test_which_benchmark_writes_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every algorithm trains on the same devices; of each, the table has accuracy, bytes and relative time."""
     features = {
         cached_name(name, 2000): domain(seed, classes=10, images=140) for seed, name in enumerate(DIGITS)
     }
     fill_cache(tmp_path, monkeypatch, features)
     make_cheap(monkeypatch)
-    report, page = tmp_path / "report.json", tmp_path / "page.md"
-    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    options = ("--scenario", "domain-few", "--seed", "0", "--json", str(report), "--markdown", str(page))
-    result = CliRunner().invoke(cli, ["which", *options])
+    report = tmp_path / "report.json"
+    options = ("--scenario", "domain-few", "--seed", "0", "--json", str(report))
+    result = CliRunner().invoke(cli, ["accuracy", "which", *options])
     assert result.exit_code == 0, result.output
-    runs = {run["algorithm"]: run for run in json.loads(report.read_text())["runs"]}
+    written = json.loads(report.read_text())
+    runs = {run["algorithm"]: run for run in written["runs"]}
     assert list(runs) == [name for name in methods.NAMES if name not in {"fedpcl", "fpl", "fedproto"}]
     for run in runs.values():
         assert len(run["own"]) == len(run["everywhere"]) == len(DIGITS)
         assert min(run["own"]) > 0.5
-    text = page.read_text()
-    assert text.startswith(f"before\n{BEGIN}\n")
-    assert text.endswith(f"{END}\nafter\n")
-    first = next(line for line in text.splitlines() if line.startswith("| fedtc |"))
-    cells = [cell.strip() for cell in first.strip("|").split("|")]
+    ((cells, *_),) = (table["rows"] for table in written["tables"])
     run = runs["fedtc"]
     assert cells[1:4] == ["1", f"{run['up_bytes'] / 1e3:,.0f}", f"{run['down_bytes'] / 1e3:,.0f}"]
     assert cells[5] == f"{100 * sum(run['own']) / len(DIGITS):.1f}"
@@ -90,10 +75,10 @@ def test_hidden_layers_take_their_recipe_and_their_own_file(
     make_folders(tmp_path, monkeypatch)
     make_cheap(monkeypatch)
     monkeypatch.setattr(domains, "load_features", load)
-    alone = dataclasses.replace(fedpcl.RECIPES["Solo"], learning_rate=1e-9, rounds=1)
-    monkeypatch.setattr(fedpcl, "DEEPER_RECIPES", {"Solo": alone})
+    alone = dataclasses.replace(baselines.ALONE, learning_rate=1e-9, rounds=1)
+    monkeypatch.setattr(baselines, "ALONE_DEEPER", alone)
     report = tmp_path / "report.json"
-    options = ["which", "--scenario", "domain-few", "--seed", "0", "--json", str(report)]
+    options = ["accuracy", "which", "--scenario", "domain-few", "--seed", "0", "--json", str(report)]
     names = ["--algorithm", "statistics", "--algorithm", methods.ALONE]
     result = CliRunner().invoke(cli, [*options, *names, "--layers", "c384,c576"])
     assert result.exit_code == 0, result.output
@@ -114,12 +99,11 @@ def test_stored_runs_are_not_repeated_and_each_row_states_its_seeds(
     }
     fill_cache(tmp_path, monkeypatch, features)
     make_cheap(monkeypatch)
-    report, page = tmp_path / "report.json", tmp_path / "page.md"
-    page.write_text(f"{BEGIN}\n{END}\n")
+    report = tmp_path / "report.json"
 
     def run(*options: str) -> list[dict[str, object]]:
         result = CliRunner().invoke(
-            cli, ["which", "--scenario", "domain-few", "--json", str(report), *options]
+            cli, ["accuracy", "which", "--scenario", "domain-few", "--json", str(report), *options]
         )
         assert result.exit_code == 0, result.output
         runs: list[dict[str, object]] = json.loads(report.read_text())["runs"]
@@ -128,7 +112,7 @@ def test_stored_runs_are_not_repeated_and_each_row_states_its_seeds(
     first = run("--seed", "0", "--algorithm", "fedtc")
     assert [(each["algorithm"], each["seed"]) for each in first] == [(methods.FEDTC, 0)]
     monkeypatch.setattr(algorithms, "train_prototypes", None)
-    resumed = ("--resume", str(report), "--markdown", str(page))
+    resumed = ("--resume", str(report))
     run("--seed", "0", "--algorithm", "fedtc", "--algorithm", methods.ALONE, *resumed)
     both = run("--seed", "1", "--algorithm", methods.ALONE, *resumed)
     assert both[:1] == first
@@ -136,37 +120,8 @@ def test_stored_runs_are_not_repeated_and_each_row_states_its_seeds(
         (methods.ALONE, 0),
         (methods.ALONE, 1),
     ]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in _tables(page) if "|" in line]
-    assert [(row[0], row[-2], bool(row[-3])) for row in rows[2:]] == [
+    rows = json.loads(report.read_text())["tables"][0]["rows"]
+    assert [(row[0], row[-2], bool(row[-3])) for row in rows] == [
         (methods.FEDTC, "0", True),
         (methods.ALONE, "0, 1", False),
     ]
-
-
-def test_tables_of_the_page_are_those_of_the_stored_runs(tmp_path: Path) -> None:
-    """`--resume benchmarks/results/which.json --markdown` with nothing left to run leaves the page as it is."""
-    page = tmp_path / "page.md"
-    page.write_text(PAGE.read_text())
-    write_tables(page, stored_runs(STORED))
-    assert page.read_text() == PAGE.read_text()
-
-
-def test_tables_of_scenarios_that_were_not_run_stay(tmp_path: Path) -> None:
-    """All are in the order of the scenarios, in whatever order they were run."""
-    page = tmp_path / "page.md"
-    runs = [dataclasses.replace(run, everywhere=(0.5,)) for run in stored_runs(STORED)]
-    page.write_text(PAGE.read_text())
-    write_tables(page, runs)
-    complete = page.read_text()
-    page.write_text(f"{complete.partition(BEGIN)[0]}{BEGIN}\n{END}{complete.partition(END)[2]}")
-    for name in reversed([*SCENARIOS]):
-        write_tables(page, [run for run in runs if run.scenario == name])
-    assert page.read_text() == complete
-    others = [dataclasses.replace(run, everywhere=(0.25,)) for run in runs if run.scenario == "alike-few"]
-    write_tables(page, others)
-    first, *rest = complete.split("\n### ")[1:]
-    assert page.read_text().split("\n### ")[1:] == [first.replace(" 50.0 ", " 25.0 "), *rest]
-
-
-def _tables(page: Path) -> list[str]:
-    return page.read_text().partition(BEGIN)[2].partition(END)[0].splitlines()

@@ -6,7 +6,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("protocol", "edge_client", "aggregator", "export", "tests", "benchmarks", "examples", "docs")
+FOLDERS = (
+    "protocol",
+    "edge_client",
+    "aggregator",
+    "export",
+    "tests",
+    "benchmarks",
+    "research",
+    "examples",
+    "docs",
+)
 REPLACED = {
     r"pictures?": "image",
     r"(no|some|every|any)body|whoever": "client, operator, attacker, device",

@@ -28,6 +28,7 @@ PAGES = [
     *ROOT.glob("docs/**/*.md"),
     *ROOT.glob("examples/**/*.md"),
     *ROOT.glob("benchmarks/reports/*.md"),
+    ROOT / "research" / "README.md",
     ROOT / "tests" / "README.md",
 ]
 

@@ -5,7 +5,7 @@ the median device (`[robust]` max_multiple) and, among SHARED_BY devices or more
 images of each class then count in proportion, and where the images of a class are added up, as in rounds and class
 sums, at most `class_share` of the class. With the multiple 0 all images count.
 
-`python -m benchmarks research poisoned-statistics` measures what attackers and honest fleets lose by these limits.
+`python -m research poisoned-statistics` measures what attackers and honest fleets lose by these limits.
 """
 
 import math

@@ -1,62 +1,67 @@
-"""`python -m benchmarks which`: every algorithm with its defaults on the same fleets."""
+"""`python -m benchmarks accuracy which`: every algorithm with its defaults on the same fleets."""
 
 import json
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import click
 import msgspec
 import numpy as np
 
-from benchmarks.accuracy import fedpcl, fpl
-from benchmarks.accuracy.which.methods import NAMES, Trained, train_all
+from benchmarks.accuracy.which.methods import FEDTC, NAMES, Trained, train_all
 from benchmarks.accuracy.which.scenarios import FASHION, SCENARIOS, Domains
-from benchmarks.accuracy.which.tables import Run, groups_of, mean_of, uploads_of, write_tables
 from benchmarks.data.domains import load_domains
 from benchmarks.options import repeated
 from benchmarks.report import Table, commit, json_option, write_json
 from protofleet.simulation.algorithms import Logits
 from protofleet.simulation.fleet import Client, Features
 
-BACKBONE = "mobilenetv2_100"
+BACKBONE, IMAGE_SIZE = "mobilenetv2_100", 96
+IMAGES = 2000
+"""Of each part of a data set of digits, at most."""
+
 TEST_IMAGES = 2000
 """Of each domain, at most; all domains of a fleet have the same number."""
 
 ALGORITHMS = tuple(dict.fromkeys(name.partition(",")[0] for name in NAMES))
 
 COLUMNS = {
-    "scenario": "<14", "algorithm": "<30", "seed": ">6", "uploads": ">9", "kB up": ">10,.0f", "kB down": ">10,.0f",
-    "all": ">8.1%", "own": ">8.1%", "prior": ">8.1%", "seconds": ">9.1f",
+    "algorithm": "<30", "uploads": ">9", "kB up": ">10", "kB down": ">10", "all test images": ">17",
+    "own share": ">13", "with the prior": ">16", "time": ">7", "seeds": ">9", "commit": ">10",
 }  # fmt: skip
 
 
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One algorithm on one fleet, with accuracies of each client's own head, in the order of the clients."""
+
+    scenario: str
+    algorithm: str
+    seed: int
+    everywhere: tuple[float, ...]
+    """On the test images of all domains, all classes alike."""
+    own: tuple[float, ...]
+    """On the test images of the client's domain, in its own mixture of classes."""
+    own_with_prior: tuple[float, ...]
+    """The same with the class prior of the client's images; empty if not measured."""
+    uploads: int
+    up_bytes: float
+    down_bytes: float
+    seconds: float
+    commit: str = ""
+    """Of the code that ran."""
+
+
 @click.command("which")
-@repeated(
-    "--scenario",
-    "names",
-    type=click.Choice(list(SCENARIOS)),
-    default=tuple(SCENARIOS),
-    help="May be repeated.",
-)
-@repeated(
-    "--algorithm",
-    "algorithms",
-    type=click.Choice(ALGORITHMS),
-    default=ALGORITHMS,
-    help="May be repeated.",
-)
-@fedpcl.layers_option
+@repeated("--scenario", "names", type=click.Choice(list(SCENARIOS)), default=tuple(SCENARIOS))
+@repeated("--algorithm", "algorithms", type=click.Choice(ALGORITHMS), default=ALGORITHMS)
+@click.option("--layers", metavar="LAYER,...", default="", help="Blocks of the backbone.  [default: last]")
 @repeated("--seed", "seeds", type=int, default=(0, 1, 2), help="Of the devices' images; may be repeated.")
 @click.option(
     "--resume",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="File that --json wrote earlier: its runs are not repeated, and are in the tables and in the new file.",
-)
-@click.option(
-    "--markdown",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Write the tables into this page, such as benchmarks/reports/which-algorithm.md; other scenarios stay.",
 )
 @json_option
 def command(
@@ -66,49 +71,40 @@ def command(
     layers: str,
     seeds: tuple[int, ...],
     resume: Path | None,
-    markdown: Path | None,
     json_file: Path | None,
 ) -> None:
     """Compare all algorithms, with their defaults, on fleets that differ in different ways."""
-    table = Table(COLUMNS)
-    if resume and json.loads(resume.read_text(encoding="utf-8")).get("layers", "") != layers:
+    stored = json.loads(resume.read_text(encoding="utf-8")) if resume else {"layers": layers, "runs": []}
+    if stored.get("layers", "") != layers:
         raise click.UsageError(f"{resume} has other layers: give the same --layers")
-    runs = {_key(run): run for run in (stored_runs(resume) if resume else ())}
+    runs = {_key(run): run for run in msgspec.convert(stored["runs"], list[Run])}
     rows = [row for row in NAMES if row.partition(",")[0] in algorithms]
+
+    def store(tables: Sequence[Table] = ()) -> None:
+        every = [asdict(run) for run in runs.values()]
+        write_json(json_file, "which", tables=tables, backbone=BACKBONE, layers=layers, runs=every)
+
     for seed in seeds:
         for name in names:
             missing = [row for row in rows if (name, row, seed) not in runs]
             for run in _runs(name, seed, missing, layers) if missing else ():
                 runs[_key(run)] = run
-                table.row(*_cells([run], seed))
-                _store(json_file, runs.values(), layers)
-    for each in groups_of(runs.values()).values():
-        table.row(*_cells(each, "mean"))
-    _store(json_file, runs.values(), layers)
-    if markdown:
-        write_tables(markdown, runs.values())
+                click.echo(f"{name}, seed {seed}, {run.algorithm}: {np.mean(run.everywhere):.1%}", err=True)
+                store()
+    store(tables_of(runs.values()))
 
 
 def _key(run: Run) -> tuple[str, str, int]:
     return run.scenario, run.algorithm, run.seed
 
 
-def stored_runs(file: Path) -> list[Run]:
-    """Return the runs of a file that `--json` wrote."""
-    return msgspec.convert(json.loads(file.read_text(encoding="utf-8"))["runs"], list[Run])
-
-
-def _store(file: Path | None, runs: Collection[Run], layers: str) -> None:
-    write_json(file, "which", backbone=BACKBONE, layers=layers, runs=[asdict(run) for run in runs])
-
-
 def _runs(name: str, seed: int, rows: Collection[str], layers: str) -> Iterator[Run]:
     scenario = SCENARIOS[name]
     domains = load_domains(
         scenario.domains,
-        fedpcl.backbones_of(layers, 1),
-        image_size=fpl.IMAGE_SIZE,
-        at_most=None if scenario.domains == (FASHION,) else fpl.IMAGES,
+        [f"{BACKBONE}:{layers}" if layers else BACKBONE],
+        image_size=IMAGE_SIZE,
+        at_most=None if scenario.domains == (FASHION,) else IMAGES,
     )
     classes = next(iter(domains.values())).classes
     clients = judged_by_all(scenario.clients(_with_fewer_tests(domains), seed))
@@ -119,14 +115,11 @@ def _runs(name: str, seed: int, rows: Collection[str], layers: str) -> Iterator[
 def _with_fewer_tests(domains: Domains) -> dict[str, Features]:
     """Return domains with the same number of test images each, the same ones for every seed."""
     number = min(TEST_IMAGES, *(len(domain.test) for domain in domains.values()))
-    chosen = {
-        name: np.random.default_rng(0).permutation(len(domain.test))[:number]
-        for name, domain in domains.items()
-    }
-    return {
-        name: replace(domain, test=domain.test[chosen[name]], test_labels=domain.test_labels[chosen[name]])
-        for name, domain in domains.items()
-    }
+    few = {}
+    for name, domain in domains.items():
+        rows = np.random.default_rng(0).permutation(len(domain.test))[:number]
+        few[name] = replace(domain, test=domain.test[rows], test_labels=domain.test_labels[rows])
+    return few
 
 
 def judged_by_all(clients: Sequence[Client]) -> list[Client]:
@@ -171,13 +164,43 @@ def _run(scenario: str, algorithm: str, seed: int, clients: Sequence[Client], tr
     )
 
 
-def _cells(runs: Sequence[Run], seed: int | str) -> tuple[object, ...]:
-    """Return a row on stdout: means over the seeds."""
-    first = runs[0]
-    return (
-        *(first.scenario, first.algorithm, seed, uploads_of(runs)),
-        *(mean_of(runs, "up_bytes") / 1e3, mean_of(runs, "down_bytes") / 1e3),
-        *(mean_of(runs, "everywhere"), mean_of(runs, "own")),
-        mean_of(runs, "own_with_prior") if first.own_with_prior else None,
-        mean_of(runs, "seconds"),
-    )
+def tables_of(runs: Collection[Run]) -> list[Table]:
+    """Print a table for each scenario: means over the seeds of an algorithm."""
+    tables = []
+    for name, scenario in SCENARIOS.items():
+        mine = sorted((run for run in runs if run.scenario == name), key=lambda run: run.seed)
+        if not mine:
+            continue
+        table = Table(COLUMNS, title=f"{scenario.title}. {scenario.text.removesuffix('.')}")
+        units = {run.seed: run.seconds for run in mine if run.algorithm == FEDTC}
+        for algorithm in NAMES:
+            if each := [run for run in mine if run.algorithm == algorithm]:
+                table.row(algorithm, *_cells(each, shift=scenario.shift, units=units))
+        tables.append(table)
+    return tables
+
+
+def _cells(runs: Sequence[Run], *, shift: str, units: Mapping[int, float]) -> Iterator[str | None]:
+    """Yield a row's cells after the name; accuracies that are the same by design are left out.
+
+    `units` are FedTC's seconds by seed; a row without FedTC's of all its seeds has no time.
+    """
+    if runs[0].uploads:
+        yield " or ".join(map(str, sorted({run.uploads for run in runs})))
+        for size in ("up_bytes", "down_bytes"):
+            yield f"{np.mean([getattr(run, size) for run in runs]) / 1e3:,.0f}"
+    else:
+        yield from (None,) * 3
+    for name, is_shown in (
+        ("everywhere", True),
+        ("own", shift != "none"),
+        ("own_with_prior", shift == "label"),
+    ):
+        means = [100 * np.mean(getattr(run, name)) for run in runs if is_shown and getattr(run, name)]
+        deviation = f" ± {np.std(means):.1f}" if len(means) > 1 else ""
+        yield f"{np.mean(means):.1f}{deviation}" if means else None
+    seeds = [run.seed for run in runs]
+    has_time = units.keys() >= set(seeds)
+    yield f"{sum(run.seconds for run in runs) / sum(map(units.__getitem__, seeds)):.1f}" if has_time else None
+    yield ", ".join(map(str, seeds))
+    yield ", ".join(dict.fromkeys(run.commit for run in runs))

@@ -16,8 +16,7 @@ from aggregator.algorithms.fpl import FPL
 from aggregator.algorithms.hierarchical import Hierarchical
 from aggregator.algorithms.layers import log_prior
 from aggregator.config.schema import Client as ClientSettings
-from benchmarks.accuracy import fedpcl
-from benchmarks.accuracy.baselines import baseline_logits
+from benchmarks.accuracy import baselines
 from protofleet.simulation import algorithms
 from protofleet.simulation.algorithms import SEED, Logits
 from protofleet.simulation.fleet import Client
@@ -81,8 +80,8 @@ def _rounds(algorithm: RoundAlgorithm, clients: Sequence[Client], *, classes: in
 
 def _alone(clients: Sequence[Client], *, classes: int) -> Trained:
     started_s = time.process_time()
-    recipe = fedpcl.recipes_of(deeper=clients[0].normalized)["Solo"]
-    logits = baseline_logits("Solo", clients, recipe, classes=classes, seed=SEED)
+    recipe = baselines.ALONE_DEEPER if clients[0].normalized else baselines.ALONE
+    logits = baselines.baseline_logits("Solo", clients, recipe, classes=classes, seed=SEED)
     return Trained(logits=logits, seconds=time.process_time() - started_s)
 
 

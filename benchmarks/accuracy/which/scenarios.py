@@ -6,8 +6,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from benchmarks.accuracy import fpl
-from benchmarks.data.domains import feature_shift, shifted, unequal
+from benchmarks.data.domains import feature_shift, planned, shifted, unequal
 from benchmarks.data.images import DIGITS
 from protofleet.simulation.fleet import Client, Features
 
@@ -95,10 +94,10 @@ SCENARIOS: Mapping[str, Scenario] = MappingProxyType(
         "domains": Scenario(
             title="Several devices in each domain",
             text="20 devices on the same four domains, 3 with 40 images, 7 with 20, 6 with 80 and 4 with 20 "
-            "(`python -m benchmarks fpl --data digits`).",
+            "(`python -m research fpl --data digits`).",
             shift="feature",
             domains=DIGITS,
-            clients=lambda domains, seed: fpl.fleet("digits", domains, seed=seed, validation=False),
+            clients=lambda domains, seed: planned("digits", domains, seed=seed, validation=False),
         ),
     }
 )

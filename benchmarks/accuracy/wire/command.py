@@ -1,10 +1,11 @@
-"""`python -m benchmarks wire`: bytes up against accuracy, of every algorithm and of what else one could send."""
+"""`python -m benchmarks accuracy wire`: bytes and accuracy of every algorithm and of what else devices could send."""
 
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, reduce
 from pathlib import Path
+from typing import Any
 
 import click
 import msgspec
@@ -17,16 +18,17 @@ from benchmarks.accuracy.wire.methods import (
     flower_bytes,
 )
 from benchmarks.accuracy.wire.rivals import METHODS
-from benchmarks.accuracy.wire.tuning import show_candidates
 from benchmarks.data.features import backbone_file, load_features, prepared, projected
 from benchmarks.data.images import NAMES
-from benchmarks.options import repeated
+from benchmarks.options import Option, repeated, selected
 from benchmarks.report import Plot, Table, commit, json_option, write_json
 from protofleet.simulation.fleet import Features
 from protofleet.simulation.partitions import Partition, share_out
 
 BACKBONE, IMAGE_SIZE = "mobilenetv2_100", 96
 PARTITION = Partition("dirichlet", 0.1)
+
+Method = Callable[[Fleet], Iterator[Point]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,28 +50,43 @@ class Mean(Point):
     """Of each seed."""
 
 
+def wire_options(methods: Mapping[str, Method]) -> Option:
+    """Return a decorator with the options of a comparison of these methods."""
+    options = (
+        click.option("--data", type=click.Choice(NAMES), default="fashion_mnist", show_default=True),
+        click.option(
+            "--images", type=click.IntRange(min=1), help="Training images of all devices.  [default: all]"
+        ),
+        selected("--method", "names", choices=methods),
+        repeated(
+            "--seed", "seeds", type=int, default=(0, 1, 2), help="Of the devices' images; may be repeated."
+        ),
+        click.option(
+            "--max-multiple",
+            type=click.FloatRange(min=0),
+            default=0.0,
+            show_default=True,
+            help="Times the median device's images that a device's count at most; 0 is without limit.",
+        ),
+        click.option(
+            "--resume",
+            type=click.Path(exists=True, dir_okay=False, path_type=Path),
+            help="File that --json wrote earlier: its runs are not repeated, and are in the tables too.",
+        ),
+        json_option,
+    )
+    return lambda command: reduce(lambda decorated, option: option(decorated), reversed(options), command)
+
+
 @click.command("wire")
-@click.option("--data", type=click.Choice(NAMES), default="fashion_mnist", show_default=True)
-@click.option("--images", type=click.IntRange(min=1), help="Training images of all devices.  [default: all]")
-@repeated(
-    "--method", "names", type=click.Choice(list(METHODS)), default=tuple(METHODS), help="May be repeated."
-)
-@repeated("--seed", "seeds", type=int, default=(0, 1, 2), help="Of the devices' images; may be repeated.")
-@click.option(
-    "--max-multiple",
-    type=click.FloatRange(min=0),
-    default=0.0,
-    show_default=True,
-    help="Times the median device's images that a device's count at most; 0 is without limit.",
-)
-@click.option(
-    "--resume",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="File that --json wrote earlier: its runs are not repeated, and are in the tables and in the new file.",
-)
-@click.option("--tune", is_flag=True, help="Show validation accuracies of the rivals' settings instead.")
-@json_option
-def command(
+@wire_options(METHODS)
+def command(**options: Any) -> None:
+    """Measure the bytes that devices upload and the accuracy that this gives, of every algorithm."""
+    measure(METHODS, **options)
+
+
+def measure(
+    methods: Mapping[str, Method],
     *,
     data: str,
     images: int | None,
@@ -77,37 +94,24 @@ def command(
     seeds: tuple[int, ...],
     max_multiple: float,
     resume: Path | None,
-    tune: bool,
     json_file: Path | None,
 ) -> None:
-    """Measure the bytes that devices upload and the accuracy that this gives, of every algorithm."""
-
-    @lru_cache(maxsize=3)
-    def load(layers: str) -> Features:
-        backbone = f"{BACKBONE}:{layers}" if layers else BACKBONE
-        features = load_features(data, backbone=backbone, image_size=IMAGE_SIZE)
-        return prepared(features, root=False, validation=True) if tune else features
-
-    if tune:
-        show_candidates(_fleet(load, images, 0, max_multiple=max_multiple))
-        return
+    """Run the named methods, and write the means over seeds of all runs."""
+    load = loaded(data)
     table = Table(_COLUMNS)
-    runs = list(stored_runs(resume)) if resume else []
+    stored = json.loads(resume.read_text(encoding="utf-8"))["runs"] if resume else []
+    runs = msgspec.convert(stored, list[Run])
     done = {(run.method, run.seed) for run in runs}
     for seed in seeds:
-        fleet = _fleet(load, images, seed, max_multiple=max_multiple)
-        for name in names:
-            if (name, seed) in done:
-                continue
-            for point in METHODS[name](fleet):
+        fleet = fleet_of(load, images, seed, max_multiple=max_multiple)
+        for name in (name for name in names if (name, seed) not in done):
+            for point in methods[name](fleet):
                 runs.append(Run(**asdict(point), method=name, seed=seed, commit=commit()))
-                table.row(
-                    name, point.setting, point.uploads, f"{seed}", point.accuracy, None, point.bytes_up / 1e6
-                )
+                megabytes = point.bytes_up / 1e6
+                table.row(name, point.setting, point.uploads, f"{seed}", point.accuracy, None, megabytes)
             _store(json_file, data, runs, [table])
-    _store(
-        json_file, data, runs, _tables(runs, data, min(images or len(load("").train), len(load("").train)))
-    )
+    available = len(load("").train)
+    _store(json_file, data, runs, _tables(runs, data, min(images or available, available)))
 
 
 _COLUMNS = {
@@ -116,12 +120,19 @@ _COLUMNS = {
 }  # fmt: skip
 
 
-def stored_runs(file: Path) -> list[Run]:
-    """Return the runs of a file that `--json` wrote."""
-    return msgspec.convert(json.loads(file.read_text(encoding="utf-8"))["runs"], list[Run])
+def loaded(data: str, *, validation: bool = False) -> Callable[[str], Features]:
+    """Return a function that loads the features of layers."""
+
+    @lru_cache(maxsize=3)
+    def load(layers: str) -> Features:
+        backbone = f"{BACKBONE}:{layers}" if layers else BACKBONE
+        features = load_features(data, backbone=backbone, image_size=IMAGE_SIZE)
+        return prepared(features, root=False, validation=True) if validation else features
+
+    return load
 
 
-def _fleet(load: Callable[[str], Features], images: int | None, seed: int, *, max_multiple: float) -> Fleet:
+def fleet_of(load: Callable[[str], Features], images: int | None, seed: int, *, max_multiple: float) -> Fleet:
     """Return the devices of a seed, those of `benchmarks flower` for seed 0 and as many images."""
 
     @lru_cache(maxsize=3)
@@ -175,13 +186,14 @@ def front(points: Sequence[Point]) -> list[bool]:
     return on_front
 
 
+_ORDER = {name: number for number, name in enumerate(METHODS)}
+
+
 def _store(file: Path | None, data: str, runs: Collection[Run], tables: Sequence[Table]) -> None:
     means = means_of(runs)
-    lines: dict[str, list[tuple[float, float]]] = {
-        method: [] for method in METHODS if any(mean.method == method for mean in means)
-    }
-    for mean in means:
-        lines[mean.method].append((mean.bytes_up / 1e6, 100 * mean.accuracy))
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for mean in sorted(means, key=lambda mean: _ORDER.get(mean.method, len(_ORDER))):
+        lines.setdefault(mean.method, []).append((mean.bytes_up / 1e6, 100 * mean.accuracy))
     plot = Plot(
         title=f"Bytes up and accuracy, {data}",
         x="MB up, all ten devices and all rounds",

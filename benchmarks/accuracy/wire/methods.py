@@ -13,19 +13,13 @@ from numpy.typing import NDArray
 from aggregator.algorithms.algorithm import RoundAlgorithm
 from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.algorithms.fedproto import FedProto
-from aggregator.algorithms.fedtc.recipe import RECIPES
-from aggregator.algorithms.fedtc.train_head import train_head
 from aggregator.algorithms.fpl import FPL
 from aggregator.algorithms.hierarchical import Hierarchical
 from aggregator.config.schema import Robust
-from aggregator.training.robust.training_set import judged_set
 from benchmarks import fleets
 from benchmarks.accuracy import baselines
-from benchmarks.fleets import run_rounds
 from benchmarks.pages import ROOT
-from benchmarks.research import cells
-from protocol.wire.codec import encode, to_tensor
-from protofleet.simulation import fedtc, statistics
+from protofleet.simulation import rounds, statistics
 from protofleet.simulation.fleet import Client, Features
 
 LAYERS: Mapping[str, str] = MappingProxyType({"residual": "residual", "c384 + c576": "c384,c576"})
@@ -46,13 +40,7 @@ LINEAR = baselines.Recipe(
     standardize=False,
     adapter_size=0,
 )
-"""Of FedAvg of a linear head; the learning rate and the epochs are the best of `--tune` on validation images."""
-
-LINEAR_GRID = tuple(
-    replace(LINEAR, learning_rate=rate, epochs=epochs)
-    for rate in (0.001, 0.003, 0.01, 0.03)
-    for epochs in (1, 5)
-)
+"""Of FedAvg of a linear head; the learning rate and the epochs are the best of `research tune-wire`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,16 +96,9 @@ class Fleet:
             for mine in (self.owners == client for client in np.unique(self.owners))
         ]
 
-    def settings(self, *, batch: int, recipe: str = "default") -> fleets.Settings:
+    def settings(self, *, batch: int) -> fleets.Settings:
         """Return FedTC's settings."""
-        return fleets.Settings(
-            clients=CLIENTS,
-            alpha=ALPHA,
-            batch_size=batch,
-            max_multiple=self.max_multiple,
-            recipe=RECIPES[recipe],
-            device="cpu",
-        )
+        return fleets.Settings(batch_size=batch, max_multiple=self.max_multiple)
 
 
 def _fedtc(fleet: Fleet, *, batches: Sequence[int], size: int = 0, layers: str = "") -> Iterator[Point]:
@@ -127,47 +108,11 @@ def _fedtc(fleet: Fleet, *, batches: Sequence[int], size: int = 0, layers: str =
         yield Point(setting=f"B {batch}", accuracy=made.accuracy, bytes_up=made.bytes_up)
 
 
-def _fedtc_floats(
-    fleet: Fleet, *, batches: Sequence[int], dtype: type[np.floating], recipe: str = "default"
-) -> Iterator[Point]:
-    """Yield heads of prototypes of a floating-point type, which devices sent before they had one byte a value."""
-    data = fleet.features
-    for batch in batches:
-        settings = fleet.settings(batch=batch, recipe=recipe)
-        made = fedtc.client_prototypes(data, fleet.owners, settings.expectation(data), seed=fleet.seed)
-        sent = {name: replace(mine, values=mine.values.astype(dtype)) for name, mine in made.items()}
-        sizes = [
-            len(
-                encode(
-                    fedtc.submission_of(
-                        mine.labels, mine.counts, task=bytes(32), images=0, prototypes=to_tensor(mine.values)
-                    )
-                )
-            )
-            for mine in sent.values()
-        ]
-        prototypes, _, _ = judged_set(
-            {name: replace(mine, values=mine.values.astype(np.float32)) for name, mine in sent.items()},
-            classes=tuple(map(str, range(data.classes))),
-            robust=fleet.robust,
-        )
-        trained = train_head(prototypes, settings.recipe, seed=fleet.seed, device=settings.device)
-        accuracy = fleets.accuracy_of(trained.layers, data)
-        yield Point(setting=f"B {batch}", accuracy=accuracy, bytes_up=sum(sizes))
-
-
 def _all_features(fleet: Fleet, *, layers: str = "") -> Iterator[Point]:
     """Yield FedTC's head of all features in one place, and the bytes of these in float32."""
     features = fleet.of_layers(layers).features
     made = fleets.run_ceiling(features, fleet.settings(batch=1), seed=fleet.seed)
     yield Point(setting="", accuracy=made.accuracy, bytes_up=float(features.train.nbytes))
-
-
-def _cells(fleet: Fleet, *, batch: int, cell: int) -> Iterator[Point]:
-    made = cells.accuracies(
-        fleet.features, fleet.owners, batch=batch, cell=cell, seed=fleet.seed, max_multiple=fleet.max_multiple
-    )
-    yield Point(setting=f"B {batch}", accuracy=made.adapter, bytes_up=made.bytes_up)
 
 
 def _statistics(
@@ -192,10 +137,15 @@ def _statistics(
 
 def _rounds(fleet: Fleet, *, algorithm: RoundAlgorithm) -> Iterator[Point]:
     clients, robust = fleet.clients, Robust(max_multiple=fleet.max_multiple)
-    outcome = run_rounds(algorithm, clients, classes=fleet.features.classes, seed=fleet.seed, robust=robust)
+    classes = fleet.features.classes
+    outcome = rounds.run_rounds(algorithm, clients, classes=classes, seed=fleet.seed, robust=robust)
+    accuracies = [
+        client.accuracy(probabilities.argmax(axis=1))
+        for client, probabilities in zip(clients, outcome.probabilities, strict=True)
+    ]
     yield Point(
         setting=f"{algorithm.rounds} rounds",
-        accuracy=float(outcome.accuracies.mean()),
+        accuracy=float(np.mean(accuracies)),
         bytes_up=float(outcome.up_bytes.sum()) * len(clients),
         uploads=algorithm.rounds,
     )
@@ -254,9 +204,6 @@ METHODS: Mapping[str, Callable[[Fleet], Iterator[Point]]] = MappingProxyType(
         "FedTC, 320 components": partial(_fedtc, batches=(25, 10, 5, 3, 2), size=320),
         "FedTC, 160 components": partial(_fedtc, batches=(25, 10, 5, 3, 2), size=160),
         **{f"FedTC, {name}": partial(_fedtc, batches=(5,), layers=layers) for name, layers in LAYERS.items()},
-        "FedTC, float16": partial(_fedtc_floats, batches=(25, 5), dtype=np.float16),
-        "FedTC as printed, float32": partial(_fedtc_floats, batches=(5,), dtype=np.float32, recipe="paper"),
-        "FedTC, cells of 50": partial(_cells, batch=5, cell=50),
         "statistics, groups": partial(_statistics, batch=5, sizes=(160, 320, 0)),
         "statistics, sums": partial(_statistics, batch=1, sizes=(160, 320, 640, 0)),
         **{

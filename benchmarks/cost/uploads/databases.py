@@ -1,6 +1,6 @@
-"""Cost of PostgreSQL in place of SQLite: submissions a second, and what reads and writes of a large fleet take.
+"""Cost of PostgreSQL in place of SQLite: what reads and writes of a large fleet take.
 
-`python -m benchmarks databases --store URL` measures both in turns, in folders and a schema of its own, which it
+`python -m benchmarks cost databases --store URL` measures both in turns, in folders and a schema of its own, which it
 deletes. How far away the database is decides most: on another machine, each statement takes a round trip more.
 """
 
@@ -24,9 +24,7 @@ from aggregator.storage.store import Store
 from aggregator.storage.stored_values import ServedTask
 from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks.task_preparation import Task, prepare_task
-from benchmarks.cost.processes import mosquitto
-from benchmarks.cost.uploads.ingest import ROOT, TASK, time_aggregator
-from benchmarks.cost.uploads.load import write_load
+from benchmarks.cost.uploads.ingest import write_task
 from benchmarks.report import Table, json_option, write_json
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import DeviceInfo
@@ -39,8 +37,7 @@ Runs = dict[str, dict[str, list[float]]]
 """Seconds of each call, by what was measured and the database."""
 
 
-@click.command("databases")
-@click.option(
+store_option = click.option(
     "--store",
     "database",
     required=True,
@@ -49,24 +46,16 @@ Runs = dict[str, dict[str, list[float]]]
     show_envvar=True,
     help="PostgreSQL database in which it may create schemas.",
 )
+
+
+@click.command("databases")
+@store_option
 @click.option(
     "--devices", type=click.IntRange(min=1), multiple=True, default=(1000, 10000), show_default=True
 )
-@click.option("--submissions", type=click.IntRange(min=1), default=1500, show_default=True)
-@click.option("--repetitions", type=click.IntRange(min=1), default=7, show_default=True)
 @json_option
-def command(
-    *, database: str, devices: Sequence[int], submissions: int, repetitions: int, json_file: Path | None
-) -> None:
+def command(*, database: str, devices: Sequence[int], json_file: Path | None) -> None:
     """Compare PostgreSQL with SQLite."""
-    ingest = Table(
-        {"submissions of 2 kB": "<22", "SQLite": ">10.0f", "PostgreSQL": ">12.0f", "ratio": ">8.2f"}
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        speeds = ingested(Path(folder), database, submissions=submissions, repetitions=repetitions)
-    sqlite, postgresql = (submissions / statistics.median(speeds[name]) for name in ("SQLite", "PostgreSQL"))
-    turns = [first / second for first, second in zip(speeds["SQLite"], speeds["PostgreSQL"], strict=True)]
-    ingest.row("a second", sqlite, postgresql, statistics.median(turns))
     table = Table(
         {
             "milliseconds": "<52",
@@ -83,30 +72,13 @@ def command(
         for name, found in runs.items():
             first, second = (statistics.median(found[each]) * 1000 for each in ("SQLite", "PostgreSQL"))
             table.row(name, number, first, second, second / first)
-    write_json(json_file, "databases", tables=[ingest, table], ingest=speeds, runs=every)
-
-
-def ingested(folder: Path, database: str, *, submissions: int, repetitions: int) -> dict[str, list[float]]:
-    """Return the seconds in which a new aggregator stores all submissions, of runs in turn."""
-    fleet = _new_fleet()
-    task = _write_task(folder, fleet)
-    load = write_load(folder, task, devices=10, submissions=max(1, submissions // 10), size_bytes=2000)
-    found: dict[str, list[float]] = {"SQLite": [], "PostgreSQL": []}
-    with mosquitto(folder) as broker:
-        for number in range(repetitions):
-            for name, seconds in found.items():
-                state = folder / f"{name}-{number}"
-                options = ("--store", database) if name == "PostgreSQL" else ()
-                with deleted(database, fleet):
-                    cost = time_aggregator(broker, load, task, state, *options, fleet=fleet)
-                seconds.append(cost.wall_s)
-    return found
+    write_json(json_file, "databases", tables=[table], runs=every)
 
 
 def read_and_written(folder: Path, database: str, *, devices: int) -> Runs:
     """Return the seconds of reads and writes of a fleet in which each device has submitted, of calls in turn."""
-    fleet = _new_fleet()
-    task_file = load_task(_write_task(folder, fleet))
+    fleet = f"benchmark-{secrets.token_hex(4)}"
+    task_file = load_task(write_task(folder, fleet))
     runs: Runs = {}
     with contextlib.ExitStack() as stack:
         stack.enter_context(deleted(database, fleet))
@@ -186,16 +158,6 @@ def deleted(database: str, fleet: str) -> Iterator[None]:
         with psycopg.connect(database, autocommit=True) as connection:
             schema = sql.Identifier(f"fleet_{fleet}")
             connection.execute(sql.SQL("DROP SCHEMA IF EXISTS {} CASCADE").format(schema))
-
-
-def _new_fleet() -> str:
-    return f"benchmark-{secrets.token_hex(4)}"
-
-
-def _write_task(folder: Path, fleet: str) -> Path:
-    task = folder / "task.toml"
-    task.write_text(TASK.format(fleet=fleet, backbone=ROOT / "examples" / "quickstart" / "backbone.onnx"))
-    return task
 
 
 def _record(device: str, sequence: int) -> SubmissionRecord:

@@ -1,10 +1,10 @@
 """Cost of durable ingest: an aggregator that stores submissions, against a subscriber that discards them.
 
-`python -m benchmarks ingest` sends the same packets through the same mosquitto to each receiver, in turns: to none, to
-a paho program that discards, to one that does the least that is durable, and to `aggregator run`. The time is from the
-first packet until the subscriber has received the last one, or until the last receipt, which confirms that everything
-is on the aggregator's disk. The frames of all devices are mixed, one of each in turn. Processor time is the kernel's
-count for the process, without the kernel's own threads for disk and network.
+`cost ingest` sends the same packets through the same mosquitto to each receiver, in turns: to none, to a paho program
+that discards, to one that does the least that is durable, and to `aggregator run`. The time is from the first packet
+until the subscriber has received the last one, or until the last receipt, which confirms that everything is on the
+aggregator's disk. The frames of all devices are mixed, one of each in turn. Processor time is the kernel's count for
+the process, without the kernel's own threads for disk and network.
 """
 
 import contextlib
@@ -24,18 +24,17 @@ from typing import IO
 import click
 import psutil
 
-from benchmarks.cost.processes import mosquitto, running
 from benchmarks.cost.uploads.load import Load, write_load
-from benchmarks.programs import measurement
-from benchmarks.programs.measurement import median, ratio
+from benchmarks.device import measurement
+from benchmarks.device.measurement import median, ratio
+from benchmarks.processes import ROOT, mosquitto, running, wait_for_log
 from benchmarks.report import Table, json_option, write_json
 from protocol.errors import ProtofleetError
 from protocol.mqtt.reconnecting_session import BrokerAddress, Connected, Event, Received, Session
 from protocol.wire.codec import decode
 from protocol.wire.messages import Presence, Receipt
-from protocol.wire.topics import device_topic, fleet_topic
+from protocol.wire.topics import SHARDS, device_topic, fleet_topic
 
-ROOT = Path(__file__).parents[3]
 FLEET = "ingest"
 TASK = """\
 fleet = "{fleet}"
@@ -93,7 +92,7 @@ class Cost:
 )
 @click.option("--repetitions", type=click.IntRange(min=1), default=5, show_default=True)
 @json_option
-def ingest(
+def command(
     *, devices: int, megabytes: Sequence[float], load_mb: float, repetitions: int, json_file: Path | None
 ) -> None:
     """Compare the aggregator's ingest with a subscriber that discards, on mosquitto."""
@@ -152,9 +151,7 @@ def measure(
     folder: Path, *, devices: int, submissions: int, size_bytes: int, repetitions: int
 ) -> dict[str, list[Cost]]:
     """Return the costs of each receiver, in turns."""
-    task = folder / "task.toml"
-    backbone = ROOT / "examples" / "quickstart" / "backbone.onnx"
-    task.write_text(TASK.format(fleet=FLEET, backbone=backbone))
+    task = write_task(folder)
     load = write_load(folder, task, devices=devices, submissions=submissions, size_bytes=size_bytes)
     runs: dict[str, list[Cost]] = {UNRECEIVED: [], DISCARDS: [], STORES: [], OURS: []}
     with mosquitto(folder) as broker:
@@ -174,16 +171,23 @@ def measure(
     return runs
 
 
-class Meter:
-    """Seconds since its creation: of the clock, of a receiver's process and of the broker's."""
+def write_task(folder: Path, fleet: str = FLEET) -> Path:
+    """Write the task file of a fleet that makes no head."""
+    task = folder / "task.toml"
+    task.write_text(TASK.format(fleet=fleet, backbone=ROOT / "examples" / "quickstart" / "backbone.onnx"))
+    return task
 
-    def __init__(self, load: Load, receiver: int | None) -> None:
+
+class Meter:
+    """Seconds since its creation: of the clock, of the receivers' processes and of the broker's."""
+
+    def __init__(self, load: Load, *receivers: int) -> None:
         broker = next(each.pid for each in psutil.Process().children() if each.name() == "mosquitto")
-        self._load, self._pids = load, (receiver, broker)
+        self._load, self._receivers, self._broker = load, receivers, broker
         self._begin = self._now()
 
-    def _now(self) -> list[float]:
-        return [time.perf_counter(), *(_cpu_s(pid) if pid is not None else 0.0 for pid in self._pids)]
+    def _now(self) -> tuple[float, float, float]:
+        return time.perf_counter(), sum(map(_cpu_s, self._receivers)), _cpu_s(self._broker)
 
     def read(self) -> Cost:
         """Return the costs so far."""
@@ -204,7 +208,7 @@ def _cpu_s(pid: int) -> float:
 def time_broker(broker: BrokerAddress, load: Load) -> Cost:
     """Measure until the broker has acknowledged every message."""
     with publisher(broker, load) as lines:
-        meter = Meter(load, None)
+        meter = Meter(load)
         lines.read()
         return meter.read()
 
@@ -222,19 +226,33 @@ def time_plain(broker: BrokerAddress, load: Load, kind: str, folder: Path) -> Co
 
 
 def time_aggregator(
-    broker: BrokerAddress, load: Load, task: Path, state: Path, *options: str, fleet: str = FLEET
+    broker: BrokerAddress, load: Load, task: Path, state: Path, *options: str, receivers: int = 0
 ) -> Cost:
-    """Measure until a new aggregator has sent a receipt for every submission."""
+    """Measure until a new aggregator, with or without receivers, has sent a receipt for every submission."""
     state.parent.mkdir(exist_ok=True)
-    log = state.with_suffix(".log")
-    arguments = ["run", "--task", str(task), "--state", str(state), "--broker", str(broker), *options]
-    topics = [fleet_topic(fleet, "state"), *(device_topic(fleet, name, "ack") for name in load.devices)]
-    with listening(broker, *topics) as events, running("aggregator.cli", *arguments, log=log) as process:
+    where = ("--state", str(state), "--broker", str(broker))
+    arguments = ["coordinate" if receivers else "run", "--task", str(task), *where, *options]
+    topics = [fleet_topic(FLEET, "state"), *(device_topic(FLEET, name, "ack") for name in load.devices)]
+    with contextlib.ExitStack() as programs:
+
+        def start(name: str, *arguments: str) -> int:
+            program = running("aggregator.cli", *arguments, log=state.with_name(f"{name}.log"))
+            return programs.enter_context(program).pid
+
+        events = programs.enter_context(listening(broker, *topics))
+        pids = [start("aggregator", *arguments)]
         wait_online(events)
-        with publisher(broker, load):
-            meter = Meter(load, process.pid)
-            count_receipts(events, load.submissions)
-            return meter.read()
+        if receivers:
+            pids = []
+            for number in range(receivers):
+                shards = ",".join(map(str, range(number, SHARDS, receivers)))
+                name = f"receiver-{number}"
+                pids.append(start(name, "receive", "--name", name, "--shards", shards, *where))
+                wait_for_log(state.with_name(f"{name}.log"), "connected to the broker")
+        programs.enter_context(publisher(broker, load))
+        meter = Meter(load, *pids)
+        count_receipts(events, load.submissions)
+        return meter.read()
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Plain programs that receive what the aggregator of `python -m benchmarks ingest` receives, in paho and nothing else.
+"""Plain programs that receive what the aggregator of `cost ingest` receives, in paho and nothing else.
 
 Arguments: `discard` or `store`, PORT, TOPIC, how many messages, FOLDER. On stdout: `ready` once subscribed, and a line
 after the last message.

@@ -298,7 +298,7 @@ def test_similar_devices_with_swapped_labels_are_quarantined() -> None:
 def test_honest_devices_are_quarantined_in_one_training_of_a_hundred(
     devices: int, images: int, directions: int
 ) -> None:
-    """At most, in one place or in places that differ; `benchmarks research false-alarms` measures it on more."""
+    """At most, in one place or in places that differ; `python -m research false-alarms` measures it on more."""
     alarms, fleets = 0, 800 // devices
     deviations = np.arange(1, 25) ** -0.75
     for seed in range(fleets):

@@ -15,12 +15,11 @@ from aggregator.storage.blobs import FolderBlobs, open_blobs
 from aggregator.training import statistics_sums as blocks
 from aggregator.training.jobs import Result, StatisticsJob
 from aggregator.training.statistics_job import run
-from benchmarks.cost.engines.processes import machines
 from protocol.errors import BlobLost, ProtofleetError, RuntimeMissing
 from protocol.wire.codec import encode
 from protocol.wire.messages import Submission
 from tests.support.messages.statistics import FEATURE_MAP, GROUPS_EXPECTATION, groups_of, images, sums_of
-from tests.support.ray_cluster import workers
+from tests.support.ray_cluster import machines, workers
 from tests.support.stores.object_store import BUCKET, moto_server, object_store
 
 pytest.importorskip("ray", reason="needs ray")

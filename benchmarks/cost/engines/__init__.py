@@ -1,1 +1,0 @@
-"""Jobs of large fleets in one process, and on a Ray cluster of this machine."""

@@ -1,1 +1,0 @@
-"""The project's functions that the aggregator enters on four ways, from an event to its result."""

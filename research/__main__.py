@@ -1,0 +1,35 @@
+"""`python -m research NAME`: attacks and protection, results of papers, and the choice of defaults."""
+
+import os
+
+import click
+
+# Read by OpenMP when torch is first imported: spinning idle threads slow other processes down.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+from protocol.cli import run
+from research import cells, hierarchical, published, restoration, statistics
+from research.defaults import class_prior, confidence, default_layers
+from research.poisoning import false_alarms, prototypes, rare_class, rounds
+from research.poisoning import statistics as poisoned_statistics
+from research.privacy import directions, measurement
+from research.rounds import fedpcl, flower_tuning, fpl, step, tuning, wire_rivals
+
+MODULES = (
+    *(false_alarms, prototypes, rare_class, rounds, poisoned_statistics, directions, measurement),
+    *(fedpcl, fpl, published, statistics, step, tuning, flower_tuning, wire_rivals),
+    *(class_prior, confidence, default_layers, cells, hierarchical, restoration),
+)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def cli() -> None:
+    """Measure attacks and what protection costs, compare with papers, and choose defaults."""
+
+
+for module in MODULES:
+    cli.add_command(module.command)
+cli.add_command(wire_rivals.tune)
+
+if __name__ == "__main__":
+    run(cli, program="python -m research")

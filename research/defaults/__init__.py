@@ -1,0 +1,1 @@
+"""Measurements by which defaults were chosen."""

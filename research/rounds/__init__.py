@@ -1,0 +1,1 @@
+"""FedPCL, FPL and rivals from their papers on the same fleets."""
