@@ -155,7 +155,9 @@ class HeldOut(Accuracy, frozen=True, kw_only=True):
     devices: Annotated[int, Meta(description="Devices that have evaluated it.")]
     missing: Annotated[
         int,
-        Meta(description="Held-out images that a version with a threshold for unknown images needs more; or 0."),
+        Meta(
+            description="Held-out images that a version with a threshold for unknown images needs more; or 0."
+        ),
     ] = 0
     confused: Annotated[
         tuple[Confusion, ...],

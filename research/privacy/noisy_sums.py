@@ -1,0 +1,181 @@
+"""`python -m research noisy-sums`: differential privacy on sums, beside noisy prototypes of the same features."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import click
+import numpy as np
+from numpy.typing import NDArray
+
+from aggregator.algorithms.fedtc.recipe import RECIPES
+from benchmarks.data.features import load_features
+from benchmarks.data.images import NAMES, PACS
+from benchmarks.options import repeated
+from benchmarks.report import Table, json_option, write_json
+from edge_client.privacy.gaussian_mechanism import Mechanism
+from edge_client.privacy.noisy_sums import NoisySums, clipped, noisy_sums, products_deviation
+from protocol.statistics.gaussian_privacy import noise_multiplier
+from protocol.statistics.row_sums import RowSums
+from protocol.statistics.second_moment import MAX_VALUE, from_triangle
+from protocol.wire.codec import digest_of
+from protofleet.simulation.fleet import Features
+from research.privacy.private_fleet import DELTA, Fleet, run_private
+
+BACKBONE, SIZE = "mobilenetv2_100:residual", 96
+
+CLIP_QUANTILE = 0.1
+"""Of the lengths of public rows: longer rows are clipped."""
+
+BATCHES = (10, 25, 100)
+"""B of noisy prototypes, of which the best on the test images is shown: an advantage that users do not have."""
+
+COLUMNS = {
+    "data": "<14", "images": ">8,", "devices": ">8", "epsilon": ">8g", "sums": ">7.1%", "prototypes": ">11.1%",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PublicMap:
+    """Features to rows, made of public images only: components of the deviations from their mean, as integers."""
+
+    center: NDArray[np.float32]
+    components: NDArray[np.float32]
+    """(L, D), scaled so that a public row of the quantile CLIP_QUANTILE has the length MAX_VALUE."""
+    clip_norm: float
+    """That length of a public deviation."""
+
+    def values(self, features: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return the rows (n, D) of features (n, L), not rounded."""
+        return np.asarray((features - self.center) @ self.components, np.float32)
+
+    def rows(self, features: NDArray[np.float32]) -> NDArray[np.int8]:
+        """Return rows of integers."""
+        return np.clip(np.rint(self.values(features)), -MAX_VALUE, MAX_VALUE).astype(np.int8)
+
+
+def public_map(features: NDArray[np.float32], size: int) -> PublicMap:
+    """Return the map of `size` principal components of public features (n, L)."""
+    center = features.mean(axis=0)
+    _, _, axes = np.linalg.svd(features - center, full_matrices=False)
+    components = axes[:size].T
+    length = float(np.quantile(np.linalg.norm((features - center) @ components, axis=1), CLIP_QUANTILE))
+    return PublicMap(center, components * np.float32(MAX_VALUE / length), length)
+
+
+def head_of(sums: NoisySums, noise: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the weights (D, C) and biases (C,) of the regression in which all classes count alike.
+
+    As `statistics.ridge`, of the nearest scatter that is positive, with the ridge noise * sqrt(D): about the largest
+    eigenvalue of a symmetric matrix of such noise.
+    """
+    images = np.maximum(sums.counts, 1).astype(np.float64)
+    means = sums.sums / images[:, None]
+    size, classes = means.shape[1], len(images)
+    scatter = from_triangle(sums.second_moment, size) - (means * images[:, None]).T @ means
+    squares, axes = np.linalg.eigh(scatter)
+    squares = np.maximum(squares, 0) + noise * np.sqrt(size) + 1e-3 * max(float(squares.mean()), 0.0)
+    middle, each = means.mean(axis=0), images.sum() / classes
+    deviations = (means - middle) @ axes
+    divided = (deviations / squares).T
+    inner = np.eye(classes) + each * deviations @ divided
+    weights = axes @ divided @ np.linalg.inv(inner) * each
+    return weights, 1 / classes - middle @ weights
+
+
+def accuracy_of_sums(
+    data: Features, how: PublicMap, *, images: int, devices: int, epsilon: float | None, seed: int
+) -> float:
+    """Return the accuracy of a head of sums, to which each device has added noise of its own; one device: once.
+
+    Sums of discrete Gaussians are discrete Gaussian but for e^-88 (Kairouz, Liu and Steinke 2021, theorem 9).
+    """
+    chosen = np.concatenate(list(_drawn(data, images // data.classes, seed)))
+    rows, labels = how.rows(data.train[chosen]), data.train_labels[chosen]
+    if epsilon is None:
+        exact, short = RowSums(rows.shape[1]), clipped(rows)
+        for label in range(data.classes):
+            exact.add(label, short[labels == label])
+        _, counts, class_sums, triangle = exact.result()
+        sums, noise = (
+            NoisySums(
+                counts=counts.astype(np.int64), sums=class_sums.astype(np.int64), second_moment=triangle
+            ),
+            0.0,
+        )
+    else:
+        z = noise_multiplier(epsilon, DELTA) * float(np.sqrt(devices))
+        key = digest_of(f"{seed} {images} {devices} {epsilon}".encode())
+        sums = noisy_sums(rows, labels, classes=data.classes, noise_multiplier=z, key=key)
+        noise = products_deviation(z)
+    weights, biases = head_of(sums, noise)
+    predicted = (how.values(data.test) @ weights + biases).argmax(axis=1)
+    return float((predicted == data.test_labels).mean())
+
+
+def _drawn(data: Features, per_class: int, seed: int) -> Iterator[NDArray[np.intp]]:
+    random = np.random.default_rng(seed)
+    for label in range(data.classes):
+        yield random.permutation(np.flatnonzero(data.train_labels == label))[:per_class]
+
+
+def accuracy_of_prototypes(
+    data: Features, how: PublicMap, *, images: int, devices: int, epsilon: float, seed: int
+) -> float:
+    """Return the accuracy of FedTC on noisy prototypes of the same features, centered and clipped alike."""
+    centered = replace(data, train=data.train - how.center, test=data.test - how.center)
+    each = images // data.classes // devices
+    recipe = replace(RECIPES["default"], restore=False, mix=False)
+    found = []
+    for batch in [batch for batch in BATCHES if 2 * batch <= each] or [max(2, each // 2)]:
+        mechanism = Mechanism(
+            clip_norm=how.clip_norm,
+            noise_multiplier=noise_multiplier(epsilon, DELTA),
+            batch_size=batch,
+            min_images=2,
+        )
+        fleet = Fleet(devices=devices, images=each, batch=batch)
+        found.append(run_private(centered, fleet, how=mechanism, recipe=recipe, seed=seed, device="cpu"))
+    return max(found)
+
+
+@click.command("noisy-sums")
+@repeated("--data", "names", type=click.Choice(NAMES), default=("fashion_mnist", "cifar10", "mnist"))
+@repeated("--images", "sizes", type=int, default=(1000, 6000, 50_000), help="Of all devices.")
+@repeated(
+    "--devices", type=int, default=(1, 10, 100), help="That add noise; 1 is noise for the fleet at once."
+)
+@repeated("--epsilon", "epsilons", type=float, default=(0.5, 1.0, 2.0, 4.0, 8.0, 32.0))
+@repeated("--seed", "seeds", type=int, default=(0, 1, 2))
+@click.option("--size", type=int, default=376, show_default=True, help="D, the length of a row.")
+@click.option("--prototypes", is_flag=True, help="Measure noisy prototypes of ten devices, too.")
+@click.option("--at-most", type=int, help="Images of each part of a data set, for a trial.")
+@json_option
+def command(
+    *, names: tuple[str, ...], sizes: tuple[int, ...], devices: tuple[int, ...], epsilons: tuple[float, ...],
+    seeds: tuple[int, ...], size: int, prototypes: bool, at_most: int | None, json_file: Path | None,
+) -> None:  # fmt: skip
+    """Compare heads of noisy sums with heads of noisy prototypes, by epsilon and size of the fleet."""
+    table, runs = Table(COLUMNS, title=f"{BACKBONE}, {size} values, delta {DELTA:g}, {len(seeds)} seeds"), []
+    public = [load_features(name, backbone=BACKBONE, image_size=SIZE, at_most=at_most) for name in PACS]
+    how = public_map(np.concatenate([part for each in public for part in (each.train, each.test)]), size)
+    for name in names:
+        data = load_features(name, backbone=BACKBONE, image_size=SIZE, at_most=at_most)
+        for images in sizes:
+            cells = [(1, None), *((fleet, epsilon) for fleet in devices for epsilon in epsilons)]
+            for fleet, epsilon in cells:
+                options = {"images": images, "devices": fleet}
+                sums = [accuracy_of_sums(data, how, **options, epsilon=epsilon, seed=seed) for seed in seeds]
+                rival = None
+                if prototypes and fleet == 10 and epsilon is not None:
+                    rival = float(
+                        np.mean(
+                            [
+                                accuracy_of_prototypes(data, how, **options, epsilon=epsilon, seed=seed)
+                                for seed in seeds
+                            ]
+                        )
+                    )
+                table.row(name, images, fleet, epsilon, float(np.mean(sums)), rival)
+                runs.append({"data": name, **options, "epsilon": epsilon, "sums": sums, "prototypes": rival})
+    write_json(json_file, "noisy-sums", tables=[table], runs=runs)
