@@ -19,6 +19,7 @@ ADAPTER = replace(RECIPES["default"], closed_form=False, min_steps=60)
 ALL = pytest.mark.parametrize(
     "recipe", [RECIPES["default"], RECIPES["paper"], ADAPTER], ids=["default", "paper", "adapter"]
 )
+LEARNED = pytest.mark.parametrize("recipe", [RECIPES["default"], ADAPTER], ids=["default", "adapter"])
 
 
 def blobs(*labels: int, per_class: int = 20, seed: int = 0) -> tuple[Features, Integers, Integers]:
