@@ -30,23 +30,27 @@ from tests.support.messages.submissions import SERVED, TASK, device_info, submis
 from tests.unit.aggregator.status.stores import busy_store, collected, rendered, started_store
 
 
+@pytest.fixture
+def busy(tmp_path: Path) -> Store:
+    return busy_store(tmp_path)
+
+
 def test_nothing_needs_an_operator(tmp_path: Path) -> None:
     status = collected(busy_store(tmp_path))
     assert status.attention == ()
     assert summary_of(status).attention == ()
 
 
-def test_errors_are_before_warnings(tmp_path: Path) -> None:
+def test_errors_are_before_warnings(busy: Store, tmp_path: Path) -> None:
     """The terminal, the page and the overview show the same."""
-    store = busy_store(tmp_path)
     intake_status.create(tmp_path)
     intake_status.write(tmp_path, IntakeStatus(100.0, "the disk is full"))
-    store.facts.put(LostFiles(("ab" * 32,)))
-    store.submissions.add_lost(TASK, "c", b"digest", now_s=1.0)
-    store.quarantine.add(TASK, "a", reason="far", now_s=2.0)
+    busy.facts.put(LostFiles(("ab" * 32,)))
+    busy.submissions.add_lost(TASK, "c", b"digest", now_s=1.0)
+    busy.quarantine.add(TASK, "a", reason="far", now_s=2.0)
     for device in "ab":
-        store.devices.put_info(device, device_info(problem="no room", warning="slow"), now_s=3.0)
-    status = collected(store)
+        busy.devices.put_info(device, device_info(problem="no room", warning="slow"), now_s=3.0)
+    status = collected(busy)
     assert [(each.level, each.title) for each in status.attention] == [
         ("error", "intake stopped"),
         ("error", "file lost"),
@@ -88,13 +92,12 @@ def test_more_held_out_images_narrow_the_forecast() -> None:
     assert gain(0, 0) is None
 
 
-def test_status_forecasts_each_class_of_the_current_head(tmp_path: Path) -> None:
-    store = busy_store(tmp_path)
-    version = store.heads.rollout(TASK).current
+def test_status_forecasts_each_class_of_the_current_head(busy: Store) -> None:
+    version = busy.heads.rollout(TASK).current
     for name in ("a", "b"):
         made = Evaluation(task=TASK, head_version=version, correct=(5, 0, 10), incorrect=(5, 0, 0))
-        store.evaluations.put(name, made, digest=name.encode(), now_s=60.0)
-    status = collected(store)
+        busy.evaluations.put(name, made, digest=name.encode(), now_s=60.0)
+    status = collected(busy)
     one, _, three = status.classes
     assert [(each.label, each.images) for each in status.forecast] == [("", 40), (one, 20), (three, 20)]
     every, first, last = status.forecast
