@@ -32,38 +32,20 @@ def _task(folder: Path) -> Path:
     return path
 
 
+def _options(**values: object) -> list[str]:
+    return [part for name, value in values.items() for part in (f"--{name}", str(value))]
+
+
 @needs_mosquitto
 def test_all_is_well_in_a_closed_fleet(closed: ClosedFleet) -> None:
-    given = [
-        "--task",
-        str(_task(closed.root)),
-        "--state",
-        str(closed.state),
-        "--broker",
-        str(closed.broker),
-        "--tls",
-    ]
+    given = [*_options(task=_task(closed.root), state=closed.state, broker=closed.broker), "--tls"]
     identity_of(closed.state)
     with closed.mosquitto():
         code, found = findings(cli, "doctor", *given)
     assert code == 0, found
-    checks = (
-        "packages",
-        "task",
-        "state",
-        "key",
-        "broker",
-        "tls",
-        "login",
-        "packets",
-        "acl",
-        "anonymous",
-        "disk",
-    )
-    assert {check: statuses(found)[check] for check in checks} == {
-        **dict.fromkeys(checks, "ok"),
-        "tls": "warning",  # the broker's certificate is valid for 30 days
-    }, found
+    well = ("packages", "task", "state", "key", "broker", "login", "packets", "acl", "anonymous", "disk")
+    assert {check: statuses(found)[check] for check in well} == dict.fromkeys(well, "ok"), found
+    assert statuses(found)["tls"] == "warning"  # the broker's certificate is valid for 30 days
     assert public_key(identity_of(closed.state)).hex() in found["key"][0]["text"]
     text = closed.configuration().replace("allow_anonymous false", "allow_anonymous true")
     for line in (
@@ -82,24 +64,13 @@ def test_faults_are_named(tmp_path: Path) -> None:
     (tmp_path / "task.toml").write_text("x = 1\n")
     (tmp_path / "state").mkdir()
     (tmp_path / "state" / "device.sqlite").touch()
-    given = ["--task", str(tmp_path / "task.toml"), "--state", str(tmp_path / "state")]
+    given = _options(task=tmp_path / "task.toml", state=tmp_path / "state")
     code, found = findings(cli, "doctor", *given)
     assert code == 1
-    assert [statuses(found)[check] for check in ("task", "state", "broker")] == [
-        "failed",
-        "failed",
-        "skipped",
-    ]
-    code, found = findings(
-        cli,
-        "doctor",
-        "--task",
-        str(write_task(tmp_path)),
-        "--state",
-        str(tmp_path / "new"),
-        "--broker",
-        "127.0.0.1:9",
-    )
+    expected = {"task": "failed", "state": "failed", "broker": "skipped"}
+    assert {check: statuses(found)[check] for check in expected} == expected
+    given = _options(task=write_task(tmp_path), state=tmp_path / "new", broker="127.0.0.1:9")
+    code, found = findings(cli, "doctor", *given)
     assert (code, statuses(found)["broker"], statuses(found)["task"]) == (1, "failed", "ok")
     assert not (tmp_path / "new").exists()
 
@@ -137,14 +108,7 @@ def test_narrow_access_list_is_found(tmp_path: Path) -> None:
     with Mosquitto(
         free_address(), tmp_path, options=options, access_list="topic read #\ntopic write pf/1/+/task"
     ) as broker:
-        given = [
-            "--task",
-            str(write_task(tmp_path)),
-            "--state",
-            str(tmp_path / "s"),
-            "--broker",
-            str(broker.address),
-        ]
+        given = _options(task=write_task(tmp_path), state=tmp_path / "s", broker=broker.address)
         code, found = findings(cli, "doctor", *given)
     assert (code, statuses(found)["acl"]) == (1, "failed")
     assert "/task" not in found["acl"][0]["text"]
