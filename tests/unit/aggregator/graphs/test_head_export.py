@@ -27,6 +27,7 @@ from protocol.errors import BackboneMismatch, ProtofleetError
 from protocol.models.onnx_metadata import HeadMetadata, ModelMetadata, read_metadata
 from protocol.models.preprocessing import Preprocessing
 from tests.support.graphs.backbones import EDGE, tiny_backbone
+from tests.support.graphs.heads import head_metadata
 from tests.support.messages.evaluations import COUNTS, softmax
 
 FEATURE_SIZE = 16
@@ -48,14 +49,7 @@ def network(*, seed: int = 0) -> list[Dense]:
 
 def described(*backbones: bytes) -> HeadMetadata:
     """Return the metadata of a head for these backbones."""
-    return HeadMetadata(
-        classes=CLASSES,
-        version=4,
-        task="a" * 64,
-        backbones=tuple(hashlib.sha256(backbone).hexdigest() for backbone in backbones),
-        feature_size=FEATURE_SIZE,
-        training={"loss": 0.25},
-    )
+    return head_metadata(*backbones, classes=CLASSES, version=4, training={"loss": 0.25})
 
 
 def random_features(count: int) -> NDArray[np.float32]:
@@ -350,9 +344,7 @@ def test_head_is_calibrated_once(head: bytes, backbone: bytes) -> None:
             with_calibration(file, CONFIDENCE, version=6, figures={})
 
 
-TAKES_LOGITS = HeadMetadata(
-    classes=CLASSES, version=1, task="a" * 64, backbones=("b" * 64,), feature_size=len(CLASSES), training={}
-)
+TAKES_LOGITS = head_metadata(b"a backbone", classes=CLASSES, feature_size=len(CLASSES))
 IDENTITY = [Dense(np.eye(len(CLASSES), dtype=np.float32), np.zeros(len(CLASSES), np.float32))]
 
 
