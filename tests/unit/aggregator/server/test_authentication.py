@@ -1,20 +1,34 @@
-"""Authentication by a running aggregator: signatures, enrollment and revocation."""
+"""What a running aggregator refuses: invalid signatures, unenrolled and revoked devices, and what is over a quota."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from aggregator.security.enrollment import enroll, revoke
 from aggregator.storage.open_store import open_store
 from protocol.enrollment import read_enrollment
+from protocol.errors import ConfigError
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import BlobRequest, Receipt, Submission
 from protocol.wire.signing import public_key, sign_frame
 from protocol.wire.topics import device_topic, fleet_topic
 from protocol.wire.transfer import Ranges, frames_of
-from tests.support.fleets.aggregator_process import FLEET, PATIENT, Device, aggregator, key_of, write_task
+from tests.support.fleets.aggregator_process import (
+    FLEET,
+    PATIENT,
+    Daemon,
+    Device,
+    aggregator,
+    key_of,
+    running_fleet,
+    write_task,
+)
 from tests.support.messages.manifests import signed_manifest
-from tests.support.messages.submissions import device_info, submission
+from tests.support.messages.submissions import device_info, evaluation, submission
 
 
 def upload(
@@ -40,27 +54,6 @@ def counts(summary: dict[str, Any]) -> dict[tuple[str, str], int]:
 
 def refused(receipt: Receipt) -> str | None:
     return receipt.reason if receipt.status == "refused" else None
-
-
-def test_resumed_transfer_accepts_only_its_device(amqtt_broker: BrokerAddress, tmp_path: Path) -> None:
-    """Frames of another device are refused and damage nothing."""
-    task_file = write_task(tmp_path, PATIENT)
-    with Device(amqtt_broker, "a") as a, Device(amqtt_broker, "mallory") as mallory:
-        with aggregator(task_file, amqtt_broker) as daemon:
-            a.aggregator_is("online")
-            task = digest_of(a.task())
-            good = submission(task=task, labels=(0, 1, 2) * 20)
-            size = len(encode(good))
-            digest = upload(a, "a", good, ranges=((size - 9, size),))
-            assert a.receipt(digest).missing == ((0, size - 9),)
-            daemon.process.kill()
-            daemon.process.wait()
-        with aggregator(task_file, amqtt_broker):
-            a.aggregator_is("online")
-            upload(mallory, "a", good, key=key_of("mallory"), ranges=((0, 5),))
-            assert refused(a.receipt(digest)) == "signature"
-            upload(a, "a", good, ranges=((0, size - 9),))
-            assert a.receipt(digest).status == "received"
 
 
 def test_closing_and_revoking_apply_to_a_running_aggregator(
@@ -125,3 +118,76 @@ def test_enrolled_device_starts_over(amqtt_broker: BrokerAddress, tmp_path: Path
         digest = upload(a, "a", submission(task=task, sequence=4, seed=6), key=key)
         assert a.receipt(digest).status == "received"
         store.close()
+
+
+LABELS = (0, 1, 2) * 2000
+"""Of a submission that is larger than a frame."""
+
+
+@contextmanager
+def _fleet(
+    broker: BrokerAddress, folder: Path, limits: str, *names: str
+) -> Iterator[tuple[Daemon, list[Device], bytes]]:
+    """Run a fleet with these limits; yields it with its devices and its task."""
+    task = write_task(folder, f"{PATIENT}\n[limits]\n{limits}")
+    with running_fleet(task, broker, *names) as (daemon, devices):
+        yield daemon, devices, digest_of(devices[0].task())
+
+
+def _large(task: bytes, sequence: int = 1, *, seed: int = 0) -> Submission:
+    return submission(task=task, sequence=sequence, labels=LABELS, seed=seed)
+
+
+def _query(device: Device, message: Submission) -> Receipt:
+    """Ask what is missing of a submission, of which nothing was sent."""
+    payload = encode(message)
+    device.send_payload(payload, ranges=((len(payload) - 256, len(payload)),))
+    return device.receipt(digest_of(payload))
+
+
+def _refused(receipt: Receipt) -> str:
+    """Return the reason's detail of a receipt that refuses for a quota; empty for any other."""
+    return receipt.detail if (receipt.status, receipt.reason) == ("refused", "quota") else ""
+
+
+def test_device_above_the_quota_is_refused_until_another_one_leaves(
+    amqtt_broker: BrokerAddress, tmp_path: Path
+) -> None:
+    """The devices that are known stay, and upload; `enroll` keeps to the quota as well."""
+    with _fleet(amqtt_broker, tmp_path, "max_devices = 2", "a", "b", "c") as (daemon, (a, b, c), task):
+        assert a.upload(submission(task=task)).status == "received"
+        assert b.upload(submission(task=task)).status == "received"
+        assert "raise the quota, or revoke one" in _refused(c.upload(submission(task=task)))
+        assert a.upload(submission(task=task, sequence=2, seed=2)).status == "received"
+        summary = daemon.until(lambda summary: summary["quotas"]["devices"]["used"] == 2)
+        assert summary["quotas"]["devices"]["limit"] == 2
+        assert [(row["device"], row["reason"]) for row in summary["refusals"]] == [("c", "quota")]
+        operator = open_store(daemon.state)
+        with pytest.raises(ConfigError, match=r"2 of 2 devices \(limits\.max_devices\)"):
+            enroll(operator, "d", fleet="barn", out=tmp_path / "d", max_devices=2)
+        enroll(operator, "a", fleet="barn", out=tmp_path / "a", max_devices=2)
+        operator.keys.revoke("b", now_s=0.0)
+        enroll(operator, "d", fleet="barn", out=tmp_path / "d", max_devices=2)
+        operator.close()
+
+
+def test_submissions_above_the_quota_of_bytes_are_refused_before_they_are_sent(
+    amqtt_broker: BrokerAddress, tmp_path: Path
+) -> None:
+    """A device may replace its own, and evaluations are stored; what was accepted stays."""
+    size = len(encode(_large(bytes(32))))
+    with _fleet(amqtt_broker, tmp_path, f"max_storage_mb = {1.5 * size / 2**20}", "a", "b") as (
+        daemon,
+        (a, b),
+        task,
+    ):
+        assert _query(a, _large(task)).status == "missing"
+        assert a.upload(_large(task)).status == "received"
+        assert "forget devices" in _refused(_query(b, _large(task)))
+        assert _refused(b.upload(_large(task)))
+        assert a.upload(_large(task, 2, seed=2)).status == "received"
+        assert _query(a, _large(task, 2, seed=2)).status == "received"
+        assert b.upload(submission(task=task)).status == "received"
+        assert b.upload(evaluation(task=task)).reason == "unknown_head"
+        used = daemon.until(lambda summary: summary["submissions"] == 2)["quotas"]["storage_bytes"]
+        assert size < used["used"] <= used["limit"] < 2 * size

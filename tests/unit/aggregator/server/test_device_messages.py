@@ -24,7 +24,6 @@ from tests.support.fleets.aggregator_process import (
     Device,
     aggregator,
     presence_of,
-    running_fleet,
     signed,
     spoil,
     write_task,
@@ -179,16 +178,6 @@ def test_a_query_for_a_refused_submission_causes_no_upload(embedded: tuple[Broke
         assert device.upload(submission(task=task)).status == "received"
 
 
-def test_malformed_topics_are_counted_without_a_device(embedded: tuple[BrokerAddress, Daemon]) -> None:
-    """An invalid device name and an invalid shard; other fleets' topics are not subscribed."""
-    broker, daemon = embedded
-    with Device(broker, "stranger") as device:
-        for topic in (f"pf/1/{FLEET}/d/a b/state", f"pf/1/{FLEET}/d/x/up/64", "pf/1/other/d/x/state"):
-            device.say(topic, b"\x00")
-        summary = daemon.until(lambda summary: 2 in _refused(summary, "?").values())
-        assert not {"a b", "x"} & {row["device"] for row in summary["devices"]}
-
-
 def test_devices_with_different_numbers_of_shards(
     embedded: tuple[BrokerAddress, Daemon], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,18 +263,6 @@ def test_frames_fit_the_brokers_packet_size(address: BrokerAddress, tmp_path: Pa
         (backbone,) = decode(device.task(), TaskManifest, max_bytes=MAX_BYTES).backbones
         assert backbone.size_bytes > 1000
         assert digest_of(device.fetch(backbone)) == backbone.digest
-
-
-def test_unlisted_device_is_refused(broker: BrokerAddress, tmp_path: Path) -> None:
-    task = write_task(tmp_path, PATIENT + '\ndevices = ["friend"]')
-    with running_fleet(task, broker, "friend", "foe") as (daemon, [friend, foe]):
-        good = submission(task=digest_of(friend.task()))
-        foe.send_payload(encode(good))
-        foe.send("state", encode(Presence(state="online", epoch=1)))
-        assert friend.upload(good).status == "received"
-        summary = daemon.until(lambda summary: bool(summary["refusals"]))
-        assert {(row["device"], row["reason"]) for row in summary["refusals"]} == {("foe", "unknown_device")}
-        assert [row["device"] for row in summary["devices"]] == ["friend"]
 
 
 def test_reported_info_is_reduced_to_what_is_known() -> None:

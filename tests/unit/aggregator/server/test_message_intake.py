@@ -1,4 +1,4 @@
-"""Messages of devices with what another process has stored about rounds and heads, on both databases."""
+"""Messages of devices with what another process has stored about rounds and heads, and the bytes that they have."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from aggregator.config.schema import TaskFile
+from aggregator.algorithms.fpl import FPL
+from aggregator.config.schema import Limits, Rounds
 from aggregator.intake.uploads import Uploads
 from aggregator.server import device_messages
 from aggregator.server.device_messages import DeviceMessages
-from aggregator.server.message_intake import MessageIntake, TaskReplaced
+from aggregator.server.message_intake import MessageIntake, TaskReplaced, TrafficMeter
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import IntakeHeads, RoundRequest
-from aggregator.tasks.task_preparation import Task
+from aggregator.storage.stored_values import IntakeHeads, IntakeTask, RoundRequest, Traffic
 from protocol.mqtt.reconnecting_session import Received
 from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import Evaluation, Receipt, Submission
@@ -26,22 +26,14 @@ from protocol.wire.topics import device_topic
 from protocol.wire.transfer import frames_of
 from tests.support.fleets.aggregator_process import FLEET, key_of, presence_of, signed
 from tests.support.messages.submissions import IN_ROUNDS, ROUNDS_EXPECTATION, evaluation, round_submission
+from tests.support.messages.tasks import served_task
 
 if TYPE_CHECKING:
     from tests.support.databases.postgresql import PostgreSQL
 
-FILE = msgspec.convert(
-    {
-        "fleet": FLEET,
-        "classes": IN_ROUNDS.classes,
-        "backbones": ["tiny.onnx"],
-        "algorithm": "fpl",
-        "fpl": {"rounds": 9},
-        "rounds": {"staleness": 1},
-    },
-    TaskFile,
-)
-TASK = Task(file=FILE, feature_size=16, expectation=ROUNDS_EXPECTATION, first_tensors=None).intake
+TASK = served_task(
+    ROUNDS_EXPECTATION, fleet=FLEET, algorithm="fpl", fpl=FPL(rounds=9), rounds=Rounds(staleness=1)
+).intake
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -60,13 +52,13 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
 class Bench:
     """The intake of one of several programs."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, task: IntakeTask = TASK) -> None:
         blob_sender: Any = SimpleNamespace(request=lambda *_: 0.0)
         publisher: Any = SimpleNamespace(publish_to_device=lambda *sent: self.sent.append(sent))
         self.sent: list[tuple[str, str, Receipt]] = []
         self.intake = MessageIntake(
             store,
-            TASK,
+            task,
             IN_ROUNDS,
             uploads=Uploads(store, max_bytes=10**6, unfinished_s=3600.0),
             publisher=publisher,
@@ -156,6 +148,15 @@ def test_refused_evaluation_is_counted_each_time_in_a_batch(store: Store, *, is_
     assert [(each.reason, each.count) for each in store.refusals.all()] == [("unknown_head", 2)]
 
 
+def test_refused_uploads_do_not_count_in_the_quota_of_an_hour(store: Store) -> None:
+    task = msgspec.structs.replace(TASK, limits=Limits(uploads_per_hour=2))
+    store.facts.put(task)
+    bench = Bench(store, task)
+    for sequence, reason in ((2, None), (1, "superseded"), (3, None), (4, "quota")):
+        ((_, receipt),) = bench.handle(*_upload(round_submission(number=2, sequence=sequence)))
+        assert receipt.reason == reason
+
+
 def test_verdicts_follow_what_others_store(store: Store) -> None:
     """The device's submission that another receiver has stored, the newest head, and the task that is served."""
     one, other = Bench(store), Bench(store)
@@ -163,19 +164,24 @@ def test_verdicts_follow_what_others_store(store: Store) -> None:
     assert receipt.status == "received"
     ((_, receipt),) = other.handle(*_upload(round_submission(number=2, sequence=4)))
     assert (receipt.reason, receipt.sequence) == ("superseded", 5)
+    ((_, receipt),) = other.handle(*_upload(round_submission(number=0)))
+    assert (receipt.reason, receipt.detail) == ("late", "the submission is for round 0, but round 2 is open")
+    assert store.facts.get(RoundRequest) is None
     ((_, receipt),) = other.handle(*_upload(round_submission(number=3)))
     assert receipt.reason == "unknown_round"
     assert store.facts.get(RoundRequest) is not None
     with contextlib.closing(open_store(store.folder)) as coordinator:
         coordinator.facts.put(IntakeHeads(TASK.digest, 4, frozenset({4}), frozenset()))
+    ((_, receipt),) = other.handle(*_upload(round_submission(number=3)))
+    assert receipt.status == "received"  # the same upload
     ((_, receipt),) = other.handle(*_upload(round_submission(number=2, sequence=6)))
     assert receipt.reason == "late"
-    ((_, receipt),) = other.handle(*_upload(round_submission(number=3)))
-    assert receipt.status == "received"
-    reported = evaluation(task=TASK.digest, head_version=4)
-    ((_, receipt),) = one.handle(*_upload(reported))
-    assert receipt.status == "received"
-    assert store.evaluations.of_head(TASK.digest, 4) == {"dev": reported}
+    reports = {version: evaluation(task=TASK.digest, head_version=version) for version in (3, 4)}
+    for reported in reports.values():
+        ((_, receipt),) = one.handle(*_upload(reported))
+        assert receipt.status == "received"
+    assert store.evaluations.of_head(TASK.digest, 4) == {"dev": reports[4]}
+    assert store.evaluations.of_head(TASK.digest, 3) == {}  # nothing depends on it any more
     with contextlib.closing(open_store(store.folder)) as coordinator:
         with coordinator.transaction():
             coordinator.submissions.delete("dev")
@@ -184,3 +190,16 @@ def test_verdicts_follow_what_others_store(store: Store) -> None:
         coordinator.facts.put(msgspec.structs.replace(TASK, digest=bytes(32)))
         with pytest.raises(TaskReplaced):
             one.handle()
+
+
+def test_bytes_of_earlier_starts_are_counted(tmp_path: Path) -> None:
+    """Stored every few seconds and at the end."""
+    for start in range(1, 3):
+        with contextlib.closing(open_store(tmp_path)) as store:
+            meter = TrafficMeter(store)
+            meter.keep(sent=0)
+            meter.received = 100
+            meter.keep(sent=10)
+            assert (store.facts.get(Traffic) or Traffic()) == Traffic(100 * (start - 1), 10 * (start - 1))
+            meter.keep(sent=10, at_once=True)
+            assert store.facts.get(Traffic) == Traffic(100 * start, 10 * start)
