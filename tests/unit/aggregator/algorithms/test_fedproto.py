@@ -15,10 +15,9 @@ from aggregator.algorithms.fedtc.training_set import TrainingSet
 from aggregator.graphs.tracing import to_torch
 from aggregator.storage.blobs import FolderBlobs
 from aggregator.training.head_job import run
-from aggregator.training.jobs import HeadJob
-from protocol.wire.codec import encode
 from tests.support.messages.contributions import uploaded
-from tests.support.messages.submissions import FEATURE_SIZE, MANIFEST, submission
+from tests.support.messages.jobs import head_job
+from tests.support.messages.submissions import submission
 
 SETTINGS = FedProto(projection_size=2, pull=0.5)
 
@@ -80,17 +79,7 @@ def test_head_predicts_the_class_of_the_nearest_mean() -> None:
 
 def test_job_makes_a_head_by_the_algorithm_that_it_names(tmp_path: Path) -> None:
     """No other file knows of it."""
-    blobs = FolderBlobs(tmp_path / "blobs")
-    job = HeadJob(
-        version=1,
-        algorithm="fedncm",
-        task=blobs.put(encode(MANIFEST)).hex(),
-        members={"a": blobs.put(encode(submission(labels=(0, 1, 2) * 10))).hex()},
-        blobs=str(blobs.folder),
-        feature_size=FEATURE_SIZE,
-        training=Training(),
-        folder=str(tmp_path),
-    )
-    result = run(job)
+    sent = submission(labels=(0, 1, 2) * 10)
+    result = run(head_job(FolderBlobs(tmp_path / "blobs"), tmp_path, sent, algorithm="fedncm"))
     assert (result.prototypes, result.metrics["epochs"]) == (30, 0)
     assert (tmp_path / "head.onnx").is_file()
