@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from aggregator.config.task_file import load_task
 from aggregator.coordination.round_state import DeviceDecisions, Entry, Settings
+from aggregator.heads import rollout
 from aggregator.heads.next_head import update_quarantine
 from aggregator.heads.operator_commands import forget, release, submit_command
 from aggregator.heads.rollout import Rollout
@@ -234,7 +235,8 @@ def test_closed_rounds_cannot_be_undone(store: Store) -> None:
 
 
 @pytest.fixture
-def task(store: Store, tmp_path: Path) -> Task:
+def task(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Task:
+    monkeypatch.setattr(rollout, "POLL_S", 0.0)
     return prepare_task(*load_task(write_task(tmp_path)), store=store)
 
 
@@ -249,7 +251,6 @@ def test_no_rollback_to_heads_with_a_forgotten_device(store: Store, task: Task) 
         releases.tick(version)
     forget(store, "a")
     for each in (releases, Rollout(task, store)):
-        each._poll_s = 0.0
         each.tick(2)
         assert each.manifest is not None
         assert each.manifest.current.version == 2
@@ -257,7 +258,6 @@ def test_no_rollback_to_heads_with_a_forgotten_device(store: Store, task: Task) 
         assert [head.digest in store.blobs for head in store.heads.all(task.digest)] == [False, True]
     _add_head(store, 3, task=task.digest, b=bytes(32))
     releases.tick(3)
-    releases._poll_s = 0.0
     releases.tick(3)
     assert store.heads.rollout(task.digest).current == 3
     assert not {*files.values()} & {*store.blobs.digests()}

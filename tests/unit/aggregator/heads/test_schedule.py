@@ -14,10 +14,8 @@ from msgspec import structs
 
 from aggregator.algorithms.algorithm import Training
 from aggregator.algorithms.statistics.feature_map import FeatureMap
-from aggregator.config.schema import TaskFile
 from aggregator.config.task_file import load_task
 from aggregator.coordination import round_state, rounds
-from aggregator.coordination.rounds import SubmissionVerdict
 from aggregator.heads import schedule
 from aggregator.heads.next_head import FULL_MEMORY_TRAININGS, job_of, store_head
 from aggregator.heads.operator_commands import forget
@@ -34,8 +32,9 @@ from aggregator.training.runner import Finished, Progress, Trainer
 from protocol.errors import StateError
 from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import Receipt
-from tests.support.messages.submissions import EXPECTATION, MANIFEST, round_submission
-from tests.support.simulation.submissions import accept
+from tests.support.messages.submissions import round_submission
+from tests.support.messages.tasks import served_task
+from tests.support.simulation.submissions import submit
 
 Events = queue.SimpleQueue[Progress | Finished]
 
@@ -61,20 +60,11 @@ def training(task: Task, store: Store, events: Events) -> Schedule:
     return Schedule(task, store, on_event=events.put)
 
 
-def _submit(training: Schedule, device: str, *, number: int = 0, sequence: int = 1) -> SubmissionVerdict:
-    shapes, task = training._task.expectation.tensors, training._task.digest
-    payload = encode(
-        round_submission(task=task, number=number, sequence=sequence, shapes=shapes, seed=ord(device))
-    )
-    entry = round_state.Entry(sequence, digest_of(payload), training._store.clock.now_s(), number)
-    return accept(training, SubmissionRecord(device, entry, len(payload), 10, 2, {0: 1, 2: 1}), payload)
-
-
 def _take(training: Schedule, devices: str, *, number: int = 0) -> list[str]:
     """Let each device submit, make it durable, and start what is due; return the verdicts."""
     verdicts = list[str]()
     for device in devices:
-        verdicts.append(_submit(training, device, number=number).verdict)
+        verdicts.append(submit(training, device, number=number).verdict)
         training.tick()
     return verdicts
 
@@ -125,13 +115,13 @@ def test_submissions_that_another_process_stores_close_a_round(
     """They count as if this process had accepted them; one that was deleted again does not."""
     receiver = Schedule(task, other := open_store(store.folder), on_event=events.put)
     for device in "ab":
-        _submit(receiver, device)
+        submit(receiver, device)
         with contextlib.closing(open_store(store.folder)) as third, third.transaction():
             third.submissions.delete("a", task.digest)
         training.tick()
         assert set(training.state.submissions) == ({"b"} if device == "b" else set())
     assert training.state.training is None
-    _submit(receiver, "c")
+    submit(receiver, "c")
     training.tick()
     assert set(training.state.training or ()) == {"b", "c"}
     assert training.finish(_end(events))
@@ -295,10 +285,9 @@ def test_aggregator_killed_during_a_training_counts_as_a_failure(task: Task, sto
 def test_half_the_memory_after_several_failures(store: Store) -> None:
     """A round is closed as before."""
     train, settings = rounds.Train(1, (("a", round_state.Entry(1, b"a", 0.0)),)), Training(epochs=3)
-    file = TaskFile(classes=MANIFEST.classes, backbones=("tiny.onnx",), training=settings)
-    task = Task(file=file, feature_size=16, expectation=EXPECTATION, first_tensors=None)
-    file = structs.replace(file, algorithm="statistics")
-    of_sums = replace(task, file=file, feature_map=FeatureMap(16, 0, 0))
+    task = served_task(training=settings)
+    of_sums = served_task(training=settings, algorithm="statistics")
+    of_sums = replace(of_sums, feature_map=FeatureMap(16, 0, 0))
     for failures in range(6):
         job = job_of(train, task, store, round_state.State(failures=failures), tensors=None)
         assert isinstance(job, HeadJob)
@@ -426,7 +415,7 @@ def test_batch_that_cannot_be_stored_is_undone(
 
 def _take_both(training: Schedule) -> None:
     for device in "ab":
-        _submit(training, device)
+        submit(training, device)
     raise StateError("the disk is full")
 
 
@@ -438,7 +427,7 @@ def test_replaced_submissions_are_deleted(
     message = round_submission(task=task.digest, shapes=task.expectation.tensors)
     monkeypatch.setattr(schedule, "MAX_UNUSED_BYTES", 3 * len(encode(message)))
     for number in range(1, 30):
-        verdict = _submit(training, "a", sequence=number)
+        verdict = submit(training, "a", sequence=number)
         training.tick()
         left = set(store.blobs.digests())
         assert verdict.counted_entry is not None
