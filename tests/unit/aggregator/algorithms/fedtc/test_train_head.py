@@ -16,22 +16,38 @@ from aggregator.algorithms.fedtc.train_head import (
     MIN_HELD_OUT,
     REGRESSION_SHARES,
     SHARES,
+    TrainedHead,
     _folds,
     _preferred,
     train_head,
 )
 from aggregator.algorithms.fedtc.training_set import TrainingSet
-from tests.unit.aggregator.algorithms.fedtc.heads import (
-    ADAPTER,
-    ALL,
-    FEATURE_SIZE,
-    LEARNED,
-    Features,
-    Integers,
-    blobs,
-    logits_from,
-    train,
+from tests.support.messages.prototype_sets import BLOB_SIZE, Features, Integers, blobs
+
+ADAPTER = replace(RECIPES["default"], closed_form=False, min_steps=60)
+ALL = pytest.mark.parametrize(
+    "recipe", [RECIPES["default"], RECIPES["paper"], ADAPTER], ids=["default", "paper", "adapter"]
 )
+LEARNED = pytest.mark.parametrize("recipe", [RECIPES["default"], ADAPTER], ids=["default", "adapter"])
+
+
+def train(
+    prototypes: Features,
+    labels: Integers,
+    counts: Integers,
+    *,
+    num_classes: int = 4,
+    widths: tuple[int, ...] = (),
+    recipe: Recipe = RECIPES["default"],
+    seed: int = 0,
+    device: str = "cpu",
+) -> TrainedHead:
+    data = TrainingSet(prototypes, labels, counts, num_classes, widths=widths)
+    return train_head(data, recipe, seed=seed, device=device)
+
+
+def logits_from(trained: TrainedHead, features: Features) -> Features:
+    return logits_of(trained.layers, features)
 
 
 @LEARNED
@@ -64,8 +80,8 @@ def test_few_prototypes_make_a_useful_head(per_class: tuple[int, int], correct: 
 def test_scale_of_a_backbone_does_not_matter(recipe: Recipe, scale: float) -> None:
     """Values that are a thousand times those of the other backbone would otherwise be all that counts."""
     prototypes, labels, counts = blobs(0, 1, 2, 3)
-    factors = np.repeat(np.array([1, scale], np.float32), FEATURE_SIZE // 2)
-    widths = (FEATURE_SIZE // 2,) * 2
+    factors = np.repeat(np.array([1, scale], np.float32), BLOB_SIZE // 2)
+    widths = (BLOB_SIZE // 2,) * 2
     fresh, _, _ = blobs(0, 1, 2, 3, seed=1)
     expected = logits_from(train(prototypes, labels, counts, widths=widths, recipe=recipe), fresh)
     scaled = train(prototypes * factors, labels, counts, widths=widths, recipe=recipe)
@@ -100,7 +116,7 @@ def test_a_backbone_without_variation_makes_a_finite_head(constant: slice) -> No
 def test_adapter_is_used_where_cross_validation_prefers_it() -> None:
     """Spheres of one center have no linear border; normal classes that share a covariance have the best one."""
     rng = np.random.default_rng(0)
-    directions = rng.normal(size=(10 * MIN_HELD_OUT, FEATURE_SIZE))
+    directions = rng.normal(size=(10 * MIN_HELD_OUT, BLOB_SIZE))
     directions /= np.linalg.norm(directions, axis=1, keepdims=True)
     labels = np.arange(len(directions)) % 2
     prototypes = (directions * np.where(labels, 4, 1)[:, None]).astype(np.float32)
@@ -199,7 +215,7 @@ def test_temperature_makes_probabilities_true() -> None:
 def test_absent_class_is_never_predicted(recipe: Recipe) -> None:
     """Its probability is 0, wherever the feature lies."""
     trained = train(*blobs(0, 2), recipe=recipe)
-    anywhere = np.random.default_rng(0).normal(scale=10, size=(500, FEATURE_SIZE)).astype(np.float32)
+    anywhere = np.random.default_rng(0).normal(scale=10, size=(500, BLOB_SIZE)).astype(np.float32)
     probabilities = torch.softmax(torch.from_numpy(logits_from(trained, anywhere)), dim=1)
     assert (probabilities[:, [1, 3]] == 0).all()
     assert probabilities.isfinite().all()
@@ -246,8 +262,8 @@ def test_constant_feature_is_not_amplified(recipe: Recipe) -> None:
 
 def test_the_head_is_table_5_of_the_paper() -> None:
     """FC(L, 1024), ReLU, L2; FC(1024, 512), ReLU, L2; FC(512, C), against plain numpy."""
-    head = Head(feature_size=FEATURE_SIZE, num_classes=3)
-    features = np.random.default_rng(0).normal(size=(4, FEATURE_SIZE)).astype(np.float32)
+    head = Head(feature_size=BLOB_SIZE, num_classes=3)
+    features = np.random.default_rng(0).normal(size=(4, BLOB_SIZE)).astype(np.float32)
     expected = logits_of(
         [Dense(layer.weight.detach().numpy(), layer.bias.detach().numpy()) for layer in head.layers], features
     )
@@ -259,14 +275,14 @@ def test_the_head_is_table_5_of_the_paper() -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_steps_are_those_of_pytorchs_optimizer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the last bit, without an object of it, which would import PyTorch's compiler in each training."""
-    ours, theirs = (Head(feature_size=FEATURE_SIZE, num_classes=3) for _ in range(2))
+    ours, theirs = (Head(feature_size=BLOB_SIZE, num_classes=3) for _ in range(2))
     theirs.load_state_dict(ours.state_dict())
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(theirs.parameters(), fused=True)
     if RECIPES[name].optimizer == "sgd":
         optimizer = torch.optim.SGD(theirs.parameters())
     monkeypatch.setattr(torch.optim.Optimizer, "__init__", None)
     step = _Optimizer(ours, RECIPES[name]).step
-    features = torch.from_numpy(np.random.default_rng(0).normal(size=(4, FEATURE_SIZE)).astype(np.float32))
+    features = torch.from_numpy(np.random.default_rng(0).normal(size=(4, BLOB_SIZE)).astype(np.float32))
     for rate in (0.1, 0.01, 0.2):
         for head in (ours, theirs):
             torch.autograd.backward(head(features).square().sum())

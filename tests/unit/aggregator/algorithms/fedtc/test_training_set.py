@@ -15,12 +15,7 @@ from aggregator.algorithms.fedtc.recipe import RECIPES, Recipe
 from aggregator.algorithms.fedtc.train_head import MIN_HELD_OUT, TrainedHead, train_head
 from aggregator.algorithms.fedtc.training_set import Arrays, TrainingSet, blocks, even_rows, is_in_file
 from protocol.errors import ProtofleetError
-from tests.unit.aggregator.algorithms.fedtc.heads import (
-    FEATURE_SIZE,
-    Features,
-    Integers,
-    blobs,
-)
+from tests.support.messages.prototype_sets import BLOB_SIZE, Features, Integers, blobs
 
 
 def _restored(prototypes: Features, labels: Integers, counts: Integers) -> Features:
@@ -31,8 +26,8 @@ def _restored(prototypes: Features, labels: Integers, counts: Integers) -> Featu
 def test_restoring_gives_back_the_variance(batch: int, seed: int) -> None:
     """Batch means of normal features, restored, spread as those features do, around the same mean."""
     rng = np.random.default_rng(seed)
-    features = rng.normal(loc=3.0, scale=2.0, size=(200 * batch, FEATURE_SIZE))
-    means = features.reshape(200, batch, FEATURE_SIZE).mean(axis=1).astype(np.float32)
+    features = rng.normal(loc=3.0, scale=2.0, size=(200 * batch, BLOB_SIZE))
+    means = features.reshape(200, batch, BLOB_SIZE).mean(axis=1).astype(np.float32)
     labels, counts = np.zeros(200, dtype=np.int64), np.full(200, batch)
     restored = _restored(means, labels, counts)
     np.testing.assert_allclose(restored.mean(axis=0), means.mean(axis=0), atol=1e-4)
@@ -51,8 +46,8 @@ def test_the_distance_between_devices_is_not_stretched() -> None:
     """Devices in different places spread as widely as their images do, where they are."""
     rng, batch, apart = np.random.default_rng(0), 25, 10.0
     devices = np.repeat(np.arange(4), 50)
-    places = apart * rng.normal(size=(4, FEATURE_SIZE))
-    noise = rng.normal(size=(200, FEATURE_SIZE))
+    places = apart * rng.normal(size=(4, BLOB_SIZE))
+    noise = rng.normal(size=(200, BLOB_SIZE))
     prototypes = (places[devices] + noise / np.sqrt(batch)).astype(np.float32)
     labels, counts = np.zeros(200, dtype=np.int64), np.full(200, batch)
     restored = TrainingSet(prototypes, labels, counts, 1, restore=True, devices=devices).features
@@ -96,7 +91,7 @@ def test_extrapolated_prototypes_spread_as_images_do(counts: list[int], seed: in
     """Two prototypes of each of many classes: the same mean as the images, and their variance."""
     rng = np.random.default_rng(seed)
     labels, numbers = np.repeat(np.arange(2_000), 2), np.tile(counts, 2_000)
-    prototypes = 3 + rng.normal(size=(len(labels), FEATURE_SIZE)) / np.sqrt(numbers)[:, None]
+    prototypes = 3 + rng.normal(size=(len(labels), BLOB_SIZE)) / np.sqrt(numbers)[:, None]
     data = TrainingSet(prototypes.astype(np.float32), labels, numbers, 2_000, restore=True)
     features = data.extrapolated()
     np.testing.assert_allclose(features.mean(axis=0), 3, atol=0.2)
