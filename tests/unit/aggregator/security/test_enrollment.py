@@ -232,6 +232,21 @@ def test_invalid_device_name_is_refused(world: World, name: str) -> None:
     assert not (world.root / "out").exists()
 
 
+def test_enrollment_keeps_to_the_quota_of_devices(world: World) -> None:
+    """A known device is no new one; a revoked one leaves its place."""
+    for device in "ab":
+        world.store.keys.pin(device, device.encode() * 32, now_s=1)
+
+    def enroll_in_two(device: str) -> None:
+        enroll(world.store, device, fleet="orchard", out=world.root / device, max_devices=2)
+
+    with pytest.raises(ConfigError, match=r"2 of 2 devices \(limits\.max_devices\)"):
+        enroll_in_two("d")
+    enroll_in_two("a")
+    world.store.keys.revoke("b", now_s=2)
+    enroll_in_two("d")
+
+
 def test_ca_belongs_to_one_fleet(world: World) -> None:
     """Another fleet's devices are refused; a fleet's name must fit into a certificate."""
     world.enroll()
