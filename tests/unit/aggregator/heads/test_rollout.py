@@ -2,9 +2,7 @@
 
 import contextlib
 import dataclasses
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -15,6 +13,8 @@ from aggregator.coordination.rollout_state import HeadCommand, Settings, State
 from aggregator.heads import rollout
 from aggregator.heads.operator_commands import submit_command
 from aggregator.heads.rollout import Rollout
+from aggregator.status import model
+from aggregator.status.collect import collect_status
 from aggregator.storage.blobs import FolderBlobs
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.open_store import open_store
@@ -28,7 +28,6 @@ from protocol.wire.messages import Evaluation, HeadManifest, HeadRef
 from protocol.wire.topics import device_topic, fleet_topic
 from tests.support.fleets.aggregator_process import (
     FLEET,
-    Daemon,
     Device,
     aggregator,
     presence_of,
@@ -43,7 +42,7 @@ CANARY = (
 )
 FIRST, SECOND = sorted("ab", key=lambda device: canary_rank(device, 2))
 """Of two devices, the canary of head 2 and the other one."""
-_submission = partial(submission, labels=(0, 1, 2) * 5)
+LABELS = (0, 1, 2) * 5
 
 
 def _evaluation(task: bytes, correct: int, *, previous: int | None = None, problem: str = "") -> Evaluation:
@@ -66,52 +65,11 @@ def _manifest(device: Device, *, after: HeadManifest | None = None, version: int
     )
 
 
-def _two_heads(first: Device, second: Device, daemon: Daemon) -> tuple[bytes, HeadManifest]:
-    """Let a fleet of two use head 1, and offer head 2 to the first device."""
-    first.aggregator_is("online")
-    task = digest_of(first.task())
-    for device in (first, second):
-        device.say(device_topic(FLEET, device.name, "state"), presence_of(device.name), retain=True)
-    daemon.until(lambda summary: [row["state"] for row in summary["devices"]] == ["online", "online"])
-    first.upload(_submission(task=task))
-    one = _manifest(first)
-    assert (one.current.version, one.candidate, one.canary_rank_limit) == (1, None, 0)
-    for device in (first, second):
-        device.upload(evaluation(task=task))
-    first.upload(_submission(task=task, sequence=2))
-    return task, first.wait(
-        fleet_topic(FLEET, "head"), HeadManifest, when=lambda manifest: manifest.canary_rank_limit > 0
-    )
-
-
-def _is_written(daemon: Daemon, version: int, summary: dict[str, Any]) -> bool:
-    expected = next(head["sha256"] for head in summary["heads"] if head["version"] == version)
-    return bool(digest_of((daemon.state / "head.onnx").read_bytes()).hex() == expected)
-
-
-def test_good_head_is_activated_after_a_restart(amqtt_broker: BrokerAddress, tmp_path: Path) -> None:
-    """The trial continues; then the files are the new head's."""
-    task_file = write_task(tmp_path, CANARY)
-    with Device(amqtt_broker, FIRST) as first, Device(amqtt_broker, SECOND) as second:
-        with aggregator(task_file, amqtt_broker) as daemon:
-            task, trial = _two_heads(first, second, daemon)
-            daemon.process.kill()
-            daemon.process.wait()
-        with aggregator(task_file, amqtt_broker) as daemon:
-            first.aggregator_is("online")
-            with Device(amqtt_broker, "late") as late:
-                assert _manifest(late) == trial
-            second.upload(_evaluation(task, 0, problem="it is no canary"))
-            assert f'head not used device={SECOND} head=2 reason="it is no canary' in daemon.log()
-            first.upload(_evaluation(task, 8, previous=8))
-            assert _manifest(second, version=2).candidate is None
-            summary = daemon.until(lambda summary: summary["rollout"]["current"] == 2)
-            assert _is_written(daemon, 2, summary)
-            assert (daemon.state / "model.onnx").is_file()
-
-
 def test_commands_are_carried_out_while_running(amqtt_broker: BrokerAddress, tmp_path: Path) -> None:
-    """Promote and rollback change the current head and its files; a refused command prints one line."""
+    """Promote and rollback change the current head and its files; a refused command prints one line.
+
+    Before, the fleet of two uses head 1, and only the canary is offered head 2.
+    """
     task_file = write_task(tmp_path, CANARY)
     state = ("--state", str(tmp_path / "state"))
     with (
@@ -119,7 +77,25 @@ def test_commands_are_carried_out_while_running(amqtt_broker: BrokerAddress, tmp
         Device(amqtt_broker, SECOND) as second,
         aggregator(task_file, amqtt_broker) as daemon,
     ):
-        _, trial = _two_heads(first, second, daemon)
+        first.aggregator_is("online")
+        task = digest_of(first.task())
+        for device in (first, second):
+            device.say(device_topic(FLEET, device.name, "state"), presence_of(device.name), retain=True)
+        daemon.until(lambda summary: [row["state"] for row in summary["devices"]] == ["online", "online"])
+        first.upload(submission(task=task, labels=LABELS))
+        one = _manifest(first)
+        assert (one.current.version, one.candidate, one.canary_rank_limit) == (1, None, 0)
+        for device in (first, second):
+            device.upload(evaluation(task=task))
+        first.upload(submission(task=task, sequence=2, labels=LABELS))
+        trial = first.wait(
+            fleet_topic(FLEET, "head"), HeadManifest, when=lambda manifest: manifest.canary_rank_limit > 0
+        )
+        assert trial.candidate is not None
+        assert (trial.current, trial.candidate.version) == (one.current, 2)
+        assert canary_rank(FIRST, 2) < trial.canary_rank_limit <= canary_rank(SECOND, 2)
+        assert first.fetch(trial.candidate.head)
+        assert daemon.status()["rollout"]["candidate"]["awaited"] == [FIRST]
         done = run_aggregator("promote", *state)
         assert (done.stdout, done.returncode) == ("head 2 is current\n", 0)
         promoted = _manifest(second, version=2)
@@ -129,39 +105,15 @@ def test_commands_are_carried_out_while_running(amqtt_broker: BrokerAddress, tmp
         assert (done.stdout, done.returncode) == ("head 1 is current\n", 0)
         back = _manifest(second, after=promoted)
         assert (back.current, back.candidate) == (trial.current, None)
-        summary = daemon.status()
-        assert _is_written(daemon, 1, summary)
-        assert summary["heads"][1]["reason"] == "rolled back to head 1"
+        first_head, second_head = daemon.status()["heads"]
+        assert digest_of((daemon.state / "head.onnx").read_bytes()).hex() == first_head["sha256"]
+        assert second_head["reason"] == "rolled back to head 1"
         done = run_aggregator("rollback", "7", *state)
         assert (done.returncode, done.stdout) == (1, "")
         assert "there is no head 7; there are 1, 2" in done.stderr
         assert "Traceback" not in done.stderr
         assert run_aggregator("rollback", "2", *state).stdout == "head 2 is current\n"
         assert (daemon.state / "model.onnx").read_bytes() == model
-
-
-def test_commands_wait_for_the_next_start(amqtt_broker: BrokerAddress, tmp_path: Path) -> None:
-    """Commands to a stopped aggregator are checked as if the earlier ones were carried out."""
-    task_file = write_task(tmp_path, "quorum = 1\n[training]\nepochs = 1")
-    with Device(amqtt_broker) as device:
-        with aggregator(task_file, amqtt_broker) as daemon:
-            device.aggregator_is("online")
-            task = digest_of(device.task())
-            for version in (1, 2, 3):
-                device.upload(_submission(task=task, sequence=version))
-                device.head(version)
-            daemon.stop()
-            for version in (2, 1):
-                outcome = submit_command(open_store(daemon.state), "rollback")
-                assert outcome == f"head {version} will be current when the aggregator is started"
-            assert daemon.status()["rollout"]["requested"] == 1
-        with aggregator(task_file, amqtt_broker) as daemon:
-            summary = daemon.until(lambda summary: summary["rollout"]["requested"] is None)
-            assert summary["rollout"]["current"] == 1
-            daemon.until(lambda summary: _is_written(daemon, 1, summary))
-            device.aggregator_is("online")
-            device.upload(_submission(task=task, sequence=4))
-            assert device.head(4).version == 4
 
 
 @pytest.fixture
@@ -335,6 +287,27 @@ def test_evaluations_that_another_process_stores_count(store: Store, task: Task)
     _stored("b", 3)
     releases = Rollout(task, store)
     assert store.heads.rollout(task.digest).current == 3
+
+
+def test_commands_wait_for_the_next_start(store: Store, task: Task) -> None:
+    """Commands to a stopped aggregator are checked as if the earlier ones were carried out."""
+    store.facts.put(replace(SERVED, digest=task.digest))
+    releases = Rollout(task, store)
+    for version in (1, 2, 3):
+        _add_head(store, task.digest, version, file=b"file %d" % version)
+        releases.tick(version)
+    for version in (2, 1):
+        outcome = submit_command(store, "rollback")
+        assert outcome == f"head {version} will be current when the aggregator is started"
+    assert collect_status(store).rollout == model.Rollout(current=3, candidate=None, requested=1)
+    releases = Rollout(task, store)
+    releases.tick(3)
+    assert collect_status(store).rollout == model.Rollout(current=1, candidate=None, requested=None)
+    assert _current(releases).version == 1
+    assert (store.folder / "head.onnx").read_bytes() == b"file 1"
+    _add_head(store, task.digest, 4)
+    releases.tick(4)
+    assert _current(releases).version == 4
 
 
 def test_rollback_to_a_head_without_blobs_is_refused(store: Store) -> None:
