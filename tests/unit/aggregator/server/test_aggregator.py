@@ -346,7 +346,8 @@ def test_uploads_that_do_not_count_leave_a_bounded_size_of_blobs(
     for number in range(10, 50, 2):
         large = submission(task=task, sequence=number, labels=labels, seed=number)
         small = submission(task=task, sequence=number + 1)
-        bench.handle(*([small, large] if kind == "superseded" else [large, small]))
+        receipts = bench.handle(*([small, large] if kind == "superseded" else [large, small]))
+        assert ("received" in receipts) == (kind != "over quota")
         most = max(most, _blob_bytes(store) - before)
     assert most < 6 * large_bytes
     assert store.blobs.is_whole(store.entries(task)["dev"].digest)

@@ -1,4 +1,4 @@
-"""What a fleet's status sums up: warnings, a line, a forecast, prototypes in two dimensions, and `aggregator top`."""
+"""Figures of a fleet beside its status: warnings, a summary in a line, a forecast, a projection, `aggregator top`."""
 
 import contextlib
 import io
