@@ -1,12 +1,16 @@
 """Prototypes of synthetic fleets, with correct and with shifted labels."""
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aggregator.intake.validation import Prototypes
 from tests.support.messages.submissions import FEATURE_SIZE
 
 CLASSES = ("cat", "dog", "fox")
 IMAGES = 5
+BLOB_SIZE = 8
+Features = NDArray[np.float32]
+Integers = NDArray[np.int64]
 
 
 def honest(
@@ -27,3 +31,11 @@ def flipped(part: Prototypes) -> Prototypes:
 
 def fleet(devices: int, *, shift: float = 0.1) -> dict[str, Prototypes]:
     return {f"dev{device}": honest(device, shift=shift) for device in range(devices)}
+
+
+def blobs(*labels: int, per_class: int = 20, seed: int = 0) -> tuple[Features, Integers, Integers]:
+    """Return prototypes of well separated classes, one unit vector per class and noise, with labels and counts."""
+    rng = np.random.default_rng(seed)
+    of = np.repeat(labels, per_class)
+    noise = rng.normal(scale=0.1, size=(len(of), BLOB_SIZE))
+    return (np.eye(BLOB_SIZE)[of] + noise).astype(np.float32), of, np.full(len(of), IMAGES)

@@ -2,12 +2,25 @@
 
 from dataclasses import replace
 
+from aggregator.coordination.round_state import Entry
 from aggregator.coordination.rounds import SubmissionVerdict
 from aggregator.heads.schedule import Schedule
 from aggregator.intake.accepted_submissions import AcceptedSubmissions
 from aggregator.server.store_view import StoreView
 from aggregator.storage.stored_values import IntakeHeads
 from aggregator.storage.submissions import SubmissionRecord
+from protocol.wire.codec import digest_of, encode
+from tests.support.messages.submissions import round_submission
+
+
+def submit(training: Schedule, device: str, *, number: int = 0, sequence: int = 1) -> SubmissionVerdict:
+    """Let a device submit to a round."""
+    shapes, task = training._task.expectation.tensors, training._task.digest
+    payload = encode(
+        round_submission(task=task, number=number, sequence=sequence, shapes=shapes, seed=ord(device))
+    )
+    entry = Entry(sequence, digest_of(payload), training._store.clock.now_s(), number)
+    return accept(training, SubmissionRecord(device, entry, len(payload), 10, 2, {0: 1, 2: 1}), payload)
 
 
 def accept(training: Schedule, record: SubmissionRecord, payload: bytes) -> SubmissionVerdict:

@@ -1,18 +1,32 @@
-"""Tests for the aggregator's command line: outcomes, errors, and what it needs installed."""
+"""The aggregator's command line: outcomes, errors, task files, the doctor, and what it needs installed."""
 
+import contextlib
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner, Result
 
+from aggregator.algorithms.registry import ALGORITHMS
+from aggregator.cli import cli, task_file
+from aggregator.config.task_file import load_task
 from aggregator.messaging.manifest_signer import identity_of
 from aggregator.storage.open_store import open_store
+from aggregator.storage.stored_values import SigningKey
 from protocol.enrollment import read_enrollment
+from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.storage.keyfile import read_key
 from protocol.wire.signing import public_key
+from tests.support.databases.postgresql import PostgreSQL
 from tests.support.fleets.aggregator_process import PROGRAM, run_aggregator, write_task
+from tests.support.fleets.closed_fleet import FLEET, ClosedFleet
+from tests.support.fleets.doctors import findings, statuses
+from tests.support.graphs.backbones import tiny_backbone
 from tests.support.messages.submissions import SERVED
+from tests.support.network.brokers import Mosquitto, free_address, needs_mosquitto
+from tests.support.stores.object_store import BUCKET, moto_server, object_store
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["status", "--help"], ["--version"]])
@@ -176,3 +190,184 @@ def test_unwritable_out_is_one_line(tmp_path: Path) -> None:
     done = run_aggregator("enroll", "shed-1", *arguments, "--state", str(tmp_path / "state"))
     assert done.returncode == 1
     assert "Permission denied" in done.stderr
+
+
+DEPLOY = Path(__file__).parents[3] / "deploy"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the current folder, with a backbone and folders of images."""
+    (tmp_path / "tiny.onnx").write_bytes(tiny_backbone())
+    for name in ("pear", "apple", ".cache"):
+        (tmp_path / "images" / name).mkdir(parents=True)
+    (tmp_path / "images" / "notes.txt").touch()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def _run(*arguments: str, answers: str | None = None) -> Result:
+    return CliRunner().invoke(cli, arguments, input=answers)
+
+
+@pytest.mark.parametrize("algorithm", tuple(ALGORITHMS))
+def test_written_file_is_valid_with_and_without_its_comments(folder: Path, algorithm: str) -> None:
+    """Its classes are the folders' names; the values in comments are the defaults."""
+    given = ["--images", "images", "--class", 'a "b" ä', "--backbone", "tiny.onnx", "--quorum", "3"]
+    done = _run("init", *given, "--algorithm", algorithm)
+    assert done.exit_code == 0, done.output
+    written, backbones = load_task(folder / "task.toml")
+    assert written.classes == ('a "b" ä', "apple", "pear")
+    assert (written.quorum, written.algorithm, backbones[0].name) == (3, algorithm, "tiny.onnx")
+    text = (folder / "task.toml").read_text()
+    assert (f"[{algorithm}]" in text) == bool(ALGORITHMS[algorithm].__struct_fields__)
+    examples = "devices|restore|epochs|min_devices|max_devices|max_storage_mb|uploads_per_hour"
+    with_defaults = re.sub(rf"(?m)^# (?!({examples}) = )(?=\w+ = )", "", text)
+    (folder / "task.toml").write_text(with_defaults)
+    assert load_task(folder / "task.toml")[0] == written
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "file", "end"), [("fedtc", "task", None), ("fedpcl", "rounds", "[fedpcl]")]
+)
+def test_written_comments_are_those_of_the_examples(
+    folder: Path, algorithm: str, file: str, end: str | None
+) -> None:
+    _run("init", "--class", "a", "--backbone", "tiny.onnx", "--algorithm", algorithm)
+    text = "".join((folder / "task.toml").read_text().partition("# max_submission_mb")[1:])
+    assert text.partition(end or "\0")[0].strip() in (DEPLOY / f"{file}.toml").read_text()
+
+
+def test_questions_are_asked_on_a_terminal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty answer is the default, which for the backbone is a file beside the task file."""
+    monkeypatch.setattr(task_file, "_is_terminal", lambda: True)
+    done = _run("init", "my.toml", "--quorum", "2", answers="orchard\nimages\n\nstatistics\n")
+    assert done.exit_code == 0, done.output
+    task, _ = load_task(folder / "my.toml")
+    assert (task.fleet, task.classes, task.backbones) == ("orchard", ("apple", "pear"), ("tiny.onnx",))
+    assert (task.algorithm, task.quorum) == ("statistics", 2)
+    assert "devices need --fleet orchard" in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "error"),
+    [
+        (["init"], 2, "missing --class or --images"),
+        (["init", "--class", "a"], 2, "missing --backbone"),
+        (["init", "--class", "a", "--backbone", "none.onnx"], 1, "run: aggregator check task.toml"),
+        (["init", "--class", "a", "--backbone", "tiny.onnx", "--algorithm", "x"], 2, "expected one of fedtc"),
+        (["init", "there.toml", "--class", "a", "--backbone", "tiny.onnx"], 1, "there.toml exists already"),
+        (["init", "--images", "images/pear", "--backbone", "tiny.onnx"], 1, "no folder in images/pear"),
+        (["check", "there.toml"], 1, "there.toml:1: `backbones`: no file none.onnx"),
+        (["check", "none.toml"], 1, "cannot read the task file none.toml"),
+    ],
+)
+def test_error_says_what_to_do(folder: Path, arguments: list[str], code: int, error: str) -> None:
+    (folder / "there.toml").write_text('backbones = ["none.onnx"]\nclasses = ["a"]\n')
+    done = _run(*arguments)
+    assert error in f"{done.output} {done.exception}"
+    assert done.exit_code == code
+
+
+def test_check_shows_what_a_task_defines(folder: Path) -> None:
+    (folder / "task.toml").write_text('fleet = "orchard"\nbackbones = ["tiny.onnx"]\nclasses = ["a", "b"]\n')
+    done = _run("check", "task.toml")
+    assert done.exit_code == 0, done.output
+    assert "fleet orchard, fedtc, 2 classes, 16 features" in done.output
+    assert "quorum is 1" in done.output
+
+
+@pytest.fixture
+def closed(tmp_path: Path, address: BrokerAddress) -> ClosedFleet:
+    fleet = ClosedFleet(tmp_path, address)
+    fleet.enroll("shed-1")
+    return fleet
+
+
+def _task(folder: Path) -> Path:
+    path = write_task(folder)
+    path.write_text(path.read_text().replace('fleet = "barn"', f'fleet = "{FLEET}"'))
+    return path
+
+
+def _options(**values: object) -> list[str]:
+    return [part for name, value in values.items() for part in (f"--{name}", str(value))]
+
+
+@needs_mosquitto
+def test_all_is_well_in_a_closed_fleet(closed: ClosedFleet) -> None:
+    given = [*_options(task=_task(closed.root), state=closed.state, broker=closed.broker), "--tls"]
+    identity_of(closed.state)
+    with closed.mosquitto():
+        code, found = findings(cli, "doctor", *given)
+    assert code == 0, found
+    well = ("packages", "task", "state", "key", "broker", "login", "packets", "acl", "anonymous", "disk")
+    assert {check: statuses(found)[check] for check in well} == dict.fromkeys(well, "ok"), found
+    assert statuses(found)["tls"] == "warning"  # the broker's certificate is valid for 30 days
+    assert public_key(identity_of(closed.state)).hex() in found["key"][0]["text"]
+    text = closed.configuration().replace("allow_anonymous false", "allow_anonymous true")
+    for line in (
+        "require_certificate true",
+        "use_identity_as_username true",
+        "use_username_as_clientid true",
+    ):
+        text = text.replace(line, "")
+    with closed.mosquitto(text):
+        code, found = findings(cli, "doctor", *given)
+    assert (code, statuses(found)["anonymous"]) == (1, "failed")
+
+
+def test_faults_are_named(tmp_path: Path) -> None:
+    """Each has its own line: a task file, a state directory and a broker."""
+    (tmp_path / "task.toml").write_text("x = 1\n")
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "device.sqlite").touch()
+    given = _options(task=tmp_path / "task.toml", state=tmp_path / "state")
+    code, found = findings(cli, "doctor", *given)
+    assert code == 1
+    expected = {"task": "failed", "state": "failed", "broker": "skipped"}
+    assert {check: statuses(found)[check] for check in expected} == expected
+    given = _options(task=write_task(tmp_path), state=tmp_path / "new", broker="127.0.0.1:9")
+    code, found = findings(cli, "doctor", *given)
+    assert (code, statuses(found)["broker"], statuses(found)["task"]) == (1, "failed", "ok")
+    assert not (tmp_path / "new").exists()
+
+
+def test_database_and_object_store_are_checked(
+    tmp_path: Path, postgresql: PostgreSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the service's configuration file names them, before the first start and after it; nothing is created."""
+    config = tmp_path / "aggregator.toml"
+    config.write_text(
+        f'task = "{write_task(tmp_path)}"\nstate = "{tmp_path}/new"\nbroker = "127.0.0.1:9"\n'
+        f'store = "{postgresql.url}"\nblobs = "s3://{BUCKET}/barn"\nhttp = "off"\nexternal-training = true\n'
+    )
+    given = ["doctor", "--config", str(config)]
+    with moto_server(tmp_path) as address, object_store(address, monkeypatch):
+        _, found = findings(cli, *given)
+        assert (statuses(found)["state"], statuses(found)["blobs"]) == ("ok", "ok"), found
+        assert "no aggregator state in fleet_barn" in found["state"][0]["text"]
+        _, found = findings(cli, *given, "--blobs", "s3://no-such-bucket/barn")
+        assert statuses(found)["blobs"] == "failed"
+        assert "the bucket does not exist" in found["blobs"][0]["text"]
+    assert not (tmp_path / "new").exists()
+    with contextlib.closing(open_store(tmp_path / "other", database=postgresql.url, fleet="barn")) as store:
+        store.facts.put(SigningKey(public_key(identity_of(store.folder)).hex()))
+    _, found = findings(cli, *given)
+    assert "not running" in found["state"][0]["text"]
+    assert "copy the folder identity" in found["key"][0]["text"]
+    _, found = findings(cli, *given, "--store", "postgresql://127.0.0.1:9/none")
+    assert statuses(found)["state"] == "failed"
+
+
+@needs_mosquitto
+def test_narrow_access_list_is_found(tmp_path: Path) -> None:
+    options = "allow_anonymous true\nacl_file {folder}/acl"
+    with Mosquitto(
+        free_address(), tmp_path, options=options, access_list="topic read #\ntopic write pf/1/+/task"
+    ) as broker:
+        given = _options(task=write_task(tmp_path), state=tmp_path / "s", broker=broker.address)
+        code, found = findings(cli, "doctor", *given)
+    assert (code, statuses(found)["acl"]) == (1, "failed")
+    assert "/task" not in found["acl"][0]["text"]
+    assert "/d/protofleet-doctor/ack" in found["acl"][0]["text"]

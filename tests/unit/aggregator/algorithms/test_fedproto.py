@@ -1,13 +1,23 @@
-"""FedProto: aggregation by hand, and the loss against an independent formula."""
+"""FedProto and FedNCM: aggregation by hand, loss and head against independent formulas."""
+
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from sklearn.neighbors import NearestCentroid
 
-from aggregator.algorithms.algorithm import ABSENT_LOGIT
+from aggregator.algorithms.algorithm import ABSENT_LOGIT, Training
+from aggregator.algorithms.fedncm import FedNCM
 from aggregator.algorithms.fedproto import FedProto, loss
+from aggregator.algorithms.fedtc.head import logits_of
+from aggregator.algorithms.fedtc.training_set import TrainingSet
 from aggregator.graphs.tracing import to_torch
+from aggregator.storage.blobs import FolderBlobs
+from aggregator.training.head_job import run
 from tests.support.messages.contributions import uploaded
+from tests.support.messages.jobs import head_job
+from tests.support.messages.submissions import submission
 
 SETTINGS = FedProto(projection_size=2, pull=0.5)
 
@@ -53,3 +63,23 @@ def test_head_prefers_the_nearest_prototype() -> None:
     assert torch.allclose(found["logits"][:, 0] - found["logits"][:, 1], expected)
     assert found["probabilities"].argmax(dim=1).tolist() == [0, 1]
     assert found["logits"][:, 2].tolist() == [ABSENT_LOGIT] * 2
+
+
+def test_head_predicts_the_class_of_the_nearest_mean() -> None:
+    """As scikit-learn does; a class without prototypes is never predicted."""
+    random = np.random.default_rng(0)
+    labels = random.integers(0, 3, 60)
+    values = (random.normal(size=(60, 5)) + np.eye(5)[labels]).astype(np.float32)
+    data = TrainingSet(values, labels, np.ones(60, np.int64), 4)
+    made = FedNCM().train(data, Training())
+    images = random.normal(size=(500, 5)).astype(np.float32)
+    predicted = logits_of(made.layers, images).argmax(axis=1)
+    np.testing.assert_array_equal(predicted, NearestCentroid().fit(values, labels).predict(images))
+
+
+def test_job_makes_a_head_by_the_algorithm_that_it_names(tmp_path: Path) -> None:
+    """No other file knows of it."""
+    sent = submission(labels=(0, 1, 2) * 10)
+    result = run(head_job(FolderBlobs(tmp_path / "blobs"), tmp_path, sent, algorithm="fedncm"))
+    assert (result.prototypes, result.metrics["epochs"]) == (30, 0)
+    assert (tmp_path / "head.onnx").is_file()

@@ -1,5 +1,7 @@
 """Properties that every algorithm of rounds has."""
 
+from typing import Any
+
 import msgspec
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.algorithms.fedproto import FedProto
 from aggregator.algorithms.fpl import FPL
 from aggregator.algorithms.hierarchical import Hierarchical
+from aggregator.algorithms.tensors import pack_tensors, unpack_tensors
 
 SIZES = {"feature_size": 5, "num_classes": 3}
 ALGORITHMS = [
@@ -48,6 +51,17 @@ def test_order_of_contributions_does_not_matter(
     )
     for name, value in straight.items():
         np.testing.assert_array_equal(value, shuffled[name])
+
+
+def test_packed_tensors_are_unchanged() -> None:
+    tensors: dict[str, np.ndarray[Any, Any]] = {
+        "a": np.arange(6, dtype=np.uint32).reshape(2, 3),
+        "b": np.ones((0, 4), np.float16),
+    }
+    again = unpack_tensors(pack_tensors(tensors))
+    assert again.keys() == tensors.keys()
+    for name, values in tensors.items():
+        np.testing.assert_array_equal(again[name], values, strict=True)
 
 
 @pytest.mark.parametrize(

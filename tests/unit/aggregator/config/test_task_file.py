@@ -19,6 +19,7 @@ MINIMAL = 'classes = ["cat", "dog"]\nbackbones = ["tiny.onnx"]\n'
 """Two lines: what a test adds begins on the third."""
 DP = "[privacy.dp]\nepsilon = 2\nclip_norm = 9\nmax_epsilon = 8\n"
 ROUNDS = 'algorithm = "fpl"\n'
+STATISTICS = 'algorithm = "statistics"\n'
 
 
 def _write(folder: Path, text: str) -> Path:
@@ -242,6 +243,18 @@ WRONG_SETTINGS: list[tuple[str, int, str]] = [
     ),
     ("[client]\nmin_images = 6", 4, "`client.min_images`: 6 is more than client.batch_size (5)"),
     ("[client]\nbatch_size = 1", 3, "`client.min_images`: 2 is more than client.batch_size (1)"),
+    ("[statistics]\nfeatures = 8", 3, '`statistics`: algorithm = "fedtc" does not use this setting'),
+    (STATISTICS + "[client]\nalpha = 0.9", 5, "`client.alpha`: must be 1 with"),
+    (STATISTICS + "[statistics]\nfeatures = 4097", 5, "`statistics.features`: Expected `int` <= 4096"),
+    (STATISTICS + "[training]\nrecipe = 'paper'", 5, '`training.recipe`: algorithm = "statistics" does not use'),
+    (STATISTICS + "[rounds]\nstaleness = 2", 4, '`rounds`: algorithm = "statistics" does not use'),
+    (STATISTICS + "[fpl]\nrounds = 2", 4, '`fpl`: algorithm = "statistics" does not use'),
+    (STATISTICS + DP, 4, '`privacy.dp`: algorithm = "statistics" has no noise, and no differential privacy: use'),
+    (
+        STATISTICS + '[privacy.perturbation]\non = "prototypes"\nscale = 1',
+        5,
+        '`privacy.perturbation.on`: algorithm = "statistics" uploads no prototypes',
+    ),
 ]  # fmt: skip
 
 
@@ -306,36 +319,9 @@ def test_unreadable_file_is_an_error(tmp_path: Path) -> None:
             load_task(_write(tmp_path, text))
 
 
-STATISTICS = 'algorithm = "statistics"\n'
-
-
 def test_settings_of_statistics_are_read(tmp_path: Path) -> None:
     task, _ = load_task(_write(tmp_path, MINIMAL + STATISTICS))
     assert (task.method, task.client.batch_size, task.learning) == (Statistics(), 5, None)
     more = "retrain_after = 2\n[statistics]\nfeatures = 0\n[client]\nbatch_size = 1\nmin_images = 1\n"
     task, _ = load_task(_write(tmp_path, MINIMAL + STATISTICS + more))
     assert (task.method, task.settings.retrain_after) == (Statistics(features=0), 2)
-
-
-@pytest.mark.parametrize(
-    ("more", "key", "expected"),
-    [
-        ("[client]\nalpha = 0.9", "client.alpha", "must be 1 with"),
-        ("[statistics]\nfeatures = 4097", "statistics.features", "<= 4096"),
-        ("[training]\nrecipe = 'paper'", "training.recipe", "does not use this setting"),
-        ("[rounds]\nstaleness = 2", "rounds", "does not use this setting"),
-        ("[fpl]\nrounds = 2", "fpl", "does not use this setting"),
-        (DP, "privacy.dp", 'no differential privacy: use algorithm = "fedtc"'),
-        ('[privacy.perturbation]\non = "prototypes"\nscale = 1', "privacy.perturbation.on", "no prototypes"),
-    ],
-)
-def test_settings_that_statistics_lack_are_refused(
-    tmp_path: Path, more: str, key: str, expected: str
-) -> None:
-    with pytest.raises(ConfigError, match=f"`{key}`: .*{expected}"):
-        load_task(_write(tmp_path, MINIMAL + STATISTICS + more + "\n"))
-
-
-def test_table_of_statistics_needs_the_algorithm(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match='algorithm = "fedtc" does not use this setting'):
-        load_task(_write(tmp_path, MINIMAL + "[statistics]\nfeatures = 8\n"))

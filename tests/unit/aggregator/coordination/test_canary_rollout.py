@@ -1,7 +1,9 @@
-"""Which head the fleet uses: canaries, decisions and replacements."""
+"""Which head the fleet uses: canaries, their quorum, decisions and replacements."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from aggregator.coordination.canary_comparison import CanaryResult
@@ -10,6 +12,7 @@ from aggregator.coordination.rollout_state import (
     Action,
     Activate,
     Evaluated,
+    Event,
     FailuresReported,
     HeadAdded,
     OfferToCanaries,
@@ -199,3 +202,162 @@ def test_calibrated_head_of_another_than_the_current_one_is_rejected() -> None:
     state, done = play(trial, HeadAdded(3, 5.0, calibrates=2))
     assert (state.current, state.newest, state.trial) == (1, 3, trial.trial)
     assert done == [Reject(3, "head 2, which it calibrates, is not current")]
+
+
+def of_quorum(
+    answers: Sequence[CanaryResult], *, online: frozenset[str] = FLEET, by: Settings = QUORUM
+) -> tuple[State, list[Action]]:
+    """Return the decision of canaries with these answers."""
+    state, _ = play(initial_state([1]), HeadAdded(2, 0.0), Ticked(1.0, online, len(online)), by=by)
+    assert state.trial is not None
+    assert len(state.trial.canaries) == len(answers)
+    events = [Evaluated(device, 2, each) for device, each in zip(state.trial.canaries, answers, strict=True)]
+    return play(state, *events, by=by)
+
+
+FALSE_RESULTS = {
+    "a problem": BROKEN,
+    "all incorrect": CanaryResult(0, 10**7, 10**7),
+    "all correct": CanaryResult(10**7, 10**7, 0),
+}
+
+
+@pytest.mark.parametrize("falsified", FALSE_RESULTS.values(), ids=FALSE_RESULTS.keys())
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize(("honest", "current"), [(GOOD, 2), (WORSE, 1)])
+def test_one_canary_of_three_does_not_decide(
+    falsified: CanaryResult, honest: CanaryResult, current: int, place: int
+) -> None:
+    """Whatever it answers, and first or last: the head is the one that the two others would have."""
+    answers = [honest, honest]
+    answers.insert(place, falsified)
+    state, _ = of_quorum(answers)
+    assert (state.current, state.trial) == (current, None)
+
+
+def test_problem_of_a_tolerated_canary_is_in_the_reason() -> None:
+    _, (action,) = of_quorum([GOOD, BROKEN, GOOD])
+    assert isinstance(action, Activate)
+    assert action.reason.startswith("accuracy 90.0% (180/200) on 2 canaries, 91.0% (182/200) with")
+    assert action.reason.endswith(" cannot use it: it gives NaN")
+    assert of_quorum([BROKEN, BROKEN, GOOD])[0].rejected.keys() == {2}
+
+
+def test_tolerated_fraction_is_a_setting() -> None:
+    """By default two of ten canaries are tolerated; with 0, each one decides."""
+    by = msgspec.structs.replace(QUORUM, canary_fraction=1.0)
+    assert of_quorum([BROKEN] * 2 + [GOOD] * 8, by=by)[0].current == 2
+    assert of_quorum([BROKEN] * 3 + [GOOD] * 7, by=by)[0].current == 1
+    strict = msgspec.structs.replace(by, tolerated_fraction=0.0)
+    assert of_quorum([BROKEN] + [GOOD] * 9, by=strict)[0].current == 1
+
+
+def test_images_that_a_canary_claims_hardly_count() -> None:
+    """Beyond ten times the median canary's, and not at all if it is the best or the worst."""
+    same, better = CanaryResult(9_100_000, 10**7, 9_100_000), CanaryResult(99, 100, 91)
+    by = msgspec.structs.replace(QUORUM, canary_fraction=0.5)
+    state, done = of_quorum([better, GOOD, same, WORSE, better], by=by)
+    assert state.current == 2
+    assert isinstance(done[-1], Activate)
+    assert done[-1].reason.startswith("accuracy 91.6% (1099/1200) on 3 of 5 canaries, 91.0% (1092/1200)")
+
+
+def test_few_devices_online_do_not_decide_for_many() -> None:
+    """The candidate waits for `min_canaries` devices, and after the timeout decides with those online."""
+    alone = frozenset(ranked(2)[:1])
+    state, done = play(initial_state([1]), HeadAdded(2, 0.0), Ticked(1.0, alone, 10), by=QUORUM)
+    assert (state.trial, done) == (Trial(2, 0.0), [])
+    enough, _ = play(state, Ticked(2.0, FLEET, 10), by=QUORUM)
+    assert enough.trial is not None
+    assert len(enough.trial.canaries) == 3
+    late, done = play(state, Ticked(600.0, alone, 10), by=QUORUM)
+    assert late.trial is not None
+    assert late.trial.canaries == tuple(alone)
+    more, _ = play(late, Ticked(1200.0, FLEET, 10), by=QUORUM)
+    assert more.trial is not None
+    assert len(more.trial.canaries) == 3
+
+
+def test_fleet_of_two_devices_does_not_wait_for_a_third() -> None:
+    state, _ = of_quorum([GOOD, GOOD], online=frozenset(ranked(2)[:2]))
+    assert state.current == 2
+
+
+@pytest.mark.parametrize(("number", "online", "current"), [(2, 1, 2), (3, 1, 2), (2, 2, 1), (2, 0, 2)])
+def test_canaries_that_are_switched_off_are_not_waited_for(number: int, online: int, current: int) -> None:
+    """In a fleet of two or three, of which one has answered; one that is online and silent may yet reject the head."""
+    fleet = ranked(2)[:number]
+    state, _ = play(initial_state([1]), HeadAdded(2, 0.0), Ticked(0.0, frozenset(fleet), number), by=QUORUM)
+    assert state.trial is not None
+    assert state.trial.canaries == tuple(fleet)
+    ticks = [Ticked(600.0 * n, frozenset(fleet[:online]), number) for n in range(1, 4)]
+    state, _ = play(state, Evaluated(fleet[0], 2, GOOD), *ticks, by=QUORUM)
+    assert state.current == current
+
+
+@pytest.mark.parametrize("later", [Ticked(601.0, frozenset(ranked(2)[:3]), 3), HeadAdded(3, 5.0)])
+@pytest.mark.parametrize("falsified", [FALSE_RESULTS["all incorrect"], FALSE_RESULTS["all correct"]])
+@pytest.mark.parametrize(("honest", "current"), [(GOOD, 2), (WORSE, 1)])
+def test_one_canary_does_not_decide_while_the_third_is_silent(
+    falsified: CanaryResult, honest: CanaryResult, current: int, later: Event
+) -> None:
+    """It uploads all the time, so that newer heads arrive before slow canaries have answered."""
+    fleet = ranked(2)[:3]
+    by = msgspec.structs.replace(QUORUM, min_canaries=3)
+    attacker, other, slow = fleet
+    answers = [Evaluated(attacker, 2, falsified), Evaluated(other, 2, honest)]
+    tick = Ticked(1.0, frozenset(fleet), 3)
+    state, _ = play(initial_state([1]), HeadAdded(2, 0.0), tick, *answers, later, by=by)
+    is_attacker_correct = (falsified.correct > 0) == (honest == GOOD)
+    assert state.current == (current if is_attacker_correct else 1)
+    if not is_attacker_correct and isinstance(later, Ticked):
+        assert state.trial is not None
+        assert play(state, Evaluated(slow, 2, honest), by=by)[0].current == current
+
+
+@pytest.mark.parametrize("device", [0, 1])
+def test_silent_canary_of_two_waits_for_a_third_device(device: int) -> None:
+    """Both are offered the candidate, and every newer one; with a third canary, one silent one is tolerated."""
+    fleet = ranked(2)[:3]
+    two, silent = frozenset(fleet[:2]), fleet[device]
+    state, done = play(initial_state([1]), HeadAdded(2, 0.0), Ticked(0.0, two, 2), by=QUORUM)
+    assert [type(action) for action in done] == [OfferToCanaries]
+    answer = Evaluated(fleet[1 - device], 2, GOOD)
+    state, done = play(state, answer, *(Ticked(600.0 * n, two, 2) for n in range(1, 9)), by=QUORUM)
+    assert done == []
+    newer, done = play(state, HeadAdded(3, 5000.0), Ticked(5001.0, two, 2), by=QUORUM)
+    assert newer.trial is not None
+    assert set(newer.trial.canaries) == two
+    assert done == [Reject(2, "head 3 has replaced it"), OfferToCanaries(newer.trial)]
+    third = frozenset(fleet)
+    state, done = play(
+        state,
+        *(Ticked(5400.0, third, 3), Evaluated(fleet[2], 2, GOOD), Ticked(6000.0, third, 3)),
+        by=QUORUM,
+    )
+    assert state.current == 2
+    assert isinstance(done[-1], Activate)
+    assert done[-1].reason.endswith(f"; {silent} has not answered")
+
+
+@pytest.mark.parametrize("later", [Ticked(601.0, FLEET, 3), HeadAdded(3, 5.0)], ids=["timeout", "newer head"])
+@pytest.mark.parametrize(("honest", "current"), [(GOOD, 2), (WORSE, 1)])
+def test_one_silent_canary_of_three_does_not_decide(later: Event, honest: CanaryResult, current: int) -> None:
+    """Where no device can replace it, online or not, and if heads arrive faster than the timeout."""
+    fleet = frozenset(ranked(2)[:3])
+    by = msgspec.structs.replace(QUORUM, min_canaries=3)
+    state, _ = play(initial_state([1]), HeadAdded(2, 0.0), Ticked(1.0, fleet, 3), by=by)
+    silent, *others = sorted(fleet)
+    answers = [Evaluated(device, 2, honest) for device in others]
+    if isinstance(later, Ticked):
+        later = replace(later, online=fleet)
+        gone = replace(later, online=frozenset(others))
+        assert play(state, *answers, gone, by=by)[0].current == current
+    assert play(state, *answers[:1], later, by=by)[0].current == 1
+    state, done = play(state, *answers, later, by=by)
+    assert state.current == current
+    assert isinstance(done[0], Activate if current == 2 else Reject)
+    assert current == 1 or done[0].reason.endswith(f"; {silent} has not answered")
+    strict = msgspec.structs.replace(by, tolerated_fraction=0.0)
+    state, _ = play(initial_state([1]), HeadAdded(2, 0.0), Ticked(1.0, fleet, 3), *answers, later, by=strict)
+    assert state.current == 1

@@ -16,12 +16,11 @@ from aggregator.coordination.round_state import (
 from aggregator.coordination.rounds import (
     Event,
     SubmissionsLost,
-    SubmissionVerdict,
     Ticked,
     Trained,
     TrainingFailed,
 )
-from tests.unit.aggregator.coordination.round_events import Submitted, entry, play, submit, submitted
+from tests.unit.aggregator.coordination.round_events import Submitted, entry, play, submitted
 
 SETTINGS = Settings(quorum=3, deadline_s=100.0, retrain_after=2)
 ABC = [submitted(device) for device in "abc"]
@@ -124,13 +123,6 @@ def test_training_is_repeated_without_lost_submissions() -> None:
 @pytest.mark.parametrize("event", [Trained(7), TrainingFailed()])
 def test_end_of_an_unknown_training_is_ignored(event: Event) -> None:
     assert run(event) == (State(), [], [])
-
-
-def test_verdict_has_the_counted_entry() -> None:
-    """The device continues after the sequence number of the entry."""
-    state, _, _ = run(submitted("a", sequence=5))
-    _, verdict, _ = submit(state, submitted("a", sequence=4), settings=SETTINGS)
-    assert verdict == SubmissionVerdict("superseded", entry("a", sequence=5))
 
 
 ALL = Settings(quorum=3, deadline_s=100.0)

@@ -1,4 +1,4 @@
-"""A head in ONNX Runtime computes what its layers compute, alone and after its backbone."""
+"""A head in ONNX Runtime computes its layers and its calibration, alone and after its backbone."""
 
 import hashlib
 import itertools
@@ -9,18 +9,26 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 from onnx import version_converter
 
+from aggregator.algorithms.confidence import MIN_LEAD, ConfidenceMap, calibrated, fit_map
 from aggregator.algorithms.fedtc.head import Dense, compress, logits_of
 from aggregator.algorithms.novelty import ClassDirections, class_directions
 from aggregator.algorithms.statistics.feature_map import FeatureMap
+from aggregator.graphs import calibrated_head
+from aggregator.graphs.calibrated_head import logits_and_probabilities, with_calibration
 from aggregator.graphs.fused_model import fuse
 from aggregator.graphs.head_export import OPSET, head_to_onnx, max_difference
-from protocol.errors import BackboneMismatch
+from protocol.errors import BackboneMismatch, ProtofleetError
 from protocol.models.onnx_metadata import HeadMetadata, ModelMetadata, read_metadata
 from protocol.models.preprocessing import Preprocessing
 from tests.support.graphs.backbones import EDGE, tiny_backbone
+from tests.support.graphs.heads import head_metadata
+from tests.support.messages.evaluations import COUNTS, softmax
 
 FEATURE_SIZE = 16
 CLASSES = ("ant", "bee", "crow", "dog", "elk")
@@ -41,14 +49,7 @@ def network(*, seed: int = 0) -> list[Dense]:
 
 def described(*backbones: bytes) -> HeadMetadata:
     """Return the metadata of a head for these backbones."""
-    return HeadMetadata(
-        classes=CLASSES,
-        version=4,
-        task="a" * 64,
-        backbones=tuple(hashlib.sha256(backbone).hexdigest() for backbone in backbones),
-        feature_size=FEATURE_SIZE,
-        training={"loss": 0.25},
-    )
+    return head_metadata(*backbones, classes=CLASSES, version=4, training={"loss": 0.25})
 
 
 def random_features(count: int) -> NDArray[np.float32]:
@@ -156,6 +157,8 @@ def test_file_has_the_novelty_of_the_selected_features(
     assert max_difference(layers, file, features, columns=chosen, directions=directions) < 1e-5
     other = _directions(size, scaled=not scaled)
     assert max_difference(layers, file, features, columns=chosen, directions=other) > 1e-3
+    if chosen is not None:
+        assert max_difference(layers, file, features, columns=chosen + 1, directions=directions) > 0.1
     fused = onnxruntime.InferenceSession(fuse([backbone], file))
     assert [each.name for each in fused.get_outputs()] == ["probabilities", "logits", "novelty"]
     (novelty,) = onnxruntime.InferenceSession(file).run(["novelty"], {"feature": features})
@@ -288,3 +291,91 @@ def test_head_of_1280_features_and_10_classes_is_small() -> None:
     metadata = msgspec.structs.replace(described(b"1"), feature_size=1280, classes=tuple("0123456789"))
     file = head_to_onnx(compress([*adapter, classifier], features), metadata=metadata)
     assert len(file) < 890_000
+
+
+CONFIDENCE = ConfidenceMap(np.array([-1, 2, 5, 9], np.float32), np.array([-1.5, 0.5, 0.5, 3], np.float32))
+
+
+def test_file_computes_the_calibration(head: bytes) -> None:
+    """With the weights of the head before; its metadata name the version, and the figures of both."""
+    file = with_calibration(head, CONFIDENCE, version=5, figures={"calibrated_from": 4.0})
+    features = random_features(400)
+    before, _ = logits_and_probabilities(head, features)
+    logits, probabilities = logits_and_probabilities(file, features)
+    np.testing.assert_allclose(logits, calibrated(before, CONFIDENCE), atol=1e-5)
+    np.testing.assert_allclose(probabilities, softmax(logits), atol=1e-6)
+    assert not np.allclose(logits, before, atol=0.1)
+    assert calibrated_head.max_difference(head, file, CONFIDENCE, features) < 1e-5
+    properties = {each.key: each.value for each in onnx.load_from_string(file).metadata_props}
+    metadata = read_metadata(properties, HeadMetadata)
+    assert (metadata.version, metadata.training) == (5, {"loss": 0.25, "calibrated_from": 4.0})
+    weights = {each.name: each for each in onnx.load_from_string(head).graph.initializer}
+    kept = {each.name: each for each in onnx.load_from_string(file).graph.initializer if each.name in weights}
+    assert kept == weights
+
+
+def test_another_map_differs(head: bytes) -> None:
+    """And so does another head, also if only the best class is another."""
+    file = with_calibration(head, CONFIDENCE, version=5, figures={})
+    other = ConfidenceMap(CONFIDENCE.inputs, CONFIDENCE.outputs + np.float32(0.1))
+    assert calibrated_head.max_difference(head, file, other, random_features(50)) > 1e-3
+    stranger = head_to_onnx(network(seed=1), metadata=described(b""))
+    assert calibrated_head.max_difference(stranger, file, CONFIDENCE, random_features(50)) == float("inf")
+
+
+def test_fused_file_is_calibrated(head: bytes, backbone: bytes) -> None:
+    file = with_calibration(head, CONFIDENCE, version=5, figures={})
+    images = random_images(30)
+    (features,) = onnxruntime.InferenceSession(backbone).run(["feature"], {"image": images})
+    session = onnxruntime.InferenceSession(fuse([backbone], file))
+    logits, probabilities = session.run(["logits", "probabilities"], {"image": images})
+    expected = logits_and_probabilities(file, features)
+    np.testing.assert_allclose(logits, expected[0], atol=1e-4)
+    np.testing.assert_allclose(probabilities, expected[1], atol=1e-5)
+
+
+def test_head_is_calibrated_once(head: bytes, backbone: bytes) -> None:
+    """One with a single class never."""
+    alone = msgspec.structs.replace(described(backbone), classes=("ant",))
+    layer = Dense(np.ones((1, FEATURE_SIZE), np.float32), np.zeros(1, np.float32))
+    again = with_calibration(head, CONFIDENCE, version=5, figures={})
+    for file in (again, head_to_onnx([layer], metadata=alone)):
+        with pytest.raises(ProtofleetError, match="several classes that is not calibrated"):
+            with_calibration(file, CONFIDENCE, version=6, figures={})
+
+
+TAKES_LOGITS = head_metadata(b"a backbone", classes=CLASSES, feature_size=len(CLASSES))
+IDENTITY = [Dense(np.eye(len(CLASSES), dtype=np.float32), np.zeros(len(CLASSES), np.float32))]
+
+
+@settings(max_examples=40)
+@given(
+    arrays(
+        np.float32, (7, len(CLASSES)), elements=st.floats(-50, 50, width=32) | st.sampled_from([0.0, 1.0])
+    ),
+    COUNTS,
+)
+def test_prediction_never_changes(logits: NDArray[np.float32], counts: tuple[list[int], list[int]]) -> None:
+    """In ONNX Runtime, of any logits and for any counts; of equal classes the first one."""
+    before = head_to_onnx(IDENTITY, metadata=TAKES_LOGITS)
+    confidence = fit_map(*map(np.array, counts), classes=len(CLASSES))
+    after = with_calibration(before, confidence, version=2, figures={})
+    _, old = logits_and_probabilities(before, logits)
+    made, new = logits_and_probabilities(after, logits)
+    assert (new.argmax(axis=1) == old.argmax(axis=1)).all()
+    np.testing.assert_allclose(new.sum(axis=1), 1, atol=1e-5)
+    first, second = np.sort(logits, axis=1)[:, :-3:-1].T
+    clear = np.abs(first - second - MIN_LEAD) > 1e-4  # on which side of it a row is, is a matter of rounding
+    np.testing.assert_allclose(made[clear], calibrated(logits, confidence)[clear], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("middle", [0.0, 1e4, 1e5])
+def test_prediction_of_large_logits_does_not_change(middle: float) -> None:
+    """There is no float32 that is a thousandth above such a logit: the best one stays as it is."""
+    logits = middle + np.random.default_rng(0).normal(size=(500, len(CLASSES))).astype(np.float32)
+    low = ConfidenceMap(np.array([-4, 12], np.float32), np.array([-9, -8], np.float32))
+    before = head_to_onnx(IDENTITY, metadata=TAKES_LOGITS)
+    after = with_calibration(before, low, version=2, figures={})
+    made, _ = logits_and_probabilities(after, logits)
+    assert (made.argmax(axis=1) == logits.argmax(axis=1)).all()
+    assert (calibrated(logits, low).argmax(axis=1) == logits.argmax(axis=1)).all()

@@ -25,6 +25,7 @@ from aggregator.graphs.tracing import examples, to_onnx
 from protocol.errors import ProtofleetError
 from protocol.models.onnx_metadata import GraphMetadata, HeadMetadata, read_metadata
 from tests.support.graphs.exported_graphs import exported
+from tests.support.graphs.heads import head_metadata
 from tests.support.graphs.parity import check_all_cases
 
 ROLES = ("init", "step", "project", "head")
@@ -35,14 +36,7 @@ ALGORITHMS: dict[str, RoundAlgorithm] = {
     "fedproto": FedProto(projection_size=D),
 }
 HIERARCHICAL = Hierarchical(directions=2)
-METADATA = HeadMetadata(
-    classes=("ant", "bee", "crow", "dog"),
-    version=2,
-    task="a" * 64,
-    backbones=("b" * 64,),
-    feature_size=L,
-    training={},
-)
+METADATA = head_metadata(b"a backbone", classes=("ant", "bee", "crow", "dog"), feature_size=L)
 
 Arrays = dict[str, NDArray[Any]]
 LOCAL: Arrays = {"local_prototypes": np.zeros((C, D)), "local_counts": np.zeros(C)}

@@ -15,7 +15,7 @@ from msgspec import structs
 
 from aggregator.algorithms.algorithm import Training
 from aggregator.algorithms.fedtc.head import Dense
-from aggregator.config.schema import Limits, Robust, TaskFile
+from aggregator.config.schema import Limits, Robust
 from aggregator.coordination.rollout_state import Settings
 from aggregator.coordination.round_state import Entry
 from aggregator.graphs.calibrated_head import UNCALIBRATED, logits_and_probabilities
@@ -37,12 +37,13 @@ from aggregator.training.jobs import CalibrationJob, HeadJob, Result
 from aggregator.training.robust.weights import FLEET_SHARE
 from aggregator.training.runner import Finished
 from protocol.errors import StateError
-from protocol.models.onnx_metadata import HeadMetadata
 from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import BlobRef, DifferentialPrivacy, Evaluation
 from tests.support.graphs.backbones import tiny_backbone
+from tests.support.graphs.heads import head_metadata
 from tests.support.messages.evaluations import binned
 from tests.support.messages.submissions import EXPECTATION, FEATURE_SIZE, MANIFEST, SERVED, evaluation
+from tests.support.messages.tasks import served_task
 from tests.support.simulation.clocks import FakeClock
 from tests.support.simulation.submissions import accept
 
@@ -53,26 +54,15 @@ SERVED_MANIFEST = structs.replace(
 TASK = digest_of(encode(SERVED_MANIFEST))
 DEVICES = "abcde"
 DEADLINE_S = 600.0
-TASK_FILE = TaskFile(
-    classes=MANIFEST.classes, backbones=("tiny.onnx",), quorum=1, deadline_s=DEADLINE_S,
-    limits=Limits(heads_per_hour=2),
-)  # fmt: skip
 EXPECTED = replace(EXPECTATION, task=TASK, manifest=SERVED_MANIFEST)
-SERVING = Task(file=TASK_FILE, feature_size=FEATURE_SIZE, expectation=EXPECTED, first_tensors=None)
+SERVING = served_task(EXPECTED, quorum=1, deadline_s=DEADLINE_S, limits=Limits(heads_per_hour=2))
 METRICS = {"seconds": 1.0, "onnx_max_difference": 0.0, "images": 50.0, "counted_images": 50.0}
 FEATURES = np.random.default_rng(1).normal(size=(20, FEATURE_SIZE)).astype(np.float32)
 
 
 def _head_file(version: int) -> bytes:
     weight = np.random.default_rng(version).normal(size=(3, FEATURE_SIZE)).astype(np.float32)
-    metadata = HeadMetadata(
-        classes=MANIFEST.classes,
-        version=version,
-        task=TASK.hex(),
-        backbones=(digest_of(BACKBONE).hex(),),
-        feature_size=FEATURE_SIZE,
-        training={},
-    )
+    metadata = head_metadata(BACKBONE, version=version, task=TASK.hex())
     return head_to_onnx([Dense(weight, np.zeros(3, np.float32))], metadata=metadata)
 
 
@@ -137,6 +127,11 @@ class World:
         for device, each in found.items():
             self.store.evaluations.put(device, each, digest=b"e", now_s=1.0)
 
+    def report(self, found: Mapping[str, Evaluation], *, after_s: float = 2.0) -> None:
+        """Let devices evaluate a head, and the aggregator notice it."""
+        self.evaluate(found)
+        self.tick(after_s)
+
     def upload(self, device: str) -> None:
         data = b"another of " + device.encode()
         entry = Entry(9, digest_of(data), self.now_s)
@@ -164,11 +159,9 @@ def test_head_is_calibrated_once_all_devices_have_evaluated_it(
 ) -> None:
     """The same predictions of the same members; the new version is current at once, and not calibrated again."""
     caplog.set_level(logging.INFO)
-    world.evaluate(dict(list(_all().items())[:-1]))
-    world.tick()
+    world.report(dict(list(_all().items())[:-1]))
     assert world.jobs == []
-    world.evaluate(_all())
-    world.tick()
+    world.report(_all())
     (job,) = world.jobs
     assert isinstance(job, CalibrationJob)
     assert (job.images[20], sum(job.images), sum(job.correct)) == (100, 100, 75)
@@ -186,8 +179,7 @@ def test_head_is_calibrated_once_all_devices_have_evaluated_it(
     assert (rollout.current, rollout.earlier, rollout.trial) == (2, (), None)
     model = onnx.load(world.store.folder / "model.onnx")
     assert UNCALIBRATED in {name.removeprefix("head/") for node in model.graph.node for name in node.output}
-    world.evaluate(_all(version=2))
-    world.tick(2 * RETRY_S)
+    world.report(_all(version=2), after_s=2 * RETRY_S)
     world.restart()
     world.tick()
     assert len(world.jobs) == 1
@@ -197,8 +189,7 @@ def test_head_is_calibrated_once_all_devices_have_evaluated_it(
 @pytest.mark.parametrize("is_stored", [False, True])
 def test_kill_makes_no_second_version(world: World, *, is_stored: bool) -> None:
     """Before the head is stored, it is made again, of the same bytes; after that, it is activated."""
-    world.evaluate(_all())
-    world.tick()
+    world.report(_all())
     if is_stored:
         Path(world.jobs[0].folder).mkdir(parents=True)
         assert isinstance(world.jobs[0], CalibrationJob)
@@ -218,11 +209,9 @@ def test_kill_makes_no_second_version(world: World, *, is_stored: bool) -> None:
 def test_missing_devices_are_awaited_until_the_deadline(world: World) -> None:
     """Then half of them are enough; a third is not."""
     evaluations = list(_all(30, 40).items())
-    world.evaluate(dict(evaluations[:2]))
-    world.tick(DEADLINE_S + 10)
+    world.report(dict(evaluations[:2]), after_s=DEADLINE_S + 10)
     assert world.jobs == []
-    world.evaluate(dict(evaluations[:3]))
-    world.tick()
+    world.report(dict(evaluations[:3]))
     assert [sum(job.images) for job in world.jobs if isinstance(job, CalibrationJob)] == [120]
 
 
@@ -242,10 +231,8 @@ def test_too_few_images_are_counted_again_later(world: World) -> None:
     """Evaluations without counts, as those of earlier devices, have none."""
     few = (MIN_IMAGES - 1) // len(DEVICES)
     for evaluations in (_all(few, few), dict.fromkeys(DEVICES, evaluation(task=TASK))):
-        world.evaluate(evaluations)
-        world.tick(RETRY_S)
-    world.evaluate(_all())
-    world.tick()
+        world.report(evaluations, after_s=RETRY_S)
+    world.report(_all())
     assert world.jobs == []
     world.tick(RETRY_S)
     assert len(world.jobs) == 1
@@ -268,7 +255,7 @@ PRIVATE = structs.replace(SERVED_MANIFEST, differential_privacy=PRIVACY)
 @pytest.mark.parametrize(
     "changed",
     [
-        {"file": structs.replace(TASK_FILE, training=Training(calibrate=False))},
+        {"file": structs.replace(SERVING.file, training=Training(calibrate=False))},
         {"expectation": replace(EXPECTED, manifest=PRIVATE)},
     ],
     ids=["turned off", "private"],
@@ -276,30 +263,26 @@ PRIVATE = structs.replace(SERVED_MANIFEST, differential_privacy=PRIVACY)
 def test_some_heads_are_not_calibrated(world: World, changed: dict[str, Any]) -> None:
     world.task = replace(SERVING, **changed)
     world.restart()
-    world.evaluate(_all())
-    world.tick()
+    world.report(_all())
     assert world.jobs == []
 
 
 def test_upload_during_calibration_waits_for_it(world: World) -> None:
     """The next head is trained after it, and calibrated in turn; the rate of trainings counts the trained ones only."""
-    world.evaluate(_all())
-    world.tick()
+    world.report(_all())
     world.upload("a")
     assert len(world.jobs) == 1
     assert world.finish()
     assert [type(job) for job in world.jobs] == [CalibrationJob, HeadJob]
     assert world.finish()
-    world.evaluate(_all(version=3))
-    world.tick()
+    world.report(_all(version=3))
     assert world.finish()
     world.upload("b")
     assert world.finish()
     assert world.versions == [0, 1, 0, 3, 0]
     world.upload("c")
     assert world.training.state.is_rate_limited
-    world.evaluate(_all(version=5))
-    world.tick()
+    world.report(_all(version=5))
     assert world.finish()
     assert world.versions == [0, 1, 0, 3, 0, 5]
     assert world.store.heads.rollout(TASK).current == 6
@@ -307,8 +290,7 @@ def test_upload_during_calibration_waits_for_it(world: World) -> None:
 
 def test_failed_calibration_is_repeated_later(world: World, caplog: pytest.LogCaptureFixture) -> None:
     """It is no failed training, and delays none."""
-    world.evaluate(_all())
-    world.tick()
+    world.report(_all())
     assert not world.training.finish(Finished(world.jobs[0], None, "no memory"))
     assert 'head not calibrated: it stays in use as it is version=1 reason="no memory"' in caplog.text
     assert (world.training.state.failures, world.store.next_head(TASK, 2).failures) == (0, 0)
@@ -323,15 +305,13 @@ def test_failing_training_is_not_interrupted_by_a_calibration(world: World) -> N
     """Its failures would not count any more."""
     world.upload("a")
     assert not world.training.finish(Finished(world.jobs[0], None, "no memory"))
-    world.evaluate(_all())
-    world.tick()
+    world.report(_all())
     assert [type(job) for job in world.jobs] == [HeadJob]
 
 
 def test_forgotten_device_ends_the_calibration(world: World) -> None:
     """Also if it is forgotten just before the head is stored; the head is made again without it."""
-    world.evaluate(_all())
-    world.tick()
+    world.report(_all())
     (job,) = world.jobs
     assert isinstance(job, CalibrationJob)
     Path(job.folder).mkdir(parents=True)
@@ -351,13 +331,11 @@ def test_forgotten_device_ends_the_calibration(world: World) -> None:
 
 def test_rollback_during_calibration_remains(world: World) -> None:
     """The calibrated version of a head that was rolled back is rejected."""
-    world.evaluate(_all())
-    world.tick()
+    world.report(_all())
     assert world.finish()
     world.upload("a")
     assert world.finish()
-    world.evaluate(_all(version=3))
-    world.tick()
+    world.report(_all(version=3))
     submit_command(world.store, "rollback", 1)
     world.tick()
     assert world.finish()
@@ -369,7 +347,7 @@ def test_rollback_during_calibration_remains(world: World) -> None:
 def test_candidate_is_calibrated_once_it_is_current(world: World) -> None:
     """And its calibrated version has no canaries."""
     canaries = Settings(canary_fraction=0.5, min_canaries=1)
-    world.task = replace(SERVING, file=structs.replace(TASK_FILE, rollout=canaries))
+    world.task = replace(SERVING, file=structs.replace(SERVING.file, rollout=canaries))
     world.restart()
     for device in DEVICES:
         world.store.devices.put_presence(device, "online", now_s=1.0)
@@ -378,14 +356,12 @@ def test_candidate_is_calibrated_once_it_is_current(world: World) -> None:
     trial = world.store.heads.rollout(TASK).trial
     assert trial is not None
     found = _all(version=2)
-    world.evaluate({device: each for device, each in found.items() if device not in trial.awaited})
-    world.tick()
+    world.report({device: each for device, each in found.items() if device not in trial.awaited})
     assert world.store.heads.rollout(TASK).current == 1
     assert len(world.jobs) == 1
     submit_command(world.store, "promote")
     world.tick()
-    world.evaluate(found)
-    world.tick()
+    world.report(found)
     assert world.finish()
     rollout = world.store.heads.rollout(TASK)
     assert (rollout.current, rollout.trial, world.versions) == (3, None, [0, 0, 2])

@@ -6,23 +6,23 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from aggregator.config.schema import Limits, TaskFile
+from aggregator.config.schema import Limits
 from aggregator.coordination.round_state import Entry
 from aggregator.heads.head_rate import limited_until_s
 from aggregator.heads.schedule import Schedule
 from aggregator.storage.store import Store
 from aggregator.storage.submissions import SubmissionRecord
-from aggregator.tasks.task_preparation import Task
 from aggregator.training.jobs import HeadJob, Result
 from aggregator.training.runner import Finished
 from protocol.wire.codec import digest_of, encode
-from tests.support.messages.submissions import EXPECTATION, MANIFEST
+from tests.support.messages.submissions import MANIFEST
+from tests.support.messages.tasks import served_task
 from tests.support.simulation.clocks import FakeClock
 from tests.support.simulation.submissions import accept
 
 HOURLY = 6
 TRAINING_S = 10.0
-TASK_FILE = TaskFile(classes=MANIFEST.classes, backbones=("tiny.onnx",), limits=Limits(heads_per_hour=HOURLY))
+TASK = served_task(limits=Limits(heads_per_hour=HOURLY))
 
 
 @dataclass
@@ -43,12 +43,11 @@ class World:
         self.restart()
 
     def restart(self) -> None:
-        task = Task(file=TASK_FILE, feature_size=16, expectation=EXPECTATION, first_tensors=None)
-        self.training = Schedule(task, self.store, on_event=lambda _: None)
+        self.training = Schedule(TASK, self.store, on_event=lambda _: None)
         self.training._trainer = self  # type: ignore[assignment]  # no process
 
     def limited_until_s(self) -> float | None:
-        return limited_until_s(self.store, EXPECTATION.task, TASK_FILE.limits)
+        return limited_until_s(self.store, TASK.digest, TASK.file.limits)
 
     def start(self, job: HeadJob) -> None:
         self.jobs.append(job)

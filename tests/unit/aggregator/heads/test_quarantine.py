@@ -1,4 +1,4 @@
-"""The quarantine over trainings, releases and revocations; and with a running aggregator."""
+"""Devices that an operator quarantines, releases or forgets: their submissions, and heads that learned from them."""
 
 import logging
 from collections.abc import Callable
@@ -7,25 +7,32 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
-from aggregator.coordination.round_state import DeviceDecisions
+from aggregator.config.task_file import load_task
+from aggregator.coordination.round_state import DeviceDecisions, Entry, Settings
+from aggregator.heads import rollout
 from aggregator.heads.next_head import update_quarantine
-from aggregator.heads.operator_commands import release
+from aggregator.heads.operator_commands import forget, release, submit_command
+from aggregator.heads.rollout import Rollout
 from aggregator.intake.validation import Prototypes
 from aggregator.storage.devices import REVOKED
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
+from aggregator.storage.stored_values import NextHead
+from aggregator.storage.submissions import SubmissionRecord
+from aggregator.tasks.task_preparation import Task, prepare_task
 from aggregator.training.jobs import Result
 from protocol.errors import ConfigError, StateError
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.wire.codec import digest_of, to_unsigned
-from protocol.wire.messages import Submission
+from protocol.wire.messages import BlobRef, Submission
 from protocol.wire.quantization import prototype_fields
 from tests.support.fleets.aggregator_process import Device, aggregator, run_aggregator, write_task
 from tests.support.graphs.backbones import without_metadata
 from tests.support.messages.prototype_sets import fleet, flipped, honest
-from tests.support.messages.submissions import SERVED, TASK
+from tests.support.messages.submissions import SERVED, TASK, device_info, evaluation
 from tests.support.network.brokers import free_address
 
 
@@ -140,3 +147,128 @@ def test_device_with_flipped_labels_is_quarantined_released_and_forgotten(tmp_pa
         assert without_metadata((daemon.state / "head.onnx").read_bytes()) == without
         done = run_aggregator("rollback", "2", "--state", str(daemon.state))
         assert "head 2 cannot be used any more: its files were deleted" in done.stderr
+
+
+OTHER = b"o" * 32
+
+
+def _submitted(store: Store, device: str, payload: bytes, *, task: bytes = TASK) -> bytes:
+    digest = store.blobs.put(payload)
+    store.submissions.put(task, SubmissionRecord(device, Entry(1, digest, 0.0), len(payload), 5, 1, {0: 1}))
+    return digest
+
+
+def _add_head(store: Store, version: int, *, task: bytes = TASK, **members: bytes) -> bytes:
+    digest = store.blobs.put(b"head %d" % version)
+    devices = {device: digest.hex() for device, digest in members.items()}
+    store.heads.add(HeadRecord(version, task, digest, 6, 0.0, 1, devices, {}))
+    return digest
+
+
+def test_everything_that_a_device_has_submitted_is_deleted(store: Store) -> None:
+    """To every task, also what a head or a training is made of; nothing of other devices, and no budget."""
+    first, second = _submitted(store, "a", b"one"), _submitted(store, "a", b"two", task=OTHER)
+    replaced = store.blobs.put(b"replaced, but part of the head")
+    training = store.blobs.put(b"replaced, but trained on")
+    shared = _submitted(store, "a", b"shared", task=bytes(32))
+    _submitted(store, "b", b"shared")
+    _add_head(store, 1, a=replaced, b=shared)
+    store.facts.put(NextHead(TASK, 2, {"a": Entry(1, training, 0.0), "b": Entry(1, shared, 0.0)}))
+    (store.folder / "damaged").mkdir()
+    (store.folder / "damaged" / first.hex()).write_bytes(b"damaged")
+    for device in "ab":
+        store.evaluations.put(device, evaluation(), digest=device.encode(), now_s=0.0)
+        store.devices.put_info(device, device_info(images={"cat": 5}), now_s=0.0)
+        store.devices.raise_epsilon(device, 2.0)
+        store.quarantine.add(TASK, device, reason="far off", now_s=0.0)
+    forget(store, "a")
+    assert store.submissions.of_device("a") == []
+    assert list(store.submissions.all(TASK)) == ["b"]
+    assert {first, second, replaced, training}.isdisjoint(store.blobs.digests())
+    assert shared in store.blobs
+    assert list((store.folder / "damaged").iterdir()) == []
+    assert store.next_head(TASK, 2).members == {}
+    assert list(store.evaluations.of_head(TASK, 1)) == ["b"]
+    assert {each.device: each.info is None for each in store.devices.all()} == {"a": True, "b": False}
+    assert list(store.quarantine.all(TASK)) == ["b"]
+    assert store.devices.epsilons() == {"a": 2.0, "b": 2.0}
+    assert [(each.device, each.head) for each in store.forgotten.all(TASK)] == [("a", 1)]
+    assert [(each.device, each.head) for each in store.forgotten.all(OTHER)] == [("a", 0)]
+
+
+def test_forgetting_is_repeated_until_no_head_has_the_device(store: Store) -> None:
+    """As after a kill before the files were deleted; then nothing is stored, and that is an error."""
+    digest = _submitted(store, "a", b"one")
+    _submitted(store, "b", b"two")
+    _add_head(store, 1, a=digest)
+    forget(store, "a")
+    store.blobs.put(b"one")
+    forget(store, "a")
+    assert digest not in store.blobs
+    _add_head(store, 2, b=bytes(32))
+    with pytest.raises(ConfigError, match="no submission of 'a' is stored: `aggregator status` lists"):
+        forget(store, "a")
+
+
+def test_outcome_says_what_remains(store: Store) -> None:
+    """The head that is in use until another is made, rounds that have closed, and that it may upload again."""
+    again = "it may upload again: to prevent that, run `aggregator revoke {0}`"
+    for device in "abc":
+        _submitted(store, device, device.encode())
+    assert forget(store, "a") == ["forgot a: its submissions are deleted", again.format("a")]
+    _add_head(store, 1, b=b"b", c=b"c")
+    store.keys.enroll("b", bytes(32), now_s=0.0)
+    store.keys.revoke("b", now_s=0.0)
+    stays = "head 1 is made again without it {}; until then it stays in use"
+    assert forget(store, "b")[1:] == [stays.format("when the aggregator is started")]
+    assert forget(store, "c")[1:] == [stays.format("once another device submits"), again.format("c")]
+
+
+def test_closed_rounds_cannot_be_undone(store: Store) -> None:
+    """Their heads stay usable: later rounds learned from them anyway."""
+    store.facts.put(replace(SERVED, settings=Settings(quorum=1, deadline_s=1.0, rounds=3)))
+    digest = _submitted(store, "a", b"one")
+    tensors = BlobRef(digest=digest, size_bytes=1, name="tensors")
+    store.heads.add(HeadRecord(1, TASK, digest, 6, 0.0, 1, {"a": digest.hex()}, {}, tensors))
+    assert "closed rounds have learned from it" in forget(store, "a")[1]
+    assert store.heads.rollout(TASK).forgotten == 0
+
+
+@pytest.fixture
+def task(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Task:
+    monkeypatch.setattr(rollout, "POLL_S", 0.0)
+    return prepare_task(*load_task(write_task(tmp_path)), store=store)
+
+
+def test_no_rollback_to_heads_with_a_forgotten_device(store: Store, task: Task) -> None:
+    """Their files are deleted once a newer one is current; a candidate is rejected at once, and a restart knows it."""
+    store.facts.put(replace(SERVED, digest=task.digest))
+    digest = _submitted(store, "a", b"one", task=task.digest)
+    releases = Rollout(task, store)
+    files = {}
+    for version in (1, 2):
+        files[version] = _add_head(store, version, task=task.digest, a=digest)
+        releases.tick(version)
+    forget(store, "a")
+    for each in (releases, Rollout(task, store)):
+        each.tick(2)
+        assert each.manifest is not None
+        assert each.manifest.current.version == 2
+        assert each.retained == {2}
+        assert [head.digest in store.blobs for head in store.heads.all(task.digest)] == [False, True]
+    _add_head(store, 3, task=task.digest, b=bytes(32))
+    releases.tick(3)
+    releases.tick(3)
+    assert store.heads.rollout(task.digest).current == 3
+    assert not {*files.values()} & {*store.blobs.digests()}
+    with pytest.raises(ConfigError, match="no other head was current before"):
+        submit_command(store, "rollback")
+    with pytest.raises(ConfigError, match="its files were deleted"):
+        submit_command(store, "rollback", 2)
+
+
+def test_revoked_device_stays_revoked(store: Store) -> None:
+    _submitted(store, "a", b"one")
+    store.quarantine.add(TASK, "a", reason=REVOKED, now_s=0.0)
+    forget(store, "a")
+    assert [each.reason for each in store.quarantine.all(TASK).values()] == [REVOKED]

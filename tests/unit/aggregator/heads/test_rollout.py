@@ -2,9 +2,7 @@
 
 import contextlib
 import dataclasses
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -15,6 +13,8 @@ from aggregator.coordination.rollout_state import HeadCommand, Settings, State
 from aggregator.heads import rollout
 from aggregator.heads.operator_commands import submit_command
 from aggregator.heads.rollout import Rollout
+from aggregator.status import model
+from aggregator.status.collect import collect_status
 from aggregator.storage.blobs import FolderBlobs
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.open_store import open_store
@@ -24,11 +24,10 @@ from protocol.errors import ConfigError, StateError
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.wire.canary_rank import canary_rank
 from protocol.wire.codec import digest_of
-from protocol.wire.messages import Evaluation, HeadManifest
+from protocol.wire.messages import Evaluation, HeadManifest, HeadRef
 from protocol.wire.topics import device_topic, fleet_topic
 from tests.support.fleets.aggregator_process import (
     FLEET,
-    Daemon,
     Device,
     aggregator,
     presence_of,
@@ -43,7 +42,7 @@ CANARY = (
 )
 FIRST, SECOND = sorted("ab", key=lambda device: canary_rank(device, 2))
 """Of two devices, the canary of head 2 and the other one."""
-_submission = partial(submission, labels=(0, 1, 2) * 5)
+LABELS = (0, 1, 2) * 5
 
 
 def _evaluation(task: bytes, correct: int, *, previous: int | None = None, problem: str = "") -> Evaluation:
@@ -66,79 +65,11 @@ def _manifest(device: Device, *, after: HeadManifest | None = None, version: int
     )
 
 
-def _two_heads(first: Device, second: Device, daemon: Daemon) -> tuple[bytes, HeadManifest]:
-    """Let a fleet of two use head 1, and offer head 2 to the first device."""
-    first.aggregator_is("online")
-    task = digest_of(first.task())
-    for device in (first, second):
-        device.say(device_topic(FLEET, device.name, "state"), presence_of(device.name), retain=True)
-    daemon.until(lambda summary: [row["state"] for row in summary["devices"]] == ["online", "online"])
-    first.upload(_submission(task=task))
-    one = _manifest(first)
-    assert (one.current.version, one.candidate, one.canary_rank_limit) == (1, None, 0)
-    for device in (first, second):
-        device.upload(evaluation(task=task))
-    first.upload(_submission(task=task, sequence=2))
-    return task, first.wait(
-        fleet_topic(FLEET, "head"), HeadManifest, when=lambda manifest: manifest.canary_rank_limit > 0
-    )
-
-
-def _is_written(daemon: Daemon, version: int, summary: dict[str, Any]) -> bool:
-    expected = next(head["sha256"] for head in summary["heads"] if head["version"] == version)
-    return bool(digest_of((daemon.state / "head.onnx").read_bytes()).hex() == expected)
-
-
-def test_worse_head_is_rejected(amqtt_broker: BrokerAddress, tmp_path: Path) -> None:
-    """Only the canary is offered it; log and status have the accuracies; a restart does not offer it again."""
-    task_file = write_task(tmp_path, CANARY)
-    with Device(amqtt_broker, FIRST) as first, Device(amqtt_broker, SECOND) as second:
-        with aggregator(task_file, amqtt_broker) as daemon:
-            task, trial = _two_heads(first, second, daemon)
-            assert trial.candidate is not None
-            assert (trial.current.version, trial.candidate.version) == (1, 2)
-            assert canary_rank(FIRST, 2) < trial.canary_rank_limit <= canary_rank(SECOND, 2)
-            assert first.fetch(trial.candidate.head)
-            summary = daemon.status()
-            assert summary["rollout"]["candidate"]["awaited"] == [FIRST]
-            assert _is_written(daemon, 1, summary)
-            first.upload(_evaluation(task, 7, previous=8))
-            back = _manifest(first, after=trial)
-            assert (back.current.version, back.candidate) == (1, None)
-            why = "accuracy 70.0% (7/10) on 1 canary, 80.0% (8/10) with the previous head"
-            assert f'head rejected version=2 current=1 reason="{why}"' in daemon.log()
-            heads = daemon.status()["heads"]
-            assert [(head["state"], head["reason"]) for head in heads] == [("current", ""), ("rejected", why)]
-            daemon.stop()
-        with aggregator(task_file, amqtt_broker) as daemon, Device(amqtt_broker, "late") as late:
-            late.aggregator_is("online")
-            assert _manifest(late) == back
-            assert _is_written(daemon, 1, daemon.status())
-
-
-def test_good_head_is_activated_after_a_restart(amqtt_broker: BrokerAddress, tmp_path: Path) -> None:
-    """The trial continues; then the files are the new head's."""
-    task_file = write_task(tmp_path, CANARY)
-    with Device(amqtt_broker, FIRST) as first, Device(amqtt_broker, SECOND) as second:
-        with aggregator(task_file, amqtt_broker) as daemon:
-            task, trial = _two_heads(first, second, daemon)
-            daemon.process.kill()
-            daemon.process.wait()
-        with aggregator(task_file, amqtt_broker) as daemon:
-            first.aggregator_is("online")
-            with Device(amqtt_broker, "late") as late:
-                assert _manifest(late) == trial
-            second.upload(_evaluation(task, 0, problem="it is no canary"))
-            assert f'head not used device={SECOND} head=2 reason="it is no canary' in daemon.log()
-            first.upload(_evaluation(task, 8, previous=8))
-            assert _manifest(second, version=2).candidate is None
-            summary = daemon.until(lambda summary: summary["rollout"]["current"] == 2)
-            assert _is_written(daemon, 2, summary)
-            assert (daemon.state / "model.onnx").is_file()
-
-
 def test_commands_are_carried_out_while_running(amqtt_broker: BrokerAddress, tmp_path: Path) -> None:
-    """Promote and rollback change the current head and its files; a refused command prints one line."""
+    """Promote and rollback change the current head and its files; a refused command prints one line.
+
+    Before, the fleet of two uses head 1, and only the canary is offered head 2.
+    """
     task_file = write_task(tmp_path, CANARY)
     state = ("--state", str(tmp_path / "state"))
     with (
@@ -146,7 +77,25 @@ def test_commands_are_carried_out_while_running(amqtt_broker: BrokerAddress, tmp
         Device(amqtt_broker, SECOND) as second,
         aggregator(task_file, amqtt_broker) as daemon,
     ):
-        _, trial = _two_heads(first, second, daemon)
+        first.aggregator_is("online")
+        task = digest_of(first.task())
+        for device in (first, second):
+            device.say(device_topic(FLEET, device.name, "state"), presence_of(device.name), retain=True)
+        daemon.until(lambda summary: [row["state"] for row in summary["devices"]] == ["online", "online"])
+        first.upload(submission(task=task, labels=LABELS))
+        one = _manifest(first)
+        assert (one.current.version, one.candidate, one.canary_rank_limit) == (1, None, 0)
+        for device in (first, second):
+            device.upload(evaluation(task=task))
+        first.upload(submission(task=task, sequence=2, labels=LABELS))
+        trial = first.wait(
+            fleet_topic(FLEET, "head"), HeadManifest, when=lambda manifest: manifest.canary_rank_limit > 0
+        )
+        assert trial.candidate is not None
+        assert (trial.current, trial.candidate.version) == (one.current, 2)
+        assert canary_rank(FIRST, 2) < trial.canary_rank_limit <= canary_rank(SECOND, 2)
+        assert first.fetch(trial.candidate.head)
+        assert daemon.status()["rollout"]["candidate"]["awaited"] == [FIRST]
         done = run_aggregator("promote", *state)
         assert (done.stdout, done.returncode) == ("head 2 is current\n", 0)
         promoted = _manifest(second, version=2)
@@ -156,9 +105,9 @@ def test_commands_are_carried_out_while_running(amqtt_broker: BrokerAddress, tmp
         assert (done.stdout, done.returncode) == ("head 1 is current\n", 0)
         back = _manifest(second, after=promoted)
         assert (back.current, back.candidate) == (trial.current, None)
-        summary = daemon.status()
-        assert _is_written(daemon, 1, summary)
-        assert summary["heads"][1]["reason"] == "rolled back to head 1"
+        first_head, second_head = daemon.status()["heads"]
+        assert digest_of((daemon.state / "head.onnx").read_bytes()).hex() == first_head["sha256"]
+        assert second_head["reason"] == "rolled back to head 1"
         done = run_aggregator("rollback", "7", *state)
         assert (done.returncode, done.stdout) == (1, "")
         assert "there is no head 7; there are 1, 2" in done.stderr
@@ -167,60 +116,43 @@ def test_commands_are_carried_out_while_running(amqtt_broker: BrokerAddress, tmp
         assert (daemon.state / "model.onnx").read_bytes() == model
 
 
-def test_commands_wait_for_the_next_start(amqtt_broker: BrokerAddress, tmp_path: Path) -> None:
-    """Commands to a stopped aggregator are checked as if the earlier ones were carried out."""
-    task_file = write_task(tmp_path, "quorum = 1\n[training]\nepochs = 1")
-    with Device(amqtt_broker) as device:
-        with aggregator(task_file, amqtt_broker) as daemon:
-            device.aggregator_is("online")
-            task = digest_of(device.task())
-            for version in (1, 2, 3):
-                device.upload(_submission(task=task, sequence=version))
-                device.head(version)
-            daemon.stop()
-            for version in (2, 1):
-                outcome = submit_command(open_store(daemon.state), "rollback")
-                assert outcome == f"head {version} will be current when the aggregator is started"
-            assert daemon.status()["rollout"]["requested"] == 1
-        with aggregator(task_file, amqtt_broker) as daemon:
-            summary = daemon.until(lambda summary: summary["rollout"]["requested"] is None)
-            assert summary["rollout"]["current"] == 1
-            daemon.until(lambda summary: _is_written(daemon, 1, summary))
-            device.aggregator_is("online")
-            device.upload(_submission(task=task, sequence=4))
-            assert device.head(4).version == 4
-
-
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
     return open_store(tmp_path / "state")
 
 
 @pytest.fixture
-def task(store: Store, tmp_path: Path) -> Task:
+def task(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Task:
+    """A task in the store, whose commands and evaluations are read at each tick."""
+    monkeypatch.setattr(rollout, "POLL_S", 0.0)
     return prepare_task(*load_task(write_task(tmp_path)), store=store)
 
 
-def _add_head(store: Store, task: bytes, version: int) -> HeadRecord:
-    """Store a head without a file that needs only features."""
-    digest = store.blobs.put(b"head %d" % version)
-    row = HeadRecord(version, task, digest, 6, 0.0, 1, {"a": "00" * 32}, {})
-    store.heads.add(row)
-    return row
+def _current(releases: Rollout) -> HeadRef:
+    assert releases.manifest is not None
+    return releases.manifest.current
+
+
+def _add_head(store: Store, task: bytes, *versions: int, file: bytes = b"") -> bytes:
+    """Store heads, with a file that needs only features if it is given; return the digest of the last one."""
+    for version in versions:
+        digest = store.blobs.put(file or b"head %d" % version)
+        written = digest if file else b""
+        store.heads.add(HeadRecord(version, task, digest, 6, 0.0, 1, {"a": "00" * 32}, {}, file=written))
+    return digest
 
 
 def test_head_is_served_although_its_file_could_not_be_written(store: Store, task: Task) -> None:
     """A disk that is full for a moment has no lasting effect."""
     releases = Rollout(task, store)
-    row = _add_head(store, task.digest, 1)
+    digest = _add_head(store, task.digest, 1)
     (store.folder / "head.onnx").mkdir()
     with pytest.raises(StateError):
         releases.tick(1)
     (store.folder / "head.onnx").rmdir()
     releases.tick(1)
-    assert releases.manifest is not None
-    assert releases.manifest.current.head.digest == row.digest
-    assert row.digest in releases.served
+    assert _current(releases).head.digest == digest
+    assert digest in releases.served
 
 
 def test_files_of_a_head_are_written_after_a_failure_of_the_object_store(
@@ -228,17 +160,14 @@ def test_files_of_a_head_are_written_after_a_failure_of_the_object_store(
 ) -> None:
     """The head is published meanwhile, and the older files are kept."""
     monkeypatch.setattr(rollout, "READ_S", 0.0)
-    monkeypatch.setattr(rollout, "POLL_S", 0.0)
     head = store.folder / "head.onnx"
     head.write_bytes(b"of an earlier head")
     releases = Rollout(task, store)
-    digest = store.blobs.put(b"new")
-    store.heads.add(HeadRecord(1, task.digest, digest, 3, 0.0, 1, {"a": "00" * 32}, {}, file=digest))
+    _add_head(store, task.digest, 1, file=b"new")
     with monkeypatch.context() as failure:
         failure.setattr(store.blobs, "read", _fail)
         releases.tick(1)
-        assert releases.manifest is not None
-        assert releases.manifest.current.version == 1
+        assert _current(releases).version == 1
         assert head.read_bytes() == b"of an earlier head"
         assert "cannot read a head's file: retrying head=1" in caplog.text
     releases.tick(1)
@@ -254,12 +183,10 @@ def test_head_that_cannot_be_fused_is_published(
 ) -> None:
     """Without a model.onnx, which would otherwise be an earlier head's; the log has the reason."""
     (store.folder / "model.onnx").write_bytes(b"of an earlier head")
-    digest = store.blobs.put(b"broken")
-    store.heads.add(HeadRecord(1, task.digest, digest, 6, 0.0, 1, {"a": "00" * 32}, {}, file=digest))
+    digest = _add_head(store, task.digest, 1, file=b"broken")
     releases = Rollout(task, store)
     releases.tick(1)
-    assert releases.manifest is not None
-    assert releases.manifest.current.head.digest == digest
+    assert _current(releases).head.digest == digest
     assert (store.folder / "head.onnx").read_bytes() == b"broken"
     assert not (store.folder / "model.onnx").exists()
     assert 'cannot write model.onnx head=1 reason="onnx cannot merge' in caplog.text
@@ -268,8 +195,7 @@ def test_head_that_cannot_be_fused_is_published(
 def test_oldest_heads_are_deleted(store: Store, task: Task) -> None:
     """With what was stored of them; the newest `kept_heads`, and those that a rollback can return to, stay."""
     task = dataclasses.replace(task, file=replace(task.file, limits=Limits(kept_heads=10)))
-    for version in range(1, 40):
-        _add_head(store, task.digest, version)
+    _add_head(store, task.digest, *range(1, 40))
     rejected = dict.fromkeys(range(2, 40), "worse")
     store.heads.put_rollout(task.digest, State(newest=39, current=1, rejected=rejected))
     Rollout(task, store)
@@ -288,15 +214,12 @@ def test_command_is_carried_out_once(store: Store, task: Task) -> None:
     store.database.write(
         "CREATE TEMP TRIGGER full BEFORE UPDATE ON operator_commands BEGIN SELECT RAISE(ABORT, 'full'); END"
     )
-    releases._poll_s = 0.0  # read the commands now
     with pytest.raises(StateError, match="full"):
         releases.tick(3)
     assert store.heads.rollout(task.digest).current == 3
     store.database.write("DROP TRIGGER full")
-    releases._poll_s = 0.0
     releases.tick(3)
-    assert releases.manifest is not None
-    assert releases.manifest.current.version == store.heads.rollout(task.digest).current == 2
+    assert _current(releases).version == store.heads.rollout(task.digest).current == 2
 
 
 def test_command_that_has_become_impossible_is_reported_as_refused(store: Store, task: Task) -> None:
@@ -305,7 +228,6 @@ def test_command_that_has_become_impossible_is_reported_as_refused(store: Store,
     _add_head(store, task.digest, 1)
     releases.tick(1)
     number = store.commands.add(task.digest, HeadCommand("promote", 1))
-    releases._poll_s = 0.0  # read the commands now
     releases.tick(1)
     assert store.commands.outcome(number) == "there is no candidate to promote"
     assert not store.commands.pending(task.digest)
@@ -315,7 +237,6 @@ def _report(releases: Rollout, store: Store, device: str, problem: str, *, head:
     """Let a device report on head 2, and time pass."""
     report = replace(_evaluation(releases.manifest.task, 10, problem=problem), head_version=head)  # type: ignore[union-attr]
     store.evaluations.put(device, report, digest=device.encode(), now_s=0.0)
-    releases._poll_s = 0.0
     releases.tick(2)
 
 
@@ -323,8 +244,7 @@ def test_current_head_that_fails_on_devices_is_rejected(
     store: Store, task: Task, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Each device counts once, by its last report; also those from before a restart, and not revoked ones."""
-    for version in (1, 2):
-        _add_head(store, task.digest, version)
+    _add_head(store, task.digest, 1, 2)
     releases = Rollout(task, store)
     store.devices.put_presence("silent", "online", now_s=0.0)
     for device in ("a", "a", "b", "c", "d", "e", "f"):
@@ -335,12 +255,10 @@ def test_current_head_that_fails_on_devices_is_rejected(
     store.keys.enroll("c", bytes(32), serial="", now_s=0.0)
     store.keys.revoke("c", now_s=0.0)
     _report(releases, store, "c", "it gives NaN")
-    assert releases.manifest is not None
-    assert releases.manifest.current.version == 2
+    assert _current(releases).version == 2
     releases = Rollout(task, store)
     _report(releases, store, "d", "it gives NaN")
-    assert releases.manifest is not None
-    assert releases.manifest.current.version == store.heads.rollout(task.digest).current == 1
+    assert _current(releases).version == store.heads.rollout(task.digest).current == 1
     reason = "2 of 6 devices cannot use it, such as a: it gives NaN"
     assert f'head rejected version=2 current=1 reason="{reason}"' in caplog.text
 
@@ -350,10 +268,9 @@ def test_evaluations_that_another_process_stores_count(store: Store, task: Task)
     task = dataclasses.replace(
         task, file=replace(task.file, rollout=Settings(canary_fraction=1.0, min_canaries=1))
     )
-    for version in (1, 2, 3):
-        _add_head(store, task.digest, version)
-        if version == 1:
-            Rollout(task, store).tick(1)
+    _add_head(store, task.digest, 1)
+    Rollout(task, store).tick(1)
+    _add_head(store, task.digest, 2, 3)
     for device in "ab":
         store.devices.put_presence(device, "online", now_s=0.0)
 
@@ -365,7 +282,6 @@ def test_evaluations_that_another_process_stores_count(store: Store, task: Task)
     releases = Rollout(task, store)
     releases.tick(3)
     _stored("a", 3)
-    releases._poll_s = 0.0
     releases.tick(3)
     assert store.heads.rollout(task.digest).current == 1
     _stored("b", 3)
@@ -373,10 +289,30 @@ def test_evaluations_that_another_process_stores_count(store: Store, task: Task)
     assert store.heads.rollout(task.digest).current == 3
 
 
+def test_commands_wait_for_the_next_start(store: Store, task: Task) -> None:
+    """Commands to a stopped aggregator are checked as if the earlier ones were carried out."""
+    store.facts.put(replace(SERVED, digest=task.digest))
+    releases = Rollout(task, store)
+    for version in (1, 2, 3):
+        _add_head(store, task.digest, version, file=b"file %d" % version)
+        releases.tick(version)
+    for version in (2, 1):
+        outcome = submit_command(store, "rollback")
+        assert outcome == f"head {version} will be current when the aggregator is started"
+    assert collect_status(store).rollout == model.Rollout(current=3, candidate=None, requested=1)
+    releases = Rollout(task, store)
+    releases.tick(3)
+    assert collect_status(store).rollout == model.Rollout(current=1, candidate=None, requested=None)
+    assert _current(releases).version == 1
+    assert (store.folder / "head.onnx").read_bytes() == b"file 1"
+    _add_head(store, task.digest, 4)
+    releases.tick(4)
+    assert _current(releases).version == 4
+
+
 def test_rollback_to_a_head_without_blobs_is_refused(store: Store) -> None:
     store.facts.put(replace(SERVED, digest=bytes(32)))
-    for version in (1, 2):
-        _add_head(store, bytes(32), version)
+    _add_head(store, bytes(32), 1, 2)
     store.blobs.path(digest_of(b"head 1")).unlink()
     with pytest.raises(ConfigError, match=r"head 1 cannot be used any more: its files were deleted"):
         submit_command(store, "rollback")
@@ -402,7 +338,6 @@ def test_command_asks_for_the_blobs_of_its_head_only(
     commands: tuple[tuple[int | None, int], ...] = ((None, 4), (3, 3))
     for named, head in commands:
         submit_command(store, "rollback", named)
-        releases._poll_s = 0.0
         releases.tick(5)
         assert store.heads.rollout(task.digest).current == head
     assert asked == [digest_of(b"head 4")] * 2 + [digest_of(b"head 3")] * 2

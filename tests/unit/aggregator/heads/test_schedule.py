@@ -14,7 +14,6 @@ from msgspec import structs
 
 from aggregator.algorithms.algorithm import Training
 from aggregator.algorithms.statistics.feature_map import FeatureMap
-from aggregator.config.schema import TaskFile
 from aggregator.config.task_file import load_task
 from aggregator.coordination import round_state, rounds
 from aggregator.heads import schedule
@@ -33,8 +32,9 @@ from aggregator.training.runner import Finished, Progress, Trainer
 from protocol.errors import StateError
 from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import Receipt
-from tests.support.messages.submissions import EXPECTATION, MANIFEST, round_submission
-from tests.support.simulation.submissions import accept
+from tests.support.messages.submissions import round_submission
+from tests.support.messages.tasks import served_task
+from tests.support.simulation.submissions import submit
 
 Events = queue.SimpleQueue[Progress | Finished]
 
@@ -50,22 +50,23 @@ def task(store: Store) -> Task:
     return prepare_task(*load_task(store.folder.parent / "task.toml"), store=store)
 
 
-def _submit(
-    training: Schedule, task: Task, device: str, *, number: int = 0, sequence: int = 1
-) -> rounds.SubmissionVerdict:
-    shapes = task.expectation.tensors
-    payload = encode(
-        round_submission(task=task.digest, number=number, sequence=sequence, shapes=shapes, seed=ord(device))
-    )
-    entry = round_state.Entry(sequence, digest_of(payload), training._store.clock.now_s(), number)
-    return accept(training, SubmissionRecord(device, entry, len(payload), 10, 2, {0: 1, 2: 1}), payload)
+@pytest.fixture
+def events() -> Events:
+    return queue.SimpleQueue()
 
 
-def _take(training: Schedule, task: Task, device: str, *, number: int = 0) -> rounds.SubmissionVerdict:
-    """Submit, make it durable, and start what is due."""
-    verdict = _submit(training, task, device, number=number)
-    training.tick()
-    return verdict
+@pytest.fixture
+def training(task: Task, store: Store, events: Events) -> Schedule:
+    return Schedule(task, store, on_event=events.put)
+
+
+def _take(training: Schedule, devices: str, *, number: int = 0) -> list[str]:
+    """Let each device submit, make it durable, and start what is due; return the verdicts."""
+    verdicts = list[str]()
+    for device in devices:
+        verdicts.append(submit(training, device, number=number).verdict)
+        training.tick()
+    return verdicts
 
 
 def _end(events: Events) -> Finished:
@@ -108,19 +109,19 @@ def test_submission_is_logged_as_accepted_once_it_is_durable(
     assert store.blobs.read(digest_of(b"payload")) == b"payload"
 
 
-def test_submissions_that_another_process_stores_close_a_round(task: Task, store: Store) -> None:
+def test_submissions_that_another_process_stores_close_a_round(
+    training: Schedule, events: Events, task: Task, store: Store
+) -> None:
     """They count as if this process had accepted them; one that was deleted again does not."""
-    events: Events = queue.SimpleQueue()
-    training = Schedule(task, store, on_event=events.put)
     receiver = Schedule(task, other := open_store(store.folder), on_event=events.put)
     for device in "ab":
-        _submit(receiver, task, device)
+        submit(receiver, device)
         with contextlib.closing(open_store(store.folder)) as third, third.transaction():
             third.submissions.delete("a", task.digest)
         training.tick()
         assert set(training.state.submissions) == ({"b"} if device == "b" else set())
     assert training.state.training is None
-    _submit(receiver, task, "c")
+    submit(receiver, "c")
     training.tick()
     assert set(training.state.training or ()) == {"b", "c"}
     assert training.finish(_end(events))
@@ -128,15 +129,12 @@ def test_submissions_that_another_process_stores_close_a_round(task: Task, store
 
 
 def test_failed_round_is_logged_and_retried(
-    task: Task, store: Store, caplog: pytest.LogCaptureFixture
+    training: Schedule, events: Events, task: Task, store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One log line has the reason; the round stays open, and the next submission retries it."""
     caplog.set_level(logging.INFO)
-    events: Events = queue.SimpleQueue()
-    training = Schedule(task, store, on_event=events.put)
     with _damaged_tensors(task, store):
-        for device in "ab":
-            assert _take(training, task, device).verdict == "new"
+        assert _take(training, "ab") == ["new", "new"]
         assert not training.finish(_end(events))
     assert 'closing a round failed round=0 failures=1 reason="' in caplog.text
     assert "was damaged on disk and has been moved to" in caplog.text
@@ -144,22 +142,19 @@ def test_failed_round_is_logged_and_retried(
     assert store.facts.get(LostFiles) == LostFiles((task.first_tensors.digest.hex(),))
     assert "in 10 s, with other submissions or at the next start" in caplog.text
     assert (training.round is not None and training.round.number, store.heads.all()) == (0, [])
-    _take(training, task, "c")
+    _take(training, "c")
     assert training.finish(_end(events))
     assert [len(head.members) for head in store.heads.all()] == [3]
 
 
-def test_damaged_files_are_restored(task: Task, store: Store) -> None:
+def test_damaged_files_are_restored(training: Schedule, events: Events, task: Task, store: Store) -> None:
     """From a copy, or as the start writes them: a round closes although all that it reads was damaged."""
-    events: Events = queue.SimpleQueue()
-    training = Schedule(task, store, on_event=events.put)
     assert task.first_tensors is not None
     digests = [task.digest, task.first_tensors.digest, task.manifest.backbones[0].digest]
     for digest in digests:
         store.blobs.path(digest).write_bytes(b"damaged")
     training.restoration.verify_all(digests[2:])
-    for device in "ab":
-        _take(training, task, device)
+    _take(training, "ab")
     assert training.finish(_end(events))
     assert all(store.blobs.is_whole(digest) for digest in digests)
     assert len(list((store.folder / "damaged").iterdir())) == 3
@@ -175,12 +170,9 @@ def test_damaged_files_are_restored(task: Task, store: Store) -> None:
     assert store.facts.get(LostFiles) == LostFiles((head.tensors.digest.hex(),))
 
 
-def test_killed_training_is_repeated(task: Task, store: Store) -> None:
+def test_killed_training_is_repeated(training: Schedule, events: Events, task: Task, store: Store) -> None:
     """After its delay, and by a restarted aggregator, which knows of the failures until there is a head."""
-    events: Events = queue.SimpleQueue()
-    training = Schedule(task, store, on_event=events.put)
-    for device in "ab":
-        _take(training, task, device)
+    _take(training, "ab")
     for failures in (1, 2):
         assert isinstance(training._trainer, Trainer)
         process = training._trainer._process
@@ -203,14 +195,11 @@ def test_killed_training_is_repeated(task: Task, store: Store) -> None:
 
 
 def test_training_on_a_forgotten_device_is_stopped(
-    task: Task, store: Store, caplog: pytest.LogCaptureFixture
+    training: Schedule, events: Events, task: Task, store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its end changes nothing, even if it has made a head; the round closes without the device."""
     caplog.set_level(logging.INFO)
-    events: Events = queue.SimpleQueue()
-    training = Schedule(task, store, on_event=events.put)
-    for device in "ab":
-        _take(training, task, device)
+    _take(training, "ab")
     job = training._job
     assert job is not None
     with contextlib.closing(open_store(store.folder)) as command:
@@ -226,16 +215,14 @@ def test_training_on_a_forgotten_device_is_stopped(
     assert "failed" not in caplog.text
     training.tick()
     assert training.state.training is None  # the quorum is two
-    _take(training, task, "c")
+    _take(training, "c")
     assert sorted(training.state.training or ()) == ["b", "c"]
     training.stop()
 
 
-def test_head_is_not_stored_once_a_member_is_forgotten(task: Task, store: Store) -> None:
+def test_head_is_not_stored_once_a_member_is_forgotten(training: Schedule, task: Task, store: Store) -> None:
     """Also if the command comes just before that."""
-    training = Schedule(task, store, on_event=lambda _: None)
-    for device in "ab":
-        _take(training, task, device)
+    _take(training, "ab")
     job, members = training._job, training.state.training
     assert isinstance(job, RoundJob)
     assert members is not None
@@ -248,16 +235,15 @@ def test_head_is_not_stored_once_a_member_is_forgotten(task: Task, store: Store)
     assert store.heads.all() == []
 
 
-def test_damaged_submission_is_moved_apart_and_requested(task: Task, store: Store) -> None:
+def test_damaged_submission_is_moved_apart_and_requested(events: Events, task: Task, store: Store) -> None:
     """The head is made of the others, if they are enough; the device's upload is accepted again, and counts."""
     alone = structs.replace(task.file, rounds=structs.replace(task.file.rounds, min_devices=1))
     task = replace(task, file=alone)
-    events: Events = queue.SimpleQueue()
     training = Schedule(task, store, on_event=events.put)
-    _take(training, task, "a")
+    _take(training, "a")
     blob = store.blobs.path(training.state.submissions["a"].digest)
     blob.write_bytes(bytes([blob.read_bytes()[0] ^ 1]) + blob.read_bytes()[1:])
-    _take(training, task, "b")
+    _take(training, "b")
     assert not training.finish(_end(events))
     assert [path.name for path in (store.folder / "damaged").iterdir()] == [blob.name]
     assert store.next_head(task.digest, 1).failures == 0
@@ -269,13 +255,12 @@ def test_damaged_submission_is_moved_apart_and_requested(task: Task, store: Stor
     training.tick()
     assert training.finish(_end(events))
     assert [list(head.members) for head in store.heads.all()] == [["b"]]
-    assert _take(training, task, "a").verdict == "new"
+    assert _take(training, "a") == ["new"]
     assert store.submissions.lost(task.digest) == []
 
 
-def test_missing_submission_is_requested_at_the_start(task: Task, store: Store) -> None:
-    training = Schedule(task, store, on_event=lambda _: None)
-    _take(training, task, "a")
+def test_missing_submission_is_requested_at_the_start(training: Schedule, task: Task, store: Store) -> None:
+    _take(training, "a")
     store.blobs.path(training.state.submissions["a"].digest).unlink()
     again = Schedule(task, store, on_event=lambda _: None)
     assert dict(again.state.submissions) == {}
@@ -285,8 +270,7 @@ def test_missing_submission_is_requested_at_the_start(task: Task, store: Store) 
 def test_aggregator_killed_during_a_training_counts_as_a_failure(task: Task, store: Store) -> None:
     """Where memory runs out, the aggregator may be killed with its training; one that is stopped was not."""
     before = Schedule(task, store, on_event=lambda _: None)
-    for device in "ab":
-        _take(before, task, device)
+    _take(before, "ab")
     before._trainer.stop()
     for failures in (1, 2):
         killed = Schedule(task, store, on_event=lambda _: None)
@@ -301,10 +285,9 @@ def test_aggregator_killed_during_a_training_counts_as_a_failure(task: Task, sto
 def test_half_the_memory_after_several_failures(store: Store) -> None:
     """A round is closed as before."""
     train, settings = rounds.Train(1, (("a", round_state.Entry(1, b"a", 0.0)),)), Training(epochs=3)
-    file = TaskFile(classes=MANIFEST.classes, backbones=("tiny.onnx",), training=settings)
-    task = Task(file=file, feature_size=16, expectation=EXPECTATION, first_tensors=None)
-    file = structs.replace(file, algorithm="statistics")
-    of_sums = replace(task, file=file, feature_map=FeatureMap(16, 0, 0))
+    task = served_task(training=settings)
+    of_sums = served_task(training=settings, algorithm="statistics")
+    of_sums = replace(of_sums, feature_map=FeatureMap(16, 0, 0))
     for failures in range(6):
         job = job_of(train, task, store, round_state.State(failures=failures), tensors=None)
         assert isinstance(job, HeadJob)
@@ -315,17 +298,14 @@ def test_half_the_memory_after_several_failures(store: Store) -> None:
 
 
 def test_failures_of_the_object_store_do_not_halve_the_memory(
-    task: Task, store: Store, monkeypatch: pytest.MonkeyPatch
+    training: Schedule, events: Events, task: Task, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unreachable() -> None:
         raise StateError("cannot use the object store")
 
-    events: Events = queue.SimpleQueue()
-    training = Schedule(task, store, on_event=events.put)
     with _damaged_tensors(task, store), monkeypatch.context() as failure:
         failure.setattr(store.blobs, "check_writable", unreachable)
-        for device in "ab":
-            _take(training, task, device)
+        _take(training, "ab")
         for _ in range(2):
             assert not training.finish(_end(events))
             assert training.state.failures == 1
@@ -335,12 +315,11 @@ def test_failures_of_the_object_store_do_not_halve_the_memory(
     assert training.state.failures == 2
 
 
-def test_failure_on_a_full_disk_is_retried(task: Task, store: Store) -> None:
-    events: Events = queue.SimpleQueue()
-    training = Schedule(task, store, on_event=events.put)
+def test_failure_on_a_full_disk_is_retried(
+    training: Schedule, events: Events, task: Task, store: Store
+) -> None:
     with _damaged_tensors(task, store):
-        for device in "ab":
-            _take(training, task, device)
+        _take(training, "ab")
         failure = _end(events)
     store.database.write("PRAGMA query_only = 1")
     assert not training.finish(failure)
@@ -354,13 +333,16 @@ def test_failure_on_a_full_disk_is_retried(task: Task, store: Store) -> None:
 
 @pytest.mark.parametrize("is_readable", [True, False])
 def test_head_whose_commit_was_not_reported_is_adopted(
-    task: Task, store: Store, *, is_readable: bool, monkeypatch: pytest.MonkeyPatch
+    training: Schedule,
+    events: Events,
+    task: Task,
+    store: Store,
+    *,
+    is_readable: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As soon as the database can be read again; it counts once."""
-    events: Events = queue.SimpleQueue()
-    training = Schedule(task, store, on_event=events.put)
-    for device in ("a", "b"):
-        _take(training, task, device)
+    _take(training, "ab")
     finished = _end(events)
 
     def store_and_fail(*arguments: object) -> None:
@@ -389,8 +371,7 @@ def test_interrupted_round_is_closed_again(
     """The same submissions are used; later ones belong to the next round."""
     caplog.set_level(logging.INFO)
     before = Schedule(task, store, on_event=lambda _: None)
-    for device in "abc":
-        _take(before, task, device)
+    _take(before, "abc")
     before.stop()
     events: Events = queue.SimpleQueue()
     after = Schedule(task, store, on_event=events.put)
@@ -403,8 +384,7 @@ def test_interrupted_round_is_closed_again(
     assert sorted(after.state.submissions) == ["a", "b", "c"]
 
 
-def test_progress_is_stored_until_the_training_stops(task: Task, store: Store) -> None:
-    training = Schedule(task, store, on_event=lambda _: None)
+def test_progress_is_stored_until_the_training_stops(training: Schedule, task: Task, store: Store) -> None:
     training.store_progress({"device": "cpu", "prototypes": 7})
     assert store.next_head(task.digest, 1).progress == TrainingProgress(1)
     training.store_progress({"epoch": 4, "epochs": 15, "loss": 0.5})
@@ -413,42 +393,41 @@ def test_progress_is_stored_until_the_training_stops(task: Task, store: Store) -
     assert store.next_head(task.digest, 1).progress is None
 
 
-def test_refused_submission_is_not_stored(task: Task, store: Store) -> None:
-    training = Schedule(task, store, on_event=lambda _: None)
+def test_refused_submission_is_not_stored(training: Schedule, task: Task, store: Store) -> None:
     before = set(store.blobs.digests())
-    assert _take(training, task, "a", number=1).verdict == "unknown_round"
+    assert _take(training, "a", number=1) == ["unknown_round"]
     assert set(store.blobs.digests()) == before
     assert store.submissions.all(task.digest) == {}
 
 
-def test_batch_that_cannot_be_stored_is_undone(task: Task, store: Store) -> None:
+def test_batch_that_cannot_be_stored_is_undone(
+    training: Schedule, events: Events, task: Task, store: Store
+) -> None:
     """It closes no round, leaves neither blob nor row, and can be submitted again."""
-    events: Events = queue.SimpleQueue()
-    training = Schedule(task, store, on_event=events.put)
     with pytest.raises(StateError), store.transaction():
-        _take_both(training, task)
+        _take_both(training)
     training.tick()
     assert training.state == store.round_state(task.digest) == round_state.State()
     assert events.empty()
-    for device in "ab":
-        assert _take(training, task, device).verdict == "new"
+    assert _take(training, "ab") == ["new", "new"]
     assert training.finish(_end(events))
 
 
-def _take_both(training: Schedule, task: Task) -> None:
+def _take_both(training: Schedule) -> None:
     for device in "ab":
-        _submit(training, task, device)
+        submit(training, device)
     raise StateError("the disk is full")
 
 
-def test_replaced_submissions_are_deleted(task: Task, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replaced_submissions_are_deleted(
+    training: Schedule, task: Task, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A device that uploads all day leaves a bounded number of blobs, including its newest one."""
-    training = Schedule(task, store, on_event=queue.SimpleQueue[Progress | Finished]().put)
     before = set(store.blobs.digests())
     message = round_submission(task=task.digest, shapes=task.expectation.tensors)
     monkeypatch.setattr(schedule, "MAX_UNUSED_BYTES", 3 * len(encode(message)))
     for number in range(1, 30):
-        verdict = _submit(training, task, "a", sequence=number)
+        verdict = submit(training, "a", sequence=number)
         training.tick()
         left = set(store.blobs.digests())
         assert verdict.counted_entry is not None

@@ -133,46 +133,6 @@ def test_ranges_are_clipped_to_the_payload() -> None:
     ] == [(8, b"\x08\x09")]
 
 
-def test_empty_payload_is_one_empty_frame() -> None:
-    frames = list(frames_of(b"", digest=digest_of(b"")))
-    assert [(each.offset, each.data) for each in frames] == [(0, b"")]
-    assembly = _assembly_of(b"")
-    assembly.add(frames[0])
-    assert assembly.payload() == b""
-
-
-@pytest.mark.parametrize(
-    ("wrong", "reason"),
-    [
-        (_frame(0, b"ab", digest=bytes(32)), "digest or size"),
-        (_frame(0, b"ab", size_bytes=11), "digest or size"),
-        (_frame(9, b"ab"), "within 10, got 9"),
-        (_frame(11, b""), "within 10, got 11"),
-        (_frame(3, b""), "expected bytes in the frame"),
-    ],
-    ids=["digest", "size", "past the end", "beyond the end", "empty"],
-)
-def test_contradicting_frame_is_refused(wrong: Frame, reason: str) -> None:
-    assembly = Assembly(DIGEST, 10)
-    assembly.add(_frame(0, PAYLOAD[:5]))
-    with pytest.raises(TransferError, match=reason):
-        assembly.add(wrong)
-    assembly.add(_frame(5, PAYLOAD[5:]))
-    assert assembly.payload() == PAYLOAD
-
-
-def test_incomplete_or_wrong_bytes_are_refused() -> None:
-    """The first bytes of overlapping frames stay."""
-    assembly = Assembly(DIGEST, 10)
-    assembly.add(_frame(0, b"XX"))
-    with pytest.raises(TransferError, match="incomplete"):
-        assembly.payload()
-    assembly.add(_frame(1, PAYLOAD[1:]))
-    expected = f"expected sha256 {DIGEST.hex()}, got {digest_of(b'XX' + PAYLOAD[2:]).hex()}"
-    with pytest.raises(TransferError, match=expected):
-        assembly.payload()
-
-
 def test_too_many_pieces_are_refused() -> None:
     size_bytes = 3 * MAX_PIECES
     most = MAX_PIECES + size_bytes // SMALLEST_CHUNK_BYTES

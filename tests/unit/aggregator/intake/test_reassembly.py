@@ -75,9 +75,10 @@ def test_oversized_transfer_is_refused_at_its_first_frame() -> None:
     [
         _frame(30, size_bytes=101),
         _frame(99, b"xy"),
+        _frame(101, b""),
         _frame(50, b""),
     ],
-    ids=["other size", "past the end", "empty"],
+    ids=["other size", "past the end", "beyond the end", "empty"],
 )
 def test_contradicting_frame_ends_its_transfer(wrong: Frame) -> None:
     """It is refused and dropped, and can begin anew."""

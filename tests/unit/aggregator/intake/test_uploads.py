@@ -1,4 +1,4 @@
-"""Intake of uploads on a real disk: durable before acknowledged, over restarts, stops, and kills."""
+"""Intake of uploads on a real disk: durable before acknowledged, over restarts, stops, and kills; and its status."""
 
 import contextlib
 import os
@@ -12,7 +12,9 @@ import pytest
 
 from aggregator.coordination.round_state import Entry
 from aggregator.intake import intake_status
+from aggregator.intake import uploads as intake
 from aggregator.intake.chunk_store import ChunkStore
+from aggregator.intake.intake_status import IntakeStatus
 from aggregator.intake.reassembly import Complete
 from aggregator.intake.uploads import Uploads
 from aggregator.storage.open_store import open_store
@@ -22,7 +24,7 @@ from protocol.errors import StateError
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import Frame, Receipt
 from protocol.wire.transfer import frames_of
-from tests.support.machine_faults import fill, small_disk
+from tests.support.machine_faults import fill, full_disk, small_disk
 from tests.support.messages.submissions import TASK
 
 PAYLOAD = bytes(range(256)) * 960
@@ -30,6 +32,11 @@ DIGEST = digest_of(PAYLOAD)
 FRAMES = list(frames_of(PAYLOAD, digest=DIGEST))
 """Four of 61,440 bytes."""
 COMPLETE = Complete(DIGEST, PAYLOAD)
+
+
+@pytest.fixture(autouse=True)
+def trials_without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intake, "TRIAL_S", 0.0)
 
 
 def _uploads(store: Store, *, unfinished_s: float = 3600.0) -> Uploads:
@@ -114,7 +121,6 @@ def test_deleted_folder_stops_the_intake_until_it_is_created_again(store: Store)
     with pytest.raises(StateError, match="cannot use") as caught:
         uploads.commit()
     uploads.stop(caught.value)
-    uploads._trial_s = 0.0
     assert uploads.tick()
     assert [uploads.take("a", frame) for frame in FRAMES][-1] == COMPLETE
 
@@ -126,13 +132,11 @@ def test_small_disk_resumes_once_it_has_room(caplog: pytest.LogCaptureFixture) -
         fill(disk)
         uploads.stop(StateError("the disk is full"))
         for _ in range(2):
-            uploads._trial_s = 0.0
             assert not uploads.tick()
         reason = f"not enough disk space in {store.folder}/incoming: 0.4 MB needed, 0.0 MB available"
         assert intake_status.read(store.folder).reason == reason
         assert caplog.text.count("intake still stopped") == 1
         os.truncate(disk / "filler", (disk / "filler").stat().st_size - 10**6)
-        uploads._trial_s = 0.0
         assert uploads.tick()
         assert intake_status.read(store.folder) == intake_status.IntakeStatus()
 
@@ -151,10 +155,8 @@ def test_unfinished_uploads_that_fill_the_disk_make_room() -> None:
         with pytest.raises(StateError, match="No space left") as caught:
             uploads.commit()
         uploads.stop(caught.value)
-        uploads._trial_s = 0.0
         assert not uploads.tick()
         assert not list((store.folder / "incoming").glob("a-*"))
-        uploads._trial_s = 0.0
         assert uploads.tick()
         assert [uploads.take("a", frame) for frame in FRAMES][-1] == COMPLETE
         uploads.commit()
@@ -196,3 +198,37 @@ def test_acknowledged_bytes_survive_sigkill(tmp_path: Path, commits: int) -> Non
     assert start == 0
     assert committed[-1] <= stop < len(payload)
     assert chunks.read(transfer.key, transfer.stored) == [(0, payload[:stop])]
+
+
+def test_status_is_written_on_a_full_disk(tmp_path: Path) -> None:
+    """The file never changes its size, whatever the reason."""
+    intake_status.create(tmp_path)
+    assert intake_status.read(tmp_path) == IntakeStatus()
+    (file,) = tmp_path.iterdir()
+    size_bytes = file.stat().st_size
+    stopped = IntakeStatus(12.5, "Kein Platz: \x00\u2026" * 100)
+    with full_disk(after_bytes=size_bytes):
+        intake_status.write(tmp_path, stopped)
+        found = intake_status.read(tmp_path)
+        assert found.stopped_s == 12.5
+        assert stopped.reason.startswith(found.reason)
+        assert len(found.reason) > 100
+        intake_status.write(tmp_path, IntakeStatus())
+    assert intake_status.read(tmp_path) == IntakeStatus()
+    assert file.stat().st_size == size_bytes
+
+
+@pytest.mark.parametrize("contents", [b"", b"noise", b'{"stopped_s": "x"}', os.urandom(1000)])
+def test_unreadable_status_is_a_working_intake(tmp_path: Path, contents: bytes) -> None:
+    """A missing one, before the first start, is one too."""
+    assert intake_status.read(tmp_path) == IntakeStatus()
+    intake_status.create(tmp_path)
+    (file,) = tmp_path.iterdir()
+    file.write_bytes(contents)
+    assert intake_status.read(tmp_path) == IntakeStatus()
+
+
+def test_deleted_file_is_a_state_error(tmp_path: Path) -> None:
+    """It is not created again: a full disk could leave half a file."""
+    with pytest.raises(StateError, match=r"intake\.json: No such file"):
+        intake_status.write(tmp_path, IntakeStatus())

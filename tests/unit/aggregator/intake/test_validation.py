@@ -15,11 +15,14 @@ from aggregator.intake.validation import (
     Expectation,
     Refused,
     check_evaluation,
+    check_statistics,
     check_submission,
+    count_rows,
     read_message,
 )
 from protocol.wire.codec import encode, to_tensor, to_unsigned
 from protocol.wire.messages import (
+    MAX_IMAGES,
     Confused,
     DifferentialPrivacy,
     Evaluation,
@@ -30,6 +33,13 @@ from protocol.wire.messages import (
     Tensor,
 )
 from tests.support.messages.evaluations import binned
+from tests.support.messages.statistics import (
+    GROUPS_EXPECTATION,
+    SINGLE_EXPECTATION,
+    groups_of,
+    images,
+    sums_of,
+)
 from tests.support.messages.submissions import (
     EXPECTATION,
     FEATURE_SIZE,
@@ -53,6 +63,10 @@ def _range(tensor: Tensor, **others: Tensor) -> Submission:
     return _changed(tensors={"range": tensor, **others})
 
 
+def _limits(low: float, high: float) -> Submission:
+    return _range(to_tensor(np.array([[low] * 16, [high] * 16], "f2")))
+
+
 def _in_rounds(**fields: Any) -> Submission:
     return msgspec.structs.replace(GOOD_IN_ROUNDS, **fields)
 
@@ -61,7 +75,7 @@ def _tensors(**changes: Tensor) -> Submission:
     return _in_rounds(tensors={**GOOD_IN_ROUNDS.tensors, **changes})
 
 
-def _floats(values: float, *shape: int, dtype: str = "f2") -> Tensor:
+def _full(values: float, *shape: int, dtype: str = "f2") -> Tensor:
     return to_tensor(np.full(shape, values, dtype=dtype))
 
 
@@ -110,43 +124,27 @@ def _spent(total: float) -> Privacy:
 _NONE = {"labels": _integers(), "counts": _integers()}
 REFUSED: dict[str, tuple[Submission, str, str]] = {
     "other task": (_changed(task=bytes(32)), "unknown_task", "expected task .*, got 000000000000"),
-    "wide prototypes": (
-        _changed(prototypes=to_tensor(np.zeros((4, 16), "u2"))),
-        "dtype",
-        "kind 'u1', got u2",
-    ),
-    "float16": (_changed(prototypes=_floats(0, 4, 16)), "dtype", "kind 'u1', got f2"),
-    "float labels": (_changed(labels=_floats(0, 4)), "dtype", "labels of kind 'u', got f2"),
-    "float counts": (_changed(counts=_floats(5, 4)), "dtype", "counts of kind 'u', got f2"),
+    "wide prototypes": (_changed(prototypes=_full(0, 4, 16, dtype="u2")), "dtype", "kind 'u1', got u2"),
+    "float16": (_changed(prototypes=_full(0, 4, 16)), "dtype", "kind 'u1', got f2"),
+    "float labels": (_changed(labels=_full(0, 4)), "dtype", "labels of kind 'u', got f2"),
+    "float counts": (_changed(counts=_full(5, 4)), "dtype", "counts of kind 'u', got f2"),
     "flat prototypes": (_changed(prototypes=_integers(*[0] * 64)), "shape", "of 2 dimensions"),
-    "labels in a table": (_changed(labels=to_tensor(np.zeros((4, 1), "u1"))), "shape", "of 1 dimensions"),
+    "labels in a table": (_changed(labels=_full(0, 4, 1, dtype="u1")), "shape", "of 1 dimensions"),
     "other feature size": (submission(feature_size=17), "shape", r"expected \(m, 16\) .* got \(4, 17\)"),
     "missing label": (_changed(labels=_integers(0, 0, 0)), "shape", r"\(3,\)"),
     "extra count": (_changed(counts=_integers(5, 5, 5, 5, 5)), "shape", r"\(5,\)"),
-    "no prototype": (
-        _changed(**_NONE, prototypes=to_tensor(np.zeros((0, 16), "u1"))),
-        "shape",
-        r"\(0, 16\)",
-    ),
+    "no prototype": (_changed(**_NONE, prototypes=_full(0, 0, 16, dtype="u1")), "shape", r"\(0, 16\)"),
     "missing bytes": (_changed(prototypes=Tensor("u1", (4, 16), bytes(63))), "shape", "expected 64 bytes"),
     "extra bytes": (_changed(labels=Tensor("u1", (4,), bytes(5))), "shape", "labels: expected 4 bytes"),
     "huge": (_changed(prototypes=Tensor("u1", (2**31 - 1, 2**31 - 1), b"")), "shape", "expected 461168"),
     "no range": (_changed(tensors={}), "malformed", "expected the tensors range, got none"),
-    "NaN": (_range(_floats(NAN, 2, 16)), "not_finite", "range holds NaN or infinity"),
-    "infinity": (
-        _range(to_tensor(np.array([[0.0] * 16, [INFINITY] * 16], "f2"))),
-        "not_finite",
-        "range holds",
-    ),
-    "float32 range": (_range(_floats(3e38, 2, 16, dtype="f4")), "dtype", "range of kind 'f2', got f4"),
-    "short range": (_range(_floats(0, 2, 15)), "shape", r"range of shape \(2, 16\), got \(2, 15\)"),
-    "range without high": (_range(_floats(0, 1, 16)), "shape", r"got \(1, 16\)"),
+    "NaN": (_range(_full(NAN, 2, 16)), "not_finite", "range holds NaN or infinity"),
+    "infinity": (_limits(0.0, INFINITY), "not_finite", "range holds"),
+    "float32 range": (_range(_full(3e38, 2, 16, dtype="f4")), "dtype", "range of kind 'f2', got f4"),
+    "short range": (_range(_full(0, 2, 15)), "shape", r"range of shape \(2, 16\), got \(2, 15\)"),
+    "range without high": (_range(_full(0, 1, 16)), "shape", r"got \(1, 16\)"),
     "range bytes": (_range(Tensor("f2", (2, 16), bytes(2))), "shape", "range: expected 64 bytes"),
-    "reversed range": (
-        _range(to_tensor(np.array([[1.0] * 16, [0.5] * 16], "f2"))),
-        "malformed",
-        "from low to high",
-    ),
+    "reversed range": (_limits(1.0, 0.5), "malformed", "from low to high"),
     "unknown class": (submission(labels=(0, 3)), "unknown_class", "labels below 3, got 3"),
     "single image": (_changed(counts=_integers(5, 5, 1, 5)), "malformed", "expected 2 to 10000000 images"),
     "no image": (_changed(counts=_integers(5, 5, 0, 5)), "malformed", "got 0 to 5"),
@@ -158,24 +156,24 @@ REFUSED: dict[str, tuple[Submission, str, str]] = {
         "at least 5 images in each prototype of a class with several, got 4",
     ),
     "round": (_changed(round=1), "unknown_round", "no rounds, got a submission for round 1"),
-    "tensors": (_range(_floats(0, 2, 16), bias=_floats(0, 4)), "malformed", "tensors range, got bias, range"),
+    "tensors": (_range(_full(0, 2, 16), bias=_full(0, 4)), "malformed", "tensors range, got bias, range"),
 }
 REFUSED_IN_ROUNDS: dict[str, tuple[Submission, str, str]] = {
     "other task": (_in_rounds(task=bytes(32)), "unknown_task", "expected task"),
-    "feature": (_in_rounds(prototypes=_floats(0, 2, 16)), "shape", r"expected \(m, 4\) .* got \(2, 16\)"),
+    "feature": (_in_rounds(prototypes=_full(0, 2, 16)), "shape", r"expected \(m, 4\) .* got \(2, 16\)"),
     "float32": (
-        _in_rounds(prototypes=_floats(1e30, 2, 4, dtype="f4")),
+        _in_rounds(prototypes=_full(1e30, 2, 4, dtype="f4")),
         "dtype",
         "prototypes of kind 'f2', got f4",
     ),
-    "no prototype": (_in_rounds(**_NONE, prototypes=_floats(0, 0, 4)), "shape", r"\(0, 4\)"),
+    "no prototype": (_in_rounds(**_NONE, prototypes=_full(0, 0, 4)), "shape", r"\(0, 4\)"),
     "two of a class": (
         _in_rounds(labels=_integers(1, 1)),
         "malformed",
         "one prototype of each class at most",
     ),
     "unknown class": (_in_rounds(labels=_integers(0, 3)), "unknown_class", "got 3"),
-    "NaN": (_in_rounds(prototypes=_floats(NAN, 2, 4)), "not_finite", "a prototype holds NaN"),
+    "NaN": (_in_rounds(prototypes=_full(NAN, 2, 4)), "not_finite", "a prototype holds NaN"),
     "single image": (_in_rounds(counts=_integers(5, 1)), "malformed", "expected 2 to 10000000 images"),
     "huge count in rounds": (
         _in_rounds(counts=_integers(5, 10**9)),
@@ -184,13 +182,13 @@ REFUSED_IN_ROUNDS: dict[str, tuple[Submission, str, str]] = {
     ),
     "images not read": (_in_rounds(images=9), "implausible", "10 images in prototypes of 9"),
     "no tensors": (_in_rounds(tensors={}), "malformed", "tensors bias, weight, got none"),
-    "missing tensor": (_in_rounds(tensors={"bias": _floats(0, 4)}), "malformed", "got bias"),
-    "extra tensor": (_tensors(momentum=_floats(0, 4)), "malformed", "got bias, momentum, weight"),
-    "other shape": (_tensors(bias=_floats(0, 5)), "shape", r"bias of shape \(4,\), got \(5,\)"),
-    "transposed tensor": (_tensors(weight=_floats(0, 16, 4)), "shape", r"\(4, 16\), got \(16, 4\)"),
-    "flat tensor": (_tensors(weight=_floats(0, 64)), "shape", "weight of 2 dimensions"),
+    "missing tensor": (_in_rounds(tensors={"bias": _full(0, 4)}), "malformed", "got bias"),
+    "extra tensor": (_tensors(momentum=_full(0, 4)), "malformed", "got bias, momentum, weight"),
+    "other shape": (_tensors(bias=_full(0, 5)), "shape", r"bias of shape \(4,\), got \(5,\)"),
+    "transposed tensor": (_tensors(weight=_full(0, 16, 4)), "shape", r"\(4, 16\), got \(16, 4\)"),
+    "flat tensor": (_tensors(weight=_full(0, 64)), "shape", "weight of 2 dimensions"),
     "integer tensor": (_tensors(bias=_integers(0, 0, 0, 0)), "dtype", "bias of kind 'f2', got u1"),
-    "NaN tensor": (_tensors(bias=_floats(NAN, 4)), "not_finite", "bias holds NaN"),
+    "NaN tensor": (_tensors(bias=_full(NAN, 4)), "not_finite", "bias holds NaN"),
     "missing tensor bytes": (_tensors(bias=Tensor("f2", (4,), b"")), "shape", "bias: expected 8 bytes"),
 }
 CASES = {
@@ -325,3 +323,73 @@ def test_private_task_accepts_a_submission_with_cost() -> None:
     spent = Privacy(epsilon=1.0, total_epsilon=2.0, delta=1e-5, releases=2)
     taken = check_submission(_changed(privacy=spent, images=3), PRIVATE)
     assert taken.counts.tolist() == [5, 5, 5, 5]
+
+
+SUMS, ROWS = sums_of(*images(0)), groups_of(*images(0))
+SIZE = SINGLE_EXPECTATION.prototype_size
+
+
+def filled(value: int, rows: int, dtype: str, size: int = SIZE) -> Any:
+    return to_tensor(np.full((rows, size), value, dtype))
+
+
+def _refused_statistics(submission: Submission, expectation: Expectation) -> str:
+    message = read_message(encode(submission))
+    assert isinstance(message, Submission)
+    with pytest.raises(Refused) as caught:
+        count_rows(message, expectation)
+    return caught.value.reason
+
+
+@pytest.mark.parametrize(("good", "expectation"), [(SUMS, SINGLE_EXPECTATION), (ROWS, GROUPS_EXPECTATION)])
+def test_valid_statistics_become_arrays(good: Submission, expectation: Expectation) -> None:
+    message = read_message(encode(good))
+    assert isinstance(message, Submission)
+    rows, labels, counts = check_statistics(message, expectation)
+    each = counts if expectation is SINGLE_EXPECTATION else np.ones(len(counts), int)  # images, or groups
+    expected = {label: int(each[labels == label].sum()) for label in set(labels.tolist())}
+    assert count_rows(message, expectation) == expected
+    assert len(rows) == len(labels) == len(counts)
+    assert counts.sum() == 60
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"task": bytes(32)}, "unknown_task"),
+        ({"round": 1}, "unknown_round"),
+        ({"prototypes": filled(1, 3, "f4")}, "dtype"),
+        ({"prototypes": filled(1, 3, "i1")}, "dtype"),
+        ({"prototypes": filled(1, 3, "i4", SIZE - 1)}, "shape"),
+        ({"prototypes": filled(1, 2, "i4")}, "shape"),
+        ({"prototypes": filled(127 * 20 + 1, 3, "i4")}, "implausible"),
+        ({"prototypes": filled(-(127 * 20) - 1, 3, "i4")}, "implausible"),
+        ({"prototypes": filled(-(2**31), 3, "i4")}, "implausible"),
+        ({"labels": _integers(0, 1, 1)}, "malformed"),
+        ({"labels": _integers(0, 1, 3)}, "unknown_class"),
+        ({"counts": _integers(20, 20, 0)}, "malformed"),
+        ({"counts": _integers(20, 20, MAX_IMAGES + 1)}, "malformed"),
+        ({"images": 59}, "implausible"),
+        ({"tensors": {}}, "malformed"),
+        ({"tensors": {**SUMS.tensors, "more": _integers(1)}}, "malformed"),
+        ({"tensors": {"second_moment": filled(1, 1, "u1")}}, "shape"),
+        ({"tensors": {"second_moment": to_tensor(np.zeros(4, np.float32))}}, "dtype"),
+    ],
+)
+def test_sums_that_no_device_sends_are_refused(fields: dict[str, Any], reason: str) -> None:
+    assert _refused_statistics(msgspec.structs.replace(SUMS, **fields), SINGLE_EXPECTATION) == reason
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"prototypes": filled(-128, 12, "i1")}, "implausible"),
+        ({"prototypes": filled(1, 12, "i4")}, "dtype"),
+        ({"tensors": SUMS.tensors}, "malformed"),
+        ({"counts": _integers(*[5] * 11, 1)}, "malformed"),
+        ({"counts": _integers(*[5] * 11, 4)}, "implausible"),
+        ({"counts": _integers(*[6] * 12)}, "implausible"),
+    ],
+)
+def test_groups_that_no_device_sends_are_refused(fields: dict[str, Any], reason: str) -> None:
+    assert _refused_statistics(msgspec.structs.replace(ROWS, **fields), GROUPS_EXPECTATION) == reason

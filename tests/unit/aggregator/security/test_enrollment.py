@@ -6,7 +6,7 @@ import shutil
 import sqlite3
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -174,27 +174,33 @@ def test_revoke_in_open_fleet_needs_no_ca(world: World) -> None:
         revoke(world.store, "shed-2")
 
 
+def fail_at(moment: str, fail: Callable[..., object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let an enrollment fail at its fourth file, when its folder is renamed, or when that is synced."""
+    if moment == "write":
+        writes = iter(range(100))
+
+        def write(path: Path, data: bytes, *, mode: int = 0o644) -> None:
+            if next(writes) == 3:
+                fail()
+            write_atomically(path, data, mode=mode)
+
+        monkeypatch.setattr(enrollment, "write_atomically", write)
+    else:
+        monkeypatch.setattr(Path if moment == "rename" else enrollment, moment, fail)
+
+
 @pytest.mark.parametrize("fault", ["write", "rename", "sync", "database"])
 def test_failed_enrollment_leaves_nothing(world: World, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No folder, no key and no closed fleet after a fault at any point; the next attempt works."""
-    full = OSError(28, "No space left on device")
+    full = StateError("no space left") if fault == "write" else OSError(28, "No space left on device")
     connection = world.store.database._db
     with monkeypatch.context() as broken:
-        if fault == "write":
-            writes = iter(range(100))
-
-            def fail(path: Path, data: bytes, *, mode: int = 0o644) -> None:
-                if next(writes) == 3:
-                    raise StateError("no space left on device")
-                write_atomically(path, data, mode=mode)
-
-            broken.setattr(enrollment, "write_atomically", fail)
-        elif fault == "database":
+        if fault == "database":
             connection.execute(
                 "CREATE TRIGGER full BEFORE INSERT ON facts BEGIN SELECT RAISE(ABORT, 'full'); END"
             )
         else:
-            broken.setattr(Path if fault == "rename" else enrollment, fault, Mock(side_effect=full))
+            fail_at(fault, Mock(side_effect=full), broken)
         with pytest.raises(StateError):
             world.enroll()
     assert list((world.root / "out").iterdir()) == []
@@ -224,6 +230,21 @@ def test_invalid_device_name_is_refused(world: World, name: str) -> None:
     with pytest.raises(ConfigError, match="invalid device name"):
         world.enroll(name, folder="out")
     assert not (world.root / "out").exists()
+
+
+def test_enrollment_keeps_to_the_quota_of_devices(world: World) -> None:
+    """A known device is no new one; a revoked one leaves its place."""
+    for device in "ab":
+        world.store.keys.pin(device, device.encode() * 32, now_s=1)
+
+    def enroll_in_two(device: str) -> None:
+        enroll(world.store, device, fleet="orchard", out=world.root / device, max_devices=2)
+
+    with pytest.raises(ConfigError, match=r"2 of 2 devices \(limits\.max_devices\)"):
+        enroll_in_two("d")
+    enroll_in_two("a")
+    world.store.keys.revoke("b", now_s=2)
+    enroll_in_two("d")
 
 
 def test_ca_belongs_to_one_fleet(world: World) -> None:
@@ -351,23 +372,14 @@ def test_leftovers_of_a_killed_enrollment_are_replaced_by_the_next_attempt(
     """Private keys in folders and temporary files; its certificate stays revoked. Other folders stay."""
 
     def kill(*_: object, **__: object) -> None:
+        if moment == "write":
+            (world.identity / ".ca.key-abcd1234").write_bytes(b"private")
         raise OSError(5, "killed")
 
     (world.root / "out" / ".other-12345678").mkdir(parents=True)
     with monkeypatch.context() as killed:
         killed.setattr(shutil, "rmtree", lambda *_, **__: None)
-        if moment == "write":
-            writes = iter(range(100))
-
-            def write(path: Path, data: bytes, *, mode: int = 0o644) -> None:
-                if next(writes) == 3:
-                    (world.identity / ".ca.key-abcd1234").write_bytes(b"private")
-                    kill()
-                write_atomically(path, data, mode=mode)
-
-            killed.setattr(enrollment, "write_atomically", write)
-        else:
-            killed.setattr(Path if moment == "rename" else enrollment, moment, kill)
+        fail_at(moment, kill, killed)
         with pytest.raises((StateError, OSError), match="killed"):
             world.enroll()
     out = world.root / "out" / "shed-1"

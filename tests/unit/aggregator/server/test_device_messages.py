@@ -2,44 +2,31 @@
 
 import signal
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
-import pytest
 
 from aggregator.server.device_messages import bounded_info
 from protocol.mqtt.reconnecting_session import BrokerAddress
-from protocol.wire import topics
 from protocol.wire.codec import decode, digest_of, encode, to_tensor, to_unsigned
 from protocol.wire.messages import BlobRequest, Frame, Presence, TaskManifest
-from protocol.wire.topics import device_topic, fleet_topic
+from protocol.wire.topics import fleet_topic
 from tests.support.fleets.aggregator_process import (
     FLEET,
     MAX_BYTES,
     PATIENT,
-    Daemon,
     Device,
     aggregator,
-    presence_of,
-    running_fleet,
+    key_of,
     signed,
     spoil,
     write_task,
 )
+from tests.support.messages.manifests import signed_manifest
 from tests.support.messages.submissions import MANIFEST, device_info, evaluation, submission
-from tests.support.network.brokers import free_address, mosquitto, needs_mosquitto
-
-
-@pytest.fixture(scope="module")
-def embedded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[BrokerAddress, Daemon]]:
-    """An aggregator with its embedded broker, shared by tests that each are another device."""
-    address = free_address()
-    task = write_task(tmp_path_factory.mktemp("embedded"), PATIENT + "\nmax_submission_mb = 0.1")
-    with aggregator(task, address, "--embedded-broker") as daemon:
-        yield address, daemon
+from tests.support.network.brokers import mosquitto, needs_mosquitto
 
 
 def test_task_is_announced(broker: BrokerAddress, tmp_path: Path) -> None:
@@ -149,10 +136,10 @@ def _refused(summary: dict[str, Any], device: str) -> dict[str, int]:
     return {row["reason"]: row["count"] for row in summary["refusals"] if row["device"] == device}
 
 
-def test_hostile_messages_are_refused_and_counted(embedded: tuple[BrokerAddress, Daemon]) -> None:
+def test_hostile_messages_are_refused_and_counted(address: BrokerAddress, tmp_path: Path) -> None:
     """Each reason is counted, and logged once; a valid submission is accepted afterwards."""
-    broker, daemon = embedded
-    with Device(broker, "mallory") as device:
+    task_file = write_task(tmp_path, PATIENT + "\nmax_submission_mb = 0.1")
+    with aggregator(task_file, address, "--embedded-broker") as daemon, Device(address, "mallory") as device:
         task = digest_of(device.task())
         hostile = _hostile(task)
         expected = Counter(reason for _, _, reason in hostile * 2)
@@ -166,101 +153,18 @@ def test_hostile_messages_are_refused_and_counted(embedded: tuple[BrokerAddress,
         assert device.upload(submission(task=task)).status == "received"
 
 
-def test_a_query_for_a_refused_submission_causes_no_upload(embedded: tuple[BrokerAddress, Daemon]) -> None:
-    """It is refused again for the same reason; another submission is accepted."""
-    broker, _ = embedded
-    with Device(broker, "wrong") as device:
-        task, payload = digest_of(device.task()), b"no message" * 10
-        answers = [
-            device.receipt(device.send_payload(payload, ranges=ranges)) for ranges in (None, ((90, 100),))
-        ]
-        assert [(each.status, each.reason) for each in answers] == [("refused", "malformed")] * 2
-        assert answers[0].detail == answers[1].detail
-        assert device.upload(submission(task=task)).status == "received"
-
-
-def test_malformed_topics_are_counted_without_a_device(embedded: tuple[BrokerAddress, Daemon]) -> None:
-    """An invalid device name and an invalid shard; other fleets' topics are not subscribed."""
-    broker, daemon = embedded
-    with Device(broker, "stranger") as device:
-        for topic in (f"pf/1/{FLEET}/d/a b/state", f"pf/1/{FLEET}/d/x/up/64", "pf/1/other/d/x/state"):
-            device.say(topic, b"\x00")
-        summary = daemon.until(lambda summary: 2 in _refused(summary, "?").values())
-        assert not {"a b", "x"} & {row["device"] for row in summary["devices"]}
-
-
-def test_devices_with_different_numbers_of_shards(
-    embedded: tuple[BrokerAddress, Daemon], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One of an older version, with 8, beside one with 64; after its upgrade its upload continues on its new shard."""
-    broker, daemon = embedded
-    with Device(broker, "older") as older, Device(broker, "newer") as newer:
-        task = digest_of(older.task())
-        first, second = encode(submission(task=task)), encode(submission(task=task, sequence=2))
-        last = ((len(second) - 10, len(second)),)
-        with monkeypatch.context() as version:
-            version.setattr(topics, "SHARDS", 8)
-            before = device_topic(FLEET, "older", "up")
-            assert older.receipt(older.send_payload(first)).status == "received"
-            answer = older.receipt(older.send_payload(second, ranges=last))
-            assert answer.missing == ((0, len(second) - 10),)
-        assert newer.upload(submission(task=task)).status == "received"
-        assert device_topic(FLEET, "older", "up") != before
-        assert older.receipt(older.send_payload(second, ranges=answer.missing + last)).status == "received"
-        devices = {row["device"]: row for row in daemon.status()["devices"]}
-        assert not _refused(daemon.status(), "older")
-        assert devices.keys() >= {"older", "newer"}
-
-
-def test_presence_and_info_are_in_the_status(embedded: tuple[BrokerAddress, Daemon]) -> None:
-    """A cleared topic is no message; a problem is logged once and shown until it is solved."""
-    broker, daemon = embedded
-    with Device(broker, "shown") as device:
-        info = device_info(epoch=7, runtime="ONNX Runtime", images={"cat": 3, "dog": 4}, head_version=7)
-        for _ in range(2):
-            said = {"problem": "no room for graphs", "warning": "a copy stays out"}
-            device.send("info", encode(msgspec.structs.replace(info, **said)))
-        daemon.until(
-            lambda summary: any(row["problem"] == "no room for graphs" for row in summary["devices"])
-        )
-        assert daemon.log().count('device cannot take part device=shown reason="no room for graphs"') == 1
-        assert daemon.log().count('device warns its operator device=shown warning="a copy stays out"') == 1
-        device.send("info", encode(info))
-        device.send("state", presence_of("shown"))
-        device.send("state", b"")
-        device.send("info", b"")
-        device.upload(submission(task=bytes(32)))  # answered in order, so all before it was seen
-        (row,) = [row for row in daemon.status()["devices"] if row["device"] == "shown"]
-        assert (row["state"], row["images"], row["runtime"]) == ("online", 7, "ONNX Runtime")
-        assert (row["problem"], row["warning"], row["head"]) == ("", "", 7)
-        assert _refused(daemon.status(), "shown") == {"unknown_task": 1}
-
-
-def test_only_the_device_changes_its_presence(embedded: tuple[BrokerAddress, Daemon]) -> None:
-    """The last presence with its key counts, whatever its epoch; before its first upload, the last with any key."""
-    broker, daemon = embedded
-
-    def is_shown(state: str) -> None:
-        daemon.until(
-            lambda summary: ("victim", state) in {(row["device"], row["state"]) for row in summary["devices"]}
-        )
-
-    with Device(broker, "victim") as device:
-        device.send("state", presence_of("victim", "offline", signer="mallory", epoch=2**63 - 1))
-        is_shown("offline")
-        device.send("state", presence_of("victim"))
-        is_shown("online")
-        device.upload(submission(task=bytes(32)))
-        for forged in (
-            encode(Presence(state="offline", epoch=2**63 - 1)),
-            presence_of("victim", "offline", signer="mallory", epoch=2**63 - 1),
-            presence_of("victim", "offline", epoch=2)[:-1] + b"\0",
-        ):
-            device.send("state", forged)
-        daemon.until(lambda summary: _refused(summary, "victim").get("signature") == 3)
-        is_shown("online")
-        device.send("state", presence_of("victim", "stopped", epoch=0))
-        is_shown("stopped")
+def test_overwritten_fleet_topic_is_restored(amqtt_broker: BrokerAddress, tmp_path: Path) -> None:
+    """Without an access list: devices that connect later find the aggregator's task, and it is counted."""
+    forged = signed_manifest(b"x", key=key_of("a"), fleet=FLEET, channel="task", release=2**62)
+    with aggregator(write_task(tmp_path, PATIENT), amqtt_broker) as daemon, Device(amqtt_broker, "a") as a:
+        genuine = a.signed("task")
+        for written in (forged, b""):
+            a.say(fleet_topic(FLEET, "task"), written, retain=True)
+            while a.signed("task") != genuine:
+                pass  # the overwriting message arrives first
+        daemon.until(lambda summary: _refused(summary, "?") == {"signature": 1})
+        with Device(amqtt_broker, "b") as late:
+            assert late.signed("task") == genuine
 
 
 @needs_mosquitto
@@ -274,18 +178,6 @@ def test_frames_fit_the_brokers_packet_size(address: BrokerAddress, tmp_path: Pa
         (backbone,) = decode(device.task(), TaskManifest, max_bytes=MAX_BYTES).backbones
         assert backbone.size_bytes > 1000
         assert digest_of(device.fetch(backbone)) == backbone.digest
-
-
-def test_unlisted_device_is_refused(broker: BrokerAddress, tmp_path: Path) -> None:
-    task = write_task(tmp_path, PATIENT + '\ndevices = ["friend"]')
-    with running_fleet(task, broker, "friend", "foe") as (daemon, [friend, foe]):
-        good = submission(task=digest_of(friend.task()))
-        foe.send_payload(encode(good))
-        foe.send("state", encode(Presence(state="online", epoch=1)))
-        assert friend.upload(good).status == "received"
-        summary = daemon.until(lambda summary: bool(summary["refusals"]))
-        assert {(row["device"], row["reason"]) for row in summary["refusals"]} == {("foe", "unknown_device")}
-        assert [row["device"] for row in summary["devices"]] == ["friend"]
 
 
 def test_reported_info_is_reduced_to_what_is_known() -> None:

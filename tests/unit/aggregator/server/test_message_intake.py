@@ -1,4 +1,4 @@
-"""Messages of devices with what another process has stored about rounds and heads, on both databases."""
+"""Messages of devices with what another process has stored about rounds and heads, and the bytes that they have."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,39 +9,42 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from aggregator.config.schema import TaskFile
+from aggregator.algorithms.fpl import FPL
+from aggregator.config.schema import Limits, Rounds
+from aggregator.coordination.round_state import Entry
 from aggregator.intake.uploads import Uploads
+from aggregator.security.enrollment import enroll, revoke
 from aggregator.server import device_messages
 from aggregator.server.device_messages import DeviceMessages
-from aggregator.server.message_intake import MessageIntake, TaskReplaced
+from aggregator.server.message_intake import MessageIntake, TaskReplaced, TrafficMeter
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import IntakeHeads, RoundRequest
-from aggregator.tasks.task_preparation import Task
+from aggregator.storage.stored_values import IntakeHeads, IntakeTask, RoundRequest, Traffic
+from aggregator.storage.submissions import SubmissionRecord
+from protocol.enrollment import read_enrollment
 from protocol.mqtt.reconnecting_session import Received
+from protocol.wire import topics
 from protocol.wire.codec import digest_of, encode
-from protocol.wire.messages import Evaluation, Receipt, Submission
-from protocol.wire.signing import public_key
+from protocol.wire.messages import BlobRequest, Evaluation, Presence, Receipt, Submission
+from protocol.wire.signing import public_key, sign_frame
 from protocol.wire.topics import device_topic
-from protocol.wire.transfer import frames_of
-from tests.support.fleets.aggregator_process import FLEET, key_of, presence_of, signed
-from tests.support.messages.submissions import IN_ROUNDS, ROUNDS_EXPECTATION, evaluation, round_submission
+from protocol.wire.transfer import Ranges, frames_of
+from tests.support.fleets.aggregator_process import FLEET, key_of, presence_of
+from tests.support.messages.submissions import (
+    IN_ROUNDS,
+    ROUNDS_EXPECTATION,
+    device_info,
+    evaluation,
+    round_submission,
+)
+from tests.support.messages.tasks import served_task
 
 if TYPE_CHECKING:
     from tests.support.databases.postgresql import PostgreSQL
 
-FILE = msgspec.convert(
-    {
-        "fleet": FLEET,
-        "classes": IN_ROUNDS.classes,
-        "backbones": ["tiny.onnx"],
-        "algorithm": "fpl",
-        "fpl": {"rounds": 9},
-        "rounds": {"staleness": 1},
-    },
-    TaskFile,
-)
-TASK = Task(file=FILE, feature_size=16, expectation=ROUNDS_EXPECTATION, first_tensors=None).intake
+TASK = served_task(
+    ROUNDS_EXPECTATION, fleet=FLEET, algorithm="fpl", fpl=FPL(rounds=9), rounds=Rounds(staleness=1)
+).intake
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -60,13 +63,13 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
 class Bench:
     """The intake of one of several programs."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, task: IntakeTask = TASK) -> None:
         blob_sender: Any = SimpleNamespace(request=lambda *_: 0.0)
         publisher: Any = SimpleNamespace(publish_to_device=lambda *sent: self.sent.append(sent))
         self.sent: list[tuple[str, str, Receipt]] = []
         self.intake = MessageIntake(
             store,
-            TASK,
+            task,
             IN_ROUNDS,
             uploads=Uploads(store, max_bytes=10**6, unfinished_s=3600.0),
             publisher=publisher,
@@ -79,11 +82,24 @@ class Bench:
         sent, self.sent[:] = [*self.sent], []
         return [(device, receipt) for device, _, receipt in sent]
 
+    def answer(self, messages: list[tuple[str, bytes]]) -> Receipt:
+        """Handle a batch, and return its only receipt."""
+        ((_, receipt),) = self.handle(*messages)
+        return receipt
 
-def _upload(message: Submission | Evaluation, device: str = "dev") -> list[tuple[str, bytes]]:
-    payload = encode(message)
-    topic = device_topic(FLEET, device, "up")
-    return [(topic, signed(frame, device)) for frame in frames_of(payload, digest=digest_of(payload))]
+
+def _upload(
+    message: Submission | Evaluation | bytes,
+    device: str = "dev",
+    *,
+    ranges: Ranges | None = None,
+    key: bytes = b"",
+) -> list[tuple[str, bytes]]:
+    """Return the frames of a message, all or those of some ranges, signed with the device's key or another one."""
+    payload = message if isinstance(message, bytes) else encode(message)
+    topic, signer = device_topic(FLEET, device, "up"), key or key_of(device)
+    frames = frames_of(payload, digest=digest_of(payload), ranges=ranges)
+    return [(topic, encode(sign_frame(each, key=signer, fleet=FLEET, device=device))) for each in frames]
 
 
 @pytest.mark.parametrize("is_known", [False, True])
@@ -156,26 +172,167 @@ def test_refused_evaluation_is_counted_each_time_in_a_batch(store: Store, *, is_
     assert [(each.reason, each.count) for each in store.refusals.all()] == [("unknown_head", 2)]
 
 
+def test_a_query_for_a_refused_submission_causes_no_upload(store: Store) -> None:
+    """It is refused again for the same reason; another submission is accepted."""
+    bench, payload = Bench(store), b"no message" * 10
+    first, again = (bench.answer(_upload(payload, ranges=ranges)) for ranges in (None, ((90, 100),)))
+    assert first == again
+    assert (first.status, first.reason) == ("refused", "malformed")
+    assert bench.answer(_upload(round_submission(number=2))).status == "received"
+
+
+def test_devices_with_different_numbers_of_shards(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of an older version, with 8, beside one with 64; after its upgrade its upload continues on its new shard."""
+    bench = Bench(store)
+    first, second = (encode(round_submission(number=2, sequence=sequence)) for sequence in (1, 2))
+    last = ((len(second) - 10, len(second)),)
+    with monkeypatch.context() as version:
+        version.setattr(topics, "SHARDS", 8)
+        whole, part = _upload(first, "older"), _upload(second, "older", ranges=last)
+    assert bench.answer(whole).status == "received"
+    missing = bench.answer(part).missing
+    assert missing == ((0, len(second) - 10),)
+    assert bench.answer(_upload(first, "newer")).status == "received"
+    rest = _upload(second, "older", ranges=missing + last)
+    assert rest[0][0] != part[0][0]
+    assert bench.answer(rest).status == "received"
+    assert store.refusals.all() == []
+
+
+def test_reports_are_stored_and_problems_logged_once(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    """A cleared topic is no message; a problem is shown until it is solved."""
+    bench, topic = Bench(store), device_topic(FLEET, "a", "info")
+    info = device_info(runtime="ONNX Runtime", images={"cat": 3, "dog": 4}, head_version=7)
+    said = {"problem": "no room for graphs", "warning": "a copy stays out"}
+    for _ in range(2):
+        bench.handle((topic, encode(msgspec.structs.replace(info, **said))))
+    (shown,) = store.devices.all()
+    assert shown.info == msgspec.structs.replace(info, **said)
+    assert caplog.text.count('device cannot take part device=a reason="no room for graphs"') == 1
+    assert caplog.text.count('device warns its operator device=a warning="a copy stays out"') == 1
+    state = device_topic(FLEET, "a", "state")
+    bench.handle((topic, encode(info)), (state, presence_of("a")), (state, b""), (topic, b""))
+    (shown,) = store.devices.all()
+    assert (shown.state, shown.info) == ("online", info)
+    assert store.refusals.all() == []
+
+
+def test_only_the_device_changes_its_presence(store: Store) -> None:
+    """The last presence with its key counts, whatever its epoch; before its first upload, the last with any key."""
+    bench, latest = Bench(store), 2**63 - 1
+
+    def shown(*presences: bytes) -> str:
+        bench.handle(*((device_topic(FLEET, "a", "state"), each) for each in presences))
+        (device,) = store.devices.all()
+        return device.state
+
+    assert shown(presence_of("a", "offline", signer="mallory", epoch=latest)) == "offline"
+    assert shown(presence_of("a")) == "online"
+    bench.answer(_upload(_numbered("a", 1), "a"))
+    forged = (
+        encode(Presence(state="offline", epoch=latest)),
+        presence_of("a", "offline", signer="mallory", epoch=latest),
+        presence_of("a", "offline", epoch=2)[:-1] + b"\0",
+    )
+    assert shown(*forged) == "online"
+    assert [(each.reason, each.count) for each in store.refusals.all()] == [("signature", 3)]
+    assert shown(presence_of("a", "stopped", epoch=0)) == "stopped"
+
+
+def _limited(store: Store, **limits: float) -> Bench:
+    """Return the intake of a fleet with quotas."""
+    task = msgspec.structs.replace(TASK, limits=msgspec.convert(limits, Limits))
+    store.facts.put(task)
+    return Bench(store, task)
+
+
+def test_device_above_the_quota_is_refused_until_another_one_leaves(store: Store) -> None:
+    """The devices that are known stay, and upload."""
+    bench = _limited(store, max_devices=2)
+    for device, sequence, reason in (("a", 1, None), ("b", 1, None), ("c", 1, "quota"), ("a", 2, None)):
+        receipt = bench.answer(_upload(_numbered(device, sequence), device))
+        assert receipt.reason == reason
+        assert reason is None or "raise the quota, or revoke one" in receipt.detail
+    assert [(each.device, each.reason) for each in store.refusals.all()] == [("c", "quota")]
+    store.keys.revoke("b", now_s=0.0)
+    assert bench.answer(_upload(_numbered("c", 1), "c")).status == "received"
+
+
+def test_submissions_above_the_quota_of_bytes_are_refused_before_they_are_sent(store: Store) -> None:
+    """One that is stored already is acknowledged, and evaluations are accepted."""
+    payload = bytes(100_000)
+    query, other = (_upload(payload, name, ranges=((99_000, 100_000),)) for name in ("dev", "other"))
+    assert _limited(store, max_storage_mb=0.2).answer(other).status == "missing"
+    bench = _limited(store, max_storage_mb=0.05)
+    receipt = bench.answer(query)
+    assert (receipt.reason, "forget devices" in receipt.detail) == ("quota", True)
+    entry = Entry(1, digest_of(payload), 0.0, 2)
+    store.submissions.put(TASK.digest, SubmissionRecord("dev", entry, len(payload), 5, 1, {0: 1}))
+    assert bench.answer(query).status == "received"
+    assert bench.answer(_upload(evaluation(task=TASK.digest, head_version=2))).status == "received"
+
+
+def test_closing_and_revoking_by_another_program_apply_at_once(store: Store) -> None:
+    """Devices that are not enrolled, or revoked, are refused on every channel."""
+    bench, half = Bench(store), _numbered("a", 4)
+    size = len(encode(half))
+    request = BlobRequest(digest=TASK.digest, offset=0, length=1)
+    assert bench.answer(_upload(_numbered("a", 1), "a")).status == "received"
+    with contextlib.closing(open_store(store.folder)) as operator:
+        operator.keys.close_fleet()
+        assert bench.answer(_upload(_numbered("a", 2), "a")).reason == "unknown_device"
+        assert bench.answer([(device_topic(FLEET, "a", "get"), encode(request))]).reason == "unknown_device"
+        assert bench.handle((device_topic(FLEET, "a", "info"), encode(device_info()))) == []
+        assert [(each.reason, each.count) for each in store.refusals.all()] == [("unknown_device", 3)]
+        assert store.devices.all() == []
+        operator.keys.enroll("a", public_key(key_of("a")), now_s=0.0)
+        assert bench.answer(_upload(_numbered("a", 3), "a")).status == "received"
+        assert bench.answer(_upload(half, "a", ranges=((size - 9, size),))).status == "missing"
+        operator.keys.revoke("a", now_s=0.0)
+        assert bench.answer(_upload(half, "a", ranges=((0, size - 9),))).reason == "revoked"
+    assert store.submissions.all(TASK.digest)["a"].entry.sequence == 3
+
+
+def test_enrolled_device_starts_over(store: Store, tmp_path: Path) -> None:
+    """An earlier upload under its name is replaced, even with the greatest sequence number."""
+    bench = Bench(store)
+    assert bench.answer(_upload(_numbered("a", 2**63 - 1), "a")).status == "received"
+    with contextlib.closing(open_store(store.folder)) as operator:
+        for folder, sequence in (("first", 5), ("again", 4)):
+            enroll(operator, "a", renew=folder == "again", fleet=FLEET, out=tmp_path / folder)
+            assert (store.submissions.all(TASK.digest) == {}) == (folder == "again")
+            key = read_enrollment(tmp_path / folder).signing_key
+            assert bench.answer(_upload(_numbered("a", sequence), "a", key=key)).status == "received"
+            assert store.submissions.all(TASK.digest)["a"].entry.sequence == sequence
+            revoke(operator, "a")
+
+
+def test_refused_uploads_do_not_count_in_the_quota_of_an_hour(store: Store) -> None:
+    bench = _limited(store, uploads_per_hour=2)
+    for sequence, reason in ((2, None), (1, "superseded"), (3, None), (4, "quota")):
+        assert bench.answer(_upload(round_submission(number=2, sequence=sequence))).reason == reason
+
+
 def test_verdicts_follow_what_others_store(store: Store) -> None:
     """The device's submission that another receiver has stored, the newest head, and the task that is served."""
     one, other = Bench(store), Bench(store)
-    ((_, receipt),) = one.handle(*_upload(round_submission(number=2, sequence=5)))
-    assert receipt.status == "received"
-    ((_, receipt),) = other.handle(*_upload(round_submission(number=2, sequence=4)))
+    assert one.answer(_upload(round_submission(number=2, sequence=5))).status == "received"
+    receipt = other.answer(_upload(round_submission(number=2, sequence=4)))
     assert (receipt.reason, receipt.sequence) == ("superseded", 5)
-    ((_, receipt),) = other.handle(*_upload(round_submission(number=3)))
-    assert receipt.reason == "unknown_round"
+    receipt = other.answer(_upload(round_submission(number=0)))
+    assert (receipt.reason, receipt.detail) == ("late", "the submission is for round 0, but round 2 is open")
+    assert store.facts.get(RoundRequest) is None
+    assert other.answer(_upload(round_submission(number=3))).reason == "unknown_round"
     assert store.facts.get(RoundRequest) is not None
     with contextlib.closing(open_store(store.folder)) as coordinator:
         coordinator.facts.put(IntakeHeads(TASK.digest, 4, frozenset({4}), frozenset()))
-    ((_, receipt),) = other.handle(*_upload(round_submission(number=2, sequence=6)))
-    assert receipt.reason == "late"
-    ((_, receipt),) = other.handle(*_upload(round_submission(number=3)))
-    assert receipt.status == "received"
-    reported = evaluation(task=TASK.digest, head_version=4)
-    ((_, receipt),) = one.handle(*_upload(reported))
-    assert receipt.status == "received"
-    assert store.evaluations.of_head(TASK.digest, 4) == {"dev": reported}
+    assert other.answer(_upload(round_submission(number=3))).status == "received"  # the same upload
+    assert other.answer(_upload(round_submission(number=2, sequence=6))).reason == "late"
+    reports = {version: evaluation(task=TASK.digest, head_version=version) for version in (3, 4)}
+    for reported in reports.values():
+        assert one.answer(_upload(reported)).status == "received"
+    assert store.evaluations.of_head(TASK.digest, 4) == {"dev": reports[4]}
+    assert store.evaluations.of_head(TASK.digest, 3) == {}  # nothing depends on it any more
     with contextlib.closing(open_store(store.folder)) as coordinator:
         with coordinator.transaction():
             coordinator.submissions.delete("dev")
@@ -184,3 +341,16 @@ def test_verdicts_follow_what_others_store(store: Store) -> None:
         coordinator.facts.put(msgspec.structs.replace(TASK, digest=bytes(32)))
         with pytest.raises(TaskReplaced):
             one.handle()
+
+
+def test_bytes_of_earlier_starts_are_counted(tmp_path: Path) -> None:
+    """Stored every few seconds and at the end."""
+    for start in range(1, 3):
+        with contextlib.closing(open_store(tmp_path)) as store:
+            meter = TrafficMeter(store)
+            meter.keep(sent=0)
+            meter.received = 100
+            meter.keep(sent=10)
+            assert (store.facts.get(Traffic) or Traffic()) == Traffic(100 * (start - 1), 10 * (start - 1))
+            meter.keep(sent=10, at_once=True)
+            assert store.facts.get(Traffic) == Traffic(100 * start, 10 * start)

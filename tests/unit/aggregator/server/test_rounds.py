@@ -1,4 +1,4 @@
-"""Rounds of a running aggregator: announcements, verdicts, restarts, and graphs."""
+"""Rounds of a running aggregator: announcements, verdicts, restarts, graphs, and receivers."""
 
 import contextlib
 import shutil
@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -14,15 +13,15 @@ import onnxruntime
 import pytest
 
 from aggregator.algorithms.fpl import FPL
-from aggregator.algorithms.tensors import pack_tensors, unpack_tensors
+from aggregator.algorithms.tensors import unpack_tensors
 from aggregator.heads.operator_commands import submit_command
 from aggregator.storage.open_store import open_store
 from protocol.errors import StateError
 from protocol.models.onnx_metadata import HeadMetadata, read_metadata
 from protocol.mqtt.reconnecting_session import BrokerAddress
-from protocol.wire.codec import decode, digest_of, encode, to_tensor
-from protocol.wire.messages import BlobRequest, HeadManifest, Receipt, Submission, TaskManifest
-from protocol.wire.topics import fleet_topic
+from protocol.wire.codec import decode, digest_of, encode
+from protocol.wire.messages import HeadManifest, Receipt, Submission, TaskManifest
+from protocol.wire.topics import SHARDS, fleet_topic
 from tests.support.fleets.aggregator_process import (
     FLEET,
     IN_ROUNDS,
@@ -33,7 +32,9 @@ from tests.support.fleets.aggregator_process import (
     running_fleet,
     write_task,
 )
+from tests.support.fleets.receivers import Cluster
 from tests.support.messages.submissions import round_submission
+from tests.support.network.brokers import mosquitto, needs_mosquitto
 
 SHAPES = {
     "adapter_weight": (4, 16),
@@ -136,43 +137,6 @@ def test_tensors_are_broadcast_once(broker: BrokerAddress, task_file: Path) -> N
         assert digest_of(c.fetch(first)) == first.digest
 
 
-def test_invalid_round_submissions_are_refused(amqtt_broker: BrokerAddress, task_file: Path) -> None:
-    with running_fleet(task_file, amqtt_broker, "a", "b") as (daemon, [a, b]):
-        good = _made(a, 0, sequence=5)
-        nan = to_tensor(np.full((2, 4), np.nan, np.float16))
-        for changes, reason in (
-            ({"tensors": {**good.tensors, "adapter_bias": nan}}, "shape"),
-            ({"round": 1}, "unknown_round"),
-        ):
-            receipt = a.upload(msgspec.structs.replace(good, **changes))
-            assert (receipt.status, receipt.reason) == ("refused", reason)
-        assert a.upload(good).status == "received"
-        older = _upload(a, 0, sequence=4)
-        assert (older.reason, older.sequence) == ("superseded", 5)
-        assert _upload(b, 0).status == "received"
-        assert a.head().devices == 2
-        assert "Traceback" not in daemon.log()
-
-
-def test_late_submission_counts_until_it_is_stale(amqtt_broker: BrokerAddress, task_file: Path) -> None:
-    """One round behind, it counts in the open round; two behind, it is refused."""
-    with running_fleet(task_file, amqtt_broker, "a", "b", "c") as (daemon, [a, b, c]):
-        for device in (a, b):
-            assert _upload(device, 0).status == "received"
-        assert c.round(1).number == 1
-        assert _upload(c, 0).status == "received"
-        opened = daemon.status()["round"]
-        assert (opened["number"], opened["devices"], opened["carried"]) == (1, [], ["a", "b", "c"])
-        for device in (a, b):
-            assert _upload(device, 1).status == "received"
-        head = c.head(2)
-        assert (head.devices, head.metrics["carried"]) == (3, 1.0)
-        assert "round closed round=1 rounds=3 devices=3" in daemon.log()
-        receipt = _upload(c, 0, sequence=2)
-        assert (receipt.status, receipt.reason) == ("refused", "late")
-        assert receipt.detail == "the submission is for round 0, but round 2 is open"
-
-
 def test_round_survives_a_restart(amqtt_broker: BrokerAddress, task_file: Path) -> None:
     """Submissions count, the round has the same tensors, and no graph is compiled again."""
     with Device(amqtt_broker, "a") as a, Device(amqtt_broker, "b") as b:
@@ -195,33 +159,6 @@ def test_round_survives_a_restart(amqtt_broker: BrokerAddress, task_file: Path) 
             head = b.head(2)
             assert (head.devices, head.metrics["carried"]) == (2, 0.0)
             assert "exporting graphs" not in daemon.log()
-
-
-def test_obsolete_blobs_are_deleted(amqtt_broker: BrokerAddress, task_file: Path) -> None:
-    """Superseded and old submissions; the tensors of the last heads stay."""
-    with running_fleet(task_file, amqtt_broker, "a", "b") as (daemon, [a, b]):
-        first = a.round().tensors
-        superseded = _made(a, 0)
-        sent = [superseded, *(_made(a, number, sequence=2) for number in range(3))]
-        for submission in sent:
-            assert a.upload(submission).status == "received"
-            if submission is not superseded:
-                assert _upload(b, submission.round).status == "received"
-                a.head(submission.round + 1)
-        old = {digest_of(encode(submission)).hex() for submission in sent}
-        daemon.until(lambda _: not old & {file.name for file in (daemon.state / "blobs").iterdir()})
-        kept = {file.name for file in (daemon.state / "blobs").iterdir()}
-        assert first.digest.hex() in kept
-        second, third, fourth = (
-            head.tensors for head in open_store(daemon.state, read_only=True).heads.all()
-        )
-        for blob in (second, third, fourth):
-            assert blob is not None
-            assert blob.digest.hex() in kept
-            assert digest_of(a.fetch(blob)) == blob.digest
-        gone = digest_of(encode(sent[0]))
-        a.send("get", encode(BlobRequest(digest=gone, offset=0, length=1)))
-        assert a.receipt(gone).reason == "unknown_blob"
 
 
 def test_failed_compilation_ends_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,17 +197,6 @@ def test_compilation_can_be_interrupted(tmp_path: Path) -> None:
         assert str(job) not in running
 
 
-def test_packed_tensors_are_unchanged() -> None:
-    tensors: dict[str, np.ndarray[Any, Any]] = {
-        "a": np.arange(6, dtype=np.uint32).reshape(2, 3),
-        "b": np.ones((0, 4), np.float16),
-    }
-    again = unpack_tensors(pack_tensors(tensors))
-    assert again.keys() == tensors.keys()
-    for name, values in tensors.items():
-        np.testing.assert_array_equal(again[name], values, strict=True)
-
-
 def test_rollback_of_a_round_head(amqtt_broker: BrokerAddress, task_file: Path) -> None:
     """Devices get its tensors, the files are its own, and training continues with the newest round."""
     with running_fleet(task_file, amqtt_broker, "a", "b") as (daemon, [a, b]):
@@ -292,3 +218,32 @@ def _head_of(number: int, *devices: Device) -> HeadManifest:
         assert _upload(device, number).status == "received"
     topic = fleet_topic(FLEET, "head")
     return devices[0].wait(topic, HeadManifest, when=lambda head: head.current.version == number + 1)
+
+
+@needs_mosquitto
+def test_two_receivers_of_the_same_shards(task_file: Path, tmp_path: Path, address: BrokerAddress) -> None:
+    """Each submission is stored and counts once, also on SQLite; rounds close, and an open one is published again."""
+    with (
+        mosquitto(address, tmp_path),
+        Cluster(tmp_path, address) as cluster,
+        contextlib.ExitStack() as running,
+    ):
+        cluster.aggregator_state = tmp_path / "state"
+        cluster.start_coordinator(task_file)
+        for name in ("one", "two"):
+            cluster.start_receiver(name, "--shards", f"0-{SHARDS - 1}")
+            cluster.wait_for_log(name, f"shards={SHARDS}")
+        a, b = (running.enter_context(Device(address, name)) for name in "ab")
+        task = digest_of(a.task())
+        made = {device: _made(device, 0) for device in (a, b)}
+        refused = a.upload(msgspec.structs.replace(made[a], round=2))
+        assert (refused.status, refused.reason) == ("refused", "unknown_round")
+        assert a.round().number == b.round().number == 0
+        assert a.round().number == 0  # published again
+        for device in (a, b):
+            assert device.upload(made[device]).status == "received"
+        opened = a.round(1)
+        assert digest_of(a.fetch(opened.tensors)) == opened.tensors.digest
+        assert cluster.stored(task) == {device.name: digest_of(encode(made[device])) for device in (a, b)}
+        assert a.head().devices == 2
+        assert _upload(b, 1).status == "received"

@@ -1,4 +1,4 @@
-"""Tests for `aggregator status`: the collected values and the printed text."""
+"""`aggregator status`: the collected values and the printed text."""
 
 import contextlib
 import dataclasses
@@ -19,9 +19,11 @@ from aggregator.intake import intake_status
 from aggregator.intake.intake_status import IntakeStatus
 from aggregator.status import model
 from aggregator.status.collect import collect_status
-from aggregator.storage.devices import Refusal
+from aggregator.storage.devices import ForgottenDevice, Refusal
+from aggregator.storage.heads import HeadRecord
 from aggregator.storage.open_store import open_store
 from aggregator.storage.programs import ReceiverRecord
+from aggregator.storage.store import Store
 from aggregator.storage.stored_values import NextHead, TrainingProgress, TrainingTokens, UploadTokens
 from protocol.errors import StateError
 from protocol.wire.messages import BlobRef, Confused, Evaluation
@@ -37,11 +39,20 @@ from tests.unit.aggregator.status.stores import (
 )
 
 
-def test_status_at_first_start(tmp_path: Path) -> None:
+@pytest.fixture
+def busy(tmp_path: Path) -> Store:
+    return busy_store(tmp_path)
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Store:
+    return started_store(tmp_path)
+
+
+def test_status_at_first_start(started: Store, tmp_path: Path) -> None:
     """Everything is empty, and a read-only store is enough."""
-    store = started_store(tmp_path)
     status = collected(open_store(tmp_path, read_only=True))
-    store.close()
+    started.close()
     assert (status.fleet, status.classes, status.quorum) == ("barn", TASK_FILE.classes, 2)
     assert (status.devices, status.heads, status.refusals) == ((), (), ())
     assert (status.submissions, status.waiting, status.closes_at_s) == (0, 0, None)
@@ -49,12 +60,11 @@ def test_status_at_first_start(tmp_path: Path) -> None:
     assert "without prototypes: cat, dog [/bold], fox" in rendered(status)
 
 
-def test_limit_of_trainings_is_shown(tmp_path: Path) -> None:
-    store = busy_store(tmp_path)
-    assert "heads_per_hour" not in rendered(collected(store))
-    store.facts.put(TrainingTokens(TASK, 0.0, store.clock.now_s()))
-    status = collected(store)
-    assert status.rate_limited_until_s == store.clock.now_s() + 300.0
+def test_limit_of_trainings_is_shown(busy: Store) -> None:
+    assert "heads_per_hour" not in rendered(collected(busy))
+    busy.facts.put(TrainingTokens(TASK, 0.0, busy.clock.now_s()))
+    status = collected(busy)
+    assert status.rate_limited_until_s == busy.clock.now_s() + 300.0
     expected = r"training limited no training before [0-9: -]+ \w+ \(limits.heads_per_hour\)"
     assert re.search(expected, rendered(status))
 
@@ -93,31 +103,28 @@ def test_status_of_busy_aggregator(tmp_path: Path) -> None:
         assert piece in text
 
 
-def test_accuracy_with_the_prior_is_shown(tmp_path: Path) -> None:
+def test_accuracy_with_the_prior_is_shown(busy: Store) -> None:
     """A device that does not report it counts as it does without."""
-    store = busy_store(tmp_path)
-    assert collected(store).heads[0].held_out.with_prior is None
+    assert collected(busy).heads[0].held_out.with_prior is None
     for device, made in (("b", replace(evaluation(), correct_with_prior=10)), ("c", evaluation())):
-        store.evaluations.put(device, made, digest=b"p", now_s=61.0)
-    status = collected(store)
+        busy.evaluations.put(device, made, digest=b"p", now_s=61.0)
+    status = collected(busy)
     assert status.heads[0].held_out.with_prior == pytest.approx(28 / 30)
     assert [row.with_prior for row in status.devices if row.device in {"a", "b"}] == [None, 1.0]
     assert "over all classes, 93.3% with each place's prior" in rendered(status)
 
 
-def test_calibration_is_shown(tmp_path: Path) -> None:
-    store = started_store(tmp_path)
-    add_head(store, 1)
+def test_calibration_is_shown(started: Store) -> None:
+    add_head(started, 1)
     figures = {"calibrated_from": 1.0, "calibration_images": 311.6}
-    store.heads.add(dataclasses.replace(store.heads.all()[0], version=2, metrics=figures))
-    text = rendered(collected(store))
+    started.heads.add(dataclasses.replace(started.heads.all()[0], version=2, metrics=figures))
+    text = rendered(collected(started))
     assert "head 2 (current): head 1, calibrated on 312 held-out images: 10 prototypes of 1 device" in text
 
 
-def test_current_files_are_shown_when_they_are_written(tmp_path: Path) -> None:
+def test_current_files_are_shown_when_they_are_written(started: Store, tmp_path: Path) -> None:
     """Not those of the head before."""
-    store = started_store(tmp_path)
-    add_head(store, 1)
+    add_head(started, 1)
     head, model_file = tmp_path / "head.onnx", tmp_path / "model.onnx"
     for content, expected in (
         (None, (None, None)),
@@ -127,11 +134,11 @@ def test_current_files_are_shown_when_they_are_written(tmp_path: Path) -> None:
         model_file.touch()
         if content is not None:
             head.write_bytes(content)
-        status = collected(store)
+        status = collected(started)
         assert (status.head_path, status.model_path) == expected
     assert f"current: {head}" in rendered(status)
     model_file.unlink()
-    status = collected(store)
+    status = collected(started)
     assert (status.head_path, status.model_path) == (str(head), None)
 
 
@@ -181,9 +188,8 @@ def test_accuracy_over_all_classes(tmp_path: Path, algorithm: str) -> None:
     assert ("100.0% (50/50) over all 33.3%" in " ".join(rendered(status).split())) == (algorithm == "fedpcl")
 
 
-def test_confused_classes_of_the_current_head_are_pooled(tmp_path: Path) -> None:
-    store = busy_store(tmp_path)
-    version = store.heads.rollout(TASK).current
+def test_confused_classes_of_the_current_head_are_pooled(busy: Store) -> None:
+    version = busy.heads.rollout(TASK).current
     for name, confused in (("a", (Confused(2, 0, 3), Confused(0, 1, 1))), ("b", (Confused(0, 1, 4),))):
         made = Evaluation(
             task=TASK,
@@ -193,8 +199,8 @@ def test_confused_classes_of_the_current_head_are_pooled(tmp_path: Path) -> None
             confused=confused,
             novelty_images=(13, *[0] * 31),
         )
-        store.evaluations.put(name, made, digest=name.encode(), now_s=60.0)
-    status = collected(store)
+        busy.evaluations.put(name, made, digest=name.encode(), now_s=60.0)
+    status = collected(busy)
     (found,) = [head.held_out.confused for head in status.heads if head.held_out.confused]
     zero, one, two = status.classes
     assert found == (
@@ -219,11 +225,10 @@ def test_texts_of_devices_cannot_control_the_terminal(tmp_path: Path) -> None:
     assert "head 9 (current)" not in {line.strip() for line in text.split("\n")}
 
 
-def test_nothing_is_truncated_on_a_narrow_terminal(tmp_path: Path) -> None:
+def test_nothing_is_truncated_on_a_narrow_terminal(busy: Store) -> None:
     """Device names and numbers are complete in 80 columns, on several lines."""
-    store = busy_store(tmp_path)
-    store.submissions.put(TASK, submission_row("the-device-in-the-barn-7f3a", {0: 3000}, received_s=300.0))
-    text = rendered(collected(store), width=80)
+    busy.submissions.put(TASK, submission_row("the-device-in-the-barn-7f3a", {0: 3000}, received_s=300.0))
+    text = rendered(collected(busy), width=80)
     for piece in ("the-device", "7f3a", "3000", "90.0% (9/10)", "with 1 submission"):
         assert piece in text
     assert "\u2026" not in text
@@ -255,18 +260,16 @@ def test_quorum_above_enrolled_devices_is_shown(tmp_path: Path) -> None:
         (TrainingProgress(3, epoch=4, epochs=15, loss=0.5), "epoch 4 of 15"),
     ],
 )
-def test_running_training(tmp_path: Path, progress: TrainingProgress, text: str) -> None:
-    store = started_store(tmp_path)
-    store.facts.put(NextHead(TASK, store.round_state(TASK).head_version + 1, progress=progress))
-    assert f"training head 3: {text}" in rendered(collected(store))
+def test_running_training(started: Store, progress: TrainingProgress, text: str) -> None:
+    started.facts.put(NextHead(TASK, started.round_state(TASK).head_version + 1, progress=progress))
+    assert f"training head 3: {text}" in rendered(collected(started))
 
 
-def test_locked_state_is_running(tmp_path: Path) -> None:
-    store = started_store(tmp_path)
+def test_locked_state_is_running(started: Store, tmp_path: Path) -> None:
     assert "not running" not in rendered(collected(open_store(tmp_path, read_only=True)))
     with pytest.raises(StateError, match=f"`aggregator run` already runs on {tmp_path}: stop it"):
         open_store(tmp_path, lock=True)
-    store.close()
+    started.close()
     assert "not running" in rendered(collected(open_store(tmp_path, read_only=True)))
     open_store(tmp_path, lock=True).close()
 
@@ -276,67 +279,63 @@ def test_state_without_task_is_an_error(tmp_path: Path) -> None:
         collect_status(open_store(tmp_path))
 
 
-def test_stopped_intake(tmp_path: Path) -> None:
-    store = started_store(tmp_path)
+def test_stopped_intake(started: Store, tmp_path: Path) -> None:
     intake_status.create(tmp_path)
-    assert collected(store).intake == IntakeStatus()
-    assert "intake" not in rendered(collected(store))
+    assert collected(started).intake == IntakeStatus()
+    assert "intake" not in rendered(collected(started))
     intake_status.write(tmp_path, IntakeStatus(100.0, "the disk is [full]"))
-    assert collected(store).intake == IntakeStatus(100.0, "the disk is [full]")
-    text = rendered(collected(store))
+    assert collected(started).intake == IntakeStatus(100.0, "the disk is [full]")
+    text = rendered(collected(started))
     assert "intake stopped since 1970-01-01" in text
     assert ": the disk is [full]" in text
 
 
-def test_receivers(tmp_path: Path) -> None:
+def test_receivers(started: Store, tmp_path: Path) -> None:
     """They are listed, and the stopped intake of one is the fleet's, unless the aggregator's own is stopped."""
-    store = started_store(tmp_path)
     intake_status.create(tmp_path)
     working = ReceiverRecord(name="one", shards=(0, 1), is_fixed=False, seen_s=90.0)
     stopped = ReceiverRecord(
         name="two", shards=(2,), is_fixed=True, seen_s=99.0, stopped_s=95.0, reason="the disk is full"
     )
     for record in (working, stopped):
-        store.receivers.report(record)
-    status = collected(store)
+        started.receivers.report(record)
+    status = collected(started)
     assert status.receivers == (working, stopped)
     assert status.intake == IntakeStatus(95.0, "receiver two: the disk is full")
     text = rendered(status)
     assert "one with 2 shards, at 1970-01-01" in text
     assert "receiver two: the disk is full" in text
     intake_status.write(tmp_path, IntakeStatus(96.0, "the table is full"))
-    assert collected(store).intake == IntakeStatus(96.0, "the table is full")
+    assert collected(started).intake == IntakeStatus(96.0, "the table is full")
 
 
 def test_intake_on_a_filesystem_that_has_become_read_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    started: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The running aggregator cannot write that its intake has stopped; a backup is no running aggregator."""
-    store = started_store(tmp_path)
     intake_status.create(tmp_path)
     for file in tmp_path.iterdir():
         os.utime(file, (200.0, 200.0))
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_RDONLY))
-    found = collected(store).intake
+    found = collected(started).intake
     assert found.stopped_s == 200.0
     assert "the filesystem is read-only" in found.reason
-    store.close()
+    started.close()
     assert collected(open_store(tmp_path, read_only=True)).intake == IntakeStatus()
 
 
-def test_heads_and_the_devices_that_use_them(tmp_path: Path) -> None:
+def test_heads_and_the_devices_that_use_them(busy: Store) -> None:
     """The current, the candidate and a rejected head, the head of each device, and the devices that cannot use it."""
-    store = busy_store(tmp_path)
     for version in (2, 3):
-        add_head(store, version)
+        add_head(busy, version)
     trial = Trial(3, 70.0, ("a", "idle"), 2**32, {"a": CanaryResult(8, 10, 9)})
-    store.heads.put_rollout(TASK, State(newest=3, current=1, trial=trial, rejected={2: "a [says] no"}))
+    busy.heads.put_rollout(TASK, State(newest=3, current=1, trial=trial, rejected={2: "a [says] no"}))
     for device, version in (("a", 3), ("idle", 1)):
-        store.devices.put_info(device, device_info(head_version=version), now_s=12.0)
+        busy.devices.put_info(device, device_info(head_version=version), now_s=12.0)
     zeros = (0,) * 3
     broken = Evaluation(task=TASK, head_version=3, correct=zeros, incorrect=zeros, problem="it is [NaN]")
-    store.evaluations.put("idle", broken, digest=b"x", now_s=61.0)
-    status = collected(store)
+    busy.evaluations.put("idle", broken, digest=b"x", now_s=61.0)
+    status = collected(busy)
     summary = "accuracy 80.0% (8/10) on 1 canary, 90.0% (9/10) with the previous head"
     candidate = model.Candidate(
         version=3, canaries=("a", "idle"), awaited=("idle",), since_s=70.0, summary=summary
@@ -381,14 +380,13 @@ def test_candidate_is_compared_by_the_settings_of_the_task(
     assert canaries in rollout_status.candidate.summary
 
 
-def test_waiting_candidate_and_pending_command(tmp_path: Path) -> None:
+def test_waiting_candidate_and_pending_command(busy: Store) -> None:
     """A candidate without canaries, and a command that the aggregator has not read yet."""
-    store = busy_store(tmp_path)
-    add_head(store, 2)
-    store.heads.put_rollout(TASK, State(newest=2, current=1, trial=Trial(2, 70.0)))
-    assert "head 2 waits for devices to come online and evaluate it" in rendered(collected(store))
-    store.commands.add(TASK, HeadCommand("promote"))
-    status = collected(store)
+    add_head(busy, 2)
+    busy.heads.put_rollout(TASK, State(newest=2, current=1, trial=Trial(2, 70.0)))
+    assert "head 2 waits for devices to come online and evaluate it" in rendered(collected(busy))
+    busy.commands.add(TASK, HeadCommand("promote"))
+    status = collected(busy)
     assert "head 2 will be current soon, by an operator's command" in rendered(status)
     waits = "head 2 will be current when the aggregator is started, by an operator's command"
     assert waits in rendered(replace(status, running=False))
@@ -406,3 +404,82 @@ def test_quotas_are_shown_where_they_are_set(tmp_path: Path) -> None:
     storage = "0.001907 of 0.002 MiB of submissions (limits.max_storage_mb)"
     assert f"quotas 1 of 10 devices (limits.max_devices), {storage}, 10 of 60 uploads an hour" in text
     assert f"quota nearly used up {storage}: raise it" in text
+
+
+def test_outliers_that_are_not_quarantined(started: Store) -> None:
+    """The newest head's warning is shown."""
+    digest = started.blobs.put(b"head")
+    for version, warning in ((1, "old"), (2, "2 of [9] devices are far from the others")):
+        started.heads.add(HeadRecord(version, TASK, digest, 99, 50.0, 10, {}, {}, warning=warning))
+    status = collect_status(started)
+    started.close()
+    assert [head.warning for head in status.heads] == ["old", "2 of [9] devices are far from the others"]
+    assert "outliers of head 2: 2 of [9] devices are far from the others" in rendered(status)
+
+
+def test_quarantined_and_released_devices(busy: Store) -> None:
+    for device in "ab":
+        busy.quarantine.add(TASK, device, reason="far [off]", now_s=100.0)
+    busy.quarantine.release(TASK, "b", now_s=200.0)
+    status = collected(busy)
+    assert [(one.device, one.since_s, one.released_s) for one in status.quarantine] == [
+        ("a", 100.0, None),
+        ("b", 100.0, 200.0),
+    ]
+    text = rendered(status)
+    assert "quarantined a since 1970-01-01 " in text
+    assert "released b since 1970-01-01 " in text
+    assert text.count(": far [off]") == 2
+
+
+def test_enrolled_device_without_presence_is_shown(busy: Store) -> None:
+    """It may be unable to connect. A device that was revoked before its first message is not shown."""
+    for device in ("a", "new", "gone"):
+        busy.keys.enroll(device, device.encode(), now_s=1.0)
+    busy.keys.revoke("gone", now_s=2.0)
+    busy.keys.close_fleet()
+    status = collected(busy)
+    assert {row.device: row.state for row in status.devices} == {
+        "a": "online", "b": "not enrolled", "idle": "not enrolled", "new": "enrolled"
+    }  # fmt: skip
+    assert status.enrollment == model.Enrollment(closed=True, enrolled=2, first_use=0, revoked=1)
+    assert "closed, 2 enrolled, 1 revoked" in rendered(status)
+
+
+def test_submissions_of_devices_that_are_not_enrolled_cover_no_class(busy: Store) -> None:
+    """No head is trained on them."""
+    before = collected(busy)
+    busy.keys.enroll("b", b"b", now_s=1.0)
+    busy.keys.close_fleet()
+    after = collected(busy)
+    assert [(each.prototypes, each.devices) for each in before.coverage.values()] == [(9, 2), (0, 0), (4, 1)]
+    assert [(each.prototypes, each.devices) for each in after.coverage.values()] == [(3, 1), (0, 0), (0, 0)]
+
+
+def test_greatest_reported_privacy_loss_is_shown(busy: Store) -> None:
+    """Over all tasks; the number of images of such a device is not known and not shown."""
+    assert "epsilon" not in rendered(collected(busy))
+    for total in (1.5, 3.25, 2.0):
+        busy.devices.raise_epsilon("a", total)
+    status = collected(busy)
+    assert {row.device: row.epsilon for row in status.devices} == {"a": 3.25, "b": None, "idle": None}
+    text = rendered(status)
+    assert "epsilon" in text
+    (row,) = (line for line in text.splitlines() if line.startswith("a "))
+    assert row.split()[:3] == ["a", "online", "2"]  # then the number of classes
+    assert "3.25" in row
+
+
+def test_forgotten_devices_are_shown(busy: Store) -> None:
+    """With the head in use that learned from one, and that one has uploaded again."""
+    for device, head in (("a", 1), ("gone", 0)):
+        busy.forgotten.put(TASK, ForgottenDevice(device, head, 50.0))
+    status = collected(busy)
+    assert [(each.device, each.head) for each in status.forgotten] == [("a", 1), ("gone", 0)]
+    text = rendered(status)
+    assert re.search(
+        r"forgotten a since [0-9: -]+: head 1 learned from it, and is used until the next one; "
+        r"it has uploaded again\n",
+        text,
+    )
+    assert re.search(r"forgotten gone since [0-9: -]+\n", text)

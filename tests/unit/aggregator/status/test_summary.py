@@ -1,15 +1,38 @@
-"""The warnings that need an operator, and a fleet in a line."""
+"""Figures of a fleet beside its status: warnings, a summary in a line, a forecast, a projection, `aggregator top`."""
 
+import contextlib
+import io
 from pathlib import Path
 
+import numpy as np
+import pytest
+from click.testing import CliRunner
 from msgspec.structs import replace
+from rich.console import Console
 
+from aggregator.cli import cli
+from aggregator.coordination.round_state import Entry
 from aggregator.intake import intake_status
 from aggregator.intake.intake_status import IntakeStatus
+from aggregator.status import model
+from aggregator.status.forecast import gain
+from aggregator.status.projection import MAX_DEVICES, principal_components, project, projection_sources
+from aggregator.status.render import show_live
 from aggregator.status.summary import attention_of, summary_of
+from aggregator.storage.open_store import open_store
+from aggregator.storage.store import Store
 from aggregator.storage.stored_values import LostFiles
-from tests.support.messages.submissions import TASK, device_info
-from tests.unit.aggregator.status.stores import busy_store, collected, rendered
+from aggregator.storage.submissions import SubmissionRecord
+from protocol.errors import StateError
+from protocol.wire.codec import encode
+from protocol.wire.messages import Evaluation
+from tests.support.messages.submissions import SERVED, TASK, device_info, submission, values_of
+from tests.unit.aggregator.status.stores import busy_store, collected, rendered, started_store
+
+
+@pytest.fixture
+def busy(tmp_path: Path) -> Store:
+    return busy_store(tmp_path)
 
 
 def test_nothing_needs_an_operator(tmp_path: Path) -> None:
@@ -18,17 +41,16 @@ def test_nothing_needs_an_operator(tmp_path: Path) -> None:
     assert summary_of(status).attention == ()
 
 
-def test_errors_are_before_warnings(tmp_path: Path) -> None:
+def test_errors_are_before_warnings(busy: Store, tmp_path: Path) -> None:
     """The terminal, the page and the overview show the same."""
-    store = busy_store(tmp_path)
     intake_status.create(tmp_path)
     intake_status.write(tmp_path, IntakeStatus(100.0, "the disk is full"))
-    store.facts.put(LostFiles(("ab" * 32,)))
-    store.submissions.add_lost(TASK, "c", b"digest", now_s=1.0)
-    store.quarantine.add(TASK, "a", reason="far", now_s=2.0)
+    busy.facts.put(LostFiles(("ab" * 32,)))
+    busy.submissions.add_lost(TASK, "c", b"digest", now_s=1.0)
+    busy.quarantine.add(TASK, "a", reason="far", now_s=2.0)
     for device in "ab":
-        store.devices.put_info(device, device_info(problem="no room", warning="slow"), now_s=3.0)
-    status = collected(store)
+        busy.devices.put_info(device, device_info(problem="no room", warning="slow"), now_s=3.0)
+    status = collected(busy)
     assert [(each.level, each.title) for each in status.attention] == [
         ("error", "intake stopped"),
         ("error", "file lost"),
@@ -52,3 +74,115 @@ def test_summary_has_the_figures_of_the_current_head(tmp_path: Path) -> None:
     summary = summary_of(collected(busy_store(tmp_path)))
     assert (summary.fleet, summary.devices, summary.online, summary.submissions) == ("barn", 3, 1, 2)
     assert (summary.head, summary.accuracy) == (1, 0.9)
+
+
+@pytest.mark.parametrize(("correct", "incorrect"), [(0, 1), (1, 0), (80, 20), (0, 50), (50, 0)])
+def test_gain_is_no_more_than_the_errors(correct: int, incorrect: int) -> None:
+    found = gain(correct, incorrect)
+    assert found is not None
+    assert 0 <= found[0] < found[1] < 0.36
+
+
+def test_more_held_out_images_narrow_the_forecast() -> None:
+    few, many = gain(8, 2), gain(800, 200)
+    assert few is not None
+    assert many is not None
+    assert many == pytest.approx((0.05 * 0.2, 0.35 * 0.2), abs=0.01)
+    assert few[0] < many[0] < many[1] < few[1]
+    assert gain(0, 0) is None
+
+
+def test_status_forecasts_each_class_of_the_current_head(busy: Store) -> None:
+    version = busy.heads.rollout(TASK).current
+    for name in ("a", "b"):
+        made = Evaluation(task=TASK, head_version=version, correct=(5, 0, 10), incorrect=(5, 0, 0))
+        busy.evaluations.put(name, made, digest=name.encode(), now_s=60.0)
+    status = collected(busy)
+    one, _, three = status.classes
+    assert [(each.label, each.images) for each in status.forecast] == [("", 40), (one, 20), (three, 20)]
+    every, first, last = status.forecast
+    assert last.most < every.most < first.most
+    assert isinstance(first, model.Forecast)
+    text = f"forecast twice as many images should bring 0.9 to 12.1 points: {one} "
+    assert text in rendered(status)
+
+
+def test_page_is_updated_until_it_is_interrupted(tmp_path: Path) -> None:
+    """It shows a device that has joined since, a state that cannot be read, and control characters escaped."""
+    store = open_store(tmp_path)
+    store.facts.put(SERVED)
+    output, steps = io.StringIO(), iter(("join", "damage", "end"))
+    pages: list[str] = []
+
+    def wait() -> None:
+        pages.append(output.getvalue())
+        output.truncate(0)
+        match next(steps):
+            case "join":
+                store.devices.put_presence("shed-1", "online", now_s=1.0)
+            case "damage":
+                store.close()
+                (tmp_path / "aggregator.sqlite").write_bytes(b"no database" * 1000)
+            case "end":
+                raise KeyboardInterrupt
+
+    show_live(tmp_path, Console(file=output, force_terminal=True, width=120, height=40), wait=wait)
+    assert ["not running" in page for page in pages] == [True, True, False]
+    assert ["shed-1" in page for page in pages] == [False, True, False]
+    assert "aggregator.sqlite" in pages[2]
+
+
+def test_top_requires_a_state_and_a_terminal(tmp_path: Path) -> None:
+    with pytest.raises(StateError, match="no aggregator state"):
+        show_live(tmp_path, Console(file=io.StringIO()), wait=lambda: None)
+    done = CliRunner().invoke(cli, ["top", "--state", str(tmp_path)])
+    assert "use `aggregator status` elsewhere" in str(done.exception)
+
+
+def submit(store: Store, device: str, seed: int) -> None:
+    message = submission(seed=seed)
+    digest = store.blobs.put(encode(message))
+    record = SubmissionRecord(device, Entry(1, digest, 0.0, 0), 1, 20, 4, {0: 2, 1: 1, 2: 1})
+    store.submissions.put(TASK, record)
+
+
+@pytest.mark.parametrize("shape", [(200, 30), (30, 200), (3, 50), (50, 1), (1, 5)])
+def test_components_are_those_of_the_covariance(shape: tuple[int, int]) -> None:
+    """Variances and distances along the components are those of a full decomposition."""
+    values = np.random.default_rng(0).normal(size=shape).astype(np.float32) * np.arange(1, shape[1] + 1)
+    points, shares = principal_components(values.astype(np.float32))
+    centered = values - values.mean(axis=0)
+    singular = np.append(np.linalg.svd(centered, compute_uv=False), [0.0, 0.0])
+    assert np.linalg.norm(points, axis=0) == pytest.approx(singular[:2], rel=1e-4, abs=1e-4)
+    assert shares * (singular**2).sum() == pytest.approx(singular[:2] ** 2, rel=1e-4, abs=1e-4)
+
+
+def test_same_prototypes_have_the_same_places(tmp_path: Path) -> None:
+    """Each point is a stored prototype with its device and class; what cannot be read is left out."""
+    with contextlib.closing(started_store(tmp_path)) as store:
+        for seed, device in enumerate(("a", "b", "c")):
+            submit(store, device, seed)
+        sources = projection_sources(store)
+        first, again = project(store.blob_reader(), sources), project(store.blob_reader(), sources)
+        assert first == again
+        assert first.devices == ("a", "b", "c")
+        assert first.device == (0,) * 4 + (1,) * 4 + (2,) * 4
+        assert first.label == (0, 0, 1, 2) * 3
+        values = np.concatenate([values_of(submission(seed=seed)) for seed in range(3)])
+        points, _ = principal_components(values)
+        assert np.column_stack([first.x, first.y]) == pytest.approx(points, rel=1e-2, abs=1e-2)
+        file = tmp_path / "blobs" / sources.digests["b"].hex()
+        file.write_bytes(b"damaged")
+        assert project(store.blob_reader(), sources).devices == ("a", "c")
+
+
+def test_devices_in_quarantine_are_always_shown(tmp_path: Path) -> None:
+    with contextlib.closing(started_store(tmp_path)) as store:
+        with store.transaction():
+            for number in range(2 * MAX_DEVICES):
+                submit(store, f"shed-{number:04}", number % 3)
+            store.quarantine.add(TASK, "shed-0001", reason="far", now_s=1.0)
+        sources = projection_sources(store)
+        assert len(sources.digests) == MAX_DEVICES
+        assert sources.of_devices == 2 * MAX_DEVICES
+        assert "shed-0001" in sources.digests

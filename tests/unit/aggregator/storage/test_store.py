@@ -1,4 +1,4 @@
-"""The store keeps its contents over restarts, a full disk, a second reader and a newer program."""
+"""The store keeps its contents over restarts, a full disk, a second reader, a newer program and damage."""
 
 import contextlib
 from collections.abc import Callable
@@ -14,12 +14,13 @@ from aggregator.security.enrollment import reset_device
 from aggregator.storage import schema
 from aggregator.storage.devices import REVOKED, DeviceRecord, Refusal
 from aggregator.storage.heads import HeadRecord
-from aggregator.storage.open_store import open_store
+from aggregator.storage.open_store import SqliteDatabase, open_store
 from aggregator.storage.schema import MIGRATIONS
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import NextHead, SigningKey, TrainingProgress
 from aggregator.storage.submissions import SubmissionRecord
 from protocol.errors import StateError
+from protocol.storage.folder_lock import FolderLock
 from protocol.wire.messages import BlobRef
 from tests.support.machine_faults import full_disk, read_only
 from tests.support.machine_faults import open_folder as shared_folder
@@ -223,7 +224,7 @@ def test_unwritable_folder_is_a_state_error() -> None:
 
 
 def test_transaction_is_whole_or_nothing(tmp_path: Path) -> None:
-    """Other processes see all of it at the end; nothing of it if anything fails."""
+    """Other processes see all of it at the end; nothing of it if anything fails, and no key from a cache."""
     store, one = open_store(tmp_path), SigningKey("1")
     with store.transaction():
         store.facts.put(one)
@@ -233,6 +234,7 @@ def test_transaction_is_whole_or_nothing(tmp_path: Path) -> None:
     assert (reader.facts.get(SigningKey), list(reader.submissions.all(TASK))) == (one, ["a"])
     with pytest.raises(KeyError):
         _put(store, SigningKey("2"), then=KeyError())
+    assert store.keys.get("b") is None
     with full_disk(after_bytes=100_000), pytest.raises(StateError):
         _put(store, SigningKey("x" * 3_000_000))
     assert (store.facts.get(SigningKey), list(store.submissions.all(TASK))) == (one, ["a"])
@@ -247,13 +249,6 @@ def _put(store: Store, fact: SigningKey, *, then: Exception | None = None) -> No
         store.facts.put(fact)
         if then is not None:
             raise then
-
-
-def test_rollback_drops_cached_keys(store: Store) -> None:
-    """A key that was pinned in a transaction that failed is not known afterwards."""
-    with pytest.raises(KeyError):
-        _put(store, SigningKey("2"), then=KeyError())
-    assert store.keys.get("b") is None
 
 
 def test_reset_device_lets_any_submission_replace_the_stored_one(store: Store) -> None:
@@ -329,3 +324,124 @@ def test_adopted_submissions_count_for_both_tasks_and_are_stored_once(store: Sto
     assert store.submissions.all(TASK) == {"a": _row("a"), "b": _row("b")}
     assert store.submissions.stored_bytes(task=TASK, without="b") == 2 * _row("a").size_bytes
     assert store.submissions.adopt(later, TASK) == 0
+
+
+def _record(device: str, sequence: int = 1) -> SubmissionRecord:
+    return SubmissionRecord(device, Entry(sequence, bytes([sequence]) * 32, 0.0), 10, 5, 1, {0: 1})
+
+
+def test_only_later_changes_are_read(store: Store) -> None:
+    """New and replaced submissions since a change; those to other tasks are not among them."""
+    store.submissions.put(TASK, _record("a"))
+    store.submissions.put(TASK, _record("b"))
+    first = store.submission_changes(TASK, since=0)
+    assert set(first.records) == {"a", "b"}
+    with store.transaction():
+        store.submissions.put(TASK, _record("b", 2))
+        store.submissions.put(TASK, _record("c"))
+        store.submissions.put(bytes(32), _record("d"))
+    second = store.submission_changes(TASK, since=first.newest)
+    assert {device: record.entry.sequence for device, record in second.records.items()} == {"b": 2, "c": 1}
+    assert not store.submission_changes(TASK, since=second.newest).records
+    with store.transaction():
+        store.submissions.reset_sequence("a")
+    third = store.submission_changes(TASK, since=second.newest)
+    assert {device: record.entry.sequence for device, record in third.records.items()} == {"a": 0}
+
+
+def test_deletions_are_changes(store: Store) -> None:
+    """A deleted submission is reported until its device submits again."""
+    for device in ("a", "b", "c"):
+        store.submissions.put(TASK, _record(device))
+    since = store.newest_change()
+    with store.transaction():
+        store.submissions.delete("a", TASK)
+        store.submissions.delete("b")
+        store.submissions.delete("unknown")
+    changes = store.submission_changes(TASK, since=since)
+    assert not changes.records
+    assert changes.deleted == {"a", "b"}
+    store.submissions.put(TASK, _record("a", 2))
+    again = store.submission_changes(TASK, since=since)
+    assert (set(again.records), set(again.deleted)) == ({"a"}, {"b"})
+    assert not store.submission_changes(TASK, since=again.newest).deleted
+
+
+def test_no_number_is_used_again(store: Store) -> None:
+    """A change that is stored after the last one was deleted has a higher number."""
+    other = bytes(32)
+    store.submissions.put(other, _record("a"))
+    store.evaluations.put("a", evaluation(head_version=1), digest=b"1", now_s=0.0)
+    since = store.newest_change()
+    store.evaluations.delete_except(TASK, {2})
+    store.evaluations.put("a", evaluation(head_version=2), digest=b"2", now_s=0.0)
+    found, newest = store.evaluations.changes(TASK, since=since)
+    assert [(device, each.head_version) for device, each in found] == [("a", 2)]
+    store.submissions.put(other, _record("b"))
+    since = store.newest_change()
+    assert since > newest
+    with store.transaction():
+        store.submissions.delete("b")
+    store.submissions.put(TASK, _record("c"))
+    assert set(store.submission_changes(TASK, since=since).records) == {"c"}
+
+
+def test_a_rolled_back_change_does_not_count(store: Store) -> None:
+    since = store.newest_change()
+    try:
+        with store.transaction():
+            store.submissions.put(TASK, _record("a"))
+            raise KeyError
+    except KeyError:
+        pass
+    assert store.newest_change() == since
+    store.submissions.put(TASK, _record("b"))
+    assert set(store.submission_changes(TASK, since=since).records) == {"b"}
+
+
+def open_database(folder: Path) -> SqliteDatabase:
+    database = SqliteDatabase(folder, read_only=False, lock=FolderLock(folder), is_leader=True)
+    database.write("INSERT INTO facts VALUES ('a', '1')")
+    return database
+
+
+@pytest.mark.parametrize("name", ["aggregator.sqlite", "aggregator.sqlite-wal"])
+def test_file_that_is_deleted_or_replaced_is_noticed(tmp_path: Path, name: str) -> None:
+    """The file and its log; the same file moved back is none."""
+    database, file, away = open_database(tmp_path), tmp_path / name, tmp_path / "away"
+    database.check()
+    file.rename(away)
+    for is_replaced in (False, True):
+        if is_replaced:
+            file.write_bytes(away.read_bytes())
+        for check in (database.check_file, database.check):
+            with pytest.raises(
+                StateError, match=r"deleted or replaced while `aggregator run` was running: .*, restore it"
+            ):
+                check()
+    away.replace(file)
+    database.check()
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda data: data[:4096] + bytes(4096) + data[8192:], "Page 2"),
+        (lambda data: bytes(len(data)), "file is not a database"),
+        (lambda _: b"", "it is empty"),
+    ],
+    ids=["a page", "all", "cut off"],
+)
+def test_damage_is_noticed_while_the_file_is_open(
+    tmp_path: Path, damage: Callable[[bytes], bytes], reason: str
+) -> None:
+    """Although all of it is in memory; `check_file` then reports the same."""
+    database, file = open_database(tmp_path), tmp_path / "aggregator.sqlite"
+    database.read("PRAGMA wal_checkpoint(TRUNCATE)")
+    data = damage(file.read_bytes())
+    with file.open("r+b") as opened:
+        opened.truncate(len(data))
+        opened.write(data)
+    for check in (database.check, database.check_file):
+        with pytest.raises(StateError, match=f"aggregator.sqlite: .*{reason}.*: restore it"):
+            check()

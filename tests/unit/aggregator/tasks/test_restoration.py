@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import pytest
 
 from aggregator.config.task_file import load_task
-from aggregator.coordination import round_state
 from aggregator.heads.schedule import Schedule
 from aggregator.server import upload_receiver
 from aggregator.server.upload_receiver import ShardAssignment, UploadReceiver, receive
@@ -23,16 +22,14 @@ from aggregator.storage.object_blobs import ObjectBlobs
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import LostFiles
-from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks import restoration
 from aggregator.tasks.restoration import Restoration
 from aggregator.tasks.task_preparation import Task, prepare_task
 from aggregator.training.runner import Finished, Progress
 from protocol.errors import BlobLost
 from protocol.mqtt.tls import BrokerAddress
-from protocol.wire.codec import digest_of, encode
-from tests.support.messages.submissions import round_submission
-from tests.support.simulation.submissions import accept
+from protocol.wire.codec import digest_of
+from tests.support.simulation.submissions import submit
 from tests.support.stores.object_store import BUCKET, ObjectStore
 
 
@@ -65,9 +62,17 @@ def _shown(store: Store) -> set[str]:
 @pytest.mark.parametrize("fault", ["missing", "wrong"])
 @pytest.mark.parametrize("copies", [True, False])
 def test_reported_blob_is_written_again(
-    task: Task, store: Store, remote: ObjectStore, fault: str, *, copies: bool
+    task: Task,
+    store: Store,
+    remote: ObjectStore,
+    fault: str,
+    *,
+    copies: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """From the copy, or as at the start; what no program can make is shown as lost until it is back."""
+    monkeypatch.setattr(restoration, "VERIFY_S", 0.0)
+    monkeypatch.setattr(restoration, "POLL_S", 0.0)
     healer, reader = Restoration(task, store), ObjectBlobs(store.blobs.location)
     digests = [task.digest, *sorted(task.blobs - {task.manifest.program.step.digest})]  # type: ignore[union-attr]
     healer.verify_all(digests)
@@ -84,8 +89,6 @@ def test_reported_blob_is_written_again(
     assert all(reader.is_whole(digest) for digest in digests)
     assert _shown(store) == {head.hex()}
     reader.put(b"a head")
-    healer._lost_s.clear()
-    healer._poll_s = 0.0
     healer.tick()
     assert _shown(store) == set()
 
@@ -152,13 +155,7 @@ def test_training_whose_task_is_missing_succeeds_the_next_time(
     _harm(remote, store, task.digest, fault="missing")
     for number, devices in enumerate(("ab", "c")):
         for device in devices:
-            payload = encode(
-                round_submission(
-                    task=task.digest, number=0, sequence=1, shapes=task.expectation.tensors, seed=ord(device)
-                )
-            )
-            entry = round_state.Entry(1, digest_of(payload), store.clock.now_s(), 0)
-            accept(training, SubmissionRecord(device, entry, len(payload), 10, 2, {0: 1, 2: 1}), payload)
+            submit(training, device)
         training.tick()
         finished = events.get(timeout=300.0)
         assert isinstance(finished, Finished)

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from aggregator.config.schema import TaskFile
 from aggregator.coordination.rollout_state import State, Trial
 from aggregator.coordination.round_state import Entry
 from aggregator.storage.heads import HeadRecord
@@ -12,23 +11,13 @@ from aggregator.storage.store import Store
 from aggregator.storage.stored_values import CompiledGraphs, NextHead
 from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks.retention import delete_carried_submissions, needed_blobs, served_blobs
-from aggregator.tasks.task_preparation import Task
 from protocol.wire.messages import BlobRef
-from tests.support.messages.submissions import EXPECTATION, MANIFEST, ROUNDS_EXPECTATION, ROUNDS_TASK, TASK
+from tests.support.messages.submissions import ROUNDS_EXPECTATION, ROUNDS_TASK, TASK
+from tests.support.messages.tasks import served_task
 
-ONE_SHOT = Task(
-    file=TaskFile(classes=MANIFEST.classes, backbones=("tiny.onnx",)),
-    feature_size=16,
-    expectation=EXPECTATION,
-    first_tensors=None,
-)
+ONE_SHOT = served_task()
 FIRST = BlobRef(digest=b"f" * 32, size_bytes=1, name="tensors-0")
-ROUNDS = Task(
-    file=TaskFile(classes=MANIFEST.classes, backbones=("tiny.onnx",), algorithm="fpl"),
-    feature_size=16,
-    expectation=ROUNDS_EXPECTATION,
-    first_tensors=FIRST,
-)
+ROUNDS = served_task(ROUNDS_EXPECTATION, first_tensors=FIRST, algorithm="fpl")
 
 
 def _row(device: str, *, number: int = 0) -> SubmissionRecord:

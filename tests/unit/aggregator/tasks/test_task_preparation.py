@@ -1,21 +1,43 @@
-"""Tests for preparing a task: backbone metadata and the manifest."""
+"""Preparing a task: its backbones and layers, the manifest, and its graphs, stored by what changes them."""
 
+import contextlib
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
+import onnx
+import onnxruntime
 import pytest
+from msgspec.structs import replace
 
+from aggregator.algorithms.fedpcl import FedPCL
+from aggregator.algorithms.statistics.feature_map import FINE_LEVELS, FeatureMap, selected
 from aggregator.config.schema import Client, PrivacyBudget, PrivacySettings, TaskFile
+from aggregator.coordination import round_state, rounds
+from aggregator.graphs.head_export import mapped
+from aggregator.heads.next_head import job_of
+from aggregator.status.collect import collect_status
+from aggregator.storage.blobs import FolderBlobs
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
+from aggregator.tasks import graph_cache
 from aggregator.tasks.manifests import task_manifest
-from aggregator.tasks.task_preparation import continued, read_backbone
+from aggregator.tasks.task_preparation import continued, prepare_task, read_backbone, selected_columns
+from aggregator.training.head_job import run
+from aggregator.training.jobs import CompileJob, HeadJob, Result
+from aggregator.training.runner import Finished
 from protocol.errors import BackboneMismatch, ConfigError
-from protocol.wire.codec import encode
+from protocol.models.onnx_metadata import BackboneMetadata, Block, HeadMetadata, read_metadata, to_properties
+from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import BlobRef, DifferentialPrivacy, TaskManifest
-from tests.support.graphs.backbones import tiny_backbone
+from tests.support.graphs.backbones import tiny_backbone, tiny_metadata
+from tests.support.messages.jobs import head_job
+from tests.support.messages.submissions import FEATURE_SIZE, MANIFEST, SERVED, submission
+from tests.unit.aggregator.status.stores import rendered
 
 
 @pytest.mark.parametrize("client", [Client(), Client(alpha=1.0)])
@@ -99,3 +121,164 @@ def test_earlier_task_must_be_in_the_state(store: Store) -> None:
     for digest in (bytes(32), other):
         with pytest.raises(ConfigError, match="this state has no task"):
             continued(_manifest(("ant", "bee", "wasp")), digest, store)
+
+
+FILE = TaskFile(classes=("a", "b"), backbones=("b",), algorithm="fedpcl")
+
+
+def key(task: TaskFile = FILE) -> str:
+    return graph_cache.graphs_key(task, 16)
+
+
+def test_version_of_the_algorithm_enters(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, of_fpl = key(), key(replace(FILE, algorithm="fpl"))
+    monkeypatch.setattr(FedPCL, "version", FedPCL.version + 1)
+    assert key() != before
+    assert key(replace(FILE, algorithm="fpl")) == of_fpl
+
+
+def test_settings_and_sizes_enter() -> None:
+    """Except for those that no graph contains."""
+    others = [
+        FILE,
+        replace(FILE, classes=("a", "b", "c")),
+        replace(FILE, client=Client(seed=1)),
+        replace(FILE, fedpcl=FedPCL(projection_size=8)),
+        replace(FILE, algorithm="fpl"),
+    ]
+    assert len({key(task) for task in others}) == len(others)
+    assert key(replace(FILE, fedpcl=FedPCL(rounds=7, epochs=3, batch_size=8))) == key()
+
+
+def test_killed_export_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is repeated a few times with growing delays; one that fails by itself is not."""
+    job, waited = CompileJob(task_file=FILE, feature_size=16, folder=str(tmp_path)), list[float]()
+    monkeypatch.setattr(time, "sleep", waited.append)
+    killed, made = Finished(job, None, "killed", is_killed=True), Finished(job, Result(metrics={}))
+
+    def play(*outcomes: Finished) -> Result:
+        left = list(outcomes)
+        monkeypatch.setattr(graph_cache, "_run_once", lambda *_: left.pop(0))
+        return graph_cache._run_job(job, tmp_path)
+
+    assert play(killed, killed, made) == made.result
+    assert waited == [10.0, 20.0]
+    with pytest.raises(ConfigError, match="cannot export the graphs of fedpcl: killed"):
+        play(*[killed] * 4)
+    with pytest.raises(ConfigError, match="differs"):
+        play(Finished(job, None, "a graph differs"))
+
+
+def test_status_names_the_task_whose_graphs_are_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it shows the task before; no longer after an export that fails."""
+    with contextlib.closing(open_store(tmp_path, lock=True)) as store:
+        store.facts.put(SERVED)
+
+        def export(*_: object) -> Result:
+            status = collect_status(store)
+            assert (status.algorithm, status.preparing) == (SERVED.algorithm, "fedpcl")
+            assert "a task with fedpcl: its graphs are exported" in rendered(status)
+            raise ConfigError("cannot export")
+
+        monkeypatch.setattr(graph_cache, "_run_job", export)
+        with pytest.raises(ConfigError, match="cannot export"):
+            graph_cache.cached_graphs(FILE, feature_size=16, store=store)
+        assert collect_status(store).preparing == ""
+
+
+COLUMNS = ((1, 3), (5, 7))
+WIDTHS = {"stem": 1, "c384": 2, "c576": 3, "last": 4}
+
+
+def described(**widths: int) -> BackboneMetadata:
+    blocks = tuple(Block(name=name, width=width) for name, width in widths.items())
+    return msgspec.structs.replace(
+        tiny_metadata(feature_size=sum(widths.values()) or 5), blocks=blocks or msgspec.UNSET
+    )
+
+
+@pytest.mark.parametrize(
+    ("layers", "columns"),
+    [
+        ([], ()),
+        (["c384"], ((1, 3), (11, 13))),
+        (["c576", "c384"], ((1, 6), (11, 16))),  # neighbours are one range
+        (["stem", "last"], ((0, 1), (6, 11), (16, 20))),
+        (list(WIDTHS), ()),
+    ],
+)
+def test_columns_are_those_of_the_layers_in_each_backbone(
+    layers: list[str], columns: tuple[tuple[int, int], ...]
+) -> None:
+    two = {Path("a.onnx"): described(**WIDTHS), Path("b.onnx"): described(**WIDTHS)}
+    assert selected_columns(layers, two) == columns
+
+
+@pytest.mark.parametrize(
+    ("layers", "second", "message"),
+    [
+        (["c9"], WIDTHS, "`layers`: no backbone has c9: they have c384, c576, last, stem"),
+        (["last"], {"c7": 2}, "`layers`: b.onnx has none of them"),
+        ([], {}, "b.onnx has no blocks, and another backbone has: export both with --layers"),
+    ],
+)
+def test_layers_that_a_backbone_lacks_are_refused(
+    layers: list[str], second: dict[str, int], message: str
+) -> None:
+    two = {Path("a.onnx"): described(**WIDTHS), Path("b.onnx"): described(**second)}
+    with pytest.raises(ConfigError, match=message):
+        selected_columns(layers, two)
+
+
+@pytest.mark.parametrize("random_features", [0, 6])
+def test_normalized_features_are_only_scaled_and_rounded(random_features: int) -> None:
+    features = np.random.default_rng(0).normal(size=(50, 8)).astype(np.float32)
+    feature_map = FeatureMap(8, random_features, 0, COLUMNS, normalized=True)
+    rows = mapped(feature_map, features)
+    assert rows.shape == (50, feature_map.size) == (50, 4 + random_features)
+    expected = np.clip(np.rint(FINE_LEVELS * features[:, selected(COLUMNS, 8)]), -127, 127)
+    np.testing.assert_array_equal(rows[:, :4], expected)
+
+
+def test_columns_of_other_features_are_rooted_and_scaled_alone() -> None:
+    features = np.random.default_rng(0).normal(size=(50, 8)).astype(np.float32)
+    np.testing.assert_array_equal(
+        mapped(FeatureMap(8, 6, 0, COLUMNS), features),
+        mapped(FeatureMap(4, 6, 0), features[:, selected(COLUMNS, 8)]),
+    )
+
+
+def test_head_takes_all_features_and_uses_some(tmp_path: Path) -> None:
+    """Prototypes of another length are refused; a column that is not used changes nothing."""
+    size = FEATURE_SIZE + 3
+    manifest = msgspec.structs.replace(MANIFEST, columns=((0, 2), (5, size)))
+    sent = submission(task=digest_of(encode(manifest)), labels=(0, 1, 2) * 4)
+    blobs = FolderBlobs(tmp_path / "blobs")
+    result = run(head_job(blobs, tmp_path, sent, manifest=manifest, feature_size=size))
+    assert result.metrics["onnx_max_difference"] < 1e-4
+    session = onnxruntime.InferenceSession(tmp_path / "head.onnx")
+    metadata = read_metadata(session.get_modelmeta().custom_metadata_map, HeadMetadata)
+    assert metadata.feature_size == size
+    features = np.random.default_rng(0).normal(size=(20, size)).astype(np.float32)
+    other = features.copy()
+    other[:, 2:5] = 100
+    np.testing.assert_array_equal(*(session.run(None, {"feature": each})[0] for each in (features, other)))
+
+
+@pytest.mark.parametrize(("layers", "widths"), [(None, (5, 4)), (("c384", "c8"), (2, 3))])
+def test_training_gets_the_number_of_values_of_each_backbone(
+    tmp_path: Path, layers: tuple[str, ...] | None, widths: tuple[int, ...]
+) -> None:
+    paths = [tmp_path / "a.onnx", tmp_path / "b.onnx"]
+    for path, blocks in zip(paths, ({"stem": 3, "c384": 2}, {"c8": 3, "last": 1}), strict=True):
+        model = onnx.load_from_string(tiny_backbone())
+        onnx.helper.set_model_props(model, to_properties(described(**blocks)))
+        onnx.save(model, path)
+    file = TaskFile(classes=("a", "b"), backbones=("a.onnx", "b.onnx"), layers=layers)
+    with contextlib.closing(open_store(tmp_path / "state")) as store:
+        task = prepare_task(file, paths, store=store)
+        job = job_of(rounds.Train(version=1, members=()), task, store, round_state.State(), tensors=None)
+    assert isinstance(job, HeadJob)
+    assert job.widths == widths

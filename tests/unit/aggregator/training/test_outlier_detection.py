@@ -238,15 +238,6 @@ def test_attackers_cannot_quarantine_an_honest_device(
     assert [device for device in _judged(parts) if device.startswith("dev")] == []
 
 
-def test_equal_attackers_are_found() -> None:
-    """Three of ten that upload the same."""
-    parts = fleet(7) | {
-        f"malicious{number}": _changed(honest(20 + number), offset=100.0) for number in range(3)
-    }
-    assert _judged(parts).keys() == {"malicious0", "malicious1", "malicious2"}
-    assert next(iter(parts.values())).values.shape[1] == FEATURE_SIZE
-
-
 def _elsewhere(device: int, place: NDArray[np.float64], labels: tuple[int, ...] = (0, 1, 2)) -> Prototypes:
     part = honest(device, labels=labels)
     return Prototypes((part.values + place).astype(np.float32), part.labels, part.counts)
@@ -255,8 +246,7 @@ def _elsewhere(device: int, place: NDArray[np.float64], labels: tuple[int, ...] 
 @pytest.mark.parametrize(("usual", "others"), [(12, 8), (14, 6), (18, 2)])
 def test_group_in_another_place_is_reported_and_not_quarantined(usual: int, others: int) -> None:
     """An attacker beside the group is quarantined."""
-    place = 1.5 * np.random.default_rng(3).normal(size=FEATURE_SIZE)
-    parts = fleet(usual) | {f"far{device}": _elsewhere(50 + device, place) for device in range(others)}
+    parts = fleet(usual) | {f"far{device}": _elsewhere(50 + device, 1.5 * PLACE) for device in range(others)}
     judgment = judge(summaries(parts), classes=CLASSES, false_alarm_rate=FALSE_ALARM_RATE)
     assert judgment.quarantined == {}
     assert "far0" in judgment.warning or others > usual / 2
@@ -281,16 +271,40 @@ def test_group_in_another_place_is_seen_beside_classes_of_few_images() -> None:
     assert "10, 11" in judgment.warning
 
 
-def test_single_device_in_another_place_is_quarantined() -> None:
-    """It cannot be distinguished from an attacker."""
-    place = 1.5 * np.random.default_rng(3).normal(size=FEATURE_SIZE)
-    assert _judged(fleet(12) | {"far": _elsewhere(50, place)}).keys() == {"far"}
+PLACE = np.random.default_rng(3).normal(size=FEATURE_SIZE)
 
 
-def test_similar_devices_with_swapped_labels_are_quarantined() -> None:
-    """Another class's name explains their images."""
-    parts = fleet(14) | {f"malicious{device}": flipped(honest(50 + device)) for device in range(6)}
-    assert _judged(parts).keys() == {f"malicious{device}" for device in range(6)}
+def _swapped(part: Prototypes) -> Prototypes:
+    """Return prototypes with two of three labels swapped."""
+    return Prototypes(part.values, np.array([0, 2, 1])[part.labels], part.counts)
+
+
+OUTLIERS: dict[str, tuple[dict[str, Prototypes], dict[str, Prototypes]]] = {
+    # It cannot be distinguished from an attacker.
+    "a device in another place": (fleet(12), {"far": _elsewhere(50, 1.5 * PLACE)}),
+    # Another class's name explains their images.
+    "alike devices with flipped labels": (
+        fleet(14),
+        {f"malicious{device}": flipped(honest(50 + device)) for device in range(6)},
+    ),
+    "three of ten that upload the same": (
+        fleet(7),
+        {f"malicious{number}": _changed(honest(20 + number), offset=100.0) for number in range(3)},
+    ),
+    # Of a class on many devices, although it is correct about the third.
+    "two of three labels swapped": (fleet(8), {"malicious": _swapped(honest(9))}),
+    # Nothing speaks for a device without classes of many devices.
+    "a device of a rare class": (
+        {f"dev{device:02}": honest(device, labels=(0, 1)) for device in range(10)}
+        | {f"fox{device}": honest(20 + device, labels=(2,)) for device in range(4)},
+        {"far": _elsewhere(50, 3 * PLACE, labels=(2,))},
+    ),
+}
+
+
+@pytest.mark.parametrize(("parts", "found"), OUTLIERS.values(), ids=OUTLIERS.keys())
+def test_outliers_are_quarantined(parts: dict[str, Prototypes], found: dict[str, Prototypes]) -> None:
+    assert _judged(parts | found).keys() == found.keys()
 
 
 @pytest.mark.parametrize(("devices", "images"), [(5, 10), (8, 20), (20, 100), (200, 10)])
@@ -321,11 +335,10 @@ def test_honest_devices_are_quarantined_in_one_training_of_a_hundred(
 def test_majority_of_a_rare_class_cannot_have_its_only_honest_device_quarantined(kind: str) -> None:
     """Four of 14 devices: the honest one agrees with the others about the classes that most devices have."""
     parts = {f"dev{device:02}": honest(device, labels=(0, 1)) for device in range(9)} | {"alone": honest(9)}
-    place = 3 * np.random.default_rng(3).normal(size=FEATURE_SIZE)
     for number in range(4):
         lie = honest(20 + number)
         if kind == "distance":
-            lie.values[lie.labels == 2] += place.astype(np.float32)
+            lie.values[lie.labels == 2] += (3 * PLACE).astype(np.float32)
         else:  # as if all images of a device were nearly the same one
             mine = lie.labels == 2
             lie.values[mine] = lie.values[mine].mean(axis=0) + 0.1 * (
@@ -337,22 +350,6 @@ def test_majority_of_a_rare_class_cannot_have_its_only_honest_device_quarantined
     assert judgment.disputed == {2}
     assert "1 of 14 devices are far only in classes in which few devices agree" in judgment.warning
     assert ", so they are not quarantined: alone; alone: class 'fox': " in judgment.warning
-
-
-def test_class_on_many_devices_is_not_disputed() -> None:
-    """A device that swaps two of three labels is quarantined, although it is correct about the third."""
-    attacker = honest(9)
-    swapped = np.array([0, 2, 1])[attacker.labels]
-    found = _judged({**fleet(8), "malicious": Prototypes(attacker.values, swapped, attacker.counts)})
-    assert found.keys() == {"malicious"}
-
-
-def test_device_without_classes_of_many_devices_is_quarantined() -> None:
-    """Nothing speaks for it."""
-    parts = {f"dev{device:02}": honest(device, labels=(0, 1)) for device in range(10)}
-    parts |= {f"fox{device}": honest(20 + device, labels=(2,)) for device in range(4)}
-    place = 3 * np.random.default_rng(3).normal(size=FEATURE_SIZE)
-    assert _judged({**parts, "far": _elsewhere(50, place, labels=(2,))}).keys() == {"far"}
 
 
 def test_effective_dimensions_of_many_devices_are_those_of_their_pairs() -> None:

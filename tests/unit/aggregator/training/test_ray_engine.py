@@ -18,7 +18,8 @@ from aggregator.training.statistics_job import run
 from protocol.errors import BlobLost, ProtofleetError, RuntimeMissing
 from protocol.wire.codec import encode
 from protocol.wire.messages import Submission
-from tests.support.messages.statistics import FEATURE_MAP, GROUPS_EXPECTATION, groups_of, images, sums_of
+from tests.support.messages.jobs import statistics_job
+from tests.support.messages.statistics import GROUPS_EXPECTATION, groups_of, images, sums_of
 from tests.support.ray_cluster import machines, workers
 from tests.support.stores.object_store import BUCKET, moto_server, object_store
 
@@ -38,22 +39,12 @@ class KillingJob(StatisticsJob, frozen=True, kw_only=True, dict=True):
 
 def job_in(folder: Path, blobs: str = "") -> StatisticsJob:
     """40 devices: one has a second class's images as its first, one many images, and one an invalid submission."""
-    store, expectation = open_blobs(blobs or str(folder / "blobs")), GROUPS_EXPECTATION
     parts = {f"{device:02}": groups_of(*images(device, 40)) for device in range(37)}
     features, labels = images(50, 40)
     parts["flipped"] = groups_of(np.roll(features, 40, axis=0), labels)
     parts["large"] = groups_of(*images(51, 800))
     parts["invalid"] = sums_of(*images(52))
-    return StatisticsJob(
-        version=1,
-        task=store.put(encode(expectation.manifest)).hex(),
-        members={device: store.put(encode(each)).hex() for device, each in parts.items()},
-        blobs=store.location,
-        feature_size=FEATURE_MAP.feature_size,
-        random_features=FEATURE_MAP.random_features,
-        seed=FEATURE_MAP.seed,
-        folder=str(folder),
-    )
+    return statistics_job(open_blobs(blobs or str(folder / "blobs")), folder, parts, GROUPS_EXPECTATION)
 
 
 def made(job: StatisticsJob, **changes: object) -> tuple[Result, bytes]:

@@ -5,35 +5,25 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 from msgspec import structs
 
-from aggregator.algorithms.algorithm import Training
 from aggregator.storage.blobs import FolderBlobs
 from aggregator.training.jobs import HeadJob
 from aggregator.training.runner import Finished, Progress, Trainer
 from protocol.errors import StateError, ThreadFailed
-from protocol.wire.codec import encode
-from protocol.wire.messages import BlobRef
-from tests.support.graphs.backbones import tiny_backbone
-from tests.support.messages.submissions import FEATURE_SIZE, MANIFEST, submission
+from protocol.wire.messages import BlobRef, Submission
+from tests.support.messages.jobs import head_job
+from tests.support.messages.submissions import MANIFEST, submission
 
 TIMEOUT_S = 300.0
 
 
-def _job(folder: Path, *payloads: bytes) -> HeadJob:
-    blobs = FolderBlobs(folder / "blobs")
-    return HeadJob(
-        version=1,
-        task=blobs.put(encode(MANIFEST)).hex(),
-        members={f"dev{number}": blobs.put(payload).hex() for number, payload in enumerate(payloads)},
-        blobs=str(blobs.folder),
-        feature_size=FEATURE_SIZE,
-        training=Training(device="cpu"),
-        folder=str(folder / "training" / "head-1"),
-    )
+def _job(folder: Path, *sent: Submission, **changes: Any) -> HeadJob:
+    return head_job(FolderBlobs(folder / "blobs"), folder / "training" / "head-1", *sent, **changes)
 
 
 def _trainer(
@@ -53,29 +43,12 @@ def _end(job: HeadJob, folder: Path, *, timeout_s: float = TIMEOUT_S) -> tuple[F
 
 def test_missing_submission_fails_the_job(tmp_path: Path) -> None:
     """The reason has the exit status and the process's error."""
-    job = _job(tmp_path, encode(submission()))
+    job = _job(tmp_path, submission())
     (tmp_path / "blobs" / job.members["dev0"]).unlink()
     finished, _ = _end(job, tmp_path)
     assert finished.result is None
     assert finished.reason.startswith("exit status 1: cannot use ")
     assert "No such file" in finished.reason
-
-
-def test_same_submissions_make_the_same_head(tmp_path: Path) -> None:
-    """Byte for byte, so that an interrupted training can be repeated."""
-    blobs = FolderBlobs(tmp_path / "blobs")
-    backbone = tiny_backbone(feature_size=FEATURE_SIZE)
-    reference = BlobRef(digest=blobs.put(backbone), size_bytes=len(backbone), name="tiny.onnx")
-    task = blobs.put(encode(structs.replace(MANIFEST, backbones=(reference,))))
-    job = _job(tmp_path, encode(submission(task=task)))
-    job = structs.replace(job, task=task.hex(), training=Training(device="cpu", epochs=2))
-    heads = []
-    for _ in range(2):
-        finished, _ = _end(job, tmp_path)
-        assert finished.result is not None
-        assert finished.result.metrics["seconds"] > 0
-        heads.append([(Path(job.folder) / name).read_bytes() for name in ("head.onnx", "model.onnx")])
-    assert heads[0] == heads[1]
 
 
 def test_head_that_cannot_be_fused_is_written(tmp_path: Path) -> None:
@@ -94,7 +67,7 @@ def test_stopped_process_is_a_failed_job(tmp_path: Path) -> None:
     events: queue.SimpleQueue[Progress | Finished] = queue.SimpleQueue()
     trainer = _trainer(tmp_path, events.put)
     trainer.stop()
-    trainer.start(_job(tmp_path, encode(submission())))
+    trainer.start(_job(tmp_path, submission()))
     trainer.stop()
     finished = events.get(timeout=TIMEOUT_S)
     assert isinstance(finished, Finished)
@@ -108,22 +81,28 @@ def _replace_python(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str, 
     monkeypatch.setattr(sys, "executable", str(program))
 
 
+FIGURES = "echo '{\"epoch\": 1}'"
+
+
 @pytest.mark.parametrize(
     ("script", "reason"),
     [
-        ('echo hello; echo 3; echo "[1]"; echo \'{"epoch": 1}\'; echo oops >&2; exit 4', "oops"),
-        ("echo '{\"epoch\": 1}'; rm -r training; exit 4", "no error message"),
+        (f'echo hello; echo 3; echo "[1]"; {FIGURES}; echo oops >&2; exit 4', "exit status 4: oops"),
+        (f"{FIGURES}; rm -r training; exit 4", "exit status 4: no error message"),
+        (f"printf '\\377\\n'; {FIGURES}; exit 4", "exit status 4: no error message"),
+        (f"{FIGURES}; kill -9 $$", "killed (SIGKILL), as Linux does when memory runs out"),
     ],
-    ids=["other output", "folder vanishes"],
+    ids=["other output", "folder vanishes", "output that is not UTF-8", "killed"],
 )
 def test_failed_job_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, reason: str
 ) -> None:
-    """The reason has the last line of its errors; output without figures is ignored."""
+    """The reason has the last line of its errors, or the usual cause; output without figures is ignored."""
     _replace_python(tmp_path, monkeypatch, f"#!/bin/sh\ncd {tmp_path}; {script}\n")
     finished, said = _end(_job(tmp_path), tmp_path)
     assert said == [Progress({"epoch": 1})]
-    assert finished.reason == f"exit status 4: {reason}"
+    assert (finished.result, finished.is_killed) == (None, "SIGKILL" in reason)
+    assert finished.reason == reason
 
 
 def test_result_with_a_number_that_is_not_finite_is_a_failed_job(
@@ -137,14 +116,6 @@ def test_result_with_a_number_that_is_not_finite_is_a_failed_job(
     finished, _ = _end(_job(tmp_path), tmp_path)
     assert finished.result is None
     assert finished.reason.startswith("invalid result.json: Expected `float`, got `null`")
-
-
-def test_killed_job_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reason names the usual cause."""
-    _replace_python(tmp_path, monkeypatch, "#!/bin/sh\nkill -9 $$\n")
-    finished, _ = _end(_job(tmp_path), tmp_path)
-    assert (finished.result, finished.is_killed) == (None, True)
-    assert finished.reason == "killed (SIGKILL), as Linux does when memory runs out"
 
 
 def test_job_is_ended_at_its_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,15 +137,6 @@ def test_process_that_cannot_be_started_is_an_error(tmp_path: Path, monkeypatch:
     _replace_python(tmp_path, monkeypatch, "no program", mode=0o644)
     with pytest.raises(StateError, match="Permission denied"):
         _trainer(tmp_path, lambda _: None).start(_job(tmp_path))
-
-
-def test_output_that_is_not_utf8_ends_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library prints it; the figures that follow still arrive."""
-    script = "printf '\\377\\n'; echo '{\"epoch\": 2}'; exit 4"
-    _replace_python(tmp_path, monkeypatch, f"#!/bin/sh\n{script}\n")
-    finished, said = _end(_job(tmp_path), tmp_path)
-    assert said == [Progress({"epoch": 2})]
-    assert finished.reason == "exit status 4: no error message"
 
 
 def test_job_that_cannot_be_watched_is_killed_and_reported(

@@ -16,7 +16,7 @@ from aggregator.config.schema import Robust
 from aggregator.graphs.head_export import mapped
 from aggregator.intake.validation import Expectation, Prototypes, Refused
 from aggregator.storage.blobs import FolderBlobs
-from aggregator.training import statistics_job
+from aggregator.training import statistics_job as job_module
 from aggregator.training import statistics_sums as blocks
 from aggregator.training.jobs import Result, StatisticsJob
 from aggregator.training.robust.outlier_statistics import DeviceSummary, summarized
@@ -26,9 +26,10 @@ from aggregator.training.statistics_sums import LocalEngine, submitted_moments
 from protocol.errors import ProtofleetError
 from protocol.statistics.second_moment import decode, from_triangle, to_triangle
 from protocol.statistics.second_moment import encode as encode_moment
-from protocol.wire.codec import encode, to_array, to_tensor
+from protocol.wire.codec import to_array, to_tensor
 from protocol.wire.messages import Submission
 from protofleet.simulation.statistics import sums_submission
+from tests.support.messages.jobs import statistics_job
 from tests.support.messages.statistics import (
     FEATURE_MAP,
     GROUPS_EXPECTATION,
@@ -46,18 +47,7 @@ def job_on(
     robust: Robust = Robust(),  # noqa: B008 - frozen
 ) -> StatisticsJob:
     blobs = FolderBlobs(folder / "blobs")
-    return StatisticsJob(
-        version=1,
-        task=blobs.put(encode(expectation.manifest)).hex(),
-        members={device: blobs.put(encode(each)).hex() for device, each in submissions.items()},
-        blobs=str(blobs.folder),
-        feature_size=FEATURE_MAP.feature_size,
-        random_features=FEATURE_MAP.random_features,
-        seed=FEATURE_MAP.seed,
-        robust=robust,
-        has_novelty=True,
-        folder=str(folder),
-    )
+    return statistics_job(blobs, folder, submissions, expectation, robust=robust, has_novelty=True)
 
 
 def made(
@@ -71,6 +61,12 @@ def made(
     model = onnx.load(folder / "head.onnx")
     del model.metadata_props[:]
     return result, model.SerializeToString()
+
+
+def accuracy(folder: Path, features: np.ndarray, labels: np.ndarray) -> float:
+    session = onnxruntime.InferenceSession(folder / "head.onnx")
+    (logits,) = session.run(["logits"], {"feature": features})
+    return float((logits.argmax(axis=1) == labels).mean())
 
 
 def moment_of(submission: Submission) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -115,9 +111,8 @@ def test_head_predicts(tmp_path: Path, make: type) -> None:
     assert result.prototypes == (180 if make is sums_of else 36)
     assert result.metrics["onnx_max_difference"] < 1e-4
     features, labels = images(50)
+    assert accuracy(tmp_path, features, labels) > 0.95
     session = onnxruntime.InferenceSession(tmp_path / "head.onnx")
-    logits = session.run(["logits"], {"feature": features})[0]
-    assert (logits.argmax(axis=1) == labels).mean() > 0.95
     known, foreign = (
         session.run(["novelty"], {"feature": each})[0] for each in (features, features[::-1, ::-1])
     )
@@ -246,9 +241,7 @@ def test_sums_far_from_the_others_count_in_part(tmp_path: Path) -> None:
     result, _ = made(tmp_path, parts, robust=Robust(detect_outliers=False))
     assert {device for device, _ in result.counting.limited} == {"flipped"}
     assert sum("far from the other devices' mean" in text for _, text in result.counting.limited) == 3
-    session = onnxruntime.InferenceSession(tmp_path / "head.onnx")
-    logits = session.run(["logits"], {"feature": features})[0]
-    assert (logits.argmax(axis=1) == labels).mean() > 0.95
+    assert accuracy(tmp_path, features, labels) > 0.95
 
 
 def test_claims_for_classes_of_its_own_do_not_unlimit_them(tmp_path: Path) -> None:
@@ -260,9 +253,7 @@ def test_claims_for_classes_of_its_own_do_not_unlimit_them(tmp_path: Path) -> No
     evil = np.tile(np.rint(row).astype(np.int8), (10_000, 1))
     parts["evil"] = sums_submission({2: evil}, task=SINGLE_EXPECTATION.task, images=len(evil))
     made(tmp_path, parts)
-    session = onnxruntime.InferenceSession(tmp_path / "head.onnx")
-    logits = session.run(["logits"], {"feature": features[labels < 2]})[0]
-    assert (logits.argmax(axis=1) == labels[labels < 2]).mean() > 0.9
+    assert accuracy(tmp_path, features[labels < 2], labels[labels < 2]) > 0.9
 
 
 def test_device_with_a_class_of_its_own_does_not_take_the_images_of_others(tmp_path: Path) -> None:
@@ -279,9 +270,7 @@ def test_device_with_a_class_of_its_own_does_not_take_the_images_of_others(tmp_p
     common = {str(device): images(device) for device in range(6)}
     parts = {device: groups_of(each[own < 2], own[own < 2]) for device, (each, own) in common.items()}
     made(tmp_path, {**parts, "evil": evil}, GROUPS_EXPECTATION)
-    session = onnxruntime.InferenceSession(tmp_path / "head.onnx")
-    logits = session.run(["logits"], {"feature": features[labels < 2]})[0]
-    assert (logits.argmax(axis=1) == labels[labels < 2]).mean() > 0.9
+    assert accuracy(tmp_path, features[labels < 2], labels[labels < 2]) > 0.9
 
 
 def test_half_of_the_groups_are_compared_with_half_the_memory(
@@ -314,7 +303,7 @@ def test_each_submission_is_added_once(tmp_path: Path, monkeypatch: pytest.Monke
 
     Of a class, less of the large device counts than of its scatter.
     """
-    monkeypatch.setattr(statistics_job, "COHORT", cohort)
+    monkeypatch.setattr(job_module, "COHORT", cohort)
     reads = Counter[str]()
     read = FolderBlobs.read
 
@@ -355,7 +344,7 @@ def test_each_submission_is_added_once(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_what_is_kept_of_devices_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The summaries of one cohort, whatever the number of devices; an outlier is found in its cohort."""
-    monkeypatch.setattr(statistics_job, "COHORT", 8)
+    monkeypatch.setattr(job_module, "COHORT", 8)
     kept, most = WeakSet[DeviceSummary](), 0
 
     def watched(part: Prototypes) -> DeviceSummary:

@@ -1,3 +1,5 @@
+"""Training a head: the linear candidates, and the adapter."""
+
 from dataclasses import replace
 
 import numpy as np
@@ -7,22 +9,48 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aggregator.algorithms.fedtc import train_head as module
+from aggregator.algorithms.fedtc.adapter import Head, _Optimizer
+from aggregator.algorithms.fedtc.head import Dense, logits_of
 from aggregator.algorithms.fedtc.recipe import RECIPES, Recipe
-from aggregator.algorithms.fedtc.train_head import MIN_HELD_OUT, REGRESSION_SHARES, SHARES, _folds, _preferred
-from aggregator.algorithms.fedtc.training_set import TrainingSet
-from tests.unit.aggregator.algorithms.fedtc.heads import (
-    ADAPTER,
-    ALL,
-    FEATURE_SIZE,
-    Features,
-    Integers,
-    blobs,
-    logits_from,
-    train,
+from aggregator.algorithms.fedtc.train_head import (
+    MIN_HELD_OUT,
+    REGRESSION_SHARES,
+    SHARES,
+    TrainedHead,
+    _folds,
+    _preferred,
+    train_head,
 )
+from aggregator.algorithms.fedtc.training_set import TrainingSet
+from tests.support.messages.prototype_sets import BLOB_SIZE, Features, Integers, blobs
+
+ADAPTER = replace(RECIPES["default"], closed_form=False, min_steps=60)
+ALL = pytest.mark.parametrize(
+    "recipe", [RECIPES["default"], RECIPES["paper"], ADAPTER], ids=["default", "paper", "adapter"]
+)
+LEARNED = pytest.mark.parametrize("recipe", [RECIPES["default"], ADAPTER], ids=["default", "adapter"])
 
 
-@pytest.mark.parametrize("recipe", [RECIPES["default"], ADAPTER], ids=["default", "adapter"])
+def train(
+    prototypes: Features,
+    labels: Integers,
+    counts: Integers,
+    *,
+    num_classes: int = 4,
+    widths: tuple[int, ...] = (),
+    recipe: Recipe = RECIPES["default"],
+    seed: int = 0,
+    device: str = "cpu",
+) -> TrainedHead:
+    data = TrainingSet(prototypes, labels, counts, num_classes, widths=widths)
+    return train_head(data, recipe, seed=seed, device=device)
+
+
+def logits_from(trained: TrainedHead, features: Features) -> Features:
+    return logits_of(trained.layers, features)
+
+
+@LEARNED
 def test_separable_classes_are_learned(recipe: Recipe) -> None:
     fresh, fresh_labels, _ = blobs(0, 1, 2, 3, seed=1)
     trained = train(*blobs(0, 1, 2, 3), recipe=recipe)
@@ -52,8 +80,8 @@ def test_few_prototypes_make_a_useful_head(per_class: tuple[int, int], correct: 
 def test_scale_of_a_backbone_does_not_matter(recipe: Recipe, scale: float) -> None:
     """Values that are a thousand times those of the other backbone would otherwise be all that counts."""
     prototypes, labels, counts = blobs(0, 1, 2, 3)
-    factors = np.repeat(np.array([1, scale], np.float32), FEATURE_SIZE // 2)
-    widths = (FEATURE_SIZE // 2,) * 2
+    factors = np.repeat(np.array([1, scale], np.float32), BLOB_SIZE // 2)
+    widths = (BLOB_SIZE // 2,) * 2
     fresh, _, _ = blobs(0, 1, 2, 3, seed=1)
     expected = logits_from(train(prototypes, labels, counts, widths=widths, recipe=recipe), fresh)
     scaled = train(prototypes * factors, labels, counts, widths=widths, recipe=recipe)
@@ -88,7 +116,7 @@ def test_a_backbone_without_variation_makes_a_finite_head(constant: slice) -> No
 def test_adapter_is_used_where_cross_validation_prefers_it() -> None:
     """Spheres of one center have no linear border; normal classes that share a covariance have the best one."""
     rng = np.random.default_rng(0)
-    directions = rng.normal(size=(10 * MIN_HELD_OUT, FEATURE_SIZE))
+    directions = rng.normal(size=(10 * MIN_HELD_OUT, BLOB_SIZE))
     directions /= np.linalg.norm(directions, axis=1, keepdims=True)
     labels = np.arange(len(directions)) % 2
     prototypes = (directions * np.where(labels, 4, 1)[:, None]).astype(np.float32)
@@ -187,7 +215,7 @@ def test_temperature_makes_probabilities_true() -> None:
 def test_absent_class_is_never_predicted(recipe: Recipe) -> None:
     """Its probability is 0, wherever the feature lies."""
     trained = train(*blobs(0, 2), recipe=recipe)
-    anywhere = np.random.default_rng(0).normal(scale=10, size=(500, FEATURE_SIZE)).astype(np.float32)
+    anywhere = np.random.default_rng(0).normal(scale=10, size=(500, BLOB_SIZE)).astype(np.float32)
     probabilities = torch.softmax(torch.from_numpy(logits_from(trained, anywhere)), dim=1)
     assert (probabilities[:, [1, 3]] == 0).all()
     assert probabilities.isfinite().all()
@@ -210,7 +238,7 @@ def test_features_of_zero_have_finitelogits(recipe: Recipe) -> None:
     assert np.isfinite(trained.loss)
 
 
-@pytest.mark.parametrize("recipe", [RECIPES["default"], ADAPTER], ids=["default", "adapter"])
+@LEARNED
 def test_the_scale_and_origin_of_features_do_not_matter(recipe: Recipe) -> None:
     """Backbones differ in both by orders of magnitude: the default recipe learns from any."""
     prototypes, labels, counts = blobs(0, 1, 2, 3)
@@ -221,7 +249,7 @@ def test_the_scale_and_origin_of_features_do_not_matter(recipe: Recipe) -> None:
         assert (logits.argmax(axis=1) == fresh_labels).all()
 
 
-@pytest.mark.parametrize("recipe", [RECIPES["default"], ADAPTER], ids=["default", "adapter"])
+@LEARNED
 def test_constant_feature_is_not_amplified(recipe: Recipe) -> None:
     """A feature that is constant among the prototypes may differ a little on devices without deciding anything."""
     prototypes, labels, counts = blobs(0, 1, 2, 3)
@@ -230,3 +258,86 @@ def test_constant_feature_is_not_amplified(recipe: Recipe) -> None:
     moved = prototypes.copy()
     moved[:, -1] += 0.01
     assert (logits_from(trained, moved).argmax(axis=1) == labels).all()
+
+
+def test_the_head_is_table_5_of_the_paper() -> None:
+    """FC(L, 1024), ReLU, L2; FC(1024, 512), ReLU, L2; FC(512, C), against plain numpy."""
+    head = Head(feature_size=BLOB_SIZE, num_classes=3)
+    features = np.random.default_rng(0).normal(size=(4, BLOB_SIZE)).astype(np.float32)
+    expected = logits_of(
+        [Dense(layer.weight.detach().numpy(), layer.bias.detach().numpy()) for layer in head.layers], features
+    )
+    with torch.inference_mode():
+        np.testing.assert_allclose(head(torch.from_numpy(features)).numpy(), expected, atol=1e-6)
+    assert [layer.out_features for layer in head.layers[:-1]] == [1024, 512]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_steps_are_those_of_pytorchs_optimizer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the last bit, without an object of it, which would import PyTorch's compiler in each training."""
+    ours, theirs = (Head(feature_size=BLOB_SIZE, num_classes=3) for _ in range(2))
+    theirs.load_state_dict(ours.state_dict())
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(theirs.parameters(), fused=True)
+    if RECIPES[name].optimizer == "sgd":
+        optimizer = torch.optim.SGD(theirs.parameters())
+    monkeypatch.setattr(torch.optim.Optimizer, "__init__", None)
+    step = _Optimizer(ours, RECIPES[name]).step
+    features = torch.from_numpy(np.random.default_rng(0).normal(size=(4, BLOB_SIZE)).astype(np.float32))
+    for rate in (0.1, 0.01, 0.2):
+        for head in (ours, theirs):
+            torch.autograd.backward(head(features).square().sum())
+        step(rate)
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.step()
+        optimizer.zero_grad()
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_training_leaves_the_global_random_state_alone() -> None:
+    """Randomness is uploaded, never taken from torch's global generator."""
+    before = torch.get_rng_state()
+    train(*blobs(0, 1), recipe=ADAPTER)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_unsorted_prototypes_keep_their_counts() -> None:
+    """The class with larger counts comes second in one order and first in the other."""
+    prototypes, labels, _ = blobs(1, 0, 1, 0, per_class=3)
+    counts = np.where(labels == 1, 1, 9)
+    order = np.argsort(labels, kind="stable")
+    recipe = replace(ADAPTER, epochs=1, min_steps=2, compress=False)
+    first, second = (
+        train(prototypes[rows], labels[rows], counts[rows], num_classes=2, recipe=recipe)
+        for rows in (slice(None), order)
+    )
+    assert np.array_equal(first.layers[0].weight, second.layers[0].weight)
+
+
+def test_same_seed_same_head() -> None:
+    """A head can be made again from the same prototypes; another seed makes another adapter."""
+    first, again, other = (train(*blobs(0, 1, 2), recipe=ADAPTER, seed=seed) for seed in (1, 1, 2))
+    for a, b in zip(first.layers, again.layers, strict=True):
+        assert np.array_equal(a.weight, b.weight)
+        assert np.array_equal(a.bias, b.bias)
+    assert not np.array_equal(first.layers[0].weight, other.layers[0].weight)
+
+
+def test_a_small_fleet_gets_enough_steps() -> None:
+    """Few prototypes are passed over more often, until the recipe's floor of steps is reached."""
+    assert train(*blobs(0, 1), recipe=ADAPTER).epochs >= ADAPTER.min_steps
+    assert ADAPTER.min_steps > ADAPTER.epochs
+
+
+@pytest.mark.parametrize("recipe", [RECIPES["paper"], ADAPTER], ids=["paper", "adapter"])
+def test_training_reports_a_falling_loss(recipe: Recipe) -> None:
+    reports: list[dict[str, float]] = []
+    data = TrainingSet(*blobs(0, 1, 2, 3), 4)
+    trained = train_head(data, recipe, seed=0, device="cpu", report=reports.append)
+    assert [report["epoch"] for report in reports] == list(range(1, trained.epochs + 1))
+    assert reports[-1]["loss"] < reports[0]["loss"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_trains_on_cuda() -> None:
+    assert train(*blobs(0, 1, 2, 3), recipe=ADAPTER, device="cuda").accuracy == 1.0

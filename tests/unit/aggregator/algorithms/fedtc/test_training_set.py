@@ -1,16 +1,21 @@
+"""Prototypes restored to the spread of images, weighed, and in files as in memory."""
+
+import gc
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aggregator.algorithms.fedtc.training_set import TrainingSet, even_rows
+from aggregator.algorithms.fedtc import training_set as module
+from aggregator.algorithms.fedtc.head import Dense
+from aggregator.algorithms.fedtc.recipe import RECIPES, Recipe
+from aggregator.algorithms.fedtc.train_head import MIN_HELD_OUT, TrainedHead, train_head
+from aggregator.algorithms.fedtc.training_set import Arrays, TrainingSet, blocks, even_rows, is_in_file
 from protocol.errors import ProtofleetError
-from tests.unit.aggregator.algorithms.fedtc.heads import (
-    FEATURE_SIZE,
-    Features,
-    Integers,
-    blobs,
-)
+from tests.support.messages.prototype_sets import BLOB_SIZE, Features, Integers, blobs
 
 
 def _restored(prototypes: Features, labels: Integers, counts: Integers) -> Features:
@@ -21,8 +26,8 @@ def _restored(prototypes: Features, labels: Integers, counts: Integers) -> Featu
 def test_restoring_gives_back_the_variance(batch: int, seed: int) -> None:
     """Batch means of normal features, restored, spread as those features do, around the same mean."""
     rng = np.random.default_rng(seed)
-    features = rng.normal(loc=3.0, scale=2.0, size=(200 * batch, FEATURE_SIZE))
-    means = features.reshape(200, batch, FEATURE_SIZE).mean(axis=1).astype(np.float32)
+    features = rng.normal(loc=3.0, scale=2.0, size=(200 * batch, BLOB_SIZE))
+    means = features.reshape(200, batch, BLOB_SIZE).mean(axis=1).astype(np.float32)
     labels, counts = np.zeros(200, dtype=np.int64), np.full(200, batch)
     restored = _restored(means, labels, counts)
     np.testing.assert_allclose(restored.mean(axis=0), means.mean(axis=0), atol=1e-4)
@@ -41,8 +46,8 @@ def test_the_distance_between_devices_is_not_stretched() -> None:
     """Devices in different places spread as widely as their images do, where they are."""
     rng, batch, apart = np.random.default_rng(0), 25, 10.0
     devices = np.repeat(np.arange(4), 50)
-    places = apart * rng.normal(size=(4, FEATURE_SIZE))
-    noise = rng.normal(size=(200, FEATURE_SIZE))
+    places = apart * rng.normal(size=(4, BLOB_SIZE))
+    noise = rng.normal(size=(200, BLOB_SIZE))
     prototypes = (places[devices] + noise / np.sqrt(batch)).astype(np.float32)
     labels, counts = np.zeros(200, dtype=np.int64), np.full(200, batch)
     restored = TrainingSet(prototypes, labels, counts, 1, restore=True, devices=devices).features
@@ -86,7 +91,7 @@ def test_extrapolated_prototypes_spread_as_images_do(counts: list[int], seed: in
     """Two prototypes of each of many classes: the same mean as the images, and their variance."""
     rng = np.random.default_rng(seed)
     labels, numbers = np.repeat(np.arange(2_000), 2), np.tile(counts, 2_000)
-    prototypes = 3 + rng.normal(size=(len(labels), FEATURE_SIZE)) / np.sqrt(numbers)[:, None]
+    prototypes = 3 + rng.normal(size=(len(labels), BLOB_SIZE)) / np.sqrt(numbers)[:, None]
     data = TrainingSet(prototypes.astype(np.float32), labels, numbers, 2_000, restore=True)
     features = data.extrapolated()
     np.testing.assert_allclose(features.mean(axis=0), 3, atol=0.2)
@@ -109,26 +114,32 @@ def test_extrapolation_takes_prototypes_of_the_same_device() -> None:
     np.testing.assert_allclose(data.extrapolated(), [[0], [60], [3], [90], [5]], atol=1e-5)
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_prototypes_that_are_not_finite_are_refused(value: float) -> None:
-    """They would end in a head of NaN."""
-    prototypes, labels, counts = blobs(0, 1)
-    prototypes[3, 2] = value
-    with pytest.raises(ProtofleetError, match="finite"):
-        TrainingSet(prototypes, labels, counts, 4, restore=True)
+VALUES, LABELS, COUNTS = blobs(0, 3)
 
 
-def test_what_does_not_fit_together_is_refused() -> None:
-    """No prototypes, labels outside the task, empty prototypes, arrays of different length."""
-    prototypes, labels, counts = blobs(0, 3)
-    with pytest.raises(ProtofleetError, match="at least one prototype"):
-        TrainingSet(prototypes[:0], labels[:0], counts[:0], 4, restore=True)
-    with pytest.raises(ProtofleetError, match="with a label and a count"):
-        TrainingSet(prototypes, labels[1:], counts, 4, restore=True)
-    with pytest.raises(ProtofleetError, match="labels must lie in 0 to 2"):
-        TrainingSet(prototypes, labels, counts, 3, restore=True)
-    with pytest.raises(ProtofleetError, match="at least one image"):
-        TrainingSet(prototypes, labels, np.zeros_like(counts), 4, restore=True)
+def with_value(value: float) -> Features:
+    values = VALUES.copy()
+    values[3, 2] = value
+    return values
+
+
+@pytest.mark.parametrize(
+    ("values", "labels", "counts", "message"),
+    [
+        (with_value(np.nan), LABELS, COUNTS, "finite"),
+        (with_value(np.inf), LABELS, COUNTS, "finite"),
+        (VALUES[:0], LABELS[:0], COUNTS[:0], "at least one prototype"),
+        (VALUES, LABELS[1:], COUNTS, "with a label and a count"),
+        (VALUES, LABELS + 1, COUNTS, "labels must lie in 0 to 3"),
+        (VALUES, LABELS, 0 * COUNTS, "at least one image"),
+    ],
+    ids=["NaN", "infinity", "no prototypes", "a label too few", "a class too many", "no images"],
+)
+def test_arrays_that_make_no_head_are_refused(
+    values: Features, labels: Integers, counts: Integers, message: str
+) -> None:
+    with pytest.raises(ProtofleetError, match=message):
+        TrainingSet(values, labels, counts, 4, restore=True)
 
 
 def _weighted(weights: list[float], labels: list[int]) -> TrainingSet:
@@ -161,3 +172,90 @@ def test_rows_occur_in_proportion_to_their_weight(weights: list[float], seed: in
         expected = np.array(weights)[mine] * max(round(total), 1) / total
         assert occurrences[mine].sum() == max(round(total), 1)
         assert (np.abs(occurrences[mine] - expected) < 1 + 1e-6).all()
+
+
+def test_only_large_arrays_are_in_files_and_only_with_a_folder(tmp_path: Path) -> None:
+    arrays = Arrays(tmp_path, in_memory_bytes=80)
+    assert not is_in_file(arrays.empty((20,), np.float32))
+    large = arrays.empty((7, 3), np.float32)
+    assert is_in_file(large)
+    assert large.shape == (7, 3)
+    assert not is_in_file(Arrays(in_memory_bytes=80).empty((7, 3)))
+
+
+def test_kept_values_are_equal_and_need_few_files(tmp_path: Path) -> None:
+    """Parts of any size, some without rows."""
+    arrays, rng = Arrays(tmp_path, in_memory_bytes=400), np.random.default_rng(0)
+    before = _open_files(tmp_path)
+    parts = [rng.normal(size=(rows, 5)).astype(np.float32) for rows in rng.integers(0, 9, 500)]
+    kept = [arrays.keep(part) for part in parts]
+    assert kept[0] is parts[0]
+    for part, one in zip(parts, kept, strict=True):
+        np.testing.assert_array_equal(one, part)
+    assert 1 <= _open_files(tmp_path) - before <= 12  # 40 kB in doublings of 400 bytes
+    assert list(tmp_path.iterdir()) == []
+    del kept, one, arrays
+    gc.collect()
+    assert _open_files(tmp_path) == before
+
+
+def _open_files(folder: Path) -> int:
+    links = (each for each in Path("/proc/self/fd").iterdir() if each.is_symlink())
+    return sum(str(each.readlink()).startswith(str(folder)) for each in links)
+
+
+def test_rows_by_mask_and_by_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BLOCK_ROWS", 4)
+    values = np.arange(30).reshape(10, 3)
+    arrays, mask, numbers = Arrays(tmp_path, in_memory_bytes=0), np.arange(10) % 3 > 0, np.array([9, 9, 0])
+    np.testing.assert_array_equal(arrays.rows(values, mask), values[mask])
+    np.testing.assert_array_equal(arrays.rows(values, numbers), values[numbers])
+    assert [*blocks(10)] == [slice(0, 4), slice(4, 8), slice(8, 10)]
+
+
+def test_folder_without_room_is_an_error_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(ProtofleetError, match=r"a training needs \d+\.\d GB in /.*"):
+        Arrays(tmp_path).empty((2**50,), np.uint8)
+
+
+@pytest.mark.parametrize("recipe", ["default", "paper"])
+def test_head_has_the_same_bits_from_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: str
+) -> None:
+    """With blocks of few rows, rare classes, several devices and weights."""
+    monkeypatch.setattr(module, "BLOCK_ROWS", 64)
+    chosen = replace(RECIPES[recipe], epochs=2, min_steps=20, learning_rate=3e-3)
+    expected = _trained(chosen, Arrays())
+    made = _trained(chosen, Arrays(tmp_path, in_memory_bytes=0))
+    assert len(expected.layers) == 3
+    assert made.epochs == expected.epochs > 0
+    assert (made.loss, made.accuracy, made.temperature) == (
+        expected.loss,
+        expected.accuracy,
+        expected.temperature,
+    )
+    for one, other in zip(made.layers, expected.layers, strict=True):
+        assert _bytes(one) == _bytes(other)
+
+
+def _bytes(layer: Dense) -> list[bytes]:
+    return [each.tobytes() for each in (layer.weight, layer.bias, layer.projection) if each is not None]
+
+
+def _trained(recipe: Recipe, arrays: Arrays) -> TrainedHead:
+    """Each class is a sphere around the same center, which no linear discriminant separates."""
+    rng = np.random.default_rng(0)
+    directions = rng.normal(size=(12 * MIN_HELD_OUT, 8))
+    directions /= np.linalg.norm(directions, axis=1, keepdims=True)
+    labels = np.where(np.arange(len(directions)) < 20, 2, np.arange(len(directions)) % 2)
+    data = TrainingSet(
+        (directions * np.array([1, 4, 9])[labels][:, None]).astype(np.float32),
+        labels,
+        rng.integers(1, 3, len(labels)),
+        4,
+        weights=np.where(np.arange(len(labels)) < 40, 0.5, 1.0),
+        common=labels < 2,
+        devices=rng.integers(0, 5, len(labels)),
+        arrays=arrays,
+    )
+    return train_head(data, recipe, seed=0, device="cpu")

@@ -1,6 +1,5 @@
 """The map's graph gives integers, the same in any run, and is part of the head that is made of them."""
 
-import hashlib
 from functools import cache
 
 import numpy as np
@@ -16,9 +15,9 @@ from aggregator.graphs.head_export import head_to_onnx, map_to_onnx, mapped, max
 from edge_client.data.statistics import to_rows
 from edge_client.runtime.program_graph import open_graph
 from edge_client.training.trainer import project
-from protocol.models.onnx_metadata import HeadMetadata
 from protocol.statistics.second_moment import MAX_VALUE
 from tests.support.graphs.backbones import tiny_backbone
+from tests.support.graphs.heads import head_metadata
 
 LENGTH = 24
 CLASSES = ("down", "up", "left")
@@ -105,14 +104,7 @@ def test_head_and_fused_model_contain_the_map(random_features: int) -> None:
     backbone = tiny_backbone(feature_size=LENGTH)
     head = head_to_onnx(
         [layer],
-        metadata=HeadMetadata(
-            classes=CLASSES,
-            version=1,
-            task="00" * 32,
-            backbones=(hashlib.sha256(backbone).hexdigest(),),
-            feature_size=LENGTH,
-            training={},
-        ),
+        metadata=head_metadata(backbone, classes=CLASSES, feature_size=LENGTH),
         feature_map=feature_map,
     )
     features = features_of(30)

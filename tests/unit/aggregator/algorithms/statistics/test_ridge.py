@@ -132,13 +132,15 @@ def test_class_without_images_is_never_predicted() -> None:
     assert not layer.weight[CLASSES].any()
 
 
-@pytest.mark.parametrize("counts", [(1, 0, 0, 0), (1, 1, 0, 0), (2, 1, 1, 1)])
-def test_few_rows_give_a_head(counts: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("counts", [(1, 0, 0, 0), (1, 1, 0, 0), (1, 1, 1, 0), (2, 1, 1, 1)])
+def test_few_rows_give_a_finite_head(counts: tuple[int, ...]) -> None:
     """One row of a class, or one class, has no scatter."""
     rows, labels = rows_of(5, counts)
-    layer = solve(moments(rows, labels)).layer
-    assert np.isfinite(layer.weight).all()
-    assert (layer.of(rows.astype(np.float32)).argmax(axis=1) == labels).mean() > 0.5
+    found = solve(moments(rows, labels))
+    assert np.isfinite([found.error, *found.layer.bias, *found.layer.weight.ravel()]).all()
+    correct = found.layer.of(rows.astype(np.float32)).argmax(axis=1) == labels
+    assert correct.all() or max(counts) > 1
+    assert correct.mean() > 0.5
 
 
 def test_no_rows_give_no_head() -> None:
@@ -183,15 +185,6 @@ def test_class_mean_and_scatter_are_limited_apart() -> None:
     assert np.linalg.eigvalsh(within_scatter(half))[0] > 0
     assert half.counts.tolist() == [230, 30, 30, 30]
     assert solve(half).error < np.inf
-
-
-@pytest.mark.parametrize("classes", [1, 2, 3])
-def test_one_row_of_each_class_makes_a_finite_head(classes: int) -> None:
-    rows = np.random.default_rng(classes).integers(-9, 9, (classes, SIZE)).astype(np.int8)
-    found = solve(moments(rows, np.arange(classes)))
-    assert np.isfinite([found.error, *found.layer.bias, *found.layer.weight.ravel()]).all()
-    scores = rows @ found.layer.weight.T + found.layer.bias
-    np.testing.assert_array_equal(scores.argmax(axis=1), np.arange(classes))
 
 
 def test_strength_leaves_at_most_a_third_of_the_rows_as_parameters() -> None:

@@ -1,11 +1,80 @@
+"""Layers of a head: calibrated, compressed, and discriminants against their formulas."""
+
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.covariance import oas
 
+from aggregator.algorithms.algorithm import ABSENT_LOGIT
 from aggregator.algorithms.fedtc.discriminant import _principal_axes, _shrinkage, discriminants
-from aggregator.algorithms.fedtc.head import logits_of
+from aggregator.algorithms.fedtc.head import Dense, calibrate, compress, cross_entropy, logits_of
+
+
+def test_temperature_restores_scaled_logits() -> None:
+    """Labels drawn with a softmax's probabilities: logits ten times as large need a temperature of ten."""
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(5_000, 4)).astype(np.float32)
+    drawn = (logits + rng.gumbel(size=logits.shape)).argmax(axis=1)
+    temperature, losses = calibrate(10 * logits, drawn)
+    assert 9 < temperature < 11
+    np.testing.assert_allclose(losses, cross_entropy(10 * logits / np.float32(temperature), drawn), rtol=1e-4)
+
+
+def test_few_correct_rows_are_not_certain() -> None:
+    """Two correct rows, with a class that has no prototypes: one more incorrect row is assumed."""
+    logits = np.array([[5, 0, ABSENT_LOGIT], [0, 5, ABSENT_LOGIT]], dtype=np.float32)
+    _, losses = calibrate(logits, np.array([0, 1]))
+    assert 0.1 < losses.mean() < 0.7
+
+
+CLASSES, FEATURES = 4, 256
+
+
+def _head(rng: np.random.Generator, scale: float) -> list[Dense]:
+    """Layers of the paper's sizes and of rank 16, as training leaves them; the first takes features of a scale."""
+    layers: list[Dense] = []
+    for inputs, outputs in itertools.pairwise((FEATURES, 1024, 512, CLASSES)):
+        weight = rng.normal(size=(outputs, 16)) @ rng.normal(size=(16, inputs)) / np.sqrt(inputs)
+        layers.append(
+            Dense(
+                (weight / (1 if layers else scale)).astype(np.float32),
+                rng.normal(size=outputs).astype(np.float32),
+            )
+        )
+    return layers
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+def test_compressed_layers_compute_nearly_the_same(scale: float) -> None:
+    """Also for features so large or small that float16 could not hold the weights."""
+    rng = np.random.default_rng(0)
+    head = _head(rng, scale)
+    features = (scale * rng.normal(size=(500, FEATURES))).astype(np.float32)
+    small = compress(head, features[:400])
+    expected = logits_of(head, features[400:])
+    difference = logits_of(small, features[400:]) - expected
+    assert np.abs(difference).max() < 0.01 * expected.std()
+    assert {layer.weight.dtype for layer in small[:-1]} == {np.dtype(np.float16)}
+
+
+def test_compressed_adapter_has_less_than_a_tenth_of_the_bytes() -> None:
+    """1,280 features in float32: 7.4 MB."""
+    rng = np.random.default_rng(0)
+    weight = rng.normal(size=(1024, 1280)).astype(np.float32)
+    layer = Dense(weight, np.zeros(1024, dtype=np.float32))
+    classifier = Dense(np.zeros((10, 1024), dtype=np.float32), np.zeros(10, dtype=np.float32))
+    small, _ = compress([layer, classifier], rng.normal(size=(20, 1280)).astype(np.float32))
+    assert small.nbytes < layer.nbytes / 8
+
+
+@pytest.mark.parametrize("features", [np.zeros((5, FEATURES)), np.ones((1, FEATURES))])
+def test_features_without_variance_are_compressed(features: np.ndarray) -> None:
+    head = _head(np.random.default_rng(0), 1.0)
+    data = features.astype(np.float32)
+    assert np.isfinite(logits_of(compress(head, data), data)).all()
 
 
 def test_discriminant_equals_the_formula() -> None:

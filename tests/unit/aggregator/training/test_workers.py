@@ -15,8 +15,8 @@ from aggregator.training.workers.queue_trainer import QueueTrainer
 from aggregator.training.workers.worker import Worker, scratch_folder
 from protocol.errors import StateError
 from protocol.storage.folder_lock import FolderLock
-from protocol.wire.codec import encode
-from tests.support.messages.submissions import FEATURE_SIZE, MANIFEST, submission
+from tests.support.messages.jobs import head_job
+from tests.support.messages.submissions import submission
 
 Events = queue.SimpleQueue[Progress | Finished]
 
@@ -24,15 +24,8 @@ TIMEOUT_S = 300.0
 
 
 def _job(store: Store) -> HeadJob:
-    return HeadJob(
-        version=1,
-        task=store.blobs.put(encode(MANIFEST)).hex(),
-        members={"dev": store.blobs.put(encode(submission())).hex()},
-        blobs=store.blobs.location,
-        feature_size=FEATURE_SIZE,
-        training=Training(device="cpu", recipe="paper", epochs=2),
-        folder=str(store.folder / "training" / "head-1"),
-    )
+    training = Training(device="cpu", recipe="paper", epochs=2)
+    return head_job(store.blobs, store.folder / "training" / "head-1", submission(), training=training)
 
 
 def _trainer(store: Store) -> tuple[QueueTrainer, Events]:
@@ -79,7 +72,7 @@ def test_failed_job_is_reported_and_queued_again(store: Store) -> None:
     """With the training's own reason; a result whose file is lost has failed as well."""
     job = _job(store)
     trainer, events = _trainer(store)
-    lost = structs.replace(job, members={"dev": "00" * 32})
+    lost = structs.replace(job, members={"dev0": "00" * 32})
     trainer.start(lost)
     assert _worker(store).run_next()
     finished = _end(events)
@@ -124,7 +117,7 @@ def test_job_that_fails_while_the_object_store_does_is_given_back(
 
     job = _job(store)
     trainer, events = _trainer(store)
-    trainer.start(structs.replace(job, members={"dev": "00" * 32}))
+    trainer.start(structs.replace(job, members={"dev0": "00" * 32}))
     with monkeypatch.context() as failure:
         failure.setattr(store.blobs, "check_writable", unreachable)
         with pytest.raises(StateError, match="object store"):
