@@ -1,4 +1,4 @@
-"""Device: what it stores and deletes, and with what it waits or ends."""
+"""Device: what it stores, deletes and reports, and with what it waits or ends."""
 
 import threading
 from pathlib import Path
@@ -12,7 +12,14 @@ from edge_client.service.blob_downloads import BlobDownloads
 from edge_client.service.device import MAX_TICK_S, Device
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.feature_cache import FeatureCache
-from edge_client.storage.stored_values import CurrentTask, Problems, StoredLocalModel, SubmissionReport
+from edge_client.storage.stored_values import (
+    BuildProblem,
+    CurrentTask,
+    HeadProblem,
+    Problems,
+    StoredLocalModel,
+    SubmissionReport,
+)
 from edge_client.submission.image_features import Workspace
 from edge_client.submission.prepared_submission import PreparedSubmission
 from edge_client.submission.round_submission import RoundTraining
@@ -183,3 +190,21 @@ def test_device_that_waits_names_its_fleet(tmp_path: Path, caplog: pytest.LogCap
     caplog.set_level("INFO")
     DeviceBench(tmp_path, fleet="orchrad").start().connect()
     assert "waiting for the fleet's task fleet=orchrad" in caplog.text
+
+
+def test_a_start_ends_all_problems_but_the_last_builds_and_the_last_heads(tmp_path: Path) -> None:
+    """Those two are not published: the task that the device will follow may be private."""
+    bench = DeviceBench(tmp_path).start()
+    old = "of an earlier start"
+    bench.store.set(Problems({"upload": old, "task": old}), BuildProblem(old), HeadProblem(old))
+    bench.start().connect()
+    assert (bench.status["problem"], bench.info.problem) == (old, "")
+    assert bench.store.get(Problems).texts == {}
+    assert (bench.store.get(BuildProblem).text, bench.store.get(HeadProblem).text) == (old, old)
+
+
+def test_a_build_ends_the_problem_of_one_before_the_start(tmp_path: Path) -> None:
+    bench = HeadBench(tmp_path)
+    bench.store.set(BuildProblem("of an earlier start"))
+    bench.start().connect().follow(bench.manifest)
+    assert bench.store.get(BuildProblem).text == ""
