@@ -32,7 +32,7 @@ def test_fast_tests_need_neither_torch_nor_postgresql() -> None:
     files = (
         "aggregator/algorithms/test_registry.py",
         "aggregator/storage/test_store.py",
-        "protocol/test_threads.py",
+        "protocol/wire/test_topics.py",
     )
     outcome = run_pytest(*(f"tests/unit/{file}" for file in files), PYTHONPATH=str(ROOT / "tests" / "hidden"))
     assert re.match(r"[0-9]+ passed, [0-9]+ skipped in", outcome)
