@@ -1,6 +1,9 @@
-"""The pages agree with the code: options, log lines, links and generated pages."""
+"""The pages agree with the code: options, log lines, links, decisions, generated pages, and the website."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -126,3 +129,53 @@ def test_every_command_on_a_page_is_accepted(page: Path) -> None:
     for line in "".join(blocks).splitlines():
         if re.match(r"(\S*/)?(edge-client|aggregator|export-backbone|protofleet) ", line):
             parse(line)
+
+
+ADR = ROOT / "docs" / "adr"
+NEVER_USED = {38, 39}
+
+
+def test_the_index_of_decisions_has_every_number_once() -> None:
+    """A decision without a page has its reason in the index."""
+    row = re.compile(r"^\| (?:\[(\d+)\]\((.*)\)|(\d+)) \| (.+?) \| (.*?) ?\|$", re.MULTILINE)
+    rows = row.findall((ADR / "README.md").read_text(encoding="utf-8"))
+    numbers = [int(linked or plain) for linked, _, plain, _, _ in rows]
+    assert numbers == [each for each in range(1, numbers[-1] + 1) if each not in NEVER_USED]
+    assert {file for _, file, _, _, _ in rows if file} == {page.name for page in ADR.glob("0*.md")}
+    assert all(reason for linked, _, _, _, reason in rows if not linked)
+
+
+def test_site_builds_without_a_warning(tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    start = (tmp_path / "site" / "index.html").read_text(encoding="utf-8")
+    assert "make demo" in start, "README.md is the start page"
+    assert 'href="operations/index.html"' in start
+    assert (tmp_path / "site" / "source" / "deploy" / "Dockerfile.txt").is_file()
+    reference = (tmp_path / "site" / "python-reference.html").read_text(encoding="utf-8")
+    assert 'id="protofleet.Model.predict"' in reference
+
+
+def test_docstrings_state_what_is_returned_or_done() -> None:
+    """None begins with an indirect question."""
+    folders = (
+        "protocol",
+        "edge_client",
+        "aggregator",
+        "export",
+        "protofleet",
+        "tests",
+        "benchmarks",
+        "examples",
+        "docs",
+    )
+    question = re.compile(r'^ *"""(?:Who|What|Whether)\b.*', re.MULTILINE)
+    files = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
+    assert [f"{file}: {text}" for file in files for text in question.findall(file.read_text("utf-8"))] == []
