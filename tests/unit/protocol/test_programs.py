@@ -1,4 +1,4 @@
-"""What all programs share: log events, threads, systemd's messages, and telemetry that is off."""
+"""Parts of all programs: log events, threads, systemd's messages, and telemetry that is off."""
 
 import logging
 import os
