@@ -19,6 +19,7 @@ from docs import (
     generate_wire,
 )
 from edge_client.cli import cli as edge_client
+from protocol.models.onnx_metadata import BackboneMetadata
 from tests.docs.command_lines import parse
 
 ROOT = Path(__file__).parents[2]
@@ -102,6 +103,27 @@ def test_quoted_log_lines_are_in_the_code() -> None:
     for line in lines:
         for fragment in filter(None, map(str.strip, line.split("…"))):
             assert fragment in code, line
+
+
+def first_cells(title: str) -> list[str]:
+    """Return the first column of a table on the page of export, without the table's own heading."""
+    page = (ROOT / "docs" / "export.md").read_text(encoding="utf-8")
+    section = page.split(f"## {title}\n")[1].split("\n## ")[0]
+    return [line.split("|")[1].strip() for line in section.splitlines() if line.startswith("|")][2:]
+
+
+def test_every_field_of_a_backbones_metadata_is_documented() -> None:
+    written = re.findall(r"`(\w+)`", " ".join(first_cells("What the file is")))
+    assert sorted(written) == sorted(("kind", *BackboneMetadata.__struct_fields__))
+
+
+def test_documented_errors_of_export_exist() -> None:
+    code = "\n".join(file.read_text(encoding="utf-8") for file in (ROOT / "export").glob("*.py"))
+    messages = first_cells("Errors")
+    assert messages
+    for message in messages:
+        for fragment in filter(None, map(str.strip, message.split("…"))):
+            assert fragment in code, message
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
