@@ -87,11 +87,7 @@ def test_a_part_of_a_task_that_works_does_not_end_the_row(
     bench.manifest = deadly
     head = HeadManifest(task=bench.task, current=bench.head(1, CONSTANT["cat"]))
     monkeypatch.setattr(image_features, "extract", die)
-    with pytest.raises(EndedError):
-        bench.follow(deadly)
-    for _ in range(MAX_CRASHES - 1):
-        with pytest.raises(EndedError):
-            bench.start()
+    follow_until_it_dies(bench, deadly)
     bench.start().connect().announce(deadly).announce(head)
     assert bench.status["problem"].startswith("the program ended 3 times while it ran the task's graphs")
 
