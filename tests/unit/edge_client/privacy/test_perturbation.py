@@ -3,6 +3,7 @@
 import math
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -19,7 +20,7 @@ from edge_client.submission.prepared_submission import PreparedSubmission, prepa
 from protocol.errors import PrivacyRefused
 from protocol.models.preprocessing import Preprocessing
 from protocol.wire.messages import Perturbation, Program, TaskManifest
-from tests.support.devices.device_factory import CLASSES, TINY, make_manifest, make_workspace, write_images
+from tests.support.devices.device_factory import CLASSES, PROGRAM, make_manifest, make_workspace, write_images
 
 SECRET, OTHER = b"s" * 32, b"o" * 32
 HOW = Perturbation(on="prototypes", noise="gaussian", scale=0.5, shrink=0.25)
@@ -198,9 +199,8 @@ def test_prepared_prototypes_are_perturbed(workspace: Workspace) -> None:
 
 
 def test_task_that_uploads_unperturbed_parameters_beside_prototypes_is_refused() -> None:
-    fields = {"persistent": (), "batch_size": 32, "init": TINY, "step": TINY, "project": TINY, "head": TINY}
-    uploading = Program(**fields, uploaded=("weight",))  # type: ignore[arg-type]
+    uploading = msgspec.structs.replace(PROGRAM, uploaded=("weight",))
     with pytest.raises(PrivacyRefused, match="parameters beside them"):
         check_task(manifest(HOW, uploading))
     check_task(manifest(on_images(), uploading))
-    check_task(manifest(HOW, Program(**fields, uploaded=())))  # type: ignore[arg-type]
+    check_task(manifest(HOW, PROGRAM))

@@ -31,7 +31,14 @@ from protocol.errors import ProtofleetError
 from protocol.wire.codec import to_array
 from protocol.wire.messages import BlobRef, Program, RoundManifest, Submission, TaskManifest
 from protofleet.prototypes import average_class
-from tests.support.devices.device_factory import CLASSES, TINY, make_manifest, make_workspace, write_images
+from tests.support.devices.device_factory import (
+    CLASSES,
+    PROGRAM,
+    TINY,
+    make_manifest,
+    make_workspace,
+    write_images,
+)
 from tests.support.devices.linear_attacker import fewest_images
 from tests.support.devices.round_factory import put_contents, take_images
 from tests.support.messages.submissions import values_of
@@ -39,9 +46,6 @@ from tests.support.simulation.clocks import FakeClock
 
 TASK = b"t" * 32
 FOUR_CLASSES = ("ant", "bee", "cat", "dog")
-PROGRAM = Program(
-    init=TINY, step=TINY, project=TINY, head=TINY, persistent=(), uploaded=(), batch_size=4
-)  # fmt: skip
 OTHER_BACKBONE = BlobRef(digest=b"o" * 32, size_bytes=1, name="other")
 SIZE = 1 << 6
 """Length of a feature: one value per image of a class, so that a prototype shows which images are in it."""

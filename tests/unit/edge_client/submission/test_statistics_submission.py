@@ -28,17 +28,14 @@ from protocol.errors import GraphRefused, Interrupted, PrivacyRefused
 from protocol.statistics.second_moment import decode, from_triangle
 from protocol.wire.codec import to_array
 from protocol.wire.messages import (
-    BlobRef,
-    DifferentialPrivacy,
     Perturbation,
-    Program,
     Statistics,
     Submission,
     TaskManifest,
 )
-from tests.support.devices.device_factory import make_manifest, make_workspace, write_images
+from tests.support.devices.device_factory import PROGRAM, TINY, make_manifest, make_workspace, write_images
 from tests.support.devices.round_factory import stored
-from tests.support.devices.worker_benches import PrivateBench
+from tests.support.devices.worker_benches import WANTED, PrivateBench
 from tests.support.graphs.feature_maps import NEGATED, map_graph, mapped
 
 TASK = b"t" * 32
@@ -192,24 +189,17 @@ def test_sums_can_be_interrupted(tmp_path: Path) -> None:
         prepare(tmp_path, stop=True)
 
 
-_BLOB = BlobRef(digest=bytes(32), size_bytes=1, name="blob")
-_PROGRAM = Program(
-    **dict.fromkeys(("init", "step", "project", "head"), _BLOB), persistent=(), uploaded=(), batch_size=1
-)
-_DP = DifferentialPrivacy(clip_norm=2.0, noise_multiplier=2.0, delta=1e-5, max_epsilon=6.0)
-
-
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"program": _PROGRAM}, policy.STATISTICS_IN_ROUNDS),
-        ({"differential_privacy": _DP}, policy.NOISY_STATISTICS),
+        ({"program": PROGRAM}, policy.STATISTICS_IN_ROUNDS),
+        ({"differential_privacy": WANTED}, policy.NOISY_STATISTICS),
         ({"perturbation": Perturbation(on="prototypes", scale=0.1)}, policy.NOISY_STATISTICS),
         ({"alpha": 0.99}, policy.FILTERED_STATISTICS),
     ],
 )
 def test_task_whose_privacy_cannot_be_honored_is_refused(changes: dict[str, Any], problem: str) -> None:
-    task = make_manifest(**SINGLE, statistics=Statistics(map=_BLOB, size=4))
+    task = make_manifest(**SINGLE, statistics=Statistics(map=TINY, size=4))
     policy.check_task(task)
     policy.check_task(msgspec.structs.replace(task, perturbation=Perturbation(on="images", scale=0.1)))
     with pytest.raises(PrivacyRefused, match=problem):
@@ -217,9 +207,9 @@ def test_task_whose_privacy_cannot_be_honored_is_refused(changes: dict[str, Any]
 
 
 def test_map_is_downloaded_for_a_submission_and_not_for_predictions() -> None:
-    task = make_manifest(**SINGLE, statistics=Statistics(map=_BLOB, size=4))
+    task = make_manifest(**SINGLE, statistics=Statistics(map=TINY, size=4))
     state = State(Mode.SERVICE, task=TASK, manifest=task)
-    assert state.submission_blobs == (*task.backbones, _BLOB)
+    assert state.submission_blobs == (*task.backbones, TINY)
     assert not state.can_build
 
 
