@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import click
 import msgspec
 import pytest
 from click.testing import CliRunner
@@ -58,14 +57,6 @@ def test_options_before_the_command_apply_to_it(here: Path, arguments: list[str]
     done = CliRunner().invoke(cli, arguments)
     assert done.exit_code == 0, (done.output, here)
     assert done.output.startswith(f"device     {device}, ")
-
-
-@pytest.mark.usefixtures("here")
-def test_options_take_precedence_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This holds before and after the command's name."""
-    monkeypatch.setenv("PROTOFLEET_STATE", "two")
-    assert CliRunner().invoke(cli, ["status"]).output.startswith("device     two, ")
-    assert CliRunner().invoke(cli, ["--state", "one", "status"]).output.startswith("device     one, ")
 
 
 def _status(*options: str) -> str:
@@ -161,15 +152,6 @@ def test_status_says_that_a_head_is_an_earlier_tasks(here: Path) -> None:
     assert "head       version 3 of the earlier task 616161616161\n" in _status()
 
 
-def test_status_shows_a_heads_accuracy_over_all_classes(here: Path) -> None:
-    installed = InstalledHead(
-        head=b"", version=3, backbones=(), classes=(), correct=49, total=50, balanced=0.49, known=2
-    )
-    DeviceState(here / "one").set(Heads(installed))
-    output = _status()
-    assert "head       version 3, accuracy 98.0% (49/50), at least 49.0% over all 2 classes\n" in output
-
-
 def test_cost_of_a_backbone_is_measured_without_a_fleet(here: Path) -> None:
     """Neither a broker nor a state directory is needed, and nothing is left behind."""
     write_images(here / "data", count=6)
@@ -258,32 +240,6 @@ def test_other_names_than_the_enrolled_ones_are_refused(folder: Path, started: l
     assert started == []
     run(folder, "--enrollment", str(folder), "--device-id", "shed-1", "--fleet", "orchard")
     assert len(started) == 1
-
-
-def test_an_enrollment_without_a_broker_needs_the_option(tmp_path: Path, folder: Path) -> None:
-    """The error is that of a device without an enrollment."""
-    store = open_store(tmp_path / "aggregator")
-    enroll(store, "shed-2", fleet="orchard", out=tmp_path / "shed-2")
-    store.close()
-    with pytest.raises(click.UsageError, match="missing broker"):
-        run(folder, "--enrollment", str(tmp_path / "shed-2"))
-
-
-def test_status_finds_the_state_of_an_enrolled_device(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The default state directory depends on the enrolled fleet."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    monkeypatch.delenv("STATE_DIRECTORY", raising=False)
-    DeviceState(tmp_path / "protofleet" / "orchard").set(DeviceName("shed-1"))
-    done = CliRunner().invoke(cli, ["--enrollment", str(folder), "status"])
-    assert done.output.startswith("device     shed-1, "), done.output
-
-
-def test_a_missing_enrollment_is_an_error(tmp_path: Path, folder: Path) -> None:
-    """It names the folder."""
-    with pytest.raises(ConfigError, match="no enrollment in"):
-        run(folder, "--enrollment", str(tmp_path / "none"))
 
 
 @pytest.mark.usefixtures("started")

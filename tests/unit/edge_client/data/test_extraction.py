@@ -8,12 +8,10 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import msgspec
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -87,22 +85,6 @@ def test_only_what_changed_is_computed(tmp_path: Path) -> None:
     assert Extractor(tmp_path, tiny(tmp_path, seed=1))(images).computed == 5
 
 
-def test_several_backbones_are_run_one_after_the_other(tmp_path: Path) -> None:
-    """Each computes its own missing features and is opened only for that; progress counts all backbones."""
-    data = write_images(tmp_path / "data", count=3)
-    one, two = tiny(tmp_path), tiny(tmp_path, seed=1, feature_size=5)
-    Extractor(tmp_path, one)(find_images(data, CLASSES))
-    extractor = Extractor(tmp_path, one, two)
-    assert extractor(find_images(data, CLASSES)) == Extraction(computed=6, cached=6, refused=())
-    assert extractor.opened == [two.sha256]
-    assert extractor.progress == [6, 0, 4, 2]
-    assert extractor(find_images(data, CLASSES)) == Extraction(computed=0, cached=12, refused=())
-    assert extractor.opened == []
-    write_images(data, count=4)
-    assert extractor(find_images(data, CLASSES)).computed == 2 * 8
-    assert extractor.opened == [one.sha256, two.sha256]
-
-
 def test_image_unusable_for_one_backbone_is_skipped_for_all(tmp_path: Path) -> None:
     """It is named once, the backbones after it do not try it, and a restart opens none of them for it."""
     data = write_images(tmp_path / "data", count=2)
@@ -119,19 +101,6 @@ def test_image_unusable_for_one_backbone_is_skipped_for_all(tmp_path: Path) -> N
     assert known == {image.identity for image in images if image.path.stem.isdigit()}
     assert extractor(images) == Extraction(computed=0, cached=13, refused=extraction.refused)
     assert extractor.opened == []
-
-
-def test_one_pass_gives_the_features_of_all_backbones(tmp_path: Path) -> None:
-    """Each image is decoded once for all of them, even if they want different sizes."""
-    images = find_images(write_images(tmp_path / "data", count=3), CLASSES)
-    one, two = tiny(tmp_path), tiny(tmp_path, seed=1, feature_size=5)
-    grown = msgspec.structs.replace(two.metadata.preprocessing, crop_pct=0.5)
-    two = replace(two, metadata=msgspec.structs.replace(two.metadata, preprocessing=grown))
-    (batch,) = feature_batches(images, [one, two], batch_size=9, workers=1)
-    for backbone, columns in ((one, slice(0, 16)), (two, slice(16, 21))):
-        pixels = np.stack([preprocess(decode(p.path), backbone.metadata.preprocessing) for p in images])
-        found = np.stack([feature for _, feature in batch])[:, columns]  # type: ignore[misc]
-        np.testing.assert_allclose(found, backbone.features(pixels), rtol=1e-5)
 
 
 def test_interruption_keeps_finished_batches(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from onnx import numpy_helper
 
 from aggregator.algorithms.fedtc.head import Dense
 from aggregator.algorithms.novelty import class_directions
-from aggregator.graphs.fused_model import fuse
 from aggregator.graphs.head_export import head_to_onnx
 from edge_client.cli.predict import printer
 from edge_client.cli.watch import changes_only
@@ -32,10 +31,9 @@ from protocol.errors import GraphRefused
 from protocol.models.onnx_metadata import HeadMetadata
 from protocol.models.preprocessing import preprocess
 from protocol.wire.messages import DRIFT_LIMIT
-from protofleet import Model
 from tests.support.devices.device_bench import CONSTANT, HeadBench
 from tests.support.devices.device_factory import CLASSES, noise, tiny, write_images
-from tests.support.graphs.backbones import changed, tiny_backbone
+from tests.support.graphs.backbones import changed
 
 
 def _head_file(folder: Path, known: Path, *, threshold: float | None) -> bytes:
@@ -159,15 +157,6 @@ def test_watch_prints_changes_only(
     assert "none.png" in printed.err
 
 
-def test_model_file_knows_its_threshold(tmp_path: Path, images: list[Path]) -> None:
-    """`model.onnx` in Python has the same answers."""
-    tiny(tmp_path)
-    head = _head_file(tmp_path, images[0], threshold=1e-5)
-    (tmp_path / "model.onnx").write_bytes(fuse([tiny_backbone()], head))
-    model = Model.load(tmp_path / "model.onnx", provider="cpu")
-    assert [each.known for each in model.predict_all(images)] == [True, False]
-
-
 def test_head_whose_novelty_is_not_finite_is_refused(tmp_path: Path, images: list[Path]) -> None:
     def spoil(model: onnx.ModelProto) -> None:
         (whole,) = (each for each in model.graph.initializer if each.name == "novelty_whole")
@@ -207,18 +196,6 @@ def test_another_mixture_of_classes_is_no_drift(classes: list[int]) -> None:
 def test_shifted_images_are_drift(classes: list[int]) -> None:
     scores = [_score(_images(100, classes, seed + 100, shift=1.0), seed) for seed in range(10)]
     assert min(scores) > DRIFT_LIMIT
-
-
-def test_nothing_is_compared_with_too_few_labeled_images() -> None:
-    """Or where the head finds classes that have none."""
-    window = _images(100, [0, 1], 2)
-    assert drift_score(*_images(19, [0, 1], 1), *window) is None
-    assert drift_score(*_images(200, [2], 1), *window) is None
-
-
-def test_equal_features_have_no_score_above_chance() -> None:
-    same, zeros = np.ones((30, SIZE), np.float32), np.zeros(30, np.intp)
-    assert drift_score(same, zeros, same, zeros) == 0
 
 
 def test_programs_that_predict_store_the_score_and_the_device_reports_it(

@@ -120,10 +120,6 @@ def test_other_files_are_named_once(folder: Path, clock: Clock, caplog: pytest.L
         assert caplog.text.count(f'files={number} reason="suffix .heic, HEIC is not supported') == 1
 
 
-def test_existing_images_count_as_new_if_that_is_asked_for(folder: Path, clock: Clock) -> None:
-    assert _ready(FolderWatch(folder, existing=True, clock=clock), clock) == ["old.png"]
-
-
 def test_folder_that_vanishes_is_waited_for(
     folder: Path, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from edge_client.data.images import find_images
 from edge_client.privacy.noise import gaussian, laplace, subkey
 from edge_client.privacy.perturbation import perturb_image, perturb_prototypes, to_half
 from edge_client.privacy.policy import check_task
@@ -20,7 +19,7 @@ from edge_client.submission.prepared_submission import PreparedSubmission, prepa
 from protocol.errors import PrivacyRefused
 from protocol.models.preprocessing import Preprocessing
 from protocol.wire.messages import Perturbation, Program, TaskManifest
-from tests.support.devices.device_factory import CLASSES, PROGRAM, make_manifest, make_workspace, write_images
+from tests.support.devices.device_factory import PROGRAM, make_manifest, make_workspace, write_images
 
 SECRET, OTHER = b"s" * 32, b"o" * 32
 HOW = Perturbation(on="prototypes", noise="gaussian", scale=0.5, shrink=0.25)
@@ -170,13 +169,6 @@ def test_training_images_are_perturbed_and_held_out_ones_are_not(workspace: Work
     again = workspace.extract(noisy, _never)
     workspace.store.secret = lambda **_: SECRET  # type: ignore[method-assign]
     assert prepare_prototypes(workspace, noisy, again).fingerprint == mean_noisy.fingerprint, "drawn once"
-
-
-def test_unusable_images_are_reported_where_images_are_perturbed(workspace: Workspace) -> None:
-    for image in find_images(workspace.settings.data, CLASSES)[:8]:
-        image.path.write_text("broken")
-    found = workspace.extract(manifest(on_images()), _never)
-    assert (len(found.unusable), len(found.usable)) == (8, 16)
 
 
 def test_extraction_of_perturbed_images_without_secret_is_refused(workspace: Workspace) -> None:

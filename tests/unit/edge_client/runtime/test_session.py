@@ -17,7 +17,7 @@ from edge_client.runtime import watchdog
 from edge_client.runtime.backbone import Backbone, open_backbone
 from edge_client.runtime.concurrent_session import MAX_PART, ConcurrentSession
 from edge_client.runtime.isolated_session import IsolatedSession
-from edge_client.runtime.session import open_session, release_memory
+from edge_client.runtime.session import open_session
 from protocol.errors import GraphRefused, ProtofleetError, StateError
 from tests.support.graphs.backbones import EDGE, tiny_backbone
 from tests.support.graphs.hostile_backbones import fails_on_white, never_ends_on_white
@@ -46,12 +46,6 @@ def test_accelerator_that_fails_at_its_first_run_is_not_used(
     assert ("no memory on the GPU: running on cpu" in opened[2]) == (not runs)
 
 
-def test_threads_are_passed_to_onnx_runtime() -> None:
-    for threads, expected in ((3, 3), (None, 0)):
-        session = open_session(tiny_backbone(), provider="cpu", threads=threads)[0]
-        assert session.get_session_options().intra_op_num_threads == expected
-
-
 def test_ort_format_is_refused(tmp_path: Path) -> None:
     """`check_graph` cannot validate it."""
     options = onnxruntime.SessionOptions()
@@ -61,13 +55,6 @@ def test_ort_format_is_refused(tmp_path: Path) -> None:
     onnxruntime.InferenceSession(own, providers=["CPUExecutionProvider"])
     with pytest.raises(GraphRefused, match="cannot load"):
         open_session(own, provider="cpu", threads=1)
-
-
-def test_releasing_memory_never_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    release_memory()
-    for library in (object(), OSError()):
-        monkeypatch.setattr("ctypes.CDLL", Mock(side_effect=[library]))
-        release_memory()
 
 
 _LATE = """

@@ -17,7 +17,7 @@ from protocol.wire.codec import decode, digest_of, encode
 from protocol.wire.messages import DeviceInfo, Frame, Presence, PresenceState, Receipt, RoundManifest
 from protocol.wire.presence import Duplicate
 from protocol.wire.signing import public_key
-from protocol.wire.topics import DeviceChannel, fleet_topic
+from protocol.wire.topics import fleet_topic
 from tests.support.devices.device_bench import DeviceBench, HeadBench
 from tests.support.devices.device_factory import TINY, make_manifest, write_images
 from tests.support.devices.round_factory import TASK
@@ -151,17 +151,6 @@ def test_a_reconnected_aggregator_is_noticed(tmp_path: Path) -> None:
     assert requests("offline", 7, retained=False) == 0
     assert requests("online", 7, retained=False) == 1
     assert requests("online", 8, retained=False) == 1
-
-
-@pytest.mark.parametrize(("mode", "channels"), [(Mode.SERVICE, ["state", "info"]), (Mode.DRY_RUN, [])])
-def test_presence_and_info_are_published_at_every_connection(
-    tmp_path: Path, mode: Mode, channels: list[DeviceChannel]
-) -> None:
-    """A dry run publishes neither."""
-    bench = DeviceBench(tmp_path, mode=mode).start()
-    for _ in range(2):
-        bench.connect()
-    assert [each.topic for each in bench.published] == [bench.topic(name) for name in channels] * 2
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from edge_client.storage import stored_values
-from edge_client.storage.crash_counter import MAX_CRASHES, MAX_ROWS
+from edge_client.storage.crash_counter import MAX_CRASHES
 from edge_client.storage.device_state import DeviceState, default_device_id
 from edge_client.storage.disk_space import DiskAlmostFull
 from edge_client.storage.stored_values import Epoch, HeadProblem, Heads, InstalledHead, SubmissionSequence
@@ -34,16 +34,6 @@ def test_facts_survive_a_restart(tmp_path: Path) -> None:
     assert tuple(again.get(type(fact)) for fact in stored) == stored
     assert again.get(stored_values.PrivacySpent) == stored_values.PrivacySpent()
     assert [one.key for one in (stored[2].installed, stored[2].previous) if one] == [head.head, b"r" * 32]
-
-
-def test_fact_that_cannot_be_decoded_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Other(msgspec.Struct):
-        number: str = "seven"
-
-    Other.__name__ = Epoch.__name__
-    DeviceState(tmp_path).set(Other())
-    with pytest.raises(StateError, match=r"damaged contents: .*: keep the folder, and restore it whole"):
-        DeviceState(tmp_path).get(Epoch)
 
 
 def test_numbers_only_grow(tmp_path: Path) -> None:
@@ -203,13 +193,6 @@ def test_a_run_during_an_orderly_end_does_not_count(state: DeviceState) -> None:
     running.__enter__()
     state.crash_counter.stop()
     assert DeviceState(state.folder).crash_counter.crashes(GRAPH) == 0
-
-
-def test_the_number_of_counts_is_bounded(state: DeviceState) -> None:
-    """Each task and head that ended the program leaves one; the oldest are forgotten."""
-    for number in range(MAX_ROWS + 3):
-        end(state, b"%d" % number)
-    assert [state.crash_counter.crashes(b"%d" % number) for number in (0, 2, 3, MAX_ROWS + 2)] == [0, 0, 1, 1]
 
 
 def head(version: int) -> InstalledHead:

@@ -31,7 +31,6 @@ from edge_client.storage.stored_values import (
     ExtractionProgress,
     Secret,
 )
-from edge_client.submission import head_evaluation
 from edge_client.submission.builder import LOST_IMAGES
 from edge_client.submission.extraction_progress import LOG_INTERVAL_S, STORE_INTERVAL_S, ProgressReporter
 from edge_client.submission.head_evaluation import evaluate_head, held_out_images
@@ -81,15 +80,6 @@ def test_a_class_with_a_name_that_no_folder_can_have(tmp_path: Path) -> None:
     """It must not end the program, which would end again at each start with the stored task."""
     bench = PrivateBench(tmp_path, differential_privacy=None, classes=(*CLASSES, "\U0001f600" * 128))
     assert bench.upload().images == 80
-
-
-def test_the_same_images_give_the_same_submission(tmp_path: Path) -> None:
-    """Another device shuffles differently."""
-    data = write_images(tmp_path / "data", count=12)
-    first = _prepare(tmp_path)
-    assert _prepare(tmp_path).fingerprint == first.fingerprint
-    other = _prepare(tmp_path / "other", device_id="other", data=data)
-    assert other.fingerprint != first.fingerprint
 
 
 def test_the_shuffle_depends_on_the_devices_secret(tmp_path: Path) -> None:
@@ -164,27 +154,6 @@ def _evaluate(folder: Path, **local: Any) -> Evaluation:
     manifest = make_manifest()
     members = held_out_images(workspace, manifest)
     return evaluate_head(workspace, head, task=TASK, manifest=manifest, version=1, members=members)
-
-
-def test_an_evaluation_counts_held_out_images_only(tmp_path: Path) -> None:
-    """Correct and incorrect add up to the readable held-out images."""
-    data = write_images(tmp_path / "data", count=25)
-    (data / "cat" / "broken.png").write_text("broken")
-    prepared = _prepare(tmp_path, holdout=0.4)
-    evaluation = _evaluate(tmp_path, holdout=0.4)
-    totals = [
-        correct + incorrect
-        for correct, incorrect in zip(evaluation.correct, evaluation.incorrect, strict=True)
-    ]
-    assert totals == [report.held_out for report in prepared.classes]
-    assert evaluation.correct == (totals[0], 0)
-
-
-def test_a_head_is_evaluated_without_matching_images(tmp_path: Path) -> None:
-    """An incorrect folder or a missing disk is no fault of the head."""
-    for folder in (write_images(tmp_path / "data", count=2, classes=("cat", "zebra")), tmp_path / "away"):
-        evaluation = _evaluate(tmp_path, data=folder)
-        assert (evaluation.correct, evaluation.incorrect) == ((0, 0), (0, 0))
 
 
 def test_classes_that_lose_their_images_are_reported(
@@ -338,15 +307,6 @@ def test_prior_of_held_out_images(
     assert set(found.confused or ()) == {
         Confused(n, 1 - n, images) for n, images in enumerate(wrong) if images
     }
-
-
-def test_probabilities_of_very_many_images_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head_evaluation, "MAX_VALUES", 63)
-    workspace: Any = SimpleNamespace(cache=SimpleNamespace(chunks=_chunks))
-    arguments: dict[str, Any] = {"task": bytes(32), "manifest": make_manifest(), "version": 1}
-    for images, with_prior in ((31, 31), (32, UNSET)):
-        found = evaluate_head(workspace, cast("Any", _Head()), **arguments, members=[[LIKELY] * images, []])
-        assert found.correct_with_prior == with_prior
 
 
 def test_predictions_are_counted_by_confidence() -> None:

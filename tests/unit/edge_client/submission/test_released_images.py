@@ -278,17 +278,6 @@ def test_a_removed_image_takes_its_prototype_with_it(tmp_path: Path) -> None:
     assert sum(device.upload().classes[0].counts) == 15
 
 
-def test_images_that_every_prototype_lacks_are_a_reason_of_their_own(tmp_path: Path) -> None:
-    device = Folder(tmp_path, images=4)
-    device.upload(batch_size=4)
-    for name in CLASSES:
-        (device.data / name / "0000.png").unlink()
-    with pytest.raises(
-        ProtofleetError, match="every prototype has lost images: 2 images missing: restore these"
-    ):
-        device.upload(batch_size=4)
-
-
 def test_images_of_a_class_that_is_split_are_shown_as_waiting(tmp_path: Path) -> None:
     """One image of each prototype moves to the other class: nothing of either is left, and both say how many wait."""
     device = Folder(tmp_path, images=4)
@@ -362,15 +351,6 @@ def test_images_of_prototypes_are_not_held_out_later(tmp_path: Path) -> None:
     assert [report.held_out for report in second.classes] == [6, 4]
     rows = second.prototypes[second.labels == 0][: len(first.classes[0].counts)]
     np.testing.assert_array_equal(rows, first.prototypes[first.labels == 0])
-
-
-def test_a_task_without_a_release_prevents_no_later_one(tmp_path: Path) -> None:
-    """A mistaken `min_images`, for which no class has enough images, leaves no trace in the groups."""
-    device = Folder(tmp_path)
-    device.upload()
-    with pytest.raises(ProtofleetError):
-        device.upload(min_images=1000, batch_size=1000)
-    assert sum(device.upload(min_images=10, batch_size=10).classes[0].counts) == 12
 
 
 def test_a_dry_run_records_no_group(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from click.testing import CliRunner
 from numpy.typing import NDArray
 
 from aggregator.intake.validation import read_message
-from edge_client.agent.state import Mode, State
 from edge_client.cli import cli
 from edge_client.cli.run import _show_dry_run
 from edge_client.privacy import policy
@@ -131,19 +130,6 @@ def test_task_that_asks_for_several_images_gets_no_sums_of_single_ones(tmp_path:
     assert prepared.counts.min() >= 4
 
 
-def test_second_moment_distinguishes_submissions(tmp_path: Path) -> None:
-    write_images(tmp_path / "data", count=4)
-    prepared, _, _ = prepare(tmp_path)
-    assert prepared.fingerprint == prepare(tmp_path)[0].fingerprint
-    other = msgspec.structs.replace(prepared.tensors["second_moment"], data=b"other")
-    assert (
-        prepared.fingerprint
-        != PreparedSubmission(
-            prepared.prototypes, prepared.labels, prepared.counts, (), (), {"second_moment": other}
-        ).fingerprint
-    )
-
-
 NAN = (
     NEGATED.replace("projection = Concat<axis = 1>(clipped, negated)", "")
     + """
@@ -204,13 +190,6 @@ def test_task_whose_privacy_cannot_be_honored_is_refused(changes: dict[str, Any]
     policy.check_task(msgspec.structs.replace(task, perturbation=Perturbation(on="images", scale=0.1)))
     with pytest.raises(PrivacyRefused, match=problem):
         policy.check_task(msgspec.structs.replace(task, **changes))
-
-
-def test_map_is_downloaded_for_a_submission_and_not_for_predictions() -> None:
-    task = make_manifest(**SINGLE, statistics=Statistics(map=TINY, size=4))
-    state = State(Mode.SERVICE, task=TASK, manifest=task)
-    assert state.submission_blobs == (*task.backbones, TINY)
-    assert not state.can_build
 
 
 class _Bench(PrivateBench):
