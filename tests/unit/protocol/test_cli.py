@@ -14,7 +14,7 @@ from pathlib import Path
 import click
 import pytest
 
-from protocol.cli import config_option, counted, run, start_logging, verbose_option
+from protocol.cli import config_option, run, start_logging, verbose_option
 from protocol.errors import ConfigError, pip_command
 from protocol.log import event
 from protocol.service_manager import stop_on_terminate
@@ -137,15 +137,6 @@ def test_exit_codes(
         assert output.err == said
 
 
-def test_unexpected_exception_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["example", "--fail", "bug"])
-    with pytest.raises(ZeroDivisionError):
-        main()
-    monkeypatch.setattr(sys, "argv", ["example", "--fail", "own"])
-    with pytest.raises(ModuleNotFoundError, match="gone"):
-        main()
-
-
 def test_config_file_gives_defaults(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -205,11 +196,6 @@ def test_signal_sets_exit_code_and_log_goes_to_stderr(number: signal.Signals, co
     assert program.returncode == code
     start = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d INFO [\w.]+ "
     assert re.fullmatch(f"{start}ready\n" + (f"\n?{start}interrupted\n" if code else ""), errors)
-
-
-@pytest.mark.parametrize(("number", "text"), [(0, "0 prototypes"), (1, "1 prototype"), (2, "2 prototypes")])
-def test_numbers_of_things(number: int, text: str) -> None:
-    assert counted(number, "prototype") == text
 
 
 def test_log_lines_escape_control_characters(capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,11 +23,6 @@ from protocol.threads import start_thread
 log = logging.getLogger("protocol.test_log")
 
 
-class Unprintable:
-    def __str__(self) -> str:
-        raise AssertionError("formatted although nothing logs it")
-
-
 @pytest.mark.parametrize(
     ("value", "text"),
     [
@@ -61,12 +56,6 @@ def test_event_keeps_order_and_omits_none(caplog: pytest.LogCaptureFixture) -> N
     assert record.getMessage() == "100 % done zebra=1 apple=2"
     assert record.levelno == logging.WARNING
     assert record.filename == "test_programs.py", "the record names the caller, not the helper"
-
-
-def test_event_formats_nothing_below_level(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger=log.name):
-        event(log, logging.DEBUG, "frame received", frame=Unprintable())
-    assert caplog.messages == []
 
 
 def test_warnings_are_suppressed_until_the_block_ends(caplog: pytest.LogCaptureFixture) -> None:
@@ -136,12 +125,6 @@ def test_failure_of_the_system_is_one_line(caplog: pytest.LogCaptureFixture) -> 
     text = "the thread worker has ended unexpectedly: cannot use /state/blobs: Input/output error"
     assert str(failures.get_nowait()) == text
     assert "Traceback" not in caplog.text
-
-
-def test_thread_that_returns_is_not_reported() -> None:
-    failures: list[ThreadFailed] = []
-    start_thread(lambda: None, name="worker", on_failure=failures.append).join()
-    assert failures == []
 
 
 def _no_thread() -> AbstractContextManager[object]:

@@ -115,13 +115,6 @@ def test_two_disconnects_during_large_packets_infer_a_limit() -> None:
     assert limits == [None, 30000, 30000, 15000, 15000, MIN_LIMIT_BYTES] + 2 * [MIN_LIMIT_BYTES]
 
 
-def test_disconnect_without_large_packet_resets_the_count() -> None:
-    limit = InferredLimit()
-    for in_flight in ([60000], [], [60000], []):
-        limit = limit.disconnected(in_flight)
-    assert limit.limit_bytes is None
-
-
 @given(st.lists(st.one_of(SIZES, st.lists(SIZES, max_size=3)), max_size=30))
 def test_acknowledged_sizes_stay_allowed(happenings: list[int | list[int]]) -> None:
     limit = InferredLimit()

@@ -68,7 +68,3 @@ def test_bin_contains_the_log_odds(values: list[float], classes: int) -> None:
     assert (np.abs(bin_centers()[places] - inside) <= WIDTH / 2 + 1e-9).all()
     assert bin_centers()[0] == LOWEST + WIDTH / 2
     assert len(bin_centers()) == CONFIDENCE_BINS
-
-
-def test_no_rows_have_no_bins() -> None:
-    assert confidence_bins(np.empty((0, 3), np.float32)).shape == (0,)

@@ -34,13 +34,12 @@ from edge_client.cli import cli as edge_client_cli
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.feature_cache import FeatureCache
 from protocol.errors import ConfigError, StateError
-from protocol.storage.elapsed_clock import KEEP_S, ElapsedClock, machine_time
+from protocol.storage.elapsed_clock import KEEP_S, ElapsedClock
 from protocol.storage.facts import Fact, Facts
 from protocol.storage.folder_lock import FolderLock
 from protocol.storage.keyfile import read_key, read_or_make_key, write_private
 from protocol.storage.state_folder import default_state_folder, make_state_folder
 from protocol.wire.signing import public_key
-from tests.support.fleets.aggregator_process import run_aggregator
 
 
 def test_default_is_systemds_else_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,16 +51,6 @@ def test_default_is_systemds_else_the_users(monkeypatch: pytest.MonkeyPatch) -> 
     assert default_state_folder("name") == Path("/xdg/name")
     monkeypatch.setenv("STATE_DIRECTORY", "/var/lib/service")
     assert default_state_folder("name") == Path("/var/lib/service")
-
-
-def test_aggregator_has_a_default_outside_of_the_working_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("STATE_DIRECTORY", raising=False)
-    monkeypatch.delenv("PROTOFLEET_STATE", raising=False)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    done = run_aggregator("status")
-    assert f"no aggregator state in {tmp_path}/protofleet-aggregator" in done.stderr
 
 
 @pytest.mark.parametrize("make", [make_state_folder, open_store, DeviceState])
@@ -191,14 +180,6 @@ def test_lock_ends_with_a_killed_process(tmp_path: Path) -> None:
     assert not lock.is_taken()
 
 
-def test_missing_folder_is_named(tmp_path: Path) -> None:
-    missing = tmp_path / "missing"
-    assert not FolderLock(missing).is_taken()
-    with pytest.raises(StateError, match="missing"):
-        FolderLock(missing).take()
-    assert not missing.exists()
-
-
 def test_a_filesystem_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
@@ -246,12 +227,6 @@ def test_invalid_key_file_is_named(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match="without a password"):
         read_key(path)
-
-
-def test_unwritable_folder_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(StateError, match="file"):
-        write_private(tmp_path / "file" / "a.key", b"data")
 
 
 @dataclass
@@ -310,9 +285,3 @@ def test_the_wall_clock_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     machine.since_s += 7
     assert clock.now_s() == before_s + 7
     assert clock.unix_s(clock.now_s() + 60) == 2e9 + 60
-
-
-def test_machine_time_names_the_boot() -> None:
-    boot, since_s = machine_time()
-    assert (boot, since_s) <= machine_time()
-    assert machine_time()[0] == boot
