@@ -65,14 +65,6 @@ def receipt(**fields: Any) -> Receipt:
     return Receipt(**{"digest": ITEM.digest, "status": "refused", **fields})
 
 
-def test_nothing_is_sent_without_a_connection() -> None:
-    """The submission is built and kept."""
-    state = State(mode=Mode.SERVICE, stored=frozenset({digest_of(BACKBONE)}))
-    state, actions = play(state, events.TaskSeen(TASK, MANIFEST), events.SubmissionBuilt(TASK, ITEM))
-    assert actions == [events.BuildSubmission(TASK, MANIFEST)]
-    assert play(state, mqtt.Connected())[1] == [QUERY]
-
-
 @pytest.mark.parametrize(
     ("mode", "last"), [(Mode.SERVICE, events.Log), (Mode.ONCE, events.Exit), (Mode.DRY_RUN, events.Exit)]
 )
@@ -112,30 +104,6 @@ def test_a_refusal_ends_the_program_or_is_logged(
     assert [upload.item for upload in state.uploads] == ([ITEM] if kind is events.Log else [])
 
 
-def test_a_newer_submission_replaces_a_pending_one() -> None:
-    newer = item_of(b"newer")
-    state, actions = play(uploading(), events.ImagesChanged(), events.SubmissionBuilt(TASK, newer))
-    assert [upload.item for upload in state.uploads] == [newer]
-    send = events.SendFrames(newer, ((0, newer.size_bytes),))
-    assert actions == [events.BuildSubmission(TASK, MANIFEST), send]
-
-
-def test_a_new_task_ends_the_transfers_of_the_old_one() -> None:
-    """Another submission is built, and a late result of the old task is dropped."""
-    late = events.SubmissionBuilt(TASK, ITEM)
-    state, actions = play(uploading(), events.TaskSeen(OTHER_TASK, MANIFEST), late)
-    assert (state.uploads, actions) == ((), [events.BuildSubmission(OTHER_TASK, MANIFEST)])
-
-
-def test_a_dry_run_builds_and_exits() -> None:
-    """It uploads nothing, and installs no head."""
-    stored = frozenset({digest_of(BACKBONE), digest_of(HEAD)})
-    state = State(mode=Mode.DRY_RUN, stored=stored, connected=True)
-    built = events.SubmissionBuilt(TASK, ITEM)
-    _, actions = play(state, events.TaskSeen(TASK, MANIFEST), HEAD_MANIFEST, built)
-    assert actions == [events.BuildSubmission(TASK, MANIFEST), events.Exit(0)]
-
-
 def test_the_retry_delay_grows_until_the_aggregator_restarts() -> None:
     """The next query is sent at once then."""
     state = uploading()
@@ -163,16 +131,6 @@ def test_requests_for_a_refused_blob_back_off() -> None:
         state, actions = play(state, events.Ticked(), now_s=second)
     assert logged == 1
     assert 5 < len(asked) < 20
-
-
-def test_a_blob_refused_to_an_unknown_device_ends_the_program() -> None:
-    """The line has the aggregator's detail."""
-    refusal = receipt(digest=digest_of(BACKBONE), reason="unknown_device", detail="not enrolled")
-    state = State(mode=Mode.SERVICE, connected=True)
-    opened = events.DownloadOpened(digest_of(BACKBONE), 0)
-    _, (*_, action) = play(state, events.TaskSeen(TASK, MANIFEST), opened, refusal)
-    assert isinstance(action, events.Exit)
-    assert "not enrolled" in action.text
 
 
 def test_a_failing_stored_task_does_not_end_a_service() -> None:
@@ -207,14 +165,6 @@ def test_a_build_that_failed_for_a_passing_reason_is_repeated() -> None:
     assert play(state, events.Ticked(), now_s=now_s + 1e6)[1] == []
 
 
-def test_a_build_that_lacked_images_is_repeated() -> None:
-    """They may be readable later, or back."""
-    built, build = events.SubmissionBuilt(TASK, ITEM, retries=True), events.BuildSubmission(TASK, MANIFEST)
-    state, _ = play(uploading(), events.ImagesChanged(), built)
-    assert build not in play(state, events.Ticked(), now_s=19)[1]
-    assert build in play(state, events.Ticked(), now_s=22)[1]
-
-
 def test_a_stored_task_is_started_but_must_be_confirmed() -> None:
     """A single run exits only after the broker has sent the same task."""
     done = head_key(HEAD_MANIFEST.current)
@@ -226,12 +176,6 @@ def test_a_stored_task_is_started_but_must_be_confirmed() -> None:
     _, actions = play(state, events.TaskSeen(OTHER_TASK, MANIFEST))
     assert actions == [events.BuildSubmission(OTHER_TASK, MANIFEST)]
     assert play(state, events.TaskSeen(TASK, MANIFEST))[1] == [events.Exit(0)]
-
-
-def test_a_reconnected_aggregator_is_queried_at_once() -> None:
-    """The device may have connected before it."""
-    _, actions = play(uploading(), events.Ticked(), events.AggregatorReconnected(), events.Ticked(), now_s=1)
-    assert actions == [QUERY]
 
 
 def test_a_restarted_aggregator_is_asked_for_missing_ranges() -> None:
@@ -341,11 +285,3 @@ def test_an_aggregator_without_state_receives_the_submission_again(
     world.run(steps=4_000)
     assert world.taken.count(digest_of(SUBMISSION)) == 1
     assert world.state.uploads == ()
-
-
-def test_a_download_resumes_at_the_bytes_on_disk() -> None:
-    world = begin()
-    world.disk[digest_of(BACKBONE)] = BACKBONE[:70_000]
-    world.run()
-    asked = [action for action in world.done if isinstance(action, events.RequestBlob)]
-    assert asked[0] == events.RequestBlob(digest_of(BACKBONE), 70_000, len(BACKBONE) - 70_000)
