@@ -87,17 +87,8 @@ COMMANDS = [
     ("protofleet.cli", "aggregator,cpu,export", COMPARISON),
 ]
 WITHOUT_EXTRAS = (
-    *(
-        "enroll",
-        "enroll-broker",
-        "enroll-receiver",
-        "revoke",
-        "forget",
-        "reset-key",
-        "issue-key",
-        "rotate-key",
-    ),
-    *("rollback", "promote", "release", "take-over", "receive"),
+    *("enroll", "enroll-broker", "enroll-receiver", "revoke", "forget", "reset-key", "issue-key"),
+    *("rotate-key", "rollback", "promote", "release", "take-over", "receive"),
 )
 """Commands that need none."""
 

@@ -1,6 +1,9 @@
-"""The pages agree with the code: options, log lines, links and generated pages."""
+"""The pages agree with the code: options, log lines, links, decisions, generated pages, and the website."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from docs import (
     generate_wire,
 )
 from edge_client.cli import cli as edge_client
+from protocol.models.onnx_metadata import BackboneMetadata
 from tests.docs.command_lines import parse
 
 ROOT = Path(__file__).parents[2]
@@ -102,6 +106,27 @@ def test_quoted_log_lines_are_in_the_code() -> None:
             assert fragment in code, line
 
 
+def first_cells(title: str) -> list[str]:
+    """Return the first column of a table on the page of export, without the table's own heading."""
+    page = (ROOT / "docs" / "export.md").read_text(encoding="utf-8")
+    section = page.split(f"## {title}\n")[1].split("\n## ")[0]
+    return [line.split("|")[1].strip() for line in section.splitlines() if line.startswith("|")][2:]
+
+
+def test_every_field_of_a_backbones_metadata_is_documented() -> None:
+    written = re.findall(r"`(\w+)`", " ".join(first_cells("What the file is")))
+    assert sorted(written) == sorted(("kind", *BackboneMetadata.__struct_fields__))
+
+
+def test_documented_errors_of_export_exist() -> None:
+    code = "\n".join(file.read_text(encoding="utf-8") for file in (ROOT / "export").glob("*.py"))
+    messages = first_cells("Errors")
+    assert messages
+    for message in messages:
+        for fragment in filter(None, map(str.strip, message.split("…"))):
+            assert fragment in code, message
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_have_a_target(page: Path) -> None:
     """A link into the repository leads to a file."""
@@ -127,3 +152,43 @@ def test_every_command_on_a_page_is_accepted(page: Path) -> None:
     for line in "".join(blocks).splitlines():
         if re.match(r"(\S*/)?(edge-client|aggregator|export-backbone|protofleet) ", line):
             parse(line)
+
+
+ADR = ROOT / "docs" / "adr"
+NEVER_USED = {38, 39}
+
+
+def test_the_index_of_decisions_has_every_number_once() -> None:
+    """A decision without a page has its reason in the index."""
+    row = re.compile(r"^\| (?:\[(\d+)\]\((.*)\)|(\d+)) \| (.+?) \| (.*?) ?\|$", re.MULTILINE)
+    rows = row.findall((ADR / "README.md").read_text(encoding="utf-8"))
+    numbers = [int(linked or plain) for linked, _, plain, _, _ in rows]
+    assert numbers == [each for each in range(1, numbers[-1] + 1) if each not in NEVER_USED]
+    assert {file for _, file, _, _, _ in rows if file} == {page.name for page in ADR.glob("0*.md")}
+    assert all(reason for linked, _, _, _, reason in rows if not linked)
+
+
+def test_site_builds_without_a_warning(tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    start = (tmp_path / "site" / "index.html").read_text(encoding="utf-8")
+    assert "make demo" in start, "README.md is the start page"
+    assert 'href="operations/index.html"' in start
+    assert (tmp_path / "site" / "source" / "deploy" / "Dockerfile.txt").is_file()
+    reference = (tmp_path / "site" / "python-reference.html").read_text(encoding="utf-8")
+    assert 'id="protofleet.Model.predict"' in reference
+
+
+def test_docstrings_state_what_is_returned_or_done() -> None:
+    """None begins with an indirect question."""
+    folders = ("protocol", "edge_client", "aggregator", "export", "tests", "benchmarks", "examples", "docs")
+    question = re.compile(r'^ *"""(?:Who|What|Whether)\b.*', re.MULTILINE)
+    files = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
+    assert [f"{file}: {text}" for file in files for text in question.findall(file.read_text("utf-8"))] == []

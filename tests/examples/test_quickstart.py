@@ -31,7 +31,7 @@ from examples.quickstart.folder import (
 from examples.quickstart.measure import Images, accuracy_alone, accuracy_of_nearest_mean, as_averaged
 from examples.quickstart.report import DeviceResult, Result, progress, show
 from protocol.errors import ProtofleetError
-from tests.examples.demo_folder import DIGITS, filled
+from tests.examples.test_quickstart_folder import DIGITS, filled
 from tests.support.fleets.fleet import aggregator_status, wait_until
 
 CLOSED_FORM = ("--algorithm", "statistics")

@@ -16,12 +16,23 @@ from examples.quickstart.folder import (
     ALGORITHMS,
     BACKBONE,
     ROUNDS,
+    Folder,
+    device_names,
+    prepare,
     task_text,
 )
 from protocol.errors import ConfigError
 from protocol.models.preprocessing import preprocess
 from protocol.storage.blobstore import file_digest
-from tests.examples.demo_folder import DIGITS, filled
+
+DIGITS = data.load()
+
+
+def filled(root: Path, *, devices: int = 5) -> Folder:
+    folder = Folder(root)
+    deal = data.deal(DIGITS.labels, devices=devices, seed=0)
+    prepare(folder, DIGITS, deal, names=device_names(devices), seed=0)
+    return folder
 
 
 @settings(deadline=None, max_examples=30)

@@ -1,13 +1,13 @@
 """All faults and all attacks, in the order of their tables."""
 
 from tests.system.attacks import authentication, malicious_heads, replays, resource_exhaustion, topic_access
-from tests.system.attacks.catalogue import Attack
-from tests.system.faults import brokers, networks, processes
-from tests.system.faults.catalogue import Fault
+from tests.system.attacks.fleet import Attack
+from tests.system.faults import networks, processes
+from tests.system.faults.fleet import Fault
 
 FAULTS = {
     fault.name: fault
-    for module in (processes, networks, brokers)
+    for module in (processes, networks)
     for fault in vars(module).values()
     if isinstance(fault, Fault)
 }

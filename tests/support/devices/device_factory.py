@@ -25,11 +25,15 @@ from edge_client.storage.stored_values import InstalledHead
 from edge_client.submission.image_features import Workspace
 from protocol.models.onnx_metadata import HeadMetadata, to_properties
 from protocol.wire.codec import digest_of
-from protocol.wire.messages import BlobRef, TaskManifest
+from protocol.wire.messages import BlobRef, Program, TaskManifest
 from tests.support.graphs.backbones import tiny_backbone
 
 CLASSES = ("cat", "dog")
 TINY = BlobRef(digest=digest_of(tiny_backbone()), size_bytes=len(tiny_backbone()), name="tiny")
+PROGRAM = Program(
+    init=TINY, step=TINY, project=TINY, head=TINY, persistent=(), uploaded=(), batch_size=4
+)  # fmt: skip
+"""Of a task in rounds whose graphs no test runs."""
 
 
 def write_images(folder: Path, *, count: int, seed: int = 0, classes: tuple[str, ...] = CLASSES) -> Path:

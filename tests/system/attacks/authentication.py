@@ -15,8 +15,7 @@ from protocol.errors import ConfigError, StateError
 from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess
 from tests.support.fleets.closed_fleet import FLEET
 from tests.system.attacks.attacker_client import AttackerClient, TrafficMonitor, raw_publish
-from tests.system.attacks.catalogue import attack
-from tests.system.attacks.fleet import HONEST, MALLORY, AttackedFleet, own
+from tests.system.attacks.fleet import HONEST, MALLORY, AttackedFleet, attack, own
 
 VICTIM = HONEST[0]
 INVALID_NAMES = (

@@ -4,14 +4,17 @@ One listener is configured by `aggregator enroll-broker`: certificates and an ac
 stands for an attacker who has passed the broker, or operates it. Both serve the same topics.
 """
 
+import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import psutil
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from aggregator.intake.assembly import Assembly
 from aggregator.security.enrollment import revoke
@@ -25,8 +28,9 @@ from protocol.wire.messages import MAX_FRAME_BYTES, Frame, HeadManifest, Signed,
 from protocol.wire.signing import open_manifest, sign_frame
 from protocol.wire.topics import DeviceChannel, FleetChannel, device_topic, fleet_topic
 from protocol.wire.transfer import frames_of
+from tests.support.devices.device_factory import gray_png
 from tests.support.fleets.closed_fleet import FLEET, ClosedFleet
-from tests.support.fleets.fleet import Fleet, folder_bytes
+from tests.support.fleets.fleet import Fleet, folder_bytes, write_digits
 from tests.support.network.brokers import free_address
 from tests.system.attacks.attacker_client import AttackerClient, TrafficMonitor
 
@@ -245,3 +249,85 @@ def shared(channel: FleetChannel) -> str:
 
 def frame_of(payload: bytes) -> Frame:
     return decode(payload, Frame, max_bytes=MAX_FRAME_BYTES)
+
+
+Attempt = Callable[[AttackedFleet], Iterator[bool]]
+"""Attacks a fleet; yields for each attempt whether it has succeeded."""
+
+Count = tuple[str, str]
+"""A reason and the sender's name, or `by NAME` for messages that device NAME has refused. Reasons in `BROKER_LOG` are
+counted in the broker's log, all others in `aggregator status`."""
+
+BROKER_LOG = {"denied": "`Denied PUBLISH`", "no certificate": "`SSL routines`"}
+"""Texts in the broker's log."""
+
+
+@dataclass(frozen=True)
+class Attack:
+    """One attack.
+
+    Attributes:
+        name: as in the table.
+        stopped_by: in order.
+        counted: what has increased when it is over.
+        otherwise: where an operator sees it if nothing is counted.
+    """
+
+    name: str
+    attempt: Attempt
+    stopped_by: str
+    counted: tuple[Count, ...]
+    otherwise: str
+
+    @property
+    def visible_in(self) -> str:
+        """Return where an operator sees it, in words."""
+        places = [
+            f"broker's log, {BROKER_LOG[reason]}{'' if name == '?' else f' from {name}'}"
+            if reason in BROKER_LOG
+            else f"`{reason}` {name if name.startswith('by ') else f'from {name}'}"
+            for reason, name in self.counted
+        ]
+        return ", ".join(places) or self.otherwise
+
+
+def attack(
+    name: str, *, stopped_by: str, counted: tuple[Count, ...] = (), otherwise: str = ""
+) -> Callable[[Attempt], Attack]:
+    """Make an attack of a function."""
+    return lambda attempt: Attack(name, attempt, stopped_by, counted, otherwise)
+
+
+NAME_MARK = "xyzzyname"
+"""In the name of every image of the honest devices."""
+BYTES_MARK = "xyzzybytes"
+"""In the bytes of every one."""
+BOMB = "bomb.png"
+BOMB_EDGE = 50_000
+
+
+def write_images(root: Path) -> dict[str, Path]:
+    """Write each honest device's images, half of the classes each, and a bomb among those of the first."""
+    folders = {}
+    for number, name in enumerate(HONEST):
+        folder = write_digits(root / f"images-{name}", classes=list(range(5 * number, 5 * number + 5)))
+        for file in sorted(folder.rglob("*.png")):
+            _mark(file)
+        folders[name] = folder
+    (folders[HONEST[0]] / "0" / BOMB).write_bytes(_bomb(BOMB_EDGE))
+    return folders
+
+
+def _mark(file: Path) -> None:
+    note = PngInfo()
+    note.add_text("Comment", BYTES_MARK)
+    with Image.open(file) as image:
+        image.save(file.with_name(f"{NAME_MARK}-{file.name}"), pnginfo=note)
+    file.unlink()
+
+
+def _bomb(edge: int) -> bytes:
+    """Return a PNG file of some kilobytes that decodes to gigabytes."""
+    packer = zlib.compressobj(9)
+    data = b"".join(packer.compress(bytes(edge + 1)) for _ in range(edge // 100)) + packer.flush()
+    return gray_png(edge, edge, data)

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Iterator
 import psutil
 
 from tests.support.graphs.backbones import changed
-from tests.system.attacks.catalogue import attack
 from tests.system.attacks.compromised_aggregator import DEVICE, CompromisedAggregator
-from tests.system.attacks.fleet import AttackedFleet
+from tests.system.attacks.fleet import AttackedFleet, attack
 from tests.system.attacks.malicious_graphs import ENDLESS, FAILING, REFUSED, Change, infinite_loop
 
 REPORT = "the device's `problem`, the head's `reason`"

@@ -9,8 +9,7 @@ from protocol.wire.signing import sign_frame
 from tests.support.fleets.closed_fleet import FLEET
 from tests.support.messages.manifests import signed_manifest
 from tests.system.attacks.attacker_client import TrafficMonitor
-from tests.system.attacks.catalogue import attack
-from tests.system.attacks.fleet import HONEST, MALLORY, REVOKED, AttackedFleet, frame_of, own, shared
+from tests.system.attacks.fleet import HONEST, MALLORY, REVOKED, AttackedFleet, attack, frame_of, own, shared
 from tests.system.attacks.topic_access import VICTIM, publish_to_broker, refused_by_devices
 
 

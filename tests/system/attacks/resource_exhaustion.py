@@ -20,9 +20,7 @@ from tests.support.fleets.aggregator_process import spoil
 from tests.support.fleets.closed_fleet import FLEET
 from tests.support.fleets.fleet import write_digits
 from tests.system.attacks.attacker_client import AttackerClient, ReceivedMessage, TrafficMonitor
-from tests.system.attacks.catalogue import attack
-from tests.system.attacks.fleet import LATE, MALLORY, NEW, AttackedFleet, frame_of, own, shared
-from tests.system.attacks.marked_images import BOMB
+from tests.system.attacks.fleet import BOMB, LATE, MALLORY, NEW, AttackedFleet, attack, frame_of, own, shared
 
 TRANSFERS = int(os.environ.get("PROTOFLEET_ATTACKS_TRANSFERS", "6000"))
 """Tiny transfers in a flood, half of them by a device with valid signatures. Set to 1000000 for a full run."""

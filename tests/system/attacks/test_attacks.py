@@ -15,8 +15,7 @@ from tests.support.fleets.fleet import QUICK, write_task
 from tests.support.messages.submissions import values_of
 from tests.support.network.brokers import require_mosquitto
 from tests.system.attacks.compromised_aggregator import DEVICE, PASSWORD, CompromisedAggregator
-from tests.system.attacks.fleet import HONEST, AttackedFleet
-from tests.system.attacks.marked_images import BOMB, BYTES_MARK, NAME_MARK, write_images
+from tests.system.attacks.fleet import BOMB, BYTES_MARK, HONEST, NAME_MARK, AttackedFleet, write_images
 from tests.system.attacks.topic_access import publish_to_broker
 from tests.system.suites import ATTACKS
 from tests.system.tables import AttackRow

@@ -12,8 +12,7 @@ from tests.support.fleets.closed_fleet import FLEET
 from tests.support.messages.manifests import signed_manifest
 from tests.support.messages.submissions import device_info
 from tests.system.attacks.attacker_client import TIMEOUT_S, TrafficMonitor
-from tests.system.attacks.catalogue import attack
-from tests.system.attacks.fleet import HONEST, MALLORY, AttackedFleet, own, shared
+from tests.system.attacks.fleet import HONEST, MALLORY, AttackedFleet, attack, own, shared
 
 VICTIM = HONEST[0]
 MANIFESTS: tuple[FleetChannel, ...] = ("task", "round", "head")

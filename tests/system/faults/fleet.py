@@ -1,21 +1,87 @@
-"""A small fleet behind two proxies, and its comparison with a fleet without faults."""
+"""A small fleet behind two proxies, its comparison with a fleet without faults, and what a fault is."""
 
 import random
 import threading
 import time
+from collections import Counter
+from collections.abc import Callable
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 from aggregator.storage.open_store import open_store
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import Secret
-from protocol.wire.codec import digest_of
+from protocol.errors import MalformedMessage
+from protocol.wire.codec import decode, digest_of
+from protocol.wire.messages import MAX_FRAME_BYTES, Frame, Receipt
+from protocol.wire.topics import parse_device_topic
 from tests.support.fleets.fleet import Fleet, accepted_submissions, write_digits, write_task
 from tests.support.network.brokers import Mosquitto, free_address
-from tests.support.network.proxy import Proxy
-from tests.system.faults.transfers import Transfer, TransferLog
+from tests.support.network.proxy import Proxy, Seen
 from tests.system.tables import FaultRow, Reference
+
+
+@dataclass
+class Transfer:
+    size_bytes: int
+    frames: int = 0
+    received: bool = False
+    """True once a receipt with the status `received` has crossed."""
+
+
+class TransferLog:
+    """Records every publication that crosses a proxy.
+
+    Attributes:
+        up: uploads of devices, by device and digest.
+        down: downloads of devices, likewise.
+        answers: receipts by status, or by the reason of a refusal.
+    """
+
+    def __init__(self) -> None:
+        self.up: dict[tuple[str, bytes], Transfer] = {}
+        self.down: dict[tuple[str, bytes], Transfer] = {}
+        self.answers: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def record(self, seen: Seen) -> None:
+        try:
+            where = parse_device_topic(seen.topic)
+            if where.channel in {"up", "blk"}:
+                frame = decode(seen.payload, Frame, max_bytes=MAX_FRAME_BYTES)
+                self._record_frame(where.device, self.up if where.channel == "up" else self.down, frame)
+            elif where.channel == "ack" and seen.direction == "down":
+                self._record_receipt(where.device, decode(seen.payload, Receipt, max_bytes=MAX_FRAME_BYTES))
+        except MalformedMessage:
+            return  # of another channel, or damaged on purpose
+
+    def _record_frame(self, device: str, transfers: dict[tuple[str, bytes], Transfer], frame: Frame) -> None:
+        with self._lock:
+            transfers.setdefault((device, frame.digest), Transfer(frame.size_bytes)).frames += 1
+
+    def _record_receipt(self, device: str, receipt: Receipt) -> None:
+        with self._lock:
+            self.answers[receipt.reason or receipt.status] += 1
+            if (device, receipt.digest) in self.up and receipt.status == "received":
+                self.up[device, receipt.digest].received = True
+
+    def submissions(self, *, min_bytes: int) -> dict[tuple[str, bytes], Transfer]:
+        """Return the uploads that are at least this large: an evaluation is small."""
+        with self._lock:
+            return {key: transfer for key, transfer in self.up.items() if transfer.size_bytes >= min_bytes}
+
+    def frames_up(self, device: str | None = None) -> int:
+        """Count frames from all devices, or from one."""
+        with self._lock:
+            return sum(one.frames for (name, _), one in self.up.items() if device in {None, name})
+
+    def frames_down(self, digest: str | None = None) -> int:
+        """Count frames to devices, of all blobs or of the one with this hex digest."""
+        with self._lock:
+            return sum(one.frames for (_, blob), one in self.down.items() if digest in {None, blob.hex()})
+
 
 SEED = 20261121
 DEVICES = ("device-0", "device-1", "device-2")
@@ -211,3 +277,33 @@ class FaultyFleet(Fleet):
     def times_accepted(self, name: str) -> int:
         """Count how often the aggregator has logged a submission of a device as accepted."""
         return sum(device == name for device, _ in accepted_submissions(self.log("aggregator")))
+
+
+Provoke = Callable[[FaultyFleet], int]
+"""Starts a fleet of which only the broker runs, provokes a fault, and returns how often."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault.
+
+    Attributes:
+        name: as in the table.
+        least: how often it has to be provoked. Where a moment has to be met, this is less than the number of attempts:
+            on a slow machine the transfer or training may already be over.
+        options: lines of the broker's configuration; `{folder}` is its folder.
+        without_mqtt5: the broker does not speak MQTT 5.
+    """
+
+    name: str
+    provoke: Provoke
+    least: int
+    options: str
+    without_mqtt5: bool
+
+
+def fault(
+    name: str, *, least: int, options: str = "max_queued_messages 20000", without_mqtt5: bool = False
+) -> Callable[[Provoke], Fault]:
+    """Make a fault of a function."""
+    return lambda provoke: Fault(name, provoke, least, options, without_mqtt5)

@@ -1,8 +1,10 @@
-"""Networks that cut, delay, throttle, duplicate, reorder, drop and damage."""
+"""Faults of networks, of the broker (packet limits, full queues, denials), and of the aggregator's disk."""
+
+import resource
 
 from tests.support.network.proxy import Faults
-from tests.system.faults.catalogue import fault
-from tests.system.faults.fleet import FaultyFleet
+from tests.system.faults.fleet import CONNECTED, DEVICES, LATE_DEVICE, FaultyFleet, fault
+from tests.system.tables import Reference
 
 HEAD_FRAMES = 30
 """Frames of the head that cross a faulty network: about a tenth of what three devices download."""
@@ -42,3 +44,136 @@ def slow_link(fleet: FaultyFleet) -> int:
     fleet.run()
     fleet.wait_for_head_frames(2 * HEAD_FRAMES)
     return fleet.device_log.frames_up() + fleet.device_log.frames_down()
+
+
+WITHOUT_UPLOADS = "topic read pf/#\ntopic write pf/1/+/+\ntopic write pf/1/+/d/+/+\n"
+"""An access list that omits a device's topic for uploads, which has one more level."""
+DENIED = "the broker does not accept this device's upload"
+"""Logged by a device whose upload the broker denies."""
+NO_SPACE = "the aggregator has no space"
+"""Logged by a device whose upload the aggregator cannot store."""
+DENYING = "acl_file {folder}/acl\nlog_type all"
+
+
+@fault("a broker's packet limit of 20,000 bytes", least=100, options="max_packet_size 20000")
+def packet_limit(fleet: FaultyFleet) -> int:
+    """The broker announces its limit when a client connects, so that nothing larger is sent."""
+    fleet.run()
+    fleet.settle()
+    return fleet.device_log.frames_up() + fleet.device_log.frames_down()
+
+
+@fault(
+    "a broker's packet limit of 20,000 bytes, MQTT 3.1.1",
+    least=5,
+    options="max_packet_size 20000",
+    without_mqtt5=True,
+)
+def unannounced_packet_limit(fleet: FaultyFleet) -> int:
+    """The broker disconnects a client that exceeds it, until the client has found the limit."""
+    fleet.run()
+    fleet.settle()
+    return fleet.mosquitto.log().count("oversize packet")
+
+
+@fault(
+    "frames dropped by a full broker queue",
+    least=5,
+    options="max_queued_messages 10\nmax_inflight_messages 5\nmax_packet_size 32000",
+)
+def full_queue(fleet: FaultyFleet) -> int:
+    """The aggregator's link becomes slow while all devices send: the broker acknowledges, and drops."""
+    fleet.net.up = Faults(bytes_per_s=150_000)
+    fleet.run()
+    fleet.wait_until(
+        "frames of every device", lambda: all(fleet.device_log.frames_up(name) > 1 for name in DEVICES)
+    )
+    fleet.aggregator_net.down = Faults(bytes_per_s=15_000)
+
+    def difference() -> int:
+        return fleet.device_log.frames_up() - fleet.aggregator_log.frames_up()
+
+    # The broker has room for fifteen of them.
+    fleet.wait_until("lost frames", lambda: difference() >= 22)
+    fleet.settle()
+    return difference()
+
+
+@fault("publications denied by the broker", least=3, options=DENYING)
+def denied(fleet: FaultyFleet) -> int:
+    """Each device logs once that the access list denies its upload, and retries until it is corrected."""
+    fleet.run()
+    fleet.wait_until("denials", lambda: fleet.mosquitto.log().count("Denied PUBLISH") >= len(DEVICES))
+    times = fleet.mosquitto.log().count("Denied PUBLISH")
+    if fleet.mqtt5:
+        for name in DEVICES:
+            fleet.wait_for_log(name, DENIED)
+    fleet.mosquitto.allow("topic readwrite pf/#\n")
+    fleet.settle()
+    for name in DEVICES:
+        assert fleet.log(name).count(DENIED) <= 1, fleet.log(name)
+        assert "connection lost" not in fleet.log(name)
+    return times
+
+
+@fault("publications denied by the broker, MQTT 3.1.1", least=3, options=DENYING, without_mqtt5=True)
+def denied_silently(fleet: FaultyFleet) -> int:
+    """The broker acknowledges what it denies."""
+    return denied.provoke(fleet)
+
+
+@fault("uploads refused because the aggregator's disk is full", least=3)
+def full_disk(fleet: FaultyFleet) -> int:
+    """For a while, no file of it grows past 100 kB: it refuses every upload, which each device logs once."""
+    fleet.run("aggregator")
+    fleet.wait_for_log("aggregator", CONNECTED)
+    process = fleet.processes["aggregator"].pid
+    resource.prlimit(process, resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+    fleet.run(*DEVICES)
+    fleet.wait_until("refusals", lambda: fleet.device_log.answers["no_space"] >= 3)
+    for name in DEVICES:
+        fleet.wait_for_log(name, NO_SPACE)
+    times = fleet.device_log.answers["no_space"]
+    resource.prlimit(process, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    fleet.settle()
+    assert [fleet.log(name).count(NO_SPACE) for name in DEVICES] == [1] * len(DEVICES)
+    assert {refusal["reason"] for refusal in fleet.status()["refusals"]} <= {"no_space"}
+    return times
+
+
+@fault("a head damaged in transit, and on the aggregator's disk", least=4)
+def damaged_head(fleet: FaultyFleet) -> int:
+    """A device downloads it again; the aggregator notices it before it sends it, and restores it from its copy."""
+    fleet.net.down = Faults(bytes_per_s=2_000_000)
+    fleet.run()
+    fleet.wait_for_head_frames(1)
+    fleet.net.down = Faults(bytes_per_s=2_000_000, damage=0.05)
+    fleet.wait_until("damage", lambda: fleet.net.counts["damaged"] >= 3)
+    fleet.settle()
+    for name in DEVICES:
+        fleet.kill(name)
+    fleet.run(LATE_DEVICE)
+    fleet.wait_for("the late submission", lambda s: s["submissions"] == len(DEVICES) + 1)
+    fleet.kill(LATE_DEVICE)
+    digest = fleet.wait_for("the second head", lambda s: len(s["heads"]) == 2)["heads"][1]["sha256"]
+    blob = fleet.aggregator_state / "blobs" / digest
+    whole = blob.read_bytes()
+    blob.write_bytes(whole[:1000] + bytes(100) + whole[1100:])
+    fleet.run(*DEVICES)
+    fleet.run(LATE_DEVICE)
+    fleet.wait_until(
+        "the second head in use",
+        lambda: all(_head_of(fleet, name) == digest for name in (*DEVICES, LATE_DEVICE)),
+        pause_s=0.5,
+    )
+    devices = fleet.status()["devices"]
+    late = next(device["prototypes"] for device in devices if device["device"] == LATE_DEVICE)
+    prototypes = {**fleet.reference.prototypes, LATE_DEVICE: late}
+    fleet.reference = Reference((fleet.reference.head, digest), prototypes)
+    on_disk = sum(1 for _ in (fleet.aggregator_state / "damaged").iterdir())
+    assert on_disk >= 1
+    return on_disk + fleet.net.counts["damaged"]
+
+
+def _head_of(fleet: FaultyFleet, name: str) -> str | None:
+    return (fleet.device_status(name).get("head") or {}).get("head")

@@ -6,8 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 
 from tests.support.network.proxy import Faults
-from tests.system.faults.catalogue import fault
-from tests.system.faults.fleet import DEVICES, SEED, FaultyFleet
+from tests.system.faults.fleet import DEVICES, SEED, FaultyFleet, fault
 
 SLOW = Faults(bytes_per_s=250_000)
 """A submission takes three seconds, so that there are moments within it."""

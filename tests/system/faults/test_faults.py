@@ -13,9 +13,8 @@ import pytest
 from tests.support.databases.postgresql import PostgreSQL
 from tests.support.network.brokers import Mosquitto, free_address, require_mosquitto
 from tests.support.stores.object_store import BUCKET, moto_server, object_store
-from tests.system.faults.brokers import WITHOUT_UPLOADS
-from tests.system.faults.catalogue import Fault
-from tests.system.faults.fleet import DEVICES, FaultyFleet, write_inputs
+from tests.system.faults.fleet import DEVICES, Fault, FaultyFleet, write_inputs
+from tests.system.faults.networks import WITHOUT_UPLOADS
 from tests.system.suites import FAULTS
 from tests.system.tables import FaultRow, Reference
 

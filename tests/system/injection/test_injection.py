@@ -3,10 +3,9 @@
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Self, cast
 
 import psutil
 import pytest
@@ -14,7 +13,6 @@ import pytest
 from tests.support.network import brokers
 from tests.support.network.brokers import free_address, needs_mosquitto, require_mosquitto
 from tests.support.strace import unavailable
-from tests.system.injection.lives import Outcome
 from tests.system.injection.loop import Calls, count_calls, plan, rows_of, run_all
 from tests.system.injection.programs import PROGRAMS, Programs
 from tests.system.injection.strace import Injection, faults_of, injected, is_below
@@ -51,36 +49,6 @@ def test_no_fault_of_a_call_loses_anything(
     record_property("injections", [asdict(row) for row in rows_of(calls, outcomes)])
     assert {str(each): outcome.violations for each, outcome in outcomes if outcome.violations} == {}
     assert sum(outcome.injected > 0 for _, outcome in outcomes) > len(sample) / 2
-
-
-def test_an_interrupted_run_ends_its_lives() -> None:
-    """It does not wait until they are complete: a second interrupt would leave their brokers."""
-
-    class Waiting:
-        """Programs whose lives last until they are abandoned; one of them has ended before."""
-
-        def __init__(self) -> None:
-            self.server, self.abandoned = self, threading.Event()
-            self.begun = 0
-
-        def abandon(self) -> None:
-            self.abandoned.set()
-
-        def live(self, _: str, injection: Injection) -> Self:
-            self.outcome = Outcome(ended=injection.when == 1 or self.abandoned.wait(120))
-            self.begun += 1
-            return self
-
-    programs = Waiting()
-    planned = [Injection("edge-client", "fsync", "EIO", when) for when in (1, 2, 3)]
-    lives = cast(
-        "Generator[tuple[Injection, Outcome], None, None]", run_all(cast("Programs", programs), planned)
-    )
-    assert next(lives)[0] == planned[0]
-    with pytest.raises(KeyboardInterrupt):
-        lives.throw(KeyboardInterrupt)
-    assert programs.abandoned.is_set()
-    assert programs.outcome.ended
 
 
 def test_sigterm_ends_a_run_as_ctrl_c_does() -> None:
@@ -132,16 +100,3 @@ def test_faults_are_found_in_the_log_of_strace(tmp_path: Path) -> None:
         "7 fsync(3</x> <unfinished ...>\n7 +++ killed by SIGKILL +++\n8 +++ killed by SIGKILL +++\n"
     )
     assert injected(log, tmp_path) == (1, 0)
-
-
-def test_rows_count_lives_in_which_the_fault_was_met() -> None:
-    """A life whose program made fewer calls is not counted; one that broke the invariant is lost."""
-    calls: Calls = {"edge-client": {"fsync": [1, 2]}}
-    fault = Injection("edge-client", "fsync", "EIO", 1)
-    outcomes = [
-        (fault, Outcome(injected=1)),
-        (fault, Outcome(injected=1, violations=["2 heads"])),
-        (fault, Outcome()),
-    ]
-    (row,) = rows_of(calls, outcomes)
-    assert (row.calls, row.eio, row.sigkill, row.lost) == (2, 2, 0, 1)

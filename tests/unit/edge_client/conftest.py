@@ -1,11 +1,12 @@
-"""A device with images, whose head a test installs."""
+"""A device with images, whose head a test installs; a device's state and a device in rounds."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.devices.device_bench import HeadBench, stop_all
+from edge_client.storage.device_state import DeviceState
+from tests.support.devices.device_bench import HeadBench, RoundsBench, stop_all
 
 
 @pytest.fixture(autouse=True)
@@ -17,3 +18,13 @@ def stopped_benches() -> Iterator[None]:
 @pytest.fixture
 def bench(tmp_path: Path) -> HeadBench:
     return HeadBench(tmp_path)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> DeviceState:
+    return DeviceState(tmp_path / "state")
+
+
+@pytest.fixture
+def rounds(tmp_path: Path) -> RoundsBench:
+    return RoundsBench(tmp_path)

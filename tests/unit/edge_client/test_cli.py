@@ -1,13 +1,18 @@
-"""The command line of edge-client: precedence of options, and `status`."""
+"""The command line of edge-client: precedence of options, enrollments, and `status`."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from click.testing import CliRunner
 
+from aggregator.security.enrollment import enroll
+from aggregator.storage.open_store import open_store
 from edge_client.cli import cli
+from edge_client.config import Settings
+from edge_client.service import device
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import (
     CurrentTask,
@@ -19,6 +24,9 @@ from edge_client.storage.stored_values import (
     Problems,
     SubmissionReport,
 )
+from protocol.enrollment import read_enrollment
+from protocol.errors import ConfigError
+from protocol.mqtt.reconnecting_session import BrokerAddress
 from tests.support.devices.device_factory import write_images
 from tests.support.graphs.backbones import tiny_backbone
 
@@ -49,14 +57,6 @@ def test_options_before_the_command_apply_to_it(here: Path, arguments: list[str]
     done = CliRunner().invoke(cli, arguments)
     assert done.exit_code == 0, (done.output, here)
     assert done.output.startswith(f"device     {device}, ")
-
-
-@pytest.mark.usefixtures("here")
-def test_options_take_precedence_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This holds before and after the command's name."""
-    monkeypatch.setenv("PROTOFLEET_STATE", "two")
-    assert CliRunner().invoke(cli, ["status"]).output.startswith("device     two, ")
-    assert CliRunner().invoke(cli, ["--state", "one", "status"]).output.startswith("device     one, ")
 
 
 def _status(*options: str) -> str:
@@ -152,15 +152,6 @@ def test_status_says_that_a_head_is_an_earlier_tasks(here: Path) -> None:
     assert "head       version 3 of the earlier task 616161616161\n" in _status()
 
 
-def test_status_shows_a_heads_accuracy_over_all_classes(here: Path) -> None:
-    installed = InstalledHead(
-        head=b"", version=3, backbones=(), classes=(), correct=49, total=50, balanced=0.49, known=2
-    )
-    DeviceState(here / "one").set(Heads(installed))
-    output = _status()
-    assert "head       version 3, accuracy 98.0% (49/50), at least 49.0% over all 2 classes\n" in output
-
-
 def test_cost_of_a_backbone_is_measured_without_a_fleet(here: Path) -> None:
     """Neither a broker nor a state directory is needed, and nothing is left behind."""
     write_images(here / "data", count=6)
@@ -177,3 +168,87 @@ def test_cost_of_a_backbone_is_measured_without_a_fleet(here: Path) -> None:
     assert set(here.iterdir()) == before
     refused = CliRunner().invoke(cli, ["--json", "--data", str(here / "data")])
     assert "--json needs --dry-run and --backbone" in refused.output
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return a device's enrollment, beside a data folder."""
+    store = open_store(tmp_path / "aggregator")
+    enroll(store, "shed-1", broker="broker.example", fleet="orchard", out=tmp_path / "shed-1")
+    store.close()
+    (tmp_path / "data" / "apple").mkdir(parents=True)
+    return tmp_path / "shed-1"
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
+    """Return the settings with which the program was started."""
+    settings: list[Settings] = []
+
+    class Still:
+        def __init__(self, chosen: Settings, _state: DeviceState, **_: Any) -> None:
+            settings.append(chosen)
+
+        def run(self) -> int:
+            return 0
+
+    monkeypatch.setattr(device, "Device", Still)
+    return settings
+
+
+def run(folder: Path, *arguments: str, **environment: str) -> None:
+    """Start the program up to its settings; errors are raised."""
+    options = ["--data", str(folder.parent / "data"), "--state", str(folder.parent / "state"), *arguments]
+    done = CliRunner(env=environment).invoke(cli, options, standalone_mode=False)
+    if done.exception is not None:
+        raise done.exception
+
+
+def test_an_enrollment_sets_everything(folder: Path, started: list[Settings]) -> None:
+    """Device id, fleet, broker, certificates and keys, from the option or the environment."""
+    run(folder, "--enrollment", str(folder))
+    run(folder, PROTOFLEET_ENROLLMENT=str(folder))
+    enrollment = read_enrollment(folder)
+    for settings in started:
+        assert settings.broker == (BrokerAddress("broker.example", 8883),)
+        assert (settings.fleet, settings.device_id) == ("orchard", "shed-1")
+        assert settings.access == enrollment.access
+        assert settings.identity.signing_key == enrollment.signing_key
+        assert settings.identity.aggregator_key == enrollment.aggregator_key
+    assert len(started) == 2
+
+
+def test_options_override_the_enrollment(folder: Path, started: list[Settings]) -> None:
+    """Broker, authority, certificate, aggregator key and password."""
+    files = ("--ca", "other.crt", "--cert", "a.crt", "--key", "a.key")
+    key = ("--aggregator-key", "0a" * 32)
+    run(folder, "--enrollment", str(folder), "--broker", "10.0.0.1:1", *files, *key, "--username", "shed-1")
+    (settings,) = started
+    assert settings.broker == (BrokerAddress("10.0.0.1", 1),)
+    access = settings.access
+    assert (access.ca, access.certificate, access.key) == (Path("other.crt"), Path("a.crt"), Path("a.key"))
+    assert (access.username, access.tls) == ("shed-1", True)
+    assert settings.identity.aggregator_key == bytes([10] * 32)
+    assert settings.identity.signing_key == read_enrollment(folder).signing_key
+
+
+def test_other_names_than_the_enrolled_ones_are_refused(folder: Path, started: list[Settings]) -> None:
+    """The default fleet is refused too if it is given; equal names are accepted."""
+    for option, value in (("--device-id", "shed-2"), ("--fleet", "vineyard"), ("--fleet", "default")):
+        with pytest.raises(ConfigError, match=f"omit {option}, or use the other enrollment"):
+            run(folder, "--enrollment", str(folder), option, value)
+    assert started == []
+    run(folder, "--enrollment", str(folder), "--device-id", "shed-1", "--fleet", "orchard")
+    assert len(started) == 1
+
+
+@pytest.mark.usefixtures("started")
+def test_secrets_readable_by_others_are_logged(folder: Path) -> None:
+    """This holds for the certificate's key and the signing key."""
+    options = ["--data", str(folder.parent / "data"), "--state", str(folder.parent / "state")]
+    for name in ("device.key", "signing.key"):
+        (folder / name).chmod(0o644)
+        done = CliRunner().invoke(cli, [*options, "--enrollment", str(folder)])
+        (folder / name).chmod(0o600)
+        assert f"chmod 600 {folder / name}" in done.output
+    assert "chmod" not in CliRunner().invoke(cli, [*options, "--enrollment", str(folder)]).output

@@ -79,25 +79,6 @@ def test_csv_has_a_header_and_a_row_per_image(bench: HeadBench, photos: Path) ->
     assert float(first["probability_1"]) > float(first["probability_2"]) > 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        (["photos/*.gif"], "no file for the pattern photos/*.gif"),
-        (["photos/empty"], "no image in photos/empty (1 files: suffix .txt)"),
-        (["photos", "--csv", "--json"], "--json and --csv cannot be used together"),
-    ],
-)
-def test_arguments_without_an_image_are_refused(
-    bench: HeadBench, photos: Path, arguments: list[str], error: str
-) -> None:
-    (photos / "empty").mkdir()
-    (photos / "empty" / "readme.txt").touch()
-    bench.install(bench.head(1, CONSTANT["cat"]))
-    done = _predict(bench, *arguments)
-    assert done.exit_code != 0
-    assert error in f"{done.exception} {done.output}"
-
-
 def _line(done: Result) -> dict[str, Any]:
     assert done.exit_code == 0, done.output
     line: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -136,16 +117,3 @@ def test_prior_of_labeled_images(bench: HeadBench, photos: Path) -> None:
     bench.store.set(SubmissionReport())
     done = _predict(bench, "photos/b.png", "--prior", "labels")
     assert "no labeled images" in f"{done.exception} {done.output}"
-
-
-def test_many_images_are_predicted_in_parts(
-    bench: HeadBench, photos: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A part is of whole batches of 16 images, and has one prior."""
-    monkeypatch.setattr("edge_client.cli.predict.AT_ONCE", 30)
-    bench.install(bench.head(1, CONSTANT["cat"] / 4))
-    for number in range(30):
-        image_file(photos / f"{number}.png")
-    lines = [json.loads(line) for line in _predict(bench, "photos", "--json").stdout.splitlines()]
-    assert [line["prior"] for line in lines] == ["images"] * 34
-    assert len({str(line["prior_shares"]) for line in lines[:32]}) == 1

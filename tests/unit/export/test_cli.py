@@ -3,9 +3,10 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
@@ -26,14 +27,26 @@ from protocol.storage.blobstore import file_digest
 MODEL = "test_efficientnet"
 
 
-def export_backbone(*arguments: str | Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Run the command here, where torch is loaded already; its exit code."""
-    monkeypatch.setattr(sys, "argv", ["export-backbone", *map(str, arguments)])
-    with pytest.raises(SystemExit) as ended:
-        run(cli.cli, program="export-backbone", extras="export,cpu")
-    code = ended.value.code
-    assert isinstance(code, int)
-    return code
+class Printed(NamedTuple):
+    out: str
+    err: str
+
+
+Command = Callable[..., Printed]
+
+
+@pytest.fixture
+def export_backbone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Run the command here, where torch is loaded already; it must end with this exit code."""
+
+    def run_here(*arguments: str | Path, code: int = 0) -> Printed:
+        monkeypatch.setattr(sys, "argv", ["export-backbone", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            run(cli.cli, program="export-backbone", extras="export,cpu")
+        assert ended.value.code == code
+        return Printed(*capsys.readouterr())
+
+    return run_here
 
 
 @pytest.fixture(scope="module")
@@ -45,39 +58,43 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """Ten smooth photos of several sizes: coarse grids of colors, enlarged."""
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    for index in range(10):
+        grid = np.random.default_rng(index).integers(0, 256, (4, 4, 3), dtype=np.uint8)
+        size = (64, 64 + 3 * index)
+        Image.fromarray(grid).resize(size, Image.Resampling.BICUBIC).save(folder / f"{index}.png")
+    return folder
+
+
 def test_backbone_is_exported_with_json_summary(
-    tmp_path: Path, weights: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, photos: Path, weights: Path, export_backbone: Command
 ) -> None:
-    photos = tmp_path / "photos"
-    photos.mkdir()
-    for index, size in enumerate([(90, 50), (64, 64), (33, 80)]):
-        noise = np.random.default_rng(index).integers(0, 256, (*size, 3), dtype=np.uint8)
-        Image.fromarray(noise).save(photos / f"{index}.png")
     out = tmp_path / "made" / "here"
 
-    code = export_backbone(
+    done = export_backbone(
         MODEL, "--weights", weights, "--out", out, "--image-size", "64", "--mean", ".5,.5,.5", "--std", ".5,.4,.3",
         "--model-kwargs", "drop_rate=0.1", "--model-kwargs", "pad_type=same", "--images", photos, "--json",
-        monkeypatch=monkeypatch,
     )  # fmt: skip
 
-    captured = capsys.readouterr()
-    summary = json.loads(captured.out)
-    assert code == 0
+    summary = json.loads(done.out)
     (path,) = out.iterdir()
     assert path.name == f"{MODEL}-64.onnx"
     assert summary["path"] == str(path)
     assert summary["sha256"] == file_digest(path).hex()
     assert summary["size_bytes"] == path.stat().st_size
     assert summary["weights_sha256"] == file_digest(weights).hex()
-    assert summary["parity"]["images"] == 3
+    assert summary["parity"]["images"] == 10
     assert summary["parity"]["relative_error"] < 1e-3
     assert summary["parity"]["cosine"] > 0.999999
     assert summary["assumed"] == ["interpolation", "crop_pct", "crop_mode"]
     assert {"crop_pct": 0.95, "mean": [0.5, 0.5, 0.5], "padding": "same"}.items() <= summary[
         "preprocessing"
     ].items()
-    (warning,) = [line for line in captured.err.splitlines() if line.startswith("warning: ")]
+    (warning,) = [line for line in done.err.splitlines() if line.startswith("warning: ")]
     assert f"{weights} does not record" in warning
     assert (
         "assumed, as for timm's test_efficientnet: interpolation bicubic, crop_pct 0.95, crop_mode center."
@@ -94,27 +111,14 @@ def test_backbone_is_exported_with_json_summary(
     [("last", f"{MODEL}-64-last-int8.onnx"), ("c128, c192", f"{MODEL}-64-c128+c192-int8.onnx")],
 )
 def test_backbone_is_quantized(
-    tmp_path: Path,
-    weights: Path,
-    chosen: str,
-    name: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, photos: Path, weights: Path, chosen: str, name: str, export_backbone: Command
 ) -> None:
-    photos = tmp_path / "photos"
-    photos.mkdir()
-    for index in range(10):
-        grid = np.random.default_rng(index).integers(0, 256, (4, 4, 3), dtype=np.uint8)
-        Image.fromarray(grid).resize((64, 64), Image.Resampling.BICUBIC).save(photos / f"{index}.png")
     out = tmp_path / "out"
-    code = export_backbone(
+    done = export_backbone(
         MODEL, "--weights", weights, "--out", out, "--image-size", "64", "--json", "--int8", "--images", photos,
         "--float-layer", "blocks.0.0.conv", "--min-cosine", "-1", "--layers", chosen,
-        monkeypatch=monkeypatch,
     )  # fmt: skip
-    captured = capsys.readouterr()
-    summary = json.loads(captured.out)
-    assert code == 0
+    summary = json.loads(done.out)
     (path,) = out.iterdir()
     assert path.name == name
     assert summary["precision"] == "int8"
@@ -124,49 +128,35 @@ def test_backbone_is_quantized(
     if chosen != "last":
         assert [block["name"] for block in summary["blocks"]] == ["c128", "c192"]
         assert summary["parity"]["cosine"] > 0.9
-    assert "converting" in captured.err
+    assert "converting" in done.err
 
 
 @pytest.mark.parametrize("chosen", ["last", "last,blocks.3"])
 def test_projected_backbone_is_converted_to_float16(
-    tmp_path: Path,
-    weights: Path,
-    chosen: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, photos: Path, weights: Path, chosen: str, export_backbone: Command
 ) -> None:
-    photos = tmp_path / "photos"
-    photos.mkdir()
-    for index in range(4):
-        noise = np.random.default_rng(index).integers(0, 256, (64, 64, 3), dtype=np.uint8)
-        Image.fromarray(noise).save(photos / f"{index}.png")
     out = tmp_path / "out"
-    code = export_backbone(
+    done = export_backbone(
         MODEL, "--weights", weights, "--out", out, "--image-size", "64", "--json", "--fp16", "--images", photos,
         "--project", "3", "--layers", chosen,
-        monkeypatch=monkeypatch,
     )  # fmt: skip
-    summary = json.loads(capsys.readouterr().out)
-    assert code == 0
+    summary = json.loads(done.out)
     named = chosen.replace(",", "+")
     assert [path.name for path in out.iterdir()] == [f"{MODEL}-64-{named}-p3-fp16.onnx"]
     assert summary["blocks"] == []
     assert (summary["precision"], summary["feature_size"]) == ("float16", 3)
-    assert summary["parity"]["images"] == 4
+    assert summary["parity"]["images"] == 10
     assert summary["parity"]["cosine"] > 0.999
 
 
-def test_last_layer_and_residual_sums_are_the_default(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_last_layer_and_residual_sums_are_the_default(tmp_path: Path, export_backbone: Command) -> None:
     """The file has its name without layers, as that of a network without residual sums has."""
     options = ("--random", "--image-size", "32", "--out", tmp_path, "--json")
     names = {}
     for model in ("test_resnet", MODEL):
-        assert export_backbone(model, *options, monkeypatch=monkeypatch) == 0
-        summary, said = capsys.readouterr()
-        names[model] = [block["name"] for block in json.loads(summary)["blocks"]]
-        assert ("has no residual sums: its features are --layers last" in said) == (model == MODEL)
+        done = export_backbone(model, *options)
+        names[model] = [block["name"] for block in json.loads(done.out)["blocks"]]
+        assert ("has no residual sums: its features are --layers last" in done.err) == (model == MODEL)
         assert (tmp_path / f"{model}-32.onnx").is_file()
     assert names == {"test_resnet": ["last", "layer1", "layer2", "layer3"], MODEL: []}
 
@@ -178,7 +168,7 @@ def test_projection_is_of_the_last_layer() -> None:
 
 
 def test_the_last_layer_alone_is_the_file_without_layers(
-    tmp_path: Path, weights: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, weights: Path, export_backbone: Command
 ) -> None:
     """Digests of backbones are in tasks."""
     backbone = load_backbone(Choice(MODEL, weights, image_size=32))
@@ -189,8 +179,7 @@ def test_the_last_layer_alone_is_the_file_without_layers(
         reference=timm_reference(backbone.module, backbone.config),
     )
     options = ("--weights", weights, "--out", tmp_path, "--image-size", "32", "--layers", "last", "--json")
-    assert export_backbone(MODEL, *options, monkeypatch=monkeypatch) == 0
-    assert json.loads(capsys.readouterr().out)["sha256"] == own.sha256
+    assert json.loads(export_backbone(MODEL, *options).out)["sha256"] == own.sha256
     (properties,) = onnx.load(own.path).metadata_props
     assert list(json.loads(properties.value)) == [
         *("kind", "model", "feature_size", "preprocessing", "mean", "std"),
@@ -198,37 +187,35 @@ def test_the_last_layer_alone_is_the_file_without_layers(
     ]
 
 
-def test_layers_are_listed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_layers_are_listed(monkeypatch: pytest.MonkeyPatch, export_backbone: Command) -> None:
     rows = [
         {"name": "c128", "width": 128, "resolution": [2, 2], "size_bytes": 128_000, "time_share": 0.515},
         {"name": "last", "width": 256, "resolution": [], "size_bytes": 1_280_000, "time_share": 1},
     ]
     monkeypatch.setattr(layers, "list_layers", lambda _backbone, **_options: rows)
     arguments = (MODEL, "--random", "--image-size", "32", "--list-layers")
-    assert export_backbone(*arguments, monkeypatch=monkeypatch) == 0
-    titles, first, last = map(str.split, capsys.readouterr().out.splitlines())
+    titles, first, last = map(str.split, export_backbone(*arguments).out.splitlines())
     assert titles == ["block", "width", "resolution", "MB", "time"]
     assert first == ["c128", "128", "2x2", "0.13", "52%"]
     assert last == ["last", "256", "-", "1.28", "100%"]
-    assert export_backbone(*arguments, "--json", monkeypatch=monkeypatch) == 0
-    assert json.loads(capsys.readouterr().out) == rows
+    assert json.loads(export_backbone(*arguments, "--json").out) == rows
 
 
 def test_torchvision_of_another_torch_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, export_backbone: Command
 ) -> None:
     """It is pip's result where torch is from PyTorch's index and torchvision is not."""
     reason = "operator torchvision::nms does not exist"
     (tmp_path / "timm.py").write_text(f"raise RuntimeError({reason!r})", encoding="ascii")
     monkeypatch.delitem(sys.modules, "timm")
     monkeypatch.syspath_prepend(tmp_path)
-    assert export_backbone(MODEL, "--random", monkeypatch=monkeypatch) == 1
-    (line,) = capsys.readouterr().err.splitlines()
+    done = export_backbone(MODEL, "--random", code=1)
+    (line,) = done.err.splitlines()
     assert f"was not built for torch {version('torch')} ({reason}): install both from one index" in line
 
 
 def test_text_summary_has_the_parity(
-    tmp_path: Path, weights: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, weights: Path, monkeypatch: pytest.MonkeyPatch, export_backbone: Command
 ) -> None:
     """A file that exceeds the tolerance is not written."""
     whole, made = to_onnx.to_onnx, list[bytes]()
@@ -239,11 +226,12 @@ def test_text_summary_has_the_parity(
 
     monkeypatch.setattr(to_onnx, "to_onnx", export_once)
     arguments = (MODEL, "--weights", weights, "--out", tmp_path)
-    assert export_backbone(*arguments, "--tolerance", "0", monkeypatch=monkeypatch) == 1
-    assert "differs between ONNX Runtime and PyTorch: expected" in capsys.readouterr().err
+    assert (
+        "differs between ONNX Runtime and PyTorch: expected"
+        in export_backbone(*arguments, "--tolerance", "0", code=1).err
+    )
     assert list(tmp_path.iterdir()) == []
-    assert export_backbone(*arguments, monkeypatch=monkeypatch) == 0
-    printed = capsys.readouterr().out
+    printed = export_backbone(*arguments).out
     assert "mean (0.485, 0.456, 0.406), std (0.229, 0.224, 0.225), crop_pct 0.95" in printed
     assert "against torch on 2 photographs: worst cosine 1.000000" in printed
     assert file_digest(tmp_path / f"{MODEL}-160.onnx").hex() in printed
@@ -262,18 +250,13 @@ def test_text_summary_has_the_parity(
     ],
 )
 def test_errors_are_one_line_and_exit_1(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    message: str,
+    tmp_path: Path, export_backbone: Command, arguments: list[str], message: str
 ) -> None:
-    assert export_backbone(*arguments, "--out", tmp_path, monkeypatch=monkeypatch) == 1
-    captured = capsys.readouterr()
-    (line,) = [line for line in captured.err.splitlines() if " ..." not in line]
+    done = export_backbone(*arguments, "--out", tmp_path, code=1)
+    (line,) = [line for line in done.err.splitlines() if " ..." not in line]
     assert line.startswith("error: ")
     assert message in line
-    assert captured.out == ""
+    assert done.out == ""
     assert list(tmp_path.iterdir()) == []
 
 
@@ -294,33 +277,26 @@ def test_errors_are_one_line_and_exit_1(
         [MODEL, "--random", "--min-cosine", "0.9"],
     ],
 )
-def test_usage_errors_exit_2(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
-) -> None:
-    assert export_backbone(*arguments, monkeypatch=monkeypatch) == 2
-    assert "Error: " in capsys.readouterr().err
+def test_usage_errors_exit_2(export_backbone: Command, arguments: list[str]) -> None:
+    assert "Error: " in export_backbone(*arguments, code=2).err
 
 
-def test_models_are_listed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert export_backbone("--list", "test_v*", monkeypatch=monkeypatch) == 0
-    assert {"test_vit", "test_vit2"} <= set(capsys.readouterr().out.split())
-
-
-def test_models_are_listed_as_json(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert export_backbone("--list", "test_v*", "--json", monkeypatch=monkeypatch) == 0
-    assert {"test_vit", "test_vit2"} <= set(json.loads(capsys.readouterr().out))
+def test_models_are_listed(export_backbone: Command) -> None:
+    listed = export_backbone("--list", "test_v*").out.split()
+    assert {"test_vit", "test_vit2"} <= set(listed)
+    assert json.loads(export_backbone("--list", "test_v*", "--json").out) == listed
 
 
 @pytest.mark.parametrize("option", ["--mean", "--std"])
 @pytest.mark.parametrize("value", ["127,127,127", "0.5,0.5,1.5", "-0.1,0.5,0.5", "nan,0.5,0.5", "0.5,0.5"])
 def test_normalization_outside_of_scaled_pixels_is_refused(
-    option: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    option: str, value: str, export_backbone: Command
 ) -> None:
     """Values of pixels in 0..255 would make features that no error reveals."""
-    assert export_backbone(MODEL, "--random", f"{option}={value}", monkeypatch=monkeypatch) == 2
-    assert "expected three numbers for pixels scaled to 0..1" in capsys.readouterr().err
+    assert (
+        "expected three numbers for pixels scaled to 0..1"
+        in export_backbone(MODEL, "--random", f"{option}={value}", code=2).err
+    )
 
 
 @pytest.mark.parametrize(
@@ -341,13 +317,13 @@ def test_model_arguments_are_parsed_as_literals(text: str, value: object) -> Non
 
 
 def test_unreachable_hub_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, export_backbone: Command
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     out = tmp_path / "out"
-    assert export_backbone("resnet18", "--pretrained", "--out", out, monkeypatch=monkeypatch) == 1
-    loading, error = capsys.readouterr().err.splitlines()
+    done = export_backbone("resnet18", "--pretrained", "--out", out, code=1)
+    loading, error = done.err.splitlines()
     assert loading == "loading resnet18 ..."
     assert error.startswith("error: cannot get the weights of resnet18 from the hub")
     assert error.endswith("give the file with --weights")

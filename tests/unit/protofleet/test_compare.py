@@ -205,20 +205,8 @@ def run(*arguments: str | Path) -> Result:
 
 def test_command_recommends_blocks_for_the_task_file(photos: Path, blocks: Path, tmp_path: Path) -> None:
     arguments = (
-        *(
-            photos,
-            "--backbone",
-            blocks,
-            "--cache",
-            tmp_path,
-            "--folds",
-            "2",
-            "--draws",
-            "1",
-            "--devices",
-            "4",
-        ),
-        *("--layers", "last", "--layers", "residual", "--per-class", "30"),
+        *(photos, "--backbone", blocks, "--cache", tmp_path, "--folds", "2", "--draws", "1"),
+        *("--devices", "4", "--layers", "last", "--layers", "residual", "--per-class", "30"),
     )
     shown = run(*arguments, "--plot", tmp_path / "front.png")
     assert shown.exit_code == 0, shown.output

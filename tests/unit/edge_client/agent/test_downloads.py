@@ -254,20 +254,3 @@ def test_foreign_frames_are_ignored(receiver: Receiver, wrong: Frame) -> None:
     before = receiver.download
     receiver.take(wrong)
     assert receiver.download == before
-
-
-def test_duplicate_frames_are_ignored(receiver: Receiver) -> None:
-    """They do not mean that earlier frames are lost."""
-    frames = answer(receiver.ask()[0])
-    receiver.take(*frames)
-    receiver.ask()
-    before = receiver.download
-    receiver.take(*frames)
-    assert receiver.download == before
-    ahead = frame(WINDOW_BYTES + 100, WINDOW_BYTES + 200)
-    receiver.take(ahead)
-    before = receiver.download
-    receiver.take(ahead, frame(WINDOW_BYTES + 100, WINDOW_BYTES + 150))
-    assert receiver.download == before
-    receiver.take(frame(WINDOW_BYTES - 50, WINDOW_BYTES + 150))
-    assert receiver.file == BLOB[: WINDOW_BYTES + 200]

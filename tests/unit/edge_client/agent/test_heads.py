@@ -9,7 +9,7 @@ from protocol.wire.codec import digest_of
 from protocol.wire.messages import HeadManifest, HeadRef, Receipt
 from protocol.wire.transfer import frames_of
 from tests.support.simulation.fleet import World, item_of, reference
-from tests.unit.edge_client.agent.device_events import (
+from tests.unit.edge_client.agent.test_state_machine import (
     BACKBONE,
     EVALUATION,
     HEAD,

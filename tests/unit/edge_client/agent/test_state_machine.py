@@ -1,41 +1,68 @@
-"""The state machine: submissions, tasks, blobs, receipts and delays, against a simulated aggregator."""
+"""The state machine: submissions, tasks, blobs, receipts and delays, also over a lossy network."""
 
 import itertools
+import random
 from dataclasses import replace
 from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from edge_client.agent import events
 from edge_client.agent.state import MAX_DAMAGED, Mode, State, head_key
 from edge_client.agent.state_machine import step
+from edge_client.agent.uploads import QUERY_BYTES
 from protocol.mqtt import events as mqtt
 from protocol.retry_delay import MAX_DELAY_S
 from protocol.wire.codec import digest_of
-from tests.support.simulation.fleet import item_of
-from tests.unit.edge_client.agent.device_events import (
-    BACKBONE,
-    HEAD,
-    HEAD_MANIFEST,
-    INSTALL,
-    ITEM,
-    MANIFEST,
-    OTHER_TASK,
-    QUERY,
-    TASK,
-    play,
-    receipt,
-    uploading,
+from protocol.wire.messages import HeadManifest, HeadRef, Receipt, TaskManifest
+from tests.support.simulation.fleet import World, item_of, reference
+
+BACKBONE = bytes(range(256)) * 1200
+HEAD = b"head" * 50_000
+SUBMISSION = b"submission" * 30_000
+EVALUATION = b"evaluation"
+TASK, OTHER_TASK = b"t" * 32, b"u" * 32
+MANIFEST = TaskManifest(
+    fleet="default", algorithm="fedtc", classes=("a", "b"), backbones=(reference(BACKBONE, "backbone"),), alpha=0.99,
+    batch_size=5, min_images=2, seed=0,
+)  # fmt: skip
+ITEM = item_of(SUBMISSION)
+QUERY = events.SendFrames(ITEM, ((len(SUBMISSION) - QUERY_BYTES, len(SUBMISSION)),))
+HEAD_MANIFEST = HeadManifest(
+    task=TASK, current=HeadRef(version=1, head=reference(HEAD, "head"), devices=1, prototypes=1)
 )
+INSTALL = events.InstallHead(TASK, MANIFEST, HEAD_MANIFEST.current)
 
 
-def test_nothing_is_sent_without_a_connection() -> None:
-    """The submission is built and kept."""
-    state = State(mode=Mode.SERVICE, stored=frozenset({digest_of(BACKBONE)}))
-    state, actions = play(state, events.TaskSeen(TASK, MANIFEST), events.SubmissionBuilt(TASK, ITEM))
-    assert actions == [events.BuildSubmission(TASK, MANIFEST)]
-    assert play(state, mqtt.Connected())[1] == [QUERY]
+def begin(mode: Mode = Mode.ONCE, *, loss: float = 0.0, seed: int = 0, **more: Any) -> World:
+    world = World(
+        State(mode=mode), random.Random(seed), loss, submission=SUBMISSION, evaluation=EVALUATION,
+        served={digest_of(data): data for data in (BACKBONE, HEAD)},
+        greets=[events.TaskSeen(TASK, MANIFEST), HEAD_MANIFEST], **more,
+    )  # fmt: skip
+    world.pending = world.connect()
+    return world
+
+
+def play(state: State, *happened: events.Event, now_s: float = 0) -> tuple[State, list[events.Action]]:
+    """Return the state after events, one second apart, and all actions."""
+    actions: list[events.Action] = []
+    for seconds, event in enumerate(happened):
+        state, more = step(state, event, now_s=now_s + seconds)
+        actions.extend(more)
+    return state, actions
+
+
+def uploading(mode: Mode = Mode.SERVICE) -> State:
+    state = State(mode=mode, device="device", stored=frozenset({digest_of(BACKBONE)}), connected=True)
+    return play(state, events.TaskSeen(TASK, MANIFEST), events.SubmissionBuilt(TASK, ITEM))[0]
+
+
+def receipt(**fields: Any) -> Receipt:
+    return Receipt(**{"digest": ITEM.digest, "status": "refused", **fields})
 
 
 @pytest.mark.parametrize(
@@ -77,30 +104,6 @@ def test_a_refusal_ends_the_program_or_is_logged(
     assert [upload.item for upload in state.uploads] == ([ITEM] if kind is events.Log else [])
 
 
-def test_a_newer_submission_replaces_a_pending_one() -> None:
-    newer = item_of(b"newer")
-    state, actions = play(uploading(), events.ImagesChanged(), events.SubmissionBuilt(TASK, newer))
-    assert [upload.item for upload in state.uploads] == [newer]
-    send = events.SendFrames(newer, ((0, newer.size_bytes),))
-    assert actions == [events.BuildSubmission(TASK, MANIFEST), send]
-
-
-def test_a_new_task_ends_the_transfers_of_the_old_one() -> None:
-    """Another submission is built, and a late result of the old task is dropped."""
-    late = events.SubmissionBuilt(TASK, ITEM)
-    state, actions = play(uploading(), events.TaskSeen(OTHER_TASK, MANIFEST), late)
-    assert (state.uploads, actions) == ((), [events.BuildSubmission(OTHER_TASK, MANIFEST)])
-
-
-def test_a_dry_run_builds_and_exits() -> None:
-    """It uploads nothing, and installs no head."""
-    stored = frozenset({digest_of(BACKBONE), digest_of(HEAD)})
-    state = State(mode=Mode.DRY_RUN, stored=stored, connected=True)
-    built = events.SubmissionBuilt(TASK, ITEM)
-    _, actions = play(state, events.TaskSeen(TASK, MANIFEST), HEAD_MANIFEST, built)
-    assert actions == [events.BuildSubmission(TASK, MANIFEST), events.Exit(0)]
-
-
 def test_the_retry_delay_grows_until_the_aggregator_restarts() -> None:
     """The next query is sent at once then."""
     state = uploading()
@@ -128,16 +131,6 @@ def test_requests_for_a_refused_blob_back_off() -> None:
         state, actions = play(state, events.Ticked(), now_s=second)
     assert logged == 1
     assert 5 < len(asked) < 20
-
-
-def test_a_blob_refused_to_an_unknown_device_ends_the_program() -> None:
-    """The line has the aggregator's detail."""
-    refusal = receipt(digest=digest_of(BACKBONE), reason="unknown_device", detail="not enrolled")
-    state = State(mode=Mode.SERVICE, connected=True)
-    opened = events.DownloadOpened(digest_of(BACKBONE), 0)
-    _, (*_, action) = play(state, events.TaskSeen(TASK, MANIFEST), opened, refusal)
-    assert isinstance(action, events.Exit)
-    assert "not enrolled" in action.text
 
 
 def test_a_failing_stored_task_does_not_end_a_service() -> None:
@@ -172,14 +165,6 @@ def test_a_build_that_failed_for_a_passing_reason_is_repeated() -> None:
     assert play(state, events.Ticked(), now_s=now_s + 1e6)[1] == []
 
 
-def test_a_build_that_lacked_images_is_repeated() -> None:
-    """They may be readable later, or back."""
-    built, build = events.SubmissionBuilt(TASK, ITEM, retries=True), events.BuildSubmission(TASK, MANIFEST)
-    state, _ = play(uploading(), events.ImagesChanged(), built)
-    assert build not in play(state, events.Ticked(), now_s=19)[1]
-    assert build in play(state, events.Ticked(), now_s=22)[1]
-
-
 def test_a_stored_task_is_started_but_must_be_confirmed() -> None:
     """A single run exits only after the broker has sent the same task."""
     done = head_key(HEAD_MANIFEST.current)
@@ -191,12 +176,6 @@ def test_a_stored_task_is_started_but_must_be_confirmed() -> None:
     _, actions = play(state, events.TaskSeen(OTHER_TASK, MANIFEST))
     assert actions == [events.BuildSubmission(OTHER_TASK, MANIFEST)]
     assert play(state, events.TaskSeen(TASK, MANIFEST))[1] == [events.Exit(0)]
-
-
-def test_a_reconnected_aggregator_is_queried_at_once() -> None:
-    """The device may have connected before it."""
-    _, actions = play(uploading(), events.Ticked(), events.AggregatorReconnected(), events.Ticked(), now_s=1)
-    assert actions == [QUERY]
 
 
 def test_a_restarted_aggregator_is_asked_for_missing_ranges() -> None:
@@ -237,3 +216,72 @@ def test_a_single_run_ends_if_the_task_has_expired() -> None:
     assert not [action for action in actions if isinstance(action, events.Exit)]
     _, actions = play(state, events.TaskSeen(TASK, MANIFEST))
     assert events.Exit(1, "the task's manifest has expired; see the log") in actions
+
+
+LIMITS = (None, 2_000_000, 20_000, 3_000)
+"""Packet limits of brokers."""
+
+
+def _check_end(world: World) -> None:
+    """Check that the device exited with its submission and evaluation received once."""
+    assert world.exit == events.Exit(0)
+    assert sorted(world.taken) == sorted([digest_of(SUBMISSION), digest_of(EVALUATION)])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    cuts=st.lists(st.integers(1, 60), max_size=6),
+    packets=st.lists(st.sampled_from(LIMITS), min_size=1, max_size=3),
+    chunks=st.lists(st.sampled_from([61_440, 19_000, 4_321]), min_size=1, max_size=3),
+    forgets=st.booleans(),
+)
+def test_transfers_resume_after_a_reconnect(
+    seed: int, cuts: list[int], packets: list[int | None], chunks: list[int], *, forgets: bool
+) -> None:
+    """The new broker may have another packet limit, and the aggregator may have restarted."""
+    world = begin(loss=0.1, seed=seed, packets=packets, chunks=chunks)
+    for cut in cuts:
+        world.run(steps=cut)
+        if world.exit is None:
+            world.cut()
+        if world.exit is None and forgets:
+            world.restart_aggregator()
+    world.run()
+    _check_end(world)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    loss=st.sampled_from([0.0, 0.1, 0.5]),
+    crashes=st.lists(st.integers(1, 40), max_size=8),
+    packets=st.lists(st.sampled_from(LIMITS), min_size=1, max_size=2),
+    full_until_s=st.sampled_from([0.0, 100.0, 3_000.0]),
+)
+def test_message_loss_and_power_loss_at_any_action_are_recovered(
+    seed: int, loss: float, crashes: list[int], packets: list[int | None], full_until_s: float
+) -> None:
+    """Also while the aggregator has no space; the submission and the evaluation count once."""
+    world = begin(loss=loss, seed=seed, packets=packets, full_until_s=full_until_s, crashes=crashes)
+    world.run()
+    _check_end(world)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    lost_after=st.lists(st.integers(1, 200), min_size=1, max_size=4),
+    crashes=st.lists(st.integers(1, 40), max_size=4),
+)
+def test_an_aggregator_without_state_receives_the_submission_again(
+    seed: int, lost_after: list[int], crashes: list[int]
+) -> None:
+    world = begin(Mode.SERVICE, loss=0.1, seed=seed, crashes=crashes)
+    for steps in lost_after:
+        world.run(steps=steps)
+        world.taken.clear()
+        world.restart_aggregator()
+    world.run(steps=4_000)
+    assert world.taken.count(digest_of(SUBMISSION)) == 1
+    assert world.state.uploads == ()

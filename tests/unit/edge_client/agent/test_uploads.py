@@ -84,24 +84,6 @@ def test_one_window_is_sent_at_a_time() -> None:
     assert (len(windows), len(frames)) == (6, 41)
 
 
-def test_a_query_follows_the_reported_gaps() -> None:
-    """A receipt may report only the first gaps."""
-    state, windows = answer(begin(), ((0, 9), (20, 30)))
-    assert windows == [((0, 9), (20, 30), QUERY)]
-    state, _ = drain(state)
-    _, windows = answer(state, ((40, 50), QUERY))
-    assert windows == [((40, 50), QUERY)]
-
-
-def test_a_second_answer_does_not_restart_a_transfer() -> None:
-    """A repeated query is answered twice."""
-    state, windows = answer(begin(), ((0, QUERY[0]),))
-    state, more = answer(state, ((0, QUERY[0]),))
-    assert (len(windows), more) == (1, [])
-    _, more = drain(state)
-    assert more[0][0] == (*windows[0][-1][1:], windows[0][-1][1] + MAX_CHUNK_BYTES)
-
-
 @pytest.mark.parametrize("missing", [(), ((SIZE, SIZE + 9),), ((9, 9),), ((9, 4),)])
 def test_an_answer_without_ranges_is_ignored(missing: Ranges) -> None:
     """The next query is sent when it is due."""
@@ -275,17 +257,6 @@ def test_an_upload_refused_by_the_broker_is_kept_and_retried() -> None:
     state, windows = drain(state)
     assert windows == []
     assert tick(state)[1] == [(QUERY,)]
-
-
-def test_a_removed_item_is_not_sent() -> None:
-    """Running transfers of other items continue."""
-    state, _ = answer(begin(), ((0, QUERY[0]),))
-    newer, other, running = item_of(b"newer"), item_of(b"other", task=b"o" * 32), state.uploads
-    state, windows = play(state, events.OutboxSeen((ITEM, other)))
-    assert (state.uploads, windows) == (running, [])
-    state, windows = play(state, events.OutboxSeen((newer, other)))
-    assert windows == [((0, 5),)]
-    assert [upload.item for upload in state.uploads] == [newer]
 
 
 def test_a_lost_submission_is_sent_again() -> None:

@@ -83,14 +83,6 @@ def test_equal_shares_change_nothing(seed: int, classes: int) -> None:
     np.testing.assert_allclose(adjusted(rows, np.full(classes, 1 / classes)), rows, rtol=1e-5, atol=1e-7)
 
 
-def test_prior_of_a_place_corrects_mistakes() -> None:
-    """One image leans to the class that no other image has."""
-    rows = np.array([[0.9, 0.1]] * 30 + [[0.4, 0.6]], np.float32)
-    found = estimate(rows)
-    assert found is not None
-    assert adjusted(rows, found)[-1].argmax() == 0
-
-
 def test_adjuster_estimates_from_the_newest_images() -> None:
     """Images before the window are forgotten, and each answer names the prior."""
     adjuster = Adjuster(("cat", "dog"), "images", labels={})

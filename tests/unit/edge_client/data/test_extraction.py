@@ -1,4 +1,4 @@
-"""Images to features: each computed once, unusable images refused."""
+"""Images to features: each computed once, unusable images refused, memory for decoding estimated and limited."""
 
 import contextlib
 import math
@@ -8,25 +8,24 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import msgspec
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
 from edge_client.data import decoding_memory, extraction
+from edge_client.data.decoding_memory import available_bytes, limit_bytes, reserve
 from edge_client.data.extraction import Extraction, extract, feature_batches
 from edge_client.data.images import LabeledImage, decode, find_images, unlabeled
 from edge_client.runtime.backbone import Backbone
 from edge_client.storage.feature_cache import FeatureCache
 from protocol.errors import Interrupted
 from protocol.models.preprocessing import Preprocessing, preprocess
-from tests.support.devices.device_factory import CLASSES, choosy, tiny, write_images
+from tests.support.devices.device_factory import CLASSES, choosy, noise, tiny, write_images
 from tests.support.machine_faults import not_root, open_folder
 
 
@@ -86,22 +85,6 @@ def test_only_what_changed_is_computed(tmp_path: Path) -> None:
     assert Extractor(tmp_path, tiny(tmp_path, seed=1))(images).computed == 5
 
 
-def test_several_backbones_are_run_one_after_the_other(tmp_path: Path) -> None:
-    """Each computes its own missing features and is opened only for that; progress counts all backbones."""
-    data = write_images(tmp_path / "data", count=3)
-    one, two = tiny(tmp_path), tiny(tmp_path, seed=1, feature_size=5)
-    Extractor(tmp_path, one)(find_images(data, CLASSES))
-    extractor = Extractor(tmp_path, one, two)
-    assert extractor(find_images(data, CLASSES)) == Extraction(computed=6, cached=6, refused=())
-    assert extractor.opened == [two.sha256]
-    assert extractor.progress == [6, 0, 4, 2]
-    assert extractor(find_images(data, CLASSES)) == Extraction(computed=0, cached=12, refused=())
-    assert extractor.opened == []
-    write_images(data, count=4)
-    assert extractor(find_images(data, CLASSES)).computed == 2 * 8
-    assert extractor.opened == [one.sha256, two.sha256]
-
-
 def test_image_unusable_for_one_backbone_is_skipped_for_all(tmp_path: Path) -> None:
     """It is named once, the backbones after it do not try it, and a restart opens none of them for it."""
     data = write_images(tmp_path / "data", count=2)
@@ -118,19 +101,6 @@ def test_image_unusable_for_one_backbone_is_skipped_for_all(tmp_path: Path) -> N
     assert known == {image.identity for image in images if image.path.stem.isdigit()}
     assert extractor(images) == Extraction(computed=0, cached=13, refused=extraction.refused)
     assert extractor.opened == []
-
-
-def test_one_pass_gives_the_features_of_all_backbones(tmp_path: Path) -> None:
-    """Each image is decoded once for all of them, even if they want different sizes."""
-    images = find_images(write_images(tmp_path / "data", count=3), CLASSES)
-    one, two = tiny(tmp_path), tiny(tmp_path, seed=1, feature_size=5)
-    grown = msgspec.structs.replace(two.metadata.preprocessing, crop_pct=0.5)
-    two = replace(two, metadata=msgspec.structs.replace(two.metadata, preprocessing=grown))
-    (batch,) = feature_batches(images, [one, two], batch_size=9, workers=1)
-    for backbone, columns in ((one, slice(0, 16)), (two, slice(16, 21))):
-        pixels = np.stack([preprocess(decode(p.path), backbone.metadata.preprocessing) for p in images])
-        found = np.stack([feature for _, feature in batch])[:, columns]  # type: ignore[misc]
-        np.testing.assert_allclose(found, backbone.features(pixels), rtol=1e-5)
 
 
 def test_interruption_keeps_finished_batches(tmp_path: Path) -> None:
@@ -348,3 +318,100 @@ def test_large_images_are_decoded_one_at_a_time(
     ((*made,),) = feature_batches(images, [tiny(tmp_path)], batch_size=4, workers=4)
     assert all(isinstance(feature, np.ndarray) for _, feature in made)
     assert most == (1 if name == "large" else 4)
+
+
+_WEIGH_FORMATS = """
+import sys
+from pathlib import Path
+from PIL import Image
+from edge_client.data.decoding_memory import decoding_bytes
+from edge_client.data.images import decoded
+from edge_client.runtime.session import release_memory
+from protocol.models.preprocessing import Preprocessing, preprocess
+
+def resident(kind):
+    return 1024 * int(Path("/proc/self/status").read_text().split(kind)[1].split()[0])
+
+for path in [sys.argv[1], *sys.argv[1:]]:  # the first one loads modules
+    with Image.open(path) as image:
+        estimate = decoding_bytes(image, Path(path).stat().st_size)
+    release_memory()
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS:")
+    with decoded(Path(path)) as image:
+        preprocess(image, Preprocessing(height=32, width=32))
+    print(Path(path).name, estimate, resident("VmHWM:") - before)
+"""
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="the peak of memory is read from /proc"
+)
+def test_no_format_takes_more_memory_than_estimated(tmp_path: Path) -> None:
+    """JPEG in all colors, progressive and turned, PNG, WEBP and TIFF; the estimate is at most 2.5 times the peak."""
+    base, turned = noise(300, 300).resize((2000, 2000)), Image.Exif()
+    turned[0x112] = 6
+    for mode in ("L", "RGB", "CMYK"):
+        image = base.convert(mode)
+        image.save(tmp_path / f"{mode}.jpg")
+        image.save(tmp_path / f"{mode}-progressive.jpg", progressive=True, subsampling=0)
+        image.save(tmp_path / f"{mode}-turned.jpg", exif=turned)
+        image.save(tmp_path / f"{mode}.tif", compression="tiff_lzw", tiffinfo={278: 2000})
+    for mode in ("1", "L", "LA", "P", "RGB", "RGBA"):
+        base.convert(mode).save(tmp_path / f"{mode}.png", compress_level=1)
+    Image.new("I;16", base.size).save(tmp_path / "16.png", compress_level=1)
+    base.save(tmp_path / "lossless.webp", lossless=True, method=0, quality=0)
+    base.convert("RGBA").save(tmp_path / "lossy.webp", method=0)
+    files = map(str, sorted(tmp_path.iterdir()))
+    done = subprocess.run(
+        [sys.executable, "-c", _WEIGH_FORMATS, *files], capture_output=True, text=True, check=True
+    )
+    for line in done.stdout.splitlines()[1:]:
+        name, estimate, peak = line.split()
+        assert int(peak) < int(estimate) + 2**22, name
+        assert int(estimate) < 2.5 * int(peak), name
+
+
+@pytest.mark.parametrize(
+    ("group", "mount", "names", "prefix"),
+    [
+        ("0::/a/b", "sys/fs/cgroup", ("memory.max", "memory.current"), ""),
+        ("4:cpu,memory:/a/b", "sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_"),
+    ],
+)  # fmt: skip
+def test_limits_of_control_groups_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: str, mount: str, names: tuple[str, str], prefix: str
+) -> None:  # fmt: skip
+    """Those of groups above as well, without cached files; a container sees its own group at the mount."""
+    monkeypatch.setattr(decoding_memory, "_ROOT", tmp_path)
+    for folder, limit in (("a/b", "max"), ("a", "400000000"), ("", "500000000")):
+        place = tmp_path / mount / folder
+        place.mkdir(parents=True, exist_ok=True)
+        (place / names[0]).write_text(f"{limit}\n")
+        (place / names[1]).write_text("300000000\n")
+        (place / "memory.stat").write_text(f"{prefix}inactive_file 50000000\n{prefix}active_file 10000000\n")
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 1000000 kB\nMemAvailable: 900000 kB\n")
+    (tmp_path / "proc/self/cgroup").write_text(f"{group}\n")
+    assert (limit_bytes(), available_bytes()) == (400_000_000, 160_000_000 - decoding_memory.MARGIN_BYTES)
+    (tmp_path / "proc/self/cgroup").write_text(group.replace("/a/b", "/docker/0"))
+    assert limit_bytes() == 500_000_000
+
+
+def test_image_waits_for_the_memory_of_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two that fit only one after the other are both decoded; one that does not fit alone is refused."""
+    monkeypatch.setattr(decoding_memory, "available_bytes", lambda: 100_000_000)
+    begun = threading.Event()
+
+    def decode() -> None:
+        with reserve(60_000_000):
+            begun.set()
+
+    thread = threading.Thread(target=decode)
+    with pytest.raises(MemoryError, match="it needs 120 MiB"), reserve(125_000_000):
+        pass
+    with reserve(60_000_000):
+        thread.start()
+        assert not begun.wait(0.2)
+    thread.join(timeout=60)
+    assert begun.is_set()

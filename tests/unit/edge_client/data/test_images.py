@@ -1,17 +1,23 @@
-"""Images on disk: found, refused, held out, decoded."""
+"""Images on disk: found, refused, decoded, held out."""
 
 import difflib
 import os
 import re
 import zlib
+from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 
-from edge_client.data.images import MOST_NAMED, decode, find_images, scan_images
+from edge_client.data.holdout import held_out, held_out_count
+from edge_client.data.images import MOST_NAMED, LabeledImage, decode, find_images, scan_images
 from protocol.errors import ConfigError, UnreadableImage
 from protocol.models.preprocessing import Preprocessing, preprocess
 from tests.support.devices.device_factory import gray_png, image_file, noise
@@ -78,17 +84,6 @@ def test_dangling_link_is_found_and_refused_by_name(tmp_path: Path) -> None:
         decode(looped.path)
 
 
-def test_identity_changes_with_size_time_or_path(tmp_path: Path) -> None:
-    path = image_file(tmp_path / "cat/1.png")
-    (before,) = find_images(tmp_path, CLASSES)
-    assert find_images(tmp_path, CLASSES) == (before,)
-    os.utime(path, ns=(1, 2))
-    (touched,) = find_images(tmp_path, CLASSES)
-    path.rename(tmp_path / "cat/2.png")
-    (moved,) = find_images(tmp_path, CLASSES)
-    assert len({before.identity, touched.identity, moved.identity}) == 3
-
-
 def test_file_names_outside_utf8_are_found_and_read(tmp_path: Path) -> None:
     image_file(tmp_path / "cat/1.png").rename(os.fsdecode(os.fsencode(tmp_path) + b"/cat/\xff.png"))
     (found,) = find_images(tmp_path, CLASSES)
@@ -122,13 +117,6 @@ def test_skipped_files_are_counted_by_reason(tmp_path: Path) -> None:
         "in no class's folder": 1, "suffix .heic, HEIC is not supported: convert it to JPEG": 2, "suffix .mp4": 1,
         "no suffix": 1, "not a regular file": 1,
     }  # fmt: skip
-
-
-def test_missing_folder_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"there is no .*nowhere; say in which folder"):
-        find_images(tmp_path / "nowhere", CLASSES)
-    (tmp_path / "cat").mkdir()
-    assert find_images(tmp_path, CLASSES) == ()
 
 
 def test_unreadable_folder_is_an_error() -> None:
@@ -275,22 +263,18 @@ def test_truncated_image_is_refused_and_never_padded(
     assert all(re.match(f"{re.escape(str(path))}: .", refusal) for refusal in refusals)
 
 
-@pytest.mark.parametrize("data", [b"\0" * 100, b"hello", b"\xff\xd8\xff\xe0" + b"\0" * 64, b"%!PS-Adobe\n"])
-def test_other_files_are_refused_by_name(tmp_path: Path, data: bytes) -> None:
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"", "the file is empty"),
+        *((data, "it is none of JPEG, PNG") for data in (bytes(100), b"hello", b"%!PS-Adobe\n")),
+        (b"\xff\xd8\xff\xe0" + bytes(64), "it is none of JPEG, PNG"),
+    ],
+)
+def test_other_files_are_refused_by_name(tmp_path: Path, data: bytes, reason: str) -> None:
     (tmp_path / "p.jpg").write_bytes(data)
-    with pytest.raises(UnreadableImage, match=r"p\.jpg: it is none of JPEG, PNG"):
+    with pytest.raises(UnreadableImage, match=rf"p\.jpg: {reason}"):
         decode(tmp_path / "p.jpg")
-
-
-def test_empty_file_is_named_as_empty(tmp_path: Path) -> None:
-    (tmp_path / "p.jpg").touch()
-    with pytest.raises(UnreadableImage, match=r"p\.jpg: the file is empty"):
-        decode(tmp_path / "p.jpg")
-
-
-def test_folder_is_refused_as_an_image(tmp_path: Path) -> None:
-    with pytest.raises(UnreadableImage, match="Is a directory"):
-        decode(tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
@@ -317,3 +301,71 @@ def test_32_bit_pixels_are_refused(tmp_path: Path, mode: str) -> None:
     path = image_file(tmp_path / "p.tif", Image.new(mode, (8, 8)))
     with pytest.raises(UnreadableImage, match="8 bits a channel"):
         decode(path)
+
+
+FRACTIONS = st.sampled_from([0.0, 0.001, 0.1, 0.2, 0.25, 0.29, 0.3, 0.5, 0.7, 0.9, 0.99]) | st.floats(0, 0.99)
+NAMES = st.lists(st.text(min_size=1, max_size=5), unique=True, max_size=40)
+SEVERAL_CLASSES = st.lists(NAMES, min_size=1, max_size=3)
+
+
+def _images(classes: Sequence[Sequence[str]]) -> list[LabeledImage]:
+    return [
+        LabeledImage(Path(), f"{label}/{name}", label, size_bytes=1, mtime_ns=1)
+        for label, names in enumerate(classes)
+        for name in names
+    ]
+
+
+@pytest.mark.parametrize(
+    ("images", "fraction", "count"),
+    [
+        (15, 0.2, 3), (4, 0.2, 0), (5, 0.2, 1), (9, 0.2, 1), (10, 0.2, 2), (5, 0.1, 1), (19, 0.1, 1),
+        (100, 0.29, 29), (10, 0.7, 7), (3, 0.5, 1), (4, 0.9, 3), (0, 0.9, 0), (1000, 0.0, 0),
+    ],
+)  # fmt: skip
+def test_the_fraction_is_rounded_down(images: int, fraction: float, count: int) -> None:
+    """Also where the product of floats is a little below the number; of five images at least one is held out."""
+    assert held_out_count(images, fraction) == count
+
+
+@given(SEVERAL_CLASSES, FRACTIONS)
+def test_every_class_holds_out_its_own_share(classes: list[list[str]], fraction: float) -> None:
+    """Never above the fraction, except for one image of few."""
+    images = _images(classes)
+    kept = held_out(images, fraction)
+    assert kept <= {image.relative for image in images}
+    for label, names in enumerate(classes):
+        count = sum(path.startswith(f"{label}/") for path in kept)
+        assert count == held_out_count(len(names), fraction)
+        assert count <= Fraction(str(fraction)) * len(names) or (count == 1 and len(names) >= 5)
+        assert count >= 1 or len(names) < 5 or fraction == 0
+
+
+@given(SEVERAL_CLASSES, FRACTIONS, st.randoms())
+def test_which_images_are_held_out_depends_on_the_paths_of_their_class(
+    classes: list[list[str]], fraction: float, random: Random
+) -> None:
+    """Order, folder, contents of files and other classes do not matter."""
+    images = _images(classes)
+    kept = held_out(images, fraction)
+    moved = [
+        LabeledImage(Path("/moved"), image.relative, image.label, size_bytes=3, mtime_ns=4)
+        for image in images
+    ]
+    random.shuffle(moved)
+    assert held_out(moved, fraction) == kept
+    first = [image for image in images if not image.label]
+    assert held_out(first, fraction) == {path for path in kept if path.startswith("0/")}
+
+
+@given(NAMES.filter(bool), FRACTIONS)
+def test_a_new_image_changes_the_side_of_at_most_one_other(names: list[str], fraction: float) -> None:
+    """A removed image reverses that."""
+    *before, added = _images([names])
+    others = {image.relative for image in before}
+    assert len((held_out(before, fraction) ^ held_out([*before, added], fraction)) & others) <= 1
+
+
+def test_paths_outside_utf8_are_accepted() -> None:
+    images = _images([[os.fsdecode(b"\xff%d" % number) for number in range(5)]])
+    assert len(held_out(images, 0.2)) == 1

@@ -1,18 +1,20 @@
-"""Prototypes: the laws of the batch-level averages, and class means."""
+"""Prototypes: the laws of the batch-level averages, class means, and rows of statistics."""
 
 import random
 from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 
 from edge_client.data.outlier_filter import closest_features
 from edge_client.data.prototype_averaging import average, class_means
-from protocol.errors import ProtofleetError
+from edge_client.data.statistics import group_rows, to_rows
+from protocol.errors import GraphRefused, ProtofleetError
 from protofleet.prototypes import average_class
 
 Features = NDArray[np.float32]
@@ -111,14 +113,6 @@ def test_prototypes_match_the_equations() -> None:
     np.testing.assert_allclose(np.sort(prototypes, axis=0), np.sort(expected, axis=0))
 
 
-def test_outlier_is_omitted() -> None:
-    features = np.full((100, 3), 1.0, dtype=np.float32)
-    features[42] = [50.0, 0.0, 0.0]
-    prototypes, counts = _prototypes_of(features, alpha=0.99)
-    assert counts.sum() == 99
-    np.testing.assert_array_equal(prototypes, np.ones_like(prototypes))
-
-
 def test_equal_scores_keep_the_earlier_images() -> None:
     """A device uploads the same after a restart."""
     powers_of_two = 2.0 ** np.arange(10, dtype=np.float32)
@@ -132,13 +126,6 @@ def test_share_kept_is_exact(alpha: float, images: int, kept: int) -> None:
     """ceil(alpha n) is computed with the decimal as written, not its binary neighbor: 0.07 * 100 > 7."""
     _, counts = _prototypes_of(_random_features(images), alpha=alpha)
     assert counts.sum() == kept
-
-
-def test_seed_determines_the_batches() -> None:
-    features = _random_features(50)
-    first, second, again = (_prototypes_of(features, seed=seed)[0] for seed in (1, 2, 1))
-    np.testing.assert_array_equal(first, again)
-    assert not np.array_equal(first, second)
 
 
 @pytest.mark.parametrize(("images", "counts"), [(0, []), (1, []), (2, [2]), (4, [4]), (5, [5]), (11, [5, 6])])
@@ -190,3 +177,39 @@ def test_class_means_are_plain_means(labels: list[int], min_images: int, shuffle
     )
     np.testing.assert_allclose(moved[0], means, rtol=1e-6)
     assert moved[1].tolist() == wanted
+
+
+SIZE = 5
+
+
+@settings(max_examples=30)
+@given(hnp.arrays(np.int8, st.tuples(st.integers(1, 20), st.just(SIZE)), elements=st.integers(-127, 127)))
+def test_groups_of_single_images_are_the_images(rows: NDArray[np.int8]) -> None:
+    made, counts = group_rows([rows[:7], rows[7:]], np.arange(len(rows)), size=SIZE)
+    np.testing.assert_array_equal(made, rows)
+    assert (counts == 1).all()
+
+
+def test_group_row_has_the_distance_of_one_image() -> None:
+    """By the formula, with exact numbers: groups of 4 and 9 images about the class's mean."""
+    rows = np.array([[10, 100, -127]] * 4 + [[-3, -100, -127]] * 9, np.int8)
+    numbers = np.array([0] * 4 + [1] * 9)
+    made, counts = group_rows([rows], numbers, size=3)
+    mean = np.array([(40 - 27) / 13, (400 - 900) / 13, -127])
+    expected = [mean + 2 * (rows[0] - mean), mean + 3 * (rows[-1] - mean)]
+    np.testing.assert_array_equal(made, np.clip(np.rint(expected), -127, 127))
+    assert counts.tolist() == [4, 9]
+    assert made[0].tolist() == [19, 127, -127], "clipped"
+
+
+def test_class_without_images_has_no_row() -> None:
+    made, counts = group_rows([], np.zeros(0, np.intp), size=SIZE)
+    assert made.shape == (0, SIZE)
+    assert not len(counts)
+
+
+@pytest.mark.parametrize("value", [0.5, 127.5, 128.0, -128.0, float("nan"), float("inf")])
+def test_other_values_than_integers_in_range_are_refused(value: float) -> None:
+    with pytest.raises(GraphRefused, match="expected integers from -127 to 127"):
+        to_rows(np.array([[3, value]], np.float32))
+    assert to_rows(np.array([[127, -127]], np.float32)).tolist() == [[127, -127]]

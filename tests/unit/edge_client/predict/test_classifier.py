@@ -1,7 +1,8 @@
-"""Answers to images: a class, `unsure`, or `unknown` for an image of no known class."""
+"""Answers to images: a class, `unsure`, or `unknown`; drift, where images differ from the labeled ones."""
 
 import csv
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,22 +14,26 @@ from onnx import numpy_helper
 
 from aggregator.algorithms.fedtc.head import Dense
 from aggregator.algorithms.novelty import class_directions
-from aggregator.graphs.fused_model import fuse
 from aggregator.graphs.head_export import head_to_onnx
 from edge_client.cli.predict import printer
 from edge_client.cli.watch import changes_only
 from edge_client.data.class_prior import Adjuster
+from edge_client.data.extraction import Refusal, feature_of
 from edge_client.data.images import decode
+from edge_client.predict import drift
 from edge_client.predict.classifier import Classifier, Prediction
+from edge_client.predict.drift import DriftMonitor, drift_score
 from edge_client.predict.head import Head, Result, open_head
+from edge_client.predict.head_in_use import HeadInUse
 from edge_client.predict.majority import Majority
-from edge_client.storage.stored_values import InstalledHead
+from edge_client.storage.stored_values import DRIFT_AGE_S, Drift, InstalledHead
 from protocol.errors import GraphRefused
 from protocol.models.onnx_metadata import HeadMetadata
 from protocol.models.preprocessing import preprocess
-from protofleet import Model
-from tests.support.devices.device_factory import CLASSES, tiny, write_images
-from tests.support.graphs.backbones import changed, tiny_backbone
+from protocol.wire.messages import DRIFT_LIMIT
+from tests.support.devices.device_bench import CONSTANT, HeadBench
+from tests.support.devices.device_factory import CLASSES, noise, tiny, write_images
+from tests.support.graphs.backbones import changed
 
 
 def _head_file(folder: Path, known: Path, *, threshold: float | None) -> bytes:
@@ -152,15 +157,6 @@ def test_watch_prints_changes_only(
     assert "none.png" in printed.err
 
 
-def test_model_file_knows_its_threshold(tmp_path: Path, images: list[Path]) -> None:
-    """`model.onnx` in Python has the same answers."""
-    tiny(tmp_path)
-    head = _head_file(tmp_path, images[0], threshold=1e-5)
-    (tmp_path / "model.onnx").write_bytes(fuse([tiny_backbone()], head))
-    model = Model.load(tmp_path / "model.onnx", provider="cpu")
-    assert [each.known for each in model.predict_all(images)] == [True, False]
-
-
 def test_head_whose_novelty_is_not_finite_is_refused(tmp_path: Path, images: list[Path]) -> None:
     def spoil(model: onnx.ModelProto) -> None:
         (whole,) = (each for each in model.graph.initializer if each.name == "novelty_whole")
@@ -169,3 +165,71 @@ def test_head_whose_novelty_is_not_finite_is_refused(tmp_path: Path, images: lis
     file = changed(_head_file(tmp_path, images[0], threshold=1e-5), spoil)
     with pytest.raises(GraphRefused, match="does not give a finite novelty"):
         open_head(file, backbones=[tiny(tmp_path)])
+
+
+SIZE = 64
+
+
+def _images(count: int, classes: list[int], seed: int, shift: float = 0.0) -> tuple[Any, Any]:
+    """Return features of three distant classes, the third with twice the spread, and the classes."""
+    rng = np.random.default_rng(seed)
+    labels = rng.choice(classes, count)
+    means = np.random.default_rng(0).normal(size=(3, SIZE)) * 5
+    spread = np.where(labels == 2, 2.0, 1.0)[:, None]
+    return (means[labels] + spread * rng.normal(size=(count, SIZE)) + shift).astype(np.float32), labels
+
+
+def _score(window: tuple[Any, Any], seed: int = 1) -> float:
+    score = drift_score(*_images(200, [0, 1, 2], seed), *window)
+    assert score is not None
+    return score
+
+
+@pytest.mark.parametrize("classes", [[0, 1, 2], [0], [2], [1, 2]])
+def test_another_mixture_of_classes_is_no_drift(classes: list[int]) -> None:
+    """Not in one of 20 windows, also of the class that is spread most."""
+    scores = [_score(_images(100, classes, seed + 100), seed) for seed in range(20)]
+    assert max(scores) < DRIFT_LIMIT
+
+
+@pytest.mark.parametrize("classes", [[0, 1, 2], [2]])
+def test_shifted_images_are_drift(classes: list[int]) -> None:
+    scores = [_score(_images(100, classes, seed + 100, shift=1.0), seed) for seed in range(10)]
+    assert min(scores) > DRIFT_LIMIT
+
+
+def test_programs_that_predict_store_the_score_and_the_device_reports_it(
+    bench: HeadBench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One image in INTERVAL_S counts."""
+    monkeypatch.setattr(drift, "WINDOW", 3)
+    bench.install(bench.head(1, CONSTANT["cat"]))
+    using = HeadInUse(bench.store, provider="cpu", threads=1).follow()
+    using.run(noise())
+    using.run(noise())
+    assert bench.store.get(Drift) == Drift()
+    monkeypatch.setattr(drift, "INTERVAL_S", 0.0)
+    monitor = DriftMonitor(bench.store, using.head, (using.backbones[0].sha256,))
+    feature = feature_of(decode(bench.settings.data / "cat" / "0000.png"), using.backbones)
+    assert not isinstance(feature, Refusal)
+    for _ in range(3):
+        monitor.observe(5 * feature)
+    found = bench.store.get(Drift)
+    assert (found.images, found.score > DRIFT_LIMIT) == (3, True)
+    assert abs(found.tested_s - time.time()) < 60
+    assert "images differ from the labeled ones" in caplog.text
+    bench.scan()
+    assert bench.info.drift == found.score
+    bench.store.set(Drift(score=found.score, images=3, tested_s=time.time() - DRIFT_AGE_S))
+    bench.scan()
+    assert not isinstance(bench.info.drift, float)
+
+
+def test_missing_features_are_reported(
+    bench: HeadBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench.install(bench.head(1, CONSTANT["cat"]))
+    using = HeadInUse(bench.store, provider="cpu", threads=1).follow()
+    monkeypatch.setattr(drift, "WINDOW", 1)
+    DriftMonitor(bench.store, using.head, ("0" * 64,)).observe(np.zeros(16, np.float32))
+    assert "drift not tested" in caplog.text

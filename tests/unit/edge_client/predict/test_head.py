@@ -41,19 +41,6 @@ def answers(of: Classifier, paths: list[Path], *, top: int) -> list[Prediction]:
     return [each for _, each in of.predict(paths, top=top) if isinstance(each, Prediction)]
 
 
-def test_prediction_ranks_classes_by_probability(tmp_path: Path) -> None:
-    data = write_images(tmp_path / "data", count=3)
-    backbone = tiny(tmp_path)
-    images = [data / "cat" / "0000.png", data / "dog" / "0000.png"]
-    head = open_head(
-        linear_head([backbone], _weights(backbone, images)), backbones=[backbone], classes=CLASSES
-    )
-    cat, dog = answers(classifier([backbone], head), images, top=2)
-    assert (cat.label, dog.label) == ("cat", "dog")
-    assert sum(score for _, score in cat.top) == pytest.approx(1, abs=1e-5)
-    assert cat.top[0][1] > cat.top[1][1]
-
-
 def test_a_head_without_a_probability_is_refused(tmp_path: Path) -> None:
     """It gives NaN for one image, and probabilities where it is tested: `predict` prints no class for NaN."""
     weights = np.tile(np.array([9, -9], np.float32), (16, 1))
@@ -81,16 +68,6 @@ def test_predictions_keep_the_order_of_images(tmp_path: Path) -> None:
         assert "No such file" in reasons[4]
         assert isinstance(found[0][1], Prediction)
         assert len(found[0][1].top) == len(CLASSES)
-
-
-def test_evaluation_counts_correct_predictions_over_all_chunks(tmp_path: Path) -> None:
-    backbone = tiny(tmp_path)
-    weights = np.zeros((16, 2), dtype=np.float32)
-    weights[0, 1] = 1
-    head = open_head(linear_head([backbone], weights), backbones=[backbone])
-    positive, negative = np.ones((3, 16), dtype=np.float32), -np.ones((2, 16), dtype=np.float32)
-    assert evaluate(head, [positive, negative], label=1) == {1: 3, 0: 2}
-    assert evaluate(head, [], label=0) == {}
 
 
 def test_unsuitable_head_is_refused(tmp_path: Path) -> None:
@@ -200,10 +177,6 @@ def test_classes_without_prototypes_are_unknown() -> None:
         1,
         2,
     ]
-
-
-def test_bound_state_is_not_copied() -> None:
-    assert round_head().bound["weight"] is LOCAL_MODEL.state["weight"]
 
 
 def test_round_head_with_unsuitable_tensors_is_refused() -> None:

@@ -42,10 +42,12 @@ PNG = _png()
 
 @pytest.fixture
 def start(bench: HeadBench) -> Start:
-    """Return a function that serves the device's heads, and yields the port."""
+    """Return a function that serves the device's heads, by default a first one, and yields the port."""
 
     @contextlib.contextmanager
-    def started(token: str | None = None, prior: Source = "none") -> Iterator[int]:
+    def started(token: str | None = None, prior: Source = "none", *, with_head: bool = True) -> Iterator[int]:
+        if with_head:
+            bench.install(bench.head(1, CONSTANT["cat"]))
         options = parse_options("127.0.0.1:0", token=token, max_image_bytes=MAX_BYTES)
         heads = HeadInUse(bench.store, provider="cpu", threads=1, prior=prior)
         with PredictionServer(options, heads) as server:
@@ -82,7 +84,7 @@ def _send(port: int, request: bytes) -> bytes:
 
 def test_newest_head_answers(bench: HeadBench, start: Start) -> None:
     """The server needs no restart for the first head, nor for the next one."""
-    with start() as port:
+    with start(with_head=False) as port:
         assert _ask(port, "GET", "/healthz") == (503, {"status": "no head"})
         assert _ask(port, "POST", "/predict", PNG)[0] == 503
         for version in (1, 2):
@@ -106,11 +108,11 @@ def test_answers_depend_on_earlier_images_only_with_a_prior_that_they_show(
 ) -> None:
     """Another head begins without any; an image that cannot be read does not count."""
     bench.install(bench.head(1, CONSTANT["cat"] / 4))
-    with start() as port:
+    with start(with_head=False) as port:
         answers = [_ask(port, "POST", "/predict", PNG)[1] for _ in range(30)]
     assert answers == [answers[0]] * 30
     assert (answers[0]["prior"], "prior_shares" in answers[0]) == ("none", False)
-    with start(prior="images") as port:
+    with start(prior="images", with_head=False) as port:
         answers = [_ask(port, "POST", "/predict", PNG)[1] for _ in range(30)]
         label, plain = answers[0]["label"], answers[0]["scores"]
         assert (answers[0]["prior"], answers[-1]["prior"]) == ("none", "images")
@@ -143,18 +145,16 @@ def test_answers_depend_on_earlier_images_only_with_a_prior_that_they_show(
     ],
 )
 def test_unsuitable_requests_are_refused(
-    bench: HeadBench, start: Start, status: int, method: str, path: str, body: bytes | None, headers: dict[str, str]
+    start: Start, status: int, method: str, path: str, body: bytes | None, headers: dict[str, str]
 ) -> None:  # fmt: skip
     """With a reason; the next request is answered."""
-    bench.install(bench.head(1, CONSTANT["cat"]))
     with start() as port:
         refused, answer = _ask(port, method, path, body, headers)
         assert (refused, list(answer)) == (status, ["error"])
         assert _ask(port, "POST", "/predict", PNG)[0] == 200
 
 
-def test_bytes_that_are_no_request_end_their_connection_only(bench: HeadBench, start: Start) -> None:
-    bench.install(bench.head(1, CONSTANT["cat"]))
+def test_bytes_that_are_no_request_end_their_connection_only(start: Start) -> None:
     length = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n"
     with start() as port:
         assert b" 400 " in _send(port, b"\x16\x03\x01\x02\x00\r\n\r\n")
@@ -171,19 +171,15 @@ def test_bytes_that_are_no_request_end_their_connection_only(bench: HeadBench, s
         b"GET /" + b"a" * http_limits.MAX_HEAD_BYTES,
     ],
 )
-def test_headers_past_their_limit_are_refused_and_not_cut(
-    bench: HeadBench, start: Start, head: bytes
-) -> None:
+def test_headers_past_their_limit_are_refused_and_not_cut(start: Start, head: bytes) -> None:
     """A web page would hide its Origin there."""
-    bench.install(bench.head(1, CONSTANT["cat"]))
     with start() as port:
         assert b" 431 " in _send(port, head + b"\r\nOrigin: http://attacker.example\r\n\r\n")
         assert b" 200 " in _send(port, b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nX: y\r\n\r\n")
 
 
-def test_announced_images_take_no_place(bench: HeadBench, start: Start) -> None:
+def test_announced_images_take_no_place(start: Start) -> None:
     """Connections that announce the largest images and send two bytes leave room for those that arrive."""
-    bench.install(bench.head(1, CONSTANT["cat"]))
     begin = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\nab"
     with start() as port, contextlib.ExitStack() as stalled:
         for _ in range(3 * http_limits.MAX_IMAGES):
@@ -192,9 +188,8 @@ def test_announced_images_take_no_place(bench: HeadBench, start: Start) -> None:
         assert _ask(port, "POST", "/predict", PNG)[0] == 200
 
 
-def test_bytes_in_memory_are_limited(bench: HeadBench, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_in_memory_are_limited(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of images that have not arrived completely count, until their connection ends."""
-    bench.install(bench.head(1, CONSTANT["cat"]))
     monkeypatch.setattr(http_limits, "MAX_IMAGES", 1)
     begin = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n"
     is_full, is_empty, count_bytes = threading.Event(), threading.Event(), PredictionServer.count_bytes
@@ -214,9 +209,7 @@ def test_bytes_in_memory_are_limited(bench: HeadBench, start: Start, monkeypatch
         assert _ask(port, "POST", "/predict", PNG)[0] == 200
 
 
-def test_answer_arrives_before_the_connection_ends_beside_unread_bytes(
-    bench: HeadBench, start: Start
-) -> None:
+def test_answer_arrives_before_the_connection_ends_beside_unread_bytes(start: Start) -> None:
     """A connection that is closed with unread bytes is reset, and the client could lose the answer."""
     with start("secret") as port, socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
         connection.sendall(b"POST /predict HTTP/1.1\r\nContent-Length: 1000000\r\n\r\n")
@@ -229,10 +222,9 @@ def test_answer_arrives_before_the_connection_ends_beside_unread_bytes(
 
 @pytest.mark.parametrize(("request_s", "grace_s"), [(0.5, 3600.0), (3600.0, 0.5)])
 def test_slow_request_is_ended(
-    bench: HeadBench, start: Start, monkeypatch: pytest.MonkeyPatch, request_s: float, grace_s: float
+    start: Start, monkeypatch: pytest.MonkeyPatch, request_s: float, grace_s: float
 ) -> None:
     """The time limit is that of the whole request, however often bytes arrive, and shorter if they are few."""
-    bench.install(bench.head(1, CONSTANT["cat"]))
     monkeypatch.setattr(http_limits, "REQUEST_S", request_s)
     monkeypatch.setattr(http_limits, "GRACE_S", grace_s)
     begin = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n"
@@ -245,8 +237,7 @@ def test_slow_request_is_ended(
             assert connection.recv(65_536) == b""
 
 
-def test_connections_are_limited(bench: HeadBench, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench.install(bench.head(1, CONSTANT["cat"]))
+def test_connections_are_limited(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_limits, "MAX_CONNECTIONS", 1)
     with start() as port:
         with socket.create_connection(("127.0.0.1", port), timeout=60) as first:
@@ -261,9 +252,8 @@ def test_connections_are_limited(bench: HeadBench, start: Start, monkeypatch: py
         assert status == 200
 
 
-def test_small_file_of_a_large_image_leaves_no_memory(bench: HeadBench, start: Start) -> None:
+def test_small_file_of_a_large_image_leaves_no_memory(start: Start) -> None:
     """98 bytes are 36 million pixels, whose memory is returned to the system."""
-    bench.install(bench.head(1, CONSTANT["cat"]))
     file = io.BytesIO()
     Image.new("RGB", (6000, 6000)).save(file, "WEBP", lossless=True, method=0)
     assert len(file.getvalue()) < 100
@@ -275,9 +265,8 @@ def test_small_file_of_a_large_image_leaves_no_memory(bench: HeadBench, start: S
         assert psutil.Process().memory_info().rss - before_bytes < 50e6
 
 
-def test_token_is_required(bench: HeadBench, start: Start) -> None:
+def test_token_is_required(start: Start) -> None:
     """Of predictions, not of the health check; with a token, any Host is accepted."""
-    bench.install(bench.head(1, CONSTANT["cat"]))
     request = b"POST /predict HTTP/1.1\r\nContent-Length: 0\r\n\r\n"
     with start("secret") as port:
         assert _ask(port, "GET", "/healthz")[0] == 200

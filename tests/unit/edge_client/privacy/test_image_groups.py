@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -182,31 +181,6 @@ def _regroup(partition: Partition, present: Iterable[bytes], *, least: int = 2, 
     return partition.after_release(images, min_images=least)
 
 
-@pytest.mark.parametrize(("images", "sizes"), [(1, []), (2, [2]), (4, [4]), (5, [5]), (11, [5, 6])])
-def test_first_groups_are_the_batches_of_fedtc(images: int, sizes: list[int]) -> None:
-    """A remainder joins the last one, and a class below B is one group if it has `min_images`."""
-    groups = _regroup(Partition(), IMAGES[:images]).groups.values()
-    assert [len(group.images) for group in groups] == sizes
-
-
-def test_images_stay_in_their_groups() -> None:
-    """New images form groups of their own once there are B of them; a removed group leaves the others as they are."""
-    partitions = [_regroup(Partition(), IMAGES[:10])]
-    for images in (IMAGES[:14], IMAGES[:15], IMAGES[:18]):
-        partitions.append(_regroup(partitions[-1], images))
-    assert [len(each.groups) for each in partitions] == [2, 2, 3, 3]
-    for before, after in pairwise(partitions):
-        assert before.groups.items() <= after.groups.items()
-
-
-def test_image_that_returns_completes_its_group() -> None:
-    partition = _regroup(Partition(), IMAGES[:10])
-    without = _regroup(partition, IMAGES[1:10])
-    assert without == partition
-    assert len(without.released(frozenset(IMAGES[1:10]), min_images=2)) == 1
-    assert len(without.released(frozenset(IMAGES[:10]), min_images=2)) == 2
-
-
 def test_images_of_broken_groups_are_used_with_enough_new_ones() -> None:
     """The deleted image, if it returns, adds to no group's weight: it waits for the next group."""
     partition = _regroup(Partition(), IMAGES[:10])
@@ -235,17 +209,6 @@ def test_a_class_that_is_split_keeps_its_images(size: int) -> None:
         partition = _regroup(partition, images, size=size)
     released = [partition.released(frozenset(images), min_images=2) for images in (first, second)]
     assert [sum(map(len, groups)) for groups in released] == [20, 22]
-
-
-def test_a_relabeled_image_joins_its_class_and_the_others_stay() -> None:
-    """One image moves to another class: both classes count all of their images once there are some new ones."""
-    partition = _regroup(_regroup(Partition(), ALL[:10]), ALL[10:20])
-    first, second = ALL[1:10], [ALL[0], *ALL[10:20], *ALL[40:45]]
-    for images in (first, second, [*first, *ALL[50:55]], second):
-        partition = _regroup(partition, images)
-    assert set().union(*partition.released(frozenset(second), min_images=2)) == set(second)
-    first += ALL[50:55]
-    assert set().union(*partition.released(frozenset(first), min_images=2)) == set(first)
 
 
 def test_a_larger_min_images_merges_groups_for_good() -> None:

@@ -3,13 +3,13 @@
 import math
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from edge_client.data.images import find_images
 from edge_client.privacy.noise import gaussian, laplace, subkey
 from edge_client.privacy.perturbation import perturb_image, perturb_prototypes, to_half
 from edge_client.privacy.policy import check_task
@@ -19,7 +19,7 @@ from edge_client.submission.prepared_submission import PreparedSubmission, prepa
 from protocol.errors import PrivacyRefused
 from protocol.models.preprocessing import Preprocessing
 from protocol.wire.messages import Perturbation, Program, TaskManifest
-from tests.support.devices.device_factory import CLASSES, TINY, make_manifest, make_workspace, write_images
+from tests.support.devices.device_factory import PROGRAM, make_manifest, make_workspace, write_images
 
 SECRET, OTHER = b"s" * 32, b"o" * 32
 HOW = Perturbation(on="prototypes", noise="gaussian", scale=0.5, shrink=0.25)
@@ -171,13 +171,6 @@ def test_training_images_are_perturbed_and_held_out_ones_are_not(workspace: Work
     assert prepare_prototypes(workspace, noisy, again).fingerprint == mean_noisy.fingerprint, "drawn once"
 
 
-def test_unusable_images_are_reported_where_images_are_perturbed(workspace: Workspace) -> None:
-    for image in find_images(workspace.settings.data, CLASSES)[:8]:
-        image.path.write_text("broken")
-    found = workspace.extract(manifest(on_images()), _never)
-    assert (len(found.unusable), len(found.usable)) == (8, 16)
-
-
 def test_extraction_of_perturbed_images_without_secret_is_refused(workspace: Workspace) -> None:
     """The whole extraction ends, and nothing is stored."""
     workspace.store.secret = lambda **_: b""  # type: ignore[method-assign]
@@ -198,9 +191,8 @@ def test_prepared_prototypes_are_perturbed(workspace: Workspace) -> None:
 
 
 def test_task_that_uploads_unperturbed_parameters_beside_prototypes_is_refused() -> None:
-    fields = {"persistent": (), "batch_size": 32, "init": TINY, "step": TINY, "project": TINY, "head": TINY}
-    uploading = Program(**fields, uploaded=("weight",))  # type: ignore[arg-type]
+    uploading = msgspec.structs.replace(PROGRAM, uploaded=("weight",))
     with pytest.raises(PrivacyRefused, match="parameters beside them"):
         check_task(manifest(HOW, uploading))
     check_task(manifest(on_images(), uploading))
-    check_task(manifest(HOW, Program(**fields, uploaded=())))  # type: ignore[arg-type]
+    check_task(manifest(HOW, PROGRAM))

@@ -14,23 +14,10 @@ from onnx import helper
 import edge_client
 from edge_client.runtime.backbone import open_backbone
 from edge_client.runtime.session import Provider
-from protocol.errors import BackboneMismatch, ProtofleetError
+from protocol.errors import BackboneMismatch
 from protocol.models.onnx_metadata import BackboneMetadata, read_metadata, to_properties
-from protocol.storage.blobstore import file_digest
-from tests.support.devices.device_factory import tiny
 from tests.support.graphs.backbones import changed, tiny_backbone, without_metadata
 from tests.support.graphs.hostile_backbones import dropout, random_features
-
-
-def test_backbone_has_digest_metadata_and_features(tmp_path: Path) -> None:
-    backbone = tiny(tmp_path)
-    assert backbone.sha256 == file_digest(tmp_path / "tiny-0.onnx").hex()
-    assert backbone.metadata.feature_size == 16
-    assert (backbone.model.provider, backbone.model.note) == ("cpu", "")
-    for count in (1, 5):
-        features = backbone.features(np.zeros((count, 8, 8, 3), dtype=np.uint8))
-        assert features.shape == (count, 16)
-        assert features.dtype == np.float32
 
 
 @pytest.mark.skipif(
@@ -69,14 +56,6 @@ def test_provider_that_onnx_runtime_omits_is_noted(
     assert "\n" not in backbone.model.note
     assert backbone.features(np.zeros((2, 8, 8, 3), dtype=np.uint8)).shape == (2, 16)
     assert capfd.readouterr() == ("", "")
-
-
-@pytest.mark.usefixtures("seeming_cuda")
-@pytest.mark.filterwarnings("ignore:Specified provider 'CUDAExecutionProvider':UserWarning")
-def test_broken_file_is_not_blamed_on_the_gpu(tmp_path: Path) -> None:
-    (tmp_path / "b.onnx").write_bytes(b"junk")
-    with pytest.raises(BackboneMismatch, match=r"cannot load b\.onnx"):
-        open_backbone(tmp_path / "b.onnx", provider="cuda", threads=1)
 
 
 def _rename_input(model: onnx.ModelProto) -> None:
@@ -145,14 +124,6 @@ def test_other_files_are_refused_in_one_line(tmp_path: Path, file: bytes, said: 
     assert "\n" not in str(caught.value)
 
 
-def test_failing_run_is_one_line_with_advice(tmp_path: Path) -> None:
-    with pytest.raises(
-        ProtofleetError, match=r"backbone fails .*\(2 images on cpu\): .*--batch-size"
-    ) as caught:
-        tiny(tmp_path).features(np.zeros((2, 8, 7, 3), dtype=np.uint8))
-    assert "\n" not in str(caught.value)
-
-
 _BLOCK = """
 import sys
 
@@ -174,18 +145,3 @@ def test_device_program_imports_no_training_framework() -> None:
     imports = "".join(f"import edge_client.{module}\n" for module in sorted(modules))
     program = _BLOCK.format(blocked=blocked) + imports
     subprocess.run([sys.executable, "-c", program], check=True)
-
-
-@pytest.mark.parametrize(
-    "arguments", [["--broker", "127.0.0.1", "--data", ".", "--state", "state"], ["predict", "a.png"]]
-)
-def test_missing_onnx_runtime_is_one_line_with_the_pip_command(tmp_path: Path, arguments: list[str]) -> None:
-    program = _BLOCK.format(blocked={"onnxruntime"}) + (
-        f"sys.argv = ['edge-client', *{arguments!r}]\nfrom edge_client.cli import main\nmain()\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=tmp_path
-    )
-    assert done.returncode == 1
-    assert "pip install 'protofleet-0.1.0-py3-none-any.whl[cpu]'" in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1

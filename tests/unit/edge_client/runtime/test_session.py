@@ -1,17 +1,26 @@
-"""ONNX Runtime sessions: providers, threads and file formats."""
+"""ONNX Runtime sessions: providers, threads, parts that run at the same time, and runs in processes of their own."""
 
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import onnxruntime
+import psutil
 import pytest
 
-from edge_client.runtime.session import open_session, release_memory
-from protocol.errors import GraphRefused
-from tests.support.graphs.backbones import tiny_backbone
+from edge_client.runtime import watchdog
+from edge_client.runtime.backbone import Backbone, open_backbone
+from edge_client.runtime.concurrent_session import MAX_PART, ConcurrentSession
+from edge_client.runtime.isolated_session import IsolatedSession
+from edge_client.runtime.session import open_session
+from protocol.errors import GraphRefused, ProtofleetError, StateError
+from tests.support.graphs.backbones import EDGE, tiny_backbone
+from tests.support.graphs.hostile_backbones import fails_on_white, never_ends_on_white
 
 
 @pytest.mark.parametrize(("runs", "provider"), [(True, "cuda"), (False, "cpu")])
@@ -37,12 +46,6 @@ def test_accelerator_that_fails_at_its_first_run_is_not_used(
     assert ("no memory on the GPU: running on cpu" in opened[2]) == (not runs)
 
 
-def test_threads_are_passed_to_onnx_runtime() -> None:
-    for threads, expected in ((3, 3), (None, 0)):
-        session = open_session(tiny_backbone(), provider="cpu", threads=threads)[0]
-        assert session.get_session_options().intra_op_num_threads == expected
-
-
 def test_ort_format_is_refused(tmp_path: Path) -> None:
     """`check_graph` cannot validate it."""
     options = onnxruntime.SessionOptions()
@@ -52,13 +55,6 @@ def test_ort_format_is_refused(tmp_path: Path) -> None:
     onnxruntime.InferenceSession(own, providers=["CPUExecutionProvider"])
     with pytest.raises(GraphRefused, match="cannot load"):
         open_session(own, provider="cpu", threads=1)
-
-
-def test_releasing_memory_never_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    release_memory()
-    for library in (object(), OSError()):
-        monkeypatch.setattr("ctypes.CDLL", Mock(side_effect=[library]))
-        release_memory()
 
 
 _LATE = """
@@ -80,3 +76,123 @@ def test_what_cannot_be_interrupted_ends_the_program(limit: str, words: str) -> 
     ended = subprocess.run(program, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 1
     assert words in ended.stderr
+
+
+IMAGES = np.random.default_rng(0).integers(0, 255, (4 * MAX_PART + 1, EDGE, EDGE, 3), dtype=np.uint8)
+WITH_WHITE = np.concatenate([IMAGES, np.full_like(IMAGES[:1], 255), IMAGES])
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, MAX_PART, len(IMAGES)])
+def test_features_are_those_of_one_run(count: int) -> None:
+    session, name, note = open_session(tiny_backbone(), provider="cpu", threads=3, concurrent=True)
+    assert (type(session), name, note) == (ConcurrentSession, "cpu", "")
+    (features,) = session.run(["feature"], {"image": IMAGES[:count]}, None)
+    (expected,) = open_session(tiny_backbone(), provider="cpu", threads=1)[0].run(
+        ["feature"], {"image": IMAGES[:count]}
+    )
+    np.testing.assert_allclose(features, expected, rtol=1e-6)
+
+
+def test_parts_run_at_the_same_time_on_one_thread_each() -> None:
+    meeting = threading.Barrier(2, timeout=60)
+    session = onnxruntime.InferenceSession(tiny_backbone(), providers=["CPUExecutionProvider"])
+
+    class Waiting:
+        def run(self, *arguments: Any) -> Any:
+            meeting.wait()
+            return session.run(*arguments)
+
+    assert len(ConcurrentSession(Waiting(), threads=2).run(["feature"], {"image": IMAGES[:2]}, None)[0]) == 2
+    opened = open_session(tiny_backbone(), provider="cpu", threads=3, concurrent=True)[0]
+    assert opened._session.get_session_options().intra_op_num_threads == 1
+
+
+def test_part_that_fails_fails_the_batch(tmp_path: Path) -> None:
+    (tmp_path / "b.onnx").write_bytes(fails_on_white())
+    backbone = open_backbone(tmp_path / "b.onnx", provider="cpu", threads=2)
+    expected = backbone.features(IMAGES)
+    with pytest.raises(ProtofleetError, match=f"{len(WITH_WHITE)} images on cpu"):
+        backbone.features(WITH_WHITE)
+    np.testing.assert_array_equal(backbone.features(IMAGES), expected)
+
+
+def test_interrupt_ends_all_parts(tmp_path: Path) -> None:
+    """Runs are cancelled with the batch that they are parts of."""
+    (tmp_path / "b.onnx").write_bytes(never_ends_on_white())
+    backbone = open_backbone(tmp_path / "b.onnx", provider="cpu", threads=2)
+    cancelled = threading.Event()
+    cancelled.set()
+    with watchdog.cancelled_by(cancelled), pytest.raises(ProtofleetError, match="time limit"):
+        backbone.features(WITH_WHITE)
+    assert len(backbone.features(IMAGES)) == len(IMAGES)
+
+
+GRAY, WHITE = (np.full((1, EDGE, EDGE, 3), level, np.uint8) for level in (100, 255))
+
+
+@pytest.fixture
+def backbone(tmp_path: Path) -> Backbone:
+    (tmp_path / "b.onnx").write_bytes(fails_on_white())
+    return open_backbone(tmp_path / "b.onnx", provider="cpu", threads=1)
+
+
+def test_an_image_that_ends_its_process_is_refused_and_later_ones_are_not(backbone: Backbone) -> None:
+    """The features are those of a run in this process, bit for bit; nothing runs after the end of the context."""
+    with backbone.isolated() as isolated:
+        np.testing.assert_array_equal(isolated.features(GRAY), backbone.features(GRAY))
+        with pytest.raises(ProtofleetError, match="it fails, or ends its process"):
+            isolated.features(WHITE)
+        np.testing.assert_array_equal(isolated.features(GRAY), backbone.features(GRAY))
+        process = _program(isolated)
+    assert process.returncode is not None
+
+
+def test_runs_begin_alike_after_one_that_fails_is_killed_or_takes_long(tmp_path: Path) -> None:
+    """They are of one program: another start of it would have other addresses, and a graph can compute with those."""
+    (tmp_path / "b.onnx").write_bytes(never_ends_on_white())
+    backbone = open_backbone(tmp_path / "b.onnx", provider="cpu", threads=1)
+    cancelled = threading.Event()
+    with backbone.isolated() as isolated, watchdog.cancelled_by(cancelled):
+        feature = isolated.features(GRAY)
+        program = _program(isolated)
+
+        def runs() -> list[psutil.Process]:
+            found: list[psutil.Process] = psutil.Process(program.pid).children()
+            return found
+
+        def run_of_program() -> psutil.Process:
+            while not (found := runs()):
+                time.sleep(0.01)
+            return found[0]
+
+        def interrupt() -> None:
+            run_of_program()
+            cancelled.set()
+
+        with pytest.raises(ProtofleetError, match="fails on its inputs"):
+            isolated.features(WHITE[..., :2])
+        for end, words in ((lambda: run_of_program().kill(), "ends its process"), (interrupt, "time limit")):
+            while runs():  # the last one, until it is reaped
+                time.sleep(0.01)
+            other = threading.Thread(target=end)
+            other.start()
+            with pytest.raises(ProtofleetError, match=words):
+                isolated.features(WHITE)
+            other.join()
+            cancelled.clear()
+            np.testing.assert_array_equal(isolated.features(GRAY), feature)
+        assert _program(isolated) is program
+
+
+def _program(isolated: Backbone) -> subprocess.Popen[bytes]:
+    session = isolated.model._session
+    assert isinstance(session, IsolatedSession)
+    assert session._process is not None
+    return session._process
+
+
+def test_a_program_that_does_not_start_is_no_fault_of_the_image(tmp_path: Path, backbone: Backbone) -> None:
+    """The image is not refused."""
+    (tmp_path / "b.onnx").write_bytes(b"damaged")
+    with pytest.raises(StateError, match="cannot be started"), backbone.isolated():
+        pytest.fail("it was started")

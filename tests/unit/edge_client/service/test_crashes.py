@@ -13,7 +13,6 @@ from PIL import Image
 
 from edge_client.agent.state import Mode, head_key
 from edge_client.predict.head import open_installed
-from edge_client.service.device import Device
 from edge_client.storage.crash_counter import MAX_CRASHES, task_key
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import Heads, LeftOut, SubmissionReport
@@ -28,7 +27,6 @@ from tests.support.devices.device_factory import (
     TINY,
     image_file,
     make_manifest,
-    make_settings,
     noise,
     write_images,
 )
@@ -87,11 +85,7 @@ def test_a_part_of_a_task_that_works_does_not_end_the_row(
     bench.manifest = deadly
     head = HeadManifest(task=bench.task, current=bench.head(1, CONSTANT["cat"]))
     monkeypatch.setattr(image_features, "extract", die)
-    with pytest.raises(EndedError):
-        bench.follow(deadly)
-    for _ in range(MAX_CRASHES - 1):
-        with pytest.raises(EndedError):
-            bench.start()
+    follow_until_it_dies(bench, deadly)
     bench.start().connect().announce(deadly).announce(head)
     assert bench.status["problem"].startswith("the program ended 3 times while it ran the task's graphs")
 
@@ -295,16 +289,6 @@ def test_a_blob_that_disappears_is_downloaded_again(bench: HeadBench) -> None:
     bench.scan()
     assert {each.digest for each in bench.requests[before:]} == {TINY.digest}
     assert TINY.digest in bench.store.blobs
-
-
-def test_without_a_broker_a_missing_blob_ends_the_program(bench: HeadBench, tmp_path: Path) -> None:
-    """There is nothing to download it from."""
-    bench.stop()
-    image_file(tmp_path / "data/cat/new.png")
-    bench.store.blobs.path(TINY.digest).write_bytes(b"damaged")
-    settings = make_settings(tmp_path, holdout=0.5, mode=Mode.DRY_RUN)
-    with pytest.raises(StateError, match="pass --broker"):
-        Device(settings, bench.store, show=lambda *_: None).run()
 
 
 def test_a_device_that_cannot_run_the_task_has_no_vote(

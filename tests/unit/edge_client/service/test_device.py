@@ -1,4 +1,4 @@
-"""Device: what it stores and deletes, and with what it waits or ends."""
+"""Device: what it stores, deletes and reports, and with what it waits or ends."""
 
 import threading
 from pathlib import Path
@@ -12,28 +12,26 @@ from edge_client.service.blob_downloads import BlobDownloads
 from edge_client.service.device import MAX_TICK_S, Device
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.feature_cache import FeatureCache
-from edge_client.storage.stored_values import CurrentTask, Problems, StoredLocalModel, SubmissionReport
+from edge_client.storage.stored_values import (
+    BuildProblem,
+    CurrentTask,
+    HeadProblem,
+    Problems,
+    StoredLocalModel,
+    SubmissionReport,
+)
 from edge_client.submission.image_features import Workspace
 from edge_client.submission.prepared_submission import PreparedSubmission
 from edge_client.submission.round_submission import RoundTraining
 from edge_client.training.local_round import initial_model, pack
-from protocol.errors import BackboneMismatch, ConfigError, ThreadFailed
+from protocol.errors import BackboneMismatch, ConfigError
 from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import BlobRef, HeadManifest, HeadRef
 from protocol.wire.topics import fleet_topic
-from tests.support.devices.device_bench import CONSTANT, DeviceBench, HeadBench, RoundsBench
-from tests.support.devices.device_factory import TINY, image_file, make_manifest, make_settings
+from tests.support.devices.device_bench import DeviceBench, HeadBench, RoundsBench
+from tests.support.devices.device_factory import image_file, make_manifest, make_settings
 from tests.support.devices.round_factory import TASK, make_task, open_round
 from tests.support.simulation.fleet import reference
-
-
-def test_unused_blobs_are_deleted_once_a_head_is_in_use(bench: HeadBench) -> None:
-    """The blobs of the task and of the head remain."""
-    old = bench.store.blobs.put(b"old")
-    head = bench.head(1, CONSTANT["cat"])
-    bench.install(head)
-    assert set(bench.store.blobs.digests()) == {bench.task, TINY.digest, head.head.digest}
-    assert old not in bench.store.blobs
 
 
 @pytest.mark.parametrize("max_epsilon", [None, 1.0])
@@ -172,14 +170,12 @@ def test_a_dry_run_without_a_broker_needs_every_blob(tmp_path: Path, store: Devi
         Device(make_settings(tmp_path, mode=Mode.DRY_RUN), store).run()
 
 
-def test_end_of_a_thread_ends_the_program(tmp_path: Path) -> None:
-    """It ends with a message, and the service manager starts it again."""
-    with pytest.raises(ThreadFailed, match="mqtt-session"):
-        DeviceBench(tmp_path).start().report(ThreadFailed("the thread mqtt-session has ended"))
-
-
-def test_device_that_waits_names_its_fleet(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """An incorrect --fleet would otherwise not be noticed."""
-    caplog.set_level("INFO")
-    DeviceBench(tmp_path, fleet="orchrad").start().connect()
-    assert "waiting for the fleet's task fleet=orchrad" in caplog.text
+def test_a_start_ends_all_problems_but_the_last_builds_and_the_last_heads(tmp_path: Path) -> None:
+    """Those two are not published: the task that the device will follow may be private."""
+    bench = DeviceBench(tmp_path).start()
+    old = "of an earlier start"
+    bench.store.set(Problems({"upload": old, "task": old}), BuildProblem(old), HeadProblem(old))
+    bench.start().connect()
+    assert (bench.status["problem"], bench.info.problem) == (old, "")
+    assert bench.store.get(Problems).texts == {}
+    assert (bench.store.get(BuildProblem).text, bench.store.get(HeadProblem).text) == (old, old)

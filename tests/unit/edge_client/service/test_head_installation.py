@@ -28,7 +28,6 @@ from tests.support.devices.device_factory import (
     linear_head,
     make_manifest,
 )
-from tests.support.graphs.backbones import tiny_backbone
 from tests.support.graphs.hostile_backbones import always_fails, fails_on_white
 from tests.support.machine_faults import full_disk
 from tests.support.simulation.fleet import reference
@@ -124,15 +123,6 @@ def test_a_head_that_fails_on_the_devices_images_is_refused(
     assert "head 2 refused" in installed.reason
 
 
-def test_the_previous_head_stays_on_disk(bench: HeadBench) -> None:
-    """Going back to it needs no network; an older one is deleted."""
-    heads = [bench.head(version, CONSTANT["cat"] * version) for version in (1, 2, 3)]
-    for head in heads:
-        bench.install(head)
-    assert [head.head.digest in bench.store.blobs for head in heads] == [False, True, True]
-    assert bench.info.head_version == 3
-
-
 def _follow(bench: HeadBench, backbone: bytes) -> None:
     """Give the device another task with a backbone."""
     blob = bench.offer(backbone, "other")
@@ -151,22 +141,6 @@ def test_a_head_whose_backbone_does_not_run_is_not_used(bench: HeadBench, tmp_pa
     assert "head 2 refused, the previous head stays in use: the backbone fails" in installed.reason
     assert installed.report is None, "it is no fault of the head"
     assert bench.store.get(Heads) == before
-
-
-def test_a_device_returns_to_the_head_of_the_task_before(bench: HeadBench) -> None:
-    """Its files stay on disk until the new task has a second head."""
-    bench.install(bench.head(1, CONSTANT["cat"]))
-    old = bench.store.get(Heads).installed
-    assert old is not None
-    _follow(bench, tiny_backbone(seed=1))
-    bench.install(bench.head(2, CONSTANT["dog"]))
-    assert all(digest in bench.store.blobs for digest in (old.head, *old.backbones))
-    new = bench.store.heads_in_use().installed
-    assert new is not None
-    for _ in range(MAX_CRASHES):
-        with pytest.raises(RuntimeError), bench.store.run_head(new):
-            raise RuntimeError
-    assert bench.store.heads_in_use().installed == old
 
 
 @pytest.mark.parametrize("fails", ["runs", "opening"])
@@ -255,16 +229,6 @@ def test_a_head_being_installed_stays_on_disk(bench: HeadBench, monkeypatch: pyt
     bench.install(heads[1])
     assert all(head.head.digest in bench.store.blobs for head in heads)
     assert bench.requests[-1].digest == later.head.digest
-
-
-def test_the_backbone_of_the_head_in_use_stays_on_disk(bench: HeadBench) -> None:
-    """Also in a new task with another backbone, whose first head is refused."""
-    bench.install(bench.head(1, CONSTANT["cat"]))
-    bench.follow(make_manifest(backbones=(bench.offer(tiny_backbone(feature_size=8), "other"),)))
-    assert "refused" in bench.install(bench.head(2, CONSTANT["cat"], b"junk")).reason
-    in_use = bench.store.get(Heads).installed
-    assert in_use is not None
-    assert all(digest in bench.store.blobs for digest in (in_use.head, *in_use.backbones))
 
 
 def test_going_back_to_a_rounds_head_restores_its_local_model(rounds: RoundsBench) -> None:

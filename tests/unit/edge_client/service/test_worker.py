@@ -96,16 +96,6 @@ def test_images_that_cannot_be_read_for_a_moment_are_released_as_before(
     assert bench.store.get(SubmissionReport).classes == before
 
 
-def test_the_report_is_renewed_if_the_submission_is_the_same(bench: HeadBench, tmp_path: Path) -> None:
-    """`edge-client status` shows how many new images wait, which an equal submission does not have."""
-    before = bench.submission()
-    for number in range(3):
-        image_file(tmp_path / "data/cat" / f"new-{number}.png", noise(seed=number))
-    bench.scan()
-    assert bench.submission() == before
-    assert bench.store.get(SubmissionReport).classes[0].images == 23
-
-
 @pytest.mark.parametrize("classes", [("cat",), ("cat", "cow"), ("cow", "cat", "dog"), ("cow",)])
 def test_a_change_of_the_tasks_classes_ends_no_device(bench: HeadBench, classes: tuple[str, ...]) -> None:
     """A device uploads the classes that are left; without any it receives heads."""

@@ -1,6 +1,5 @@
 """Features on disk: found again under any name, deleted in time, never trusted when damaged."""
 
-import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from numpy.typing import NDArray
 
 from edge_client.storage.feature_cache import OTHERS_MAX_AGE_S, FeatureCache
 from protocol.errors import BackboneMismatch, StateError
-from tests.support.machine_faults import full_disk, open_folder, read_only
+from tests.support.machine_faults import full_disk
 
 ANY_NAME = st.binary(max_size=40).map(lambda name: name.decode(errors="surrogateescape"))
 
@@ -45,18 +44,6 @@ def test_features_are_found_under_any_file_name(cache: FeatureCache) -> None:
     check()
 
 
-def test_unknown_images_and_backbones_have_no_features(tmp_path: Path, cache: FeatureCache) -> None:
-    """Reading a missing feature is an error."""
-    cache.put("b", rows(3), [("bad", "broken")])
-    assert cache.states("b").get("3") is None
-    assert cache.states("c").get("0") is None
-    with sqlite3.connect(tmp_path / "features.sqlite") as other:
-        other.execute("DELETE FROM features WHERE identity = ?", (b"2",))
-    for identity in ("3", "bad", "2"):
-        with pytest.raises(StateError, match="start again"):
-            list(cache.chunks([identity], "b"))
-
-
 def test_features_of_several_backbones_are_side_by_side(cache: FeatureCache) -> None:
     """They come in the order of the identities, and in small chunks."""
     cache.put("b", rows(300, length=2), [])
@@ -72,12 +59,6 @@ def test_features_of_several_backbones_are_side_by_side(cache: FeatureCache) -> 
     assert cache.matrix([], "c", "b", size=5).shape == (0, 5)
     with pytest.raises(BackboneMismatch, match="expected 4 features from 2 backbones, got 5"):
         cache.matrix(order, "c", "b", size=4)
-
-
-def test_known_images_are_known_to_every_backbone(cache: FeatureCache) -> None:
-    cache.put("b", rows(4), [])
-    cache.put("c", rows(2, start=1), [("0", "broken")])
-    assert cache.known("b", "c") == {"1", "2"}
 
 
 def test_pruning_deletes_missing_images_and_shrinks_the_file(tmp_path: Path) -> None:
@@ -114,15 +95,6 @@ class AgingCache(FeatureCache):
         return [len(self.known(backbone)) == 50 for backbone in backbones]
 
 
-def test_unused_backbone_is_kept_for_its_maximum_age(tmp_path: Path) -> None:
-    cache = AgingCache(tmp_path, "old", "new")
-    cache.use("old", after_s=1000)
-    cache.use("new", after_s=OTHERS_MAX_AGE_S)
-    assert cache.has("old", "new") == [True, True]
-    cache.use("new", after_s=1)
-    assert cache.has("old", "new") == [False, True]
-
-
 def test_backbones_in_use_are_never_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = AgingCache(tmp_path, "one", "two", "other")
     monkeypatch.setattr("edge_client.storage.feature_cache.OTHERS_MAX_BYTES", 0)
@@ -139,32 +111,6 @@ def test_large_cache_deletes_the_oldest_backbone_first(
         monkeypatch.setattr("edge_client.storage.feature_cache.OTHERS_MAX_BYTES", limit)
         cache.use("new", after_s=0)
         assert cache.has("oldest", "older", "new") == kept
-
-
-def test_file_of_another_version_is_created_anew(tmp_path: Path) -> None:
-    with sqlite3.connect(tmp_path / "features.sqlite") as other:
-        other.execute("CREATE TABLE features (something TEXT)")
-    cache = FeatureCache(tmp_path / "features.sqlite")
-    assert cache.known("b") == set()
-    cache.put("b", rows(1), [])
-    cache.close()
-    assert FeatureCache(tmp_path / "features.sqlite").known("b") == {"0"}
-
-
-@pytest.mark.parametrize("data", [b"no database" * 500, b"SQLite format 3\0" + b"\xff" * 5000])
-def test_other_file_is_renamed_and_created_anew(
-    tmp_path: Path, data: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A warning is logged, and the write-ahead log is deleted."""
-    file = tmp_path / "features.sqlite"
-    file.write_bytes(data)
-    (tmp_path / "features.sqlite-wal").write_bytes(b"left over" * 100)
-    cache = FeatureCache(file)
-    cache.put("b", rows(3), [])
-    cache.close()
-    assert FeatureCache(file).known("b") == {"0", "1", "2"}
-    assert (tmp_path / "features.damaged").read_bytes() == data
-    assert "features.damaged" in caplog.text
 
 
 def test_damage_found_while_reading_creates_the_cache_anew(tmp_path: Path) -> None:
@@ -207,8 +153,3 @@ def test_unusable_images_are_replaced_at_once(tmp_path: Path, cache: FeatureCach
     cache.replace_unusable("decoding", replacing())
     assert seen == [{"1": ""}] * 2
     assert other.unusable("decoding") == {"2": "", "3": ""}
-
-
-def test_unwritable_folder_is_named() -> None:
-    with open_folder() as folder, read_only(folder), pytest.raises(StateError, match=r"features\.sqlite"):
-        FeatureCache(folder / "features.sqlite")

@@ -106,15 +106,6 @@ def test_submission_above_the_limit_is_refused(tmp_path: Path) -> None:
     assert keep(DeviceState(tmp_path, outbox_bytes=200), b"y" * 101).size_bytes == 101
 
 
-def test_acknowledged_submission_is_deleted_for_lack_of_room(tmp_path: Path) -> None:
-    state = DeviceState(tmp_path, outbox_bytes=100)
-    state.outbox.receive(keep(state, b"x" * 50).digest)
-    keep(state, b"y" * 50)
-    assert len(state.outbox.items()) == 2
-    waits = keep(state, b"z" * 51)
-    assert state.outbox.items() == (waits,)
-
-
 def test_full_disk_leaves_the_old_item_or_the_new_one(tmp_path: Path, state: DeviceState) -> None:
     """The facts stored with the item are of the same one."""
     outcomes = set()

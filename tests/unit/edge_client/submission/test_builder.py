@@ -1,24 +1,38 @@
-"""Prototypes of a device, their encoding, and evaluations."""
+"""Prototypes of a device, their encoding, evaluations, and progress."""
 
+import io
 import json
+import logging
 import shutil
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from msgspec import UNSET, UnsetType
+from numpy.typing import NDArray
 
 from aggregator.intake.validation import Expectation, check_submission, read_message
 from edge_client.cli import cli
 from edge_client.data.holdout import held_out
 from edge_client.data.images import NoImages, find_images
-from edge_client.predict.head import open_head
+from edge_client.predict.head import Result, open_head
 from edge_client.runtime.backbone import Backbone
-from edge_client.storage.stored_values import BuildProblem, CurrentTask, DeviceName, Secret
+from edge_client.storage.device_state import DeviceState
+from edge_client.storage.stored_values import (
+    BuildProblem,
+    CurrentTask,
+    DeviceName,
+    ExtractionProgress,
+    Secret,
+)
 from edge_client.submission.builder import LOST_IMAGES
+from edge_client.submission.extraction_progress import LOG_INTERVAL_S, STORE_INTERVAL_S, ProgressReporter
 from edge_client.submission.head_evaluation import evaluate_head, held_out_images
 from edge_client.submission.prepared_submission import (
     PreparedSubmission,
@@ -26,7 +40,7 @@ from edge_client.submission.prepared_submission import (
     prepare_prototypes,
 )
 from protocol.errors import BackboneMismatch, ConfigError, ProtofleetError
-from protocol.wire.messages import Evaluation, Submission
+from protocol.wire.messages import Confused, Evaluation, Perturbation, Submission
 from tests.support.devices.device_bench import HeadBench
 from tests.support.devices.device_factory import (
     CLASSES,
@@ -66,15 +80,6 @@ def test_a_class_with_a_name_that_no_folder_can_have(tmp_path: Path) -> None:
     """It must not end the program, which would end again at each start with the stored task."""
     bench = PrivateBench(tmp_path, differential_privacy=None, classes=(*CLASSES, "\U0001f600" * 128))
     assert bench.upload().images == 80
-
-
-def test_the_same_images_give_the_same_submission(tmp_path: Path) -> None:
-    """Another device shuffles differently."""
-    data = write_images(tmp_path / "data", count=12)
-    first = _prepare(tmp_path)
-    assert _prepare(tmp_path).fingerprint == first.fingerprint
-    other = _prepare(tmp_path / "other", device_id="other", data=data)
-    assert other.fingerprint != first.fingerprint
 
 
 def test_the_shuffle_depends_on_the_devices_secret(tmp_path: Path) -> None:
@@ -149,27 +154,6 @@ def _evaluate(folder: Path, **local: Any) -> Evaluation:
     manifest = make_manifest()
     members = held_out_images(workspace, manifest)
     return evaluate_head(workspace, head, task=TASK, manifest=manifest, version=1, members=members)
-
-
-def test_an_evaluation_counts_held_out_images_only(tmp_path: Path) -> None:
-    """Correct and incorrect add up to the readable held-out images."""
-    data = write_images(tmp_path / "data", count=25)
-    (data / "cat" / "broken.png").write_text("broken")
-    prepared = _prepare(tmp_path, holdout=0.4)
-    evaluation = _evaluate(tmp_path, holdout=0.4)
-    totals = [
-        correct + incorrect
-        for correct, incorrect in zip(evaluation.correct, evaluation.incorrect, strict=True)
-    ]
-    assert totals == [report.held_out for report in prepared.classes]
-    assert evaluation.correct == (totals[0], 0)
-
-
-def test_a_head_is_evaluated_without_matching_images(tmp_path: Path) -> None:
-    """An incorrect folder or a missing disk is no fault of the head."""
-    for folder in (write_images(tmp_path / "data", count=2, classes=("cat", "zebra")), tmp_path / "away"):
-        evaluation = _evaluate(tmp_path, data=folder)
-        assert (evaluation.correct, evaluation.incorrect) == ((0, 0), (0, 0))
 
 
 def test_classes_that_lose_their_images_are_reported(
@@ -276,3 +260,143 @@ def test_task_that_adds_a_class_needs_no_upload_without_its_images(bench: HeadBe
     other = msgspec.structs.replace(bench.manifest, classes=("bird", *CLASSES), continues=msgspec.UNSET)
     bench.follow(other)
     assert bench.submission() not in (None, replace(after, task=bench.task))
+
+
+LIKELY, LEANING = "0.9", "0.4"
+"""Images by the probability of the class cat that `_Head` gives them."""
+
+
+@dataclass
+class _Head:
+    is_personal: bool = False
+    has_novelty: bool = False
+
+    def run(self, features: NDArray[np.float32]) -> Result:
+        return Result(np.hstack([features, 1 - features]), features[:, 0] if self.has_novelty else None)
+
+
+def _chunks(identities: Sequence[str], *_backbones: str) -> Iterator[NDArray[np.float32]]:
+    for each in identities:
+        yield np.array([[float(each)]], np.float32)
+
+
+@pytest.mark.parametrize(
+    ("cats", "dogs", "is_personal", "correct", "with_prior"),
+    [
+        ([LIKELY] * 30 + [LEANING] * 2, [], False, (30, 0), 32),
+        ([LIKELY] * 30, [LEANING], False, (30, 1), 30),
+        ([LIKELY, LEANING], ["0.1"], False, (1, 1), 2),
+        ([LIKELY] * 30 + [LEANING] * 2, [], True, (30, 0), UNSET),
+        ([], [], False, (0, 0), UNSET),
+    ],
+)
+def test_prior_of_held_out_images(
+    cats: list[str],
+    dogs: list[str],
+    *,
+    is_personal: bool,
+    correct: tuple[int, int],
+    with_prior: int | UnsetType,
+) -> None:
+    """Its labels are not used; a personal model, or no image, has none."""
+    arguments: dict[str, Any] = {"task": bytes(32), "manifest": make_manifest(), "version": 1}
+    workspace, head = SimpleNamespace(cache=SimpleNamespace(chunks=_chunks)), _Head(is_personal)
+    found = evaluate_head(cast("Any", workspace), cast("Any", head), **arguments, members=[cats, dogs])
+    assert (found.correct, found.correct_with_prior) == (correct, with_prior)
+    wrong = [len(cats) - correct[0], len(dogs) - correct[1]]
+    assert set(found.confused or ()) == {
+        Confused(n, 1 - n, images) for n, images in enumerate(wrong) if images
+    }
+
+
+def test_predictions_are_counted_by_confidence() -> None:
+    """Also of very many images; not without any, and not of a head with a program, whose tensors change it.
+
+    So they are by novelty, if the head has it.
+    """
+    workspace = SimpleNamespace(cache=SimpleNamespace(chunks=_chunks))
+    arguments: dict[str, Any] = {"task": bytes(32), "version": 1}
+
+    def counted(
+        members: list[list[str]], head: _Head | None = None, **fields: Any
+    ) -> list[dict[int, int] | UnsetType]:
+        manifest = msgspec.structs.replace(make_manifest(), **fields)
+        found = evaluate_head(
+            cast("Any", workspace),
+            cast("Any", head or _Head()),
+            **arguments,
+            manifest=manifest,
+            members=members,
+        )
+        bins = (found.confidence_correct, found.confidence_images, found.novelty_images)
+        return [
+            UNSET if each is UNSET else {n: count for n, count in enumerate(each) if count} for each in bins
+        ]
+
+    members = [[LIKELY] * 30 + [LEANING] * 2, ["0.1", LIKELY]]
+    assert counted(members) == [{12: 31}, {12: 32, 8: 2}, UNSET]
+    assert counted(members, _Head(has_novelty=True))[2] == {3: 1, 12: 2, 28: 31}
+    assert counted([[], []]) == [UNSET] * 3
+    assert counted(members, program=SimpleNamespace(persistent=())) == [UNSET] * 3
+
+
+class Extraction:
+    """An extraction of 1000 images from two backbones, 400 of them cached, at 5 images/s."""
+
+    def __init__(self, store: DeviceState | None) -> None:
+        self.now_s = 0.0
+        self.reporter = ProgressReporter(store, images=1000, backbones=2, clock=lambda: self.now_s)
+        self.reporter.advance(400, 0)
+
+    def compute(self, seconds: int) -> None:
+        for _ in range(seconds):
+            self.now_s += 1
+            self.reporter.advance(0, 10)
+
+
+def test_a_service_logs_rate_and_estimate(caplog: pytest.LogCaptureFixture) -> None:
+    """Every 30 s; cached images took no time, and an image is done once all backbones are."""
+    caplog.set_level(logging.INFO)
+    extraction = Extraction(None)
+    extraction.compute(75)
+    assert LOG_INTERVAL_S == 30
+    assert [record.getMessage() for record in caplog.records] == [
+        "features computed images=350 total=1000 images_per_s=5 left_s=130",
+        "features computed images=500 total=1000 images_per_s=5 left_s=100",
+    ]
+
+
+def test_progress_is_stored_until_the_extraction_is_complete(tmp_path: Path) -> None:
+    store = DeviceState(tmp_path)
+    extraction = Extraction(store)
+    assert store.get(ExtractionProgress) == ExtractionProgress(200, 1000)
+    extraction.compute(int(STORE_INTERVAL_S) + 1)
+    assert store.get(ExtractionProgress) == ExtractionProgress(225, 1000, 5.0)
+    extraction.compute(154)
+    assert store.get(ExtractionProgress) == ExtractionProgress()
+
+
+def test_the_bar_shows_rate_and_estimate(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are shown on a terminal, where nothing is logged."""
+    caplog.set_level(logging.INFO)
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr("sys.stderr", terminal)
+    extraction = Extraction(None)
+    extraction.compute(100)
+    extraction.reporter.close()
+    assert "70%  5.0 images/s, 0:01:00 left" in terminal.getvalue()
+    assert caplog.text == ""
+
+
+def test_an_extraction_reports_its_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Held-out and perturbed images count once, also those that are unusable."""
+    data = write_images(tmp_path / "data", count=10)
+    (data / "cat/broken.png").write_text("broken")
+    workspace, reported = make_workspace(tmp_path, holdout=0.4), []
+    monkeypatch.setattr(ProgressReporter, "_keep", lambda _self, progress, _now_s: reported.append(progress))
+    manifest = make_manifest(perturbation=Perturbation(on="images", scale=0.1))
+    workspace.extract(manifest, should_stop=lambda: False)
+    assert [(each.done, each.total) for each in (reported[0], reported[-1])] == [(0, 21), (21, 21)]

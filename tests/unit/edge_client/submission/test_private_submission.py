@@ -25,8 +25,8 @@ from edge_client.submission import private_submission
 from edge_client.submission.prepared_submission import encode_submission
 from protocol.errors import PrivacyRefused, StateError
 from protocol.wire.codec import encode
-from protocol.wire.messages import Evaluation, Perturbation, Privacy, Program, Submission
-from tests.support.devices.device_factory import TINY, run_jobs
+from protocol.wire.messages import Evaluation, Perturbation, Privacy, Submission
+from tests.support.devices.device_factory import PROGRAM, run_jobs
 from tests.support.devices.worker_benches import WANTED, PrivateBench
 from tests.support.messages.every_type import SAMPLES
 from tests.unit.protocol.statistics.test_gaussian_privacy import closed_form
@@ -324,9 +324,6 @@ def test_noise_is_not_redrawn_until_it_leaves_a_prototype(tmp_path: Path) -> Non
     assert len(bench.store.ledger.releases()) == 1
 
 
-PROGRAM = Program(
-    init=TINY, step=TINY, project=TINY, head=TINY, persistent=(), uploaded=(), batch_size=1
-)  # fmt: skip
 NOISE = Perturbation(on="prototypes", noise="gaussian", scale=1.0)
 
 

@@ -1,17 +1,21 @@
-"""Several submissions of one device: no combination of them contains fewer images than a prototype may have."""
+"""Submissions of one device: no prototype, and no combination of submissions, has fewer than `min_images` images."""
 
 import hmac
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
 from aggregator.intake.validation import Expectation, check_submission, read_message
+from edge_client.data.holdout import held_out, held_out_count
 from edge_client.data.images import LabeledImage
+from edge_client.data.prototype_averaging import class_means
 from edge_client.submission import round_submission
 from edge_client.submission.image_features import FoundImages, Workspace, training_feature_keys
 from edge_client.submission.image_grouping import group_images
@@ -21,23 +25,115 @@ from edge_client.submission.prepared_submission import (
     prepare_prototypes,
 )
 from edge_client.training import local_round
+from edge_client.training.local_round import LocalModel, RoundResult
+from edge_client.training.trainer import TrainingSet
 from protocol.errors import ProtofleetError
+from protocol.wire.codec import to_array
 from protocol.wire.messages import BlobRef, Program, RoundManifest, Submission, TaskManifest
 from protofleet.prototypes import average_class
-from tests.support.devices.device_factory import CLASSES, TINY, make_manifest, make_workspace, write_images
+from tests.support.devices.device_factory import (
+    CLASSES,
+    PROGRAM,
+    TINY,
+    make_manifest,
+    make_workspace,
+    write_images,
+)
 from tests.support.devices.linear_attacker import fewest_images
-from tests.support.devices.round_factory import put_contents
+from tests.support.devices.round_factory import put_contents, take_images
+from tests.support.messages.submissions import values_of
 from tests.support.simulation.clocks import FakeClock
-from tests.unit.edge_client.submission.test_min_images import SIZE, class_means_of_features
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 TASK = b"t" * 32
-PROGRAM = Program(
-    init=TINY, step=TINY, project=TINY, head=TINY, persistent=(), uploaded=(), batch_size=4
-)  # fmt: skip
+FOUR_CLASSES = ("ant", "bee", "cat", "dog")
 OTHER_BACKBONE = BlobRef(digest=b"o" * 32, size_bytes=1, name="other")
+SIZE = 1 << 6
+"""Length of a feature: one value per image of a class, so that a prototype shows which images are in it."""
+
+
+def _class_means_of_features(
+    manifest: TaskManifest, _: object, *, data: TrainingSet, **__: object
+) -> RoundResult:
+    """Stand in for a training whose projection is the feature itself."""
+    values, labels, counts = class_means(
+        data.feature, data.labels, num_classes=len(FOUR_CLASSES), min_images=manifest.min_images
+    )
+    model = LocalModel({}, values, counts.astype(np.float32))
+    return RoundResult(model, values.astype(np.float16), labels, counts, {}, None)
+
+
+def _prepare(workspace: Workspace, manifest: TaskManifest, found: FoundImages) -> PreparedSubmission:
+    if manifest.program is None:
+        return prepare_prototypes(workspace, manifest, found)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(local_round, "train_round", _class_means_of_features)
+        patched.setattr(local_round, "feature_size", lambda *_: SIZE)
+        return round_submission.RoundTraining(workspace).train(
+            TASK,
+            manifest,
+            RoundManifest(task=TASK, number=0, rounds=1, epochs=1, tensors=TINY),
+            found=found,
+            on_progress=lambda *_: None,
+            should_stop=lambda: False,
+        )
+
+
+def _sent(
+    counts: Sequence[int], manifest: TaskManifest, holdout: float, folder: Path
+) -> list[tuple[int, int, int]]:
+    """Return class, declared and actual number of images of each prototype that leaves a device.
+
+    Nothing leaves it if it has too few images; `counts` are its images of each class.
+    """
+    images = take_images(counts)
+    workspace = make_workspace(folder)
+    (key,) = training_feature_keys(manifest)
+    directions = np.eye(SIZE, dtype=np.float32)
+    features = [(image.identity, directions[int(Path(image.relative).stem)]) for image in images]
+    workspace.cache.put(key, features, [])
+    put_contents(workspace.cache, images)
+    try:
+        found = FoundImages(tuple(images), (), held_out(images, holdout))
+        prepared = _prepare(workspace, manifest, found)
+    except ProtofleetError:
+        return []
+    finally:
+        workspace.cache.close()
+    message = read_message(encode_submission(prepared, task=TASK, manifest=manifest, sequence=1))
+    assert isinstance(message, Submission)
+    arrays = (to_array(message.labels), to_array(message.counts), values_of(message))
+    return [
+        (int(label), int(count), int((prototype != 0).sum()))
+        for label, count, prototype in zip(*arrays, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("program", [None, PROGRAM], ids=["fedtc", "rounds"])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    counts=st.lists(st.integers(0, 40), min_size=4, max_size=4).filter(any),
+    alpha=st.floats(0.01, 1.0),
+    batch_size=st.integers(1, 12),
+    holdout=st.floats(0.0, 0.9),
+    data=st.data(),
+)
+def test_every_prototype_averages_at_least_min_images(
+    tmp_path_factory: pytest.TempPathFactory, program: Program | None, counts: list[int], alpha: float,
+    batch_size: int, holdout: float, data: st.DataObject,
+) -> None:  # fmt: skip
+    """For any images and any task, each prototype's count is correct and large enough."""
+    min_images = data.draw(st.integers(1, batch_size))
+    manifest = make_manifest(
+        classes=FOUR_CLASSES, alpha=alpha, batch_size=batch_size, min_images=min_images, program=program
+    )
+    sent = _sent(counts, manifest, holdout, tmp_path_factory.mktemp("device"))
+    for label, said, images in sent:
+        assert said == images >= min_images, FOUR_CLASSES[label]
+    training = [count - held_out_count(count, holdout) for count in counts]
+    enough = {label for label in range(4) if training[label] >= min_images}
+    assert {label for label, _, _ in sent} <= enough, "a class with fewer gives none"
+    if program is not None or alpha == 1.0:
+        assert {label for label, _, _ in sent} == enough
 
 
 class Victim:
@@ -46,7 +142,7 @@ class Victim:
     def __init__(self, folder: Path) -> None:
         self.workspace = make_workspace(folder)
         self.workspace.store.clock = self.clock = FakeClock()
-        self.sums: list[NDArray[np.bool_]] = []
+        self.sums: list[Any] = []
 
     def upload(self, numbers: Iterable[int], **task: Any) -> None:
         """Release images of one class, a day later, if the task can be uploaded to."""
@@ -62,26 +158,11 @@ class Victim:
         put_contents(self.workspace.cache, images)
         found = FoundImages(tuple(images), ())
         try:
-            prepared = self._prepare(manifest, found)
+            prepared = _prepare(self.workspace, manifest, found)
         except ProtofleetError:
             return
         sums = prepared.prototypes.astype(np.float64) * prepared.counts[:, None]
         self.sums += list(abs(sums) > 0.5)
-
-    def _prepare(self, manifest: TaskManifest, found: FoundImages) -> PreparedSubmission:
-        if manifest.program is None:
-            return prepare_prototypes(self.workspace, manifest, found)
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(local_round, "train_round", class_means_of_features)
-            patched.setattr(local_round, "feature_size", lambda *_: SIZE)
-            return round_submission.RoundTraining(self.workspace).train(
-                TASK,
-                manifest,
-                RoundManifest(task=TASK, number=0, rounds=1, epochs=1, tensors=TINY),
-                found=found,
-                on_progress=lambda *_: None,
-                should_stop=lambda: False,
-            )
 
 
 ALL = range(40)
@@ -197,17 +278,6 @@ def test_a_removed_image_takes_its_prototype_with_it(tmp_path: Path) -> None:
     assert sum(device.upload().classes[0].counts) == 15
 
 
-def test_images_that_every_prototype_lacks_are_a_reason_of_their_own(tmp_path: Path) -> None:
-    device = Folder(tmp_path, images=4)
-    device.upload(batch_size=4)
-    for name in CLASSES:
-        (device.data / name / "0000.png").unlink()
-    with pytest.raises(
-        ProtofleetError, match="every prototype has lost images: 2 images missing: restore these"
-    ):
-        device.upload(batch_size=4)
-
-
 def test_images_of_a_class_that_is_split_are_shown_as_waiting(tmp_path: Path) -> None:
     """One image of each prototype moves to the other class: nothing of either is left, and both say how many wait."""
     device = Folder(tmp_path, images=4)
@@ -281,15 +351,6 @@ def test_images_of_prototypes_are_not_held_out_later(tmp_path: Path) -> None:
     assert [report.held_out for report in second.classes] == [6, 4]
     rows = second.prototypes[second.labels == 0][: len(first.classes[0].counts)]
     np.testing.assert_array_equal(rows, first.prototypes[first.labels == 0])
-
-
-def test_a_task_without_a_release_prevents_no_later_one(tmp_path: Path) -> None:
-    """A mistaken `min_images`, for which no class has enough images, leaves no trace in the groups."""
-    device = Folder(tmp_path)
-    device.upload()
-    with pytest.raises(ProtofleetError):
-        device.upload(min_images=1000, batch_size=1000)
-    assert sum(device.upload(min_images=10, batch_size=10).classes[0].counts) == 12
 
 
 def test_a_dry_run_records_no_group(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from edge_client.submission.prepared_submission import PreparedSubmission, encod
 from edge_client.submission.round_submission import RoundTraining
 from edge_client.training.local_round import LocalModel, pack, unpack
 from edge_client.training.trainer import Diverged
-from protocol.errors import GraphRefused, Interrupted, ProtofleetError, StateError
+from protocol.errors import GraphRefused, Interrupted, StateError
 from protocol.wire.codec import decode
 from protocol.wire.messages import RoundManifest, Submission, TaskManifest
 from tests.support.devices.device_factory import make_settings, payload_of
@@ -130,19 +130,6 @@ def model_of(prepared: PreparedSubmission) -> LocalModel:
     return prepared.local_model
 
 
-def test_a_restart_finds_the_rounds_submission(
-    device: Device, manifest: TaskManifest, opened: RoundManifest
-) -> None:
-    """It is found for the same round of the same task only, also once it was received."""
-    item = device.complete(manifest, opened)
-    again = Device(device.folder)
-    assert again.found(opened) == item
-    assert again.found(open_round(device.store.blobs, number=1)) is None
-    assert again.found(opened, task=b"u" * 32) is None
-    again.store.outbox.receive(item.digest)
-    assert again.found(opened) == replace(item, received=True)
-
-
 def test_a_renumbered_submission_differs_in_its_sequence_only(
     device: Device, manifest: TaskManifest, opened: RoundManifest
 ) -> None:
@@ -195,32 +182,6 @@ def test_training_restarts_after_an_image_changed(
     assert again.steps[0] == 1
 
 
-def test_a_training_goes_on_while_few_images_were_added(
-    device: Device, manifest: TaskManifest, opened: RoundManifest
-) -> None:
-    """They wait until they are a group."""
-    device.interrupt(manifest, opened)
-    again = Device(device.folder)
-    again.train(manifest, opened, images=CHANGES["added"](take_images())[: 1 - GROUP])
-    assert again.steps[0] > 1
-
-
-def test_training_restarts_for_another_round(
-    device: Device, manifest: TaskManifest, opened: RoundManifest
-) -> None:
-    """It restarts for the same round with other tensors, or of another task."""
-    blobs = device.store.blobs
-    for other, task in (
-        (open_round(blobs, number=1), TASK),
-        (open_round(blobs, tensors={"rate": np.array(0.2, np.float32)}), TASK),
-        (opened, b"u" * 32),
-    ):
-        device.interrupt(manifest, opened)
-        device.train(manifest, other, task=task)
-        assert device.steps[0] == 1
-        (device.folder / "training.checkpoint").unlink()
-
-
 @pytest.mark.parametrize("damage", [lambda data: data[:100], lambda data: data[:-1] + b"!", lambda _: b""])
 def test_training_restarts_after_a_damaged_checkpoint(
     device: Device, manifest: TaskManifest, opened: RoundManifest, damage: Callable[[bytes], bytes],
@@ -233,29 +194,6 @@ def test_training_restarts_after_a_damaged_checkpoint(
     device.train(manifest, opened)
     assert len(device.steps) == 2 * STEPS_PER_EPOCH
     assert "checkpoint lost, training restarts" in caplog.text
-
-
-def test_a_class_below_min_images_has_no_prototype(device: Device) -> None:
-    """It is reported as left out, and not trained on."""
-    manifest = make_task(device.store.blobs, min_images=6)
-    prepared = device.train(manifest, open_round(device.store.blobs))
-    assert (prepared.labels.tolist(), prepared.counts.tolist()) == ([0, 1], [7, 6])
-    reports = [(entry.counts, entry.left_out) for entry in prepared.classes]
-    assert reports == [((7,), False), ((6,), False), ((), True)]
-    assert model_of(prepared).counts.tolist() == [7, 6, 0]
-    assert len(device.steps) == 2 * (STEPS_PER_EPOCH - 1)
-    with pytest.raises(ProtofleetError, match="no class has enough images"):
-        device.train(make_task(device.store.blobs, min_images=8), open_round(device.store.blobs))
-    assert device.steps == []
-
-
-def test_held_out_images_are_not_trained_on(tmp_path: Path) -> None:
-    """Counts are those of the other images."""
-    device = Device(tmp_path, holdout=0.5)
-    prepared = device.train(make_task(device.store.blobs), open_round(device.store.blobs))
-    training = [entry.images - entry.held_out for entry in prepared.classes]
-    assert training == [4, 3, 3]
-    assert model_of(prepared).counts.tolist() == training
 
 
 def test_a_dry_run_writes_nothing(device: Device, manifest: TaskManifest, opened: RoundManifest) -> None:
@@ -283,17 +221,6 @@ def test_a_failed_round_changes_nothing(device: Device, tensors: dict[str, NDArr
     stored = device.local_model()
     assert stored is not None
     np.testing.assert_array_equal(model_of(prepared).state["weight"], stored.state["weight"])
-
-
-def test_the_local_model_continues_in_the_next_round_of_its_task(device: Device) -> None:
-    """Another task starts with a new one."""
-    manifest = make_task(device.store.blobs, kept=("steps",))
-    device.complete(manifest, open_round(device.store.blobs))
-    opened = open_round(device.store.blobs, number=1)
-    assert model_of(device.train(manifest, opened)).state["steps"] == 4 * STEPS_PER_EPOCH
-    assert device.rounds.local_model_digest(b"u" * 32) == b""
-    other = device.train(manifest, opened, task=b"u" * 32)
-    assert model_of(other).state["steps"] == 2 * STEPS_PER_EPOCH
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated"])

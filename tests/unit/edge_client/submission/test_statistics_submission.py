@@ -10,7 +10,6 @@ from click.testing import CliRunner
 from numpy.typing import NDArray
 
 from aggregator.intake.validation import read_message
-from edge_client.agent.state import Mode, State
 from edge_client.cli import cli
 from edge_client.cli.run import _show_dry_run
 from edge_client.privacy import policy
@@ -28,17 +27,14 @@ from protocol.errors import GraphRefused, Interrupted, PrivacyRefused
 from protocol.statistics.second_moment import decode, from_triangle
 from protocol.wire.codec import to_array
 from protocol.wire.messages import (
-    BlobRef,
-    DifferentialPrivacy,
     Perturbation,
-    Program,
     Statistics,
     Submission,
     TaskManifest,
 )
-from tests.support.devices.device_factory import make_manifest, make_workspace, write_images
+from tests.support.devices.device_factory import PROGRAM, TINY, make_manifest, make_workspace, write_images
 from tests.support.devices.round_factory import stored
-from tests.support.devices.worker_benches import PrivateBench
+from tests.support.devices.worker_benches import WANTED, PrivateBench
 from tests.support.graphs.feature_maps import NEGATED, map_graph, mapped
 
 TASK = b"t" * 32
@@ -134,19 +130,6 @@ def test_task_that_asks_for_several_images_gets_no_sums_of_single_ones(tmp_path:
     assert prepared.counts.min() >= 4
 
 
-def test_second_moment_distinguishes_submissions(tmp_path: Path) -> None:
-    write_images(tmp_path / "data", count=4)
-    prepared, _, _ = prepare(tmp_path)
-    assert prepared.fingerprint == prepare(tmp_path)[0].fingerprint
-    other = msgspec.structs.replace(prepared.tensors["second_moment"], data=b"other")
-    assert (
-        prepared.fingerprint
-        != PreparedSubmission(
-            prepared.prototypes, prepared.labels, prepared.counts, (), (), {"second_moment": other}
-        ).fingerprint
-    )
-
-
 NAN = (
     NEGATED.replace("projection = Concat<axis = 1>(clipped, negated)", "")
     + """
@@ -192,35 +175,21 @@ def test_sums_can_be_interrupted(tmp_path: Path) -> None:
         prepare(tmp_path, stop=True)
 
 
-_BLOB = BlobRef(digest=bytes(32), size_bytes=1, name="blob")
-_PROGRAM = Program(
-    **dict.fromkeys(("init", "step", "project", "head"), _BLOB), persistent=(), uploaded=(), batch_size=1
-)
-_DP = DifferentialPrivacy(clip_norm=2.0, noise_multiplier=2.0, delta=1e-5, max_epsilon=6.0)
-
-
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"program": _PROGRAM}, policy.STATISTICS_IN_ROUNDS),
-        ({"differential_privacy": _DP}, policy.NOISY_STATISTICS),
+        ({"program": PROGRAM}, policy.STATISTICS_IN_ROUNDS),
+        ({"differential_privacy": WANTED}, policy.NOISY_STATISTICS),
         ({"perturbation": Perturbation(on="prototypes", scale=0.1)}, policy.NOISY_STATISTICS),
         ({"alpha": 0.99}, policy.FILTERED_STATISTICS),
     ],
 )
 def test_task_whose_privacy_cannot_be_honored_is_refused(changes: dict[str, Any], problem: str) -> None:
-    task = make_manifest(**SINGLE, statistics=Statistics(map=_BLOB, size=4))
+    task = make_manifest(**SINGLE, statistics=Statistics(map=TINY, size=4))
     policy.check_task(task)
     policy.check_task(msgspec.structs.replace(task, perturbation=Perturbation(on="images", scale=0.1)))
     with pytest.raises(PrivacyRefused, match=problem):
         policy.check_task(msgspec.structs.replace(task, **changes))
-
-
-def test_map_is_downloaded_for_a_submission_and_not_for_predictions() -> None:
-    task = make_manifest(**SINGLE, statistics=Statistics(map=_BLOB, size=4))
-    state = State(Mode.SERVICE, task=TASK, manifest=task)
-    assert state.submission_blobs == (*task.backbones, _BLOB)
-    assert not state.can_build
 
 
 class _Bench(PrivateBench):

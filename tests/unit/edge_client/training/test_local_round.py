@@ -16,8 +16,6 @@ from edge_client.submission.prepared_submission import PreparedSubmission, encod
 from edge_client.training.local_round import (
     LocalModel,
     RoundResult,
-    feature_size,
-    initial_model,
     pack,
     pack_checkpoint,
     train_round,
@@ -37,7 +35,7 @@ from tests.support.devices.round_factory import (
     tensors_blob,
     watching,
 )
-from tests.support.graphs.step_graphs import FEATURES, PROJECTION, data, file, round_tensors
+from tests.support.graphs.step_graphs import data, file, round_tensors
 
 DATA = TrainingSet(*data(23))
 ABOUT = ("task", 3, "tensors", "images")
@@ -91,15 +89,6 @@ def test_interrupted_training_uploads_the_same_bytes(
     made = take_part(blobs, manifest, opened, resumed=resumed)
     assert sent(made, manifest) == sent(whole, manifest)
     assert pack(made.local_model) == pack(whole.local_model)
-
-
-def test_round_number_determines_the_order_of_images(blobs: BlobStore) -> None:
-    manifest = make_task(blobs)
-    first, again, other = (
-        take_part(blobs, manifest, open_round(blobs, number=number)) for number in (0, 0, 1)
-    )
-    assert same_bits(first.local_model.state, again.local_model.state)
-    assert not same_bits(first.local_model.state, other.local_model.state)
 
 
 def test_persistent_tensors_stay_unless_the_round_replaces_them(blobs: BlobStore) -> None:
@@ -199,26 +188,6 @@ def test_unusable_round_tensors_are_refused_by_name(blobs: BlobStore, payload: b
 def test_wrong_graph_is_refused(blobs: BlobStore, role: str, graph: bytes) -> None:
     with pytest.raises(GraphRefused):
         take_part(blobs, make_task(blobs, graphs={role: graph}), open_round(blobs))
-
-
-def test_feature_size_is_read_from_the_graph(blobs: BlobStore) -> None:
-    with pytest.raises(GraphRefused):
-        feature_size(make_task(blobs, graphs={"init": b"no graph"}), blobs)
-    assert feature_size(make_task(blobs), blobs) == FEATURES
-
-
-@pytest.mark.parametrize("images", [None, 23])
-def test_initial_model_has_a_state_and_no_prototypes(blobs: BlobStore, images: int | None) -> None:
-    """The initial state of a round, computed from the device's images if there are any."""
-    manifest = make_task(blobs, kept=("weight",))
-    brought = open_round(blobs, tensors={"weight": np.full((4, 2), 0.25, np.float16)})
-    local_model = initial_model(manifest, brought.tensors, data=DATA if images else None, blobs=blobs)
-    np.testing.assert_array_equal(local_model.state["weight"], np.full((4, 2), 0.25, np.float32))
-    mean = DATA.feature.mean(axis=0) if images else np.zeros(FEATURES)
-    np.testing.assert_allclose(local_model.state["mean"], mean, rtol=1e-5, atol=1e-6)
-    assert local_model.prototypes.shape == (3, PROJECTION)
-    assert not local_model.prototypes.any()
-    assert not local_model.counts.any()
 
 
 MODEL = LocalModel(

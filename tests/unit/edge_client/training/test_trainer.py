@@ -119,13 +119,6 @@ def test_training_equals_the_same_steps_in_numpy(batch_size: int) -> None:
     assert trained.state["mean"] is state["mean"]
 
 
-def test_training_does_not_change_its_initial_state() -> None:
-    state = begin()
-    before = {name: array.copy() for name, array in state.items()}
-    run(Checkpoint(state), schedule=Schedule(epochs=2, batch_size=4, seed=(0,)))
-    assert same_bits(state, before)
-
-
 @given(st.lists(st.integers(0, 11), max_size=4).map(sorted), st.integers(1, 25))
 def test_interruptions_change_no_bit(stops: list[int], batch_size: int) -> None:
     schedule = Schedule(epochs=3, batch_size=batch_size, seed=(1, 2, 3))
@@ -141,29 +134,6 @@ def test_interruptions_change_no_bit(stops: list[int], batch_size: int) -> None:
     resumed = run(at, schedule=schedule)
     assert same_bits(resumed.state, whole.state)
     assert resumed.loss == whole.loss
-
-
-def test_checkpoints_are_stored_at_their_interval() -> None:
-    """Each continues to the same result."""
-    schedule = Schedule(epochs=2, batch_size=6, seed=(4,))
-    recorder = Recorder()
-    # Asked at the start, before each step, and after each checkpoint.
-    hooks = recorder.hooks(ticks=[0, 4, 11, 12, 13, 23, 23, 24, 25, 26], checkpoint_s=10)
-    trained = run(Checkpoint(begin()), schedule=schedule, hooks=hooks)
-    assert [checkpoint.steps for checkpoint in recorder.checkpoints] == [1, 3]
-    for checkpoint in recorder.checkpoints:
-        resumed = run(checkpoint, schedule=schedule)
-        assert same_bits(resumed.state, trained.state)
-        assert resumed.loss == trained.loss
-
-
-@pytest.mark.parametrize(("epochs", "images"), [(0, 23), (3, 0)])
-def test_without_epochs_or_images_the_state_stays(epochs: int, images: int) -> None:
-    state = begin()
-    data = TrainingSet(FEATURE[:images], LABELS[:images])
-    trained = run(Checkpoint(state), schedule=Schedule(epochs=epochs, batch_size=4, seed=()), data=data)
-    assert same_bits(trained.state, state)
-    assert trained.loss is None
 
 
 def test_nonfinite_loss_ends_the_training() -> None:
@@ -194,14 +164,6 @@ def test_nonfinite_state_is_neither_returned_nor_stored(stop_before: int | None)
             hooks=recorder.hooks(),
         )
     assert recorder.checkpoints == []
-
-
-def test_checkpoint_of_other_dtypes_is_cast() -> None:
-    state = begin(kept={"weight": np.full((4, 2), 0.5, np.float32)})
-    schedule = Schedule(epochs=1, batch_size=9, seed=())
-    other = {**state, "weight": state["weight"].astype(np.float16), "steps": state["steps"].astype(np.uint32)}
-    expected, found = (run(Checkpoint(given), schedule=schedule).state for given in (state, other))
-    assert same_bits(found, expected)
 
 
 def test_initial_state_takes_kept_tensors_and_then_those_of_the_round() -> None:

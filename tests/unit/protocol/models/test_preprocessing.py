@@ -88,11 +88,6 @@ def test_sixteen_bit_gray_keeps_its_shades(mode: str) -> None:
     np.testing.assert_array_equal(pixels, np.repeat(gray[:, :, None], 3, axis=2))
 
 
-def test_image_of_target_size_is_unchanged() -> None:
-    image = random_image(28, 28)
-    np.testing.assert_array_equal(preprocess(image, Preprocessing(height=28, width=28)), np.asarray(image))
-
-
 @pytest.mark.parametrize(
     ("size", "reason"), [((1, 9000), "1 x 9000 .* 224 x 2016000"), ((0, 5), "0 x 5 pixels is empty")]
 )

@@ -101,16 +101,6 @@ def test_amqtt_connects_without_timeout(address: BrokerAddress, monkeypatch: pyt
         assert Disconnected not in map(type, ear.seen)
 
 
-@needs_mosquitto
-def test_mosquitto_connects_in_mqtt_5_with_will(address: BrokerAddress, tmp_path: Path) -> None:
-    with (
-        mosquitto(address, tmp_path),
-        running(address, "a", will=lambda: Outgoing("state", b"")) as (made, ear),
-    ):
-        ear.wait(Connected)
-        assert made._versions[address] is V5
-
-
 SMALL = "allow_anonymous true\nmax_packet_size 20000"
 
 

@@ -44,16 +44,6 @@ def test_authority_or_certificate_implies_tls() -> None:
     )
 
 
-def test_config_file_sets_tls_options(tmp_path: Path) -> None:
-    (tmp_path / "password").write_text("secret\n")
-    (tmp_path / "settings.toml").write_text(
-        f'ca = "ca.crt"\ncert = "a.crt"\nkey = "a.key"\nusername = "a"\npassword-file = "{tmp_path}/password"\n'
-    )
-    files = {"ca": Path("ca.crt"), "certificate": Path("a.crt"), "key": Path("a.key")}
-    expected = BrokerAccess(tls=True, username="a", password="secret", **files)
-    assert access("--config", tmp_path / "settings.toml") == expected
-
-
 def test_password_comes_from_file_or_environment(tmp_path: Path) -> None:
     file = tmp_path / "password"
     file.write_text("of the file \nanother line\n")

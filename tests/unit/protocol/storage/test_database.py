@@ -255,11 +255,6 @@ def test_full_disk_loses_nothing(tmp_path: Path) -> None:
     assert keys(open_database(tmp_path, read_only=True)) == ["after", "before"]
 
 
-def test_unwritable_folder_is_named() -> None:
-    with open_folder() as folder, read_only(folder), pytest.raises(StateError, match=r"state\.sqlite"):
-        open_database(folder)
-
-
 def test_file_is_read_where_nothing_can_be_written() -> None:
     """But not if its log has transactions that a reader without other files would miss."""
     with open_folder() as folder:

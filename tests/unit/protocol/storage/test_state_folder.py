@@ -1,14 +1,30 @@
-"""Tests for state folders: the default, and where none is created."""
+"""State folders: the default, where none is created, their lock, their keys, and time that elapses."""
 
+import errno
+import fcntl
 import os
 import stat
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from click.testing import CliRunner
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+)
+from hypothesis import given
+from hypothesis import strategies as st
 
 from aggregator.cli import cli as aggregator_cli
 from aggregator.messaging.manifest_signer import identity_of
@@ -17,9 +33,13 @@ from aggregator.storage.open_store import open_store
 from edge_client.cli import cli as edge_client_cli
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.feature_cache import FeatureCache
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, StateError
+from protocol.storage.elapsed_clock import KEEP_S, ElapsedClock
+from protocol.storage.facts import Fact, Facts
+from protocol.storage.folder_lock import FolderLock
+from protocol.storage.keyfile import read_key, read_or_make_key, write_private
 from protocol.storage.state_folder import default_state_folder, make_state_folder
-from tests.support.fleets.aggregator_process import run_aggregator
+from protocol.wire.signing import public_key
 
 
 def test_default_is_systemds_else_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,16 +51,6 @@ def test_default_is_systemds_else_the_users(monkeypatch: pytest.MonkeyPatch) -> 
     assert default_state_folder("name") == Path("/xdg/name")
     monkeypatch.setenv("STATE_DIRECTORY", "/var/lib/service")
     assert default_state_folder("name") == Path("/var/lib/service")
-
-
-def test_aggregator_has_a_default_outside_of_the_working_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("STATE_DIRECTORY", raising=False)
-    monkeypatch.delenv("PROTOFLEET_STATE", raising=False)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    done = run_aggregator("status")
-    assert f"no aggregator state in {tmp_path}/protofleet-aggregator" in done.stderr
 
 
 @pytest.mark.parametrize("make", [make_state_folder, open_store, DeviceState])
@@ -138,3 +148,140 @@ def test_a_state_is_private_whatever_the_umask(tmp_path: Path) -> None:
     assert len(files) >= 6
     assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
     del opened  # not before: closing deletes files
+
+
+_HOLD = """
+import sys
+from pathlib import Path
+from protocol.storage.folder_lock import FolderLock
+
+lock = FolderLock(Path(sys.argv[1]))
+assert lock.take()
+print("taken", flush=True)
+input()
+"""
+
+
+def test_lock_ends_with_a_killed_process(tmp_path: Path) -> None:
+    lock = FolderLock(tmp_path)
+    assert not lock.is_taken()
+    with subprocess.Popen(
+        [sys.executable, "-c", _HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"taken\n"
+        assert lock.is_taken()
+        assert not lock.take()
+        holder.kill()
+    assert not lock.is_taken()
+    assert lock.take()
+    assert lock.is_taken()
+    lock.release()
+    assert not lock.is_taken()
+
+
+def test_a_filesystem_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(StateError, match=r"cannot use .*lock: No locks available"):
+        FolderLock(tmp_path).take()
+
+
+def test_key_is_generated_once(tmp_path: Path) -> None:
+    path = tmp_path / "identity" / "signing.key"
+    key = read_or_make_key(path)
+    assert read_or_make_key(path) == read_key(path) == key
+    assert len(public_key(key)) == 32
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert [file.name for file in path.parent.iterdir()] == ["signing.key"]
+    assert read_or_make_key(tmp_path / "other.key") != key
+
+
+def test_world_readable_file_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "a.key"
+    path.write_bytes(b"left")
+    path.chmod(0o666)
+    write_private(path, b"data")
+    assert path.read_bytes() == b"data"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_invalid_key_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "signing.key"
+    with pytest.raises(ConfigError, match="cannot read the key"):
+        read_key(path)
+    path.write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"is not a private key in PEM .*: restore it from a backup"):
+        read_or_make_key(path)
+    with pytest.raises(ConfigError, match=r"is not a private key in PEM .*: enroll again"):
+        read_or_make_key(path, advice="enroll again")
+    other = ec.generate_private_key(ec.SECP256R1())
+    path.write_bytes(other.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    with pytest.raises(ConfigError, match="expected an Ed25519 key"):
+        read_key(path)
+    path.write_bytes(
+        other.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret"))
+    )
+    with pytest.raises(ConfigError, match="without a password"):
+        read_key(path)
+
+
+@dataclass
+class Machine:
+    """A machine's own clock: the number of the boot, and the seconds since then."""
+
+    boots: int = 1
+    since_s: float = 500.0
+
+    def __call__(self) -> tuple[str, float]:
+        return str(self.boots), self.since_s
+
+
+class StoredReading(Facts):
+    """The values of the database, in memory."""
+
+    def __init__(self) -> None:
+        self.stored: dict[type[msgspec.Struct], Any] = {}
+
+    def get(self, kind: type[Fact]) -> Fact | None:
+        return self.stored.get(kind)
+
+    def put(self, *facts: msgspec.Struct) -> None:
+        self.stored |= {type(fact): fact for fact in facts}
+
+
+@given(st.lists(st.one_of(st.floats(0, KEEP_S), st.sampled_from(["restart", "reboot", "look"])), max_size=15))
+def test_time_passes_once(happenings: list[float | str]) -> None:
+    """A restart costs none of it, and a reboot less than a minute; `aggregator status` sees the same time."""
+    facts, machine = StoredReading(), Machine()
+    clock, expected_s = ElapsedClock(facts, machine=machine), 0.0
+    for happening in happenings:
+        match happening:
+            case float(seconds):
+                machine.since_s += seconds
+                expected_s += seconds
+                clock.keep()
+            case "restart":
+                clock = ElapsedClock(facts, machine=machine)
+            case "reboot":
+                machine.boots, machine.since_s = machine.boots + 1, 3.0
+                clock = ElapsedClock(facts, machine=machine)
+                assert expected_s - KEEP_S - 1e-6 <= clock.now_s() <= expected_s + 1e-6
+                expected_s = clock.now_s()
+            case _:
+                seen = ElapsedClock(facts, read_only=True, machine=machine)
+                assert seen.now_s() == pytest.approx(expected_s, abs=1e-6)
+        assert clock.now_s() == pytest.approx(expected_s, abs=1e-6)
+
+
+def test_the_wall_clock_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It only shows people when a deadline is."""
+    clock = ElapsedClock(StoredReading(), machine=(machine := Machine()))
+    before_s = clock.now_s()
+    monkeypatch.setattr(time, "time", lambda: 2e9)
+    machine.since_s += 7
+    assert clock.now_s() == before_s + 7
+    assert clock.unix_s(clock.now_s() + 60) == 2e9 + 60

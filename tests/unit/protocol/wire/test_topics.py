@@ -1,6 +1,8 @@
 """The topic tree: built topics are parsed, other topics refused, and devices spread over shards."""
 
+import re
 from collections import Counter
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -11,6 +13,7 @@ from paho.mqtt.client import topic_matches_sub
 from protocol.errors import MalformedMessage
 from protocol.wire.topics import (
     FROM_DEVICES,
+    RETAINED,
     SHARDS,
     DeviceChannel,
     DeviceTopic,
@@ -110,3 +113,20 @@ def test_other_topics_are_refused(topic: str) -> None:
 @pytest.mark.parametrize("text", ["", "a/b", "a b", "+", "#", "a\n", "é", "x" * 65, "$SYS"])
 def test_invalid_names_are_refused(text: str) -> None:
     assert not is_name(text)
+
+
+def test_every_topic_is_documented() -> None:
+    """The table of `docs/protocol.md` names each, and the ones whose messages are retained."""
+    page = (Path(__file__).parents[4] / "docs" / "protocol.md").read_text(encoding="utf-8")
+    section = page.partition("\n## Topics\n")[2].partition("\n## ")[0].partition("\n### ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")][2:]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    topics: dict[str, str] = {fleet_topic("{fleet}", channel): channel for channel in FLEET_CHANNELS}
+    for each in DEVICE_CHANNELS:
+        topic = device_topic("{fleet}", "{device}", each)
+        topics[re.sub(r"/up/\d+$", "/up/{shard}", topic)] = each
+    assert {row[0].strip("`"): row[2] for row in rows} == {
+        topic: "yes" if channel in RETAINED else "no" for topic, channel in topics.items()
+    }
+    assert len(rows) == len(topics)
+    assert f"mod {SHARDS}" in section

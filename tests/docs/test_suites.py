@@ -1,10 +1,10 @@
-"""The page of the tests shows a run of the current fault suite."""
+"""The page of the tests shows runs of the current suites of faults, injections and attacks."""
 
 import itertools
 from pathlib import Path
 
 from tests.system.injection.programs import PROGRAMS
-from tests.system.suites import FAULTS
+from tests.system.suites import ATTACKS, FAULTS
 from tests.system.tables import HEADINGS, FaultRow, InjectionRow, with_total
 
 PAGE = Path(__file__).parents[2] / "tests" / "README.md"
@@ -44,3 +44,16 @@ def test_every_row_is_of_a_run_that_passed() -> None:
         assert row.provoked >= FAULTS[row.fault].least, row
         assert (row.once, row.lost, row.twice) == (row.sent, 0, 0), row
     assert total == with_total(faults)[-1]
+
+
+def test_every_attack_has_a_row() -> None:
+    """Each attack of the suite once, in its order, with what stops it and where it is visible."""
+    found = [(name, stopped_by, seen) for name, _, _, stopped_by, seen in _rows("attacks")]
+    assert found == [(each.name, each.stopped_by, each.visible_in) for each in ATTACKS.values()]
+
+
+def test_every_attack_is_of_a_run_in_which_none_succeeded() -> None:
+    """Each attack was tried, and no attempt succeeded."""
+    for name, tried, succeeded, _, _ in _rows("attacks"):
+        assert int(tried.replace(",", "")) > 0, name
+        assert succeeded == "0", name

@@ -1,0 +1,127 @@
+"""Code on the pages runs, and statements on it are true: the Python API, privacy, and the tutorial on algorithms."""
+
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from PIL import Image
+
+import protofleet
+from aggregator.algorithms.fedproto import FedProto
+from aggregator.algorithms.registry import ALGORITHMS
+from aggregator.config.schema import TaskFile
+from aggregator.heads.rollout import HEAD_ACTIVATED
+from aggregator.intake.accepted_submissions import SUBMISSION_ACCEPTED
+from edge_client.service.device import SUBMISSION_RECEIVED
+from edge_client.submission.head_installer import HEAD_IN_USE
+from protocol.mqtt.reconnecting_session import BrokerAddress
+from tests.support.fleets.fleet import write_digits, write_task
+
+ROOT = Path(__file__).parents[2]
+TUTORIAL = (ROOT / "docs" / "tutorial-algorithm.md").read_text(encoding="utf-8")
+
+
+def test_code_of_the_tutorial_is_the_code_that_runs() -> None:
+    """The Python blocks are sections of the algorithms' files and of the registry, and leave out only their heads."""
+    algorithms = ROOT / "aggregator" / "algorithms"
+    file, registry, one_shot = (
+        (algorithms / name).read_text(encoding="utf-8")
+        for name in ("fedproto.py", "registry.py", "fedncm.py")
+    )
+    whole, *sections, entry = re.findall(r"(?ms)^```python\n(.*?)\n^```", TUTORIAL)
+    assert entry in registry
+    assert whole == one_shot[one_shot.index("from collections") :].strip()
+    rest = file[file.index("class FedProto") :]
+    for section in sections:
+        assert section in rest
+        rest = rest.replace(section, "")
+    assert not rest.strip()
+
+
+def test_no_other_file_of_the_product_knows_the_algorithms() -> None:
+    """Only their own files and the registry name them; no device program does."""
+    packages = ("aggregator", "edge_client", "protocol", "export")
+    files = [file for package in packages for file in (ROOT / package).rglob("*.py")]
+    for name in ("FedProto", "FedNCM"):
+        naming = {
+            file.name for file in files if f"{name}(" in (text := file.read_text()) or name.lower() in text
+        }
+        assert naming == {f"{name.lower()}.py", "registry.py"}
+
+
+def test_task_file_of_the_tutorial_selects_the_algorithm() -> None:
+    """Its table becomes the algorithm's settings, with defaults for the others."""
+    (text,) = re.findall(r"(?ms)^```toml\n(.*?)^```", TUTORIAL)
+    task = msgspec.convert(tomllib.loads(text), TaskFile)
+    assert task.learning == FedProto(rounds=20, pull=1.0)
+    assert ALGORITHMS["fedproto"] is FedProto
+
+
+PYTHON_API = (ROOT / "docs" / "python-api.md").read_text(encoding="utf-8")
+CLASSES = ("0", "1", "2")
+
+
+def test_code_on_the_page_runs(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    address: BrokerAddress,
+) -> None:
+    """The second block makes the model of the first one."""
+    monkeypatch.chdir(tmp_path)
+    photos = write_digits(tmp_path / "photos", classes=[0, 1, 2], each=20)
+    task = write_task(tmp_path, classes=CLASSES, quorum=1)
+    task.write_text(task.read_text().replace("backbone-0.onnx", "backbone.onnx"))
+    (tmp_path / "backbone-0.onnx").rename("backbone.onnx")
+    shutil.copy(next(iter(sorted((photos / "1").iterdir()))), "photo.png")
+    first, *blocks = re.findall(r"(?ms)^```python\n(.*?)^```", PYTHON_API)
+    assert len(blocks) == 4
+    whole = "\n".join(["import protofleet", blocks[0], first, *blocks[1:]])
+    (tmp_path / "page.py").write_text(whole.replace("127.0.0.1:1883", f"{address.host}:{address.port}"))
+    runpy.run_path("page.py")
+    printed = capsys.readouterr().out
+    assert "submission of" in printed
+    assert "head 1" in printed
+    assert "backbone" in printed.splitlines()[-1]
+
+
+def test_callbacks_on_the_page_are_those_of_the_code() -> None:
+    """The table has the message of each callback."""
+    rows = re.findall(r"^\| `(on_\w+)` \| `([^`]+)` \| `([^`]+)` \|$", PYTHON_API, re.MULTILINE)
+    assert rows == [
+        ("on_head", HEAD_IN_USE, HEAD_ACTIVATED),
+        ("on_submission", SUBMISSION_RECEIVED, SUBMISSION_ACCEPTED),
+    ]
+
+
+def test_functions_and_classes_are_on_the_page() -> None:
+    """All but the types of what they take and return."""
+    types = {"AlgorithmResult", "Backbone", "BrokerAccess", "Head", "ImageSource", "Prediction", "Prototypes"}
+    others = {"Comparison", "Simulation", "load_backbone"}
+    assert [
+        name for name in protofleet.__all__ if name not in PYTHON_API and name not in types | others
+    ] == []
+
+
+def test_program_measures_the_length_of_features(tmp_path: Path) -> None:
+    """It omits files that are not images."""
+    (program,) = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs" / "privacy.md").read_text(encoding="utf-8"), re.DOTALL
+    )
+    rng = np.random.default_rng(0)
+    images = [tmp_path / f"{number}.png" for number in range(4)]
+    for image in images[:3]:
+        Image.fromarray(rng.integers(0, 256, (32, 32, 3), np.uint8)).save(image)
+    images[3].write_bytes(b"not an image")
+    backbone = ROOT / "examples" / "quickstart" / "backbone.onnx"
+    command = [sys.executable, "-c", program, backbone, *images]
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    low, middle, high = map(float, done.stdout.strip(" []\n").split())
+    assert 0 < low <= middle <= high

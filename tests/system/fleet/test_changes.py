@@ -1,0 +1,171 @@
+"""Fleets that change: a calibrated head, an added class, a raised quota, an object store that fails."""
+
+import json
+import os
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from aggregator.storage.object_blobs import ObjectBlobs
+from protocol.mqtt.reconnecting_session import BrokerAddress
+from tests.support.fleets.fleet import QUICK, Fleet, accepted_submissions, write_digits, write_task
+from tests.support.fleets.startup_code import hanging
+from tests.support.network.brokers import mosquitto, needs_mosquitto
+from tests.support.stores.object_store import BUCKET, moto_server, object_store
+
+
+@needs_mosquitto
+def test_fleet_gets_one_calibrated_head(tmp_path: Path, address: BrokerAddress) -> None:
+    """It is as accurate as the head that it calibrates, and devices predict with it, or answer `unknown`."""
+    task, names = write_task(tmp_path, quorum=3), ["a", "b", "c"]
+    with mosquitto(address, tmp_path), Fleet(tmp_path, address) as fleet:
+        with patch.dict(os.environ, hanging(tmp_path, "aggregator.training.calibration_job")):
+            fleet.start_aggregator(task)
+        for name in names:
+            data = write_digits(tmp_path / f"data-{name}", classes=[0, 1, 2, 3], each=40)
+            fleet.start_device(name, data)
+        job = fleet.aggregator_state / "training" / "head-2" / "job.json"
+        fleet.wait_until("the calibration", job.is_file)
+        fleet.kill("aggregator")
+        assert [head["version"] for head in fleet.status()["heads"]] == [1]
+        for starts in (2, 3):
+            fleet.start_aggregator(task)
+            fleet.wait_for_log("aggregator", "connected to the broker", times=starts)
+            summary = fleet.wait_for(
+                "evaluations of the calibrated head",
+                lambda s: len(s["heads"]) == 2 and s["heads"][1]["held_out"]["devices"] == 3,
+            )
+            fleet.stop("aggregator")
+        first, second = summary["heads"]
+        assert (second["state"], second["metrics"]["calibrated_from"]) == ("current", 1)
+        assert second["metrics"]["calibration_images"] == 3 * 4 * 8
+        assert second["held_out"]["correct"] == first["held_out"]["correct"]
+        assert [row["head"] for row in summary["devices"]] == [2, 2, 2]
+        image = next((tmp_path / "data-a" / "0").glob("*.png"))
+        predicted = fleet.predict("a", image)
+        assert (predicted["head_version"], predicted["known"]) == (2, True)
+        noise = np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)
+        Image.fromarray(noise).save(foreign := tmp_path / "foreign.png")
+        assert fleet.predict("a", foreign)["answer"] == "unknown"
+        assert fleet.log("aggregator").count("head calibrated version=2 of=1 held_out_images=96") == 1
+
+
+def _uploads(fleet: Fleet, name: str) -> int:
+    return fleet.log(name).count("submission built")
+
+
+@needs_mosquitto
+@pytest.mark.parametrize("algorithm", ["fedtc", "statistics"])
+def test_added_class_is_uploaded_by_its_device_alone(
+    tmp_path: Path, address: BrokerAddress, algorithm: str
+) -> None:
+    """The head of the continued task knows all classes; the submissions stay valid after a restart, too."""
+    task, names = write_task(tmp_path, algorithm=algorithm, tables="", classes=list("0123")), ["a", "b", "c"]
+    with mosquitto(address, tmp_path), Fleet(tmp_path, address) as fleet:
+        fleet.start_aggregator(task)
+        for name in names:
+            fleet.start_device(name, write_digits(tmp_path / f"data-{name}", classes=[0, 1, 2, 3], each=25))
+        before = fleet.wait_for(
+            "the first head", lambda s: s["heads"] and s["heads"][0]["held_out"]["devices"] == 3
+        )
+        fleet.stop("aggregator")
+        write_digits(tmp_path / "data-a", classes=[4], each=25)
+        added = {"classes": list("01234"), "continues": before["task"]}
+        task = write_task(tmp_path, algorithm=algorithm, tables="", **added)
+        fleet.start_aggregator(task)
+        after = fleet.wait_for(
+            "a head of the new class",
+            lambda s: (
+                s["task"] != before["task"]
+                and s["coverage"]["4"]["devices"] == 1
+                and s["waiting"] == 0
+                and all(device["head"] == s["rollout"]["current"] > 0 for device in s["devices"])
+            ),
+        )
+        assert after["submissions"] == 3
+        assert [_uploads(fleet, name) for name in names] == [2, 1, 1]
+        assert fleet.log("aggregator").count("submissions of the continued task count submissions=3") == 1
+        image = next((tmp_path / "data-a" / "4").glob("*.png"))
+        assert fleet.predict("b", image)["label"] == "4"
+        assert json.dumps(after["refusals"]) == json.dumps(before["refusals"])
+        fleet.stop("aggregator")
+        fleet.start_aggregator(task)
+        fleet.wait_for_log("aggregator", "connected to the broker", times=3)
+        again = fleet.status()
+        assert (again["task"], again["submissions"]) == (after["task"], 3)
+        assert [_uploads(fleet, name) for name in names] == [2, 1, 1]
+
+
+@needs_mosquitto
+def test_device_over_the_quota_logs_it_and_uploads_once_it_is_raised(
+    tmp_path: Path, address: BrokerAddress
+) -> None:
+    """By itself, after the aggregator's restart; until then the other device's upload counts alone."""
+
+    def task(devices: int) -> Path:
+        return write_task(tmp_path, quorum=9, tables=f"{QUICK}[limits]\nmax_devices = {devices}\n")
+
+    with mosquitto(address, tmp_path), Fleet(tmp_path, address) as fleet:
+        fleet.start_aggregator(task(1))
+        fleet.start_device("first", write_digits(tmp_path / "a", classes=[0, 1]))
+        fleet.wait_for("the first upload", lambda status: status["submissions"] == 1)
+        fleet.start_device("second", write_digits(tmp_path / "b", classes=[1, 2]))
+        text = (
+            "the fleet has as many devices as limits.max_devices allows (1), and second would be another one"
+        )
+        fleet.wait_for_log("second", f"the aggregator refused to send backbone-0.onnx (quota): {text}")
+        status = fleet.wait_for("the refusal", lambda status: status["refusals"])
+        assert {row["reason"] for row in status["refusals"]} == {"quota"}
+        assert status["quotas"]["devices"] == {"used": 1, "limit": 1}
+        fleet.stop("aggregator")
+        fleet.start_aggregator(task(2))
+        fleet.wait_for("the second upload", lambda status: status["submissions"] == 2)
+        assert sorted(name for name, _ in accepted_submissions(fleet.log("aggregator"))) == [
+            "first",
+            "second",
+        ]
+
+
+@needs_mosquitto
+def test_head_is_trained_of_blobs_in_an_object_store(
+    tmp_path: Path, address: BrokerAddress, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the store answers nothing but 503, the intake is stopped; then each submission is counted once.
+
+    A restart needs no option, since the database says where the blobs are.
+    """
+    location = f"s3://{BUCKET}/herd"
+    with (
+        moto_server(tmp_path) as server,
+        object_store(server, monkeypatch) as store,
+        mosquitto(address, tmp_path),
+        Fleet(tmp_path, address) as fleet,
+    ):
+        task = write_task(tmp_path)
+        fleet.start_aggregator(task, "--blobs", location)
+        fleet.wait_for_log("aggregator", "connected to the broker")
+        store.status = 503
+        names = [f"device-{number}" for number in range(3)]
+        for name, share in zip(names, ([0, 1, 2, 3], [3, 4, 5, 6], [6, 7, 8, 9]), strict=True):
+            fleet.start_device(name, write_digits(tmp_path / f"data-{name}", classes=share), "--once")
+        fleet.wait_for_log("aggregator", "intake stopped")
+        assert f"cannot use {location}" in fleet.log("aggregator")
+        assert accepted_submissions(fleet.log("aggregator")) == []
+        store.heal()
+        for name in names:
+            fleet.wait_exit(name)
+        summary = fleet.wait_for("the head", lambda s: s["heads"] and s["head_path"])
+        assert summary["submissions"] == 3
+        assert summary["heads"][0]["devices"] == 3
+        assert sorted(name for name, _ in accepted_submissions(fleet.log("aggregator"))) == names
+        assert not list((fleet.aggregator_state / "blobs").glob("*"))
+        fleet.stop("aggregator")
+        fleet.start_aggregator(task)
+        fleet.wait_for_log("aggregator", "connected to the broker", times=2)
+        assert fleet.status()["submissions"] == 3
+        fleet.stop("aggregator")
+        assert "do-not-log-this" not in fleet.log("aggregator")
+        assert len(set(ObjectBlobs(location).digests())) >= 5

@@ -1,0 +1,269 @@
+"""`edge-client watch`: new images in a folder, the state of a place, and a sensor of Home Assistant."""
+
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from edge_client.cli.predict import printer
+from edge_client.cli.watch import classify_new, published
+from edge_client.data.class_prior import NO_PRIOR
+from edge_client.data.extraction import Refusal
+from edge_client.predict.classifier import Prediction
+from edge_client.predict.folder_watch import GIVE_UP_S, SETTLE_S, FolderWatch
+from edge_client.predict.head_in_use import HeadInUse
+from edge_client.predict.home_assistant import Sensor
+from edge_client.predict.majority import Majority
+from edge_client.storage.stored_values import InstalledHead
+from protocol.mqtt.reconnecting_session import BrokerAddress, Connected, Received
+from protocol.mqtt.tls import NO_AUTHENTICATION
+from tests.support.devices.device_bench import CONSTANT, HeadBench
+from tests.support.devices.device_factory import image_file
+from tests.support.network.brokers import Mosquitto, mosquitto
+from tests.support.network.sessions import running
+
+
+def _changes(answers: str, *, frames: int = 3, agree: float = 0.6, debounce_s: float = 0.0) -> str:
+    """Return the states in their order, of one answer a second; "." for an image without a change."""
+    state = Majority(frames=frames, agree=agree, debounce_s=debounce_s)
+    return "".join(
+        answer if state.changes(answer, now_s=float(second)) else "." for second, answer in enumerate(answers)
+    )
+
+
+@pytest.mark.parametrize(
+    ("answers", "options", "changes"),
+    [
+        ("aaaa", {}, ".a.."),
+        ("abababab", {}, "..ababab"),
+        ("abababab", {"debounce_s": 2.0}, "........"),
+        ("aabaabaa", {}, ".a......"),
+        ("aabbbaaa", {}, ".a.b..a."),
+        ("abcabcab", {}, "........"),
+        ("aaab", {"frames": 1, "agree": 1.0}, "a..b"),
+        ("aaaaabbbaa", {"frames": 5, "agree": 1.0}, "....a....."),
+        ("aaaabbaabbbbb", {"debounce_s": 2.0}, "...a.......b."),
+    ],
+)
+def test_states_follow_the_majority(answers: str, options: dict[str, float], changes: str) -> None:
+    """The default is two of three images; an answer in between changes nothing."""
+    assert _changes(answers, **options) == changes  # type: ignore[arg-type]
+
+
+@given(st.text("ab", max_size=40), st.integers(1, 6), st.floats(0.51, 1))
+def test_each_change_has_its_majority_and_is_to_another_state(
+    answers: str, frames: int, agree: float
+) -> None:
+    found = _changes(answers, frames=frames, agree=agree)
+    states = [(place, each) for place, each in enumerate(found) if each != "."]
+    for place, each in states:
+        assert Counter(answers[max(0, place + 1 - frames) : place + 1])[each] >= agree * frames
+    assert all(before != after for (_, before), (_, after) in pairwise(states))
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    image_file(tmp_path / "camera" / "old.png")
+    return tmp_path / "camera"
+
+
+def _ready(watch: FolderWatch, clock: Clock, *, after_s: float = SETTLE_S) -> list[str]:
+    clock.now_s += after_s
+    found = watch.poll()
+    for path in found:
+        watch.done(path)
+    return [path.name for path in found]
+
+
+def test_new_and_changed_images_are_ready_once_they_do_not_change(folder: Path, clock: Clock) -> None:
+    """Those that were there before are not; hidden files, under which programs write, never are."""
+    watch = FolderWatch(folder, existing=False, clock=clock)
+    assert _ready(watch, clock) == []
+    new = image_file(folder / "day" / "new.png")
+    (folder / ".new2.png").write_bytes(b"half")
+    assert _ready(watch, clock, after_s=0) == []
+    new.write_bytes(new.read_bytes() + b"more")
+    assert _ready(watch, clock) == [], "it has changed since"
+    assert _ready(watch, clock) == ["new.png"]
+    assert _ready(watch, clock) == []
+    os.utime(folder / "old.png", (1, 1))
+    assert _ready(watch, clock, after_s=0) == []
+    assert _ready(watch, clock) == ["old.png"]
+
+
+def test_other_files_are_named_once(folder: Path, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    watch = FolderWatch(folder, existing=False, clock=clock)
+    for number in (1, 2):
+        (folder / f"{number}.HEIC").touch()
+        for _ in range(2):
+            assert _ready(watch, clock) == []
+        assert caplog.text.count(f'files={number} reason="suffix .heic, HEIC is not supported') == 1
+
+
+def test_folder_that_vanishes_is_waited_for(
+    folder: Path, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The images that it had are not new when it returns."""
+    watch = FolderWatch(folder, existing=False, clock=clock)
+    folder.rename(folder.with_name("gone"))
+    assert _ready(watch, clock) == []
+    assert _ready(watch, clock) == []
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    folder.with_name("gone").rename(folder)
+    image_file(folder / "new.png")
+    assert _ready(watch, clock, after_s=0) == []
+    assert _ready(watch, clock) == ["new.png"]
+
+
+def test_half_written_image_is_classified_once_it_is_complete(
+    bench: HeadBench, folder: Path, clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A camera that pauses does not make it broken at once; an image that stays broken is an error."""
+    bench.install(bench.head(1, CONSTANT["cat"]))
+    opened = HeadInUse(bench.store, provider="cpu", threads=1).follow()
+    watch = FolderWatch(folder, existing=False, clock=clock)
+    data, new, broken = (folder / "old.png").read_bytes(), folder / "new.png", folder / "broken.png"
+
+    def output() -> tuple[str, str]:
+        classify_new(watch, opened, top=1, output=printer(as_json=False, as_csv=False))
+        return tuple(capsys.readouterr())  # type: ignore[return-value]
+
+    for path in (new, broken):
+        path.write_bytes(data[:1000])
+    output()
+    clock.now_s += 2 * SETTLE_S
+    assert output() == ("", ""), "neither is an error yet"
+    new.write_bytes(data)
+    output()
+    clock.now_s += SETTLE_S
+    shown, errors = output()
+    assert (shown.startswith(f"{new}: "), errors) == (True, "")
+    clock.now_s += GIVE_UP_S
+    shown, errors = output()
+    assert (shown, errors.startswith(f"error: {broken}: ")) == ("", True)
+    assert output() == ("", "")
+
+
+CLASSES = ("bee", "käfer")
+HEAD = InstalledHead(head=b"", version=1, backbones=(), classes=CLASSES)
+FOLDER = Path("/srv/camera")
+ID = "protofleet-shed-1-" + hashlib.sha256(b"/srv/camera").hexdigest()[:8]
+TOPIC = f"protofleet-watch/{ID}/"
+CONFIG = f"homeassistant/sensor/{ID}/config"
+
+
+def _prediction(label: str, probability: float = 0.9, **fields: Any) -> Prediction:
+    return Prediction(top=((label, probability),), prior=NO_PRIOR, **fields)
+
+
+def _sensor(address: BrokerAddress, name: str = "front door", folder: Path = FOLDER) -> Any:
+    return closing(Sensor(address, NO_AUTHENTICATION, device="shed-1", name=name, folder=folder))
+
+
+@pytest.fixture
+def broker(address: BrokerAddress, tmp_path: Path) -> Iterator[Mosquitto]:
+    with mosquitto(address, tmp_path) as broker:
+        yield broker
+
+
+def _read(address: BrokerAddress, topic: str) -> str:
+    """Return the retained message of a topic."""
+    with running(address, f"reader {topic}", topic) as (_, heard):
+        heard.wait(Connected)
+        return heard.wait(Received).payload.decode()
+
+
+def test_sensor_is_as_home_assistant_documents_it(address: BrokerAddress, broker: Mosquitto) -> None:
+    """Its topics are those of the discovery message; after the program's end it is unavailable."""
+    with running(address, "home", f"{TOPIC}#") as (_, heard):
+        heard.wait(Connected)
+        with _sensor(address) as sensor:
+            sensor.publish(_prediction("käfer", 0.91234, known=True), CLASSES)
+            config = json.loads(_read(address, CONFIG))
+            state = json.loads(_read(address, config["state_topic"]))
+            assert state == {"answer": "käfer", "label": "käfer", "probability": 0.9123, "known": True}
+            assert _read(address, config["availability_topic"]) == "online"
+            assert config["json_attributes_topic"] == config["state_topic"]
+            assert config["value_template"] == "{{ value_json.answer }}"
+            assert (config["device_class"], config["options"]) == ("enum", [*CLASSES, "unknown", "unsure"])
+            assert config["unique_id"] == ID
+            assert config["device"]["identifiers"] == ["protofleet-shed-1"]
+            assert config["origin"]["name"] == "protofleet"
+            sensor.publish(_prediction("bee", known=False), CLASSES)
+            while b'"unknown"' not in heard.wait(Received).payload:
+                pass
+        while (last := heard.wait(Received)).payload != b"offline":
+            pass
+        assert last.topic == config["availability_topic"]
+
+
+def test_sensor_is_published_again_to_a_broker_that_has_forgotten_it(
+    address: BrokerAddress, broker: Mosquitto
+) -> None:
+    broker.stop()
+    with _sensor(address) as sensor:
+        sensor.publish(_prediction("bee", is_sure=False), CLASSES)
+        broker.start()
+        assert json.loads(_read(address, CONFIG))["name"] == "front door"
+        assert json.loads(_read(address, f"{TOPIC}state"))["answer"] == "unsure"
+        assert _read(address, f"{TOPIC}availability") == "online"
+
+
+def test_sensor_is_available_before_the_first_image(address: BrokerAddress, broker: Mosquitto) -> None:
+    """Also after a start that finds `offline` of the program before."""
+    with _sensor(address):
+        assert _read(address, f"{TOPIC}availability") == "online"
+    assert _read(address, f"{TOPIC}availability") == "offline"
+    with _sensor(address) as sensor:
+        sensor.announce(CLASSES)
+        assert json.loads(_read(address, CONFIG))["options"] == [*CLASSES, "unknown", "unsure"]
+        assert _read(address, f"{TOPIC}availability") == "online"
+
+
+def test_cameras_of_one_device_have_sensors_of_their_own(address: BrokerAddress, broker: Mosquitto) -> None:
+    """Their folders distinguish them, whatever their names."""
+    gate = FOLDER.with_name("gate")
+    with _sensor(address, "Д") as door, _sensor(address, "?", gate) as other:
+        door.publish(_prediction("bee"), CLASSES)
+        other.publish(_prediction("käfer"), CLASSES)
+        assert json.loads(_read(address, f"{TOPIC}state"))["label"] == "bee"
+        own = hashlib.sha256(bytes(gate)).hexdigest()[:8]
+        assert (
+            json.loads(_read(address, f"protofleet-watch/protofleet-shed-1-{own}/state"))["label"] == "käfer"
+        )
+
+
+def test_predictions_are_printed_and_published_and_unusable_images_printed() -> None:
+    seen: list[object] = []
+
+    class _Sensor:
+        def publish(self, prediction: Prediction, classes: tuple[str, ...]) -> None:
+            seen.append((prediction, classes))
+
+    prediction, path = _prediction("bee"), Path("a.jpg")
+    stub: Any = _Sensor()
+    output = published(lambda *each: seen.append(each), stub)
+    output(path, prediction, HEAD)
+    output(path, Refusal("broken"), HEAD)
+    assert seen == [(path, prediction, HEAD), (prediction, CLASSES), (path, Refusal("broken"), HEAD)]
