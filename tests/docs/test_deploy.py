@@ -64,6 +64,16 @@ def client(broker: BrokerAddress, name: str) -> paho.Client:
     return connected
 
 
+def subscriber(broker: BrokerAddress, name: str, topic: str) -> paho.Client:
+    """Return a client whose subscription at QoS 1 the broker has acknowledged."""
+    made, subscribed = client(broker, name), threading.Event()
+    made.on_subscribe = lambda *_: subscribed.set()
+    made.subscribe(topic, qos=1)
+    while not subscribed.is_set():
+        made.loop(0.1)
+    return made
+
+
 def publish(
     broker: BrokerAddress, topic: str, *, times: int = 1, payload: bytes = b"x", retain: bool = False
 ) -> None:
@@ -102,14 +112,9 @@ def test_retained_messages_outlive_the_broker(tmp_path: Path, address: BrokerAdd
 def test_slow_subscriber_loses_nothing(tmp_path: Path, address: BrokerAddress) -> None:
     """More messages than mosquitto's default of 1000 wait for a subscriber that does not read meanwhile."""
     with mosquitto(address, tmp_path, options=mosquitto_options(tmp_path)):
-        subscriber = client(address, "receiver")
-        subscribed = threading.Event()
-        subscriber.on_subscribe = lambda *_: subscribed.set()
-        subscriber.subscribe("pf/1/orchard/d/+/up/+", qos=1)
-        while not subscribed.is_set():
-            subscriber.loop(0.1)
+        receiver = subscriber(address, "receiver", "pf/1/orchard/d/+/up/+")
         publish(address, "pf/1/orchard/d/shed-1/up/0", times=3000)
-        assert receive(subscriber, messages=3000) == 3000
+        assert receive(receiver, messages=3000) == 3000
 
 
 @needs_mosquitto
@@ -118,12 +123,7 @@ def test_memory_of_a_client_that_does_not_read_is_bounded(tmp_path: Path, addres
     options = mosquitto_options(tmp_path)
     size, limit = 250_000, int(re.findall(r"(?m)^max_queued_bytes (\d+)", options)[0])
     with mosquitto(address, tmp_path, options=options) as broker:
-        deaf = client(address, "deaf")
-        subscribed = threading.Event()
-        deaf.on_subscribe = lambda *_: subscribed.set()
-        deaf.subscribe("pf/1/orchard/d/deaf/blk", qos=1)
-        while not subscribed.is_set():
-            deaf.loop(0.1)
+        _deaf = subscriber(address, "deaf", "pf/1/orchard/d/deaf/blk")
         # In flight, and one and a half times the queue.
         publish(address, "pf/1/orchard/d/deaf/blk", times=256 + limit * 3 // 2 // size, payload=bytes(size))
         assert psutil.Process(broker.pid).memory_info().rss < limit + 256 * size + 64 * 1024**2

@@ -133,23 +133,19 @@ def test_a_repeatable_option_takes_a_value_or_a_list_from_a_file(tmp_path: Path,
 
 
 @pytest.mark.parametrize(
-    ("correct", "total", "shown"), [(0, 0, "version 3"), (26, 27, "version 3, accuracy 96.3% (26/27)")]
+    ("values", "shown"),
+    [
+        ({}, "version 3"),
+        ({"correct": 26, "total": 27}, "version 3, accuracy 96.3% (26/27)"),
+        ({"task": b"a" * 32}, "version 3"),
+        ({"task": b"b" * 32}, "version 3 of the earlier task 626262626262"),
+    ],
+    ids=["not evaluated, as under differential privacy", "evaluated", "of the task", "of an earlier task"],
 )
-def test_status_shows_a_heads_accuracy(here: Path, correct: int, total: int, shown: str) -> None:
-    """Only if it was evaluated: under differential privacy it is not."""
-    installed = InstalledHead(head=b"", version=3, backbones=(), classes=(), correct=correct, total=total)
-    DeviceState(here / "one").set(Heads(installed))
+def test_status_shows_the_head(here: Path, values: dict[str, Any], shown: str) -> None:
+    installed = InstalledHead(head=b"", version=3, backbones=(), classes=(), **values)
+    DeviceState(here / "one").set(Heads(installed), CurrentTask(b"a" * 32))
     assert f"head       {shown}\n" in _status()
-
-
-def test_status_says_that_a_head_is_an_earlier_tasks(here: Path) -> None:
-    """Its version says nothing then: each task begins with 1."""
-    installed = InstalledHead(head=b"", version=3, task=b"a" * 32, backbones=(), classes=())
-    state = DeviceState(here / "one")
-    state.set(Heads(installed), CurrentTask(b"a" * 32))
-    assert "head       version 3\n" in _status()
-    state.set(CurrentTask(b"b" * 32))
-    assert "head       version 3 of the earlier task 616161616161\n" in _status()
 
 
 def test_cost_of_a_backbone_is_measured_without_a_fleet(here: Path) -> None:

@@ -65,16 +65,6 @@ def test_small_concentration_separates_classes() -> None:
     assert largest[100.0] < 0.2
 
 
-def test_seed_decides() -> None:
-    labels = np.repeat(np.arange(10), 60)
-    first, again, other = (
-        share_out(labels, Partition("dirichlet", 0.5), clients=10, rng=np.random.default_rng(seed))
-        for seed in (0, 0, 1)
-    )
-    np.testing.assert_array_equal(first, again)
-    assert not np.array_equal(first, other)
-
-
 @pytest.mark.parametrize("text", ["iid", "sharding:2", "dirichlet:0.1", "dirichlet:3"])
 def test_partition_text_round_trip(text: str) -> None:
     """The command line and the report spell partitions alike."""
