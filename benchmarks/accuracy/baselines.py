@@ -1,9 +1,9 @@
-"""Baselines in torch: the same features and images, trained with and without sharing."""
+"""FedAvg of a head on frozen features, and each client alone, in torch."""
 
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias, get_args
+from typing import Literal
 
 import numpy as np
 import torch
@@ -14,31 +14,12 @@ from torch.nn import functional
 from aggregator.algorithms.layers import log_prior, statistics
 from protofleet.simulation.fleet import Client
 
-Method: TypeAlias = Literal[
-    "Solo", "FedAvg-v", "FedProx", "FedRep", "FedProto", "FedProto averaged", "centralized"
-]
-"""Solo: every client alone. FedAvg-v: models averaged by images, the backbone frozen (FedTC section 3.2). FedProx:
-the same, with a penalty for leaving the round's model. FedRep: a shared adapter, a classifier per client. FedProto: a
-model per client, its class means drawn to the global ones; averaged: with the models averaged as well. centralized:
-all features in one place, the upper bound."""
-
-METHODS: tuple[Method, ...] = get_args(Method)
-_SHARED: dict[Method, tuple[str, ...]] = {
-    "FedAvg-v": ("adapter", "classifier"),
-    "FedProx": ("adapter", "classifier"),
-    "FedRep": ("adapter",),
-    "FedProto averaged": ("adapter", "classifier"),
-}
-"""Layers that are averaged after every round."""
-
 LAYERS = ("adapter", "classifier")
-_PHASES: dict[Method, tuple[tuple[str, ...], ...]] = {"FedRep": (("classifier",), ("adapter",))}
-"""Layers that a round trains one after the other; all at once for methods not listed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Hyperparameters of a method; `epochs` are the passes over the images in a round."""
+    """Hyperparameters of a training; `epochs` are the passes over the images in a round."""
 
     rounds: int
     epochs: int
@@ -51,10 +32,6 @@ class Recipe:
     """Train on features of mean 0 and deviation 1 on the client's own images."""
     adapter_size: int
     """Width of a layer with ReLU before the classifier; 0 for none."""
-    proximal: float = 0.1
-    """FedProx's mu."""
-    pull: float = 1.0
-    """FedProto's lambda."""
     calibrated: bool = False
     """Train with the prior of the client's images and predict without it (FedLC; Zhang et al. 2022)."""
     server_momentum: float = 0.0
@@ -73,7 +50,7 @@ ADAM = Recipe(
 )
 ALONE = replace(ADAM, standardize=False)
 ALONE_DEEPER = replace(ADAM, learning_rate=3e-3, weight_decay=1e-3)
-"""The best of `Solo` on validation images: for the last layer of a backbone, and for hidden layers."""
+"""The best of a client alone on validation images: for the last layer of a backbone, and for hidden layers."""
 
 
 class Model(nn.Module):
@@ -114,124 +91,127 @@ class Prepared:
     """Added to all logits, in training and evaluation, (C,); zeros without a prior."""
 
 
-@dataclass(frozen=True)
-class Pull:
-    """FedProto's global prototypes, (C, D), and 1 for each class that a client has, (C,)."""
+class Training:
+    """Rounds in which clients train, and some layers are averaged by images; none here."""
 
-    prototypes: Tensor
-    present: Tensor
+    shared: tuple[str, ...] = ()
+    """Layers that are averaged after every round."""
+    phases: tuple[tuple[str, ...], ...] = (LAYERS,)
+    """Layers that a round trains one after the other."""
+
+    def __init__(self, recipe: Recipe, *, classes: int) -> None:
+        self.recipe = recipe
+        self.classes = classes
+
+    def begin(self, model: Model) -> None:
+        """Prepare for a client's part of a round."""
+
+    def penalty(self, model: Model, hidden: Tensor, labels: Tensor) -> Tensor | float:  # noqa: ARG002 - of subclasses
+        """Return what is added to a batch's cross-entropy."""
+        return 0.0
+
+    def end_round(self, models: Sequence[Model], data: Sequence[Prepared]) -> None:
+        """Do what follows the averaging."""
+
+    def run(self, data: Sequence[Prepared], *, seed: int) -> list[Model]:
+        """Return each client's trained model; all start from the same one, and the same seed gives the same ones."""
+        torch.manual_seed(seed)
+        sizes = {"feature_size": data[0].features.shape[1], "adapter_size": self.recipe.adapter_size}
+        first = Model(classes=self.classes, **sizes)
+        models = [copy.deepcopy(first) for _ in data]
+        optimizers = [_optimizer(model, self.recipe) for model in models]
+        momentum = _ServerMomentum(self.recipe.server_momentum)
+        for _ in range(self.recipe.rounds):
+            momentum.start(models[0], self.shared)
+            for model, mine, optimizer in zip(models, data, optimizers, strict=True):
+                if self.shared:
+                    optimizer.state.clear()
+                for layers in self.phases:
+                    model.train_only(layers)
+                    self._train_round(model, mine, optimizer)
+            _average(models, data, self.shared)
+            momentum.apply(models, self.shared)
+            self.end_round(models, data)
+        return models
+
+    def _train_round(self, model: Model, mine: Prepared, optimizer: torch.optim.Optimizer) -> None:
+        """Train on a client's images for the epochs of a round."""
+        self.begin(model)
+        for _ in range(self.recipe.epochs):
+            for rows in torch.split(torch.randperm(len(mine.labels)), self.recipe.batch_size):
+                labels = mine.labels[rows]
+                hidden, logits = model(mine.features[rows])
+                loss = functional.cross_entropy(logits + mine.log_prior, labels)
+                loss = loss + self.penalty(model, hidden, labels)
+                optimizer.zero_grad()
+                torch.autograd.backward(loss)
+                optimizer.step()
 
 
-def run_baseline(
-    method: Method,
-    clients: Sequence[Client],
-    recipe: Recipe,
-    *,
-    classes: int,
-    seed: int,
-    prior: bool = False,
-) -> NDArray[np.float64]:
-    """Return each client's accuracy after the training, (K,); the same seed gives the same result.
+class FedAvg(Training):
+    """All layers are averaged."""
 
-    With a `prior`, a client expects classes as often as its own images have them, as FedPCL's `prior = true`.
-    """
-    logits = baseline_logits(method, clients, recipe, classes=classes, seed=seed, prior=prior)
-    predicted = (mine.argmax(axis=1) for mine in logits)
-    return np.array([client.accuracy(mine) for client, mine in zip(clients, predicted, strict=True)])
+    shared = LAYERS
 
 
-def baseline_logits(
-    method: Method,
-    clients: Sequence[Client],
-    recipe: Recipe,
-    *,
-    classes: int,
-    seed: int,
-    prior: bool = False,
+def alone_logits(
+    clients: Sequence[Client], recipe: Recipe, *, classes: int, seed: int
 ) -> list[NDArray[np.float32]]:
-    """Return each client's logits of its test images, (m, C), as for `run_baseline`."""
-    if method == "Solo":
-        recipe = replace(recipe, rounds=1, epochs=recipe.rounds * recipe.epochs)
-    trained_prior = prior or recipe.calibrated
-    data = [
-        _prepare(client, standardize=recipe.standardize, classes=classes, prior=trained_prior)
-        for client in clients
-    ]
-    if method == "centralized":
-        models = train(
-            method, [_together(data, prior=trained_prior)], recipe, classes=classes, seed=seed
-        ) * len(data)
-    else:
-        models = train(method, data, recipe, classes=classes, seed=seed)
+    """Return each client's logits of its test images, (m, C), of the model that it trains alone."""
+    once = replace(recipe, rounds=1, epochs=recipe.rounds * recipe.epochs)
+    data = [prepare(client, recipe, classes=classes) for client in clients]
+    return logits_of(Training(once, classes=classes).run(data, seed=seed), clients, data)
+
+
+def average_accuracies(
+    clients: Sequence[Client], recipe: Recipe, *, classes: int, seed: int
+) -> NDArray[np.float64]:
+    """Return each client's accuracy with the averaged model, (K,)."""
+    data = [prepare(client, recipe, classes=classes) for client in clients]
+    models = FedAvg(recipe, classes=classes).run(data, seed=seed)
+    return accuracies_of(clients, logits_of(models, clients, data))
+
+
+def logits_of(
+    models: Sequence[Model], clients: Sequence[Client], data: Sequence[Prepared]
+) -> list[NDArray[np.float32]]:
+    """Return the logits of each client's test images, (m, C), without the prior."""
     made = []
     for model, client, mine in zip(models, clients, data, strict=True):
         with torch.inference_mode():
             _, logits = model((torch.from_numpy(client.test) - mine.mean) / mine.std)
-        made.append((logits + mine.log_prior if prior else logits).numpy())
+        made.append(logits.numpy())
     return made
 
 
-def traffic_bytes(method: Method, recipe: Recipe, *, feature_size: int, classes: int) -> int:
-    """Return the bytes that a client sends, and receives, in a round: all shared values in float16, unframed."""
-    adapter = recipe.adapter_size * (feature_size + 1)
-    width = recipe.adapter_size or feature_size
-    sizes = {"adapter": adapter, "classifier": classes * (width + 1)}
-    prototypes = classes * width if method in ("FedProto", "FedProto averaged") else 0
-    return 2 * (sum(sizes[layer] for layer in _SHARED.get(method, ())) + prototypes)
+def accuracies_of(clients: Sequence[Client], logits: Sequence[NDArray[np.float32]]) -> NDArray[np.float64]:
+    """Return each client's accuracy, (K,)."""
+    return np.array(
+        [client.accuracy(mine.argmax(axis=1)) for client, mine in zip(clients, logits, strict=True)]
+    )
 
 
-def train(
-    method: Method, data: Sequence[Prepared], recipe: Recipe, *, classes: int, seed: int
-) -> list[Model]:
-    """Return each client's trained model; all start from the same one."""
-    torch.manual_seed(seed)
-    sizes = {"feature_size": data[0].features.shape[1], "adapter_size": recipe.adapter_size}
-    first = Model(classes=classes, **sizes)
-    models = [copy.deepcopy(first) for _ in data]
-    optimizers = [_optimizer(model, recipe) for model in models]
-    shared, pull = _SHARED.get(method, ()), None
-    momentum = _ServerMomentum(recipe.server_momentum)
-    for _ in range(recipe.rounds):
-        momentum.start(models[0], shared)
-        for model, mine, optimizer in zip(models, data, optimizers, strict=True):
-            if shared:
-                optimizer.state.clear()
-            proximal = recipe.proximal if method == "FedProx" else 0.0
-            for layers in _PHASES.get(method, (LAYERS,)):
-                model.train_only(layers)
-                _train_round(model, mine, recipe, optimizer, proximal=proximal, pull=pull)
-        _average(models, data, shared)
-        momentum.apply(models, shared)
-        if method in ("FedProto", "FedProto averaged"):
-            pull = _pool(models, data, classes)
-    return models
+def linear_bytes(*, feature_size: int, classes: int) -> int:
+    """Return the bytes of a linear head in float16, unframed, which a client sends in a round."""
+    return 2 * classes * (feature_size + 1)
 
 
-def _prepare(client: Client, *, standardize: bool, classes: int, prior: bool) -> Prepared:
+def prepare(client: Client, recipe: Recipe, *, classes: int, prior: bool = False) -> Prepared:
+    """Return a client's images as tensors, with the prior of its own images if that or the recipe asks for it."""
     features, labels = torch.from_numpy(client.train), torch.from_numpy(client.train_labels)
-    mean, std = statistics(features, standardize=standardize)
+    mean, std = statistics(features, standardize=recipe.standardize)
     return Prepared(
         features=(features - mean) / std,
         labels=labels,
         mean=mean,
         std=std,
-        log_prior=_log_prior(labels, classes, prior=prior),
+        log_prior=prior_of(labels, classes) if prior or recipe.calibrated else torch.zeros(classes),
     )
 
 
-def _log_prior(labels: Tensor, classes: int, *, prior: bool) -> Tensor:
-    return log_prior(torch.bincount(labels, minlength=classes).float()) if prior else torch.zeros(classes)
-
-
-def _together(data: Sequence[Prepared], *, prior: bool) -> Prepared:
-    """Pool all clients' images, each standardized by its own client's statistics."""
-    labels = torch.cat([mine.labels for mine in data])
-    return replace(
-        data[0],
-        features=torch.cat([mine.features for mine in data]),
-        labels=labels,
-        log_prior=_log_prior(labels, len(data[0].log_prior), prior=prior),
-    )
+def prior_of(labels: Tensor, classes: int) -> Tensor:
+    """Return the logarithm of each class's share of the labels, (C,)."""
+    return log_prior(torch.bincount(labels, minlength=classes).float())
 
 
 def _optimizer(model: Model, recipe: Recipe) -> torch.optim.Optimizer:
@@ -239,32 +219,6 @@ def _optimizer(model: Model, recipe: Recipe) -> torch.optim.Optimizer:
     if recipe.optimizer == "adam":
         return torch.optim.Adam(model.parameters(), lr=rate, weight_decay=decay, fused=True)
     return torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9, weight_decay=decay, fused=True)
-
-
-def _train_round(
-    model: Model,
-    mine: Prepared,
-    recipe: Recipe,
-    optimizer: torch.optim.Optimizer,
-    *,
-    proximal: float,
-    pull: Pull | None,
-) -> None:
-    """Train on a client's images for the epochs of a round."""
-    start = [parameter.detach().clone() for parameter in model.parameters()] if proximal else []
-    for _ in range(recipe.epochs):
-        for rows in torch.split(torch.randperm(len(mine.labels)), recipe.batch_size):
-            labels = mine.labels[rows]
-            hidden, logits = model(mine.features[rows])
-            loss = functional.cross_entropy(logits + mine.log_prior, labels)
-            if pull is not None:
-                distances = (hidden - pull.prototypes[labels]).square().mean(dim=1)
-                loss = loss + recipe.pull * (distances * pull.present[labels]).mean()
-            for parameter, before in zip(model.parameters(), start, strict=bool(start)):
-                loss = loss + proximal / 2 * (parameter - before).square().sum()
-            optimizer.zero_grad()
-            torch.autograd.backward(loss)
-            optimizer.step()
 
 
 @torch.no_grad()
@@ -311,13 +265,3 @@ class _ServerMomentum:
 
 def _parameters(model: Model, layers: Sequence[str]) -> list[nn.Parameter]:
     return [parameter for layer in layers for parameter in getattr(model, layer).parameters()]
-
-
-@torch.no_grad()
-def _pool(models: Sequence[Model], data: Sequence[Prepared], classes: int) -> Pull:
-    """Average all clients' class means, weighted by images."""
-    sums, counts = torch.zeros(classes, models[0].classifier.in_features), torch.zeros(classes)
-    for model, mine in zip(models, data, strict=True):
-        sums.index_add_(0, mine.labels, model.hidden(mine.features))
-        counts += torch.bincount(mine.labels, minlength=classes)
-    return Pull(sums / counts.clamp_min(1)[:, None], (counts > 0).float())

@@ -10,10 +10,10 @@ import numpy as np
 
 from aggregator.algorithms.algorithm import RoundAlgorithm
 from aggregator.algorithms.hierarchical import Hierarchical
-from benchmarks.accuracy.baselines import Method, Recipe, run_baseline, traffic_bytes
 from benchmarks.options import Option, repeated
 from benchmarks.report import json_option
 from protofleet.simulation.fleet import Client
+from research.rounds.baselines import Method, Recipe, run_baseline, traffic_bytes
 from research.rounds.heads import run_rounds
 from research.rounds.scores import Run
 

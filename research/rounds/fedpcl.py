@@ -10,11 +10,11 @@ import click
 import msgspec
 
 from aggregator.algorithms.fedpcl import FedPCL
-from benchmarks.accuracy.baselines import ADAM, ALONE, ALONE_DEEPER, Method, Recipe
 from benchmarks.data.domains import LABEL_DOMAIN, SHIFTS, load_domains, shifted
 from benchmarks.data.images import DIGITS, NAMES, PAIRED
 from benchmarks.options import repeated
 from benchmarks.report import Table
+from research.rounds.baselines import ADAM, ALONE, ALONE_DEEPER, Method, Recipe
 from research.rounds.comparison import Prior, compare, comparison_options, hierarchical, named
 from research.rounds.scores import Run, by_method, show, write_report
 

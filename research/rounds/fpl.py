@@ -11,10 +11,10 @@ import msgspec
 
 from aggregator.algorithms.algorithm import RoundAlgorithm
 from aggregator.algorithms.fpl import FPL
-from benchmarks.accuracy.baselines import Method, Recipe
 from benchmarks.data.domains import PLANS, load_domains, planned
 from benchmarks.data.features import BackboneType
 from benchmarks.options import repeated
+from research.rounds.baselines import Method, Recipe
 from research.rounds.comparison import Prior, compare, comparison_options, hierarchical
 from research.rounds.scores import Run, by_method, show, write_report
 

@@ -13,12 +13,12 @@ import numpy as np
 from aggregator.algorithms.algorithm import RoundAlgorithm
 from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.algorithms.hierarchical import Hierarchical
-from benchmarks.accuracy.baselines import Method, Recipe, run_baseline
 from benchmarks.data.domains import LABEL_DOMAIN, SHIFTS, load_domains, shifted
 from benchmarks.data.images import DIGITS
 from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
 from protofleet.simulation.fleet import Client
+from research.rounds.baselines import Method, Recipe, run_baseline
 from research.rounds.eager import eager_accuracies
 from research.rounds.fedpcl import IMAGE_SIZE, backbones_of, layers_option, recipes_of
 

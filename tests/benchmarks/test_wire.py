@@ -7,10 +7,13 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from aggregator.algorithms.fedtc.recipe import RECIPES
 from aggregator.algorithms.registry import ALGORITHMS
+from benchmarks import fleets
 from benchmarks.__main__ import cli
 from benchmarks.accuracy.wire import command
 from benchmarks.accuracy.wire.command import Mean, front
+from benchmarks.accuracy.wire.methods import Fleet
 from protofleet.simulation.fleet import Features
 from tests.benchmarks.feature_factory import domain, fill_cache
 
@@ -32,6 +35,10 @@ def test_bytes_are_those_of_encoded_messages_and_stored_runs_are_not_repeated(
 ) -> None:
     """A plot has all methods, also those of an earlier file."""
     fill_cache(tmp_path, monkeypatch, {"fashion_mnist": domain(0, classes=10, images=2400)})
+    linear = dataclasses.replace(RECIPES["default"], adapter=False)
+    monkeypatch.setattr(
+        Fleet, "settings", lambda _, *, batch: fleets.Settings(batch_size=batch, recipe=linear)
+    )
     file = tmp_path / "wire.json"
     first = _wire(file, "--seed", "0", "--method", LINEAR)
     assert [run["uploads"] for run in first["runs"]] == [1, 3, 10, 30, 100]

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from aggregator.algorithms.algorithm import RoundAlgorithm
 from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.algorithms.hierarchical import Hierarchical
-from benchmarks.accuracy.baselines import Recipe
 from benchmarks.accuracy.wire import methods
 from benchmarks.data import domains
 from benchmarks.data.domains import feature_shift
@@ -21,6 +20,7 @@ from protofleet.simulation import rounds
 from protofleet.simulation.fleet import Client, Features
 from research.__main__ import cli
 from research.rounds import comparison, fedpcl, flower_tuning, tuning, wire_rivals
+from research.rounds.baselines import Recipe
 from research.rounds.eager import eager_accuracies
 from research.rounds.heads import run_rounds
 from tests.benchmarks.feature_factory import domain, fill_cache

@@ -81,7 +81,7 @@ def _rounds(algorithm: RoundAlgorithm, clients: Sequence[Client], *, classes: in
 def _alone(clients: Sequence[Client], *, classes: int) -> Trained:
     started_s = time.process_time()
     recipe = baselines.ALONE_DEEPER if clients[0].normalized else baselines.ALONE
-    logits = baselines.baseline_logits("Solo", clients, recipe, classes=classes, seed=SEED)
+    logits = baselines.alone_logits(clients, recipe, classes=classes, seed=SEED)
     return Trained(logits=logits, seconds=time.process_time() - started_s)
 
 

@@ -154,12 +154,10 @@ def _rounds(fleet: Fleet, *, algorithm: RoundAlgorithm) -> Iterator[Point]:
 def linear_head(fleet: Fleet, *, rounds: Sequence[int], recipe: baselines.Recipe = LINEAR) -> Iterator[Point]:
     """Yield FedAvg of a linear head, whose bytes are those of its parameters in float16."""
     clients, classes = fleet.clients, fleet.features.classes
-    each = baselines.traffic_bytes(
-        "FedAvg-v", recipe, feature_size=fleet.features.train.shape[1], classes=classes
-    )
+    each = baselines.linear_bytes(feature_size=fleet.features.train.shape[1], classes=classes)
     for number in rounds:
-        reached = baselines.run_baseline(
-            "FedAvg-v", clients, replace(recipe, rounds=number), classes=classes, seed=fleet.seed
+        reached = baselines.average_accuracies(
+            clients, replace(recipe, rounds=number), classes=classes, seed=fleet.seed
         )
         yield Point(
             setting=f"{number} rounds",

@@ -11,7 +11,6 @@ import contextlib
 import io
 import queue
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -25,7 +24,6 @@ import click
 import psutil
 
 from benchmarks.cost.uploads.load import Load, write_load
-from benchmarks.device import measurement
 from benchmarks.device.measurement import median, ratio
 from benchmarks.processes import ROOT, mosquitto, running, wait_for_log
 from benchmarks.report import Table, json_option, write_json
@@ -96,7 +94,7 @@ def command(
     *, devices: int, megabytes: Sequence[float], load_mb: float, repetitions: int, json_file: Path | None
 ) -> None:
     """Compare the aggregator's ingest with a subscriber that discards, on mosquitto."""
-    tables, every, figures = [], {}, {}
+    tables, every = [], {}
     for size in megabytes:
         with tempfile.TemporaryDirectory() as folder:
             submissions = max(1, round(load_mb / size / devices))
@@ -109,8 +107,7 @@ def command(
             )
         tables.append(table_of(f"Submissions of {size:g} MB", runs))
         every[f"{size:g}"] = {name: [asdict(run) for run in each] for name, each in runs.items()}
-        figures[f"{size:g}"] = ratios(runs)
-    write_json(json_file, "ingest", tables=tables, figures=figures, runs=every)
+    write_json(json_file, "ingest", tables=tables, runs=every)
 
 
 def table_of(title: str, runs: dict[str, list[Cost]]) -> Table:
@@ -132,19 +129,6 @@ def table_of(title: str, runs: dict[str, list[Cost]]) -> Table:
             *(ratio(runs[DISCARDS], each, figure) for figure in ("wall_s", "receiver_s", "whole_s")),
         )
     return table
-
-
-def ratios(runs: dict[str, list[Cost]]) -> dict[str, float]:
-    """Return the cost of discarding over that of the aggregator: medians, lowest and highest of runs in turn."""
-    found: dict[str, float] = {}
-    for figure in ("wall_s", "receiver_s", "whole_s"):
-        each = measurement.ratios(runs[DISCARDS], runs[OURS], figure)
-        found |= {
-            f"{figure}_lowest": min(each),
-            figure: statistics.median(each),
-            f"{figure}_highest": max(each),
-        }
-    return found
 
 
 def measure(

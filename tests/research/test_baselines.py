@@ -4,7 +4,8 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from benchmarks.accuracy.baselines import (
+from protofleet.simulation.fleet import Client
+from research.rounds.baselines import (
     METHODS,
     Method,
     Recipe,
@@ -12,7 +13,6 @@ from benchmarks.accuracy.baselines import (
     run_baseline,
     traffic_bytes,
 )
-from protofleet.simulation.fleet import Client
 
 CLASSES, FEATURES = 3, 8
 RECIPE = Recipe(
