@@ -33,7 +33,8 @@ class FedNCM(OneShot, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ) -> TrainedHead:
         """Return the layer whose greatest logit is that of the nearest mean, as probable as on the prototypes."""
         del training, private, half_memory, report
-        means, present = data.centers, data.samples > 0
+        images = data.counts if data.weights is None else data.counts * data.weights
+        means, present = data.means(images), data.samples > 0
         bias = np.where(present, -np.square(means).sum(axis=1) / 2, ABSENT_LOGIT).astype(np.float32)
         logits = data.values @ means.T + bias
         temperature, losses = calibrate(logits, data.labels)

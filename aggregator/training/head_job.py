@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from aggregator.algorithms.fedtc.head import Dense
+from aggregator.algorithms.fedtc.head import Dense, require_layers
 from aggregator.algorithms.fedtc.training_set import Arrays
 from aggregator.algorithms.novelty import ClassDirections, directions_of
 from aggregator.algorithms.statistics.feature_map import FeatureMap, selected
@@ -68,6 +68,7 @@ def run(job: HeadJob) -> Result:
         half_memory=job.half_memory,
         report=report_progress,
     )
+    require_layers(trained.layers, features=data.values.shape[1], classes=data.num_classes)
     seconds = time.perf_counter() - started_s
     figures = {
         "loss": trained.loss,

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aggregator.algorithms.algorithm import Algorithm, OneShot, RoundAlgorithm, Training
-from aggregator.algorithms.fedtc.head import Dense, logits_of
+from aggregator.algorithms.fedtc.head import Dense, logits_of, require_layers
 from aggregator.algorithms.fedtc.recipe import RECIPES
 from aggregator.algorithms.fedtc.train_head import train_head
 from aggregator.algorithms.fedtc.training_set import TrainingSet
@@ -84,6 +84,7 @@ def train_prototypes(
         robust=robust,
     )
     head = method.train(data, training).layers
+    require_layers(head, features=data.values.shape[1], classes=data.num_classes)
     return Trained(
         logits=[logits_of(head, features.test)] * len(clients),
         uploads=1,

@@ -28,7 +28,7 @@ from protofleet.simulation.cross_validation import (
 from protofleet.simulation.dataset import Dataset, load_dataset
 from protofleet.simulation.normalization import Finding, check_normalization
 from protofleet.simulation.partitions import parse_partition
-from protofleet.simulation.simulate import FEDTC, ONE_SHOT, STATISTICS
+from protofleet.simulation.simulate import FEDTC, ONE_SHOT, STATISTICS, require_distinct
 
 DRAWN = (FEDTC, STATISTICS)
 """Algorithms of which the one that is not compared is evaluated on the recommended features."""
@@ -127,6 +127,7 @@ def compare(
         BackboneMismatch: a file is no backbone.
     """
     wanted = [_one_shot(each) for each in algorithms]
+    require_distinct([each.name for each in wanted])
     division, paths = parse_partition(partition), list(map(Path, files))
     load = images if callable(images) else _loader(images)
     opened = dict(zip(paths, load_backbones(paths), strict=True))

@@ -154,6 +154,7 @@ def simulate(
     unknown = [each for each in algorithms if not isinstance(each, Algorithm) and each not in ALGORITHMS]
     if unknown:
         raise ConfigError(f"expected algorithms out of {', '.join(ALGORITHMS)}, got {unknown[0]!r}")
+    require_distinct([each if isinstance(each, str) else each.name for each in algorithms])
     clients = deal_out(data, parse_partition(partition), devices=devices, held_out=held_out, seed=seed)
     results = []
     for trained, name in _train(clients, len(data.classes), algorithms, robust or Robust()):
@@ -172,6 +173,14 @@ def simulate(
         seed=seed,
         results=tuple(results),
     )
+
+
+def require_distinct(names: Sequence[str]) -> None:
+    """Raise ConfigError if two algorithms have one name, by which their results are told apart."""
+    if len(set(names)) < len(names):
+        raise ConfigError(
+            f"several algorithms have one name: {', '.join(names)}; run one after the other, or give each a `name`"
+        )
 
 
 def deal_out(

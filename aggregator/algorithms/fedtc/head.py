@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from aggregator.algorithms.algorithm import ABSENT_LOGIT
 from aggregator.algorithms.fedtc.training_set import blocks
+from protocol.errors import ProtofleetError
 
 MIN_LENGTH = 1e-12
 """Least length that a row is divided by, as in `torch.nn.functional.normalize`."""
@@ -50,6 +51,25 @@ class Dense:
         if self.projection is not None:
             rows = rows @ self.projection.T.astype(np.float32)
         return np.asarray(rows @ self.weight.T.astype(np.float32) + self.bias)
+
+
+def require_layers(layers: Sequence[Dense], *, features: int, classes: int) -> None:
+    """Raise ProtofleetError unless layers take rows of `features` values, and give a finite logit for each class."""
+    size = features
+    for layer in layers:
+        first = layer.weight if layer.projection is None else layer.projection
+        rank = layer.weight.shape[1] if layer.projection is None else layer.projection.shape[0]
+        outputs = layer.weight.shape[0]
+        if (first.shape[1], layer.weight.shape[1], layer.bias.shape) != (size, rank, (outputs,)):
+            raise ProtofleetError(
+                f"the algorithm returned a layer that does not take {size} values: weight {layer.weight.shape}, bias "
+                f"{layer.bias.shape}"
+            )
+        if not all(np.isfinite(each).all() for each in (first, layer.weight, layer.bias)):
+            raise ProtofleetError("the algorithm returned a layer with NaN or infinity")
+        size = outputs
+    if not layers or size != classes:
+        raise ProtofleetError(f"the algorithm returned a head of {size} logits for {classes} classes")
 
 
 def unit_rows(dense: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -212,15 +212,19 @@ class TrainingSet:
     @cached_property
     def centers(self) -> NDArray[np.float32]:
         """The mean of each class (C, L), weighted by counts; zeros for a class without prototypes."""
-        centers = np.zeros((self.num_classes, self.values.shape[1]), dtype=np.float32)
+        return self.means(self.counts)
+
+    def means(self, amounts: NDArray[np.integer] | NDArray[np.float64]) -> NDArray[np.float32]:
+        """Return the mean of each class (C, L), weighted by amounts (m,); zeros for a class without prototypes."""
+        means = np.zeros((self.num_classes, self.values.shape[1]), dtype=np.float32)
         for label in np.unique(self.labels):
             members = np.flatnonzero(self.labels == label)
-            counts = self.counts[members].astype(np.float64)
+            each = amounts[members].astype(np.float64)
             sums = np.zeros(self.values.shape[1])
             for block in blocks(len(members)):
-                sums += counts[block] @ self.values[members[block]].astype(np.float64)
-            centers[label] = sums / counts.sum()
-        return centers
+                sums += each[block] @ self.values[members[block]].astype(np.float64)
+            means[label] = sums / each.sum()
+        return means
 
     @cached_property
     def deviations(self) -> NDArray[np.float32]:

@@ -205,6 +205,12 @@ def test_one_shot_algorithm_that_is_not_registered_is_simulated(digits: protofle
     assert other["majority"].device_accuracies != made["majority"].device_accuracies
 
 
+def test_algorithms_of_one_name_are_refused(digits: protofleet.Dataset) -> None:
+    """Their results could not be told apart."""
+    with pytest.raises(ConfigError, match="several algorithms have one name: statistics, statistics"):
+        protofleet.simulate(digits, devices=4, algorithms=("statistics", Statistics(features=8)))
+
+
 def test_settings_of_statistics_are_simulated(digits: protofleet.Dataset) -> None:
     few, many = (
         protofleet.simulate(digits, devices=4, algorithms=(Statistics(features=features),))["statistics"]

@@ -10,11 +10,12 @@ from sklearn.neighbors import NearestCentroid
 from aggregator.algorithms.algorithm import ABSENT_LOGIT, Training
 from aggregator.algorithms.fedncm import FedNCM
 from aggregator.algorithms.fedproto import FedProto, loss
-from aggregator.algorithms.fedtc.head import logits_of
+from aggregator.algorithms.fedtc.head import Dense, logits_of, require_layers
 from aggregator.algorithms.fedtc.training_set import TrainingSet
 from aggregator.graphs.tracing import to_torch
 from aggregator.storage.blobs import FolderBlobs
 from aggregator.training.head_job import run
+from protocol.errors import ProtofleetError
 from tests.support.messages.contributions import uploaded
 from tests.support.messages.jobs import head_job
 from tests.support.messages.submissions import submission
@@ -75,6 +76,32 @@ def test_head_predicts_the_class_of_the_nearest_mean() -> None:
     images = random.normal(size=(500, 5)).astype(np.float32)
     predicted = logits_of(made.layers, images).argmax(axis=1)
     np.testing.assert_array_equal(predicted, NearestCentroid().fit(values, labels).predict(images))
+
+
+def test_mean_counts_images_as_often_as_their_device_counts() -> None:
+    """A device that claims many images is limited by the weights of its prototypes."""
+    values = np.array([[0.0], [4.0], [9.0]], np.float32)
+    counts, labels = np.array([1, 300, 5]), np.array([0, 0, 1])
+    data = TrainingSet(values, labels, counts, 2, weights=np.array([1.0, 0.01, 1.0]))
+    (layer,) = FedNCM().train(data, Training()).layers
+    middle = layer.bias[0] - layer.bias[1], layer.weight[1] - layer.weight[0]
+    np.testing.assert_allclose(middle[0] / middle[1], [(3 + 9) / 2], rtol=1e-5)  # means 3 and 9
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ((), "a head of 4 logits for 3 classes"),
+        ((Dense(np.ones((2, 4)), np.ones(2, np.float32)),), "a head of 2 logits for 3 classes"),
+        ((Dense(np.ones((3, 5)), np.ones(3, np.float32)),), "does not take 4 values"),
+        ((Dense(np.ones((3, 4)), np.ones(2, np.float32)),), "does not take 4 values"),
+        ((Dense(np.ones((3, 2)), np.ones(3, np.float32), np.ones((1, 4))),), "does not take 4 values"),
+        ((Dense(np.full((3, 4), np.nan), np.ones(3, np.float32)),), "NaN or infinity"),
+    ],
+)
+def test_head_of_another_shape_is_refused(layers: tuple[Dense, ...], message: str) -> None:
+    with pytest.raises(ProtofleetError, match=message):
+        require_layers(layers, features=4, classes=3)
 
 
 def test_job_makes_a_head_by_the_algorithm_that_it_names(tmp_path: Path) -> None:
