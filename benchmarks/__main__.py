@@ -42,9 +42,9 @@ def _first(module: str, text: str, time: str, **quick: Any) -> Entry:
 
 DEVICE = {
     "start": _first("device.start", "Time and memory until the first message", "1 min"),
-    "predict": _first("device.predict", "Predictions of photographs", "7 min", repetitions=1, images=20),
+    "predict": _first("device.predict", "Predictions of photographs", "3 min", repetitions=1, images=20),
     "features": _first(
-        *("device.features", "Features of 1,000 photographs", "2 h"),
+        *("device.features", "Features of 1,000 photographs", "20 min"),
         models=["mobilenetv3_small_100"], images=[20, 100], repetitions=1,
     ),
     "int8": _entry(
@@ -54,20 +54,20 @@ DEVICE = {
 }  # fmt: skip
 FLEET = {
     "flower": _first(
-        *("fleet.flower.command", "Beside Flower: accuracy, time, bytes, memory", "1 h"),
+        *("fleet.flower.command", "Beside Flower: accuracy, time, bytes, memory", "40 min"),
         images=1000,
         rounds=3,
     ),
-    "size": _first("fleet.size", "Cost of a device in fleets of 100 to 3,000", "10 min", devices=[50, 100]),
-    "storm": _first("fleet.storm", "All devices return after a crash", "3 min", devices=200),
+    "size": _first("fleet.size", "Cost of a device in fleets of 100 to 3,000", "5 min", devices=[50, 100]),
+    "storm": _first("fleet.storm", "All devices return after a crash", "1 min", devices=200),
 }
 ACCURACY = {
     "which": _first(
-        *("accuracy.which.command", "Every algorithm on the same seven fleets", "1 day"),
+        *("accuracy.which.command", "Every algorithm on the same seven fleets", "1 h"),
         names=["alike-few"], algorithms=["fedtc", "statistics", "hierarchical"], seeds=[0],
     ),
     "wire": _first(
-        *("accuracy.wire.command", "Bytes and accuracy, beside what else devices could send", "1 day"),
+        *("accuracy.wire.command", "Bytes and accuracy, beside what else devices could send", "5 h"),
         images=2000, names=["FedTC", "statistics, groups"], seeds=[0],
     ),
     "few": _first(
@@ -84,7 +84,7 @@ ACCURACY = {
         names=["mnist"], seeds=[0],
     ),
     "novelty": _entry(
-        "accuracy.novelty", "Images of no known class", "1 h", names=["fashion_mnist"], at_most=1000
+        "accuracy.novelty", "Images of no known class", "30 min", names=["fashion_mnist"], at_most=1000
     ),
 }  # fmt: skip
 COST = {
@@ -94,7 +94,7 @@ COST = {
     ),
     "ingest": _entry("cost.uploads.ingest", "Uploads beside plain subscribers", "5 min", repetitions=1),
     "receivers": _entry(
-        "cost.uploads.receivers", "One and several programs that receive uploads", "5 min", repetitions=1
+        "cost.uploads.receivers", "One and several programs that receive uploads", "2 min", repetitions=1
     ),
     "databases": _entry("cost.uploads.databases", "PostgreSQL beside SQLite", "5 min", devices=[1000]),
     "engines": _entry("cost.engines", "Training on Ray beside one process", "5 min", devices=[1000]),

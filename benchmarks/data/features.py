@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 import numpy as np
@@ -19,6 +19,9 @@ from protocol.models.onnx_metadata import to_properties
 from protocol.models.preprocessing import preprocess
 from protocol.storage.blobstore import file_digest
 from protofleet.simulation.fleet import Features
+
+if TYPE_CHECKING:
+    from export.backbones import Choice
 
 IMAGES_PER_RUN = 128
 HALF = (0.5, 0.5, 0.5)
@@ -205,22 +208,31 @@ def quantized_file(graph: Path, *, data: str) -> Path:
     return file
 
 
-def export_backbone(backbone: str, *, weights: Path, image_size: int, path: Path, layers: str = "") -> None:
-    """Write one of BACKBONES as an ONNX file, for images resized to a square without a crop."""
-    from export.backbones import Choice, load_backbone
-    from export.layers import select_layers
-    from export.to_onnx import export_module
+def choice_of(network: str, *, weights: Path | None, image_size: int) -> "Choice":
+    """Return what `export` makes of one of BACKBONES or of timm's networks, for images resized without a crop."""
+    from export.backbones import Choice
 
-    click.echo(f"exporting {backbone} to {path}", err=True)
-    choice = Choice(
-        BACKBONES[backbone].model or backbone,
+    known = BACKBONES.get(network, Weights(""))
+    return Choice(
+        known.model or network,
         weights=weights,
-        model_kwargs=BACKBONES[backbone].model_kwargs,
+        random=weights is None,
+        model_kwargs=known.model_kwargs or None,
         image_size=image_size,
         mean=HALF,
         std=HALF,
         crop_pct=1.0,
     )
+
+
+def export_backbone(backbone: str, *, weights: Path, image_size: int, path: Path, layers: str = "") -> None:
+    """Write one of BACKBONES as an ONNX file, for images resized to a square without a crop."""
+    from export.backbones import load_backbone
+    from export.layers import select_layers
+    from export.to_onnx import export_module
+
+    click.echo(f"exporting {backbone} to {path}", err=True)
+    choice = choice_of(backbone, weights=weights, image_size=image_size)
     path.parent.mkdir(parents=True, exist_ok=True)
     loaded = load_backbone(choice)
     if layers:

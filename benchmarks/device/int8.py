@@ -17,12 +17,12 @@ import onnx
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.data.features import BACKBONES, HALF
+from benchmarks.data.features import BACKBONES, choice_of
 from benchmarks.data.images import data_folder, weights_folder
 from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
 from edge_client.runtime.backbone import Backbone, open_backbone
-from export.backbones import Choice, load_backbone
+from export.backbones import load_backbone
 from export.int8 import HELD_OUT, Int8
 from export.parity import photo_files, read_photo
 from export.to_onnx import to_onnx
@@ -104,17 +104,7 @@ def make_pair(
     torch.manual_seed(0)
     known = BACKBONES.get(network)
     weights = weights_folder() / known.file if known else None
-    there = weights is not None and weights.is_file()
-    choice = Choice(
-        known.model or network if known else network,
-        weights=weights if there else None,
-        random=not there,
-        model_kwargs=known.model_kwargs if known else None,
-        image_size=size,
-        mean=HALF,
-        std=HALF,
-        crop_pct=1.0,
-    )
+    choice = choice_of(network, weights=weights if weights and weights.is_file() else None, image_size=size)
     click.echo(f"exporting and quantizing {network} at {size}", err=True)
     loaded = load_backbone(choice)
     file = to_onnx(loaded.module, loaded.metadata)

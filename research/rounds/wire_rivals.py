@@ -168,7 +168,7 @@ def command(**options: Any) -> None:
 @click.option("--images", type=click.IntRange(min=1), help="Training images of all devices.  [default: all]")
 def tune(*, data: str, images: int | None) -> None:
     """Show the accuracy of every candidate of the rivals' settings on validation images."""
-    fleet = fleet_of(loaded(data, validation=True), images, 0, max_multiple=0.0)
+    fleet = fleet_of(loaded(data, validation=True), images, 0)
     table = Table({"method": "<30", "layers": "<12", "setting": "<44", "validation": ">12.2%"})
     for recipe in LINEAR_GRID:
         (point,) = linear_head(fleet, rounds=(ROUNDS,), recipe=recipe)

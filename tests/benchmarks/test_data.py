@@ -3,9 +3,11 @@ import zipfile
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 from PIL import Image
 
+from benchmarks.data import features
 from benchmarks.data.features import backbone_file, features_of, load_features
 from benchmarks.data.images import (
     MNIST_TEST_IMAGES,
@@ -16,7 +18,9 @@ from benchmarks.data.images import (
     sample,
 )
 from edge_client.runtime.backbone import open_backbone
+from export.to_onnx import export_module
 from tests.benchmarks.feature_factory import fill_data, fill_weights, make_folders
+from tests.support.graphs.torch_networks import described, tiny_network
 
 BACKBONE = "tf_mobilenetv3_small_100"
 
@@ -99,3 +103,15 @@ def test_blocks_are_extracted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     images = np.load(tmp_path / "mnist.npz")["x_test"]
     assert selected.normalized
     np.testing.assert_allclose(selected.test, features_of(images, graph, ""), atol=1e-5)
+
+
+def test_backbone_is_quantized_once_for_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = tmp_path / "backbone.onnx"
+    export_module(tiny_network(), described(), path=graph)
+    digits = load_data("digits").train
+    part = Labeled(np.repeat(digits.images[:12, :, :, None], 3, axis=3), digits.labels[:12])
+    monkeypatch.setattr(features, "load_data", {"some": DataSet(part, part)}.pop)
+    file = features.quantized_file(graph, data="some")
+    assert features.quantized_file(graph, data="some") == file
+    assert any(node.op_type == "QuantizeLinear" for node in onnx.load(file).graph.node)
+    assert open_backbone(file, provider="cpu", threads=1).metadata.precision == "int8"

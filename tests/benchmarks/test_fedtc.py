@@ -68,16 +68,7 @@ def test_few_images_of_each_class(folders: Path, monkeypatch: pytest.MonkeyPatch
     fill_data(folders, train=800, test=200)
     fill_weights(folders, monkeypatch, BACKBONE)
     report = folders / "report.json"
-    options = (
-        "--partition",
-        "dirichlet:0.5",
-        "--images",
-        "9",
-        "--seed",
-        "0",
-        "--seed",
-        "1",
-    )
+    options = ("--partition", "dirichlet:0.5", "--images", "9", "--seed", "0", "--seed", "1")
     result = _fedtc(*options, "--clients", "1", "--json", str(report))
     assert result.exit_code == 0, result.output
     runs = json.loads(report.read_text())["runs"]

@@ -1,4 +1,6 @@
 import json
+import re
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -7,9 +9,11 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks import report
+from benchmarks.__main__ import cli as benchmarks
 from benchmarks.pages import ROOT, command, fill, read_results
 from benchmarks.report import Plot, Table, json_option, write_json
 from protocol.errors import ConfigError
+from research.__main__ import cli as research
 
 PAGE = "# Speed\n\n<!-- benchmark speed -->\n<!-- end of speed -->\n\nText.\n"
 
@@ -94,3 +98,29 @@ def test_the_documents_have_the_stored_results() -> None:
     for page in (*(ROOT / "docs").glob("**/*.md"), *(ROOT / "benchmarks" / "reports").glob("*.md")):
         text = page.read_text()
         assert fill(text, reports) == text, f"{page} is out of date: python -m benchmarks report"
+
+
+COMMANDS = sorted(
+    {
+        line
+        for page in (*(ROOT / "docs").glob("**/*.md"), *(ROOT / "benchmarks" / "reports").glob("*.md"))
+        for line in re.findall(
+            r"^(python -m (?:benchmarks|research) .*)$", page.read_text().replace("\\\n", " "), re.MULTILINE
+        )
+    }
+)
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_commands_of_pages_have_options_that_exist(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("PROTOFLEET_STORE", "postgresql://")
+    monkeypatch.setattr(report, "commit", lambda: "")
+    program, *words = shlex.split(line.replace("...", ""))[2:]
+    command: click.Command = {"benchmarks": benchmarks, "research": research}[program]
+    while isinstance(command, click.Group):
+        name, *words = words
+        found = command.get_command(click.Context(command, info_name=name), name)
+        assert found is not None, line
+        command = found
+    command.make_context(command.name, words).close()

@@ -12,8 +12,8 @@ from aggregator.algorithms.registry import ALGORITHMS
 from benchmarks import fleets
 from benchmarks.__main__ import cli
 from benchmarks.accuracy.wire import command
-from benchmarks.accuracy.wire.command import Mean, front
-from benchmarks.accuracy.wire.methods import Fleet
+from benchmarks.accuracy.wire.command import front
+from benchmarks.accuracy.wire.methods import Fleet, Point
 from protofleet.simulation.fleet import Features
 from tests.benchmarks.feature_factory import domain, fill_cache
 
@@ -93,7 +93,7 @@ def test_rivals_send_what_their_papers_do_of_the_same_rows(
 
 def test_the_front_is_what_nothing_smaller_reaches() -> None:
     points = [
-        Mean(method="a", setting=f"{number}", accuracy=accuracy, bytes_up=number, accuracies=[accuracy])
+        Point(setting="", accuracy=accuracy, bytes_up=number)
         for number, accuracy in enumerate((0.5, 0.4, 0.5, 0.6))
     ]
     assert front(points) == [True, False, False, True]

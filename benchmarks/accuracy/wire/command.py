@@ -41,15 +41,6 @@ class Run(Point):
     """Of the code that ran."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Mean(Point):
-    """A point's means over seeds."""
-
-    method: str
-    accuracies: Sequence[float]
-    """Of each seed."""
-
-
 def wire_options(methods: Mapping[str, Method]) -> Option:
     """Return a decorator with the options of a comparison of these methods."""
     options = (
@@ -60,13 +51,6 @@ def wire_options(methods: Mapping[str, Method]) -> Option:
         selected("--method", "names", choices=methods),
         repeated(
             "--seed", "seeds", type=int, default=(0, 1, 2), help="Of the devices' images; may be repeated."
-        ),
-        click.option(
-            "--max-multiple",
-            type=click.FloatRange(min=0),
-            default=0.0,
-            show_default=True,
-            help="Times the median device's images that a device's count at most; 0 is without limit.",
         ),
         click.option(
             "--resume",
@@ -92,7 +76,6 @@ def measure(
     images: int | None,
     names: tuple[str, ...],
     seeds: tuple[int, ...],
-    max_multiple: float,
     resume: Path | None,
     json_file: Path | None,
 ) -> None:
@@ -103,7 +86,7 @@ def measure(
     runs = msgspec.convert(stored, list[Run])
     done = {(run.method, run.seed) for run in runs}
     for seed in seeds:
-        fleet = fleet_of(load, images, seed, max_multiple=max_multiple)
+        fleet = fleet_of(load, images, seed)
         for name in (name for name in names if (name, seed) not in done):
             for point in methods[name](fleet):
                 runs.append(Run(**asdict(point), method=name, seed=seed, commit=commit()))
@@ -132,7 +115,7 @@ def loaded(data: str, *, validation: bool = False) -> Callable[[str], Features]:
     return load
 
 
-def fleet_of(load: Callable[[str], Features], images: int | None, seed: int, *, max_multiple: float) -> Fleet:
+def fleet_of(load: Callable[[str], Features], images: int | None, seed: int) -> Fleet:
     """Return the devices of a seed, those of `benchmarks flower` for seed 0 and as many images."""
 
     @lru_cache(maxsize=3)
@@ -150,7 +133,6 @@ def fleet_of(load: Callable[[str], Features], images: int | None, seed: int, *, 
 
     return Fleet(
         owners=share_out(features.train_labels, PARTITION, clients=CLIENTS, rng=np.random.default_rng(seed)),
-        max_multiple=max_multiple,
         seed=seed,
         features=features,
         project=project,
@@ -158,23 +140,16 @@ def fleet_of(load: Callable[[str], Features], images: int | None, seed: int, *, 
     )
 
 
-def means_of(runs: Collection[Run]) -> list[Mean]:
-    """Return the means of all points over their seeds, those with the fewest bytes first."""
+def means_of(runs: Collection[Run]) -> list[tuple[Run, int]]:
+    """Return the means of all points over their seeds, with the numbers of seeds, those with the fewest bytes first."""
     groups: dict[tuple[str, str], list[Run]] = {}
     for run in runs:
         groups.setdefault((run.method, run.setting), []).append(run)
-    means = [
-        Mean(
-            method=method,
-            setting=setting,
-            uploads=each[0].uploads,
-            accuracy=float(np.mean([run.accuracy for run in each])),
-            bytes_up=float(np.mean([run.bytes_up for run in each])),
-            accuracies=[run.accuracy for run in each],
-        )
-        for (method, setting), each in groups.items()
-    ]
-    return sorted(means, key=lambda mean: mean.bytes_up)
+    means = []
+    for each in groups.values():
+        accuracy, bytes_up = np.mean([(run.accuracy, run.bytes_up) for run in each], axis=0).tolist()
+        means.append((replace(each[0], accuracy=accuracy, bytes_up=bytes_up), len(each)))
+    return sorted(means, key=lambda mean: mean[0].bytes_up)
 
 
 def front(points: Sequence[Point]) -> list[bool]:
@@ -190,7 +165,7 @@ _ORDER = {name: number for number, name in enumerate(METHODS)}
 
 
 def _store(file: Path | None, data: str, runs: Collection[Run], tables: Sequence[Table]) -> None:
-    means = means_of(runs)
+    means = [mean for mean, _ in means_of(runs)]
     lines: dict[str, list[tuple[float, float]]] = {}
     for mean in sorted(means, key=lambda mean: _ORDER.get(mean.method, len(_ORDER))):
         lines.setdefault(mean.method, []).append((mean.bytes_up / 1e6, 100 * mean.accuracy))
@@ -216,12 +191,9 @@ def _tables(runs: Collection[Run], data: str, images: int) -> list[Table]:
     """Print the means of all points, and what others send."""
     means = means_of(runs)
     table = Table(_COLUMNS, title=f"{data}, {images:,} training images, {CLIENTS} devices, {PARTITION}")
-    for mean, is_best in zip(means, front(means), strict=True):
-        seeds = f"{len(mean.accuracies)}"
-        megabytes = mean.bytes_up / 1e6
-        table.row(
-            mean.method, mean.setting, mean.uploads, seeds, mean.accuracy, "*" if is_best else None, megabytes
-        )
+    for (mean, seeds), is_best in zip(means, front([mean for mean, _ in means]), strict=True):
+        on_front, megabytes = "*" if is_best else None, mean.bytes_up / 1e6
+        table.row(mean.method, mean.setting, mean.uploads, f"{seeds}", mean.accuracy, on_front, megabytes)
     others = Table(
         {"what": "<60", "devices": ">8", "top-1": ">8.2%", "MB up": ">10.2f"}, title="What others send"
     )

@@ -22,6 +22,7 @@ from benchmarks.pages import ROOT
 from protofleet.simulation import rounds, statistics
 from protofleet.simulation.fleet import Client, Features
 
+UNBOUNDED = Robust(detect_outliers=False, max_multiple=0)
 LAYERS: Mapping[str, str] = MappingProxyType({"residual": "residual", "c384 + c576": "c384,c576"})
 """Deeper features by their name in tables."""
 
@@ -62,8 +63,6 @@ class Fleet:
 
     owners: NDArray[np.int64]
     """The device of each training image, (n,)."""
-    max_multiple: float
-    """Times the median device's images that a device's count at most; 0 is without limit."""
     seed: int
     project: Callable[[int], Features]
     """Returns the square roots of features, projected on so many principal components of other images."""
@@ -74,11 +73,6 @@ class Fleet:
     def of_layers(self, layers: str) -> "Fleet":
         """Return the devices with features of these layers, of the last one if there are none."""
         return replace(self, features=self.deeper(layers)) if layers else self
-
-    @property
-    def robust(self) -> Robust:
-        """The aggregator's protection, without outlier detection."""
-        return Robust(detect_outliers=False, max_multiple=self.max_multiple)
 
     @property
     def clients(self) -> list[Client]:
@@ -98,7 +92,7 @@ class Fleet:
 
     def settings(self, *, batch: int) -> fleets.Settings:
         """Return FedTC's settings."""
-        return fleets.Settings(batch_size=batch, max_multiple=self.max_multiple)
+        return fleets.Settings(batch_size=batch, max_multiple=0)
 
 
 def _fedtc(fleet: Fleet, *, batches: Sequence[int], size: int = 0, layers: str = "") -> Iterator[Point]:
@@ -129,14 +123,14 @@ def _statistics(
         for number in random_features:
             data = statistics.map_features(features, random_features=number, seed=fleet.seed)
             made = statistics.run_fleet(
-                data, fleet.owners, batch_size=batch, seed=fleet.seed, robust=fleet.robust
+                data, fleet.owners, batch_size=batch, seed=fleet.seed, robust=UNBOUNDED
             )
             width = f"{features.train.shape[1]:,}" + (f" + {number:,}" if number else "")
             yield Point(setting=f"B {batch}, {width}", accuracy=made.accuracy, bytes_up=made.bytes_up)
 
 
 def _rounds(fleet: Fleet, *, algorithm: RoundAlgorithm) -> Iterator[Point]:
-    clients, robust = fleet.clients, Robust(max_multiple=fleet.max_multiple)
+    clients, robust = fleet.clients, Robust(max_multiple=0)
     classes = fleet.features.classes
     outcome = rounds.run_rounds(algorithm, clients, classes=classes, seed=fleet.seed, robust=robust)
     accuracies = [
