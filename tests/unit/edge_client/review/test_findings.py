@@ -87,13 +87,6 @@ def test_stored_features_need_no_image_and_a_damaged_cache_is_not_used(where: Re
     assert {path for path, _ in where.review(cache=cache).unusable} == contents.keys()
 
 
-def test_unusable_images_are_named_and_a_folder_without_images_has_no_findings(where: ReviewFolder) -> None:
-    for image in where.images():
-        image.path.write_bytes(b"no image")
-    found = where.review()
-    assert (len(found.unusable), found.findings, found.images) == (11, (), 0)
-
-
 def test_unknown_images_come_last_of_those_to_label() -> None:
     rows = np.array([[0.9, 0.1], [0.5, 0.5], [0.6, 0.4], [0.5, 0.5]], np.float32)
     known = np.array([True, False, True, True])
