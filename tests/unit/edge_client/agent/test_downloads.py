@@ -189,16 +189,6 @@ def test_requests_shrink_until_frames_arrive_before_the_connection_ends(carries_
     assert receiver.state.link_problem == SLOW_LINK
 
 
-def test_a_reconnect_requests_frames_in_flight_only(receiver: Receiver) -> None:
-    """Held frames stay in memory; after a restart the file decides."""
-    frames = answer(receiver.ask()[0])
-    receiver.take(frames[0], frames[2])
-    receiver.state = downloads.restart(receiver.state)
-    assert in_chunks(receiver.ask()) == [(1, 1), (3, 14)]
-    (request,) = Receiver(offset=len(receiver.file)).ask()
-    assert (request.offset, request.length) == (MAX_CHUNK_BYTES, WINDOW_BYTES)
-
-
 def test_only_gaps_of_a_broadcast_are_requested() -> None:
     """Its last frame ends the wait; more than a window is held."""
     receiver = Receiver(until=len(BLOB), due_s=3.0)

@@ -16,7 +16,6 @@ from tests.unit.edge_client.agent.test_state_machine import (
     HEAD_MANIFEST,
     INSTALL,
     MANIFEST,
-    SUBMISSION,
     TASK,
     begin,
     play,
@@ -39,17 +38,6 @@ def test_a_refused_head_is_reported_and_not_installed_again() -> None:
     assert (state.installed, state.uploads[-1].item) == (None, report)
     assert INSTALL not in actions
     assert INSTALL in play(state, events.AggregatorStarted())[1]
-
-
-def test_a_single_run_reports_a_refused_head_before_it_ends() -> None:
-    """It exits with the reason once the report is received."""
-    world = begin(loss=0.3)
-    world.install = lambda install: world.pending.append(  # type: ignore[method-assign]
-        events.HeadInstalled(head_key(install.head), _report(world, install.head), reason="it predicts NaN")
-    )
-    world.run()
-    assert world.exit == events.Exit(1, "it predicts NaN")
-    assert sorted(set(world.taken)) == sorted([digest_of(SUBMISSION), digest_of(b"report")])
 
 
 @pytest.mark.parametrize("blob", [BACKBONE, HEAD])

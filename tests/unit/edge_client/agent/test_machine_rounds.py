@@ -177,24 +177,6 @@ def test_a_broadcast_that_does_not_arrive_is_requested() -> None:
     assert actions == (events.RequestBlob(digest, 0, left),)
 
 
-@pytest.mark.parametrize("lasts_s", [60.0, 7.0])
-def test_a_dry_run_trains_once_and_sends_nothing(lasts_s: float) -> None:
-    """It exits after the first round that it could have joined."""
-    world = begin(Mode.DRY_RUN, lasts_s=(lasts_s,) * (ROUNDS - 1) + (60.0,))
-    world.run()
-    assert world.exit == events.Exit(0)
-    sent = events.SendFrames | events.InstallHead
-    assert not [action for action in world.done if isinstance(action, sent)]
-    assert world.counted == []
-
-
-def test_a_dry_run_after_the_last_round_exits_with_the_reason() -> None:
-    """Nothing would be uploaded."""
-    world = begin(Mode.DRY_RUN, joins_s=1_000)
-    world.run()
-    assert world.exit == events.Exit(1, "all rounds are over: nothing is left to upload")
-
-
 def uploaded() -> State:
     """Return a single run that is uploading its submission for round 0."""
     stored = frozenset(digest_of(data) for data in (*GRAPHS.values(), BACKBONE, TENSORS[0]))

@@ -5,7 +5,6 @@ import random
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -133,17 +132,6 @@ def test_requests_for_a_refused_blob_back_off() -> None:
     assert 5 < len(asked) < 20
 
 
-def test_a_failing_stored_task_does_not_end_a_service() -> None:
-    """The broker may have a newer task."""
-    newer = msgspec.structs.replace(MANIFEST, seed=1)
-    state = State(mode=Mode.SERVICE, stored=frozenset({digest_of(BACKBONE)}))
-    failed, failed_again = (events.SubmissionBuilt(task, None, reason="no") for task in (TASK, OTHER_TASK))
-    state, actions = play(state, events.TaskSeen(TASK, MANIFEST, recalled=True), failed)
-    assert actions[1:] == [events.Log("no", error=True)]
-    _, actions = play(state, events.TaskSeen(OTHER_TASK, newer), failed_again)
-    assert actions == [events.BuildSubmission(OTHER_TASK, newer), events.Exit(1, "no")]
-
-
 def test_a_build_that_failed_for_a_passing_reason_is_repeated() -> None:
     """Delays grow, and the log has one line; another task starts with the first delay."""
     failed = events.SubmissionBuilt(TASK, None, reason="the disk fails", may_pass=True, retries=True)
@@ -207,15 +195,6 @@ def test_nothing_new_follows_from_an_expired_manifest(expired: str, builds: int,
     assert (actions.count(build), actions.count(INSTALL)) == (builds, installs)
     _, actions = play(replace(state, expired=frozenset()), HEAD_MANIFEST)
     assert (actions.count(build), actions.count(INSTALL)) == (1 - builds, 1 - installs)
-
-
-def test_a_single_run_ends_if_the_task_has_expired() -> None:
-    """It does not end because of the stored task, before the broker has delivered one."""
-    state = State(mode=Mode.ONCE, expired=frozenset({"task"}))
-    state, actions = play(state, events.TaskSeen(TASK, MANIFEST, recalled=True))
-    assert not [action for action in actions if isinstance(action, events.Exit)]
-    _, actions = play(state, events.TaskSeen(TASK, MANIFEST))
-    assert events.Exit(1, "the task's manifest has expired; see the log") in actions
 
 
 LIMITS = (None, 2_000_000, 20_000, 3_000)

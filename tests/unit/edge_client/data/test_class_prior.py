@@ -83,19 +83,6 @@ def test_equal_shares_change_nothing(seed: int, classes: int) -> None:
     np.testing.assert_allclose(adjusted(rows, np.full(classes, 1 / classes)), rows, rtol=1e-5, atol=1e-7)
 
 
-def test_adjuster_estimates_from_the_newest_images() -> None:
-    """Images before the window are forgotten, and each answer names the prior."""
-    adjuster = Adjuster(("cat", "dog"), "images", labels={})
-    cats, dogs = np.array([[0.9, 0.1]] * 100, np.float32), np.array([[0.1, 0.9]] * 100, np.float32)
-    for part, name in ((cats, "cat"), (dogs, "dog")):
-        rows, prior = adjuster.adjust(part)
-        assert (prior.source, max(prior.shares, key=lambda each: prior.shares[each])) == ("images", name)
-        assert (rows.max(axis=1) > part.max(axis=1)).all()
-    rows, prior = adjuster.adjust(cats[:50])  # beside as many dogs
-    assert prior == Prior()
-    np.testing.assert_array_equal(rows, cats[:50])
-
-
 def test_labels_give_smoothed_shares() -> None:
     """Of the head's classes; a class without images has the least share."""
     adjuster = Adjuster(("cat", "dog", "owl"), "labels", labels={"cat": 6, "owl": 1, "elk": 9})
@@ -103,11 +90,3 @@ def test_labels_give_smoothed_shares() -> None:
     assert prior == Prior("labels", {"cat": 0.7, "dog": 0.1, "owl": 0.2})
     assert prior.fields(["owl"]) == {"prior": "labels", "prior_shares": {"owl": 0.2}}
     assert smoothed(np.zeros(4)).tolist() == [0.25] * 4
-
-
-def test_images_that_are_given_together_are_all_in_the_sample() -> None:
-    """A class without a share is one of which none of them has any probability."""
-    rows = np.array([[0, 1]] + [[1, 0]] * 300, np.float32)
-    changed, prior = Adjuster(("cat", "dog"), "images", labels={}).adjust(rows)
-    assert prior.shares["dog"] > 0
-    np.testing.assert_allclose(changed, rows)

@@ -72,19 +72,6 @@ def test_features_are_the_backbones(tmp_path: Path) -> None:
     assert Extractor(tmp_path)(images) == Extraction(computed=0, cached=18, refused=())
 
 
-def test_only_what_changed_is_computed(tmp_path: Path) -> None:
-    """A changed image, and all images with another backbone."""
-    data = write_images(tmp_path / "data", count=3)
-    extractor = Extractor(tmp_path)
-    extractor(find_images(data, CLASSES))
-    Image.new("RGB", (9, 9)).save(data / "cat" / "0000.png")
-    os.utime(data / "cat" / "0000.png", ns=(1, 1))
-    (data / "dog" / "0000.png").unlink()
-    images = find_images(data, CLASSES)
-    assert extractor(images) == Extraction(computed=1, cached=4, refused=())
-    assert Extractor(tmp_path, tiny(tmp_path, seed=1))(images).computed == 5
-
-
 def test_image_unusable_for_one_backbone_is_skipped_for_all(tmp_path: Path) -> None:
     """It is named once, the backbones after it do not try it, and a restart opens none of them for it."""
     data = write_images(tmp_path / "data", count=2)

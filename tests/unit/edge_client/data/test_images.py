@@ -47,16 +47,6 @@ def test_folders_give_labels_in_path_order(tmp_path: Path) -> None:
     assert all(p.path.is_file() for p in found)
 
 
-def test_hidden_and_other_files_are_ignored(tmp_path: Path) -> None:
-    image_file(tmp_path / "cat/1.png")
-    image_file(tmp_path / "cat/.trash/2.png")
-    image_file(tmp_path / ".cache/3.png")
-    image_file(tmp_path / "cat/._4.png")
-    (tmp_path / "cat/readme.txt").write_text("hello")
-    os.mkfifo(tmp_path / "cat/pipe.png")
-    assert [p.relative for p in find_images(tmp_path, CLASSES)] == ["cat/1.png"]
-
-
 def test_links_to_folders_are_followed_once(tmp_path: Path) -> None:
     """None leads into another class's folder or back up."""
     image_file(tmp_path / "data/cat/1.png")

@@ -12,6 +12,7 @@ from edge_client.agent.state_machine import step
 from edge_client.storage import disk_space
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.disk_space import DiskAlmostFull, free_bytes
+from protocol.wire.codec import digest_of
 from protocol.wire.messages import BlobRef, DifferentialPrivacy, HeadManifest, HeadRef
 from tests.support.devices.device_bench import DeviceBench, HeadBench
 from tests.support.devices.device_factory import (
@@ -162,6 +163,18 @@ def test_a_job_without_space_is_repeated(mode: Mode) -> None:
     state, actions = step(waiting, HeadManifest(task=TASK, current=small), now_s=3)
     assert build in actions
     assert step(state, HeadManifest(task=TASK, current=small), now_s=4)[1] == ()
+
+
+def test_an_installation_without_space_is_repeated() -> None:
+    manifest, head = make_manifest(), reference(b"head", "head")
+    announced = HeadManifest(task=TASK, current=HeadRef(version=1, head=head, devices=1, prototypes=1))
+    state = replace(READY, stored=READY.stored | {digest_of(b"head")}, images_changed=False)
+    state = replace(state, task=TASK, manifest=manifest)
+    state, actions = step(state, announced, now_s=0)
+    install = events.InstallHead(TASK, manifest, announced.current)
+    assert actions == (install,)
+    state, _ = step(state, events.SpaceMissing(SPACE, "install"), now_s=1)
+    assert step(state, events.SpaceFreed(frozenset({"install"})), now_s=2)[1] == (install,)
 
 
 def test_work_that_lacks_space_stops_no_other_work() -> None:
