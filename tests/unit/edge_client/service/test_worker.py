@@ -23,7 +23,7 @@ from edge_client.submission import head_evaluation, head_installer, image_featur
 from protocol.errors import UnreadableImage
 from protocol.wire.messages import Evaluation, HeadManifest
 from tests.support.devices.device_bench import BROADCAST_S, CONSTANT, HeadBench, RoundsBench
-from tests.support.devices.device_factory import image_file, make_manifest, tiny, write_images
+from tests.support.devices.device_factory import image_file, make_manifest, noise, tiny, write_images
 from tests.support.graphs.backbones import tiny_backbone
 
 RETRIED_S = 3600.0
@@ -126,6 +126,22 @@ def test_a_current_build_waits_for_its_blobs(tmp_path: Path, monkeypatch: pytest
     rounds.wait(BROADCAST_S)
     assert rounds.submission() is not None
     assert opened.tensors.digest in {each.digest for each in rounds.requests}
+
+
+def test_a_start_with_a_rounds_submission_finds_no_changed_image(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The build takes the submission from the outbox, without a look at the images."""
+    write_images(tmp_path / "data", count=8)
+    rounds = RoundsBench(tmp_path)
+    rounds.begin(rounds.open())
+    assert rounds.submission() is not None
+    caplog.set_level("INFO")
+    rounds.start().connect().scan()
+    assert "images changed" not in caplog.text
+    image_file(tmp_path / "data/cat/new.png", noise())
+    rounds.scan()
+    assert "images changed" in caplog.text
 
 
 def test_an_outdated_build_may_miss_its_blobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
