@@ -9,6 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aggregator.algorithms.fedtc.recipe import RECIPES
+from aggregator.algorithms.statistics.moments import of_all_classes
+from aggregator.algorithms.statistics.ridge import solve
 from benchmarks.data.features import load_features
 from benchmarks.data.images import NAMES, PACS
 from benchmarks.options import repeated
@@ -74,7 +76,7 @@ def head_of(sums: NoisySums, noise: float) -> tuple[NDArray[np.float64], NDArray
     size, classes = means.shape[1], len(images)
     scatter = from_triangle(sums.second_moment, size) - (means * images[:, None]).T @ means
     squares, axes = np.linalg.eigh(scatter)
-    squares = np.maximum(squares, 0) + noise * np.sqrt(size) + 1e-3 * max(float(squares.mean()), 0.0)
+    squares = np.maximum(squares, 0) + noise * np.sqrt(size)
     middle, each = means.mean(axis=0), images.sum() / classes
     deviations = (means - middle) @ axes
     divided = (deviations / squares).T
@@ -96,21 +98,15 @@ def accuracy_of_sums(
         exact, short = RowSums(rows.shape[1]), clipped(rows)
         for label in range(data.classes):
             exact.add(label, short[labels == label])
-        _, counts, class_sums, triangle = exact.result()
-        sums, noise = (
-            NoisySums(
-                counts=counts.astype(np.int64), sums=class_sums.astype(np.int64), second_moment=triangle
-            ),
-            0.0,
-        )
+        layer = solve(of_all_classes(len(rows), *exact.result(), num_classes=data.classes)).layer
+        logits = layer.of(how.values(data.test))
     else:
         z = noise_multiplier(epsilon, DELTA) * float(np.sqrt(devices))
         key = digest_of(f"{seed} {images} {devices} {epsilon}".encode())
         sums = noisy_sums(rows, labels, classes=data.classes, noise_multiplier=z, key=key)
-        noise = products_deviation(z)
-    weights, biases = head_of(sums, noise)
-    predicted = (how.values(data.test) @ weights + biases).argmax(axis=1)
-    return float((predicted == data.test_labels).mean())
+        weights, biases = head_of(sums, products_deviation(z))
+        logits = np.asarray(how.values(data.test) @ weights + biases, np.float32)
+    return float((logits.argmax(axis=1) == data.test_labels).mean())
 
 
 def _drawn(data: Features, per_class: int, seed: int) -> Iterator[NDArray[np.intp]]:

@@ -20,7 +20,7 @@ from research.cells import batches_of_cells
 from research.poisoning.prototypes import METHODS
 from research.poisoning.rare_class import ATTACKS as RARE_CLASSES
 from research.poisoning.statistics import ATTACKS as FALSE_SUMS
-from research.privacy import directions, measurement
+from research.privacy import directions, measurement, noisy_sums
 from tests.benchmarks.feature_factory import domain, features_of_digits, fill_cache, fill_data
 from tests.support.graphs.exported_graphs import exported
 
@@ -94,6 +94,22 @@ def test_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("research.rounds.step.FEATURES", 16)
     report = run(tmp_path, "step", "--images", "40", "--repetitions", "1", "--no-compile")
     assert [row[:2] for row in report["tables"][0]["rows"]] == [["1 x 16", "40"], ["3 x 16", "40"]]
+
+
+def test_noisy_sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less noise is more accurate, and a fleet whose devices each add noise less than one of one device."""
+    made = domain(1, classes=5, images=400)
+    monkeypatch.setattr(noisy_sums, "load_features", lambda _name, **_: made)
+    arguments = ["--data", "mnist", "--images", "400", "--seed", "0", "--size", "12", "--prototypes"]
+    arguments += ["--devices", "1", "--devices", "10", "--epsilon", "0.5", "--epsilon", "32"]
+    runs = run(tmp_path, "noisy-sums", *arguments)["runs"]
+    found = {(each["devices"], each["epsilon"]): each["sums"][0] for each in runs}
+    assert found[1, None] >= found[1, 32] - 0.02
+    assert found[1, 32] > found[10, 0.5] + 0.05
+    assert found[10, 32] > found[10, 0.5]
+    rivals = [each["prototypes"] for each in runs if each["prototypes"] is not None]
+    assert len(rivals) == 2
+    assert rivals[0] < rivals[1]
 
 
 def test_hierarchical(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
