@@ -1,6 +1,7 @@
 """`edge-client review`."""
 
 import secrets
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +24,7 @@ from protocol.errors import ConfigError
 from protocol.service_manager import stop_on_terminate
 
 if TYPE_CHECKING:
+    from edge_client.data.images import LabeledImage
     from edge_client.review.findings import Finding, Review
     from edge_client.review.relabeling import Relabeling
     from edge_client.runtime.session import Provider
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
     help="Folder of unlabeled images, outside of DATA; of none of the classes, too. Nothing of them is uploaded.",
 )
 @click.option("--limit", type=COUNT, default=50, show_default=True, help="Findings of each kind.")
+@click.option("--all", "everything", is_flag=True, help="List images, too, that were kept on the page.")
 @click.option(
     "--page", is_flag=True, help="Serve a page on this machine, on which images are moved between classes."
 )
@@ -55,7 +58,7 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per finding.")
 def review_command(  # noqa: PLR0913 - every option of the command line
     *, data: Path, fleet: str, state: Path | None, provider: "Provider", threads: int | None,
-    unlabeled: Path | None, limit: int, page: bool, port: int, as_json: bool,
+    unlabeled: Path | None, limit: int, everything: bool, page: bool, port: int, as_json: bool,
 ) -> None:  # fmt: skip
     """List the labeled images in DATA that the installed head finds suspicious, and unlabeled ones to label first.
 
@@ -69,7 +72,7 @@ def review_command(  # noqa: PLR0913 - every option of the command line
         from edge_client.review.findings import review
         from edge_client.review.relabeling import Relabeling
         from edge_client.runtime.session import require_runtime
-        from edge_client.storage.stored_values import Holdout
+        from edge_client.storage.stored_values import Holdout, Kept
 
         require_runtime()
     store = open_state_to_predict(state, fleet)
@@ -94,6 +97,7 @@ def review_command(  # noqa: PLR0913 - every option of the command line
             images,
             holdout=store.get(Holdout).fraction,
             grouped=store.image_groups.read().number_of.keys(),
+            kept=frozenset() if everything else frozenset(store.get(Kept).images),
             cache=store.folder / "features.sqlite",
             limit=limit,
             on_progress=lambda done: progress.update(done, len(images)),
@@ -106,7 +110,11 @@ def review_command(  # noqa: PLR0913 - every option of the command line
     else:
         show(found)
     if folders is not None:
-        serve(found, folders, classes=classes, has_others=unlabeled is not None, port=port)
+
+        def keep(image: "LabeledImage") -> None:
+            store.set(store.get(Kept) + image.identity)
+
+        serve(found, folders, keep, classes=classes, has_others=unlabeled is not None, port=port)
 
 
 def show(found: "Review") -> None:
@@ -141,7 +149,13 @@ def _text(finding: "Finding") -> str:
 
 
 def serve(
-    found: "Review", folders: "Relabeling", *, classes: tuple[str, ...], has_others: bool, port: int
+    found: "Review",
+    folders: "Relabeling",
+    keep: Callable[["LabeledImage"], None],
+    *,
+    classes: tuple[str, ...],
+    has_others: bool,
+    port: int,
 ) -> None:
     """Serve the page until interrupted."""
     from edge_client.predict.http_limits import ServerOptions
@@ -149,7 +163,9 @@ def serve(
 
     token = secrets.token_urlsafe(16)
     options = ServerOptions(port=port, token=token)
-    with ReviewServer(options, found, classes=classes, folders=folders, has_others=has_others) as server:
+    with ReviewServer(
+        options, found, classes=classes, folders=folders, has_others=has_others, keep=keep
+    ) as server:
         stop_on_terminate()
         say(
             f"review the images at http://127.0.0.1:{server.server_port}/review#{token}; Ctrl-C ends",

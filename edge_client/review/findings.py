@@ -83,6 +83,7 @@ def review(
     *,
     holdout: float,
     grouped: Collection[bytes],
+    kept: Collection[str] = (),
     cache: Path,
     limit: int,
     on_progress: Callable[[int], None] = lambda _: None,
@@ -97,6 +98,7 @@ def review(
         images: labels are indices into the head's classes.
         holdout: fraction of each class's images that the device holds out.
         grouped: digests of the images that were in a prototype, of which none is held out.
+        kept: identities of images that are no finding, whatever the head finds.
         cache: file of the device's features, which saves the backbones' work; it need not exist.
         limit: findings of each kind.
         on_progress: called with the number of images that were classified.
@@ -122,7 +124,7 @@ def review(
     same = _duplicates(found, digests)
     labeled_images = [image for image in found if image.label != UNLABELED]
     in_groups = {image.relative for image in labeled_images if digests.get(image.identity) in grouped}
-    kept = held_out(labeled_images, holdout, grouped=in_groups)
+    held = held_out(labeled_images, holdout, grouped=in_groups)
     no_prior = Adjuster(classifier.head.classes, "none", labels={})
 
     def finding(kind: Kind, row: int, score: float) -> Finding:
@@ -131,16 +133,20 @@ def review(
             classifier.head, no_prior, result.row(row), top=len(classifier.head.classes)
         )
         labeled = None if image.label == UNLABELED else classifier.head.classes[image.label]
-        return Finding(kind, image, labeled, score, prediction, image.relative in kept, same.get(row, ()))
+        return Finding(kind, image, labeled, score, prediction, image.relative in held, same.get(row, ()))
 
     ranked: dict[Kind, list[tuple[int, float]]] = {
         **suspicious(result, labels, known),
         "duplicate": [(row, 0.0) for row in same],
     }
-    members = [row for row, image in enumerate(found) if image.relative in kept]
+    ranked = {
+        kind: [(row, score) for row, score in each if found[row].identity not in kept]
+        for kind, each in ranked.items()
+    }
+    totals = {kind: len(each) for kind, each in ranked.items()}
+    members = [row for row, image in enumerate(found) if image.relative in held]
     correct = int((result.probabilities[members].argmax(axis=1) == labels[members]).sum())
     findings = (finding(kind, row, score) for kind in TITLES for row, score in ranked[kind][:limit])
-    totals = {kind: len(each) for kind, each in ranked.items()}
     return Review(tuple(findings), len(found), (len(members), correct), tuple(unusable), totals)
 
 

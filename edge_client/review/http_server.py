@@ -7,13 +7,13 @@ request. Without it no image is shown or moved. There are no cookies.
 import contextlib
 import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from edge_client.data.images import decoded
+from edge_client.data.images import LabeledImage, decoded
 from edge_client.predict.http_limits import (
     Answer,
     Body,
@@ -55,8 +55,10 @@ class ReviewServer(LimitedServer):
         classes: Sequence[str],
         folders: Relabeling,
         has_others: bool,
+        keep: Callable[[LabeledImage], None],
     ) -> None:
         self.found, self.classes, self.folders, self.has_others = found, classes, folders, has_others
+        self.keep, self.kept = keep, set[int]()
         self.paths = [each.image.path for each in found.findings]
         """Where the findings' images are now."""
         super().__init__(options, RequestHandler)
@@ -72,8 +74,8 @@ class ReviewServer(LimitedServer):
             "held_out": held_out,
             "correct": correct,
             "findings": [
-                self._entry(finding, path)
-                for finding, path in zip(self.found.findings, self.paths, strict=True)
+                {**self._entry(finding, path), "kept": number in self.kept}
+                for number, (finding, path) in enumerate(zip(self.found.findings, self.paths, strict=True))
             ],
         }
 
@@ -117,10 +119,9 @@ class RequestHandler(LimitedHandler):
             return 200, self.server.content()
         if self.command == "GET" and path == "/review/image":
             return 200, self._thumbnail()
-        if self.command == "POST" and path == "/review/move":
-            return self._move()
-        if self.command == "POST" and path == "/review/undo":
-            return self._undo()
+        changes = {"/review/move": self._move, "/review/keep": self._keep, "/review/undo": self._undo}
+        if self.command == "POST" and path in changes:
+            return changes[path]()
         return super().respond()
 
     def _number(self, name: str, end: int) -> int:
@@ -149,6 +150,16 @@ class RequestHandler(LimitedHandler):
             image = server.found.findings[number].image
             moved = server.folders.move(image, path, None if label == others else label)
             server.note(path, moved)
+        return 200, server.content()
+
+    def _keep(self) -> Answer:
+        server = self.server
+        number = self._number("finding", len(server.paths))
+        image = server.found.findings[number].image
+        if server.paths[number] == image.path:  # a moved one has its class already
+            with self.turn():
+                server.keep(image)
+                server.kept.add(number)
         return 200, server.content()
 
     def _undo(self) -> Answer:

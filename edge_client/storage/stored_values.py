@@ -22,6 +22,21 @@ class Holdout(msgspec.Struct, frozen=True):
     fraction: float = 0.2
 
 
+MOST_KEPT = 20_000
+"""Images in `Kept`."""
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """Images that a person has kept where they are in the review; one that is moved or changed is another one."""
+
+    images: tuple[str, ...] = ()
+    """Their identities, the newest last."""
+
+    def __add__(self, image: str) -> "Kept":
+        """Return them with another one, without the oldest beyond MOST_KEPT."""
+        return Kept((*(each for each in self.images if each != image), image)[-MOST_KEPT:])
+
+
 class Secret(msgspec.Struct, frozen=True):
     """32 random bytes that the shuffles and the noise are derived from."""
 

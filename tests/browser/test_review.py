@@ -73,6 +73,19 @@ def test_held_key_moves_one_image(open_page: OpenPage, where: ReviewFolder, serv
     opened.wait_for_text("#caption", "cat/wrong.png")
 
 
+def test_kept_image_stays_and_is_remembered(
+    open_page: OpenPage, where: ReviewFolder, server: ReviewServer
+) -> None:
+    opened = _open(open_page, server)
+    opened.page.keyboard.press(".")
+    opened.wait_for_text("#caption", "dog/same.png")
+    assert [image.relative for image in where.kept] == ["cat/wrong.png"]
+    opened.page.keyboard.press("ArrowLeft")
+    opened.wait_for_text("#caption", "kept")
+    opened.page.get_by_role("button", name="Next →").click()
+    opened.wait_for_text("#caption", "dog/same.png")
+
+
 def test_failed_move_is_reported(open_page: OpenPage, where: ReviewFolder, server: ReviewServer) -> None:
     opened = _open(open_page, server)
     opened.server_stops = True  # the browser logs the answer's status

@@ -63,6 +63,7 @@ function describe(finding) {
   if (finding.held_out) parts.push("held out");
   parts.push(`the head finds ${finding.answer} (${best.join(", ")})`);
   if (finding.same_as.length) parts.push(`the same as ${finding.same_as.join(", ")}`);
+  if (finding.kept) parts.push("kept");
   if (finding.moved_to) parts.push(`moved to ${finding.moved_to}`);
   return parts.join(" · ");
 }
@@ -86,7 +87,7 @@ function drawCurrent() {
   );
   byId("classes").children[focused]?.focus();
   byId("before").disabled = place === 0;
-  byId("keep").disabled = place === ofKind(kind).length - 1;
+  byId("after").disabled = place === ofKind(kind).length - 1;
   for (const [at, each] of [...byId("thumbnails").children].entries()) {
     each.firstChild.toggleAttribute("aria-current", at === place);
   }
@@ -149,6 +150,7 @@ async function change(path, next) {
 }
 
 const move = (label) => change(`/review/move?finding=${current().number}&class=${label}`, () => { place += 1; });
+const keep = () => change(`/review/keep?finding=${current().number}`, () => { place += 1; });
 const undo = () => change("/review/undo", (before) => {
   const number = content.findings.findIndex((each, at) => each.moved_to !== before.findings[at].moved_to);
   if (number < 0) return;
@@ -164,12 +166,14 @@ document.addEventListener("keydown", (event) => {
   const label = KEYS.indexOf(event.key);
   if (event.key === "u") undo();
   else if (!current() || !isShown) return;
+  else if (event.key === ".") keep();
   else if (label >= 0 && label < content.classes.length) move(label);
   else if (event.key === "0" && content.has_others) move(content.classes.length);
   else if (event.key === "0") report(new Error("Start `edge-client review` with --unlabeled FOLDER, into which images of none of the classes are moved."));
 });
+byId("after").addEventListener("click", () => step(1));
 byId("before").addEventListener("click", () => step(-1));
-byId("keep").addEventListener("click", () => step(1));
+byId("keep").addEventListener("click", keep);
 byId("undo").addEventListener("click", undo);
 
 (async () => {

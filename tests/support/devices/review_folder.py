@@ -35,16 +35,24 @@ class ReviewFolder(NamedTuple):
     folder: Path
     data: Path
     unlabeled: Path
+    kept: list[LabeledImage]
+    """Images that were kept on the page."""
 
     def images(self) -> list[LabeledImage]:
         """Return all images, labeled and unlabeled."""
         labeled = scan_images(self.data, CLASSES).images
         return [*labeled, *unlabeled_below(self.unlabeled, data=self.data)]
 
-    def review(self, limit: int = 10, cache: Path = Path("none"), grouped: Collection[bytes] = ()) -> Review:
+    def review(
+        self,
+        limit: int = 10,
+        cache: Path = Path("none"),
+        grouped: Collection[bytes] = (),
+        kept: Collection[str] = (),
+    ) -> Review:
         """Return the findings; one image of the class `cat` is held out."""
         using = classifier(self.folder)
-        return review(using, self.images(), holdout=0.2, grouped=grouped, cache=cache, limit=limit)
+        return review(using, self.images(), holdout=0.2, grouped=grouped, kept=kept, cache=cache, limit=limit)
 
 
 def review_folder(folder: Path) -> ReviewFolder:
@@ -56,7 +64,7 @@ def review_folder(folder: Path) -> ReviewFolder:
     image_file(data / "cat" / "stranger.png", Image.new("RGB", (12, 10), (255, 0, 0)))
     (data / "cat" / "0003.png").rename(other / "new.png")
     image_file(other / "between.png", Image.new("RGB", (12, 10), (115, 115, 115)))
-    return ReviewFolder(folder, data, other)
+    return ReviewFolder(folder, data, other, [])
 
 
 def head_file(folder: Path) -> bytes:
@@ -93,7 +101,9 @@ def review_page(where: ReviewFolder) -> Iterator[ReviewServer]:
     """Serve the page of the findings."""
     folders = Relabeling(where.data, CLASSES, where.unlabeled)
     options = ServerOptions(port=0, token=TOKEN)
-    with ReviewServer(options, where.review(), classes=CLASSES, folders=folders, has_others=True) as server:
+    with ReviewServer(
+        options, where.review(), classes=CLASSES, folders=folders, has_others=True, keep=where.kept.append
+    ) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
         try:

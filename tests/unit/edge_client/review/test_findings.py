@@ -19,7 +19,9 @@ from edge_client.data.images import LabeledImage, decode, find_images, pixel_dig
 from edge_client.predict.head import Result
 from edge_client.review.findings import suspicious
 from edge_client.review.relabeling import NotMoved, Relabeling
+from edge_client.storage import stored_values
 from edge_client.storage.feature_cache import FeatureCache
+from edge_client.storage.stored_values import Kept
 from protocol.errors import ConfigError
 from tests.support.devices.device_bench import HeadBench
 from tests.support.devices.device_factory import CLASSES, tiny, write_images
@@ -64,6 +66,18 @@ def test_limit_is_one_of_each_kind(where: ReviewFolder) -> None:
     found = where.review(limit=1)
     assert [each.kind for each in found.findings] == ["label", "unknown", "duplicate", "unlabeled"]
     assert found.totals == {"label": 2, "unknown": 1, "duplicate": 2, "unlabeled": 2, "stranger": 0}
+
+
+def test_kept_images_are_no_findings(where: ReviewFolder) -> None:
+    """A moved or changed image is another one."""
+    first, *others = where.review().findings
+    found = where.review(kept={first.image.identity})
+    assert [each.image for each in found.findings] == [
+        each.image for each in others if each.image != first.image
+    ]
+    assert (found.totals["label"], found.images) == (1, 11)
+    first.image.path.touch()
+    assert len(where.review(kept={first.image.identity}).findings) == len(others) + 1
 
 
 def test_stored_features_need_no_image_and_a_damaged_cache_is_not_used(where: ReviewFolder) -> None:
@@ -129,6 +143,23 @@ def test_command_lists_findings(tmp_path: Path, bench: HeadBench, output: str) -
     assert "wrong.png: labeled cat (0.0%), the head finds dog (dog 100.0%, cat 0.0%), held out" in done.stdout
     assert "labeled images of no known class: 1\n" in done.stdout
     assert "11 images classified, 3 of 4 held-out images correct" in done.stdout
+
+
+def test_command_omits_kept_images(tmp_path: Path, bench: HeadBench) -> None:
+    bench.install(bench.head(1, np.zeros((16, 2)), head_file(tmp_path)))
+    where = review_folder(tmp_path / "review")
+    wrong = next(image for image in where.images() if image.path.name == "wrong.png")
+    bench.store.set(Kept() + wrong.identity)
+    for arguments, labels in (([], 1), (["--all"], 2)):
+        done = CliRunner().invoke(
+            cli, ["review", str(where.data), "--state", str(bench.state), "--provider", "cpu", *arguments]
+        )
+        assert f"labels to check: {labels}\n" in done.stdout
+
+
+def test_newest_kept_images_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored_values, "MOST_KEPT", 2)
+    assert (Kept() + "a" + "b" + "a" + "c").images == ("a", "c")
 
 
 def test_unlabeled_images_among_classes_are_refused(tmp_path: Path, bench: HeadBench) -> None:
