@@ -16,7 +16,14 @@ from benchmarks.data.images import NAMES, PACS
 from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
 from edge_client.privacy.gaussian_mechanism import Mechanism
-from edge_client.privacy.noisy_sums import NoisySums, clipped, noisy_sums, products_deviation
+from edge_client.privacy.noisy_sums import (
+    COUNT_UNITS,
+    SUM_UNITS,
+    NoisySums,
+    clipped,
+    noisy_sums,
+    products_deviation,
+)
 from protocol.statistics.gaussian_privacy import noise_multiplier
 from protocol.statistics.row_sums import RowSums
 from protocol.statistics.second_moment import MAX_VALUE, from_triangle
@@ -71,8 +78,8 @@ def head_of(sums: NoisySums, noise: float) -> tuple[NDArray[np.float64], NDArray
     As `statistics.ridge`, of the nearest scatter that is positive, with the ridge noise * sqrt(D): about the largest
     eigenvalue of a symmetric matrix of such noise.
     """
-    images = np.maximum(sums.counts, 1).astype(np.float64)
-    means = sums.sums / images[:, None]
+    images = np.maximum(sums.counts / COUNT_UNITS, 1)
+    means = sums.sums / SUM_UNITS / images[:, None]
     size, classes = means.shape[1], len(images)
     scatter = from_triangle(sums.second_moment, size) - (means * images[:, None]).T @ means
     squares, axes = np.linalg.eigh(scatter)

@@ -15,7 +15,7 @@ from scipy.stats import beta
 
 from edge_client.privacy import noisy_sums as module
 from edge_client.privacy.noise import subkey
-from edge_client.privacy.noisy_sums import noisy_sums
+from edge_client.privacy.noisy_sums import COUNT_UNITS, SUM_UNITS, noisy_sums
 from protocol.statistics.gaussian_privacy import noise_multiplier
 
 EPSILON, DELTA = 2.0, 1e-5
@@ -29,7 +29,7 @@ def _likelihoods(rows: NDArray[np.int8], key: bytes) -> NDArray[np.float64]:
     z = noise_multiplier(EPSILON, DELTA)
     kinds = module._deviations(z)
     row, at = IMAGE[0].astype(float), np.triu_indices(3)
-    changes = np.concatenate([[1.0], row, np.outer(row, row)[at]])
+    changes = np.concatenate([[COUNT_UNITS], SUM_UNITS * row, np.outer(row, row)[at]])
     of_products = np.where(at[0] == at[1], kinds["squares"], kinds["products"])
     deviations = np.concatenate([[kinds["counts"]], np.full(3, kinds["sums"]), of_products])
     released = []

@@ -8,9 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
+from scipy.special import logsumexp, ndtr
+from scipy.stats import chi2
 
 from edge_client.privacy import noisy_sums as module
-from edge_client.privacy.noisy_sums import COUNT_WEIGHT, NoisySums, clipped, noisy_sums
+from edge_client.privacy.noisy_sums import (
+    COUNT_UNITS,
+    COUNT_WEIGHT,
+    SUM_UNITS,
+    TAIL,
+    NoisySums,
+    clipped,
+    discreteness,
+    noisy_sums,
+)
 from protocol.errors import PrivacyRefused
 from protocol.statistics.second_moment import from_triangle
 
@@ -41,13 +52,14 @@ def test_one_image_changes_no_more_than_the_noise_is_made_for(rows: NDArray[np.i
     counts, sums = more.counts - less.counts, more.sums - less.sums
     products = from_triangle(more.second_moment - less.second_moment, 6)
     row = clipped(rows[-1:])[0]
-    np.testing.assert_array_equal(counts, np.eye(3)[label])
-    np.testing.assert_array_equal(sums, np.outer(counts, row))
+    np.testing.assert_array_equal(counts, COUNT_UNITS * np.eye(3)[label])
+    np.testing.assert_array_equal(sums, SUM_UNITS * np.outer(np.eye(3)[label], row))
     np.testing.assert_array_equal(products, np.outer(row, row))
     unit = z * math.sqrt(2 + COUNT_WEIGHT**2)
     squares, above = np.diag(products), products[np.triu_indices(6, 1)]
     changes = [
-        *(counts / (unit / COUNT_WEIGHT)), *(sums / (unit * 127)).ravel(), *(squares / (unit * 127**2)),
+        *(counts / COUNT_UNITS / (unit / COUNT_WEIGHT)), *(sums / SUM_UNITS / (unit * 127)).ravel(),
+        *(squares / (unit * 127**2)),
         *(above / (unit * 127**2 / math.sqrt(2))),
     ]  # fmt: skip
     assert float(np.square(changes).sum()) <= 1 / z**2 * (1 + 1e-12)
@@ -68,8 +80,8 @@ def test_noise_has_its_deviation_in_each_value() -> None:
     )
     products = from_triangle(made.second_moment, 120)
     for values, deviation in (
-        (made.counts, unit / COUNT_WEIGHT),
-        (made.sums, unit * 127),
+        (made.counts / COUNT_UNITS, unit / COUNT_WEIGHT),
+        (made.sums / SUM_UNITS, unit * 127),
         (np.diag(products), unit * 127**2),
         (products[np.triu_indices(120, 1)], unit * 127**2 / math.sqrt(2)),
     ):
@@ -108,5 +120,48 @@ def test_variance_is_rounded_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "discrete_gaussian", recorded)
     release(np.zeros((1, 6), np.int8), [0], z=0.51)
     unit = 0.51**2 * (2 + COUNT_WEIGHT**2)
-    exact = {3: unit / 0.04, 18: unit * 127**2, 6: unit * 127**4, 15: unit * 127**4 / 2}
+    exact = {3: 64**2 * unit / 0.04, 18: 8**2 * unit * 127**2, 6: unit * 127**4, 15: unit * 127**4 / 2}
     assert variances == {count: math.ceil(value * (1 - 1e-12)) for count, value in exact.items()}
+
+
+@given(variance=st.floats(10, 1e9), deviations=st.floats(0, 30))
+def test_discrete_noise_is_close_to_rounded_noise(variance: float, deviations: float) -> None:
+    """The two bounds of the ratio in the proof, by scipy's distribution function."""
+    root = math.sqrt(variance)
+    k = round(deviations * root)
+    rounded = float(ndtr((-k + 0.5) / root) - ndtr((-k - 0.5) / root))
+    discrete = math.exp(-k * k / (2 * variance)) / math.sqrt(2 * math.pi * variance)
+    slack = 1e-9 * max(1, variance)  # the difference of two values of the distribution function
+    if discrete > 1e-280 and variance < 1e6:
+        ratio = math.log(rounded / discrete)
+        assert -1 / (23 * variance) - slack <= ratio <= k * k / (24 * variance**2) + slack
+
+
+@pytest.mark.parametrize("z", [0.02, 0.05])
+def test_one_discrete_value_is_as_private_as_the_bound_says(z: float) -> None:
+    """A count alone, exactly: the sum over all integers of how much one distribution exceeds e^epsilon of the other."""
+    deviation = COUNT_UNITS * z / COUNT_WEIGHT
+    values = np.arange(-40 * math.ceil(deviation) - 99, 40 * math.ceil(deviation) + 99)
+    logs = [-((values - shift) ** 2) / (2 * deviation**2) for shift in (0, COUNT_UNITS)]
+    one, other = (np.exp(each - logsumexp(each)) for each in logs)
+    margin = 1 / (23 * deviation**2) + 17 / 16 * (1 + 2 * math.sqrt(TAIL) + 2 * TAIL) / (24 * deviation**2)
+    for epsilon in (0.1, 1.0, 3.0):
+        m = COUNT_WEIGHT / z
+        gaussian = ndtr(m / 2 - epsilon / m) - math.exp(epsilon) * ndtr(-m / 2 - epsilon / m)
+        exact = np.maximum(one - math.exp(epsilon + margin) * other, 0).sum()
+        assert exact <= gaussian * math.exp(margin) + 1e-15
+
+
+@pytest.mark.parametrize(("z", "most"), [(0.5, 1e-3), (1.0, 3e-4), (3.73, 2e-5), (1e-3, math.inf)])
+def test_discreteness_is_negligible_unless_there_is_hardly_any_noise(z: float, most: float) -> None:
+    """Ten classes, and the 376 values of residual sums."""
+    found = discreteness(z, classes=10, size=376)
+    assert 0 < found <= most
+    assert (found == math.inf) == (most == math.inf)
+
+
+def test_tail_of_weighted_squares_is_rarer_than_the_bound() -> None:
+    """Of equal weights it is the chi-squared distribution's."""
+    for count in (1, 10, 10_000):
+        bound = count + 2 * math.sqrt(TAIL * count) + 2 * TAIL
+        assert chi2.logsf(bound, count) <= -TAIL
