@@ -33,21 +33,27 @@ def _open(open_page: OpenPage, server: ReviewServer, **options: object) -> Dashb
     return opened
 
 
+def _press(opened: DashboardPage, key: str) -> None:
+    """Press a key once the image is shown: earlier ones are ignored."""
+    opened.wait("document.getElementById('current').ariaBusy === 'false'")
+    opened.page.keyboard.press(key)
+
+
 def test_keys_move_images_and_back(open_page: OpenPage, where: ReviewFolder, server: ReviewServer) -> None:
     """The next image is shown after a move."""
     opened = _open(open_page, server)
     opened.wait_for_text("#caption", "cat/wrong.png · labeled cat · held out · the head finds dog")
-    opened.page.keyboard.press("2")
+    _press(opened, "2")
     opened.wait_for_text("#caption", "dog/same.png")
     assert (where.data / "dog" / "wrong.png").exists()
     opened.page.keyboard.press("ArrowLeft")
     opened.wait_for_text("#caption", "moved to")
-    opened.page.keyboard.press("u")
+    _press(opened, "u")
     opened.wait("!document.getElementById('caption').textContent.includes('moved to')")
     assert (where.data / "cat" / "wrong.png").exists()
     opened.page.get_by_role("button", name="labeled images of no known class: 1").click()
     opened.wait_for_text("#caption", "the head finds unknown")
-    opened.page.keyboard.press("0")
+    _press(opened, "0")
     opened.wait_for_text("#caption", "moved to")
     assert (where.unlabeled / "stranger.png").exists()
     opened.page.get_by_role("button", name="unlabeled images to label first: 2").click()
@@ -58,6 +64,7 @@ def test_keys_move_images_and_back(open_page: OpenPage, where: ReviewFolder, ser
 def test_held_key_moves_one_image(open_page: OpenPage, where: ReviewFolder, server: ReviewServer) -> None:
     """A key moves an image that is shown; undo shows the image that returned."""
     opened = _open(open_page, server)
+    opened.wait("document.getElementById('current').ariaBusy === 'false'")
     opened.page.keyboard.down("2")
     for _ in range(5):
         opened.page.keyboard.down("2")  # as the keyboard repeats it
@@ -69,7 +76,7 @@ def test_held_key_moves_one_image(open_page: OpenPage, where: ReviewFolder, serv
         == 1
     )
     opened.page.get_by_role("button", name="unlabeled images to label first").click()
-    opened.page.keyboard.press("u")
+    _press(opened, "u")
     opened.wait_for_text("#caption", "cat/wrong.png")
 
 
@@ -77,7 +84,7 @@ def test_kept_image_stays_and_is_remembered(
     open_page: OpenPage, where: ReviewFolder, server: ReviewServer
 ) -> None:
     opened = _open(open_page, server)
-    opened.page.keyboard.press(".")
+    _press(opened, ".")
     opened.wait_for_text("#caption", "dog/same.png")
     assert [image.relative for image in where.kept] == ["cat/wrong.png"]
     opened.page.keyboard.press("ArrowLeft")

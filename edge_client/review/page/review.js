@@ -5,7 +5,7 @@ const byId = (id) => document.getElementById(id);
 const KEYS = "123456789abcdefghijklmnopqrstvwxyz"; // without u, which undoes
 const images = new Map();
 let content, kind, place = 0;
-let isShown = false, isMoving = false; // a key moves the image that is shown, once
+let isMoving = false; // a key moves the image that is shown, once
 const NO_TOKEN = "Open the whole address that `edge-client review` printed last, with the part behind #.";
 
 async function request(path, method = "GET") {
@@ -36,7 +36,9 @@ async function show(element, number) {
     const source = await imageOf(number);
     if (element.dataset.finding !== String(number)) return;
     element.src = source;
-    if (element.id === "image") element.decode().catch(() => {}).then(() => { isShown = element.dataset.finding === String(number); });
+    if (element.id === "image") element.decode().catch(() => {}).then(() => {
+      if (element.dataset.finding === String(number)) byId("current").ariaBusy = "false";
+    });
   } catch (error) {
     images.delete(number);
     report(error);
@@ -74,7 +76,7 @@ function drawCurrent() {
   if (!finding) return;
   byId("image").alt = `Image ${finding.image}`;
   byId("caption").textContent = describe(finding);
-  isShown = false;
+  byId("current").ariaBusy = "true";
   show(byId("image"), finding.number);
   const focused = [...byId("classes").children].indexOf(document.activeElement);
   byId("classes").replaceChildren(
@@ -165,7 +167,7 @@ document.addEventListener("keydown", (event) => {
   if (event.repeat) return;
   const label = KEYS.indexOf(event.key);
   if (event.key === "u") undo();
-  else if (!current() || !isShown) return;
+  else if (!current() || byId("current").ariaBusy === "true") return;
   else if (event.key === ".") keep();
   else if (label >= 0 && label < content.classes.length) move(label);
   else if (event.key === "0" && content.has_others) move(content.classes.length);
