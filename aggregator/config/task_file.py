@@ -160,14 +160,14 @@ def _statistics(task: TaskFile, given: Mapping[str, Any]) -> Iterator[Problem]:
         yield ("privacy", "perturbation", "on"), f'{algorithm} uploads no prototypes: set on = "images"'
 
 
-MAX_DIGITS = 64
+DIGITS = 64
 """Of a task's digest."""
 
 
 def _thresholds(task: TaskFile) -> Iterator[Problem]:
     client, rounds = task.client, task.rounds
-    if task.continues is not None and len(task.continues) < MAX_DIGITS:
-        text = f"has {len(task.continues)} of {MAX_DIGITS} digits: take `task` of `aggregator status --json`"
+    if task.continues is not None and len(task.continues) < DIGITS:
+        text = f"has {len(task.continues)} of {DIGITS} digits: take `task` of `aggregator status --json`"
         yield ("continues",), text
     if task.learning is None and client.min_images > client.batch_size:
         problem = f"{client.min_images} is more than client.batch_size ({client.batch_size})"

@@ -1,5 +1,6 @@
 """`edge-client status` and `edge-client take-over`: a device's state directory, read and changed by its operator."""
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -123,7 +124,7 @@ def device_status(store: "DeviceState") -> dict[str, Any]:
         "skipped_files": dict(left_out.skipped),
         "unusable_images": [list(each) for each in left_out.unusable],
         "privacy": msgspec.to_builtins(spent) if spent.releases else None,
-        "drift": msgspec.to_builtins(drift) if drift.newest() is not None else None,
+        "drift": msgspec.to_builtins(drift) if drift.newest(now_s=time.time()) is not None else None,
         "duplicate": store.get(Duplicate).summary,
         "warning": "; ".join(filter(None, [report.lost_images, report.warning])),
         "problem": next(filter(None, map(problems.get, stored.PROBLEMS)), ""),

@@ -57,7 +57,9 @@ class Prediction:
         return {**answer, **self.prior.fields(list(scores))}
 
 
-NO_THRESHOLD = "no image is answered as unknown yet: the fleet's devices hold out fewer than 50 images"
+NO_THRESHOLD = (
+    "no image is answered as unknown: the head has no threshold, which needs 50 held-out images of the fleet"
+)
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ class Device:
         self._state = stored_state(settings, store)
         self._exit: events.Exit | None = None
         self._info_is_due = False
-        self._drift = store.get(Drift).newest()
+        self._drift = store.get(Drift).newest(now_s=time.time())
         self._reported: tuple[Mapping[str, str], Mapping[str, int], str] = ({}, {}, "")
         self._next_scan_s = 0.0
         self._ticked_s = math.inf
@@ -149,7 +149,7 @@ class Device:
             self._step(events.BlobsMissing(missing))
         if self._is_dry_run or state.installing is not None or state.installed is None:
             return
-        drift = self._store.get(Drift).newest()
+        drift = self._store.get(Drift).newest(now_s=time.time())
         self._info_is_due |= drift != self._drift
         self._drift = drift
         head = self._store.heads_in_use().installed

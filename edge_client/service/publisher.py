@@ -1,5 +1,6 @@
 """Publishes the device's messages over its MQTT session."""
 
+import time
 from collections.abc import Callable, Mapping
 
 from msgspec import UNSET
@@ -115,7 +116,7 @@ class Publisher:
         is_silent = state.manifest is None or bounded
         problems = {**state.problems, "build": state.build_problem}
         problem = policy.public_problem(_first(problems, "task", "space", "build"), bounded=bounded)
-        drift = self._store.get(Drift).newest()
+        drift = self._store.get(Drift).newest(now_s=time.time())
         # These reveal nothing about images.
         others = _first(problems, "download", "manifest", "upload")
         backbones = state.manifest.backbones if state.manifest is not None else ()

@@ -3,7 +3,6 @@
 Every field has a default, which stands for a fact that was never stored.
 """
 
-import time
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -161,9 +160,9 @@ class Drift(msgspec.Struct, frozen=True):
     tested_s: float = 0.0
     """Unix time."""
 
-    def newest(self) -> float | None:
-        """Return the score; None without a comparison in the last DRIFT_AGE_S, as after the end of `watch`."""
-        return self.score if self.images and time.time() < self.tested_s + DRIFT_AGE_S else None
+    def newest(self, *, now_s: float) -> float | None:
+        """Return the score; None without a comparison in the last DRIFT_AGE_S, such as after the end of `watch`."""
+        return self.score if self.images and now_s < self.tested_s + DRIFT_AGE_S else None
 
 
 SubmissionForm = Literal["prototype", "class sum", "group"]

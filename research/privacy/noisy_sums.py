@@ -16,7 +16,13 @@ from benchmarks.data.images import NAMES, PACS
 from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
 from edge_client.privacy.gaussian_mechanism import Mechanism
-from edge_client.privacy.noisy_sums import (
+from protocol.statistics.gaussian_privacy import noise_multiplier
+from protocol.statistics.row_sums import RowSums
+from protocol.statistics.second_moment import MAX_VALUE, from_triangle
+from protocol.wire.codec import digest_of
+from protofleet.simulation.fleet import Features
+from research.privacy.private_fleet import DELTA, Fleet, run_private
+from research.privacy.sum_mechanism import (
     COUNT_UNITS,
     SUM_UNITS,
     NoisySums,
@@ -24,12 +30,6 @@ from edge_client.privacy.noisy_sums import (
     noisy_sums,
     products_deviation,
 )
-from protocol.statistics.gaussian_privacy import noise_multiplier
-from protocol.statistics.row_sums import RowSums
-from protocol.statistics.second_moment import MAX_VALUE, from_triangle
-from protocol.wire.codec import digest_of
-from protofleet.simulation.fleet import Features
-from research.privacy.private_fleet import DELTA, Fleet, run_private
 
 BACKBONE, SIZE = "mobilenetv2_100:residual", 96
 

@@ -11,8 +11,10 @@ from numpy.typing import NDArray
 from scipy.special import logsumexp, ndtr
 from scipy.stats import chi2
 
-from edge_client.privacy import noisy_sums as module
-from edge_client.privacy.noisy_sums import (
+from protocol.errors import PrivacyRefused
+from protocol.statistics.second_moment import from_triangle
+from research.privacy import sum_mechanism as module
+from research.privacy.sum_mechanism import (
     COUNT_UNITS,
     COUNT_WEIGHT,
     SUM_UNITS,
@@ -22,8 +24,6 @@ from edge_client.privacy.noisy_sums import (
     discreteness,
     noisy_sums,
 )
-from protocol.errors import PrivacyRefused
-from protocol.statistics.second_moment import from_triangle
 
 KEY = bytes(range(32))
 ROWS = arrays(np.int8, st.tuples(st.integers(1, 4), st.just(6)), elements=st.integers(-127, 127))

@@ -30,10 +30,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_client.privacy.discrete_gaussian import discrete_gaussian
 from edge_client.privacy.noise import subkey
 from protocol.errors import PrivacyRefused
 from protocol.statistics.second_moment import MAX_VALUE, add_products, to_triangle, triangle_size
+from research.privacy.discrete_gaussian import discrete_gaussian
 
 COUNT_WEIGHT = 0.2
 """w: counts tolerate more noise than sums, and get less of the budget."""

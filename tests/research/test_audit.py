@@ -13,10 +13,10 @@ import pytest
 from numpy.typing import NDArray
 from scipy.stats import beta
 
-from edge_client.privacy import noisy_sums as module
 from edge_client.privacy.noise import subkey
-from edge_client.privacy.noisy_sums import COUNT_UNITS, SUM_UNITS, noisy_sums
 from protocol.statistics.gaussian_privacy import noise_multiplier
+from research.privacy import sum_mechanism as module
+from research.privacy.sum_mechanism import COUNT_UNITS, SUM_UNITS, noisy_sums
 
 EPSILON, DELTA = 2.0, 1e-5
 RELEASES = 1500
