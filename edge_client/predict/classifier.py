@@ -58,7 +58,7 @@ class Prediction:
 
 
 NO_THRESHOLD = (
-    "no image is answered as unknown: the head has no threshold, which needs 50 held-out images of the fleet"
+    "this head is not calibrated, so no image is answered as unknown; a fleet needs 50 held-out images"
 )
 
 
