@@ -24,7 +24,7 @@ from aggregator.tasks.graph_cache import graphs_key
 from aggregator.tasks.manifests import task_manifest
 from docs.generate_wire import bounds, meanings, table
 from protocol.wire.codec import encode
-from protocol.wire.messages import BlobRef, Perturbation
+from protocol.wire.messages import BlobRef, Perturbation, Statistics
 
 PAGE = Path(__file__).parent / "operations" / "task-settings.md"
 
@@ -59,7 +59,7 @@ LINKS = {
 FILE = TaskFile(classes=("a", "b"), backbones=("b.onnx",))
 NOISE = PrivacySettings(
     perturbation=Perturbation(on="prototypes", scale=0.1),
-    dp=PrivacyBudget(epsilon=2.0, clip_norm=1.0, max_epsilon=8.0),
+    dp=PrivacyBudget(epsilon=2.0, map="public.map", max_epsilon=8.0),
 )
 
 Place = tuple[str, ...]
@@ -104,7 +104,12 @@ def identity(file: TaskFile) -> bytes:
     method, learning = file.method, file.learning
     graphs = None if learning is None else (graphs_key(file, 1), learning.batch_size)
     sums = msgspec.to_builtins(method) if method.sums else None
-    return encode(task_manifest(file, blobs)) + msgspec.msgpack.encode(
+    public = None
+    if (dp := file.privacy.dp) is not None:
+        public = Statistics(
+            map=BlobRef(digest=dp.map.encode().ljust(32), size_bytes=1, name=dp.map), size=256
+        )
+    return encode(task_manifest(file, blobs, statistics=public)) + msgspec.msgpack.encode(
         (file.layers, file.continues, graphs, sums)
     )
 

@@ -15,6 +15,7 @@ from aggregator.algorithms.algorithm import OneShot
 from aggregator.algorithms.registry import ALGORITHMS
 from protocol.cli import counted, examples, require_packages, run, say
 from protocol.errors import ConfigError, RuntimeMissing
+from protocol.wire.messages import MAX_MAPPED_SIZE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,6 +40,8 @@ _COMPARE_EXAMPLE = (
     "export-backbone mobilenetv2_100 --pretrained --layers all --out backbones",
     "protofleet compare photos --backbone backbones/mobilenetv2_100-224-all.onnx --plot front.png",
 )
+
+_MAP_EXAMPLE = "protofleet public-map photographs --backbone backbone.onnx --out public.map"
 
 COLUMNS = {
     "algorithm": "<16", "all images": ">12", "device mean": ">13", "worst 10 %": ">12", "uploads": ">9", "kB up": ">10",
@@ -244,6 +247,33 @@ def compare_command(
             report.draw(made, plot)
         except (OSError, ValueError) as error:
             raise ConfigError(f"cannot write {plot}: {error}") from error
+
+
+@cli.command("public-map", epilog=examples(_MAP_EXAMPLE))
+@click.argument("images", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@_with(_BACKBONES)
+@click.option("--out", required=True, type=click.Path(dir_okay=False, path_type=Path), help="File to write.")
+@click.option(
+    "--size", type=click.IntRange(1, MAX_MAPPED_SIZE), default=256, show_default=True,
+    help="Values that an image is reduced to. More suit larger fleets.",
+)  # fmt: skip
+def public_map_command(*, images: Path, backbones: tuple[Path, ...], out: Path, size: int) -> None:
+    """Write the public map of `[privacy.dp]` from the images in the folder IMAGES and below it.
+
+    They must be public: everybody who has the map may learn about them. Photographs of other things than the fleet's
+    are enough, a few thousand of them.
+    """
+    require_packages("onnx", "onnxruntime", extras=EXTRAS)
+    from edge_client.progress_bar import Progress
+    from protocol.storage.blobstore import write_atomically
+    from protofleet.public_map import public_map
+
+    with contextlib.closing(Progress("features")) as bar:
+        made, unusable = public_map(images, backbones, size=size, on_progress=bar.update)
+    for path, reason in unusable:
+        say(f"image left out: {path}: {reason}", err=True)
+    write_atomically(out, made.to_bytes())
+    say(f"wrote {out}: {len(made.center)} features to {size} values")
 
 
 def _report_unusable(data: "Dataset") -> None:

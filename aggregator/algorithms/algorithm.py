@@ -202,7 +202,7 @@ class Training(msgspec.Struct, frozen=True, kw_only=True):
     calibrate: bool = True
     """A second version of each head, whose confidence is its accuracy. Devices download both."""
     restore: Annotated[bool | None, Meta(examples=[True])] = None
-    """Restore the variance that averaging removed; default: the recipe's. False by default with `[privacy.dp]`."""
+    """Restore the variance that averaging removed; default: the recipe's."""
     epochs: Annotated[Annotated[int, Meta(ge=1, le=100_000)] | None, Meta(examples=[15])] = None
     """Passes over the prototypes, where the adapter is trained; default: the recipe's."""
     device: Annotated[str, Meta(pattern=r"^(auto|cpu|cuda(:\d+)?)\Z")] = "auto"
@@ -232,7 +232,6 @@ class OneShot(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True):
         data: "TrainingSet",
         training: Training,
         *,
-        private: bool = False,
         half_memory: bool = False,
         report: Callable[[dict[str, Any]], None] = lambda _: None,
     ) -> "TrainedHead":
@@ -241,7 +240,6 @@ class OneShot(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Args:
             data: of all devices.
             training: the table of the task file.
-            private: the prototypes contain noise.
             half_memory: trainings have failed before, perhaps because memory ran out.
             report: called with the progress: `epoch` from 1, `epochs` and `loss`.
 

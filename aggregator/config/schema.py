@@ -100,14 +100,14 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PrivacyBudget(msgspec.Struct, frozen=True, kw_only=True):
-    """`[privacy.dp]`: differential privacy of everything that a device uploads. `[client] alpha` is 1 with it."""
+    """`[privacy.dp]`: differential privacy of everything that a device uploads, with `algorithm = "statistics"`."""
 
     epsilon: Annotated[float, Meta(gt=0, le=20, examples=[4.0])]
     """Privacy loss of one submission."""
     delta: Annotated[float, Meta(gt=0, le=1e-3)] = 1e-5
     """The delta of the privacy loss."""
-    clip_norm: Annotated[float, Meta(ge=1e-6, le=1e6, examples=[9.0])]
-    """About the length of most features. Longer ones are clipped to it (L2 norm)."""
+    map: Annotated[str, Meta(examples=["public.map"])]
+    """Path of a file written by `protofleet public-map`, relative to the task file's folder."""
     max_epsilon: Annotated[float, Meta(gt=0, le=40, examples=[12.0])]
     """Privacy loss of all submissions of a device together. Submissions to earlier tasks count."""
 
@@ -118,7 +118,7 @@ class PrivacySettings(msgspec.Struct, frozen=True, kw_only=True):
     perturbation: Perturbation | None = None
     """As in FedTC; it gives no guarantee."""
     dp: PrivacyBudget | None = None
-    """Differential privacy; [client] alpha must not be set."""
+    """Differential privacy."""
 
 
 class CommonSettings(msgspec.Struct, frozen=True, kw_only=True):

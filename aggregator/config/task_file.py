@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import msgspec
+from msgspec.structs import replace
 
 from aggregator.algorithms.registry import ALGORITHMS
 from aggregator.config.schema import TaskFile, described
@@ -43,6 +44,9 @@ def load_task(path: Path) -> tuple[TaskFile, list[Path]]:
     except msgspec.ValidationError as error:
         raise _wrong(path, text, unknown or _explain(str(error))) from error
     backbones = [path.parent / backbone for backbone in task.backbones]
+    if (dp := task.privacy.dp) is not None:
+        dp = replace(dp, map=str(path.parent / dp.map))
+        task = replace(task, privacy=replace(task.privacy, dp=dp))
     if problem := unknown or next(_contradictions(task, given, backbones), None):
         raise _wrong(path, text, problem)
     return task, backbones
@@ -153,9 +157,6 @@ def _statistics(task: TaskFile, given: Mapping[str, Any]) -> Iterator[Problem]:
             ("client", "alpha"),
             f"must be 1 with {algorithm}, because whether an image is an outlier depends on other images: remove it",
         )
-    if task.privacy.dp is not None:
-        problem = f"{algorithm} has no noise, and no differential privacy"
-        yield ("privacy", "dp"), f'{problem}: use algorithm = "fedtc"'
     if (perturbation := task.privacy.perturbation) is not None and perturbation.on == "prototypes":
         yield ("privacy", "perturbation", "on"), f'{algorithm} uploads no prototypes: set on = "images"'
 
@@ -182,6 +183,13 @@ def _thresholds(task: TaskFile) -> Iterator[Problem]:
         )
 
 
+UNUSED_WITH_NOISE = (
+    *(("layers",), ("continues",), ("robust",), ("statistics", "features")),
+    *(("client", "batch_size"), ("client", "min_images"), ("training", "calibrate"), ("training", "engine")),
+)
+"""The settings and tables that a task with `[privacy.dp]` does not use."""
+
+
 def _privacy(task: TaskFile, given: Mapping[str, Any]) -> Iterator[Problem]:
     perturbation, dp = task.privacy.perturbation, task.privacy.dp
     algorithm = f'algorithm = "{task.algorithm}"'
@@ -199,14 +207,15 @@ def _privacy(task: TaskFile, given: Mapping[str, Any]) -> Iterator[Problem]:
         )
     if perturbation is not None:
         yield ("privacy", "perturbation"), "excludes [privacy.dp]: remove one of the two tables"
-    if given.get("client", {}).get("alpha", 1) != 1:
-        yield (
-            ("client", "alpha"),
-            "must be 1 with [privacy.dp], because whether an image is an outlier depends on other images: remove it",
-        )
-    if task.learning is not None:
-        problem = f"{algorithm} sets no bound to an image's influence on what its device uploads"
-        yield ("privacy", "dp"), f'{problem}: use algorithm = "fedtc"'
+    if not task.method.sums:
+        problem = f"{algorithm} has no noise that bounds an image's influence on what its device uploads"
+        yield ("privacy", "dp"), f'{problem}: use algorithm = "statistics"'
+    for path in UNUSED_WITH_NOISE:
+        *tables, name = path
+        if (given.get(tables[0], {}) if tables else given).get(name) not in (None, {}):
+            yield path, "[privacy.dp] does not use this setting: remove it"
+    if not Path(dp.map).is_file():
+        yield ("privacy", "dp", "map"), f"no file {Path(dp.map).name}: make it with `protofleet public-map`"
 
 
 def _backbones(paths: Sequence[Path]) -> Iterator[Problem]:

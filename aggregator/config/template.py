@@ -42,8 +42,8 @@ def hidden_settings(algorithm: str) -> AbstractSet[tuple[str, ...]]:
     kind = ALGORITHMS[algorithm]
     if issubclass(kind, RoundAlgorithm):
         hidden = {("training", "engine"), ("privacy", "dp")}
-    elif kind.sums:
-        hidden = {("client", "alpha"), ("privacy", "dp")}
+    else:
+        hidden = {("client", "alpha")} if kind.sums else {("privacy", "dp")}
     return unused_settings(algorithm) | hidden
 
 

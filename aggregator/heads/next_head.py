@@ -15,7 +15,15 @@ from aggregator.storage.heads import CALIBRATED_FROM, HeadRecord
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import NextHead
 from aggregator.tasks.task_preparation import Task
-from aggregator.training.jobs import CalibrationJob, HeadJob, Job, Result, RoundJob, StatisticsJob
+from aggregator.training.jobs import (
+    CalibrationJob,
+    HeadJob,
+    Job,
+    NoisySumsJob,
+    Result,
+    RoundJob,
+    StatisticsJob,
+)
 from protocol.errors import StateError
 from protocol.log import event
 from protocol.wire.messages import BlobRef
@@ -69,6 +77,8 @@ def blobs_of(job: Job, task: Task) -> list[bytes]:
     program = task.manifest.program
     if isinstance(job, CalibrationJob):
         return [task.digest, bytes.fromhex(job.head)]
+    if isinstance(job, NoisySumsJob) and task.manifest.statistics is not None:
+        return [task.digest, task.manifest.statistics.map.digest]
     if program is None or not isinstance(job, RoundJob):
         return [task.digest]
     return [task.digest, bytes.fromhex(job.tensors), program.init.digest, program.head.digest]
@@ -76,7 +86,7 @@ def blobs_of(job: Job, task: Task) -> list[bytes]:
 
 def job_of(
     train: rounds.Train, task: Task, store: Store, state: round_state.State, *, tensors: BlobRef | None
-) -> HeadJob | StatisticsJob | RoundJob:
+) -> HeadJob | StatisticsJob | NoisySumsJob | RoundJob:
     """Return the job that makes a head; `tensors` are those of the open round."""
     folder = store.folder / "training"
     shared: dict[str, Any] = {
@@ -100,6 +110,8 @@ def job_of(
         "folder": str(folder / f"head-{train.version}"),
         "has_novelty": task.calibrates,
     }
+    if task.manifest.differential_privacy is not None:
+        return NoisySumsJob(**shared)
     if (rows := task.feature_map) is not None:
         return StatisticsJob(
             **shared,
@@ -124,7 +136,7 @@ log = logging.getLogger(__name__)
 def store_head(
     task: Task,
     store: Store,
-    job: HeadJob | StatisticsJob | RoundJob,
+    job: HeadJob | StatisticsJob | NoisySumsJob | RoundJob,
     result: Result,
     members: Mapping[str, round_state.Entry],
 ) -> HeadRecord:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from aggregator.storage.stored_values import IntakeTask
 from protocol.errors import MalformedMessage, ProtofleetError, VersionMismatch
-from protocol.statistics.second_moment import MAX_VALUE
+from protocol.statistics.second_moment import MAX_VALUE, triangle_size
 from protocol.wire.codec import decode, message_kind, to_array
 from protocol.wire.messages import MAX_IMAGES, Evaluation, Reason, Submission, TaskManifest, Tensor
 from protocol.wire.quantization import RANGE, dequantize
@@ -137,6 +137,9 @@ def check_statistics(
     """
     _check_envelope(submission, expectation)
     has_sums = expectation.manifest.batch_size == 1
+    if expectation.manifest.differential_privacy is not None:
+        sums = check_noisy_sums(submission, expectation)
+        return sums.sums, np.arange(len(sums.counts)), to_array(submission.counts)
     rows, labels, counts = _check_rows(submission, expectation, dtype="i4" if has_sums else "i1")
     if has_sums and len(np.unique(labels)) < len(labels):
         raise Refused("malformed", "expected one sum of each class at most, got several")
@@ -151,6 +154,36 @@ def check_statistics(
     if has_sums:
         _array(submission.tensors["second_moment"], "second_moment", dtypes="u1", ndim=1)
     return rows, labels, counts
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoisySums:
+    """A checked submission under differential privacy: any values can be those of images with noise."""
+
+    counts: NDArray[np.int32]
+    """Images of each class in units of 1/64, (C,)."""
+    sums: NDArray[np.int32]
+    """Sums of the rows of each class in units of 1/64, (C, D)."""
+    second_moment: NDArray[np.int32]
+    """The upper triangle of the sum of all rows' products, by rows, (D (D + 1) / 2,)."""
+
+
+def check_noisy_sums(submission: Submission, expectation: Expectation) -> NoisySums:
+    """Return the sums of a submission under differential privacy; raises Refused unless their shapes fit."""
+    _check_envelope(submission, expectation)
+    sums, labels, _ = _check_rows(submission, expectation, dtype="i4")
+    classes = len(expectation.manifest.classes)
+    if labels.tolist() != list(range(classes)):
+        raise Refused("malformed", "expected a sum of each class, in the order of the classes")
+    shapes = {"counts": (classes,), "second_moment": (triangle_size(sums.shape[1]),)}
+    if submission.tensors.keys() != shapes.keys():
+        got = ", ".join(sorted(submission.tensors))[:120] or "none"
+        raise Refused("malformed", f"expected the tensors {', '.join(shapes)}, got {got}")
+    tensors = {name: _array(submission.tensors[name], name, dtypes="i4", ndim=1) for name in shapes}
+    for name, values in tensors.items():
+        if values.shape != shapes[name]:
+            raise Refused("shape", f"expected {name} of shape {shapes[name]}, got {values.shape}")
+    return NoisySums(sums=sums, **tensors)
 
 
 def _check_envelope(submission: Submission, expectation: Expectation) -> None:
@@ -176,9 +209,8 @@ def _check_prototypes(
         raise Refused("malformed", "expected one prototype of each class at most, got several")
     if in_rounds and not _all_finite(prototypes):
         raise Refused("not_finite", "a prototype holds NaN or infinity")
-    if manifest.differential_privacy is None:  # with noise any value is possible
-        _check_images(labels, counts, submission.images, manifest)
-        _check_norms(prototypes, expectation)
+    _check_images(labels, counts, submission.images, manifest)
+    _check_norms(prototypes, expectation)
     return prototypes, labels, counts
 
 

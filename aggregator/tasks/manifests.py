@@ -9,6 +9,13 @@ from aggregator.config.schema import PrivacyBudget, TaskFile
 from aggregator.storage.heads import HeadRecord
 from protocol.errors import ConfigError
 from protocol.statistics.gaussian_privacy import noise_multiplier
+from protocol.statistics.noisy_sums import (
+    MAX_DISCRETENESS,
+    MAX_RELEASED,
+    discreteness,
+    epsilon_of_sums,
+    released_values,
+)
 from protocol.wire.codec import encode
 from protocol.wire.messages import (
     MAX_MANIFEST_BYTES,
@@ -39,22 +46,25 @@ def task_manifest(
     """Return the manifest of a task file.
 
     Raises:
-        ConfigError: it exceeds the maximum size of a manifest.
+        ConfigError: it exceeds the maximum size of a manifest, or its noise cannot be made on a device.
     """
+    budget, private = task.privacy.dp, None
+    if budget is not None and statistics is not None:
+        private = _differential_privacy(budget, classes=len(task.classes), size=statistics.size)
     manifest = TaskManifest(
         fleet=task.fleet,
         algorithm=task.algorithm,
         classes=task.classes,
         backbones=tuple(backbones),
         alpha=task.client.alpha if task.privacy.dp is None and statistics is None else 1.0,
-        batch_size=task.client.batch_size,
-        min_images=task.client.min_images,
+        batch_size=task.client.batch_size if task.privacy.dp is None else 1,
+        min_images=task.client.min_images if task.privacy.dp is None else 1,
         seed=task.client.seed,
         program=program,
         statistics=statistics,
         perturbation=task.privacy.perturbation,
         columns=columns if columns and statistics is None else msgspec.UNSET,
-        differential_privacy=None if task.privacy.dp is None else _differential_privacy(task.privacy.dp),
+        differential_privacy=private,
     )
     size = len(encode(manifest))
     if size > MAX_MANIFEST_BYTES:
@@ -64,10 +74,16 @@ def task_manifest(
     return manifest
 
 
-def _differential_privacy(budget: PrivacyBudget) -> DifferentialPrivacy:
+def _differential_privacy(budget: PrivacyBudget, *, classes: int, size: int) -> DifferentialPrivacy:
+    multiplier = noise_multiplier(budget.epsilon, budget.delta, cost=epsilon_of_sums)
+    if sum(released_values(classes=classes, size=size).values()) > MAX_RELEASED:
+        raise ConfigError(f"`privacy.dp`: {classes} classes and {size} values are too many for a device")
+    if discreteness(multiplier, classes=classes, size=size) > MAX_DISCRETENESS:
+        raise ConfigError(
+            f"`privacy.dp.epsilon`: {budget.epsilon:g} is too much for {classes} classes and {size} values: lower it"
+        )
     return DifferentialPrivacy(
-        clip_norm=budget.clip_norm,
-        noise_multiplier=noise_multiplier(budget.epsilon, budget.delta),
+        noise_multiplier=multiplier,
         delta=budget.delta,
         max_epsilon=budget.max_epsilon,
     )

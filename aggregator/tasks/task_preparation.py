@@ -20,9 +20,10 @@ from aggregator.storage.store import Store
 from aggregator.storage.stored_values import IntakeTask
 from aggregator.tasks.graph_cache import cached_graphs
 from aggregator.tasks.manifests import program_of, task_manifest
-from protocol.errors import ConfigError, MalformedMessage, StateError
+from protocol.errors import ConfigError, GraphRefused, MalformedMessage, StateError
 from protocol.log import event
 from protocol.models.onnx_metadata import BackboneMetadata, read_metadata
+from protocol.statistics.public_map import read_map
 from protocol.wire.codec import decode, encode
 from protocol.wire.messages import (
     MAX_CONTINUED,
@@ -49,7 +50,7 @@ class Task:
     backbone_files: tuple[Path, ...] = ()
     """The backbones as the task file names them."""
     feature_map: FeatureMap | None = None
-    """The map of features whose sums devices upload; None without statistics."""
+    """The map of features whose sums devices upload; None without statistics, or with noise."""
     widths: tuple[int, ...] = ()
     """The number of features of each backbone that are used; without rounds and statistics."""
 
@@ -121,11 +122,16 @@ def prepare_task(file: TaskFile, backbones: Sequence[Path], *, store: Store) -> 
         )
         shapes = {name: tensors[name].shape for name in learning.uploaded}
         first = store.put_blob(pack_tensors(tensors), "tensors-0")
-    statistics = None
+    statistics = (
+        None
+        if file.privacy.dp is None
+        else _public_statistics(Path(file.privacy.dp.map), feature_size, store)
+    )
     normalized = all(each.blocks for each in described.values())
     feature_map = feature_map_of(file, feature_size, columns=columns, normalized=normalized)
     if feature_map is not None:
         statistics = _statistics(feature_map, store, num_classes=len(file.classes))
+    if statistics is not None:
         prototype_size = statistics.size
     manifest = task_manifest(file, references, program=program, statistics=statistics, columns=columns)
     if file.continues is not None:
@@ -156,8 +162,8 @@ def continued(manifest: TaskManifest, earlier: bytes, store: Store) -> TaskManif
         before = decode(store.blobs.read(earlier), TaskManifest, max_bytes=MAX_MANIFEST_BYTES)
     except (StateError, MalformedMessage) as error:
         raise ConfigError(f"`continues`: this state has no task {earlier.hex()}") from error
-    if manifest.program is not None or manifest.differential_privacy is not None:
-        raise ConfigError("`continues`: not for tasks with rounds or with differential privacy")
+    if manifest.program is not None:
+        raise ConfigError("`continues`: not for tasks with rounds")
     known, classes = before.classes, manifest.classes
     if classes[: len(known)] != known or len(classes) == len(known):
         text = f"expected the {len(known)} classes of the earlier task, and further ones behind them"
@@ -213,12 +219,12 @@ def selected_columns(
 def feature_map_of(
     file: TaskFile, feature_size: int, *, columns: tuple[tuple[int, int], ...] = (), normalized: bool = False
 ) -> FeatureMap | None:
-    """Return the map whose rows devices sum up or average; None for tasks without statistics.
+    """Return the map whose rows devices sum up or average; None for tasks without statistics, or with noise.
 
     Raises ConfigError if its rows are too long.
     """
     method = file.method
-    if not isinstance(method, OneShot):
+    if not isinstance(method, OneShot) or file.privacy.dp is not None:
         return None
     found = method.feature_map(feature_size, seed=file.client.seed, columns=columns, normalized=normalized)
     if found is not None and found.size > MAX_MAPPED_SIZE:
@@ -234,6 +240,21 @@ def _statistics(feature_map: FeatureMap, store: Store, *, num_classes: int) -> S
 
     graph = map_to_onnx(feature_map, num_classes=num_classes)
     return Statistics(map=store.put_blob(graph, "map.onnx"), size=feature_map.size)
+
+
+def _public_statistics(path: Path, feature_size: int, store: Store) -> Statistics:
+    try:
+        components = read_map(path.read_bytes()).components
+    except (OSError, GraphRefused) as error:
+        raise ConfigError(
+            f"cannot read the public map {path}: {error}: make it with `protofleet public-map`"
+        ) from error
+    if components.shape[1] != feature_size:
+        raise ConfigError(
+            f"the public map {path} is one of {components.shape[1]} features, and the backbones have {feature_size}: "
+            "make it of the same backbones with `protofleet public-map`"
+        )
+    return Statistics(map=store.put_file(path), size=len(components))
 
 
 def read_backbone(path: Path) -> BackboneMetadata:

@@ -64,7 +64,6 @@ def run(job: HeadJob) -> Result:
     trained = job.method.train(
         data,
         job.training,
-        private=manifest.differential_privacy is not None,
         half_memory=job.half_memory,
         report=report_progress,
     )

@@ -131,6 +131,10 @@ class StatisticsJob(CollectionJob, frozen=True, kw_only=True, dict=True):
         return self.robust.detect_outliers or self.robust.max_multiple > 0
 
 
+class NoisySumsJob(CollectionJob, frozen=True, kw_only=True):
+    """Solve for a head from sums with noise."""
+
+
 class RoundJob(SubmissionsJob, frozen=True, kw_only=True):
     """Close round `version - 1`: also write `tensors.bin`, which the next round starts from."""
 
@@ -168,11 +172,11 @@ FEW_PROTOTYPES = 5
 
 RESULT_FILE = "result.json"
 
-WorkerJob = HeadJob | StatisticsJob | RoundJob | CalibrationJob
+WorkerJob = HeadJob | StatisticsJob | NoisySumsJob | RoundJob | CalibrationJob
 """A job that a worker may run, `aggregator train`."""
 
 Job = WorkerJob | CompileJob
-J = TypeVar("J", HeadJob, StatisticsJob, RoundJob, CalibrationJob, CompileJob)
+J = TypeVar("J", HeadJob, StatisticsJob, NoisySumsJob, RoundJob, CalibrationJob, CompileJob)
 Part = TypeVar("Part")
 
 

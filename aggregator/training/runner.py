@@ -20,6 +20,7 @@ from aggregator.training.jobs import (
     CompileJob,
     HeadJob,
     Job,
+    NoisySumsJob,
     Result,
     RoundJob,
     StatisticsJob,
@@ -35,6 +36,7 @@ log = logging.getLogger(__name__)
 PROGRAMS: dict[type[Job], str] = {
     HeadJob: "aggregator.training.head_job",
     StatisticsJob: "aggregator.training.statistics_job",
+    NoisySumsJob: "aggregator.training.noisy_sums_job",
     RoundJob: "aggregator.training.round_job",
     CalibrationJob: "aggregator.training.calibration_job",
     CompileJob: "aggregator.tasks.graph_cache",

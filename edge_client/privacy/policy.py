@@ -3,9 +3,9 @@
 from msgspec import UNSET
 
 from edge_client.agent.state import Kind
-from edge_client.privacy.gaussian_mechanism import TOO_LARGE
 from edge_client.storage.privacy_ledger import LOST
 from protocol.errors import MalformedMessage, PrivacyRefused
+from protocol.statistics.noisy_sums import MAX_DISCRETENESS, MAX_RELEASED, discreteness, released_values
 from protocol.wire.codec import decode
 from protocol.wire.messages import Evaluation, Submission, TaskManifest
 
@@ -17,21 +17,24 @@ BOTH = "the task asks for perturbation and for differential privacy: the two can
 IN_ROUNDS = "the task asks for differential privacy in rounds, where the influence of one image is unbounded"
 FILTERS = "the task asks for differential privacy and filters outliers, which depends on other images"
 STATISTICS_IN_ROUNDS = "the task asks for statistics and for rounds: the two cannot be combined"
-NOISY_STATISTICS = (
-    "the task asks for statistics, and for noise on prototypes or differential privacy, which they lack"
+NOISY_STATISTICS = "the task asks for statistics, and for noise on prototypes, which they lack"
+PRIVATE_PROTOTYPES = (
+    "the task asks for differential privacy of prototypes: only sums of single images have it"
 )
+TOO_LARGE = "the task asks for more classes and values than differential privacy is made for on a device"
+TOO_QUIET = "the task asks for so little noise that it is no differential privacy"
 FILTERED_STATISTICS = "the task asks for statistics and filters outliers, which depends on other images"
 LARGE_DELTA = f"the task asks for differential privacy at a delta above {MAX_DELTA}, which is too weak"
 NOT_PRIVATE = "the task has no differential privacy, and this device's --max-epsilon requires it"
 BUDGET = "the privacy budget is spent: nothing new is uploaded"
-NO_PROTOTYPE = "with its noise, no class has enough images to upload a prototype"
 FAILED = "differential privacy has failed on this device: nothing is uploaded; see the device's log"
 
 TASK_PROBLEMS = (
     *(UPLOADS_MORE, BOTH, IN_ROUNDS, FILTERS, LARGE_DELTA, NOT_PRIVATE),
     *(STATISTICS_IN_ROUNDS, NOISY_STATISTICS, FILTERED_STATISTICS),
+    *(PRIVATE_PROTOTYPES, TOO_LARGE, TOO_QUIET),
 )
-PUBLIC_PROBLEMS = frozenset({*TASK_PROBLEMS, BUDGET, NO_PROTOTYPE, FAILED, LOST, TOO_LARGE})
+PUBLIC_PROBLEMS = frozenset({*TASK_PROBLEMS, BUDGET, FAILED, LOST})
 """Problems whose texts reveal nothing about any image."""
 
 CANNOT = "this device cannot take part; see its log"
@@ -49,13 +52,27 @@ def check_task(manifest: TaskManifest, *, max_epsilon: float | None = None) -> N
         IN_ROUNDS: wanted is not None and program is not None,
         FILTERS: wanted is not None and manifest.alpha != 1,
         STATISTICS_IN_ROUNDS: statistics and program is not None,
-        NOISY_STATISTICS: statistics and (on_prototypes or wanted is not None),
+        NOISY_STATISTICS: statistics and on_prototypes,
         FILTERED_STATISTICS: statistics and manifest.alpha != 1,
         LARGE_DELTA: wanted is not None and wanted.delta > MAX_DELTA,
+        **_problems_of_sums(manifest),
     }
     for problem, is_there in problems.items():
         if is_there:
             raise PrivacyRefused(problem)
+
+
+def _problems_of_sums(manifest: TaskManifest) -> dict[str, bool]:
+    wanted, statistics = manifest.differential_privacy, manifest.statistics
+    if wanted is None:
+        return {}
+    if statistics is None or max(manifest.batch_size, manifest.min_images) > 1:
+        return {PRIVATE_PROTOTYPES: True}
+    shape = {"classes": len(manifest.classes), "size": statistics.size}
+    return {
+        TOO_LARGE: sum(released_values(**shape).values()) > MAX_RELEASED,
+        TOO_QUIET: discreteness(wanted.noise_multiplier, **shape) > MAX_DISCRETENESS,
+    }
 
 
 def is_private(manifest: TaskManifest | None) -> bool:

@@ -34,9 +34,9 @@ class PreparedSubmission:
     Without rounds, prototypes are uploaded in one byte a value (`protocol.wire.quantization`).
 
     Of a task with statistics they are class sums int32 (p, D) or groups of images int8 (m, D). `tensors` are uploaded
-    beside them: in rounds the changes, with class sums the second moment. In rounds `loss` is the mean over the last
-    epoch of training, if there was one, and `local_model` stays on the device. Under differential privacy `privacy` is
-    the cost.
+    beside them: in rounds the changes, with class sums the second moment, and with noise also noisy counts. In rounds
+    `loss` is the mean over the last epoch of training, if there was one, and `local_model` stays on the device. Under
+    differential privacy `privacy` is the cost.
     """
 
     prototypes: NDArray[np.float16] | NDArray[np.int32] | NDArray[np.int8]
@@ -165,9 +165,7 @@ def encode_submission(
         PrivacyRefused: exactly one of the task and the submission has differential privacy.
     """
     private = is_private(manifest)
-    if private != (prepared.privacy is not None) or (
-        private and (prepared.tensors or prepared.loss is not None)
-    ):
+    if private != (prepared.privacy is not None) or (private and prepared.loss is not None):
         raise PrivacyRefused(FAILED)
     if manifest.program is None and manifest.statistics is None:
         fields = prototype_fields(prepared.prototypes)

@@ -1,4 +1,4 @@
-"""Submissions under differential privacy: charged before images are read; any failure uploads nothing."""
+"""Noisy sums under differential privacy: charged before images are read; any failure uploads nothing."""
 
 import hashlib
 import logging
@@ -11,41 +11,35 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_client.data.images import LabeledImage
-from edge_client.privacy.gaussian_mechanism import (
-    COUNT_WEIGHT,
-    Mechanism,
-    max_prototypes,
-    private_prototypes,
-)
 from edge_client.privacy.noise import KEY_BYTES, subkey
-from edge_client.privacy.perturbation import to_half
-from edge_client.privacy.policy import BUDGET, FAILED, NO_PROTOTYPE
+from edge_client.privacy.policy import BUDGET, FAILED
+from edge_client.privacy.sum_mechanism import NoisySums, noisy_sums
 from edge_client.storage.disk_space import DiskAlmostFull
 from edge_client.storage.privacy_ledger import Release
 from edge_client.storage.stored_values import ClassReport, PrivacySpent
 from edge_client.submission.image_features import (
     FoundImages,
     Workspace,
-    prototype_columns,
     training_feature_keys,
 )
 from edge_client.submission.prepared_submission import PreparedSubmission
-from protocol.errors import Interrupted, PrivacyFailed, PrivacyRefused
+from protocol.errors import GraphRefused, Interrupted, PrivacyFailed, PrivacyRefused
 from protocol.log import event
-from protocol.statistics.gaussian_privacy import epsilon_of
-from protocol.wire.codec import digest_of
-from protocol.wire.messages import DifferentialPrivacy, Privacy, TaskManifest
+from protocol.statistics.noisy_sums import UNITS, epsilon_of_sums
+from protocol.statistics.public_map import PublicMap, read_map
+from protocol.wire.codec import digest_of, to_tensor
+from protocol.wire.messages import MAX_IMAGES, DifferentialPrivacy, Privacy, TaskManifest
 
 log = logging.getLogger(__name__)
 
-_VERSION = b"2 %f" % COUNT_WEIGHT
+_VERSION = b"3"
 """Version of the mechanism; changes when the same key would give other noise."""
 
 
 def prepare_private(
     workspace: Workspace, task: bytes, manifest: TaskManifest, should_stop: Callable[[], bool]
 ) -> PreparedSubmission:
-    """Return noisy prototypes of all images; the same images give the same release again.
+    """Return noisy sums of all images; the same images give the same release again.
 
     The release is charged before a backbone runs on any image, so that neither the answer nor its price depends on
     what the backbone does there. An image on which it fails is tried again for the next release only: a backbone that
@@ -54,6 +48,7 @@ def prepare_private(
     Raises:
         ConfigError: the images cannot be found.
         BackboneMismatch: a backbone cannot be used; it has not run on any image.
+        GraphRefused: the public map cannot be used; no image was read.
         PrivacyRefused: the budget is exceeded, or any step failed; the text reveals nothing about images.
         Interrupted: the work is out of date.
         DiskAlmostFull: there is too little space; the release stays charged, and is the same once there is.
@@ -61,12 +56,24 @@ def prepare_private(
     backbones, images = workspace.backbones(manifest), workspace.find_images(manifest)
     try:
         size = sum(each.metadata.feature_size for each in backbones)
-        return _prepare(workspace, task, manifest, images, feature_size=size, should_stop=should_stop)
-    except (PrivacyRefused, Interrupted, DiskAlmostFull):
+        public = _public_map(workspace, manifest, feature_size=size)
+        return _prepare(workspace, task, manifest, images, public=public, should_stop=should_stop)
+    except (GraphRefused, PrivacyRefused, Interrupted, DiskAlmostFull):
         raise
     except Exception as error:
         event(log, logging.ERROR, "differential privacy failed", error=f"{type(error).__name__}: {error}")
         raise PrivacyFailed(FAILED) from error
+
+
+def _public_map(workspace: Workspace, manifest: TaskManifest, *, feature_size: int) -> PublicMap:
+    wanted = manifest.statistics
+    if wanted is None:
+        raise PrivacyFailed(FAILED)
+    public = read_map(workspace.store.blobs.read(wanted.map.digest))
+    if public.components.shape != (wanted.size, feature_size):
+        expected, got = (wanted.size, feature_size), public.components.shape
+        raise GraphRefused(f"expected a public map of shape {expected}, {wanted.map.name} has {got}")
+    return public
 
 
 def _prepare(
@@ -75,67 +82,67 @@ def _prepare(
     manifest: TaskManifest,
     images: tuple[LabeledImage, ...],
     *,
-    feature_size: int,
+    public: PublicMap,
     should_stop: Callable[[], bool],
 ) -> PreparedSubmission:
     wanted, secret = manifest.differential_privacy, workspace.secret(manifest)
     if wanted is None or len(secret) != KEY_BYTES:
         raise PrivacyFailed(FAILED)
-    columns = prototype_columns(manifest, feature_size)
-    most = max_prototypes(len(manifest.classes), len(np.arange(feature_size)[columns]))
     release = _charge(workspace, _fingerprint(task, secret, images), wanted)
     if release.content is None and not workspace.dry_run:
         workspace.cache.forget_unusable(*training_feature_keys(manifest))
     found = workspace.extract(manifest, should_stop, images)
     members = [found.for_training(label) for label in range(len(manifest.classes))]
-
-    def features(of_class: Sequence[LabeledImage]) -> NDArray[np.float32]:
-        """Return the features of one class's images: those of all classes are not in memory at once."""
-        return workspace.features(of_class, training_feature_keys(manifest), feature_size)[:, columns]
-
-    content = hashlib.sha256()
-    for of_class in members:
-        content.update(_digest_of_names(of_class) + hashlib.sha256(features(of_class).tobytes()).digest())
+    content, rows = hashlib.sha256(), []
+    for of_class in members:  # the features of all classes are not in memory at once
+        features = workspace.features(of_class, training_feature_keys(manifest), len(public.center))
+        content.update(_digest_of_names(of_class) + hashlib.sha256(features.tobytes()).digest())
+        rows.append(public.rows(features))
     release = _bind(workspace, release, content.digest(), wanted)
-    mechanism = Mechanism(
-        clip_norm=wanted.clip_norm,
+    sums = noisy_sums(
+        np.concatenate(rows),
+        np.repeat(np.arange(len(members)), list(map(len, members))),
+        classes=len(members),
         noise_multiplier=wanted.noise_multiplier,
-        batch_size=manifest.batch_size,
-        min_images=manifest.min_images,
-        max_prototypes=most,
+        key=subkey(release.key or b"", b"sums"),
     )
-    prototypes, sizes = [], []
-    for label, of_class in enumerate(members):
-        values, counts = private_prototypes(
-            features(of_class),
-            [image.identity for image in of_class],
-            mechanism,
-            secret=secret,
-            key=subkey(release.key or b"", b"%d" % label),
-        )
-        prototypes.append(to_half(values))
-        sizes.append(counts)
-    if not sum(map(len, sizes)):
-        raise PrivacyRefused(NO_PROTOTYPE)
+    cost = _cost(_with(workspace.store.ledger.releases(), release), wanted)
+    return _prepared(manifest, found, sums, cost)
+
+
+def _prepared(
+    manifest: TaskManifest, found: FoundImages, sums: NoisySums, cost: Privacy
+) -> PreparedSubmission:
+    """Return the submission of noisy sums, which has a row of each class, whichever classes there are."""
+    counts = np.clip(sums.counts // UNITS, 1, MAX_IMAGES).astype(np.uint32)
     return PreparedSubmission(
-        prototypes=np.concatenate(prototypes),
-        labels=np.repeat(np.arange(len(sizes), dtype=np.uint32), list(map(len, sizes))),
-        counts=np.concatenate(sizes),
-        classes=_reports(manifest, found, sizes),
+        prototypes=_to_int32(sums.sums),
+        labels=np.arange(len(counts), dtype=np.uint32),
+        counts=counts,
+        classes=_reports(manifest, found, counts),
         unusable=found.unusable,
-        privacy=_cost(_with(workspace.store.ledger.releases(), release), wanted),
+        tensors={
+            "counts": to_tensor(_to_int32(sums.counts)),
+            "second_moment": to_tensor(_to_int32(sums.second_moment)),
+        },
+        privacy=cost,
+        form="class sum",
     )
+
+
+def _to_int32(values: NDArray[np.int64]) -> NDArray[np.int32]:
+    limits = np.iinfo(np.int32)
+    return np.clip(values, limits.min, limits.max).astype(np.int32)
 
 
 def _reports(
-    manifest: TaskManifest, found: FoundImages, sizes: Sequence[NDArray[np.uint32]]
+    manifest: TaskManifest, found: FoundImages, counts: NDArray[np.uint32]
 ) -> tuple[ClassReport, ...]:
     """Return reports for the device's operator; they are not uploaded."""
     totals = [len(found.of_class(label)) for label in range(len(manifest.classes))]
     return tuple(
-        ClassReport(name, total, 0, tuple(map(int, counts)))
-        for name, total, counts in zip(manifest.classes, totals, sizes, strict=True)
-        if total or len(counts)
+        ClassReport(name, total, 0, (count,))
+        for name, total, count in zip(manifest.classes, totals, counts.tolist(), strict=True)
     )
 
 
@@ -207,8 +214,8 @@ def _with(releases: tuple[Release, ...], release: Release) -> tuple[Release, ...
 def _cost(releases: tuple[Release, ...], wanted: DifferentialPrivacy) -> Privacy:
     multipliers = Counter(release.noise_multiplier for release in releases)
     return Privacy(
-        epsilon=epsilon_of({wanted.noise_multiplier: 1}, delta=wanted.delta),
-        total_epsilon=epsilon_of(multipliers, delta=wanted.delta),
+        epsilon=epsilon_of_sums({wanted.noise_multiplier: 1}, delta=wanted.delta),
+        total_epsilon=epsilon_of_sums(multipliers, delta=wanted.delta),
         delta=wanted.delta,
         releases=len(releases),
     )

@@ -11,6 +11,7 @@ those of multipliers z1, ..., zn are one with m^2 = 1 / z1^2 + ... + 1 / zn^2 (D
 import bisect
 import math
 from collections.abc import Mapping
+from typing import Protocol
 
 MOST_LOSS = 50.0
 """m^2 above which epsilon exceeds 40 at any delta that a device accepts, and is not computed."""
@@ -20,6 +21,12 @@ STEPS = 1000
 
 _ROUNDING = 1e-12
 """More than the relative error of each term: 38 standard deviations of 2^-53, squared, and that of the C library."""
+
+
+class Cost(Protocol):
+    """Returns epsilon of releases, by noise multiplier, at a delta."""
+
+    def __call__(self, releases: Mapping[float, int], *, delta: float) -> float: ...
 
 
 def epsilon_of(releases: Mapping[float, int], *, delta: float) -> float:
@@ -42,12 +49,11 @@ def epsilon_of(releases: Mapping[float, int], *, delta: float) -> float:
     return high
 
 
-def noise_multiplier(epsilon: float, delta: float) -> float:
-    """Return the smallest multiple of 1/STEPS that makes one release (epsilon, delta) private."""
+def noise_multiplier(epsilon: float, delta: float, *, cost: Cost = epsilon_of) -> float:
+    """Return the smallest multiple of 1/STEPS that makes one release (epsilon, delta) private by its cost."""
+    steps = range(2**40)
     return (
-        bisect.bisect_left(
-            range(2**40), True, lo=1, key=lambda steps: epsilon_of({steps / STEPS: 1}, delta=delta) <= epsilon
-        )
+        bisect.bisect_left(steps, True, lo=1, key=lambda z: cost({z / STEPS: 1}, delta=delta) <= epsilon)
         / STEPS
     )
 

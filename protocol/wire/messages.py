@@ -177,7 +177,11 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     map: BlobRef
-    """ONNX graph: from `feature` to `projection`, float32 (n, D) with integers from -127 to 127."""
+    """ONNX graph: from `feature` to `projection`, float32 (n, D) with integers from -127 to 127.
+
+    With differential privacy a `tensors` message: `center` c, `f4` (L), and `components` P, `f4` (D, L). A row is P (f
+    - c), shortened to the length 127 if it is longer, and rounded.
+    """
     size: Annotated[int, Meta(ge=1, le=MAX_MAPPED_SIZE)]
     """D."""
 
@@ -230,10 +234,8 @@ class Perturbation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DifferentialPrivacy(msgspec.Struct, frozen=True, kw_only=True):
-    """The Gaussian mechanism on clipped sums; neighboring data sets differ in one image."""
+    """Discrete Gaussian noise on the statistics of single images; neighboring data sets differ in one image."""
 
-    clip_norm: Annotated[float, Meta(ge=1e-6, le=1e6)]
-    """S: features are clipped to this L2 norm."""
     noise_multiplier: Annotated[float, Meta(gt=0, le=1e6)]
     """Standard deviation of the noise divided by the sensitivity of the release."""
     delta: Annotated[float, Meta(gt=0, lt=1)]
@@ -268,7 +270,7 @@ class TaskManifest(Message, frozen=True, kw_only=True, tag="task"):
     perturbation: Perturbation | None = None
     """Noise that devices add."""
     differential_privacy: DifferentialPrivacy | None = None
-    """The mechanism by which devices release their prototypes."""
+    """The noise with which devices release their statistics; `batch_size` and `min_images` are 1 then."""
     columns: (
         Annotated[tuple[tuple[Natural, Positive], ...], Meta(min_length=1, max_length=256)] | UnsetType
     ) = UNSET
@@ -390,8 +392,12 @@ class Submission(Message, frozen=True, kw_only=True, tag="submission"):
 
     m is at least 1. L is the feature size of the backbones together, with a program the size of its projection.
     Uploaded tensors of a program are finite `f2` in the shapes of the round's tensors. A count is at most `MAX_IMAGES`,
-    and at least the smaller of `min_images` and `batch_size` (with a program, at least `min_images`). Without a program
-    and differential privacy, it is at least `batch_size` in a class of several prototypes.
+    and at least the smaller of `min_images` and `batch_size` (with a program, at least `min_images`). Without a
+    program, it is at least `batch_size` in a class of several prototypes.
+
+    With differential privacy, class sums and counts have noise, also of classes without images. `prototypes` and the
+    tensor `counts`, `i4` (C), are in units of 1/64, and `second_moment` is `i4`, the triangle as it is. The field
+    `counts` is the tensor's, rounded down, and at least 1.
     """
 
     task: Digest

@@ -13,10 +13,10 @@ from benchmarks.data.features import BackboneType, load_features
 from benchmarks.data.images import NAMES, load_data
 from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
-from edge_client.privacy.gaussian_mechanism import Mechanism
 from protofleet.simulation.fleet import Features
 from research.privacy.differencing import Resubmitted, resubmit
 from research.privacy.explained import explained, fit_linear
+from research.privacy.noisy_prototypes import Mechanism
 from research.privacy.plots import Rows, draw_accuracies, draw_images, rows_of
 from research.privacy.private_fleet import (
     PAPER,

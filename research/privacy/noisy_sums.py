@@ -1,7 +1,7 @@
 """`python -m research noisy-sums`: differential privacy on sums, beside noisy prototypes of the same features."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -10,31 +10,25 @@ from numpy.typing import NDArray
 
 from aggregator.algorithms.fedtc.recipe import RECIPES
 from aggregator.algorithms.statistics.moments import of_all_classes
+from aggregator.algorithms.statistics.noisy_ridge import NoisyTotal, make_public_map, of_features, solve_noisy
 from aggregator.algorithms.statistics.ridge import solve
 from benchmarks.data.features import load_features
 from benchmarks.data.images import NAMES, PACS
 from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
-from edge_client.privacy.gaussian_mechanism import Mechanism
+from edge_client.privacy.sum_mechanism import noisy_sums
+from protocol.errors import ProtofleetError
 from protocol.statistics.gaussian_privacy import noise_multiplier
+from protocol.statistics.noisy_sums import epsilon_of_sums
+from protocol.statistics.public_map import PublicMap
 from protocol.statistics.row_sums import RowSums
-from protocol.statistics.second_moment import MAX_VALUE, from_triangle
+from protocol.statistics.second_moment import MAX_VALUE
 from protocol.wire.codec import digest_of
 from protofleet.simulation.fleet import Features
+from research.privacy.noisy_prototypes import Mechanism
 from research.privacy.private_fleet import DELTA, Fleet, run_private
-from research.privacy.sum_mechanism import (
-    COUNT_UNITS,
-    SUM_UNITS,
-    NoisySums,
-    clipped,
-    noisy_sums,
-    products_deviation,
-)
 
 BACKBONE, SIZE = "mobilenetv2_100:residual", 96
-
-CLIP_QUANTILE = 0.1
-"""Of the lengths of public rows: longer rows are clipped."""
 
 BATCHES = (10, 25, 100)
 """B of noisy prototypes, of which the best on the test images is shown: an advantage that users do not have."""
@@ -42,54 +36,6 @@ BATCHES = (10, 25, 100)
 COLUMNS = {
     "data": "<14", "images": ">8,", "devices": ">8", "epsilon": ">8g", "sums": ">7.1%", "prototypes": ">11.1%",
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class PublicMap:
-    """Features to rows, made of public images only: components of the deviations from their mean, as integers."""
-
-    center: NDArray[np.float32]
-    components: NDArray[np.float32]
-    """(L, D), scaled so that a public row of the quantile CLIP_QUANTILE has the length MAX_VALUE."""
-    clip_norm: float
-    """That length of a public deviation."""
-
-    def values(self, features: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return the rows (n, D) of features (n, L), not rounded."""
-        return np.asarray((features - self.center) @ self.components, np.float32)
-
-    def rows(self, features: NDArray[np.float32]) -> NDArray[np.int8]:
-        """Return rows of integers."""
-        return np.clip(np.rint(self.values(features)), -MAX_VALUE, MAX_VALUE).astype(np.int8)
-
-
-def public_map(features: NDArray[np.float32], size: int) -> PublicMap:
-    """Return the map of `size` principal components of public features (n, L)."""
-    center = features.mean(axis=0)
-    _, _, axes = np.linalg.svd(features - center, full_matrices=False)
-    components = axes[:size].T
-    length = float(np.quantile(np.linalg.norm((features - center) @ components, axis=1), CLIP_QUANTILE))
-    return PublicMap(center, components * np.float32(MAX_VALUE / length), length)
-
-
-def head_of(sums: NoisySums, noise: float) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the weights (D, C) and biases (C,) of the regression in which all classes count alike.
-
-    As `statistics.ridge`, of the nearest scatter that is positive, with the ridge noise * sqrt(D): about the largest
-    eigenvalue of a symmetric matrix of such noise.
-    """
-    images = np.maximum(sums.counts / COUNT_UNITS, 1)
-    means = sums.sums / SUM_UNITS / images[:, None]
-    size, classes = means.shape[1], len(images)
-    scatter = from_triangle(sums.second_moment, size) - (means * images[:, None]).T @ means
-    squares, axes = np.linalg.eigh(scatter)
-    squares = np.maximum(squares, 0) + noise * np.sqrt(size)
-    middle, each = means.mean(axis=0), images.sum() / classes
-    deviations = (means - middle) @ axes
-    divided = (deviations / squares).T
-    inner = np.eye(classes) + each * deviations @ divided
-    weights = axes @ divided @ np.linalg.inv(inner) * each
-    return weights, 1 / classes - middle @ weights
 
 
 def accuracy_of_sums(
@@ -102,17 +48,19 @@ def accuracy_of_sums(
     chosen = np.concatenate(list(_drawn(data, images // data.classes, seed)))
     rows, labels = how.rows(data.train[chosen]), data.train_labels[chosen]
     if epsilon is None:
-        exact, short = RowSums(rows.shape[1]), clipped(rows)
+        exact = RowSums(rows.shape[1])
         for label in range(data.classes):
-            exact.add(label, short[labels == label])
+            exact.add(label, rows[labels == label])
         layer = solve(of_all_classes(len(rows), *exact.result(), num_classes=data.classes)).layer
-        logits = layer.of(how.values(data.test))
     else:
-        z = noise_multiplier(epsilon, DELTA) * float(np.sqrt(devices))
+        z = noise_multiplier(epsilon, DELTA, cost=epsilon_of_sums) * float(np.sqrt(devices))
         key = digest_of(f"{seed} {images} {devices} {epsilon}".encode())
         sums = noisy_sums(rows, labels, classes=data.classes, noise_multiplier=z, key=key)
-        weights, biases = head_of(sums, products_deviation(z))
-        logits = np.asarray(how.values(data.test) @ weights + biases, np.float32)
+        try:
+            layer, _ = solve_noisy(NoisyTotal(**vars(sums), noise_multiplier=z))
+        except ProtofleetError:  # the noise is as large as the sums
+            return 1 / data.classes
+    logits = of_features(layer, how).of(data.test)
     return float((logits.argmax(axis=1) == data.test_labels).mean())
 
 
@@ -126,13 +74,15 @@ def accuracy_of_prototypes(
     data: Features, how: PublicMap, *, images: int, devices: int, epsilon: float, seed: int
 ) -> float:
     """Return the accuracy of FedTC on noisy prototypes of the same features, centered and clipped alike."""
+    # The length that rows are shortened to, before they were scaled; `how` has all directions of the features.
+    clip_norm = MAX_VALUE / float(np.linalg.norm(how.components[0]))
     centered = replace(data, train=data.train - how.center, test=data.test - how.center)
     each = images // data.classes // devices
     recipe = replace(RECIPES["default"], restore=False, mix=False)
     found = []
     for batch in [batch for batch in BATCHES if 2 * batch <= each] or [max(2, each // 2)]:
         mechanism = Mechanism(
-            clip_norm=how.clip_norm,
+            clip_norm=clip_norm,
             noise_multiplier=noise_multiplier(epsilon, DELTA),
             batch_size=batch,
             min_images=2,
@@ -161,7 +111,7 @@ def command(
     """Compare heads of noisy sums with heads of noisy prototypes, by epsilon and size of the fleet."""
     table, runs = Table(COLUMNS, title=f"{BACKBONE}, {size} values, delta {DELTA:g}, {len(seeds)} seeds"), []
     public = [load_features(name, backbone=BACKBONE, image_size=SIZE, at_most=at_most) for name in PACS]
-    how = public_map(np.concatenate([part for each in public for part in (each.train, each.test)]), size)
+    how = make_public_map(np.concatenate([part for each in public for part in (each.train, each.test)]), size)
     for name in names:
         data = load_features(name, backbone=BACKBONE, image_size=SIZE, at_most=at_most)
         for images in sizes:

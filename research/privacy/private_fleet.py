@@ -11,12 +11,12 @@ from aggregator.algorithms.fedtc.train_head import train_head
 from aggregator.intake.validation import Prototypes
 from aggregator.training.robust.training_set import pool
 from benchmarks.fleets import accuracy_of, training_set
-from edge_client.privacy.gaussian_mechanism import Mechanism, private_prototypes
 from edge_client.privacy.perturbation import perturb_prototypes
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import Perturbation
 from protofleet.prototypes import average_class
 from protofleet.simulation.fleet import Features
+from research.privacy.noisy_prototypes import Mechanism, private_prototypes
 
 DELTA = 1e-5
 PAPER = Perturbation(on="prototypes", noise="gaussian", scale=0.05, shrink=0.1)

@@ -8,7 +8,6 @@ from numpy.typing import NDArray
 
 from aggregator.algorithms.fedtc.training_set import TrainingSet
 from benchmarks.data.images import DataSet
-from edge_client.privacy.gaussian_mechanism import Mechanism, private_prototypes
 from edge_client.privacy.perturbation import perturb_prototypes
 from protocol.wire.codec import digest_of
 from protofleet.simulation.fleet import Features
@@ -26,6 +25,7 @@ from research.privacy.leakage import (
     rounded,
     study,
 )
+from research.privacy.noisy_prototypes import Mechanism, private_prototypes
 from research.privacy.private_fleet import PAPER, noise_multiplier
 
 COMPARED = 200

@@ -3,15 +3,11 @@
 import re
 import runpy
 import shutil
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
-from PIL import Image
 
 import protofleet
 from aggregator.algorithms.fedproto import FedProto
@@ -108,20 +104,3 @@ def test_functions_and_classes_are_on_the_page() -> None:
     assert [
         name for name in protofleet.__all__ if name not in PYTHON_API and name not in types | others
     ] == []
-
-
-def test_program_measures_the_length_of_features(tmp_path: Path) -> None:
-    """It omits files that are not images."""
-    (program,) = re.findall(
-        r"```python\n(.*?)```", (ROOT / "docs" / "privacy.md").read_text(encoding="utf-8"), re.DOTALL
-    )
-    rng = np.random.default_rng(0)
-    images = [tmp_path / f"{number}.png" for number in range(4)]
-    for image in images[:3]:
-        Image.fromarray(rng.integers(0, 256, (32, 32, 3), np.uint8)).save(image)
-    images[3].write_bytes(b"not an image")
-    backbone = ROOT / "examples" / "quickstart" / "backbone.onnx"
-    command = [sys.executable, "-c", program, backbone, *images]
-    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
-    low, middle, high = map(float, done.stdout.strip(" []\n").split())
-    assert 0 < low <= middle <= high

@@ -66,6 +66,7 @@ AGGREGATOR = {
 SIMULATION, COMPARISON = (
     [command, "{folder}", "--backbone", "{folder}/task.toml"] for command in ("simulate", "compare")
 )
+PUBLIC_MAP = ["public-map", "{folder}", "--backbone", "{folder}/task.toml", "--out", "{folder}/public.map"]
 EXPORT = {"export": ["resnet18", "--random"], "list": ["--list", "resnet*"]}
 
 
@@ -85,6 +86,7 @@ COMMANDS = [
     *(("export.cli", "export,cpu", arguments) for arguments in EXPORT.values()),
     ("protofleet.cli", "aggregator,cpu", SIMULATION),
     ("protofleet.cli", "aggregator,cpu,export", COMPARISON),
+    ("protofleet.cli", "aggregator,cpu", PUBLIC_MAP),
 ]
 WITHOUT_EXTRAS = (
     *("enroll", "enroll-broker", "enroll-receiver", "revoke", "forget", "reset-key", "issue-key"),
@@ -96,7 +98,7 @@ WITHOUT_EXTRAS = (
 def test_every_command_is_tried() -> None:
     assert EDGE_CLIENT.keys() == {"", *edge_client.commands}
     assert AGGREGATOR.keys() == set(aggregator.commands)
-    assert {SIMULATION[0], COMPARISON[0]} == set(protofleet.commands)
+    assert {SIMULATION[0], COMPARISON[0], PUBLIC_MAP[0]} == set(protofleet.commands)
 
 
 @pytest.mark.parametrize(("module", "extra", "arguments"), COMMANDS)

@@ -77,7 +77,7 @@ def test_every_help_ends_with_examples_that_are_accepted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a folder with the files that they name."""
-    for name in ("photos", "new-key"):
+    for name in ("photos", "photographs", "new-key"):
         (tmp_path / name).mkdir()
     (tmp_path / "backbone.onnx").touch()
     monkeypatch.chdir(tmp_path)

@@ -6,7 +6,6 @@ from numpy.typing import NDArray
 
 from aggregator.algorithms.fedtc.recipe import RECIPES
 from benchmarks.data.images import DataSet, Labeled
-from edge_client.privacy.gaussian_mechanism import Mechanism
 from protocol.wire.messages import Perturbation
 from protofleet.simulation.fleet import Features
 from research.privacy.decoder import as_values, decode, train_decoder
@@ -21,6 +20,7 @@ from research.privacy.leakage import (
     release_prototypes,
     study,
 )
+from research.privacy.noisy_prototypes import Mechanism
 from research.privacy.private_fleet import DELTA, PAPER, Fleet, noise_multiplier, run_private
 from research.privacy.reconstruction import Scene, attack, forms_of, learn_decoder, set_scene
 from research.privacy.sums import membership

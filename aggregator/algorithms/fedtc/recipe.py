@@ -86,17 +86,14 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
 )
 
 
-def recipe_of(training: Training, *, private: bool = False, half_memory: bool = False) -> Recipe:
+def recipe_of(training: Training, *, half_memory: bool = False) -> Recipe:
     """Return the recipe that a task file configures.
 
-    Prototypes that are `private` contain noise, which restoring the variance of their images would multiply by the
-    square root of their number: by default it is omitted. With `half_memory` the head is a linear discriminant,
-    whatever the recipe: an adapter takes PyTorch.
+    With `half_memory` the head is a linear discriminant, whatever the recipe: an adapter takes PyTorch.
     """
     recipe = RECIPES[training.recipe]
-    restore = False if training.restore is None and private else training.restore
-    if restore is not None:
-        recipe = replace(recipe, restore=restore, mix=recipe.mix and restore)
+    if training.restore is not None:
+        recipe = replace(recipe, restore=training.restore, mix=recipe.mix and training.restore)
     if training.epochs is not None:
         recipe = replace(recipe, epochs=training.epochs, min_steps=0)
     return replace(recipe, closed_form=True, adapter=False) if half_memory else recipe

@@ -72,11 +72,10 @@ class FedTC(OneShot, frozen=True, kw_only=True, forbid_unknown_fields=True):
         data: TrainingSet,
         training: Training,
         *,
-        private: bool = False,
         half_memory: bool = False,
         report: Callable[[dict[str, Any]], None] = lambda _: None,
     ) -> TrainedHead:
-        recipe = recipe_of(training, private=private, half_memory=half_memory)
+        recipe = recipe_of(training, half_memory=half_memory)
         return train_head(data, recipe, seed=training.seed, device=training.device, report=report)
 
 

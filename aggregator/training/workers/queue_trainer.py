@@ -15,6 +15,7 @@ from aggregator.training.jobs import (
     CalibrationJob,
     HeadJob,
     Job,
+    NoisySumsJob,
     Result,
     RoundJob,
     StatisticsJob,
@@ -37,6 +38,7 @@ UNCLAIMED_S = 30.0
 KINDS: dict[str, type[WorkerJob]] = {
     "head": HeadJob,
     "statistics": StatisticsJob,
+    "noisy-sums": NoisySumsJob,
     "round": RoundJob,
     "calibration": CalibrationJob,
 }

@@ -5,6 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
+
 from aggregator.intake.validation import read_message
 from edge_client.agent import events
 from edge_client.agent.state import UploadItem
@@ -14,11 +17,14 @@ from edge_client.service.worker import Worker
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import BuildProblem
 from edge_client.submission.prepared_submission import PreparedSubmission
-from protocol.wire.codec import encode
+from protocol.statistics.public_map import PublicMap
+from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import (
+    BlobRef,
     DeviceInfo,
     DifferentialPrivacy,
     Privacy,
+    Statistics,
     Submission,
     TaskManifest,
 )
@@ -34,7 +40,25 @@ from tests.support.devices.device_factory import (
 )
 from tests.support.graphs.backbones import tiny_backbone
 
-WANTED = DifferentialPrivacy(clip_norm=2.0, noise_multiplier=2.0, delta=1e-5, max_epsilon=6.0)
+WANTED = DifferentialPrivacy(noise_multiplier=2.0, delta=1e-5, max_epsilon=6.0)
+
+
+SIZE = 12
+"""Values of a row of the public map."""
+
+PUBLIC_MAP = PublicMap(np.full(16, 0.5, np.float32), 60 * np.eye(SIZE, 16, dtype=np.float32)).to_bytes()
+
+
+def private_task() -> dict[str, Any]:
+    """Return the fields of a task with differential privacy."""
+    public = BlobRef(digest=digest_of(PUBLIC_MAP), size_bytes=len(PUBLIC_MAP), name="public.map")
+    statistics = Statistics(map=public, size=SIZE)
+    return {"batch_size": 1, "min_images": 1, "statistics": statistics, "differential_privacy": WANTED}
+
+
+def without_privacy(manifest: TaskManifest) -> TaskManifest:
+    """Return the task as one of prototypes without noise."""
+    return msgspec.structs.replace(manifest, differential_privacy=None, statistics=None)
 
 
 class PrivateBench:
@@ -53,10 +77,12 @@ class PrivateBench:
         self._isolate = isolate
         self.data = write_images(folder / "data", count=count)
         self.settings = make_settings(folder, holdout=0.2, max_epsilon=max_epsilon)
-        values = {"batch_size": 10, "min_images": 3, "differential_privacy": WANTED, **task}
-        self.manifest = make_manifest(**values)
+        is_private = task.get("differential_privacy", WANTED) is not None
+        defaults = private_task() if is_private else {"batch_size": 10, "min_images": 3}
+        self.manifest = make_manifest(**{**defaults, **task})
         self.restart()
-        self.store.blobs.put(tiny_backbone())
+        for blob in (tiny_backbone(), PUBLIC_MAP):
+            self.store.blobs.put(blob)
 
     def restart(self) -> None:
         """Start the program on the state directory."""

@@ -77,9 +77,7 @@ SAMPLES: tuple[Message | Frame, ...] = (
         ),
         statistics=Statistics(map=BlobRef(digest=_DIGEST, size_bytes=6, name="map.onnx"), size=4),
         perturbation=Perturbation(on="prototypes", noise="laplace", scale=0.05, shrink=0.1),
-        differential_privacy=DifferentialPrivacy(
-            clip_norm=8.0, noise_multiplier=2.5, delta=1e-5, max_epsilon=8.0
-        ),
+        differential_privacy=DifferentialPrivacy(noise_multiplier=2.5, delta=1e-5, max_epsilon=8.0),
     ),
     RoundManifest(
         task=_DIGEST,

@@ -13,6 +13,7 @@ from aggregator.heads.operator_commands import forget
 from aggregator.messaging.manifest_signer import identity_of
 from aggregator.storage.open_store import open_store
 from protocol.mqtt.reconnecting_session import BrokerAddress
+from protofleet.public_map import public_map
 from tests.support.fleets.fleet import CLASSES, QUICK, Fleet, aggregator_status, write_digits, write_task
 from tests.support.graphs.backbones import tiny_backbone, without_metadata
 from tests.support.network.brokers import amqtt, free_address
@@ -246,10 +247,13 @@ def test_fleet_with_statistics_forgets_a_device(fleet: Fleet, tmp_path: Path) ->
 @on_mosquitto
 def test_private_fleet_gets_a_head(fleet: Fleet, tmp_path: Path) -> None:
     """Under differential privacy both sides show the privacy loss; exact counts stay on the device."""
-    private = (
-        QUICK + "[client]\nbatch_size = 20\n[privacy.dp]\nepsilon = 8\nclip_norm = 1\nmax_epsilon = 10\n"
-    )
-    fleet.start_aggregator(write_task(tmp_path, quorum=2, tables=private))
+    private = '[privacy.dp]\nepsilon = 8\nmap = "public.map"\nmax_epsilon = 10\n'
+    task = write_task(tmp_path, quorum=2, tables=private, algorithm="statistics")
+    public = write_digits(tmp_path / "public", classes=list(range(10)), start=100, each=10)
+    made, unusable = public_map(public, tmp_path / "backbone-0.onnx", size=12)
+    assert not unusable
+    (tmp_path / "public.map").write_bytes(made.to_bytes())
+    fleet.start_aggregator(task)
     names = ("device-0", "device-1")
     for name in names:
         data = write_digits(tmp_path / f"data-{name}", classes=list(range(10)), each=30)

@@ -17,13 +17,14 @@ from protocol.wire.messages import Perturbation
 
 MINIMAL = 'classes = ["cat", "dog"]\nbackbones = ["tiny.onnx"]\n'
 """Two lines: what a test adds begins on the third."""
-DP = "[privacy.dp]\nepsilon = 2\nclip_norm = 9\nmax_epsilon = 8\n"
+DP = "[privacy.dp]\nepsilon = 2\nmap = 'public.map'\nmax_epsilon = 8\n"
 ROUNDS = 'algorithm = "fpl"\n'
 STATISTICS = 'algorithm = "statistics"\n'
 
 
 def _write(folder: Path, text: str) -> Path:
     (folder / "tiny.onnx").write_bytes(b"a backbone")
+    (folder / "public.map").write_bytes(b"a map")
     path = folder / "task.toml"
     path.write_text(text, encoding="utf-8")
     return path
@@ -93,8 +94,9 @@ shrink = 0.1
     assert task.privacy == PrivacySettings(
         perturbation=Perturbation(on="images", noise="laplace", scale=0.05, shrink=0.1)
     )
-    task, _ = load_task(_write(tmp_path, MINIMAL + DP))
-    assert task.privacy.dp == PrivacyBudget(epsilon=2.0, delta=1e-5, clip_norm=9.0, max_epsilon=8.0)
+    task, _ = load_task(_write(tmp_path, MINIMAL + STATISTICS + DP))
+    public = str(tmp_path / "public.map")
+    assert task.privacy.dp == PrivacyBudget(epsilon=2.0, delta=1e-5, map=public, max_epsilon=8.0)
 
 
 @pytest.mark.parametrize(
@@ -191,13 +193,13 @@ WRONG_SETTINGS: list[tuple[str, int, str]] = [
         "`privacy.perturbation.shrink`: Expected `float` < 1",
     ),
     ("[privacy.dp]\nmax_epsilon = 8", 3, "`privacy.dp.epsilon`: missing"),
-    ("[privacy.dp]\nepsilon = 2\nmax_epsilon = 8", 3, "`privacy.dp.clip_norm`: missing: About the"),
-    ("[privacy.dp]\nepsilon = 2\nclip_norm = 9", 3, "`privacy.dp.max_epsilon`: missing: Privacy"),
+    ("[privacy.dp]\nepsilon = 2\nmax_epsilon = 8", 3, "`privacy.dp.map`: missing: Path of a file"),
+    ("[privacy.dp]\nepsilon = 2\nmap = 'm'", 3, "`privacy.dp.max_epsilon`: missing: Privacy"),
     ("[privacy.dp]\nepsilon = 21", 4, "`privacy.dp.epsilon`: Expected `float` <= 20"),
     ("[privacy.dp]\nepsilon = 2\ndelta = 0.1", 5, "`privacy.dp.delta`: Expected `float` <= 0.001"),
     (
-        "[privacy.dp]\nepsilon = 2\nclip_norm = 9\nmax_epsilon = 1",
-        6,
+        STATISTICS + "[privacy.dp]\nepsilon = 2\nmap = 'm'\nmax_epsilon = 1",
+        7,
         "`privacy.dp.max_epsilon`: 1 is less than epsilon (2): no device could upload anything",
     ),
     (
@@ -205,14 +207,24 @@ WRONG_SETTINGS: list[tuple[str, int, str]] = [
         7,
         "`privacy.perturbation`: excludes [privacy.dp]: remove one",
     ),
-    (DP + "[client]\nalpha = 0.99", 8, "`client.alpha`: must be 1 with [privacy.dp]"),
+    (STATISTICS + DP.replace("public", "no"), 6, "`privacy.dp.map`: no file no.map: make it with `protofleet"),
+    (STATISTICS + 'continues = "0123456789abcdef"\n' + DP, 4, "`continues`: "),
+    *(
+        (STATISTICS + DP + given, 9, f"`{name}`: [privacy.dp] does not use this setting: remove it")
+        for name, given in (
+            ("client.batch_size", "[client]\nbatch_size = 5"),
+            ("statistics.features", "[statistics]\nfeatures = 8"),
+            ("training.engine", '[training]\nengine = "local"'),
+        )
+    ),
+    (STATISTICS + DP + "[robust]\nmax_multiple = 1", 8, "`robust`: [privacy.dp] does not use"),
     *(
         (
             f'algorithm = "{name}"\n' + DP,
             4,
-            f'`privacy.dp`: algorithm = "{name}" sets no bound to an image\'s influence on what its device uploads',
+            f'`privacy.dp`: algorithm = "{name}" has no noise that bounds an image\'s influence on what its device',
         )
-        for name in ("fedpcl", "hierarchical")
+        for name in ("fedtc", "fedpcl", "hierarchical")
     ),
     (
         ROUNDS + '[privacy.perturbation]\nscale = 0.1\non = "prototypes"',
@@ -249,7 +261,6 @@ WRONG_SETTINGS: list[tuple[str, int, str]] = [
     (STATISTICS + "[training]\nrecipe = 'paper'", 5, '`training.recipe`: algorithm = "statistics" does not use'),
     (STATISTICS + "[rounds]\nstaleness = 2", 4, '`rounds`: algorithm = "statistics" does not use'),
     (STATISTICS + "[fpl]\nrounds = 2", 4, '`fpl`: algorithm = "statistics" does not use'),
-    (STATISTICS + DP, 4, '`privacy.dp`: algorithm = "statistics" has no noise, and no differential privacy: use'),
     (
         STATISTICS + '[privacy.perturbation]\non = "prototypes"\nscale = 1',
         5,

@@ -248,7 +248,7 @@ def test_only_counting_devices_of_the_head_count(world: World) -> None:
     assert sum(job.correct) == sum(job.images) == 80
 
 
-PRIVACY = DifferentialPrivacy(clip_norm=1.0, noise_multiplier=1.0, delta=1e-5, max_epsilon=8.0)
+PRIVACY = DifferentialPrivacy(noise_multiplier=1.0, delta=1e-5, max_epsilon=8.0)
 PRIVATE = structs.replace(SERVED_MANIFEST, differential_privacy=PRIVACY)
 
 

@@ -15,6 +15,7 @@ from aggregator.intake.validation import (
     Expectation,
     Refused,
     check_evaluation,
+    check_noisy_sums,
     check_statistics,
     check_submission,
     count_rows,
@@ -301,14 +302,12 @@ def test_invalid_evaluation_is_refused(spoilt: Evaluation, reason: str) -> None:
     assert caught.value.reason == reason
 
 
+PRIVATE_TASK = {
+    "differential_privacy": DifferentialPrivacy(noise_multiplier=1.0, delta=1e-5, max_epsilon=8.0)
+}
 PRIVATE = replace(
     EXPECTATION,
-    manifest=msgspec.structs.replace(
-        EXPECTATION.manifest,
-        differential_privacy=DifferentialPrivacy(
-            clip_norm=1.0, noise_multiplier=1.0, delta=1e-5, max_epsilon=8.0
-        ),
-    ),
+    manifest=msgspec.structs.replace(EXPECTATION.manifest, **PRIVATE_TASK),
 )
 
 
@@ -316,13 +315,6 @@ def test_private_task_refuses_a_submission_without_cost() -> None:
     """A device without differential privacy uploads prototypes without noise."""
     refused = _refused(GOOD, PRIVATE)
     assert (refused.reason, "costs in privacy" in refused.detail) == ("malformed", True)
-
-
-def test_private_task_accepts_a_submission_with_cost() -> None:
-    """The number of images has noise, and is not checked for plausibility."""
-    spent = Privacy(epsilon=1.0, total_epsilon=2.0, delta=1e-5, releases=2)
-    taken = check_submission(_changed(privacy=spent, images=3), PRIVATE)
-    assert taken.counts.tolist() == [5, 5, 5, 5]
 
 
 SUMS, ROWS = sums_of(*images(0)), groups_of(*images(0))
@@ -393,3 +385,46 @@ def test_sums_that_no_device_sends_are_refused(fields: dict[str, Any], reason: s
 )
 def test_groups_that_no_device_sends_are_refused(fields: dict[str, Any], reason: str) -> None:
     assert _refused_statistics(msgspec.structs.replace(ROWS, **fields), GROUPS_EXPECTATION) == reason
+
+
+CLASSES = len(SINGLE_EXPECTATION.manifest.classes)
+SPENT = Privacy(epsilon=1.0, total_epsilon=2.0, delta=1e-5, releases=2)
+NOISY_EXPECTATION = replace(
+    SINGLE_EXPECTATION, manifest=msgspec.structs.replace(SINGLE_EXPECTATION.manifest, **PRIVATE_TASK)
+)
+NOISY = msgspec.structs.replace(
+    SUMS,
+    prototypes=filled(-(2**31), CLASSES, "i4"),
+    labels=to_tensor(np.arange(CLASSES, dtype=np.uint8)),
+    counts=to_tensor(np.ones(CLASSES, np.uint8)),
+    images=CLASSES,
+    privacy=SPENT,
+    tensors={
+        "counts": to_tensor(np.full(CLASSES, -9, np.int32)),
+        "second_moment": to_tensor(np.full(SIZE * (SIZE + 1) // 2, 2**31 - 1, np.int32)),
+    },
+)
+
+
+def test_noisy_sums_may_have_any_values() -> None:
+    taken = check_noisy_sums(NOISY, NOISY_EXPECTATION)
+    assert (taken.sums.min(), taken.counts.max()) == (-(2**31), -9)
+    assert count_rows(NOISY, NOISY_EXPECTATION) == dict.fromkeys(range(CLASSES), 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"privacy": None}, "malformed"),
+        ({"prototypes": filled(0, CLASSES, "i1")}, "dtype"),
+        ({"prototypes": filled(0, CLASSES, "i4", SIZE + 1)}, "shape"),
+        ({"labels": to_tensor(np.zeros(CLASSES, np.uint8))}, "malformed"),
+        ({"tensors": {"counts": NOISY.tensors["counts"]}}, "malformed"),
+        ({"tensors": {**NOISY.tensors, "counts": to_tensor(np.zeros(CLASSES, np.uint8))}}, "dtype"),
+        ({"tensors": {**NOISY.tensors, "second_moment": to_tensor(np.zeros(3, np.int32))}}, "shape"),
+    ],
+)
+def test_noisy_sums_of_another_form_are_refused(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(Refused) as caught:
+        count_rows(msgspec.structs.replace(NOISY, **changes), NOISY_EXPECTATION)
+    assert caught.value.reason == reason

@@ -26,14 +26,16 @@ from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from aggregator.tasks import graph_cache
 from aggregator.tasks.manifests import task_manifest
-from aggregator.tasks.task_preparation import continued, prepare_task, read_backbone, selected_columns
+from aggregator.tasks.task_preparation import Task, continued, prepare_task, read_backbone, selected_columns
 from aggregator.training.head_job import run
 from aggregator.training.jobs import CompileJob, HeadJob, Result
 from aggregator.training.runner import Finished
 from protocol.errors import BackboneMismatch, ConfigError
 from protocol.models.onnx_metadata import BackboneMetadata, Block, HeadMetadata, read_metadata, to_properties
+from protocol.statistics.noisy_sums import epsilon_of_sums
+from protocol.statistics.public_map import PublicMap
 from protocol.wire.codec import digest_of, encode
-from protocol.wire.messages import BlobRef, DifferentialPrivacy, TaskManifest
+from protocol.wire.messages import BlobRef, DifferentialPrivacy, Statistics, TaskManifest
 from tests.support.graphs.backbones import tiny_backbone, tiny_metadata
 from tests.support.messages.jobs import head_job
 from tests.support.messages.submissions import FEATURE_SIZE, MANIFEST, SERVED, submission
@@ -43,13 +45,57 @@ from tests.unit.aggregator.status.stores import rendered
 @pytest.mark.parametrize("client", [Client(), Client(alpha=1.0)])
 def test_manifest_of_private_task_has_alpha_1_and_noise(client: Client) -> None:
     """Alpha becomes 1; the noise multiplier is the smallest that epsilon and delta allow."""
-    budget = PrivacyBudget(epsilon=2.0, clip_norm=9.0, max_epsilon=8.0)
+    budget = PrivacyBudget(epsilon=2.0, map="m", max_epsilon=8.0)
     task = TaskFile(classes=("a",), backbones=("b",), client=client, privacy=PrivacySettings(dp=budget))
-    manifest = task_manifest(task, [BlobRef(digest=bytes(32), size_bytes=1, name="tiny.onnx")])
-    assert manifest.alpha == 1
-    assert manifest.differential_privacy == DifferentialPrivacy(
-        clip_norm=9.0, noise_multiplier=1.994, delta=1e-5, max_epsilon=8.0
+    statistics = Statistics(map=REFERENCE, size=256)
+    manifest = task_manifest(task, [REFERENCE], statistics=statistics)
+    assert (manifest.alpha, manifest.batch_size, manifest.min_images) == (1, 1, 1)
+    noise = DifferentialPrivacy(noise_multiplier=1.996, delta=1e-5, max_epsilon=8.0)
+    assert manifest.differential_privacy == noise
+    assert epsilon_of_sums({1.996: 1}, delta=1e-5) <= 2 < epsilon_of_sums({1.995: 1}, delta=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("classes", "size", "epsilon", "error"),
+    [(4000, 4096, 2.0, "too many for a device"), (2000, 1280, 8.0, "8 is too much for 2000 classes")],
+)
+def test_noise_that_devices_refuse_is_no_task(classes: int, size: int, epsilon: float, error: str) -> None:
+    budget = PrivacyBudget(epsilon=epsilon, map="m", max_epsilon=20.0)
+    names = tuple(f"{number}" for number in range(classes))
+    task = TaskFile(classes=names, backbones=("b",), privacy=PrivacySettings(dp=budget))
+    with pytest.raises(ConfigError, match=error):
+        task_manifest(task, [REFERENCE], statistics=Statistics(map=REFERENCE, size=size))
+
+
+def test_public_map_must_be_of_the_backbones(store: Store, tmp_path: Path) -> None:
+    """Devices download the file itself."""
+    (tmp_path / "tiny.onnx").write_bytes(tiny_backbone(feature_size=12))
+    file = tmp_path / "public.map"
+    budget = PrivacyBudget(epsilon=2.0, map=str(file), max_epsilon=8.0)
+    task = TaskFile(
+        classes=("a", "b"),
+        backbones=("tiny.onnx",),
+        algorithm="statistics",
+        privacy=PrivacySettings(dp=budget),
     )
+
+    def prepared() -> Task:
+        return prepare_task(task, [tmp_path / "tiny.onnx"], store=store)
+
+    with pytest.raises(ConfigError, match="protofleet public-map"):
+        prepared()
+    file.write_bytes(b"no map")
+    with pytest.raises(ConfigError, match="expected a public map"):
+        prepared()
+    file.write_bytes(PublicMap(np.zeros(9, np.float32), np.zeros((5, 9), np.float32)).to_bytes())
+    with pytest.raises(ConfigError, match="is one of 9 features, and the backbones have 12"):
+        prepared()
+    file.write_bytes(PublicMap(np.zeros(12, np.float32), np.zeros((5, 12), np.float32)).to_bytes())
+    made = prepared()
+    assert made.manifest.statistics is not None
+    assert made.manifest.statistics.map.digest == digest_of(file.read_bytes())
+    assert made.manifest.statistics.map.digest in made.blobs
+    assert (made.expectation.prototype_size, made.feature_map, made.calibrates) == (5, None, False)
 
 
 def test_read_backbone_returns_metadata_or_raises(tmp_path: Path) -> None:
@@ -100,11 +146,6 @@ def test_continued_task_names_all_earlier_ones(store: Store, caplog: pytest.LogC
             ("ant", "bee", "wasp"),
             {"client": Client(batch_size=7)},
             "batch_size must be those of the earlier task",
-        ),
-        (
-            ("ant", "bee", "wasp"),
-            {"privacy": PrivacySettings(dp=PrivacyBudget(epsilon=2.0, clip_norm=9.0, max_epsilon=8.0))},
-            "not for tasks with rounds or with differential privacy",
         ),
     ],
 )

@@ -11,7 +11,6 @@ import pytest
 from aggregator.algorithms.algorithm import Training
 from aggregator.algorithms.fedtc import train_head
 from aggregator.algorithms.fedtc.head import Dense
-from aggregator.algorithms.fedtc.recipe import RECIPES, recipe_of
 from aggregator.graphs.head_export import head_to_onnx
 from aggregator.storage.blobs import FolderBlobs
 from aggregator.storage.store import Store
@@ -28,19 +27,6 @@ from protocol.wire.messages import CONFIDENCE_BINS
 from tests.support.graphs.heads import head_metadata
 from tests.support.messages.jobs import head_job
 from tests.support.messages.submissions import FEATURE_SIZE, MANIFEST, submission, values_of
-
-
-@pytest.mark.parametrize(
-    ("written", "private", "restored"),
-    [(None, False, True), (None, True, False), (True, True, True), (False, False, False)],
-)
-def test_noise_is_not_restored_unless_it_is_asked_for(
-    *, written: bool | None, private: bool, restored: bool
-) -> None:
-    """Under differential privacy the default recipe omits steps that multiply the noise; the file may ask for them."""
-    recipe = recipe_of(Training(restore=written), private=private)
-    assert (recipe.restore, recipe.mix) == (restored, restored)
-    assert recipe.epochs == RECIPES["default"].epochs
 
 
 @pytest.mark.parametrize("recipe", ["default", "paper"])

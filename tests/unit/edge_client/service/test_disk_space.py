@@ -22,7 +22,7 @@ from tests.support.devices.device_factory import (
     make_workspace,
     write_images,
 )
-from tests.support.devices.worker_benches import WANTED
+from tests.support.devices.worker_benches import PUBLIC_MAP, WANTED, private_task
 from tests.support.simulation.fleet import reference
 
 GIB = 1024**3
@@ -116,9 +116,10 @@ def test_a_build_that_needs_the_reserve_is_repeated(
 ) -> None:
     """It is no failure of the task; under differential privacy it is the same release, which is charged once."""
     bench = HeadBench(tmp_path)
+    bench.store.blobs.put(PUBLIC_MAP)
     disk.free = 0
     image_file(tmp_path / "data" / "cat" / "new.png")
-    bench.follow(make_manifest(differential_privacy=privacy, seed=1))
+    bench.follow(make_manifest(**({"seed": 1} if privacy is None else private_task())))
     for _ in range(2):
         assert "not enough disk space" in bench.wait().status["problem"]
         assert bench.submission() is None

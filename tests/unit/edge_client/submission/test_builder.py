@@ -50,7 +50,7 @@ from tests.support.devices.device_factory import (
     tiny,
     write_images,
 )
-from tests.support.devices.worker_benches import WANTED, PrivateBench
+from tests.support.devices.worker_benches import PUBLIC_MAP, PrivateBench
 
 TASK = b"t" * 32
 
@@ -185,7 +185,8 @@ def test_classes_that_lose_their_images_are_reported(
         file.rename(lost / file.name)
     bench.upload()
     assert state() == ("", "", [])
-    bench.manifest = make_manifest(batch_size=10, min_images=3, differential_privacy=WANTED)
+    bench.manifest = PrivateBench(tmp_path / "private").manifest
+    bench.store.blobs.put(PUBLIC_MAP)
     bench.upload()
     shutil.rmtree(lost)
     bench.restart()

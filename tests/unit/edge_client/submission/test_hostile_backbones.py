@@ -12,19 +12,20 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from edge_client.privacy.gaussian_mechanism import Mechanism
+from edge_client.privacy import sum_mechanism
 from edge_client.privacy.policy import BUDGET
 from edge_client.runtime.backbone import Backbone, open_backbone
 from edge_client.storage.stored_values import PrivacySpent, SubmissionReport
-from edge_client.submission import image_features, private_submission
+from edge_client.submission import image_features
 from edge_client.submission.image_features import Workspace
 from protocol.errors import BackboneMismatch
+from protocol.statistics.noisy_sums import UNITS
+from protocol.statistics.second_moment import MAX_VALUE
 from protocol.wire.codec import digest_of, to_array
-from protocol.wire.messages import BlobRef, Submission, TaskManifest
-from tests.support.devices.worker_benches import WANTED, PrivateBench
+from protocol.wire.messages import BlobRef, Submission
+from tests.support.devices.worker_benches import PrivateBench, without_privacy
 from tests.support.graphs.backbones import tiny_backbone
 from tests.support.graphs.hostile_backbones import fails_on_white, flips_on_white, remembers_white
-from tests.support.messages.submissions import values_of
 
 
 def _bench(
@@ -41,19 +42,15 @@ def _bench(
 
 @pytest.fixture
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remove the noise and its price, to see what is behind it."""
-    real = Mechanism
+    """Remove the noise, to see what is behind it."""
     monkeypatch.setattr(
-        private_submission, "Mechanism", lambda **how: real(**{**how, "noise_multiplier": 1e-9})
+        sum_mechanism, "discrete_gaussian", lambda _key, count, **_: np.zeros(count, np.int64)
     )
 
 
 def _sums(submission: Submission) -> np.ndarray:
-    """Return the sum of each prototype's clipped features, (m, L), in units of the clipping norm."""
-    values = values_of(submission).astype(np.float64)
-    counts = to_array(submission.counts).astype(np.float64)
-    sums: np.ndarray = values * counts[:, None] / WANTED.clip_norm
-    return sums
+    """Return the class sums (C, D), in units of the greatest length of a row."""
+    return np.asarray(to_array(submission.prototypes) / (UNITS * MAX_VALUE))
 
 
 def test_a_private_tasks_backbones_are_opened_on_the_cpu(
@@ -70,7 +67,7 @@ def test_a_private_tasks_backbones_are_opened_on_the_cpu(
     bench = PrivateBench(tmp_path, count=12)
     bench.worker._workspace.settings = replace(bench.settings, provider="cuda")
     private = bench.manifest
-    for manifest in (private, msgspec.structs.replace(private, differential_privacy=None), private):
+    for manifest in (private, without_privacy(private), private):
         bench.manifest = manifest
         bench.build()
     assert opened == ["cpu", "cuda", "cpu"]
@@ -85,14 +82,14 @@ def test_an_image_moves_the_sums_by_at_most_the_clipping_norm(
     """Whatever the backbone does with a batch, also if a task without differential privacy has run it before."""
     sums = []
     for with_image in (False, True):
-        bench = _bench(tmp_path / str(with_image), backbone(), with_image=with_image, batch_size=30)
+        bench = _bench(tmp_path / str(with_image), backbone(), with_image=with_image)
         if was_public:
             private = bench.manifest
-            bench.manifest = _without_privacy(bench)
+            bench.manifest = without_privacy(bench.manifest)
             bench.build()
             bench.manifest = private
         sums.append(_sums(bench.upload()))
-    assert np.linalg.norm(sums[0] - sums[1]) <= 1 + 0.05, "rounding to float16"
+    assert np.linalg.norm(sums[0] - sums[1]) <= 1
 
 
 @pytest.mark.usefixtures("quiet")
@@ -105,17 +102,12 @@ def test_an_image_leaves_nothing_in_memory_for_those_after_it(tmp_path: Path) ->
             remembers_white(),
             with_image=with_image,
             count=7,
-            batch_size=5,
             isolate=Backbone.isolated,
         )
         if with_image:
             (bench.data / "cat" / "asked-for.png").rename(bench.data / "cat" / "0000-first.png")
         sums.append(_sums(bench.upload()))
-    assert np.linalg.norm(sums[0] - sums[1]) <= 1 + 0.05, "rounding to float16"
-
-
-def _without_privacy(bench: PrivateBench) -> TaskManifest:
-    return msgspec.structs.replace(bench.manifest, differential_privacy=None)
+    assert np.linalg.norm(sums[0] - sums[1]) <= 1
 
 
 @pytest.mark.parametrize("epsilon", [None, 0.1])
@@ -192,4 +184,4 @@ def test_noise_is_for_one_set_of_features(tmp_path: Path) -> None:
     second = bench.upload()
     assert second.privacy is not None
     assert second.privacy.releases == 2
-    assert (values_of(second)[:1] != values_of(first)[:1]).mean() > 0.9
+    assert (_sums(second) != _sums(first)).mean() > 0.9

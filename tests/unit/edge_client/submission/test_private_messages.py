@@ -4,7 +4,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -17,7 +16,7 @@ from protocol.wire import messages
 from protocol.wire.codec import decode, encode
 from protocol.wire.messages import BlobRef, DeviceInfo, Evaluation, HeadRef, Privacy, Submission, Tensor
 from tests.support.devices.device_factory import TINY, linear_head, payload_of, run_jobs, tiny
-from tests.support.devices.worker_benches import PrivateBench
+from tests.support.devices.worker_benches import PrivateBench, without_privacy
 from tests.support.messages.every_type import WIRE_TYPES
 
 DECISIONS: dict[type[Any], dict[str, str]] = {
@@ -32,8 +31,8 @@ DECISIONS: dict[type[Any], dict[str, str]] = {
     },
     Submission: {
         "v": "constant", "task": "no image", "sequence": "time of the submission", "prototypes": "noisy",
-        "labels": "noisy", "counts": "noisy", "images": "noisy", "omitted_classes": "empty", "round": "zero",
-        "tensors": "empty", "loss": "none", "privacy": "no image",
+        "labels": "constant", "counts": "noisy", "images": "noisy", "omitted_classes": "empty", "round": "zero",
+        "tensors": "noisy", "loss": "none", "privacy": "no image",
     },
     Privacy: dict.fromkeys(["epsilon", "total_epsilon", "delta", "releases"], "no image"),
     Evaluation: {
@@ -115,7 +114,7 @@ def test_info_reveals_nothing_about_a_task_that_max_epsilon_refuses(tmp_path: Pa
     bench = PrivateBench(tmp_path, max_epsilon=50.0)
     (bench.data / "cat" / "broken.png").write_text("broken")
     bench.upload()
-    bench.manifest = msgspec.structs.replace(bench.manifest, differential_privacy=None)
+    bench.manifest = without_privacy(bench.manifest)
     assert bench.refused() == policy.NOT_PRIVATE
     info = bench.info()
     assert (info.images, info.unusable_images) == ({}, 0)

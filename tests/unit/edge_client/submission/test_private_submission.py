@@ -13,21 +13,25 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from aggregator.intake.validation import Expectation, check_submission
+from aggregator.intake.validation import Expectation, check_noisy_sums
 from edge_client.agent import events
 from edge_client.privacy import policy
-from edge_client.privacy.policy import BUDGET, FAILED, NO_PROTOTYPE
+from edge_client.privacy.policy import BUDGET, FAILED
 from edge_client.service.device import Device
 from edge_client.storage import privacy_ledger
 from edge_client.storage.privacy_ledger import LOST
 from edge_client.storage.stored_values import BuildProblem, PrivacySpent, SubmissionReport
 from edge_client.submission import private_submission
+from edge_client.submission.image_features import training_feature_keys
 from edge_client.submission.prepared_submission import encode_submission
 from protocol.errors import PrivacyRefused, StateError
-from protocol.wire.codec import encode
-from protocol.wire.messages import Evaluation, Perturbation, Privacy, Submission
-from tests.support.devices.device_factory import PROGRAM, run_jobs
-from tests.support.devices.worker_benches import WANTED, PrivateBench
+from protocol.statistics.noisy_sums import MAX_DISCRETENESS, UNITS, deviations
+from protocol.statistics.public_map import PublicMap, read_map
+from protocol.statistics.second_moment import from_triangle
+from protocol.wire.codec import encode, to_array
+from protocol.wire.messages import BlobRef, Evaluation, Perturbation, Privacy, Statistics, Submission
+from tests.support.devices.device_factory import PROGRAM, TINY, run_jobs
+from tests.support.devices.worker_benches import PUBLIC_MAP, SIZE, WANTED, PrivateBench, without_privacy
 from tests.support.messages.every_type import SAMPLES
 from tests.unit.protocol.statistics.test_gaussian_privacy import closed_form
 
@@ -36,8 +40,8 @@ from tests.unit.protocol.statistics.test_gaussian_privacy import closed_form
 )
 WITHIN = Privacy(epsilon=0.5, total_epsilon=0.9, delta=1e-5, releases=2)
 
-ONE = closed_form({2.0: 1}, 1e-5)
-TWO = closed_form({2.0: 2}, 1e-5)
+ONE = closed_form({2.0: 1}, 1e-5) + MAX_DISCRETENESS
+TWO = closed_form({2.0: 2}, 1e-5) + 2 * MAX_DISCRETENESS
 
 
 @pytest.fixture
@@ -53,11 +57,10 @@ def test_a_submission_states_its_cost(bench: PrivateBench) -> None:
     assert spent is not None
     assert spent.epsilon == spent.total_epsilon == pytest.approx(ONE, rel=1e-3)
     assert (spent.delta, spent.releases) == (1e-5, 1)
-    taken = check_submission(submission, Expectation(bench.task, bench.manifest, 16))
-    assert taken.counts.min() >= 3
-    assert submission.images == taken.counts.sum()
+    taken = check_noisy_sums(submission, Expectation(bench.task, bench.manifest, SIZE))
+    assert submission.images == np.maximum(taken.counts // UNITS, 1).sum()
     assert (submission.omitted_classes, submission.loss, submission.round) == ((), None, 0)
-    assert submission.tensors.keys() == {"range"}
+    assert submission.tensors.keys() == {"counts", "second_moment"}
 
 
 def test_no_image_is_held_out(bench: PrivateBench) -> None:
@@ -142,8 +145,10 @@ def test_releases_of_earlier_tasks_count(bench: PrivateBench) -> None:
     other = msgspec.structs.replace(WANTED, noise_multiplier=3.0)
     bench.manifest = msgspec.structs.replace(bench.manifest, seed=1, differential_privacy=other)
     second = bench.cost()
-    assert second.total_epsilon == pytest.approx(closed_form({2.0: 1, 3.0: 1}, 1e-5), rel=1e-3)
-    assert second.epsilon == pytest.approx(closed_form({3.0: 1}, 1e-5), rel=1e-3)
+    assert second.total_epsilon == pytest.approx(
+        closed_form({2.0: 1, 3.0: 1}, 1e-5) + 2 * MAX_DISCRETENESS, rel=1e-3
+    )
+    assert second.epsilon == pytest.approx(closed_form({3.0: 1}, 1e-5) + MAX_DISCRETENESS, rel=1e-3)
     assert bench.store.get(PrivacySpent).releases == 2
 
 
@@ -163,7 +168,7 @@ def test_the_budget_of_task_and_device_is_kept(tmp_path: Path, of_task: float, o
 
 def test_a_charged_release_is_built_after_a_crash(bench: PrivateBench) -> None:
     """Power loss between charging and uploading costs nothing more."""
-    killed = patch.object(private_submission, "private_prototypes", side_effect=KeyboardInterrupt)
+    killed = patch.object(private_submission, "noisy_sums", side_effect=KeyboardInterrupt)
     with killed, pytest.raises(KeyboardInterrupt):
         bench.build()
     assert bench.store.outbox.items() == ()
@@ -194,10 +199,6 @@ def _lose_database(bench: PrivateBench) -> None:
         file.unlink()
 
 
-def _not_a_number(names: Sequence[str], *_: object, **__: object) -> NDArray[np.float32]:
-    return np.full((len(names), 16), np.nan, np.float32)
-
-
 FULL = "CREATE TRIGGER full BEFORE INSERT ON releases BEGIN SELECT RAISE(ABORT, 'disk full'); END"
 
 Break = Callable[[PrivateBench, pytest.MonkeyPatch], object]
@@ -205,30 +206,26 @@ FAILURES: dict[str, tuple[str, Break]] = {
     "the accountant fails": (
         FAILED,
         lambda _, patch: patch.setattr(
-            private_submission, "epsilon_of", Mock(side_effect=ArithmeticError("too small"))
+            private_submission, "epsilon_of_sums", Mock(side_effect=ArithmeticError("too small"))
         ),
     ),
     "the accountant gives no bound": (
         BUDGET,
-        lambda _, patch: patch.setattr(private_submission, "epsilon_of", lambda *_, **__: math.inf),
+        lambda _, patch: patch.setattr(private_submission, "epsilon_of_sums", lambda *_, **__: math.inf),
     ),
     "the record cannot be written": (FAILED, lambda bench, _: _forget(bench, FULL)),
     "the marker cannot be written": (FAILED, lambda bench, _: (bench.folder / "state" / "releases").mkdir()),
     "the record cannot be read": (FAILED, lambda bench, _: _forget(bench, "DROP TABLE releases")),
-    "a feature is not finite": (
-        "a feature is not finite: nothing is uploaded",
-        lambda bench, patch: patch.setattr(bench.worker._builder._workspace.cache, "matrix", _not_a_number),
-    ),
     "features are gone": (
         FAILED,
         lambda bench, patch: patch.setattr(
             bench.worker._builder._workspace.cache, "matrix", Mock(side_effect=StateError("secret.png"))
         ),
     ),
-    "clipping fails": (
+    "the mechanism fails": (
         FAILED,
         lambda _, patch: patch.setattr(
-            private_submission, "private_prototypes", Mock(side_effect=FloatingPointError("secret"))
+            private_submission, "noisy_sums", Mock(side_effect=FloatingPointError("secret"))
         ),
     ),
     "no randomness": (
@@ -238,9 +235,7 @@ FAILURES: dict[str, tuple[str, Break]] = {
     "no secret": (FAILED, lambda bench, patch: patch.setattr(bench.store, "secret", lambda **_: b"")),
     "out of memory": (
         FAILED,
-        lambda _, patch: patch.setattr(
-            private_submission, "private_prototypes", Mock(side_effect=MemoryError())
-        ),
+        lambda _, patch: patch.setattr(private_submission, "noisy_sums", Mock(side_effect=MemoryError())),
     ),
 }
 """Failures on the way to a submission: the reported reason, and a function that causes each."""
@@ -300,30 +295,64 @@ def test_the_marker_may_be_one_behind_the_ledger(bench: PrivateBench) -> None:
 
 
 def test_a_device_without_images_releases_noise(tmp_path: Path) -> None:
-    """Having no image is private, too."""
-    loud = msgspec.structs.replace(WANTED, noise_multiplier=40.0)
-    bench = PrivateBench(tmp_path, count=0, batch_size=3, differential_privacy=loud)
-    reasons = set()
-    for seed in range(12):
-        bench.manifest = msgspec.structs.replace(bench.manifest, seed=seed)
-        built = bench.build()
-        reasons.add(built.reason)
-        if built.item is not None:
-            assert bench.read(built.item).images >= 3
-    assert reasons <= {"", NO_PROTOTYPE}
-    assert "" in reasons
-    assert len(bench.store.ledger.releases()) == 12, "nothing was paid for as well"
+    """Having no image is private, too: all classes are there, and the values are noise alone."""
+    bench = PrivateBench(tmp_path, count=0)
+    submission = bench.upload()
+    counts = to_array(submission.tensors["counts"]) / UNITS
+    assert to_array(submission.labels).tolist() == [0, 1]
+    assert np.abs(counts).max() < 8 * deviations(WANTED.noise_multiplier)["counts"] / UNITS
+    assert to_array(submission.counts).tolist() == np.maximum(np.floor(counts), 1).tolist()
 
 
-def test_noise_is_not_redrawn_until_it_leaves_a_prototype(tmp_path: Path) -> None:
-    """With too few images, a rebuild is the same release."""
-    bench = PrivateBench(tmp_path, count=3, batch_size=200)
-    assert [bench.refused(), bench.refused()] == [NO_PROTOTYPE, NO_PROTOTYPE]
-    bench.restart()
-    assert bench.refused() == NO_PROTOTYPE
-    assert len(bench.store.ledger.releases()) == 1
+def test_sums_are_those_of_the_images_but_for_the_noise(tmp_path: Path) -> None:
+    """With hardly any noise: counts, class sums and second moment of the rows of the public map."""
+    quiet = msgspec.structs.replace(WANTED, noise_multiplier=0.5, max_epsilon=40.0)
+    bench = PrivateBench(tmp_path, differential_privacy=quiet)
+    taken = check_noisy_sums(bench.upload(), Expectation(bench.task, bench.manifest, SIZE))
+    workspace, public = bench.worker._workspace, read_map(PUBLIC_MAP)
+    found = workspace.extract(bench.manifest, lambda: False)
+    keys = training_feature_keys(bench.manifest)
+    rows = [public.rows(workspace.features(found.of_class(label), keys, 16)).astype(int) for label in (0, 1)]
+    scale = deviations(0.5)
+    assert np.abs(taken.counts - 40 * UNITS).max() < 6 * scale["counts"]
+    for label in (0, 1):
+        assert np.abs(taken.sums[label] - UNITS * rows[label].sum(axis=0)).max() < 6 * scale["sums"]
+    together = np.concatenate(rows)
+    difference = from_triangle(taken.second_moment.astype(np.int64), SIZE) - together.T @ together
+    assert np.abs(difference).max() < 6 * scale["squares"] < np.abs(together.T @ together).max()
 
 
+def test_a_feature_that_is_not_finite_counts_as_one(
+    bench: PrivateBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A refusal would tell that the image is there."""
+
+    def not_a_number(names: Sequence[str], *_: object, **__: object) -> NDArray[np.float32]:
+        return np.full((len(names), 16), np.nan, np.float32)
+
+    monkeypatch.setattr(bench.worker._builder._workspace.cache, "matrix", not_a_number)
+    bench.upload()
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"no map", "expected a public map"),
+        (
+            PublicMap(np.zeros(16, np.float32), np.full((SIZE, 16), np.inf, np.float32)).to_bytes(),
+            "all finite",
+        ),
+        (PublicMap(np.zeros(9, np.float32), np.zeros((SIZE, 9), np.float32)).to_bytes(), "has (12, 9)"),
+    ],
+)
+def test_a_public_map_that_does_not_fit_costs_nothing(bench: PrivateBench, data: bytes, reason: str) -> None:
+    blob = BlobRef(digest=bench.store.blobs.put(data), size_bytes=len(data), name="m")
+    bench.manifest = msgspec.structs.replace(bench.manifest, statistics=Statistics(map=blob, size=SIZE))
+    assert reason in bench.refused()
+    assert bench.store.ledger.releases() == ()
+
+
+LARGE = tuple(f"class-{number}" for number in range(2500))
 NOISE = Perturbation(on="prototypes", noise="gaussian", scale=1.0)
 
 
@@ -335,6 +364,10 @@ NOISE = Perturbation(on="prototypes", noise="gaussian", scale=1.0)
         ({"alpha": 0.99}, policy.FILTERS),
         ({"differential_privacy": msgspec.structs.replace(WANTED, delta=0.5)}, policy.LARGE_DELTA),
         ({"differential_privacy": msgspec.structs.replace(WANTED, noise_multiplier=0.3)}, BUDGET),
+        ({"differential_privacy": msgspec.structs.replace(WANTED, noise_multiplier=0.01)}, policy.TOO_QUIET),
+        ({"statistics": None}, policy.PRIVATE_PROTOTYPES),
+        ({"batch_size": 5}, policy.PRIVATE_PROTOTYPES),
+        ({"statistics": Statistics(map=TINY, size=4096), "classes": LARGE}, policy.TOO_LARGE),
     ],
 )
 def test_a_task_without_a_valid_guarantee_is_refused(
@@ -387,6 +420,6 @@ def test_max_epsilon_is_for_what_was_built_before_it_too(
 
 def test_prototypes_without_noise_are_not_encoded_for_a_private_task(bench: PrivateBench) -> None:
     """A last check before bytes leave."""
-    prepared = bench.dry_run(msgspec.structs.replace(bench.manifest, differential_privacy=None))
+    prepared = bench.dry_run(without_privacy(bench.manifest))
     with pytest.raises(PrivacyRefused):
         encode_submission(prepared, task=bench.task, manifest=bench.manifest, sequence=1)

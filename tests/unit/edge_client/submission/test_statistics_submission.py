@@ -34,7 +34,7 @@ from protocol.wire.messages import (
 )
 from tests.support.devices.device_factory import PROGRAM, TINY, make_manifest, make_workspace, write_images
 from tests.support.devices.round_factory import stored
-from tests.support.devices.worker_benches import WANTED, PrivateBench
+from tests.support.devices.worker_benches import PrivateBench
 from tests.support.graphs.feature_maps import NEGATED, map_graph, mapped
 
 TASK = b"t" * 32
@@ -179,7 +179,6 @@ def test_sums_can_be_interrupted(tmp_path: Path) -> None:
     ("changes", "problem"),
     [
         ({"program": PROGRAM}, policy.STATISTICS_IN_ROUNDS),
-        ({"differential_privacy": WANTED}, policy.NOISY_STATISTICS),
         ({"perturbation": Perturbation(on="prototypes", scale=0.1)}, policy.NOISY_STATISTICS),
         ({"alpha": 0.99}, policy.FILTERED_STATISTICS),
     ],

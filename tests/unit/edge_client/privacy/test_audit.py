@@ -13,10 +13,11 @@ import pytest
 from numpy.typing import NDArray
 from scipy.stats import beta
 
+from edge_client.privacy import sum_mechanism as module
 from edge_client.privacy.noise import subkey
+from edge_client.privacy.sum_mechanism import noisy_sums
 from protocol.statistics.gaussian_privacy import noise_multiplier
-from research.privacy import sum_mechanism as module
-from research.privacy.sum_mechanism import COUNT_UNITS, SUM_UNITS, noisy_sums
+from protocol.statistics.noisy_sums import UNITS, deviations, epsilon_of_sums
 
 EPSILON, DELTA = 2.0, 1e-5
 RELEASES = 1500
@@ -26,12 +27,12 @@ IMAGE = np.array([[120, -41, 7]], np.int8)
 
 def _likelihoods(rows: NDArray[np.int8], key: bytes) -> NDArray[np.float64]:
     """Return the log-likelihood ratio of each of RELEASES releases, by the continuous Gaussian, which is close."""
-    z = noise_multiplier(EPSILON, DELTA)
-    kinds = module._deviations(z)
+    z = noise_multiplier(EPSILON, DELTA, cost=epsilon_of_sums)
+    kinds = vars(module)["deviations"](z)  # the attacker knows a faulty mechanism, too
     row, at = IMAGE[0].astype(float), np.triu_indices(3)
-    changes = np.concatenate([[COUNT_UNITS], SUM_UNITS * row, np.outer(row, row)[at]])
+    changes = np.concatenate([[UNITS], UNITS * row, np.outer(row, row)[at]])
     of_products = np.where(at[0] == at[1], kinds["squares"], kinds["products"])
-    deviations = np.concatenate([[kinds["counts"]], np.full(3, kinds["sums"]), of_products])
+    scale = np.concatenate([[kinds["counts"]], np.full(3, kinds["sums"]), of_products])
     released = []
     for number in range(RELEASES):
         made = noisy_sums(
@@ -42,7 +43,7 @@ def _likelihoods(rows: NDArray[np.int8], key: bytes) -> NDArray[np.float64]:
             key=subkey(key, b"%d" % number),
         )
         released.append(np.concatenate([made.counts, made.sums.ravel(), made.second_moment]))
-    return np.asarray((np.array(released) - changes / 2) @ (changes / deviations**2))
+    return np.asarray((np.array(released) - changes / 2) @ (changes / scale**2))
 
 
 def _measured_epsilon() -> float:
@@ -71,20 +72,19 @@ def test_measured_epsilon_is_below_the_promised_one() -> None:
 
 FAULTS: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
     "a quarter of the noise": lambda patch: patch.setattr(
-        module, "_deviations", _scaled(dict.fromkeys(("counts", "sums", "squares", "products"), 1 / 4))
+        module, "deviations", _scaled(dict.fromkeys(("counts", "sums", "squares", "products"), 1 / 4))
     ),
     "sums as if rows were short": lambda patch: patch.setattr(
-        module, "_deviations", _scaled({"sums": 1 / 127})
+        module, "deviations", _scaled({"sums": 1 / 127})
     ),
     "products as if rows were short": lambda patch: patch.setattr(
-        module, "_deviations", _scaled({"squares": 1 / 127, "products": 1 / 127})
+        module, "deviations", _scaled({"squares": 1 / 127, "products": 1 / 127})
     ),
 }
 
 
 def _scaled(factors: dict[str, float]) -> Callable[[float], dict[str, float]]:
-    correct = module._deviations
-    return lambda z: {name: value * factors.get(name, 1.0) for name, value in correct(z).items()}
+    return lambda z: {name: value * factors.get(name, 1.0) for name, value in deviations(z).items()}
 
 
 @pytest.mark.parametrize("fault", FAULTS)

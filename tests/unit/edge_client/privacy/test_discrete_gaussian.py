@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 from scipy.stats import chisquare
 
-from research.privacy.discrete_gaussian import _Bits, discrete_gaussian
+from edge_client.privacy.discrete_gaussian import _Bits, discrete_gaussian
 
 KEY = bytes(range(32))
 

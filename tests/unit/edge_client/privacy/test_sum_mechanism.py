@@ -11,19 +11,19 @@ from numpy.typing import NDArray
 from scipy.special import logsumexp, ndtr
 from scipy.stats import chi2
 
+from edge_client.privacy import sum_mechanism as module
+from edge_client.privacy.sum_mechanism import NoisySums, clipped, noisy_sums
 from protocol.errors import PrivacyRefused
-from protocol.statistics.second_moment import from_triangle
-from research.privacy import sum_mechanism as module
-from research.privacy.sum_mechanism import (
-    COUNT_UNITS,
+from protocol.statistics.noisy_sums import (
     COUNT_WEIGHT,
-    SUM_UNITS,
+    MAX_DISCRETENESS,
     TAIL,
-    NoisySums,
-    clipped,
+    UNITS,
     discreteness,
-    noisy_sums,
+    epsilon_of_sums,
 )
+from protocol.statistics.second_moment import from_triangle
+from tests.unit.protocol.statistics.test_gaussian_privacy import closed_form
 
 KEY = bytes(range(32))
 ROWS = arrays(np.int8, st.tuples(st.integers(1, 4), st.just(6)), elements=st.integers(-127, 127))
@@ -52,13 +52,13 @@ def test_one_image_changes_no_more_than_the_noise_is_made_for(rows: NDArray[np.i
     counts, sums = more.counts - less.counts, more.sums - less.sums
     products = from_triangle(more.second_moment - less.second_moment, 6)
     row = clipped(rows[-1:])[0]
-    np.testing.assert_array_equal(counts, COUNT_UNITS * np.eye(3)[label])
-    np.testing.assert_array_equal(sums, SUM_UNITS * np.outer(np.eye(3)[label], row))
+    np.testing.assert_array_equal(counts, UNITS * np.eye(3)[label])
+    np.testing.assert_array_equal(sums, UNITS * np.outer(np.eye(3)[label], row))
     np.testing.assert_array_equal(products, np.outer(row, row))
     unit = z * math.sqrt(2 + COUNT_WEIGHT**2)
     squares, above = np.diag(products), products[np.triu_indices(6, 1)]
     changes = [
-        *(counts / COUNT_UNITS / (unit / COUNT_WEIGHT)), *(sums / SUM_UNITS / (unit * 127)).ravel(),
+        *(counts / UNITS / (unit / COUNT_WEIGHT)), *(sums / UNITS / (unit * 127)).ravel(),
         *(squares / (unit * 127**2)),
         *(above / (unit * 127**2 / math.sqrt(2))),
     ]  # fmt: skip
@@ -80,8 +80,8 @@ def test_noise_has_its_deviation_in_each_value() -> None:
     )
     products = from_triangle(made.second_moment, 120)
     for values, deviation in (
-        (made.counts / COUNT_UNITS, unit / COUNT_WEIGHT),
-        (made.sums / SUM_UNITS, unit * 127),
+        (made.counts / UNITS, unit / COUNT_WEIGHT),
+        (made.sums / UNITS, unit * 127),
         (np.diag(products), unit * 127**2),
         (products[np.triu_indices(120, 1)], unit * 127**2 / math.sqrt(2)),
     ):
@@ -120,7 +120,7 @@ def test_variance_is_rounded_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "discrete_gaussian", recorded)
     release(np.zeros((1, 6), np.int8), [0], z=0.51)
     unit = 0.51**2 * (2 + COUNT_WEIGHT**2)
-    exact = {3: 64**2 * unit / 0.04, 18: 8**2 * unit * 127**2, 6: unit * 127**4, 15: unit * 127**4 / 2}
+    exact = {3: 64**2 * unit / 0.04, 18: 64**2 * unit * 127**2, 6: unit * 127**4, 15: unit * 127**4 / 2}
     assert variances == {count: math.ceil(value * (1 - 1e-12)) for count, value in exact.items()}
 
 
@@ -140,9 +140,9 @@ def test_discrete_noise_is_close_to_rounded_noise(variance: float, deviations: f
 @pytest.mark.parametrize("z", [0.02, 0.05])
 def test_one_discrete_value_is_as_private_as_the_bound_says(z: float) -> None:
     """A count alone, exactly: the sum over all integers of how much one distribution exceeds e^epsilon of the other."""
-    deviation = COUNT_UNITS * z / COUNT_WEIGHT
+    deviation = UNITS * z / COUNT_WEIGHT
     values = np.arange(-40 * math.ceil(deviation) - 99, 40 * math.ceil(deviation) + 99)
-    logs = [-((values - shift) ** 2) / (2 * deviation**2) for shift in (0, COUNT_UNITS)]
+    logs = [-((values - shift) ** 2) / (2 * deviation**2) for shift in (0, UNITS)]
     one, other = (np.exp(each - logsumexp(each)) for each in logs)
     margin = 1 / (23 * deviation**2) + 17 / 16 * (1 + 2 * math.sqrt(TAIL) + 2 * TAIL) / (24 * deviation**2)
     for epsilon in (0.1, 1.0, 3.0):
@@ -152,7 +152,7 @@ def test_one_discrete_value_is_as_private_as_the_bound_says(z: float) -> None:
         assert exact <= gaussian * math.exp(margin) + 1e-15
 
 
-@pytest.mark.parametrize(("z", "most"), [(0.5, 1e-3), (1.0, 3e-4), (3.73, 2e-5), (1e-3, math.inf)])
+@pytest.mark.parametrize(("z", "most"), [(0.3, 2e-3), (1.0, 1e-4), (3.73, 1e-5), (1e-3, math.inf)])
 def test_discreteness_is_negligible_unless_there_is_hardly_any_noise(z: float, most: float) -> None:
     """Ten classes, and the 376 values of residual sums."""
     found = discreteness(z, classes=10, size=376)
@@ -165,3 +165,14 @@ def test_tail_of_weighted_squares_is_rarer_than_the_bound() -> None:
     for count in (1, 10, 10_000):
         bound = count + 2 * math.sqrt(TAIL * count) + 2 * TAIL
         assert chi2.logsf(bound, count) <= -TAIL
+
+
+def test_epsilon_has_room_for_discreteness() -> None:
+    """Of each release in epsilon, and in delta: the Gaussian mechanism is held to a smaller one."""
+    for releases in ({2.0: 1}, {3.0: 2, 11.0: 5}):
+        number = sum(releases.values())
+        exact, said = closed_form(releases, 1e-5), epsilon_of_sums(releases, delta=1e-5)
+        smaller = closed_form(releases, 1e-5 * math.exp(-MAX_DISCRETENESS * number))
+        assert said == pytest.approx(smaller + MAX_DISCRETENESS * number, rel=1e-6)
+        assert exact < said < exact + 0.02
+    assert epsilon_of_sums({2.0: 1}, delta=1e-30) == math.inf

@@ -1,0 +1,100 @@
+"""Ridge regression from sums with noise, whose scatter is not that of any rows, and the map of their rows."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aggregator.algorithms.algorithm import ABSENT_LOGIT
+from aggregator.algorithms.fedtc.head import Dense
+from aggregator.algorithms.statistics.ridge import TEMPERATURE
+from protocol.errors import ProtofleetError
+from protocol.statistics.noisy_sums import UNITS, deviations
+from protocol.statistics.public_map import PublicMap
+from protocol.statistics.second_moment import MAX_VALUE, from_triangle
+
+MIN_VARIANCE = 1e-9
+"""Of a component, relative to the first one's."""
+
+CLIP_QUANTILE = 0.1
+"""Of the lengths of public rows, the one that longer rows are shortened to."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoisyTotal:
+    """The sum of the releases of several devices, each with noise of its own.
+
+    Attributes:
+        counts: int64 (C,), images in units of 1/64.
+        sums: int64 (C, D), in units of 1/64.
+        second_moment: int64 (D (D + 1) / 2,), the upper triangle by rows.
+        noise_multiplier: of all the noise together: sqrt(K) times that of each of K devices.
+    """
+
+    counts: NDArray[np.int64]
+    sums: NDArray[np.int64]
+    second_moment: NDArray[np.int64]
+    noise_multiplier: float
+
+
+def solve_noisy(total: NoisyTotal) -> tuple[Dense, float]:
+    """Return the layer from rows (n, D) to logits (n, C), and its ridge.
+
+    The regression in which all classes count alike (`ridge.solve`), of the nearest scatter within classes that is
+    positive. The ridge is n sqrt(D): with products whose noise has the standard deviation n, about the largest
+    eigenvalue of a symmetric matrix of noise. A class with fewer images than the noise of its count is absent.
+
+    Raises:
+        ProtofleetError: fewer than two classes stand out from the noise.
+    """
+    scale = deviations(total.noise_multiplier)
+    present = total.counts > scale["counts"]
+    if np.count_nonzero(present) < min(2, len(present)):
+        least = math.ceil(scale["counts"] / UNITS)
+        raise ProtofleetError(
+            f"the noise is as large as the sums: more than {least} images of a class are needed, or a larger epsilon"
+        )
+    images = (total.counts[present] / UNITS)[:, None]
+    means = total.sums[present] / UNITS / images
+    classes, size = means.shape
+    scatter = from_triangle(total.second_moment, size) - (means * images).T @ means
+    squares, axes = np.linalg.eigh(scatter)
+    ridge = scale["products"] * math.sqrt(size)
+    middle, each = means.mean(axis=0), float(images.sum()) / classes
+    directions = (means - middle) @ axes
+    divided = (directions / (np.maximum(squares, 0) + ridge)).T
+    weight = axes @ divided @ np.linalg.inv(np.eye(classes) + each * directions @ divided) * each
+    every_weight = np.zeros((len(present), size))
+    every_bias = np.full(len(present), ABSENT_LOGIT)
+    every_weight[present] = weight.T / TEMPERATURE
+    every_bias[present] = (1 / classes - middle @ weight) / TEMPERATURE
+    return Dense(every_weight.astype(np.float32), every_bias.astype(np.float32)), ridge
+
+
+def of_features(layer: Dense, public: PublicMap) -> Dense:
+    """Return a layer of rows as one of features (n, L)."""
+    weight = layer.weight.astype(np.float64) @ public.components
+    bias = layer.bias - weight @ public.center.astype(np.float64)
+    return Dense(weight.astype(np.float32), bias.astype(np.float32))
+
+
+def make_public_map(features: NDArray[np.float32], size: int) -> PublicMap:
+    """Return the map of the `size` principal components of public features (n, L).
+
+    Raises:
+        ProtofleetError: the features vary in fewer directions.
+    """
+    center = features.mean(axis=0, dtype=np.float64)
+    deviations_of = features - center
+    squares, axes = np.linalg.eigh(deviations_of.T @ deviations_of)
+    usable = int(np.count_nonzero(squares > MIN_VARIANCE * squares[-1]))
+    if not 1 <= size <= usable:
+        raise ProtofleetError(
+            f"expected 1 to {usable} components of these {len(features)} images, got {size}: "
+            "take fewer components, or more public images"
+        )
+    components = axes[:, : -size - 1 : -1].T
+    lengths = np.linalg.norm(deviations_of @ components.T, axis=1)
+    components = components * (MAX_VALUE / float(np.quantile(lengths, CLIP_QUANTILE)))
+    return PublicMap(center.astype(np.float32), components.astype(np.float32))
