@@ -53,7 +53,7 @@ class Robust(msgspec.Struct, frozen=True, kw_only=True):
     clip_multiple: Annotated[float, Meta(ge=0, le=1e6)] = 3.0
     """Limit prototypes to 3 times the median device's distance from the others'; 0: no limit.
 
-    Changes of parameters are limited to the same multiple.
+    Unless it is 0, no device's change of parameters counts for more than the median device's.
     """
 
 
