@@ -195,7 +195,7 @@ def test_python_program_predicts_as_a_device(folders: dict[str, Path], model: st
 def test_javascript_program_predicts_as_a_device(
     folders: dict[str, Path], packages: Path, model: str
 ) -> None:
-    """Exactly, for images that need no resampling; about as exactly as the filters are equal for a photo; not of CMYK."""
+    """Exactly, for images that need no resampling; about as exactly as the filters are for a photo; not of CMYK."""
     folder = folders[model]
     (folder / "node_modules").symlink_to(packages)
     (folder / PREDICT.split()[1]).write_text(BLOCKS["js"], encoding="utf-8")
