@@ -1,4 +1,4 @@
-"""`aggregator doctor`: what keeps the aggregator from serving its fleet, found before it runs or while it does."""
+"""`aggregator doctor`: what keeps the aggregator from serving its fleet."""
 
 import contextlib
 import importlib.metadata

@@ -21,12 +21,13 @@ def layers(package: str) -> list[str]:
 
 
 def describe(package: str, room: str) -> tuple[str, str]:
-    """Return a room's path and the first paragraph of its docstring."""
+    """Return a room's path and the first sentence of its docstring."""
     folder = ROOT / package / room
     file = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
     text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
     path = f"{package}/{room}/" if folder.is_dir() else f"{package}/{room}.py"
-    return path, " ".join(text.split("\n\n")[0].split())
+    first, full_stop, _ = " ".join(text.split("\n\n")[0].split()).partition(". ")
+    return path, first + full_stop.strip()
 
 
 def table(package: str) -> str:

@@ -1,4 +1,4 @@
-"""The exceptions of this project: each message says what was expected, what came, and what to do."""
+"""The exceptions of this project. Each message says what was expected, what came, and what to do."""
 
 from protocol import __version__
 

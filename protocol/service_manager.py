@@ -1,4 +1,4 @@
-"""Signals of a service manager, and notifications to systemd, which restarts a service that hangs (`sd_notify(3)`)."""
+"""Signals of a service manager, and notifications to systemd (`sd_notify(3)`)."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""Threads that a program depends on: one that crashes is reported, so that the program can stop."""
+"""Threads that a program depends on, whose crashes are reported."""
 
 import logging
 import threading

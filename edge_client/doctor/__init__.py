@@ -1,1 +1,1 @@
-"""`edge-client doctor`: what keeps a device from taking part, found before it runs or while it does."""
+"""`edge-client doctor`: what keeps a device from taking part."""
