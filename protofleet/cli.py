@@ -261,7 +261,7 @@ def public_map_command(*, images: Path, backbones: tuple[Path, ...], out: Path, 
     """Write the public map of `[privacy.dp]` from the images in the folder IMAGES and below it.
 
     They must be public: everybody who has the map may learn about them. Photographs of other things than the fleet's
-    are enough, a few thousand of them.
+    are enough, about a thousand of them.
     """
     require_packages("onnx", "onnxruntime", extras=EXTRAS)
     from edge_client.progress_bar import Progress
