@@ -11,7 +11,6 @@ from protocol.errors import ConfigError
 from protocol.statistics.gaussian_privacy import noise_multiplier
 from protocol.statistics.noisy_sums import (
     MAX_DISCRETENESS,
-    MAX_RELEASED,
     discreteness,
     epsilon_of_sums,
     released_values,
@@ -19,6 +18,7 @@ from protocol.statistics.noisy_sums import (
 from protocol.wire.codec import encode
 from protocol.wire.messages import (
     MAX_MANIFEST_BYTES,
+    MAX_RELEASED,
     BlobRef,
     DifferentialPrivacy,
     HeadRef,

@@ -5,9 +5,9 @@ from msgspec import UNSET
 from edge_client.agent.state import Kind
 from edge_client.storage.privacy_ledger import LOST
 from protocol.errors import MalformedMessage, PrivacyRefused
-from protocol.statistics.noisy_sums import MAX_DISCRETENESS, MAX_RELEASED, discreteness, released_values
+from protocol.statistics.noisy_sums import MAX_DISCRETENESS, discreteness, released_values
 from protocol.wire.codec import decode
-from protocol.wire.messages import Evaluation, Submission, TaskManifest
+from protocol.wire.messages import MAX_RELEASED, Evaluation, Submission, TaskManifest
 
 MAX_DELTA = 1e-3
 """Delta is the probability that epsilon does not hold: a task with a large one could keep any epsilon."""

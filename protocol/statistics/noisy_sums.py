@@ -22,6 +22,11 @@ Hence P <= e^A R with A = sum_i 1 / (23 v_i) over all values, and R <= e^B P exc
 which sum_i k_i^2 / (24 v_i^2) exceeds B: the tail of weighted chi-squared values (Laurent, Massart 2000, lemma 1). What
 is (epsilon, delta) private with R is (epsilon + A + B, e^A delta + e^(A + epsilon) beta) private with P, and A and B of
 several releases add up. Counts and sums are released in units of 1 / 64, so that all variances are large.
+
+**Noise of several devices.** With a second operator, only the sum of the releases of at least h honest devices is seen,
+each with noise of z / sqrt(h). A sum of h discrete Gaussians of variance v is the discrete Gaussian of variance h v up
+to a factor of e^(+-t), t = 10 sum_{k<h} e^(-2 pi^2 v k / (k + 1)) (Kairouz, Liu and Steinke 2021, theorem 9). With v >=
+10, t is below h e^-95 for each value, which the rounding up of `discreteness` covers.
 """
 
 import math
@@ -45,9 +50,6 @@ MAX_DISCRETENESS = 2e-3
 MOST_EPSILON = 80.0
 """Epsilon above which none is computed."""
 
-MAX_RELEASED = 2**24
-"""Values of a release: no task exhausts the device's memory."""
-
 
 def deviations(noise_multiplier: float) -> dict[str, float]:
     """Return the standard deviation of the noise of each kind of value, in its units, for a z."""
@@ -61,6 +63,11 @@ def deviations(noise_multiplier: float) -> dict[str, float]:
     }
 
 
+def share_of_noise(noise_multiplier: float, *, honest: int) -> float:
+    """Return the noise multiplier of one of `honest` devices whose noise together has this one."""
+    return noise_multiplier / math.sqrt(honest)
+
+
 def released_values(*, classes: int, size: int) -> dict[str, int]:
     """Return how many values of each kind a release has, for C classes and rows of D values."""
     return {
@@ -71,11 +78,11 @@ def released_values(*, classes: int, size: int) -> dict[str, int]:
     }
 
 
-def discreteness(noise_multiplier: float, *, classes: int, size: int) -> float:
-    """Return A + B of one release; it is infinite where a variance is below 10."""
+def discreteness(noise_multiplier: float, *, classes: int, size: int, honest: int = 1) -> float:
+    """Return A + B of a release of `honest` devices together; it is infinite where a device's variance is below 10."""
     values = released_values(classes=classes, size=size)
     variances = {kind: deviation**2 for kind, deviation in deviations(noise_multiplier).items()}
-    if min(variances.values()) < 10:
+    if min(variances.values()) < 10 * honest:
         return math.inf
     pairs = [(count, 1 / (24 * variances[kind])) for kind, count in values.items()]
     total = math.fsum(count * each for count, each in pairs)

@@ -51,6 +51,15 @@ CONFIDENCE_BINS = 32
 MAX_MAPPED_SIZE = 4096
 """Values in a mapped feature."""
 
+MAX_RELEASED = 2**24
+"""Values of a submission with differential privacy."""
+
+MAX_SUMMED = 1_000_000
+"""Submissions in one sum."""
+
+SEALED_BYTES = 80
+"""Bytes of a sealed seed: a public key of 32, the seed of 32, and a tag of 16."""
+
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}\Z")]
 Text = Annotated[str, Meta(max_length=256)]
 ClassName = Annotated[str, Meta(min_length=1, max_length=128)]
@@ -163,6 +172,20 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     """Images in one step."""
 
 
+class SecondOperator(msgspec.Struct, frozen=True, kw_only=True):
+    """A party that opens sums of masks for the aggregator, and no single one; the aggregator sees masked values."""
+
+    seal_key: Annotated[bytes, Meta(min_length=32, max_length=32, title="X25519")]
+    """Seeds of masks are sealed for this public key."""
+    sign_key: PublicKey
+    """Signs the sums of masks."""
+    min_devices: Annotated[int, Meta(ge=2, le=MAX_SUMMED)]
+    """Submissions in a sum, at least."""
+    honest: Annotated[int, Meta(ge=1, le=MAX_SUMMED)]
+    """Submissions in each sum whose noise counts: each device adds noise of the standard deviation of all divided by
+    sqrt(`honest`). At most `min_devices`."""
+
+
 class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     """Sums of mapped features instead of prototypes; a mapped feature is D integers from -127 to 127.
 
@@ -184,6 +207,8 @@ class Statistics(msgspec.Struct, frozen=True, kw_only=True):
     """
     size: Annotated[int, Meta(ge=1, le=MAX_MAPPED_SIZE)]
     """D."""
+    second_operator: SecondOperator | UnsetType = UNSET
+    """Present if submissions are masked; only with differential privacy."""
 
 
 class KeyCertificate(msgspec.Struct, frozen=True, kw_only=True):
@@ -387,6 +412,24 @@ class Privacy(msgspec.Struct, frozen=True, kw_only=True):
     """Number of releases, this one included."""
 
 
+class SealedMask(msgspec.Struct, frozen=True, kw_only=True):
+    """The mask of a submission, which only the second operator can open.
+
+    The mask is the ChaCha20 key stream of the seed, 32 bytes, with a nonce of zeros, as little-endian u4. `sealed` is
+    the public key of an X25519 key pair that is used once, and the seed by ChaCha20-Poly1305 with a nonce of zeros. The
+    key is HKDF-SHA256 of the shared secret, both public keys and the context, which is authenticated, too.
+    """
+
+    sealed: Annotated[bytes, Meta(min_length=SEALED_BYTES, max_length=SEALED_BYTES)]
+    """Public key and sealed seed."""
+    min_devices: Annotated[int, Meta(ge=2, le=MAX_SUMMED)]
+    """Submissions in a sum, at least, before the device allows it."""
+    key: PublicKey
+    """The device's public key."""
+    signature: Signature
+    """By `key`, over the context (fleet, task, device and `sequence`), `min_devices` and `sealed`."""
+
+
 class Submission(Message, frozen=True, kw_only=True, tag="submission"):
     """A device's prototypes: m vectors of L values, or statistics in their place. Sent in frames on `up`.
 
@@ -424,6 +467,44 @@ class Submission(Message, frozen=True, kw_only=True, tag="submission"):
     """Mean training loss of the last epoch."""
     privacy: Privacy | None = None
     """With differential privacy: the privacy loss; `images` and `counts` are then noisy as well."""
+    mask: SealedMask | UnsetType = UNSET
+    """With a second operator. The tensor `counts`, `prototypes` and `second_moment`, in this order, are `u4` then: the
+    values of `i4` plus the mask, modulo 2^32. The fields `counts` and `images` are 1 and C."""
+
+
+class MaskedSubmission(msgspec.Struct, frozen=True, kw_only=True):
+    """A submission whose mask is to be added."""
+
+    device: Name
+    """The device."""
+    sequence: Natural
+    """The submission's number."""
+    mask: SealedMask
+    """As the device has uploaded it."""
+
+
+class SumRequest(Message, frozen=True, kw_only=True, tag="sum_request"):
+    """A list of submissions that the aggregator adds up. Sent in frames on `sums/request`."""
+
+    task: Digest
+    """The task."""
+    values: Annotated[int, Meta(ge=1, le=MAX_RELEASED)]
+    """Values of each submission."""
+    submissions: Annotated[tuple[MaskedSubmission, ...], Meta(min_length=1, max_length=MAX_SUMMED)]
+    """Each device once, in the order of their names."""
+
+
+class SumReply(Message, frozen=True, kw_only=True, tag="sum_reply"):
+    """The second operator's answer to a list. Sent in frames on `sums/reply`."""
+
+    request: Digest
+    """The sha256 of the encoded request."""
+    masks: Tensor | UnsetType = UNSET
+    """`u4`: the sum of all masks, modulo 2^32; absent if the list is refused."""
+    signature: Annotated[bytes, Meta(max_length=64)] = b""
+    """By `sign_key`, over the fleet, `request` and the sha256 of the values; empty if the list is refused."""
+    problem: Text = ""
+    """Why the list is refused."""
 
 
 class Confused(msgspec.Struct, frozen=True, array_like=True):

@@ -8,10 +8,19 @@ import functools
 import msgspec
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from msgspec import UnsetType
 
 from protocol.errors import BadSignature
-from protocol.wire.codec import decode, encode
-from protocol.wire.messages import MAX_SIGNED_BYTES, Frame, KeyCertificate, Presence, Signed
+from protocol.wire.codec import decode, digest_of, encode
+from protocol.wire.messages import (
+    MAX_SIGNED_BYTES,
+    Frame,
+    KeyCertificate,
+    Presence,
+    SealedMask,
+    Signed,
+    SumReply,
+)
 from protocol.wire.topics import FleetChannel
 
 
@@ -105,6 +114,27 @@ def is_own_transfer(
     return _verify(public, signature, _transfer(fleet, device, digest, size_bytes))
 
 
+def sign_mask(mask: SealedMask, *, key: bytes, context: bytes) -> SealedMask:
+    """Return a mask with the public key and the signature of a device's private key (32 bytes), for one submission."""
+    named = msgspec.structs.replace(mask, key=public_key(key))
+    return msgspec.structs.replace(named, signature=_private(key).sign(_mask(named, context)))
+
+
+def is_own_mask(mask: SealedMask, *, context: bytes) -> bool:
+    """Return whether a mask is signed with the key that it names, for this submission."""
+    return _verify(mask.key, mask.signature, _mask(mask, context))
+
+
+def sign_sum(reply: SumReply, *, key: bytes, fleet: str) -> SumReply:
+    """Return a sum of masks with the signature of the second operator's private key (32 bytes)."""
+    return msgspec.structs.replace(reply, signature=_private(key).sign(_sum(reply, fleet)))
+
+
+def is_own_sum(reply: SumReply, *, public: bytes, fleet: str) -> bool:
+    """Return whether a sum of masks is signed with the key whose public part (32 bytes) is given."""
+    return _verify(public, reply.signature, _sum(reply, fleet))
+
+
 def sign_presence(presence: Presence, *, key: bytes, topic: str) -> Presence:
     """Return a presence with the public key and the signature of a private key (32 bytes), for one topic."""
     signature = _private(key).sign(_presence(presence, topic))
@@ -114,6 +144,17 @@ def sign_presence(presence: Presence, *, key: bytes, topic: str) -> Presence:
 def is_own_presence(presence: Presence, *, public: bytes, topic: str) -> bool:
     """Return whether a presence is signed with the key whose public part (32 bytes) is given, for this topic."""
     return presence.key == public and _verify(public, presence.signature, _presence(presence, topic))
+
+
+def _mask(mask: SealedMask, context: bytes) -> bytes:
+    return b"protofleet 1 sealed mask %d\n" % mask.min_devices + context + b"\n" + mask.sealed
+
+
+def _sum(reply: SumReply, fleet: str) -> bytes:
+    if isinstance(reply.masks, UnsetType):
+        raise BadSignature("expected a sum of masks, got a refusal")
+    values = f"{reply.masks.dtype} {reply.masks.shape} {digest_of(reply.masks.data).hex()}"
+    return f"protofleet 1 sum {fleet} {reply.request.hex()} {values}".encode()
 
 
 def _presence(presence: Presence, topic: str) -> bytes:

@@ -10,7 +10,7 @@ from protocol.errors import MalformedMessage
 from protocol.wire.messages import PROTOCOL_VERSION
 
 DeviceChannel = Literal["state", "info", "up", "ack", "get", "blk"]
-FleetChannel = Literal["task", "round", "head", "state", "cast"]
+FleetChannel = Literal["task", "round", "head", "state", "cast", "sums/request", "sums/reply"]
 
 RETAINED = frozenset({"task", "round", "head", "state", "info"})
 """Channels whose last message the broker retains. Everything is published at QoS 1."""

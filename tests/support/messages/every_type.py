@@ -20,6 +20,7 @@ from protocol.wire.messages import (
     HeadManifest,
     HeadRef,
     KeyCertificate,
+    MaskedSubmission,
     Message,
     Perturbation,
     Presence,
@@ -27,9 +28,13 @@ from protocol.wire.messages import (
     Program,
     Receipt,
     RoundManifest,
+    SealedMask,
+    SecondOperator,
     Signed,
     Statistics,
     Submission,
+    SumReply,
+    SumRequest,
     TaskManifest,
     Tensors,
 )
@@ -42,6 +47,7 @@ WIRE_TYPES: list[type[msgspec.Struct]] = [
 """All messages and their parts."""
 
 _DIGEST = bytes(range(32))
+_MASK = SealedMask(sealed=bytes(range(80)), min_devices=10, key=_DIGEST, signature=bytes(range(64)))
 
 SAMPLES: tuple[Message | Frame, ...] = (
     Signed(
@@ -75,7 +81,11 @@ SAMPLES: tuple[Message | Frame, ...] = (
             uploaded=("weight",),
             batch_size=32,
         ),
-        statistics=Statistics(map=BlobRef(digest=_DIGEST, size_bytes=6, name="map.onnx"), size=4),
+        statistics=Statistics(
+            map=BlobRef(digest=_DIGEST, size_bytes=6, name="map.onnx"),
+            size=4,
+            second_operator=SecondOperator(seal_key=_DIGEST, sign_key=_DIGEST, min_devices=10, honest=6),
+        ),
         perturbation=Perturbation(on="prototypes", noise="laplace", scale=0.05, shrink=0.1),
         differential_privacy=DifferentialPrivacy(noise_multiplier=2.5, delta=1e-5, max_epsilon=8.0),
     ),
@@ -137,6 +147,16 @@ SAMPLES: tuple[Message | Frame, ...] = (
         tensors={"weight": to_tensor(np.array([0.5], dtype=np.float16))},
         loss=1.5,
         privacy=Privacy(epsilon=1.5, total_epsilon=2.25, delta=1e-5, releases=2),
+        mask=_MASK,
+    ),
+    SumRequest(
+        task=_DIGEST, values=9, submissions=(MaskedSubmission(device="shed-1", sequence=1, mask=_MASK),)
+    ),
+    SumReply(
+        request=_DIGEST,
+        masks=to_tensor(np.array([1, 2**32 - 1], dtype=np.uint32)),
+        signature=bytes(range(64)),
+        problem="a submission is in an earlier list",
     ),
     Evaluation(
         task=_DIGEST,

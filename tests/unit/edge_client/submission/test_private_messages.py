@@ -33,6 +33,7 @@ DECISIONS: dict[type[Any], dict[str, str]] = {
         "v": "constant", "task": "no image", "sequence": "time of the submission", "prototypes": "noisy",
         "labels": "constant", "counts": "noisy", "images": "noisy", "omitted_classes": "empty", "round": "zero",
         "tensors": "noisy", "loss": "none", "privacy": "no image",
+        "mask": "random",
     },
     Privacy: dict.fromkeys(["epsilon", "total_epsilon", "delta", "releases"], "no image"),
     Evaluation: {
@@ -40,6 +41,7 @@ DECISIONS: dict[type[Any], dict[str, str]] = {
         "previous_correct": "zeros", "problem": "constant words", "correct_with_prior": "none",
         **dict.fromkeys(["confidence_correct", "confidence_images", "novelty_images", "confused"], "none"),
     },
+    messages.SealedMask: {"sealed": "random", **dict.fromkeys(["min_devices", "key", "signature"], "no image")},
     messages.Confused: dict.fromkeys(["label", "predicted", "images"], "none"),
     messages.Frame: {
         "v": "constant", "key": "no image",
@@ -65,7 +67,8 @@ def test_every_uploaded_field_has_a_decision() -> None:
         assert fields.keys() == set(message.__struct_fields__), message
     aggregators = {
         "Signed", "KeyCertificate", "TaskManifest", "RoundManifest", "HeadManifest", "Receipt", "Tensors", "Program",
-        "Statistics", "Perturbation", "DifferentialPrivacy", "HeadRef", "BlobRef",
+        "Statistics", "SecondOperator", "MaskedSubmission", "SumRequest", "SumReply",
+        "Perturbation", "DifferentialPrivacy", "HeadRef", "BlobRef",
     }  # fmt: skip
     sent = {message.__name__ for message in WIRE_TYPES} - aggregators
     assert sent == {message.__name__ for message in DECISIONS}

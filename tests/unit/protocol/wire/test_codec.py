@@ -26,12 +26,15 @@ from protocol.wire.messages import (
     HeadManifest,
     HeadRef,
     KeyCertificate,
+    MaskedSubmission,
     Message,
     Perturbation,
     Presence,
     Privacy,
     Program,
     Receipt,
+    SealedMask,
+    SecondOperator,
     Signed,
     Statistics,
     Submission,
@@ -66,7 +69,7 @@ def refused(envelope: Any, message_type: type[Message | Frame]) -> str:
 
 def test_every_wire_type_has_a_sample() -> None:
     inner = {BlobRef, HeadRef, KeyCertificate, Program, Statistics, Perturbation, DifferentialPrivacy}
-    inner |= {Confused, Privacy, Tensor}
+    inner |= {Confused, Privacy, Tensor, SealedMask, SecondOperator, MaskedSubmission}
     assert {type(sample) for sample in SAMPLES} | inner == set(WIRE_TYPES)
 
 
