@@ -19,6 +19,9 @@ FOLDER = "/etc/mosquitto/protofleet"
 LOG = "/var/log/mosquitto/protofleet.log"
 """The broker's log file."""
 
+SECOND_OPERATOR = "second-operator"
+"""Name of the second operator at the broker."""
+
 CONFIGURATION = f"""\
 # mosquitto for a closed fleet: TLS, and client certificates issued by the fleet's CA.
 # `aggregator enroll-broker` writes this file and the files that it names; docs/security.md explains their installation.
@@ -104,7 +107,8 @@ def access_list(fleet: str, receivers: Sequence[str] = ()) -> str:
     tails = {"up": [f"up/{shard}" for shard in range(SHARDS)]}
     writes = [f"write {device}/%u/{tail}" for each in FROM_DEVICES for tail in tails.get(each, [each])]
     reads = [f"read {device}/%u/{channel}" for channel in ("state", *to_devices)]
-    own = [channel for channel in get_args(FleetChannel) if channel != "state"]
+    request, reply = fleet_topic(fleet, "sums/request"), fleet_topic(fleet, "sums/reply")
+    own = [channel for channel in get_args(FleetChannel) if channel not in {"state", "sums/reply"}]
     lines = [
         "# Devices: the fleet's topics and their own. (mosquitto warns that the first line has no %u.)",
         f"pattern read {shared}/+",
@@ -116,6 +120,12 @@ def access_list(fleet: str, receivers: Sequence[str] = ()) -> str:
         *(f"topic write {device}/+/{channel}" for channel in to_devices),
         *(f"topic write {fleet_topic(fleet, channel)}" for channel in own),
         f"topic readwrite {fleet_topic(fleet, 'state')}",
+        f"topic read {reply}",
+        "",
+        "# Second operator, with a certificate of `aggregator enroll-receiver second-operator`.",
+        f"user {user_name(SECOND_OPERATOR, fleet)}",
+        f"topic read {request}",
+        f"topic write {reply}",
     ]
     for receiver in receivers:
         lines += [

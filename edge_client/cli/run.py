@@ -34,6 +34,7 @@ from protocol.cli import (
 )
 from protocol.errors import ConfigError
 from protocol.service_manager import stop_on_terminate
+from protocol.wire.messages import MAX_SUMMED
 
 if TYPE_CHECKING:
     from edge_client.runtime.session import Provider
@@ -47,7 +48,7 @@ def _public_key(_context: click.Context, _option: click.Parameter, value: str | 
     if value is None:
         return None
     if re.fullmatch("[0-9A-Fa-f]{64}", value) is None:
-        raise click.BadParameter(f"expected 64 hex digits as shown by `aggregator status`, got {value!r}")
+        raise click.BadParameter(f"expected a public key, 64 hex digits, got {value!r}")
     return bytes.fromhex(value)
 
 
@@ -133,6 +134,17 @@ def _public_key(_context: click.Context, _option: click.Parameter, value: str | 
     type=click.FloatRange(0, min_open=True),
     help="Privacy budget (epsilon) for all submissions together; refuses tasks without differential privacy.",
 )
+@setting(
+    "--second-operator",
+    metavar="HEX",
+    callback=_public_key,
+    help="`seal_key` of the second operator, from its operator.toml: refuses tasks without it. Needs --max-epsilon.",
+)
+@setting(
+    "--min-devices",
+    type=click.IntRange(2, MAX_SUMMED),
+    help="Devices in a sum before the second operator may open this device's part  [default: the task's]",
+)
 @verbose_option
 @click.version_option(package_name="protofleet")
 @click.pass_context
@@ -154,7 +166,8 @@ def _serve(  # noqa: PLR0913 - every option of the command line
     *, verbose: bool, dry_run: bool, as_json: bool, once: bool, broker: str | None, data: Path, fleet: str,
     device_id: str | None, state: Path | None, holdout: float, backbone: tuple[Path, ...], provider: "Provider",
     threads: int | None, batch_size: int, workers: int | None, rescan_s: float, strict: bool, outbox_mb: int,
-    aggregator_key: bytes | None, enrollment: Path | None, max_epsilon: float | None, **access_given: Any,
+    aggregator_key: bytes | None, enrollment: Path | None, max_epsilon: float | None,
+    second_operator: bytes | None, min_devices: int | None, **access_given: Any,
 ) -> int:  # fmt: skip
     with loading_modules():
         _load_libraries()
@@ -169,6 +182,8 @@ def _serve(  # noqa: PLR0913 - every option of the command line
         raise click.UsageError("--once and --dry-run cannot be used together")
     if as_json and not (dry_run and backbone):
         raise click.UsageError("--json needs --dry-run and --backbone")
+    if second_operator is not None and max_epsilon is None:
+        raise click.UsageError("--second-operator needs --max-epsilon, the limit of what a sum may reveal")
     member = membership(
         enrollment,
         broker=broker,
@@ -213,6 +228,8 @@ def _serve(  # noqa: PLR0913 - every option of the command line
         batch_size=batch_size,
         workers=workers,
         max_epsilon=max_epsilon,
+        second_operator=second_operator,
+        min_devices=min_devices,
         backbones=backbone,
         rescan_s=rescan_s,
         strict=strict,

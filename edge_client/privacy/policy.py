@@ -7,7 +7,7 @@ from edge_client.storage.privacy_ledger import LOST
 from protocol.errors import MalformedMessage, PrivacyRefused
 from protocol.statistics.noisy_sums import MAX_DISCRETENESS, discreteness, released_values
 from protocol.wire.codec import decode
-from protocol.wire.messages import MAX_RELEASED, Evaluation, Submission, TaskManifest
+from protocol.wire.messages import MAX_RELEASED, Evaluation, SecondOperator, Submission, TaskManifest
 
 MAX_DELTA = 1e-3
 """Delta is the probability that epsilon does not hold: a task with a large one could keep any epsilon."""
@@ -22,6 +22,10 @@ PRIVATE_PROTOTYPES = (
     "the task asks for differential privacy of prototypes: only sums of single images have it"
 )
 TOO_LARGE = "the task asks for more classes and values than differential privacy is made for on a device"
+NOT_MASKED = "the task has no second operator, or another one than this device's --second-operator"
+UNSOUND_SUM = (
+    "the task has a second operator without differential privacy, or counts on more noise than a sum has"
+)
 TOO_QUIET = "the task asks for so little noise that it is no differential privacy"
 FILTERED_STATISTICS = "the task asks for statistics and filters outliers, which depends on other images"
 LARGE_DELTA = f"the task asks for differential privacy at a delta above {MAX_DELTA}, which is too weak"
@@ -32,7 +36,7 @@ FAILED = "differential privacy has failed on this device: nothing is uploaded; s
 TASK_PROBLEMS = (
     *(UPLOADS_MORE, BOTH, IN_ROUNDS, FILTERS, LARGE_DELTA, NOT_PRIVATE),
     *(STATISTICS_IN_ROUNDS, NOISY_STATISTICS, FILTERED_STATISTICS),
-    *(PRIVATE_PROTOTYPES, TOO_LARGE, TOO_QUIET),
+    *(PRIVATE_PROTOTYPES, TOO_LARGE, TOO_QUIET, NOT_MASKED, UNSOUND_SUM),
 )
 PUBLIC_PROBLEMS = frozenset({*TASK_PROBLEMS, BUDGET, FAILED, LOST})
 """Problems whose texts reveal nothing about any image."""
@@ -41,10 +45,13 @@ CANNOT = "this device cannot take part; see its log"
 HEAD_REFUSED = "the head cannot be used on this device; see its log"
 
 
-def check_task(manifest: TaskManifest, *, max_epsilon: float | None = None) -> None:
+def check_task(
+    manifest: TaskManifest, *, max_epsilon: float | None = None, second_operator: bytes | None = None
+) -> None:
     """Raise PrivacyRefused unless a task's privacy settings can be honored, and satisfy the device's owner."""
     how, program, wanted = manifest.perturbation, manifest.program, manifest.differential_privacy
     on_prototypes, statistics = how is not None and how.on == "prototypes", manifest.statistics is not None
+    operator = second_operator_of(manifest)
     problems = {
         UPLOADS_MORE: on_prototypes and program is not None and program.uploaded,
         NOT_PRIVATE: wanted is None and max_epsilon is not None,
@@ -55,6 +62,8 @@ def check_task(manifest: TaskManifest, *, max_epsilon: float | None = None) -> N
         NOISY_STATISTICS: statistics and on_prototypes,
         FILTERED_STATISTICS: statistics and manifest.alpha != 1,
         LARGE_DELTA: wanted is not None and wanted.delta > MAX_DELTA,
+        NOT_MASKED: second_operator not in (None, operator and operator.seal_key),
+        UNSOUND_SUM: operator is not None and (wanted is None or operator.honest > operator.min_devices),
         **_problems_of_sums(manifest),
     }
     for problem, is_there in problems.items():
@@ -68,11 +77,18 @@ def _problems_of_sums(manifest: TaskManifest) -> dict[str, bool]:
         return {}
     if statistics is None or max(manifest.batch_size, manifest.min_images) > 1:
         return {PRIVATE_PROTOTYPES: True}
+    operator = second_operator_of(manifest)
+    honest = 1 if operator is None else operator.honest
     shape = {"classes": len(manifest.classes), "size": statistics.size}
     return {
         TOO_LARGE: sum(released_values(**shape).values()) > MAX_RELEASED,
-        TOO_QUIET: discreteness(wanted.noise_multiplier, **shape) > MAX_DISCRETENESS,
+        TOO_QUIET: discreteness(wanted.noise_multiplier, **shape, honest=honest) > MAX_DISCRETENESS,
     }
+
+
+def second_operator_of(manifest: TaskManifest) -> SecondOperator | None:
+    """Return the second operator of a task; None if submissions are not masked."""
+    return (manifest.statistics and manifest.statistics.second_operator) or None
 
 
 def is_private(manifest: TaskManifest | None) -> bool:
@@ -85,16 +101,17 @@ def is_bounded(manifest: TaskManifest | None, *, max_epsilon: float | None) -> b
     return is_private(manifest) or max_epsilon is not None
 
 
-def may_upload(payload: bytes, kind: Kind, *, max_epsilon: float) -> bool:
+def may_upload(payload: bytes, kind: Kind, *, max_epsilon: float, is_masked: bool = False) -> bool:
     """Return whether a message that was built earlier satisfies the device's owner now.
 
-    One that the aggregator could not decode either does not.
+    With `is_masked`, submissions must have a mask. One that the aggregator could not decode either does not.
     """
     size = len(payload)
     try:
         if kind == "submission":
-            cost = decode(payload, Submission, max_bytes=size).privacy
-            return cost is not None and cost.total_epsilon <= max_epsilon
+            submission = decode(payload, Submission, max_bytes=size)
+            cost, has_mask = submission.privacy, submission.mask is not UNSET
+            return cost is not None and cost.total_epsilon <= max_epsilon and has_mask >= is_masked
         message = decode(payload, Evaluation, max_bytes=size)
     except MalformedMessage:
         return False

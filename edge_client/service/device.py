@@ -383,7 +383,7 @@ def stored_state(settings: Settings, store: DeviceState) -> State:
     if settings.mode is not Mode.DRY_RUN:
         store.outbox.drop_damaged()
         if settings.max_epsilon is not None:
-            _drop_forbidden(store, settings.max_epsilon)
+            _drop_forbidden(store, settings.max_epsilon, is_masked=settings.second_operator is not None)
     head, evaluated = store.heads_in_use().installed, store.get(EvaluatedHead).key
     key = head.key if head else None
     reported = {evaluated, *(item.head for item in store.outbox.items())}
@@ -396,12 +396,14 @@ def stored_state(settings: Settings, store: DeviceState) -> State:
     )
 
 
-def _drop_forbidden(store: DeviceState, max_epsilon: float) -> None:
+def _drop_forbidden(store: DeviceState, max_epsilon: float, *, is_masked: bool) -> None:
     """Delete what an earlier start has built, and the owner's limit of this start does not allow."""
     forbidden = [
         item
         for item in store.outbox.items()
-        if not may_upload(store.outbox.payload(item) or b"", item.kind, max_epsilon=max_epsilon)
+        if not may_upload(
+            store.outbox.payload(item) or b"", item.kind, max_epsilon=max_epsilon, is_masked=is_masked
+        )
     ]
     text = "deleted items from the outbox that --max-epsilon does not allow to be uploaded"
     store.outbox.drop(forbidden, log_as=text)

@@ -21,7 +21,6 @@ from edge_client.storage.stored_values import (
 from protocol import __version__
 from protocol.mqtt import reconnecting_session as mqtt
 from protocol.mqtt.own_presence import OwnPresence
-from protocol.storage.keyfile import read_or_make_key
 from protocol.wire.codec import encode
 from protocol.wire.messages import (
     PROTOCOL_VERSION,
@@ -32,11 +31,6 @@ from protocol.wire.messages import (
 )
 from protocol.wire.signing import sign_frame
 from protocol.wire.topics import RETAINED, DeviceChannel, device_topic, fleet_topic
-
-_KEY_ADVICE = (
-    "restore it from a backup; or delete it, and run `aggregator reset-key DEVICE`, so that the aggregator accepts the "
-    "key that is made in its place"
-)
 
 
 class Publisher:
@@ -52,9 +46,7 @@ class Publisher:
         self._settings = settings
         self._store = store
         self._is_dry_run = settings.mode is Mode.DRY_RUN
-        self._key = settings.identity.signing_key or b""
-        if not self._key and not self._is_dry_run:
-            self._key = read_or_make_key(store.folder / "signing.key", advice=_KEY_ADVICE)
+        self._key = store.signing_key(settings.identity.signing_key, keep=not self._is_dry_run)
         epoch = 0 if self._is_dry_run else store.next_number(Epoch)
         self.presence = OwnPresence(epoch=epoch, topic=self.topic("state"), key=self._key)
         self._session = self._open_session(on_event)

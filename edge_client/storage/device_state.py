@@ -35,6 +35,7 @@ from protocol.storage.database import Database
 from protocol.storage.elapsed_clock import ElapsedClock
 from protocol.storage.facts import Fact, Facts
 from protocol.storage.folder_lock import FolderLock
+from protocol.storage.keyfile import read_or_make_key
 from protocol.storage.state_folder import database_of, make_state_folder
 from protocol.wire.codec import digest_of
 from protocol.wire.presence import Duplicate
@@ -88,6 +89,12 @@ def default_device_id(folder: Path) -> str:
     return f"{host}-{digest_of(key.encode()).hex()[:8]}"
 
 
+_KEY_ADVICE = (
+    "restore it from a backup; or delete it, and run `aggregator reset-key DEVICE`, so that the aggregator accepts the "
+    "key that is made in its place"
+)
+
+
 class DeviceState:
     """A device's state directory, created if it does not exist.
 
@@ -139,6 +146,12 @@ class DeviceState:
     def close(self) -> None:
         """Close the files and release the folder's lock."""
         self._database.close()
+
+    def signing_key(self, enrolled: bytes | None, *, keep: bool = True) -> bytes:
+        """Return the device's private key, 32 bytes: of its enrollment, or one that is made; empty without `keep`."""
+        if enrolled is not None or not keep:
+            return enrolled or b""
+        return read_or_make_key(self.folder / "signing.key", advice=_KEY_ADVICE)
 
     @cached_property
     def clock(self) -> ElapsedClock:

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,7 +12,7 @@ from edge_client.agent.events import BuildSubmission, SubmissionBuilt
 from edge_client.agent.state import UploadItem
 from edge_client.data.extraction import decode_suspects
 from edge_client.data.images import NoImages, is_folder, name_some
-from edge_client.privacy.policy import check_task, is_private
+from edge_client.privacy.policy import check_task, is_private, second_operator_of
 from edge_client.progress_bar import Progress
 from edge_client.storage.stored_values import (
     ClassReport,
@@ -23,6 +24,7 @@ from edge_client.submission.image_features import Workspace
 from edge_client.submission.prepared_submission import (
     NoPrototype,
     PreparedSubmission,
+    Sealer,
     encode_submission,
     prepare_prototypes,
 )
@@ -79,8 +81,11 @@ class SubmissionBuilder:
         number = None if build.round is None else build.round.number
         self._workspace.is_incomplete = False
         try:
-            check_task(build.manifest, max_epsilon=self._workspace.settings.max_epsilon)
-            item = None
+            settings = self._workspace.settings
+            check_task(
+                build.manifest, max_epsilon=settings.max_epsilon, second_operator=settings.second_operator
+            )
+            item = self._only_submission(build)
             if build.round is not None:
                 item = self._rounds.existing_submission(build.task, build.round, above=build.above)
             if item is None:
@@ -108,6 +113,13 @@ class SubmissionBuilder:
                 no_images=isinstance(error, NoImages),
             )
         return SubmissionBuilt(build.task, item, number, retries=self._workspace.is_incomplete)
+
+    def _only_submission(self, build: BuildSubmission) -> UploadItem | None:
+        """Return the submission to a task with a second operator, who opens one of each device."""
+        if second_operator_of(build.manifest) is None or build.above or self._show is not None:
+            return None
+        last = self._store.outbox.newest_submission()
+        return last if last is not None and last.task == build.task else None
 
     def _prepare(self, build: BuildSubmission, should_stop: Callable[[], bool]) -> PreparedSubmission:
         task, manifest = build.task, build.manifest
@@ -138,6 +150,7 @@ class SubmissionBuilder:
             task=build.task,
             manifest=build.manifest,
             round_number=0 if build.round is None else build.round.number,
+            sealer=self._sealer(build.manifest),
         )
         if self._show is not None:
             payload = encoded(sequence=int(time.time()))  # all of today take the same number of bytes
@@ -177,6 +190,13 @@ class SubmissionBuilder:
             bytes=len(payload),
         )
         return item
+
+    def _sealer(self, manifest: TaskManifest) -> Sealer | None:
+        if second_operator_of(manifest) is None:
+            return None
+        settings, is_shown = self._workspace.settings, self._show is not None
+        key = self._store.signing_key(settings.identity.signing_key, keep=not is_shown)
+        return Sealer(settings.device_id, key or os.urandom(32), settings.min_devices or 2)
 
     def _lost_images(self, task: bytes, classes: Sequence[ClassReport]) -> str:
         """Log and return which classes have lost their prototypes, or most of their images.

@@ -5,21 +5,31 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from edge_client.data.prototype_averaging import average
+from edge_client.privacy.noise import subkey
 from edge_client.privacy.perturbation import MAX_FLOAT16, perturb_prototypes
-from edge_client.privacy.policy import FAILED, is_private
+from edge_client.privacy.policy import FAILED, is_private, second_operator_of
 from edge_client.storage.stored_values import ClassReport, SubmissionForm, SubmissionReport
 from edge_client.submission.image_features import FoundImages, Workspace
 from edge_client.submission.image_grouping import ReleasedImages, group_images
 from edge_client.training.local_round import LocalModel
 from protocol.cli import counted, plain
 from protocol.errors import PrivacyRefused, ProtofleetError
-from protocol.wire.codec import digest_of, encode, to_tensor, to_unsigned
-from protocol.wire.messages import MAX_IMAGES, Privacy, Submission, TaskManifest, Tensor
+from protocol.statistics.secure_sums import masked, sealed_mask, submission_context
+from protocol.wire.codec import digest_of, encode, to_array, to_tensor, to_unsigned
+from protocol.wire.messages import (
+    MAX_IMAGES,
+    Privacy,
+    SecondOperator,
+    Submission,
+    TaskManifest,
+    Tensor,
+)
 from protocol.wire.quantization import prototype_fields
 
 
@@ -52,6 +62,8 @@ class PreparedSubmission:
     warning: str = ""
     """A warning about the upload, for the device's owner; empty if there is none."""
     lost_images: str = ""
+    mask_key: bytes = field(default=b"", repr=False)
+    """Secret, of this release only: masks are derived from it, if the task has a second operator."""
 
     @property
     def fingerprint(self) -> str:
@@ -156,13 +168,29 @@ def _require_prototype(task: TaskManifest, reports: Sequence[ClassReport], found
     )
 
 
+@dataclass(frozen=True)
+class Sealer:
+    """A device's part of a mask: its name, its private key, and the submissions that it wants in a sum."""
+
+    device: str
+    signing_key: bytes = field(repr=False)
+    min_devices: int = 2
+
+
 def encode_submission(
-    prepared: PreparedSubmission, *, task: bytes, manifest: TaskManifest, sequence: int, round_number: int = 0
+    prepared: PreparedSubmission,
+    *,
+    task: bytes,
+    manifest: TaskManifest,
+    sequence: int,
+    round_number: int = 0,
+    sealer: Sealer | None = None,
 ) -> bytes:
     """Return the encoded submission, for the round of that number if the task has rounds.
 
     Raises:
-        PrivacyRefused: exactly one of the task and the submission has differential privacy.
+        PrivacyRefused: exactly one of the task and the submission has differential privacy, or the task has a second
+            operator, and there is nothing to mask with.
     """
     private = is_private(manifest)
     if private != (prepared.privacy is not None) or (private and prepared.loss is not None):
@@ -171,6 +199,10 @@ def encode_submission(
         fields = prototype_fields(prepared.prototypes)
     else:
         fields = {"prototypes": to_tensor(prepared.prototypes), "tensors": dict(prepared.tensors)}
+    operator, counts = second_operator_of(manifest), prepared.counts
+    if operator is not None:
+        fields = _masked(prepared, operator, sealer, task=task, manifest=manifest, sequence=sequence)
+        counts = np.ones_like(counts)
     images = sum(each.images for each in prepared.classes)
     omitted = tuple(manifest.classes.index(report.name) for report in prepared.classes if report.left_out)
     return encode(
@@ -178,8 +210,8 @@ def encode_submission(
             task=task,
             sequence=sequence,
             labels=to_unsigned(prepared.labels),
-            counts=to_unsigned(prepared.counts),
-            images=min(int(prepared.counts.sum()) if private else images, MAX_IMAGES),
+            counts=to_unsigned(counts),
+            images=min(int(counts.sum()) if private else images, MAX_IMAGES),
             omitted_classes=() if private else omitted,
             round=round_number,
             loss=prepared.loss,
@@ -187,6 +219,35 @@ def encode_submission(
             **fields,
         )
     )
+
+
+def _masked(
+    prepared: PreparedSubmission,
+    operator: SecondOperator,
+    sealer: Sealer | None,
+    *,
+    task: bytes,
+    manifest: TaskManifest,
+    sequence: int,
+) -> dict[str, Any]:
+    """Return the masked fields of a submission and its mask; the same number of one release gives the same bytes."""
+    if sealer is None or not prepared.mask_key:
+        raise PrivacyRefused(FAILED)
+    names = ("counts", "prototypes", "second_moment")
+    arrays = {"prototypes": prepared.prototypes} | {
+        name: to_array(each) for name, each in prepared.tensors.items()
+    }
+    context = submission_context(fleet=manifest.fleet, task=task, device=sealer.device, sequence=sequence)
+    seed = subkey(prepared.mask_key, context)
+    hidden = dict(zip(names, map(to_tensor, masked([arrays[name] for name in names], seed)), strict=True))
+    mask = sealed_mask(
+        seed,
+        seal_key=operator.seal_key,
+        min_devices=max(operator.min_devices, sealer.min_devices),
+        signing_key=sealer.signing_key,
+        context=context,
+    )
+    return {"prototypes": hidden.pop("prototypes"), "tensors": hidden, "mask": mask}
 
 
 def _class_prototypes(

@@ -5,6 +5,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 
 from edge_client.data.images import LabeledImage
 from edge_client.privacy.noise import KEY_BYTES, subkey
-from edge_client.privacy.policy import BUDGET, FAILED
+from edge_client.privacy.policy import BUDGET, FAILED, second_operator_of
 from edge_client.privacy.sum_mechanism import NoisySums, noisy_sums
 from edge_client.storage.disk_space import DiskAlmostFull
 from edge_client.storage.privacy_ledger import Release
@@ -25,7 +26,7 @@ from edge_client.submission.image_features import (
 from edge_client.submission.prepared_submission import PreparedSubmission
 from protocol.errors import GraphRefused, Interrupted, PrivacyFailed, PrivacyRefused
 from protocol.log import event
-from protocol.statistics.noisy_sums import UNITS, epsilon_of_sums
+from protocol.statistics.noisy_sums import UNITS, epsilon_of_sums, share_of_noise
 from protocol.statistics.public_map import PublicMap, read_map
 from protocol.wire.codec import digest_of, to_tensor
 from protocol.wire.messages import MAX_IMAGES, DifferentialPrivacy, Privacy, TaskManifest
@@ -86,6 +87,7 @@ def _prepare(
     should_stop: Callable[[], bool],
 ) -> PreparedSubmission:
     wanted, secret = manifest.differential_privacy, workspace.secret(manifest)
+    operator = second_operator_of(manifest)
     if wanted is None or len(secret) != KEY_BYTES:
         raise PrivacyFailed(FAILED)
     release = _charge(workspace, _fingerprint(task, secret, images), wanted)
@@ -103,11 +105,14 @@ def _prepare(
         np.concatenate(rows),
         np.repeat(np.arange(len(members)), list(map(len, members))),
         classes=len(members),
-        noise_multiplier=wanted.noise_multiplier,
+        noise_multiplier=wanted.noise_multiplier
+        if operator is None
+        else share_of_noise(wanted.noise_multiplier, honest=operator.honest),
         key=subkey(release.key or b"", b"sums"),
     )
     cost = _cost(_with(workspace.store.ledger.releases(), release), wanted)
-    return _prepared(manifest, found, sums, cost)
+    prepared = _prepared(manifest, found, sums, cost)
+    return replace(prepared, mask_key=subkey(release.key or b"", b"mask")) if operator else prepared
 
 
 def _prepared(

@@ -100,7 +100,7 @@ def accuracy_of_prototypes(
 )
 @repeated("--epsilon", "epsilons", type=float, default=(0.5, 1.0, 2.0, 4.0, 8.0, 32.0))
 @repeated("--seed", "seeds", type=int, default=(0, 1, 2))
-@click.option("--size", type=int, default=376, show_default=True, help="D, the length of a row.")
+@click.option("--size", type=int, default=371, show_default=True, help="D, the length of a row.")
 @click.option("--prototypes", is_flag=True, help="Measure noisy prototypes of ten devices, too.")
 @click.option("--at-most", type=int, help="Images of each part of a data set, for a trial.")
 @json_option
