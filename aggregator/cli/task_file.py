@@ -1,5 +1,6 @@
 """`aggregator init` and `aggregator check`: a task file, written and checked."""
 
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -126,6 +127,9 @@ def _check(path: Path) -> None:
 
 def _notes(task: "TaskFile") -> list[str]:
     """Return what a new operator may not expect of valid settings."""
+    from protocol.statistics.gaussian_privacy import noise_multiplier
+    from protocol.statistics.noisy_sums import UNITS, deviations, epsilon_of_sums
+
     notes = []
     if task.fleet != "default":
         notes.append(f"devices need --fleet {task.fleet}, or an enrollment, which contains it")
@@ -135,7 +139,14 @@ def _notes(task: "TaskFile") -> list[str]:
         notes.append(f"quorum is more than the {len(task.devices)} devices: deadline_s decides")
     if len(task.classes) == 1:
         notes.append("there is one class: every image will be classified as it")
-    if task.client.min_images == 1:
+    if (budget := task.privacy.dp) is not None:
+        multiplier = noise_multiplier(budget.epsilon, budget.delta, cost=epsilon_of_sums)
+        hidden = math.ceil(deviations(multiplier)["counts"] / UNITS * math.sqrt(task.quorum))
+        notes.append(
+            f"the noise of {counted(task.quorum, 'device')} hides {counted(hidden, 'image')} of a class: below that "
+            f"there is no head, and below about {10 * hidden} of each class a poor one (docs/privacy.md)"
+        )
+    elif task.client.min_images == 1:
         notes.append("client.min_images is 1: the feature of a single image may leave a device")
     return notes
 

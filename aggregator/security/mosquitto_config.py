@@ -108,7 +108,7 @@ def access_list(fleet: str, receivers: Sequence[str] = ()) -> str:
     writes = [f"write {device}/%u/{tail}" for each in FROM_DEVICES for tail in tails.get(each, [each])]
     reads = [f"read {device}/%u/{channel}" for channel in ("state", *to_devices)]
     request, reply = fleet_topic(fleet, "sums/request"), fleet_topic(fleet, "sums/reply")
-    own = [channel for channel in get_args(FleetChannel) if channel not in {"state", "sums/reply"}]
+    own = [channel for channel in get_args(FleetChannel) if channel != "state"]
     lines = [
         "# Devices: the fleet's topics and their own. (mosquitto warns that the first line has no %u.)",
         f"pattern read {shared}/+",
@@ -120,6 +120,7 @@ def access_list(fleet: str, receivers: Sequence[str] = ()) -> str:
         *(f"topic write {device}/+/{channel}" for channel in to_devices),
         *(f"topic write {fleet_topic(fleet, channel)}" for channel in own),
         f"topic readwrite {fleet_topic(fleet, 'state')}",
+        f"topic write {request}",
         f"topic read {reply}",
         "",
         "# Second operator, with a certificate of `aggregator enroll-receiver second-operator`.",

@@ -10,7 +10,8 @@ from protocol.errors import MalformedMessage
 from protocol.wire.messages import PROTOCOL_VERSION
 
 DeviceChannel = Literal["state", "info", "up", "ack", "get", "blk"]
-FleetChannel = Literal["task", "round", "head", "state", "cast", "sums/request", "sums/reply"]
+FleetChannel = Literal["task", "round", "head", "state", "cast"]
+SumChannel = Literal["sums/request", "sums/reply"]
 
 RETAINED = frozenset({"task", "round", "head", "state", "info"})
 """Channels whose last message the broker retains. Everything is published at QoS 1."""
@@ -45,7 +46,7 @@ def is_name(text: str) -> bool:
     return _NAME.fullmatch(text) is not None
 
 
-def fleet_topic(fleet: str, channel: FleetChannel) -> str:
+def fleet_topic(fleet: str, channel: FleetChannel | SumChannel) -> str:
     """Return the topic of a channel of the whole fleet; `state` is the aggregator's presence."""
     return f"pf/{PROTOCOL_VERSION}/{fleet}/{channel}"
 

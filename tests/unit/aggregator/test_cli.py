@@ -277,6 +277,23 @@ def test_check_shows_what_a_task_defines(folder: Path) -> None:
     assert "quorum is 1" in done.output
 
 
+@pytest.mark.parametrize(("epsilon", "images"), [("1", 85), ("8", 14)])
+def test_check_warns_of_a_fleet_that_is_too_small_for_its_noise(
+    folder: Path, epsilon: str, images: int
+) -> None:
+    """With 10 devices and 100 images of each class, measured heads of epsilon 1 were at chance."""
+    (folder / "m").touch()
+    privacy = f"[privacy.dp]\nepsilon = {epsilon}\nmap = 'm'\nmax_epsilon = 9\n"
+    task = 'backbones = ["tiny.onnx"]\nclasses = ["a", "b"]\nalgorithm = "statistics"\nquorum = 10\n'
+    (folder / "task.toml").write_text(task + privacy)
+    done = _run("check", "task.toml")
+    assert done.exit_code == 0, done.output
+    expected = (
+        f"hides {images} images of a class: below that there is no head, and below about {10 * images} of"
+    )
+    assert expected in done.output
+
+
 @pytest.fixture
 def closed(tmp_path: Path, address: BrokerAddress) -> ClosedFleet:
     fleet = ClosedFleet(tmp_path, address)

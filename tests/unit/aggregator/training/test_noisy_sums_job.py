@@ -130,7 +130,7 @@ def test_with_hardly_any_noise_it_is_the_regression_of_exact_sums() -> None:
 
 
 def test_ridge_is_the_regression_written_out() -> None:
-    """W = A^-1 M' (I + n M A^-1 M')^-1 n with A the positive scatter and the ridge, b = 1/C - m' W."""
+    """W = A^-1 M' (I + n M A^-1 M')^-1 n with A the shrunk scatter and the ridge, b = 1/C - m' W."""
     given = total(300, z=1.5)
     layer, ridge = solve_noisy(given)
     assert ridge == pytest.approx(deviations(1.5)["products"] * math.sqrt(SIZE))
@@ -140,7 +140,8 @@ def test_ridge_is_the_regression_written_out() -> None:
     matrix[np.triu_indices(SIZE)] = given.second_moment
     matrix = np.triu(matrix) + np.triu(matrix, 1).T - (means * images_of).T @ means
     values, axes = np.linalg.eigh(matrix)
-    inverse = np.linalg.inv((axes * np.maximum(values, 0)) @ axes.T + ridge * np.eye(SIZE))
+    shrunk = [math.sqrt(each**2 - 4 * ridge**2) if each > 2 * ridge else 0.0 for each in values]
+    inverse = np.linalg.inv((axes * shrunk) @ axes.T + ridge * np.eye(SIZE))
     middle, each = means.mean(axis=0), images_of.sum() / CLASSES
     centered = means - middle
     weight = (

@@ -18,6 +18,7 @@ from protocol.wire.topics import (
     DeviceChannel,
     DeviceTopic,
     FleetChannel,
+    SumChannel,
     device_filters,
     device_topic,
     fleet_topic,
@@ -122,6 +123,7 @@ def test_every_topic_is_documented() -> None:
     lines = [line for line in section.splitlines() if line.startswith("|")][2:]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     topics: dict[str, str] = {fleet_topic("{fleet}", channel): channel for channel in FLEET_CHANNELS}
+    topics |= {fleet_topic("{fleet}", channel): channel for channel in get_args(SumChannel)}
     for each in DEVICE_CHANNELS:
         topic = device_topic("{fleet}", "{device}", each)
         topics[re.sub(r"/up/\d+$", "/up/{shard}", topic)] = each
