@@ -39,14 +39,23 @@ COLUMNS = {
 
 
 def accuracy_of_sums(
-    data: Features, how: PublicMap, *, images: int, devices: int, epsilon: float | None, seed: int
+    data: Features,
+    how: PublicMap,
+    every_row: NDArray[np.int8],
+    *,
+    images: int,
+    devices: int,
+    epsilon: float | None,
+    seed: int,
 ) -> float:
     """Return the accuracy of a head of sums, to which each device has added noise of its own; one device: once.
+
+    `every_row` are the rows of all training images.
 
     Sums of discrete Gaussians are discrete Gaussian but for e^-88 (Kairouz, Liu and Steinke 2021, theorem 9).
     """
     chosen = np.concatenate(list(_drawn(data, images // data.classes, seed)))
-    rows, labels = how.rows(data.train[chosen]), data.train_labels[chosen]
+    rows, labels = every_row[chosen], data.train_labels[chosen]
     if epsilon is None:
         exact = RowSums(rows.shape[1])
         for label in range(data.classes):
@@ -94,19 +103,19 @@ def accuracy_of_prototypes(
 
 @click.command("noisy-sums")
 @repeated("--data", "names", type=click.Choice(NAMES), default=("fashion_mnist", "cifar10", "mnist"))
-@repeated("--images", "sizes", type=int, default=(1000, 6000, 50_000), help="Of all devices.")
+@repeated("--images", "sizes", type=int, default=(1000, 6000, 50_000, 60_000), help="Of all devices.")
 @repeated(
     "--devices", type=int, default=(1, 10, 100), help="That add noise; 1 is noise for the fleet at once."
 )
 @repeated("--epsilon", "epsilons", type=float, default=(0.5, 1.0, 2.0, 4.0, 8.0, 32.0))
 @repeated("--seed", "seeds", type=int, default=(0, 1, 2))
 @click.option("--size", type=int, default=371, show_default=True, help="D, the length of a row.")
-@click.option("--prototypes", is_flag=True, help="Measure noisy prototypes of ten devices, too.")
+@repeated("--prototypes", type=float, default=(), help="Epsilon of noisy prototypes of ten devices.")
 @click.option("--at-most", type=int, help="Images of each part of a data set, for a trial.")
 @json_option
 def command(
     *, names: tuple[str, ...], sizes: tuple[int, ...], devices: tuple[int, ...], epsilons: tuple[float, ...],
-    seeds: tuple[int, ...], size: int, prototypes: bool, at_most: int | None, json_file: Path | None,
+    seeds: tuple[int, ...], size: int, prototypes: tuple[float, ...], at_most: int | None, json_file: Path | None,
 ) -> None:  # fmt: skip
     """Compare heads of noisy sums with heads of noisy prototypes, by epsilon and size of the fleet."""
     table, runs = Table(COLUMNS, title=f"{BACKBONE}, {size} values, delta {DELTA:g}, {len(seeds)} seeds"), []
@@ -114,13 +123,18 @@ def command(
     how = make_public_map(np.concatenate([part for each in public for part in (each.train, each.test)]), size)
     for name in names:
         data = load_features(name, backbone=BACKBONE, image_size=SIZE, at_most=at_most)
+        rows = how.rows(data.train)
         for images in sizes:
+            if images > len(rows):
+                continue
             cells = [(1, None), *((fleet, epsilon) for fleet in devices for epsilon in epsilons)]
             for fleet, epsilon in cells:
                 options = {"images": images, "devices": fleet}
-                sums = [accuracy_of_sums(data, how, **options, epsilon=epsilon, seed=seed) for seed in seeds]
+                sums = [
+                    accuracy_of_sums(data, how, rows, **options, epsilon=epsilon, seed=seed) for seed in seeds
+                ]
                 rival = None
-                if prototypes and fleet == 10 and epsilon is not None:
+                if fleet == 10 and epsilon in prototypes:
                     rival = float(
                         np.mean(
                             [

@@ -100,8 +100,19 @@ def test_noisy_sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Less noise is more accurate, and a fleet whose devices each add noise less than one of one device."""
     made = domain(1, classes=5, images=400)
     monkeypatch.setattr(noisy_sums, "load_features", lambda _name, **_: made)
-    arguments = ["--data", "mnist", "--images", "400", "--seed", "0", "--size", "12", "--prototypes"]
-    arguments += ["--devices", "1", "--devices", "10", "--epsilon", "0.5", "--epsilon", "32"]
+    arguments = ["--data", "mnist", "--images", "400", "--seed", "0", "--size", "12", "--prototypes", "0.5"]
+    arguments += [
+        "--devices",
+        "1",
+        "--devices",
+        "10",
+        "--epsilon",
+        "0.5",
+        "--epsilon",
+        "32",
+        "--prototypes",
+        "32",
+    ]
     runs = run(tmp_path, "noisy-sums", *arguments)["runs"]
     found = {(each["devices"], each["epsilon"]): each["sums"][0] for each in runs}
     assert found[1, None] >= found[1, 32] - 0.02
