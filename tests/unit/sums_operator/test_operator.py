@@ -1,0 +1,199 @@
+"""The second operator's folder and answers: each submission is in one sum at most, whatever happens in between."""
+
+import json
+import logging
+import stat
+import tomllib
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from protocol.errors import ConfigError, StateError
+from protocol.wire.codec import digest_of, encode, to_array
+from protocol.wire.messages import SumReply
+from protocol.wire.signing import is_own_sum
+from sums_operator.checks import Policy
+from sums_operator.cli import cli, read_devices
+from sums_operator.service import Operator
+from sums_operator.state import OperatorState, make_operator, read_keys
+from tests.support.messages.sums import FLEET, NAMES, TASK, sum_of, sum_request
+
+FIRST, OTHERS = NAMES[:3], NAMES[3:]
+
+
+class Bench:
+    """A state folder, which is opened anew for each answer, as after a kill."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.card = tomllib.loads(make_operator(folder).read_text(encoding="utf-8"))
+
+    def payload(self, devices: list[str], **options: int) -> bytes:
+        return encode(sum_request(devices, seal_key=bytes.fromhex(self.card["seal_key"]), **options))
+
+    def answer(self, payload: bytes, policy: Policy | None = None) -> SumReply:
+        with closing(OperatorState(self.folder)) as state:
+            return Operator(read_keys(self.folder), state, policy or Policy(FLEET)).answer(payload)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path / "state")
+
+
+def test_sum_is_exact_and_signed(bench: Bench) -> None:
+    payload = bench.payload(FIRST)
+    reply = bench.answer(payload)
+    assert reply.request == digest_of(payload)
+    assert not reply.problem
+    assert is_own_sum(reply, public=bytes.fromhex(bench.card["sign_key"]), fleet=FLEET)
+    assert reply.masks
+    np.testing.assert_array_equal(to_array(reply.masks), sum_of(FIRST))
+
+
+def test_same_request_has_the_same_answer(bench: Bench) -> None:
+    """Also with rules that would refuse it now: its sum is known."""
+    payload = bench.payload(FIRST)
+    first = encode(bench.answer(payload))
+    for policy in (Policy(FLEET), Policy(FLEET, min_devices=10), Policy(FLEET, devices={})):
+        assert encode(bench.answer(payload, policy)) == first
+    assert (
+        bench.answer(payload, Policy("other")).problem
+        == "the mask of shed-1 is not sealed for this second operator"
+    )
+
+
+@pytest.mark.parametrize(
+    "overlapping",
+    [{"devices": NAMES[2:]}, {"devices": FIRST, "values": 39}, {"devices": FIRST, "sequence": 2}],
+)
+def test_submission_is_in_one_sum_only(bench: Bench, overlapping: dict[str, list[str]]) -> None:
+    """A difference of two sums would be a part of a list; a later submission of the device counts as the same."""
+    bench.answer(bench.payload(FIRST))
+    reply = bench.answer(bench.payload(**overlapping))  # type: ignore[arg-type]
+    assert reply.problem.endswith("is in another list of this task, whose sum was opened")
+    assert reply.problem.split()[0] in FIRST
+    assert (reply.masks, reply.signature) == (SumReply(request=TASK).masks, b"")
+    assert bench.answer(bench.payload(OTHERS)).masks, "a refusal changes nothing"
+
+
+def _fail_after(store: Callable[..., None]) -> Callable[..., None]:
+    def add(*given: object, **named: object) -> None:
+        store(*given, **named)
+        raise KeyboardInterrupt
+
+    return add
+
+
+def test_crash_between_storing_and_publishing(bench: Bench) -> None:
+    """The request has its answer afterwards, and an overlapping one has none."""
+    payload = bench.payload(FIRST)
+    with patch.object(OperatorState, "add", _fail_after(OperatorState.add)), pytest.raises(KeyboardInterrupt):
+        bench.answer(payload)
+    assert bench.answer(bench.payload(NAMES[1:])).problem.startswith("shed-2 is in another list")
+    assert bench.answer(payload).masks
+
+
+def test_crash_before_storing(bench: Bench) -> None:
+    """Nothing was published: another list may have the devices."""
+    with patch.object(OperatorState, "add", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        bench.answer(bench.payload(FIRST))
+    assert bench.answer(bench.payload(NAMES[1:])).masks
+
+
+def test_nothing_is_answered_that_cannot_be_stored(bench: Bench) -> None:
+    with closing(OperatorState(bench.folder)) as state:
+        state.add(bytes(32), task=TASK, devices=FIRST)
+        with pytest.raises(StateError):
+            state.add(bytes([1]) * 32, task=TASK, devices=NAMES[2:])
+        assert [each.devices for each in state.answered()] == [3], "the transaction is undone"
+        assert state.already_summed(bytes(32), NAMES) is None, "another task"
+        with pytest.raises(StateError, match="`protofleet-sums run` already runs"):
+            OperatorState(bench.folder)
+
+
+def test_malformed_requests_are_refused(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    """One line each, and counted by reason."""
+    with caplog.at_level(logging.INFO):
+        for payload in (b"garbage", encode(SumReply(request=TASK)), bench.payload(FIRST[:2])):
+            assert bench.answer(payload).problem
+    assert [line.split(" request=")[0] for line in caplog.messages] == ["request refused"] * 3
+    assert "reason=too_few" in caplog.messages[2]
+    with closing(OperatorState(bench.folder, read_only=True)) as state:
+        assert {reason: each.requests for reason, each in state.refusals().items()} == {
+            "malformed": 2,
+            "too_few": 1,
+        }
+
+
+def test_keys_are_private_and_the_card_is_public(bench: Bench) -> None:
+    modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in bench.folder.iterdir()}
+    assert [modes[name] for name in ("seal.key", "sign.key", "operator.sqlite")] == [0o600] * 3
+    assert bench.card == {"format": 1, **read_keys(bench.folder).public()}
+    assert "key=" not in repr(read_keys(bench.folder))
+
+
+def test_keys_are_never_replaced(bench: Bench) -> None:
+    """Nor are they used with an empty record of answered lists."""
+    before = read_keys(bench.folder)
+    with pytest.raises(ConfigError, match="has keys already"):
+        make_operator(bench.folder)
+    (bench.folder / "operator.toml").unlink()  # killed before it was written
+    make_operator(bench.folder)
+    assert read_keys(bench.folder) == before
+    (bench.folder / "operator.sqlite").unlink()
+    with pytest.raises(ConfigError, match=r"operator\.sqlite is missing: restore the newest backup"):
+        OperatorState(bench.folder)
+    (bench.folder / "operator.toml").unlink()
+    with pytest.raises(ConfigError, match=r"has keys, but operator\.sqlite is missing"):
+        make_operator(bench.folder)
+
+
+def test_keys_of_another_card_are_refused(bench: Bench, tmp_path: Path) -> None:
+    other = Bench(tmp_path / "other")
+    (other.folder / "sign.key").replace(bench.folder / "sign.key")
+    with pytest.raises(ConfigError, match="is not the card of the keys beside it"):
+        read_keys(bench.folder)
+    (other.folder / "seal.key").replace(bench.folder / "sign.key")
+    with pytest.raises(ConfigError, match=r"expected an Ed25519 key in .*, got X25519PrivateKey"):
+        read_keys(bench.folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("shed-1", "expected DEVICE KEY in line 1"),
+        (f"\nshed 1 {'0' * 64}", "expected DEVICE KEY in line 2"),
+        (f"shed-1 {'0' * 63}", "with 64 hex digits, got 'shed-1 0"),
+        (f"shed-1 {'0' * 64}\nshed-1 {'1' * 64}", "each key once in .*, got shed-1 again in line 2"),
+        (f"shed-1 {'0' * 64}\nshed-2 {'0' * 64}", "each key once in .*, got shed-2 again in line 2"),
+    ],
+)
+def test_list_of_devices_is_checked(tmp_path: Path, text: str, problem: str) -> None:
+    (tmp_path / "devices").write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=problem):
+        read_devices(tmp_path / "devices")
+
+
+def test_list_of_devices_is_read(tmp_path: Path) -> None:
+    (tmp_path / "devices").write_text(f"# shed\n\nshed-1  {'aB' * 32} \n", encoding="utf-8")
+    assert read_devices(tmp_path / "devices") == {"shed-1": b"\xab" * 32}
+    with pytest.raises(ConfigError, match="cannot read the devices in"):
+        read_devices(tmp_path)
+
+
+def test_status_shows_answers_and_refusals(bench: Bench) -> None:
+    bench.answer(bench.payload(FIRST))
+    bench.answer(bench.payload(NAMES))
+    shown = CliRunner().invoke(cli, ["status", "--state", str(bench.folder)], catch_exceptions=False).output
+    assert f"seal_key {bench.card['seal_key']}" in shown
+    assert f"task {TASK.hex()} 3 devices" in shown
+    assert "refused 1 request (overlap), the last " in shown
+    found = json.loads(CliRunner().invoke(cli, ["status", "--state", str(bench.folder), "--json"]).output)
+    assert found["answered"][0]["devices"] == 3
+    assert found["refused"]["overlap"]["requests"] == 1
