@@ -111,7 +111,7 @@ def run_command(
     brokers = parse_brokers(broker, tls=access.tls)
     for warning in warnings(access, brokers):
         log.warning("%s", warning)
-    policy = Policy(fleet, min_devices, devices and read_devices(devices))
+    policy = Policy(fleet, min_devices, None if devices is None else read_devices(devices))
     if policy.devices is None:
         log.warning(
             "the aggregator can invent devices, and so learn a single device's values: give --devices"

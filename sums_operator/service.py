@@ -41,7 +41,7 @@ class Operator:
         digest, start_s = digest_of(payload), time.monotonic()
         try:
             request = self._decoded(payload)
-            masks, is_repeated = self._opened(request, digest)
+            reply, is_repeated = self._opened(request, digest)
         except Refused as refused:
             event(
                 log,
@@ -62,7 +62,7 @@ class Operator:
             seconds=time.monotonic() - start_s,
             repeated=is_repeated or None,
         )
-        return masks
+        return reply
 
     def _decoded(self, payload: bytes) -> SumRequest:
         try:
@@ -142,13 +142,20 @@ class Service:
     def _receive(self, payload: bytes) -> None:
         try:
             request = self._transfers.take(decode(payload, Frame, max_bytes=MAX_FRAME_BYTES))
-            reply = encode(self._operator.answer(request)) if request is not None else b""
+            if request is None:
+                return
+            self._wait_until_sent()
+            reply = encode(self._operator.answer(request))
         except MalformedMessage as error:
             event(log, logging.DEBUG, "message ignored", reason=str(error))
-            return
         except StateError as error:
             event(log, logging.ERROR, "request not answered", reason=str(error))
-            return
-        if reply:
+        else:
             for frame in frames_of(reply, digest=digest_of(reply), chunk_bytes=self._chunk_bytes):
                 self._session.send(mqtt.Outgoing(self._reply_topic, encode(frame)))
+
+    def _wait_until_sent(self) -> None:
+        """Wait until the broker has the last reply, or the connection ends: one reply is in memory at a time."""
+        while self._session.backlog:
+            self._manager.alive()
+            time.sleep(0.02)

@@ -15,7 +15,6 @@ NAMES = [f"shed-{number}" for number in range(1, 7)]
 
 
 def signing_key(device: str) -> bytes:
-    """Return a device's private key."""
     return digest_of(f"key {device}".encode())
 
 
@@ -27,16 +26,9 @@ def masked_submission(
     device: str, *, seal_key: bytes, min_devices: int = 2, sequence: int = 1, **where: Any
 ) -> MaskedSubmission:
     """Return a device's submission, sealed for a public key; `where` are other fields of the context."""
-    context = submission_context(
-        **{"fleet": FLEET, "task": TASK, "device": device, "sequence": sequence, **where}
-    )
-    mask = sealed_mask(
-        seed_of(device),
-        seal_key=seal_key,
-        min_devices=min_devices,
-        signing_key=signing_key(device),
-        context=context,
-    )
+    given = {"fleet": FLEET, "task": TASK, "device": device, "sequence": sequence, **where}
+    keys = {"seal_key": seal_key, "signing_key": signing_key(device), "context": submission_context(**given)}
+    mask = sealed_mask(seed_of(device), min_devices=min_devices, **keys)
     return MaskedSubmission(device=device, sequence=sequence, mask=mask)
 
 
