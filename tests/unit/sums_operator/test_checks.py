@@ -10,14 +10,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from protocol.wire.messages import SumRequest
 from protocol.wire.signing import public_key
 from sums_operator.checks import Policy, Refused, check, sum_of_masks
-from tests.support.messages.sums import (
-    FLEET,
-    NAMES,
-    masked_submission,
-    signing_key,
-    sum_of,
-    sum_request,
-)
+from tests.support.messages.sums import FLEET, NAMES, masked_submission, signing_key, sum_of, sum_request
 
 PRIVATE = bytes([1]) * 32
 SEAL_KEY = X25519PrivateKey.from_private_bytes(PRIVATE).public_key().public_bytes_raw()

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import stat
 import tomllib
 from contextlib import closing
 from pathlib import Path
@@ -50,23 +49,18 @@ def test_same_request_has_the_same_answer(bench: Bench) -> None:
     first = encode(bench.answer(payload))
     for policy in (Policy(FLEET), Policy(FLEET, min_devices=10), Policy(FLEET, devices={})):
         assert encode(bench.answer(payload, policy)) == first
-    assert (
-        bench.answer(payload, Policy("other")).problem
-        == "the mask of shed-1 is not sealed for this second operator"
-    )
+    assert "shed-1 is not sealed for this" in bench.answer(payload, Policy("other")).problem
 
 
 @pytest.mark.parametrize(
-    "overlapping",
-    [{"devices": NAMES[2:]}, {"devices": FIRST, "values": 39}, {"devices": FIRST, "sequence": 2}],
+    ("devices", "options"), [(NAMES[2:], {}), (FIRST, {"values": 39}), (FIRST, {"sequence": 2})]
 )
-def test_submission_is_in_one_sum_only(bench: Bench, overlapping: dict[str, list[str]]) -> None:
+def test_submission_is_in_one_sum_only(bench: Bench, devices: list[str], options: dict[str, int]) -> None:
     """A difference of two sums would be a part of a list; a later submission of the device counts as the same."""
     bench.answer(bench.payload(FIRST))
-    reply = bench.answer(bench.payload(**overlapping))  # type: ignore[arg-type]
-    assert reply.problem.endswith("is in another list of this task, whose sum was opened")
-    assert reply.problem.split()[0] in FIRST
-    assert (reply.masks, reply.signature) == (SumReply(request=TASK).masks, b"")
+    reply = bench.answer(bench.payload(devices, **options))
+    problem = f"{max(FIRST[0], devices[0])} is in another list of this task, whose sum was opened"
+    assert reply == SumReply(request=reply.request, problem=problem)
     assert bench.answer(bench.payload(OTHERS)).masks, "a refusal changes nothing"
 
 
@@ -105,22 +99,14 @@ def test_malformed_requests_are_refused(bench: Bench, caplog: pytest.LogCaptureF
     assert [line.split(" request=")[0] for line in caplog.messages] == ["request refused"] * 3
     assert "reason=too_few" in caplog.messages[2]
     with closing(OperatorState(bench.folder, read_only=True)) as state:
-        assert {reason: each.requests for reason, each in state.refusals().items()} == {
-            "malformed": 2,
-            "too_few": 1,
-        }
-
-
-def test_keys_are_private_and_the_card_is_public(bench: Bench) -> None:
-    modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in bench.folder.iterdir()}
-    assert [modes[name] for name in ("seal.key", "sign.key", "operator.sqlite")] == [0o600] * 3
-    assert bench.card == {"format": 1, **read_keys(bench.folder).public()}
-    assert "key=" not in repr(read_keys(bench.folder))
+        assert [each.requests for each in state.refusals().values()] == [2, 1]
 
 
 def test_keys_are_never_replaced(bench: Bench) -> None:
-    """Nor are they used with an empty record of answered lists."""
+    """Nor are they used with an empty record of answered lists, or readable by others."""
     before = read_keys(bench.folder)
+    assert bench.card == {"format": 1, **before.public()}
+    assert [(bench.folder / name).stat().st_mode & 0o777 for name in ("seal.key", "sign.key")] == [0o600] * 2
     with pytest.raises(ConfigError, match="has keys already"):
         make_operator(bench.folder)
     (bench.folder / "operator.toml").unlink()  # killed before it was written

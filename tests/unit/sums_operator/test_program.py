@@ -112,21 +112,16 @@ def test_each_submission_is_summed_once(world: World) -> None:
 
     others = world.request(NAMES[3:])
     forged = (*others.submissions[:2], replace(others.submissions[2], sequence=9))
-    refused = [
-        world.reply(each).problem
-        for each in (
-            world.request(NAMES[2:]),
+    for refused, problem in (
+        (world.request(NAMES[2:]), "shed-3 is in another list of this task, whose sum was opened"),
+        (
             world.request(NAMES[3:5]),
-            world.request([*NAMES[3:], "stranger"]),
-            replace(others, submissions=forged),
-        )
-    ]
-    assert refused == [
-        "shed-3 is in another list of this task, whose sum was opened",
-        "expected at least 3 submissions, as the second operator requires, got 2",
-        "stranger is not in the second operator's list of devices",
-        "the signature of the mask of shed-6 is invalid",
-    ]
+            "expected at least 3 submissions, as the second operator requires, got 2",
+        ),
+        (world.request([*NAMES[3:], "stranger"]), "stranger is not in the second operator's list of devices"),
+        (replace(others, submissions=forged), "the signature of the mask of shed-6 is invalid"),
+    ):
+        assert world.reply(refused).problem == problem
     assert world.reply(others).masks
     assert world.log().count("masks summed task=") == 5
     assert world.log().count("request refused request=") == 4
