@@ -9,12 +9,14 @@ from aggregator.cli import cli as aggregator
 from edge_client.cli import cli as edge_client
 from export.cli import cli as export_backbone
 from protofleet.cli import cli as protofleet
+from sums_operator.cli import cli as sums
 
 PROGRAMS = {
     "edge-client": edge_client,
     "aggregator": aggregator,
     "export-backbone": export_backbone,
     "protofleet": protofleet,
+    "protofleet-sums": sums,
 }
 PAGE = Path(__file__).with_name("cli.md")
 WIDTH = 100
@@ -22,8 +24,8 @@ WIDTH = 100
 PREFACE = """\
 # Command lines
 
-The options of `edge-client`, `aggregator`, `export-backbone` and `protofleet`, written by `python -m docs.generate_cli`
-from their `--help`.
+The options of `edge-client`, `aggregator`, `export-backbone`, `protofleet` and `protofleet-sums`, written by
+`python -m docs.generate_cli` from their `--help`.
 
 Exit codes: 0 success, 1 an expected error with one line on stderr, 2 wrong usage, 130 interrupted. Results are
 written to stdout, everything else to stderr. An option with an `env var` can be set in the environment, and the

@@ -1,4 +1,4 @@
-"""The command line of all three programs: settings, errors, exit codes and logging."""
+"""The command line of all programs: settings, errors, exit codes and logging."""
 
 import importlib.util
 import logging
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_PACKAGES = ("aggregator", "edge_client", "export", "protocol", "protofleet")
+_PACKAGES = ("aggregator", "edge_client", "export", "protocol", "protofleet", "sums_operator")
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -11,8 +11,12 @@ IGNORE_FILE = ".gitignore"
 
 IGNORE_ALL = "*\n"
 
-_DATABASES = {"aggregator": "aggregator.sqlite", "edge-client": "device.sqlite"}
-"""The database in the state folder of each program, which deletes blobs that it does not need."""
+_DATABASES = {
+    "aggregator": "aggregator.sqlite",
+    "edge-client": "device.sqlite",
+    "protofleet-sums": "operator.sqlite",
+}
+"""The database in the state folder of each program; two of them delete blobs that they do not need."""
 
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
 
@@ -26,10 +30,10 @@ def default_state_folder(name: str) -> Path:
 
 
 def database_of(program: str, folder: Path) -> Path:
-    """Return the database of a program (`aggregator` or `edge-client`) in its state folder.
+    """Return the database of a program (`aggregator`, `edge-client` or `protofleet-sums`) in its state folder.
 
     Raises:
-        ConfigError: the folder has the database of the other program.
+        ConfigError: the folder has the database of another program.
         StateError: it cannot be read.
     """
     with state_errors(folder):
@@ -37,7 +41,7 @@ def database_of(program: str, folder: Path) -> Path:
     if owner != program:
         raise ConfigError(
             f"expected a state folder of `{program}`, got {folder}, which belongs to `{owner}`: give `{program}` "
-            "another --state, and check PROTOFLEET_STATE, which both programs read"
+            "another --state, and check PROTOFLEET_STATE, which all programs read"
         )
     return folder / _DATABASES[program]
 

@@ -1,0 +1,5 @@
+"""`python -m sums_operator`."""
+
+from sums_operator.cli import main
+
+main()

@@ -1,0 +1,191 @@
+"""The second operator's state folder: its keys, and the devices of each answered list."""
+
+import json
+import time
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+from protocol.errors import ConfigError
+from protocol.storage.blobstore import write_atomically
+from protocol.storage.database import Database
+from protocol.storage.facts import Facts
+from protocol.storage.folder_lock import FolderLock
+from protocol.storage.keyfile import read_key, read_or_make_key
+from protocol.storage.state_folder import database_of, make_state_folder
+from protocol.wire.signing import public_key
+from sums_operator.checks import Reason
+
+PROGRAM = "protofleet-sums"
+FORMAT = 1
+CARD = "operator.toml"
+_SEAL_KEY, _SIGN_KEY = "seal.key", "sign.key"
+_RESTORE = "restore the newest backup of the whole folder"
+
+_SCHEMA = """
+CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
+-- Answered lists, by the sha256 of the request.
+CREATE TABLE lists (
+    id INTEGER PRIMARY KEY, request BLOB NOT NULL UNIQUE, task BLOB NOT NULL, devices INTEGER NOT NULL,
+    answered_s REAL NOT NULL
+) STRICT;
+-- The primary key is the guarantee: no submission is ever in two sums.
+CREATE TABLE members (
+    task BLOB NOT NULL, device TEXT NOT NULL, list INTEGER NOT NULL REFERENCES lists (id), PRIMARY KEY (task, device)
+) STRICT, WITHOUT ROWID;
+"""
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """Refused requests of one reason."""
+
+    requests: int
+    last_s: float
+    """Time of the last one, in unix seconds."""
+    problem: str
+    """Why it was refused."""
+
+
+class Refusals(msgspec.Struct, frozen=True):
+    """Refused requests by reason, repetitions included."""
+
+    by_reason: dict[Reason, Refusal] = {}
+
+
+@dataclass(frozen=True)
+class AnsweredList:
+    """A list whose sum was opened."""
+
+    request: str
+    """The sha256 of the request, in hex."""
+    task: str
+    """The task, in hex."""
+    devices: int
+    answered_s: float
+    """In unix seconds."""
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The second operator's private keys, 32 bytes each."""
+
+    seal_key: bytes = field(repr=False)
+    sign_key: bytes = field(repr=False)
+
+    def public(self) -> dict[str, str]:
+        """Return the public keys in hex, by their names on the card."""
+        seal_key = X25519PrivateKey.from_private_bytes(self.seal_key).public_key().public_bytes_raw()
+        return {"seal_key": seal_key.hex(), "sign_key": public_key(self.sign_key).hex()}
+
+
+def make_operator(folder: Path) -> Path:
+    """Create a state folder with new keys; returns the path of the card for the aggregator's task file.
+
+    Raises:
+        ConfigError: the folder has keys already, or belongs to another program.
+        StateError: it cannot be written.
+    """
+    make_state_folder(folder)
+    database, card = database_of(PROGRAM, folder), folder / CARD
+    if card.exists():
+        raise ConfigError(
+            f"{folder} has keys already: `{PROGRAM} run` uses them; give another folder for new ones"
+        )
+    if not database.exists() and any((folder / name).exists() for name in (_SEAL_KEY, _SIGN_KEY)):
+        raise ConfigError(f"{folder} has keys, but {database.name} is missing: {_RESTORE}")
+    OperatorState(folder, is_new=True).close()  # before the keys, which are never without it
+    keys = Keys(
+        read_or_make_key(folder / _SEAL_KEY, kind=X25519PrivateKey), read_or_make_key(folder / _SIGN_KEY)
+    )
+    lines = [f"format = {FORMAT}", *(f"{name} = {json.dumps(key)}" for name, key in keys.public().items())]
+    write_atomically(card, "".join(f"{line}\n" for line in lines).encode())
+    return card
+
+
+def read_keys(folder: Path) -> Keys:
+    """Return the keys in a state folder.
+
+    Raises:
+        ConfigError: there are none, or they are not those of the card.
+    """
+    try:
+        card = tomllib.loads((folder / CARD).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"cannot read {folder / CARD} ({error}): {_RESTORE}, or make one with `{PROGRAM} init`"
+        ) from error
+    keys = Keys(
+        read_key(folder / _SEAL_KEY, kind=X25519PrivateKey, advice=_RESTORE),
+        read_key(folder / _SIGN_KEY, advice=_RESTORE),
+    )
+    if card != {"format": FORMAT, **keys.public()}:
+        raise ConfigError(f"{folder / CARD} is not the card of the keys beside it: {_RESTORE}")
+    return keys
+
+
+class OperatorState:
+    """What was answered and refused.
+
+    Args:
+        folder: as `make_operator` created it.
+        is_new: create the database.
+        read_only: open it beside a running program.
+
+    Raises:
+        ConfigError: there is no database: without it, lists that overlap answered ones would be opened.
+        StateError: it cannot be used, or the program runs on the folder already.
+    """
+
+    def __init__(self, folder: Path, *, is_new: bool = False, read_only: bool = False) -> None:
+        file = database_of(PROGRAM, folder)
+        if not is_new and not file.exists():
+            raise ConfigError(f"{file} is missing: {_RESTORE}, or make one with `{PROGRAM} init`")
+        self._database = Database(
+            file,
+            program=f"{PROGRAM} run",
+            migrations=(_SCHEMA,),
+            read_only=read_only,
+            lock=None if read_only else FolderLock(folder),
+            holds_lock=not read_only,
+            advice=_RESTORE,
+        )
+        self._facts = Facts(self._database)
+
+    def is_answered(self, request: bytes) -> bool:
+        return bool(self._database.read("SELECT 1 FROM lists WHERE request = ?", request))
+
+    def already_summed(self, task: bytes, devices: Sequence[str]) -> str | None:
+        """Return the first device whose submission for a task is in an answered list."""
+        query = "SELECT 1 FROM members WHERE task = ? AND device = ?"
+        return next((device for device in devices if self._database.read(query, task, device)), None)
+
+    def add(self, request: bytes, *, task: bytes, devices: Sequence[str]) -> None:
+        """Store a list durably, before its sum is published; raises StateError if a device is in another one."""
+        with self._database.transaction() as database:
+            listed = database.execute(
+                "INSERT INTO lists (request, task, devices, answered_s) VALUES (?, ?, ?, ?)",
+                (request, task, len(devices), time.time()),
+            ).lastrowid
+            rows = ((task, device, listed) for device in devices)
+            database.executemany("INSERT INTO members VALUES (?, ?, ?)", rows)
+
+    def count_refusal(self, reason: Reason, problem: str) -> None:
+        by_reason = self.refusals()
+        before = by_reason[reason].requests if reason in by_reason else 0
+        refusal = Refusal(before + 1, time.time(), problem)
+        self._facts.put(Refusals({**by_reason, reason: refusal}))
+
+    def refusals(self) -> dict[Reason, Refusal]:
+        return (self._facts.get(Refusals) or Refusals()).by_reason
+
+    def answered(self) -> list[AnsweredList]:
+        """Return the answered lists, oldest first."""
+        rows = self._database.read("SELECT request, task, devices, answered_s FROM lists ORDER BY id")
+        return [AnsweredList(request.hex(), task.hex(), *rest) for request, task, *rest in rows]
+
+    def close(self) -> None:
+        self._database.close()
