@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from aggregator.algorithms.algorithm import RoundAlgorithm
 from aggregator.algorithms.registry import ALGORITHMS
-from aggregator.config.schema import PrivacyBudget, PrivacySettings, TaskFile, described
+from aggregator.config.schema import PrivacyBudget, PrivacySettings, SumsSettings, TaskFile, described
 from aggregator.config.template import hidden_settings
 from aggregator.tasks.graph_cache import graphs_key
 from aggregator.tasks.manifests import task_manifest
@@ -60,6 +60,7 @@ FILE = TaskFile(classes=("a", "b"), backbones=("b.onnx",))
 NOISE = PrivacySettings(
     perturbation=Perturbation(on="prototypes", scale=0.1),
     dp=PrivacyBudget(epsilon=2.0, map="public.map", max_epsilon=8.0),
+    sums=SumsSettings(operator="operator.toml", min_devices=10),
 )
 
 Place = tuple[str, ...]
@@ -106,9 +107,15 @@ def identity(file: TaskFile) -> bytes:
     sums = msgspec.to_builtins(method) if method.sums else None
     public = None
     if (dp := file.privacy.dp) is not None:
-        public = Statistics(
-            map=BlobRef(digest=dp.map.encode().ljust(32), size_bytes=1, name=dp.map), size=256
+        blob = BlobRef(digest=dp.map.encode().ljust(32), size_bytes=1, name=dp.map)
+        public = Statistics(map=blob, size=256)
+    if (sums := file.privacy.sums) is not None:
+        key = sums.operator.encode().ljust(32)
+        operator = SecondOperator(
+            seal_key=key, sign_key=key, min_devices=sums.min_devices, honest=sums.honest
         )
+        blob = BlobRef(digest=bytes(32), size_bytes=1, name="public.map")
+        public = Statistics(map=blob, size=256, second_operator=operator)
     return encode(task_manifest(file, blobs, statistics=public)) + msgspec.msgpack.encode(
         (file.layers, file.continues, graphs, sums)
     )

@@ -12,17 +12,20 @@ from protocol.mqtt import reconnecting_session as mqtt
 from protocol.mqtt.tls import BrokerAccess, Brokers
 from protocol.service_manager import ServiceManager
 from protocol.wire.codec import decode, digest_of, encode, to_tensor
-from protocol.wire.messages import MAX_CHUNK_BYTES, MAX_FRAME_BYTES, Frame, SumReply, SumRequest
+from protocol.wire.messages import MAX_CHUNK_BYTES, MAX_FRAME_BYTES, MAX_SUMMED, Frame, SumReply, SumRequest
+from protocol.wire.repeated_transfers import Transfers
 from protocol.wire.signing import sign_sum
 from protocol.wire.topics import fleet_topic
 from protocol.wire.transfer import chunk_bytes, frames_of
 from sums_operator.checks import Policy, Refused, check, nothing, sum_of_masks
 from sums_operator.state import Keys, OperatorState
-from sums_operator.transfers import MAX_REQUEST_BYTES, Transfers
 
 log = logging.getLogger(__name__)
 
 TICK_S = 1.0
+
+MAX_REQUEST_BYTES = 512 * MAX_SUMMED
+"""Bytes of a request, and of all unfinished ones together."""
 
 
 class Operator:
@@ -101,7 +104,7 @@ class Service:
         self._operator, self._manager = operator, manager
         self._reply_topic = fleet_topic(fleet, "sums/reply")
         self._chunk_bytes = MAX_CHUNK_BYTES
-        self._transfers = Transfers()
+        self._transfers = Transfers(max_bytes=MAX_REQUEST_BYTES)
         self._events: queue.SimpleQueue[mqtt.Event] = queue.SimpleQueue()
         self._session = mqtt.Session(
             broker,

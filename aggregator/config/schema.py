@@ -7,6 +7,7 @@ the first sentence below a setting as its comment, and for a setting without a d
 import ast
 import contextlib
 import inspect
+import math
 import re
 from collections.abc import Iterator
 from itertools import pairwise
@@ -19,7 +20,7 @@ from aggregator.algorithms.algorithm import Algorithm, RoundAlgorithm, Training
 from aggregator.algorithms.registry import ALGORITHMS
 from aggregator.coordination.rollout_state import Settings as RolloutSettings
 from aggregator.coordination.round_state import Settings as RoundSettings
-from protocol.wire.messages import MAX_CLASSES, ClassName, Name, Natural, Perturbation
+from protocol.wire.messages import MAX_CLASSES, MAX_SUMMED, ClassName, Name, Natural, Perturbation
 
 
 class Client(msgspec.Struct, frozen=True, kw_only=True):
@@ -112,13 +113,31 @@ class PrivacyBudget(msgspec.Struct, frozen=True, kw_only=True):
     """Privacy loss of all submissions of a device together. Submissions to earlier tasks count."""
 
 
+class SumsSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """`[privacy.sums]`: a second operator, so that nobody sees the sums of one device. With `[privacy.dp]`."""
+
+    operator: Annotated[str, Meta(examples=["operator.toml"])]
+    """Path of the file that `protofleet-sums init` has written, relative to the task file's folder."""
+    min_devices: Annotated[int, Meta(ge=2, le=MAX_SUMMED, examples=[10])]
+    """Devices in a sum, at least."""
+    tolerance: Annotated[float, Meta(ge=0, lt=1)] = 0.34
+    """Share of these that may keep their noise, or lie, without harm to the privacy of the others."""
+
+    @property
+    def honest(self) -> int:
+        """Devices whose noise counts."""
+        return max(1, math.floor(self.min_devices * (1 - self.tolerance)))
+
+
 class PrivacySettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Noise that devices add before they upload: one of the two tables, or none. docs/privacy.md compares them."""
+    """Noise that devices add before they upload, or none. docs/privacy.md compares the tables."""
 
     perturbation: Perturbation | None = None
     """As in FedTC; it gives no guarantee."""
     dp: PrivacyBudget | None = None
     """Differential privacy."""
+    sums: SumsSettings | None = None
+    """A second operator opens sums of devices, so that noise is spent once for the fleet."""
 
 
 class CommonSettings(msgspec.Struct, frozen=True, kw_only=True):

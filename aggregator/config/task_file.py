@@ -47,6 +47,9 @@ def load_task(path: Path) -> tuple[TaskFile, list[Path]]:
     if (dp := task.privacy.dp) is not None:
         dp = replace(dp, map=str(path.parent / dp.map))
         task = replace(task, privacy=replace(task.privacy, dp=dp))
+    if (sums := task.privacy.sums) is not None:
+        sums = replace(sums, operator=str(path.parent / sums.operator))
+        task = replace(task, privacy=replace(task.privacy, sums=sums))
     if problem := unknown or next(_contradictions(task, given, backbones), None):
         raise _wrong(path, text, problem)
     return task, backbones
@@ -123,6 +126,7 @@ def _contradictions(task: TaskFile, given: Mapping[str, Any], backbones: Sequenc
         )
     yield from _thresholds(task)
     yield from _privacy(task, given)
+    yield from _sums(task)
     yield from _backbones(backbones)
 
 
@@ -216,6 +220,22 @@ def _privacy(task: TaskFile, given: Mapping[str, Any]) -> Iterator[Problem]:
             yield path, "[privacy.dp] does not use this setting: remove it"
     if not Path(dp.map).is_file():
         yield ("privacy", "dp", "map"), f"no file {Path(dp.map).name}: make it with `protofleet public-map`"
+
+
+def _sums(task: TaskFile) -> Iterator[Problem]:
+    sums = task.privacy.sums
+    if sums is None:
+        return
+    if task.privacy.dp is None:
+        yield ("privacy", "sums"), "needs [privacy.dp]: add that table"
+    if not Path(sums.operator).is_file():
+        what = "the second operator makes it with `protofleet-sums init`"
+        yield ("privacy", "sums", "operator"), f"no file {Path(sums.operator).name}: {what}"
+    if task.quorum < sums.min_devices:
+        yield (
+            ("privacy", "sums", "min_devices"),
+            f"{sums.min_devices} is more than quorum ({task.quorum}): set quorum",
+        )
 
 
 def _backbones(paths: Sequence[Path]) -> Iterator[Problem]:

@@ -13,9 +13,10 @@ from aggregator.coordination import round_state, rounds
 from aggregator.storage.devices import REVOKED
 from aggregator.storage.heads import CALIBRATED_FROM, HeadRecord
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import NextHead
+from aggregator.storage.stored_values import NextHead, SumLists, with_total
 from aggregator.tasks.task_preparation import Task
 from aggregator.training.jobs import (
+    TOTAL_FILE,
     CalibrationJob,
     HeadJob,
     Job,
@@ -35,6 +36,14 @@ FULL_MEMORY_TRAININGS = 4
 def has_half_memory(failures: int) -> bool:
     """Return True if a training after so many failed ones of the same head uses half the memory."""
     return failures >= FULL_MEMORY_TRAININGS
+
+
+def _noisy_sums_job(shared: Mapping[str, Any], lists: SumLists | None) -> NoisySumsJob:
+    """Return the job on the fleet's sums; with a second operator on its newest list and the total of the others."""
+    if lists is None or lists.task.hex() != shared["task"] or lists.pending is None:
+        return NoisySumsJob(**shared)
+    masked = {"members": lists.pending.members, "masks": lists.pending.masks, "total": lists.total}
+    return NoisySumsJob(**{**shared, **masked}, devices=len(lists.devices))
 
 
 def put_started(store: Store, head: NextHead, members: Mapping[str, round_state.Entry]) -> None:
@@ -78,7 +87,8 @@ def blobs_of(job: Job, task: Task) -> list[bytes]:
     if isinstance(job, CalibrationJob):
         return [task.digest, bytes.fromhex(job.head)]
     if isinstance(job, NoisySumsJob) and task.manifest.statistics is not None:
-        return [task.digest, task.manifest.statistics.map.digest]
+        names = filter(None, [job.masks, job.total])
+        return [task.digest, task.manifest.statistics.map.digest, *map(bytes.fromhex, names)]
     if program is None or not isinstance(job, RoundJob):
         return [task.digest]
     return [task.digest, bytes.fromhex(job.tensors), program.init.digest, program.head.digest]
@@ -111,7 +121,7 @@ def job_of(
         "has_novelty": task.calibrates,
     }
     if task.manifest.differential_privacy is not None:
-        return NoisySumsJob(**shared)
+        return _noisy_sums_job(shared, store.facts.get(SumLists))
     if (rows := task.feature_map) is not None:
         return StatisticsJob(
             **shared,
@@ -169,7 +179,11 @@ def store_head(
         warning=result.warning,
         limited=tuple(" ".join(filter(None, each)) for each in result.counting.limited),
     )
+    lists = store.facts.get(SumLists) if isinstance(job, NoisySumsJob) and job.masks else None
+    total = store.put_file(folder / TOTAL_FILE) if lists is not None else None
     with store.transaction():
+        if lists is not None and total is not None:
+            store.facts.put(with_total(lists, total.digest))
         if not store.next_head(record.task, record.version).members:
             raise StateError(f"a submission that head {record.version} is made of was deleted")
         store.heads.add(record)

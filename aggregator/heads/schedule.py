@@ -22,10 +22,11 @@ from aggregator.heads.next_head import (
     put_stopped,
     store_head,
 )
+from aggregator.heads.sum_lists import SecondOperatorLists
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import NextHead, TrainingProgress, UnusedBytes
-from aggregator.tasks.manifests import round_manifest
+from aggregator.storage.stored_values import NextHead, TrainingProgress, UnusedBytes, is_in_sum
+from aggregator.tasks.manifests import round_manifest, second_operator_of
 from aggregator.tasks.restoration import LostSubmissions, Restoration
 from aggregator.tasks.retention import delete_carried_submissions, delete_unneeded_blobs
 from aggregator.tasks.task_preparation import Task
@@ -79,6 +80,9 @@ class Schedule:
         self._calibration = Calibration(task, store)
         self.restoration = Restoration(task, store)
         self._is_external = external
+        operator = second_operator_of(task.manifest)
+        self.sum_lists = None if operator is None else SecondOperatorLists(task, store, operator)
+        """The lists of a task with a second operator."""
         self._trainer = self._trainer_of(task.file.training.timeout_s)
         delete_carried_submissions(task, store)
         self.lost = LostSubmissions(task, store)
@@ -283,6 +287,12 @@ class Schedule:
         self._due += trainings
 
     def _start(self, train: rounds.Train) -> None:
+        if self.sum_lists is not None:
+            if not self._has_sums(self.sum_lists, dict(train.members)):
+                return
+            # A device that is in no list yet belongs to a later one.
+            members = tuple(each for each in train.members if is_in_sum(self.sum_lists.stored, each[0]))
+            train, self.state = replace(train, members=members), replace(self.state, training=dict(members))
         job = job_of(train, self._task, self._store, self.state, tensors=self._tensors)
         with self._failing(job):
             if self._stored_head() is not None:
@@ -290,6 +300,27 @@ class Schedule:
             self.state = replace(self.state, is_rate_limited=not self._rate.count())
             put_started(self._store, self._next, dict(train.members))
             self._run(job)
+
+    def _has_sums(self, lists: SecondOperatorLists, members: dict[str, round_state.Entry]) -> bool:
+        """Return True if the second operator has opened what the next head is made of.
+
+        While it has not, the training waits. With too few new devices there is none.
+        """
+        try:
+            if lists.is_open(members):
+                return True
+        except StateError as error:
+            self._fail(str(error))
+            return False
+        if lists.stored.pending is None:
+            self._step(rounds.Trained(self.state.head_version))
+        return False
+
+    def take_sum(self, payload: bytes) -> None:
+        """Take a frame of the second operator's reply, and start the training that waits for it."""
+        if self.sum_lists is not None and self.sum_lists.take(payload) and self.state.training is not None:
+            members = tuple(sorted(self.state.training.items()))
+            self._start(rounds.Train(self.state.head_version + 1, members))
 
     def _calibrate(self) -> None:
         """Start to make the calibrated version of the newest head if it is due, and no training is running or failed.

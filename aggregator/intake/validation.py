@@ -13,7 +13,15 @@ from aggregator.storage.stored_values import IntakeTask
 from protocol.errors import MalformedMessage, ProtofleetError, VersionMismatch
 from protocol.statistics.second_moment import MAX_VALUE, triangle_size
 from protocol.wire.codec import decode, message_kind, to_array
-from protocol.wire.messages import MAX_IMAGES, Evaluation, Reason, Submission, TaskManifest, Tensor
+from protocol.wire.messages import (
+    MAX_IMAGES,
+    Evaluation,
+    Reason,
+    SealedMask,
+    Submission,
+    TaskManifest,
+    Tensor,
+)
 from protocol.wire.quantization import RANGE, dequantize
 
 FLOAT16_SLACK = 1.01
@@ -158,28 +166,38 @@ def check_statistics(
 
 @dataclass(frozen=True, kw_only=True)
 class NoisySums:
-    """A checked submission under differential privacy: any values can be those of images with noise."""
+    """A checked submission under differential privacy: any values can be those of images with noise.
 
-    counts: NDArray[np.int32]
+    int32, or masked uint32 with a second operator.
+    """
+
+    counts: NDArray[Any]
     """Images of each class in units of 1/64, (C,)."""
-    sums: NDArray[np.int32]
+    sums: NDArray[Any]
     """Sums of the rows of each class in units of 1/64, (C, D)."""
-    second_moment: NDArray[np.int32]
+    second_moment: NDArray[Any]
     """The upper triangle of the sum of all rows' products, by rows, (D (D + 1) / 2,)."""
 
 
 def check_noisy_sums(submission: Submission, expectation: Expectation) -> NoisySums:
     """Return the sums of a submission under differential privacy; raises Refused unless their shapes fit."""
     _check_envelope(submission, expectation)
-    sums, labels, _ = _check_rows(submission, expectation, dtype="i4")
+    statistics, mask = expectation.manifest.statistics, submission.mask
+    is_masked = statistics is not None and statistics.second_operator is not UNSET
+    if is_masked != isinstance(mask, SealedMask):
+        raise Refused("malformed", f"expected {'a' if is_masked else 'no'} mask for a second operator")
+    kind = "u4" if is_masked else "i4"
+    sums, labels, counted = _check_rows(submission, expectation, dtype=kind)
     classes = len(expectation.manifest.classes)
+    if is_masked and ((counted != 1).any() or submission.images != classes):
+        raise Refused("malformed", "expected masked submissions to have counts of 1")
     if labels.tolist() != list(range(classes)):
         raise Refused("malformed", "expected a sum of each class, in the order of the classes")
     shapes = {"counts": (classes,), "second_moment": (triangle_size(sums.shape[1]),)}
     if submission.tensors.keys() != shapes.keys():
         got = ", ".join(sorted(submission.tensors))[:120] or "none"
         raise Refused("malformed", f"expected the tensors {', '.join(shapes)}, got {got}")
-    tensors = {name: _array(submission.tensors[name], name, dtypes="i4", ndim=1) for name in shapes}
+    tensors = {name: _array(submission.tensors[name], name, dtypes=kind, ndim=1) for name in shapes}
     for name, values in tensors.items():
         if values.shape != shapes[name]:
             raise Refused("shape", f"expected {name} of shape {shapes[name]}, got {values.shape}")

@@ -133,6 +133,12 @@ class FleetPublisher(Publisher):
         """Publish to all devices; an empty payload clears a retained message."""
         self._send(self._outgoing(channel, payload))
 
+    def request_sum(self, payload: bytes) -> None:
+        """Publish a request to the second operator."""
+        for frame in frames_of(payload, digest=digest_of(payload), chunk_bytes=self.chunk_bytes):
+            topic = fleet_topic(self._fleet, "sums/request")
+            self._send(mqtt.Outgoing(topic, encode(frame), retain=False))
+
     def broadcast(self, payload: bytes) -> None:
         for frame in frames_of(payload, digest=digest_of(payload), chunk_bytes=self.chunk_bytes):
             self._send(self._outgoing("cast", encode(frame)))

@@ -64,12 +64,14 @@ class Aggregator:
         self._uploads = Uploads(store, max_bytes=task.intake.max_bytes, unfinished_s=task.intake.unfinished_s)
         self._training = Schedule(task, store, on_event=events.put, external=external_training)
         self._releases = Rollout(task, store)
+        self._sum_reply = fleet_topic(fleet, "sums/reply")
+        replies = [] if self._training.sum_lists is None else [self._sum_reply]
         self._publisher = FleetPublisher(
             broker,
             access=access,
             fleet=fleet,
             presence=presence,
-            subscriptions=() if is_coordinator else device_filters(fleet),
+            subscriptions=[*replies, *(() if is_coordinator else device_filters(fleet))],
             on_event=events.put,
             leads=store.database.leads,
             is_shared=store.database.is_shared,
@@ -111,6 +113,10 @@ class Aggregator:
 
     def accepts(self, message: mqtt.Received) -> bool:
         """Return True for a message of a device; take note of one on the aggregator's own topics."""
+        if message.topic == self._sum_reply:
+            with self._uploads.guard():
+                self._training.take_sum(message.payload)
+            return False
         channel = self._publisher.own_topics.get(message.topic)
         if channel is not None:
             with self._uploads.guard():
@@ -135,6 +141,8 @@ class Aggregator:
                 fleet, task = self._task.file.fleet, self._task.digest
                 log_event(log, logging.INFO, "connected to the broker", broker=broker, fleet=fleet, task=task)
                 self._announcements.connected()
+                if self._training.sum_lists is not None:
+                    self._training.sum_lists.connected()
             case mqtt.Disconnected():
                 self._announcements.is_connected = False
             case Progress(figures=figures):
@@ -156,6 +164,8 @@ class Aggregator:
             self._store.clock.keep()
             self._training.tick()
             self._training.restoration.tick()
+            if (lists := self._training.sum_lists) is not None and (due := lists.request()) is not None:
+                self._publisher.request_sum(due)
             if self._training.deleted:
                 self._releases.delete_unused()
                 self._training.deleted.clear()

@@ -22,6 +22,7 @@ from aggregator.storage.store import Store
 from aggregator.storage.stored_values import IntakeTask
 from aggregator.storage.submissions import SubmissionRecord
 from protocol.errors import MalformedMessage, VersionMismatch
+from protocol.statistics.secure_sums import submission_context
 from protocol.wire.codec import FrameView, decode
 from protocol.wire.messages import (
     MAX_FRAME_BYTES,
@@ -32,9 +33,11 @@ from protocol.wire.messages import (
     Presence,
     Reason,
     Receipt,
+    SealedMask,
     Submission,
     TaskManifest,
 )
+from protocol.wire.signing import is_own_mask
 from protocol.wire.topics import parse_device_topic
 
 log = logging.getLogger(__name__)
@@ -285,6 +288,8 @@ class DeviceMessages:
 
     def _record(self, device: str, submission: Submission, upload: Complete) -> SubmissionRecord:
         per_class = count_rows(submission, self.expectation)
+        if isinstance(submission.mask, SealedMask):
+            self._check_mask(device, submission, submission.mask)
         return SubmissionRecord(
             device=device,
             entry=round_state.Entry(
@@ -295,6 +300,15 @@ class DeviceMessages:
             prototypes=sum(per_class.values()),
             per_class=per_class,
         )
+
+    def _check_mask(self, device: str, submission: Submission, mask: SealedMask) -> None:
+        """Refuse a mask that the second operator would refuse, and with it the list that it is in."""
+        context = submission_context(
+            fleet=self.task.fleet, task=self.task.digest, device=device, sequence=submission.sequence
+        )
+        key = self.store.keys.get(device)
+        if key is None or mask.key != key.public or not is_own_mask(mask, context=context):
+            raise Refused("signature", "the mask is not signed with the device's key for this submission")
 
     def _remember(self, device: str, digest: bytes, refused: Refused) -> None:
         """Remember a refused upload, so that it is not uploaded again, unless it may be accepted later."""

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 import msgspec
+from msgspec import UNSET
 
 from aggregator.algorithms.algorithm import RoundAlgorithm
 from aggregator.config.schema import PrivacyBudget, TaskFile
@@ -24,6 +25,7 @@ from protocol.wire.messages import (
     HeadRef,
     Program,
     RoundManifest,
+    SecondOperator,
     Statistics,
     TaskManifest,
 )
@@ -50,7 +52,11 @@ def task_manifest(
     """
     budget, private = task.privacy.dp, None
     if budget is not None and statistics is not None:
-        private = _differential_privacy(budget, classes=len(task.classes), size=statistics.size)
+        operator = statistics.second_operator
+        honest = 1 if operator is UNSET else operator.honest
+        private = _differential_privacy(
+            budget, classes=len(task.classes), size=statistics.size, honest=honest
+        )
     manifest = TaskManifest(
         fleet=task.fleet,
         algorithm=task.algorithm,
@@ -74,11 +80,13 @@ def task_manifest(
     return manifest
 
 
-def _differential_privacy(budget: PrivacyBudget, *, classes: int, size: int) -> DifferentialPrivacy:
+def _differential_privacy(
+    budget: PrivacyBudget, *, classes: int, size: int, honest: int
+) -> DifferentialPrivacy:
     multiplier = noise_multiplier(budget.epsilon, budget.delta, cost=epsilon_of_sums)
     if sum(released_values(classes=classes, size=size).values()) > MAX_RELEASED:
         raise ConfigError(f"`privacy.dp`: {classes} classes and {size} values are too many for a device")
-    if discreteness(multiplier, classes=classes, size=size) > MAX_DISCRETENESS:
+    if discreteness(multiplier, classes=classes, size=size, honest=honest) > MAX_DISCRETENESS:
         raise ConfigError(
             f"`privacy.dp.epsilon`: {budget.epsilon:g} is too much for {classes} classes and {size} values: lower it"
         )
@@ -87,6 +95,11 @@ def _differential_privacy(budget: PrivacyBudget, *, classes: int, size: int) -> 
         delta=budget.delta,
         max_epsilon=budget.max_epsilon,
     )
+
+
+def second_operator_of(manifest: TaskManifest) -> SecondOperator | None:
+    """Return the second operator of a task; None if submissions are not masked."""
+    return (manifest.statistics and manifest.statistics.second_operator) or None
 
 
 def round_manifest(task: bytes, number: int, *, learning: RoundAlgorithm, tensors: BlobRef) -> RoundManifest:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -14,7 +15,7 @@ import numpy as np
 from aggregator.algorithms.algorithm import OneShot
 from aggregator.algorithms.statistics.feature_map import FeatureMap, selected
 from aggregator.algorithms.tensors import pack_tensors
-from aggregator.config.schema import TaskFile
+from aggregator.config.schema import SumsSettings, TaskFile
 from aggregator.intake.validation import Expectation
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import IntakeTask
@@ -30,6 +31,7 @@ from protocol.wire.messages import (
     MAX_MANIFEST_BYTES,
     MAX_MAPPED_SIZE,
     BlobRef,
+    SecondOperator,
     Statistics,
     TaskManifest,
 )
@@ -127,6 +129,8 @@ def prepare_task(file: TaskFile, backbones: Sequence[Path], *, store: Store) -> 
         if file.privacy.dp is None
         else _public_statistics(Path(file.privacy.dp.map), feature_size, store)
     )
+    if statistics is not None and (sums := file.privacy.sums) is not None:
+        statistics = msgspec.structs.replace(statistics, second_operator=second_operator(sums))
     normalized = all(each.blocks for each in described.values())
     feature_map = feature_map_of(file, feature_size, columns=columns, normalized=normalized)
     if feature_map is not None:
@@ -255,6 +259,32 @@ def _public_statistics(path: Path, feature_size: int, store: Store) -> Statistic
             "make it of the same backbones with `protofleet public-map`"
         )
     return Statistics(map=store.put_file(path), size=len(components))
+
+
+class OperatorCard(msgspec.Struct, frozen=True):
+    """The contents of `operator.toml`, public keys in hex."""
+
+    format: int
+    seal_key: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
+    sign_key: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
+
+
+def second_operator(sums: SumsSettings) -> SecondOperator:
+    """Return the second operator that a task file names; raises ConfigError if its card cannot be read."""
+    try:
+        card = msgspec.toml.decode(Path(sums.operator).read_bytes(), type=OperatorCard)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"cannot read {sums.operator}: {error}: take the file that `protofleet-sums init` has written"
+        ) from error
+    if card.format != 1:
+        raise ConfigError(f"{sums.operator} has format {card.format}, expected 1: upgrade protofleet here")
+    return SecondOperator(
+        seal_key=bytes.fromhex(card.seal_key),
+        sign_key=bytes.fromhex(card.sign_key),
+        min_devices=sums.min_devices,
+        honest=sums.honest,
+    )
 
 
 def read_backbone(path: Path) -> BackboneMetadata:

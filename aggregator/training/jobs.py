@@ -132,7 +132,17 @@ class StatisticsJob(CollectionJob, frozen=True, kw_only=True, dict=True):
 
 
 class NoisySumsJob(CollectionJob, frozen=True, kw_only=True):
-    """Solve for a head from sums with noise."""
+    """Solve for a head from sums with noise.
+
+    With a second operator, `members` are masked, and `total.bin` is the sum of theirs and of all earlier lists.
+    """
+
+    masks: str = ""
+    """Hex digest of the second operator's reply, a blob; empty without a second operator."""
+    total: str = ""
+    """Hex digest of the sum of earlier lists, a blob; empty without any."""
+    devices: int = 0
+    """Devices in that sum."""
 
 
 class RoundJob(SubmissionsJob, frozen=True, kw_only=True):
@@ -171,6 +181,9 @@ FEW_PROTOTYPES = 5
 """A class with fewer rests on too few images for a reliable head."""
 
 RESULT_FILE = "result.json"
+
+TOTAL_FILE = "total.bin"
+"""The sum of all lists that a second operator has opened."""
 
 WorkerJob = HeadJob | StatisticsJob | NoisySumsJob | RoundJob | CalibrationJob
 """A job that a worker may run, `aggregator train`."""

@@ -5,8 +5,10 @@ Devices are not compared, and all count fully: what a device uploads under diffe
 
 import math
 import time
+from pathlib import Path
 
 import numpy as np
+from msgspec import UNSET
 from numpy.typing import NDArray
 
 from aggregator.algorithms.statistics.noisy_ridge import NoisyTotal, of_features, solve_noisy
@@ -14,13 +16,25 @@ from aggregator.algorithms.statistics.ridge import TEMPERATURE
 from aggregator.intake.validation import Expectation, check_noisy_sums
 from aggregator.storage.blobs import open_blobs
 from aggregator.training.head_job import write_checked
-from aggregator.training.jobs import NoisySumsJob, Result, checked_parts, report_progress, run_as_program
+from aggregator.training.jobs import (
+    TOTAL_FILE,
+    NoisySumsJob,
+    Result,
+    checked_parts,
+    report_progress,
+    run_as_program,
+)
 from aggregator.training.robust.weights import Counting
-from protocol.errors import ProtofleetError
-from protocol.statistics.noisy_sums import UNITS
+from protocol.errors import BlobLost, ProtofleetError
+from protocol.statistics.noisy_sums import UNITS, deviations, share_of_noise
 from protocol.statistics.public_map import read_map
-from protocol.statistics.second_moment import triangle_size
-from protocol.wire.messages import Submission
+from protocol.statistics.second_moment import from_triangle, triangle_size
+from protocol.storage.blobstore import write_atomically
+from protocol.wire.codec import decode, encode, to_array, to_tensor
+from protocol.wire.messages import Submission, SumReply, Tensor, Tensors
+
+LARGEST = 8.0
+"""Deviations that no noise exceeds."""
 
 
 def run(job: NoisySumsJob) -> Result:
@@ -36,24 +50,21 @@ def run(job: NoisySumsJob) -> Result:
     started_s = time.perf_counter()
     public = read_map(open_blobs(job.blobs).read(statistics.map.digest))
     expectation = Expectation(bytes.fromhex(job.task), manifest, statistics.size)
-    counts = np.zeros(len(manifest.classes), np.int64)
-    sums = np.zeros((len(counts), statistics.size), np.int64)
-    second_moment = np.zeros(triangle_size(statistics.size), np.int64)
-
-    def add(submission: Submission) -> NDArray[np.int32]:
-        part = check_noisy_sums(submission, expectation)
-        np.add(counts, part.counts, out=counts)
-        np.add(sums, part.sums, out=sums)
-        np.add(second_moment, part.second_moment, out=second_moment)
-        return part.counts
-
-    parts, invalid = checked_parts(job.submissions(), add)
+    operator = statistics.second_operator
+    if operator is UNSET:
+        counts, sums, second_moment, devices, invalid = _added(job, expectation)
+        share = wanted.noise_multiplier
+    else:
+        counts, sums, second_moment = _opened(job, expectation)
+        devices, invalid = job.devices + len(job.members), {}
+        share = share_of_noise(wanted.noise_multiplier, honest=operator.honest)
     images = max(1, round(int(counts.sum()) / UNITS))
     report_progress({"prototypes": images})
-    noise_multiplier = wanted.noise_multiplier * math.sqrt(len(parts))
+    noise_multiplier = share * math.sqrt(devices)
     total = NoisyTotal(
         counts=counts, sums=sums, second_moment=second_moment, noise_multiplier=noise_multiplier
     )
+    _require_laws(total)
     layer, ridge = solve_noisy(total)
     features = np.random.default_rng(0).exponential(size=(256, job.feature_size)).astype(np.float32)
     figures = {"strength": ridge, "temperature": TEMPERATURE}
@@ -66,6 +77,68 @@ def run(job: NoisySumsJob) -> Result:
         quarantined=invalid,
         counting=Counting(images, images),
     )
+
+
+Sums = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
+"""Counts (C,), class sums (C, D) and second moment."""
+
+
+def _added(job: NoisySumsJob, expectation: Expectation) -> tuple[*Sums, int, dict[str, str]]:
+    """Return the sum of all submissions, the number of valid ones, and the invalid ones with reasons."""
+    classes, size = len(expectation.manifest.classes), expectation.prototype_size
+    counts, sums = np.zeros(classes, np.int64), np.zeros((classes, size), np.int64)
+    second_moment = np.zeros(triangle_size(size), np.int64)
+
+    def add(submission: Submission) -> None:
+        part = check_noisy_sums(submission, expectation)
+        np.add(counts, part.counts, out=counts)
+        np.add(sums, part.sums, out=sums)
+        np.add(second_moment, part.second_moment, out=second_moment)
+
+    parts, invalid = checked_parts(job.submissions(), add)
+    return counts, sums, second_moment, len(parts), invalid
+
+
+def _opened(job: NoisySumsJob, expectation: Expectation) -> Sums:
+    """Return the sum of all lists, which is written to `total.bin`: masked sums less the sum of masks, modulo 2^32.
+
+    Raises:
+        ProtofleetError: a submission or a blob is lost.
+    """
+    blobs, classes, size = (
+        open_blobs(job.blobs),
+        len(expectation.manifest.classes),
+        expectation.prototype_size,
+    )
+    parts = (classes, classes * size, triangle_size(size))
+    total = np.zeros(sum(parts), np.uint32)
+    try:
+        for _, submission in job.submissions():
+            part = check_noisy_sums(submission, expectation)
+            total += np.concatenate([part.counts, part.sums.ravel(), part.second_moment])
+    except BlobLost as error:
+        raise ProtofleetError(
+            f"a submission of a list is lost, and the second operator opens no other list with its devices: {error}"
+        ) from error
+    reply = blobs.read(bytes.fromhex(job.masks))
+    masks = decode(reply, SumReply, max_bytes=len(reply)).masks
+    total -= to_array(masks) if isinstance(masks, Tensor) else np.uint32(0)
+    if job.total:
+        earlier = blobs.read(bytes.fromhex(job.total))
+        total += to_array(decode(earlier, Tensors, max_bytes=len(earlier)).values["total"])
+    write_atomically(Path(job.folder) / TOTAL_FILE, encode(Tensors(values={"total": to_tensor(total)})))
+    counts, sums, second_moment = np.split(total.view(np.int32).astype(np.int64), np.cumsum(parts)[:2])
+    return counts, sums.reshape(classes, size), second_moment
+
+
+def _require_laws(total: NoisyTotal) -> None:
+    """Raise ProtofleetError unless counts and squares are those of images, but for the noise."""
+    scale, size = deviations(total.noise_multiplier), total.sums.shape[1]
+    squares = np.diag(from_triangle(total.second_moment, size))
+    if total.counts.min() < -LARGEST * scale["counts"] or squares.min() < -LARGEST * scale["squares"]:
+        raise ProtofleetError(
+            "the sums are those of no images: a device has lied, or the second operator, whose signed reply is stored"
+        )
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from aggregator.config.schema import (
     PrivacyBudget,
     Robust,
     Rounds,
+    SumsSettings,
     TaskFile,
 )
 from aggregator.config.task_file import load_task
@@ -224,22 +225,33 @@ def test_task_files_name_every_setting_and_its_default(
             assert getattr(default, setting) in (None, getattr(full, setting)), setting
 
 
-@pytest.mark.parametrize(("table", "kind"), [("perturbation", Perturbation), ("dp", PrivacyBudget)])
+@pytest.mark.parametrize(
+    ("table", "kind", "file"),
+    [("perturbation", Perturbation, ""), ("dp", PrivacyBudget, "map"), ("sums", SumsSettings, "operator")],
+)
 def test_task_file_example_has_every_privacy_setting(
-    tmp_path: Path, table: str, kind: type[msgspec.Struct]
+    tmp_path: Path, table: str, kind: type[msgspec.Struct], file: str
 ) -> None:
-    """The commented tables of deploy/task.toml load, each without the other, and name every setting."""
+    """The commented tables of deploy/task.toml load, each with those that it needs, and name every setting."""
     text = (DEPLOY / "task.toml").read_text(encoding="utf-8")
-    lines = re.search(rf"(?m)^# (\[privacy\.{table}\].*\n(#   .*\n?)+)", text)
-    assert lines
-    given = tomllib.loads(lines[1].replace("#   ", ""))["privacy"][table]
+    tables = {
+        name: re.search(rf"(?m)^# (\[privacy\.{name}\].*\n(#   .*\n?)+)", text)
+        for name in ("perturbation", "dp", "sums")
+    }
+    needed = {"sums": ("dp", "sums")}.get(table, (table,))
+    added = "".join(found[1].replace("#   ", "") for name in needed if (found := tables[name]))
+    given = tomllib.loads(added)["privacy"][table]
     assert set(kind.__struct_fields__) == set(given)
-    if table == "dp":
-        (tmp_path / given["map"]).touch()
-        text = text.replace('# algorithm = "fedtc"', 'algorithm = "statistics"')
-    task = task_in(tmp_path, text + lines[1].replace("#   ", ""))
-    given = {**given, "map": str(tmp_path / given["map"])} if table == "dp" else given
-    assert getattr(task.privacy, table) == kind(**given)
+    if table != "perturbation":
+        text = text.replace('# algorithm = "fedtc"', 'algorithm = "statistics"').replace(
+            "quorum = 8", "quorum = 10"
+        )
+        for name in ("public.map", "operator.toml"):
+            (tmp_path / name).touch()
+    task = task_in(tmp_path, text + added)
+    assert getattr(task.privacy, table) == kind(
+        **{**given, **({file: str(tmp_path / given[file])} if file else {})}
+    )
 
 
 def test_task_file_example_has_every_setting_of_statistics(tmp_path: Path) -> None:

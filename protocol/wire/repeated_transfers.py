@@ -1,16 +1,13 @@
-"""Requests reassembled from their frames, of which a client may publish any. No I/O and no clock.
+"""Payloads reassembled from their frames, of which a client may publish any. No I/O and no clock.
 
-The aggregator repeats a transfer as a whole, so nothing is requested again: a frame behind a lost one is ignored, and
+The sender repeats a transfer as a whole, so nothing is requested again: a frame behind a lost one is ignored, and
 the next repetition continues there.
 """
 
 from dataclasses import dataclass, field
 
 from protocol.wire.codec import digest_of
-from protocol.wire.messages import MAX_SUMMED, Frame
-
-MAX_REQUEST_BYTES = 512 * MAX_SUMMED
-"""Bytes of a request, and of all unfinished ones together."""
+from protocol.wire.messages import Frame
 
 MAX_TRANSFERS = 4
 """Unfinished transfers; one more replaces the one without frames for longest."""
@@ -18,16 +15,19 @@ MAX_TRANSFERS = 4
 
 @dataclass
 class Transfer:
-    """The first bytes of a request; announced ones take no memory."""
+    """The first bytes of a payload; announced ones take no memory."""
 
     size_bytes: int
     held: bytearray = field(default_factory=bytearray)
 
 
 class Transfers:
-    """The unfinished transfers by their digest, the one without frames for longest first."""
+    """The unfinished transfers by their digest, the one without frames for longest first.
 
-    def __init__(self, *, max_bytes: int = MAX_REQUEST_BYTES) -> None:
+    A payload, and all that is held of unfinished ones together, has at most `max_bytes`.
+    """
+
+    def __init__(self, *, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._transfers: dict[bytes, Transfer] = {}
 

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from protocol.wire.codec import digest_of
-from protocol.wire.messages import MAX_SUMMED, Frame
+from protocol.wire.messages import Frame
+from protocol.wire.repeated_transfers import MAX_TRANSFERS, Transfers
 from protocol.wire.transfer import frames_of
-from sums_operator.transfers import MAX_REQUEST_BYTES, MAX_TRANSFERS, Transfers
 
 PAYLOAD = bytes(range(100))
 FRAMES = list(frames_of(PAYLOAD, digest=digest_of(PAYLOAD), chunk_bytes=30))
@@ -22,12 +22,12 @@ def test_lost_frame_comes_with_the_repetition() -> None:
     """Also in other frames, after a connection to a broker with another packet limit."""
     smaller = frames_of(PAYLOAD, digest=digest_of(PAYLOAD), chunk_bytes=7)
     for repeated in (FRAMES, smaller):
-        transfers = Transfers()
+        transfers = Transfers(max_bytes=10_000)
         assert taken(transfers, FRAMES[0], FRAMES[2], FRAMES[3]) == []
         assert transfers.held_bytes == 30
         assert taken(transfers, *repeated, *FRAMES) == [PAYLOAD, PAYLOAD]
         assert transfers.held_bytes == 0
-    assert taken(Transfers(), *FRAMES[1:], *FRAMES) == [PAYLOAD], "joined amid a transfer"
+    assert taken(Transfers(max_bytes=10_000), *FRAMES[1:], *FRAMES) == [PAYLOAD], "joined amid a transfer"
 
 
 @pytest.mark.parametrize(
@@ -41,15 +41,14 @@ def test_lost_frame_comes_with_the_repetition() -> None:
     ],
 )
 def test_contradiction_discards_the_transfer(bad: Frame) -> None:
-    transfers = Transfers()
+    transfers = Transfers(max_bytes=10_000)
     assert taken(transfers, *FRAMES[:2], bad) == []
     assert transfers.held_bytes == 0
     assert taken(transfers, *FRAMES[2:], *FRAMES) == [PAYLOAD]
 
 
-@pytest.mark.parametrize("size_bytes", [0, 101, MAX_REQUEST_BYTES + 1])
+@pytest.mark.parametrize("size_bytes", [0, 101, 10_001])
 def test_size_is_bounded_before_bytes_are_held(size_bytes: int) -> None:
-    assert MAX_REQUEST_BYTES == 512 * MAX_SUMMED
     transfers = Transfers(max_bytes=100)
     assert taken(transfers, replace(FRAMES[0], size_bytes=size_bytes)) == []
     assert transfers.held_bytes == 0
@@ -58,7 +57,7 @@ def test_size_is_bounded_before_bytes_are_held(size_bytes: int) -> None:
 def test_unfinished_transfers_are_bounded() -> None:
     """The one without frames for longest is dropped, by number and by bytes."""
     many = [replace(FRAMES[0], digest=bytes([each]) * 32) for each in range(MAX_TRANSFERS)]
-    transfers, small = Transfers(), Transfers(max_bytes=100)
+    transfers, small = Transfers(max_bytes=10_000), Transfers(max_bytes=100)
     assert taken(transfers, FRAMES[0], *many[1:], FRAMES[1], many[0], *FRAMES[2:]) == [PAYLOAD]
     assert transfers.held_bytes == 30 * (MAX_TRANSFERS - 1)
     assert taken(small, *many[:3], FRAMES[0]) == []
@@ -70,7 +69,7 @@ FIELDS = st.tuples(st.integers(0, 120), st.integers(0, 40), st.booleans(), st.sa
 
 @given(st.lists(FIELDS))
 def test_any_frames_give_nothing_but_the_payload(frames: list[tuple[int, int, bool, int]]) -> None:
-    transfers = Transfers()
+    transfers = Transfers(max_bytes=10_000)
     for offset, length, is_correct, size_bytes in frames:
         data = PAYLOAD[offset : offset + length] if is_correct else bytes(length)
         frame = Frame(v=1, digest=digest_of(PAYLOAD), size_bytes=size_bytes, offset=offset, data=data)
