@@ -24,7 +24,7 @@ from aggregator.tasks.graph_cache import graphs_key
 from aggregator.tasks.manifests import task_manifest
 from docs.generate_wire import bounds, meanings, table
 from protocol.wire.codec import encode
-from protocol.wire.messages import BlobRef, Perturbation, Statistics
+from protocol.wire.messages import BlobRef, Perturbation, SecondOperator, Statistics
 
 PAGE = Path(__file__).parent / "operations" / "task-settings.md"
 

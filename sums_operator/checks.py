@@ -33,7 +33,7 @@ class Refused(ProtofleetError):
 
 @dataclass(frozen=True)
 class Policy:
-    """What the second operator requires of each list."""
+    """Requirements of the second operator for each list."""
 
     fleet: str
     min_devices: int = DEFAULT_MIN_DEVICES

@@ -128,7 +128,7 @@ def read_keys(folder: Path) -> Keys:
 
 
 class OperatorState:
-    """What was answered and refused.
+    """The record of answered and refused requests.
 
     Args:
         folder: as `make_operator` created it.

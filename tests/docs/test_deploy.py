@@ -283,7 +283,8 @@ def test_device_file_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    "unit", ["edge-client", "aggregator", "aggregator@", "aggregator-dashboard", "mosquitto@"]
+    "unit",
+    ["edge-client", "aggregator", "aggregator@", "aggregator-dashboard", "mosquitto@", "protofleet-sums"],
 )
 def test_units_are_valid(unit: str, tmp_path: Path) -> None:
     """Systemd reports no problem in the unit, and the program accepts its command."""

@@ -10,6 +10,7 @@ from aggregator.storage.open_store import open_store
 from edge_client.cli import cli as edge_client
 from protocol.errors import pip_command
 from protofleet.cli import cli as protofleet
+from sums_operator.cli import cli as sums
 from tests.support.commands import run_command
 from tests.support.fleets.aggregator_process import write_task
 from tests.support.messages.submissions import SERVED
@@ -67,6 +68,11 @@ SIMULATION, COMPARISON = (
     [command, "{folder}", "--backbone", "{folder}/task.toml"] for command in ("simulate", "compare")
 )
 PUBLIC_MAP = ["public-map", "{folder}", "--backbone", "{folder}/task.toml", "--out", "{folder}/public.map"]
+SUMS = {
+    "init": ["{folder}/sums"],
+    "run": ["--state", "{folder}", "--broker", "127.0.0.1:9", "--fleet", "barn"],
+    "status": ["--state", "{folder}"],
+}
 EXPORT = {"export": ["resnet18", "--random"], "list": ["--list", "resnet*"]}
 
 
@@ -99,6 +105,7 @@ def test_every_command_is_tried() -> None:
     assert EDGE_CLIENT.keys() == {"", *edge_client.commands}
     assert AGGREGATOR.keys() == set(aggregator.commands)
     assert {SIMULATION[0], COMPARISON[0], PUBLIC_MAP[0]} == set(protofleet.commands)
+    assert SUMS.keys() == set(sums.commands)
 
 
 @pytest.mark.parametrize(("module", "extra", "arguments"), COMMANDS)
@@ -126,6 +133,14 @@ def test_missing_extra_is_one_line(
     assert pip_command(extra) in line
 
 
+@pytest.mark.parametrize("name", SUMS)
+def test_second_operator_needs_no_extra(tmp_path: Path, name: str) -> None:
+    given = [each.format(folder=tmp_path) for each in SUMS[name]]
+    done = run_command(PROGRAM.format(module="sums_operator.cli"), name, *given)
+    assert done.returncode == (0 if name == "init" else 1)
+    assert not re.search("Traceback|pip install", done.stderr)
+
+
 def _found(pattern: str, *folders: str) -> list[str]:
     """Return the texts that match, with their files, in the project's pages and programs below folders."""
     files = (file for folder in folders for file in (ROOT / folder).rglob("*"))
@@ -139,7 +154,7 @@ def _found(pattern: str, *folders: str) -> list[str]:
 
 def test_no_page_and_no_message_installs_protofleet_from_the_package_index() -> None:
     """It is not there, and another package may take its name: the wheel's file is named instead."""
-    products = ("aggregator", "dashboard", "edge_client", "export", "protocol", "protofleet")
+    products = ("aggregator", "dashboard", "edge_client", "export", "protocol", "protofleet", "sums_operator")
     assert not _found(
         r"""pip install ['"]?protofleet(?![-\w]).*|'protofleet\[.*""", *products, "docs", "deploy", "examples"
     )

@@ -188,7 +188,17 @@ def test_site_builds_without_a_warning(tmp_path: Path) -> None:
 
 def test_docstrings_state_what_is_returned_or_done() -> None:
     """None begins with an indirect question."""
-    folders = ("protocol", "edge_client", "aggregator", "export", "tests", "benchmarks", "examples", "docs")
+    folders = (
+        "protocol",
+        "edge_client",
+        "aggregator",
+        "export",
+        "sums_operator",
+        "tests",
+        "benchmarks",
+        "examples",
+        "docs",
+    )
     question = re.compile(r'^ *"""(?:Who|What|Whether)\b.*', re.MULTILINE)
     files = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
     assert [f"{file}: {text}" for file in files for text in question.findall(file.read_text("utf-8"))] == []

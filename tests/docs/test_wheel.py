@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("aggregator", "edge_client", "export", "protocol", "protofleet")
+PACKAGES = ("aggregator", "edge_client", "export", "protocol", "protofleet", "sums_operator")
 SECRETS = ("aggregator.sqlite", "identity/signing.key", "identity/ca.key", "state/identity/ca.crt")
 
 pytestmark = pytest.mark.skipif(
