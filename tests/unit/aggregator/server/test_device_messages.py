@@ -26,7 +26,6 @@ from tests.support.fleets.aggregator_process import (
 )
 from tests.support.messages.manifests import signed_manifest
 from tests.support.messages.submissions import MANIFEST, device_info, evaluation, submission
-from tests.support.network.brokers import mosquitto, needs_mosquitto
 
 
 def test_task_is_announced(broker: BrokerAddress, tmp_path: Path) -> None:
@@ -165,19 +164,6 @@ def test_overwritten_fleet_topic_is_restored(amqtt_broker: BrokerAddress, tmp_pa
         daemon.until(lambda summary: _refused(summary, "?") == {"signature": 1})
         with Device(amqtt_broker, "b") as late:
             assert late.signed("task") == genuine
-
-
-@needs_mosquitto
-def test_frames_fit_the_brokers_packet_size(address: BrokerAddress, tmp_path: Path) -> None:
-    options = "allow_anonymous true\nmax_packet_size 1000"
-    with (
-        mosquitto(address, tmp_path, options=options),
-        aggregator(write_task(tmp_path), address),
-        Device(address) as device,
-    ):
-        (backbone,) = decode(device.task(), TaskManifest, max_bytes=MAX_BYTES).backbones
-        assert backbone.size_bytes > 1000
-        assert digest_of(device.fetch(backbone)) == backbone.digest
 
 
 def test_reported_info_is_reduced_to_what_is_known() -> None:

@@ -289,7 +289,7 @@ def test_training_gets_the_number_of_values_of_each_backbone(
         task = prepare_task(file, paths, store=store)
         job = job_of(rounds.Train(version=1, members=()), task, store, round_state.State(), tensors=None)
     assert isinstance(job, HeadJob)
-    assert job.widths == widths
+    assert (job.feature_size, job.widths) == (9, widths)
 
 
 ONE_SHOT = served_task()
