@@ -362,7 +362,9 @@ def test_candidate_is_calibrated_once_it_is_current(world: World) -> None:
     assert world.store.heads.rollout(TASK).current == 1
     assert len(world.jobs) == 1
     command = ["promote", "--state", str(world.store.folder)]
-    assert CliRunner().invoke(cli, command).output == "head 2 will be current when the aggregator is started\n"
+    assert (
+        CliRunner().invoke(cli, command).output == "head 2 will be current when the aggregator is started\n"
+    )
     world.tick()
     world.report(found)
     assert world.finish()
