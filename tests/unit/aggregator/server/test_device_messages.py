@@ -10,7 +10,7 @@ import numpy as np
 
 from aggregator.server.device_messages import bounded_info
 from protocol.mqtt.reconnecting_session import BrokerAddress
-from protocol.wire.codec import decode, digest_of, encode, to_tensor, to_unsigned
+from protocol.wire.codec import decode, digest_of, encode, to_tensor
 from protocol.wire.messages import BlobRequest, Frame, Presence, TaskManifest
 from protocol.wire.topics import fleet_topic
 from tests.support.fleets.aggregator_process import (
@@ -83,14 +83,13 @@ def _hostile(task: bytes) -> list[tuple[str, bytes, str]]:
     good = submission(task=task)
     unseen = digest_of(b"unseen")
     nan = {"range": to_tensor(np.full((2, 16), np.nan, dtype=np.float16))}
-    big = 200_000
 
     def frame(payload: bytes) -> bytes:
         whole = Frame(v=1, digest=digest_of(payload), size_bytes=len(payload), offset=0, data=payload)
         return signed(whole, "mallory")
 
-    def piece(*, size_bytes: int, offset: int = 0, data: bytes = b"x", v: int = 1) -> bytes:
-        return signed(Frame(v=v, digest=unseen, size_bytes=size_bytes, offset=offset, data=data), "mallory")
+    def piece(*, size_bytes: int, v: int = 1) -> bytes:
+        return signed(Frame(v=v, digest=unseen, size_bytes=size_bytes, offset=0, data=b"x"), "mallory")
 
     def spoilt(**fields: object) -> bytes:
         return frame(encode(msgspec.structs.replace(good, **fields)))
@@ -101,33 +100,21 @@ def _hostile(task: bytes) -> list[tuple[str, bytes, str]]:
             for channel in ("info", "get", "up/0")
             for payload in (b"\x00", b"\xff" * 99)
         ),
-        ("state", b"\xc1", "malformed"),
-        ("state", b"\x91" * 1000, "malformed"),
         ("state", spoil(Presence(state="online", epoch=1), epoch=-1), "malformed"),
         ("state", spoil(Presence(state="online", epoch=1), v=9), "version"),
         ("info", b"\x00" * 200_000, "malformed"),
-        ("get", encode(Presence(state="online", epoch=1)), "malformed"),
         ("get", spoil(BlobRequest(digest=unseen, offset=0, length=1), length=2**40), "malformed"),
         ("get", encode(BlobRequest(digest=unseen, offset=0, length=1)), "unknown_blob"),
         ("up/0", piece(size_bytes=2**31), "oversized"),
-        ("up/0", piece(size_bytes=big), "oversized"),
         ("up/0", piece(size_bytes=1, v=2), "version"),
         ("up/0", piece(size_bytes=1), "digest"),
-        ("up/0", piece(size_bytes=2, offset=1, data=b"xy"), "digest"),
-        ("up/0", piece(size_bytes=2, data=b""), "digest"),
         ("up/0", encode(Frame(v=1, digest=unseen, size_bytes=1, offset=0, data=b"x")), "signature"),
         ("up/0", frame(b"noise"), "malformed"),
-        ("up/0", frame(encode(Presence(state="online", epoch=1))), "malformed"),
-        ("up/0", frame(encode(good)[:-1]), "malformed"),
         ("up/0", spoilt(v=2), "version"),
         ("up/0", spoilt(task=bytes(32)), "unknown_task"),
         ("up/0", spoilt(tensors=nan), "not_finite"),
         ("up/0", spoilt(prototypes=to_tensor(np.zeros((4, 17), np.uint8))), "shape"),
-        ("up/0", spoilt(labels=to_tensor(np.zeros(4, np.float16))), "dtype"),
-        ("up/0", spoilt(labels=to_unsigned(np.array([0, 1, 2, 3]))), "unknown_class"),
-        ("up/0", spoilt(counts=to_unsigned(np.array([5, 5, 5, 1]))), "malformed"),
         ("up/0", frame(encode(evaluation(task=task))), "unknown_head"),
-        ("up/0", frame(encode(evaluation(task=bytes(32)))), "unknown_task"),
     ]
 
 

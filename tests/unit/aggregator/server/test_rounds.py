@@ -9,7 +9,6 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-import onnxruntime
 import pytest
 
 from aggregator.algorithms.fpl import FPL
@@ -17,7 +16,6 @@ from aggregator.algorithms.tensors import unpack_tensors
 from aggregator.heads.operator_commands import submit_command
 from aggregator.storage.open_store import open_store
 from protocol.errors import StateError
-from protocol.models.onnx_metadata import HeadMetadata, read_metadata
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.wire.codec import decode, digest_of, encode
 from protocol.wire.messages import HeadManifest, Receipt, Submission, TaskManifest
@@ -26,7 +24,6 @@ from tests.support.fleets.aggregator_process import (
     FLEET,
     IN_ROUNDS,
     MAX_BYTES,
-    Daemon,
     Device,
     aggregator,
     running_fleet,
@@ -98,20 +95,6 @@ def test_three_rounds(broker: BrokerAddress, task_file: Path) -> None:
         late = _upload(a, 2, sequence=2)
         assert (late.status, late.reason) == ("refused", "late")
         assert late.detail == "the submission is for round 2, but all 3 rounds are over"
-        _the_head_works_by_itself(daemon)
-
-
-def _the_head_works_by_itself(daemon: Daemon) -> None:
-    for name, example in (
-        ("head.onnx", {"feature": np.ones((2, 16), np.float32)}),
-        ("model.onnx", {"image": np.ones((2, 8, 8, 3), np.uint8)}),
-    ):
-        session = onnxruntime.InferenceSession(daemon.state / name, providers=["CPUExecutionProvider"])
-        (probabilities,) = session.run(["probabilities"], example)
-        np.testing.assert_allclose(probabilities.sum(axis=1), 1, atol=1e-5)
-    session = onnxruntime.InferenceSession(daemon.state / "head.onnx")
-    metadata = read_metadata(session.get_modelmeta().custom_metadata_map, HeadMetadata)
-    assert (metadata.version, metadata.classes) == (3, ("cat", "dog", "fox"))
 
 
 def test_tensors_are_broadcast_once(broker: BrokerAddress, task_file: Path) -> None:
@@ -135,30 +118,6 @@ def test_tensors_are_broadcast_once(broker: BrokerAddress, task_file: Path) -> N
             assert digest_of(late.fetch(second)) == second.digest
             assert late.casts() == []
         assert digest_of(c.fetch(first)) == first.digest
-
-
-def test_round_survives_a_restart(amqtt_broker: BrokerAddress, task_file: Path) -> None:
-    """Submissions count, the round has the same tensors, and no graph is compiled again."""
-    with Device(amqtt_broker, "a") as a, Device(amqtt_broker, "b") as b:
-        with aggregator(task_file, amqtt_broker) as daemon:
-            a.aggregator_is("online")
-            for device in (a, b):
-                assert _upload(device, 0).status == "received"
-            opened = a.round(1)
-            task = a.task()
-            a.head()
-            assert _upload(a, 1).status == "received"
-            daemon.stop(signal.SIGKILL)
-        with aggregator(task_file, amqtt_broker) as daemon:
-            with Device(amqtt_broker, "new") as new:
-                new.aggregator_is("online")
-                assert (new.round(), new.task()) == (opened, task)
-            assert daemon.status()["round"]["devices"] == ["a"]
-            assert a.receipt(a.send_payload(encode(_made(a, 1)))).status == "received"
-            assert _upload(b, 1).status == "received"
-            head = b.head(2)
-            assert (head.devices, head.metrics["carried"]) == (2, 0.0)
-            assert "exporting graphs" not in daemon.log()
 
 
 def test_failed_compilation_ends_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

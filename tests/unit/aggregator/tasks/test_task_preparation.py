@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from msgspec.structs import replace
 from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.algorithms.statistics.feature_map import FINE_LEVELS, FeatureMap, selected
 from aggregator.config.schema import Client, PrivacyBudget, PrivacySettings, TaskFile
+from aggregator.config.task_file import load_task
 from aggregator.coordination import round_state, rounds
 from aggregator.coordination.rollout_state import State, Trial
 from aggregator.coordination.round_state import Entry
@@ -194,6 +196,15 @@ def test_status_names_the_task_whose_graphs_are_exported(
         with pytest.raises(ConfigError, match="cannot export"):
             graph_cache.cached_graphs(FILE, feature_size=16, store=store)
         assert collect_status(store).preparing == ""
+
+
+def test_stored_graphs_are_not_exported_again(
+    prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
+    monkeypatch.delattr(graph_cache, "_run_job")
+    with contextlib.closing(open_store(tmp_path / "state")) as store:
+        assert prepare_task(*load_task(tmp_path / "task.toml"), store=store).first_tensors is not None
 
 
 COLUMNS = ((1, 3), (5, 7))
