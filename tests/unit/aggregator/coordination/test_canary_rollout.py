@@ -37,13 +37,6 @@ from tests.unit.aggregator.coordination.rollout_events import (
 )
 
 
-def test_first_head_and_without_canaries_every_head_is_activated() -> None:
-    assert play(State(), HeadAdded(1, 0.0))[1] == [Activate(1, "")]
-    state, done = play(State(), HeadAdded(1, 0.0), Ticked(1.0, FLEET), HeadAdded(2, 2.0), by=Settings())
-    assert (state.current, state.trial, state.earlier) == (2, None, (1,))
-    assert done == [Activate(1, ""), Activate(2, "")]
-
-
 def test_canaries_are_the_devices_of_lowest_rank() -> None:
     """The fraction is rounded up to at least one device."""
     state, trial = trying()
@@ -147,15 +140,6 @@ def test_timeout_restarts_when_the_clock_is_set_back() -> None:
     state, _ = play(trying()[0], Ticked(-1e6, FLEET), Ticked(-1e6 + 601.0, FLEET))
     assert state.trial is not None
     assert set(state.trial.canaries) == set(ranked(2)[2:4])
-
-
-def test_newer_head_replaces_the_candidate() -> None:
-    """Later evaluations of the older one are ignored."""
-    state, done = play(trying()[0], HeadAdded(3, 5.0))
-    assert done == [Reject(2, "head 3 has replaced it")]
-    assert (state.current, state.trial) == (1, Trial(3, 5.0))
-    outdated = Evaluated(ranked(2)[0], 2, BROKEN), HeadAdded(2, 6.0), HeadAdded(3, 7.0)
-    assert play(state, *outdated) == (state, [])
 
 
 def test_newer_heads_do_not_restart_the_wait_for_canaries() -> None:
@@ -278,11 +262,6 @@ def test_few_devices_online_do_not_decide_for_many() -> None:
     assert len(more.trial.canaries) == 3
 
 
-def test_fleet_of_two_devices_does_not_wait_for_a_third() -> None:
-    state, _ = of_quorum([GOOD, GOOD], online=frozenset(ranked(2)[:2]))
-    assert state.current == 2
-
-
 @pytest.mark.parametrize(("number", "online", "current"), [(2, 1, 2), (3, 1, 2), (2, 2, 1), (2, 0, 2)])
 def test_canaries_that_are_switched_off_are_not_waited_for(number: int, online: int, current: int) -> None:
     """In a fleet of two or three, of which one has answered; one that is online and silent may yet reject the head."""
@@ -338,26 +317,3 @@ def test_silent_canary_of_two_waits_for_a_third_device(device: int) -> None:
     assert state.current == 2
     assert isinstance(done[-1], Activate)
     assert done[-1].reason.endswith(f"; {silent} has not answered")
-
-
-@pytest.mark.parametrize("later", [Ticked(601.0, FLEET, 3), HeadAdded(3, 5.0)], ids=["timeout", "newer head"])
-@pytest.mark.parametrize(("honest", "current"), [(GOOD, 2), (WORSE, 1)])
-def test_one_silent_canary_of_three_does_not_decide(later: Event, honest: CanaryResult, current: int) -> None:
-    """Where no device can replace it, online or not, and if heads arrive faster than the timeout."""
-    fleet = frozenset(ranked(2)[:3])
-    by = msgspec.structs.replace(QUORUM, min_canaries=3)
-    state, _ = play(initial_state([1]), HeadAdded(2, 0.0), Ticked(1.0, fleet, 3), by=by)
-    silent, *others = sorted(fleet)
-    answers = [Evaluated(device, 2, honest) for device in others]
-    if isinstance(later, Ticked):
-        later = replace(later, online=fleet)
-        gone = replace(later, online=frozenset(others))
-        assert play(state, *answers, gone, by=by)[0].current == current
-    assert play(state, *answers[:1], later, by=by)[0].current == 1
-    state, done = play(state, *answers, later, by=by)
-    assert state.current == current
-    assert isinstance(done[0], Activate if current == 2 else Reject)
-    assert current == 1 or done[0].reason.endswith(f"; {silent} has not answered")
-    strict = msgspec.structs.replace(by, tolerated_fraction=0.0)
-    state, _ = play(initial_state([1]), HeadAdded(2, 0.0), Ticked(1.0, fleet, 3), *answers, later, by=strict)
-    assert state.current == 1

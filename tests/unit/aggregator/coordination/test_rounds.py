@@ -11,7 +11,6 @@ from aggregator.coordination.round_state import (
     Settings,
     State,
     closes_at_s,
-    is_over,
     waiting,
 )
 from aggregator.coordination.rounds import (
@@ -30,20 +29,6 @@ ABC = [submitted(device) for device in "abc"]
 run = partial(play, settings=SETTINGS)
 
 
-def test_quorum_closes_the_first_collection() -> None:
-    state, trainings, _ = run(submitted("c"), submitted("a"), Ticked(99))
-    assert trainings == []
-    assert run(submitted("b"), state=state)[1] == [(1, ["a0.1", "b0.1", "c0.1"])]
-
-
-def test_members_are_stored_in_order_of_their_names() -> None:
-    """Heads of the same submissions have the same record, whatever the order of arrival."""
-    devices = [f"device-{number}" for number in range(40)]
-    state, _, _ = run(*map(submitted, reversed(devices)), Ticked(10**6), Trained(1), Ticked(10**6))
-    assert state.training is not None
-    assert list(state.training) == sorted(devices)
-
-
 def test_device_counts_once_for_the_quorum() -> None:
     """Duplicates and newer submissions of a device do not count again."""
     events = [submitted("a", sequence=sequence) for sequence in (1, 1, 2, 3, 3, 2)]
@@ -51,24 +36,6 @@ def test_device_counts_once_for_the_quorum() -> None:
     assert trainings == []
     assert verdicts == ["new", "duplicate", "new", "new", "duplicate", "superseded"]
     assert waiting(state, SETTINGS) == {"a": entry("a", sequence=3)}
-
-
-def test_deadline_closes_with_the_devices_so_far() -> None:
-    """It counts from the first waiting submission; an empty collection never closes."""
-    state, trainings, _ = run(Ticked(10**9))
-    assert (trainings, closes_at_s(state, SETTINGS)) == ([], None)
-    state, trainings, _ = run(submitted("a", now_s=50), submitted("b", now_s=120), Ticked(149.9), state=state)
-    assert (trainings, closes_at_s(state, SETTINGS)) == ([], 150)
-    assert run(Ticked(150), state=state)[1] == [(1, ["a0.1", "b0.1"])]
-
-
-def test_late_devices_are_in_the_next_head() -> None:
-    """Submissions during a training are members of the next one; at most one training runs at a time."""
-    state, trainings, _ = run(*ABC, submitted("d"), submitted("e"), Ticked(10**6))
-    assert trainings == [(1, ["a0.1", "b0.1", "c0.1"])]
-    state, trainings, _ = run(Trained(1), Ticked(1), state=state)
-    assert trainings == [(2, ["a0.1", "b0.1", "c0.1", "d0.1", "e0.1"])]
-    assert waiting(run(Trained(2), state=state)[0], SETTINGS) == {}
 
 
 def test_retrain_after_counts_after_the_first_head() -> None:
@@ -333,42 +300,6 @@ def test_submission_counts_until_it_is_stale() -> None:
     assert closed == [(2, ["a1.1", "b1.1", "c0.1"])]
     closed = run_rounds(submitted("a", 2), submitted("b", 2), Ticked(10), state=state)[1]
     assert closed == [(3, ["a2.1", "b2.1"])]
-
-
-def test_submission_while_a_round_is_aggregated_is_in_the_next() -> None:
-    """It counts there by its age, unless the device uploads for that round as well."""
-    state, _, _ = run_rounds(*AB, Ticked(10), submitted("c"), submitted("d"))
-    _, closed, verdicts = run_rounds(
-        Trained(1), submitted("d", 1), submitted("a", 1), submitted("b", 1), state=state
-    )
-    assert set(verdicts) == {"new"}
-    assert closed == [(2, ["a1.1", "b1.1", "c0.1", "d1.1"])]
-
-
-def test_stale_and_future_submissions_are_refused() -> None:
-    """Late: older than `staleness`, or than what the device has uploaded; a future round is unknown."""
-    state = _after_round_0("ab")
-    events = submitted("c", 0), submitted("a", 2), submitted("a", 0, sequence=9)
-    assert run_rounds(*events, state=state)[2] == ["new", "unknown_round", "new"]
-    state, _, _ = run_rounds(submitted("a", 1), submitted("b", 1), Trained(2), state=state)
-    state, _, verdicts = run_rounds(submitted("d", 0), submitted("d", 1), submitted("d", 2), state=state)
-    assert verdicts == ["late", "new", "new"]
-    events = submitted("d", 1, sequence=8), submitted("d", 2), submitted("d", 2, sequence=0)
-    assert run_rounds(*events, state=state)[2] == ["late", "duplicate", "superseded"]
-
-
-def test_after_the_last_round_everything_is_late() -> None:
-    """Nothing closes any more, and no deadline runs; accepted submissions are still known."""
-    state = _after_round_0("ab")
-    for number in (1, 2):
-        state, _, _ = run_rounds(
-            submitted("a", number), submitted("b", number), Trained(number + 1), state=state
-        )
-    assert is_over(state.head_version, ROUNDS)
-    state, _, verdicts = run_rounds(*(submitted("c", number) for number in range(5)), state=state)
-    assert verdicts == ["late"] * 5
-    assert run_rounds(submitted("a", 2), Ticked(10**9), state=state)[1:] == ([], ["duplicate"])
-    assert (waiting(state, ROUNDS), closes_at_s(state, ROUNDS)) == ({}, None)
 
 
 def test_lowered_number_of_rounds_leaves_the_open_round() -> None:
