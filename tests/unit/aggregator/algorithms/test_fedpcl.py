@@ -187,11 +187,6 @@ def test_head_uses_the_devices_own_prototypes() -> None:
     assert own[:, 2].tolist() == [0, 0]
 
 
-def test_by_default_there_is_no_prior() -> None:
-    """A device does not expect the classes that it has."""
-    assert FedPCL().prior is False
-
-
 def test_a_prior_counts_in_the_loss_and_in_the_head() -> None:
     """With 3 images and 1, each class is expected as often as its count and a tenth of their mean: 3.2 and 1.2.
 
