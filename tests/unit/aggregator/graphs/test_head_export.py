@@ -323,17 +323,6 @@ def test_another_map_differs(head: bytes) -> None:
     assert calibrated_head.max_difference(stranger, file, CONFIDENCE, random_features(50)) == float("inf")
 
 
-def test_fused_file_is_calibrated(head: bytes, backbone: bytes) -> None:
-    file = with_calibration(head, CONFIDENCE, version=5, figures={})
-    images = random_images(30)
-    (features,) = onnxruntime.InferenceSession(backbone).run(["feature"], {"image": images})
-    session = onnxruntime.InferenceSession(fuse([backbone], file))
-    logits, probabilities = session.run(["logits", "probabilities"], {"image": images})
-    expected = logits_and_probabilities(file, features)
-    np.testing.assert_allclose(logits, expected[0], atol=1e-4)
-    np.testing.assert_allclose(probabilities, expected[1], atol=1e-5)
-
-
 def test_head_is_calibrated_once(head: bytes, backbone: bytes) -> None:
     """One with a single class never."""
     alone = msgspec.structs.replace(described(backbone), classes=("ant",))

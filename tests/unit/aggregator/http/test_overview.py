@@ -86,7 +86,7 @@ def test_each_fleet_is_a_line_of_its_own_dashboard(tmp_path: Path) -> None:
     assert barn_line is not None
     assert orchard_line is not None
     assert (shown["barn"].problem, barn_line.running, barn_line.head) == ("", True, 1)
-    assert (barn_line.online, barn_line.submissions) == (1, 2)
+    assert (barn_line.devices, barn_line.online, barn_line.submissions) == (3, 1, 2)
     assert barn_line.accuracy == pytest.approx(0.9)
     assert orchard_line.attention == (
         Attention("warning", "1 device quarantined", "a"),

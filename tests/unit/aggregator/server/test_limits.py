@@ -59,15 +59,6 @@ def _evaluate(messages: DeviceMessages, sent: Evaluation) -> None:
     messages._store_evaluation("a", sent, digest_of(encode(sent)))
 
 
-def test_evaluations_of_unused_heads_are_not_stored(store: Store, messages: DeviceMessages) -> None:
-    """A device that evaluates every head that ever was, with problems, leaves a row for each retained one."""
-    for version in range(1, HEADS + 1):
-        for number in range(3):
-            sent = evaluation(task=TASK, head_version=version)
-            _evaluate(messages, msgspec.structs.replace(sent, problem=f"problem {number}"))
-    assert store.database.read("SELECT count(*) FROM evaluations") == [(5,)]
-
-
 def test_an_earlier_evaluation_takes_the_place_of_a_later_one(store: Store, messages: DeviceMessages) -> None:
     """A broker's operator can repeat a signed one, and so withhold the later one. It counts once."""
     earlier = evaluation(task=TASK, head_version=HEADS)

@@ -274,11 +274,6 @@ def test_locked_state_is_running(started: Store, tmp_path: Path) -> None:
     open_store(tmp_path, lock=True).close()
 
 
-def test_state_without_task_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(StateError, match=r"no task in .* yet: start `aggregator run`"):
-        collect_status(open_store(tmp_path))
-
-
 def test_stopped_intake(started: Store, tmp_path: Path) -> None:
     intake_status.create(tmp_path)
     assert collected(started).intake == IntakeStatus()

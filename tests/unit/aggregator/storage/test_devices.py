@@ -39,12 +39,6 @@ def test_refusals_are_counted_per_device_and_reason(store: Store) -> None:
     ]
 
 
-def test_greatest_epsilon_is_kept(store: Store) -> None:
-    for total in (2.0, 3.5, 1.0):
-        store.devices.raise_epsilon("a", total)
-    assert store.devices.epsilons() == {"a": 3.5}
-
-
 def test_refused_devices_are_not_online(store: Store) -> None:
     """A revoked device, or one not enrolled in a closed fleet, cannot report that it goes offline."""
     for device in ("enrolled", "pinned", "revoked", "new"):

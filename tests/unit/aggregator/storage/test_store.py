@@ -171,12 +171,6 @@ def test_state_of_a_running_aggregator_is_not_migrated(
     assert open_store(tmp_path, lock=True).database.read("SELECT version, note FROM heads") == [(1, None)]
 
 
-def test_missing_state_is_not_created_by_a_reader(tmp_path: Path) -> None:
-    with pytest.raises(StateError, match=r"no aggregator state in .*none: give the --state"):
-        open_store(tmp_path / "none", read_only=True)
-    assert not (tmp_path / "none").exists()
-
-
 def test_lost_database_is_named_with_what_to_do(tmp_path: Path) -> None:
     """Deleted or cut off, for `aggregator status` and the other commands."""
     open_store(tmp_path).close()

@@ -140,15 +140,8 @@ def key(task: TaskFile = FILE) -> str:
     return graph_cache.graphs_key(task, 16)
 
 
-def test_version_of_the_algorithm_enters(monkeypatch: pytest.MonkeyPatch) -> None:
-    before, of_fpl = key(), key(replace(FILE, algorithm="fpl"))
-    monkeypatch.setattr(FedPCL, "version", FedPCL.version + 1)
-    assert key() != before
-    assert key(replace(FILE, algorithm="fpl")) == of_fpl
-
-
-def test_settings_and_sizes_enter() -> None:
-    """Except for those that no graph contains."""
+def test_settings_sizes_and_version_of_the_algorithm_enter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Except for settings that no graph contains."""
     others = [
         FILE,
         replace(FILE, classes=("a", "b", "c")),
@@ -158,6 +151,10 @@ def test_settings_and_sizes_enter() -> None:
     ]
     assert len({key(task) for task in others}) == len(others)
     assert key(replace(FILE, fedpcl=FedPCL(rounds=7, epochs=3, batch_size=8))) == key()
+    before, of_fpl = key(), key(replace(FILE, algorithm="fpl"))
+    monkeypatch.setattr(FedPCL, "version", FedPCL.version + 1)
+    assert key() != before
+    assert key(replace(FILE, algorithm="fpl")) == of_fpl
 
 
 def test_killed_export_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -217,13 +217,6 @@ def test_submissions_that_cannot_be_aggregated_are_errors(bench: Bench) -> None:
         run(msgspec.structs.replace(bench.job({}), task_file=other))
 
 
-def test_job_contains_the_settings(bench: Bench) -> None:
-    job = bench.job({})
-    again = msgspec.json.decode(msgspec.json.encode(job), type=RoundJob)
-    assert again == job
-    assert again.task_file.learning == FPL(rounds=3, projection_size=4)
-
-
 @pytest.mark.parametrize(
     ("written", "private", "restored"),
     [(None, False, True), (None, True, False), (True, True, True), (False, False, False)],

@@ -24,9 +24,10 @@ from tests.support.messages.prototype_sets import CLASSES, fleet, flipped, hones
 
 
 def test_parts_are_concatenated() -> None:
-    """The order of the parts stays."""
-    parts = list(fleet(3).values())
+    """The order of the parts stays, and each prototype has the number of its device."""
+    parts = [honest(number, prototypes=2 + number) for number in range(3)]
     data = _combined(parts)
+    assert np.array_equal(data.devices, np.repeat(np.arange(3), [len(part.labels) for part in parts]))
     assert np.array_equal(data.values, np.concatenate([part.values for part in parts]))
     assert np.array_equal(data.labels, np.concatenate([part.labels for part in parts]))
 
@@ -126,12 +127,6 @@ def test_classes_on_few_devices_count_for_what_all_share_where_they_are_needed(
 ) -> None:
     data = _combined(parts)
     assert set(data.labels[data.common_rows].tolist()) == common
-
-
-def test_each_prototype_has_the_number_of_its_device() -> None:
-    parts = [honest(number, prototypes=2 + number) for number in range(4)]
-    expected = np.repeat(np.arange(4), [len(part.labels) for part in parts])
-    np.testing.assert_array_equal(_combined(parts).devices, expected)
 
 
 def _combined(parts: list[Prototypes]) -> TrainingSet:
@@ -241,12 +236,6 @@ def test_class_of_two_devices_stays() -> None:
     assert all(
         after.values is before.values for before, after in zip(parts, limited_means(parts), strict=True)
     )
-
-
-def test_nothing_is_limited_without_a_multiple() -> None:
-    parts = [*fleet(6).values(), flipped(honest(9))]
-    data = combine(parts, num_classes=len(CLASSES), max_multiple=0)
-    assert np.array_equal(data.values, np.concatenate([part.values for part in parts]))
 
 
 def test_devices_are_compared_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

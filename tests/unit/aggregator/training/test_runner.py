@@ -46,16 +46,6 @@ def _end(job: HeadJob, folder: Path, *, timeout_s: float = TIMEOUT_S) -> tuple[F
     return event, said
 
 
-def test_missing_submission_fails_the_job(tmp_path: Path) -> None:
-    """The reason has the exit status and the process's error."""
-    job = _job(tmp_path, submission())
-    (tmp_path / "blobs" / job.members["dev0"]).unlink()
-    finished, _ = _end(job, tmp_path)
-    assert finished.result is None
-    assert finished.reason.startswith("exit status 1: cannot use ")
-    assert "No such file" in finished.reason
-
-
 def test_head_that_cannot_be_fused_is_written(tmp_path: Path) -> None:
     """The training does not fail for lack of a model.onnx."""
     job, blobs = _job(tmp_path), FolderBlobs(tmp_path / "blobs")

@@ -78,14 +78,6 @@ def test_a_single_prototype_of_a_class_on_each_device() -> None:
     np.testing.assert_array_equal(data.features, _restored(prototypes, labels, counts))
 
 
-def test_single_images_are_restored_to_themselves() -> None:
-    """Without averaging there is no loss of variance."""
-    prototypes, labels, _ = blobs(0, 1)
-    np.testing.assert_allclose(
-        _restored(prototypes, labels, np.ones(len(labels), dtype=np.int64)), prototypes, atol=1e-6
-    )
-
-
 @given(counts=st.lists(st.integers(1, 20), min_size=2, max_size=2), seed=st.integers(0, 99))
 def test_extrapolated_prototypes_spread_as_images_do(counts: list[int], seed: int) -> None:
     """Two prototypes of each of many classes: the same mean as the images, and their variance."""
