@@ -110,20 +110,6 @@ def test_error_is_one_line_and_creates_nothing(
     assert "--task" in arguments or not (tmp_path / "state").exists()
 
 
-@pytest.mark.parametrize("arguments", [["run", "--task", "task.toml"], ["status"]])
-def test_missing_package_is_one_line_with_pip_command(arguments: list[str]) -> None:
-    program = (
-        "import importlib.util\n"
-        "found = importlib.util.find_spec\n"
-        "importlib.util.find_spec = lambda name, *rest: None if name in {'onnx', 'rich'} else found(name, *rest)\n"
-        + PROGRAM
-    )
-    done = run_aggregator(*arguments, program=program)
-    assert done.returncode == 1
-    (line,) = done.stderr.splitlines()
-    assert "pip install 'protofleet-0.1.0-py3-none-any.whl[aggregator,cpu]'" in line
-
-
 def test_closing_a_fleet_step_by_step(tmp_path: Path) -> None:
     """Each command prints the next step; the task file is needed once, and closing is printed once."""
     write_task(tmp_path)

@@ -4,8 +4,6 @@ import contextlib
 import os
 import shutil
 import sqlite3
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -164,42 +162,9 @@ def test_unfinished_uploads_that_fill_the_disk_make_room() -> None:
         uploads.commit()
 
 
-_RECEIVING = """\
-import sys
-from pathlib import Path
-from aggregator.intake.uploads import Uploads
-from aggregator.storage.open_store import open_store
-from aggregator.storage.store import Store
-from tests.unit.aggregator.intake.test_uploads import long_frames
-uploads = Uploads(open_store(Path(sys.argv[1])), max_bytes=10**8, unfinished_s=3600.0)
-for number, frame in enumerate(long_frames()):
-    uploads.take("a", frame)
-    if number % 3 == 2:
-        uploads.commit()
-        print(frame.offset + len(frame.data), flush=True)
-"""
-
-
 def long_frames() -> list[Frame]:
     payload = np.random.default_rng(0).bytes(20_000_000)
     return list(frames_of(payload, digest=digest_of(payload), chunk_bytes=50_000))
-
-
-@pytest.mark.parametrize("commits", [1, 8, 15, 22])
-def test_acknowledged_bytes_survive_sigkill(tmp_path: Path, commits: int) -> None:
-    """At whatever moment: all that was committed, and of the rest only correct bytes."""
-    payload = b"".join(frame.data for frame in long_frames())
-    with subprocess.Popen([sys.executable, "-c", _RECEIVING, tmp_path], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        committed = [int(process.stdout.readline()) for _ in range(commits)]
-        process.kill()
-        committed += [int(line) for line in process.stdout]
-    chunks = ChunkStore(tmp_path)
-    (transfer,) = chunks.load()
-    ((start, stop),) = transfer.stored
-    assert start == 0
-    assert committed[-1] <= stop < len(payload)
-    assert chunks.read(transfer.key, transfer.stored) == [(0, payload[:stop])]
 
 
 def test_status_is_written_on_a_full_disk(tmp_path: Path) -> None:
