@@ -64,6 +64,15 @@ def _add_head(store: Store, task: bytes, *versions: int, file: bytes = b"") -> b
     return digest
 
 
+def _rolled_out(store: Store, task: Task, count: int) -> Rollout:
+    """Let the fleet use heads one after the other."""
+    releases = Rollout(task, store)
+    for version in range(1, count + 1):
+        _add_head(store, task.digest, version, file=b"head %d" % version)
+        releases.tick(version)
+    return releases
+
+
 def test_head_is_served_although_its_file_could_not_be_written(store: Store, task: Task) -> None:
     """A disk that is full for a moment has no lasting effect."""
     releases = Rollout(task, store)
@@ -128,10 +137,7 @@ def test_oldest_heads_are_deleted(store: Store, task: Task) -> None:
 
 def test_command_is_carried_out_once(store: Store, task: Task) -> None:
     """If its outcome cannot be stored, it is undone; otherwise a rollback would happen twice."""
-    releases = Rollout(task, store)
-    for version in (1, 2, 3):
-        _add_head(store, task.digest, version)
-        releases.tick(version)
+    releases = _rolled_out(store, task, 3)
     store.commands.add(task.digest, HeadCommand("rollback"))
     store.database.write(
         "CREATE TEMP TRIGGER full BEFORE UPDATE ON operator_commands BEGIN SELECT RAISE(ABORT, 'full'); END"
@@ -146,9 +152,7 @@ def test_command_is_carried_out_once(store: Store, task: Task) -> None:
 
 def test_command_that_has_become_impossible_is_reported_as_refused(store: Store, task: Task) -> None:
     """It was possible when the operator gave it: the candidate has become current meanwhile."""
-    releases = Rollout(task, store)
-    _add_head(store, task.digest, 1)
-    releases.tick(1)
+    releases = _rolled_out(store, task, 1)
     number = store.commands.add(task.digest, HeadCommand("promote", 1))
     releases.tick(1)
     assert store.commands.outcome(number) == "there is no candidate to promote"
@@ -214,10 +218,7 @@ def test_evaluations_that_another_process_stores_count(store: Store, task: Task)
 def test_commands_wait_for_the_next_start(store: Store, task: Task) -> None:
     """Commands to a stopped aggregator are checked as if the earlier ones were carried out."""
     store.facts.put(replace(SERVED, digest=task.digest))
-    releases = Rollout(task, store)
-    for version in (1, 2, 3):
-        _add_head(store, task.digest, version, file=b"file %d" % version)
-        releases.tick(version)
+    _rolled_out(store, task, 3)
     for version in (2, 1):
         outcome = submit_command(store, "rollback")
         assert outcome == f"head {version} will be current when the aggregator is started"
@@ -226,7 +227,7 @@ def test_commands_wait_for_the_next_start(store: Store, task: Task) -> None:
     releases.tick(3)
     assert collect_status(store).rollout == model.Rollout(current=1, candidate=None, requested=None)
     assert _current(releases).version == 1
-    assert (store.folder / "head.onnx").read_bytes() == b"file 1"
+    assert (store.folder / "head.onnx").read_bytes() == b"head 1"
     _add_head(store, task.digest, 4)
     releases.tick(4)
     assert _current(releases).version == 4
@@ -244,10 +245,7 @@ def test_command_asks_for_the_blobs_of_its_head_only(
     store: Store, task: Task, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each question is a request to an object store, and the aggregator takes no uploads meanwhile."""
-    releases = Rollout(task, store)
-    for version in range(1, 6):
-        _add_head(store, task.digest, version)
-        releases.tick(version)
+    releases = _rolled_out(store, task, 5)
     store.facts.put(replace(SERVED, digest=task.digest))
     asked = list[bytes]()
     contains = FolderBlobs.__contains__

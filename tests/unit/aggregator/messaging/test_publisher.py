@@ -3,6 +3,7 @@
 import math
 import queue
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,13 +34,17 @@ from protocol.wire.topics import device_filters, fleet_topic
 from tests.support.network.sessions import EventLog, running
 
 
+def _publisher(broker: BrokerAddress, on_event: Callable[[Any], None]) -> FleetPublisher:
+    presence = OwnPresence(epoch=1, topic=fleet_topic("f", "state"), key=b"k" * 32)
+    return FleetPublisher(
+        broker, fleet="f", presence=presence, subscriptions=device_filters("f"), on_event=on_event
+    )
+
+
 def test_broadcast_frames_have_the_set_size(broker: BrokerAddress) -> None:
     payload = bytes(range(250))
     ear = EventLog()
-    presence = OwnPresence(epoch=1, topic=fleet_topic("f", "state"), key=b"k" * 32)
-    publisher = FleetPublisher(
-        broker, fleet="f", presence=presence, subscriptions=device_filters("f"), on_event=ear.put
-    )
+    publisher = _publisher(broker, ear.put)
     with running(broker, "device", fleet_topic("f", "cast")) as (_, hears):
         hears.wait(Connected)
         publisher.start()
@@ -59,10 +64,7 @@ def test_broadcast_frames_have_the_set_size(broker: BrokerAddress) -> None:
 def test_messages_stay_unacknowledged_while_the_broker_takes_no_answers() -> None:
     """The broker then sends no more of them, so that the answers do not fill the memory; until all have left."""
     acknowledged: list[Received] = []
-    presence = OwnPresence(epoch=1, topic=fleet_topic("f", "state"), key=b"k" * 32)
-    publisher = FleetPublisher(
-        BrokerAddress("nowhere", 1), fleet="f", presence=presence, subscriptions=(), on_event=lambda _: None
-    )
+    publisher = _publisher(BrokerAddress("nowhere", 1), lambda _: None)
     session: Any = SimpleNamespace(backlog=0, acknowledge=acknowledged.append)
     publisher._session = session
     messages = [Received(f"topic-{number}", b"payload") for number in range(4)]

@@ -58,6 +58,13 @@ def seen_by(device: ManifestTrust, store: Store) -> ManifestTrust:
     return verify(device, "task", open_manifest(payload, fleet="barn", channel="task"))
 
 
+def _pass_s(seconds: float, monkeypatch: pytest.MonkeyPatch) -> float:
+    """Set the clock forward: certificates are numbered by the second."""
+    later_s = time.time() + seconds
+    monkeypatch.setattr(time, "time", lambda: later_s)
+    return later_s
+
+
 def test_devices_follow_a_key_that_the_old_one_has_signed(
     store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -86,8 +93,7 @@ def test_a_device_that_missed_every_replacement_follows(
     with pytest.raises(ConfigError, match=r"replaced 12 times.*aggregator issue-key"):
         rotate_key(store, fleet="barn")
     for number in range(3):
-        later_s = time.time() + 60 * (number + 1)  # certificates are numbered by the second
-        monkeypatch.setattr(time, "time", lambda later_s=later_s: later_s)
+        _pass_s(60, monkeypatch)
         issue_key(tmp_path / "root.key", fleet="barn", out=tmp_path / f"new-{number}")
         public = rotate_key(store, fleet="barn", issued=tmp_path / f"new-{number}")
         introduced = seen_by(away, store)
@@ -109,8 +115,7 @@ def test_a_root_key_that_is_kept_elsewhere_replaces_a_stolen_key(
         assert (device.key, device.root) == (public, root)
         with pytest.raises(ConfigError, match="aggregator issue-key"):
             rotate_key(store, fleet="barn")
-        later_s = time.time() + 1  # certificates are numbered by the second
-        monkeypatch.setattr(time, "time", lambda later_s=later_s: later_s)
+        _pass_s(1, monkeypatch)
     assert not list(store.folder.rglob("root*"))
     with pytest.raises(ConfigError, match="was issued before the current key"):
         rotate_key(store, fleet="barn", issued=tmp_path / "new-1")
@@ -153,8 +158,7 @@ def test_the_greatest_number_of_a_stolen_key_does_not_outlast_it(
     signer.keep()
     device = verify(device, "task", open_manifest(forged, fleet="barn", channel="task"))
     assert (device.key, device.seen["task"][0]) == (public_key(stolen), greatest)
-    later_s = time.time() + 1  # certificates are numbered by the second
-    monkeypatch.setattr(time, "time", lambda: later_s)
+    later_s = _pass_s(1, monkeypatch)
     issue_key(tmp_path / "root.key", fleet="barn", out=tmp_path / "new-2")
     public = rotate_key(store, fleet="barn", issued=tmp_path / "new-2")
     device = seen_by(device, store)
