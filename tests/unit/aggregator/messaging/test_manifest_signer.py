@@ -1,6 +1,5 @@
 """Signed manifests, numbered so that devices accept them after all earlier ones."""
 
-import stat
 import threading
 import time
 from pathlib import Path
@@ -10,7 +9,6 @@ import pytest
 from aggregator.messaging.manifest_signer import REFRESH_S, VALIDITY_S, ManifestSigner, identity_of
 from aggregator.security.identity import locked_identity
 from aggregator.storage.open_store import open_store
-from aggregator.storage.stored_values import SigningKey
 from edge_client.agent.manifest_trust import ManifestTrust, verify
 from protocol.storage.keyfile import read_or_make_key
 from protocol.wire.messages import Signed
@@ -87,15 +85,6 @@ def test_manifests_of_a_restored_state_are_accepted(
         device = verify(device, "head", manifest(signer, b"%d" % number))
     restored = start(tmp_path / "backup", monkeypatch, at_s=2000.0)
     assert verify(device, "head", manifest(restored, b"0")).seen["head"][0] == 2000
-
-
-def test_key_is_created_once_and_private(tmp_path: Path) -> None:
-    key = identity_of(tmp_path)
-    assert identity_of(tmp_path) == key
-    assert stat.S_IMODE((tmp_path / "identity" / "signing.key").stat().st_mode) == 0o600
-    store = open_store(tmp_path)
-    ManifestSigner(store, key=key, fleet="barn")
-    assert store.facts.get(SigningKey) == SigningKey(public_key(key).hex())
 
 
 def test_manifests_after_a_clock_that_was_ahead_are_accepted(

@@ -22,8 +22,7 @@ from aggregator.storage.submissions import SubmissionRecord
 from protocol.errors import StateError
 from protocol.storage.folder_lock import FolderLock
 from protocol.wire.messages import BlobRef
-from tests.support.machine_faults import full_disk, read_only
-from tests.support.machine_faults import open_folder as shared_folder
+from tests.support.machine_faults import full_disk
 from tests.support.messages.submissions import TASK, device_info, evaluation
 
 
@@ -207,14 +206,6 @@ def test_damaged_record_is_named_with_what_to_do(
     store.database.write(statement)
     with pytest.raises(StateError, match=r"(aggregator\.sqlite|#fleet_\S+): damaged contents: .*: restore "):
         read(store)
-
-
-def test_unwritable_folder_is_a_state_error() -> None:
-    with shared_folder() as folder, read_only(folder):
-        with pytest.raises(StateError, match=f"cannot use {folder}/state: Permission denied"):
-            open_store(folder / "state")
-        with pytest.raises(StateError, match="Permission denied"):
-            open_store(folder)
 
 
 def test_transaction_is_whole_or_nothing(tmp_path: Path) -> None:
