@@ -17,6 +17,7 @@ from aggregator.algorithms.fedtc.train_head import (
     REGRESSION_SHARES,
     SHARES,
     TrainedHead,
+    _discriminants,
     _folds,
     _preferred,
     train_head,
@@ -155,7 +156,7 @@ def test_regression_of_few_prototypes() -> None:
     even = TrainingSet(*data, 4, restore=True)
     (layer,), expected = (
         trained.layers,
-        [*module._discriminants(even, REGRESSION_SHARES, regressions=True)][1::2],
+        [*_discriminants(even, REGRESSION_SHARES, regressions=True)][1::2],
     )
     assert any(np.allclose(layer.weight * trained.temperature, each.weight, rtol=1e-4) for each in expected)
 
