@@ -61,13 +61,6 @@ def test_any_order_completes_a_transfer(frames: list[Frame], data: st.DataObject
             reassembly.take("a", data.draw(st.sampled_from(arrived)))
 
 
-def test_accepted_payload_is_acknowledged_again() -> None:
-    reassembly = _reassembly(holds=lambda *_: True)
-    receipt = Receipt(digest=DIGEST, status="received")
-    assert [reassembly.take("a", frame) for frame in FRAMES] == [None, None, None, receipt]
-    assert reassembly._transfers == {}
-
-
 def test_oversized_transfer_is_refused_at_its_first_frame() -> None:
     reassembly = _reassembly(max_bytes=99)
     with pytest.raises(Refused, match="expected at most 99 bytes, got 100") as caught:
@@ -220,13 +213,6 @@ def test_committed_bytes_are_released_from_memory() -> None:
         disk.commit(reassembly)
         assert reassembly.pending() == []
     assert reassembly.take("a", FRAMES[3]) == Complete(DIGEST, PAYLOAD)
-
-
-def test_transfer_complete_before_a_commit_is_not_stored() -> None:
-    reassembly = _reassembly()
-    for frame in FRAMES:
-        reassembly.take("a", frame)
-    assert (reassembly.pending(), reassembly.ended) == ([], [])
 
 
 def test_transfer_without_frames_expires() -> None:

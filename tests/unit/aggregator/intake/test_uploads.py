@@ -67,18 +67,6 @@ def test_upload_continues_after_a_restart(store: Store) -> None:
     assert _stored(store) == 0
 
 
-def test_same_payload_of_two_devices_is_two_uploads(store: Store) -> None:
-    uploads = _uploads(store)
-    first, *rest = FRAMES
-    for device in "ab":
-        uploads.take(device, first)
-    uploads.commit()
-    for left, device in ((1, "a"), (0, "b")):
-        assert [uploads.take(device, frame) for frame in rest][-1] == COMPLETE
-        uploads.commit()
-        assert _stored(store) == left
-
-
 def test_upload_that_was_stored_meanwhile_is_deleted_at_the_start(store: Store) -> None:
     """A kill between storing a submission and deleting its frames."""
     uploads = _uploads(store)

@@ -142,15 +142,6 @@ def test_round_survives_a_restart(tmp_path: Path) -> None:
     assert open_store(tmp_path).round_state(TASK).training is None
 
 
-def test_deleted_submission_leaves_those_of_other_tasks(store: Store) -> None:
-    for task in (TASK, bytes(32)):
-        for device in "ab":
-            store.submissions.put(task, _row(device))
-    store.submissions.delete("a", TASK)
-    assert store.submissions.all(TASK) == {"b": _row("b")}
-    assert store.submissions.digests_of_other_tasks(TASK) == {b"a1", b"b1"}
-
-
 def test_state_of_a_running_aggregator_is_not_migrated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -365,19 +356,6 @@ def test_no_number_is_used_again(store: Store) -> None:
         store.submissions.delete("b")
     store.submissions.put(TASK, _row("c"))
     assert set(store.submission_changes(TASK, since=since).records) == {"c"}
-
-
-def test_a_rolled_back_change_does_not_count(store: Store) -> None:
-    since = store.newest_change()
-    try:
-        with store.transaction():
-            store.submissions.put(TASK, _row("a"))
-            raise KeyError
-    except KeyError:
-        pass
-    assert store.newest_change() == since
-    store.submissions.put(TASK, _row("b"))
-    assert set(store.submission_changes(TASK, since=since).records) == {"b"}
 
 
 def open_database(folder: Path) -> SqliteDatabase:
