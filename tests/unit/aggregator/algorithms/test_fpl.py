@@ -182,12 +182,7 @@ def test_loss_of_zero_features_is_finite() -> None:
     settings = FPL(projection_size=4, tau=0.001, regularization=1)
     pooled = to_torch(pool(device("a", classes=[0, 1]), device("b", classes=[1], seed=1)))
     hidden = torch.full((2, 4), -1.0).requires_grad_()
-    value = loss(
-        settings,
-        {**pooled, "labels": torch.tensor([1, 2])},
-        hidden.relu(),
-        torch.ones(2, CLASSES),
-    )
+    value = loss(settings, {**pooled, "labels": torch.tensor([1, 2])}, hidden.relu(), torch.ones(2, CLASSES))
     torch.autograd.backward(value)
     assert math.isfinite(value.item())
     assert hidden.grad is not None

@@ -292,9 +292,7 @@ def test_head_and_fused_model_contain_the_map(random_features: int) -> None:
     )
     backbone = tiny_backbone(feature_size=LENGTH)
     head = head_to_onnx(
-        [layer],
-        metadata=head_metadata(backbone, classes=NAMES, feature_size=LENGTH),
-        feature_map=feature_map,
+        [layer], metadata=head_metadata(backbone, classes=NAMES, feature_size=LENGTH), feature_map=feature_map
     )
     features = features_of(30)
     assert max_difference([layer], head, features, feature_map) < 1e-5

@@ -310,9 +310,7 @@ def test_silent_canary_of_two_waits_for_a_third_device(device: int) -> None:
     assert done == [Reject(2, "head 3 has replaced it"), OfferToCanaries(newer.trial)]
     third = frozenset(fleet)
     state, done = play(
-        state,
-        *(Ticked(5400.0, third, 3), Evaluated(fleet[2], 2, GOOD), Ticked(6000.0, third, 3)),
-        by=QUORUM,
+        state, *(Ticked(5400.0, third, 3), Evaluated(fleet[2], 2, GOOD), Ticked(6000.0, third, 3)), by=QUORUM
     )
     assert state.current == 2
     assert isinstance(done[-1], Activate)

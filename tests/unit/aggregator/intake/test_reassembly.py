@@ -10,13 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aggregator.intake.assembly import MAX_PIECES, MAX_STRETCHES, Assembly
-from aggregator.intake.reassembly import (
-    MAX_RANGES,
-    PIECE_BYTES,
-    STRETCH_BYTES,
-    Complete,
-    Reassembly,
-)
+from aggregator.intake.reassembly import MAX_RANGES, PIECE_BYTES, STRETCH_BYTES, Complete, Reassembly
 from aggregator.intake.validation import Refused
 from protocol.errors import TransferError
 from protocol.mqtt.publisher import packet_bytes
@@ -71,12 +65,7 @@ def test_oversized_transfer_is_refused_at_its_first_frame() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [
-        _frame(30, size_bytes=101),
-        _frame(99, b"xy"),
-        _frame(101, b""),
-        _frame(50, b""),
-    ],
+    [_frame(30, size_bytes=101), _frame(99, b"xy"), _frame(101, b""), _frame(50, b"")],
     ids=["other size", "past the end", "beyond the end", "empty"],
 )
 def test_contradicting_frame_ends_its_transfer(wrong: Frame) -> None:

@@ -35,11 +35,7 @@ HEADS = 50
 @pytest.fixture
 def messages(store: Store) -> DeviceMessages:
     """The handler of a fleet with many heads, of which the last five are retained."""
-    parts: Any = SimpleNamespace(
-        is_stopped=False,
-        request=lambda *_: 60.0,
-        count_refusal=lambda *_: None,
-    )
+    parts: Any = SimpleNamespace(is_stopped=False, request=lambda *_: 60.0, count_refusal=lambda *_: None)
     task = served_task(fleet="f").intake
     view = StoreView(store, task)
     retained = frozenset(range(HEADS - 4, HEADS + 1))

@@ -14,12 +14,7 @@ from aggregator.intake.validation import Prototypes
 from aggregator.training.robust import training_set as limiting
 from aggregator.training.robust.outlier_detection import judge
 from aggregator.training.robust.outlier_statistics import summaries
-from aggregator.training.robust.training_set import (
-    combine,
-    half_of,
-    limited_means,
-    pool,
-)
+from aggregator.training.robust.training_set import combine, half_of, limited_means, pool
 from tests.support.messages.prototype_sets import CLASSES, fleet, flipped, honest
 
 

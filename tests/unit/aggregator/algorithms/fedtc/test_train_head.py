@@ -154,10 +154,7 @@ def test_regression_of_few_prototypes() -> None:
     data = blobs(0, 1, 2, 3, per_class=4)
     trained = train(*data)
     even = TrainingSet(*data, 4, restore=True)
-    (layer,), expected = (
-        trained.layers,
-        [*_discriminants(even, REGRESSION_SHARES, regressions=True)][1::2],
-    )
+    (layer,), expected = (trained.layers, [*_discriminants(even, REGRESSION_SHARES, regressions=True)][1::2])
     assert any(np.allclose(layer.weight * trained.temperature, each.weight, rtol=1e-4) for each in expected)
 
 

@@ -301,10 +301,7 @@ def test_rows_occur_as_often_as_their_weight() -> None:
     assert doubled.weights is None
 
 
-@given(
-    weights=st.lists(st.floats(0.01, 50), min_size=1, max_size=40),
-    seed=st.integers(0, 9),
-)
+@given(weights=st.lists(st.floats(0.01, 50), min_size=1, max_size=40), seed=st.integers(0, 9))
 def test_rows_occur_in_proportion_to_their_weight(weights: list[float], seed: int) -> None:
     """Rounded up or down, within each class; no class is lost."""
     labels = np.random.default_rng(seed).integers(0, 3, len(weights)).tolist()
