@@ -356,20 +356,6 @@ def test_a_manifest_is_signed_again_long_before_it_expires(
     assert again.release > 10_000 + REFRESH_S
 
 
-@pytest.mark.parametrize("lost", [True, False], ids=["lost", "restored from a backup"])
-def test_manifests_of_a_restored_state_are_accepted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, lost: bool
-) -> None:
-    """With the same key: its numbers follow the clock, beyond those since the backup."""
-    if not lost:
-        manifest(start(tmp_path / "backup", monkeypatch, at_s=1000.0), b"one")
-    device, signer = ManifestTrust(), start(tmp_path / "state", monkeypatch, at_s=1000.0)
-    for number in range(50):
-        device = verify(device, "head", manifest(signer, b"%d" % number))
-    restored = start(tmp_path / "backup", monkeypatch, at_s=2000.0)
-    assert verify(device, "head", manifest(restored, b"0")).seen["head"][0] == 2000
-
-
 def test_manifests_after_a_clock_that_was_ahead_are_accepted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

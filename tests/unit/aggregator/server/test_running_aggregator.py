@@ -50,16 +50,6 @@ from tests.support.messages.submissions import MANIFEST, device_info, evaluation
 from tests.support.network.brokers import mosquitto, needs_mosquitto
 
 
-def test_task_is_announced(broker: BrokerAddress, tmp_path: Path) -> None:
-    with aggregator(write_task(tmp_path, "[client]\nalpha = 0.5"), broker), Device(broker) as device:
-        assert device.aggregator_is("online").epoch > 0
-        manifest = decode(device.task(), TaskManifest, max_bytes=MAX_BYTES)
-        assert (manifest.fleet, manifest.classes, manifest.alpha) == (FLEET, ("cat", "dog", "fox"), 0.5)
-        (backbone,) = manifest.backbones
-        assert backbone.name == "tiny.onnx"
-        assert device.fetch(backbone) == (tmp_path / "tiny.onnx").read_bytes()
-
-
 def test_unknown_retained_manifests_are_cleared(broker: BrokerAddress, tmp_path: Path) -> None:
     """Another aggregator's head and round on the broker do not reach devices that connect later."""
     topics = {fleet_topic(FLEET, "head"), fleet_topic(FLEET, "round")}

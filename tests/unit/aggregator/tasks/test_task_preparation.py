@@ -108,8 +108,8 @@ def test_continued_task_names_all_earlier_ones(store: Store, caplog: pytest.LogC
         (("ant",), {}, "further ones behind them"),
         (
             ("ant", "bee", "wasp"),
-            {"client": Client(batch_size=7)},
-            "batch_size must be those of the earlier task",
+            {"client": Client(alpha=0.5, batch_size=7)},
+            "alpha, batch_size must be those of the earlier task",
         ),
         (
             ("ant", "bee", "wasp"),

@@ -37,16 +37,6 @@ def test_half_has_every_second_prototype_of_each_class() -> None:
     assert half.counts.tolist() == [10, 11, 13, 14]
 
 
-def test_flood_of_one_device_does_not_decide() -> None:
-    """A device that sends 3,000 prototypes under false labels, among eight of eighteen."""
-    parts = [*fleet(8).values(), flipped(honest(9, prototypes=1000))]
-    fresh = honest(20, prototypes=50)
-    assert _accuracy(_combined(parts), fresh) > 0.95
-    alike = pool(parts)
-    data = TrainingSet(alike.values, alike.labels, alike.counts, RARE + 1)
-    assert _accuracy(data, fresh) < 0.05
-
-
 SIZE, RARE, IMAGES = 48, 5, 5
 """Features, the number of a class that one device alone has, and the images in a prototype."""
 

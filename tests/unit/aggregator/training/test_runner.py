@@ -191,30 +191,6 @@ def _worker(store: Store) -> Worker:
     return Worker(store, folder, name="one", lease_s=30.0)
 
 
-def test_result_of_a_worker_reaches_a_restarted_aggregator(store: Store) -> None:
-    """The files are in the job's folder; until the job is deleted, their blobs are needed."""
-    job = _queued_job(store)
-    before, _ = _queue_trainer(store)
-    before.start(job)
-    before.stop()
-    worker = _worker(store)
-    assert worker.run_next()
-    assert not worker.run_next()
-    after, events = _queue_trainer(store)
-    after.start(job)
-    finished = _result(events)
-    assert finished.result is not None
-    head = (Path(job.folder) / "head.onnx").read_bytes()
-    assert {store.blobs.put(head)} == store.jobs.blobs()
-    local: Events = queue.SimpleQueue()
-    folder = store.folder / "local"
-    Trainer(folder, timeout_s=TIMEOUT_S, on_event=local.put).start(
-        structs.replace(job, folder=str(folder / "head-1"))
-    )
-    assert _result(local).result is not None
-    assert (folder / "head-1" / "head.onnx").read_bytes() == head
-
-
 def test_failed_job_is_reported_and_queued_again(store: Store) -> None:
     """With the training's own reason; a result whose file is lost has failed as well."""
     job = _queued_job(store)

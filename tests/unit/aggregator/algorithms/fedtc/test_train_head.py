@@ -188,19 +188,6 @@ def test_folds_leave_pairs_out_and_something_to_train_on(sizes: list[int], repea
             assert 2 <= (of_class == fold).sum() < len(of_class)
 
 
-def test_temperature_makes_probabilities_true() -> None:
-    """Of overlapping classes, the mean confidence is near the accuracy."""
-    rng = np.random.default_rng(0)
-    labels = np.arange(400) % 2
-    features = (labels[:, None] * 0.2 + rng.normal(size=(400, 40))).astype(np.float32)
-    trained = train(features[:100], labels[:100], np.ones(100, dtype=np.int64), num_classes=2)
-    logits = logits_from(trained, features[100:])
-    odds = np.exp(logits - logits.max(axis=1, keepdims=True))
-    confidence = (odds.max(axis=1) / odds.sum(axis=1)).mean()
-    assert trained.temperature > 1
-    assert abs(confidence - (logits.argmax(axis=1) == labels[100:]).mean()) < 0.1
-
-
 @ALL
 def test_absent_class_is_never_predicted(recipe: Recipe) -> None:
     """Its probability is 0, wherever the feature lies."""
