@@ -132,21 +132,6 @@ def test_pinned_devices_are_bounded(
     assert devices.counts(store.keys.all().values()) == {"enrolled": 1, "first_use": 3, "revoked": 0}
 
 
-def test_pin_that_was_rolled_back_is_pinned_again(store: Store, authenticator: FrameAuthenticator) -> None:
-    """A batch is stored as a whole, or not at all."""
-
-    def batch() -> None:
-        with store.transaction():
-            authenticator.check("a", signed())
-            authenticator.check("a", signed())
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        batch()
-    authenticator.check("a", signed())
-    assert open_store(store.folder).keys.all().keys() == {"a"}
-
-
 def test_stopped_intake_pins_no_key(store: Store, authenticator: FrameAuthenticator) -> None:
     """The signature is verified nevertheless."""
     authenticator.check("a", signed(), may_pin=False)

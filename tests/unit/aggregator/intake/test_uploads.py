@@ -303,23 +303,6 @@ def test_lost_bytes_cost_their_transfer_and_no_other(
     assert len(_files(tmp_path)) == 1
 
 
-def test_file_of_an_ended_transfer_does_not_count(tmp_path: Path) -> None:
-    """A kill between index and file leaves one; it is deleted at the next start, and a new transfer ignores it."""
-    store = ChunkStore(tmp_path)
-    store.commit([_arrived(ONE, (0, b"old bytes"))], [])
-    file = store._path(ONE)
-    stale = file.read_bytes()
-    store.commit([], [ONE])
-    assert _files(tmp_path) == []
-    file.write_bytes(stale)
-    store.commit([_arrived(ONE, (4, b"BYTES"))], [])
-    assert _loaded(ChunkStore(tmp_path)) == {ONE: (1.0, ((4, 9),))}
-    store.commit([], [ONE])
-    file.write_bytes(stale)
-    assert _loaded(ChunkStore(tmp_path)) == {}
-    assert _files(tmp_path) == []
-
-
 def test_index_stays_small(tmp_path: Path) -> None:
     """A transfer in thousands of pieces is one row; what it needed is used again by the next."""
     store = ChunkStore(tmp_path)
