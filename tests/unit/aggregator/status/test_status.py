@@ -91,7 +91,7 @@ def test_status_of_busy_aggregator(tmp_path: Path) -> None:
     text = rendered(status)
     for piece in (
         "fleet barn, fedtc, task ",
-        "running",
+        ", running",
         "90.0% (9/10)",
         "2 submissions, 1 not in a head yet; 2 of 3 classes covered, without prototypes: dog [/bold]",
         "few prototypes of fox 4: add images or devices",
