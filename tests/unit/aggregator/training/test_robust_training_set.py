@@ -22,7 +22,8 @@ def test_parts_are_concatenated() -> None:
     """The order of the parts stays, and each prototype has the number of its device."""
     parts = [honest(number, prototypes=2 + number) for number in range(3)]
     data = _combined(parts)
-    assert np.array_equal(data.devices, np.repeat(np.arange(3), [len(part.labels) for part in parts]))
+    expected = np.repeat(np.arange(3), [len(part.labels) for part in parts])
+    np.testing.assert_array_equal(data.devices, expected)
     assert np.array_equal(data.values, np.concatenate([part.values for part in parts]))
     assert np.array_equal(data.labels, np.concatenate([part.labels for part in parts]))
 
