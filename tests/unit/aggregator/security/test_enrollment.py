@@ -105,6 +105,19 @@ def test_private_keys_are_readable_by_their_owner_only(world: World) -> None:
         assert all(stat.S_IMODE(file.stat().st_mode) == 0o600 for file in private)
 
 
+def test_second_enrollment_needs_renew_and_revokes_old_certificate(world: World) -> None:
+    """A second enrollment without it changes nothing."""
+    out = world.enroll()
+    before = world.key("shed-1")
+    with pytest.raises(ConfigError, match="shed-1 is already enrolled: --renew"):
+        world.enroll(folder="again")
+    assert world.key("shed-1") == before
+    assert not (world.root / "out" / "again").exists()
+    again = world.enroll(folder="again", renew=True)
+    assert world.revoked_serials() == {serial(out)}
+    assert world.key("shed-1").public == public_key(read_enrollment(again).signing_key)
+
+
 def test_revoke_disables_key_certificate_and_submissions_until_renewed(world: World) -> None:
     """Revoking twice is no error."""
     out = world.enroll()

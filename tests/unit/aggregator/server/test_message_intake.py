@@ -162,6 +162,16 @@ def _numbered(device: str, sequence: int) -> Submission:
     return round_submission(number=2, sequence=sequence, seed=ord(device))
 
 
+@pytest.mark.parametrize("is_known", [False, True])
+def test_refused_evaluation_is_counted_each_time_in_a_batch(store: Store, *, is_known: bool) -> None:
+    bench = Bench(store)
+    if is_known:
+        store.keys.pin("dev", public_key(key_of("dev")), now_s=0.0)
+    wrong = _upload(evaluation(task=TASK.digest, head_version=9))
+    assert [each.reason for _, each in bench.handle(*wrong, *wrong)] == ["unknown_head"] * 2
+    assert [(each.reason, each.count) for each in store.refusals.all()] == [("unknown_head", 2)]
+
+
 def test_a_query_for_a_refused_submission_causes_no_upload(store: Store) -> None:
     """It is refused again for the same reason; another submission is accepted."""
     bench, payload = Bench(store), b"no message" * 10

@@ -322,7 +322,8 @@ def test_only_later_changes_are_read(store: Store) -> None:
 
 
 def test_deletions_are_changes(store: Store) -> None:
-    """A deleted submission is reported until its device submits again."""
+    """A deleted submission is reported until its device submits again; that to another task stays."""
+    store.submissions.put(bytes(32), _row("a"))
     for device in ("a", "b", "c"):
         store.submissions.put(TASK, _row(device))
     since = store.newest_change()
@@ -333,6 +334,7 @@ def test_deletions_are_changes(store: Store) -> None:
     changes = store.submission_changes(TASK, since=since)
     assert not changes.records
     assert changes.deleted == {"a", "b"}
+    assert store.submissions.all(bytes(32)).keys() == {"a"}
     store.submissions.put(TASK, _row("a", 2))
     again = store.submission_changes(TASK, since=since)
     assert (set(again.records), set(again.deleted)) == ({"a"}, {"b"})
