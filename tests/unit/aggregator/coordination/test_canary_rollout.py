@@ -142,6 +142,15 @@ def test_timeout_restarts_when_the_clock_is_set_back() -> None:
     assert set(state.trial.canaries) == set(ranked(2)[2:4])
 
 
+def test_newer_head_replaces_the_candidate() -> None:
+    """Later evaluations of the older one are ignored."""
+    state, done = play(trying()[0], HeadAdded(3, 5.0))
+    assert done == [Reject(2, "head 3 has replaced it")]
+    assert (state.current, state.trial) == (1, Trial(3, 5.0))
+    outdated = Evaluated(ranked(2)[0], 2, BROKEN), HeadAdded(2, 6.0), HeadAdded(3, 7.0)
+    assert play(state, *outdated) == (state, [])
+
+
 def test_newer_heads_do_not_restart_the_wait_for_canaries() -> None:
     """A device that uploads every five minutes would otherwise keep all heads from a fleet of which two are online."""
     online, state = frozenset(["d1", "d2"]), initial_state([1])
