@@ -5,13 +5,12 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
-from click.testing import CliRunner
-from click.testing import Result as ClickResult
 from msgspec.structs import replace
 
-from aggregator.cli import cli
 from aggregator.config.schema import Limits
 from aggregator.config.task_file import load_task
 from aggregator.coordination.round_state import DeviceDecisions, Entry, Settings
@@ -21,6 +20,7 @@ from aggregator.heads.next_head import update_quarantine
 from aggregator.heads.operator_commands import forget, release, submit_command
 from aggregator.heads.rollout import Rollout
 from aggregator.heads.schedule import Schedule
+from aggregator.intake.validation import Prototypes
 from aggregator.storage.devices import REVOKED
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.open_store import open_store
@@ -31,11 +31,16 @@ from aggregator.tasks.task_preparation import Task, prepare_task
 from aggregator.training.jobs import HeadJob, Result
 from aggregator.training.runner import Finished
 from protocol.errors import ConfigError, StateError
-from protocol.wire.codec import digest_of, encode
-from protocol.wire.messages import BlobRef
-from tests.support.fleets.aggregator_process import write_task
+from protocol.mqtt.reconnecting_session import BrokerAddress
+from protocol.wire.codec import digest_of, encode, to_unsigned
+from protocol.wire.messages import BlobRef, Submission
+from protocol.wire.quantization import prototype_fields
+from tests.support.fleets.aggregator_process import Device, aggregator, run_aggregator, write_task
+from tests.support.graphs.backbones import without_metadata
+from tests.support.messages.prototype_sets import fleet, flipped, honest
 from tests.support.messages.submissions import MANIFEST, SERVED, TASK, device_info, evaluation
 from tests.support.messages.tasks import served_task
+from tests.support.network.brokers import free_address
 from tests.support.simulation.clocks import FakeClock
 from tests.support.simulation.submissions import accept
 
@@ -55,10 +60,6 @@ def _keep(store: Store, version: int, *, quarantined: dict[str, str], warning: s
         quarantined={device: digest for device, digest in digests.items() if device in quarantined},
     )
     update_quarantine(store, head, Result(metrics={}, quarantined=quarantined, warning=warning))
-
-
-def _command(name: str, device: str, store: Store) -> ClickResult:
-    return CliRunner().invoke(cli, [name, device, "--state", str(store.folder)])
 
 
 def test_every_training_updates_the_quarantine(store: Store, caplog: pytest.LogCaptureFixture) -> None:
@@ -81,8 +82,7 @@ def test_every_training_updates_the_quarantine(store: Store, caplog: pytest.LogC
 def test_release_outlives_trainings(store: Store) -> None:
     """Trainings that started before it do not quarantine the device again."""
     _keep(store, 1, quarantined={"a": "far off"})
-    outcome = "released a: the next head after the start of the aggregator includes it\n"
-    assert _command("release", "a", store).output == outcome
+    assert release(store, "a") == "released a: the next head after the start of the aggregator includes it"
     assert release(store, "a") == "a is already released"
     _keep(store, 2, quarantined={"a": "far off"})
     _keep(store, 3, quarantined={})
@@ -104,6 +104,58 @@ def test_only_quarantined_devices_can_be_released(store: Store, tmp_path: Path) 
         release(store, "a")
     with pytest.raises(StateError, match="start `aggregator run`"):
         release(open_store(tmp_path / "new"), "a")
+
+
+def _upload(broker: BrokerAddress, name: str, part: Prototypes) -> None:
+    with Device(broker, name) as device:
+        device.aggregator_is("online")
+        message = Submission(
+            task=digest_of(device.task()),
+            sequence=1,
+            **prototype_fields(part.values.astype(np.float16)),
+            labels=to_unsigned(part.labels),
+            counts=to_unsigned(part.counts),
+            images=int(part.counts.sum()),
+        )
+        assert device.upload(message).status == "received"
+
+
+def _has_files_of(version: int) -> Callable[[dict[str, Any]], bool]:
+    """Return a condition of a status: this head is current, and its file is written."""
+    return lambda summary: summary["rollout"]["current"] == version and summary["head_path"] is not None
+
+
+def test_device_with_flipped_labels_is_quarantined_released_and_forgotten(tmp_path: Path) -> None:
+    """One of six; status shows it, and the running aggregator applies the commands.
+
+    The head after `aggregator forget` is, byte for byte, that of a fleet that never had the device.
+    """
+    task = write_task(tmp_path, "quorum = 6\ndeadline_s = 1000\n[training]\nepochs = 1")
+    broker = free_address()
+    with aggregator(task, broker, "--embedded-broker") as daemon:
+        for device, part in {**fleet(5), "malicious": flipped(honest(9))}.items():
+            _upload(broker, device, part)
+        summary = daemon.until(_has_files_of(1))
+        assert (summary["heads"][0]["devices"], summary["waiting"]) == (5, 0)
+        assert [one["device"] for one in summary["quarantine"]] == ["malicious"]
+        assert "device=malicious reason=\"class '" in daemon.log()
+        without = without_metadata((daemon.state / "head.onnx").read_bytes())
+        done = run_aggregator("release", "malicious", "--state", str(daemon.state))
+        assert (done.returncode, done.stdout) == (0, "released malicious: the next head includes it\n")
+        summary = daemon.until(_has_files_of(2))
+        assert summary["heads"][1]["devices"] == 6
+        assert summary["quarantine"][0]["released_s"] is not None
+        assert without_metadata((daemon.state / "head.onnx").read_bytes()) != without
+        done = run_aggregator("forget", "malicious", "--state", str(daemon.state))
+        assert done.stdout.splitlines()[:2] == [
+            "forgot malicious: its submissions are deleted",
+            "head 2 is made again without it now; until then it stays in use",
+        ]
+        summary = daemon.until(_has_files_of(3))
+        assert (summary["submissions"], summary["heads"][2]["devices"], summary["quarantine"]) == (5, 5, [])
+        assert without_metadata((daemon.state / "head.onnx").read_bytes()) == without
+        done = run_aggregator("rollback", "2", "--state", str(daemon.state))
+        assert "head 2 cannot be used any more: its files were deleted" in done.stderr
 
 
 OTHER = b"o" * 32
@@ -172,10 +224,7 @@ def test_outcome_says_what_remains(store: Store) -> None:
     again = "it may upload again: to prevent that, run `aggregator revoke {0}`"
     for device in "abc":
         _submitted(store, device, device.encode())
-    assert _command("forget", "a", store).output.splitlines() == [
-        "forgot a: its submissions are deleted",
-        again.format("a"),
-    ]
+    assert forget(store, "a") == ["forgot a: its submissions are deleted", again.format("a")]
     _add_head(store, 1, b=b"b", c=b"c")
     store.keys.enroll("b", bytes(32), now_s=0.0)
     store.keys.revoke("b", now_s=0.0)
