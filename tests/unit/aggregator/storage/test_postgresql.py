@@ -220,6 +220,24 @@ def test_lost_connection(
     assert direct.database.is_locked()
 
 
+def test_session_that_an_administrator_ends(through: Store, direct: Store, postgresql: PostgreSQL) -> None:
+    """Only what is in a transaction is an error; the next call connects and locks the fleet again."""
+    end = SESSIONS.replace("pid", "pg_terminate_backend(pid)")
+
+    def put_and_end() -> None:
+        with through.transaction():
+            through.facts.put(SigningKey("lost"))
+            postgresql.execute(end)
+            through.facts.put(SigningKey("lost"))
+
+    assert postgresql.execute(end) == [(True,)]
+    through.facts.put(SigningKey("after"))
+    with pytest.raises(StateError, match="terminating connection"):
+        put_and_end()
+    assert direct.facts.get(SigningKey) == through.facts.get(SigningKey) == SigningKey("after")
+    assert direct.database.is_locked()
+
+
 def test_server_that_has_become_read_only(through: Store, direct: Store, postgresql: PostgreSQL) -> None:
     """Each write is an error, after which the next one connects again: another server may be at the address by then."""
     before = postgresql.execute(SESSIONS)
