@@ -1,5 +1,6 @@
 """Fixtures of the aggregator's tests: a prepared task of rounds, servers, and an amqtt broker."""
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,6 +61,14 @@ def remote(s3_server: BrokerAddress, monkeypatch: pytest.MonkeyPatch) -> Iterato
 def store(tmp_path: Path) -> Store:
     """A new state directory."""
     return open_store(tmp_path)
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def either_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+    """A new state directory, once for each database."""
+    url = request.getfixturevalue("postgresql").url if request.param == "postgresql" else ""
+    with contextlib.closing(open_store(tmp_path, database=url, fleet=tmp_path.name if url else "")) as opened:
+        yield opened
 
 
 @pytest.fixture

@@ -40,10 +40,7 @@ def some_devices(count: int, *, classes: int, size: int = 2) -> list[Contributio
 def test_global_prototypes_and_padded_sets_by_hand() -> None:
     """Class 0 is (1*[4,0] + 3*[0,4]) / 4 = [1,3]; device b lacks class 1, so its set points at the global one."""
     tensors = SMALL.aggregate(
-        [uploaded("b", {0: [0, 4]}, {0: 3}), uploaded("a", {0: [4, 0], 1: [2, 2]})],
-        {},
-        num_classes=3,
-        seed=0,
+        [uploaded("b", {0: [0, 4]}, {0: 3}), uploaded("a", {0: [4, 0], 1: [2, 2]})], {}, num_classes=3, seed=0
     )
     assert tensors["prototypes"].tolist() == [[1, 3], [2, 2], [0, 0], [4, 0], [2, 2], [0, 4]]
     assert tensors["index"].tolist() == [[3, 4, 2], [5, 1, 2]]
@@ -185,11 +182,6 @@ def test_head_uses_the_devices_own_prototypes() -> None:
     assert logits[:, 2].tolist() == pytest.approx([ABSENT_LOGIT * SMALL.tau] * 2)
     own = functions.head.apply({**tensors, "local_counts": torch.tensor([3.0, 0.0, 1.0])})["logits"]
     assert own[:, 2].tolist() == [0, 0]
-
-
-def test_by_default_there_is_no_prior() -> None:
-    """A device does not expect the classes that it has."""
-    assert FedPCL().prior is False
 
 
 def test_a_prior_counts_in_the_loss_and_in_the_head() -> None:

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -91,20 +90,3 @@ def test_initial_shared_model_depends_on_the_seed() -> None:
 def test_epochs_of_the_first_rounds(algorithm: RoundAlgorithm, epochs: list[int]) -> None:
     """FedPCL's round 0 does not train: its prototypes are those of the common initial projection."""
     assert [algorithm.epochs_of(number) for number in range(3)] == epochs
-
-
-@pytest.mark.parametrize(
-    ("kind", "wrong"),
-    [
-        *((FedPCL, wrong) for wrong in ({"tau": 0}, {"weight_decay": 2}, {"max_sets": 0}, {"epoch": 1})),
-        *(
-            (FPL, wrong)
-            for wrong in ({"tau": 0}, {"momentum": 1}, {"projection_size": 0}, {"temperature": 1})
-        ),
-        *((FedProto, wrong) for wrong in ({"pull": -1}, {"momentum": 1}, {"learning_rate": -1})),
-    ],
-)
-def test_settings_out_of_bounds_are_refused(kind: type[RoundAlgorithm], wrong: dict[str, object]) -> None:
-    """A table of the task file with an invalid or unknown value does not become settings."""
-    with pytest.raises(msgspec.ValidationError):
-        msgspec.convert(wrong, kind)

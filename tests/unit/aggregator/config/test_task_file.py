@@ -4,13 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from aggregator.algorithms.algorithm import Training
 from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.algorithms.fpl import FPL
 from aggregator.algorithms.statistics.feature_map import Statistics
-from aggregator.config.schema import Client, PrivacyBudget, PrivacySettings, Robust, Rounds
+from aggregator.config.schema import Client, PrivacyBudget, PrivacySettings, Rounds
 from aggregator.config.task_file import load_task
-from aggregator.coordination.rollout_state import Settings as RolloutSettings
 from aggregator.coordination.round_state import Settings
 from protocol.errors import ConfigError
 from protocol.wire.messages import Perturbation
@@ -30,25 +28,19 @@ def _write(folder: Path, text: str) -> Path:
     return path
 
 
-def test_minimal_file_uses_defaults(tmp_path: Path) -> None:
-    """Classes and a backbone are enough; the backbone's path is relative to the file."""
+def test_classes_and_a_backbone_are_enough(tmp_path: Path) -> None:
+    """The backbone's path is relative to the file; the page of the settings lists the defaults."""
     task, backbones = load_task(_write(tmp_path, MINIMAL))
     assert backbones == [tmp_path / "tiny.onnx"]
-    assert (task.fleet, task.classes, task.algorithm) == ("default", ("cat", "dog"), "fedtc")
+    assert (task.classes, task.learning) == (("cat", "dog"), None)
     assert task.settings == Settings(quorum=1, deadline_s=600.0, retrain_after=1)
-    assert task.rollout == RolloutSettings(canary_fraction=0.0, margin=0.02, canary_timeout_s=600.0)
-    assert task.client == Client(alpha=0.99, batch_size=5, min_images=2, seed=0)
-    assert task.training == Training(recipe="default", restore=None, epochs=None, device="auto", seed=0)
-    assert task.robust == Robust(detect_outliers=True, false_alarm_rate=0.01)
-    assert (task.privacy, task.learning, task.devices) == (PrivacySettings(), None, None)
 
 
-def test_every_setting_is_read(tmp_path: Path) -> None:
+def test_settings_are_read(tmp_path: Path) -> None:
     """Values, tables and nested tables reach the structs that use them."""
     text = """
 # a comment with classes = 3
 fleet = "barn-7"
-algorithm = "fedtc"
 classes = [
     "cat",
     "Großer Käfer",
@@ -57,26 +49,11 @@ backbones = ["tiny.onnx"]
 quorum = 10
 deadline_s = 60
 retrain_after = 3
-max_submission_mb = 1.5
 devices = ["a", "b"]
 [client]
 alpha = 0.9
-batch_size = 7
-min_images = 1
-seed = 3
-[training]
-recipe = "paper"
-restore = false
-epochs = 20
-device = "cuda:1"
-seed = 4
-[robust]
-detect_outliers = false
-false_alarm_rate = 0.05
 [rollout]
-canary_fraction = 0.25
 margin = 0
-canary_timeout_s = 60
 [privacy.perturbation]
 on = "images"
 noise = "laplace"
@@ -86,11 +63,7 @@ shrink = 0.1
     task, _ = load_task(_write(tmp_path, text))
     assert (task.fleet, task.classes) == ("barn-7", ("cat", "Großer Käfer"))
     assert task.settings == Settings(quorum=10, deadline_s=60.0, retrain_after=3)
-    assert (task.max_submission_mb, task.devices) == (1.5, ("a", "b"))
-    assert task.client == Client(alpha=0.9, batch_size=7, min_images=1, seed=3)
-    assert task.training == Training(recipe="paper", restore=False, epochs=20, device="cuda:1", seed=4)
-    assert task.robust == Robust(detect_outliers=False, false_alarm_rate=0.05)
-    assert task.rollout == RolloutSettings(canary_fraction=0.25, margin=0.0, canary_timeout_s=60.0)
+    assert (task.devices, task.client, task.rollout.margin) == (("a", "b"), Client(alpha=0.9), 0)
     assert task.privacy == PrivacySettings(
         perturbation=Perturbation(on="images", noise="laplace", scale=0.05, shrink=0.1)
     )
@@ -145,13 +118,10 @@ tau = 0.5
 WRONG_SETTINGS: list[tuple[str, int, str]] = [
     # text after MINIMAL, line of the error, start of the message
     ("quorom = 3", 3, "`quorom`: unknown setting; did you mean `quorum`?"),
-    ("zzz = 3", 3, "`zzz`: unknown setting; known: classes, backbones, layers"),
     ("\n[trainings]", 4, "`trainings`: unknown setting; did you mean `training`?"),
     ("[client]\n# x\nalfa = 1", 5, "`client.alfa`: unknown setting; did you mean `alpha`?"),
     ("[rollout]\ncanary = 2", 4, "`rollout.canary`: unknown setting; known: canary_fraction, min_canaries"),
     (ROUNDS + "[fpl]\nround = 3", 5, "`fpl.round`: unknown setting; did you mean `rounds`?"),
-    ("[privacy]\nepsilon = 1", 4, "`privacy.epsilon`: unknown setting; known: perturbation, dp"),
-    (DP + "shrnk = 1", 7, "`privacy.dp.shrnk`: unknown setting; known: epsilon, delta"),
     (
         '[privacy.perturbation]\non = "images"\nscale = 1\nshrnk = 1',
         6,
@@ -161,42 +131,22 @@ WRONG_SETTINGS: list[tuple[str, int, str]] = [
     ("[quorum]", 3, "`quorum`: Expected `int`, got `object`"),
     ("client = 3", 3, "`client`: Expected `object`, got `int`"),
     ("quorum = 0", 3, "`quorum`: Expected `int` >= 1"),
-    ("deadline_s = 0", 3, "`deadline_s`: Expected `float` > 0.0"),
     ("deadline_s = nan", 3, "`deadline_s`: Expected `float`"),
     ("deadline_s = inf", 3, "`deadline_s`: Expected `float` <= "),
-    ("max_submission_mb = -1", 3, "`max_submission_mb`: Expected `float` > 0.0"),
     ('fleet = "a/b"', 3, "`fleet`: Expected `str` matching"),
     ('fleet = "a\\n"', 3, "`fleet`: Expected `str` matching"),
     ('devices = ["a", "b c"]', 3, "`devices`: Expected `str` matching"),
-    ("devices = []", 3, "`devices`: Expected `array` of length >= 1"),
     ('algorithm = "fedavg"', 3, "`algorithm`: Invalid enum value 'fedavg'; expected 'fedtc' or 'statistics' or"),
     ("[client]\nseed = 1\nalpha = 1.5", 5, "`client.alpha`: Expected `float` <= 1.0"),
     ("\nclient = { alpha = 0.0 }", 4, "`client.alpha`: Expected `float` > 0.0"),
     ("\n\nclient.alpha = -1", 5, "`client.alpha`: Expected `float` > 0.0"),
     ("[client]\nseed = 1\n[training]\nseed = -1", 6, "`training.seed`: Expected `int` >= 0"),
-    ('[training]\nrecipe = "best"', 4, "`training.recipe`: Invalid enum value 'best'; expected 'default' or"),
     ('[training]\ndevice = "tpu"', 4, "`training.device`: Expected `str` matching"),
-    ("[rollout]\ncanary_fraction = 1.5", 4, "`rollout.canary_fraction`: Expected `float` <= 1.0"),
-    ("[rollout]\ncanary_timeout_s = 0", 4, "`rollout.canary_timeout_s`: Expected `float` > 0.0"),
-    (ROUNDS + "rounds.grace_s = -1", 4, "`rounds.grace_s`: Expected `float` >= 0.0"),
-    (
-        '[privacy.perturbation]\non = "features"\nscale = 1',
-        4,
-        "`privacy.perturbation.on`: Invalid enum value 'features'; expected 'prototypes' or 'images'",
-    ),
     ('[privacy.perturbation]\non = "images"', 3, "`privacy.perturbation.scale`: missing: Standard"),
     ("[privacy.perturbation]\nscale = 0.1", 3, "`privacy.perturbation.on`: missing"),
-    ('[privacy.perturbation]\non = "images"\nscale = 0', 5, "`privacy.perturbation.scale`: Expected `float` > 0"),
-    (
-        '[privacy.perturbation]\non = "images"\nscale = 1\nshrink = 1',
-        6,
-        "`privacy.perturbation.shrink`: Expected `float` < 1",
-    ),
     ("[privacy.dp]\nmax_epsilon = 8", 3, "`privacy.dp.epsilon`: missing"),
     ("[privacy.dp]\nepsilon = 2\nmax_epsilon = 8", 3, "`privacy.dp.map`: missing: Path of a file"),
     ("[privacy.dp]\nepsilon = 2\nmap = 'm'", 3, "`privacy.dp.max_epsilon`: missing: Privacy"),
-    ("[privacy.dp]\nepsilon = 21", 4, "`privacy.dp.epsilon`: Expected `float` <= 20"),
-    ("[privacy.dp]\nepsilon = 2\ndelta = 0.1", 5, "`privacy.dp.delta`: Expected `float` <= 0.001"),
     (
         STATISTICS + "[privacy.dp]\nepsilon = 2\nmap = 'm'\nmax_epsilon = 1",
         7,
@@ -257,7 +207,6 @@ WRONG_SETTINGS: list[tuple[str, int, str]] = [
     ("[client]\nbatch_size = 1", 3, "`client.min_images`: 2 is more than client.batch_size (1)"),
     ("[statistics]\nfeatures = 8", 3, '`statistics`: algorithm = "fedtc" does not use this setting'),
     (STATISTICS + "[client]\nalpha = 0.9", 5, "`client.alpha`: must be 1 with"),
-    (STATISTICS + "[statistics]\nfeatures = 4097", 5, "`statistics.features`: Expected `int` <= 4096"),
     (STATISTICS + "[training]\nrecipe = 'paper'", 5, '`training.recipe`: algorithm = "statistics" does not use'),
     (STATISTICS + "[rounds]\nstaleness = 2", 4, '`rounds`: algorithm = "statistics" does not use'),
     (STATISTICS + "[fpl]\nrounds = 2", 4, '`fpl`: algorithm = "statistics" does not use'),

@@ -19,20 +19,10 @@ from aggregator.coordination.rollout_state import (
 from protocol.wire.canary_rank import canary_rank
 
 CANARY = Settings(canary_fraction=0.2, min_canaries=1, margin=0.02, canary_timeout_s=600.0)
-
-
 QUORUM = Settings(canary_fraction=0.2)
-
-
 FLEET = frozenset(f"d{number}" for number in range(10))
-
-
 GOOD = CanaryResult(correct=90, images=100, previous_correct=91)
-
-
 WORSE = CanaryResult(correct=88, images=100, previous_correct=91)
-
-
 BROKEN = CanaryResult(correct=0, images=0, problem="it gives NaN")
 
 

@@ -37,13 +37,6 @@ from tests.unit.aggregator.coordination.rollout_events import (
 )
 
 
-def test_first_head_and_without_canaries_every_head_is_activated() -> None:
-    assert play(State(), HeadAdded(1, 0.0))[1] == [Activate(1, "")]
-    state, done = play(State(), HeadAdded(1, 0.0), Ticked(1.0, FLEET), HeadAdded(2, 2.0), by=Settings())
-    assert (state.current, state.trial, state.earlier) == (2, None, (1,))
-    assert done == [Activate(1, ""), Activate(2, "")]
-
-
 def test_canaries_are_the_devices_of_lowest_rank() -> None:
     """The fraction is rounded up to at least one device."""
     state, trial = trying()
@@ -278,11 +271,6 @@ def test_few_devices_online_do_not_decide_for_many() -> None:
     assert len(more.trial.canaries) == 3
 
 
-def test_fleet_of_two_devices_does_not_wait_for_a_third() -> None:
-    state, _ = of_quorum([GOOD, GOOD], online=frozenset(ranked(2)[:2]))
-    assert state.current == 2
-
-
 @pytest.mark.parametrize(("number", "online", "current"), [(2, 1, 2), (3, 1, 2), (2, 2, 1), (2, 0, 2)])
 def test_canaries_that_are_switched_off_are_not_waited_for(number: int, online: int, current: int) -> None:
     """In a fleet of two or three, of which one has answered; one that is online and silent may yet reject the head."""
@@ -331,33 +319,8 @@ def test_silent_canary_of_two_waits_for_a_third_device(device: int) -> None:
     assert done == [Reject(2, "head 3 has replaced it"), OfferToCanaries(newer.trial)]
     third = frozenset(fleet)
     state, done = play(
-        state,
-        *(Ticked(5400.0, third, 3), Evaluated(fleet[2], 2, GOOD), Ticked(6000.0, third, 3)),
-        by=QUORUM,
+        state, *(Ticked(5400.0, third, 3), Evaluated(fleet[2], 2, GOOD), Ticked(6000.0, third, 3)), by=QUORUM
     )
     assert state.current == 2
     assert isinstance(done[-1], Activate)
     assert done[-1].reason.endswith(f"; {silent} has not answered")
-
-
-@pytest.mark.parametrize("later", [Ticked(601.0, FLEET, 3), HeadAdded(3, 5.0)], ids=["timeout", "newer head"])
-@pytest.mark.parametrize(("honest", "current"), [(GOOD, 2), (WORSE, 1)])
-def test_one_silent_canary_of_three_does_not_decide(later: Event, honest: CanaryResult, current: int) -> None:
-    """Where no device can replace it, online or not, and if heads arrive faster than the timeout."""
-    fleet = frozenset(ranked(2)[:3])
-    by = msgspec.structs.replace(QUORUM, min_canaries=3)
-    state, _ = play(initial_state([1]), HeadAdded(2, 0.0), Ticked(1.0, fleet, 3), by=by)
-    silent, *others = sorted(fleet)
-    answers = [Evaluated(device, 2, honest) for device in others]
-    if isinstance(later, Ticked):
-        later = replace(later, online=fleet)
-        gone = replace(later, online=frozenset(others))
-        assert play(state, *answers, gone, by=by)[0].current == current
-    assert play(state, *answers[:1], later, by=by)[0].current == 1
-    state, done = play(state, *answers, later, by=by)
-    assert state.current == current
-    assert isinstance(done[0], Activate if current == 2 else Reject)
-    assert current == 1 or done[0].reason.endswith(f"; {silent} has not answered")
-    strict = msgspec.structs.replace(by, tolerated_fraction=0.0)
-    state, _ = play(initial_state([1]), HeadAdded(2, 0.0), Ticked(1.0, fleet, 3), *answers, later, by=strict)
-    assert state.current == 1

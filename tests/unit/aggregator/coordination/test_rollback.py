@@ -26,15 +26,7 @@ from aggregator.coordination.rollout_state import (
     retained_heads,
     without_forgotten,
 )
-from tests.unit.aggregator.coordination.rollout_events import (
-    BROKEN,
-    FLEET,
-    GOOD,
-    QUORUM,
-    heads,
-    play,
-    trying,
-)
+from tests.unit.aggregator.coordination.rollout_events import BROKEN, FLEET, GOOD, QUORUM, heads, play, trying
 
 
 def failures(version: int, failed: int, *, of: int) -> FailuresReported:

@@ -56,6 +56,7 @@ class World:
         for each in trainings:
             assert is_free
             self._check(each)
+            assert list(self.state.training or ()) == [device for device, _ in each.members]
             self.training = self.pending = dict(each.members)
 
     def _check(self, train: Train) -> None:

@@ -1,4 +1,4 @@
-"""A collection without rounds: when it closes, and which devices are its members."""
+"""When a collection or a round closes, and which devices count in it."""
 
 from dataclasses import replace
 from functools import partial
@@ -19,26 +19,14 @@ from aggregator.coordination.rounds import (
     Ticked,
     Trained,
     TrainingFailed,
+    Verdict,
+    judged,
 )
 from tests.unit.aggregator.coordination.round_events import Submitted, entry, play, submitted
 
 SETTINGS = Settings(quorum=3, deadline_s=100.0, retrain_after=2)
 ABC = [submitted(device) for device in "abc"]
 run = partial(play, settings=SETTINGS)
-
-
-def test_quorum_closes_the_first_collection() -> None:
-    state, trainings, _ = run(submitted("c"), submitted("a"), Ticked(99))
-    assert trainings == []
-    assert run(submitted("b"), state=state)[1] == [(1, ["a0.1", "b0.1", "c0.1"])]
-
-
-def test_members_are_stored_in_order_of_their_names() -> None:
-    """Heads of the same submissions have the same record, whatever the order of arrival."""
-    devices = [f"device-{number}" for number in range(40)]
-    state, _, _ = run(*map(submitted, reversed(devices)), Ticked(10**6), Trained(1), Ticked(10**6))
-    assert state.training is not None
-    assert list(state.training) == sorted(devices)
 
 
 def test_device_counts_once_for_the_quorum() -> None:
@@ -48,24 +36,6 @@ def test_device_counts_once_for_the_quorum() -> None:
     assert trainings == []
     assert verdicts == ["new", "duplicate", "new", "new", "duplicate", "superseded"]
     assert waiting(state, SETTINGS) == {"a": entry("a", sequence=3)}
-
-
-def test_deadline_closes_with_the_devices_so_far() -> None:
-    """It counts from the first waiting submission; an empty collection never closes."""
-    state, trainings, _ = run(Ticked(10**9))
-    assert (trainings, closes_at_s(state, SETTINGS)) == ([], None)
-    state, trainings, _ = run(submitted("a", now_s=50), submitted("b", now_s=120), Ticked(149.9), state=state)
-    assert (trainings, closes_at_s(state, SETTINGS)) == ([], 150)
-    assert run(Ticked(150), state=state)[1] == [(1, ["a0.1", "b0.1"])]
-
-
-def test_late_devices_are_in_the_next_head() -> None:
-    """Submissions during a training are members of the next one; at most one training runs at a time."""
-    state, trainings, _ = run(*ABC, submitted("d"), submitted("e"), Ticked(10**6))
-    assert trainings == [(1, ["a0.1", "b0.1", "c0.1"])]
-    state, trainings, _ = run(Trained(1), Ticked(1), state=state)
-    assert trainings == [(2, ["a0.1", "b0.1", "c0.1", "d0.1", "e0.1"])]
-    assert waiting(run(Trained(2), state=state)[0], SETTINGS) == {}
 
 
 def test_retrain_after_counts_after_the_first_head() -> None:
@@ -245,3 +215,124 @@ def test_tick_without_changes_looks_at_no_submission() -> None:
     assert run(Ticked(2.0), state=state)[0].collection is state.collection
     assert run(submitted("b"), state=state)[0].collection is not state.collection
     assert run(_without("a"), Ticked(2.0), state=state)[0].collection is not state.collection
+
+
+ROUNDS = Settings(quorum=2, deadline_s=100.0, grace_s=10.0, min_devices=2, staleness=1, rounds=3)
+AB = [submitted("a"), submitted("b")]
+run_rounds = partial(play, settings=ROUNDS)
+
+
+def _after_round_0(devices: str) -> State:
+    """Return the state with round 1 open, and these devices in round 0."""
+    state, closed, _ = run_rounds(*map(submitted, devices), Ticked(100), Trained(1))
+    assert len(closed) == 1
+    return state
+
+
+def test_quorum_closes_after_the_grace_period() -> None:
+    """It begins with the submission that completes the quorum; later ones are in the round."""
+    state, closed, _ = run_rounds(submitted("a", now_s=1), submitted("b", now_s=5), submitted("c", now_s=14))
+    assert (closed, closes_at_s(state, ROUNDS)) == ([], 15)
+    assert run_rounds(Ticked(14.9), state=state)[1] == []
+    assert run_rounds(Ticked(15), state=state)[1] == [(1, ["a0.1", "b0.1", "c0.1"])]
+
+
+def test_repeated_submission_does_not_postpone_the_close() -> None:
+    """The newest submission counts, with the time of the device's first one for the round."""
+    state, _, _ = run_rounds(
+        submitted("a", now_s=1), submitted("b", now_s=2), submitted("b", sequence=2, now_s=9)
+    )
+    assert closes_at_s(state, ROUNDS) == 12
+    assert run_rounds(Ticked(12), state=state)[1] == [(1, ["a0.1", "b0.2"])]
+    state, _, _ = run_rounds(
+        submitted("a", 1, now_s=200), submitted("b", 1, now_s=300), state=_after_round_0("abc")
+    )
+    assert closes_at_s(state, ROUNDS) == 300
+
+
+def test_grace_period_ends_at_the_deadline() -> None:
+    state, _, _ = run_rounds(submitted("a", now_s=1), submitted("b", now_s=95))
+    assert closes_at_s(state, ROUNDS) == 101
+    assert run_rounds(Ticked(101), state=state)[1] == [(1, ["a0.1", "b0.1"])]
+
+
+def test_round_closes_with_the_devices_of_the_previous_round() -> None:
+    """Once all of them have submitted, without grace; other devices are not waited for."""
+    state, closed, _ = run_rounds(
+        submitted("a", 1), submitted("d", 1), submitted("b", 1), state=_after_round_0("abc")
+    )
+    assert closed == []
+    assert run_rounds(submitted("c", 1), state=state)[1] == [(2, ["a1.1", "b1.1", "c1.1", "d1.1"])]
+
+
+def test_devices_of_the_previous_round_need_the_quorum() -> None:
+    """A round that closed at its deadline with one device does not let the next one close with that one alone."""
+    settings = replace(ROUNDS, min_devices=1)
+    state, _, _ = run_rounds(submitted("a"), Ticked(100), Trained(1), submitted("a", 1), settings=settings)
+    assert (state.head_version, state.training) == (1, None)
+
+
+def test_round_of_listed_devices_closes_when_all_have_submitted() -> None:
+    """This holds in the first round too, and for any quorum."""
+    settings = replace(ROUNDS, devices=frozenset("ab"), quorum=9, min_devices=1)
+    assert run_rounds(submitted("a"), settings=settings)[1] == []
+    assert run_rounds(*AB, settings=settings)[1] == [(1, ["a0.1", "b0.1"])]
+
+
+def test_deadline_closes_with_enough_devices() -> None:
+    """At the deadline it closes with `min_devices`; with fewer, as soon as they have submitted."""
+    settings = replace(ROUNDS, quorum=3)
+    state, closed, _ = run_rounds(submitted("a", now_s=5), Ticked(10**6), settings=settings)
+    assert (closed, closes_at_s(state, settings)) == ([], None)
+    closed = run_rounds(submitted("b", now_s=10**6), state=state, settings=settings)[1]
+    assert closed == [(1, ["a0.1", "b0.1"])]
+    state, _, _ = run_rounds(submitted("a", now_s=5), submitted("b", now_s=60), settings=settings)
+    assert closes_at_s(state, settings) == 105
+    assert run_rounds(Ticked(104), state=state, settings=settings)[1] == []
+    assert run_rounds(Ticked(105), state=state, settings=settings)[1] == [(1, ["a0.1", "b0.1"])]
+
+
+def test_submission_counts_until_it_is_stale() -> None:
+    """A device without a submission for round 1 is carried over into it, but not into round 2."""
+    state, closed, _ = run_rounds(
+        submitted("a", 1), submitted("b", 1), Ticked(10), Trained(2), state=_after_round_0("abc")
+    )
+    assert closed == [(2, ["a1.1", "b1.1", "c0.1"])]
+    closed = run_rounds(submitted("a", 2), submitted("b", 2), Ticked(10), state=state)[1]
+    assert closed == [(3, ["a2.1", "b2.1"])]
+
+
+def test_lowered_number_of_rounds_leaves_the_open_round() -> None:
+    state, _, _ = run_rounds(submitted("a", 1), submitted("b", 1), state=_after_round_0("abc"))
+    settings = replace(ROUNDS, rounds=1)
+    assert run_rounds(Ticked(10**9), state=state, settings=settings)[1] == []
+    assert waiting(state, settings) == {}
+
+
+def test_failed_round_is_retried() -> None:
+    """At once when a submission changes, otherwise after the delay: a full disk must not end the rounds."""
+    state, _, _ = run_rounds(*AB, Ticked(10), TrainingFailed(20))
+    assert run_rounds(Ticked(29), state=state)[1] == []
+    assert run_rounds(Ticked(30), state=state)[1] == [(1, ["a0.1", "b0.1"])]
+    assert run_rounds(submitted("c", now_s=21), state=state)[1] == [(1, ["a0.1", "b0.1", "c0.1"])]
+
+
+@pytest.mark.parametrize(
+    ("number", "sequence", "verdict"),
+    [
+        (1, 3, "duplicate"),
+        (1, 2, "superseded"),
+        (0, 9, "late"),  # of a round that may still count, but the device has submitted to a later one
+        (1, 4, "new"),
+        (2, 1, "new"),
+        (3, 1, "unknown_round"),
+    ],
+)
+def test_verdict_needs_the_devices_own_entry_only(number: int, sequence: int, verdict: Verdict) -> None:
+    """The refused leave the entry that counts; a new one has the time of the device's first one for the round."""
+    settings, counted = replace(ROUNDS, staleness=2), entry("a", 1, sequence=3, now_s=5.0)
+    sent = entry("a", number, sequence=sequence, now_s=9.0)
+    outcome = judged(sent, counted, head_version=2, settings=settings)
+    expected = counted if verdict != "new" else replace(sent, received_s=5.0 if number == 1 else 9.0)
+    assert (outcome.verdict, outcome.counted_entry) == (verdict, expected)
+    assert judged(sent, None, head_version=9, settings=settings).verdict == "late"

@@ -216,7 +216,9 @@ def test_fused_file_equals_several_backbones_and_head() -> None:
         for number, spec in enumerate(preprocessing, start=1)
     }
     assert [entry.name for entry in fused.get_inputs()] == list(images)
-    metadata = read_metadata(fused.get_modelmeta().custom_metadata_map, ModelMetadata)
+    properties = fused.get_modelmeta().custom_metadata_map
+    metadata = read_metadata(properties, ModelMetadata)
+    assert (metadata.head, list(properties)) == (described(first, second), ["protofleet"])
     assert {name: each.preprocessing for name, each in metadata.backbones.items()} == dict(
         zip(images, preprocessing, strict=True)
     )
@@ -244,16 +246,6 @@ def test_backbones_that_cannot_be_merged_are_an_error() -> None:
         BackboneMismatch, match=r"onnx cannot merge the backbones and the head: .*different operator set"
     ):
         fuse(files, head)
-
-
-def test_fused_file_has_the_metadata_of_both(backbone: bytes, head: bytes) -> None:
-    """It has no other metadata."""
-    session = onnxruntime.InferenceSession(fuse([backbone], head))
-    properties = session.get_modelmeta().custom_metadata_map
-    facts = read_metadata(properties, ModelMetadata)
-    assert facts.head == described(backbone)
-    assert {name: each.preprocessing.height for name, each in facts.backbones.items()} == {"image": EDGE}
-    assert list(properties) == ["protofleet"]
 
 
 def test_head_of_another_backbone_is_not_fused(head: bytes, backbone: bytes) -> None:
@@ -321,17 +313,6 @@ def test_another_map_differs(head: bytes) -> None:
     assert calibrated_head.max_difference(head, file, other, random_features(50)) > 1e-3
     stranger = head_to_onnx(network(seed=1), metadata=described(b""))
     assert calibrated_head.max_difference(stranger, file, CONFIDENCE, random_features(50)) == float("inf")
-
-
-def test_fused_file_is_calibrated(head: bytes, backbone: bytes) -> None:
-    file = with_calibration(head, CONFIDENCE, version=5, figures={})
-    images = random_images(30)
-    (features,) = onnxruntime.InferenceSession(backbone).run(["feature"], {"image": images})
-    session = onnxruntime.InferenceSession(fuse([backbone], file))
-    logits, probabilities = session.run(["logits", "probabilities"], {"image": images})
-    expected = logits_and_probabilities(file, features)
-    np.testing.assert_allclose(logits, expected[0], atol=1e-4)
-    np.testing.assert_allclose(probabilities, expected[1], atol=1e-5)
 
 
 def test_head_is_calibrated_once(head: bytes, backbone: bytes) -> None:

@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
 from aggregator.algorithms.algorithm import Training
 from aggregator.algorithms.fedtc.head import Dense
+from aggregator.cli import cli
 from aggregator.config.schema import Limits, Robust
 from aggregator.coordination.rollout_state import Settings
 from aggregator.coordination.round_state import Entry
@@ -359,7 +361,10 @@ def test_candidate_is_calibrated_once_it_is_current(world: World) -> None:
     world.report({device: each for device, each in found.items() if device not in trial.awaited})
     assert world.store.heads.rollout(TASK).current == 1
     assert len(world.jobs) == 1
-    submit_command(world.store, "promote")
+    command = ["promote", "--state", str(world.store.folder)]
+    assert (
+        CliRunner().invoke(cli, command).output == "head 2 will be current when the aggregator is started\n"
+    )
     world.tick()
     world.report(found)
     assert world.finish()

@@ -1,4 +1,4 @@
-"""Heads in the fleet, mostly with the aggregator as a process: canaries, decisions, commands and restarts."""
+"""Heads in the fleet: their files, decisions about them, commands and restarts."""
 
 import contextlib
 import dataclasses
@@ -21,28 +21,10 @@ from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from aggregator.tasks.task_preparation import Task, prepare_task
 from protocol.errors import ConfigError, StateError
-from protocol.mqtt.reconnecting_session import BrokerAddress
-from protocol.wire.canary_rank import canary_rank
 from protocol.wire.codec import digest_of
-from protocol.wire.messages import Evaluation, HeadManifest, HeadRef
-from protocol.wire.topics import device_topic, fleet_topic
-from tests.support.fleets.aggregator_process import (
-    FLEET,
-    Device,
-    aggregator,
-    presence_of,
-    run_aggregator,
-    write_task,
-)
-from tests.support.messages.submissions import SERVED, evaluation, submission
-
-CANARY = (
-    "quorum = 1\ndeadline_s = 1000\n[training]\nepochs = 1\n"
-    "[rollout]\ncanary_fraction = 0.5\nmin_canaries = 1\nmargin = 0.05"
-)
-FIRST, SECOND = sorted("ab", key=lambda device: canary_rank(device, 2))
-"""Of two devices, the canary of head 2 and the other one."""
-LABELS = (0, 1, 2) * 5
+from protocol.wire.messages import Evaluation, HeadRef
+from tests.support.fleets.aggregator_process import write_task
+from tests.support.messages.submissions import SERVED
 
 
 def _evaluation(task: bytes, correct: int, *, previous: int | None = None, problem: str = "") -> Evaluation:
@@ -54,66 +36,6 @@ def _evaluation(task: bytes, correct: int, *, previous: int | None = None, probl
         previous_correct=() if previous is None else (previous, 0, 0),
         problem=problem,
     )
-
-
-def _manifest(device: Device, *, after: HeadManifest | None = None, version: int = 0) -> HeadManifest:
-    """Wait for the next manifest, other than `after` and with at least this current head."""
-    return device.wait(
-        fleet_topic(FLEET, "head"),
-        HeadManifest,
-        when=lambda manifest: manifest != after and manifest.current.version >= version,
-    )
-
-
-def test_commands_are_carried_out_while_running(amqtt_broker: BrokerAddress, tmp_path: Path) -> None:
-    """Promote and rollback change the current head and its files; a refused command prints one line.
-
-    Before, the fleet of two uses head 1, and only the canary is offered head 2.
-    """
-    task_file = write_task(tmp_path, CANARY)
-    state = ("--state", str(tmp_path / "state"))
-    with (
-        Device(amqtt_broker, FIRST) as first,
-        Device(amqtt_broker, SECOND) as second,
-        aggregator(task_file, amqtt_broker) as daemon,
-    ):
-        first.aggregator_is("online")
-        task = digest_of(first.task())
-        for device in (first, second):
-            device.say(device_topic(FLEET, device.name, "state"), presence_of(device.name), retain=True)
-        daemon.until(lambda summary: [row["state"] for row in summary["devices"]] == ["online", "online"])
-        first.upload(submission(task=task, labels=LABELS))
-        one = _manifest(first)
-        assert (one.current.version, one.candidate, one.canary_rank_limit) == (1, None, 0)
-        for device in (first, second):
-            device.upload(evaluation(task=task))
-        first.upload(submission(task=task, sequence=2, labels=LABELS))
-        trial = first.wait(
-            fleet_topic(FLEET, "head"), HeadManifest, when=lambda manifest: manifest.canary_rank_limit > 0
-        )
-        assert trial.candidate is not None
-        assert (trial.current, trial.candidate.version) == (one.current, 2)
-        assert canary_rank(FIRST, 2) < trial.canary_rank_limit <= canary_rank(SECOND, 2)
-        assert first.fetch(trial.candidate.head)
-        assert daemon.status()["rollout"]["candidate"]["awaited"] == [FIRST]
-        done = run_aggregator("promote", *state)
-        assert (done.stdout, done.returncode) == ("head 2 is current\n", 0)
-        promoted = _manifest(second, version=2)
-        (daemon.state / "training" / "head-2" / "model.onnx").unlink()
-        model = (daemon.state / "model.onnx").read_bytes()
-        done = run_aggregator("rollback", *state)
-        assert (done.stdout, done.returncode) == ("head 1 is current\n", 0)
-        back = _manifest(second, after=promoted)
-        assert (back.current, back.candidate) == (trial.current, None)
-        first_head, second_head = daemon.status()["heads"]
-        assert digest_of((daemon.state / "head.onnx").read_bytes()).hex() == first_head["sha256"]
-        assert second_head["reason"] == "rolled back to head 1"
-        done = run_aggregator("rollback", "7", *state)
-        assert (done.returncode, done.stdout) == (1, "")
-        assert "there is no head 7; there are 1, 2" in done.stderr
-        assert "Traceback" not in done.stderr
-        assert run_aggregator("rollback", "2", *state).stdout == "head 2 is current\n"
-        assert (daemon.state / "model.onnx").read_bytes() == model
 
 
 @pytest.fixture
@@ -140,6 +62,15 @@ def _add_head(store: Store, task: bytes, *versions: int, file: bytes = b"") -> b
         written = digest if file else b""
         store.heads.add(HeadRecord(version, task, digest, 6, 0.0, 1, {"a": "00" * 32}, {}, file=written))
     return digest
+
+
+def _rolled_out(store: Store, task: Task, count: int) -> Rollout:
+    """Let the fleet use heads one after the other."""
+    releases = Rollout(task, store)
+    for version in range(1, count + 1):
+        _add_head(store, task.digest, version, file=b"head %d" % version)
+        releases.tick(version)
+    return releases
 
 
 def test_head_is_served_although_its_file_could_not_be_written(store: Store, task: Task) -> None:
@@ -206,10 +137,7 @@ def test_oldest_heads_are_deleted(store: Store, task: Task) -> None:
 
 def test_command_is_carried_out_once(store: Store, task: Task) -> None:
     """If its outcome cannot be stored, it is undone; otherwise a rollback would happen twice."""
-    releases = Rollout(task, store)
-    for version in (1, 2, 3):
-        _add_head(store, task.digest, version)
-        releases.tick(version)
+    releases = _rolled_out(store, task, 3)
     store.commands.add(task.digest, HeadCommand("rollback"))
     store.database.write(
         "CREATE TEMP TRIGGER full BEFORE UPDATE ON operator_commands BEGIN SELECT RAISE(ABORT, 'full'); END"
@@ -224,9 +152,7 @@ def test_command_is_carried_out_once(store: Store, task: Task) -> None:
 
 def test_command_that_has_become_impossible_is_reported_as_refused(store: Store, task: Task) -> None:
     """It was possible when the operator gave it: the candidate has become current meanwhile."""
-    releases = Rollout(task, store)
-    _add_head(store, task.digest, 1)
-    releases.tick(1)
+    releases = _rolled_out(store, task, 1)
     number = store.commands.add(task.digest, HeadCommand("promote", 1))
     releases.tick(1)
     assert store.commands.outcome(number) == "there is no candidate to promote"
@@ -292,10 +218,7 @@ def test_evaluations_that_another_process_stores_count(store: Store, task: Task)
 def test_commands_wait_for_the_next_start(store: Store, task: Task) -> None:
     """Commands to a stopped aggregator are checked as if the earlier ones were carried out."""
     store.facts.put(replace(SERVED, digest=task.digest))
-    releases = Rollout(task, store)
-    for version in (1, 2, 3):
-        _add_head(store, task.digest, version, file=b"file %d" % version)
-        releases.tick(version)
+    _rolled_out(store, task, 3)
     for version in (2, 1):
         outcome = submit_command(store, "rollback")
         assert outcome == f"head {version} will be current when the aggregator is started"
@@ -304,7 +227,7 @@ def test_commands_wait_for_the_next_start(store: Store, task: Task) -> None:
     releases.tick(3)
     assert collect_status(store).rollout == model.Rollout(current=1, candidate=None, requested=None)
     assert _current(releases).version == 1
-    assert (store.folder / "head.onnx").read_bytes() == b"file 1"
+    assert (store.folder / "head.onnx").read_bytes() == b"head 1"
     _add_head(store, task.digest, 4)
     releases.tick(4)
     assert _current(releases).version == 4
@@ -322,10 +245,7 @@ def test_command_asks_for_the_blobs_of_its_head_only(
     store: Store, task: Task, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each question is a request to an object store, and the aggregator takes no uploads meanwhile."""
-    releases = Rollout(task, store)
-    for version in range(1, 6):
-        _add_head(store, task.digest, version)
-        releases.tick(version)
+    releases = _rolled_out(store, task, 5)
     store.facts.put(replace(SERVED, digest=task.digest))
     asked = list[bytes]()
     contains = FolderBlobs.__contains__

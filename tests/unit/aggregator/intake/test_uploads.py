@@ -1,21 +1,21 @@
-"""Intake of uploads on a real disk: durable before acknowledged, over restarts, stops, and kills; and its status."""
+"""Intake of uploads on a real disk: durable before acknowledged, over restarts, stops and kills; and its status."""
 
 import contextlib
 import os
 import shutil
-import subprocess
-import sys
+import sqlite3
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from aggregator.coordination.round_state import Entry
-from aggregator.intake import intake_status
+from aggregator.intake import chunk_store, intake_status
 from aggregator.intake import uploads as intake
-from aggregator.intake.chunk_store import ChunkStore
+from aggregator.intake.assembly import Assembly
+from aggregator.intake.chunk_store import ChunkStore, contiguous
 from aggregator.intake.intake_status import IntakeStatus
-from aggregator.intake.reassembly import Complete
+from aggregator.intake.reassembly import Complete, Key, Transfer
 from aggregator.intake.uploads import Uploads
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
@@ -23,7 +23,7 @@ from aggregator.storage.submissions import SubmissionRecord
 from protocol.errors import StateError
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import Frame, Receipt
-from protocol.wire.transfer import frames_of
+from protocol.wire.transfer import Ranges, frames_of
 from tests.support.machine_faults import fill, full_disk, small_disk
 from tests.support.messages.submissions import TASK
 
@@ -65,18 +65,6 @@ def test_upload_continues_after_a_restart(store: Store) -> None:
     assert second.take("a", FRAMES[1]) == COMPLETE
     second.commit()
     assert _stored(store) == 0
-
-
-def test_same_payload_of_two_devices_is_two_uploads(store: Store) -> None:
-    uploads = _uploads(store)
-    first, *rest = FRAMES
-    for device in "ab":
-        uploads.take(device, first)
-    uploads.commit()
-    for left, device in ((1, "a"), (0, "b")):
-        assert [uploads.take(device, frame) for frame in rest][-1] == COMPLETE
-        uploads.commit()
-        assert _stored(store) == left
 
 
 def test_upload_that_was_stored_meanwhile_is_deleted_at_the_start(store: Store) -> None:
@@ -162,42 +150,9 @@ def test_unfinished_uploads_that_fill_the_disk_make_room() -> None:
         uploads.commit()
 
 
-_RECEIVING = """\
-import sys
-from pathlib import Path
-from aggregator.intake.uploads import Uploads
-from aggregator.storage.open_store import open_store
-from aggregator.storage.store import Store
-from tests.unit.aggregator.intake.test_uploads import long_frames
-uploads = Uploads(open_store(Path(sys.argv[1])), max_bytes=10**8, unfinished_s=3600.0)
-for number, frame in enumerate(long_frames()):
-    uploads.take("a", frame)
-    if number % 3 == 2:
-        uploads.commit()
-        print(frame.offset + len(frame.data), flush=True)
-"""
-
-
 def long_frames() -> list[Frame]:
     payload = np.random.default_rng(0).bytes(20_000_000)
     return list(frames_of(payload, digest=digest_of(payload), chunk_bytes=50_000))
-
-
-@pytest.mark.parametrize("commits", [1, 8, 15, 22])
-def test_acknowledged_bytes_survive_sigkill(tmp_path: Path, commits: int) -> None:
-    """At whatever moment: all that was committed, and of the rest only correct bytes."""
-    payload = b"".join(frame.data for frame in long_frames())
-    with subprocess.Popen([sys.executable, "-c", _RECEIVING, tmp_path], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        committed = [int(process.stdout.readline()) for _ in range(commits)]
-        process.kill()
-        committed += [int(line) for line in process.stdout]
-    chunks = ChunkStore(tmp_path)
-    (transfer,) = chunks.load()
-    ((start, stop),) = transfer.stored
-    assert start == 0
-    assert committed[-1] <= stop < len(payload)
-    assert chunks.read(transfer.key, transfer.stored) == [(0, payload[:stop])]
 
 
 def test_status_is_written_on_a_full_disk(tmp_path: Path) -> None:
@@ -232,3 +187,149 @@ def test_deleted_file_is_a_state_error(tmp_path: Path) -> None:
     """It is not created again: a full disk could leave half a file."""
     with pytest.raises(StateError, match=r"intake\.json: No such file"):
         intake_status.write(tmp_path, IntakeStatus())
+
+
+ONE, TWO = ("a", digest_of(b"one")), ("b", digest_of(b"two"))
+BLOCK = bytes(range(256)) * 240
+"""61,440 bytes."""
+SIZE = 10 * len(BLOCK)
+
+
+def _arrived(key: Key, *pieces: tuple[int, bytes], after: Ranges = (), seen_s: float = 1.0) -> Transfer:
+    transfer = Transfer(key, Assembly(key[1], SIZE, stored=after), seen_s, after)
+    for offset, data in pieces:
+        transfer.assembly.add(Frame(v=1, digest=key[1], size_bytes=SIZE, offset=offset, data=data))
+    return transfer
+
+
+def _loaded(store: ChunkStore) -> dict[Key, tuple[float, Ranges]]:
+    loaded = store.load()
+    assert all(each.stored == each.assembly.ranges() and not each.assembly.fresh for each in loaded)
+    assert [each.seen_s for each in loaded] == sorted(each.seen_s for each in loaded)
+    return {each.key: (each.seen_s, each.stored) for each in loaded}
+
+
+def _files(folder: Path) -> list[str]:
+    return sorted(file.name for file in (folder / "incoming").iterdir())
+
+
+def test_committed_ranges_survive_a_restart(tmp_path: Path) -> None:
+    """Adjacent ranges are joined; each transfer has its own bytes, in order, and the time of its last frame."""
+    store = ChunkStore(tmp_path)
+    store.commit([_arrived(ONE, (len(BLOCK), BLOCK), (5, b"x")), _arrived(TWO, (0, b"two"))], [])
+    stored = ((5, 6), (len(BLOCK), 2 * len(BLOCK)))
+    store.commit([_arrived(ONE, (6, b"yz"), after=stored, seen_s=2.0)], [])
+    again = ChunkStore(tmp_path)  # the first one is never closed, as if it had been killed
+    stored = ((5, 8), (len(BLOCK), 2 * len(BLOCK)))
+    assert _loaded(again) == {TWO: (1.0, ((0, 3),)), ONE: (2.0, stored)}
+    assert again.read(ONE, stored) == [(5, b"xyz"), (len(BLOCK), BLOCK)]
+
+
+def test_bytes_are_durable_once_they_are_in_the_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file and its name in the folder are synced."""
+    synced, fsync = set[int](), os.fsync
+
+    def record(handle: int) -> None:
+        synced.add(os.fstat(handle).st_ino)
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", record)
+    ChunkStore(tmp_path).commit([_arrived(ONE, (0, b"one"))], [])
+    folder = tmp_path / "incoming"
+    assert {each.stat().st_ino for each in (folder, *folder.iterdir())} <= synced
+
+
+def test_ended_transfer_is_deleted_and_can_begin_anew_in_the_same_batch(tmp_path: Path) -> None:
+    store = ChunkStore(tmp_path)
+    store.commit([_arrived(ONE, (0, b"one")), _arrived(TWO, (0, b"two"))], [])
+    store.commit([_arrived(ONE, (1, b"new"), seen_s=3.0)], [ONE, TWO])
+    assert _loaded(store) == {ONE: (3.0, ((1, 4),))}
+    assert store.read(ONE, ((1, 4),)) == [(1, b"new")]
+    assert len(_files(tmp_path)) == 1
+
+
+def test_full_disk_stores_nothing_of_a_batch(tmp_path: Path) -> None:
+    """Earlier chunks stay, and with space again the same batch is stored."""
+    store = ChunkStore(tmp_path)
+    store.commit([_arrived(ONE, (0, BLOCK))], [])
+    before = _loaded(store)
+    batch = [_arrived(TWO, (0, BLOCK * 4))]
+    with full_disk(after_bytes=60_000):
+        with pytest.raises(StateError, match=r"cannot use .*incoming"):
+            store.commit(batch, [ONE])
+        with pytest.raises(StateError, match=r"cannot use .*incoming"):
+            store.check_writable(1_000_000)
+        assert _loaded(store) == before
+        assert store.read(ONE, ((0, len(BLOCK)),)) == [(0, BLOCK)]
+    store.check_writable(1_000_000)
+    store.commit(batch, [ONE])
+    assert _loaded(store) == {TWO: (1.0, ((0, 4 * len(BLOCK)),))}
+
+
+def test_bytes_that_the_index_does_not_list_do_not_count(tmp_path: Path) -> None:
+    """A kill after the bytes are on the disk and before the index lists them: they are sent again."""
+    store = ChunkStore(tmp_path)
+    store.commit([_arrived(ONE, (0, b"one"))], [])
+    chunk_store._write(store._path(ONE), [(3, b"???")])
+    chunk_store._write(store._path(TWO), [(0, b"two")])
+    again = ChunkStore(tmp_path)
+    assert _loaded(again) == {ONE: (1.0, ((0, 3),))}
+    assert len(_files(tmp_path)) == 1
+    again.commit([_arrived(ONE, (3, b"two"), after=((0, 3),))], [])
+    assert again.read(ONE, ((0, 6),)) == [(0, b"onetwo")]
+
+
+@pytest.mark.parametrize("damage", ["empty", "torn", "gone", "no ranges", "odd ranges"])
+def test_lost_bytes_cost_their_transfer_and_no_other(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file that a power cut has shortened, or an index that contradicts itself: the device sends all again."""
+    store = ChunkStore(tmp_path)
+    store.commit([_arrived(ONE, (0, b"one")), _arrived(TWO, (0, b"two"))], [])
+    (file,) = (tmp_path / "incoming").glob("a-*")
+    if damage == "gone":
+        file.unlink()
+    elif damage in {"empty", "torn"}:
+        os.truncate(file, 0 if damage == "empty" else 2)
+    else:
+        with sqlite3.connect(tmp_path / "incoming.sqlite") as database:
+            ranges = b"\x90" if damage == "no ranges" else b"\xc1"
+            database.execute("UPDATE transfers SET ranges = ? WHERE device = 'a'", (ranges,))
+    assert list(_loaded(ChunkStore(tmp_path))) == [TWO]
+    assert "unfinished uploads lost: devices send again uploads=1" in caplog.text
+    assert list(_loaded(ChunkStore(tmp_path))) == [TWO]
+    assert len(_files(tmp_path)) == 1
+
+
+def test_index_stays_small(tmp_path: Path) -> None:
+    """A transfer in thousands of pieces is one row; what it needed is used again by the next."""
+    store = ChunkStore(tmp_path)
+    pieces = [(2 * number, b"x") for number in range(5000)]
+    for number in range(60):
+        ended = [("a", bytes([number - 1]))] if number else []
+        store.commit([_arrived(("a", bytes([number])), *pieces)], ended)
+    with sqlite3.connect(tmp_path / "incoming.sqlite") as database:
+        assert database.execute("PRAGMA page_count").fetchone()[0] < 100
+
+
+@pytest.mark.parametrize("contents", [b"no database at all" * 1000, b""], ids=["noise", "empty"])
+def test_damaged_index_is_replaced(tmp_path: Path, contents: bytes) -> None:
+    (tmp_path / "incoming.sqlite").write_bytes(contents)
+    store = ChunkStore(tmp_path)
+    assert _loaded(store) == {}
+    store.commit([_arrived(ONE, (0, b"one"))], [])
+    assert list(_loaded(ChunkStore(tmp_path))) == [ONE]
+
+
+def test_adjacent_pieces_are_written_together() -> None:
+    """In order, whatever the order of arrival, and no more at once than a system call takes."""
+    assert list(contiguous([])) == []
+    assert list(contiguous([(6, b"c"), (0, b"ab"), (2, b"x"), (9, b"d")])) == [
+        (0, [b"ab", b"x"]),
+        (6, [b"c"]),
+        (9, [b"d"]),
+    ]
+    many = contiguous([(number, b"x") for number in range(1100)])
+    assert [(offset, len(buffers)) for offset, buffers in many] == [(0, 512), (512, 512), (1024, 76)]

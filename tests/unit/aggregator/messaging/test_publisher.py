@@ -1,8 +1,10 @@
-"""Messages over real brokers and the embedded one, and blobs: in order, each request once, bounded."""
+"""Messages over real brokers and the embedded one, blobs within bounds, and signed, numbered manifests."""
 
 import math
 import queue
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,24 +24,35 @@ from aggregator.messaging.blob_sender import (
     read_frames,
 )
 from aggregator.messaging.embedded_broker import EmbeddedBroker
+from aggregator.messaging.manifest_signer import REFRESH_S, VALIDITY_S, ManifestSigner, identity_of
 from aggregator.messaging.publisher import MAX_BACKLOG, FleetPublisher
+from aggregator.security.identity import locked_identity
 from aggregator.storage.blobs import FolderBlobs
+from aggregator.storage.open_store import open_store
+from edge_client.agent.manifest_trust import ManifestTrust, verify
 from protocol.errors import BlobLost, ConfigError, ThreadFailed
 from protocol.mqtt.own_presence import OwnPresence
 from protocol.mqtt.reconnecting_session import BrokerAddress, Connected, Received
+from protocol.storage.keyfile import read_or_make_key
 from protocol.wire.codec import decode
-from protocol.wire.messages import MAX_CHUNK_BYTES, MAX_FRAME_BYTES, BlobRequest, Frame
-from protocol.wire.topics import device_filters, fleet_topic
+from protocol.wire.messages import MAX_CHUNK_BYTES, MAX_FRAME_BYTES, BlobRequest, Frame, Signed
+from protocol.wire.signing import open_manifest, public_key
+from protocol.wire.topics import FleetChannel, device_filters, fleet_topic
+from tests.support.messages.manifests import signed_manifest
 from tests.support.network.sessions import EventLog, running
+
+
+def _publisher(broker: BrokerAddress, on_event: Callable[[Any], None]) -> FleetPublisher:
+    presence = OwnPresence(epoch=1, topic=fleet_topic("f", "state"), key=b"k" * 32)
+    return FleetPublisher(
+        broker, fleet="f", presence=presence, subscriptions=device_filters("f"), on_event=on_event
+    )
 
 
 def test_broadcast_frames_have_the_set_size(broker: BrokerAddress) -> None:
     payload = bytes(range(250))
     ear = EventLog()
-    presence = OwnPresence(epoch=1, topic=fleet_topic("f", "state"), key=b"k" * 32)
-    publisher = FleetPublisher(
-        broker, fleet="f", presence=presence, subscriptions=device_filters("f"), on_event=ear.put
-    )
+    publisher = _publisher(broker, ear.put)
     with running(broker, "device", fleet_topic("f", "cast")) as (_, hears):
         hears.wait(Connected)
         publisher.start()
@@ -59,10 +72,7 @@ def test_broadcast_frames_have_the_set_size(broker: BrokerAddress) -> None:
 def test_messages_stay_unacknowledged_while_the_broker_takes_no_answers() -> None:
     """The broker then sends no more of them, so that the answers do not fill the memory; until all have left."""
     acknowledged: list[Received] = []
-    presence = OwnPresence(epoch=1, topic=fleet_topic("f", "state"), key=b"k" * 32)
-    publisher = FleetPublisher(
-        BrokerAddress("nowhere", 1), fleet="f", presence=presence, subscriptions=(), on_event=lambda _: None
-    )
+    publisher = _publisher(BrokerAddress("nowhere", 1), lambda _: None)
     session: Any = SimpleNamespace(backlog=0, acknowledge=acknowledged.append)
     publisher._session = session
     messages = [Received(f"topic-{number}", b"payload") for number in range(4)]
@@ -287,3 +297,103 @@ def test_bytes_that_are_waiting_are_not_queued_again(blobs: FolderBlobs) -> None
     bench.request("b", 900, 100)
     bench.request("a", 900, 200)
     assert bench.send() == [("a", 0), ("b", 900), ("a", 900)]
+
+
+KEY = b"k" * 32
+
+
+def manifest(signer: ManifestSigner, body: bytes, *, channel: FleetChannel = "head") -> Signed:
+    payload = signer.sign(channel, body)
+    signer.keep()
+    return open_manifest(payload, fleet="barn", channel=channel)
+
+
+def start(folder: Path, monkeypatch: pytest.MonkeyPatch, *, at_s: float) -> ManifestSigner:
+    monkeypatch.setattr(time, "time", lambda: at_s)
+    return ManifestSigner(open_store(folder), key=KEY, fleet="barn")
+
+
+def test_new_manifest_has_a_greater_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unchanged one is repeated byte by byte; each channel has its own numbers."""
+    signer = start(tmp_path, monkeypatch, at_s=1000.0)
+    first, second = manifest(signer, b"one"), manifest(signer, b"two")
+    assert (first.release, second.release) == (1000, 1001)
+    assert (first.key, second.body) == (public_key(KEY), b"two")
+    assert signer.sign("head", b"two") == signer.sign("head", b"two")
+    assert manifest(signer, b"two") == second
+    assert manifest(signer, b"one").release == 1002
+    assert manifest(signer, b"one", channel="task").release == 1000
+
+
+@pytest.mark.parametrize("at_s", [500.0, 1000.0, 5000.0])
+def test_every_start_signs_with_a_greater_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_s: float
+) -> None:
+    """This holds if nothing has changed, and if the clock was set back."""
+    manifest(start(tmp_path, monkeypatch, at_s=1000.0), b"one")
+    after = manifest(start(tmp_path, monkeypatch, at_s=at_s), b"one")
+    assert after.release == max(1001, int(at_s))
+
+
+def test_a_manifest_is_signed_again_long_before_it_expires(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every day, for a month each time; at once if the clock was ahead when it was signed."""
+    signer = start(tmp_path, monkeypatch, at_s=10_000.0)
+    first = manifest(signer, b"one")
+    assert (first.issued_s, first.expires_s) == (10_000, 10_000 + VALIDITY_S)
+    monkeypatch.setattr(time, "time", lambda: 10_000 + REFRESH_S - 1)
+    assert signer.due() == []
+    assert manifest(signer, b"one") == first
+    monkeypatch.setattr(time, "time", lambda: 10_000 + REFRESH_S)
+    assert signer.due() == ["head"]
+    assert manifest(signer, b"one").issued_s == 10_000 + REFRESH_S
+    assert signer.due() == []
+    monkeypatch.setattr(time, "time", lambda: 500)
+    assert signer.due() == ["head"]
+    again = manifest(signer, b"one")
+    assert again.issued_s == 500
+    assert again.release > 10_000 + REFRESH_S
+
+
+def test_manifests_after_a_clock_that_was_ahead_are_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restored state that finds its own newer manifest on the broker continues after its number."""
+    before = start(tmp_path / "state", monkeypatch, at_s=1e10)
+    payload = before.sign("head", b"one")
+    device = verify(ManifestTrust(), "head", open_manifest(payload, fleet="barn", channel="head"))
+    restored = start(tmp_path / "backup", monkeypatch, at_s=2000.0)
+    manifest(restored, b"one")
+    assert restored.has_signed("head", payload)
+    again = manifest(restored, b"one")
+    assert verify(device, "head", again).seen["head"][0] == int(1e10) + 1
+    assert restored.has_signed("head", restored.sign("head", b"one"))
+    assert manifest(restored, b"one") == again
+    assert not restored.has_signed(
+        "head", signed_manifest(b"x", key=b"o" * 32, fleet="barn", channel="head", release=2**40)
+    )
+    assert manifest(restored, b"two").release == int(1e10) + 2
+
+
+def test_concurrent_starts_create_one_key(tmp_path: Path) -> None:
+    """A first start waits for the first enrollment, which gives the device the same key."""
+    made: list[bytes] = []
+    with locked_identity(tmp_path):
+        start = threading.Thread(target=lambda: made.append(identity_of(tmp_path)))
+        start.start()
+        start.join(0.3)
+        own = read_or_make_key(tmp_path / "identity" / "signing.key")
+    start.join()
+    assert made == [own]
+
+
+def test_changed_key_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The line names the key that devices trust; the first start logs none."""
+    ManifestSigner(open_store(tmp_path), key=KEY, fleet="barn")
+    ManifestSigner(open_store(tmp_path), key=KEY, fleet="barn")
+    assert not caplog.messages
+    ManifestSigner(open_store(tmp_path), key=b"l" * 32, fleet="barn")
+    (line,) = caplog.messages
+    assert "is not the key that devices trust: restore it from a backup" in line
+    assert f"trusted={public_key(KEY).hex()}" in line

@@ -105,16 +105,6 @@ def test_private_keys_are_readable_by_their_owner_only(world: World) -> None:
         assert all(stat.S_IMODE(file.stat().st_mode) == 0o600 for file in private)
 
 
-def test_first_enrollment_closes_fleet_and_replaces_pinned_key(world: World) -> None:
-    """Enrolling a broker does not close the fleet."""
-    world.store.keys.pin("shed-1", b"1" * 32, now_s=1)
-    world.enroll_broker()
-    assert not world.store.keys.is_closed()
-    out = world.enroll()
-    assert world.store.keys.is_closed()
-    assert world.key("shed-1").public == public_key(read_enrollment(out).signing_key)
-
-
 def test_second_enrollment_needs_renew_and_revokes_old_certificate(world: World) -> None:
     """A second enrollment without it changes nothing."""
     out = world.enroll()
@@ -193,10 +183,10 @@ def fail_at(moment: str, fail: Callable[..., object], monkeypatch: pytest.Monkey
 def test_failed_enrollment_leaves_nothing(world: World, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No folder, no key and no closed fleet after a fault at any point; the next attempt works."""
     full = StateError("no space left") if fault == "write" else OSError(28, "No space left on device")
-    connection = world.store.database._db
+    database = world.store.database
     with monkeypatch.context() as broken:
         if fault == "database":
-            connection.execute(
+            database.write(
                 "CREATE TRIGGER full BEFORE INSERT ON facts BEGIN SELECT RAISE(ABORT, 'full'); END"
             )
         else:
@@ -206,7 +196,7 @@ def test_failed_enrollment_leaves_nothing(world: World, fault: str, monkeypatch:
     assert list((world.root / "out").iterdir()) == []
     assert world.store.keys.all() == {}
     assert not world.store.keys.is_closed()
-    connection.execute("DROP TRIGGER IF EXISTS full")
+    database.write("DROP TRIGGER IF EXISTS full")
     assert read_enrollment(world.enroll()).device == "shed-1"
 
 
@@ -344,14 +334,15 @@ def test_restored_database_reinstates_no_device(
     world.enroll("renewed")
     world.enroll("revoked")
     world.enroll("renewed", folder="again", renew=True)
-    backup = world.root / "backup.sqlite"
-    with contextlib.closing(sqlite3.connect(backup)) as copy:
-        world.store.database._db.backup(copy)
+    (folder := world.root / "restored").mkdir()
+    files = [each / "aggregator.sqlite" for each in (world.store.folder, folder)]
+    with (
+        contextlib.closing(sqlite3.connect(files[0])) as source,
+        contextlib.closing(sqlite3.connect(files[1])) as copy,
+    ):
+        source.backup(copy)
     revoke(world.store, "revoked")
-    restored = World(world.root, open_store(world.root / "restored"))
-    with contextlib.closing(sqlite3.connect(backup)) as copy:
-        copy.backup(restored.store.database._db)
-    restored.store.keys.drop_cache()
+    restored = World(world.root, open_store(folder))
     assert restored.key("revoked").revoked_s is None
     world.identity.rename(restored.identity)
     for number in range(2):

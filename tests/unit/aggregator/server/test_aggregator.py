@@ -1,7 +1,6 @@
 """From submissions to a head, over restarts, failures, and a full disk."""
 
 import queue
-import resource
 import shutil
 import time
 from contextlib import closing
@@ -9,7 +8,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-import onnxruntime
 import pytest
 from msgspec.structs import replace
 
@@ -27,10 +25,9 @@ from aggregator.tasks.task_preparation import prepare_task
 from aggregator.training.jobs import Result
 from aggregator.training.runner import Finished
 from protocol.errors import StateError, ThreadFailed
-from protocol.models.onnx_metadata import HeadMetadata, read_metadata
 from protocol.mqtt.reconnecting_session import BrokerAddress, Connected, Outgoing, Received
 from protocol.wire.codec import decode, digest_of, encode
-from protocol.wire.messages import Receipt, Submission, TaskManifest
+from protocol.wire.messages import Receipt, Submission
 from protocol.wire.quantization import prototype_fields
 from protocol.wire.topics import device_topic, fleet_topic
 from protocol.wire.transfer import frames_of
@@ -38,18 +35,13 @@ from tests.support.fleets.aggregator_process import (
     FLEET,
     MAX_BYTES,
     PATIENT,
-    Daemon,
-    Device,
-    aggregator,
     run_aggregator,
     running_fleet,
     signed,
     write_task,
 )
-from tests.support.graphs.backbones import tiny_backbone
 from tests.support.messages.jobs import head_job
 from tests.support.messages.submissions import submission
-from tests.support.network.brokers import amqtt
 from tests.support.simulation.clocks import FakeClock
 
 
@@ -58,27 +50,6 @@ def _separable(task: bytes, *, sequence: int = 1, seed: int = 0) -> Submission:
     values = np.random.default_rng(seed).normal(size=(60, 16)) * 0.1 + np.eye(16)[list(labels)] * 3
     random = submission(task=task, sequence=sequence, labels=labels)
     return replace(random, **prototype_fields(values.astype(np.float16)))
-
-
-def test_features_of_several_backbones_are_concatenated(amqtt_broker: BrokerAddress, tmp_path: Path) -> None:
-    """The head takes all of them, and model.onnx contains all of them."""
-    task_file = write_task(tmp_path, "[training]\nepochs = 1")
-    (tmp_path / "eight.onnx").write_bytes(tiny_backbone(feature_size=8))
-    text = task_file.read_text().replace('["tiny.onnx"]', '["tiny.onnx", "eight.onnx"]')
-    task_file.write_text(text)
-    with running_fleet(task_file, amqtt_broker, "a") as (daemon, [device]):
-        backbones = decode(device.task(), TaskManifest, max_bytes=MAX_BYTES).backbones
-        assert [backbone.name for backbone in backbones] == ["tiny.onnx", "eight.onnx"]
-        task = digest_of(device.task())
-        assert device.upload(submission(task=task, feature_size=16)).reason == "shape"
-        assert device.upload(submission(task=task, feature_size=24)).status == "received"
-        session = onnxruntime.InferenceSession(device.fetch(device.head().head))
-        metadata = read_metadata(session.get_modelmeta().custom_metadata_map, HeadMetadata)
-        assert metadata.feature_size == 24
-        assert metadata.backbones == tuple(backbone.digest.hex() for backbone in backbones)
-        model = onnxruntime.InferenceSession(daemon.state / "model.onnx")
-        assert [entry.name for entry in model.get_inputs()] == ["backbone_1/image", "backbone_2/image"]
-        assert daemon.status()["model_path"] == str(daemon.state / "model.onnx")
 
 
 def test_failed_training_is_logged_and_shown(amqtt_broker: BrokerAddress, tmp_path: Path) -> None:
@@ -96,55 +67,6 @@ def test_failed_training_is_logged_and_shown(amqtt_broker: BrokerAddress, tmp_pa
         assert "PyTorch finds no CUDA device" in summary["failed_training"]["reason"]
         shown = run_aggregator("status", "--state", str(daemon.state)).stdout
         assert "training failed head 1, " in shown
-
-
-def _limit_files(daemon: Daemon, size_bytes: int) -> None:
-    resource.prlimit(daemon.process.pid, resource.RLIMIT_FSIZE, (size_bytes, resource.RLIM_INFINITY))
-
-
-def test_full_disk_stops_only_the_intake(amqtt_broker: BrokerAddress, tmp_path: Path) -> None:
-    """Uploads are refused, blobs are sent, `status` shows the reason; with space again, intake resumes."""
-    task_file = write_task(tmp_path, PATIENT)
-    with running_fleet(task_file, amqtt_broker, "a", "b") as (daemon, [device, other]):
-        task = digest_of(device.task())
-        assert device.upload(submission(task=task)).status == "received"
-        payload = encode(submission(task=task, sequence=2, labels=(0, 1, 2) * 5000))
-        _limit_files(daemon, len(payload) // 2)
-        receipt = device.receipt(device.send_payload(payload))
-        assert (receipt.status, receipt.reason) == ("refused", "no_space")
-        refused = other.upload(submission(task=task))
-        assert (refused.status, refused.reason) == ("refused", "no_space")
-        (backbone,) = decode(device.task(), TaskManifest, max_bytes=MAX_BYTES).backbones
-        assert device.fetch(backbone) == tiny_backbone()
-        shown = run_aggregator("status", "--state", str(daemon.state)).stdout
-        assert "intake stopped since 2" in shown
-        assert "cannot use" in shown
-        assert daemon.status()["submissions"] == 1
-        assert not daemon.status()["refusals"]
-        _limit_files(daemon, resource.RLIM_INFINITY)
-        daemon.until(lambda summary: summary["intake"]["stopped_s"] is None)
-        assert device.receipt(device.send_payload(payload)).status == "received"
-        assert device.upload(submission(task=task)).reason == "superseded"
-        assert other.upload(submission(task=task)).status == "received"
-        assert daemon.status()["submissions"] == 2
-        assert daemon.log().count("intake stopped") == daemon.log().count("intake resumed") == 1
-        assert "Traceback" not in daemon.log()
-
-
-def test_address_in_use_ends_the_program(tmp_path: Path, address: BrokerAddress) -> None:
-    """An embedded broker that cannot listen ends the program with 1 and one line."""
-    task_file = write_task(tmp_path)
-    with amqtt(address), aggregator(task_file, address, "--embedded-broker") as daemon:
-        assert daemon.process.wait(timeout=300) == 1
-        assert "error: the embedded broker cannot listen on" in daemon.log()
-        assert "Traceback" not in daemon.log()
-
-
-def test_unavailable_broker_is_retried(tmp_path: Path, address: BrokerAddress) -> None:
-    with aggregator(write_task(tmp_path), address) as daemon:
-        daemon.until(lambda _: "no broker at" in daemon.log())
-        with amqtt(address), Device(address) as device:
-            device.aggregator_is("online")
 
 
 class Bench:

@@ -1,10 +1,9 @@
 """Messages of devices with what another process has stored about rounds and heads, and the bytes that they have."""
 
 import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import pytest
@@ -39,25 +38,17 @@ from tests.support.messages.submissions import (
 )
 from tests.support.messages.tasks import served_task
 
-if TYPE_CHECKING:
-    from tests.support.databases.postgresql import PostgreSQL
-
 TASK = served_task(
     ROUNDS_EXPECTATION, fleet=FLEET, algorithm="fpl", fpl=FPL(rounds=9), rounds=Rounds(staleness=1)
 ).intake
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+@pytest.fixture
+def store(either_store: Store) -> Store:
     """The store of a coordinator in which round 2 is open."""
-    url = ""
-    if request.param == "postgresql":
-        server: PostgreSQL = request.getfixturevalue("postgresql")
-        url = server.url
-    with contextlib.closing(open_store(tmp_path, database=url, fleet=tmp_path.name if url else "")) as opened:
-        opened.facts.put(TASK)
-        opened.facts.put(IntakeHeads(TASK.digest, 2, frozenset({2}), frozenset()))
-        yield opened
+    either_store.facts.put(TASK)
+    either_store.facts.put(IntakeHeads(TASK.digest, 2, frozenset({2}), frozenset()))
+    return either_store
 
 
 class Bench:

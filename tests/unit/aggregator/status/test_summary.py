@@ -35,10 +35,11 @@ def busy(tmp_path: Path) -> Store:
     return busy_store(tmp_path)
 
 
-def test_nothing_needs_an_operator(tmp_path: Path) -> None:
-    status = collected(busy_store(tmp_path))
-    assert status.attention == ()
-    assert summary_of(status).attention == ()
+def test_aggregator_that_does_not_run_needs_an_operator(busy: Store) -> None:
+    status = collected(busy)
+    assert status.attention == summary_of(status).attention == ()
+    (found,) = attention_of(replace(status, running=False))
+    assert (found.level, found.text) == ("error", "start `aggregator run`")
 
 
 def test_errors_are_before_warnings(busy: Store, tmp_path: Path) -> None:
@@ -63,17 +64,6 @@ def test_errors_are_before_warnings(busy: Store, tmp_path: Path) -> None:
     assert all(f"{each.title} {each.text}" in text for each in status.attention)
     assert "2 devices cannot take part a: no room; also b" in text
     assert summary_of(status).attention == status.attention
-
-
-def test_aggregator_that_does_not_run_needs_an_operator(tmp_path: Path) -> None:
-    (found,) = attention_of(replace(collected(busy_store(tmp_path)), running=False))
-    assert (found.level, found.text) == ("error", "start `aggregator run`")
-
-
-def test_summary_has_the_figures_of_the_current_head(tmp_path: Path) -> None:
-    summary = summary_of(collected(busy_store(tmp_path)))
-    assert (summary.fleet, summary.devices, summary.online, summary.submissions) == ("barn", 3, 1, 2)
-    assert (summary.head, summary.accuracy) == (1, 0.9)
 
 
 @pytest.mark.parametrize(("correct", "incorrect"), [(0, 1), (1, 0), (80, 20), (0, 50), (50, 0)])

@@ -191,10 +191,7 @@ def test_receiver_reports_and_starts_once_the_task_is_restored(
     monkeypatch.setattr(upload_receiver, "RETRY_S", 0.0)
     monkeypatch.setattr(time, "sleep", pause)
     monkeypatch.setattr(UploadReceiver, "run", run)
-    with (
-        pytest.raises(KeyboardInterrupt),
-        contextlib.closing(open_store(store.folder)) as own,
-    ):
+    with pytest.raises(KeyboardInterrupt), contextlib.closing(open_store(store.folder)) as own:
         receive(own, folder=folder, name="r", fixed=frozenset({0}), broker=(BrokerAddress("127.0.0.1", 9),))
     assert {task.digest.hex()} in pauses
     assert _shown(store) == set()

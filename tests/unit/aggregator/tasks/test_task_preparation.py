@@ -1,9 +1,9 @@
-"""Preparing a task: its backbones and layers, the manifest, and its graphs, stored by what changes them."""
+"""Preparing a task: backbones, layers, manifest and graphs; and the blobs that the aggregator keeps for it."""
 
 import contextlib
+import dataclasses
+import shutil
 import time
-from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,22 @@ from msgspec.structs import replace
 from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.algorithms.statistics.feature_map import FINE_LEVELS, FeatureMap, selected
 from aggregator.config.schema import Client, PrivacyBudget, PrivacySettings, TaskFile
+from aggregator.config.task_file import load_task
 from aggregator.coordination import round_state, rounds
+from aggregator.coordination.rollout_state import State, Trial
+from aggregator.coordination.round_state import Entry
 from aggregator.graphs.head_export import mapped
 from aggregator.heads.next_head import job_of
 from aggregator.status.collect import collect_status
 from aggregator.storage.blobs import FolderBlobs
+from aggregator.storage.heads import HeadRecord
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
+from aggregator.storage.stored_values import CompiledGraphs, NextHead
+from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks import graph_cache
 from aggregator.tasks.manifests import task_manifest
+from aggregator.tasks.retention import delete_carried_submissions, needed_blobs, served_blobs
 from aggregator.tasks.task_preparation import Task, continued, prepare_task, read_backbone, selected_columns
 from aggregator.training.head_job import run
 from aggregator.training.jobs import CompileJob, HeadJob, Result
@@ -38,7 +45,16 @@ from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import BlobRef, DifferentialPrivacy, Statistics, TaskManifest
 from tests.support.graphs.backbones import tiny_backbone, tiny_metadata
 from tests.support.messages.jobs import head_job
-from tests.support.messages.submissions import FEATURE_SIZE, MANIFEST, SERVED, submission
+from tests.support.messages.submissions import (
+    FEATURE_SIZE,
+    MANIFEST,
+    ROUNDS_EXPECTATION,
+    ROUNDS_TASK,
+    SERVED,
+    TASK,
+    submission,
+)
+from tests.support.messages.tasks import served_task
 from tests.unit.aggregator.status.stores import rendered
 
 
@@ -110,12 +126,6 @@ def test_read_backbone_returns_metadata_or_raises(tmp_path: Path) -> None:
         read_backbone(path)
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with closing(open_store(tmp_path)) as store:
-        yield store
-
-
 REFERENCE = BlobRef(digest=bytes(32), size_bytes=1, name="tiny.onnx")
 
 
@@ -144,8 +154,8 @@ def test_continued_task_names_all_earlier_ones(store: Store, caplog: pytest.LogC
         (("ant",), {}, "further ones behind them"),
         (
             ("ant", "bee", "wasp"),
-            {"client": Client(batch_size=7)},
-            "batch_size must be those of the earlier task",
+            {"client": Client(alpha=0.5, batch_size=7)},
+            "alpha, batch_size must be those of the earlier task",
         ),
     ],
 )
@@ -171,15 +181,8 @@ def key(task: TaskFile = FILE) -> str:
     return graph_cache.graphs_key(task, 16)
 
 
-def test_version_of_the_algorithm_enters(monkeypatch: pytest.MonkeyPatch) -> None:
-    before, of_fpl = key(), key(replace(FILE, algorithm="fpl"))
-    monkeypatch.setattr(FedPCL, "version", FedPCL.version + 1)
-    assert key() != before
-    assert key(replace(FILE, algorithm="fpl")) == of_fpl
-
-
-def test_settings_and_sizes_enter() -> None:
-    """Except for those that no graph contains."""
+def test_settings_sizes_and_version_of_the_algorithm_enter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Except for settings that no graph contains."""
     others = [
         FILE,
         replace(FILE, classes=("a", "b", "c")),
@@ -189,6 +192,10 @@ def test_settings_and_sizes_enter() -> None:
     ]
     assert len({key(task) for task in others}) == len(others)
     assert key(replace(FILE, fedpcl=FedPCL(rounds=7, epochs=3, batch_size=8))) == key()
+    before, of_fpl = key(), key(replace(FILE, algorithm="fpl"))
+    monkeypatch.setattr(FedPCL, "version", FedPCL.version + 1)
+    assert key() != before
+    assert key(replace(FILE, algorithm="fpl")) == of_fpl
 
 
 def test_killed_export_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,6 +234,15 @@ def test_status_names_the_task_whose_graphs_are_exported(
         with pytest.raises(ConfigError, match="cannot export"):
             graph_cache.cached_graphs(FILE, feature_size=16, store=store)
         assert collect_status(store).preparing == ""
+
+
+def test_stored_graphs_are_not_exported_again(
+    prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
+    monkeypatch.delattr(graph_cache, "_run_job")
+    with contextlib.closing(open_store(tmp_path / "state")) as store:
+        assert prepare_task(*load_task(tmp_path / "task.toml"), store=store).first_tensors is not None
 
 
 COLUMNS = ((1, 3), (5, 7))
@@ -322,4 +338,103 @@ def test_training_gets_the_number_of_values_of_each_backbone(
         task = prepare_task(file, paths, store=store)
         job = job_of(rounds.Train(version=1, members=()), task, store, round_state.State(), tensors=None)
     assert isinstance(job, HeadJob)
-    assert job.widths == widths
+    assert (job.feature_size, job.widths) == (9, widths)
+
+
+ONE_SHOT = served_task()
+FIRST = BlobRef(digest=b"f" * 32, size_bytes=1, name="tensors-0")
+ROUNDS = served_task(ROUNDS_EXPECTATION, first_tensors=FIRST, algorithm="fpl")
+
+
+def _row(device: str, *, number: int = 0) -> SubmissionRecord:
+    return SubmissionRecord(device, Entry(1, f"{device}{number}".encode(), 0.0, number), 1, 1, 1, {0: 1})
+
+
+def _head(task: bytes, version: int, *, tensors: bool) -> HeadRecord:
+    blob = BlobRef(digest=bytes([version]) * 32, size_bytes=1, name="tensors") if tensors else None
+    digest = b"graph" if tensors else f"head{version}".encode()
+    return HeadRecord(
+        version, task, digest, 1, 0.0, 1, {}, {}, blob, b"file%d" % version if tensors else digest
+    )
+
+
+@pytest.fixture
+def filled(store: Store) -> Store:
+    for version in (1, 2, 3):
+        store.heads.add(_head(ROUNDS_TASK, version, tensors=True))
+        store.heads.add(_head(TASK, version, tensors=False))
+    for number in range(4):
+        store.submissions.put(ROUNDS_TASK, _row(f"r{number}", number=number))
+    for device in "ab":
+        store.submissions.put(TASK, _row(device))
+    graph = BlobRef(digest=b"g" * 32, size_bytes=1, name="init.onnx")
+    store.facts.put(CompiledGraphs({"key": {"init": graph}}))
+    return store
+
+
+def test_blobs_that_rounds_need(filled: Store) -> None:
+    """Submissions within the staleness, tensors and files of retained heads, graphs; everything of other tasks."""
+    for version in range(4, 9):
+        filled.heads.add(_head(ROUNDS_TASK, version, tensors=True))
+    filled.heads.put_rollout(ROUNDS_TASK, State(newest=8, current=2, earlier=(1,), trial=Trial(3, 0.0)))
+    for number in (7, 8):
+        filled.submissions.put(ROUNDS_TASK, _row(f"r{number}", number=number))
+    needed = needed_blobs(ROUNDS, filled)
+    assert {b"r77", b"r88"} <= needed
+    assert not {b"r00", b"r11", b"r22", b"r33"} & needed
+    assert {FIRST.digest, ROUNDS_TASK} <= needed
+    for version in range(1, 9):
+        assert bytes([version]) * 32 in needed
+        assert b"file%d" % version in needed
+    filled.heads.put_rollout(ROUNDS_TASK, State(newest=8, current=3, trial=None))
+    needed = needed_blobs(ROUNDS, filled)
+    for version in range(1, 9):
+        assert (bytes([version]) * 32 in needed) == (version >= 3)
+        assert (b"file%d" % version in needed) == (version >= 3)
+    assert {b"a0", b"b0", b"head1", b"head2", b"head3", b"g" * 32} <= needed
+
+
+def test_without_rounds_every_device_counts(filled: Store) -> None:
+    """Whatever the age of its submission; the blobs that a task with rounds would continue with are kept."""
+    needed = needed_blobs(ONE_SHOT, filled)
+    assert {b"a0", b"b0", TASK, b"r00", b"r33", b"\x03" * 32, b"g" * 32} <= needed
+    assert {b"\x01" * 32, b"\x02" * 32} <= needed
+
+
+def test_last_heads_are_kept(filled: Store) -> None:
+    """The last five, the current one and the one before it; likewise of other tasks."""
+    for version in range(4, 11):
+        filled.heads.add(_head(TASK, version, tensors=False))
+    state = State(newest=10, current=2, earlier=(1, 4))
+    filled.heads.put_rollout(TASK, state)
+    kept = {f"head{version}".encode() for version in (2, 4, 6, 7, 8, 9, 10)}
+    heads = {f"head{version}".encode() for version in range(1, 11)}
+    assert needed_blobs(ONE_SHOT, filled) & heads == kept
+    assert needed_blobs(ROUNDS, filled) & heads == kept
+    assert served_blobs(ONE_SHOT, filled.heads.all(TASK), state) & heads == kept
+
+
+def test_members_of_a_pending_head_are_needed(filled: Store) -> None:
+    entry = Entry(1, b"superseded", 0.0, 2)
+    filled.facts.put(NextHead(ROUNDS_TASK, 4, {"x": entry}))
+    assert b"superseded" in needed_blobs(ROUNDS, filled)
+    filled.facts.delete(NextHead)
+    assert b"superseded" not in needed_blobs(ROUNDS, filled)
+
+
+def test_served_blobs() -> None:
+    heads = [_head(ROUNDS_TASK, version, tensors=True) for version in range(1, 9)]
+    served = served_blobs(ROUNDS, heads, State(newest=8, current=2))
+    assert {FIRST.digest, b"graph", b"\x02" * 32, b"\x08" * 32, bytes(32)} <= served
+    assert not {b"\x01" * 32, b"\x03" * 32} & served
+    assert served_blobs(ONE_SHOT, [], State()) == {bytes(32)}
+
+
+def test_submission_of_an_earlier_round_without_its_blob_is_deleted(filled: Store) -> None:
+    """It is deleted if it would count; one of the open round is requested instead."""
+    filled.submissions.put(
+        ROUNDS_TASK, dataclasses.replace(_row("here"), entry=Entry(1, filled.blobs.put(b"x"), 0.0, 2))
+    )
+    delete_carried_submissions(ROUNDS, filled)
+    assert sorted(filled.submissions.all(ROUNDS_TASK)) == ["here", "r0", "r1", "r3"]
+    assert sorted(filled.submissions.all(TASK)) == ["a", "b"]

@@ -68,15 +68,6 @@ def test_effective_dimensions_of_equal_variances(dimensions: int) -> None:
     assert effective_dimensions(deviations) == pytest.approx(max(1, dimensions / 2), rel=0.1)
 
 
-@pytest.mark.parametrize("shift", [0, 1])
-def test_honest_devices_are_no_outliers(shift: int) -> None:
-    """Neither in one place nor in different places, nor with few images or classes."""
-    parts = fleet(9, shift=shift)
-    parts["few"] = honest(20, prototypes=1)
-    parts["one class"] = honest(21, labels=(1,), shift=shift)
-    assert _judged(parts) == {}
-
-
 def test_flipped_labels_are_found() -> None:
     """The reason names a class, the distance and the number of devices."""
     parts = {**fleet(8), "malicious": flipped(honest(9))}

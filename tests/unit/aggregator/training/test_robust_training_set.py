@@ -14,19 +14,16 @@ from aggregator.intake.validation import Prototypes
 from aggregator.training.robust import training_set as limiting
 from aggregator.training.robust.outlier_detection import judge
 from aggregator.training.robust.outlier_statistics import summaries
-from aggregator.training.robust.training_set import (
-    combine,
-    half_of,
-    limited_means,
-    pool,
-)
+from aggregator.training.robust.training_set import combine, half_of, limited_means, pool
 from tests.support.messages.prototype_sets import CLASSES, fleet, flipped, honest
 
 
 def test_parts_are_concatenated() -> None:
-    """The order of the parts stays."""
-    parts = list(fleet(3).values())
+    """The order of the parts stays, and each prototype has the number of its device."""
+    parts = [honest(number, prototypes=2 + number) for number in range(3)]
     data = _combined(parts)
+    expected = np.repeat(np.arange(3), [len(part.labels) for part in parts])
+    np.testing.assert_array_equal(data.devices, expected)
     assert np.array_equal(data.values, np.concatenate([part.values for part in parts]))
     assert np.array_equal(data.labels, np.concatenate([part.labels for part in parts]))
 
@@ -39,16 +36,6 @@ def test_half_has_every_second_prototype_of_each_class() -> None:
     assert half.values[:, 0].tolist() == [0, 1, 3, 4]
     assert half.labels.tolist() == [0, 1, 0, 2]
     assert half.counts.tolist() == [10, 11, 13, 14]
-
-
-def test_flood_of_one_device_does_not_decide() -> None:
-    """A device that sends 3,000 prototypes under false labels, among eight of eighteen."""
-    parts = [*fleet(8).values(), flipped(honest(9, prototypes=1000))]
-    fresh = honest(20, prototypes=50)
-    assert _accuracy(_combined(parts), fresh) > 0.95
-    alike = pool(parts)
-    data = TrainingSet(alike.values, alike.labels, alike.counts, RARE + 1)
-    assert _accuracy(data, fresh) < 0.05
 
 
 SIZE, RARE, IMAGES = 48, 5, 5
@@ -126,12 +113,6 @@ def test_classes_on_few_devices_count_for_what_all_share_where_they_are_needed(
 ) -> None:
     data = _combined(parts)
     assert set(data.labels[data.common_rows].tolist()) == common
-
-
-def test_each_prototype_has_the_number_of_its_device() -> None:
-    parts = [honest(number, prototypes=2 + number) for number in range(4)]
-    expected = np.repeat(np.arange(4), [len(part.labels) for part in parts])
-    np.testing.assert_array_equal(_combined(parts).devices, expected)
 
 
 def _combined(parts: list[Prototypes]) -> TrainingSet:
@@ -241,12 +222,6 @@ def test_class_of_two_devices_stays() -> None:
     assert all(
         after.values is before.values for before, after in zip(parts, limited_means(parts), strict=True)
     )
-
-
-def test_nothing_is_limited_without_a_multiple() -> None:
-    parts = [*fleet(6).values(), flipped(honest(9))]
-    data = combine(parts, num_classes=len(CLASSES), max_multiple=0)
-    assert np.array_equal(data.values, np.concatenate([part.values for part in parts]))
 
 
 def test_devices_are_compared_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
