@@ -289,12 +289,7 @@ def test_fused_model_has_the_features_of_the_backbone(tmp_path: Path) -> None:
     digest = file_digest(path).hex()
     classes = tuple(map(str, range(FEATURE_SIZE)))
     metadata = HeadMetadata(
-        classes=classes,
-        version=1,
-        task="0" * 64,
-        backbones=(digest,),
-        feature_size=FEATURE_SIZE,
-        training={},
+        classes=classes, version=1, task="0" * 64, backbones=(digest,), feature_size=FEATURE_SIZE, training={}
     )
     helper.set_model_props(head, to_properties(metadata))
     session = onnxruntime.InferenceSession(fuse([path.read_bytes()], head.SerializeToString()))

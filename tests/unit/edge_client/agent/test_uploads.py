@@ -8,7 +8,7 @@ from edge_client.agent import events, uploads
 from edge_client.agent.frame_size import MIN_BYTES, WINDOWS_TO_DOUBLE, FrameSize
 from edge_client.agent.state import MAX_DAMAGED, SLOW_LINK, Mode, State, Upload, UploadItem
 from edge_client.agent.state_machine import step
-from edge_client.agent.uploads import QUERY_BYTES, WINDOW_FRAMES
+from edge_client.agent.uploads import QUERY_BYTES
 from protocol.mqtt import events as mqtt
 from protocol.retry_delay import MAX_DELAY_S
 from protocol.wire.messages import MAX_CHUNK_BYTES, Reason, Receipt
@@ -66,22 +66,6 @@ def test_windows_cover_their_ranges(bounds: list[int], chunk_bytes: int, frames:
         assert last <= start < stop <= start + chunk_bytes
         last = stop
     assert sum(stop - start for start, stop in frames_cut) == whole
-
-
-def test_one_window_is_sent_at_a_time() -> None:
-    """The next one follows the broker's acknowledgement, and a query ends them."""
-    state = begin()
-    state, windows = answer(state, ((0, QUERY[0]),))
-    while len(windows) < 20:
-        assert len(windows[-1]) == WINDOW_FRAMES or state.uploads[0].ranges == ()
-        state, more = drain(state)
-        if not more:
-            break
-        windows += more
-    frames = [each for window in windows for each in window]
-    assert frames[-1] == QUERY
-    assert sum(stop - start for start, stop in frames) == SIZE
-    assert (len(windows), len(frames)) == (6, 41)
 
 
 @pytest.mark.parametrize("missing", [(), ((SIZE, SIZE + 9),), ((9, 9),), ((9, 4),)])

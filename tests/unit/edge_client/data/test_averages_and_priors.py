@@ -122,23 +122,6 @@ def test_equal_scores_keep_the_earlier_images() -> None:
     assert sorted(prototypes[:, 0].tolist()) == [1.0, 2.0, 4.0, 8.0, 16.0]
 
 
-@pytest.mark.parametrize(("alpha", "images", "kept"), [(0.07, 100, 7), (0.29, 100, 29), (0.99, 100, 99)])
-def test_share_kept_is_exact(alpha: float, images: int, kept: int) -> None:
-    """ceil(alpha n) is computed with the decimal as written, not its binary neighbor: 0.07 * 100 > 7."""
-    _, counts = _prototypes_of(_random_features(images), alpha=alpha)
-    assert counts.sum() == kept
-
-
-@pytest.mark.parametrize(("images", "counts"), [(0, []), (1, []), (2, [2]), (4, [4]), (5, [5]), (11, [5, 6])])
-def test_counts_of_small_classes(images: int, counts: list[int]) -> None:
-    """One image has no prototype, a few have one, and a remainder joins the last one."""
-    prototypes, got = _prototypes_of(_random_features(images))
-    assert got.tolist() == counts
-    assert prototypes.shape == (len(counts), 3)
-    assert [array.dtype.name for array in (prototypes, got)] == ["float32", "uint32"]
-    assert len(average(list, np.zeros(0, np.intp))[1]) == 0
-
-
 def test_zero_feature_scores_zero() -> None:
     """It is the first to be omitted."""
     features = np.vstack([np.zeros((1, 3), dtype=np.float32), np.ones((9, 3), dtype=np.float32)])

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -20,10 +19,9 @@ from PIL import Image
 from edge_client.data import decoding_memory, extraction
 from edge_client.data.decoding_memory import available_bytes, limit_bytes, reserve
 from edge_client.data.extraction import Extraction, extract, feature_batches
-from edge_client.data.images import LabeledImage, decode, find_images, unlabeled
+from edge_client.data.images import LabeledImage, decode, decoded, find_images, unlabeled
 from edge_client.runtime.backbone import Backbone
 from edge_client.storage.feature_cache import FeatureCache
-from protocol.errors import Interrupted
 from protocol.models.preprocessing import Preprocessing, preprocess
 from tests.support.devices.device_factory import CLASSES, choosy, noise, tiny, write_images
 from tests.support.machine_faults import not_root, open_folder
@@ -90,14 +88,6 @@ def test_image_unusable_for_one_backbone_is_skipped_for_all(tmp_path: Path) -> N
     assert extractor.opened == []
 
 
-def test_interruption_keeps_finished_batches(tmp_path: Path) -> None:
-    images = find_images(write_images(tmp_path / "data", count=8), CLASSES)
-    extractor = Extractor(tmp_path)
-    with pytest.raises(Interrupted):
-        extractor(images, stop_after=8)
-    assert extractor(images) == Extraction(computed=8, cached=8, refused=())
-
-
 def test_broken_image_is_named_and_tried_again_when_its_file_changes(tmp_path: Path) -> None:
     """Unreadable and truncated images are refused with reasons, and not decoded again at each start."""
     data = write_images(tmp_path / "data", count=4)
@@ -151,12 +141,12 @@ def test_no_image_is_decoded_while_runs_of_the_backbones_are_counted(
 ) -> None:
     """A crash at an image that is decoded ahead would count as one of the head, which three of them replace."""
     images = find_images(write_images(tmp_path / "data", count=8), CLASSES)
-    decode, is_running, overlaps = extraction._decoded, threading.Event(), list[bool]()
+    is_running, overlaps = threading.Event(), list[bool]()
 
-    def decode_slowly(image: LabeledImage, *settings: Any) -> Any:
-        if image == images[4]:
+    def decode_slowly(path: Path) -> contextlib.AbstractContextManager[Image.Image]:
+        if path == images[4].path:
             overlaps.append(is_running.wait(timeout=1.0))
-        return decode(image, *settings)
+        return decoded(path)
 
     @contextlib.contextmanager
     def count() -> Iterator[None]:
@@ -164,7 +154,7 @@ def test_no_image_is_decoded_while_runs_of_the_backbones_are_counted(
         yield
         is_running.clear()
 
-    monkeypatch.setattr(extraction, "_decoded", decode_slowly)
+    monkeypatch.setattr(extraction, "decoded", decode_slowly)
     batches = feature_batches(images, [tiny(tmp_path)], batch_size=4, workers=2, run_backbones=count)
     assert sum(map(len, batches)) == len(images)
     assert overlaps == [False]
@@ -227,14 +217,6 @@ def test_odd_image_is_refused_without_warnings(
     assert "\n" not in extraction.refused[0][1]
     assert extraction.computed == 2
     assert not recwarn.list
-
-
-def test_file_name_outside_utf8_is_extracted(tmp_path: Path) -> None:
-    data = write_images(tmp_path / "data", count=1)
-    (data / "cat" / "0000.png").rename(os.fsdecode(os.fsencode(data) + b"/cat/\xe4\xff.png"))
-    images, extractor = find_images(data, CLASSES), Extractor(tmp_path)
-    assert extractor(images) == Extraction(computed=2, cached=0, refused=())
-    assert extractor(images) == Extraction(computed=0, cached=2, refused=())
 
 
 _WEIGH = """

@@ -19,7 +19,6 @@ from PIL import Image
 from edge_client.data.holdout import held_out, held_out_count
 from edge_client.data.images import MOST_NAMED, LabeledImage, decode, find_images, scan_images
 from protocol.errors import ConfigError, UnreadableImage
-from protocol.models.preprocessing import Preprocessing, preprocess
 from tests.support.devices.device_factory import gray_png, image_file, noise
 from tests.support.machine_faults import not_root, open_folder
 
@@ -188,19 +187,6 @@ def test_invalid_list_is_refused_with_the_line(tmp_path: Path, text: str, says: 
     assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr", "I;16"])
-def test_usual_modes_become_rgb(tmp_path: Path, mode: str) -> None:
-    image = (
-        Image.new("L", (20, 20), 120).convert(mode) if mode != "I;16" else Image.new(mode, (20, 20), 120 << 8)
-    )
-    suffix = ".jpg" if mode in {"CMYK", "YCbCr"} else ".png"
-    path = image_file(tmp_path / f"p{suffix}", image)
-    pixels = preprocess(decode(path), Preprocessing(height=8, width=8))
-    assert pixels.shape == (8, 8, 3)
-    if mode != "1":
-        np.testing.assert_allclose(pixels.astype(int), 120, atol=3)
-
-
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_exif_orientation_is_applied(tmp_path: Path, orientation: int) -> None:
     upright = Image.new("RGB", (48, 32), "white")
@@ -231,8 +217,7 @@ FORMATS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL")
 @pytest.mark.parametrize(
-    ("name", "options"),
-    [*FORMATS, ("JPEG", {"progressive": True}), ("TIFF", {"compression": "tiff_lzw"})],
+    ("name", "options"), [*FORMATS, ("JPEG", {"progressive": True}), ("TIFF", {"compression": "tiff_lzw"})]
 )
 def test_truncated_image_is_refused_and_never_padded(
     tmp_path: Path, name: str, options: dict[str, Any]
@@ -354,8 +339,3 @@ def test_a_new_image_changes_the_side_of_at_most_one_other(names: list[str], fra
     *before, added = _images([names])
     others = {image.relative for image in before}
     assert len((held_out(before, fraction) ^ held_out([*before, added], fraction)) & others) <= 1
-
-
-def test_paths_outside_utf8_are_accepted() -> None:
-    images = _images([[os.fsdecode(b"\xff%d" % number) for number in range(5)]])
-    assert len(held_out(images, 0.2)) == 1

@@ -67,10 +67,7 @@ other_pixel.putpixel((3, 5), (0, 0, 0))
 SAME = {
     "a rating": (JPEG, tagged(JPEG, {RATING: 5})),
     "another rating": (tagged(JPEG, {RATING: 4}), tagged(JPEG, {RATING: 5})),
-    "a rating of a turned image": (
-        tagged(JPEG, {ORIENTATION: 6}),
-        tagged(JPEG, {ORIENTATION: 6, RATING: 5}),
-    ),
+    "a rating of a turned image": (tagged(JPEG, {ORIENTATION: 6}), tagged(JPEG, {ORIENTATION: 6, RATING: 5})),
     "a comment": (JPEG, saved(noise(), "jpeg", comment=b"a dog")),
     "an upright orientation": (JPEG, tagged(JPEG, {ORIENTATION: 1})),
     "a text": (PNG, saved(noise(), "png", pnginfo=text(Title="a dog"))),
@@ -83,10 +80,7 @@ SAME = {
         png_exif({ORIENTATION: 6}),
         saved(noise().transpose(Image.Transpose.ROTATE_270), "png"),
     ),
-    "a palette": (
-        saved(noise().quantize(16), "png"),
-        saved(noise().quantize(16).convert("RGB"), "png"),
-    ),
+    "a palette": (saved(noise().quantize(16), "png"), saved(noise().quantize(16).convert("RGB"), "png")),
 }
 OTHER = {
     "another image": (JPEG, saved(noise(seed=1), "jpeg")),

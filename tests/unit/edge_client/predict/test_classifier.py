@@ -29,7 +29,6 @@ from edge_client.predict.head import Head, Result, open_head, open_round_head
 from edge_client.predict.head_in_use import HeadInUse
 from edge_client.predict.majority import Majority
 from edge_client.runtime import onnx_model, watchdog
-from edge_client.runtime.backbone import Backbone
 from edge_client.storage.stored_values import DRIFT_AGE_S, Drift, InstalledHead
 from edge_client.submission.head_evaluation import evaluate
 from edge_client.training.local_round import LocalModel
@@ -52,28 +51,9 @@ from tests.support.graphs.backbones import changed
 from tests.system.attacks.malicious_graphs import infinite_loop
 
 
-def _weights(backbone: Backbone, images: list[Path]) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
-    """Return weights that separate the first image's class from the last one's."""
-    spec = backbone.metadata.preprocessing
-    features = backbone.features(np.stack([preprocess(decode(p), spec) for p in images]))
-    middle = features.mean(axis=0)
-    direction = features[-1] - features[0]
-    scaled = 20 * direction / np.abs(features @ direction - middle @ direction).max()
-    offset = middle @ scaled / (middle @ middle)
-    return np.stack([np.zeros_like(scaled), scaled - offset * middle], axis=1).astype(np.float32)
-
-
 def answers(of: Classifier, paths: list[Path], *, top: int) -> list[Prediction]:
     """Return the predictions for the usable images."""
     return [each for _, each in of.predict(paths, top=top) if isinstance(each, Prediction)]
-
-
-def test_a_head_without_a_probability_is_refused(tmp_path: Path) -> None:
-    """It gives NaN for one image, and probabilities where it is tested: `predict` prints no class for NaN."""
-    weights = np.tile(np.array([9, -9], np.float32), (16, 1))
-    head = open_head(linear_head([tiny(tmp_path)], weights), backbones=[tiny(tmp_path)])
-    with pytest.raises(GraphRefused, match="NaN or infinity"):
-        head.probabilities(np.full((1, 16), 3e38, np.float32))
 
 
 def test_predictions_keep_the_order_of_images(tmp_path: Path) -> None:
@@ -194,16 +174,6 @@ def test_round_head_is_bound_to_state_tensors_and_local_prototypes() -> None:
     assert evaluate(head, [features, features[:1]], label=2)[2] == 4
     strange = round_head(local_model=replace(LOCAL_MODEL, counts=np.zeros(3, np.float32)))
     assert evaluate(strange, [features], label=0)[0] == 2
-
-
-def test_classes_without_prototypes_are_unknown() -> None:
-    """The round's tensor `present` names those that have some; without it all are known."""
-    head = round_head()
-    assert head.known_classes == [0, 1, 2]
-    assert replace(head, bound={**head.bound, "present": np.array([0, 1, 1], np.uint8)}).known_classes == [
-        1,
-        2,
-    ]
 
 
 def test_round_head_with_unsuitable_tensors_is_refused() -> None:

@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 from PIL import Image
 
 from edge_client.cli import cli
 from edge_client.data.extraction import extract
 from edge_client.data.images import LabeledImage, decode, find_images, pixel_digest
-from edge_client.predict.head import Result
+from edge_client.predict import head
 from edge_client.review.findings import suspicious
 from edge_client.review.http_server import ReviewServer
 from edge_client.review.relabeling import NotMoved, Relabeling
@@ -41,9 +41,10 @@ def where(tmp_path: Path) -> ReviewFolder:
 
 def test_each_kind_is_found_in_the_order_of_its_scores(where: ReviewFolder) -> None:
     found = where.review()
-    assert [
+    shown = [
         (each.kind, each.image.path.name, each.labeled, each.prediction.answer) for each in found.findings
-    ] == [
+    ]
+    assert shown == [
         ("label", "wrong.png", "cat", "dog"),
         ("label", "same.png", "dog", "cat"),
         ("unknown", "stranger.png", "cat", "unknown"),
@@ -123,20 +124,30 @@ def test_unusable_images_are_named_and_a_folder_without_images_has_no_findings(w
 
 def test_unlabeled_images_come_by_their_margin_and_unknown_ones_by_their_novelty() -> None:
     rows = np.array([[0.9, 0.1], [0.5, 0.5], [0.6, 0.4], [0.5, 0.5], [0.9, 0.1]], np.float32)
-    result = Result(rows, np.array([0.1, 0.4, 0.2, 0.1, 0.7], np.float32))
+    result = head.Result(rows, np.array([0.1, 0.4, 0.2, 0.1, 0.7], np.float32))
     known, labels = np.array([True, False, True, True, False]), np.array([-1, -1, -1, 0, -1])
     found = suspicious(result, labels, known)
     assert [row for row, _ in found["unlabeled"]] == [2, 0]
     assert [row for row, _ in found["stranger"]] == [4, 1]
 
 
-@pytest.mark.parametrize("output", ["--json", "--limit=10"])
-def test_command_lists_findings(tmp_path: Path, bench: HeadBench, output: str) -> None:
+@pytest.fixture
+def using(tmp_path: Path, bench: HeadBench) -> HeadBench:
+    """A device with a head."""
     bench.install(bench.head(1, np.zeros((16, 2)), head_file(tmp_path)))
+    return bench
+
+
+def _command(using: HeadBench, *arguments: str | Path) -> Result:
+    options = ["--state", str(using.state), "--provider", "cpu"]
+    return CliRunner().invoke(cli, ["review", *map(str, arguments), *options])
+
+
+@pytest.mark.parametrize("output", ["--json", "--limit=10"])
+def test_command_lists_findings(tmp_path: Path, using: HeadBench, output: str) -> None:
     where = review_folder(tmp_path / "review")
-    arguments = ["review", str(where.data), "--unlabeled", str(where.unlabeled), "--state", str(bench.state)]
     (where.data / "cat" / "broken.png").write_bytes(b"no image")
-    done = CliRunner().invoke(cli, [*arguments, "--provider", "cpu", output])
+    done = _command(using, where.data, "--unlabeled", where.unlabeled, output)
     assert done.exit_code == 0, done.output
     assert "broken.png: it is none of JPEG" in done.stderr
     if output == "--json":
@@ -151,16 +162,12 @@ def test_command_lists_findings(tmp_path: Path, bench: HeadBench, output: str) -
     assert "11 images classified, 3 of 4 held-out images correct" in done.stdout
 
 
-def test_command_omits_kept_images(tmp_path: Path, bench: HeadBench) -> None:
-    bench.install(bench.head(1, np.zeros((16, 2)), head_file(tmp_path)))
+def test_command_omits_kept_images(tmp_path: Path, using: HeadBench) -> None:
     where = review_folder(tmp_path / "review")
     wrong = next(image for image in where.images() if image.path.name == "wrong.png")
-    bench.store.set(Kept() + wrong.identity)
+    using.store.set(Kept() + wrong.identity)
     for arguments, labels in (([], 1), (["--all"], 2)):
-        done = CliRunner().invoke(
-            cli, ["review", str(where.data), "--state", str(bench.state), "--provider", "cpu", *arguments]
-        )
-        assert f"labels to check: {labels}\n" in done.stdout
+        assert f"labels to check: {labels}\n" in _command(using, where.data, *arguments).stdout
 
 
 def test_newest_kept_images_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,9 +175,8 @@ def test_newest_kept_images_are_remembered(monkeypatch: pytest.MonkeyPatch) -> N
     assert (Kept() + "a" + "b" + "a" + "c").images == ("a", "c")
 
 
-def test_unlabeled_images_among_classes_are_refused(tmp_path: Path, bench: HeadBench) -> None:
+def test_unlabeled_images_among_classes_are_refused(tmp_path: Path, using: HeadBench) -> None:
     """So is a page for labels in a list."""
-    bench.install(bench.head(1, np.zeros((16, 2)), head_file(tmp_path)))
     data = str(tmp_path / "data")
     listed = tmp_path / "images.csv"
     listed.write_text("path,label\n")
@@ -182,9 +188,7 @@ def test_unlabeled_images_among_classes_are_refused(tmp_path: Path, bench: HeadB
         ([str(tmp_path / "empty")], "has no image of cat, dog: one folder for each class"),
         ([str(listed), "--page"], "change them there"),
     ):
-        done = CliRunner().invoke(
-            cli, ["review", *arguments, "--state", str(bench.state), "--provider", "cpu"]
-        )
+        done = _command(using, *arguments)
         assert done.exit_code != 0
         assert error in f"{done.exception} {done.output}"
 
@@ -277,11 +281,7 @@ def test_disk_that_fails_loses_nothing(
     assert _contents(data) == before
 
 
-def test_lists_and_names_that_no_folder_can_have_are_refused(data: Path) -> None:
-    listed = data / "images.csv"
-    listed.write_text("path,label\n")
-    with pytest.raises(ConfigError, match="change them there"):
-        Relabeling(listed, CLASSES, None)
+def test_names_that_no_folder_can_have_are_refused(data: Path) -> None:
     for name in ("a/b", "..", ""):
         with pytest.raises(ConfigError, match="no folder can have the name of the class"):
             Relabeling(data, ("cat", name), None)

@@ -165,12 +165,6 @@ def test_every_prefix_of_a_graph_is_refused() -> None:
             open_graph(WHOLE[:length], role="step")
 
 
-@given(st.binary(max_size=60))
-def test_random_bytes_are_refused(data: bytes) -> None:
-    with pytest.raises(GraphRefused):
-        open_graph(data, role="step")
-
-
 @given(st.integers(0, len(WHOLE) - 1), st.integers(0, 255))
 def test_damaged_graph_is_opened_or_refused(place: int, byte: int) -> None:
     damaged = bytearray(WHOLE)
@@ -280,15 +274,6 @@ def _absolute(output: str, *, of: str = "feature", more: str = "") -> str:
 def test_unsuitable_graph_is_refused(role: Role, options: dict[str, Any], reason: str) -> None:
     with pytest.raises(GraphRefused, match=reason):
         opened(role, **options)
-
-
-def test_graph_of_another_role_or_without_metadata_is_refused() -> None:
-    with pytest.raises(GraphRefused, match="for step, got the one for head"):
-        open_graph(file("head"), role="step")
-    bare = model("step")
-    del bare.metadata_props[:]
-    with pytest.raises(GraphRefused, match="no 'protofleet' metadata"):
-        open_graph(bare.SerializeToString(), role="step")
 
 
 def test_failing_graph_is_refused_in_one_line(capfd: pytest.CaptureFixture[str]) -> None:

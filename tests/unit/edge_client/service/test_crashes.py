@@ -16,20 +16,14 @@ from edge_client.predict.head import open_installed
 from edge_client.storage.crash_counter import MAX_CRASHES, task_key
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import Heads, LeftOut, SubmissionReport
-from edge_client.submission import builder, head_installer, image_features
+from edge_client.submission import head_installer, image_features
 from edge_client.training import local_round
 from protocol.errors import StateError
 from protocol.storage.blobstore import BlobStore
 from protocol.wire.codec import encode
-from protocol.wire.messages import HeadManifest, Receipt, TaskManifest
+from protocol.wire.messages import Receipt, TaskManifest
 from tests.support.devices.device_bench import CONSTANT, HeadBench, RoundsBench
-from tests.support.devices.device_factory import (
-    TINY,
-    image_file,
-    make_manifest,
-    noise,
-    write_images,
-)
+from tests.support.devices.device_factory import TINY, image_file, make_manifest, noise, write_images
 from tests.support.graphs.backbones import tiny_backbone
 
 
@@ -75,30 +69,6 @@ def test_a_backbone_that_ends_the_program_is_not_run_at_the_fourth_start(
     assert bench.store.crash_counter.crashes(task_key(deadly)) == 0
     bench.start(mode=Mode.SERVICE)
     assert bench.submission() is not None
-
-
-def test_a_part_of_a_task_that_works_does_not_end_the_row(
-    bench: HeadBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The backbones can be opened, and run for a head: the task's images still end the program."""
-    deadly = make_manifest(seed=1)
-    bench.manifest = deadly
-    head = HeadManifest(task=bench.task, current=bench.head(1, CONSTANT["cat"]))
-    monkeypatch.setattr(image_features, "extract", die)
-    follow_until_it_dies(bench, deadly)
-    bench.start().connect().announce(deadly).announce(head)
-    assert bench.status["problem"].startswith("the program ended 3 times while it ran the task's graphs")
-
-
-def test_a_task_that_ends_the_program_as_its_submission_is_stored_is_not_run_at_the_fourth_start(
-    bench: HeadBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A task decides what is stored as well: whatever ends the program before it is on disk counts."""
-    monkeypatch.setattr(builder, "encode_submission", die)
-    deadly = make_manifest(seed=1)
-    follow_until_it_dies(bench, deadly)
-    bench.start().connect().follow(deadly)
-    assert bench.status["problem"].startswith("the program ended 3 times")
 
 
 def test_a_step_graph_that_ends_the_program_is_not_run_at_the_fourth_start(
@@ -246,15 +216,6 @@ def test_a_damaged_file_is_downloaded_again_and_is_no_vote(
         start_and_install()
 
 
-def test_a_build_without_its_backbone_is_repeated(bench: HeadBench, tmp_path: Path) -> None:
-    bench.stop()
-    bench.store.blobs.path(TINY.digest).write_bytes(b"damaged")
-    image_file(tmp_path / "data/cat/new.png")
-    bench.start().connect()
-    assert {each.digest for each in bench.requests} == {TINY.digest}
-    assert bench.store.get(SubmissionReport).classes[0].images == 21
-
-
 def test_a_submission_that_is_damaged_in_a_running_outbox_is_built_again(bench: HeadBench) -> None:
     """The aggregator refuses other bytes than their digest is of, which sending them again does not correct."""
     damaged = bench.submission()
@@ -308,17 +269,6 @@ def test_a_device_that_cannot_run_the_task_has_no_vote(
     assert installed.report is None
     assert "while it ran the task's graphs" in installed.reason
     assert bench.store.crash_counter.crashes(head_key(head)) == 0
-
-
-def test_a_damaged_stored_task_comes_from_the_broker_again(
-    bench: HeadBench, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The start does not fail."""
-    caplog.set_level("INFO")
-    bench.stop()
-    bench.store.blobs.path(bench.task).write_bytes(b"damaged")
-    bench.start().connect()
-    assert "waiting for the fleet's task" in caplog.text
 
 
 _BUILD = """

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,17 +63,6 @@ def test_a_blob_that_arrives_damaged_is_reported(tmp_path: Path, max_epsilon: fl
         bench.wait(10).broadcast(sent, digest=digest_of(data))
     assert "damaged" not in bench.status["problem"]
     assert digest_of(data) in bench.store.blobs
-
-
-def test_tasks_that_never_get_a_head_do_not_fill_the_disk(tmp_path: Path) -> None:
-    """The blobs of a task that is replaced are deleted, except for those that the next one needs."""
-    bench = DeviceBench(tmp_path).start().connect()
-    shared, only_old = (bench.offer(data) for data in (b"shared", b"old"))
-    for name, blobs in (("first", (shared, only_old)), ("second", (shared,))):
-        manifest = make_manifest(algorithm=name, backbones=blobs)
-        bench.announce(manifest)
-        assert all(blob.digest in bench.store.blobs for blob in blobs)
-    assert set(bench.store.blobs.digests()) == {shared.digest, digest_of(encode(manifest))}
 
 
 def test_rounds_and_heads_that_are_replaced_do_not_fill_the_disk(rounds: RoundsBench) -> None:
@@ -289,16 +277,6 @@ def test_a_broker_that_withholds_is_noticed(
     assert bench.wait(2000).status["problem"][:13] == "expired: task"
 
 
-def test_an_enrolled_device_without_a_clock_refuses_manifests_from_before_its_enrollment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A broker that shows a new device an old task, which the aggregator signed."""
-    monkeypatch.setattr(time, "time", lambda: 0.0)
-    bench = DeviceBench(tmp_path, identity=Identity(enrolled_s=9000.0)).start()
-    bench.announce(make_manifest(), release=5000, issued_s=5000, expires_s=6000)
-    assert bench.status["problem"][:13] == "expired: task"
-
-
 def test_a_retained_receipt_is_ignored(bench: HeadBench) -> None:
     """A client that has left could otherwise end the program at every start."""
     submission = bench.submission()
@@ -329,59 +307,8 @@ def test_a_reconnected_aggregator_is_noticed(tmp_path: Path) -> None:
     assert requests("online", 8, retained=False) == 1
 
 
-@pytest.mark.parametrize(
-    ("presence", "is_another"),
-    [
-        (lambda _: Presence(state="online", epoch=2**63 - 1), False),
-        (lambda own: Presence(state="offline", epoch=own - 1), False),
-        (lambda own: Presence(state="online", epoch=own + 1), True),
-    ],
-    ids=["impossible epoch", "old will", "second program"],
-)
-def test_a_presence_on_the_own_topic_is_replaced_unless_it_is_newer(
-    tmp_path: Path, presence: Callable[[int], Presence], *, is_another: bool
-) -> None:
-    """An impossible epoch, which a broker retains, must not keep the device from starting."""
-    bench = DeviceBench(tmp_path).start().connect()
-    (own,) = (each.epoch for each in bench.sent("state", Presence))
-    received = encode(presence(own))
-    if is_another:
-        with pytest.raises(ProtofleetError, match="another edge-client is online"):
-            bench.receive(bench.topic("state"), received, retained=True)
-        return
-    bench.receive(bench.topic("state"), received, retained=True)
-    assert [each.epoch for each in bench.sent("state", Presence)] == [own, own]
-
-
-def test_a_forged_presence_does_not_stop_an_enrolled_device(tmp_path: Path) -> None:
-    """Only the device's own key counts: the forged one is counted, and replaced."""
-    bench = DeviceBench(tmp_path, identity=Identity(signing_key=b"s" * 32)).start().connect()
-    (own,) = (each.epoch for each in bench.sent("state", Presence))
-    before = len(bench.published)
-    bench.receive(bench.topic("state"), encode(Presence(state="online", epoch=own + 1)))
-    assert [each.topic for each in bench.published[before:]] == [bench.topic("state"), bench.topic("info")]
-    assert bench.info.refused_messages == {"signature": 1}
-
-
 def _presences(bench: DeviceBench) -> list[Outgoing]:
     return [each for each in bench.published if each.topic == bench.topic("state")]
-
-
-def test_two_keys_under_one_name_do_not_answer_each_other_forever(tmp_path: Path) -> None:
-    """Such as an enrollment and its renewal, both running: at most one of them publishes again."""
-    benches = [
-        DeviceBench(tmp_path / key, identity=Identity(signing_key=key.encode() * 32)) for key in ("s", "r")
-    ]
-    for bench in benches:
-        bench.start().connect()
-    heard = [0, 0]
-    for _ in range(3):
-        sent = [_presences(bench) for bench in benches]
-        for number, bench in enumerate(benches):
-            for each in sent[1 - number][heard[number] :]:
-                bench.receive(each.topic, each.payload)
-            heard[number] = len(sent[1 - number])
-    assert heard == [len(_presences(bench)) for bench in reversed(benches)]
 
 
 def test_a_copied_device_stays_out_until_it_takes_over(

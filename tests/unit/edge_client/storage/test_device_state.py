@@ -81,29 +81,6 @@ def test_device_id_that_is_no_topic_level_is_refused(tmp_path: Path, name: str) 
         DeviceState(tmp_path).device_id(name)
 
 
-_HOLD = """
-import pathlib, sys
-from edge_client.storage.device_state import DeviceState
-
-state = DeviceState(pathlib.Path(sys.argv[1]), lock=True)
-print("locked", flush=True)
-input()
-"""
-
-
-def test_second_program_is_locked_out_until_the_first_ends(tmp_path: Path) -> None:
-    holder = subprocess.Popen(
-        [sys.executable, "-c", _HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    assert holder.stdout is not None
-    assert holder.stdout.readline() == b"locked\n"
-    assert DeviceState(tmp_path, read_only=True).is_locked()
-    with pytest.raises(StateError, match="`edge-client` already runs"):
-        DeviceState(tmp_path, lock=True)
-    holder.communicate(b"\n")
-    DeviceState(tmp_path, lock=True)
-
-
 def test_a_damaged_database_is_not_to_be_deleted(tmp_path: Path) -> None:
     """It has the privacy ledger: the advice states what another state directory costs."""
     (tmp_path / "device.sqlite").write_bytes(b"damaged" * 2000)
@@ -114,7 +91,7 @@ def test_a_damaged_database_is_not_to_be_deleted(tmp_path: Path) -> None:
 @pytest.mark.parametrize("read_only", [False, True])
 def test_an_empty_database_is_damaged(tmp_path: Path, *, read_only: bool) -> None:
     """As a failing disk leaves it; a new one would not know what was spent on privacy, or which images are together."""
-    DeviceState(tmp_path)._database.close()  # its other files are mapped while it is open
+    DeviceState(tmp_path).close()  # its other files are mapped while it is open
     (tmp_path / "device.sqlite").write_bytes(b"")
     with pytest.raises(
         StateError, match=r"damaged: it is empty: keep the folder, .* would spend epsilon again"

@@ -296,17 +296,6 @@ def test_images_of_a_class_that_is_split_are_shown_as_waiting(tmp_path: Path) ->
     assert [(each.waiting, each.more_needed) for each in released] == [(5, 1), (4, 2)]
 
 
-def test_images_that_need_new_ones_are_counted_with_them(tmp_path: Path) -> None:
-    """Groups of a task with a smaller `min_images`: seven images are not seven new ones, and six more are needed."""
-    device = Folder(tmp_path, images=6)
-    device.upload(batch_size=2)
-    device.add(1)
-    with pytest.raises(ProtofleetError, match="add 6 images to use them again"):
-        device.upload(batch_size=7, min_images=7)
-    device.add(6, start=200)
-    assert device.upload(batch_size=7, min_images=7).classes[0].counts == (13,)
-
-
 def test_a_file_in_two_classes_counts_in_the_first_one(tmp_path: Path) -> None:
     """It does not break the first class's prototype at each submission."""
     device = Folder(tmp_path)
@@ -351,13 +340,3 @@ def test_images_of_prototypes_are_not_held_out_later(tmp_path: Path) -> None:
     assert [report.held_out for report in second.classes] == [6, 4]
     rows = second.prototypes[second.labels == 0][: len(first.classes[0].counts)]
     np.testing.assert_array_equal(rows, first.prototypes[first.labels == 0])
-
-
-def test_a_dry_run_records_no_group(tmp_path: Path) -> None:
-    device = Folder(tmp_path)
-    shown = Workspace(device.workspace.settings, device.workspace.store, device.workspace.cache, dry_run=True)
-    found = shown.extract(make_manifest(), should_stop=lambda: False)
-    prepared = prepare_prototypes(shown, make_manifest(), found)
-    assert device.workspace.store.image_groups.read().groups == {}
-    assert device.upload().counts.tolist() == prepared.counts.tolist()
-    assert len(device.workspace.store.image_groups.read().groups) == len(prepared.counts)

@@ -166,22 +166,6 @@ def test_nonfinite_state_is_neither_returned_nor_stored(stop_before: int | None)
     assert recorder.checkpoints == []
 
 
-def test_initial_state_takes_kept_tensors_and_then_those_of_the_round() -> None:
-    """Dtypes are those of `init`."""
-    velocity, steps = np.full((4, 2), 2, np.float16), np.array(9, np.uint32)
-    kept: State = {"velocity": velocity, "steps": steps, "more": np.zeros(3)}
-    mine, theirs = np.ones((4, 2), np.float32), np.full((4, 2), 3, np.float16)
-    state = begin(kept={**kept, "weight": mine}, tensors={**round_tensors(), "weight": theirs})
-    assert all(array.flags.owndata for array in state.values()), "a view would keep a session's memory"
-    assert list(state) == ["weight", "velocity", "mean", "steps"]
-    np.testing.assert_array_equal(state["weight"], np.full((4, 2), 3, np.float32))
-    np.testing.assert_array_equal(state["velocity"], np.full((4, 2), 2, np.float32))
-    np.testing.assert_allclose(state["mean"], FEATURE.mean(axis=0), rtol=1e-5, atol=1e-6)
-    assert [state[name].dtype for name in state] == [np.float32] * 3 + [np.int64]
-    assert state["steps"] == 9
-    run(Checkpoint(state), schedule=Schedule(epochs=1, batch_size=4, seed=()))
-
-
 TRANSPOSED = """step (float[n, 4] feature, float[4, 2] weight) => (float loss, float[r, c] next_weight)
     { loss = ReduceMean<keepdims = 0>(feature) next_weight = Transpose(weight) }"""
 

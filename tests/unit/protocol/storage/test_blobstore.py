@@ -110,13 +110,6 @@ def test_damaged_blobs_are_moved_apart(tmp_path: Path) -> None:
     assert len(_files(tmp_path / "damaged")) == MAX_DAMAGED
 
 
-def test_put_replaces_a_damaged_blob(tmp_path: Path) -> None:
-    store = BlobStore(tmp_path)
-    store.path(store.put(DATA)).write_bytes(b"damaged")
-    assert store.put(DATA) == DIGEST
-    assert store.read(DIGEST) == DATA
-
-
 def test_full_disk_keeps_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "head.onnx"
     write_atomically(path, b"a long older version")
