@@ -290,16 +290,8 @@ def test_csv_has_a_header_and_a_row_per_image(bench: HeadBench, photos: Path) ->
     assert done.exit_code == 1
     assert "error: photos/broken.png: " in done.stderr
     first, last = csv.DictReader(done.stdout.splitlines())
-    assert list(first) == [
-        "image",
-        "label_1",
-        "probability_1",
-        "label_2",
-        "probability_2",
-        "head_version",
-        "prior",
-        "answer",
-    ]
+    header = "image,label_1,probability_1,label_2,probability_2,head_version,prior,answer"
+    assert done.stdout.splitlines()[0] == header
     assert (first["image"], last["image"]) == ("photos/b.png", "photos/10%, of it.png")
     assert ({first["label_1"], first["label_2"]}, first["head_version"]) == ({"cat", "dog"}, "3")
     assert float(first["probability_1"]) > float(first["probability_2"]) > 0

@@ -128,37 +128,30 @@ def test_files_without_weights_are_refused(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "message"),
+    ("choice", "message"),
     [
-        ("mobilnetv2_100", "did you mean .*mobilenetv2_100"),
-        ("qqqqqqqq", "look for one with --list"),
-        ("test_resnet.nothing", r"no weights 'nothing' of test_resnet: expected test_resnet\.r160_in1k"),
+        (Choice("mobilnetv2_100", random=True), "did you mean .*mobilenetv2_100"),
+        (Choice("qqqqqqqq", random=True), "look for one with --list"),
+        (
+            Choice("test_resnet.nothing", random=True),
+            r"no weights 'nothing' of test_resnet: expected test_resnet\.r160_in1k",
+        ),
+        (Choice(MODEL), r"--weights FILE, --pretrained .* or --random"),
+        (Choice(MODEL, random=True, pretrained=True), r"--weights FILE, --pretrained .* or --random"),
+        (
+            Choice(MODEL, random=True, model_kwargs={"color": "red"}),
+            r"with {'color': 'red'}: .*'color'; check --model-kwargs",
+        ),
+        (
+            Choice(MODEL, random=True, model_kwargs={"global_pool": ""}),
+            r"no pooled feature: .* got \(2, \d+, 5, 5\); .*global_pool=avg",
+        ),
+        (Choice("test_convnext", random=True, image_size=8), "--image-size"),
     ],
 )
-def test_unknown_model_suggests_similar_names(model: str, message: str) -> None:
+def test_unsuitable_choice_is_refused(choice: Choice, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        load_backbone(Choice(model, random=True))
-
-
-@pytest.mark.parametrize("choice", [Choice(MODEL), Choice(MODEL, random=True, pretrained=True)])
-def test_exactly_one_weight_source_is_required(choice: Choice) -> None:
-    with pytest.raises(ConfigError, match=r"--weights FILE, --pretrained .* or --random"):
         load_backbone(choice)
-
-
-def test_unknown_model_argument_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"with {'color': 'red'}: .*'color'; check --model-kwargs"):
-        load_backbone(Choice(MODEL, random=True, model_kwargs={"color": "red"}))
-
-
-def test_model_without_pooled_feature_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"no pooled feature: .* got \(2, \d+, 5, 5\); .*global_pool=avg"):
-        load_backbone(Choice(MODEL, random=True, model_kwargs={"global_pool": ""}))
-
-
-def test_unsupported_image_size_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--image-size"):
-        load_backbone(Choice("test_convnext", random=True, image_size=8))
 
 
 def test_image_size_resizes_position_embeddings(tmp_path: Path) -> None:

@@ -104,20 +104,6 @@ def test_broken_image_is_named_and_tried_again_when_its_file_changes(tmp_path: P
     assert extractor(find_images(data, CLASSES)) == Extraction(1, 6, extraction.refused[1:])
 
 
-def test_the_cut_into_batches_changes_nothing(tmp_path: Path) -> None:
-    """Batches of one, of seven or of all, decoded by one thread or four: the same features."""
-    images = find_images(write_images(tmp_path / "data", count=8), CLASSES)
-    backbone = tiny(tmp_path)
-    made = []
-    for batch_size, workers in ((1, 1), (7, 4), (100, 2)):
-        batches = list(feature_batches(images, [backbone], batch_size=batch_size, workers=workers))
-        assert [image for batch in batches for image, _ in batch] == list(images)
-        assert max(map(len, batches)) <= batch_size
-        made.append(np.stack([feature for batch in batches for _, feature in batch]))  # type: ignore[misc]
-    np.testing.assert_allclose(made[0], made[1], rtol=1e-5)
-    np.testing.assert_allclose(made[0], made[2], rtol=1e-5)
-
-
 def test_decoding_never_runs_far_ahead(tmp_path: Path) -> None:
     """However slow the backbone, no more than two batches of images are in memory."""
     found = find_images(write_images(tmp_path / "data", count=30), CLASSES)

@@ -271,13 +271,6 @@ def test_decompression_bombs_and_empty_images_are_refused(
         decode(tmp_path / "p.png")
 
 
-@pytest.mark.parametrize("mode", ["I", "F"])
-def test_32_bit_pixels_are_refused(tmp_path: Path, mode: str) -> None:
-    path = image_file(tmp_path / "p.tif", Image.new(mode, (8, 8)))
-    with pytest.raises(UnreadableImage, match="8 bits a channel"):
-        decode(path)
-
-
 FRACTIONS = st.sampled_from([0.0, 0.001, 0.1, 0.2, 0.25, 0.29, 0.3, 0.5, 0.7, 0.9, 0.99]) | st.floats(0, 0.99)
 NAMES = st.lists(st.text(min_size=1, max_size=5), unique=True, max_size=40)
 SEVERAL_CLASSES = st.lists(NAMES, min_size=1, max_size=3)

@@ -80,22 +80,21 @@ def test_predictions_keep_the_order_of_images(tmp_path: Path) -> None:
 def test_unsuitable_head_is_refused(tmp_path: Path) -> None:
     """Another backbone's head (with both digests), other classes, NaN, no probabilities, no ONNX."""
     backbone, other = tiny(tmp_path), tiny(tmp_path, seed=1)
-    good = np.zeros((16, 2), dtype=np.float32)
-    with pytest.raises(BackboneMismatch, match=f"{other.sha256}.*{backbone.sha256}"):
-        open_head(linear_head([other], good), backbones=[backbone])
-    with pytest.raises(BackboneMismatch, match=f"{backbone.sha256}, {other.sha256}"):
-        open_head(linear_head([other, backbone], np.zeros((32, 2), np.float32)), backbones=[backbone, other])
-    with pytest.raises(BackboneMismatch, match="classes"):
-        open_head(linear_head([backbone], good), backbones=[backbone], classes=("cat", "cow"))
-    with pytest.raises(GraphRefused, match="add up"):
-        open_head(linear_head([backbone], good, softmax=False), backbones=[backbone])
-    with pytest.raises(GraphRefused, match="add up"):
-        open_head(linear_head([backbone], np.full((16, 2), np.nan, dtype=np.float32)), backbones=[backbone])
-    with pytest.raises(GraphRefused, match="expected an ONNX file"):
-        open_head(b"junk", backbones=[backbone])
+    good, both = np.zeros((16, 2), dtype=np.float32), [backbone, other]
     wide = tiny(tmp_path, seed=2, feature_size=8)
-    with pytest.raises(BackboneMismatch, match="features"):
-        open_head(linear_head([wide], good[:8], sha256s=(backbone.sha256,)), backbones=[backbone])
+    nan = np.full((16, 2), np.nan, dtype=np.float32)
+    swapped = linear_head([other, backbone], np.zeros((32, 2), np.float32))
+    for file, error, reason in (
+        (linear_head([other], good), BackboneMismatch, f"{other.sha256}.*{backbone.sha256}"),
+        (swapped, BackboneMismatch, f"{backbone.sha256}, {other.sha256}"),
+        (linear_head([backbone], good, classes=("cat", "cow")), BackboneMismatch, "classes"),
+        (linear_head([backbone], good, softmax=False), GraphRefused, "add up"),
+        (linear_head([backbone], nan), GraphRefused, "add up"),
+        (b"junk", GraphRefused, "expected an ONNX file"),
+        (linear_head([wide], good[:8], sha256s=(backbone.sha256,)), BackboneMismatch, "features"),
+    ):
+        with pytest.raises(error, match=reason):
+            open_head(file, backbones=both if file is swapped else [backbone], classes=CLASSES)
 
 
 def test_infinite_loop_in_a_head_exceeds_the_time_limit(
@@ -178,29 +177,32 @@ def test_round_head_is_bound_to_state_tensors_and_local_prototypes() -> None:
 
 def test_round_head_with_unsuitable_tensors_is_refused() -> None:
     """A missing tensor, another shape, size or role, and NaN: the error names each."""
-    with pytest.raises(GraphRefused, match="the head graph asks for weight; there are targets"):
-        round_head(local_model=replace(LOCAL_MODEL, state={}))
-    with pytest.raises(GraphRefused, match=r"'local_counts' must be float32 \(3\), and is float32 \(2\)"):
-        round_head(local_model=replace(LOCAL_MODEL, counts=np.zeros(2, np.float32)))
-    with pytest.raises(GraphRefused, match="for 5 features and 2 classes, got one for 4 and 3"):
-        round_head(feature_size=5, classes=("a", "b"))
-    with pytest.raises(GraphRefused, match="expected the graph for head, got the one for step"):
-        round_head(file=step_graphs.file("step"))
-    with pytest.raises(GraphRefused, match="one probability per class"):
-        round_head(local_model=replace(LOCAL_MODEL, state={"weight": np.full((4, 2), np.nan, np.float32)}))
     more = """h (float[n, 4] feature, float[4, 3] weight, uint8[k] present) => (float[n, 3] probabilities)
         { logits = MatMul(feature, weight) probabilities = Softmax(logits) }"""
-    state: dict[str, Any] = {"weight": np.zeros((4, 3), np.float32), "present": np.ones(9, np.uint8)}
-    with pytest.raises(GraphRefused, match=r"'present' must be uint8 \(3\), and is uint8 \(9\)"):
-        round_head(
-            file=step_graphs.file("head", body=more),
-            local_model=replace(LOCAL_MODEL, state=state),
-            tensors={},
-        )
     broken = """h (float[n, 4] feature, float[4, 2] weight) => (float[n, k] probabilities)
         { probabilities = Concat<axis = 1>(feature, weight) }"""
-    with pytest.raises(GraphRefused, match="the head graph fails"):
-        round_head(file=step_graphs.file("head", body=broken))
+    state: dict[str, Any] = {"weight": np.zeros((4, 3), np.float32), "present": np.ones(9, np.uint8)}
+    nan = {"weight": np.full((4, 2), np.nan, np.float32)}
+    two = replace(LOCAL_MODEL, counts=np.zeros(2, np.float32))
+    present = {"local_model": replace(LOCAL_MODEL, state=state), "tensors": {}}
+    refused: list[tuple[dict[str, Any], str]] = [
+        (
+            {"local_model": replace(LOCAL_MODEL, state={})},
+            "the head graph asks for weight; there are targets",
+        ),
+        ({"local_model": two}, r"'local_counts' must be float32 \(3\), and is float32 \(2\)"),
+        ({"feature_size": 5, "classes": ("a", "b")}, "for 5 features and 2 classes, got one for 4 and 3"),
+        ({"file": step_graphs.file("step")}, "expected the graph for head, got the one for step"),
+        ({"local_model": replace(LOCAL_MODEL, state=nan)}, "one probability per class"),
+        (
+            {"file": step_graphs.file("head", body=more), **present},
+            r"'present' must be uint8 \(3\), and is uint8 \(9\)",
+        ),
+        ({"file": step_graphs.file("head", body=broken)}, "the head graph fails"),
+    ]
+    for changes, reason in refused:
+        with pytest.raises(GraphRefused, match=reason):
+            round_head(**changes)
 
 
 def _head_file(folder: Path, known: Path, *, threshold: float | None) -> bytes:

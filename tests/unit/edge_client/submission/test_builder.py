@@ -17,10 +17,8 @@ from click.testing import CliRunner
 from msgspec import UNSET, UnsetType
 from numpy.typing import NDArray
 
-from aggregator.intake.validation import Expectation, check_submission, read_message
 from edge_client.cli import cli
-from edge_client.data.holdout import held_out
-from edge_client.data.images import NoImages, find_images
+from edge_client.data.images import NoImages
 from edge_client.predict.head import Result
 from edge_client.runtime.backbone import Backbone
 from edge_client.storage.device_state import DeviceState
@@ -36,16 +34,13 @@ from edge_client.submission.extraction_progress import LOG_INTERVAL_S, STORE_INT
 from edge_client.submission.head_evaluation import evaluate_head
 from edge_client.submission.prepared_submission import (
     PreparedSubmission,
-    encode_submission,
     prepare_prototypes,
 )
 from protocol.errors import BackboneMismatch, ConfigError, ProtofleetError
-from protocol.wire.messages import Confused, Perturbation, Submission
+from protocol.wire.messages import Confused, Perturbation
 from tests.support.devices.device_bench import HeadBench
 from tests.support.devices.device_factory import CLASSES, make_manifest, make_workspace, write_images
 from tests.support.devices.worker_benches import WANTED, PrivateBench
-
-TASK = b"t" * 32
 
 
 def _prepare(
@@ -55,33 +50,6 @@ def _prepare(
     workspace, task = make_workspace(folder, **{"holdout": 0.2, **local}), make_manifest(**(manifest or {}))
     workspace.store.set(Secret(secret))
     return prepare_prototypes(workspace, task, workspace.extract(task, should_stop=lambda: False))
-
-
-def test_held_out_images_are_in_no_prototype(tmp_path: Path) -> None:
-    """Every other image is in exactly one, and the report has the counts."""
-    data = write_images(tmp_path / "data", count=30)
-    prepared = _prepare(tmp_path)
-    images = find_images(data, CLASSES)
-    assert len(held_out(images, 0.2)) == 12
-    assert prepared.counts.sum() == len(images) - 12
-    assert [report.images for report in prepared.classes] == [30, 30]
-    assert [report.held_out for report in prepared.classes] == [6, 6]
-    assert prepared.prototypes.dtype == np.float16
-
-
-def test_the_aggregator_accepts_a_submission(tmp_path: Path) -> None:
-    """It holds the device's prototypes."""
-    write_images(tmp_path / "data", count=12)
-    prepared = _prepare(tmp_path)
-    payload = encode_submission(prepared, task=TASK, manifest=make_manifest(), sequence=7)
-    message = read_message(payload)
-    assert isinstance(message, Submission)
-    assert message.sequence == 7
-    taken = check_submission(message, Expectation(TASK, make_manifest(), 16))
-    half_step = np.ptp(prepared.prototypes.astype(np.float32), axis=0) / 510
-    assert (np.abs(taken.values - prepared.prototypes) <= 1.001 * half_step).all()
-    assert len(payload) < prepared.prototypes.size + 4 * prepared.prototypes.shape[1] + 300
-    np.testing.assert_array_equal(taken.counts, prepared.counts)
 
 
 def test_prototypes_have_the_columns_of_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -340,3 +340,13 @@ def test_images_of_prototypes_are_not_held_out_later(tmp_path: Path) -> None:
     assert [report.held_out for report in second.classes] == [6, 4]
     rows = second.prototypes[second.labels == 0][: len(first.classes[0].counts)]
     np.testing.assert_array_equal(rows, first.prototypes[first.labels == 0])
+
+
+def test_a_dry_run_records_no_group(tmp_path: Path) -> None:
+    device = Folder(tmp_path)
+    shown = Workspace(device.workspace.settings, device.workspace.store, device.workspace.cache, dry_run=True)
+    found = shown.extract(make_manifest(), should_stop=lambda: False)
+    prepared = prepare_prototypes(shown, make_manifest(), found)
+    assert device.workspace.store.image_groups.read().groups == {}
+    assert device.upload().counts.tolist() == prepared.counts.tolist()
+    assert len(device.workspace.store.image_groups.read().groups) == len(prepared.counts)

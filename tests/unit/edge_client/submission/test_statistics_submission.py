@@ -81,22 +81,6 @@ def test_sums_of_single_images_are_exact(tmp_path: Path) -> None:
     np.testing.assert_array_equal(moment, sum(part.T @ part for part in rows))
 
 
-def test_division_of_images_over_devices_does_not_matter(tmp_path: Path) -> None:
-    """Two devices' statistics add up to those of one that has all of their images."""
-    write_images(tmp_path / "all/data", count=12)
-    for name, numbers in (("one", range(5)), ("two", range(5, 12))):
-        for label in ("cat", "dog"):
-            folder = tmp_path / name / "data" / label
-            folder.mkdir(parents=True)
-            for number in numbers:
-                source = tmp_path / "all/data" / label / f"{number:04d}.png"
-                (folder / source.name).write_bytes(source.read_bytes())
-    prepared = [prepare(tmp_path / name) for name in ("all", "one", "two")]
-    whole, *parts = [statistics_of(uploaded(each, task)) for each, _, task in prepared]
-    for together, first, second in zip(whole, *parts, strict=True):
-        np.testing.assert_array_equal(first + second, together)
-
-
 def test_groups_are_those_of_prototypes(tmp_path: Path) -> None:
     """A task that averages images gets a row of each group that it would get a prototype of, and no sums."""
     write_images(tmp_path / "data", count=13)

@@ -1,6 +1,7 @@
 """A device's part in a round, with a least squares program in ONNX Runtime."""
 
 import io
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,14 @@ from protocol.errors import GraphRefused, Interrupted, StateError
 from protocol.storage.blobstore import BlobStore
 from protocol.wire.codec import digest_of, encode, to_array
 from protocol.wire.messages import Receipt, RoundManifest, TaskManifest
-from tests.support.devices.round_factory import TASK, make_task, open_round, same_bits, tensors_blob, watching
+from tests.support.devices.round_factory import (
+    TASK,
+    make_task,
+    open_round,
+    same_bits,
+    tensors_blob,
+    watching,
+)
 from tests.support.graphs.step_graphs import data, round_tensors
 
 DATA = TrainingSet(*data(23))
@@ -237,3 +245,19 @@ def test_checkpoint_with_invalid_note_is_refused(data: bytes) -> None:
     """Although its digest is correct."""
     with pytest.raises(StateError, match="expected a checkpoint"):
         unpack_checkpoint(digest_of(data) + data, ABOUT)
+
+
+@pytest.mark.parametrize(
+    "prototypes", [["<f4", [2**28], bytes(12)], ["<f4", [2**31 - 1] * 9, b""], ["|O", [1], bytes(8)]]
+)
+def test_memory_of_a_file_is_bounded_by_its_size(prototypes: list[object]) -> None:
+    """A shape that it claims is not allocated."""
+    fields = msgspec.msgpack.decode(pack(MODEL))
+    data = msgspec.msgpack.encode({**fields, "prototypes": prototypes})
+    tracemalloc.start()
+    try:
+        with pytest.raises(StateError, match="expected a local model"):
+            unpack(data)
+        assert tracemalloc.get_traced_memory()[1] < 10 * len(data) + 2**20
+    finally:
+        tracemalloc.stop()

@@ -84,18 +84,6 @@ def test_reason_of_a_failed_attempt_is_repeated_and_that_of_a_lost_connection_is
             pass
 
 
-def test_reason_of_a_second_lost_connection_is_not_repeated() -> None:
-    def accept(peer: socket.socket) -> None:
-        peer.settimeout(1)
-        with suppress(TimeoutError):
-            _suback([1])(peer)
-
-    with listening(accept) as (broker, _), running(broker, "a", "t") as (_, ear):
-        for _ in range(2):
-            ear.wait(Connected)
-            assert not ear.wait(Disconnected).repeated
-
-
 def test_message_without_connection_is_dropped(serve: Serve, address: BrokerAddress) -> None:
     with running(address, "a", "t") as (says, ear):
         ear.wait(Disconnected)
@@ -143,18 +131,6 @@ def test_stop_sends_final_message_instead_of_will(broker: BrokerAddress) -> None
             ear.wait(Connected)
             marks.send(Outgoing("state", b"end"))
             assert hears.wait(Received).payload == b"end"
-
-
-def test_final_messages_are_delivered_before_disconnect(broker: BrokerAddress) -> None:
-    with running(broker, "b", "state") as (_, hears):
-        hears.wait(Connected)
-        for number in range(15):
-            with running(broker, f"a{number}", "state") as (says, ear):
-                ear.wait(Connected)
-                says.send(Outgoing("state", b"online", retain=True))
-                says.stop([Outgoing("state", str(number).encode(), retain=True)])
-            while (heard := hears.wait(Received).payload) != str(number).encode():
-                assert heard == b"online"
 
 
 def test_too_many_open_files_are_the_reason(broker: BrokerAddress) -> None:

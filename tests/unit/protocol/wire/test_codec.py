@@ -231,16 +231,14 @@ def test_unsupported_array_is_refused(dtype: Any) -> None:
         to_tensor(np.zeros((1, 1, 1, 1, 1), dtype=np.float32))
 
 
-@pytest.mark.parametrize("shape", [(2, 3), (7,), (), (0,), (2**31 - 1,) * 4])
-def test_shape_that_contradicts_bytes_is_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(MalformedMessage, match=r"expected \d+ bytes for f2"):
-        to_array(Tensor("f2", shape, bytes(10)))
-
-
-@pytest.mark.parametrize("shape", [(0, *(2**31 - 1,) * 3), (2**31 - 1, 0, 2**31 - 1, 2**31 - 1)])
-def test_overflowing_empty_shape_is_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(MalformedMessage, match="no array can have shape"):
-        to_array(Tensor("f4", shape, b""))
+def test_shape_that_contradicts_bytes_or_overflows_is_refused() -> None:
+    edge = 2**31 - 1
+    for shape in ((2, 3), (7,), (), (0,), (edge,) * 4):
+        with pytest.raises(MalformedMessage, match=r"expected \d+ bytes for f2"):
+            to_array(Tensor("f2", shape, bytes(10)))
+    for shape in ((0, edge, edge, edge), (edge, 0, edge, edge)):
+        with pytest.raises(MalformedMessage, match="no array can have shape"):
+            to_array(Tensor("f4", shape, b""))
 
 
 @pytest.mark.parametrize(
@@ -250,9 +248,6 @@ def test_integers_use_the_smallest_dtype(values: list[int], dtype: str) -> None:
     tensor = to_unsigned(np.array(values, dtype=np.int64))
     assert tensor.dtype == dtype
     assert to_array(tensor).tolist() == values
-
-
-def test_integers_beyond_32_bits_are_refused() -> None:
     with pytest.raises(MalformedMessage):
         to_unsigned(np.array([2**32], dtype=np.int64))
 
@@ -331,11 +326,6 @@ def test_equal_rows_give_equal_integers(values: NDArray[np.float16]) -> None:
 
 
 RANKS = 2**32
-
-
-@given(device=st.from_regex(r"[A-Za-z0-9_-]{1,64}", fullmatch=True), version=st.integers(1, 2**63 - 1))
-def test_rank_is_stable_and_in_range(device: str, version: int) -> None:
-    assert 0 <= canary_rank(device, version) == canary_rank(device, version) < RANKS
 
 
 def test_rank_as_documented() -> None:
