@@ -240,6 +240,18 @@ def test_other_names_than_the_enrolled_ones_are_refused(folder: Path, started: l
     assert len(started) == 1
 
 
+@pytest.mark.usefixtures("started")
+def test_secrets_readable_by_others_are_logged(folder: Path) -> None:
+    """This holds for the certificate's key and the signing key."""
+    options = ["--data", str(folder.parent / "data"), "--state", str(folder.parent / "state")]
+    for name in ("device.key", "signing.key"):
+        (folder / name).chmod(0o644)
+        done = CliRunner().invoke(cli, [*options, "--enrollment", str(folder)])
+        (folder / name).chmod(0o600)
+        assert f"chmod 600 {folder / name}" in done.output
+    assert "chmod" not in CliRunner().invoke(cli, [*options, "--enrollment", str(folder)]).output
+
+
 @pytest.fixture
 def photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a folder of images, notes and hidden files, in a folder that is the current one."""

@@ -97,23 +97,6 @@ def test_unreadable_image_is_named(tmp_path: Path, backbone: Path) -> None:
         protofleet.extract_features([file], backbone)
 
 
-def test_prototypes_keep_the_mean_of_each_class() -> None:
-    """Without outlier filtering, the count-weighted mean of a class's prototypes is the mean of its features."""
-    random = np.random.default_rng(0)
-    features, labels = random.normal(size=(40, 6)).astype(np.float32), random.integers(0, 3, 40)
-    made = protofleet.batch_prototypes(features, labels, batch_size=4, alpha=1.0)
-    assert made.counts.sum() == 40
-    assert [each.dtype.name for each in (made.values, made.labels, made.counts)] == [
-        "float32",
-        "int64",
-        "int64",
-    ]
-    for label in range(3):
-        mine = made.labels == label
-        mean = np.average(made.values[mine], axis=0, weights=made.counts[mine])
-        np.testing.assert_allclose(mean, features[labels == label].mean(axis=0), atol=1e-5)
-
-
 def test_prototypes_of_a_class_with_one_image_are_not_made() -> None:
     """One image alone is uploaded by no device with the default settings."""
     made = protofleet.batch_prototypes(np.ones((3, 2), np.float32), np.array([0, 0, 5]))

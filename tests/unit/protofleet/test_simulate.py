@@ -213,6 +213,14 @@ def test_algorithms_of_one_name_are_refused(digits: protofleet.Dataset) -> None:
         protofleet.simulate(digits, devices=4, algorithms=("statistics", Statistics(features=8)))
 
 
+def test_settings_of_statistics_are_simulated(digits: protofleet.Dataset) -> None:
+    few, many = (
+        protofleet.simulate(digits, devices=4, algorithms=(Statistics(features=features),))["statistics"]
+        for features in (0, 64)
+    )
+    assert few.up_bytes < many.up_bytes
+
+
 def test_algorithm_of_other_sums_is_refused(digits: protofleet.Dataset) -> None:
     class Sums(Majority, frozen=True, kw_only=True, forbid_unknown_fields=True):
         sums: ClassVar[bool] = True

@@ -145,6 +145,21 @@ def test_a_slow_link_carries_each_frame_once(receiver: Receiver) -> None:
     assert asked <= len(BLOB) + requests * PROBE_BYTES
 
 
+def test_refused_requests_back_off_although_probes_are_answered(receiver: Receiver) -> None:
+    """A device that has downloaded too often asks less and less."""
+    asked_s = list[float]()
+    while receiver.now_s < 3600:
+        for request in receiver.ask():
+            if request.length > PROBE_BYTES:
+                asked_s.append(receiver.now_s)
+                receipt = Receipt(digest=REFERENCE.digest, status="refused", reason="rate_limited")
+                receiver.state, _ = downloads.refused(receiver.state, receipt, receiver.now_s)
+            else:
+                receiver.take(*answer(request))
+        receiver.now_s += 1.0
+    assert len(asked_s) < 20
+
+
 @pytest.mark.parametrize("reason", ["rate_limited", "revoked"])
 def test_a_refusal_without_a_request_is_ignored(receiver: Receiver, reason: Reason) -> None:
     """Neither before the first request nor between two windows."""
@@ -172,6 +187,22 @@ def test_requests_shrink_until_frames_arrive_before_the_connection_ends(carries_
             break
     assert receiver.file == BLOB
     assert receiver.state.link_problem == SLOW_LINK
+
+
+def test_only_gaps_of_a_broadcast_are_requested() -> None:
+    """Its last frame ends the wait; more than a window is held."""
+    receiver = Receiver(until=len(BLOB), due_s=3.0)
+    frames = list(frames_of(BLOB, digest=REFERENCE.digest))
+    lost = {0, 20, len(frames) - 2}
+    receiver.take(*(each for number, each in enumerate(frames) if number not in lost))
+    asked: list[RequestBlob] = []
+    while requests := receiver.ask():
+        asked += requests
+        for request in requests:
+            receiver.take(*answer(request))
+    assert receiver.file == BLOB
+    assert [request.offset // MAX_CHUNK_BYTES for request in asked] == sorted(lost)
+    assert sum(request.length for request in asked) == 3 * MAX_CHUNK_BYTES
 
 
 @pytest.mark.parametrize("size", [MAX_CHUNK_BYTES, 256])

@@ -131,6 +131,14 @@ def test_a_first_failure_ends_the_program(mode: Mode, *, may_pass: bool) -> None
     assert world.exit == events.Exit(1, "no")
 
 
+def test_a_later_failure_is_logged_and_the_next_round_joined() -> None:
+    """After a submission, no failure ends a service."""
+    world = begin(Mode.SERVICE, failing={1: False})
+    world.run(steps=1_500)
+    assert (world.exit, world.counted) == (None, [0, 2, 3])
+    assert events.Log("no", error=True) in world.done
+
+
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 10**6), before=st.dictionaries(st.integers(0, 3), st.integers(1, 99)))
 def test_a_superseded_round_submission_is_renumbered(seed: int, before: dict[int, int]) -> None:

@@ -22,6 +22,7 @@ from edge_client.data.extraction import Extraction, extract, feature_batches
 from edge_client.data.images import LabeledImage, decode, decoded, find_images, unlabeled
 from edge_client.runtime.backbone import Backbone
 from edge_client.storage.feature_cache import FeatureCache
+from protocol.errors import Interrupted
 from protocol.models.preprocessing import Preprocessing, preprocess
 from tests.support.devices.device_factory import CLASSES, choosy, noise, tiny, write_images
 from tests.support.machine_faults import not_root, open_folder
@@ -86,6 +87,14 @@ def test_image_unusable_for_one_backbone_is_skipped_for_all(tmp_path: Path) -> N
     assert known == {image.identity for image in images if image.path.stem.isdigit()}
     assert extractor(images) == Extraction(computed=0, cached=13, refused=extraction.refused)
     assert extractor.opened == []
+
+
+def test_interruption_keeps_finished_batches(tmp_path: Path) -> None:
+    images = find_images(write_images(tmp_path / "data", count=8), CLASSES)
+    extractor = Extractor(tmp_path)
+    with pytest.raises(Interrupted):
+        extractor(images, stop_after=8)
+    assert extractor(images) == Extraction(computed=8, cached=8, refused=())
 
 
 def test_broken_image_is_named_and_tried_again_when_its_file_changes(tmp_path: Path) -> None:
@@ -203,6 +212,14 @@ def test_odd_image_is_refused_without_warnings(
     assert "\n" not in extraction.refused[0][1]
     assert extraction.computed == 2
     assert not recwarn.list
+
+
+def test_file_name_outside_utf8_is_extracted(tmp_path: Path) -> None:
+    data = write_images(tmp_path / "data", count=1)
+    (data / "cat" / "0000.png").rename(os.fsdecode(os.fsencode(data) + b"/cat/\xe4\xff.png"))
+    images, extractor = find_images(data, CLASSES), Extractor(tmp_path)
+    assert extractor(images) == Extraction(computed=2, cached=0, refused=())
+    assert extractor(images) == Extraction(computed=0, cached=2, refused=())
 
 
 _WEIGH = """

@@ -97,18 +97,6 @@ def test_unsuitable_head_is_refused(tmp_path: Path) -> None:
             open_head(file, backbones=both if file is swapped else [backbone], classes=CLASSES)
 
 
-def test_infinite_loop_in_a_head_exceeds_the_time_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A good head runs after it."""
-    backbone = tiny(tmp_path)
-    good = linear_head([backbone], np.zeros((16, 2), dtype=np.float32))
-    monkeypatch.setattr(onnx_model, "MAX_RUN_S", 0.5)
-    with pytest.raises(GraphRefused, match="exceeded the time limit"):
-        open_head(changed(good, infinite_loop), backbones=[backbone])
-    assert open_head(good, backbones=[backbone]).probabilities(np.zeros((1, 16), np.float32)).shape == (1, 2)
-
-
 def test_a_cancelled_job_runs_no_graph_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph that runs is ended, and later ones of the job too."""
     backbone = tiny(tmp_path)
@@ -173,6 +161,16 @@ def test_round_head_is_bound_to_state_tensors_and_local_prototypes() -> None:
     assert evaluate(head, [features, features[:1]], label=2)[2] == 4
     strange = round_head(local_model=replace(LOCAL_MODEL, counts=np.zeros(3, np.float32)))
     assert evaluate(strange, [features], label=0)[0] == 2
+
+
+def test_classes_without_prototypes_are_unknown() -> None:
+    """The round's tensor `present` names those that have some; without it all are known."""
+    head = round_head()
+    assert head.known_classes == [0, 1, 2]
+    assert replace(head, bound={**head.bound, "present": np.array([0, 1, 1], np.uint8)}).known_classes == [
+        1,
+        2,
+    ]
 
 
 def test_round_head_with_unsuitable_tensors_is_refused() -> None:

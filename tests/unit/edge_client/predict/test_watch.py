@@ -15,13 +15,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from edge_client.cli.predict import printer
-from edge_client.cli.watch import classify_new
+from edge_client.cli.watch import classify_new, published
 from edge_client.data.class_prior import NO_PRIOR
+from edge_client.data.extraction import Refusal
 from edge_client.predict.classifier import Prediction
 from edge_client.predict.folder_watch import GIVE_UP_S, SETTLE_S, FolderWatch
 from edge_client.predict.head_in_use import HeadInUse
 from edge_client.predict.home_assistant import Sensor
 from edge_client.predict.majority import Majority
+from edge_client.storage.stored_values import InstalledHead
 from protocol.mqtt.reconnecting_session import BrokerAddress, Connected, Received
 from protocol.mqtt.tls import NO_AUTHENTICATION
 from tests.support.devices.device_bench import CONSTANT, HeadBench
@@ -164,6 +166,9 @@ def test_half_written_image_is_classified_once_it_is_complete(
 
 
 CLASSES = ("bee", "käfer")
+
+
+HEAD = InstalledHead(head=b"", version=1, backbones=(), classes=CLASSES)
 FOLDER = Path("/srv/camera")
 ID = "protofleet-shed-1-" + hashlib.sha256(b"/srv/camera").hexdigest()[:8]
 TOPIC = f"protofleet-watch/{ID}/"
@@ -249,3 +254,18 @@ def test_cameras_of_one_device_have_sensors_of_their_own(address: BrokerAddress,
         assert (
             json.loads(_read(address, f"protofleet-watch/protofleet-shed-1-{own}/state"))["label"] == "käfer"
         )
+
+
+def test_predictions_are_printed_and_published_and_unusable_images_printed() -> None:
+    seen: list[object] = []
+
+    class _Sensor:
+        def publish(self, prediction: Prediction, classes: tuple[str, ...]) -> None:
+            seen.append((prediction, classes))
+
+    prediction, path = _prediction("bee"), Path("a.jpg")
+    stub: Any = _Sensor()
+    output = published(lambda *each: seen.append(each), stub)
+    output(path, prediction, HEAD)
+    output(path, Refusal("broken"), HEAD)
+    assert seen == [(path, prediction, HEAD), (prediction, CLASSES), (path, Refusal("broken"), HEAD)]

@@ -121,13 +121,17 @@ def test_a_device_looks_at_its_images_while_messages_arrive_all_the_time(
     assert bench.store.get(SubmissionReport).classes[0].images == 21
 
 
-def test_a_task_that_another_version_has_stored_comes_from_the_broker(
-    tmp_path: Path, store: DeviceState, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("why", ["of another version", "damaged"])
+def test_a_stored_task_that_cannot_be_read_comes_from_the_broker(
+    tmp_path: Path, store: DeviceState, caplog: pytest.LogCaptureFixture, why: str
 ) -> None:
-    """After an upgrade the device starts, and waits for it."""
+    """After an upgrade too, the device starts, and waits for it."""
     caplog.set_level("INFO")
     fields = msgspec.msgpack.decode(encode(make_task(store.blobs)))
-    store.set(CurrentTask(store.blobs.put(msgspec.msgpack.encode({**fields, "v": 0}))))
+    stored = store.blobs.put(msgspec.msgpack.encode({**fields, "v": 0}))
+    store.set(CurrentTask(stored))
+    if why == "damaged":
+        store.blobs.path(stored).write_bytes(b"damaged")
     DeviceBench(tmp_path).start().connect()
     assert "waiting for the fleet's task" in caplog.text
 
@@ -275,6 +279,16 @@ def test_a_broker_that_withholds_is_noticed(
     start(0.0)
     assert bench.wait().status["problem"] == ""
     assert bench.wait(2000).status["problem"][:13] == "expired: task"
+
+
+def test_an_enrolled_device_without_a_clock_refuses_manifests_from_before_its_enrollment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A broker that shows a new device an old task, which the aggregator signed."""
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    bench = DeviceBench(tmp_path, identity=Identity(enrolled_s=9000.0)).start()
+    bench.announce(make_manifest(), release=5000, issued_s=5000, expires_s=6000)
+    assert bench.status["problem"][:13] == "expired: task"
 
 
 def test_a_retained_receipt_is_ignored(bench: HeadBench) -> None:

@@ -10,10 +10,18 @@ from edge_client.agent import events
 from edge_client.agent.state import MissingSpace, Mode, State
 from edge_client.agent.state_machine import step
 from edge_client.storage import disk_space
+from edge_client.storage.device_state import DeviceState
 from edge_client.storage.disk_space import DiskAlmostFull, free_bytes
+from protocol.wire.codec import digest_of
 from protocol.wire.messages import BlobRef, DifferentialPrivacy, HeadManifest, HeadRef
 from tests.support.devices.device_bench import DeviceBench, HeadBench
-from tests.support.devices.device_factory import TINY, image_file, make_manifest, make_workspace, write_images
+from tests.support.devices.device_factory import (
+    TINY,
+    image_file,
+    make_manifest,
+    make_workspace,
+    write_images,
+)
 from tests.support.devices.worker_benches import WANTED
 from tests.support.simulation.fleet import reference
 
@@ -120,6 +128,18 @@ def test_a_build_that_needs_the_reserve_is_repeated(
     assert len(bench.store.ledger.releases()) == (privacy is not None)
 
 
+@pytest.mark.parametrize("kind", ["submission", "evaluation"])
+def test_only_submissions_leave_the_reserve(disk: Disks, tmp_path: Path, kind: str) -> None:
+    """The reserve is for small things, such as an evaluation or a receipt."""
+    outbox = DeviceState(tmp_path / "state").outbox
+    disk.free = 0
+    if kind == "submission":
+        with pytest.raises(DiskAlmostFull):
+            outbox.keep("submission", b"payload", task=TASK, about="")
+    else:
+        assert outbox.keep("evaluation", b"payload", task=TASK, about="").size_bytes == 7
+
+
 READY = State(mode=Mode.SERVICE, stored=frozenset({TINY.digest}), connected=True)
 SPACE = MissingSpace(Path(), 7, "the disk is almost full")
 
@@ -143,6 +163,18 @@ def test_a_job_without_space_is_repeated(mode: Mode) -> None:
     state, actions = step(waiting, HeadManifest(task=TASK, current=small), now_s=3)
     assert build in actions
     assert step(state, HeadManifest(task=TASK, current=small), now_s=4)[1] == ()
+
+
+def test_an_installation_without_space_is_repeated() -> None:
+    manifest, head = make_manifest(), reference(b"head", "head")
+    announced = HeadManifest(task=TASK, current=HeadRef(version=1, head=head, devices=1, prototypes=1))
+    state = replace(READY, stored=READY.stored | {digest_of(b"head")}, images_changed=False)
+    state = replace(state, task=TASK, manifest=manifest)
+    state, actions = step(state, announced, now_s=0)
+    install = events.InstallHead(TASK, manifest, announced.current)
+    assert actions == (install,)
+    state, _ = step(state, events.SpaceMissing(SPACE, "install"), now_s=1)
+    assert step(state, events.SpaceFreed(frozenset({"install"})), now_s=2)[1] == (install,)
 
 
 def test_work_that_lacks_space_stops_no_other_work() -> None:

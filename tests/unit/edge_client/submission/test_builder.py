@@ -39,7 +39,12 @@ from edge_client.submission.prepared_submission import (
 from protocol.errors import BackboneMismatch, ConfigError, ProtofleetError
 from protocol.wire.messages import Confused, Perturbation
 from tests.support.devices.device_bench import HeadBench
-from tests.support.devices.device_factory import CLASSES, make_manifest, make_workspace, write_images
+from tests.support.devices.device_factory import (
+    CLASSES,
+    make_manifest,
+    make_workspace,
+    write_images,
+)
 from tests.support.devices.worker_benches import WANTED, PrivateBench
 
 
@@ -50,6 +55,12 @@ def _prepare(
     workspace, task = make_workspace(folder, **{"holdout": 0.2, **local}), make_manifest(**(manifest or {}))
     workspace.store.set(Secret(secret))
     return prepare_prototypes(workspace, task, workspace.extract(task, should_stop=lambda: False))
+
+
+def test_a_class_with_a_name_that_no_folder_can_have(tmp_path: Path) -> None:
+    """It must not end the program, which would end again at each start with the stored task."""
+    bench = PrivateBench(tmp_path, differential_privacy=None, classes=(*CLASSES, "\U0001f600" * 128))
+    assert bench.upload().images == 80
 
 
 def test_prototypes_have_the_columns_of_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -223,6 +223,17 @@ def test_a_failed_round_changes_nothing(device: Device, tensors: dict[str, NDArr
     np.testing.assert_array_equal(model_of(prepared).state["weight"], stored.state["weight"])
 
 
+def test_the_local_model_continues_in_the_next_round_of_its_task(device: Device) -> None:
+    """Another task starts with a new one."""
+    manifest = make_task(device.store.blobs, kept=("steps",))
+    device.complete(manifest, open_round(device.store.blobs))
+    opened = open_round(device.store.blobs, number=1)
+    assert model_of(device.train(manifest, opened)).state["steps"] == 4 * STEPS_PER_EPOCH
+    assert device.rounds.local_model_digest(b"u" * 32) == b""
+    other = device.train(manifest, opened, task=b"u" * 32)
+    assert model_of(other).state["steps"] == 2 * STEPS_PER_EPOCH
+
+
 @pytest.mark.parametrize("damage", ["missing", "truncated"])
 def test_a_lost_local_model_is_logged_and_replaced(
     device: Device, manifest: TaskManifest, opened: RoundManifest, damage: str, caplog: pytest.LogCaptureFixture

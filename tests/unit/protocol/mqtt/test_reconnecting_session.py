@@ -84,6 +84,18 @@ def test_reason_of_a_failed_attempt_is_repeated_and_that_of_a_lost_connection_is
             pass
 
 
+def test_reason_of_a_second_lost_connection_is_not_repeated() -> None:
+    def accept(peer: socket.socket) -> None:
+        peer.settimeout(1)
+        with suppress(TimeoutError):
+            _suback([1])(peer)
+
+    with listening(accept) as (broker, _), running(broker, "a", "t") as (_, ear):
+        for _ in range(2):
+            ear.wait(Connected)
+            assert not ear.wait(Disconnected).repeated
+
+
 def test_message_without_connection_is_dropped(serve: Serve, address: BrokerAddress) -> None:
     with running(address, "a", "t") as (says, ear):
         ear.wait(Disconnected)
