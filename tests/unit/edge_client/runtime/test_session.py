@@ -47,20 +47,14 @@ def test_missing_provider_falls_back_to_the_cpu_with_a_note(tmp_path: Path, prov
     assert open_backbone(tmp_path / "b.onnx", provider="auto", threads=1).model.note == ""
 
 
-@pytest.fixture
-def seeming_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ONNX Runtime lists CUDA, as its GPU package does on every machine, and leaves it out when it is asked for it."""
-    present = onnxruntime.get_available_providers()
-    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CUDAExecutionProvider", *present])
-
-
-@pytest.mark.usefixtures("seeming_cuda")
 @pytest.mark.filterwarnings("ignore:Specified provider 'CUDAExecutionProvider':UserWarning")
 @pytest.mark.parametrize("provider", ["auto", "cuda", "tensorrt"])
 def test_provider_that_onnx_runtime_omits_is_noted(
-    tmp_path: Path, provider: Provider, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, provider: Provider, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """ONNX Runtime's own messages are suppressed."""
+    """It lists CUDA, as its GPU package does on every machine; its own messages are suppressed."""
+    present = onnxruntime.get_available_providers()
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["CUDAExecutionProvider", *present])
     (tmp_path / "b.onnx").write_bytes(tiny_backbone())
     backbone = open_backbone(tmp_path / "b.onnx", provider=provider, threads=1)
     assert backbone.model.provider == "cpu"

@@ -16,14 +16,20 @@ from edge_client.predict.head import open_installed
 from edge_client.storage.crash_counter import MAX_CRASHES, task_key
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import Heads, LeftOut, SubmissionReport
-from edge_client.submission import head_installer, image_features
+from edge_client.submission import builder, head_installer, image_features
 from edge_client.training import local_round
 from protocol.errors import StateError
 from protocol.storage.blobstore import BlobStore
 from protocol.wire.codec import encode
-from protocol.wire.messages import Receipt, TaskManifest
+from protocol.wire.messages import HeadManifest, Receipt, TaskManifest
 from tests.support.devices.device_bench import CONSTANT, HeadBench, RoundsBench
-from tests.support.devices.device_factory import TINY, image_file, make_manifest, noise, write_images
+from tests.support.devices.device_factory import (
+    TINY,
+    image_file,
+    make_manifest,
+    noise,
+    write_images,
+)
 from tests.support.graphs.backbones import tiny_backbone
 
 
@@ -44,13 +50,20 @@ def follow_until_it_dies(bench: HeadBench, manifest: TaskManifest) -> None:
             bench.start()
 
 
-@pytest.mark.parametrize("when", ["open_backbone", "extract"])
-def test_a_backbone_that_ends_the_program_is_not_run_at_the_fourth_start(
-    bench: HeadBench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, when: str
-) -> None:
-    """The device reports it, waits for the broker at its start, and follows another task or a dry run."""
+@pytest.mark.parametrize(
+    ("module", "when"),
+    [(image_features, "open_backbone"), (image_features, "extract"), (builder, "encode_submission")],
+    ids=["open_backbone", "extract", "encode_submission"],
+)
+def test_a_task_that_ends_the_program_is_not_run_at_the_fourth_start(
+    bench: HeadBench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, module: object, when: str
+) -> None:  # fmt: skip
+    """The device reports it, waits for the broker at its start, and follows another task or a dry run.
+
+    A task decides what is stored as well: whatever ends the program before it is on disk counts.
+    """
     deadly = make_manifest(backbones=(bench.offer(tiny_backbone(seed=1)),), seed=1)
-    monkeypatch.setattr(image_features, when, die)
+    monkeypatch.setattr(module, when, die)
     follow_until_it_dies(bench, deadly)
     bench.start()
     assert "the stored task ended the program 3 times: waiting for the broker" in caplog.text
@@ -69,6 +82,19 @@ def test_a_backbone_that_ends_the_program_is_not_run_at_the_fourth_start(
     assert bench.store.crash_counter.crashes(task_key(deadly)) == 0
     bench.start(mode=Mode.SERVICE)
     assert bench.submission() is not None
+
+
+def test_a_part_of_a_task_that_works_does_not_end_the_row(
+    bench: HeadBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The backbones can be opened, and run for a head: the task's images still end the program."""
+    deadly = make_manifest(seed=1)
+    bench.manifest = deadly
+    head = HeadManifest(task=bench.task, current=bench.head(1, CONSTANT["cat"]))
+    monkeypatch.setattr(image_features, "extract", die)
+    follow_until_it_dies(bench, deadly)
+    bench.start().connect().announce(deadly).announce(head)
+    assert bench.status["problem"].startswith("the program ended 3 times while it ran the task's graphs")
 
 
 def test_a_step_graph_that_ends_the_program_is_not_run_at_the_fourth_start(

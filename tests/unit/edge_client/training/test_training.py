@@ -1,5 +1,6 @@
 """A device's part in a round: correct steps of a step graph, and the same bits after any interruption."""
 
+import copy
 import io
 import tracemalloc
 from pathlib import Path
@@ -60,12 +61,6 @@ def begin(**replaced: Tensors) -> State:
     return initial_state(opened("init"), DATA, **given)
 
 
-def copied(checkpoint: Checkpoint) -> Checkpoint:
-    """A checkpoint as it is when it was written to the disk and read again."""
-    state = {name: array.copy() for name, array in checkpoint.state.items()}
-    return Checkpoint(state, checkpoint.steps, checkpoint.loss_sum)
-
-
 class Recorder:
     """Records a training's checkpoints and progress, and stops it before the step of a number."""
 
@@ -77,7 +72,7 @@ class Recorder:
 
     def hooks(self) -> TrainingHooks:
         return TrainingHooks(
-            on_checkpoint=lambda checkpoint: self.checkpoints.append(copied(checkpoint)),
+            on_checkpoint=lambda checkpoint: self.checkpoints.append(copy.deepcopy(checkpoint)),
             should_stop=self._should_stop,
             on_progress=lambda done, total: self.progress.append((done, total)),
             checkpoint_s=1e9,
