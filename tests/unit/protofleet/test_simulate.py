@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any, ClassVar
 
+import click
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -335,6 +336,13 @@ def test_missing_file_is_one_line(photos: Path, backbone: Path, tmp_path: Path) 
         protofleet.load_dataset(missing, backbone)
     with pytest.raises(protofleet.ProtofleetError, match=r"cannot load missing: .*No such file"):
         protofleet.load_dataset(photos, missing)
+
+
+def test_options_of_the_command_are_those_of_the_function() -> None:
+    (option,) = [each for each in cli.commands["simulate"].params if each.name == "algorithms"]
+    assert isinstance(option.type, click.Choice)
+    assert tuple(option.type.choices) == simulate.ALGORITHMS
+    assert option.default == simulate.DEFAULT_ALGORITHMS
 
 
 SIZE = 12

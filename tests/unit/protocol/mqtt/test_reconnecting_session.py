@@ -59,6 +59,20 @@ def test_retained_message_reaches_later_subscriber(broker: BrokerAddress) -> Non
             assert (said, said.retained) == (Received("t/kept", b"3"), False)
 
 
+def test_messages_of_unsubscribed_topics_are_ignored(broker: BrokerAddress) -> None:
+    with running(broker, "other", "theirs") as (other, other_ear):
+        other_ear.wait(Connected)
+        other.send(Outgoing("theirs", b"to the other", retain=True))
+        other.send(Outgoing("ours/1", b"to us", retain=True))
+        other_ear.wait(Drained)
+        with running(broker, "newcomer", "ours/+") as (_, ear):
+            received = [ear.wait(Received)]
+            other.send(Outgoing("ours/2", b"the end"))
+            while received[-1].topic != "ours/2":
+                received.append(ear.wait(Received))
+    assert {event.topic for event in received} == {"ours/1", "ours/2"}
+
+
 def test_session_reconnects_and_resubscribes(serve: Serve, address: BrokerAddress) -> None:
     with running(address, "a", "t") as (says, ear):
         assert f"no broker at {address}" in ear.wait(Disconnected).reason
@@ -143,6 +157,18 @@ def test_stop_sends_final_message_instead_of_will(broker: BrokerAddress) -> None
             ear.wait(Connected)
             marks.send(Outgoing("state", b"end"))
             assert hears.wait(Received).payload == b"end"
+
+
+def test_final_messages_are_delivered_before_disconnect(broker: BrokerAddress) -> None:
+    with running(broker, "b", "state") as (_, hears):
+        hears.wait(Connected)
+        for number in range(15):
+            with running(broker, f"a{number}", "state") as (says, ear):
+                ear.wait(Connected)
+                says.send(Outgoing("state", b"online", retain=True))
+                says.stop([Outgoing("state", str(number).encode(), retain=True)])
+            while (heard := hears.wait(Received).payload) != str(number).encode():
+                assert heard == b"online"
 
 
 def test_too_many_open_files_are_the_reason(broker: BrokerAddress) -> None:

@@ -125,6 +125,28 @@ def test_oversized_publication_is_unsendable_and_others_are_sent(
         assert Disconnected not in map(type, ear.rest())
 
 
+@needs_mosquitto
+@pytest.mark.usefixtures("only_311")
+def test_packet_limit_is_inferred_in_mqtt_311(
+    address: BrokerAddress, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with mosquitto(address, tmp_path, options=SMALL), running(address, "a", "t") as (says, ear):
+        for _ in range(2):
+            assert ear.wait(Connected) == Connected(None)
+            says.send(Outgoing("t", bytes(30000)))
+            ear.wait(Disconnected)
+        limit = ear.wait(Connected).max_packet_bytes
+        assert limit == 30010 // 2
+        says.send(Outgoing("t", bytes(30000)))
+        assert f"the broker accepts {limit}" in ear.wait(Unsendable).reason
+        says.send(Outgoing("t", bytes(limit - 100)))
+        assert len(ear.wait(Received).payload) == limit - 100
+    assert (
+        len([record for record in caplog.records if f"packet limit set bytes={limit}" in record.getMessage()])
+        == 1
+    )
+
+
 def test_receive_maximum_bounds_the_window() -> None:
     sent = bytearray()
     silent = threading.Event()
