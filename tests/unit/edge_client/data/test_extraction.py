@@ -198,6 +198,7 @@ def test_refusal_that_may_pass_is_not_stored() -> None:
         ("long.png", Image.new("RGB", (20_000_000, 1))),
         ("bomb.png", Image.new("1", (9600, 9600))),
         ("float.tif", Image.new("F", (9, 9))),
+        ("integer.tif", Image.new("I", (9, 9))),
     ],
 )
 def test_odd_image_is_refused_without_warnings(

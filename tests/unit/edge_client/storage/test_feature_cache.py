@@ -113,6 +113,24 @@ def test_large_cache_deletes_the_oldest_backbone_first(
         assert cache.has("oldest", "older", "new") == kept
 
 
+def test_damage_found_while_reading_creates_the_cache_anew(tmp_path: Path) -> None:
+    file = tmp_path / "features.sqlite"
+    cache = FeatureCache(file)
+    cache.put("b", rows(300, length=1000), [])
+    cache.close()
+    size = file.stat().st_size
+    with file.open("r+b") as damaged:
+        damaged.seek(4096)
+        damaged.write(b"\xa5" * (size - 4096))
+    cache = FeatureCache(file)
+    with pytest.raises(StateError, match="damaged and has been created anew"):
+        cache.known("b")
+    assert cache.known("b") == set()
+    cache.put("b", rows(3), [])
+    assert FeatureCache(file).known("b") == {"0", "1", "2"}
+    assert (tmp_path / "features.damaged").stat().st_size == size
+
+
 def test_full_disk_stores_no_part_of_a_batch(cache: FeatureCache) -> None:
     cache.put("b", rows(3), [])
     with full_disk(after_bytes=100_000), pytest.raises(StateError, match=r"cannot use .*features\.sqlite"):

@@ -77,6 +77,13 @@ def test_division_over_devices_does_not_matter(pieces: list[tuple[int, NDArray[A
     np.testing.assert_array_equal(sums[together[0]], together[2])
 
 
+def test_sums_of_many_rows_are_added_in_blocks() -> None:
+    rows = np.random.default_rng(0).integers(-127, 128, (2500, SIZE)).astype(np.int8)
+    whole = rows.astype(np.int64)
+    triangle = summed([(0, rows[at : at + 300]) for at in range(0, 2500, 300)])[3]
+    np.testing.assert_array_equal(triangle, (whole.T @ whole)[np.triu_indices(SIZE)])
+
+
 ROWS = hnp.arrays(np.int8, st.tuples(st.integers(1, 40), st.integers(1, 9)), elements=st.integers(-127, 127))
 
 

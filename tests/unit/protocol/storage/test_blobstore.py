@@ -72,20 +72,13 @@ def test_a_folder_that_may_not_be_searched_is_named(tmp_path: Path, monkeypatch:
         assert DIGEST in store
 
 
-def test_damaged_download_is_deleted(tmp_path: Path) -> None:
+def test_damaged_download_or_blob_is_refused_and_deleted(tmp_path: Path) -> None:
     store = BlobStore(tmp_path)
     store.append(DIGEST, b"other bytes")
     with pytest.raises(TransferError, match=f"expected sha256 {DIGEST.hex()}, got .*downloading it again"):
         store.finish(DIGEST)
-    assert DIGEST not in store
-    assert store.partial_bytes(DIGEST) == 0
-
-
-def test_damaged_blob_is_refused_and_deleted(tmp_path: Path) -> None:
-    store = BlobStore(tmp_path)
-    store.put(DATA)
-    with store.path(DIGEST).open("rb+") as file:
-        file.write(b"?")
+    assert (DIGEST in store, store.partial_bytes(DIGEST)) == (False, 0)
+    store.path(store.put(DATA)).write_bytes(b"?" + DATA[1:])
     with pytest.raises(StateError, match=f"{DIGEST.hex()} was damaged on disk and has been deleted"):
         store.read(DIGEST)
     assert DIGEST not in store
