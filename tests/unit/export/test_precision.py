@@ -14,20 +14,17 @@ import onnxruntime
 import pytest
 import torch
 from numpy.typing import NDArray
-from onnx import TensorProto, helper
+from onnx import TensorProto
 from PIL import Image
 from torch import Tensor, nn
 
-from aggregator.graphs.fused_model import fuse
 from edge_client.runtime.backbone import open_backbone
 from export.float16 import Float16, round_values
 from export.int8 import MIN_PHOTOS, Int8
 from export.quantization import layer_names, stem
 from export.to_onnx import export_module, to_onnx
 from protocol.errors import ConfigError, ProtofleetError
-from protocol.models.onnx_metadata import HeadMetadata, to_properties
 from protocol.models.preprocessing import preprocess
-from protocol.storage.blobstore import file_digest
 from tests.support.graphs.torch_networks import EDGE, FEATURE_SIZE, described, tiny_network
 
 PHOTOS = 15
@@ -270,31 +267,6 @@ def test_too_large_values_are_refused(tmp_path: Path) -> None:
     export_module(Scaled(100.0), described(), path=path, convert=Float16().convert)
     with pytest.raises(ProtofleetError, match="at least 1 on 2 photos"):
         export_module(tiny_network(), described(), path=path, convert=Float16(min_cosine=1).convert)
-
-
-def test_fused_model_has_the_features_of_the_backbone(tmp_path: Path) -> None:
-    path = tmp_path / "b.onnx"
-    export_module(tiny_network(), described(), path=path, convert=Float16().convert)
-    nodes = [
-        helper.make_node("Identity", ["feature"], ["logits"]),
-        helper.make_node("Softmax", ["logits"], ["probabilities"], axis=1),
-    ]
-    shape: list[str | int | None] = ["n", FEATURE_SIZE]
-    values = {
-        name: helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
-        for name in ("feature", "logits", "probabilities")
-    }
-    graph = helper.make_graph(nodes, "head", [values["feature"]], [values["logits"], values["probabilities"]])
-    head = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8)
-    digest = file_digest(path).hex()
-    classes = tuple(map(str, range(FEATURE_SIZE)))
-    metadata = HeadMetadata(
-        classes=classes, version=1, task="0" * 64, backbones=(digest,), feature_size=FEATURE_SIZE, training={}
-    )
-    helper.set_model_props(head, to_properties(metadata))
-    session = onnxruntime.InferenceSession(fuse([path.read_bytes()], head.SerializeToString()))
-    logits = session.run(["logits"], {"image": IMAGES})[0]
-    np.testing.assert_array_equal(logits, features_of(onnx.load(path)))
 
 
 if __name__ == "__main__":
