@@ -112,17 +112,6 @@ def test_full_disk_keeps_the_old_file(tmp_path: Path) -> None:
     assert _files(tmp_path) == ["head.onnx"]
 
 
-def test_download_resumes_after_full_disk(tmp_path: Path) -> None:
-    store = BlobStore(tmp_path)
-    with full_disk(after_bytes=1000), pytest.raises(StateError, match="cannot use"):
-        store.append(DIGEST, DATA)
-    there = store.partial_bytes(DIGEST)
-    assert 0 < there <= 1000
-    store.append(DIGEST, DATA[there:])
-    store.finish(DIGEST)
-    assert store.read(DIGEST) == DATA
-
-
 def test_unwritable_folder_is_named() -> None:
     with open_folder() as folder:
         store = BlobStore(folder / "blobs")
