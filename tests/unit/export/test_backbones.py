@@ -1,19 +1,30 @@
-"""Networks are chosen, loaded and described as timm has them, or refused in one line."""
+"""Networks are chosen, loaded and described as timm has them, or refused; published weights on real images."""
 
+import io
+import itertools
+import os
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import onnxruntime
 import pytest
 import timm
 import torch
+from numpy.typing import NDArray
+from PIL import Image
 from safetensors.torch import save_file
 from timm.data import resolve_model_data_config
 from timm.models._hub import save_for_hf
 from torch import Tensor
 
 from export.backbones import Choice, list_models, load_backbone, weights_digest
+from export.parity import photos_in, timm_reference
+from export.to_onnx import Exported, export_module
 from protocol.errors import ConfigError
+from protocol.models.preprocessing import Preprocessing, preprocess
 from protocol.storage.blobstore import file_digest
 
 MODEL = "test_resnet"
@@ -117,37 +128,30 @@ def test_files_without_weights_are_refused(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "message"),
+    ("choice", "message"),
     [
-        ("mobilnetv2_100", "did you mean .*mobilenetv2_100"),
-        ("qqqqqqqq", "look for one with --list"),
-        ("test_resnet.nothing", r"no weights 'nothing' of test_resnet: expected test_resnet\.r160_in1k"),
+        (Choice("mobilnetv2_100", random=True), "did you mean .*mobilenetv2_100"),
+        (Choice("qqqqqqqq", random=True), "look for one with --list"),
+        (
+            Choice("test_resnet.nothing", random=True),
+            r"no weights 'nothing' of test_resnet: expected test_resnet\.r160_in1k",
+        ),
+        (Choice(MODEL), r"--weights FILE, --pretrained .* or --random"),
+        (Choice(MODEL, random=True, pretrained=True), r"--weights FILE, --pretrained .* or --random"),
+        (
+            Choice(MODEL, random=True, model_kwargs={"color": "red"}),
+            r"with {'color': 'red'}: .*'color'; check --model-kwargs",
+        ),
+        (
+            Choice(MODEL, random=True, model_kwargs={"global_pool": ""}),
+            r"no pooled feature: .* got \(2, \d+, 5, 5\); .*global_pool=avg",
+        ),
+        (Choice("test_convnext", random=True, image_size=8), "--image-size"),
     ],
 )
-def test_unknown_model_suggests_similar_names(model: str, message: str) -> None:
+def test_unsuitable_choice_is_refused(choice: Choice, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        load_backbone(Choice(model, random=True))
-
-
-@pytest.mark.parametrize("choice", [Choice(MODEL), Choice(MODEL, random=True, pretrained=True)])
-def test_exactly_one_weight_source_is_required(choice: Choice) -> None:
-    with pytest.raises(ConfigError, match=r"--weights FILE, --pretrained .* or --random"):
         load_backbone(choice)
-
-
-def test_unknown_model_argument_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"with {'color': 'red'}: .*'color'; check --model-kwargs"):
-        load_backbone(Choice(MODEL, random=True, model_kwargs={"color": "red"}))
-
-
-def test_model_without_pooled_feature_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"no pooled feature: .* got \(2, \d+, 5, 5\); .*global_pool=avg"):
-        load_backbone(Choice(MODEL, random=True, model_kwargs={"global_pool": ""}))
-
-
-def test_unsupported_image_size_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--image-size"):
-        load_backbone(Choice("test_convnext", random=True, image_size=8))
 
 
 def test_image_size_resizes_position_embeddings(tmp_path: Path) -> None:
@@ -263,3 +267,72 @@ def test_models_are_listed_by_pattern_or_part() -> None:
     assert "tf_mobilenetv3_small_100" in list_models("mobilenetv3")
     with pytest.raises(ConfigError, match=r"no model like 'resnet18x'; did you mean .*resnet18"):
         list_models("resnet18x")
+
+
+SHARED = Path(__file__).resolve().parents[4] / "shared"
+WEIGHTS = Path(os.environ.get("PROTOFLEET_BENCH_WEIGHTS", SHARED / "weights"))
+DATA = Path(os.environ.get("PROTOFLEET_BENCH_DATA", SHARED / "data"))
+HALF = (0.5, 0.5, 0.5)
+TRAIN, TEST = 50, 30
+"""Images a class."""
+
+
+def need(path: Path) -> Path:
+    """Skip where a file that is not part of the project is absent."""
+    if not path.is_file():
+        pytest.skip(f"no {path}: see PROTOFLEET_BENCH_WEIGHTS and PROTOFLEET_BENCH_DATA")
+    return path
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    """A published backbone, trained on pixels from -1 to 1, compared with torch on thirty photographs."""
+    weights = need(WEIGHTS / "tf_mobilenetv3_small_100.google_qat_in1k.safetensors")
+    folder = tmp_path_factory.mktemp("real")
+    zipfile.ZipFile(need(DATA / "photos.zip")).extractall(folder)
+    backbone = load_backbone(
+        Choice("tf_mobilenetv3_small_100", weights, image_size=96, mean=HALF, std=HALF, crop_pct=1.0)
+    )
+    return export_module(
+        backbone.module,
+        backbone.metadata,
+        path=folder / "backbone.onnx",
+        reference=timm_reference(backbone.module, backbone.config),
+        photos=itertools.islice(photos_in(folder), 30),
+    )
+
+
+def test_published_weights_agree_with_torch(exported: Exported) -> None:
+    parity = exported.metadata.parity
+    assert parity is not None
+    assert parity.images == 30
+    assert parity.relative_error < 1e-4
+    assert parity.cosine > 0.9999999
+
+
+def cifar(part: str, count: int, spec: Preprocessing) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """The first images of each class, as a backbone wants them, and their classes."""
+    with zipfile.ZipFile(need(DATA / "cifar10.zip")) as archive:
+        names = sorted(name for name in archive.namelist() if f"{part}/" in name and name.endswith(".jpg"))
+        classes = sorted({name.split("/")[-2] for name in names})
+        taken = [[name for name in names if f"/{label}/" in name][:count] for label in classes]
+        images = [
+            preprocess(Image.open(io.BytesIO(archive.read(name))), spec) for same in taken for name in same
+        ]
+    return np.stack(images), np.repeat(np.arange(len(classes)), count)
+
+
+def probe(features: NDArray[np.float32], labels: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Ridge regression on one-hot classes: (L, C)."""
+    gram = features.T.astype(np.float64) @ features + len(features) * np.eye(features.shape[1])
+    targets = np.eye(10)[labels] - 0.1
+    return np.asarray(np.linalg.solve(gram, features.T @ targets), dtype=np.float64)
+
+
+def test_exported_features_separate_cifar10_classes(exported: Exported) -> None:
+    session = onnxruntime.InferenceSession(exported.path)
+    spec = exported.metadata.preprocessing
+    (train, train_labels), (test, test_labels) = cifar("train", TRAIN, spec), cifar("test", TEST, spec)
+    weights = probe(session.run(["feature"], {"image": train})[0], train_labels)
+    scores = session.run(["feature"], {"image": test})[0] @ weights
+    assert np.mean(scores.argmax(axis=1) == test_labels) > 0.4

@@ -181,11 +181,6 @@ def test_photos_are_read_from_subfolders(tmp_path: Path) -> None:
     assert [first_value_of(photo) for photo in photos] == [0, 40, 80]
 
 
-def test_folder_without_photos_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no photos"):
-        photos_in(tmp_path)
-
-
 def test_broken_photo_is_named(tmp_path: Path) -> None:
     (tmp_path / "broken.jpg").write_bytes(b"not a photo")
     with pytest.raises(ConfigError, match=r"broken\.jpg"):

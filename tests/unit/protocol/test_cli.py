@@ -48,10 +48,7 @@ SETTINGS = "known: batch_size, broker, fail, log_format, verbose, wait"
 @config_option
 @click.option("--broker", default="localhost", envvar="PROTOFLEET_BROKER")
 @click.option("--batch-size", type=int, default=5)
-@click.option(
-    "--fail",
-    type=click.Choice([*FAILURES, "expected", "hostile", "usage", "exit", "interrupt"]),
-)
+@click.option("--fail", type=click.Choice([*FAILURES, "expected", "hostile", "usage", "exit", "interrupt"]))
 @click.option("--wait", is_flag=True)
 @verbose_option
 def _command(*, broker: str, batch_size: int, fail: str | None, wait: bool, verbose: bool) -> int | None:

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import warnings
-from contextlib import AbstractContextManager
 from pathlib import Path
 from unittest.mock import patch
 
@@ -127,13 +126,10 @@ def test_failure_of_the_system_is_one_line(caplog: pytest.LogCaptureFixture) -> 
     assert "Traceback" not in caplog.text
 
 
-def _no_thread() -> AbstractContextManager[object]:
-    return patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread"))
-
-
 def test_thread_that_cannot_be_started_is_an_error() -> None:
     said = "cannot start the thread worker: can't start new thread: raise"
-    with _no_thread(), pytest.raises(ThreadFailed, match=said):
+    no_thread = patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread"))
+    with no_thread, pytest.raises(ThreadFailed, match=said):
         start_thread(lambda: None, name="worker", on_failure=lambda _: None)
 
 

@@ -1,21 +1,30 @@
-"""Features, prototypes and heads on arrays, and the model that a head becomes."""
+"""Features, prototypes and heads on arrays; models, and what an import of the package loads."""
 
 import dataclasses
 import math
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import msgspec
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 from numpy.typing import NDArray
+from onnx import TensorProto, helper, numpy_helper
 from PIL import Image
 
 import protofleet
 from edge_client.data.images import find_images
 from edge_client.runtime.backbone import open_backbone
-from protocol.errors import BackboneMismatch, ConfigError, UnreadableImage
+from protocol.errors import BackboneMismatch, ConfigError, GraphRefused, UnreadableImage
+from protocol.models.onnx_metadata import BackboneMetadata, HeadMetadata, ModelMetadata, to_properties
+from protocol.models.preprocessing import Preprocessing
+from protofleet import Model
 from tests.support.graphs.backbones import tiny_backbone
 from tests.unit.protofleet.conftest import CLASSES
 
@@ -86,23 +95,6 @@ def test_unreadable_image_is_named(tmp_path: Path, backbone: Path) -> None:
     file.write_bytes(b"no image")
     with pytest.raises(UnreadableImage, match=r"broken\.jpg"):
         protofleet.extract_features([file], backbone)
-
-
-def test_prototypes_keep_the_mean_of_each_class() -> None:
-    """Without outlier filtering, the count-weighted mean of a class's prototypes is the mean of its features."""
-    random = np.random.default_rng(0)
-    features, labels = random.normal(size=(40, 6)).astype(np.float32), random.integers(0, 3, 40)
-    made = protofleet.batch_prototypes(features, labels, batch_size=4, alpha=1.0)
-    assert made.counts.sum() == 40
-    assert [each.dtype.name for each in (made.values, made.labels, made.counts)] == [
-        "float32",
-        "int64",
-        "int64",
-    ]
-    for label in range(3):
-        mine = made.labels == label
-        mean = np.average(made.values[mine], axis=0, weights=made.counts[mine])
-        np.testing.assert_allclose(mean, features[labels == label].mean(axis=0), atol=1e-5)
 
 
 def test_prototypes_of_a_class_with_one_image_are_not_made() -> None:
@@ -235,3 +227,131 @@ def test_head_is_not_fused_with_a_backbone_of_other_features(head: protofleet.He
         head.save(tmp_path / "model.onnx", tmp_path / "other.onnx")
     with pytest.raises(ConfigError, match=r"missing\.onnx"):
         head.save(tmp_path / "model.onnx", tmp_path / "missing.onnx")
+
+
+HEAVY = ("torch", "timm", "onnxscript", "sklearn")
+
+
+def loaded_by(code: str) -> set[str]:
+    """Return the modules that a new interpreter has loaded after some code."""
+    program = f"import sys\nbefore = set(sys.modules)\n{code}\nprint(*(set(sys.modules) - before))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_importing_the_package_loads_nothing_else() -> None:
+    """It is lighter than the device program: only parts of the standard library, and not even numpy."""
+    roots = {name.partition(".")[0] for name in loaded_by("import protofleet")}
+    assert roots - sys.stdlib_module_names == {"protofleet"}
+
+
+def test_no_public_name_loads_torch() -> None:
+    """All names at once: torch is loaded by what trains an adapter or exports a graph, when it runs."""
+    loaded = loaded_by("from protofleet import *")
+    assert "numpy" in loaded
+    assert loaded.isdisjoint(HEAVY)
+
+
+def test_public_names_are_listed_once() -> None:
+    assert set(protofleet.__all__) == set(protofleet._HOMES)
+    assert set(protofleet.__all__) <= set(dir(protofleet))
+    assert not hasattr(protofleet, "no_such_name")
+
+
+def test_missing_extra_is_named() -> None:
+    """A name that needs a package of an extra says what to install."""
+    program = (
+        "import protofleet\n"
+        "protofleet._HOMES['Head'] = 'no_such_package.head'\n"
+        "try:\n    protofleet.Head\n"
+        "except protofleet.ProtofleetError as error:\n    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "pip install 'protofleet-0.1.0-py3-none-any.whl[aggregator,cpu]'" in done.stdout
+
+
+METADATA = ModelMetadata(
+    backbones={
+        "image": BackboneMetadata(
+            model="none",
+            feature_size=2,
+            preprocessing=Preprocessing(height=4, width=4),
+            mean=(0, 0, 0),
+            std=(1, 1, 1),
+            weights_sha256="0" * 64,
+        )
+    },
+    head=HeadMetadata(
+        classes=("cat", "dog", "owl"),
+        version=1,
+        task="0" * 64,
+        backbones=("0" * 64,),
+        feature_size=2,
+        training={},
+    ),
+)
+
+IMAGE = np.zeros((4, 4, 3), np.uint8)
+
+
+ROWS = {
+    "one": helper.make_node("Identity", ["mean"], ["probabilities"]),
+    "none": helper.make_node("Slice", ["mean", "start", "start"], ["probabilities"]),
+    "two": helper.make_node("Concat", ["mean", "mean"], ["probabilities"], axis=0),
+}
+"""The last node of models that return so many rows for each image."""
+
+
+def model_file(path: Path, rows: str = "one", metadata: ModelMetadata = METADATA) -> Path:
+    """Write a model that returns the mean of each channel as the classes' probabilities."""
+    graph = helper.make_graph(
+        [
+            helper.make_node("Cast", ["image"], ["pixels"], to=TensorProto.FLOAT),
+            helper.make_node("ReduceMean", ["pixels"], ["mean"], axes=[1, 2], keepdims=0),
+            ROWS[rows],
+        ],
+        "model",
+        [helper.make_tensor_value_info("image", TensorProto.UINT8, ["n", 4, 4, 3])],
+        [helper.make_tensor_value_info("probabilities", TensorProto.FLOAT, ["rows", 3])],
+        [numpy_helper.from_array(np.array([0], np.int64), "start")],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    helper.set_model_props(model, to_properties(metadata))
+    onnx.save(model, path)
+    return path
+
+
+@pytest.mark.parametrize("rows", ["none", "two"])
+def test_model_gives_a_row_for_each_image(tmp_path: Path, rows: str) -> None:
+    """Others would be those of other images."""
+    assert Model.load(model_file(tmp_path / "model.onnx")).predict(IMAGE).label == "cat"
+    with pytest.raises(GraphRefused, match="expected one probability per class"):
+        Model.load(model_file(tmp_path / "other.onnx", rows)).predict(IMAGE)
+
+
+def test_class_names_are_unique(tmp_path: Path) -> None:
+    head = msgspec.structs.replace(METADATA.head, classes=("cat", "dog", "cat"))
+    file = model_file(tmp_path / "model.onnx", metadata=msgspec.structs.replace(METADATA, head=head))
+    with pytest.raises(BackboneMismatch, match="twice"):
+        Model.load(file)
+
+
+def test_pipe_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.onnx")
+    with pytest.raises(GraphRefused, match="regular file"):
+        Model.load(tmp_path / "model.onnx")
+
+
+def test_prior_of_the_images_that_are_given(tmp_path: Path) -> None:
+    """Each prediction names it; without one, the model's own probabilities stay as they are."""
+    model = Model.load(model_file(tmp_path / "model.onnx"))
+    mostly_cats = [np.full((4, 4, 3), value, np.uint8) for value in [(9, 1, 0)] * 30 + [(4, 5, 0)]]
+    plain = list(model.predict_all(mostly_cats))
+    assert (plain[-1].label, plain[-1].prior, plain[-1].prior_shares) == ("dog", "none", {})
+    adjusted = list(model.predict_all(mostly_cats, prior="images"))
+    assert (adjusted[-1].label, adjusted[-1].prior) == ("cat", "images")
+    assert adjusted[0].prior_shares == adjusted[-1].prior_shares
+    assert adjusted[0].prior_shares["cat"] > 0.9
+    for prior in ("labels", "image"):
+        with pytest.raises(ConfigError, match="prior"):
+            next(model.predict_all([IMAGE], prior=prior))  # type: ignore[arg-type]

@@ -91,20 +91,16 @@ def test_fleet_in_one_process(tmp_path: Path, address: BrokerAddress) -> None:
 
 def test_device_starts_again_after_a_stop(tmp_path: Path, broker: str) -> None:
     """A stop ends its threads and frees the state directory; it can be used by another object, too."""
-    threads = threading.active_count()
-    one = device(tmp_path, broker, 0)
-    for _ in range(2):
-        events = Events()
-        one._on_event = events
-        with one:
+    threads, events = threading.active_count(), Events()
+    one, other = (device(tmp_path, broker, 0, on_event=events) for _ in range(2))
+    for each in (one, one, other):
+        events.seen.clear()
+        with each:
             events.wait_for("connected to the broker")
             with pytest.raises(protofleet.ProtofleetError, match="runs already"):
-                one.start()
-        assert not one.is_running
-    one.stop()
-    events = Events()
-    with device(tmp_path, broker, 0, on_event=events):
-        events.wait_for("connected to the broker")
+                each.start()
+        assert not each.is_running
+        each.stop()
     left = [thread.name for thread in threading.enumerate()]
     assert threading.active_count() <= threads + 1, left  # the watchdog of ONNX Runtime stays
 

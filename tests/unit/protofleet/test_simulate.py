@@ -10,20 +10,23 @@ import click
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from hypothesis import given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from sklearn.datasets import load_digits
 
 import protofleet
 from aggregator.algorithms.algorithm import OneShot, Training
 from aggregator.algorithms.fedtc.head import Dense
-from aggregator.algorithms.fedtc.train_head import TrainedHead
+from aggregator.algorithms.fedtc.train_head import FedTC, TrainedHead
 from aggregator.algorithms.fedtc.training_set import TrainingSet
+from aggregator.algorithms.hierarchical import Hierarchical
 from aggregator.algorithms.statistics.feature_map import Statistics
 from aggregator.config.schema import Robust
 from protocol.errors import ConfigError
 from protofleet.cli import cli
-from protofleet.simulation import simulate
+from protofleet.simulation import algorithms, simulate, statistics
+from protofleet.simulation.fleet import Client, pooled
 from protofleet.simulation.partitions import Partition, parse_partition, share_out
 from tests.support.fleets.fleet import write_digits
 from tests.unit.protofleet.conftest import CLASSES
@@ -205,12 +208,6 @@ def test_one_shot_algorithm_that_is_not_registered_is_simulated(digits: protofle
     assert other["majority"].device_accuracies != made["majority"].device_accuracies
 
 
-def test_algorithms_of_one_name_are_refused(digits: protofleet.Dataset) -> None:
-    """Their results could not be told apart."""
-    with pytest.raises(ConfigError, match="several algorithms have one name: statistics, statistics"):
-        protofleet.simulate(digits, devices=4, algorithms=("statistics", Statistics(features=8)))
-
-
 def test_settings_of_statistics_are_simulated(digits: protofleet.Dataset) -> None:
     few, many = (
         protofleet.simulate(digits, devices=4, algorithms=(Statistics(features=features),))["statistics"]
@@ -219,12 +216,8 @@ def test_settings_of_statistics_are_simulated(digits: protofleet.Dataset) -> Non
     assert few.up_bytes < many.up_bytes
 
 
-def test_algorithm_of_other_sums_is_refused(digits: protofleet.Dataset) -> None:
-    class Sums(Majority, frozen=True, kw_only=True, forbid_unknown_fields=True):
-        sums: ClassVar[bool] = True
-
-    with pytest.raises(ConfigError, match="majority: expected an algorithm of rounds"):
-        protofleet.simulate(digits, devices=4, algorithms=(Sums(),))
+class Sums(Majority, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    sums: ClassVar[bool] = True
 
 
 @pytest.mark.parametrize(
@@ -234,6 +227,11 @@ def test_algorithm_of_other_sums_is_refused(digits: protofleet.Dataset) -> None:
         ({"devices": 401}, "expected 2 to 400 devices"),
         ({"partition": "equal"}, "expected a partition such as"),
         ({"algorithms": ("fedavg",)}, "expected algorithms out of"),
+        ({"algorithms": (Sums(),)}, "majority: expected an algorithm of rounds"),
+        (
+            {"algorithms": ("statistics", Statistics(features=8))},
+            "several algorithms have one name: statistics, statistics",
+        ),
         ({"held_out": 1.0}, "between 0 and 1"),
         ({"held_out": 0.01}, "no image is held out"),
     ],
@@ -340,3 +338,70 @@ def test_options_of_the_command_are_those_of_the_function() -> None:
     assert isinstance(option.type, click.Choice)
     assert tuple(option.type.choices) == simulate.ALGORITHMS
     assert option.default == simulate.DEFAULT_ALGORITHMS
+
+
+SIZE = 12
+
+NUMBERS = st.one_of(st.just(0), st.integers(1, 6), st.integers(1, 100))
+"""Images of a class on a device."""
+
+NUMBERS_OF_CLASSES = st.integers(2, 10)
+
+
+@st.composite
+def fleets(draw: st.DrawFn, numbers: st.SearchStrategy[int] = NUMBERS_OF_CLASSES) -> list[Client]:
+    """Return devices with random features, of one of these numbers of classes; the last has one or two images."""
+    devices, classes = draw(st.integers(1, 10)), draw(numbers)
+    images = np.array(draw(st.lists(NUMBERS, min_size=devices * classes, max_size=devices * classes)))
+    images = images.reshape(devices, classes)
+    if devices > 1:
+        images[-1] = 0
+        images[-1, draw(st.integers(0, classes - 1))] = draw(st.integers(1, 2))
+    assume(np.count_nonzero((images >= 2).any(axis=0)) >= 2)
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    centers = random.normal(0, draw(st.sampled_from([0.1, 1.0, 10.0])), (classes, SIZE))
+
+    def features(labels: NDArray[np.int64]) -> NDArray[np.float32]:
+        return (centers[labels] + random.normal(size=(len(labels), SIZE))).astype(np.float32)
+
+    truth = np.arange(classes)
+    labels = [np.repeat(truth, row) for row in images]
+    return [
+        Client(
+            domain="", train=features(own), train_labels=own,
+            test=features(truth), test_labels=truth, weights=np.ones(classes),
+        )
+        for own in labels
+        if len(own)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("batch_size", [1, 5])
+@settings(max_examples=500)
+@given(clients=fleets())
+def test_statistics_gives_a_finite_head(clients: list[Client], batch_size: int) -> None:
+    """By the aggregator's job and its result file."""
+    features, owners = pooled(clients)
+    data = statistics.map_features(features, random_features=8, seed=0)
+    made = statistics.run_fleet(data, owners, batch_size=batch_size, seed=0, robust=Robust())
+    assert np.isfinite(made.logits).all()
+    assert 0 < made.counting.counted <= made.counting.images
+    assert bool(made.counting.limited) == (made.counting.counted < made.counting.images)
+
+
+@settings(max_examples=50)
+@given(clients=fleets())
+def test_fedtc_gives_a_finite_head(clients: list[Client]) -> None:
+    """After a few steps, in place of hundreds of epochs."""
+    brief = Training(epochs=3, device="cpu")
+    made = algorithms.train_prototypes(FedTC(), clients, robust=Robust(), training=brief)
+    assert np.isfinite(made.logits[0]).all()
+
+
+@settings(max_examples=50)
+@given(clients=fleets(st.sampled_from([2, 6])))
+def test_hierarchical_gives_a_finite_head(clients: list[Client]) -> None:
+    """Its graphs are exported once for each number of classes."""
+    classes = len(clients[0].test_labels)
+    made = algorithms.train_rounds(Hierarchical(), clients, classes=classes)
+    assert all(np.isfinite(logits).all() for logits in made.logits)

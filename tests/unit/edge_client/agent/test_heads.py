@@ -3,12 +3,12 @@
 import pytest
 
 from edge_client.agent import events
-from edge_client.agent.state import Mode, State, UploadItem, head_key
+from edge_client.agent.state import Mode, State, head_key
 from protocol.wire.canary_rank import canary_rank
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import HeadManifest, HeadRef, Receipt
 from protocol.wire.transfer import frames_of
-from tests.support.simulation.fleet import World, item_of, reference
+from tests.support.simulation.fleet import item_of, reference
 from tests.unit.edge_client.agent.test_state_machine import (
     BACKBONE,
     EVALUATION,
@@ -21,11 +21,6 @@ from tests.unit.edge_client.agent.test_state_machine import (
     play,
     uploading,
 )
-
-
-def _report(world: World, head: HeadRef) -> UploadItem:
-    """Put a report of a refused head into the outbox."""
-    return world.keep("evaluation", b"report", about=head_key(head).hex())
 
 
 def test_a_refused_head_is_reported_and_not_installed_again() -> None:

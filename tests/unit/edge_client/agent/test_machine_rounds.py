@@ -181,11 +181,7 @@ def uploaded() -> State:
     """Return a single run that is uploading its submission for round 0."""
     stored = frozenset(digest_of(data) for data in (*GRAPHS.values(), BACKBONE, TENSORS[0]))
     state = State(mode=Mode.ONCE, stored=stored, connected=True)
-    for event in (
-        events.TaskSeen(TASK, MANIFEST),
-        round_manifest(0),
-        events.SubmissionBuilt(TASK, ITEM, 0),
-    ):
+    for event in (events.TaskSeen(TASK, MANIFEST), round_manifest(0), events.SubmissionBuilt(TASK, ITEM, 0)):
         state, _ = step(state, event, now_s=0)
     assert [upload.item for upload in state.uploads] == [ITEM]
     return state

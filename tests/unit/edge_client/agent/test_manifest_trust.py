@@ -74,27 +74,6 @@ def test_any_order_leads_to_the_greatest_release(
     assert known.key == KEY
 
 
-def test_the_first_key_is_trusted_and_no_other() -> None:
-    """This holds on every channel, unless the operator gave a key."""
-    known = verify(stored(ManifestTrust()), "task", signed(5))
-    assert known.key == KEY
-    for channel in CHANNELS:
-        with pytest.raises(UntrustedManifest, match="signed by another aggregator") as caught:
-            verify(known, channel, signed(9, key=OTHER))
-        assert caught.value.reason == "signature"
-    assert "--aggregator-key" in str(caught.value)
-
-
-def test_a_release_has_one_content() -> None:
-    """A repetition is accepted, other content and older releases are not."""
-    known = verify(ManifestTrust(), "head", signed(5, b"this"))
-    assert verify(known, "head", signed(5, b"this")) == known
-    for release, body in ((5, b"that"), (4, b"this")):
-        with pytest.raises(UntrustedManifest) as caught:
-            verify(known, "head", signed(release, body))
-        assert caught.value.reason == "replayed"
-
-
 def test_an_operator_key_replaces_the_stored_one() -> None:
     """Another key resets the releases seen."""
     known = verify(ManifestTrust(), "head", signed(9))

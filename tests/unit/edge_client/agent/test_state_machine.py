@@ -1,6 +1,5 @@
 """The state machine: submissions, tasks, blobs, receipts and delays, also over a lossy network."""
 
-import itertools
 import random
 from dataclasses import replace
 from typing import Any
@@ -13,8 +12,6 @@ from edge_client.agent import events
 from edge_client.agent.state import MAX_DAMAGED, Mode, State, head_key
 from edge_client.agent.state_machine import step
 from edge_client.agent.uploads import QUERY_BYTES
-from protocol.mqtt import events as mqtt
-from protocol.retry_delay import MAX_DELAY_S
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import HeadManifest, HeadRef, Receipt, TaskManifest
 from tests.support.simulation.fleet import World, item_of, reference
@@ -103,19 +100,6 @@ def test_a_refusal_ends_the_program_or_is_logged(
     assert [upload.item for upload in state.uploads] == ([ITEM] if kind is events.Log else [])
 
 
-def test_the_retry_delay_grows_until_the_aggregator_restarts() -> None:
-    """The next query is sent at once then."""
-    state = uploading()
-    asked: list[int] = []
-    for second in range(1, 2000):
-        state, actions = step(state, mqtt.Drained(), now_s=second)
-        asked.extend(second for action in actions if isinstance(action, events.SendFrames))
-    pauses = [later - earlier for earlier, later in itertools.pairwise(asked)]
-    assert pauses == sorted(pauses)
-    assert pauses[-1] >= MAX_DELAY_S
-    assert play(state, events.AggregatorStarted(), now_s=2000)[1] == [QUERY]
-
-
 def test_requests_for_a_refused_blob_back_off() -> None:
     """The refusal is logged once."""
     digest = digest_of(BACKBONE)
@@ -164,15 +148,6 @@ def test_a_stored_task_is_started_but_must_be_confirmed() -> None:
     _, actions = play(state, events.TaskSeen(OTHER_TASK, MANIFEST))
     assert actions == [events.BuildSubmission(OTHER_TASK, MANIFEST)]
     assert play(state, events.TaskSeen(TASK, MANIFEST))[1] == [events.Exit(0)]
-
-
-def test_a_restarted_aggregator_is_asked_for_missing_ranges() -> None:
-    """A received submission is queried again, and sent if it is missing."""
-    received, missing = receipt(status="received"), receipt(status="missing", missing=((0, 9),))
-    state, actions = play(uploading(), received, events.AggregatorStarted(), missing, received, now_s=1)
-    store, send = events.StoreReceipt(ITEM), events.SendFrames(ITEM, ((0, 9), *QUERY.ranges))
-    assert actions == [store, QUERY, send, store]
-    assert state.uploads == ()
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from edge_client.agent import events, uploads
 from edge_client.agent.frame_size import MIN_BYTES, WINDOWS_TO_DOUBLE, FrameSize
 from edge_client.agent.state import MAX_DAMAGED, SLOW_LINK, Mode, State, Upload, UploadItem
 from edge_client.agent.state_machine import step
-from edge_client.agent.uploads import QUERY_BYTES, WINDOW_FRAMES
+from edge_client.agent.uploads import QUERY_BYTES
 from protocol.mqtt import events as mqtt
 from protocol.retry_delay import MAX_DELAY_S
 from protocol.wire.messages import MAX_CHUNK_BYTES, Reason, Receipt
@@ -66,22 +66,6 @@ def test_windows_cover_their_ranges(bounds: list[int], chunk_bytes: int, frames:
         assert last <= start < stop <= start + chunk_bytes
         last = stop
     assert sum(stop - start for start, stop in frames_cut) == whole
-
-
-def test_one_window_is_sent_at_a_time() -> None:
-    """The next one follows the broker's acknowledgement, and a query ends them."""
-    state = begin()
-    state, windows = answer(state, ((0, QUERY[0]),))
-    while len(windows) < 20:
-        assert len(windows[-1]) == WINDOW_FRAMES or state.uploads[0].ranges == ()
-        state, more = drain(state)
-        if not more:
-            break
-        windows += more
-    frames = [each for window in windows for each in window]
-    assert frames[-1] == QUERY
-    assert sum(stop - start for start, stop in frames) == SIZE
-    assert (len(windows), len(frames)) == (6, 41)
 
 
 @pytest.mark.parametrize("missing", [(), ((SIZE, SIZE + 9),), ((9, 9),), ((9, 4),)])
@@ -177,51 +161,38 @@ def test_progress_resets_the_retry_delay() -> None:
     assert attempts[3] == 0
 
 
-@pytest.mark.parametrize("mode", [Mode.SERVICE, Mode.ONCE])
-def test_an_aggregator_without_space_is_retried(mode: Mode) -> None:
-    """The submission is kept, it is logged once, and queries back off."""
-    state = begin(mode=mode)
-    refusal = Receipt(digest=ITEM.digest, status="refused", reason="no_space")
-    actions: list[events.Action] = []
-    asked: list[int] = []
-    for second in range(1, 4000):
-        if state.uploads[0].due_s is None:
-            state, more = step(state, refusal, now_s=second)
-            actions.extend(more)
-        state, windows = tick(state, now_s=second)
-        asked.extend(second for _ in windows)
-    (logged,) = actions
-    assert isinstance(logged, events.Log)
-    assert "no space" in state.upload_problem in logged.text
-    assert 5 < len(asked) < 25
-    state, received = step(state, Receipt(digest=ITEM.digest, status="received"), now_s=4000)
-    assert received[0] == events.StoreReceipt(ITEM)
-    assert (state.uploads, state.upload_problem) == ((), "")
+@pytest.mark.parametrize(
+    ("mode", "reason", "problem"),
+    [
+        (Mode.SERVICE, "no_space", "no space"),
+        (Mode.ONCE, "no_space", "no space"),
+        (Mode.SERVICE, "digest", "arrives damaged"),
+        (Mode.ONCE, "digest", ""),
+    ],
+)
+def test_refusals_that_may_pass_do_not_end_an_upload(mode: Mode, reason: Reason, problem: str) -> None:
+    """No space and a wrong digest, which is not authenticated: it is repeated, with delays, and logged once.
 
-
-@pytest.mark.parametrize("mode", [Mode.SERVICE, Mode.ONCE])
-def test_receipts_with_a_wrong_digest_do_not_end_an_upload(mode: Mode) -> None:
-    """They are not authenticated: the upload is repeated for ever, with delays, and reported; --once ends."""
-    refusal = Receipt(digest=ITEM.digest, status="refused", reason="digest")
+    Bytes that always arrive damaged end a single run.
+    """
+    refusal = Receipt(digest=ITEM.digest, status="refused", reason=reason)
     actions: list[events.Action] = []
     state, asked = begin(mode=mode), 0
-    for second in range(1, 1500):
+    for second in range(1, 4000):
         if state.uploads and state.uploads[0].due_s is None:
             state, more = step(state, refusal, now_s=second)
             actions.extend(more)
         state, windows = tick(state, now_s=second)
         asked += len(windows)
-    ended = [action for action in actions if isinstance(action, events.Exit)]
-    if mode is Mode.ONCE:
-        assert len(ended) == 1
+    assert [type(action) for action in actions].count(events.Exit) == (not problem)
+    if not problem:
         return
-    logged = [action.text for action in actions if isinstance(action, events.Log) and action.error]
-    assert not ended
-    assert "arrives damaged" in state.upload_problem
-    assert logged == [f"{state.upload_problem}; retrying"]
+    logged = [action for action in actions if isinstance(action, events.Log) and action.error]
+    assert logged == [events.Log(f"{state.upload_problem}; retrying", error=True)]
+    assert problem in state.upload_problem
     assert 5 < asked < 25
-    state, received = step(state, Receipt(digest=ITEM.digest, status="received"), now_s=1500)
-    assert received == (events.StoreReceipt(ITEM),)
+    state, received = step(state, Receipt(digest=ITEM.digest, status="received"), now_s=4000)
+    assert received[0] == events.StoreReceipt(ITEM)
     assert (state.uploads, state.upload_problem) == ((), "")
 
 

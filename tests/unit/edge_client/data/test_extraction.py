@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -20,7 +19,7 @@ from PIL import Image
 from edge_client.data import decoding_memory, extraction
 from edge_client.data.decoding_memory import available_bytes, limit_bytes, reserve
 from edge_client.data.extraction import Extraction, extract, feature_batches
-from edge_client.data.images import LabeledImage, decode, find_images, unlabeled
+from edge_client.data.images import LabeledImage, decode, decoded, find_images, unlabeled
 from edge_client.runtime.backbone import Backbone
 from edge_client.storage.feature_cache import FeatureCache
 from protocol.errors import Interrupted
@@ -114,20 +113,6 @@ def test_broken_image_is_named_and_tried_again_when_its_file_changes(tmp_path: P
     assert extractor(find_images(data, CLASSES)) == Extraction(1, 6, extraction.refused[1:])
 
 
-def test_the_cut_into_batches_changes_nothing(tmp_path: Path) -> None:
-    """Batches of one, of seven or of all, decoded by one thread or four: the same features."""
-    images = find_images(write_images(tmp_path / "data", count=8), CLASSES)
-    backbone = tiny(tmp_path)
-    made = []
-    for batch_size, workers in ((1, 1), (7, 4), (100, 2)):
-        batches = list(feature_batches(images, [backbone], batch_size=batch_size, workers=workers))
-        assert [image for batch in batches for image, _ in batch] == list(images)
-        assert max(map(len, batches)) <= batch_size
-        made.append(np.stack([feature for batch in batches for _, feature in batch]))  # type: ignore[misc]
-    np.testing.assert_allclose(made[0], made[1], rtol=1e-5)
-    np.testing.assert_allclose(made[0], made[2], rtol=1e-5)
-
-
 def test_decoding_never_runs_far_ahead(tmp_path: Path) -> None:
     """However slow the backbone, no more than two batches of images are in memory."""
     found = find_images(write_images(tmp_path / "data", count=30), CLASSES)
@@ -151,12 +136,12 @@ def test_no_image_is_decoded_while_runs_of_the_backbones_are_counted(
 ) -> None:
     """A crash at an image that is decoded ahead would count as one of the head, which three of them replace."""
     images = find_images(write_images(tmp_path / "data", count=8), CLASSES)
-    decode, is_running, overlaps = extraction._decoded, threading.Event(), list[bool]()
+    is_running, overlaps = threading.Event(), list[bool]()
 
-    def decode_slowly(image: LabeledImage, *settings: Any) -> Any:
-        if image == images[4]:
+    def decode_slowly(path: Path) -> contextlib.AbstractContextManager[Image.Image]:
+        if path == images[4].path:
             overlaps.append(is_running.wait(timeout=1.0))
-        return decode(image, *settings)
+        return decoded(path)
 
     @contextlib.contextmanager
     def count() -> Iterator[None]:
@@ -164,7 +149,7 @@ def test_no_image_is_decoded_while_runs_of_the_backbones_are_counted(
         yield
         is_running.clear()
 
-    monkeypatch.setattr(extraction, "_decoded", decode_slowly)
+    monkeypatch.setattr(extraction, "decoded", decode_slowly)
     batches = feature_batches(images, [tiny(tmp_path)], batch_size=4, workers=2, run_backbones=count)
     assert sum(map(len, batches)) == len(images)
     assert overlaps == [False]
@@ -213,6 +198,7 @@ def test_refusal_that_may_pass_is_not_stored() -> None:
         ("long.png", Image.new("RGB", (20_000_000, 1))),
         ("bomb.png", Image.new("1", (9600, 9600))),
         ("float.tif", Image.new("F", (9, 9))),
+        ("integer.tif", Image.new("I", (9, 9))),
     ],
 )
 def test_odd_image_is_refused_without_warnings(

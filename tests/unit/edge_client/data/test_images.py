@@ -19,7 +19,6 @@ from PIL import Image
 from edge_client.data.holdout import held_out, held_out_count
 from edge_client.data.images import MOST_NAMED, LabeledImage, decode, find_images, scan_images
 from protocol.errors import ConfigError, UnreadableImage
-from protocol.models.preprocessing import Preprocessing, preprocess
 from tests.support.devices.device_factory import gray_png, image_file, noise
 from tests.support.machine_faults import not_root, open_folder
 
@@ -72,12 +71,6 @@ def test_dangling_link_is_found_and_refused_by_name(tmp_path: Path) -> None:
         decode(dangling.path)
     with pytest.raises(UnreadableImage, match=r"cat/3\.png: Too many levels of symbolic links"):
         decode(looped.path)
-
-
-def test_file_names_outside_utf8_are_found_and_read(tmp_path: Path) -> None:
-    image_file(tmp_path / "cat/1.png").rename(os.fsdecode(os.fsencode(tmp_path) + b"/cat/\xff.png"))
-    (found,) = find_images(tmp_path, CLASSES)
-    assert decode(found.path).size == (40, 30)
 
 
 def test_unknown_folders_are_named_and_left_out(tmp_path: Path) -> None:
@@ -188,19 +181,6 @@ def test_invalid_list_is_refused_with_the_line(tmp_path: Path, text: str, says: 
     assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr", "I;16"])
-def test_usual_modes_become_rgb(tmp_path: Path, mode: str) -> None:
-    image = (
-        Image.new("L", (20, 20), 120).convert(mode) if mode != "I;16" else Image.new(mode, (20, 20), 120 << 8)
-    )
-    suffix = ".jpg" if mode in {"CMYK", "YCbCr"} else ".png"
-    path = image_file(tmp_path / f"p{suffix}", image)
-    pixels = preprocess(decode(path), Preprocessing(height=8, width=8))
-    assert pixels.shape == (8, 8, 3)
-    if mode != "1":
-        np.testing.assert_allclose(pixels.astype(int), 120, atol=3)
-
-
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_exif_orientation_is_applied(tmp_path: Path, orientation: int) -> None:
     upright = Image.new("RGB", (48, 32), "white")
@@ -231,8 +211,7 @@ FORMATS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL")
 @pytest.mark.parametrize(
-    ("name", "options"),
-    [*FORMATS, ("JPEG", {"progressive": True}), ("TIFF", {"compression": "tiff_lzw"})],
+    ("name", "options"), [*FORMATS, ("JPEG", {"progressive": True}), ("TIFF", {"compression": "tiff_lzw"})]
 )
 def test_truncated_image_is_refused_and_never_padded(
     tmp_path: Path, name: str, options: dict[str, Any]
@@ -284,13 +263,6 @@ def test_decompression_bombs_and_empty_images_are_refused(
     (tmp_path / "p.png").write_bytes(gray_png(width, height, zlib.compress(bytes(10_000))))
     with pytest.raises(UnreadableImage, match=rf"p\.png: {reason}"):
         decode(tmp_path / "p.png")
-
-
-@pytest.mark.parametrize("mode", ["I", "F"])
-def test_32_bit_pixels_are_refused(tmp_path: Path, mode: str) -> None:
-    path = image_file(tmp_path / "p.tif", Image.new(mode, (8, 8)))
-    with pytest.raises(UnreadableImage, match="8 bits a channel"):
-        decode(path)
 
 
 FRACTIONS = st.sampled_from([0.0, 0.001, 0.1, 0.2, 0.25, 0.29, 0.3, 0.5, 0.7, 0.9, 0.99]) | st.floats(0, 0.99)

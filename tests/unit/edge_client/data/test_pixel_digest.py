@@ -38,20 +38,14 @@ def tagged(jpeg: bytes, tags: dict[int, int]) -> bytes:
     return jpeg[:2] + b"\xff\xe1" + (len(segment) + 2).to_bytes(2, "big") + segment + jpeg[2:]
 
 
-def png_exif(tags: dict[int, int]) -> bytes:
+def with_exif(kind: str, tags: dict[int, int]) -> bytes:
     exif = Image.Exif()
     exif.update(tags)
-    return saved(noise(), "png", exif=exif)
+    return saved(noise(), kind, exif=exif)
 
 
 def webp(**options: Any) -> bytes:
     return saved(noise(), "webp", **options)
-
-
-def webp_exif(tags: dict[int, int]) -> bytes:
-    exif = Image.Exif()
-    exif.update(tags)
-    return webp(exif=exif)
 
 
 def text(**texts: str) -> PngInfo:
@@ -67,31 +61,25 @@ other_pixel.putpixel((3, 5), (0, 0, 0))
 SAME = {
     "a rating": (JPEG, tagged(JPEG, {RATING: 5})),
     "another rating": (tagged(JPEG, {RATING: 4}), tagged(JPEG, {RATING: 5})),
-    "a rating of a turned image": (
-        tagged(JPEG, {ORIENTATION: 6}),
-        tagged(JPEG, {ORIENTATION: 6, RATING: 5}),
-    ),
+    "a rating of a turned image": (tagged(JPEG, {ORIENTATION: 6}), tagged(JPEG, {ORIENTATION: 6, RATING: 5})),
     "a comment": (JPEG, saved(noise(), "jpeg", comment=b"a dog")),
     "an upright orientation": (JPEG, tagged(JPEG, {ORIENTATION: 1})),
     "a text": (PNG, saved(noise(), "png", pnginfo=text(Title="a dog"))),
-    "a rating in a PNG": (PNG, png_exif({RATING: 5})),
+    "a rating in a PNG": (PNG, with_exif("png", {RATING: 5})),
     "a film behind a JPEG": (JPEG, JPEG + b"film" + JPEG),
-    "a rating in a WEBP": (webp(), webp_exif({RATING: 5})),
+    "a rating in a WEBP": (webp(), with_exif("webp", {RATING: 5})),
     "a profile and a text in a WEBP": (webp(), webp(icc_profile=b"profile", xmp=b'xmp:Rating="5"')),
     "another format without loss": (PNG, saved(noise(), "bmp")),
     "the same upright": (
-        png_exif({ORIENTATION: 6}),
+        with_exif("png", {ORIENTATION: 6}),
         saved(noise().transpose(Image.Transpose.ROTATE_270), "png"),
     ),
-    "a palette": (
-        saved(noise().quantize(16), "png"),
-        saved(noise().quantize(16).convert("RGB"), "png"),
-    ),
+    "a palette": (saved(noise().quantize(16), "png"), saved(noise().quantize(16).convert("RGB"), "png")),
 }
 OTHER = {
     "another image": (JPEG, saved(noise(seed=1), "jpeg")),
     "an orientation": (JPEG, tagged(JPEG, {ORIENTATION: 6})),
-    "an orientation in a PNG": (PNG, png_exif({ORIENTATION: 6})),
+    "an orientation in a PNG": (PNG, with_exif("png", {ORIENTATION: 6})),
     "one pixel of a small image": (saved(small, "png"), saved(other_pixel, "png")),
     "another quality": (JPEG, saved(noise(), "jpeg", quality=60)),
     "another size": (saved(Image.new("L", (300, 400)), "png"), saved(Image.new("L", (400, 300)), "png")),

@@ -166,6 +166,8 @@ def test_half_written_image_is_classified_once_it_is_complete(
 
 
 CLASSES = ("bee", "käfer")
+
+
 HEAD = InstalledHead(head=b"", version=1, backbones=(), classes=CLASSES)
 FOLDER = Path("/srv/camera")
 ID = "protofleet-shed-1-" + hashlib.sha256(b"/srv/camera").hexdigest()[:8]

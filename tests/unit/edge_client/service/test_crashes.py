@@ -50,13 +50,20 @@ def follow_until_it_dies(bench: HeadBench, manifest: TaskManifest) -> None:
             bench.start()
 
 
-@pytest.mark.parametrize("when", ["open_backbone", "extract"])
-def test_a_backbone_that_ends_the_program_is_not_run_at_the_fourth_start(
-    bench: HeadBench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, when: str
-) -> None:
-    """The device reports it, waits for the broker at its start, and follows another task or a dry run."""
+@pytest.mark.parametrize(
+    ("module", "when"),
+    [(image_features, "open_backbone"), (image_features, "extract"), (builder, "encode_submission")],
+    ids=["open_backbone", "extract", "encode_submission"],
+)
+def test_a_task_that_ends_the_program_is_not_run_at_the_fourth_start(
+    bench: HeadBench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, module: object, when: str
+) -> None:  # fmt: skip
+    """The device reports it, waits for the broker at its start, and follows another task or a dry run.
+
+    A task decides what is stored as well: whatever ends the program before it is on disk counts.
+    """
     deadly = make_manifest(backbones=(bench.offer(tiny_backbone(seed=1)),), seed=1)
-    monkeypatch.setattr(image_features, when, die)
+    monkeypatch.setattr(module, when, die)
     follow_until_it_dies(bench, deadly)
     bench.start()
     assert "the stored task ended the program 3 times: waiting for the broker" in caplog.text
@@ -88,17 +95,6 @@ def test_a_part_of_a_task_that_works_does_not_end_the_row(
     follow_until_it_dies(bench, deadly)
     bench.start().connect().announce(deadly).announce(head)
     assert bench.status["problem"].startswith("the program ended 3 times while it ran the task's graphs")
-
-
-def test_a_task_that_ends_the_program_as_its_submission_is_stored_is_not_run_at_the_fourth_start(
-    bench: HeadBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A task decides what is stored as well: whatever ends the program before it is on disk counts."""
-    monkeypatch.setattr(builder, "encode_submission", die)
-    deadly = make_manifest(seed=1)
-    follow_until_it_dies(bench, deadly)
-    bench.start().connect().follow(deadly)
-    assert bench.status["problem"].startswith("the program ended 3 times")
 
 
 def test_a_step_graph_that_ends_the_program_is_not_run_at_the_fourth_start(
@@ -246,15 +242,6 @@ def test_a_damaged_file_is_downloaded_again_and_is_no_vote(
         start_and_install()
 
 
-def test_a_build_without_its_backbone_is_repeated(bench: HeadBench, tmp_path: Path) -> None:
-    bench.stop()
-    bench.store.blobs.path(TINY.digest).write_bytes(b"damaged")
-    image_file(tmp_path / "data/cat/new.png")
-    bench.start().connect()
-    assert {each.digest for each in bench.requests} == {TINY.digest}
-    assert bench.store.get(SubmissionReport).classes[0].images == 21
-
-
 def test_a_submission_that_is_damaged_in_a_running_outbox_is_built_again(bench: HeadBench) -> None:
     """The aggregator refuses other bytes than their digest is of, which sending them again does not correct."""
     damaged = bench.submission()
@@ -308,17 +295,6 @@ def test_a_device_that_cannot_run_the_task_has_no_vote(
     assert installed.report is None
     assert "while it ran the task's graphs" in installed.reason
     assert bench.store.crash_counter.crashes(head_key(head)) == 0
-
-
-def test_a_damaged_stored_task_comes_from_the_broker_again(
-    bench: HeadBench, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The start does not fail."""
-    caplog.set_level("INFO")
-    bench.stop()
-    bench.store.blobs.path(bench.task).write_bytes(b"damaged")
-    bench.start().connect()
-    assert "waiting for the fleet's task" in caplog.text
 
 
 _BUILD = """

@@ -1,12 +1,14 @@
-"""Device: what it stores, deletes and reports, and with what it waits or ends."""
+"""Device: what it stores, deletes, reports and accepts, and with what it waits or ends."""
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from edge_client.agent.manifest_trust import Identity
 from edge_client.agent.state import Mode, State
 from edge_client.service.blob_downloads import BlobDownloads
 from edge_client.service.device import MAX_TICK_S, Device
@@ -14,6 +16,7 @@ from edge_client.storage.device_state import DeviceState
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.storage.stored_values import (
     BuildProblem,
+    CurrentRound,
     CurrentTask,
     HeadProblem,
     Problems,
@@ -24,13 +27,27 @@ from edge_client.submission.image_features import Workspace
 from edge_client.submission.prepared_submission import PreparedSubmission
 from edge_client.submission.round_submission import RoundTraining
 from edge_client.training.local_round import initial_model, pack
-from protocol.errors import BackboneMismatch, ConfigError
-from protocol.wire.codec import digest_of, encode
-from protocol.wire.messages import BlobRef, HeadManifest, HeadRef
+from protocol.errors import BackboneMismatch, ConfigError, ProtofleetError
+from protocol.mqtt.reconnecting_session import Outgoing
+from protocol.wire.codec import decode, digest_of, encode
+from protocol.wire.messages import (
+    BlobRef,
+    DeviceInfo,
+    Frame,
+    HeadManifest,
+    HeadRef,
+    Presence,
+    PresenceState,
+    Receipt,
+    RoundManifest,
+)
+from protocol.wire.presence import Duplicate
+from protocol.wire.signing import public_key
 from protocol.wire.topics import fleet_topic
 from tests.support.devices.device_bench import DeviceBench, HeadBench, RoundsBench
-from tests.support.devices.device_factory import image_file, make_manifest, make_settings
+from tests.support.devices.device_factory import TINY, image_file, make_manifest, make_settings, write_images
 from tests.support.devices.round_factory import TASK, make_task, open_round
+from tests.support.graphs.backbones import tiny_backbone
 from tests.support.simulation.fleet import reference
 
 
@@ -46,17 +63,6 @@ def test_a_blob_that_arrives_damaged_is_reported(tmp_path: Path, max_epsilon: fl
         bench.wait(10).broadcast(sent, digest=digest_of(data))
     assert "damaged" not in bench.status["problem"]
     assert digest_of(data) in bench.store.blobs
-
-
-def test_tasks_that_never_get_a_head_do_not_fill_the_disk(tmp_path: Path) -> None:
-    """The blobs of a task that is replaced are deleted, except for those that the next one needs."""
-    bench = DeviceBench(tmp_path).start().connect()
-    shared, only_old = (bench.offer(data) for data in (b"shared", b"old"))
-    for name, blobs in (("first", (shared, only_old)), ("second", (shared,))):
-        manifest = make_manifest(algorithm=name, backbones=blobs)
-        bench.announce(manifest)
-        assert all(blob.digest in bench.store.blobs for blob in blobs)
-    assert set(bench.store.blobs.digests()) == {shared.digest, digest_of(encode(manifest))}
 
 
 def test_rounds_and_heads_that_are_replaced_do_not_fill_the_disk(rounds: RoundsBench) -> None:
@@ -115,13 +121,17 @@ def test_a_device_looks_at_its_images_while_messages_arrive_all_the_time(
     assert bench.store.get(SubmissionReport).classes[0].images == 21
 
 
-def test_a_task_that_another_version_has_stored_comes_from_the_broker(
-    tmp_path: Path, store: DeviceState, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("why", ["of another version", "damaged"])
+def test_a_stored_task_that_cannot_be_read_comes_from_the_broker(
+    tmp_path: Path, store: DeviceState, caplog: pytest.LogCaptureFixture, why: str
 ) -> None:
-    """After an upgrade the device starts, and waits for it."""
+    """After an upgrade too, the device starts, and waits for it."""
     caplog.set_level("INFO")
     fields = msgspec.msgpack.decode(encode(make_task(store.blobs)))
-    store.set(CurrentTask(store.blobs.put(msgspec.msgpack.encode({**fields, "v": 0}))))
+    stored = store.blobs.put(msgspec.msgpack.encode({**fields, "v": 0}))
+    store.set(CurrentTask(stored))
+    if why == "damaged":
+        store.blobs.path(stored).write_bytes(b"damaged")
     DeviceBench(tmp_path).start().connect()
     assert "waiting for the fleet's task" in caplog.text
 
@@ -179,3 +189,175 @@ def test_a_start_ends_all_problems_but_the_last_builds_and_the_last_heads(tmp_pa
     assert (bench.status["problem"], bench.info.problem) == (old, "")
     assert bench.store.get(Problems).texts == {}
     assert (bench.store.get(BuildProblem).text, bench.store.get(HeadProblem).text) == (old, old)
+
+
+OPENED = RoundManifest(task=TASK, number=0, rounds=9, epochs=1, tensors=TINY)
+
+
+@pytest.mark.parametrize("mode", [Mode.SERVICE, Mode.DRY_RUN])
+def test_trust_is_stored_before_a_manifest_is_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, *, mode: Mode
+) -> None:
+    """A restart refuses an older release; a dry run stores nothing and generates no key."""
+    bench = DeviceBench(tmp_path, mode=mode).start().connect().announce(OPENED, release=5)
+    assert "message refused" not in caplog.text
+    assert caplog.text.count("trusting the first aggregator key received") == 1
+    assert bool(bench.store.get(CurrentRound).digest) == (mode is Mode.SERVICE)
+    assert (bench.state / "signing.key").exists() == (mode is Mode.SERVICE)
+    bench.start(mode=Mode.SERVICE).connect().announce(OPENED, release=4)
+    assert bench.info.refused_messages == ({"replayed": 1} if mode is Mode.SERVICE else {})
+
+
+def test_the_outbox_is_read_again_when_the_task_is_signed_again(bench: HeadBench) -> None:
+    """Receipts are not signed: what a forged one prevents is uploaded then. The same message again changes nothing."""
+
+    def uploads_after(topic: str, payload: bytes) -> int:
+        before = len(bench.sent("up", Frame))
+        bench.receive(topic, payload, retained=True)
+        return len(bench.sent("up", Frame)) - before
+
+    submission = bench.submission()
+    assert submission is not None
+    forged = Receipt(digest=submission.digest, status="received")
+    bench.receive(bench.topic("ack"), encode(forged))
+    signed = bench.signed(bench.manifest)
+    assert [bool(uploads_after(*signed)) for _ in range(2)] == [True, False]
+
+
+def test_a_new_operator_key_replaces_the_stored_one(tmp_path: Path) -> None:
+    """It is stored: the next start without the option trusts it as well."""
+    bench = DeviceBench(tmp_path).start().announce(OPENED, release=5)
+    for number, key in enumerate((public_key(b"n" * 32), None), start=1):
+        bench.start(identity=Identity(key)).connect()
+        opened = msgspec.structs.replace(OPENED, number=number)
+        before = bench.store.get(CurrentRound)
+        bench.announce(opened, release=6)
+        assert bench.store.get(CurrentRound) == before
+        bench.announce(opened, release=number, key=b"n" * 32)
+        assert bench.store.get(CurrentRound).digest == digest_of(encode(opened))
+        assert bench.info.refused_messages == {"signature": 1}
+
+
+def test_refused_messages_are_logged_once_and_published_ever_more_rarely(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every refused message is counted."""
+    bench = DeviceBench(tmp_path).start().announce(OPENED)
+    for _ in range(20):
+        bench.announce(OPENED, key=b"m" * 32)
+    counts = [info.refused_messages["signature"] for info in bench.sent("info", DeviceInfo)]
+    assert counts == [1, 2, 4, 8, 16]
+    assert bench.connect().info.refused_messages == {"signature": 20}
+    assert caplog.text.count("is signed by another aggregator") == 1
+
+
+def test_a_broker_that_withholds_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A device builds nothing from an expired task, reports it after a restart too, and goes on with a newer one."""
+    write_images(tmp_path / "data", count=4)
+    bench = DeviceBench(tmp_path, identity=Identity(enrolled_s=500.0))
+    bench.offer(tiny_backbone())
+
+    def start(at_s: float) -> None:
+        monkeypatch.setattr(time, "time", lambda: at_s)
+        bench.start().connect()
+
+    start(100_000.0)
+    bench.announce(make_manifest(), issued_s=98_000, expires_s=99_000)
+    assert bench.info.problem.startswith("expired: task; this device keeps its head")
+    assert bench.store.get(Problems).texts == {"manifest": bench.info.problem}
+    start(100_000.0)
+    bench.wait()
+    assert bench.store.outbox.newest_submission() is None
+    assert bench.info.problem[:13] == "expired: task"
+    bench.announce(make_manifest(), issued_s=99_999, expires_s=100_999)
+    assert bench.store.outbox.newest_submission() is not None
+    assert (bench.info.problem, bench.store.get(Problems).texts) == ("", {})
+    assert caplog.text.count("expired: task") == 2
+    # Without a battery-backed clock, the time is at least the date of the last manifest.
+    start(0.0)
+    assert bench.wait().status["problem"] == ""
+    assert bench.wait(2000).status["problem"][:13] == "expired: task"
+
+
+def test_an_enrolled_device_without_a_clock_refuses_manifests_from_before_its_enrollment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A broker that shows a new device an old task, which the aggregator signed."""
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    bench = DeviceBench(tmp_path, identity=Identity(enrolled_s=9000.0)).start()
+    bench.announce(make_manifest(), release=5000, issued_s=5000, expires_s=6000)
+    assert bench.status["problem"][:13] == "expired: task"
+
+
+def test_a_retained_receipt_is_ignored(bench: HeadBench) -> None:
+    """A client that has left could otherwise end the program at every start."""
+    submission = bench.submission()
+    assert submission is not None
+    forged = encode(Receipt(digest=submission.digest, status="refused", reason="revoked"))
+    bench.receive(bench.topic("ack"), forged, retained=True)
+    bench.receive(bench.topic("blk"), forged, retained=True)
+    assert bench.info.refused_messages == {"malformed": 2}
+    assert bench.status["problem"] == ""
+    with pytest.raises(ProtofleetError, match="revoked"):
+        bench.receive(bench.topic("ack"), forged)
+
+
+def test_a_reconnected_aggregator_is_noticed(tmp_path: Path) -> None:
+    """A live presence counts, a retained one only with a new epoch: what was requested is requested again."""
+    bench = DeviceBench(tmp_path).start().connect().announce(make_manifest())
+
+    def requests(state: PresenceState, epoch: int, *, retained: bool) -> int:
+        before = len(bench.requests)
+        payload = encode(Presence(state=state, epoch=epoch))
+        bench.receive(fleet_topic("f", "state"), payload, retained=retained)
+        return len(bench.requests) - before
+
+    assert requests("online", 7, retained=True) == 1
+    assert requests("online", 7, retained=True) == 0
+    assert requests("offline", 7, retained=False) == 0
+    assert requests("online", 7, retained=False) == 1
+    assert requests("online", 8, retained=False) == 1
+
+
+def _presences(bench: DeviceBench) -> list[Outgoing]:
+    return [each for each in bench.published if each.topic == bench.topic("state")]
+
+
+def test_a_copied_device_stays_out_until_it_takes_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Equal clocks, equal epochs: the one that starts later continues, and both report the other."""
+    older, newer = (
+        DeviceBench(tmp_path / name, identity=Identity(signing_key=b"s" * 32)).start().connect("192.0.2.7")
+        for name in ("one", "two")
+    )
+
+    def online(bench: DeviceBench) -> bytes:
+        return _presences(bench)[-1].payload
+
+    def hear(bench: DeviceBench, payload: bytes) -> None:
+        bench.receive(bench.topic("state"), payload)
+
+    hear(older, online(older))
+    hear(newer, online(older))
+    hear(newer, online(newer))
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"was started later, at .*192.0.2.7.*: this one stays out"):
+            hear(older, online(newer))
+        with pytest.raises(ConfigError, match="run `edge-client take-over`"):
+            older.start()
+        (final,) = older.final
+        assert decode(final.payload, Presence, max_bytes=1024).state == "replaced"
+        hear(newer, final.payload)
+        # It takes part: what it reports is no problem, and says what to do.
+        assert newer.info.problem == ""
+        assert "or enroll it under a name of its own; it ran at " in newer.info.warning
+        assert caplog.text.count("a copy of this device was started earlier, and stays out") == 1
+        assert all("192.0.2.7" in each.store.get(Duplicate).summary for each in (older, newer))
+        assert "continues at the next start" in DeviceState(older.state).take_over()
+        # The copy that took over continues; the other one stays out in its turn.
+        caplog.clear()
+        older, newer = newer, older.start().connect("192.0.2.7")
+        hear(newer, online(newer))

@@ -13,7 +13,7 @@ from PIL import Image
 
 from edge_client.cli import cli
 from edge_client.predict import classifier
-from edge_client.runtime.backbone import Backbone, open_backbone
+from edge_client.runtime.backbone import open_backbone
 from edge_client.storage.crash_counter import MAX_CRASHES
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.feature_cache import FeatureCache
@@ -24,10 +24,7 @@ from protocol.errors import BackboneMismatch
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import Evaluation, HeadManifest, HeadRef
 from tests.support.devices.device_bench import CONSTANT, HeadBench, RoundsBench
-from tests.support.devices.device_factory import (
-    linear_head,
-    make_manifest,
-)
+from tests.support.devices.device_factory import linear_head, make_manifest
 from tests.support.graphs.hostile_backbones import always_fails, fails_on_white
 from tests.support.machine_faults import full_disk
 from tests.support.simulation.fleet import reference
@@ -83,24 +80,18 @@ def test_a_previous_head_that_cannot_be_compared_is_no_obstacle(
     assert ("no comparison with the previous head" in caplog.text) == (why == "damaged")
 
 
-def _bad_heads(backbone: Backbone) -> dict[str, bytes]:
-    zeros = np.zeros((16, 2), np.float32)
-    unloadable = linear_head([backbone], zeros)
-    assert unloadable.count(b"MatMul") == 1
-    return {
-        "expected an ONNX file": b"junk",
-        "add up": linear_head([backbone], np.full((16, 2), np.nan, dtype=np.float32)),
-        "classes": linear_head([backbone], zeros, classes=("cat", "cow")),
-        "one probability per class": linear_head([backbone], np.zeros((16, 3), np.float32)),
-        "cannot load": unloadable.replace(b"MatMul", b"MatMad"),
-    }
-
-
 def test_a_bad_head_is_refused_with_a_report(bench: HeadBench) -> None:
     """The report names the problem and counts no image, and the previous head stays in use."""
     bench.install(bench.head(1, CONSTANT["cat"]))
-    before = bench.store.get(Heads)
-    for version, (words, file) in enumerate(_bad_heads(bench.backbone).items(), start=2):
+    before, backbones = bench.store.get(Heads), [bench.backbone]
+    unloadable = linear_head(backbones, np.zeros((16, 2), np.float32))
+    assert unloadable.count(b"MatMul") == 1
+    bad_heads = {
+        "classes": linear_head(backbones, np.zeros((16, 2), np.float32), classes=("cat", "cow")),
+        "one probability per class": linear_head(backbones, np.zeros((16, 3), np.float32)),
+        "cannot load": unloadable.replace(b"MatMul", b"MatMad"),
+    }
+    for version, (words, file) in enumerate(bad_heads.items(), start=2):
         head = bench.head(version, CONSTANT["cat"], file)
         installed = bench.install(head)
         evaluation = installed.evaluation

@@ -96,16 +96,6 @@ def test_images_that_cannot_be_read_for_a_moment_are_released_as_before(
     assert bench.store.get(SubmissionReport).classes == before
 
 
-@pytest.mark.parametrize("classes", [("cat",), ("cat", "cow"), ("cow", "cat", "dog"), ("cow",)])
-def test_a_change_of_the_tasks_classes_ends_no_device(bench: HeadBench, classes: tuple[str, ...]) -> None:
-    """A device uploads the classes that are left; without any it receives heads."""
-    bench.follow(make_manifest(classes=classes)).wait()
-    left = len({"cat", "dog"} & set(classes))
-    assert (bench.submission() is None) == (left == 0)
-    names = [entry.name for entry in bench.store.get(SubmissionReport).classes]
-    assert names == (["cat", "dog"][:left] if left else ["cat", "dog"])
-
-
 def test_an_unusable_image_outside_utf8_is_reported(tmp_path: Path) -> None:
     """The name of a folder or file may be any bytes; in reports they are escaped."""
     folder = tmp_path / "data/cat" / os.fsdecode(b"\xff")

@@ -17,11 +17,9 @@ from click.testing import CliRunner
 from msgspec import UNSET, UnsetType
 from numpy.typing import NDArray
 
-from aggregator.intake.validation import Expectation, check_submission, read_message
 from edge_client.cli import cli
-from edge_client.data.holdout import held_out
-from edge_client.data.images import NoImages, find_images
-from edge_client.predict.head import Result, open_head
+from edge_client.data.images import NoImages
+from edge_client.predict.head import Result
 from edge_client.runtime.backbone import Backbone
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import (
@@ -33,26 +31,21 @@ from edge_client.storage.stored_values import (
 )
 from edge_client.submission.builder import LOST_IMAGES
 from edge_client.submission.extraction_progress import LOG_INTERVAL_S, STORE_INTERVAL_S, ProgressReporter
-from edge_client.submission.head_evaluation import evaluate_head, held_out_images
+from edge_client.submission.head_evaluation import evaluate_head
 from edge_client.submission.prepared_submission import (
     PreparedSubmission,
-    encode_submission,
     prepare_prototypes,
 )
 from protocol.errors import BackboneMismatch, ConfigError, ProtofleetError
-from protocol.wire.messages import Confused, Evaluation, Perturbation, Submission
+from protocol.wire.messages import Confused, Perturbation
 from tests.support.devices.device_bench import HeadBench
 from tests.support.devices.device_factory import (
     CLASSES,
-    linear_head,
     make_manifest,
     make_workspace,
-    tiny,
     write_images,
 )
 from tests.support.devices.worker_benches import PUBLIC_MAP, PrivateBench
-
-TASK = b"t" * 32
 
 
 def _prepare(
@@ -64,45 +57,10 @@ def _prepare(
     return prepare_prototypes(workspace, task, workspace.extract(task, should_stop=lambda: False))
 
 
-def test_held_out_images_are_in_no_prototype(tmp_path: Path) -> None:
-    """Every other image is in exactly one, and the report has the counts."""
-    data = write_images(tmp_path / "data", count=30)
-    prepared = _prepare(tmp_path)
-    images = find_images(data, CLASSES)
-    assert len(held_out(images, 0.2)) == 12
-    assert prepared.counts.sum() == len(images) - 12
-    assert [report.images for report in prepared.classes] == [30, 30]
-    assert [report.held_out for report in prepared.classes] == [6, 6]
-    assert prepared.prototypes.dtype == np.float16
-
-
 def test_a_class_with_a_name_that_no_folder_can_have(tmp_path: Path) -> None:
     """It must not end the program, which would end again at each start with the stored task."""
     bench = PrivateBench(tmp_path, differential_privacy=None, classes=(*CLASSES, "\U0001f600" * 128))
     assert bench.upload().images == 80
-
-
-def test_the_shuffle_depends_on_the_devices_secret(tmp_path: Path) -> None:
-    """Task, device and class, which the aggregator knows, do not determine it."""
-    data = write_images(tmp_path / "data", count=12)
-    first, other = (_prepare(tmp_path / str(i), secret=bytes([i] * 32), data=data) for i in range(2))
-    assert first.counts.tolist() == other.counts.tolist()
-    assert first.fingerprint != other.fingerprint
-
-
-def test_the_aggregator_accepts_a_submission(tmp_path: Path) -> None:
-    """It holds the device's prototypes."""
-    write_images(tmp_path / "data", count=12)
-    prepared = _prepare(tmp_path)
-    payload = encode_submission(prepared, task=TASK, manifest=make_manifest(), sequence=7)
-    message = read_message(payload)
-    assert isinstance(message, Submission)
-    assert message.sequence == 7
-    taken = check_submission(message, Expectation(TASK, make_manifest(), 16))
-    half_step = np.ptp(prepared.prototypes.astype(np.float32), axis=0) / 510
-    assert (np.abs(taken.values - prepared.prototypes) <= 1.001 * half_step).all()
-    assert len(payload) < prepared.prototypes.size + 4 * prepared.prototypes.shape[1] + 300
-    np.testing.assert_array_equal(taken.counts, prepared.counts)
 
 
 def test_prototypes_have_the_columns_of_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,16 +102,6 @@ def test_the_stated_number_of_images_is_sufficient(
         write_images(tmp_path / "fewer" / "data", count=needed - 1)
         with pytest.raises(ProtofleetError, match=f" {needed} training images are needed: add images$"):
             _prepare(tmp_path / "fewer", holdout=0.0, manifest=manifest)
-
-
-def _evaluate(folder: Path, **local: Any) -> Evaluation:
-    """Evaluate a head that predicts the first class for every image."""
-    backbone = tiny(folder)
-    head = open_head(linear_head([backbone], np.zeros((16, 2), dtype=np.float32)), backbones=[backbone])
-    workspace = make_workspace(folder, **local)
-    manifest = make_manifest()
-    members = held_out_images(workspace, manifest)
-    return evaluate_head(workspace, head, task=TASK, manifest=manifest, version=1, members=members)
 
 
 def test_classes_that_lose_their_images_are_reported(

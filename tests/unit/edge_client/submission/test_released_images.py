@@ -296,17 +296,6 @@ def test_images_of_a_class_that_is_split_are_shown_as_waiting(tmp_path: Path) ->
     assert [(each.waiting, each.more_needed) for each in released] == [(5, 1), (4, 2)]
 
 
-def test_images_that_need_new_ones_are_counted_with_them(tmp_path: Path) -> None:
-    """Groups of a task with a smaller `min_images`: seven images are not seven new ones, and six more are needed."""
-    device = Folder(tmp_path, images=6)
-    device.upload(batch_size=2)
-    device.add(1)
-    with pytest.raises(ProtofleetError, match="add 6 images to use them again"):
-        device.upload(batch_size=7, min_images=7)
-    device.add(6, start=200)
-    assert device.upload(batch_size=7, min_images=7).classes[0].counts == (13,)
-
-
 def test_a_file_in_two_classes_counts_in_the_first_one(tmp_path: Path) -> None:
     """It does not break the first class's prototype at each submission."""
     device = Folder(tmp_path)

@@ -4,8 +4,6 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import cast
 
@@ -27,6 +25,7 @@ from protocol.wire.codec import decode
 from protocol.wire.messages import Presence, PresenceState
 from protocol.wire.presence import Reaction
 from tests.support.network.brokers import mosquitto, needs_mosquitto
+from tests.support.network.sessions import listening
 
 
 @needs_mosquitto
@@ -213,56 +212,23 @@ def test_brokers_that_end_each_connection_are_not_tried_without_a_pause(
     assert all(backoff.pause_s(connected_s=connected_s, messages=messages) for _ in range(3 * addresses))
 
 
-@contextmanager
-def _ending(broker: BrokerAddress, connections: int) -> Iterator[BrokerAddress]:
-    """Forward to a broker, and end the first connections after its first answer."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
+@pytest.mark.parametrize(("connections", "status"), [(0, "ok"), (1, "ok"), (100, "failed")])
+def test_one_lost_connection_is_no_failure(connections: int, status: str) -> None:
+    """A broker that ends each of them as it answers is one."""
+    ends = iter([True] * connections)
 
-        def forward(source: socket.socket, target: socket.socket, *, ends: bool) -> None:
-            with suppress(OSError), source, target:
-                while data := source.recv(4096):
-                    target.sendall(data)
-                    if ends:
-                        break
-                for each in (source, target):
-                    each.shutdown(socket.SHUT_RDWR)
+    def answer(peer: socket.socket) -> None:
+        peer.recv(1024)
+        peer.sendall(b"\x20\x03\x00\x00\x00")
+        subscribe = peer.recv(1024)
+        if next(ends, False):
+            return
+        peer.sendall(b"\x90\x04" + subscribe[2:4] + b"\x00\x01")
+        while peer.recv(1024):
+            pass
 
-        def accept() -> None:
-            with suppress(OSError):
-                number = 0
-                while True:
-                    client, _ = server.accept()
-                    number += 1
-                    to_broker = socket.create_connection((broker.host, broker.port))
-                    ends = number <= connections
-                    for source, target, is_answer in ((client, to_broker, False), (to_broker, client, True)):
-                        thread = threading.Thread(
-                            target=forward,
-                            args=(source.dup(), target.dup()),
-                            kwargs={"ends": ends and is_answer},
-                        )
-                        thread.start()
-                    client.close()
-                    to_broker.close()
-
-        threading.Thread(target=accept, daemon=True).start()
-        yield BrokerAddress(*server.getsockname())
-
-
-def _status(address: BrokerAddress) -> str:
-    with BrokerProbe(address, NO_AUTHENTICATION, subscriptions=("a",)) as probe:
-        return probe.open().status
-
-
-@needs_mosquitto
-def test_one_lost_connection_is_no_failure(broker: BrokerAddress) -> None:
-    with _ending(broker, connections=0) as address:
-        assert _status(address) == "ok"
-    with _ending(broker, connections=1) as address:
-        assert _status(address) == "ok"
-
-
-@needs_mosquitto
-def test_a_broker_that_ends_every_connection_is_a_failure(broker: BrokerAddress) -> None:
-    with _ending(broker, connections=100) as address:
-        assert _status(address) == "failed"
+    with (
+        listening(answer) as (address, _),
+        BrokerProbe(address, NO_AUTHENTICATION, subscriptions=("a",)) as probe,
+    ):
+        assert probe.open().status == status

@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import paho.mqtt.client as paho
@@ -23,7 +23,6 @@ from protocol.mqtt.reconnecting_session import (
     Drained,
     Outgoing,
     Received,
-    Session,
     Unsendable,
 )
 from tests.support.network.brokers import amqtt, mosquitto, needs_mosquitto
@@ -97,7 +96,6 @@ def test_amqtt_connects_without_timeout(address: BrokerAddress, monkeypatch: pyt
         says = Outgoing("t", b"sent while connecting")
         made.send(says)
         assert ear.wait(Received) == Received("t", says.payload)
-        assert made._versions[address] is V311
         assert Disconnected not in map(type, ear.seen)
 
 
@@ -170,45 +168,27 @@ def test_receive_maximum_bounds_the_window() -> None:
     assert len(sent) == 2 * packet_bytes("t", 1)
 
 
-@contextlib.contextmanager
-def _denied(
-    address: BrokerAddress, folder: Path, heard: str, *more: str
-) -> Iterator[tuple[Session, EventLog, EventLog]]:
-    """Run a mosquitto on which clients may publish to `ours/...` only, a session, and a second one that listens."""
-    (folder / "acl").write_text("topic read #\ntopic write ours/#\n", encoding="utf-8")
-    options = ("allow_anonymous true", f"user {getpass.getuser()}", f"acl_file {folder / 'acl'}", *more)
+@needs_mosquitto
+def test_denied_retained_publication_is_retried(address: BrokerAddress, tmp_path: Path) -> None:
+    """Clients may publish to `ours/...` only: others are unsendable, with the reason, and are sent once they may be."""
+    rules, pid_file = tmp_path / "acl", tmp_path / "mosquitto.pid"
+    rules.write_text("topic read #\ntopic write ours/#\n", encoding="utf-8")
+    options = f"allow_anonymous true\nuser {getpass.getuser()}\nacl_file {rules}\npid_file {pid_file}"
     with (
-        mosquitto(address, folder, options="\n".join(options)),
-        running(address, "b", heard) as (_, hears),
+        mosquitto(address, tmp_path, options=options),
+        running(address, "b", "theirs/+") as (_, hears),
         running(address, "a") as (says, ear),
     ):
         hears.wait(Connected)
-        yield says, ear, hears
-
-
-@needs_mosquitto
-def test_denied_publication_is_unsendable_and_others_are_sent(address: BrokerAddress, tmp_path: Path) -> None:
-    with _denied(address, tmp_path, "ours/+") as (says, ear, hears):
-        for topic in ("theirs", "theirs", "ours/1"):
-            says.send(Outgoing(topic, b"x"))
-        denied = [ear.wait(Unsendable), ear.wait(Unsendable)]
-        assert [(event.topic, event.repeated) for event in denied] == [("theirs", False), ("theirs", True)]
-        assert "Not authorized" in denied[0].reason
-        assert "access list" in denied[0].reason
-        assert hears.wait(Received).topic == "ours/1"
-        assert Disconnected not in map(type, ear.rest())
-
-
-@needs_mosquitto
-def test_denied_retained_publication_is_retried(address: BrokerAddress, tmp_path: Path) -> None:
-    pid_file = tmp_path / "mosquitto.pid"
-    with _denied(address, tmp_path, "theirs/+", f"pid_file {pid_file}") as (says, ear, hears):
         says.send(Outgoing("theirs/passing", b"x"))
         says.send(Outgoing("theirs/kept", b"old", retain=True))
         says.send(Outgoing("theirs/kept", b"new", retain=True))
         denied = [ear.wait(Unsendable) for _ in range(6)]
         assert [event.topic for event in denied] == ["theirs/passing", *["theirs/kept"] * 5]
-        (tmp_path / "acl").write_text("topic readwrite #\n", encoding="utf-8")
+        assert [event.repeated for event in denied][:4] == [False, False, True, True]
+        assert "Not authorized" in denied[0].reason
+        assert "access list" in denied[0].reason
+        rules.write_text("topic readwrite #\n", encoding="utf-8")
         os.kill(int(pid_file.read_text()), signal.SIGHUP)
         assert hears.wait(Received).payload == b"new"
         says.send(Outgoing("theirs/end", b"x"))
@@ -216,20 +196,7 @@ def test_denied_retained_publication_is_retried(address: BrokerAddress, tmp_path
         assert Disconnected not in map(type, ear.rest())
 
 
-@needs_mosquitto
-@pytest.mark.usefixtures("only_311")
-def test_silently_denied_publication_does_not_block(address: BrokerAddress, tmp_path: Path) -> None:
-    with _denied(address, tmp_path, "ours/+") as (says, ear, hears):
-        for topic in ("theirs", "ours/1"):
-            says.send(Outgoing(topic, b"x"))
-        assert hears.wait(Received).topic == "ours/1"
-        ear.wait(Drained)
-        assert not {Disconnected, Unsendable} & set(map(type, ear.rest()))
-
-
-def test_delay_grows_if_every_publication_disconnects(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_delay_grows_if_every_publication_disconnects(monkeypatch: pytest.MonkeyPatch) -> None:
     counts: list[int] = []
 
     def retry_delay_s(failures: int, _: Callable[[float, float], float]) -> float:

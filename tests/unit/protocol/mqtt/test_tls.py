@@ -1,4 +1,4 @@
-"""Certificates, passwords and addresses of a broker, with a real mosquitto."""
+"""Certificates, passwords, addresses and options of a broker, with a real mosquitto."""
 
 import getpass
 import re
@@ -10,10 +10,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
+import click
 import pytest
+from click.testing import CliRunner, Result
 
 from aggregator.security.certificate_authority import utc_now
+from protocol.cli import access_options, config_option, read_access
 from protocol.errors import ConfigError
 from protocol.mqtt import reconnecting_session
 from protocol.mqtt.client import Version
@@ -107,30 +111,19 @@ def test_websocket_over_tls(address: BrokerAddress, made: Certificates) -> None:
         ("late", 200, "late.crt(: it has expired| as revoked, expired)"),
         ("revoked", 0, "revoked.crt(: it was revoked| as revoked)"),
         ("broker", 0, "broker.crt(: it is not a client certificate| as revoked)"),
+        ("stranger", 0, "stranger.crt(: it was issued by another authority| as revoked)"),
     ],
 )
 def test_unusable_client_certificate_is_explained(
-    address: BrokerAddress, made: Certificates, name: str, ago_days: int, said: str
+    address: BrokerAddress, made: Certificates, tmp_path: Path, name: str, ago_days: int, said: str
 ) -> None:
+    issuer = Certificates(tmp_path / "other") if name == "stranger" else made
     if name and name != "broker":
-        issued = made.client(name, ago_days=ago_days)
+        issued = issuer.client(name, ago_days=ago_days)
         if name == "revoked":
             made.revoke(issued.serial)
     with closed(address, made):
-        assert re.search(said, refusal(address, made.access(name)))
-
-
-@needs_mosquitto
-def test_certificate_of_another_authority_is_refused(
-    address: BrokerAddress, made: Certificates, tmp_path: Path
-) -> None:
-    stranger = Certificates(tmp_path / "stranger")
-    stranger.client("shed-1")
-    access = replace(stranger.access("shed-1"), ca=made.ca)
-    with closed(address, made):
-        assert re.search(
-            "shed-1.crt(: it was issued by another authority| as revoked)", refusal(address, access)
-        )
+        assert re.search(said, refusal(address, replace(issuer.access(name), ca=made.ca)))
 
 
 @needs_mosquitto
@@ -307,33 +300,11 @@ def test_several_broker_addresses_are_parsed() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        ":1883",
-        "host:",
-        "host:x",
-        "host:0",
-        "host:65536",
-        "host:-1",
-        "mqtt://a",
-        "host:²",
-        "a:1:1",
-        "[a]:1:2",
-        "a:b",
-        "[::1",
-        "[::1]1883",
-        "[]",
-        "[a]",
-        "a b",
-        "a\nb",
-        "a\n",
-        "-a",
-        'a"b',
-        "\u202ea",
-        "a/mqtt",
-        "http://a",
+        "", ":1883", "host:", "host:x", "host:0", "host:65536", "host:-1", "host:²", "a:1:1", "[a]:1:2", "a:b", "[::1",
+        "[::1]1883", "[]", "[a]", "a b", "a\nb", "a\n", "-a", 'a"b', "\u202ea", "a/mqtt", "mqtt://a", "http://a",
         "ws://a/\u202e",
     ],
-)
+)  # fmt: skip
 def test_invalid_broker_address_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="expected the broker as HOST or HOST:PORT"):
         parse_broker(text)
@@ -393,3 +364,83 @@ def test_expiring_certificate_is_a_warning(made: Certificates) -> None:
 def test_missing_tls_option_is_explained(address: BrokerAddress, made: Certificates) -> None:
     with closed(address, made):
         assert "if it uses TLS, give --enrollment, --ca or --tls" in refusal(address, BrokerAccess())
+
+
+heard: list[BrokerAccess] = []
+
+
+@click.command()
+@config_option
+@access_options
+def command(**given: Any) -> None:
+    """Take the options as a program does."""
+    heard.append(read_access(**given))
+
+
+def run(*arguments: str | Path, **environment: str) -> Result:
+    variables = {f"PROTOFLEET_{name.upper()}": value for name, value in environment.items()}
+    return CliRunner(env=variables).invoke(command, [*map(str, arguments)])
+
+
+def access(*arguments: str | Path, **environment: str) -> BrokerAccess:
+    done = run(*arguments, **environment)
+    assert done.exit_code == 0, (done.output, done.exception)
+    return heard.pop()
+
+
+def test_authority_or_certificate_implies_tls() -> None:
+    assert access() == BrokerAccess()
+    assert access("--tls") == BrokerAccess(tls=True)
+    assert access("--ca", "ca.crt") == BrokerAccess(tls=True, ca=Path("ca.crt"))
+    given = access("--cert", "a.crt", "--key", "a.key")
+    assert given == BrokerAccess(tls=True, certificate=Path("a.crt"), key=Path("a.key"))
+    assert access(ca="ca.crt", username="shed-1") == BrokerAccess(
+        tls=True, ca=Path("ca.crt"), username="shed-1"
+    )
+
+
+def test_password_comes_from_file_or_environment(tmp_path: Path) -> None:
+    file = tmp_path / "password"
+    file.write_text("of the file \nanother line\n")
+    assert access("--username", "a", password="of the environment").password == "of the environment"
+    given = access("--username", "a", "--password-file", file, password="of the environment")
+    assert given.password == "of the file "
+    assert run("--username", "a", "--password", "secret").exit_code == 2
+
+
+def test_world_readable_password_file_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "password"
+    file.write_text("secret")
+    file.chmod(0o600)
+    access("--username", "a", "--password-file", file)
+    assert caplog.text == ""
+    file.chmod(0o644)
+    access("--username", "a", "--password-file", file)
+    assert f"chmod 600 {file}" in caplog.text
+    assert "secret" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--cert", "a.crt"], "--cert and --key require each other"),
+        (["--key", "a.key"], "--cert and --key require each other"),
+        (["--password-file", "FILE"], "give --username"),
+    ],
+)
+def test_half_of_an_option_pair_is_a_usage_error(tmp_path: Path, arguments: list[str], said: str) -> None:
+    (tmp_path / "password").write_text("secret")
+    done = run(*(argument.replace("FILE", f"{tmp_path}/password") for argument in arguments))
+    assert done.exit_code == 2
+    assert said in done.output
+
+
+def test_unusable_password_file_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "password"
+    for content, said in ((None, "No such file"), (b"", "is empty"), (b"\n", "is empty"), (b"\xff", "UTF-8")):
+        if content is not None:
+            file.write_bytes(content)
+        error = run("--username", "a", "--password-file", file).exception
+        assert isinstance(error, ConfigError)
+        assert said in str(error)
+        assert str(file) in str(error)

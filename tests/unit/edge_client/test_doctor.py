@@ -46,19 +46,7 @@ def test_all_is_well_in_a_closed_fleet(closed: ClosedFleet) -> None:
         publish_task(closed)
         code, found = _doctor(closed)
     assert code == 0, found
-    checks = (
-        "broker",
-        "tls",
-        "login",
-        "packets",
-        "task",
-        "acl",
-        "key",
-        "clock",
-        "disk",
-        "images",
-        "runtime",
-    )
+    checks = ("broker", "tls", "login", "packets", "task", "acl", "key", "clock", "disk", "images", "runtime")
     assert {check: statuses(found)[check] for check in checks} == {
         **dict.fromkeys(checks, "ok"),
         "tls": "warning",  # the broker's certificate is valid for 30 days

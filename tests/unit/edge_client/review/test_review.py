@@ -1,31 +1,37 @@
-"""The findings of a folder, and images that move between folders; none is lost."""
+"""Review: the findings of a folder, images that move between folders, and the page's requests."""
 
 import errno
+import io
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
+from PIL import Image
 
 from edge_client.cli import cli
 from edge_client.data.extraction import extract
 from edge_client.data.images import LabeledImage, decode, find_images, pixel_digest
-from edge_client.predict.head import Result
+from edge_client.predict import head
 from edge_client.review.findings import suspicious
+from edge_client.review.http_server import ReviewServer
 from edge_client.review.relabeling import NotMoved, Relabeling
 from edge_client.storage import stored_values
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.storage.stored_values import Kept
 from protocol.errors import ConfigError
+from protocol.mqtt.tls import BrokerAddress
 from tests.support.devices.device_bench import HeadBench
 from tests.support.devices.device_factory import CLASSES, tiny, write_images
-from tests.support.devices.review_folder import ReviewFolder, head_file, review_folder
+from tests.support.devices.review_folder import TOKEN, ReviewFolder, head_file, review_folder, review_page
+from tests.support.network.http_requests import request
 
 
 @pytest.fixture
@@ -35,9 +41,10 @@ def where(tmp_path: Path) -> ReviewFolder:
 
 def test_each_kind_is_found_in_the_order_of_its_scores(where: ReviewFolder) -> None:
     found = where.review()
-    assert [
+    shown = [
         (each.kind, each.image.path.name, each.labeled, each.prediction.answer) for each in found.findings
-    ] == [
+    ]
+    assert shown == [
         ("label", "wrong.png", "cat", "dog"),
         ("label", "same.png", "dog", "cat"),
         ("unknown", "stranger.png", "cat", "unknown"),
@@ -117,20 +124,30 @@ def test_unusable_images_are_named_and_a_folder_without_images_has_no_findings(w
 
 def test_unlabeled_images_come_by_their_margin_and_unknown_ones_by_their_novelty() -> None:
     rows = np.array([[0.9, 0.1], [0.5, 0.5], [0.6, 0.4], [0.5, 0.5], [0.9, 0.1]], np.float32)
-    result = Result(rows, np.array([0.1, 0.4, 0.2, 0.1, 0.7], np.float32))
+    result = head.Result(rows, np.array([0.1, 0.4, 0.2, 0.1, 0.7], np.float32))
     known, labels = np.array([True, False, True, True, False]), np.array([-1, -1, -1, 0, -1])
     found = suspicious(result, labels, known)
     assert [row for row, _ in found["unlabeled"]] == [2, 0]
     assert [row for row, _ in found["stranger"]] == [4, 1]
 
 
-@pytest.mark.parametrize("output", ["--json", "--limit=10"])
-def test_command_lists_findings(tmp_path: Path, bench: HeadBench, output: str) -> None:
+@pytest.fixture
+def using(tmp_path: Path, bench: HeadBench) -> HeadBench:
+    """A device with a head."""
     bench.install(bench.head(1, np.zeros((16, 2)), head_file(tmp_path)))
+    return bench
+
+
+def _command(using: HeadBench, *arguments: str | Path) -> Result:
+    options = ["--state", str(using.state), "--provider", "cpu"]
+    return CliRunner().invoke(cli, ["review", *map(str, arguments), *options])
+
+
+@pytest.mark.parametrize("output", ["--json", "--limit=10"])
+def test_command_lists_findings(tmp_path: Path, using: HeadBench, output: str) -> None:
     where = review_folder(tmp_path / "review")
-    arguments = ["review", str(where.data), "--unlabeled", str(where.unlabeled), "--state", str(bench.state)]
     (where.data / "cat" / "broken.png").write_bytes(b"no image")
-    done = CliRunner().invoke(cli, [*arguments, "--provider", "cpu", output])
+    done = _command(using, where.data, "--unlabeled", where.unlabeled, output)
     assert done.exit_code == 0, done.output
     assert "broken.png: it is none of JPEG" in done.stderr
     if output == "--json":
@@ -145,16 +162,12 @@ def test_command_lists_findings(tmp_path: Path, bench: HeadBench, output: str) -
     assert "11 images classified, 3 of 4 held-out images correct" in done.stdout
 
 
-def test_command_omits_kept_images(tmp_path: Path, bench: HeadBench) -> None:
-    bench.install(bench.head(1, np.zeros((16, 2)), head_file(tmp_path)))
+def test_command_omits_kept_images(tmp_path: Path, using: HeadBench) -> None:
     where = review_folder(tmp_path / "review")
     wrong = next(image for image in where.images() if image.path.name == "wrong.png")
-    bench.store.set(Kept() + wrong.identity)
+    using.store.set(Kept() + wrong.identity)
     for arguments, labels in (([], 1), (["--all"], 2)):
-        done = CliRunner().invoke(
-            cli, ["review", str(where.data), "--state", str(bench.state), "--provider", "cpu", *arguments]
-        )
-        assert f"labels to check: {labels}\n" in done.stdout
+        assert f"labels to check: {labels}\n" in _command(using, where.data, *arguments).stdout
 
 
 def test_newest_kept_images_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,9 +175,8 @@ def test_newest_kept_images_are_remembered(monkeypatch: pytest.MonkeyPatch) -> N
     assert (Kept() + "a" + "b" + "a" + "c").images == ("a", "c")
 
 
-def test_unlabeled_images_among_classes_are_refused(tmp_path: Path, bench: HeadBench) -> None:
+def test_unlabeled_images_among_classes_are_refused(tmp_path: Path, using: HeadBench) -> None:
     """So is a page for labels in a list."""
-    bench.install(bench.head(1, np.zeros((16, 2)), head_file(tmp_path)))
     data = str(tmp_path / "data")
     listed = tmp_path / "images.csv"
     listed.write_text("path,label\n")
@@ -176,9 +188,7 @@ def test_unlabeled_images_among_classes_are_refused(tmp_path: Path, bench: HeadB
         ([str(tmp_path / "empty")], "has no image of cat, dog: one folder for each class"),
         ([str(listed), "--page"], "change them there"),
     ):
-        done = CliRunner().invoke(
-            cli, ["review", *arguments, "--state", str(bench.state), "--provider", "cpu"]
-        )
+        done = _command(using, *arguments)
         assert done.exit_code != 0
         assert error in f"{done.exception} {done.output}"
 
@@ -271,11 +281,115 @@ def test_disk_that_fails_loses_nothing(
     assert _contents(data) == before
 
 
-def test_lists_and_names_that_no_folder_can_have_are_refused(data: Path) -> None:
-    listed = data / "images.csv"
-    listed.write_text("path,label\n")
-    with pytest.raises(ConfigError, match="change them there"):
-        Relabeling(listed, CLASSES, None)
+def test_names_that_no_folder_can_have_are_refused(data: Path) -> None:
     for name in ("a/b", "..", ""):
         with pytest.raises(ConfigError, match="no folder can have the name of the class"):
             Relabeling(data, ("cat", name), None)
+
+
+AUTHORIZED = {"Authorization": f"Bearer {TOKEN}"}
+
+
+@pytest.fixture
+def server(where: ReviewFolder) -> Iterator[ReviewServer]:
+    with review_page(where) as server:
+        yield server
+
+
+def _ask(
+    server: ReviewServer, path: str, method: str = "GET", headers: Mapping[str, str] = AUTHORIZED
+) -> tuple[int, dict[str, str], bytes]:
+    return request(BrokerAddress("127.0.0.1", server.server_port), method, path, headers)
+
+
+def _post(server: ReviewServer, path: str) -> dict[str, Any]:
+    status, _, body = _ask(server, path, "POST")
+    assert status == 200, body
+    content: dict[str, Any] = json.loads(body)
+    return content
+
+
+@pytest.mark.parametrize(
+    ("path", "method"),
+    [
+        ("/review/findings", "GET"),
+        ("/review/image?finding=0", "GET"),
+        ("/review/move?finding=0&class=1", "POST"),
+        ("/review/undo", "POST"),
+    ],
+)
+def test_images_and_moves_need_the_token(
+    where: ReviewFolder, server: ReviewServer, path: str, method: str
+) -> None:
+    """Other web pages are refused with it, too, and an address that an attacker's DNS server leads here."""
+    for headers, status in (
+        ({}, 401),
+        ({"Authorization": "Bearer wrong"}, 401),
+        ({**AUTHORIZED, "Origin": "http://attacker.example"}, 403),
+        ({**AUTHORIZED, "Sec-Fetch-Site": "cross-site"}, 403),
+        ({**AUTHORIZED, "Sec-Fetch-Site": "same-site"}, 403),
+        ({**AUTHORIZED, "Host": "attacker.example"}, 421),
+        ({**AUTHORIZED, "Host": "127.0.0.1:1"}, 421),
+    ):
+        assert _ask(server, path, method, headers)[0] == status
+    assert (where.data / "cat" / "wrong.png").exists()
+    own = f"http://127.0.0.1:{server.server_port}"
+    assert (
+        _ask(server, path, method, {**AUTHORIZED, "Origin": own, "Sec-Fetch-Site": "same-origin"})[0] == 200
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "media_type"), [("", "text/html"), (".js", "text/javascript"), (".css", "text/css")]
+)
+def test_page_loads_nothing_from_elsewhere(server: ReviewServer, path: str, media_type: str) -> None:
+    status, headers, body = _ask(server, f"/review{path}", headers={})
+    assert (status, headers["Content-Type"]) == (200, f"{media_type}; charset=utf-8")
+    assert "default-src 'none'" in headers["Content-Security-Policy"]
+    assert "Set-Cookie" not in headers
+    assert b"http:" not in body
+    assert b"https:" not in body
+
+
+def test_image_is_a_small_jpeg(where: ReviewFolder, server: ReviewServer) -> None:
+    Image.new("RGBA", (2000, 1000)).save(where.data / "cat" / "wrong.png")
+    status, headers, body = _ask(server, "/review/image?finding=0")
+    assert (status, headers["Content-Type"]) == (200, "image/jpeg")
+    assert Image.open(io.BytesIO(body)).size == (640, 320)
+    (where.data / "cat" / "wrong.png").write_bytes(b"no image")
+    assert _ask(server, "/review/image?finding=0")[0] == 422
+
+
+def test_move_and_undo(where: ReviewFolder, server: ReviewServer) -> None:
+    """The image of two findings has moved in both."""
+    moved = where.data / "cat" / "same.png"
+    content = _post(server, "/review/move?finding=1&class=0")
+    assert [each["moved_to"] for each in content["findings"]] == [
+        None, str(moved), None, None, str(moved), None, None
+    ]  # fmt: skip
+    assert moved.exists()
+    assert _post(server, "/review/move?finding=4&class=2")["findings"][1]["moved_to"] == str(
+        where.unlabeled / "same.png"
+    )
+    _post(server, "/review/undo")
+    content = _post(server, "/review/undo")
+    assert {each["moved_to"] for each in content["findings"]} == {None}
+    assert (where.data / "dog" / "same.png").exists()
+    (where.data / "dog" / "same.png").write_bytes(b"changed")
+    status, _, body = _ask(server, "/review/move?finding=1&class=0", "POST")
+    assert (status, "review the images again" in json.loads(body)["error"]) == (409, True)
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "status"),
+    [
+        ("/review/image", "GET", 400),
+        ("/review/image?finding=7", "GET", 400),
+        ("/review/move?finding=0&class=3", "POST", 400),
+        ("/review/move?finding=0&class=-1", "POST", 400),
+        ("/review/move?finding=0&class=1", "GET", 404),
+        ("/predict", "POST", 404),
+    ],
+)
+def test_other_requests_are_refused(server: ReviewServer, path: str, method: str, status: int) -> None:
+    assert _ask(server, path, method)[0] == status
