@@ -10,8 +10,8 @@ from aggregator.storage.open_store import open_store
 from edge_client.cli import cli as edge_client
 from protocol.errors import pip_command
 from protofleet.cli import cli as protofleet
-from tests.support.commands import run_command
 from tests.support.fleets.aggregator_process import write_task
+from tests.support.fleets.fork_server import run_command
 from tests.support.messages.submissions import SERVED
 
 ROOT = Path(__file__).parents[2]

@@ -21,7 +21,7 @@ from protocol.wire.transfer import frames_of
 from tests.support.databases.postgresql import needs_postgresql
 from tests.support.fleets.closed_fleet import ClosedFleet
 from tests.support.network.brokers import free_address, needs_mosquitto
-from tests.support.network.http_requests import request
+from tests.support.network.sessions import request
 from tests.system.attacks.attacker_client import AttackerClient, TrafficMonitor
 from tests.system.attacks.two_fleets import MALLORY, OURS, THEIRS, VICTIM, OneFleet, TwoFleets
 

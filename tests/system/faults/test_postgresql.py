@@ -9,8 +9,7 @@ import pytest
 from aggregator.storage.open_store import open_store
 from protocol.mqtt.tls import BrokerAddress
 from protocol.wire.codec import digest_of, encode
-from tests.support.databases.postgresql import PostgreSQL, needs_postgresql
-from tests.support.databases.proxy import DatabaseProxy
+from tests.support.databases.postgresql import DatabaseProxy, PostgreSQL, needs_postgresql
 from tests.support.fleets.aggregator_process import FLEET, PATIENT, Device, aggregator, write_task
 from tests.support.fleets.fleet import Fleet, write_digits
 from tests.support.fleets.fleet import write_task as write_digits_task

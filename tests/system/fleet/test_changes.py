@@ -11,8 +11,7 @@ from PIL import Image
 
 from aggregator.storage.object_blobs import ObjectBlobs
 from protocol.mqtt.reconnecting_session import BrokerAddress
-from tests.support.fleets.fleet import QUICK, Fleet, accepted_submissions, write_digits, write_task
-from tests.support.fleets.startup_code import hanging
+from tests.support.fleets.fleet import QUICK, Fleet, accepted_submissions, hanging, write_digits, write_task
 from tests.support.network.brokers import mosquitto, needs_mosquitto
 from tests.support.stores.object_store import BUCKET, moto_server, object_store
 

@@ -25,10 +25,9 @@ from protocol.mqtt.tls import BrokerAccess
 from protocol.wire.codec import decode
 from protocol.wire.messages import Presence
 from protocol.wire.topics import DeviceChannel, FleetChannel, device_topic, fleet_topic
-from tests.support.fleets.aggregator_process import run_aggregator
+from tests.support.fleets.aggregator_process import Cluster, run_aggregator
 from tests.support.fleets.closed_fleet import FLEET, ClosedFleet
 from tests.support.fleets.fleet import Fleet, write_digits, write_task
-from tests.support.fleets.receivers import Cluster
 from tests.support.network.brokers import needs_mosquitto
 from tests.support.network.sessions import refusal, running
 

@@ -17,12 +17,12 @@ from tests.support.databases.postgresql import PostgreSQL, needs_postgresql
 from tests.support.fleets.aggregator_process import (
     FLEET,
     PATIENT,
+    Cluster,
     Device,
     aggregator,
     signed,
     write_task,
 )
-from tests.support.fleets.receivers import Cluster
 from tests.support.messages.submissions import submission
 from tests.support.network.brokers import free_address, mosquitto, needs_mosquitto
 from tests.support.network.proxy import Proxy

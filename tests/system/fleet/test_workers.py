@@ -15,8 +15,7 @@ from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.wire.codec import digest_of
 from tests.support.databases.postgresql import PostgreSQL, needs_postgresql
 from tests.support.fleets.aggregator_process import FLEET, TIMEOUT_S, Device, write_task
-from tests.support.fleets.fleet import Fleet
-from tests.support.fleets.startup_code import hanging
+from tests.support.fleets.fleet import Fleet, hanging
 from tests.support.messages.submissions import FEATURE_SIZE, submission
 from tests.support.network.brokers import mosquitto, needs_mosquitto
 from tests.support.stores.object_store import BUCKET, moto_server, object_store

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.support.fleets.fork_server import ForkServer, Program
-from tests.support.strace import Strace
-from tests.system.injection.strace import Injection, calls_below, injected, trace_files
+from tests.system.injection.strace import Injection, Strace, calls_below, injected, trace_files
 
 LIMIT_S = 150.0
 """A program that neither ends nor completes its life by then hangs; longer than any retry delay in one."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.support.strace import Strace
+from tests.system.injection.strace import Strace
 from tests.system.power_loss import disk
 
 _CALLS = (

@@ -17,8 +17,8 @@ from protocol.errors import ProtofleetError
 from tests.support.fleets.fleet import write_digits, write_task
 from tests.support.fleets.fork_server import ForkServer
 from tests.support.network.brokers import Mosquitto, free_address, require_mosquitto
-from tests.support.strace import unavailable
 from tests.system.injection.programs import CLASSES, TASK, aggregator_arguments, device_arguments
+from tests.system.injection.strace import unavailable
 from tests.system.power_loss.disk import Disk
 from tests.system.power_loss.recording import Recording, read_recording, record
 

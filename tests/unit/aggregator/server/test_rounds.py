@@ -26,13 +26,13 @@ from tests.support.fleets.aggregator_process import (
     FLEET,
     IN_ROUNDS,
     MAX_BYTES,
+    Cluster,
     Daemon,
     Device,
     aggregator,
     running_fleet,
     write_task,
 )
-from tests.support.fleets.receivers import Cluster
 from tests.support.messages.submissions import round_submission
 from tests.support.network.brokers import mosquitto, needs_mosquitto
 

@@ -12,7 +12,7 @@ from PIL import Image
 from edge_client.review.http_server import ReviewServer
 from protocol.mqtt.tls import BrokerAddress
 from tests.support.devices.review_folder import TOKEN, ReviewFolder, review_folder, review_page
-from tests.support.network.http_requests import request
+from tests.support.network.sessions import request
 
 AUTHORIZED = {"Authorization": f"Bearer {TOKEN}"}
 
