@@ -20,8 +20,7 @@ from protocol.errors import ProtofleetError
 from protocol.service_manager import stop_on_terminate
 from tests.support.network.brokers import mosquitto_program
 from tests.system.injection.lives import Outcome
-from tests.system.injection.loop import Calls, count_calls, plan, rows_of, run_all
-from tests.system.injection.programs import PROGRAMS, Programs
+from tests.system.injection.programs import PROGRAMS, Calls, Programs, count_calls, plan, rows_of, run_all
 from tests.system.injection.strace import Injection, unavailable
 from tests.system.tables import markdown, with_total
 

@@ -1,8 +1,16 @@
-"""The programs whose system calls fail: what each does in its short life, and what must hold afterwards."""
+"""The programs whose system calls fail: what each does in its short life, and what must hold afterwards.
+
+The loop over programs, calls, faults and numbers of calls is planned from a seed, and runs in several threads.
+"""
 
 import contextlib
+import itertools
+import random
 import shutil
 import signal
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self
@@ -18,11 +26,13 @@ from protocol.wire.signing import public_key
 from tests.support.fleets.fleet import accepted_submissions, write_digits, write_task
 from tests.support.fleets.fork_server import ForkServer, Program
 from tests.support.network.brokers import Mosquitto, free_address
-from tests.system.injection.lives import Life, leftovers, names_of
-from tests.system.injection.strace import Injection
+from tests.system.injection.lives import Life, Outcome, leftovers, names_of
+from tests.system.injection.strace import Injection, faults_of
+from tests.system.tables import INJECTED, InjectionRow
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
 
 TASK = '[client]\nbatch_size = 1\nmin_images = 1\n[training]\ndevice = "cpu"\n'
 CLASSES = ("0", "1")
@@ -316,3 +326,73 @@ def read_device(state: Path) -> Joined:
     report, head = status["report"] or {"classes": []}, status["head"]
     prototypes = sum(len(each["counts"]) for each in report["classes"])
     return Joined(status["received"], prototypes, head["head"].hex() if head else "")
+
+
+Calls = Mapping[str, Mapping[str, list[int]]]
+"""By program and system call, the numbers of the calls on the program's files in a life without a fault."""
+
+PARALLEL_LIVES = 4
+"""Most of the time they wait."""
+
+
+def count_calls(programs: Programs, names: Iterable[str]) -> Calls:
+    """Run one life of each program without a fault; raises AssertionError if it violates the invariant."""
+    counted = {}
+    for name in names:
+        life = programs.live(name)
+        assert not life.outcome.violations, f"without a fault, {name}: {life.outcome}"
+        counted[name] = life.calls()
+        life.delete()
+    return counted
+
+
+def plan(calls: Calls, *, seed: int) -> list[Injection]:
+    """Return all injections in an order in which every beginning has each program, call and fault alike."""
+    rng = random.Random(seed)
+    kinds: dict[tuple[str, str, str], list[Injection]] = {}
+    for program, by_call in calls.items():
+        for call, numbers in by_call.items():
+            for fault in faults_of(call):
+                ordered = [Injection(program, call, fault, when) for when in numbers]
+                rng.shuffle(ordered)
+                kinds[program, call, fault] = ordered
+    found = []
+    for row in itertools.zip_longest(*kinds.values()):
+        present = [injection for injection in row if injection]
+        rng.shuffle(present)
+        found += present
+    return found
+
+
+def run_all(programs: Programs, injections: Iterable[Injection]) -> Iterator[tuple[Injection, Outcome]]:
+    """Run a life for each injection, several at a time; yields the outcomes as they come."""
+    with ThreadPoolExecutor(PARALLEL_LIVES) as pool:
+        futures = {pool.submit(programs.live, each.program, each): each for each in injections}
+        try:
+            for future in as_completed(futures):
+                yield futures[future], future.result().outcome
+        except BaseException:
+            programs.server.abandon()  # else the pool waits for all lives that have begun
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def rows_of(calls: Calls, outcomes: Iterable[tuple[Injection, Outcome]]) -> list[InjectionRow]:
+    """Return a row for each program and call; lives in which no fault was met are not counted."""
+    lives: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    for injection, outcome in outcomes:
+        counter = lives[injection.program, injection.call]
+        counter[injection.fault] += outcome.injected > 0
+        counter["lost"] += bool(outcome.violations)
+    rows = [
+        InjectionRow(
+            program,
+            call,
+            len(numbers),
+            *(lives[program, call][fault] for fault in (*INJECTED, "lost")),
+        )
+        for program, by_call in calls.items()
+        for call, numbers in sorted(by_call.items())
+    ]
+    return [row for row in rows if row.lives]

@@ -19,8 +19,7 @@ from tests.support.fleets.fork_server import ForkServer
 from tests.support.network.brokers import Mosquitto, free_address, require_mosquitto
 from tests.system.injection.programs import CLASSES, TASK, aggregator_arguments, device_arguments
 from tests.system.injection.strace import unavailable
-from tests.system.power_loss.disk import Disk
-from tests.system.power_loss.recording import Recording, read_recording, record
+from tests.system.power_loss.disk import Disk, Recording, read_recording, record
 
 STATES = 150
 """States of each program's disk, at random calls of its life."""

@@ -22,7 +22,7 @@ from protocol.models.preprocessing import preprocess
 from tests.support.devices.device_factory import CLASSES, choosy, classifier, linear_head, tiny, write_images
 from tests.support.graphs import step_graphs
 from tests.support.graphs.backbones import changed
-from tests.system.attacks.malicious_graphs import infinite_loop
+from tests.support.graphs.hostile_graphs import infinite_loop
 
 
 def _weights(backbone: Backbone, images: list[Path]) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:

@@ -17,7 +17,7 @@ from edge_client.runtime.session import Provider
 from protocol.errors import BackboneMismatch
 from protocol.models.onnx_metadata import BackboneMetadata, read_metadata, to_properties
 from tests.support.graphs.backbones import changed, tiny_backbone, without_metadata
-from tests.support.graphs.hostile_backbones import dropout, random_features
+from tests.support.graphs.hostile_graphs import dropout, random_features
 
 
 @pytest.mark.skipif(

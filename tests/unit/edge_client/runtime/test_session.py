@@ -20,7 +20,7 @@ from edge_client.runtime.isolated_session import IsolatedSession
 from edge_client.runtime.session import open_session
 from protocol.errors import GraphRefused, ProtofleetError, StateError
 from tests.support.graphs.backbones import EDGE, tiny_backbone
-from tests.support.graphs.hostile_backbones import fails_on_white, never_ends_on_white
+from tests.support.graphs.hostile_graphs import fails_on_white, never_ends_on_white
 
 
 @pytest.mark.parametrize(("runs", "provider"), [(True, "cuda"), (False, "cpu")])
