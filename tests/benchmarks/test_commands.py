@@ -1,6 +1,5 @@
 """Every command of `python -m benchmarks` runs on small data and writes its figures."""
 
-import contextlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,8 +36,7 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def postgresql() -> Iterator[PostgreSQL]:
-    with contextlib.closing(PostgreSQL()) as server:
-        server.start()
+    with PostgreSQL() as server:
         yield server
 
 

@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import pytest
 
@@ -35,7 +35,7 @@ needs_postgresql = pytest.mark.skipif(
 
 
 class PostgreSQL:
-    """A server on a free port that can be killed and started again with the same files.
+    """A server on a free port that can be killed and started again with the same files; as a context, it runs.
 
     Args:
         parent: folder for its folder; every user must be able to enter it.
@@ -48,21 +48,14 @@ class PostgreSQL:
         if self._as_user:
             shutil.chown(self.folder, self._user)
         self.port = free_address().port
-        self._run(
-            *(
-                "initdb",
-                "-D",
-                str(self.folder / "data"),
-                "-A",
-                "trust",
-                "--no-sync",
-                "-U",
-                "fleet",
-                "-E",
-                "UTF8",
-            ),
-            "--wal-segsize=1",
-        )
+        self._run("initdb", "-A", "trust", "--no-sync", "-U", "fleet", "-E", "UTF8", "--wal-segsize=1")
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def url(self) -> str:
@@ -74,7 +67,9 @@ class PostgreSQL:
         return f"postgresql://fleet@127.0.0.1:{self.port}/{database}"
 
     def _run(self, name: str, *arguments: str) -> None:
-        command = [*self._as_user, str(postgresql_program(name)), *arguments]
+        """Run a program of PostgreSQL; one of the server's own works on its files."""
+        files = () if name in {"pg_dump", "psql"} else ("-D", str(self.folder / "data"))
+        command = [*self._as_user, str(postgresql_program(name)), *files, *arguments]
         subprocess.run(command, check=True, capture_output=True, cwd="/")
 
     def add_fleet(self, fleet: str, *, password: str) -> str:
@@ -89,19 +84,7 @@ class PostgreSQL:
         """Start the server, and wait until it answers."""
         options = f"-p {self.port} -c unix_socket_directories='' -c listen_addresses=127.0.0.1 -c shared_buffers=16MB"
         log = str(self.folder / "log")
-        self._run(
-            "pg_ctl",
-            "-D",
-            str(self.folder / "data"),
-            "-l",
-            log,
-            "-o",
-            options,
-            "-w",
-            "-t",
-            str(int(_START_S)),
-            "start",
-        )
+        self._run("pg_ctl", "-l", log, "-o", options, "-w", "-t", str(int(_START_S)), "start")
 
     def require_passwords(self, *users: str) -> None:
         """Let these users log in with a password only; call it before `start`."""
@@ -122,28 +105,16 @@ class PostgreSQL:
     def replica(self) -> "PostgreSQL":
         """Return a server that follows this one, once it is started, and can be promoted."""
         copy = object.__new__(PostgreSQL)
-        vars(copy).update(
-            vars(self), folder=Path(tempfile.mkdtemp(prefix="pg-", dir="/tmp")), port=free_address().port
-        )
+        folder = Path(tempfile.mkdtemp(prefix="pg-", dir="/tmp"))
+        vars(copy).update(vars(self), folder=folder, port=free_address().port)
         if self._as_user:
             shutil.chown(copy.folder, self._user)
-        self._run(
-            "pg_basebackup",
-            "-R",
-            "-X",
-            "stream",
-            "-c",
-            "fast",
-            "-D",
-            str(copy.folder / "data"),
-            "-d",
-            self.url,
-        )
+        copy._run("pg_basebackup", "-R", "-X", "stream", "-c", "fast", "-d", self.url)
         return copy
 
     def promote(self) -> None:
         """Let a replica become a server of its own, and wait for it."""
-        self._run("pg_ctl", "-D", str(self.folder / "data"), "-w", "promote")
+        self._run("pg_ctl", "-w", "promote")
 
     def dump(self, schema: str) -> Path:
         """Return a backup of a schema; restoring it replaces the schema."""
@@ -169,7 +140,7 @@ class PostgreSQL:
     def close(self) -> None:
         """Stop the server, and delete its files."""
         with contextlib.suppress(subprocess.CalledProcessError):  # it does not run
-            self._run("pg_ctl", "-D", str(self.folder / "data"), "-m", "immediate", "stop")
+            self._run("pg_ctl", "-m", "immediate", "stop")
         shutil.rmtree(self.folder)
 
 

@@ -43,12 +43,8 @@ NAMES = ("a", "b", "c", "d")
 @pytest.fixture(scope="module")
 def postgresql() -> Iterator[PostgreSQL]:
     """A running server."""
-    server = PostgreSQL()
-    try:
-        server.start()
+    with PostgreSQL() as server:
         yield server
-    finally:
-        server.close()
 
 
 @pytest.fixture
@@ -246,13 +242,11 @@ def test_killed_worker_and_killed_aggregator(tmp_path: Path, address: BrokerAddr
 @needs_postgresql
 @needs_mosquitto
 def test_workers_on_other_machines(
-    tmp_path: Path, address: BrokerAddress, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, address: BrokerAddress, database: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With state folders of their own: the database and the object store are all that they share."""
     task_file = write_task(tmp_path, 'quorum = 2\n[training]\ndevice = "cpu"\nepochs = 2')
-    server = PostgreSQL()
     with (
-        contextlib.closing(server),
         moto_server(tmp_path) as objects,
         object_store(objects, monkeypatch),
         mosquitto(address, tmp_path),
@@ -260,12 +254,13 @@ def test_workers_on_other_machines(
         Device(address, "a") as a,
         Device(address, "b") as b,
     ):
-        server.start()
-        database = ("--store", server.url)
-        fleet.start_aggregator(task_file, "--external-training", *database, "--blobs", f"s3://{BUCKET}/herd")
+        store_options = ("--store", database)
+        fleet.start_aggregator(
+            task_file, "--external-training", *store_options, "--blobs", f"s3://{BUCKET}/herd"
+        )
         a.aggregator_is("online")
         task = digest_of(a.task())
-        train = ("aggregator.cli", "train", "--lease-s", "4", *database, "--fleet", FLEET, "--state")
+        train = ("aggregator.cli", "train", "--lease-s", "4", *store_options, "--fleet", FLEET, "--state")
         fleet.start("first", *train, tmp_path / "first", environment=hanging(tmp_path, TRAINING))
         fleet.wait_for_log("first", "worker ready")
         for device in (a, b):
