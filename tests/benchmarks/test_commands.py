@@ -1,6 +1,6 @@
 """Every command of `python -m benchmarks` runs on small data and writes its figures."""
 
-import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,11 @@ from benchmarks.data.images import DataSet, Labeled
 from benchmarks.device import features, predict, start
 from benchmarks.device.features import ARRAYS, COLUMNS, _rows
 from benchmarks.device.features import OURS as DRY_RUN
-from benchmarks.device.measurement import Command, Cost, in_turns
+from benchmarks.device.measurement import Command, Cost, in_turns, median, ratio
+from benchmarks.device.measurement import run as run_once
 from benchmarks.fleets import calibration_error
-from tests.benchmarks.feature_factory import domain, features_of_digits, fill_cache
+from protocol.errors import ProtofleetError
+from tests.benchmarks.feature_factory import domain, features_of_digits, fill_cache, report_of
 from tests.support.databases.postgresql import PostgreSQL, needs_postgresql
 from tests.support.network.brokers import needs_mosquitto
 
@@ -42,10 +44,7 @@ def postgresql() -> Iterator[PostgreSQL]:
 
 def run(file: Path, *arguments: str) -> dict[str, Any]:
     """Run a command, and return what it wrote."""
-    result = CliRunner().invoke(cli, [*arguments, "--json", str(file)], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    report: dict[str, Any] = json.loads(file.read_text())
-    return report
+    return report_of(cli, file, *arguments)
 
 
 def test_help_lists_what_a_user_compares_first_without_importing_it() -> None:
@@ -87,10 +86,7 @@ def once(programs: dict[str, Callable[[], Command]], **_: Any) -> dict[str, list
 def test_predict(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(predict, "in_turns", once)
     report = run(file, "device", "predict", "--model", "test_resnet", "--images", "3", *SMALL)
-    assert [row[0] for row in report["tables"][0]["rows"]] == [
-        "edge-client predict",
-        "ONNX Runtime",
-    ]
+    assert [row[0] for row in report["tables"][0]["rows"]] == ["edge-client predict", "ONNX Runtime"]
 
 
 def test_features(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,3 +265,33 @@ def test_engines(file: Path) -> None:
     (one,) = run(file, "cost", "engines", "--devices", "60", "--features", "4")["runs"]
     assert one["local"][0]["head"] == one["ray"][0]["head"]
     assert min(one[engine][0]["memory_bytes"] for engine in ("local", "ray")) > 0
+
+
+needs_linux = pytest.mark.skipif(
+    sys.platform != "linux", reason="the kernel's record of a process is read as on Linux"
+)
+
+
+@needs_linux
+def test_programs_run_in_turns_and_their_first_run_does_not_count() -> None:
+    order: list[str] = []
+
+    def program(name: str, text: str) -> list[str]:
+        order.append(name)
+        return ["-c", text]
+
+    runs = in_turns(
+        {"small": lambda: program("small", "pass"), "large": lambda: program("large", "x = b'x' * 10**8")},
+        repetitions=2,
+    )
+
+    assert order == ["small", "large"] * 3
+    assert [len(each) for each in runs.values()] == [2, 2]
+    assert median(runs["large"], "memory_bytes") - median(runs["small"], "memory_bytes") > 0.9e8
+    assert ratio(runs["large"], runs["small"], "memory_bytes") > 2
+
+
+@needs_linux
+def test_a_program_that_fails_is_reported_with_its_last_lines() -> None:
+    with pytest.raises(ProtofleetError, match="no such backbone"):
+        run_once(["-c", "raise SystemExit('no such backbone')"])
