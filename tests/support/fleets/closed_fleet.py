@@ -36,6 +36,17 @@ _OF_A_LISTENER = {
 """Settings that mosquitto has for each listener."""
 
 
+def with_paths_of(root: Path, configuration: str) -> str:
+    """Return a broker's configuration whose files are below a folder, and whose log is its output."""
+    for there, here in (
+        (FOLDER, f"{root}/broker"),
+        ("/var/lib/mosquitto/", f"{root}/"),
+        (f"file {LOG}", "stderr"),
+    ):
+        configuration = configuration.replace(there, here)
+    return configuration
+
+
 class ClosedFleet:
     """A fleet's state, its enrollment folders and its broker.
 
@@ -90,27 +101,18 @@ class ClosedFleet:
 
         With a second listener, `also` is another fleet, which has one of its own on the same broker.
         """
-        text = self._with_paths(configuration or self.configuration())
+        text = with_paths_of(self.root, configuration or self.configuration())
         if self._open_address is None:
             text = re.sub(r"(?m)^listener .*$", "", text)
             return Mosquitto(BrokerAddress("127.0.0.1", self.broker.port), self.root, options=text)
         text = f"per_listener_settings true\nallow_anonymous true\n{self._on_own_port(text)}"
         if also is not None:
-            others = also._on_own_port(also._with_paths(also.configuration()))
+            others = also._on_own_port(with_paths_of(also.root, also.configuration()))
             text += "\n".join(line for line in others.splitlines() if line.split(" ")[0] in _OF_A_LISTENER)
         return Mosquitto(self._open_address, self.root, options=text)
 
     def _on_own_port(self, text: str) -> str:
         return re.sub(r"(?m)^listener .*$", f"listener {self.broker.port} 127.0.0.1", text)
-
-    def _with_paths(self, text: str) -> str:
-        for there, here in (
-            (FOLDER, f"{self.root}/broker"),
-            ("/var/lib/mosquitto/", f"{self.root}/"),
-            (f"file {LOG}", "stderr"),
-        ):
-            text = text.replace(there, here)
-        return text
 
     def publish_revocations(self, broker: Mosquitto | None = None) -> None:
         """Copy the revocation list to the broker, and let it read it if it runs."""
