@@ -11,12 +11,10 @@ from click.testing import CliRunner
 from PIL import Image
 
 from benchmarks.__main__ import GROUPS, cli, loaded
-from benchmarks.accuracy import drift, forecast, novelty
 from benchmarks.cost.train import OURS, Head, reached
 from benchmarks.cost.uploads import databases
 from benchmarks.cost.uploads.ingest import DISCARDS, STORES
 from benchmarks.cost.uploads.receivers import RUN, RUN_HERE
-from benchmarks.data.images import DataSet, Labeled
 from benchmarks.device import features, predict, start
 from benchmarks.device.features import ARRAYS, COLUMNS, _rows
 from benchmarks.device.features import OURS as DRY_RUN
@@ -174,38 +172,6 @@ def test_calibration_error_is_the_gap_of_confidence_and_accuracy() -> None:
     assert calibration_error(logits, np.array([0, 0, 0, 1])) == pytest.approx(0.75 - 0.7311, abs=1e-4)
 
 
-def test_forecast(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = features_of_digits(train=200, test=200)
-    monkeypatch.setattr(forecast, "load_features", lambda *_args, **_options: made)
-    runs = run(file, "accuracy", "forecast", "--data", "mnist", "--seed", "0")["runs"]
-    assert runs[0]["images"] == 5
-    assert runs[0]["least"] <= runs[0]["most"]
-
-
-def test_novelty(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sets = {
-        name: domain(seed, classes=10, images=400) for seed, name in enumerate(("fashion_mnist", "mnist"))
-    }
-    monkeypatch.setattr(novelty, "load_features", lambda name, **_: sets[name])
-    monkeypatch.setattr(novelty, "SETS", {"fashion_mnist": (96, ("mnist", "new classes"))})
-    runs = run(file, "accuracy", "novelty", "--known", "fashion_mnist")["runs"]
-    assert [each["foreign"] for each in runs] == ["mnist", "new classes"]
-    assert min(each["Mahalanobis"] for each in runs) > 0.5
-
-
-def test_drift(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    photos, sketches = (domain(seed, classes=3, images=60) for seed in (0, 1))
-    part = Labeled(np.zeros((60, 8, 8, 3), np.uint8), photos.train_labels)
-    monkeypatch.setattr(drift, "load_data", lambda _: DataSet(part, part))
-    monkeypatch.setattr(drift, "load_features", lambda *_args, **_options: sketches)
-    monkeypatch.setattr(drift, "open_backbone", lambda _: None)
-    monkeypatch.setattr(drift, "backbone_file", lambda *_args, **_options: None)
-    whole = np.concatenate([photos.train, photos.test])
-    monkeypatch.setattr(drift, "features_of", lambda *_: whole)
-    runs = {each["images"]: each["scores"] for each in run(file, "accuracy", "drift")["runs"]}
-    assert set(runs) == {*drift.CHANGES, "sketches"}
-
-
 def test_train(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The recipe's epochs are divided among the turns."""
     fill_cache(tmp_path, monkeypatch, {"mnist": domain(0, classes=4, images=400)})
@@ -263,8 +229,8 @@ def test_databases(file: Path, postgresql: PostgreSQL, monkeypatch: pytest.Monke
 def test_engines(file: Path) -> None:
     pytest.importorskip("ray", reason="needs ray")
     (one,) = run(file, "cost", "engines", "--devices", "60", "--features", "4")["runs"]
-    assert one["local"][0]["head"] == one["ray"][0]["head"]
-    assert min(one[engine][0]["memory_bytes"] for engine in ("local", "ray")) > 0
+    assert one["local"]["head"] == one["ray"]["head"]
+    assert min(one[engine]["memory_bytes"] for engine in ("local", "ray")) > 0
 
 
 needs_linux = pytest.mark.skipif(

@@ -11,8 +11,7 @@ from aggregator.algorithms.fedtc.recipe import RECIPES
 from aggregator.algorithms.hierarchical import Hierarchical
 from aggregator.algorithms.statistics.feature_map import Statistics
 from benchmarks.__main__ import cli
-from benchmarks.accuracy import baselines
-from benchmarks.accuracy.which import methods
+from benchmarks.accuracy import baselines, which
 from benchmarks.data import domains
 from benchmarks.data.images import DIGITS
 from protofleet.simulation import algorithms, rounds
@@ -29,7 +28,7 @@ def make_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "RECIPES", {"default": linear})
     monkeypatch.setattr(baselines, "ALONE", alone)
     monkeypatch.setattr(algorithms, "Statistics", lambda: Statistics(features=32))
-    monkeypatch.setattr(methods, "IN_ROUNDS", (Hierarchical(directions=1),))
+    monkeypatch.setattr(which, "IN_ROUNDS", (Hierarchical(directions=1),))
     monkeypatch.setattr(rounds, "_built", exported)
 
 
@@ -43,7 +42,7 @@ def test_which_benchmark_writes_its_report(tmp_path: Path, monkeypatch: pytest.M
     make_cheap(monkeypatch)
     written = _which(tmp_path / "report.json", "--seed", "0")
     runs = {run["algorithm"]: run for run in written["runs"]}
-    assert list(runs) == [name for name in methods.NAMES if name not in {"fedpcl", "fpl", "fedproto"}]
+    assert list(runs) == [name for name in which.NAMES if name not in {"fedpcl", "fpl", "fedproto"}]
     for run in runs.values():
         assert len(run["own"]) == len(run["everywhere"]) == len(DIGITS)
         assert min(run["own"]) > 0.5
@@ -70,12 +69,12 @@ def test_hidden_layers_take_their_recipe_and_their_own_file(
     alone = dataclasses.replace(baselines.ALONE, learning_rate=1e-9, rounds=1)
     monkeypatch.setattr(baselines, "ALONE_DEEPER", alone)
     report = tmp_path / "report.json"
-    options = ["--seed", "0", "--algorithm", "statistics", "--algorithm", methods.ALONE]
+    options = ["--seed", "0", "--algorithm", "statistics", "--algorithm", which.ALONE]
     written = _which(report, *options, "--layers", "c384,c576")
     assert loaded == {"mobilenetv2_100:c384,c576"}
     runs = {run["algorithm"]: run for run in written["runs"]}
-    assert np.mean(runs[methods.ALONE]["own"]) < 0.4
-    assert np.mean(runs[methods.SINGLE_IMAGES]["own"]) > 0.5
+    assert np.mean(runs[which.ALONE]["own"]) < 0.4
+    assert np.mean(runs[which.SINGLE_IMAGES]["own"]) > 0.5
     result = CliRunner().invoke(cli, ["accuracy", "which", *options, "--resume", str(report)])
     assert "has other layers" in result.output
 
@@ -88,15 +87,15 @@ def test_stored_runs_are_not_repeated_and_each_row_states_its_seeds(
     make_cheap(monkeypatch)
     report = tmp_path / "report.json"
     first = _which(report, "--seed", "0", "--algorithm", "fedtc")["runs"]
-    assert [(each["algorithm"], each["seed"]) for each in first] == [(methods.FEDTC, 0)]
+    assert [(each["algorithm"], each["seed"]) for each in first] == [(which.FEDTC, 0)]
     monkeypatch.setattr(algorithms, "train_prototypes", None)
-    resumed = ("--resume", str(report), "--algorithm", methods.ALONE)
+    resumed = ("--resume", str(report), "--algorithm", which.ALONE)
     _which(report, "--seed", "0", "--algorithm", "fedtc", *resumed)
     both = _which(report, "--seed", "1", *resumed)
     assert both["runs"][:1] == first
-    alone = [(methods.ALONE, 0), (methods.ALONE, 1)]
+    alone = [(which.ALONE, 0), (which.ALONE, 1)]
     assert [(each["algorithm"], each["seed"]) for each in both["runs"][1:]] == alone
     assert [(row[0], row[-2], bool(row[-3])) for row in both["tables"][0]["rows"]] == [
-        (methods.FEDTC, "0", True),
-        (methods.ALONE, "0, 1", False),
+        (which.FEDTC, "0", True),
+        (which.ALONE, "0, 1", False),
     ]

@@ -17,12 +17,13 @@ from safetensors.torch import save_file
 from aggregator.algorithms.fedtc.recipe import RECIPES
 from aggregator.algorithms.hierarchical import Hierarchical
 from benchmarks.data.features import BACKBONES, cached_name
+from benchmarks.data.images import DataSet, Labeled
 from protofleet.simulation import rounds
 from protofleet.simulation.fleet import Features
 from research import published, restoration, statistics
 from research.__main__ import cli
 from research.cells import batches_of_cells
-from research.defaults import default_layers
+from research.defaults import default_layers, drift, forecast, novelty
 from research.defaults.class_prior import TRAINED_ON
 from research.poisoning.prototypes import METHODS
 from research.poisoning.rare_class import ATTACKS as RARE_CLASSES
@@ -339,3 +340,35 @@ def test_rollouts_beside_measured_ones(tmp_path: Path, monkeypatch: pytest.Monke
     assert as_published["AFL"]["accuracy"] == 0.5856
     assert as_published["AFL"]["source"] == "as published, not checked"
     assert as_published["GH-LDA"]["megabytes"] is None
+
+
+def test_forecast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = features_of_digits(train=200, test=200)
+    monkeypatch.setattr(forecast, "load_features", lambda *_args, **_options: made)
+    runs = run(tmp_path, "forecast", "--data", "mnist", "--seed", "0")["runs"]
+    assert runs[0]["images"] == 5
+    assert runs[0]["least"] <= runs[0]["most"]
+
+
+def test_novelty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sets = {
+        name: domain(seed, classes=10, images=400) for seed, name in enumerate(("fashion_mnist", "mnist"))
+    }
+    monkeypatch.setattr(novelty, "load_features", lambda name, **_: sets[name])
+    monkeypatch.setattr(novelty, "SETS", {"fashion_mnist": (96, ("mnist", "new classes"))})
+    runs = run(tmp_path, "novelty", "--known", "fashion_mnist")["runs"]
+    assert [each["foreign"] for each in runs] == ["mnist", "new classes"]
+    assert min(each["Mahalanobis"] for each in runs) > 0.5
+
+
+def test_drift(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    photos, sketches = (domain(seed, classes=3, images=60) for seed in (0, 1))
+    part = Labeled(np.zeros((60, 8, 8, 3), np.uint8), photos.train_labels)
+    monkeypatch.setattr(drift, "load_data", lambda _: DataSet(part, part))
+    monkeypatch.setattr(drift, "load_features", lambda *_args, **_options: sketches)
+    monkeypatch.setattr(drift, "open_backbone", lambda _: None)
+    monkeypatch.setattr(drift, "backbone_file", lambda *_args, **_options: None)
+    whole = np.concatenate([photos.train, photos.test])
+    monkeypatch.setattr(drift, "features_of", lambda *_: whole)
+    runs = {each["images"]: each["scores"] for each in run(tmp_path, "drift")["runs"]}
+    assert set(runs) == {*drift.CHANGES, "sketches"}
