@@ -31,10 +31,10 @@ from edge_client.cli.status import device_status
 from edge_client.storage.device_state import DeviceState
 from protocol.errors import StateError
 from protocol.mqtt.reconnecting_session import BrokerAddress
-from tests.support.fleets.fork_server import ForkedProcess, ForkServer
+from tests.support.fleets.fork_server import ForkServer, Program
 from tests.support.graphs.backbones import tiny_backbone
 
-Process = subprocess.Popen[bytes] | ForkedProcess
+Process = subprocess.Popen[bytes] | Program
 
 TIMEOUT_S = 240.0
 FORKED = (

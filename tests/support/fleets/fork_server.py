@@ -86,57 +86,37 @@ def _server(preparation: str) -> subprocess.Popen[str]:
 
 
 class Program:
-    """A program that was started; it waits until `resume`."""
+    """A forked program with the interface of `subprocess.Popen`; it waits until `resume`."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self.status: int | None = None
+        self.returncode: int | None = None
+        """Exit status, negative for a signal; None while it runs."""
         self.ended = threading.Event()
 
     def resume(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
 
-    def wait(self, timeout_s: float) -> int | None:
-        """Return the exit status, negative for a signal, or None after `timeout_s`."""
-        self.ended.wait(timeout_s)
-        return self.status
+    def poll(self) -> int | None:
+        return self.returncode
 
-    def send(self, number: signal.Signals) -> None:
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit status; raises `subprocess.TimeoutExpired`."""
+        if not self.ended.wait(timeout) or self.returncode is None:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+        return self.returncode
+
+    def send_signal(self, number: signal.Signals) -> None:
         """Send a signal unless the program has ended."""
         with contextlib.suppress(ProcessLookupError):
             if not self.ended.is_set():
                 os.kill(self.pid, number)
 
-
-class ForkedProcess:
-    """A forked program with the interface of `subprocess.Popen`."""
-
-    def __init__(self, program: Program) -> None:
-        self._program = program
-        self.pid = program.pid
-        program.resume()
-
-    @property
-    def returncode(self) -> int | None:
-        return self._program.status
-
-    def poll(self) -> int | None:
-        return self._program.status
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Return the exit status; raises `subprocess.TimeoutExpired`."""
-        if not self._program.ended.wait(timeout) or self._program.status is None:
-            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
-        return self._program.status
-
-    def send_signal(self, number: signal.Signals) -> None:
-        self._program.send(number)
-
     def terminate(self) -> None:
-        self._program.send(signal.SIGTERM)
+        self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        self._program.send(signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)
 
 
 class ForkServer:
@@ -169,7 +149,7 @@ class ForkServer:
         with self._lock:
             self._is_abandoned = True
             for program in list(self._programs.values()):
-                program.send(signal.SIGKILL)
+                program.kill()
 
     def start(self, module: str, *arguments: str | Path, log: Path) -> Program:
         """Fork a program, whose output is appended to `log`, and whose own processes are forked as well."""
@@ -177,11 +157,11 @@ class ForkServer:
 
     def start_process(
         self, module: str, *arguments: str | Path, log: Path, environment: Mapping[str, str]
-    ) -> ForkedProcess:
+    ) -> Program:
         """Fork a program with these environment variables, and let it run."""
-        return ForkedProcess(
-            self._fork(module, arguments, log=log, forks_jobs=False, environment=dict(environment))
-        )
+        program = self._fork(module, arguments, log=log, forks_jobs=False, environment=dict(environment))
+        program.resume()
+        return program
 
     def _fork(self, module: str, arguments: Sequence[str | Path], *, log: Path, **request: Any) -> Program:
         """Fork a program; raises RuntimeError if the server is abandoned."""
@@ -203,7 +183,7 @@ class ForkServer:
                 self._started.put(self._programs[pid])
             else:
                 program = self._programs.pop(pid)
-                program.status = status
+                program.returncode = status
                 program.ended.set()
 
 

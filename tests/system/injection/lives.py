@@ -114,18 +114,18 @@ class Life:
         deadline_s = time.monotonic() + LIMIT_S
         is_lasting = self.injection is not None and self.injection.lasts
         lasts_until_s = time.monotonic() + (LASTING_S if is_lasting else RECURRING_S)
-        while program.status is None and not done():
+        while program.returncode is None and not done():
             if time.monotonic() > deadline_s:
                 self.fail(f"neither ended nor complete within {LIMIT_S:.0f} s")
-                program.send(signal.SIGKILL)
-                program.wait(120)
+                program.kill()
+                program.ended.wait(120)
                 return False
             if self._tracers and self.hangs_in_python():
-                program.send(signal.SIGKILL)
-                program.wait(120)
+                program.kill()
+                program.ended.wait(120)
             if self.injection and time.monotonic() > lasts_until_s:
                 self.detach()
-            program.wait(0.05)
+            program.ended.wait(0.05)
         return True
 
     def judge_end(self, status: int | None, *, allowed: Sequence[int] = (0, 1)) -> None:

@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import random
 import shutil
-import signal
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -77,8 +76,8 @@ class Programs:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._fleet.send(signal.SIGTERM)
-        self._fleet.wait(120)
+        self._fleet.terminate()
+        self._fleet.ended.wait(120)
         self._cleanup.close()
 
     def _write_inputs(self) -> None:
@@ -145,12 +144,12 @@ class Programs:
         program = life.start(*arguments)
         life.wait(program)
         life.detach()
-        life.judge_end(program.status)
-        if program.status != 0:
+        life.judge_end(program.returncode)
+        if program.returncode != 0:
             life.age_temporary_files()
             again = life.restart(*arguments)
             life.wait(again)
-            life.check(again.status == 0, f"exit status {again.status} after the restart")
+            life.check(again.returncode == 0, f"exit status {again.returncode} after the restart")
         self._check_device(life, state)
         self._check_submission(life, self._fleet_state, self._fleet_log, name)
         self._check_leftovers(life, state)
@@ -206,12 +205,12 @@ class Programs:
         program = life.start(*arguments)
         life.wait(program)
         life.detach()
-        life.judge_end(program.status)
-        if program.status != 0:
+        life.judge_end(program.returncode)
+        if program.returncode != 0:
             life.log.unlink(missing_ok=True)
             again = life.restart(*arguments)
             life.wait(again)
-            life.check(again.status == 0, f"exit status {again.status} after the restart")
+            life.check(again.returncode == 0, f"exit status {again.returncode} after the restart")
         life.check(expected in life.log.read_text(), f"not printed: {expected}")
 
     def _enroll(self, life: Life) -> None:
@@ -223,14 +222,16 @@ class Programs:
         program = life.start(*arguments)
         life.wait(program)
         life.detach()
-        life.judge_end(program.status)
+        life.judge_end(program.returncode)
         complete = out.is_dir() and names_of(out) == ENROLLED
         life.check(complete or not out.exists(), "an incomplete enrollment folder")
-        if program.status != 0:
+        if program.returncode != 0:
             again = life.restart(*arguments)
             life.wait(again)
             was_enrolled = complete and "shed is already enrolled" in life.log.read_text()
-            life.check(again.status == 0 or was_enrolled, f"exit status {again.status} of the next attempt")
+            life.check(
+                again.returncode == 0 or was_enrolled, f"exit status {again.returncode} of the next attempt"
+            )
         self._check_enrollment(life, state, out)
 
     def _check_enrollment(self, life: Life, state: Path, out: Path) -> None:
@@ -268,27 +269,27 @@ class Programs:
         """Let the aggregator serve the devices until their end, and start it again if it ends before."""
 
         def served() -> bool:
-            return all(device.status is not None for device in devices)
+            return all(device.returncode is not None for device in devices)
 
         life.wait(program, served)
         life.detach()
         self._stop(life, program)
-        life.judge_end(program.status)
-        if program.status != 0:  # a fault may have reached it as late as its last moments
+        life.judge_end(program.returncode)
+        if program.returncode != 0:  # a fault may have reached it as late as its last moments
             life.age_temporary_files()
             started = life.logged(CONNECTED)
             program = life.restart(*arguments)
             life.wait(program, lambda: served() and life.logged(CONNECTED) > started)
             self._stop(life, program)
-            life.check(program.status == 0, f"exit status {program.status} on SIGTERM")
-        life.check([device.status for device in devices] == [0, 0], "the devices do not have the head")
+            life.check(program.returncode == 0, f"exit status {program.returncode} on SIGTERM")
+        life.check([device.returncode for device in devices] == [0, 0], "the devices do not have the head")
         for device in devices:
-            device.send(signal.SIGKILL)
+            device.kill()
 
     @staticmethod
     def _stop(life: Life, program: Program) -> None:
-        program.send(signal.SIGTERM)
-        life.check(program.wait(120) is not None, "does not end on SIGTERM")
+        program.terminate()
+        life.check(program.ended.wait(120), "does not end on SIGTERM")
 
     def _check_heads(self, life: Life, state: Path, heads: list[str]) -> None:
         with closing(open_store(state, read_only=True)) as store:

@@ -2,7 +2,6 @@
 
 import random
 import re
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -59,7 +58,7 @@ def lives(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Life]:
             programs[name].resume()
         for name in ("one", "two"):
             assert programs[name].wait(150) == 0, (root / f"{name}.log").read_text()
-        programs["aggregator"].send(signal.SIGTERM)
+        programs["aggregator"].terminate()
         assert programs["aggregator"].wait(60) == 0
         for recorder in recorders:
             recorder.detach()
