@@ -6,7 +6,7 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -128,12 +128,24 @@ class Life:
             program.ended.wait(0.05)
         return True
 
-    def judge_end(self, status: int | None, *, allowed: Sequence[int] = (0, 1)) -> None:
+    def run(self, *arguments: str, before_restart: Callable[[], object]) -> None:
+        """Run the program with the fault and, if it fails, without."""
+        program = self.start(*arguments)
+        self.wait(program)
+        self.detach()
+        self.judge_end(program.returncode)
+        if program.returncode != 0:
+            before_restart()
+            again = self.restart(*arguments)
+            self.wait(again)
+            self.check(again.returncode == 0, f"exit status {again.returncode} after the restart")
+
+    def judge_end(self, status: int | None) -> None:
         """Check the exit status and the log of the program that had the fault."""
         is_killed = self.hangs_in_python() or (self.injection and self.injection.fault == "SIGKILL")
         killed = [-signal.SIGKILL] if is_killed else []
         self.outcome.ended = status not in {None, 0}
-        self.check(status in {None, *allowed, *killed}, f"exit status {status}")
+        self.check(status in {None, 0, 1, *killed}, f"exit status {status}")
         if self.outcome.elsewhere or self.hangs_in_python():
             return
         text = self.log.read_text(errors="replace") if self.log.exists() else ""

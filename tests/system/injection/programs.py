@@ -141,15 +141,7 @@ class Programs:
         """Join the fleet, submit, install its head and evaluate it."""
         name, state = life.folder.name, life.folder / "state"
         arguments = device_arguments(self._mosquitto.address, name, self._images, state)
-        program = life.start(*arguments)
-        life.wait(program)
-        life.detach()
-        life.judge_end(program.returncode)
-        if program.returncode != 0:
-            life.age_temporary_files()
-            again = life.restart(*arguments)
-            life.wait(again)
-            life.check(again.returncode == 0, f"exit status {again.returncode} after the restart")
+        life.run(*arguments, before_restart=life.age_temporary_files)
         self._check_device(life, state)
         self._check_submission(life, self._fleet_state, self._fleet_log, name)
         self._check_leftovers(life, state)
@@ -183,17 +175,8 @@ class Programs:
         state = life.folder / "device"
         shutil.copytree(self._first, state)
         image = next((self._images / "0").iterdir())
-        arguments = (
-            "edge_client.cli",
-            "predict",
-            "--json",
-            str(image),
-            "--state",
-            str(state),
-            "--threads",
-            "1",
-        )
-        self._read(life, arguments, expected='"label": ')
+        options = ("--json", str(image), "--state", str(state), "--threads", "1")
+        self._read(life, ("edge_client.cli", "predict", *options), expected='"label": ')
 
     def _status(self, life: Life) -> None:
         """Show the fleet's status."""
@@ -202,15 +185,7 @@ class Programs:
         self._read(life, ("aggregator.cli", "status", "--state", str(state)), expected="first")
 
     def _read(self, life: Life, arguments: tuple[str, ...], *, expected: str) -> None:
-        program = life.start(*arguments)
-        life.wait(program)
-        life.detach()
-        life.judge_end(program.returncode)
-        if program.returncode != 0:
-            life.log.unlink(missing_ok=True)
-            again = life.restart(*arguments)
-            life.wait(again)
-            life.check(again.returncode == 0, f"exit status {again.returncode} after the restart")
+        life.run(*arguments, before_restart=lambda: life.log.unlink(missing_ok=True))
         life.check(expected in life.log.read_text(), f"not printed: {expected}")
 
     def _enroll(self, life: Life) -> None:
