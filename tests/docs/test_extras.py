@@ -16,7 +16,7 @@ from aggregator.storage.open_store import open_store
 from edge_client.cli import cli as edge_client
 from protocol.errors import pip_command
 from protofleet.cli import cli as protofleet
-from tests.support.fleets.aggregator_process import write_task
+from tests.support.fleets.aggregator_process import without, write_task
 from tests.support.fleets.fork_server import run_command
 from tests.support.messages.submissions import SERVED
 
@@ -27,13 +27,6 @@ EXTRAS = (
     "scipy", "sklearn", "starlette", "timm", "torch", "uvicorn",
 )  # fmt: skip
 """Packages that only extras bring."""
-
-PROGRAM = f"""\
-import sys
-for name in {EXTRAS}:
-    sys.modules[name] = None
-from {{module}} import main
-"""
 
 EDGE_CLIENT = {
     "": ["--broker", "127.0.0.1:9", "--data", "{folder}", "--state", "{folder}/device"],
@@ -116,7 +109,7 @@ def test_missing_extra_is_one_line(
     store.close()
     given = [each.format(folder=tmp_path) for each in arguments]
     monkeypatch.chdir(tmp_path)
-    done = run_command(PROGRAM.format(module=module), *given)
+    done = run_command(f"{without(*EXTRAS)}from {module} import main", *given)
     assert "Traceback" not in done.stderr
     if arguments[0] == "doctor" and module == "edge_client.cli":
         assert "pip install" in done.stdout

@@ -54,16 +54,18 @@ rounds = 3
 projection_size = 4
 """
 """Task settings of three rounds, each closed by two devices."""
+
+
+def without(*packages: str) -> str:
+    """Return code that hides packages, as on a machine that lacks them."""
+    return f"import sys\nsys.modules.update(dict.fromkeys({packages}))\n"
+
+
 PROGRAM = """\
 import aggregator.config.task_file, aggregator.security.enrollment, aggregator.storage.open_store
 from aggregator.cli import main
 """
-WITHOUT_TORCH = f"""\
-import sys
-for heavy in ("torch", "onnx", "onnxscript", "amqtt"):
-    sys.modules[heavy] = None
-{PROGRAM}
-"""
+WITHOUT_TORCH = without("torch", "onnx", "onnxscript", "amqtt") + PROGRAM
 """The program on a machine that lacks the large packages."""
 M = TypeVar("M", HeadManifest, RoundManifest, Presence, Receipt, Frame)
 
@@ -288,14 +290,6 @@ def spoil(message: msgspec.Struct, **fields: Any) -> bytes:
     return msgspec.msgpack.encode(envelope)
 
 
-WITHOUT_LARGE_PACKAGES = """
-import sys
-for name in ("torch", "onnx", "onnxruntime", "onnxscript", "scipy", "sklearn"):
-    sys.modules[name] = None
-"""
-"""Startup code of a machine that lacks the large packages."""
-
-
 class Cluster(Fleet):
     """A coordinator and receivers that share a state folder and a database of PostgreSQL."""
 
@@ -306,7 +300,8 @@ class Cluster(Fleet):
 
     def start_receiver(self, name: str, *options: str, state: Path | None = None) -> None:
         """Start a receiver, on a machine that lacks the large packages."""
-        environment = with_startup_code(self.root / "packages", WITHOUT_LARGE_PACKAGES)
+        large = without("torch", "onnx", "onnxruntime", "onnxscript", "scipy", "sklearn")
+        environment = with_startup_code(self.root / "packages", large)
         arguments = ("--name", name, "--state", state or self.aggregator_state, "--broker", str(self.broker))
         program = "aggregator.cli.__main__"  # no fork of a process that has imported them
         self.start(name, program, "receive", *arguments, *options, environment=environment)
