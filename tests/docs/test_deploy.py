@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 import tomllib
 from collections import Counter
 from pathlib import Path
@@ -15,11 +14,9 @@ from typing import Any
 
 import kubernetes_validate
 import msgspec
-import paho.mqtt.client as paho
 import psutil
 import pytest
 import yaml
-from paho.mqtt.enums import CallbackAPIVersion
 
 from aggregator.algorithms.algorithm import Training
 from aggregator.algorithms.fedpcl import FedPCL
@@ -37,15 +34,15 @@ from aggregator.config.task_file import load_task
 from aggregator.coordination.rollout_state import Settings
 from aggregator.security.mosquitto_config import CONFIGURATION, access_list, own_configuration
 from edge_client.cli import cli as edge_client
-from protocol.mqtt.client import stop_thread
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.wire.messages import MAX_SIGNED_BYTES, Perturbation
 from tests.docs.command_lines import DEPLOY, parse, parse_in_image
+from tests.support.fleets.fleet import wait_until
 from tests.support.network.brokers import Mosquitto, mosquitto, needs_mosquitto
 from tests.support.network.nats import nats_program, needs_nats
+from tests.system.attacks.attacker_client import AttackerClient
 
 ROOT = DEPLOY.parent
-TIMEOUT_S = 120.0
 
 
 def mosquitto_options(folder: Path) -> str:
@@ -56,66 +53,39 @@ def mosquitto_options(folder: Path) -> str:
     return f"{text}\nuser {getpass.getuser()}\n"
 
 
-def client(broker: BrokerAddress, name: str) -> paho.Client:
-    """Return a connected client without a thread."""
-    connected = paho.Client(CallbackAPIVersion.VERSION2, client_id=name)
-    connected.connect(broker.host, broker.port)
-    while not connected.is_connected():
-        connected.loop(0.1)
-    return connected
-
-
-def subscriber(broker: BrokerAddress, name: str, topic: str) -> paho.Client:
-    """Return a client whose subscription at QoS 1 the broker has acknowledged."""
-    made, subscribed = client(broker, name), threading.Event()
-    made.on_subscribe = lambda *_: subscribed.set()
-    made.subscribe(topic, qos=1)
-    while not subscribed.is_set():
-        made.loop(0.1)
-    return made
-
-
-def publish(
-    broker: BrokerAddress, topic: str, *, times: int = 1, payload: bytes = b"x", retain: bool = False
-) -> None:
-    """Publish at QoS 1 and wait until the broker has acknowledged all."""
-    sender = client(broker, "sender")
-    sender.loop_start()
-    for message in [sender.publish(topic, payload, qos=1, retain=retain) for _ in range(times)]:
-        message.wait_for_publish(TIMEOUT_S)
-    sender.disconnect()
-    stop_thread(sender)
-
-
-def receive(subscriber: paho.Client, *, messages: int) -> int:
-    """Receive this number of messages, or those that arrive within TIMEOUT_S; returns how many arrived."""
-    received: list[paho.MQTTMessage] = []
-    subscriber.on_message = lambda _client, _data, message: received.append(message)
-    deadline = time.monotonic() + TIMEOUT_S
-    while len(received) < messages and time.monotonic() < deadline:
-        subscriber.loop(0.1)
-    return len(received)
+def receive(receiver: AttackerClient, *, messages: int) -> None:
+    """Wait until a client has received so many messages."""
+    wait_until(
+        f"{messages} messages",
+        lambda: len(receiver.received) == messages,
+        diagnostics=lambda: str(len(receiver.received)),
+    )
 
 
 @needs_mosquitto
 def test_retained_messages_outlive_the_broker(tmp_path: Path, address: BrokerAddress) -> None:
     """Mosquitto accepts a task of the largest size that the protocol allows, and sends it after a restart."""
     options = mosquitto_options(tmp_path)
-    with mosquitto(address, tmp_path, options=options):
-        publish(address, "pf/1/orchard/task", payload=bytes(MAX_SIGNED_BYTES), retain=True)
-    with mosquitto(address, tmp_path, options=options):
-        subscriber = client(address, "receiver")
-        subscriber.subscribe("pf/1/+/task", qos=1)
-        assert receive(subscriber, messages=1) == 1
+    with mosquitto(address, tmp_path, options=options), AttackerClient(address) as sender:
+        assert sender.publish("pf/1/orchard/task", bytes(MAX_SIGNED_BYTES), retain=True)
+    with mosquitto(address, tmp_path, options=options), AttackerClient(address) as receiver:
+        receiver.subscribe("pf/1/+/task")
+        receive(receiver, messages=1)
 
 
 @needs_mosquitto
 def test_slow_subscriber_loses_nothing(tmp_path: Path, address: BrokerAddress) -> None:
     """More messages than mosquitto's default of 1000 wait for a subscriber that does not read meanwhile."""
-    with mosquitto(address, tmp_path, options=mosquitto_options(tmp_path)):
-        receiver = subscriber(address, "receiver", "pf/1/orchard/d/+/up/+")
-        publish(address, "pf/1/orchard/d/shed-1/up/0", times=3000)
-        assert receive(receiver, messages=3000) == 3000
+    reads = threading.Event()
+    with (
+        mosquitto(address, tmp_path, options=mosquitto_options(tmp_path)),
+        AttackerClient(address, on_message=lambda _: reads.wait(60)) as receiver,
+        AttackerClient(address) as sender,
+    ):
+        receiver.subscribe("pf/1/orchard/d/+/up/+")
+        sender.flood([("pf/1/orchard/d/shed-1/up/0", b"x")] * 3000)
+        reads.set()
+        receive(receiver, messages=3000)
 
 
 @needs_mosquitto
@@ -123,16 +93,21 @@ def test_memory_of_a_client_that_does_not_read_is_bounded(tmp_path: Path, addres
     """The broker drops what is more than its queue, names the client in its log, and serves the others."""
     options = mosquitto_options(tmp_path)
     size, limit = 250_000, int(re.findall(r"(?m)^max_queued_bytes (\d+)", options)[0])
-    with mosquitto(address, tmp_path, options=options) as broker:
-        _deaf = subscriber(address, "deaf", "pf/1/orchard/d/deaf/blk")
+    reads = threading.Event()
+    with (
+        mosquitto(address, tmp_path, options=options) as broker,
+        AttackerClient(address, on_message=lambda _: reads.wait(60)) as deaf,
+        AttackerClient(address) as other,
+    ):
+        deaf.subscribe("pf/1/orchard/d/deaf/blk")
         # In flight, and one and a half times the queue.
-        publish(address, "pf/1/orchard/d/deaf/blk", times=256 + limit * 3 // 2 // size, payload=bytes(size))
+        other.flood([("pf/1/orchard/d/deaf/blk", bytes(size))] * (256 + limit * 3 // 2 // size))
         assert psutil.Process(broker.pid).memory_info().rss < limit + 256 * size + 64 * 1024**2
-        assert "Outgoing messages are being dropped for client deaf" in broker.log()
-        publish(address, "pf/1/orchard/task", retain=True)
-        reader = client(address, "reader")
-        reader.subscribe("pf/1/orchard/task", qos=1)
-        assert receive(reader, messages=1) == 1
+        assert "Outgoing messages are being dropped for client auto-" in broker.log()
+        other.subscribe("pf/1/orchard/task")
+        other.publish("pf/1/orchard/task", b"x")
+        receive(other, messages=1)
+        reads.set()
 
 
 def test_files_of_a_closed_fleet_are_what_enroll_broker_writes() -> None:
