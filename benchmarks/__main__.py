@@ -63,7 +63,7 @@ FLEET = {
 }
 ACCURACY = {
     "which": _first(
-        *("accuracy.which.command", "Every algorithm on the same seven fleets", "1 h"),
+        *("accuracy.which", "Every algorithm on the same seven fleets", "1 h"),
         names=["alike-few"], algorithms=["fedtc", "statistics", "hierarchical"], seeds=[0],
     ),
     "wire": _first(
@@ -77,14 +77,6 @@ ACCURACY = {
     "fedtc": _entry(
         *("accuracy.fedtc", "FedTC under the partitions of its paper", "30 min"),
         partitions=["dirichlet:0.1"], images=200, ceiling=False,
-    ),
-    "drift": _entry("accuracy.drift", "Distorted and foreign images that the drift score finds", "10 min"),
-    "forecast": _entry(
-        *("accuracy.forecast", "Whether more images bring what the status forecasts", "1 h"),
-        names=["mnist"], seeds=[0],
-    ),
-    "novelty": _entry(
-        "accuracy.novelty", "Images of no known class", "30 min", names=["fashion_mnist"], at_most=1000
     ),
 }  # fmt: skip
 COST = {

@@ -1,6 +1,7 @@
 """Options of several benchmarks."""
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import click
@@ -18,3 +19,10 @@ def selected(*names: str, choices: Iterable[str]) -> Option:
     every = tuple(choices)
     told = "May be repeated.  [default: all]"
     return click.option(*names, type=click.Choice(every), multiple=True, default=every, help=told)
+
+
+resume_option = click.option(
+    "--resume",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="File that --json wrote earlier: its runs are not repeated, and are in the tables and in the new file.",
+)

@@ -9,7 +9,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from protocol.cli import run
 from research import cells, hierarchical, published, restoration, statistics
-from research.defaults import class_prior, confidence, default_layers
+from research.defaults import class_prior, confidence, default_layers, drift, forecast, novelty
 from research.poisoning import false_alarms, prototypes, rare_class, rounds
 from research.poisoning import statistics as poisoned_statistics
 from research.privacy import directions, measurement, noisy_sums
@@ -18,7 +18,7 @@ from research.rounds import fedpcl, flower_tuning, fpl, step, tuning, wire_rival
 MODULES = (
     *(false_alarms, prototypes, rare_class, rounds, poisoned_statistics, directions, measurement, noisy_sums),
     *(fedpcl, fpl, published, statistics, step, tuning, flower_tuning, wire_rivals),
-    *(class_prior, confidence, default_layers, cells, hierarchical, restoration),
+    *(class_prior, confidence, default_layers, drift, forecast, novelty, cells, hierarchical, restoration),
 )
 
 

@@ -1,6 +1,6 @@
 """Forecasts a head's accuracy with twice as many images, from its errors on held-out images. Pure.
 
-Each doubling of the images left 67 to 94 % of the errors (`python -m benchmarks accuracy forecast`). A curve from
+Each doubling of the images left 67 to 94 % of the errors (`python -m research forecast`). A curve from
 the prototypes themselves was not right: left-out prototypes are few, and 3 to 4 times as often misclassified as images.
 """
 

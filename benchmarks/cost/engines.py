@@ -5,7 +5,6 @@ Each of a few simulated submissions is that of many devices.
 
 import contextlib
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -65,10 +64,9 @@ class JobCost:
 @click.command("engines")
 @repeated("--devices", type=click.IntRange(min=1), default=(1_000, 10_000, 100_000))
 @click.option("--features", type=click.IntRange(2, 4096), default=64, show_default=True)
-@click.option("--turns", type=click.IntRange(min=1), default=1, show_default=True)
 @json_option
-def command(*, devices: tuple[int, ...], features: int, turns: int, json_file: Path | None) -> None:
-    """Measure the job that makes a head of sums with each engine, in turns, of fleets of growing size."""
+def command(*, devices: tuple[int, ...], features: int, json_file: Path | None) -> None:
+    """Measure the job that makes a head of sums with each engine, of fleets of growing size."""
     table = Table(
         {"devices": ">9,", "engine": ">8", "seconds": ">9.1f", "CPU s": ">8.1f", "peak MB": ">9.0f"}
         | {"seconds, times local": ">22.2f", "memory, times local": ">21.2f"}
@@ -77,25 +75,15 @@ def command(*, devices: tuple[int, ...], features: int, turns: int, json_file: P
     for number in sorted(devices):
         with tempfile.TemporaryDirectory() as folder:
             job = statistics_job(Path(folder), number, features)
-            costs: dict[str, list[JobCost]] = {engine: [] for engine in ENGINES}
-            for _ in range(turns):
-                for engine, found in costs.items():
-                    found.append(run_job(msgspec.structs.replace(job, engine=engine)))
-        if len({cost.head for found in costs.values() for cost in found}) > 1:
+            costs = {engine: run_job(msgspec.structs.replace(job, engine=engine)) for engine in ENGINES}
+        if len({cost.head for cost in costs.values()}) > 1:
             raise ProtofleetError("the engines make different heads")
-        medians = {engine: _medians(found) for engine, found in costs.items()}
-        for engine, (seconds, cpu_s, peak) in medians.items():
-            local_s, _, local_peak = medians["local"]
-            table.row(number, engine, seconds, cpu_s, peak / 1e6, seconds / local_s, peak / local_peak)
-        runs.append({"devices": number, **{name: [asdict(one) for one in c] for name, c in costs.items()}})
+        local = costs["local"]
+        for engine, cost in costs.items():
+            times = cost.wall_s / local.wall_s, cost.memory_bytes / local.memory_bytes
+            table.row(number, engine, cost.wall_s, cost.cpu_s, cost.memory_bytes / 1e6, *times)
+        runs.append({"devices": number, **{engine: asdict(cost) for engine, cost in costs.items()}})
     write_json(json_file, "engines", tables=[table], features=features, runs=runs)
-
-
-def _medians(costs: list[JobCost]) -> list[float]:
-    return [
-        statistics.median(getattr(cost, name) for cost in costs)
-        for name in ("wall_s", "cpu_s", "memory_bytes")
-    ]
 
 
 def statistics_job(folder: Path, devices: int, features: int) -> StatisticsJob:

@@ -14,8 +14,19 @@ from pathlib import Path
 
 import click
 
-from benchmarks.device.measurement import Command, Cost, in_turns, median, ratio
-from benchmarks.device.preparation import LABELED, export_random, link_some, train_head, write_photographs
+from benchmarks.device.measurement import (
+    LABELED,
+    THREADS,
+    Command,
+    Cost,
+    export_random,
+    in_turns,
+    link_some,
+    median,
+    ratio,
+    train_head,
+    write_photographs,
+)
 from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
 
@@ -32,7 +43,6 @@ COLUMNS = {
 @click.command("features")
 @repeated("--model", "models", default=MODELS, help="Of timm; may be repeated.")
 @click.option("--image-size", type=click.IntRange(min=32), default=224, show_default=True)
-@click.option("--threads", type=click.IntRange(min=1), default=2, show_default=True)
 @click.option("--images", nargs=2, type=int, default=(100, 1000), show_default=True, help="Few, and many.")
 @click.option("--repetitions", type=click.IntRange(min=1), default=3, show_default=True)
 @json_option
@@ -40,7 +50,6 @@ def command(
     *,
     models: tuple[str, ...],
     image_size: int,
-    threads: int,
     images: tuple[int, int],
     repetitions: int,
     json_file: Path | None,
@@ -54,15 +63,15 @@ def command(
         link_some(folder / str(many), folder / str(few), count=few)
         link_some(folder / str(many), folder / "labeled", count=LABELED)
         for model in models:
-            title = f"{model} at {image_size}x{image_size}, {many:,} photographs, threads: {threads}"
+            title = f"{model} at {image_size}x{image_size}, {many:,} photographs, threads: {THREADS}"
             table = Table(COLUMNS, title=title)
             backbone = export_random(model, image_size=image_size, folder=folder)
             fleet = folder / model
             train_head(fleet, backbone, folder / "labeled")
-            torch = (model, str(image_size), str(threads), "features")
+            torch = (model, str(image_size), str(THREADS), "features")
             runs = {}
             for number in images:
-                programs = _programs(fleet, folder / str(number), number, threads, backbone, torch)
+                programs = _programs(fleet, folder / str(number), number, backbone, torch)
                 runs[number] = in_turns(programs, repetitions=repetitions, warm_up=number == few)
             for row in _rows(runs):
                 table.row(*row)
@@ -92,15 +101,15 @@ def _rows(runs: Mapping[int, Mapping[str, list[Cost]]]) -> Iterator[tuple[object
 
 
 def _programs(
-    fleet: Path, photographs: Path, images: int, threads: int, backbone: Path, torch: Command
+    fleet: Path, photographs: Path, images: int, backbone: Path, torch: Command
 ) -> dict[str, Callable[[], Command]]:
     state, output = fleet / "state", str(fleet / "features.npy")
-    rivals, onnx = "benchmarks.device.rivals", (str(backbone), str(threads))
+    rivals, onnx = "benchmarks.device.rivals", (str(backbone), str(THREADS))
 
     def ours() -> Command:
         shutil.rmtree(state, ignore_errors=True)
         shutil.copytree(fleet / "device", state)
-        options = ("--data", str(photographs), "--state", str(state), "--threads", str(threads))
+        options = ("--data", str(photographs), "--state", str(state), "--threads", str(THREADS))
         return ["-m", "edge_client.cli", "--dry-run", *options]
 
     return {

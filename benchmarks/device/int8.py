@@ -31,6 +31,7 @@ from protocol.models.onnx_metadata import BackboneMetadata, to_properties
 from protocol.models.preprocessing import preprocess
 
 NETWORKS = ("mobilenetv2_100", "tf_mobilenetv3_small_100", "resnet18", "resnet50")
+BATCH_SIZE = 16
 
 COLUMNS = {
     "network": "<26",
@@ -57,8 +58,6 @@ Turns = Mapping[str, Sequence[tuple[float, float]]]
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="Folder of photos to calibrate on and to compare  [default: photos.zip in the data folder]",
 )
-@click.option("--batch-size", type=click.IntRange(min=1), default=16, show_default=True)
-@click.option("--threads", type=click.IntRange(min=1), default=1, show_default=True)
 @click.option("--repetitions", type=click.IntRange(min=1), default=15, show_default=True)
 @json_option
 def command(
@@ -66,22 +65,20 @@ def command(
     networks: Sequence[str],
     sizes: Sequence[int],
     photos: Path | None,
-    batch_size: int,
-    threads: int,
     repetitions: int,
     json_file: Path | None,
 ) -> None:
     """Compare backbones of 8 bits with float32: rate, size of the file, and agreement of the features."""
-    title = f"{batch_size} photographs at a time, threads: {threads}, medians of {repetitions} turns"
+    title = f"{BATCH_SIZE} photographs at a time, threads: 1, medians of {repetitions} turns"
     table, runs = Table(COLUMNS, title=title), {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = photos or _photos(Path(temporary))
         for network in networks:
             for size in sizes:
                 files = {name: Path(temporary) / f"{name}.onnx" for name in ("float32", "int8")}
-                pair = make_pair(network, size, folder, files, threads=threads)
+                pair = make_pair(network, size, folder, files)
                 images = _images(folder, pair["int8"].metadata)
-                turns = take_turns(pair, images[:batch_size], repetitions=repetitions)
+                turns = take_turns(pair, images[:BATCH_SIZE], repetitions=repetitions)
                 runs[f"{network}-{size}"] = turns
                 table.row(network, str(size), *_figures(pair, turns, images[::HELD_OUT], files))
     write_json(json_file, "int8", tables=[table], seconds_of_a_batch=runs)
@@ -97,9 +94,7 @@ def _photos(folder: Path) -> Path:
     return folder / "photos"
 
 
-def make_pair(
-    network: str, size: int, photos: Path, files: Mapping[str, Path], *, threads: int
-) -> dict[str, Backbone]:
+def make_pair(network: str, size: int, photos: Path, files: Mapping[str, Path]) -> dict[str, Backbone]:
     """Export a network in both precisions to files; return the two as a device opens them."""
     torch.manual_seed(0)
     known = BACKBONES.get(network)
@@ -109,7 +104,7 @@ def make_pair(
     loaded = load_backbone(choice)
     file = to_onnx(loaded.module, loaded.metadata)
     files["float32"].write_bytes(file)
-    opened = open_backbone(files["float32"], provider="cpu", threads=threads)
+    opened = open_backbone(files["float32"], provider="cpu", threads=1)
 
     def reference(photo: Any) -> NDArray[np.float32]:
         feature: NDArray[np.float32] = opened.features(
@@ -120,7 +115,7 @@ def make_pair(
     model, metadata = Int8(photos, min_cosine=-1.0).convert(file, loaded.metadata, reference)
     onnx.helper.set_model_props(model, to_properties(metadata))
     files["int8"].write_bytes(model.SerializeToString(deterministic=True))
-    return {"float32": opened, "int8": open_backbone(files["int8"], provider="cpu", threads=threads)}
+    return {"float32": opened, "int8": open_backbone(files["int8"], provider="cpu", threads=1)}
 
 
 def take_turns(

@@ -11,8 +11,17 @@ from pathlib import Path
 
 import click
 
-from benchmarks.device.measurement import Command, in_turns, median, ratio
-from benchmarks.device.preparation import LABELED, export_random, train_head, write_photographs
+from benchmarks.device.measurement import (
+    LABELED,
+    THREADS,
+    Command,
+    export_random,
+    in_turns,
+    median,
+    ratio,
+    train_head,
+    write_photographs,
+)
 from benchmarks.report import Table, json_option, write_json
 
 OURS = "edge-client predict"
@@ -27,13 +36,10 @@ COLUMNS = {
     "--model", default="mobilenetv3_small_100", show_default=True, help="Of timm, with random weights."
 )
 @click.option("--image-size", type=click.IntRange(min=32), default=224, show_default=True)
-@click.option("--threads", type=click.IntRange(min=1), default=2, show_default=True)
 @click.option("--images", type=click.IntRange(min=2), default=200, show_default=True)
 @click.option("--repetitions", type=click.IntRange(min=1), default=5, show_default=True)
 @json_option
-def command(
-    *, model: str, image_size: int, threads: int, images: int, repetitions: int, json_file: Path | None
-) -> None:
+def command(*, model: str, image_size: int, images: int, repetitions: int, json_file: Path | None) -> None:
     """Compare the device program's predictions with PyTorch's and with ONNX Runtime's alone."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -45,16 +51,16 @@ def command(
         fused = fleet / "aggregator" / "model.onnx"
 
         def programs(paths: list[str]) -> dict[str, Callable[[], Command]]:
-            state = ("--state", str(fleet / "device"), "--threads", str(threads))
+            state = ("--state", str(fleet / "device"), "--threads", str(THREADS))
             return {
                 OURS: lambda: ["-m", "edge_client.cli", "predict", *state, *paths],
                 "ONNX Runtime": lambda: [
                     *("-m", "benchmarks.device.rivals.onnx_program", str(fused)),
-                    *(str(threads), "predict", *paths),
+                    *(str(THREADS), "predict", *paths),
                 ],
                 "PyTorch and timm": lambda: [
                     *("-m", "benchmarks.device.rivals.torch_program", model, str(image_size)),
-                    *(str(threads), "predict", *paths),
+                    *(str(THREADS), "predict", *paths),
                 ],
             }
 
@@ -64,7 +70,7 @@ def command(
         name: (median(many[name], "wall_s") - median(first[name], "wall_s")) / (images - 1) for name in first
     }
     table = Table(
-        COLUMNS, title=f"{model} at {image_size}x{image_size}, {images} photographs, threads: {threads}"
+        COLUMNS, title=f"{model} at {image_size}x{image_size}, {images} photographs, threads: {THREADS}"
     )
     for program, each in first.items():
         costs = median(each, "wall_s"), median(each, "cpu_s"), median(each, "memory_bytes") / 1e6

@@ -19,10 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aggregator.intake.validation import Prototypes
-from benchmarks.accuracy.wire import rivals
+from benchmarks.accuracy.wire import methods
 from benchmarks.accuracy.wire.command import fleet_of, loaded, measure, wire_options
-from benchmarks.accuracy.wire.methods import LAYERS, LINEAR, Fleet, Point, linear_head
-from benchmarks.accuracy.wire.rivals import DEEPER
+from benchmarks.accuracy.wire.methods import DEEPER, LAYERS, LINEAR, Fleet, Point, linear_head
 from benchmarks.data.images import NAMES
 from benchmarks.report import Table
 from protocol.wire.codec import encode
@@ -46,7 +45,7 @@ LINEAR_GRID = tuple(
     for epochs in (1, 5)
 )
 MOMENTUM_GRID = tuple(
-    replace(rivals.MOMENTUM, learning_rate=rate, calibrated=calibrated)
+    replace(methods.MOMENTUM, learning_rate=rate, calibrated=calibrated)
     for rate in (0.001, 0.003, 0.01, 0.03)
     for calibrated in (False, True)
 )
@@ -64,7 +63,7 @@ def fedcof(fleet: Fleet, *, shrinkage: float, group: int = 0, layers: str = "") 
     regression needs, without the scatter between classes. A class's weights are divided by their length. Means are
     sent as FedTC's prototypes are.
     """
-    rows = rivals.rows_of(fleet.of_layers(layers).features)
+    rows = methods.rows_of(fleet.of_layers(layers).features)
     sent, size = _class_means(fleet, rows, group)
     labels = np.concatenate([part.labels for part in sent])
     counts = np.concatenate([part.counts for part in sent])
@@ -81,7 +80,7 @@ def fedcof(fleet: Fleet, *, shrinkage: float, group: int = 0, layers: str = "") 
     weight /= np.linalg.norm(weight, axis=0)
     yield Point(
         setting=f"groups of {group}" if group else "class means",
-        accuracy=rivals.accuracy_of(rows, rows.test @ weight),
+        accuracy=methods.accuracy_of(rows, rows.test @ weight),
         bytes_up=float(size),
     )
 
@@ -129,7 +128,7 @@ def fed3r_rf(
     number: int = RANDOM_FEATURES,
 ) -> Iterator[Point]:
     """Yield ridge regressions of random features of a Gaussian kernel, whose sums devices send in float32."""
-    rows = rivals.rows_of(fleet.features)
+    rows = methods.rows_of(fleet.features)
     length = float(np.linalg.norm(rows.train, axis=1).mean())
     rng = np.random.default_rng(fleet.seed)
     directions = (rng.normal(size=(rows.train.shape[1], number)) / width / length).astype(np.float32)
@@ -137,19 +136,19 @@ def fed3r_rf(
     train, test = (
         np.sqrt(2 / number) * np.cos(part @ directions + phases) for part in (rows.train, rows.test)
     )
-    square, of_classes = rivals.sums(train, rows.train_labels)
+    square, of_classes = methods.sums(train, rows.train_labels)
     values = number * (number + 1) // 2 + rows.classes * number
     for ridge in ridges:
         yield Point(
             setting=f"{number:,}",
-            accuracy=rivals.accuracy_of(rows, test @ rivals.ridge(square, of_classes, ridge)),
-            bytes_up=float(rivals.FLOAT32 * values * len(np.unique(fleet.owners))),
+            accuracy=methods.accuracy_of(rows, test @ methods.ridge(square, of_classes, ridge)),
+            bytes_up=float(methods.FLOAT32 * values * len(np.unique(fleet.owners))),
         )
 
 
 METHODS: Mapping[str, Callable[[Fleet], Iterator[Point]]] = MappingProxyType(
     {
-        **rivals.METHODS,
+        **methods.METHODS,
         **{f"FedCOF{name}": partial(_fedcof_rows, layers=layers) for name, layers in DEEPER.items()},
         "Fed3R-RF": fed3r_rf,
     }
@@ -176,7 +175,7 @@ def tune(*, data: str, images: int | None) -> None:
         table.row("FedAvg", "", setting, point.accuracy)
     for layers in ("", *LAYERS.values()):
         for recipe in MOMENTUM_GRID:
-            (point,) = rivals.momentum_head(fleet, rounds=(ROUNDS,), layers=layers, recipe=recipe)
+            (point,) = methods.momentum_head(fleet, rounds=(ROUNDS,), layers=layers, recipe=recipe)
             calibrated = ", calibrated" if recipe.calibrated else ""
             setting = f"learning rate {recipe.learning_rate:g}{calibrated}"
             table.row("FedAvg, momentum", layers, setting, point.accuracy)

@@ -1,17 +1,22 @@
 """Data for benchmarks: digits, and features whose classes are far apart, with every domain shifted."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import click
 import numpy as np
 import pytest
 import timm
 import torch
+from click.testing import CliRunner
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 from sklearn.datasets import load_digits
 
-from benchmarks.data.features import BACKBONES
+from benchmarks.data.features import BACKBONES, cached_name
+from benchmarks.data.images import DIGITS
 from protocol.storage.blobstore import file_digest
 from protofleet.simulation.fleet import Features
 
@@ -26,6 +31,22 @@ def domain(seed: int, *, classes: int, images: int) -> Features:
     shift = random.normal(size=FEATURES)
     features = (centers[labels] + shift + random.normal(size=(len(labels), FEATURES))).astype(np.float32)
     return Features(features[:images], labels[:images], features[images:], labels[images:])
+
+
+def normalized(made: Features) -> Features:
+    """Return features whose rows have the mean square 1, as those of hidden layers."""
+    train, test = (
+        part / np.sqrt(np.square(part).mean(axis=1, keepdims=True)) for part in (made.train, made.test)
+    )
+    return replace(made, train=train, test=test, normalized=True)
+
+
+def report_of(cli: click.Command, file: Path, *arguments: str) -> dict[str, Any]:
+    """Run a command of a benchmark, and return what it has written to a file."""
+    result = CliRunner().invoke(cli, [*arguments, "--json", str(file)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    report: dict[str, Any] = json.loads(file.read_text())
+    return report
 
 
 def make_folders(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,3 +104,14 @@ def fill_cache(folder: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, F
     for name, features in files.items():
         arrays = {key: values for key, values in vars(features).items() if key != "normalized"}
         np.savez(cache / f"{name}.npz", **arrays)
+
+
+def fill_digits(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *, images: int, at_most: int, classes: int = 10
+) -> None:
+    """Write features of the four domains of digits into the cache, under the name of `at_most` images of each."""
+    files = {
+        cached_name(name, at_most): domain(seed, classes=classes, images=images)
+        for seed, name in enumerate(DIGITS)
+    }
+    fill_cache(folder, monkeypatch, files)

@@ -1,7 +1,6 @@
 """Every command of `python -m benchmarks` runs on small data and writes its figures."""
 
-import contextlib
-import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,18 +11,18 @@ from click.testing import CliRunner
 from PIL import Image
 
 from benchmarks.__main__ import GROUPS, cli, loaded
-from benchmarks.accuracy import drift, forecast, novelty
 from benchmarks.cost.train import OURS, Head, reached
 from benchmarks.cost.uploads import databases
 from benchmarks.cost.uploads.ingest import DISCARDS, STORES
 from benchmarks.cost.uploads.receivers import RUN, RUN_HERE
-from benchmarks.data.images import DataSet, Labeled
 from benchmarks.device import features, predict, start
 from benchmarks.device.features import ARRAYS, COLUMNS, _rows
 from benchmarks.device.features import OURS as DRY_RUN
-from benchmarks.device.measurement import Command, Cost, in_turns
+from benchmarks.device.measurement import Command, Cost, in_turns, median, ratio
+from benchmarks.device.measurement import run as run_once
 from benchmarks.fleets import calibration_error
-from tests.benchmarks.feature_factory import domain, features_of_digits, fill_cache
+from protocol.errors import ProtofleetError
+from tests.benchmarks.feature_factory import domain, features_of_digits, fill_cache, report_of
 from tests.support.databases.postgresql import PostgreSQL, needs_postgresql
 from tests.support.network.brokers import needs_mosquitto
 
@@ -37,17 +36,13 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def postgresql() -> Iterator[PostgreSQL]:
-    with contextlib.closing(PostgreSQL()) as server:
-        server.start()
+    with PostgreSQL() as server:
         yield server
 
 
 def run(file: Path, *arguments: str) -> dict[str, Any]:
     """Run a command, and return what it wrote."""
-    result = CliRunner().invoke(cli, [*arguments, "--json", str(file)], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    report: dict[str, Any] = json.loads(file.read_text())
-    return report
+    return report_of(cli, file, *arguments)
 
 
 def test_help_lists_what_a_user_compares_first_without_importing_it() -> None:
@@ -89,10 +84,7 @@ def once(programs: dict[str, Callable[[], Command]], **_: Any) -> dict[str, list
 def test_predict(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(predict, "in_turns", once)
     report = run(file, "device", "predict", "--model", "test_resnet", "--images", "3", *SMALL)
-    assert [row[0] for row in report["tables"][0]["rows"]] == [
-        "edge-client predict",
-        "ONNX Runtime",
-    ]
+    assert [row[0] for row in report["tables"][0]["rows"]] == ["edge-client predict", "ONNX Runtime"]
 
 
 def test_features(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,38 +172,6 @@ def test_calibration_error_is_the_gap_of_confidence_and_accuracy() -> None:
     assert calibration_error(logits, np.array([0, 0, 0, 1])) == pytest.approx(0.75 - 0.7311, abs=1e-4)
 
 
-def test_forecast(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = features_of_digits(train=200, test=200)
-    monkeypatch.setattr(forecast, "load_features", lambda *_args, **_options: made)
-    runs = run(file, "accuracy", "forecast", "--data", "mnist", "--seed", "0")["runs"]
-    assert runs[0]["images"] == 5
-    assert runs[0]["least"] <= runs[0]["most"]
-
-
-def test_novelty(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sets = {
-        name: domain(seed, classes=10, images=400) for seed, name in enumerate(("fashion_mnist", "mnist"))
-    }
-    monkeypatch.setattr(novelty, "load_features", lambda name, **_: sets[name])
-    monkeypatch.setattr(novelty, "SETS", {"fashion_mnist": (96, ("mnist", "new classes"))})
-    runs = run(file, "accuracy", "novelty", "--known", "fashion_mnist")["runs"]
-    assert [each["foreign"] for each in runs] == ["mnist", "new classes"]
-    assert min(each["Mahalanobis"] for each in runs) > 0.5
-
-
-def test_drift(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    photos, sketches = (domain(seed, classes=3, images=60) for seed in (0, 1))
-    part = Labeled(np.zeros((60, 8, 8, 3), np.uint8), photos.train_labels)
-    monkeypatch.setattr(drift, "load_data", lambda _: DataSet(part, part))
-    monkeypatch.setattr(drift, "load_features", lambda *_args, **_options: sketches)
-    monkeypatch.setattr(drift, "open_backbone", lambda _: None)
-    monkeypatch.setattr(drift, "backbone_file", lambda *_args, **_options: None)
-    whole = np.concatenate([photos.train, photos.test])
-    monkeypatch.setattr(drift, "features_of", lambda *_: whole)
-    runs = {each["images"]: each["scores"] for each in run(file, "accuracy", "drift")["runs"]}
-    assert set(runs) == {*drift.CHANGES, "sketches"}
-
-
 def test_train(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The recipe's epochs are divided among the turns."""
     fill_cache(tmp_path, monkeypatch, {"mnist": domain(0, classes=4, images=400)})
@@ -269,5 +229,35 @@ def test_databases(file: Path, postgresql: PostgreSQL, monkeypatch: pytest.Monke
 def test_engines(file: Path) -> None:
     pytest.importorskip("ray", reason="needs ray")
     (one,) = run(file, "cost", "engines", "--devices", "60", "--features", "4")["runs"]
-    assert one["local"][0]["head"] == one["ray"][0]["head"]
-    assert min(one[engine][0]["memory_bytes"] for engine in ("local", "ray")) > 0
+    assert one["local"]["head"] == one["ray"]["head"]
+    assert min(one[engine]["memory_bytes"] for engine in ("local", "ray")) > 0
+
+
+needs_linux = pytest.mark.skipif(
+    sys.platform != "linux", reason="the kernel's record of a process is read as on Linux"
+)
+
+
+@needs_linux
+def test_programs_run_in_turns_and_their_first_run_does_not_count() -> None:
+    order: list[str] = []
+
+    def program(name: str, text: str) -> list[str]:
+        order.append(name)
+        return ["-c", text]
+
+    runs = in_turns(
+        {"small": lambda: program("small", "pass"), "large": lambda: program("large", "x = b'x' * 10**8")},
+        repetitions=2,
+    )
+
+    assert order == ["small", "large"] * 3
+    assert [len(each) for each in runs.values()] == [2, 2]
+    assert median(runs["large"], "memory_bytes") - median(runs["small"], "memory_bytes") > 0.9e8
+    assert ratio(runs["large"], runs["small"], "memory_bytes") > 2
+
+
+@needs_linux
+def test_a_program_that_fails_is_reported_with_its_last_lines() -> None:
+    with pytest.raises(ProtofleetError, match="no such backbone"):
+        run_once(["-c", "raise SystemExit('no such backbone')"])

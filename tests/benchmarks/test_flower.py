@@ -13,8 +13,16 @@ from aggregator.algorithms.fedtc.adapter import Head as FedtcHead
 from benchmarks.data.features import backbone_file, load_features
 from benchmarks.fleet.flower import command as flower
 from benchmarks.fleet.flower.app.flower_app import task
-from benchmarks.fleet.flower.fleets import Meter, Outcome, Round, Setting, _evaluated, run_ours
-from benchmarks.fleet.flower.observation import Traffic, Usage
+from benchmarks.fleet.flower.fleets import (
+    Meter,
+    Outcome,
+    Round,
+    Setting,
+    Traffic,
+    Usage,
+    _evaluated,
+    run_ours,
+)
 from benchmarks.processes import free_address
 from protocol.errors import ConfigError, ProtofleetError
 from tests.benchmarks.feature_factory import domain, fill_data, fill_weights, make_folders, pixels_of_digits

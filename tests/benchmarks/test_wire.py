@@ -3,9 +3,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from click.testing import CliRunner
 
 from aggregator.algorithms.fedtc.recipe import RECIPES
 from aggregator.algorithms.registry import ALGORITHMS
@@ -15,19 +13,14 @@ from benchmarks.accuracy.wire import command
 from benchmarks.accuracy.wire.command import front
 from benchmarks.accuracy.wire.methods import Fleet, Point
 from protofleet.simulation.fleet import Features
-from tests.benchmarks.feature_factory import domain, fill_cache
+from tests.benchmarks.feature_factory import domain, fill_cache, normalized, report_of
 
 STORED = Path(__file__).parents[2] / "benchmarks" / "results" / "wire.json"
 LINEAR, BYTES = "FedAvg of a linear head", "FedTC"
 
 
 def _wire(file: Path, *arguments: str) -> dict[str, Any]:
-    result = CliRunner().invoke(
-        cli, ["accuracy", "wire", *arguments, "--json", str(file)], catch_exceptions=False
-    )
-    assert result.exit_code == 0, result.output
-    report: dict[str, Any] = json.loads(file.read_text())
-    return report
+    return report_of(cli, file, "accuracy", "wire", *arguments)
 
 
 def test_bytes_are_those_of_encoded_messages_and_stored_runs_are_not_repeated(
@@ -69,11 +62,8 @@ def test_rivals_send_what_their_papers_do_of_the_same_rows(
 
     def load(_data: str, *, backbone: str, **_: Any) -> Features:
         layers.append(backbone.partition(":")[2])
-        made = domain(0, classes=10, images=1200)
-        train, test = (
-            part / np.sqrt(np.square(part).mean(axis=1, keepdims=True)) for part in (made.train, made.test)
-        )
-        return dataclasses.replace(made, train=train, test=test, normalized=":" in backbone)
+        made = normalized(domain(0, classes=10, images=1200))
+        return dataclasses.replace(made, normalized=":" in backbone)
 
     fill_cache(tmp_path, monkeypatch, {})
     monkeypatch.setattr(command, "load_features", load)

@@ -1,10 +1,6 @@
-"""A fleet of a thousand devices, and what its page costs: `python -m tests.browser.large_fleet`."""
+"""A fleet of many devices, and what an operator does on its page."""
 
-import contextlib
 import random
-import shutil
-import sys
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -91,28 +87,3 @@ def operate(page: "Page") -> None:
     for _ in range(10):
         page.mouse.wheel(0, 400)
     page.wait_for_timeout(200)
-
-
-def main() -> None:
-    """Show the longest task of the page's main thread while a device joins and an operator works."""
-    from playwright.sync_api import sync_playwright
-
-    from tests.browser.pages import CHROMIUM, DashboardPage
-    from tests.unit.aggregator.http.servers import serving
-
-    with tempfile.TemporaryDirectory() as name, sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=shutil.which(CHROMIUM), args=["--no-sandbox"])
-        with contextlib.closing(large_store(Path(name), 1000)) as store, serving(Path(name)) as (client, _):
-            dashboard = DashboardPage(browser, client.origin)
-            dashboard.wait_for_text("#devices", "1,000 devices")
-            with dashboard.task_times() as times:
-                add_device(store, "new", random.Random(1))
-                dashboard.wait_for_text("#devices", "1,001 devices")
-                operate(dashboard.page)
-            dashboard.close()
-        browser.close()
-    sys.stdout.write(f"{len(times)} tasks, the longest {max(times):.1f} ms of processor time\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,8 +1,6 @@
 """The dashboard in a browser's page, with what it logs and requests."""
 
-import contextlib
 import json
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from tests.support.fleets.fleet import wait_until
@@ -75,41 +73,6 @@ class DashboardPage:
             for node in each["nodes"]
         ]
 
-    @contextlib.contextmanager
-    def task_times(self) -> Iterator[list[float]]:
-        """Yield a list that has, at the end, the processor time (ms) of each task of the page's main thread.
-
-        Processor time, as other programs of this machine may have the processor meanwhile.
-        """
-        session = self.browser.new_browser_cdp_session()
-        events: list[dict[str, Any]] = []
-        ended: list[bool] = []
-        session.on("Tracing.dataCollected", lambda data: events.extend(data["value"]))
-        session.on("Tracing.tracingComplete", lambda _: ended.append(True))
-        config = {"includedCategories": ["toplevel"]}
-        session.send("Tracing.start", {"traceConfig": config, "transferMode": "ReportEvents"})
-        times: list[float] = []
-        yield times
-        session.send("Tracing.end")
-        while not ended:
-            self.page.wait_for_timeout(50)
-        times.extend(_main_thread_tasks(events))
-
     def evaluate(self, script: str) -> Any:
         """Return the value of a script in the page, through JSON."""
         return json.loads(self.page.evaluate(f"async () => JSON.stringify(await ({script})())"))
-
-
-def _main_thread_tasks(events: list[dict[str, Any]]) -> list[float]:
-    names = {
-        (event["pid"], event["tid"]): event["args"]["name"]
-        for event in events
-        if event.get("name") == "thread_name"
-    }
-    return [
-        event["tdur"] / 1000
-        for event in events
-        if event.get("name") in {"RunTask", "ThreadControllerImpl::RunTask"}
-        and "tdur" in event
-        and names.get((event["pid"], event["tid"])) == "CrRendererMain"
-    ]

@@ -21,16 +21,8 @@ from tests.unit.aggregator.status.stores import TASK_FILE, busy_store, started_s
 def _dashboard(file: Path, *options: str) -> Iterator[str]:
     """Run `aggregator dashboard`; yields its address."""
     origin = f"http://{(address := free_address())}"
-    command = [
-        sys.executable,
-        "-m",
-        "aggregator.cli",
-        "dashboard",
-        str(file),
-        "--http",
-        str(address),
-        *options,
-    ]
+    program = (sys.executable, "-m", "aggregator.cli", "dashboard")
+    command = [*program, str(file), "--http", str(address), *options]
     process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
     try:
         wait_until(

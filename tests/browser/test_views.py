@@ -1,6 +1,7 @@
-"""States that a short fleet does not reach: a task in rounds, and everything that needs an operator."""
+"""States that a short fleet does not reach: a task in rounds, everything that needs an operator, a thousand devices."""
 
 import contextlib
+import random
 import time
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from aggregator.storage.stored_values import LostFiles, NextHead, TrainingProgre
 from protocol.wire.messages import BlobRef
 from protocol.wire.presence import Duplicate
 from tests.browser.conftest import OpenPage
+from tests.browser.large_fleet import add_device, large_store, operate
 from tests.support.messages.submissions import TASK, device_info
 from tests.unit.aggregator.http.servers import serving
 from tests.unit.aggregator.status.stores import (
@@ -147,4 +149,22 @@ def test_accuracy_axis_fits_its_lines(open_page: OpenPage, tmp_path: Path) -> No
         scale_of = f"() => [{scale}.min, {scale}.max]"
         assert dashboard.evaluate(scale_of) == [0.7, 1]
         dashboard.wait_for_text("#accuracy .bars li", "1: a")
+        dashboard.server_stops = True
+
+
+MAX_ELEMENTS = 5_000
+"""Of the page; with a row of each device there would be some 20,000."""
+
+
+def test_page_does_not_grow_with_the_fleet(open_page: OpenPage, tmp_path: Path) -> None:
+    """While a device joins, and while the operator sorts, filters, scrolls and turns the page."""
+    with contextlib.closing(large_store(tmp_path, 1000)) as store, serving(tmp_path) as (client, _):
+        dashboard = open_page(client.origin)
+        dashboard.wait_for_text("#devices", "1,000 devices")
+        add_device(store, "new", random.Random(1))
+        dashboard.wait_for_text("#devices", "1,001 devices")
+        operate(dashboard.page)
+        dashboard.page.get_by_label("Filter").fill("")
+        dashboard.wait_for_text("#devices", "1,001 devices")
+        assert dashboard.page.locator("*").count() < MAX_ELEMENTS
         dashboard.server_stops = True

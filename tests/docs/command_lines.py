@@ -12,13 +12,18 @@ from docs.generate_cli import PROGRAMS
 DEPLOY = Path(__file__).parents[2] / "deploy"
 
 
-def parse(line: str) -> click.Context:
+def parse(line: str, **environment: str) -> click.Context:
     """Parse a command line, with deploy/ for /etc/protofleet; `click.ClickException` if its program would refuse it.
 
     An option that the program hands on to its subprocesses by the environment does not stay there.
     """
-    with mock.patch.dict(os.environ):
+    with mock.patch.dict(os.environ, environment):
         return _parsed(line)
+
+
+def parse_in_image(line: str, **environment: str) -> click.Context:
+    """Parse a command line with these variables, and with those that the container image sets."""
+    return parse(line, PROTOFLEET_TASK=str(DEPLOY / "task.toml"), **environment)
 
 
 def _parsed(line: str) -> click.Context:

@@ -1,25 +1,22 @@
 """The files in deploy/ do what their comments state, tested with their programs."""
 
 import getpass
-import hashlib
 import os
 import re
 import shutil
 import subprocess
 import sys
 import threading
-import time
 import tomllib
-import zipfile
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import kubernetes_validate
 import msgspec
-import paho.mqtt.client as paho
 import psutil
 import pytest
 import yaml
-from paho.mqtt.enums import CallbackAPIVersion
 
 from aggregator.algorithms.algorithm import Training
 from aggregator.algorithms.fedpcl import FedPCL
@@ -38,14 +35,15 @@ from aggregator.config.task_file import load_task
 from aggregator.coordination.rollout_state import Settings
 from aggregator.security.mosquitto_config import CONFIGURATION, access_list, own_configuration
 from edge_client.cli import cli as edge_client
-from protocol.mqtt.client import stop_thread
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.wire.messages import MAX_SIGNED_BYTES, Perturbation
-from tests.docs.command_lines import DEPLOY, parse
+from tests.docs.command_lines import DEPLOY, parse, parse_in_image
+from tests.support.fleets.fleet import wait_until
 from tests.support.network.brokers import Mosquitto, mosquitto, needs_mosquitto
+from tests.support.network.nats import nats_program, needs_nats
+from tests.system.attacks.attacker_client import AttackerClient
 
 ROOT = DEPLOY.parent
-TIMEOUT_S = 120.0
 
 
 def mosquitto_options(folder: Path) -> str:
@@ -56,66 +54,39 @@ def mosquitto_options(folder: Path) -> str:
     return f"{text}\nuser {getpass.getuser()}\n"
 
 
-def client(broker: BrokerAddress, name: str) -> paho.Client:
-    """Return a connected client without a thread."""
-    connected = paho.Client(CallbackAPIVersion.VERSION2, client_id=name)
-    connected.connect(broker.host, broker.port)
-    while not connected.is_connected():
-        connected.loop(0.1)
-    return connected
-
-
-def subscriber(broker: BrokerAddress, name: str, topic: str) -> paho.Client:
-    """Return a client whose subscription at QoS 1 the broker has acknowledged."""
-    made, subscribed = client(broker, name), threading.Event()
-    made.on_subscribe = lambda *_: subscribed.set()
-    made.subscribe(topic, qos=1)
-    while not subscribed.is_set():
-        made.loop(0.1)
-    return made
-
-
-def publish(
-    broker: BrokerAddress, topic: str, *, times: int = 1, payload: bytes = b"x", retain: bool = False
-) -> None:
-    """Publish at QoS 1 and wait until the broker has acknowledged all."""
-    sender = client(broker, "sender")
-    sender.loop_start()
-    for message in [sender.publish(topic, payload, qos=1, retain=retain) for _ in range(times)]:
-        message.wait_for_publish(TIMEOUT_S)
-    sender.disconnect()
-    stop_thread(sender)
-
-
-def receive(subscriber: paho.Client, *, messages: int) -> int:
-    """Receive this number of messages, or those that arrive within TIMEOUT_S; returns how many arrived."""
-    received: list[paho.MQTTMessage] = []
-    subscriber.on_message = lambda _client, _data, message: received.append(message)
-    deadline = time.monotonic() + TIMEOUT_S
-    while len(received) < messages and time.monotonic() < deadline:
-        subscriber.loop(0.1)
-    return len(received)
+def receive(receiver: AttackerClient, *, messages: int) -> None:
+    """Wait until a client has received so many messages."""
+    wait_until(
+        f"{messages} messages",
+        lambda: len(receiver.received) == messages,
+        diagnostics=lambda: str(len(receiver.received)),
+    )
 
 
 @needs_mosquitto
 def test_retained_messages_outlive_the_broker(tmp_path: Path, address: BrokerAddress) -> None:
-    """Mosquitto sends a retained task after a restart."""
+    """Mosquitto accepts a task of the largest size that the protocol allows, and sends it after a restart."""
     options = mosquitto_options(tmp_path)
-    with mosquitto(address, tmp_path, options=options):
-        publish(address, "pf/1/orchard/task", retain=True)
-    with mosquitto(address, tmp_path, options=options):
-        subscriber = client(address, "receiver")
-        subscriber.subscribe("pf/1/+/task", qos=1)
-        assert receive(subscriber, messages=1) == 1
+    with mosquitto(address, tmp_path, options=options), AttackerClient(address) as sender:
+        assert sender.publish("pf/1/orchard/task", bytes(MAX_SIGNED_BYTES), retain=True)
+    with mosquitto(address, tmp_path, options=options), AttackerClient(address) as receiver:
+        receiver.subscribe("pf/1/+/task")
+        receive(receiver, messages=1)
 
 
 @needs_mosquitto
 def test_slow_subscriber_loses_nothing(tmp_path: Path, address: BrokerAddress) -> None:
     """More messages than mosquitto's default of 1000 wait for a subscriber that does not read meanwhile."""
-    with mosquitto(address, tmp_path, options=mosquitto_options(tmp_path)):
-        receiver = subscriber(address, "receiver", "pf/1/orchard/d/+/up/+")
-        publish(address, "pf/1/orchard/d/shed-1/up/0", times=3000)
-        assert receive(receiver, messages=3000) == 3000
+    reads = threading.Event()
+    with (
+        mosquitto(address, tmp_path, options=mosquitto_options(tmp_path)),
+        AttackerClient(address, on_message=lambda _: reads.wait(60)) as receiver,
+        AttackerClient(address) as sender,
+    ):
+        receiver.subscribe("pf/1/orchard/d/+/up/+")
+        sender.flood([("pf/1/orchard/d/shed-1/up/0", b"x")] * 3000)
+        reads.set()
+        receive(receiver, messages=3000)
 
 
 @needs_mosquitto
@@ -123,26 +94,21 @@ def test_memory_of_a_client_that_does_not_read_is_bounded(tmp_path: Path, addres
     """The broker drops what is more than its queue, names the client in its log, and serves the others."""
     options = mosquitto_options(tmp_path)
     size, limit = 250_000, int(re.findall(r"(?m)^max_queued_bytes (\d+)", options)[0])
-    with mosquitto(address, tmp_path, options=options) as broker:
-        _deaf = subscriber(address, "deaf", "pf/1/orchard/d/deaf/blk")
+    reads = threading.Event()
+    with (
+        mosquitto(address, tmp_path, options=options) as broker,
+        AttackerClient(address, on_message=lambda _: reads.wait(60)) as deaf,
+        AttackerClient(address) as other,
+    ):
+        deaf.subscribe("pf/1/orchard/d/deaf/blk")
         # In flight, and one and a half times the queue.
-        publish(address, "pf/1/orchard/d/deaf/blk", times=256 + limit * 3 // 2 // size, payload=bytes(size))
+        other.flood([("pf/1/orchard/d/deaf/blk", bytes(size))] * (256 + limit * 3 // 2 // size))
         assert psutil.Process(broker.pid).memory_info().rss < limit + 256 * size + 64 * 1024**2
-        assert "Outgoing messages are being dropped for client deaf" in broker.log()
-        publish(address, "pf/1/orchard/task", retain=True)
-        reader = client(address, "reader")
-        reader.subscribe("pf/1/orchard/task", qos=1)
-        assert receive(reader, messages=1) == 1
-
-
-@needs_mosquitto
-def test_largest_message_is_accepted(tmp_path: Path, address: BrokerAddress) -> None:
-    """A manifest of the largest size that the protocol allows is under the broker's packet limit."""
-    with mosquitto(address, tmp_path, options=mosquitto_options(tmp_path)):
-        publish(address, "pf/1/orchard/task", payload=bytes(MAX_SIGNED_BYTES), retain=True)
-        subscriber = client(address, "receiver")
-        subscriber.subscribe("pf/1/orchard/task", qos=1)
-        assert receive(subscriber, messages=1) == 1
+        assert "Outgoing messages are being dropped for client auto-" in broker.log()
+        other.subscribe("pf/1/orchard/task")
+        other.publish("pf/1/orchard/task", b"x")
+        receive(other, messages=1)
+        reads.set()
 
 
 def test_files_of_a_closed_fleet_are_what_enroll_broker_writes() -> None:
@@ -376,11 +342,8 @@ def test_access_list_draws_only_the_documented_warning(tmp_path: Path, address: 
     assert said.format("pf/1/FLEET/+") in (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
 
 
-def test_compose_file_runs_the_images_and_the_commands_that_there_are(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_compose_file_runs_the_images_and_the_commands_that_there_are() -> None:
     """Targets of the Dockerfile, mounted files of the repository, and commands that the programs accept."""
-    monkeypatch.setenv("PROTOFLEET_TASK", str(DEPLOY / "task.toml"))  # set by the image
     services = yaml.safe_load((DEPLOY / "compose.yaml").read_text(encoding="utf-8"))["services"]
     stages = re.findall(r"(?m)^FROM \S+ AS (\S+)$", (DEPLOY / "Dockerfile").read_text(encoding="utf-8"))
     programs = {"device": "edge-client", "aggregator": "aggregator"}
@@ -389,9 +352,8 @@ def test_compose_file_runs_the_images_and_the_commands_that_there_are(
     for name, service in ours.items():
         target = service["build"]["target"]
         assert target in stages, name
-        context = parse(
-            f"{programs[target]} {service['command'].replace('/run/secrets/http-token', __file__)}"
-        )
+        command = service["command"].replace("/run/secrets/http-token", __file__)
+        context = parse_in_image(f"{programs[target]} {command}")
         assert context.params["broker"] == "broker:1883"
     for service in services.values():
         for volume in service["volumes"]:
@@ -399,8 +361,7 @@ def test_compose_file_runs_the_images_and_the_commands_that_there_are(
             assert source.parts[0] in {"fleet", source.name} or (ROOT / source).is_file(), volume
 
 
-def test_kubernetes_manifests_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PROTOFLEET_TASK", str(DEPLOY / "task.toml"))  # set by the image
+def test_kubernetes_manifests_of_one_program_are_valid() -> None:
     text = (DEPLOY / "kubernetes.yaml").read_text(encoding="utf-8")
     resources = list(yaml.safe_load_all(text))
     assert [resource["kind"] for resource in resources] == ["Service", "StatefulSet"]
@@ -408,7 +369,7 @@ def test_kubernetes_manifests_are_valid(monkeypatch: pytest.MonkeyPatch) -> None
         kubernetes_validate.validate(resource, kubernetes_validate.latest_version(), strict=True)
     (container,) = resources[1]["spec"]["template"]["spec"]["containers"]
     command = container["command"][-1].partition("exec ")[2]
-    assert parse(command).params["http"] == "0.0.0.0:8080"
+    assert parse_in_image(command).params["http"] == "0.0.0.0:8080"
 
 
 def test_scripts_have_no_finding_of_shellcheck() -> None:
@@ -416,83 +377,72 @@ def test_scripts_have_no_finding_of_shellcheck() -> None:
     subprocess.run([Path(sys.executable).with_name("shellcheck"), *scripts], check=True)
 
 
-def wheel(folder: Path, name: str, *, requires: str = "", program: str = "", text: str = "") -> str:
-    """Write a wheel of one module, and return its sha256 in hex."""
-    info = f"{name}-1.0.dist-info"
-    module = program.replace("-", "_") or name
-    files = {
-        f"{module}.py": text or f"def main() -> None:\n    import {requires or 'sys'}\n",
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n"
-        + (f"Requires-Dist: {requires}\n" if requires else ""),
-        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        f"{info}/entry_points.txt": f"[console_scripts]\n{program} = {module}:main\n" if program else "",
-        f"{info}/RECORD": "",
-    }
-    path = folder / f"{name}-1.0-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w") as archive:
-        for file, content in files.items():
-            archive.writestr(file, content)
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+CLUSTER = DEPLOY / "cluster"
+SERVICES: dict[str, dict[str, Any]] = yaml.safe_load((CLUSTER / "compose.yaml").read_text(encoding="utf-8"))[
+    "services"
+]
+RESOURCES: list[dict[str, Any]] = list(
+    yaml.safe_load_all((CLUSTER / "kubernetes.yaml").read_text(encoding="utf-8"))
+)
 
 
-def install_device(
-    folder: Path, sha256: str, images: str = "images", fleet: str = "broker.example"
-) -> subprocess.CompletedProcess[str]:
-    """Run install-device.sh with pip, below a folder in place of /; nothing is asked of the system's programs."""
-    script, programs = folder / "deploy" / "install-device.sh", folder / "programs"
-    if not script.exists():
-        script.parent.mkdir()
-        shutil.copy(DEPLOY / "edge-client.service", script.parent)
-        text = (DEPLOY / script.name).read_text(encoding="utf-8")
-        script.write_text(re.sub(r"/(?=(opt|etc)/)", f"{folder}/", text), encoding="utf-8")
-        for name in ("opt", "etc/systemd/system", programs.name):
-            (folder / name).mkdir(parents=True)
-        for name in ("apt-get", "chown", "id", "systemctl", "runuser"):
-            (programs / name).write_text(f'#!/bin/sh\necho {name} "$@" >> {folder}/calls\n', encoding="ascii")
-            (programs / name).chmod(0o755)
-    (folder / images).mkdir(exist_ok=True)
-    arguments = ("protofleet-1.0-py3-none-any.whl", sha256, "device.lock", fleet, images)
-    path = f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    env = {**os.environ, "PATH": path, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(folder)}
-    return subprocess.run(
-        ["sh", script, *arguments], cwd=folder, env=env, check=False, capture_output=True, text=True
+ROLES = [name for name, service in SERVICES.items() if "build" in service]
+
+
+def test_compose_file_has_two_of_each_role() -> None:
+    roles = Counter(SERVICES[name]["command"].split()[0] for name in ROLES)
+    assert roles == {"coordinate": 2, "receive": 2, "train": 2}
+
+
+@pytest.mark.parametrize("name", ROLES)
+def test_commands_of_the_compose_file_are_accepted(name: str) -> None:
+    """Each has the database and the object store, and its brokers are services of the file."""
+    service = SERVICES[name]
+    found = parse_in_image(f"aggregator {service['command']}", **service["environment"]).params
+    assert found["database"] == "postgresql://protofleet@database/fleets"
+    assert service["environment"]["PROTOFLEET_BLOBS"] == "s3://fleets/orchard"
+    for broker in filter(None, found.get("broker", "").split(",")):
+        assert SERVICES[broker]["environment"]["NATS_NAME"] == broker
+
+
+def test_secrets_of_the_compose_file_come_from_the_environment() -> None:
+    """No password is in the file, and the line that makes the secrets makes each."""
+    text = (CLUSTER / "compose.yaml").read_text(encoding="utf-8")
+    needed = set(re.findall(r"\$\{(\w+):\?\}", text))
+    (made,) = re.findall(r"for name in ([A-Z_ ]+); do", text)
+    assert needed == set(made.split())
+    for line in re.findall(r"^.*(?:PASSWORD|SECRET|TOKEN|MC_HOST)\w*: .*$", text, re.MULTILINE):
+        assert "${" in line, line
+
+
+@pytest.mark.parametrize("resource", RESOURCES, ids=lambda each: f"{each['kind']}-{each['metadata']['name']}")
+def test_kubernetes_manifests_are_valid(resource: dict[str, Any]) -> None:
+    """A container's arguments are accepted with the ConfigMap's variables, and its volumes exist."""
+    kubernetes_validate.validate(resource, kubernetes_validate.latest_version(), strict=True)
+    if resource["kind"] != "Deployment":
+        return
+    spec = resource["spec"]["template"]["spec"]
+    (container,) = spec["containers"]
+    (variables,) = (each["data"] for each in RESOURCES if each["kind"] == "ConfigMap")
+    command = " ".join(container["args"]).replace("BROKER", "broker")
+    assert (
+        parse_in_image(f"aggregator {command}", **variables).params["database"]
+        == variables["PROTOFLEET_STORE"]
     )
+    mounted = {
+        mount["name"]
+        for each in (*spec["containers"], *spec.get("initContainers", ()))
+        for mount in each["volumeMounts"]
+    }
+    assert mounted == {volume["name"] for volume in spec["volumes"]}
 
 
-def test_installation_script_installs_what_the_checksums_are_of(tmp_path: Path) -> None:
-    """A wheel with another sha256, a package with another one and a package that the lock lacks stop it."""
-    package = wheel(tmp_path, "dependency")
-    sha256 = wheel(tmp_path, "protofleet", requires="dependency", program="edge-client")
-    lock, calls = tmp_path / "device.lock", tmp_path / "calls"
-    lock.write_text("# empty\n", encoding="ascii")
-
-    refused = install_device(tmp_path, "0" * 64)
-    assert refused.returncode == 1
-    assert f"protofleet-1.0-py3-none-any.whl is not {'0' * 64}" in refused.stderr
-    assert not calls.exists()
-    incomplete = install_device(tmp_path, sha256)
-    assert "protofleet 1.0 requires dependency, which is not installed" in incomplete.stdout
-    lock.write_text(f"dependency==1.0 --hash=sha256:{'0' * 64}\n", encoding="ascii")
-    assert "DO NOT MATCH THE HASHES" in install_device(tmp_path, sha256).stderr
-    lock.write_text("dependency==1.0\n", encoding="ascii")
-    assert "Hashes are required" in install_device(tmp_path, sha256).stderr
-    assert "systemctl" not in calls.read_text(encoding="utf-8")
-
-    lock.write_text(f"dependency==1.0 --hash=sha256:{package}\n", encoding="ascii")
-    installed = install_device(tmp_path, sha256)
-    assert installed.returncode == 0, installed.stderr
-    settings = tomllib.loads((tmp_path / "etc/protofleet/edge-client.toml").read_text(encoding="utf-8"))
-    assert settings == {"broker": "broker.example", "data": str(tmp_path / "images")}
-    assert "systemctl restart edge-client" in calls.read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("images", ['a"b', "a\\b", "a\nb"])
-def test_installation_script_refuses_paths_that_settings_cannot_hold(tmp_path: Path, images: str) -> None:
-    refused = install_device(tmp_path, wheel(tmp_path, "protofleet"), images)
-    assert refused.returncode == 2
-    assert "no lock file at device.lock" in refused.stderr
-    (tmp_path / "device.lock").touch()
-    refused = install_device(tmp_path, wheel(tmp_path, "protofleet"), images)
-    assert refused.returncode == 2
-    assert "rename the folder" in refused.stderr
-    assert not (tmp_path / "calls").exists()
+@needs_nats
+def test_nats_accepts_its_configuration() -> None:
+    """Every server of the compose file has a route to each."""
+    text = (CLUSTER / "nats.conf").read_text(encoding="utf-8")
+    assert re.findall(r"nats://(nats-\d):6222", text) == [
+        name for name in SERVICES if name.startswith("nats")
+    ]
+    environment = {**os.environ, "NATS_NAME": "nats-1"}
+    subprocess.run([nats_program() or "", "-t", "-c", CLUSTER / "nats.conf"], env=environment, check=True)

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,10 @@ from aggregator.graphs.fused_model import fuse
 from aggregator.graphs.head_export import head_to_onnx
 from edge_client.predict.head import open_head
 from edge_client.runtime.backbone import open_backbone
-from protocol.models.onnx_metadata import HeadMetadata
 from protocol.models.preprocessing import Preprocessing
 from tests.support.devices.device_factory import classifier
 from tests.support.graphs.backbones import tiny_backbone
+from tests.support.graphs.heads import head_metadata
 
 PAGE = (Path(__file__).parents[2] / "docs" / "model-onnx.md").read_text(encoding="utf-8")
 BLOCKS = dict(re.findall(r"(?ms)^```(\w+)\n(.*?)^```", PAGE))
@@ -86,14 +85,7 @@ def _write(folder: Path, specs: Sequence[Preprocessing]) -> Path:
         tiny_backbone(feature_size=FEATURE_SIZE, seed=number, preprocessing=spec)
         for number, spec in enumerate(specs)
     ]
-    metadata = HeadMetadata(
-        classes=CLASSES,
-        version=1,
-        task="a" * 64,
-        backbones=tuple(sha256(file).hexdigest() for file in files),
-        feature_size=FEATURE_SIZE * len(files),
-        training={},
-    )
+    metadata = head_metadata(*files, classes=CLASSES, feature_size=FEATURE_SIZE * len(files))
     weights = np.random.default_rng(1).normal(size=(len(CLASSES), metadata.feature_size)) * 0.05
     layer = Dense(weights.astype(np.float32), np.zeros(len(CLASSES), np.float32))
     head = head_to_onnx([layer], metadata=metadata)

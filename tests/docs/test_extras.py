@@ -1,6 +1,12 @@
-"""A wheel installs all programs: without the packages of its extra, a command ends in one line with what to install."""
+"""The wheel and its extras: without the packages of its extra, a command ends in one line with what to install."""
 
+import importlib.util
 import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -11,8 +17,8 @@ from edge_client.cli import cli as edge_client
 from protocol.errors import pip_command
 from protofleet.cli import cli as protofleet
 from sums_operator.cli import cli as sums
-from tests.support.commands import run_command
-from tests.support.fleets.aggregator_process import write_task
+from tests.support.fleets.aggregator_process import without, write_task
+from tests.support.fleets.fork_server import run_command
 from tests.support.messages.submissions import SERVED
 
 ROOT = Path(__file__).parents[2]
@@ -22,13 +28,6 @@ EXTRAS = (
     "scipy", "sklearn", "starlette", "timm", "torch", "uvicorn",
 )  # fmt: skip
 """Packages that only extras bring."""
-
-PROGRAM = f"""\
-import sys
-for name in {EXTRAS}:
-    sys.modules[name] = None
-from {{module}} import main
-"""
 
 EDGE_CLIENT = {
     "": ["--broker", "127.0.0.1:9", "--data", "{folder}", "--state", "{folder}/device"],
@@ -119,7 +118,7 @@ def test_missing_extra_is_one_line(
     store.close()
     given = [each.format(folder=tmp_path) for each in arguments]
     monkeypatch.chdir(tmp_path)
-    done = run_command(PROGRAM.format(module=module), *given)
+    done = run_command(f"{without(*EXTRAS)}from {module} import main", *given)
     assert "Traceback" not in done.stderr
     if arguments[0] == "doctor" and module == "edge_client.cli":
         assert "pip install" in done.stdout
@@ -136,7 +135,7 @@ def test_missing_extra_is_one_line(
 @pytest.mark.parametrize("name", SUMS)
 def test_second_operator_needs_no_extra(tmp_path: Path, name: str) -> None:
     given = [each.format(folder=tmp_path) for each in SUMS[name]]
-    done = run_command(PROGRAM.format(module="sums_operator.cli"), name, *given)
+    done = run_command(f"{without(*EXTRAS)}from sums_operator.cli import main", name, *given)
     assert done.returncode == (0 if name == "init" else 1)
     assert not re.search("Traceback|pip install", done.stderr)
 
@@ -164,3 +163,75 @@ def test_no_page_and_no_message_installs_protofleet_from_the_package_index() -> 
 def test_pages_install_into_a_virtual_environment() -> None:
     """Debian 12 and Raspberry Pi OS refuse pip outside of one."""
     assert not _found(r"(?<![/\w])pip (?:install|wheel) .*", "docs")
+
+
+PACKAGES = ("aggregator", "edge_client", "export", "protocol", "protofleet", "sums_operator")
+SECRETS = ("aggregator.sqlite", "identity/signing.key", "identity/ca.key", "state/identity/ca.crt")
+
+needs_hatchling = pytest.mark.skipif(
+    importlib.util.find_spec("hatchling") is None, reason="hatchling is not installed: pip install hatchling"
+)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a copy of the files that are built from, with secrets in every package and in deploy/."""
+    root = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "README.md", "LICENSE", "NOTICE"):
+        shutil.copy(ROOT / name, root)
+    for name in (*PACKAGES, "deploy"):
+        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+        for secret in SECRETS:
+            (root / name / secret).parent.mkdir(parents=True, exist_ok=True)
+            (root / name / secret).write_text("secret", encoding="ascii")
+    return root
+
+
+def build(source: Path, target: str, out: Path) -> Path:
+    """Build with hatchling, as `pip wheel` does, and return the file; this needs no network."""
+    command = [sys.executable, "-m", "hatchling", "build", "--target", target, "--directory", str(out)]
+    subprocess.run(command, cwd=source, check=True, capture_output=True)
+    (built,) = out.iterdir()
+    return built
+
+
+@needs_hatchling
+def test_wheel_holds_code_and_the_device_page_only(source: Path, tmp_path: Path) -> None:
+    """Every Python file of the packages, their py.typed, the device's page, and the wheel's own metadata."""
+    with zipfile.ZipFile(build(source, "wheel", tmp_path)) as wheel:
+        names = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    code = {
+        str(file.relative_to(ROOT))
+        for package in PACKAGES
+        for pattern in ("*.py", "py.typed", "page/*.*")
+        for file in (ROOT / package).rglob(pattern)
+    }
+    assert names == code
+
+
+@needs_hatchling
+def test_source_distribution_holds_no_state(source: Path, tmp_path: Path) -> None:
+    """Keys, certificates and databases are left out."""
+    with tarfile.open(build(source, "sdist", tmp_path)) as archive:
+        names = archive.getnames()
+    assert any(name.endswith("aggregator/py.typed") for name in names)
+    assert not [name for name in names if name.endswith((".key", ".crt", ".sqlite"))]
+
+
+@needs_hatchling
+def test_wheel_of_the_dashboard_holds_its_page(tmp_path: Path) -> None:
+    """With the libraries from npm, their licenses, and nothing that belongs to the build."""
+    source = tmp_path / "dashboard"
+    shutil.copytree(ROOT / "dashboard", source, ignore=shutil.ignore_patterns("__pycache__", "vendor*"))
+    shutil.copy(ROOT / "dashboard" / "vendor.py", source)
+    vendor = source / "static" / "vendor"
+    vendor.mkdir()
+    for name in ("standalone.module.js", "LICENSE.preact", "README.txt"):
+        (vendor / name).write_text(name, encoding="ascii")
+    with zipfile.ZipFile(build(source, "wheel", tmp_path / "out")) as wheel:
+        names = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    static = {
+        f"dashboard/{file.relative_to(source)}" for file in (source / "static").rglob("*") if file.is_file()
+    }
+    assert names == {"dashboard/__init__.py", *static}
+    assert "dashboard/static/vendor/LICENSE.preact" in names

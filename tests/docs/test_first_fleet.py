@@ -1,72 +1,79 @@
-"""The commands of docs/first-fleet.md, run in order by real programs."""
+"""The commands of docs/first-fleet.md and docs/three-raspberry-pis.md, run in order by real programs.
 
+Three folders stand for the boards, on which deploy/install-device.sh installs the program.
+"""
+
+import hashlib
 import os
 import re
 import shlex
+import shutil
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import tomllib
+import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
-from tests.support.network.brokers import free_address
+from aggregator.security.mosquitto_config import FOLDER
+from tests.docs.command_lines import DEPLOY
+from tests.support.fleets.closed_fleet import with_paths_of
+from tests.support.network.brokers import Mosquitto, free_address
 
-ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "first-fleet.md").read_text(encoding="utf-8")
+FIRST_FLEET, THREE_PIS = (
+    (DEPLOY.parent / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    for name in ("first-fleet", "three-raspberry-pis")
+)
 TIMEOUT_S = 300
 DEVICES = {"shed": ("apple", "pear"), "yard": ("pear", "plum"), "gate": ("apple", "plum")}
 COLORS = {"apple": (200, 30, 30), "pear": (180, 190, 40), "plum": (90, 30, 130)}
+BOARDS = dict(zip(("pi-1", "pi-2", "pi-3"), DEVICES.values(), strict=True))
+SCRIPT = (
+    "sudo sh deploy/install-device.sh protofleet-0.1.0-py3-none-any.whl SHA256 device.lock pi-1 /srv/images"
+)
+ENVIRONMENT = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 
 
-def draw(path: Path, name: str, rng: np.random.Generator) -> None:
-    """Write a photo of a fruit: a colored disc on a gray ground."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    image = Image.new("RGB", (96, 96), (int(rng.integers(90, 200)),) * 3)
-    left, top, size = (int(number) for number in (*rng.integers(5, 40, 2), rng.integers(35, 50)))
-    color = tuple(int(number) for number in np.clip(np.add(COLORS[name], rng.normal(0, 12, 3)), 0, 255))
-    ImageDraw.Draw(image).ellipse((left, top, left + size, top + size), fill=color)
-    image.save(path)
+def draw(folder: Path, classes: tuple[str, ...], rng: np.random.Generator) -> None:
+    """Write photos of fruits: each a colored disc on a gray ground."""
+    for name in classes:
+        (folder / name).mkdir(parents=True)
+        for number in range(12):
+            image = Image.new("RGB", (96, 96), (int(rng.integers(90, 200)),) * 3)
+            left, top, size = (int(each) for each in (*rng.integers(5, 40, 2), rng.integers(35, 50)))
+            color = tuple(int(each) for each in np.clip(np.add(COLORS[name], rng.normal(0, 12, 3)), 0, 255))
+            ImageDraw.Draw(image).ellipse((left, top, left + size, top + size), fill=color)
+            image.save(folder / name / f"{number}.jpg")
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Return a folder with the page's images and its task file."""
+def blocks(page: str, language: str = "console") -> list[str]:
+    return re.findall(rf"(?ms)^```{language}\n(.*?)^```", page)
+
+
+def write_inputs(folder: Path, page: str) -> np.random.Generator:
+    """Write the task file of a page, and a photo of a plum to predict."""
     rng = np.random.default_rng(0)
-    for device, classes in DEVICES.items():
-        for name in classes:
-            for number in range(12):
-                draw(tmp_path / device / name / f"{number}.jpg", name, rng)
-    draw(tmp_path / "photo.jpg", "plum", rng)
-    (toml,) = re.findall(r"(?ms)^```toml\n(.*?)^```", PAGE)
-    (tmp_path / "task.toml").write_text(toml)
-    return tmp_path
-
-
-def commands() -> Iterator[list[str]]:
-    """Yield the blocks of commands after those that install."""
-    install, *blocks = re.findall(r"(?ms)^```console\n(.*?)^```", PAGE)
-    assert "pip install" in install
-    for block in blocks:
-        yield block.splitlines()
+    (folder / "task.toml").write_text(blocks(page, "toml")[0], encoding="utf-8")
+    draw(folder / "unseen", ("plum",), rng)
+    (folder / "unseen" / "plum" / "0.jpg").rename(folder / "photo.jpg")
+    return rng
 
 
 @pytest.mark.timeout(600)
-def test_commands_lead_to_a_prediction(folder: Path) -> None:
+def test_commands_lead_to_a_prediction(tmp_path: Path) -> None:
     """Weights are random, since the hub is out of reach; everything else is as on the page."""
-    address = free_address()
-    environment = {
-        **os.environ,
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PROTOFLEET_BROKER": str(address),
-        "NOTIFY_SOCKET": str(folder / "notify"),
-    }
+    rng, address = write_inputs(tmp_path, FIRST_FLEET), free_address()
+    for device, classes in DEVICES.items():
+        draw(tmp_path / device, classes, rng)
+    notify = str(tmp_path / "notify")
+    environment = {**ENVIRONMENT, "PROTOFLEET_BROKER": str(address), "NOTIFY_SOCKET": notify}
     manager = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    manager.bind(environment["NOTIFY_SOCKET"])
+    manager.bind(notify)
     states: list[bytes] = []
     threading.Thread(
         target=lambda: states.extend(iter(lambda: manager.recv(100), b"end")), daemon=True
@@ -74,18 +81,24 @@ def test_commands_lead_to_a_prediction(folder: Path) -> None:
 
     def start(line: str) -> subprocess.Popen[str]:
         line = line.replace("--pretrained", "--random").replace("127.0.0.1", str(address))
-        output = subprocess.PIPE
         return subprocess.Popen(
-            shlex.split(line), cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT, text=True
+            shlex.split(line),
+            cwd=tmp_path,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
 
     outputs, server = {}, None
+    install, *steps = blocks(FIRST_FLEET)
+    assert "pip install" in install
     try:
-        for block in commands():
-            if block[0].startswith("aggregator run"):
-                server = start(block[0])
+        for step in steps:
+            if step.startswith("aggregator run"):
+                server = start(step)
                 continue
-            for line, process in [(line, start(line)) for line in block]:
+            for line, process in [(line, start(line)) for line in step.splitlines()]:
                 outputs[line], _ = process.communicate(timeout=TIMEOUT_S)
                 assert process.returncode == 0, f"{line}\n{outputs[line]}"
     finally:
@@ -97,4 +110,160 @@ def test_commands_lead_to_a_prediction(folder: Path) -> None:
     assert "plum" in prediction
     (status,) = [text for line, text in outputs.items() if line.startswith("aggregator status")]
     assert all(device in status for device in DEVICES)
-    assert (folder / "server" / "model.onnx").is_file()
+    assert (tmp_path / "server" / "model.onnx").is_file()
+
+
+def wheel(folder: Path, name: str, *, requires: str = "", program: str = "", text: str = "") -> str:
+    """Write a wheel of one module, and return its sha256 in hex."""
+    info = f"{name}-1.0.dist-info"
+    module = program.replace("-", "_") or name
+    files = {
+        f"{module}.py": text or f"def main() -> None:\n    import {requires or 'sys'}\n",
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n"
+        + (f"Requires-Dist: {requires}\n" if requires else ""),
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/entry_points.txt": f"[console_scripts]\n{program} = {module}:main\n" if program else "",
+        f"{info}/RECORD": "",
+    }
+    path = folder / f"{name}-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for file, content in files.items():
+            archive.writestr(file, content)
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def install_device(
+    folder: Path, sha256: str, images: str = "images", fleet: str = "broker.example"
+) -> subprocess.CompletedProcess[str]:
+    """Run install-device.sh with pip, below a folder in place of /; nothing is asked of the system's programs."""
+    script, programs = folder / "deploy" / "install-device.sh", folder / "programs"
+    if not script.exists():
+        script.parent.mkdir()
+        shutil.copy(DEPLOY / "edge-client.service", script.parent)
+        text = (DEPLOY / script.name).read_text(encoding="utf-8")
+        script.write_text(re.sub(r"/(?=(opt|etc)/)", f"{folder}/", text), encoding="utf-8")
+        for name in ("opt", "etc/systemd/system", programs.name):
+            (folder / name).mkdir(parents=True)
+        for name in ("apt-get", "chown", "id", "systemctl", "runuser"):
+            (programs / name).write_text(f'#!/bin/sh\necho {name} "$@" >> {folder}/calls\n', encoding="ascii")
+            (programs / name).chmod(0o755)
+    (folder / images).mkdir(exist_ok=True)
+    arguments = ("protofleet-1.0-py3-none-any.whl", sha256, "device.lock", fleet, images)
+    path = f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = {**os.environ, "PATH": path, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(folder)}
+    return subprocess.run(
+        ["sh", script, *arguments], cwd=folder, env=env, check=False, capture_output=True, text=True
+    )
+
+
+def test_installation_script_installs_what_the_checksums_are_of(tmp_path: Path) -> None:
+    """A wheel with another sha256, a package with another one and a package that the lock lacks stop it."""
+    package = wheel(tmp_path, "dependency")
+    sha256 = wheel(tmp_path, "protofleet", requires="dependency", program="edge-client")
+    lock, calls = tmp_path / "device.lock", tmp_path / "calls"
+    lock.write_text("# empty\n", encoding="ascii")
+
+    refused = install_device(tmp_path, "0" * 64)
+    assert refused.returncode == 1
+    assert f"protofleet-1.0-py3-none-any.whl is not {'0' * 64}" in refused.stderr
+    assert not calls.exists()
+    incomplete = install_device(tmp_path, sha256)
+    assert "protofleet 1.0 requires dependency, which is not installed" in incomplete.stdout
+    lock.write_text(f"dependency==1.0 --hash=sha256:{'0' * 64}\n", encoding="ascii")
+    assert "DO NOT MATCH THE HASHES" in install_device(tmp_path, sha256).stderr
+    lock.write_text("dependency==1.0\n", encoding="ascii")
+    assert "Hashes are required" in install_device(tmp_path, sha256).stderr
+    assert "systemctl" not in calls.read_text(encoding="utf-8")
+
+    lock.write_text(f"dependency==1.0 --hash=sha256:{package}\n", encoding="ascii")
+    installed = install_device(tmp_path, sha256)
+    assert installed.returncode == 0, installed.stderr
+    settings = tomllib.loads((tmp_path / "etc/protofleet/edge-client.toml").read_text(encoding="utf-8"))
+    assert settings == {"broker": "broker.example", "data": str(tmp_path / "images")}
+    assert "systemctl restart edge-client" in calls.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("images", ['a"b', "a\\b", "a\nb"])
+def test_installation_script_refuses_paths_that_settings_cannot_hold(tmp_path: Path, images: str) -> None:
+    refused = install_device(tmp_path, wheel(tmp_path, "protofleet"), images)
+    assert refused.returncode == 2
+    assert "no lock file at device.lock" in refused.stderr
+    (tmp_path / "device.lock").touch()
+    refused = install_device(tmp_path, wheel(tmp_path, "protofleet"), images)
+    assert refused.returncode == 2
+    assert "rename the folder" in refused.stderr
+    assert not (tmp_path / "calls").exists()
+
+
+def commands(start: str) -> list[str]:
+    """Return the block of commands on the page of the boards that starts with one."""
+    (block,) = (each for each in blocks(THREE_PIS) if each.startswith(start))
+    return block.splitlines()
+
+
+@pytest.mark.timeout(600)
+def test_commands_lead_to_a_head_on_three_boards(tmp_path: Path) -> None:
+    """The broker's and the boards' files are installed below folders; the wheel is a stand-in that runs the program."""
+    rng, address = write_inputs(tmp_path, THREE_PIS), free_address()
+
+    def line_of(command: str) -> list[str]:
+        command = command.replace("--pretrained", "--random").replace("127.0.0.1", str(address))
+        command = re.sub(r"(?<=--broker )server\.local", f"server.local:{address.port}", command)
+        return shlex.split(command.replace("server.local", "localhost"))
+
+    def run(command: str) -> str:
+        done = subprocess.run(
+            line_of(command),
+            cwd=tmp_path,
+            env=ENVIRONMENT,
+            timeout=TIMEOUT_S,
+            check=False,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, f"{command}\n{done.stderr}"
+        return done.stdout
+
+    for command in (*commands("export-backbone"), *commands("aggregator enroll-broker")):
+        run(command)
+    configuration = (tmp_path / "broker" / "mosquitto.conf").read_text(encoding="utf-8")
+    configuration = with_paths_of(tmp_path, configuration).replace("listener 8883", "")
+    assert [line.split()[-1] for line in commands("sudo install -d")[:2]] == [f"{FOLDER}", f"{FOLDER}/"]
+    assert SCRIPT in commands("sudo cp -r images")
+    with (
+        Mosquitto(address, tmp_path, options=configuration),
+        subprocess.Popen(line_of(commands("aggregator run")[0]), cwd=tmp_path, env=ENVIRONMENT) as aggregator,
+    ):
+        try:
+            boards = [start_board(tmp_path, board, classes, rng) for board, classes in BOARDS.items()]
+            for board in boards:
+                assert board.wait(TIMEOUT_S) == 0
+        finally:
+            aggregator.terminate()
+    status = run(commands("aggregator status")[0])
+    assert all(board in status for board in BOARDS)
+    assert "head 1" in status
+    predict = commands("sudo -u protofleet /opt/protofleet/bin/edge-client predict")[0]
+    predict = predict.removeprefix("sudo -u protofleet ").replace("/opt/", f"{tmp_path}/pi-1-board/opt/")
+    assert "plum" in run(predict.replace("/var/lib/protofleet/edge-client", f"{tmp_path}/pi-1-board/state"))
+
+
+def start_board(
+    folder: Path, name: str, classes: tuple[str, ...], rng: np.random.Generator
+) -> subprocess.Popen[bytes]:
+    """Install a board with the script, and start what its service starts, until it has the first head."""
+    board = folder / f"{name}-board"
+    draw(board / "images", classes, rng)
+    shutil.copytree(folder / name, board / name)
+    (board / "device.lock").write_text("", encoding="ascii")
+    sha256 = wheel(board, "protofleet", program="edge-client", text=f"""
+import os, sys
+def main() -> None:
+    os.execv({sys.executable!r}, [{sys.executable!r}, "-m", "edge_client.cli", *sys.argv[1:]])
+""")  # fmt: skip
+    installed = install_device(board, sha256, fleet=name)
+    assert installed.returncode == 0, installed.stdout + installed.stderr
+    service = (board / "etc/systemd/system/edge-client.service").read_text(encoding="utf-8")
+    (started,) = re.findall(r"(?m)^ExecStart=(.*)$", service)
+    command = shlex.split(re.sub(r"(?<= )/|^/", f"{board}/", started))
+    return subprocess.Popen([*command, "--state", str(board / "state"), "--once"], cwd=folder)

@@ -1,5 +1,6 @@
 """The pages agree with the code: options, log lines, links, decisions, generated pages, and the website."""
 
+import itertools
 import os
 import re
 import subprocess
@@ -21,6 +22,9 @@ from docs import (
 from edge_client.cli import cli as edge_client
 from protocol.models.onnx_metadata import BackboneMetadata
 from tests.docs.command_lines import parse
+from tests.system.injection.programs import PROGRAMS
+from tests.system.suites import ATTACKS, FAULTS
+from tests.system.tables import HEADINGS, FaultRow, InjectionRow, with_total
 
 ROOT = Path(__file__).parents[2]
 PAGES_OF_TASKS = {
@@ -56,14 +60,15 @@ def setting(place: str) -> list[str]:
     return row
 
 
-@pytest.mark.parametrize("place", ["layers", "client.batch_size", "statistics.features", "fedpcl.tau"])
-def test_settings_that_change_the_task_are_marked(place: str) -> None:
-    assert setting(place)[-1] == "yes"
-
-
-@pytest.mark.parametrize("place", ["quorum", "training.seed", "rounds.staleness", "fedpcl.rounds"])
-def test_other_settings_are_not_marked(place: str) -> None:
-    assert not setting(place)[-1]
+@pytest.mark.parametrize(
+    ("mark", "places"),
+    [
+        ("yes", ["layers", "client.batch_size", "statistics.features", "fedpcl.tau"]),
+        ("", ["quorum", "training.seed", "rounds.staleness", "fedpcl.rounds"]),
+    ],
+)
+def test_settings_that_change_the_task_are_marked(mark: str, places: list[str]) -> None:
+    assert [setting(place)[-1] for place in places] == [mark] * 4
 
 
 @pytest.mark.parametrize(("program", "command"), [("edge-client", edge_client), ("aggregator", aggregator)])
@@ -202,3 +207,50 @@ def test_docstrings_state_what_is_returned_or_done() -> None:
     question = re.compile(r'^ *"""(?:Who|What|Whether)\b.*', re.MULTILINE)
     files = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
     assert [f"{file}: {text}" for file in files for text in question.findall(file.read_text("utf-8"))] == []
+
+
+SUITES = Path(__file__).parents[2] / "tests" / "README.md"
+
+
+def _rows_of_runs(kind: str) -> list[list[str]]:
+    """Return the cells of the table of this kind, below its heading."""
+    lines = SUITES.read_text(encoding="utf-8").splitlines()
+    start = lines.index(f"| {' | '.join(HEADINGS[kind])} |") + 2
+    table = itertools.takewhile(lambda line: line.startswith("|"), lines[start:])
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+
+
+def _numbers(cells: list[str]) -> list[int]:
+    return [int(cell.replace(",", "")) for cell in cells]
+
+
+def test_every_fault_has_a_row_of_a_run_that_passed() -> None:
+    """Each once, in order; it was provoked as often as its test requires, and nothing was lost or counted twice."""
+    *rows, total = (FaultRow(cells[0], *_numbers(cells[1:])) for cells in _rows_of_runs("faults"))
+    faults = list(rows)
+    assert [row.fault for row in faults] == list(FAULTS)
+    for row in faults:
+        assert row.provoked >= FAULTS[row.fault].least, row
+        assert (row.once, row.lost, row.twice) == (row.sent, 0, 0), row
+    assert total == with_total(faults)[-1]
+
+
+def test_every_injection_is_of_a_run_that_passed() -> None:
+    """Each program was run with each fault, and no life lost anything."""
+    *rows, total = (
+        InjectionRow(cells[0], cells[1], *_numbers(cells[2:])) for cells in _rows_of_runs("injections")
+    )
+    assert list(dict.fromkeys(row.program for row in rows)) == list(PROGRAMS)
+    assert all(row.lives > 0 for row in rows)
+    assert total == with_total(rows)[-1]
+    assert total.lost == 0
+
+
+def test_every_attack_has_a_row_of_a_run_in_which_none_succeeded() -> None:
+    """Each once, in order, with what stops it and where it is visible."""
+    rows = _rows_of_runs("attacks")
+    found = [(name, stopped_by, seen) for name, _, _, stopped_by, seen in rows]
+    assert found == [(each.name, each.stopped_by, each.visible_in) for each in ATTACKS.values()]
+    for name, tried, succeeded, _, _ in rows:
+        assert int(tried.replace(",", "")) > 0, name
+        assert succeeded == "0", name

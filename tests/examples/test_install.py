@@ -3,10 +3,6 @@
 import shutil
 import socket
 import subprocess
-import threading
-from collections.abc import Iterator
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -37,32 +33,19 @@ def configured(folder: Path, monkeypatch: pytest.MonkeyPatch, *wheels: str) -> N
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
 
 
-@pytest.fixture
-def pytorch_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """PyTorch's index, which has torch and torchvision without CUDA."""
+def test_torch_without_cuda_of_pytorchs_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder stands for the index."""
     for wheel in (TORCH, TORCHVISION):
-        page = tmp_path / "whl" / wheel.partition("-")[0] / "index.html"
-        page.parent.mkdir(parents=True)
-        page.write_text(
-            f'<!DOCTYPE html><html><body><a href="{wheel.replace("+", "%2B")}">{wheel}</a></body></html>'
-        )
-    handler = partial(SimpleHTTPRequestHandler, directory=tmp_path / "whl")
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever).start()
-        address = f"http://127.0.0.1:{server.server_port}/"
-        monkeypatch.setattr(install, "CPU_INDEX", address)
-        yield address
-        server.shutdown()
+        (folder := tmp_path / wheel.partition("-")[0]).mkdir()
+        (folder / "index.html").write_text(f'<a href="{wheel.replace("+", "%2B")}">{wheel}</a>')
+    monkeypatch.setattr(install, "CPU_INDEX", index := tmp_path.as_uri())
+    assert install.choose_build(DEMO) == ["--extra-index-url", index, "torch==2.13.0+cpu"]
 
 
 def test_torch_without_cuda_of_the_configured_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An older build without CUDA is preferred to a newer one with it."""
     configured(tmp_path, monkeypatch, TORCH, *PLAIN)
     assert install.choose_build(DEMO) == ["torch==2.13.0+cpu"]
-
-
-def test_torch_without_cuda_of_pytorchs_index(pytorch_index: str) -> None:
-    assert install.choose_build(DEMO) == ["--extra-index-url", pytorch_index, "torch==2.13.0+cpu"]
 
 
 def test_all_builds_are_of_one_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,3 +1,3 @@
-from tests.support.graphs.onnx_exporter import operators_are_listed_once
+from tests.support.graphs.torch_networks import operators_are_listed_once
 
 __all__ = ["operators_are_listed_once"]

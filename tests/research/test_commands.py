@@ -1,38 +1,52 @@
 """Every command of `python -m research` runs on small data and writes its figures."""
 
-import json
+import io
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import timm
+import torch
 from click.testing import CliRunner
+from PIL import Image
+from safetensors.torch import save_file
 
 from aggregator.algorithms.fedtc.recipe import RECIPES
 from aggregator.algorithms.hierarchical import Hierarchical
-from benchmarks.data.features import cached_name
-from benchmarks.data.images import DIGITS
+from benchmarks.data.features import BACKBONES, cached_name
+from benchmarks.data.images import DataSet, Labeled
 from protofleet.simulation import rounds
-from research import restoration
+from protofleet.simulation.fleet import Features
+from research import published, restoration, statistics
 from research.__main__ import cli
 from research.cells import batches_of_cells
+from research.defaults import default_layers, drift, forecast, novelty
+from research.defaults.class_prior import TRAINED_ON
 from research.poisoning.prototypes import METHODS
 from research.poisoning.rare_class import ATTACKS as RARE_CLASSES
 from research.poisoning.statistics import ATTACKS as FALSE_SUMS
 from research.privacy import directions, measurement, noisy_sums
-from tests.benchmarks.feature_factory import domain, features_of_digits, fill_cache, fill_data
+from tests.benchmarks.feature_factory import (
+    domain,
+    features_of_digits,
+    fill_cache,
+    fill_data,
+    fill_digits,
+    fill_weights,
+    make_folders,
+    report_of,
+)
 from tests.support.graphs.exported_graphs import exported
 
 NAME = "fashion_mnist-600"
 
 
-def run(folder: Path, *arguments: str) -> Any:
+def run(folder: Path, *arguments: str) -> dict[str, Any]:
     """Run a command, and return what it wrote."""
-    file = folder / "report.json"
-    result = CliRunner().invoke(cli, [*arguments, "--json", str(file)])
-    assert result.exit_code == 0, result.output
-    return json.loads(file.read_text())
+    return report_of(cli, folder / "report.json", *arguments)
 
 
 @pytest.fixture
@@ -124,10 +138,7 @@ def test_noisy_sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_hierarchical(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    domains = {
-        cached_name(name, 300): domain(seed, classes=10, images=300) for seed, name in enumerate(DIGITS)
-    }
-    fill_cache(tmp_path, monkeypatch, domains)
+    fill_digits(tmp_path, monkeypatch, images=300, at_most=300)
     arguments = ["--images", "300", "--shift", "feature", "--seed", "0", "--variant"]
     (row,) = run(tmp_path, "hierarchical", *arguments, "exact eigenvectors")["rows"]
     assert row["feature"] > 0.5
@@ -135,10 +146,7 @@ def test_hierarchical(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_restoration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of domains that are far apart, a linear discriminant needs the variance within devices."""
-    domains = {
-        cached_name(name, 2000): domain(seed, classes=10, images=300) for seed, name in enumerate(DIGITS)
-    }
-    fill_cache(tmp_path, monkeypatch, domains)
+    fill_digits(tmp_path, monkeypatch, images=300, at_most=2000)
     monkeypatch.setattr(restoration, "ADAPTER", replace(restoration.ADAPTER, epochs=1, min_steps=0))
     arguments = ["--devices", "2", "--batch", "5", "--seed", "0", "--validation"]
     runs = run(tmp_path, "restoration", *arguments)["runs"]
@@ -210,3 +218,168 @@ def test_batches_are_of_one_cell(images: int, cell: int) -> None:
     assert len(np.bincount(numbers)) == len(cells)
     together = [len(np.unique(place[numbers == number])) for number in range(len(cells))]
     assert (np.mean(together) < 2.5) == (images == 203 and cell > 0)
+
+
+def test_prior(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where classes are uneven, the prior gains; where they are even, it is hardly used."""
+    features = features_of_digits(train=800, test=900)
+    fill_cache(tmp_path, monkeypatch, {cached_name("mnist", TRAINED_ON): features})
+    arguments = ["--data", "mnist", "--places", "8", "--seed", "0"]
+    runs = run(tmp_path, "prior", *arguments, "--concentration", "0.1", "--concentration", "1000")["runs"]
+    uneven, even = (each["places"] for each in runs)
+    assert len(uneven) == len(even) == 8
+    assert sum(place[1] - place[0] for place in uneven) > 0
+    assert all(place[3] for place in uneven)
+    assert not all(place[3] for place in even)
+
+
+def test_confidence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before and after the calibration, for each head and each draw of the held-out images."""
+    fill_cache(tmp_path, monkeypatch, {"mnist": features_of_digits(train=1000, test=700)})
+    arguments = ["--data", "mnist", "--at-most", "300", "--seed", "0"]
+    report = run(tmp_path, "confidence", *arguments, "--held-out", "60", "--held-out", "400")
+    assert [each["held_out"] for each in report["runs"]] == [0, 60, 400]
+    assert [[len(draws) for draws in each["heads"]] for each in report["runs"]] == [[1], [8], [8]]
+    errors = [error for error, *_ in report["runs"][-1]["heads"][0]]
+    assert sum(errors) / 8 < 0.05
+
+
+def test_statistics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each map and form beside FedTC; sums of single images have the ceiling's accuracy in any partition."""
+    fill_cache(tmp_path, monkeypatch, {"mnist": features_of_digits(train=800, test=200)})
+    linear = replace(RECIPES["default"], adapter=False)  # which takes no time
+    monkeypatch.setattr(statistics, "RECIPES", {"default": linear})
+    options = ("--data", "mnist", "--partition", "dirichlet:0.5", "--features", "0", "--features", "32")
+    seeds = ("--seed", "0", "--seed", "1", "--max-multiple", "0")
+    written = run(tmp_path, "statistics", *options, *seeds)
+    runs = {(each["method"], each["partition"], each["seed"]): each for each in written["runs"]}
+    for seed in (0, 1):
+        for name, size in (("identity", 64), ("+ 32", 96)):
+            top = runs[f"statistics, {name}", "all features", seed]
+            single = runs[f"statistics, {name}, B 1", "dirichlet:0.5", seed]
+            groups = runs[f"statistics, {name}, B 5", "dirichlet:0.5", seed]
+            assert single["accuracy"] == top["accuracy"] > 0.85
+            assert (single["rows"], top["bytes_up"]) == (800, None)
+            assert groups["rows"] * 5 <= 800
+            assert groups["rows"] * size < groups["bytes_up"] < 1.3 * groups["rows"] * size
+        assert runs["FedTC, B 5", "dirichlet:0.5", seed]["accuracy"] > 0.8
+        assert runs["LDA of FedTC's prototypes, B 5", "dirichlet:0.5", seed]["accuracy"] > 0.8
+    assert len(written["accuracy"]) == 8
+
+
+def test_layers_are_compared_on_the_same_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Residual sums are the only informative ones here; PACS has its domains in one, with or without sketches."""
+    wanted = []
+
+    def load(name: str, *, backbone: str, image_size: int, at_most: int | None) -> Features:
+        wanted.append((name, backbone, image_size, at_most))
+        made = domain(0, classes=3, images=90)
+        return made if backbone.endswith(":residual") else replace(made, train=0 * made.train)
+
+    monkeypatch.setattr(default_layers, "load_features", load)
+    chosen = ("--data", "pacs_without_sketches", "--data", "usps", "--backbone", "mobilenetv2_100")
+    made = run(tmp_path, "layers", *chosen, "--images", "20", "--draws", "2")
+    assert [(each["data"], each["image_size"]) for each in made["runs"]] == [
+        ("pacs_without_sketches", 96), ("pacs_without_sketches", 224), ("usps", 96),
+    ]  # fmt: skip
+    for each in made["runs"]:
+        last, residual, both = np.array(each["accuracies"]).T
+        assert (residual > 0.8).all()
+        assert (last < 0.5).all()
+        assert (last == both).all()  # the same draws
+    assert ("usps", "mobilenetv2_100:last,residual", 96, default_layers.AT_MOST) in wanted
+    assert ("pacs_cartoon", "mobilenetv2_100", 224, None) in wanted
+    assert not any(name == "pacs_sketch" for name, *_ in wanted)
+    assert len(made["tables"][1]["rows"]) == 3
+
+
+CLASSES, IMAGES = 3, 20
+
+
+def _fill_archive(folder: Path, name: str) -> None:
+    """Write images of one color for each class, with noise."""
+    rng = np.random.default_rng(0)
+    with zipfile.ZipFile(folder / "data" / f"{name}.zip", "w") as archive:
+        for part in ("train", "test"):
+            for number in range(CLASSES * IMAGES):
+                label = number % CLASSES
+                pixels = rng.integers(0, 60, size=(8, 8, 3), dtype=np.uint8)
+                pixels[:, :, label] += 120
+                file = io.BytesIO()
+                Image.fromarray(pixels).save(file, "PNG")
+                archive.writestr(f"{part}/{label}/{number}.png", file.getvalue())
+
+
+def test_missing_files_are_skipped_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without weights all data sets are skipped, without an archive that one; the command succeeds."""
+    make_folders(tmp_path, monkeypatch)
+    result = CliRunner().invoke(cli, ["published"])
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert [line.partition(":")[0] for line in lines] == list(published.DATA)
+    assert all("resnet18.tv_in1k.safetensors" in line for line in lines)
+    fill_weights(tmp_path, monkeypatch, published.BACKBONE)
+    result = CliRunner().invoke(cli, ["published", "--image-size", "32"])
+    assert result.exit_code == 0, result.output
+    for name in published.DATA:
+        assert f"{name}: skipped: no {tmp_path / 'data' / f'{name}.zip'}" in result.stdout
+
+
+def test_rollouts_beside_measured_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads of an archive's images, by a random ResNet-18 with a classifier, and the published figures."""
+    make_folders(tmp_path, monkeypatch)
+    torch.manual_seed(0)
+    network = timm.create_model("resnet18")
+    save_file(network.state_dict(), tmp_path / "weights" / BACKBONES[published.BACKBONE].file)
+    _fill_archive(tmp_path, "cifar100")
+    linear = replace(RECIPES["default"], adapter=False)  # which takes no time
+    monkeypatch.setattr(published, "RECIPES", {"default": linear})
+    monkeypatch.setattr(published, "IMAGE_SIZE", 32)
+    size = ("--image-size", "32", "--clients", "2", "--partition", "dirichlet:0.5")
+    runs = run(tmp_path, "published", *size)["runs"]
+    assert {each["data"] for each in runs} == {"cifar100"}
+    measured = {(each["method"], each["layers"]): each for each in runs if each["source"] == "measured"}
+    assert set(measured) == {
+        (published.AFL, "last"),
+        (published.LDA, "last"),
+        *((method, layers) for method in ("statistics, B 1", "FedTC, B 5") for layers in ("last", "all")),
+    }
+    assert measured[published.AFL, "last"]["values"] == 512
+    assert measured["statistics, B 1", "all"]["values"] == 64 + 64 + 128 + 256 + 512
+    assert min(each["accuracy"] for each in measured.values()) > 0.8
+    as_published = {each["method"]: each for each in runs if each["source"] != "measured"}
+    assert as_published["AFL"]["accuracy"] == 0.5856
+    assert as_published["AFL"]["source"] == "as published, not checked"
+    assert as_published["GH-LDA"]["megabytes"] is None
+
+
+def test_forecast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = features_of_digits(train=200, test=200)
+    monkeypatch.setattr(forecast, "load_features", lambda *_args, **_options: made)
+    runs = run(tmp_path, "forecast", "--data", "mnist", "--seed", "0")["runs"]
+    assert runs[0]["images"] == 5
+    assert runs[0]["least"] <= runs[0]["most"]
+
+
+def test_novelty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sets = {
+        name: domain(seed, classes=10, images=400) for seed, name in enumerate(("fashion_mnist", "mnist"))
+    }
+    monkeypatch.setattr(novelty, "load_features", lambda name, **_: sets[name])
+    monkeypatch.setattr(novelty, "SETS", {"fashion_mnist": (96, ("mnist", "new classes"))})
+    runs = run(tmp_path, "novelty", "--known", "fashion_mnist")["runs"]
+    assert [each["foreign"] for each in runs] == ["mnist", "new classes"]
+    assert min(each["Mahalanobis"] for each in runs) > 0.5
+
+
+def test_drift(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    photos, sketches = (domain(seed, classes=3, images=60) for seed in (0, 1))
+    part = Labeled(np.zeros((60, 8, 8, 3), np.uint8), photos.train_labels)
+    monkeypatch.setattr(drift, "load_data", lambda _: DataSet(part, part))
+    monkeypatch.setattr(drift, "load_features", lambda *_args, **_options: sketches)
+    monkeypatch.setattr(drift, "open_backbone", lambda _: None)
+    monkeypatch.setattr(drift, "backbone_file", lambda *_args, **_options: None)
+    whole = np.concatenate([photos.train, photos.test])
+    monkeypatch.setattr(drift, "features_of", lambda *_: whole)
+    runs = {each["images"]: each["scores"] for each in run(tmp_path, "drift")["runs"]}
+    assert set(runs) == {*drift.CHANGES, "sketches"}

@@ -1,6 +1,6 @@
 """All faults and all attacks, in the order of their tables."""
 
-from tests.system.attacks import authentication, malicious_heads, replays, resource_exhaustion, topic_access
+from tests.system.attacks import authentication, malicious_heads, resource_exhaustion, topic_access
 from tests.system.attacks.fleet import Attack
 from tests.system.faults import networks, processes
 from tests.system.faults.fleet import Fault
@@ -13,7 +13,7 @@ FAULTS = {
 }
 ATTACKS = {
     attack.name: attack
-    for module in (authentication, topic_access, replays, malicious_heads, resource_exhaustion)
+    for module in (authentication, topic_access, malicious_heads, resource_exhaustion)
     for attack in vars(module).values()
     if isinstance(attack, Attack)
 }

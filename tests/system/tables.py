@@ -1,18 +1,8 @@
-"""The tables of a run: a row for each fault and each attack, printed at the end and written to files."""
+"""The tables of a run: a row for each fault and each attack, printed at the end."""
 
-import json
-import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass
-from pathlib import Path
+from collections.abc import Iterable, Mapping
+from dataclasses import astuple, dataclass
 from typing import Any, TypeVar
-
-OUT = {
-    "faults": "PROTOFLEET_FAULTS_OUT",
-    "attacks": "PROTOFLEET_ATTACKS_OUT",
-    "injections": "PROTOFLEET_INJECTIONS_OUT",
-}
-"""Environment variables that name a file: the table is written to it as JSON, and as Markdown beside it."""
 
 INJECTED = ("EIO", "ENOSPC", "EINTR", "ENOMEM", "SIGKILL")
 """Errors and signals that are injected into system calls."""
@@ -85,8 +75,10 @@ class Reference:
 
 
 def with_total(rows: Iterable[R]) -> list[R]:
-    """Return the rows, and below them the sum of each column of numbers."""
+    """Return the rows, and below them, if there are any, the sum of each column of numbers."""
     listed: list[R] = list(rows)
+    if not listed:
+        return []
     kind: Any = type(listed[0])
     columns = zip(*map(astuple, listed), strict=True)
     sums = [sum(column) if isinstance(column[0], int) else "" for column in columns]
@@ -99,9 +91,3 @@ def markdown(kind: str, rows: Iterable[Row]) -> str:
     rule = ["---:" if isinstance(cell, int) else "---" for cell in values[0]]
     cells = [[f"{cell:,}" if isinstance(cell, int) else cell for cell in line] for line in values]
     return "\n".join(f"| {' | '.join(line)} |" for line in (HEADINGS[kind], rule, *cells))
-
-
-def write(kind: str, rows: Sequence[Row], text: str) -> None:
-    if out := os.environ.get(OUT[kind]):
-        Path(out).with_suffix(".json").write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
-        Path(out).with_suffix(".md").write_text(text + "\n")

@@ -13,14 +13,14 @@ import numpy as np
 
 from benchmarks.accuracy.wire.methods import (
     CLIENTS,
+    METHODS,
     Fleet,
     Point,
     flower_bytes,
 )
-from benchmarks.accuracy.wire.rivals import METHODS
 from benchmarks.data.features import backbone_file, load_features, prepared, projected
 from benchmarks.data.images import NAMES
-from benchmarks.options import Option, repeated, selected
+from benchmarks.options import Option, repeated, resume_option, selected
 from benchmarks.report import Plot, Table, commit, json_option, write_json
 from protofleet.simulation.fleet import Features
 from protofleet.simulation.partitions import Partition, share_out
@@ -52,11 +52,7 @@ def wire_options(methods: Mapping[str, Method]) -> Option:
         repeated(
             "--seed", "seeds", type=int, default=(0, 1, 2), help="Of the devices' images; may be repeated."
         ),
-        click.option(
-            "--resume",
-            type=click.Path(exists=True, dir_okay=False, path_type=Path),
-            help="File that --json wrote earlier: its runs are not repeated, and are in the tables too.",
-        ),
+        resume_option,
         json_option,
     )
     return lambda command: reduce(lambda decorated, option: option(decorated), reversed(options), command)

@@ -13,11 +13,13 @@ from pathlib import Path
 import click
 
 from benchmarks.cost.uploads.databases import deleted, store_option
-from benchmarks.cost.uploads.ingest import FLEET, Cost, time_aggregator, write_task
-from benchmarks.cost.uploads.load import write_load
+from benchmarks.cost.uploads.ingest import FLEET, Cost, time_aggregator, write_load, write_task
 from benchmarks.device.measurement import median, ratio
 from benchmarks.processes import mosquitto
 from benchmarks.report import Table, json_option, write_json
+
+SIZE_BYTES = 100_000
+"""Of a submission."""
 
 RUN, RUN_HERE = "aggregator run", "aggregator run, SQLite"
 
@@ -29,7 +31,6 @@ COLUMNS = {
 @click.command("receivers")
 @store_option
 @click.option("--devices", type=click.IntRange(min=1), default=64, show_default=True)
-@click.option("--kilobytes", type=click.FloatRange(min=1), default=100.0, show_default=True)
 @click.option(
     "--submissions", type=click.IntRange(min=1), default=8, show_default=True, help="Of each device."
 )
@@ -40,7 +41,6 @@ def command(
     *,
     database: str,
     devices: int,
-    kilobytes: float,
     submissions: int,
     receivers: tuple[int, ...],
     repetitions: int,
@@ -53,8 +53,7 @@ def command(
     with tempfile.TemporaryDirectory() as name, mosquitto(Path(name)) as broker:
         folder = Path(name)
         task, state = write_task(folder), folder / "state"
-        size_bytes = int(kilobytes * 1000)
-        load = write_load(folder, task, devices=devices, submissions=submissions, size_bytes=size_bytes)
+        load = write_load(folder, task, devices=devices, submissions=submissions, size_bytes=SIZE_BYTES)
         for number in range(repetitions + 1):
             for each, count in arrangements.items():
                 options = () if each == RUN_HERE else ("--store", database)
@@ -63,7 +62,7 @@ def command(
                 shutil.rmtree(state)
                 if number:  # the first runs fill caches
                     runs[each].append(cost)
-    table = Table(COLUMNS, title=f"Submissions of {kilobytes:g} kB from {devices} devices")
+    table = Table(COLUMNS, title=f"Submissions of {SIZE_BYTES // 1000} kB from {devices} devices")
     for name, costs in runs.items():
         speed, count = ratio(runs[RUN], costs, "wall_s"), costs[0].submissions
         table.row(name, count / median(costs, "wall_s"), 1000 * median(costs, "receiver_s") / count, speed)

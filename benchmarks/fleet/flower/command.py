@@ -44,13 +44,6 @@ SETTINGS: Mapping[str, Setting] = {
 @click.option("--data", type=click.Choice(NAMES), default="fashion_mnist", show_default=True)
 @click.option("--images", type=click.IntRange(min=1), help="Training images of all clients.  [default: all]")
 @click.option("--rounds", type=click.IntRange(min=1), default=25, show_default=True, help="Of Flower.")
-@click.option(
-    "--minutes",
-    type=click.FloatRange(min=0, min_open=True),
-    default=60.0,
-    show_default=True,
-    help="Of the rounds of each of Flower's methods, at most.",
-)
 @json_option
 def command(
     *,
@@ -58,7 +51,6 @@ def command(
     data: str,
     images: int | None,
     rounds: int,
-    minutes: float,
     json_file: Path | None,
 ) -> None:
     """Compare a fleet with Flower's FedAvg and FedProx: accuracy, time, bytes, memory and processor time."""
@@ -77,9 +69,7 @@ def command(
             outcomes[method] = run_ours(at, backbone, features, pixels, owners, settings)
         for number, (method, setting) in enumerate(SETTINGS.items()):
             at = folder / f"flower-{number}"
-            outcomes[method] = run_flower(
-                programs, at, features, owners, setting, rounds=rounds, limit_s=60 * minutes
-            )
+            outcomes[method] = run_flower(programs, at, features, owners, setting, rounds=rounds)
     tables, plot = _report(outcomes, title)
     write_json(
         json_file,

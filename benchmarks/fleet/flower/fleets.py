@@ -1,30 +1,137 @@
 """The two fleets, as real processes on this machine: Flower's SuperLink and SuperNodes, and ours."""
 
+import asyncio
 import contextlib
 import json
 import os
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import onnxruntime
+import psutil
 from numpy.typing import NDArray
 from PIL import Image
 
 from aggregator.algorithms.fedtc.head import Dense, logits_of
-from benchmarks.fleet.flower.observation import Traffic, Usage, counting_proxy, observed
 from benchmarks.processes import free_address, running, running_program
 from protocol.errors import ConfigError, ProtofleetError
+from protocol.mqtt.reconnecting_session import BrokerAddress
 from protofleet.simulation.fleet import Features
+
+SAMPLE_S = 0.5
+
+
+@dataclass
+class Traffic:
+    """Bytes through a proxy at `address`, from clients and to them."""
+
+    address: BrokerAddress
+    up: int = 0
+    down: int = 0
+
+
+@contextlib.contextmanager
+def counting_proxy(server: BrokerAddress) -> Iterator[Traffic]:
+    """Forward TCP connections to a server, and count their bytes."""
+    traffic = Traffic(free_address())
+    loop = asyncio.new_event_loop()
+
+    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, up: bool) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(1 << 18):
+                traffic.up += len(data) * up
+                traffic.down += len(data) * (not up)
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            answers, requests = await asyncio.open_connection(server.host, server.port)
+        except OSError:  # the client tries again
+            writer.close()
+            return
+        await asyncio.gather(copy(reader, requests, up=True), copy(answers, writer, up=False))
+
+    loop.run_until_complete(asyncio.start_server(serve, traffic.address.host, traffic.address.port))
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    try:
+        yield traffic
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+
+
+@dataclass
+class Usage:
+    """Costs of processes and all that they start: peak of resident memory, and seconds of processor time."""
+
+    memory_bytes: int = 0
+    cpu_s: dict[int, float] = field(default_factory=dict)
+    """By process, at the last sample."""
+    before_s: float = 0.0
+    """Before the first one."""
+
+    @property
+    def total_cpu_s(self) -> float:
+        """Seconds of all processes since the first sample."""
+        return sum(self.cpu_s.values()) - self.before_s
+
+
+@contextlib.contextmanager
+def observed(processes: Mapping[str, int]) -> Iterator[dict[str, Usage]]:
+    """Sample the trees of processes, given by name, as long as the context lasts."""
+    usage = {name: Usage() for name in processes}
+    _sample(processes, usage)
+    for each in usage.values():
+        each.before_s = sum(each.cpu_s.values())
+    stop = threading.Event()
+
+    def sample() -> None:
+        while not stop.wait(SAMPLE_S):
+            _sample(processes, usage)
+
+    thread = threading.Thread(target=sample, daemon=True)
+    thread.start()
+    try:
+        yield usage
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _sample(processes: Mapping[str, int], usage: Mapping[str, Usage]) -> None:
+    children: dict[int, list[psutil.Process]] = {}
+    alive = {}
+    for process in psutil.process_iter(["ppid"]):
+        children.setdefault(process.info["ppid"], []).append(process)
+        alive[process.pid] = process
+    for name, root in processes.items():
+        tree = [alive[root]] if root in alive else []
+        for each in tree:
+            tree += children.get(each.pid, [])
+        memory = 0
+        for each in tree:
+            with contextlib.suppress(psutil.Error):
+                times = each.cpu_times()
+                usage[name].cpu_s[each.pid] = times.user + times.system
+                memory += each.memory_info().rss
+        usage[name].memory_bytes = max(usage[name].memory_bytes, memory)
+
 
 APP = Path(__file__).parent / "app"
 PROGRAMS = ("flower-superlink", "flower-supernode", "flwr")
 TIMEOUT_S = 1800.0
 """For a fleet to get ready, and for each round."""
+
+MAX_ROUNDS_S = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,12 +216,11 @@ def run_flower(
     setting: Setting,
     *,
     rounds: int,
-    limit_s: float,
 ) -> Outcome:
     """Train by Flower: a SuperLink, a SuperNode for each client, and an app in the strategy's rounds.
 
     The clock starts when all SuperNodes are connected and the app's server has started; rounds that have not ended
-    at the limit do not count.
+    in MAX_ROUNDS_S do not count.
 
     Raises:
         ProtofleetError: no round ended, or the programs did not start.
@@ -162,12 +268,12 @@ def run_flower(
                 traffic, usage, traffic.up, traffic.down, float(np.load(out / "000.npz")["seconds"])
             )
             spent: list[Round] = []
-            while len(spent) < rounds and time.time() < meter.started_s + limit_s:
+            while len(spent) < rounds and time.time() < meter.started_s + MAX_ROUNDS_S:
                 if (out / f"{len(spent) + 1:03}.npz").is_file():
                     spent.append(meter.read())
                 time.sleep(0.05)
     if not spent:
-        raise ProtofleetError(f"no round of Flower ended within {limit_s:.0f} s: allow more --minutes")
+        raise ProtofleetError(f"no round of Flower ended within {MAX_ROUNDS_S:.0f} s")
     return meter.outcome(
         [_evaluated(each, out / f"{number:03}.npz", meter, features) for number, each in enumerate(spent, 1)]
     )
@@ -225,14 +331,8 @@ def run_ours(
             for client in clients:
                 here = folder / f"{client}"
                 command = [sys.executable, "-m", "edge_client.cli", mode, "--holdout", "0", "--threads", "1"]
-                command += [
-                    "--workers",
-                    "1",
-                    "--broker",
-                    str(traffic.address),
-                    "--device-id",
-                    f"device-{client}",
-                ]
+                command += ["--workers", "1", "--broker", str(traffic.address)]
+                command += ["--device-id", f"device-{client}"]
                 command += ["--data", str(here / "images"), "--state", str(here / "state")]
                 process = running_program(command, log=folder / f"{client}{mode}.log")
                 started[f"{client}"] = stack.enter_context(process)

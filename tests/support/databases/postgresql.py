@@ -3,13 +3,16 @@
 import contextlib
 import getpass
 import os
+import select
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
+import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Self
 
 import pytest
 
@@ -32,7 +35,7 @@ needs_postgresql = pytest.mark.skipif(
 
 
 class PostgreSQL:
-    """A server on a free port that can be killed and started again with the same files.
+    """A server on a free port that can be killed and started again with the same files; as a context, it runs.
 
     Args:
         parent: folder for its folder; every user must be able to enter it.
@@ -45,21 +48,14 @@ class PostgreSQL:
         if self._as_user:
             shutil.chown(self.folder, self._user)
         self.port = free_address().port
-        self._run(
-            *(
-                "initdb",
-                "-D",
-                str(self.folder / "data"),
-                "-A",
-                "trust",
-                "--no-sync",
-                "-U",
-                "fleet",
-                "-E",
-                "UTF8",
-            ),
-            "--wal-segsize=1",
-        )
+        self._run("initdb", "-A", "trust", "--no-sync", "-U", "fleet", "-E", "UTF8", "--wal-segsize=1")
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def url(self) -> str:
@@ -71,7 +67,9 @@ class PostgreSQL:
         return f"postgresql://fleet@127.0.0.1:{self.port}/{database}"
 
     def _run(self, name: str, *arguments: str) -> None:
-        command = [*self._as_user, str(postgresql_program(name)), *arguments]
+        """Run a program of PostgreSQL; one of the server's own works on its files."""
+        files = () if name in {"pg_dump", "psql"} else ("-D", str(self.folder / "data"))
+        command = [*self._as_user, str(postgresql_program(name)), *files, *arguments]
         subprocess.run(command, check=True, capture_output=True, cwd="/")
 
     def add_fleet(self, fleet: str, *, password: str) -> str:
@@ -86,19 +84,7 @@ class PostgreSQL:
         """Start the server, and wait until it answers."""
         options = f"-p {self.port} -c unix_socket_directories='' -c listen_addresses=127.0.0.1 -c shared_buffers=16MB"
         log = str(self.folder / "log")
-        self._run(
-            "pg_ctl",
-            "-D",
-            str(self.folder / "data"),
-            "-l",
-            log,
-            "-o",
-            options,
-            "-w",
-            "-t",
-            str(int(_START_S)),
-            "start",
-        )
+        self._run("pg_ctl", "-l", log, "-o", options, "-w", "-t", str(int(_START_S)), "start")
 
     def require_passwords(self, *users: str) -> None:
         """Let these users log in with a password only; call it before `start`."""
@@ -119,28 +105,16 @@ class PostgreSQL:
     def replica(self) -> "PostgreSQL":
         """Return a server that follows this one, once it is started, and can be promoted."""
         copy = object.__new__(PostgreSQL)
-        vars(copy).update(
-            vars(self), folder=Path(tempfile.mkdtemp(prefix="pg-", dir="/tmp")), port=free_address().port
-        )
+        folder = Path(tempfile.mkdtemp(prefix="pg-", dir="/tmp"))
+        vars(copy).update(vars(self), folder=folder, port=free_address().port)
         if self._as_user:
             shutil.chown(copy.folder, self._user)
-        self._run(
-            "pg_basebackup",
-            "-R",
-            "-X",
-            "stream",
-            "-c",
-            "fast",
-            "-D",
-            str(copy.folder / "data"),
-            "-d",
-            self.url,
-        )
+        copy._run("pg_basebackup", "-R", "-X", "stream", "-c", "fast", "-d", self.url)
         return copy
 
     def promote(self) -> None:
         """Let a replica become a server of its own, and wait for it."""
-        self._run("pg_ctl", "-D", str(self.folder / "data"), "-w", "promote")
+        self._run("pg_ctl", "-w", "promote")
 
     def dump(self, schema: str) -> Path:
         """Return a backup of a schema; restoring it replaces the schema."""
@@ -166,7 +140,7 @@ class PostgreSQL:
     def close(self) -> None:
         """Stop the server, and delete its files."""
         with contextlib.suppress(subprocess.CalledProcessError):  # it does not run
-            self._run("pg_ctl", "-D", str(self.folder / "data"), "-m", "immediate", "stop")
+            self._run("pg_ctl", "-m", "immediate", "stop")
         shutil.rmtree(self.folder)
 
 
@@ -175,3 +149,118 @@ def _is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+Fault = Literal["request lost", "answer lost", "silent"]
+"""A statement is lost, or its answer, with the connection; or nothing is forwarded until the client closes it."""
+
+_BYTES = 65536
+
+
+class DatabaseProxy:
+    """A proxy on a free port of 127.0.0.1.
+
+    Attributes:
+        faults: how often a fault was provoked.
+    """
+
+    def __init__(self, port: int) -> None:
+        self.faults = 0
+        self._port = port
+        self._fault: Fault = "request lost"
+        self._markers: list[bytes] = []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._open: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        """The URL of the database, through the proxy."""
+        return f"postgresql://fleet@127.0.0.1:{self._listener.getsockname()[1]}/postgres"
+
+    def provoke(self, fault: Fault, *markers: str) -> None:
+        """Provoke a fault once, at the first statement with the last of these texts after the others, in order."""
+        self._fault, self._markers = fault, [each.encode() for each in markers]
+
+    def close(self) -> None:
+        """End all connections, and accept no more."""
+        for each in (self._listener, *self._open):
+            _end(each)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                try:
+                    server = socket.create_connection(("127.0.0.1", self._port))
+                except OSError:
+                    _end(client)
+                    continue
+                self._open += [client, server]
+                threading.Thread(target=self._forward, args=(client, server), daemon=True).start()
+
+    def _forward(self, client: socket.socket, server: socket.socket) -> None:
+        """Forward in both directions until one of them ends."""
+        statements = _Statements()
+        with contextlib.suppress(OSError, ValueError):
+            while True:
+                readable, _, _ = select.select([client, server], [], [])
+                for source in readable:
+                    data = source.recv(_BYTES)
+                    if not data:
+                        raise OSError
+                    if source is client and self._is_due(statements.of(data)):
+                        self.faults += 1
+                        if self._fault == "silent":
+                            while client.recv(_BYTES):
+                                pass
+                        if self._fault == "answer lost":
+                            server.sendall(data)
+                            server.recv(_BYTES)
+                        raise OSError
+                    (server if source is client else client).sendall(data)
+        _end(client)
+        _end(server)
+
+    def _is_due(self, statements: list[bytes]) -> bool:
+        for each in statements:
+            if self._markers and self._markers[0] in each:
+                self._markers.pop(0)
+                if not self._markers:
+                    return True
+        return False
+
+
+class _Statements:
+    """The statements in a client's messages; a prepared one is sent as text only once."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._prepared: dict[bytes, bytes] = {}
+
+    def of(self, data: bytes) -> list[bytes]:
+        """Return the statements that are complete with these bytes."""
+        found = []
+        self._rest += data
+        while len(self._rest) >= 5:
+            has_type = self._rest[0] != 0  # the first messages of a connection have none
+            end = has_type + int.from_bytes(self._rest[has_type : has_type + 4])
+            if len(self._rest) < end:
+                break
+            kind, body = self._rest[:1], self._rest[has_type + 4 : end]
+            self._rest = self._rest[end:]
+            if kind == b"Q":
+                found.append(body)
+            elif kind == b"P":
+                name, text, _ = body.split(b"\0", 2)
+                self._prepared[name] = text
+            elif kind == b"B":
+                _, name, _ = body.split(b"\0", 2)
+                found.append(self._prepared[name])
+        return found
+
+
+def _end(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()

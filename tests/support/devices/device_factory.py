@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 from onnx import helper, numpy_helper, parser
 from PIL import Image
 
@@ -27,6 +26,7 @@ from protocol.models.onnx_metadata import HeadMetadata, to_properties
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import BlobRef, Program, TaskManifest
 from tests.support.graphs.backbones import tiny_backbone
+from tests.support.graphs.hostile_graphs import extended
 
 CLASSES = ("cat", "dog")
 TINY = BlobRef(digest=digest_of(tiny_backbone()), size_bytes=len(tiny_backbone()), name="tiny")
@@ -116,20 +116,14 @@ def tiny(folder: Path, *, seed: int = 0, feature_size: int = 16) -> Backbone:
 
 def choosy(folder: Path) -> Backbone:
     """Open a backbone whose feature of an all-white image is NaN."""
-    model = onnx.load_from_string(tiny_backbone())
-    last = model.graph.node[-1]
-    last.output[0] = "plain"
-    model.graph.node.extend(
-        [
-            helper.make_node("ReduceMin", ["flat"], ["darkest"], keepdims=1, axes=[1]),
-            helper.make_node("Sub", ["one", "darkest"], ["left"]),
-            helper.make_node("Div", ["left", "left"], ["one_or_nan"]),
-            helper.make_node("Mul", ["plain", "one_or_nan"], ["feature"]),
-        ]
-    )
-    model.graph.initializer.append(numpy_helper.from_array(np.array(1, dtype=np.float32), "one"))
+    text = """
+        darkest = ReduceMin<keepdims = 1, axes = [1]>(flat)
+        left = Sub(one, darkest)
+        one_or_nan = Div(left, left)
+        feature = Mul(plain, one_or_nan)
+    """
     path = folder / "choosy.onnx"
-    path.write_bytes(model.SerializeToString())
+    path.write_bytes(extended(text, one=np.ones((), np.float32)))
     return open_backbone(path, provider="cpu", threads=1)
 
 

@@ -13,7 +13,6 @@ from PIL import Image
 from aggregator.algorithms.fedtc.head import Dense
 from aggregator.algorithms.novelty import class_directions
 from aggregator.graphs.head_export import head_to_onnx
-from edge_client.data.class_prior import Adjuster
 from edge_client.data.images import LabeledImage, decode, scan_images, unlabeled_below
 from edge_client.predict.classifier import Classifier
 from edge_client.predict.head import open_head
@@ -21,10 +20,11 @@ from edge_client.predict.http_limits import ServerOptions
 from edge_client.review.findings import Review, review
 from edge_client.review.http_server import ReviewServer
 from edge_client.review.relabeling import Relabeling
-from edge_client.storage.stored_values import InstalledHead
-from protocol.models.onnx_metadata import HeadMetadata
 from protocol.models.preprocessing import preprocess
+from tests.support.devices import device_factory
 from tests.support.devices.device_factory import CLASSES, image_file, tiny, write_images
+from tests.support.graphs.backbones import tiny_backbone
+from tests.support.graphs.heads import head_metadata
 
 TOKEN = "the-token"
 
@@ -76,24 +76,14 @@ def head_file(folder: Path) -> bytes:
     ]
     means = backbone.features(np.stack(pixels))
     layer = Dense(2 * means, -(means**2).sum(axis=1))
-    metadata = HeadMetadata(
-        classes=CLASSES,
-        version=1,
-        task="0" * 64,
-        backbones=(backbone.sha256,),
-        feature_size=backbone.metadata.feature_size,
-        training={},
-        novelty_threshold=0.1,
-    )
+    metadata = head_metadata(tiny_backbone(), classes=CLASSES, novelty_threshold=0.1)
     return head_to_onnx([layer], metadata=metadata, directions=class_directions(means))
 
 
 def classifier(folder: Path) -> Classifier:
     """Return the head with its backbone."""
     backbone = tiny(folder)
-    head = open_head(head_file(folder), backbones=[backbone])
-    installed = InstalledHead(head=b"", version=1, backbones=(), classes=head.classes)
-    return Classifier(installed, [backbone], head, Adjuster(head.classes, "none", labels={}))
+    return device_factory.classifier([backbone], open_head(head_file(folder), backbones=[backbone]))
 
 
 @contextlib.contextmanager

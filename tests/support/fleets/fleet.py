@@ -31,10 +31,10 @@ from edge_client.cli.status import device_status
 from edge_client.storage.device_state import DeviceState
 from protocol.errors import StateError
 from protocol.mqtt.reconnecting_session import BrokerAddress
-from tests.support.fleets.fork_server import ForkedProcess, ForkServer
+from tests.support.fleets.fork_server import ForkServer, Program
 from tests.support.graphs.backbones import tiny_backbone
 
-Process = subprocess.Popen[bytes] | ForkedProcess
+Process = subprocess.Popen[bytes] | Program
 
 TIMEOUT_S = 240.0
 FORKED = (
@@ -47,6 +47,19 @@ FORKED = (
 CLASSES = tuple(map(str, range(10)))
 QUICK = '[training]\nepochs = 2\ndevice = "cpu"\n'
 """A training of seconds, for tests in which a head need not be good."""
+
+
+def with_startup_code(folder: Path, code: str) -> dict[str, str]:
+    """Write code to a folder; returns variables with which each Python program runs it first."""
+    folder.mkdir(exist_ok=True)
+    (folder / "sitecustomize.py").write_text(code)
+    return {"PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+
+
+def hanging(folder: Path, module: str) -> dict[str, str]:
+    """Return variables with which a program of this module never ends."""
+    code = f"import sys, time\nif {module!r} in sys.orig_argv:\n    time.sleep(600)\n"
+    return with_startup_code(folder / "hanging", code)
 
 
 def write_digits(folder: Path, *, classes: list[int], start: int = 0, each: int = 20) -> Path:

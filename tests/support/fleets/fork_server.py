@@ -5,6 +5,7 @@ of each program, and later its exit status, to stdout. A program waits for SIGCO
 """
 
 import contextlib
+import functools
 import gc
 import importlib
 import json
@@ -15,12 +16,31 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
 from edge_client.runtime import watchdog
+
+_FORKS = """
+import json, os, sys
+for request in sys.stdin:
+    arguments, folder, environment, output = json.loads(request)
+    child = os.fork()
+    if child == 0:
+        for number, name in enumerate((os.devnull, *output)):
+            os.dup2(os.open(name, os.O_RDWR), number)
+        os.chdir(folder)
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.argv = ["command", *arguments]
+        main()
+        sys.exit()
+    print(os.waitpid(child, 0)[1], flush=True)
+"""
+
 
 PRELOADED = (
     "aggregator.cli",
@@ -41,58 +61,62 @@ PRELOADED = (
 )
 
 
+def run_command(preparation: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run `main` with these arguments, which the code of `preparation` has imported."""
+    server = _server(preparation)
+    assert server.stdin is not None
+    assert server.stdout is not None
+    with tempfile.TemporaryDirectory() as folder:
+        output = [Path(folder, name) for name in ("stdout", "stderr")]
+        for file in output:
+            file.touch()
+        request = (arguments, str(Path.cwd()), dict(os.environ), [str(file) for file in output])
+        server.stdin.write(json.dumps(request) + "\n")
+        server.stdin.flush()
+        code = os.waitstatus_to_exitcode(int(server.stdout.readline()))
+        return subprocess.CompletedProcess(arguments, code, *(file.read_text() for file in output))
+
+
+@functools.cache
+def _server(preparation: str) -> subprocess.Popen[str]:
+    """Start the process that forks; it ends with this one."""
+    return subprocess.Popen(
+        [sys.executable, "-c", preparation + _FORKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
 class Program:
-    """A program that was started; it waits until `resume`."""
+    """A forked program with the interface of `subprocess.Popen`; it waits until `resume`."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self.status: int | None = None
+        self.returncode: int | None = None
+        """Exit status, negative for a signal; None while it runs."""
         self.ended = threading.Event()
 
     def resume(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
 
-    def wait(self, timeout_s: float) -> int | None:
-        """Return the exit status, negative for a signal, or None after `timeout_s`."""
-        self.ended.wait(timeout_s)
-        return self.status
+    def poll(self) -> int | None:
+        return self.returncode
 
-    def send(self, number: signal.Signals) -> None:
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit status; raises `subprocess.TimeoutExpired`."""
+        if not self.ended.wait(timeout) or self.returncode is None:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+        return self.returncode
+
+    def send_signal(self, number: signal.Signals) -> None:
         """Send a signal unless the program has ended."""
         with contextlib.suppress(ProcessLookupError):
             if not self.ended.is_set():
                 os.kill(self.pid, number)
 
-
-class ForkedProcess:
-    """A forked program with the interface of `subprocess.Popen`."""
-
-    def __init__(self, program: Program) -> None:
-        self._program = program
-        self.pid = program.pid
-        program.resume()
-
-    @property
-    def returncode(self) -> int | None:
-        return self._program.status
-
-    def poll(self) -> int | None:
-        return self._program.status
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Return the exit status; raises `subprocess.TimeoutExpired`."""
-        if not self._program.ended.wait(timeout) or self._program.status is None:
-            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
-        return self._program.status
-
-    def send_signal(self, number: signal.Signals) -> None:
-        self._program.send(number)
-
     def terminate(self) -> None:
-        self._program.send(signal.SIGTERM)
+        self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        self._program.send(signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)
 
 
 class ForkServer:
@@ -125,7 +149,7 @@ class ForkServer:
         with self._lock:
             self._is_abandoned = True
             for program in list(self._programs.values()):
-                program.send(signal.SIGKILL)
+                program.kill()
 
     def start(self, module: str, *arguments: str | Path, log: Path) -> Program:
         """Fork a program, whose output is appended to `log`, and whose own processes are forked as well."""
@@ -133,11 +157,11 @@ class ForkServer:
 
     def start_process(
         self, module: str, *arguments: str | Path, log: Path, environment: Mapping[str, str]
-    ) -> ForkedProcess:
+    ) -> Program:
         """Fork a program with these environment variables, and let it run."""
-        return ForkedProcess(
-            self._fork(module, arguments, log=log, forks_jobs=False, environment=dict(environment))
-        )
+        program = self._fork(module, arguments, log=log, forks_jobs=False, environment=dict(environment))
+        program.resume()
+        return program
 
     def _fork(self, module: str, arguments: Sequence[str | Path], *, log: Path, **request: Any) -> Program:
         """Fork a program; raises RuntimeError if the server is abandoned."""
@@ -159,7 +183,7 @@ class ForkServer:
                 self._started.put(self._programs[pid])
             else:
                 program = self._programs.pop(pid)
-                program.status = status
+                program.returncode = status
                 program.ended.set()
 
 

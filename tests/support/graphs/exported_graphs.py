@@ -65,7 +65,7 @@ def _graphs_of(task: TaskFile, feature_size: int) -> Iterator[tuple[Store, Compi
 
 def _export(task: TaskFile, feature_size: int, store: Store) -> dict[str, BlobRef]:
     """Export graphs in this process, which takes half as long as in one that has not imported torch."""
-    from tests.support.graphs.onnx_exporter import listed_operators
+    from tests.support.graphs.torch_networks import listed_operators
 
     assert task.learning is not None
     classes, seed = len(task.classes), task.client.seed

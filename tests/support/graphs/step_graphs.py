@@ -1,6 +1,7 @@
 """Graphs of a least squares program for tests: projections of features are trained towards a target per class.
 
-State: `weight`, `velocity`, `mean` and `steps`. Tensors of a round: `targets` and `rate`.
+State: `weight`, `velocity`, `mean` and `steps`. Tensors of a round: `targets` and `rate`. For statistics, a map of
+features to integers.
 """
 
 from typing import Any
@@ -121,3 +122,39 @@ def data(images: int, *, seed: int = 0) -> tuple[NDArray[np.float32], NDArray[np
     labels = random.integers(0, CLASSES, images)
     feature = random.normal(size=(images, FEATURES)) + 0.5 * labels[:, None]
     return feature.astype(np.float32), labels
+
+
+NEGATED = """
+    eight = Constant<value_float = 8.0>()
+    scaled = Mul(feature, eight)
+    rounded = Round(scaled)
+    low = Constant<value_float = -127.0>()
+    high = Constant<value_float = 127.0>()
+    clipped = Clip(rounded, low, high)
+    negated = Neg(clipped)
+    projection = Concat<axis = 1>(clipped, negated)
+"""
+
+
+def map_graph(
+    body: str = NEGATED, *, feature_size: int = 16, size: int = 32, declared: tuple[int, int] | None = None
+) -> bytes:
+    """Return a map of L features to D values; `declared` L and D replace the graph's own in its metadata."""
+    model = parser.parse_model(
+        f'<ir_version: 8, opset_import: ["": 17]> project (float[n, {feature_size}] feature) '
+        f"=> (float[n, {size}] projection) {{{body}}}"
+    )
+    features, values = declared or (feature_size, size)
+    metadata = GraphMetadata(
+        role="project", algorithm="statistics", classes=2, feature_size=features, projection_size=values,
+        opset=17, runtime_min="1.14",
+    )  # fmt: skip
+    helper.set_model_props(model, to_properties(metadata))
+    onnx.checker.check_model(model)
+    return bytes(model.SerializeToString())
+
+
+def mapped(feature: NDArray[Any]) -> NDArray[np.int64]:
+    """Return the rows of `map_graph()` by numpy, int64 (n, 2 L)."""
+    clipped = np.clip(np.rint(feature * np.float32(8)), -127, 127).astype(np.int64)
+    return np.concatenate([clipped, -clipped], axis=1)

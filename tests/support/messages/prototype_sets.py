@@ -3,6 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
+from aggregator.algorithms.algorithm import Contribution
 from aggregator.intake.validation import Prototypes
 from tests.support.messages.submissions import FEATURE_SIZE
 
@@ -39,3 +40,17 @@ def blobs(*labels: int, per_class: int = 20, seed: int = 0) -> tuple[Features, I
     of = np.repeat(labels, per_class)
     noise = rng.normal(scale=0.1, size=(len(of), BLOB_SIZE))
     return (np.eye(BLOB_SIZE)[of] + noise).astype(np.float32), of, np.full(len(of), IMAGES)
+
+
+def uploaded(
+    device: str, prototypes: dict[int, list[float]], counts: dict[int, int] | None = None
+) -> Contribution:
+    """Return a contribution of prototypes by class, of one image each without counts."""
+    labels = sorted(prototypes)
+    return Contribution(
+        device=device,
+        values=np.array([prototypes[label] for label in labels] or np.zeros((0, 2)), dtype=np.float32),
+        labels=np.array(labels, dtype=np.int64),
+        counts=np.array([(counts or {}).get(label, 1) for label in labels], dtype=np.int64),
+        tensors={},
+    )

@@ -1,13 +1,16 @@
-"""MQTT sessions for tests, and a server that is not a broker."""
+"""MQTT sessions and HTTP requests for tests, and a server that is not a broker."""
 
+import contextlib
 import faulthandler
+import http.client
 import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from protocol.errors import ThreadFailed
@@ -106,3 +109,21 @@ def listening(answer: Callable[[socket.socket], None]) -> Iterator[tuple[BrokerA
         threading.Thread(target=accept, daemon=True).start()
         yield BrokerAddress("127.0.0.1", server.getsockname()[1]), times
         server.shutdown(socket.SHUT_RDWR)
+
+
+NO_HEADERS: Mapping[str, str] = MappingProxyType({})
+
+
+def request(
+    server: BrokerAddress,
+    method: str,
+    path: str,
+    headers: Mapping[str, str] = NO_HEADERS,
+    body: bytes | None = None,
+) -> tuple[int, dict[str, str], bytes]:
+    """Send a request to a server; returns the status, headers and body of the answer."""
+    connection = http.client.HTTPConnection(server.host, server.port, timeout=60)
+    with contextlib.closing(connection):
+        connection.request(method, path, body, dict(headers))
+        answer = connection.getresponse()
+        return answer.status, dict(answer.getheaders()), answer.read()

@@ -18,7 +18,7 @@ import pytest
 
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from tests.support.network.brokers import free_address
-from tests.support.network.http_requests import request
+from tests.support.network.sessions import request
 
 BUCKET = "fleet"
 START_TIMEOUT_S = 120.0

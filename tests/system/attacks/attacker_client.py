@@ -42,7 +42,7 @@ class AttackerClient:
         access: BrokerAccess = NO_AUTHENTICATION,
         *,
         will: tuple[str, bytes] | None = None,
-        on_message: Callable[[ReceivedMessage], None] = lambda _: None,
+        on_message: Callable[[ReceivedMessage], object] = lambda _: None,
     ) -> None:
         self.received: list[ReceivedMessage] = []
         self._address = address

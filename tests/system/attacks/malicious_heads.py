@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 import psutil
 
 from tests.support.graphs.backbones import changed
+from tests.support.graphs.hostile_graphs import ENDLESS, FAILING, REFUSED, Change, infinite_loop
 from tests.system.attacks.compromised_aggregator import DEVICE, CompromisedAggregator
 from tests.system.attacks.fleet import AttackedFleet, attack
-from tests.system.attacks.malicious_graphs import ENDLESS, FAILING, REFUSED, Change, infinite_loop
 
 REPORT = "the device's `problem`, the head's `reason`"
 RUN_S = 4.0

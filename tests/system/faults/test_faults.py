@@ -1,6 +1,5 @@
 """Under every fault, each submission counts exactly once, and the head equals that of a fleet without faults."""
 
-import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -43,12 +42,11 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str],
         yield lambda _: ()
         return
     with (
-        contextlib.closing(PostgreSQL()) as server,
+        PostgreSQL() as server,
         moto_server(tmp_path_factory.mktemp("moto")) as objects,
         pytest.MonkeyPatch.context() as monkeypatch,
         object_store(objects, monkeypatch),
     ):
-        server.start()
 
         def options(name: str) -> tuple[str, ...]:
             server.execute(f"CREATE DATABASE {name}")

@@ -9,8 +9,7 @@ import pytest
 from aggregator.storage.open_store import open_store
 from protocol.mqtt.tls import BrokerAddress
 from protocol.wire.codec import digest_of, encode
-from tests.support.databases.postgresql import PostgreSQL, needs_postgresql
-from tests.support.databases.proxy import DatabaseProxy
+from tests.support.databases.postgresql import DatabaseProxy, PostgreSQL, needs_postgresql
 from tests.support.fleets.aggregator_process import FLEET, PATIENT, Device, aggregator, write_task
 from tests.support.fleets.fleet import Fleet, write_digits
 from tests.support.fleets.fleet import write_task as write_digits_task
@@ -53,11 +52,10 @@ def faults_of(server: PostgreSQL, proxy: DatabaseProxy) -> Faults:
 def test_each_submission_counts_once(address: BrokerAddress, tmp_path: Path) -> None:
     """An acknowledged submission is kept; what a fault interrupts is sent again; a person sees why."""
     with (
-        contextlib.closing(PostgreSQL()) as server,
+        PostgreSQL() as server,
         contextlib.closing(DatabaseProxy(server.port)) as proxy,
         mosquitto(address, tmp_path),
     ):
-        server.start()
         task = write_task(tmp_path, PATIENT)
         with aggregator(task, address, "--store", proxy.url) as daemon, Device(address, "first") as first:
             first.aggregator_is("online")
@@ -87,11 +85,10 @@ def test_each_submission_counts_once(address: BrokerAddress, tmp_path: Path) -> 
 def test_devices_upload_again_what_a_restored_backup_lacks(address: BrokerAddress, tmp_path: Path) -> None:
     """Also if the aggregator runs meanwhile: it begins again, and so do devices."""
     with (
-        contextlib.closing(PostgreSQL()) as server,
+        PostgreSQL() as server,
         mosquitto(address, tmp_path),
         Fleet(tmp_path, address) as fleet,
     ):
-        server.start()
         fleet.start_aggregator(write_digits_task(tmp_path), "--store", server.url)
         fleet.wait_for_log("aggregator", "connected to the broker")
         backup = server.dump("fleet_default")

@@ -55,13 +55,12 @@ class TwoAggregators(Fleet):
 
 @pytest.fixture
 def fleet(address: BrokerAddress, tmp_path: Path) -> Iterator[TwoAggregators]:
-    server = PostgreSQL()
-    try:
-        server.start()
-        with mosquitto(address, tmp_path), TwoAggregators(tmp_path, address, server.url) as both:
-            yield both
-    finally:
-        server.close()
+    with (
+        PostgreSQL() as server,
+        mosquitto(address, tmp_path),
+        TwoAggregators(tmp_path, address, server.url) as both,
+    ):
+        yield both
 
 
 @needs_mosquitto

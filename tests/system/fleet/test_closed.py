@@ -10,7 +10,6 @@ from typing import get_args
 import pytest
 
 from aggregator.security.enrollment import revoke
-from aggregator.security.mosquitto_config import access_list
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import Epoch
 from protocol.mqtt.reconnecting_session import (
@@ -25,10 +24,9 @@ from protocol.mqtt.tls import BrokerAccess
 from protocol.wire.codec import decode
 from protocol.wire.messages import Presence
 from protocol.wire.topics import DeviceChannel, FleetChannel, device_topic, fleet_topic
-from tests.support.fleets.aggregator_process import run_aggregator
+from tests.support.fleets.aggregator_process import Cluster, run_aggregator
 from tests.support.fleets.closed_fleet import FLEET, ClosedFleet
 from tests.support.fleets.fleet import Fleet, write_digits, write_task
-from tests.support.fleets.receivers import Cluster
 from tests.support.network.brokers import needs_mosquitto
 from tests.support.network.sessions import refusal, running
 
@@ -109,21 +107,11 @@ def test_second_program_with_one_enrollment_ends_the_first(
         assert "this one stays out" in fleet.log("second")
 
 
-def test_unenrolled_clients_are_refused(closed: ClosedFleet, tmp_path: Path, address: BrokerAddress) -> None:
-    """Without encryption, without a certificate, with another fleet's, and with one that was renewed since."""
-    (tmp_path / "other").mkdir()
-    other = ClosedFleet(tmp_path / "other", address)
-    other.enroll("shed-1")
-    other_fleet = replace(other.access("shed-1"), ca=closed.access("shed-1").ca)
+def test_renewed_certificate_replaces_the_old_one(closed: ClosedFleet) -> None:
     old = closed.access("shed-2")
     closed.enroll("shed-2", renew=True, folder="shed-2-again")
     closed.publish_revocations()
     with closed.mosquitto():
-        assert refusal(closed.broker, BrokerAccess())
-        assert "requires a certificate" in refusal(
-            closed.broker, replace(closed.access("shed-1"), certificate=None)
-        )
-        assert "refuse" in refusal(closed.broker, other_fleet)
         assert "refuse" in refusal(closed.broker, old)
         with running(closed.broker, "a", access=closed.access("shed-2-again")) as (_, log):
             log.wait(Connected)
@@ -220,11 +208,6 @@ def test_passwords_work_instead_of_certificates(closed: ClosedFleet, tmp_path: P
         assert reason == "refused by the broker: Not authorized: check --username and the password"
         without = replace(valid, username=None, password=None)
         assert "give --username and a password" in refusal(closed.broker, without)
-
-
-def test_access_list_names_its_fleet() -> None:
-    """Access lists of two fleets differ only in the fleet's name."""
-    assert access_list("vineyard") == access_list("orchard").replace("orchard", "vineyard")
 
 
 def test_receivers_connect_beside_the_coordinator(tmp_path: Path, address: BrokerAddress) -> None:

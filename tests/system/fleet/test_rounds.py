@@ -19,7 +19,7 @@ FEDPCL: dict[str, Any] = {"projection_size": 8, "tau": 0.1, "learning_rate": 0.0
 """As in tests/unit/aggregator/graphs, which export the same graphs."""
 
 HIERARCHICAL: dict[str, Any] = {"directions": 1}
-"""As in tests/benchmarks/test_rounds.py, which exports the same graphs."""
+"""As in tests/research/test_rounds.py, which exports the same graphs."""
 
 
 def start_aggregator(

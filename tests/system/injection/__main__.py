@@ -19,11 +19,9 @@ from protocol.cli import run
 from protocol.errors import ProtofleetError
 from protocol.service_manager import stop_on_terminate
 from tests.support.network.brokers import mosquitto_program
-from tests.support.strace import unavailable
 from tests.system.injection.lives import Outcome
-from tests.system.injection.loop import Calls, count_calls, plan, rows_of, run_all
-from tests.system.injection.programs import PROGRAMS, Programs
-from tests.system.injection.strace import Injection
+from tests.system.injection.programs import PROGRAMS, Calls, Programs, count_calls, plan, rows_of, run_all
+from tests.system.injection.strace import Injection, unavailable
 from tests.system.tables import markdown, with_total
 
 
@@ -35,7 +33,6 @@ class Record(msgspec.Struct):
 
 
 @click.command("injection")
-@click.option("--program", "names", multiple=True, type=click.Choice(PROGRAMS), help="Only these programs.")
 @click.option("--lives", type=click.IntRange(min=1), help="Number of lives  [default: all]")
 @click.option("--minutes", type=click.FloatRange(min=0), help="Start no life after this time.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the order.")
@@ -49,30 +46,21 @@ class Record(msgspec.Struct):
 @click.option(
     "--keep", type=click.Path(path_type=Path), help="Run in this folder, and leave failed lives there."
 )
-def injection(
-    *,
-    names: tuple[str, ...],
-    lives: int | None,
-    minutes: float | None,
-    seed: int,
-    out: Path,
-    keep: Path | None,
-) -> None:
+def injection(*, lives: int | None, minutes: float | None, seed: int, out: Path, keep: Path | None) -> None:
     """Inject a fault into each system call of the programs; report lives after which something was lost."""
     stop_on_terminate()  # at the end, all processes are ended
     if reason := unavailable() or ("" if mosquitto_program() else "mosquitto is not installed"):
         raise ProtofleetError(reason)
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = keep or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
-        with Programs(folder) as programs:
-            calls = count_calls(programs, names or PROGRAMS)
-            done = {record.injection: record.outcome for record in _read(out)}
-            planned = plan(calls, seed=seed)[:lives]
-            rest = [each for each in planned if each not in done]
-            click.echo(f"{len(planned)} lives, {len(planned) - len(rest)} of them done before", err=True)
-            until_s = time.monotonic() + minutes * 60 if minutes is not None else float("inf")
-            _run(programs, rest, out, until_s=until_s)
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as temporary, Programs(keep or Path(temporary)) as programs:
+        calls = count_calls(programs, PROGRAMS)
+        done = {record.injection: record.outcome for record in _read(out)}
+        planned = plan(calls, seed=seed)[:lives]
+        rest = [each for each in planned if each not in done]
+        click.echo(f"{len(planned)} lives, {len(planned) - len(rest)} of them done before", err=True)
+        until_s = time.monotonic() + minutes * 60 if minutes is not None else float("inf")
+        _run(programs, rest, out, until_s=until_s)
     outcomes = {record.injection: record.outcome for record in _read(out)}
     _report(out, calls, {each: outcomes[each] for each in planned if each in outcomes})
 

@@ -6,13 +6,12 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.support.fleets.fork_server import ForkServer, Program
-from tests.support.strace import Strace
-from tests.system.injection.strace import Injection, calls_below, injected, trace_files
+from tests.system.injection.strace import Injection, Strace, calls_below, injected, trace_files
 
 LIMIT_S = 150.0
 """A program that neither ends nor completes its life by then hangs; longer than any retry delay in one."""
@@ -115,26 +114,38 @@ class Life:
         deadline_s = time.monotonic() + LIMIT_S
         is_lasting = self.injection is not None and self.injection.lasts
         lasts_until_s = time.monotonic() + (LASTING_S if is_lasting else RECURRING_S)
-        while program.status is None and not done():
+        while program.returncode is None and not done():
             if time.monotonic() > deadline_s:
                 self.fail(f"neither ended nor complete within {LIMIT_S:.0f} s")
-                program.send(signal.SIGKILL)
-                program.wait(120)
+                program.kill()
+                program.ended.wait(120)
                 return False
             if self._tracers and self.hangs_in_python():
-                program.send(signal.SIGKILL)
-                program.wait(120)
+                program.kill()
+                program.ended.wait(120)
             if self.injection and time.monotonic() > lasts_until_s:
                 self.detach()
-            program.wait(0.05)
+            program.ended.wait(0.05)
         return True
 
-    def judge_end(self, status: int | None, *, allowed: Sequence[int] = (0, 1)) -> None:
+    def run(self, *arguments: str, before_restart: Callable[[], object]) -> None:
+        """Run the program with the fault and, if it fails, without."""
+        program = self.start(*arguments)
+        self.wait(program)
+        self.detach()
+        self.judge_end(program.returncode)
+        if program.returncode != 0:
+            before_restart()
+            again = self.restart(*arguments)
+            self.wait(again)
+            self.check(again.returncode == 0, f"exit status {again.returncode} after the restart")
+
+    def judge_end(self, status: int | None) -> None:
         """Check the exit status and the log of the program that had the fault."""
         is_killed = self.hangs_in_python() or (self.injection and self.injection.fault == "SIGKILL")
         killed = [-signal.SIGKILL] if is_killed else []
         self.outcome.ended = status not in {None, 0}
-        self.check(status in {None, *allowed, *killed}, f"exit status {status}")
+        self.check(status in {None, 0, 1, *killed}, f"exit status {status}")
         if self.outcome.elsewhere or self.hangs_in_python():
             return
         text = self.log.read_text(errors="replace") if self.log.exists() else ""

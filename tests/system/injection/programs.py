@@ -1,8 +1,15 @@
-"""The programs whose system calls fail: what each does in its short life, and what must hold afterwards."""
+"""The programs whose system calls fail: what each does in its short life, and what must hold afterwards.
+
+The loop over programs, calls, faults and numbers of calls is planned from a seed, and runs in several threads.
+"""
 
 import contextlib
+import itertools
+import random
 import shutil
-import signal
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self
@@ -18,11 +25,13 @@ from protocol.wire.signing import public_key
 from tests.support.fleets.fleet import accepted_submissions, write_digits, write_task
 from tests.support.fleets.fork_server import ForkServer, Program
 from tests.support.network.brokers import Mosquitto, free_address
-from tests.system.injection.lives import Life, leftovers, names_of
-from tests.system.injection.strace import Injection
+from tests.system.injection.lives import Life, Outcome, leftovers, names_of
+from tests.system.injection.strace import Injection, faults_of
+from tests.system.tables import INJECTED, InjectionRow
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
 
 TASK = '[client]\nbatch_size = 1\nmin_images = 1\n[training]\ndevice = "cpu"\n'
 CLASSES = ("0", "1")
@@ -67,8 +76,8 @@ class Programs:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._fleet.send(signal.SIGTERM)
-        self._fleet.wait(120)
+        self._fleet.terminate()
+        self._fleet.ended.wait(120)
         self._cleanup.close()
 
     def _write_inputs(self) -> None:
@@ -132,15 +141,7 @@ class Programs:
         """Join the fleet, submit, install its head and evaluate it."""
         name, state = life.folder.name, life.folder / "state"
         arguments = device_arguments(self._mosquitto.address, name, self._images, state)
-        program = life.start(*arguments)
-        life.wait(program)
-        life.detach()
-        life.judge_end(program.status)
-        if program.status != 0:
-            life.age_temporary_files()
-            again = life.restart(*arguments)
-            life.wait(again)
-            life.check(again.status == 0, f"exit status {again.status} after the restart")
+        life.run(*arguments, before_restart=life.age_temporary_files)
         self._check_device(life, state)
         self._check_submission(life, self._fleet_state, self._fleet_log, name)
         self._check_leftovers(life, state)
@@ -174,17 +175,8 @@ class Programs:
         state = life.folder / "device"
         shutil.copytree(self._first, state)
         image = next((self._images / "0").iterdir())
-        arguments = (
-            "edge_client.cli",
-            "predict",
-            "--json",
-            str(image),
-            "--state",
-            str(state),
-            "--threads",
-            "1",
-        )
-        self._read(life, arguments, expected='"label": ')
+        options = ("--json", str(image), "--state", str(state), "--threads", "1")
+        self._read(life, ("edge_client.cli", "predict", *options), expected='"label": ')
 
     def _status(self, life: Life) -> None:
         """Show the fleet's status."""
@@ -193,15 +185,7 @@ class Programs:
         self._read(life, ("aggregator.cli", "status", "--state", str(state)), expected="first")
 
     def _read(self, life: Life, arguments: tuple[str, ...], *, expected: str) -> None:
-        program = life.start(*arguments)
-        life.wait(program)
-        life.detach()
-        life.judge_end(program.status)
-        if program.status != 0:
-            life.log.unlink(missing_ok=True)
-            again = life.restart(*arguments)
-            life.wait(again)
-            life.check(again.status == 0, f"exit status {again.status} after the restart")
+        life.run(*arguments, before_restart=lambda: life.log.unlink(missing_ok=True))
         life.check(expected in life.log.read_text(), f"not printed: {expected}")
 
     def _enroll(self, life: Life) -> None:
@@ -213,14 +197,16 @@ class Programs:
         program = life.start(*arguments)
         life.wait(program)
         life.detach()
-        life.judge_end(program.status)
+        life.judge_end(program.returncode)
         complete = out.is_dir() and names_of(out) == ENROLLED
         life.check(complete or not out.exists(), "an incomplete enrollment folder")
-        if program.status != 0:
+        if program.returncode != 0:
             again = life.restart(*arguments)
             life.wait(again)
             was_enrolled = complete and "shed is already enrolled" in life.log.read_text()
-            life.check(again.status == 0 or was_enrolled, f"exit status {again.status} of the next attempt")
+            life.check(
+                again.returncode == 0 or was_enrolled, f"exit status {again.returncode} of the next attempt"
+            )
         self._check_enrollment(life, state, out)
 
     def _check_enrollment(self, life: Life, state: Path, out: Path) -> None:
@@ -258,27 +244,27 @@ class Programs:
         """Let the aggregator serve the devices until their end, and start it again if it ends before."""
 
         def served() -> bool:
-            return all(device.status is not None for device in devices)
+            return all(device.returncode is not None for device in devices)
 
         life.wait(program, served)
         life.detach()
         self._stop(life, program)
-        life.judge_end(program.status)
-        if program.status != 0:  # a fault may have reached it as late as its last moments
+        life.judge_end(program.returncode)
+        if program.returncode != 0:  # a fault may have reached it as late as its last moments
             life.age_temporary_files()
             started = life.logged(CONNECTED)
             program = life.restart(*arguments)
             life.wait(program, lambda: served() and life.logged(CONNECTED) > started)
             self._stop(life, program)
-            life.check(program.status == 0, f"exit status {program.status} on SIGTERM")
-        life.check([device.status for device in devices] == [0, 0], "the devices do not have the head")
+            life.check(program.returncode == 0, f"exit status {program.returncode} on SIGTERM")
+        life.check([device.returncode for device in devices] == [0, 0], "the devices do not have the head")
         for device in devices:
-            device.send(signal.SIGKILL)
+            device.kill()
 
     @staticmethod
     def _stop(life: Life, program: Program) -> None:
-        program.send(signal.SIGTERM)
-        life.check(program.wait(120) is not None, "does not end on SIGTERM")
+        program.terminate()
+        life.check(program.ended.wait(120), "does not end on SIGTERM")
 
     def _check_heads(self, life: Life, state: Path, heads: list[str]) -> None:
         with closing(open_store(state, read_only=True)) as store:
@@ -316,3 +302,73 @@ def read_device(state: Path) -> Joined:
     report, head = status["report"] or {"classes": []}, status["head"]
     prototypes = sum(len(each["counts"]) for each in report["classes"])
     return Joined(status["received"], prototypes, head["head"].hex() if head else "")
+
+
+Calls = Mapping[str, Mapping[str, list[int]]]
+"""By program and system call, the numbers of the calls on the program's files in a life without a fault."""
+
+PARALLEL_LIVES = 4
+"""Most of the time they wait."""
+
+
+def count_calls(programs: Programs, names: Iterable[str]) -> Calls:
+    """Run one life of each program without a fault; raises AssertionError if it violates the invariant."""
+    counted = {}
+    for name in names:
+        life = programs.live(name)
+        assert not life.outcome.violations, f"without a fault, {name}: {life.outcome}"
+        counted[name] = life.calls()
+        life.delete()
+    return counted
+
+
+def plan(calls: Calls, *, seed: int) -> list[Injection]:
+    """Return all injections in an order in which every beginning has each program, call and fault alike."""
+    rng = random.Random(seed)
+    kinds: dict[tuple[str, str, str], list[Injection]] = {}
+    for program, by_call in calls.items():
+        for call, numbers in by_call.items():
+            for fault in faults_of(call):
+                ordered = [Injection(program, call, fault, when) for when in numbers]
+                rng.shuffle(ordered)
+                kinds[program, call, fault] = ordered
+    found = []
+    for row in itertools.zip_longest(*kinds.values()):
+        present = [injection for injection in row if injection]
+        rng.shuffle(present)
+        found += present
+    return found
+
+
+def run_all(programs: Programs, injections: Iterable[Injection]) -> Iterator[tuple[Injection, Outcome]]:
+    """Run a life for each injection, several at a time; yields the outcomes as they come."""
+    with ThreadPoolExecutor(PARALLEL_LIVES) as pool:
+        futures = {pool.submit(programs.live, each.program, each): each for each in injections}
+        try:
+            for future in as_completed(futures):
+                yield futures[future], future.result().outcome
+        except BaseException:
+            programs.server.abandon()  # else the pool waits for all lives that have begun
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def rows_of(calls: Calls, outcomes: Iterable[tuple[Injection, Outcome]]) -> list[InjectionRow]:
+    """Return a row for each program and call; lives in which no fault was met are not counted."""
+    lives: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    for injection, outcome in outcomes:
+        counter = lives[injection.program, injection.call]
+        counter[injection.fault] += outcome.injected > 0
+        counter["lost"] += bool(outcome.violations)
+    rows = [
+        InjectionRow(
+            program,
+            call,
+            len(numbers),
+            *(lives[program, call][fault] for fault in (*INJECTED, "lost")),
+        )
+        for program, by_call in calls.items()
+        for call, numbers in sorted(by_call.items())
+    ]
+    return [row for row in rows if row.lives]

@@ -12,10 +12,8 @@ import pytest
 
 from tests.support.network import brokers
 from tests.support.network.brokers import free_address, needs_mosquitto, require_mosquitto
-from tests.support.strace import unavailable
-from tests.system.injection.loop import Calls, count_calls, plan, rows_of, run_all
-from tests.system.injection.programs import PROGRAMS, Programs
-from tests.system.injection.strace import Injection, faults_of, injected, is_below
+from tests.system.injection.programs import PROGRAMS, Calls, Programs, count_calls, plan, rows_of, run_all
+from tests.system.injection.strace import Injection, faults_of, injected, is_below, unavailable
 
 SEED = 20261122
 LIVES = {

@@ -2,7 +2,6 @@
 
 import random
 import re
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -17,10 +16,9 @@ from protocol.errors import ProtofleetError
 from tests.support.fleets.fleet import write_digits, write_task
 from tests.support.fleets.fork_server import ForkServer
 from tests.support.network.brokers import Mosquitto, free_address, require_mosquitto
-from tests.support.strace import unavailable
 from tests.system.injection.programs import CLASSES, TASK, aggregator_arguments, device_arguments
-from tests.system.power_loss.disk import Disk
-from tests.system.power_loss.recording import Recording, read_recording, record
+from tests.system.injection.strace import unavailable
+from tests.system.power_loss.disk import Disk, Recording, read_recording, record
 
 STATES = 150
 """States of each program's disk, at random calls of its life."""
@@ -60,7 +58,7 @@ def lives(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Life]:
             programs[name].resume()
         for name in ("one", "two"):
             assert programs[name].wait(150) == 0, (root / f"{name}.log").read_text()
-        programs["aggregator"].send(signal.SIGTERM)
+        programs["aggregator"].terminate()
         assert programs["aggregator"].wait(60) == 0
         for recorder in recorders:
             recorder.detach()

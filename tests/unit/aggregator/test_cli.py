@@ -21,8 +21,7 @@ from protocol.storage.keyfile import read_key
 from protocol.wire.signing import public_key
 from tests.support.databases.postgresql import PostgreSQL
 from tests.support.fleets.aggregator_process import PROGRAM, run_aggregator, write_task
-from tests.support.fleets.closed_fleet import FLEET, ClosedFleet
-from tests.support.fleets.doctors import findings, statuses
+from tests.support.fleets.closed_fleet import FLEET, ClosedFleet, findings, statuses
 from tests.support.graphs.backbones import tiny_backbone
 from tests.support.messages.submissions import SERVED
 from tests.support.network.brokers import Mosquitto, free_address, needs_mosquitto

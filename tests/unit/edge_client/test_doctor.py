@@ -16,8 +16,7 @@ from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.wire.topics import device_topic
 from tests.support.devices.device_bench import HeadBench
 from tests.support.devices.device_factory import write_images
-from tests.support.fleets.closed_fleet import FLEET, ClosedFleet
-from tests.support.fleets.doctors import Findings, findings, publish_task, statuses
+from tests.support.fleets.closed_fleet import FLEET, ClosedFleet, Findings, findings, publish_task, statuses
 from tests.support.network.brokers import Mosquitto, free_address, needs_mosquitto
 
 DEVICE = "shed-1"

@@ -7,8 +7,7 @@ pytest.importorskip(
 )  # before the imports of it; a hook of tests/conftest.py gets no report of this file
 
 from export.to_onnx import to_onnx
-from tests.support.graphs.onnx_exporter import operators_are_listed_once
-from tests.support.graphs.torch_networks import described, tiny_network
+from tests.support.graphs.torch_networks import described, operators_are_listed_once, tiny_network
 
 __all__ = ["operators_are_listed_once"]
 

@@ -14,7 +14,7 @@ from aggregator.algorithms.algorithm import ABSENT_LOGIT, Contribution
 from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.algorithms.fedpcl_step import contrast
 from aggregator.graphs.tracing import to_torch
-from tests.support.messages.contributions import uploaded
+from tests.support.messages.prototype_sets import uploaded
 
 
 def small(**settings: object) -> FedPCL:

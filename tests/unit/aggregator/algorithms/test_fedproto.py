@@ -22,8 +22,8 @@ from aggregator.graphs.tracing import to_torch
 from aggregator.storage.blobs import FolderBlobs
 from aggregator.training.head_job import run
 from protocol.errors import ProtofleetError
-from tests.support.messages.contributions import uploaded
 from tests.support.messages.jobs import head_job
+from tests.support.messages.prototype_sets import uploaded
 from tests.support.messages.submissions import submission
 
 SETTINGS = FPL(projection_size=4, tau=0.02, regularization=0.7)

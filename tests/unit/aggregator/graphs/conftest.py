@@ -2,6 +2,6 @@ import pytest
 
 pytest.importorskip("torch")
 
-from tests.support.graphs.onnx_exporter import operators_are_listed_once
+from tests.support.graphs.torch_networks import operators_are_listed_once
 
 __all__ = ["operators_are_listed_once"]

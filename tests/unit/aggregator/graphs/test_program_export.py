@@ -30,7 +30,7 @@ from protocol.errors import ProtofleetError
 from protocol.models.onnx_metadata import GraphMetadata, HeadMetadata, read_metadata
 from tests.support.graphs.exported_graphs import exported
 from tests.support.graphs.heads import head_metadata
-from tests.support.graphs.parity import check_all_cases
+from tests.support.graphs.torch_networks import check_all_cases
 
 ROLES = ("init", "step", "project", "head")
 L, C, D = 12, 4, 8

@@ -36,6 +36,7 @@ from tests.support.fleets.aggregator_process import (
     IN_ROUNDS,
     MAX_BYTES,
     PATIENT,
+    Cluster,
     Device,
     aggregator,
     key_of,
@@ -44,7 +45,6 @@ from tests.support.fleets.aggregator_process import (
     spoil,
     write_task,
 )
-from tests.support.fleets.receivers import Cluster
 from tests.support.messages.manifests import signed_manifest
 from tests.support.messages.submissions import MANIFEST, device_info, evaluation, round_submission, submission
 from tests.support.network.brokers import mosquitto, needs_mosquitto

@@ -16,8 +16,7 @@ from aggregator.storage.schema import MIGRATIONS
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import SigningKey
 from protocol.errors import ConfigError, NotLeader, StateError
-from tests.support.databases.postgresql import PostgreSQL
-from tests.support.databases.proxy import DatabaseProxy, Fault
+from tests.support.databases.postgresql import DatabaseProxy, Fault, PostgreSQL
 from tests.support.machine_faults import fill, small_disk
 
 

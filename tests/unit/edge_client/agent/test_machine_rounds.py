@@ -14,8 +14,7 @@ from edge_client.agent.state import Mode, State
 from edge_client.agent.state_machine import step
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import Frame, Reason, Receipt
-from tests.support.simulation.fleet import item_of
-from tests.support.simulation.rounds import (
+from tests.support.simulation.fleet import (
     BACKBONE,
     GRAPHS,
     MANIFEST,
@@ -23,6 +22,7 @@ from tests.support.simulation.rounds import (
     TASK,
     TENSORS,
     RoundsWorld,
+    item_of,
     round_manifest,
 )
 

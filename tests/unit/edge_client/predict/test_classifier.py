@@ -48,7 +48,7 @@ from tests.support.devices.device_factory import (
 )
 from tests.support.graphs import step_graphs
 from tests.support.graphs.backbones import changed
-from tests.system.attacks.malicious_graphs import infinite_loop
+from tests.support.graphs.hostile_graphs import infinite_loop
 
 
 def answers(of: Classifier, paths: list[Path], *, top: int) -> list[Prediction]:

@@ -23,7 +23,7 @@ from protocol.errors import ConfigError
 from protocol.mqtt.tls import BrokerAddress
 from tests.support.devices.device_bench import CONSTANT, HeadBench
 from tests.support.devices.device_factory import noise
-from tests.support.network.http_requests import request
+from tests.support.network.sessions import request
 
 MAX_BYTES = 100_000
 

@@ -31,7 +31,7 @@ from protocol.mqtt.tls import BrokerAddress
 from tests.support.devices.device_bench import HeadBench
 from tests.support.devices.device_factory import CLASSES, tiny, write_images
 from tests.support.devices.review_folder import TOKEN, ReviewFolder, head_file, review_folder, review_page
-from tests.support.network.http_requests import request
+from tests.support.network.sessions import request
 
 
 @pytest.fixture

@@ -25,12 +25,7 @@ from edge_client.runtime.session import Provider, open_session
 from protocol.errors import BackboneMismatch, GraphRefused, ProtofleetError, StateError
 from protocol.models.onnx_metadata import BackboneMetadata, read_metadata, to_properties
 from tests.support.graphs.backbones import EDGE, changed, tiny_backbone, without_metadata
-from tests.support.graphs.hostile_backbones import (
-    dropout,
-    fails_on_white,
-    never_ends_on_white,
-    random_features,
-)
+from tests.support.graphs.hostile_graphs import dropout, fails_on_white, never_ends_on_white, random_features
 
 
 @pytest.mark.skipif(

@@ -25,7 +25,7 @@ from protocol.wire.codec import digest_of
 from protocol.wire.messages import Evaluation, HeadManifest, HeadRef
 from tests.support.devices.device_bench import CONSTANT, HeadBench, RoundsBench
 from tests.support.devices.device_factory import linear_head, make_manifest
-from tests.support.graphs.hostile_backbones import always_fails, fails_on_white
+from tests.support.graphs.hostile_graphs import always_fails, fails_on_white
 from tests.support.machine_faults import full_disk
 from tests.support.simulation.fleet import reference
 

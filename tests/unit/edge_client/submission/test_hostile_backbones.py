@@ -25,7 +25,7 @@ from protocol.wire.codec import digest_of, to_array
 from protocol.wire.messages import BlobRef, Submission
 from tests.support.devices.worker_benches import PrivateBench, without_privacy
 from tests.support.graphs.backbones import tiny_backbone
-from tests.support.graphs.hostile_backbones import fails_on_white, flips_on_white, remembers_white
+from tests.support.graphs.hostile_graphs import fails_on_white, flips_on_white, remembers_white
 
 
 def _bench(

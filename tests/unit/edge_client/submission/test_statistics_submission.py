@@ -30,7 +30,7 @@ from protocol.wire.messages import Perturbation, Statistics, Submission, TaskMan
 from tests.support.devices.device_factory import PROGRAM, TINY, make_manifest, make_workspace, write_images
 from tests.support.devices.round_factory import stored
 from tests.support.devices.worker_benches import PrivateBench
-from tests.support.graphs.feature_maps import NEGATED, map_graph, mapped
+from tests.support.graphs.step_graphs import NEGATED, map_graph, mapped
 
 TASK = b"t" * 32
 SINGLE = {"batch_size": 1, "min_images": 1, "algorithm": "statistics"}

@@ -38,8 +38,7 @@ from protocol.mqtt.tls import (
     readable_by_others,
     warnings,
 )
-from tests.support.network.brokers import free_address, mosquitto, needs_mosquitto
-from tests.support.network.certificates import Certificates
+from tests.support.network.brokers import Certificates, free_address, mosquitto, needs_mosquitto
 from tests.support.network.sessions import leaked, listening, refusal, running
 
 pytestmark = pytest.mark.usefixtures("short_pauses")

@@ -1,4 +1,4 @@
-"""`python -m benchmarks accuracy drift`: distorted and foreign images that the drift score finds."""
+"""`python -m research drift`: distorted and foreign images that the drift score finds."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,21 +1,204 @@
 """`python -m benchmarks accuracy which`: every algorithm with its defaults on the same fleets."""
 
 import json
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 import click
 import msgspec
 import numpy as np
+import torch
+from msgspec import structs
 
-from benchmarks.accuracy.which.methods import FEDTC, NAMES, Trained, train_all
-from benchmarks.accuracy.which.scenarios import FASHION, SCENARIOS, Domains
-from benchmarks.data.domains import load_domains
-from benchmarks.options import repeated
+from aggregator.algorithms.algorithm import RoundAlgorithm
+from aggregator.algorithms.fedpcl import FedPCL
+from aggregator.algorithms.fedproto import FedProto
+from aggregator.algorithms.fedtc.train_head import FedTC
+from aggregator.algorithms.fpl import FPL
+from aggregator.algorithms.hierarchical import Hierarchical
+from aggregator.algorithms.layers import log_prior
+from aggregator.config.schema import Client as ClientSettings
+from benchmarks.accuracy import baselines
+from benchmarks.data.domains import feature_shift, load_domains, planned, shifted, unequal
+from benchmarks.data.images import DIGITS
+from benchmarks.options import repeated, resume_option
 from benchmarks.report import Table, commit, json_option, write_json
-from protofleet.simulation.algorithms import Logits
+from protofleet.simulation import algorithms
+from protofleet.simulation.algorithms import SEED, Logits
 from protofleet.simulation.fleet import Client, Features
+
+FEDTC = "fedtc"
+STATISTICS = "statistics"
+SINGLE_IMAGES = "statistics, `batch_size = 1`"
+ALONE = "each device alone"
+ALL_FEATURES = "all features in one place"
+
+IN_ROUNDS: tuple[RoundAlgorithm, ...] = (Hierarchical(), FedPCL(), FPL(), FedProto())
+
+NAMES = (
+    *(FEDTC, STATISTICS, SINGLE_IMAGES),
+    *(algorithm.name for algorithm in IN_ROUNDS),
+    *(ALONE, ALL_FEATURES),
+)
+"""Rows of the tables, in their order; before a comma, the algorithm's name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained(algorithms.Trained):
+    """The heads that an algorithm makes for a fleet, and their cost."""
+
+    with_prior: Logits = ()
+    """As `logits`, with the class prior of the client's own images; empty if the client's training has it anyway."""
+
+
+def train_all(
+    clients: Sequence[Client], *, classes: int, prior: bool, names: Collection[str] = NAMES
+) -> Iterator[tuple[str, Trained]]:
+    """Yield what each algorithm makes of a fleet, by its name in tables; all clients have the same test images.
+
+    Without `prior` there is no `with_prior` of an algorithm that would have to train again for it.
+    """
+    if FEDTC in names:
+        yield FEDTC, _one_head(algorithms.train_prototypes(FedTC(), clients), clients)
+    for name, batch_size in ((STATISTICS, ClientSettings().batch_size), (SINGLE_IMAGES, 1)):
+        if name in names:
+            yield name, _one_head(algorithms.train_statistics(clients, batch_size=batch_size), clients)
+    for algorithm in IN_ROUNDS:
+        if algorithm.name in names:
+            yield algorithm.name, _rounds(algorithm, clients, classes=classes, prior=prior)
+    if ALONE in names:
+        yield ALONE, _alone(clients, classes=classes)
+    if ALL_FEATURES in names:
+        yield ALL_FEATURES, _one_head(algorithms.train_in_one_place(clients), clients)
+
+
+def _rounds(algorithm: RoundAlgorithm, clients: Sequence[Client], *, classes: int, prior: bool) -> Trained:
+    trained = algorithms.train_rounds(algorithm, clients, classes=classes)
+    with_prior: Logits = ()
+    if isinstance(algorithm, FPL):
+        with_prior = _add_prior(trained.logits, clients)
+    elif isinstance(algorithm, Hierarchical | FedPCL) and prior:
+        with_prior = algorithms.train_rounds(
+            structs.replace(algorithm, prior=True), clients, classes=classes
+        ).logits
+    return Trained(**vars(trained), with_prior=with_prior)
+
+
+def _alone(clients: Sequence[Client], *, classes: int) -> Trained:
+    started_s = time.process_time()
+    recipe = baselines.ALONE_DEEPER if clients[0].normalized else baselines.ALONE
+    logits = baselines.alone_logits(clients, recipe, classes=classes, seed=SEED)
+    return Trained(logits=logits, seconds=time.process_time() - started_s)
+
+
+def _one_head(trained: algorithms.Trained, clients: Sequence[Client]) -> Trained:
+    """Return the result of an algorithm that makes one head for all clients."""
+    return Trained(**vars(trained), with_prior=_add_prior(trained.logits, clients))
+
+
+def _add_prior(logits: Logits, clients: Sequence[Client]) -> Logits:
+    """Add the logarithm of each class's share of a client's images to the client's logits."""
+    classes = logits[0].shape[1]
+    counts = [np.bincount(client.train_labels, minlength=classes) for client in clients]
+    priors = [log_prior(torch.from_numpy(count).float()).numpy() for count in counts]
+    return [mine + prior for mine, prior in zip(logits, priors, strict=True)]
+
+
+FASHION = "fashion_mnist"
+
+Domains = Mapping[str, Features]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """A kind of fleet."""
+
+    title: str
+    text: str
+    """The devices and their images."""
+    shift: str
+    """The difference between devices: "none", "label" or "feature"."""
+    domains: tuple[str, ...]
+    clients: Callable[[Domains, int], list[Client]]
+    """Makes the clients, by the domains' features and the seed."""
+
+
+def _alike(devices: int, images: int) -> Callable[[Domains, int], list[Client]]:
+    plan = {FASHION: (devices, images)}
+    return lambda domains, seed: unequal(domains, plan, rng=np.random.default_rng(seed), validation=False)
+
+
+def _by_label(per_class: int) -> Callable[[Domains, int], list[Client]]:
+    return lambda domains, seed: shifted(
+        domains, "label", per_class=per_class, clients=10, concentration=0.1, seed=seed, label_domain=FASHION
+    )
+
+
+def _by_domain(per_class: int) -> Callable[[Domains, int], list[Client]]:
+    return lambda domains, seed: feature_shift(
+        domains, per_class=per_class, rng=np.random.default_rng(seed), validation=False
+    )
+
+
+SCENARIOS: Mapping[str, Scenario] = MappingProxyType(
+    {
+        "alike-few": Scenario(
+            title="Like devices, few images",
+            text="10 devices with 100 random images of Fashion-MNIST each, about 10 of each class.",
+            shift="none",
+            domains=(FASHION,),
+            clients=_alike(10, 100),
+        ),
+        "alike-many": Scenario(
+            title="Like devices, many images",
+            text="3 devices with 1,000 random images of Fashion-MNIST each, about 100 of each class.",
+            shift="none",
+            domains=(FASHION,),
+            clients=_alike(3, 1000),
+        ),
+        "label-few": Scenario(
+            title="Different classes, few images",
+            text="10 devices share 100 images of each class of Fashion-MNIST in shares drawn from a Dirichlet "
+            "distribution (0.1): 12 to 271 images of one to seven classes.",
+            shift="label",
+            domains=(FASHION,),
+            clients=_by_label(10),
+        ),
+        "label-many": Scenario(
+            title="Different classes, many images",
+            text="The same with 200 images of each class: up to 199 images of a class on a device.",
+            shift="label",
+            domains=(FASHION,),
+            clients=_by_label(20),
+        ),
+        "domain-few": Scenario(
+            title="A domain for each device, few images",
+            text="One device each on MNIST, USPS, MNIST-M and scikit-learn's digits, with 10 images of each class.",
+            shift="feature",
+            domains=DIGITS,
+            clients=_by_domain(10),
+        ),
+        "domain-many": Scenario(
+            title="A domain for each device, many images",
+            text="The same with 40 images of each class.",
+            shift="feature",
+            domains=DIGITS,
+            clients=_by_domain(40),
+        ),
+        "domains": Scenario(
+            title="Several devices in each domain",
+            text="20 devices on the same four domains, 3 with 40 images, 7 with 20, 6 with 80 and 4 with 20 "
+            "(`python -m research fpl --data digits`).",
+            shift="feature",
+            domains=DIGITS,
+            clients=lambda domains, seed: planned("digits", domains, seed=seed, validation=False),
+        ),
+    }
+)
+
 
 BACKBONE, IMAGE_SIZE = "mobilenetv2_100", 96
 IMAGES = 2000
@@ -58,11 +241,7 @@ class Run:
 @repeated("--algorithm", "algorithms", type=click.Choice(ALGORITHMS), default=ALGORITHMS)
 @click.option("--layers", metavar="LAYER,...", default="", help="Blocks of the backbone.  [default: last]")
 @repeated("--seed", "seeds", type=int, default=(0, 1, 2), help="Of the devices' images; may be repeated.")
-@click.option(
-    "--resume",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="File that --json wrote earlier: its runs are not repeated, and are in the tables and in the new file.",
-)
+@resume_option
 @json_option
 def command(
     *,

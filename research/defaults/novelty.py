@@ -1,4 +1,4 @@
-"""`python -m benchmarks accuracy novelty`: images of no known class, by the novelty of the head and by other scores."""
+"""`python -m research novelty`: images of no known class, by the novelty of the head and by other scores."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

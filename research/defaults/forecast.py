@@ -1,4 +1,4 @@
-"""`python -m benchmarks accuracy forecast`: whether twice as many images bring what the status promises."""
+"""`python -m research forecast`: whether twice as many images bring what the status promises."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,1 +1,0 @@
-"""Every algorithm with its defaults on the same fleets."""
