@@ -13,7 +13,8 @@ from aggregator.coordination import round_state, rounds
 from aggregator.storage.devices import REVOKED
 from aggregator.storage.heads import CALIBRATED_FROM, HeadRecord
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import NextHead, SumLists, with_total
+from aggregator.storage.stored_values import NextHead
+from aggregator.storage.sum_lists import SumLists, put_sums, sums_of, with_total
 from aggregator.tasks.task_preparation import Task
 from aggregator.training.jobs import (
     TOTAL_FILE,
@@ -38,9 +39,9 @@ def has_half_memory(failures: int) -> bool:
     return failures >= FULL_MEMORY_TRAININGS
 
 
-def _noisy_sums_job(shared: Mapping[str, Any], lists: SumLists | None) -> NoisySumsJob:
+def _noisy_sums_job(shared: Mapping[str, Any], lists: SumLists) -> NoisySumsJob:
     """Return the job on the fleet's sums; with a second operator on its newest list and the total of the others."""
-    if lists is None or lists.task.hex() != shared["task"] or lists.pending is None:
+    if lists.pending is None:
         return NoisySumsJob(**shared)
     masked = {"members": lists.pending.members, "masks": lists.pending.masks, "total": lists.total}
     return NoisySumsJob(**{**shared, **masked}, devices=len(lists.devices))
@@ -121,7 +122,7 @@ def job_of(
         "has_novelty": task.calibrates,
     }
     if task.manifest.differential_privacy is not None:
-        return _noisy_sums_job(shared, store.facts.get(SumLists))
+        return _noisy_sums_job(shared, sums_of(store.facts, task.digest))
     if (rows := task.feature_map) is not None:
         return StatisticsJob(
             **shared,
@@ -179,11 +180,10 @@ def store_head(
         warning=result.warning,
         limited=tuple(" ".join(filter(None, each)) for each in result.counting.limited),
     )
-    lists = store.facts.get(SumLists) if isinstance(job, NoisySumsJob) and job.masks else None
-    total = store.put_file(folder / TOTAL_FILE) if lists is not None else None
+    total = store.put_file(folder / TOTAL_FILE) if isinstance(job, NoisySumsJob) and job.masks else None
     with store.transaction():
-        if lists is not None and total is not None:
-            store.facts.put(with_total(lists, total.digest))
+        if total is not None:
+            put_sums(store.facts, with_total(sums_of(store.facts, task.digest), total.digest))
         if not store.next_head(record.task, record.version).members:
             raise StateError(f"a submission that head {record.version} is made of was deleted")
         store.heads.add(record)

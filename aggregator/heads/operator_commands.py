@@ -10,7 +10,8 @@ from aggregator.heads.next_head import delete_members
 from aggregator.storage.devices import REVOKED, ForgottenDevice
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import NextHead, ServedTask, SumLists, is_in_sum
+from aggregator.storage.stored_values import NextHead, ServedTask
+from aggregator.storage.sum_lists import is_in_sum, sums_of_tasks
 from protocol.errors import ConfigError
 
 OUTCOME_TIMEOUT_S = 10.0
@@ -95,8 +96,7 @@ def forget(store: Store, device: str) -> list[str]:
         ConfigError: nothing of the device is stored.
         StateError: the state cannot be written.
     """
-    lists = store.facts.get(SumLists)
-    if lists is not None and is_in_sum(lists, device):
+    if any(is_in_sum(lists, device) for lists in sums_of_tasks(store.facts).values()):
         raise ConfigError(
             f"the submission of {device} is in a sum that a second operator has opened or is asked for: it cannot be "
             "taken out. A new task is without the device; revoke it, so that it submits no more"

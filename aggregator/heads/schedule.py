@@ -25,7 +25,8 @@ from aggregator.heads.next_head import (
 from aggregator.heads.sum_lists import SecondOperatorLists
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import NextHead, TrainingProgress, UnusedBytes, is_in_sum
+from aggregator.storage.stored_values import NextHead, TrainingProgress, UnusedBytes
+from aggregator.storage.sum_lists import is_in_sum
 from aggregator.tasks.manifests import round_manifest, second_operator_of
 from aggregator.tasks.restoration import LostSubmissions, Restoration
 from aggregator.tasks.retention import delete_carried_submissions, delete_unneeded_blobs

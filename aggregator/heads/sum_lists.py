@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from aggregator.coordination.round_state import Entry
 from aggregator.intake.validation import read_message
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import PendingList, SumLists
+from aggregator.storage.sum_lists import PendingList, SumLists, put_sums, sums_of
 from aggregator.tasks.task_preparation import Task
 from protocol.errors import BadSignature, MalformedMessage, StateError
 from protocol.log import event
@@ -61,8 +61,7 @@ class SecondOperatorLists:
 
     @property
     def stored(self) -> SumLists:
-        found = self._store.facts.get(SumLists)
-        return SumLists(self._task.digest) if found is None or found.task != self._task.digest else found
+        return sums_of(self._store.facts, self._task.digest)
 
     def is_open(self, members: Mapping[str, Entry]) -> bool:
         """Return True if the masks of a list that no head has are opened; otherwise make one of what is new.
@@ -96,7 +95,7 @@ class SecondOperatorLists:
                 requested_s=time.time(),
             )
             lists = replace(lists, pending=pending)
-            self._store.facts.put(lists)
+            put_sums(self._store.facts, lists)
             event(log, logging.INFO, "sum requested from the second operator", devices=len(chosen))
         self._due_s = 0.0
         return lists.pending is not None and bool(lists.pending.masks)
@@ -140,10 +139,10 @@ class SecondOperatorLists:
             return False
         if problem := reply.problem or self._problem_of(reply):
             event(log, logging.ERROR, "the second operator opens no sum", reason=problem)
-            self._store.facts.put(replace(lists, pending=replace(pending, problem=problem)))
+            put_sums(self._store.facts, replace(lists, pending=replace(pending, problem=problem)))
             return False
         masks = self._store.blobs.put(complete).hex()
-        self._store.facts.put(replace(lists, pending=replace(pending, masks=masks, problem="")))
+        put_sums(self._store.facts, replace(lists, pending=replace(pending, masks=masks, problem="")))
         event(log, logging.INFO, "sum opened by the second operator", devices=len(pending.members))
         return True
 

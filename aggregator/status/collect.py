@@ -37,6 +37,7 @@ from aggregator.storage.stored_values import (
     UploadTokens,
 )
 from aggregator.storage.submissions import SubmissionRecord
+from aggregator.storage.sum_lists import SumLists, sums_of_tasks
 from protocol.cli import counted
 from protocol.statistics.balanced_accuracy import balanced_accuracy
 from protocol.storage.blobstore import file_digest
@@ -53,6 +54,19 @@ def collect_status(store: Store) -> model.Status:
     with store.database.snapshot():
         status = _collect(store)
     return replace(status, attention=attention_of(status))
+
+
+def _sums(lists: SumLists | None) -> model.Sums | None:
+    if lists is None:
+        return None
+    pending = lists.pending
+    return model.Sums(
+        lists=lists.count,
+        devices=len(lists.devices),
+        requested=len(pending.members) if pending else 0,
+        requested_s=pending.requested_s if pending else None,
+        problem=pending.problem if pending else "",
+    )
 
 
 def _intake(own: IntakeStatus, receivers: Iterable[ReceiverRecord]) -> IntakeStatus:
@@ -106,6 +120,7 @@ def _collect(store: Store) -> model.Status:
         rate_limited_until_s=limited_until_s(store, task, served.limits),
         collection_problem=_collection_problem(state, settings),
         quotas=_quotas(store, served.limits),
+        sums=_sums(sums_of_tasks(store.facts).get(task.hex())),
         round=_round(state, settings),
         rollout=_rollout(
             used,

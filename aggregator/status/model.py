@@ -205,6 +205,16 @@ class Quotas(msgspec.Struct, frozen=True, kw_only=True):
     ]
 
 
+class Sums(msgspec.Struct, frozen=True, kw_only=True):
+    """Sums that a second operator has opened."""
+
+    lists: Annotated[int, Meta(description="Lists of devices whose sums are in the newest head.")]
+    devices: Annotated[int, Meta(description="Their devices.")]
+    requested: Annotated[int, Meta(description="Devices of the list whose sum is requested; 0 for none.")]
+    requested_s: Annotated[UnixSeconds | None, Meta(description="Since when.")]
+    problem: Annotated[str, Meta(description="Why the second operator has not opened it; or empty.")]
+
+
 class Attention(msgspec.Struct, frozen=True):
     """A condition that needs an operator."""
 
@@ -282,6 +292,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
         Meta(description="Why the enrolled devices are too few for the open collection or round; or empty."),
     ]
     quotas: Quotas
+    sums: Annotated[Sums | None, Meta(description="Null for a task without a second operator.")]
     round: Annotated[Round | None, Meta(description="Null for a task without rounds.")]
     rollout: Rollout
     devices: tuple[Device, ...]

@@ -110,6 +110,9 @@ def _above(status: Status) -> Iterator[tuple[str, ...]]:
         yield "root key", status.root_key
     if quotas := [text for _, text in usages(status.quotas)]:
         yield "quotas", ", ".join(quotas)
+    if (sums := status.sums) is not None:
+        what = f"{counted(sums.lists, 'list')} of {counted(sums.devices, 'device')} opened by the second operator"
+        yield "sums", f"{what}, {sums.requested} devices requested"
     if status.receivers:
         yield "receivers", "; ".join(map(_receiver, status.receivers))
 

@@ -10,6 +10,9 @@ from protocol.wire.messages import DRIFT_LIMIT
 SHOWN = 5
 """Names in a text."""
 
+WAIT_S = 600.0
+"""Seconds without an answer of the second operator after which that is reported."""
+
 
 def summary_of(status: Status) -> Summary:
     current = next((head for head in status.heads if head.version == status.rollout.current), None)
@@ -54,6 +57,13 @@ def _of_aggregator(status: Status) -> Iterator[Attention]:
 def _of_training(status: Status) -> Iterator[Attention]:
     if status.collection_problem:
         yield Attention("warning", "too few devices", status.collection_problem)
+    if (sums := status.sums) is not None and sums.requested_s is not None:
+        text = f"of {counted(sums.requested, 'device')}, requested at {_clock(sums.requested_s)}"
+        if sums.problem:
+            yield Attention("error", "sum not opened", f"{text}: the second operator: {sums.problem}")
+        elif time.time() > sums.requested_s + WAIT_S:
+            advice = "see that `protofleet-sums run` runs and reaches the broker"
+            yield Attention("warning", "waiting for the second operator", f"{text}: {advice}")
     if (failed := status.failed_training) is not None:
         times = f"{counted(failed.failures, 'time')}, last at {_clock(failed.failed_s)}"
         half = " with half the memory" if failed.half_memory else ""

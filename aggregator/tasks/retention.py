@@ -10,7 +10,7 @@ from aggregator.coordination.round_state import still_counts
 from aggregator.storage.blobs import FolderBlobs
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import SumLists, blobs_of_lists
+from aggregator.storage.sum_lists import blobs_of_lists, sums_of_tasks
 from aggregator.tasks.graph_cache import known_graphs
 from aggregator.tasks.task_preparation import Task
 
@@ -47,7 +47,7 @@ def needed_blobs(task: Task, store: Store) -> set[bytes]:
         | {entry.digest for entry in (state.training or {}).values()}
         | store.submissions.digests_of_other_tasks(task.digest)
         | store.jobs.blobs()
-        | blobs_of_lists(store.facts.get(SumLists) or SumLists(task.digest))
+        | {digest for lists in sums_of_tasks(store.facts).values() for digest in blobs_of_lists(lists)}
     )
 
 

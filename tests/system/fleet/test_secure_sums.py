@@ -13,7 +13,7 @@ import pytest
 from aggregator.heads.operator_commands import forget
 from aggregator.intake.validation import read_message
 from aggregator.storage.open_store import open_store
-from aggregator.storage.stored_values import SumLists
+from aggregator.storage.sum_lists import sums_of
 from protocol.errors import ConfigError
 from protocol.statistics.noisy_sums import UNITS, deviations
 from protocol.wire.codec import decode, to_array
@@ -83,8 +83,7 @@ def test_head_is_of_the_sum_that_two_operators_open(fleet: Fleet, tmp_path: Path
     assert summary["heads"][0]["metrics"]["onnx_max_difference"] <= 1e-4
     assert summary["refusals"] == []
     with closing(open_store(fleet.aggregator_state)) as store:
-        lists = store.facts.get(SumLists)
-        assert lists is not None
+        lists = sums_of(store.facts, store.served_task().digest)
         assert (lists.count, len(lists.devices), lists.pending) == (1, DEVICES, None)
         data = store.blobs.read(bytes.fromhex(lists.total))
         total = to_array(decode(data, Tensors, max_bytes=len(data)).values["total"]).view(np.int32)

@@ -1,0 +1,70 @@
+"""Lists of submissions whose sums a second operator opens, by task: a task that returns continues where it was."""
+
+import msgspec
+
+from protocol.storage.facts import Facts
+
+
+class PendingList(msgspec.Struct, frozen=True):
+    """A list of submissions that no head is made of yet; see `aggregator.heads.sum_lists`."""
+
+    members: dict[str, str]
+    """Device to the hex digest of its submission."""
+    request: str
+    """Hex digest of the request to the second operator, a blob."""
+    requested_s: float
+    """Unix seconds."""
+    masks: str = ""
+    """Hex digest of the second operator's reply, a blob; empty without one."""
+    problem: str = ""
+    """Why the second operator has opened no sum."""
+
+
+class SumLists(msgspec.Struct, frozen=True):
+    """What a second operator has opened for a task."""
+
+    task: bytes
+    count: int = 0
+    """Lists whose sums are in `total`."""
+    devices: tuple[str, ...] = ()
+    """Their devices."""
+    pending: PendingList | None = None
+    total: str = ""
+    """Hex digest of the sum of all lists, a blob (`Tensors`); empty without one."""
+
+
+def with_total(lists: SumLists, total: bytes) -> SumLists:
+    """Return the lists once a head is made of the total of all, a blob."""
+    pending = lists.pending
+    devices = (*lists.devices, *(pending.members if pending else ()))
+    return SumLists(lists.task, lists.count + 1, devices, total=total.hex())
+
+
+def blobs_of_lists(lists: SumLists) -> set[bytes]:
+    """Return the digests of the blobs that lists need."""
+    pending = lists.pending
+    names = [lists.total, *([pending.request, pending.masks, *pending.members.values()] if pending else [])]
+    return {bytes.fromhex(name) for name in names if name}
+
+
+def is_in_sum(lists: SumLists, device: str) -> bool:
+    """Return True if a device's submission is in a sum, or is going to be."""
+    return device in lists.devices or (lists.pending is not None and device in lists.pending.members)
+
+
+class SumsOfTasks(msgspec.Struct, frozen=True):
+    """The lists of every task, by its digest in hex."""
+
+    tasks: dict[str, SumLists] = {}
+
+
+def sums_of_tasks(facts: Facts) -> dict[str, SumLists]:
+    return (facts.get(SumsOfTasks) or SumsOfTasks()).tasks
+
+
+def sums_of(facts: Facts, task: bytes) -> SumLists:
+    return sums_of_tasks(facts).get(task.hex()) or SumLists(task)
+
+
+def put_sums(facts: Facts, lists: SumLists) -> None:
+    facts.put(SumsOfTasks({**sums_of_tasks(facts), lists.task.hex(): lists}))

@@ -1,0 +1,312 @@
+"""Lists of submissions for a second operator: durable, disjoint, and opened by its signed reply only."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+from msgspec import UNSET
+from msgspec.structs import replace
+
+from aggregator.coordination.round_state import Entry
+from aggregator.heads.sum_lists import SecondOperatorLists, largest_list
+from aggregator.intake.validation import Expectation, Refused, check_noisy_sums
+from aggregator.storage.open_store import open_store
+from aggregator.storage.store import Store
+from aggregator.storage.sum_lists import blobs_of_lists, is_in_sum, put_sums, sums_of, with_total
+from aggregator.training.jobs import TOTAL_FILE, NoisySumsJob
+from aggregator.training.noisy_sums_job import run
+from protocol.errors import ProtofleetError
+from protocol.statistics.noisy_sums import released_values
+from protocol.statistics.secure_sums import masked, sealed_mask, submission_context
+from protocol.wire.codec import decode, digest_of, encode, to_array, to_tensor
+from protocol.wire.messages import (
+    MAX_CHUNK_BYTES,
+    BlobRef,
+    DifferentialPrivacy,
+    SecondOperator,
+    Statistics,
+    Submission,
+    SumReply,
+    SumRequest,
+    Tensor,
+)
+from protocol.wire.signing import public_key, sign_sum
+from protocol.wire.transfer import frames_of
+from sums_operator.checks import sum_of_masks
+from tests.support.messages.submissions import FEATURE_SIZE, MANIFEST
+from tests.support.messages.sums import seed_of, signing_key
+from tests.support.messages.tasks import served_task
+from tests.unit.aggregator.training.test_noisy_sums_job import CLASSES, PUBLIC, SIZE, images, submission
+
+SEAL, SIGN = bytes([1]) * 32, bytes([2]) * 32
+OPERATOR = SecondOperator(
+    seal_key=X25519PrivateKey.from_private_bytes(SEAL).public_key().public_bytes_raw(),
+    sign_key=public_key(SIGN),
+    min_devices=3,
+    honest=1,
+)
+MAP = PUBLIC.to_bytes()
+PRIVATE = replace(
+    MANIFEST,
+    statistics=Statistics(
+        map=BlobRef(digest=digest_of(MAP), size_bytes=len(MAP), name="m"), size=SIZE, second_operator=OPERATOR
+    ),
+    differential_privacy=DifferentialPrivacy(noise_multiplier=1.0, delta=1e-5, max_epsilon=40.0),
+    batch_size=1,
+    min_images=1,
+)
+TASK = digest_of(encode(PRIVATE))
+EXPECTATION = Expectation(TASK, PRIVATE, SIZE)
+SERVED = served_task(EXPECTATION)
+FLEET = SERVED.file.fleet
+VALUES = sum(released_values(classes=CLASSES, size=SIZE).values())
+
+
+def plain(number: int) -> Submission:
+    return replace(submission(*images(60, seed=number), z=1.0, key=number), task=TASK)
+
+
+def hidden(device: str, number: int, *, min_devices: int = 3) -> Submission:
+    """Return a submission as the device masks it."""
+    whole, seed = plain(number), seed_of(device)
+    parts = [whole.tensors["counts"], whole.prototypes, whole.tensors["second_moment"]]
+    counts, sums, triangle = map(to_tensor, masked([to_array(part) for part in parts], seed))
+    context = submission_context(fleet=FLEET, task=TASK, device=device, sequence=whole.sequence)
+    keys = {"seal_key": OPERATOR.seal_key, "signing_key": signing_key(device)}
+    mask = sealed_mask(seed, min_devices=min_devices, context=context, **keys)
+    return replace(
+        whole,
+        prototypes=sums,
+        tensors={"counts": counts, "second_moment": triangle},
+        counts=to_tensor(np.ones(CLASSES, np.uint8)),
+        images=CLASSES,
+        mask=mask,
+    )
+
+
+class World:
+    """A store with masked submissions, its lists, and a second operator in this process."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        for blob in (MAP, encode(PRIVATE)):
+            store.blobs.put(blob)
+        self.members: dict[str, Entry] = {}
+        self.restart()
+
+    def restart(self) -> None:
+        self.lists = SecondOperatorLists(SERVED, self.store, OPERATOR)
+
+    def upload(self, *numbers: int, min_devices: int = 3) -> None:
+        for number in numbers:
+            digest = self.store.blobs.put(encode(hidden(f"dev{number}", number, min_devices=min_devices)))
+            self.members[f"dev{number}"] = Entry(1, digest, 0.0)
+
+    @property
+    def pending(self) -> Mapping[str, str]:
+        found = sums_of(self.store.facts, TASK).pending
+        return found.members if found else {}
+
+    def reply(self, request: bytes) -> SumReply:
+        decoded = decode(request, SumRequest, max_bytes=len(request))
+        masks = to_tensor(sum_of_masks(decoded, fleet=FLEET, seal_key=SEAL))
+        return sign_sum(SumReply(request=digest_of(request), masks=masks), key=SIGN, fleet=FLEET)
+
+    def take(self, reply: SumReply, *, chunk_bytes: int = MAX_CHUNK_BYTES) -> bool:
+        payload = encode(reply)
+        frames = frames_of(payload, digest=digest_of(payload), chunk_bytes=chunk_bytes)
+        return [self.lists.take(encode(frame)) for frame in frames][-1]
+
+    def job(self, folder: Path) -> NoisySumsJob:
+        lists = sums_of(self.store.facts, TASK)
+        assert lists.pending is not None
+        folder.mkdir()
+        return NoisySumsJob(
+            version=1,
+            task=TASK.hex(),
+            members=lists.pending.members,
+            masks=lists.pending.masks,
+            total=lists.total,
+            devices=len(lists.devices),
+            blobs=self.store.blobs.location,
+            feature_size=FEATURE_SIZE,
+            folder=str(folder),
+        )
+
+    def opened(self, folder: Path) -> bytes:
+        """Open the pending list, make a head, and return it without its metadata."""
+        request = self.lists.request()
+        assert request is not None
+        assert self.take(self.reply(request), chunk_bytes=700)
+        run(self.job(folder))
+        total = self.store.put_file(folder / TOTAL_FILE)
+        put_sums(self.store.facts, with_total(sums_of(self.store.facts, TASK), total.digest))
+        return head_of(folder)
+
+
+def head_of(folder: Path) -> bytes:
+    model = onnx.load(folder / "head.onnx")
+    del model.metadata_props[:]
+    return bytes(model.SerializeToString())
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    with closing(open_store(tmp_path / "state")) as store:
+        yield World(store)
+
+
+@pytest.mark.parametrize(
+    ("least", "expected"),
+    [
+        ({"a": 3, "b": 3, "c": 3}, ("a", "b", "c")),
+        ({"a": 3, "b": 3}, ()),
+        ({"a": 3, "b": 3, "c": 9, "d": 3}, ("a", "b", "d")),  # no device holds up the others
+        ({"a": 3, "b": 3, "c": 4}, ()),
+        ({"a": 4, "b": 3, "c": 9, "d": 4, "e": 3}, ("a", "b", "d", "e")),
+        ({}, ()),
+    ],
+)
+def test_list_has_the_devices_that_accept_its_size(least: dict[str, int], expected: tuple[str, ...]) -> None:
+    assert largest_list(least, min_devices=3) == expected
+
+
+def test_head_of_masked_lists_is_that_of_the_same_sums(world: World, tmp_path: Path) -> None:
+    """Bit for bit, and over two lists; an unmasked fleet of the same devices has the same head."""
+    world.upload(0, 1, 2)
+    assert not world.lists.is_open(world.members)
+    world.opened(tmp_path / "first")
+    world.upload(3, 4, 5)
+    assert not world.lists.is_open(world.members)
+    assert world.pending.keys() == {"dev3", "dev4", "dev5"}
+    assert world.lists.request() is not None
+    world.restart()
+    found = world.opened(tmp_path / "second")
+    lists = sums_of(world.store.facts, TASK)
+    assert (lists.count, len(lists.devices), lists.pending) == (2, 6, None)
+    assert PRIVATE.statistics is not None
+    unmasked = replace(PRIVATE, statistics=replace(PRIVATE.statistics, second_operator=UNSET))
+    task = world.store.blobs.put(encode(unmasked))
+    sent = [world.store.blobs.put(encode(replace(plain(number), task=task))).hex() for number in range(6)]
+    (tmp_path / "plain").mkdir()
+    job = NoisySumsJob(
+        version=1,
+        task=task.hex(),
+        members={f"dev{number}": digest for number, digest in enumerate(sent)},
+        blobs=world.store.blobs.location,
+        feature_size=FEATURE_SIZE,
+        folder=str(tmp_path / "plain"),
+    )
+    run(job)
+    assert found == head_of(tmp_path / "plain")
+
+
+def test_pending_list_stays_the_same(world: World) -> None:
+    """A restart, and devices that come later, ask for the same sum: two lists of one device would be refused."""
+    world.upload(0, 1, 2)
+    world.lists.is_open(world.members)
+    request = world.lists.request()
+    world.upload(3)
+    world.restart()
+    assert not world.lists.is_open(world.members)
+    assert world.lists.request() == request
+    assert world.lists.request() is None, "repeated after a while"
+    world.lists.connected()
+    assert world.lists.request() == request
+    lists = sums_of(world.store.facts, TASK)
+    assert is_in_sum(lists, "dev0")
+    assert not is_in_sum(lists, "dev3")
+    assert {entry.digest for device, entry in world.members.items() if device != "dev3"} < blobs_of_lists(
+        lists
+    )
+
+
+def test_too_few_new_devices_are_no_list(world: World, tmp_path: Path) -> None:
+    world.upload(0, 1, 2)
+    world.lists.is_open(world.members)
+    world.opened(tmp_path / "head")
+    world.upload(3, 4)
+    assert not world.lists.is_open(world.members)
+    assert not world.pending
+
+
+def test_false_replies_open_nothing(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    world.upload(0, 1, 2)
+    world.lists.is_open(world.members)
+    request = world.lists.request()
+    assert request is not None
+    good = world.reply(request)
+    short = to_tensor(np.zeros(VALUES - 1, np.uint32))
+    for reply in (
+        replace(good, request=bytes(32)),
+        sign_sum(good, key=SEAL, fleet=FLEET),
+        replace(good, masks=to_tensor(np.zeros(VALUES, np.uint32))),
+        sign_sum(replace(good, masks=short), key=SIGN, fleet=FLEET),
+        SumReply(request=good.request, problem="dev0 is in another list"),
+    ):
+        assert not world.take(reply)
+    assert not world.lists.take(b"noise")
+    pending = sums_of(world.store.facts, TASK).pending
+    assert pending is not None
+    assert (pending.masks, pending.problem) == ("", "dev0 is in another list")
+    assert "the second operator opens no sum" in caplog.text
+    assert world.take(good)
+    assert not world.take(good), "once"
+    assert world.lists.is_open(world.members)
+
+
+def test_revoked_device_leaves_a_list_that_was_refused(world: World) -> None:
+    """Otherwise one device that the second operator does not know would hold up the fleet."""
+    world.upload(0, 1, 2, 3)
+    world.lists.is_open(world.members)
+    del world.members["dev0"]
+    world.lists.is_open(world.members)
+    assert "dev0" in world.pending, "it may be opened"
+    request = world.lists.request()
+    assert request is not None
+    world.take(SumReply(request=digest_of(request), problem="dev0 is not in the list of devices"))
+    world.lists.is_open(world.members)
+    assert world.pending.keys() == {"dev1", "dev2", "dev3"}
+
+
+def test_false_sum_that_breaks_the_laws_is_no_head(world: World, tmp_path: Path) -> None:
+    """With the signature stored; a false sum within the laws is not found."""
+    world.upload(0, 1, 2)
+    world.lists.is_open(world.members)
+    request = world.lists.request()
+    assert request is not None
+    good = world.reply(request)
+    assert isinstance(good.masks, Tensor)
+    values = to_array(good.masks).copy()
+    values[0] += np.uint32(2**30)
+    assert world.take(sign_sum(replace(good, masks=to_tensor(values)), key=SIGN, fleet=FLEET))
+    with pytest.raises(ProtofleetError, match="those of no images"):
+        run(world.job(tmp_path / "head"))
+
+
+def test_lost_submission_of_a_list_is_an_error(world: World, tmp_path: Path) -> None:
+    world.upload(0, 1, 2)
+    world.lists.is_open(world.members)
+    request = world.lists.request()
+    assert request is not None
+    world.take(world.reply(request))
+    world.store.blobs.delete([world.members["dev1"].digest])
+    with pytest.raises(ProtofleetError, match="is lost, and the second operator opens no other list"):
+        run(world.job(tmp_path / "head"))
+
+
+def test_intake_requires_masked_values() -> None:
+    good = hidden("dev0", 0)
+    check_noisy_sums(good, EXPECTATION)
+    spoilt = [
+        replace(good, images=9),
+        replace(good, counts=to_tensor(np.full(CLASSES, 2, np.uint8))),
+        plain(0),
+    ]
+    for each in spoilt:
+        with pytest.raises(Refused):
+            check_noisy_sums(each, EXPECTATION)
