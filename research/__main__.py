@@ -12,11 +12,12 @@ from research import cells, hierarchical, published, restoration, statistics
 from research.defaults import class_prior, confidence, default_layers, drift, forecast, novelty
 from research.poisoning import false_alarms, prototypes, rare_class, rounds
 from research.poisoning import statistics as poisoned_statistics
-from research.privacy import directions, measurement, noisy_sums
+from research.privacy import directions, measurement, noisy_sums, sum_costs
 from research.rounds import fedpcl, flower_tuning, fpl, step, tuning, wire_rivals
 
 MODULES = (
     *(false_alarms, prototypes, rare_class, rounds, poisoned_statistics, directions, measurement, noisy_sums),
+    sum_costs,
     *(fedpcl, fpl, published, statistics, step, tuning, flower_tuning, wire_rivals),
     *(class_prior, confidence, default_layers, drift, forecast, novelty, cells, hierarchical, restoration),
 )

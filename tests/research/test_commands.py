@@ -110,6 +110,15 @@ def test_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [row[:2] for row in report["tables"][0]["rows"]] == [["1 x 16", "40"], ["3 x 16", "40"]]
 
 
+def test_sum_costs(tmp_path: Path) -> None:
+    """A mask adds less than a hundredth to an upload of the same values."""
+    arguments = ["--devices", "3", "--devices", "9", "--classes", "4", "--size", "200"]
+    few, more = run(tmp_path, "sum-costs", *arguments)["runs"]
+    assert 1 < few["of unmasked"] <= 1.01
+    assert (few["reply kB"], few["upload kB"]) == (more["reply kB"], more["upload kB"])
+    assert few["request kB"] < more["request kB"]
+
+
 def test_noisy_sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Less noise is more accurate, and a fleet whose devices each add noise less than one of one device."""
     made = domain(1, classes=5, images=400)

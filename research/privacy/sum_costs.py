@@ -1,0 +1,109 @@
+"""`python -m research sum-costs`: bytes and seconds of secure sums, of both operators, for many devices."""
+
+import os
+import resource
+import tempfile
+import time
+from pathlib import Path
+
+import click
+import numpy as np
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+from benchmarks.options import repeated
+from benchmarks.report import Table, json_option, write_json
+from protocol.statistics.noisy_sums import released_values
+from protocol.statistics.second_moment import triangle_size
+from protocol.statistics.secure_sums import masked, sealed_mask, submission_context
+from protocol.wire.codec import digest_of, encode, to_tensor
+from protocol.wire.messages import MaskedSubmission, Privacy, Submission, SumRequest
+from sums_operator.checks import Policy
+from sums_operator.service import Operator
+from sums_operator.state import OperatorState, make_operator, read_keys
+
+COLUMNS = {
+    "devices": ">8,", "upload kB": ">10.1f", "of unmasked": ">12.4f", "request kB": ">11.1f", "reply kB": ">9.1f",
+    "device s": ">9.3f", "aggregator s": ">13.2f", "second operator s": ">18.2f", "peak MB": ">8.0f",
+}  # fmt: skip
+
+COST = Privacy(epsilon=1.0, total_epsilon=1.0, delta=1e-5, releases=1)
+
+
+@click.command("sum-costs")
+@repeated("--devices", type=int, default=(10, 1000, 10_000))
+@click.option("--classes", type=int, default=10, show_default=True)
+@click.option("--size", type=int, default=371, show_default=True, help="D, the length of a row.")
+@json_option
+def command(*, devices: tuple[int, ...], classes: int, size: int, json_file: Path | None) -> None:
+    """Measure what a list costs: the device's mask, the aggregator's sum of masked values, the second operator's sum.
+
+    The devices are simulated: masked values are made one after the other, and added as the aggregator adds them.
+    """
+    table, runs = Table(COLUMNS, title=f"{classes} classes, {size} values, one process each"), []
+    values = released_values(classes=classes, size=size)
+    parts = [
+        np.zeros(classes, np.int32), np.zeros((classes, size), np.int32),
+        np.zeros(triangle_size(size), np.int32),
+    ]  # fmt: skip
+    for number in devices:
+        with tempfile.TemporaryDirectory() as folder:
+            row = _measured(Path(folder), parts, number, sum(values.values()))
+        table.row(number, *row.values())
+        runs.append({"devices": number, **row})
+    write_json(json_file, "sum-costs", tables=[table], runs=runs)
+
+
+def _measured(folder: Path, parts: list[np.ndarray], number: int, values: int) -> dict[str, float]:
+    make_operator(folder / "sums")
+    keys = read_keys(folder / "sums")
+    seal_key = X25519PrivateKey.from_private_bytes(keys.seal_key).public_key().public_bytes_raw()
+    total, submissions, seconds, added_s, upload = np.zeros(values, np.uint32), [], 0.0, 0.0, b""
+    for index in range(number):
+        device, seed = f"device-{index:06}", os.urandom(32)
+        context = submission_context(fleet="f", task=bytes(32), device=device, sequence=1)
+        start = time.perf_counter()
+        hidden = masked(parts, seed)
+        mask = sealed_mask(
+            seed, seal_key=seal_key, min_devices=2, signing_key=digest_of(device.encode()), context=context
+        )
+        seconds += time.perf_counter() - start
+        start = time.perf_counter()
+        total += np.concatenate([part.ravel() for part in hidden])
+        added_s += time.perf_counter() - start
+        submissions.append(MaskedSubmission(device=device, sequence=1, mask=mask))
+        upload = upload or _upload(hidden, mask=mask)
+    request = encode(SumRequest(task=bytes(32), values=values, submissions=tuple(submissions)))
+    state = OperatorState(folder / "sums")
+    start = time.perf_counter()
+    reply = Operator(keys, state, Policy("f")).answer(request)
+    answered_s = time.perf_counter() - start
+    state.close()
+    return {
+        "upload kB": len(upload) / 1e3,
+        "of unmasked": len(upload) / len(_upload(parts)),
+        "request kB": len(request) / 1e3,
+        "reply kB": len(encode(reply)) / 1e3,
+        "device s": seconds / number,
+        "aggregator s": added_s,
+        "second operator s": answered_s,
+        "peak MB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
+
+
+def _upload(parts: list[np.ndarray], **mask: object) -> bytes:
+    """Return an encoded submission of counts, class sums and second moment."""
+    counts, sums, triangle = map(to_tensor, parts)
+    classes = len(parts[0])
+    return encode(
+        Submission(
+            task=bytes(32),
+            sequence=1,
+            prototypes=sums,
+            labels=to_tensor(np.arange(classes, dtype=np.uint16)),
+            counts=to_tensor(np.ones(classes, np.uint8)),
+            images=classes,
+            tensors={"counts": counts, "second_moment": triangle},
+            privacy=COST,
+            **mask,  # type: ignore[arg-type]
+        )
+    )
