@@ -109,10 +109,10 @@ def identity(file: TaskFile) -> bytes:
     if (dp := file.privacy.dp) is not None:
         blob = BlobRef(digest=dp.map.encode().ljust(32), size_bytes=1, name=dp.map)
         public = Statistics(map=blob, size=256)
-    if (sums := file.privacy.sums) is not None:
-        key = sums.operator.encode().ljust(32)
+    if (asked := file.privacy.sums) is not None:
+        key = asked.operator.encode().ljust(32)
         operator = SecondOperator(
-            seal_key=key, sign_key=key, min_devices=sums.min_devices, honest=sums.honest
+            seal_key=key, sign_key=key, min_devices=asked.min_devices, honest=asked.honest
         )
         blob = BlobRef(digest=bytes(32), size_bytes=1, name="public.map")
         public = Statistics(map=blob, size=256, second_operator=operator)

@@ -21,7 +21,7 @@ class PendingList(msgspec.Struct, frozen=True):
 
 
 class SumLists(msgspec.Struct, frozen=True):
-    """What a second operator has opened for a task."""
+    """The lists of a task, and the sum of all that are opened."""
 
     task: bytes
     count: int = 0
