@@ -47,9 +47,19 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
     "--deadline-s", type=click.FloatRange(min=0, min_open=True), default=600.0, show_default=True,
     help="Seconds after the first submission at which it no longer waits.",
 )  # fmt: skip
-def init_command(
+@click.option(
+    "--private",
+    is_flag=True,
+    help="Differential privacy, and a second operator: files that two other commands write, public.map and "
+    "operator.toml, are beside TASK.",
+)
+@click.option(
+    "--epsilon", type=click.FloatRange(0, 20, min_open=True), default=1.0, show_default=True,
+    help="With --private: privacy loss of one submission; four of them are allowed.",
+)  # fmt: skip
+def init_command(  # noqa: PLR0913 - every option of the command line
     *, task: Path, fleet: str | None, classes: tuple[str, ...], images: Path | None, backbones: tuple[Path, ...],
-    algorithm: str | None, quorum: int | None, deadline_s: float,
+    algorithm: str | None, quorum: int | None, deadline_s: float, private: bool, epsilon: float,
 ) -> None:  # fmt: skip
     """Write a commented task file TASK (default: task.toml), and check it.
 
@@ -57,7 +67,7 @@ def init_command(
     """
     require_packages("onnx", extras=EXTRAS)
     from aggregator.algorithms.registry import ALGORITHMS
-    from aggregator.config.template import task_text
+    from aggregator.config.template import private_text, task_text
 
     if task.exists():
         raise ConfigError(f"{task} exists already: delete it, or give another name")
@@ -77,6 +87,8 @@ def init_command(
             ),
         )
     )
+    if private:
+        algorithm, quorum = "statistics", quorum or ask("Devices in a sum, at least", default=10, kind=int)
     algorithm = algorithm or ask("Algorithm", default="fedtc", kind=click.Choice(tuple(ALGORITHMS)))
     if algorithm not in ALGORITHMS:
         raise click.BadParameter(f"expected one of {', '.join(ALGORITHMS)}", param_hint="--algorithm")
@@ -85,6 +97,8 @@ def init_command(
         fleet=fleet, classes=classes, backbones=[_from(task.parent, path) for path in backbones], algorithm=algorithm,
         quorum=quorum, deadline_s=deadline_s,
     )  # fmt: skip
+    if private:
+        text += private_text(epsilon=epsilon, min_devices=quorum)
     try:
         with task.open("x", encoding="utf-8") as file:
             file.write(text)
@@ -125,6 +139,17 @@ def _check(path: Path) -> None:
     say(f"{path} is valid")
 
 
+PARTIES = (
+    "devices upload masked sums, once for a task; images and single features stay on them",
+    "you see sums of min_devices and more; the second operator opens them, and sees no sum",
+    "you and the second operator together could see each device's sums: be different organisations",
+    "owners of devices give --second-operator (seal_key of operator.toml) and --max-epsilon to edge-client",
+    "the second operator gives --devices to protofleet-sums: otherwise you could invent devices",
+    "no quarantine by content, limits of devices, `aggregator forget` and forecasts: they need single submissions",
+)
+"""Notes on a task with a second operator."""
+
+
 def _notes(task: "TaskFile") -> list[str]:
     """Return what a new operator may not expect of valid settings."""
     from protocol.statistics.gaussian_privacy import noise_multiplier
@@ -137,6 +162,8 @@ def _notes(task: "TaskFile") -> list[str]:
         notes.append("quorum is 1: the first head, or each round, is made as soon as one device has uploaded")
     if task.devices is not None and task.quorum > len(task.devices):
         notes.append(f"quorum is more than the {len(task.devices)} devices: deadline_s decides")
+    if task.privacy.sums is not None:
+        notes += PARTIES
     if len(task.classes) == 1:
         notes.append("there is one class: every image will be classified as it")
     if (budget := task.privacy.dp) is not None:

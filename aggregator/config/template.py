@@ -36,14 +36,31 @@ deadline_s = {deadline_s!r}   # seconds after the first submission at which it n
 {"".join(_others(hidden_settings(algorithm)))}"""
 
 
+def private_text(*, epsilon: float, min_devices: int) -> str:
+    """Return the tables of differential privacy with a second operator."""
+    return f"""
+[privacy.dp]
+epsilon = {epsilon!r}   # of one submission
+max_epsilon = {4 * epsilon!r}   # of all submissions of a device
+map = "public.map"   # of public images, by `protofleet public-map`
+
+[privacy.sums]
+operator = "operator.toml"   # of the second operator, by `protofleet-sums init`
+min_devices = {min_devices}
+"""
+
+
+_SUMS_ONLY = (("privacy", "dp"), ("privacy", "sums"))
+
+
 def hidden_settings(algorithm: str) -> AbstractSet[tuple[str, ...]]:
     """Return the paths of settings that an algorithm does not use, or accepts with one value only."""
     hidden: set[tuple[str, ...]] = set()
     kind = ALGORITHMS[algorithm]
     if issubclass(kind, RoundAlgorithm):
-        hidden = {("training", "engine"), ("privacy", "dp")}
+        hidden = {("training", "engine"), *_SUMS_ONLY}
     else:
-        hidden = {("client", "alpha")} if kind.sums else {("privacy", "dp")}
+        hidden = {("client", "alpha")} if kind.sums else {*_SUMS_ONLY}
     return unused_settings(algorithm) | hidden
 
 

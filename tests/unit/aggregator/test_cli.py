@@ -246,6 +246,25 @@ def test_check_shows_what_a_task_defines(folder: Path) -> None:
     assert "quorum is 1" in done.output
 
 
+def test_private_task_needs_files_of_two_parties(folder: Path) -> None:
+    """The error names the command that makes each; then the task says what each party can see."""
+    given = ("--class", "a", "--class", "b", "--backbone", "tiny.onnx", "--quorum", "5", "--epsilon", "2")
+    done = _run("init", *given, "--private")
+    assert "no file public.map: make it with `protofleet public-map`" in f"{done.output}{done.exception}"
+    (folder / "public.map").touch()
+    assert "`protofleet-sums init`" in str(_run("check", "task.toml").exception)
+    (folder / "operator.toml").touch()
+    done = _run("check", "task.toml")
+    assert done.exit_code == 0, done.output
+    assert "the second operator opens them, and sees no sum" in done.output
+    task, _ = load_task(folder / "task.toml")
+    assert (task.algorithm, task.quorum) == ("statistics", 5)
+    assert task.privacy.dp is not None
+    assert task.privacy.sums is not None
+    assert (task.privacy.dp.epsilon, task.privacy.dp.max_epsilon) == (2.0, 8.0)
+    assert (task.privacy.sums.min_devices, task.privacy.sums.honest) == (5, 3)
+
+
 @pytest.mark.parametrize(("epsilon", "images"), [("1", 85), ("8", 14)])
 def test_check_warns_of_a_fleet_that_is_too_small_for_its_noise(
     folder: Path, epsilon: str, images: int
