@@ -14,15 +14,20 @@ from aggregator.heads.operator_commands import forget
 from aggregator.intake.validation import read_message
 from aggregator.storage.open_store import open_store
 from aggregator.storage.sum_lists import sums_of
+from edge_client.agent.state import Mode
+from edge_client.config import Settings
+from edge_client.service.worker import Worker
+from edge_client.storage.device_state import DeviceState
+from edge_client.submission.private_submission import prepare_private
 from protocol.errors import ConfigError
-from protocol.statistics.noisy_sums import UNITS, deviations
+from protocol.statistics.noisy_sums import UNITS
 from protocol.wire.codec import decode, to_array
-from protocol.wire.messages import Submission, Tensors
+from protocol.wire.messages import Submission, TaskManifest, Tensors
 from protofleet.public_map import public_map
-from tests.support.fleets.fleet import CLASSES, Fleet, write_digits, write_task
+from tests.support.fleets.fleet import Fleet, write_digits, write_task
 from tests.support.network.brokers import free_address, mosquitto
 
-DEVICES, EACH, SIZE = 4, 30, 12
+DEVICES, MIN_DEVICES, EACH, SIZE = 12, 8, 10, 12
 PRIVATE = """
 [privacy.dp]
 epsilon = 8
@@ -30,7 +35,7 @@ map = "public.map"
 max_epsilon = 10
 [privacy.sums]
 operator = "sums/operator.toml"
-min_devices = 4
+min_devices = 8
 tolerance = 0.25
 """
 
@@ -41,7 +46,7 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
         yield fleet
 
 
-def start_operator(fleet: Fleet, *, min_devices: int = 4) -> None:
+def start_operator(fleet: Fleet, *, min_devices: int = MIN_DEVICES) -> None:
     fleet.start(
         "operator",
         "sums_operator",
@@ -53,7 +58,7 @@ def start_operator(fleet: Fleet, *, min_devices: int = 4) -> None:
 def prepared(fleet: Fleet, folder: Path) -> Path:
     """Make the second operator's keys, the public map and the task file."""
     subprocess.run([sys.executable, "-m", "sums_operator", "init", fleet.root / "sums"], check=True)
-    task = write_task(folder, quorum=DEVICES, deadline_s=3600, tables=PRIVATE, algorithm="statistics")
+    task = write_task(folder, quorum=MIN_DEVICES, deadline_s=3600, tables=PRIVATE, algorithm="statistics")
     public = write_digits(folder / "public", classes=list(range(10)), start=140, each=10)
     made, _ = public_map(public, folder / "backbone-0.onnx", size=SIZE)
     (folder / "public.map").write_bytes(made.to_bytes())
@@ -68,34 +73,63 @@ def start_devices(fleet: Fleet, numbers: range) -> None:
         fleet.start_device(f"device-{number}", data, "--once")
 
 
-def test_head_is_of_the_sum_that_two_operators_open(fleet: Fleet, tmp_path: Path) -> None:
-    """With kills of both operators on the way; the devices upload once, and are asked for nothing more."""
+def own_sums(fleet: Fleet, name: str, manifest: TaskManifest, task: bytes) -> np.ndarray:
+    """Return the noisy sums that a device has masked, int32, from its state: the same release has the same noise."""
+    settings = Settings(
+        broker=None,
+        fleet="default",
+        device_id=name,
+        mode=Mode.SERVICE,
+        data=fleet.root / f"data-{name.rpartition('-')[2]}",
+    )
+    store = DeviceState(fleet.device_state(name))
+    workspace = Worker(settings, store, emit=lambda _: None, show=None)._workspace
+    prepared = prepare_private(workspace, task, manifest, lambda: False)
+    counts, triangle = (to_array(prepared.tensors[part]) for part in ("counts", "second_moment"))
+    store.close()
+    return np.concatenate([counts, prepared.prototypes.ravel(), triangle])
+
+
+def test_opened_sum_is_exactly_that_of_the_listed_devices(fleet: Fleet, tmp_path: Path) -> None:
+    """A third of the devices is killed, each in another phase, and both operators are: nothing is asked twice."""
     task = prepared(fleet, tmp_path)
     fleet.start_aggregator(task)
     start_devices(fleet, range(DEVICES))
-    fleet.wait_for_log("aggregator", "sum requested from the second operator devices=4")
+    fleet.kill("device-0")
+    for name, phase in (("device-1", "computing features"), ("device-2", "submission built")):
+        fleet.wait_for_log(name, phase)
+        fleet.kill(name)
+    fleet.wait_for_log("device-3", "submission received")
+    fleet.kill("device-3")
+    fleet.wait_for_log("aggregator", "sum requested from the second operator")
     fleet.kill("aggregator")  # the list is stored, and is not opened yet
     start_operator(fleet)
+    fleet.wait_for_log("operator", "second operator started")
+    fleet.kill("operator")
+    start_operator(fleet)
     fleet.start_aggregator(task)
-    for number in range(DEVICES):
-        fleet.wait_exit(f"device-{number}")
-    summary = fleet.wait_for("the head", lambda s: s["heads"] and s["heads"][-1]["devices"] == DEVICES)
+    summary = fleet.wait_for("the head", lambda s: s["heads"])
     assert summary["heads"][0]["metrics"]["onnx_max_difference"] <= 1e-4
     assert summary["refusals"] == []
+    for number in range(4, DEVICES):
+        fleet.wait_exit(f"device-{number}")
     with closing(open_store(fleet.aggregator_state)) as store:
-        lists = sums_of(store.facts, store.served_task().digest)
-        assert (lists.count, len(lists.devices), lists.pending) == (1, DEVICES, None)
+        digest = store.served_task().digest
+        lists, manifest = sums_of(store.facts, digest), store.blobs.read(digest)
+        assert (lists.count, lists.pending) == (1, None)
+        assert len(lists.devices) >= MIN_DEVICES
         data = store.blobs.read(bytes.fromhex(lists.total))
-        total = to_array(decode(data, Tensors, max_bytes=len(data)).values["total"]).view(np.int32)
-        counts, exact = total[:10] / UNITS, DEVICES * EACH
-        assert np.abs(counts - exact).max() < 8 * deviations(0.602)["counts"] / UNITS * 2
+        total = to_array(decode(data, Tensors, max_bytes=len(data)).values["total"])
+        decoded = decode(manifest, TaskManifest, max_bytes=len(manifest))
+        expected = sum(own_sums(fleet, name, decoded, digest).astype(np.int64) for name in lists.devices)
+        np.testing.assert_array_equal(total.view(np.int32), expected)
         with pytest.raises(ConfigError, match="it cannot be taken out"):
-            forget(store, "device-0")
-        for record in store.submissions.all(store.served_task().digest).values():
-            message = read_message(store.blobs.read(record.entry.digest))
-            assert isinstance(message, Submission)
-            assert to_array(message.tensors["counts"]).dtype == np.uint32
-    assert len(CLASSES) == 10
+            forget(store, lists.devices[0])
+        record = store.submissions.all(digest)[lists.devices[0]]
+        message = read_message(store.blobs.read(record.entry.digest))
+        assert isinstance(message, Submission)
+        masked = to_array(message.tensors["counts"]).view(np.int32) / UNITS
+        assert np.abs(masked).mean() > 1e6, "the aggregator has not seen the device's counts"
 
 
 def test_device_that_comes_later_waits_for_a_list_of_its_own(fleet: Fleet, tmp_path: Path) -> None:
@@ -103,10 +137,10 @@ def test_device_that_comes_later_waits_for_a_list_of_its_own(fleet: Fleet, tmp_p
     task = prepared(fleet, tmp_path)
     start_operator(fleet)
     fleet.start_aggregator(task)
-    start_devices(fleet, range(DEVICES))
+    start_devices(fleet, range(MIN_DEVICES))
     fleet.wait_for("the head", lambda s: s["heads"])
     shutil.copytree(tmp_path / "data-0", tmp_path / "data-late")
     fleet.start_device("late", tmp_path / "data-late")
-    fleet.wait_for_log("aggregator", "waiting for devices that are in no sum devices=3")
-    summary = fleet.wait_for("its submission", lambda s: len(s["devices"]) == DEVICES + 1)
-    assert [head["devices"] for head in summary["heads"]] == [DEVICES]
+    fleet.wait_for_log("aggregator", f"waiting for devices that are in no sum devices={MIN_DEVICES - 1}")
+    summary = fleet.wait_for("its submission", lambda s: len(s["devices"]) == MIN_DEVICES + 1)
+    assert [head["devices"] for head in summary["heads"]] == [MIN_DEVICES]
