@@ -24,7 +24,7 @@ class Settings:
         batch_size: images per run of a backbone.
         workers: threads that decode images.
         max_epsilon: privacy budget for all submissions together; None leaves the limit to the task.
-        second_operator: public key for which masks are sealed; None accepts the task's.
+        second_operator: public key for which masks are sealed; None refuses masked sums.
         min_devices: submissions in a sum before this device's mask is opened; None leaves the limit to the task.
         backbones: local copies of the task's backbones.
         rescan_s: seconds between scans of the data folder.

@@ -138,7 +138,8 @@ def _public_key(_context: click.Context, _option: click.Parameter, value: str | 
     "--second-operator",
     metavar="HEX",
     callback=_public_key,
-    help="`seal_key` of the second operator, from its operator.toml: refuses tasks without it. Needs --max-epsilon.",
+    help="`seal_key` of the second operator, from its operator.toml: refuses tasks without it. Without this option,"
+    " tasks with a second operator are refused. Needs --max-epsilon.",
 )
 @setting(
     "--min-devices",

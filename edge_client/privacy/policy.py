@@ -23,6 +23,7 @@ PRIVATE_PROTOTYPES = (
 )
 TOO_LARGE = "the task asks for more classes and values than differential privacy is made for on a device"
 NOT_MASKED = "the task has no second operator, or another one than this device's --second-operator"
+UNNAMED_OPERATOR = "the task has a second operator, and this device's owner has named none: --second-operator"
 UNSOUND_SUM = (
     "the task has a second operator without differential privacy, or counts on more noise than a sum has"
 )
@@ -36,7 +37,7 @@ FAILED = "differential privacy has failed on this device: nothing is uploaded; s
 TASK_PROBLEMS = (
     *(UPLOADS_MORE, BOTH, IN_ROUNDS, FILTERS, LARGE_DELTA, NOT_PRIVATE),
     *(STATISTICS_IN_ROUNDS, NOISY_STATISTICS, FILTERED_STATISTICS),
-    *(PRIVATE_PROTOTYPES, TOO_LARGE, TOO_QUIET, NOT_MASKED, UNSOUND_SUM),
+    *(PRIVATE_PROTOTYPES, TOO_LARGE, TOO_QUIET, NOT_MASKED, UNNAMED_OPERATOR, UNSOUND_SUM),
 )
 PUBLIC_PROBLEMS = frozenset({*TASK_PROBLEMS, BUDGET, FAILED, LOST})
 """Problems whose texts reveal nothing about any image."""
@@ -63,6 +64,7 @@ def check_task(
         FILTERED_STATISTICS: statistics and manifest.alpha != 1,
         LARGE_DELTA: wanted is not None and wanted.delta > MAX_DELTA,
         NOT_MASKED: second_operator not in (None, operator and operator.seal_key),
+        UNNAMED_OPERATOR: operator is not None and second_operator is None,
         UNSOUND_SUM: operator is not None and (wanted is None or operator.honest > operator.min_devices),
         **_problems_of_sums(manifest),
     }

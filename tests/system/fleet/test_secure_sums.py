@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -65,12 +66,18 @@ def prepared(fleet: Fleet, folder: Path) -> Path:
     return task
 
 
+def consent(fleet: Fleet) -> tuple[str, ...]:
+    """Return the options with which an owner accepts the second operator."""
+    card = tomllib.loads((fleet.root / "sums" / "operator.toml").read_text())
+    return "--max-epsilon", "20", "--second-operator", card["seal_key"]
+
+
 def start_devices(fleet: Fleet, numbers: range) -> None:
     for number in numbers:
         data = write_digits(
             fleet.root / f"data-{number}", classes=list(range(10)), start=EACH * number, each=EACH
         )
-        fleet.start_device(f"device-{number}", data, "--once")
+        fleet.start_device(f"device-{number}", data, "--once", *consent(fleet))
 
 
 def own_sums(fleet: Fleet, name: str, manifest: TaskManifest, task: bytes) -> np.ndarray:
@@ -81,6 +88,7 @@ def own_sums(fleet: Fleet, name: str, manifest: TaskManifest, task: bytes) -> np
         device_id=name,
         mode=Mode.SERVICE,
         data=fleet.root / f"data-{name.rpartition('-')[2]}",
+        max_epsilon=20.0,
     )
     store = DeviceState(fleet.device_state(name))
     workspace = Worker(settings, store, emit=lambda _: None, show=None)._workspace
@@ -140,7 +148,7 @@ def test_device_that_comes_later_waits_for_a_list_of_its_own(fleet: Fleet, tmp_p
     start_devices(fleet, range(MIN_DEVICES))
     fleet.wait_for("the head", lambda s: s["heads"])
     shutil.copytree(tmp_path / "data-0", tmp_path / "data-late")
-    fleet.start_device("late", tmp_path / "data-late")
+    fleet.start_device("late", tmp_path / "data-late", *consent(fleet))
     fleet.wait_for_log("aggregator", f"waiting for devices that are in no sum devices={MIN_DEVICES - 1}")
     summary = fleet.wait_for("its submission", lambda s: len(s["devices"]) == MIN_DEVICES + 1)
     assert [head["devices"] for head in summary["heads"]] == [MIN_DEVICES]

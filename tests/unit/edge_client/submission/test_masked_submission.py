@@ -10,7 +10,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from edge_client.privacy import policy
-from edge_client.privacy.policy import NOT_MASKED, UNSOUND_SUM
+from edge_client.privacy.policy import NOT_MASKED, UNNAMED_OPERATOR, UNSOUND_SUM
 from edge_client.service.device import Device
 from edge_client.submission.prepared_submission import encode_submission
 from edge_client.submission.private_submission import prepare_private
@@ -36,10 +36,18 @@ def with_operator(operator: SecondOperator = OPERATOR) -> Statistics:
     return msgspec.structs.replace(statistics, second_operator=operator)
 
 
+def masked_bench(folder: Path, **task: Any) -> PrivateBench:
+    """Return a bench whose owner has named the second operator."""
+    made = PrivateBench(folder, statistics=with_operator(), max_epsilon=50.0, **task)
+    made.settings = replace(made.settings, second_operator=OPERATOR.seal_key)
+    made.restart()
+    return made
+
+
 @pytest.fixture
 def bench(tmp_path: Path) -> PrivateBench:
     """Return a bench on an empty directory."""
-    return PrivateBench(tmp_path, statistics=with_operator())
+    return masked_bench(tmp_path)
 
 
 def context(bench: PrivateBench, submission: Submission) -> bytes:
@@ -94,7 +102,7 @@ def test_mask_is_signed_by_the_device_and_states_the_larger_minimum(bench: Priva
 
 def test_each_device_adds_its_share_of_the_noise(tmp_path: Path) -> None:
     """Of four honest devices, half the noise; it is charged as the whole."""
-    bench = PrivateBench(tmp_path, count=0, statistics=with_operator())
+    bench = masked_bench(tmp_path, count=0)
     submission = bench.upload()
     sums = opened(bench, submission)[2:26] / deviations(WANTED.noise_multiplier)["sums"]
     assert np.sqrt(np.mean(sums**2)) == pytest.approx(0.5, abs=0.25)
@@ -154,6 +162,13 @@ def test_task_whose_sums_are_not_secure_is_refused(
         )
 
 
+def test_owner_has_to_name_the_second_operator(bench: PrivateBench) -> None:
+    """Otherwise a task could have a device add a share of the noise only, beside devices that do not exist."""
+    bench.settings = replace(bench.settings, second_operator=None)
+    bench.restart()
+    assert bench.refused() == UNNAMED_OPERATOR
+
+
 def test_named_operator_forbids_what_was_built_without_it(tmp_path: Path) -> None:
     """An item that waits in the outbox without a mask is deleted at the start."""
     bench = PrivateBench(tmp_path)
@@ -172,6 +187,7 @@ def test_sums_without_a_mask_are_not_encoded(bench: PrivateBench) -> None:
     prepared = prepare_private(bench.worker._workspace, bench.task, bench.manifest, lambda: False)
     with pytest.raises(PrivacyRefused):
         encode_submission(prepared, task=bench.task, manifest=bench.manifest, sequence=1)
+    bench.settings = replace(bench.settings, max_epsilon=None, second_operator=None)
     plain = bench.dry_run(without_privacy(bench.manifest))
     with pytest.raises(PrivacyRefused):
         encode_submission(plain, task=bench.task, manifest=bench.manifest, sequence=1)
