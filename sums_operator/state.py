@@ -24,7 +24,10 @@ PROGRAM = "protofleet-sums"
 FORMAT = 1
 CARD = "operator.toml"
 _SEAL_KEY, _SIGN_KEY = "seal.key", "sign.key"
-_RESTORE = "restore the newest backup of the whole folder"
+_RESTORE = (
+    f"restore a backup made after the last answered list, or make new keys in another folder with `{PROGRAM} init`, for "
+    "a new task"
+)
 
 _SCHEMA = """
 CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
@@ -115,9 +118,7 @@ def read_keys(folder: Path) -> Keys:
     try:
         card = tomllib.loads((folder / CARD).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"cannot read {folder / CARD} ({error}): {_RESTORE}, or make one with `{PROGRAM} init`"
-        ) from error
+        raise ConfigError(f"cannot read {folder / CARD} ({error}): {_RESTORE}") from error
     keys = Keys(
         read_key(folder / _SEAL_KEY, kind=X25519PrivateKey, advice=_RESTORE),
         read_key(folder / _SIGN_KEY, advice=_RESTORE),
@@ -143,7 +144,7 @@ class OperatorState:
     def __init__(self, folder: Path, *, is_new: bool = False, read_only: bool = False) -> None:
         file = database_of(PROGRAM, folder)
         if not is_new and not file.exists():
-            raise ConfigError(f"{file} is missing: {_RESTORE}, or make one with `{PROGRAM} init`")
+            raise ConfigError(f"{file} is missing: {_RESTORE}")
         self._database = Database(
             file,
             program=f"{PROGRAM} run",

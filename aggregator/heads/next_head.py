@@ -44,7 +44,7 @@ def _noisy_sums_job(shared: Mapping[str, Any], lists: SumLists) -> NoisySumsJob:
     if lists.pending is None:
         return NoisySumsJob(**shared)
     masked = {"members": lists.pending.members, "masks": lists.pending.masks, "total": lists.total}
-    return NoisySumsJob(**{**shared, **masked}, devices=len(lists.devices))
+    return NoisySumsJob(**{**shared, **masked}, devices=lists.summed)
 
 
 def put_started(store: Store, head: NextHead, members: Mapping[str, round_state.Entry]) -> None:

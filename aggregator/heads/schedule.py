@@ -31,7 +31,7 @@ from aggregator.tasks.manifests import round_manifest, second_operator_of
 from aggregator.tasks.restoration import LostSubmissions, Restoration
 from aggregator.tasks.retention import delete_carried_submissions, delete_unneeded_blobs
 from aggregator.tasks.task_preparation import Task
-from aggregator.training.jobs import CalibrationJob, CompileJob, Job, Result, WorkerJob
+from aggregator.training.jobs import UNUSABLE, CalibrationJob, CompileJob, Job, Result, WorkerJob
 from aggregator.training.runner import Finished, Progress, Trainer
 from aggregator.training.workers.queue_trainer import QueueTrainer
 from protocol.errors import StateError
@@ -183,8 +183,8 @@ class Schedule:
         if head is not None:
             self._step(rounds.Trained(head.version, frozenset(head.quarantined)))
             self._use(head)
-        elif isinstance(job, CalibrationJob):
-            self._leave_uncalibrated(job, reason)
+        elif self._gives_up(job, reason):
+            pass
         elif finished.result is not None:
             self._fail(reason)
         elif not self._close_without_lost(self.state.training or {}):
@@ -192,6 +192,17 @@ class Schedule:
                 self.restoration.restore(blobs_of(job, self._task))
             self._fail(reason)
         return head is not None
+
+    def _gives_up(self, job: Job, reason: str) -> bool:
+        """Return True for a failure that is not repeated: of a calibration, or of a list that cannot be used."""
+        if isinstance(job, CalibrationJob):
+            self._leave_uncalibrated(job, reason)
+            return True
+        if self.sum_lists is None or UNUSABLE not in reason:
+            return False
+        self.sum_lists.abandon(reason)
+        self._step(rounds.Trained(self.state.head_version))
+        return True
 
     def _store_result(self, job: Job, result: Result) -> HeadRecord | None:
         if isinstance(job, CalibrationJob):

@@ -100,6 +100,23 @@ class SecondOperatorLists:
         self._due_s = 0.0
         return lists.pending is not None and bool(lists.pending.masks)
 
+    def abandon(self, reason: str) -> None:
+        """Leave the pending list out of all heads: its devices are in no other one of this task."""
+        lists = self.stored
+        if lists.pending is not None:
+            put_sums(
+                self._store.facts,
+                replace(lists, devices=(*lists.devices, *lists.pending.members), pending=None),
+            )
+            number = len(lists.pending.members)
+            event(
+                log,
+                logging.ERROR,
+                "list left out of all heads: start a new task",
+                devices=number,
+                reason=reason,
+            )
+
     def _masked(self, device: str, entry: Entry) -> MaskedSubmission:
         message = read_message(self._store.blobs.read(entry.digest))
         if not isinstance(message, Submission) or message.mask is UNSET:

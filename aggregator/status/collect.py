@@ -62,7 +62,7 @@ def _sums(lists: SumLists | None) -> model.Sums | None:
     pending = lists.pending
     return model.Sums(
         lists=lists.count,
-        devices=len(lists.devices),
+        devices=lists.summed,
         requested=len(pending.members) if pending else 0,
         requested_s=pending.requested_s if pending else None,
         problem=pending.problem if pending else "",

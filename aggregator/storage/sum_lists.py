@@ -27,7 +27,9 @@ class SumLists(msgspec.Struct, frozen=True):
     count: int = 0
     """Lists whose sums are in `total`."""
     devices: tuple[str, ...] = ()
-    """Their devices."""
+    """Devices of all opened lists, also of those that could not be used."""
+    summed: int = 0
+    """Devices whose sums are in `total`."""
     pending: PendingList | None = None
     total: str = ""
     """Hex digest of the sum of all lists, a blob (`Tensors`); empty without one."""
@@ -37,7 +39,8 @@ def with_total(lists: SumLists, total: bytes) -> SumLists:
     """Return the lists once a head is made of the total of all, a blob."""
     pending = lists.pending
     devices = (*lists.devices, *(pending.members if pending else ()))
-    return SumLists(lists.task, lists.count + 1, devices, total=total.hex())
+    summed = lists.summed + (len(pending.members) if pending else 0)
+    return SumLists(lists.task, lists.count + 1, devices, summed, total=total.hex())
 
 
 def blobs_of_lists(lists: SumLists) -> set[bytes]:

@@ -182,6 +182,9 @@ FEW_PROTOTYPES = 5
 
 RESULT_FILE = "result.json"
 
+UNUSABLE = "a list of the second operator cannot be used"
+"""Begins the reason for which a list is left out of all heads."""
+
 TOTAL_FILE = "total.bin"
 """The sum of all lists that a second operator has opened."""
 

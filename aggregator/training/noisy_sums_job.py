@@ -18,6 +18,7 @@ from aggregator.storage.blobs import open_blobs
 from aggregator.training.head_job import write_checked
 from aggregator.training.jobs import (
     TOTAL_FILE,
+    UNUSABLE,
     NoisySumsJob,
     Result,
     checked_parts,
@@ -118,7 +119,7 @@ def _opened(job: NoisySumsJob, expectation: Expectation) -> Sums:
             total += np.concatenate([part.counts, part.sums.ravel(), part.second_moment])
     except BlobLost as error:
         raise ProtofleetError(
-            f"a submission of a list is lost, and the second operator opens no other list with its devices: {error}"
+            f"{UNUSABLE}: a submission is lost, and the second operator opens no other list with its devices: {error}"
         ) from error
     reply = blobs.read(bytes.fromhex(job.masks))
     masks = decode(reply, SumReply, max_bytes=len(reply)).masks
@@ -137,7 +138,8 @@ def _require_laws(total: NoisyTotal) -> None:
     squares = np.diag(from_triangle(total.second_moment, size))
     if total.counts.min() < -LARGEST * scale["counts"] or squares.min() < -LARGEST * scale["squares"]:
         raise ProtofleetError(
-            "the sums are those of no images: a device has lied, or the second operator, whose signed reply is stored"
+            f"{UNUSABLE}: the sums are those of no images: a device has lied, or the second operator, whose signature "
+            "is stored"
         )
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from edge_client.agent import events, state_machine
 from edge_client.agent.state import Mode, State, UploadItem
 from edge_client.config import Settings
-from edge_client.privacy.policy import may_upload
+from edge_client.privacy.policy import may_upload, second_operator_of
 from edge_client.service.blob_downloads import BlobDownloads, import_backbones
 from edge_client.service.duplicates import TAKE_OVER, OwnTopic
 from edge_client.service.inbox import Inbox, Message
@@ -31,13 +31,13 @@ from edge_client.storage.stored_values import (
     Problems,
 )
 from protocol.cli import plain
-from protocol.errors import BackboneMismatch, ConfigError, ProtofleetError, StateError
+from protocol.errors import BackboneMismatch, ConfigError, MalformedMessage, ProtofleetError, StateError
 from protocol.log import event as log_event
 from protocol.mqtt import reconnecting_session as mqtt
 from protocol.mqtt.own_presence import require_not_replaced
 from protocol.service_manager import ServiceManager
-from protocol.wire.codec import encode
-from protocol.wire.messages import DeviceInfo, Presence, RoundManifest
+from protocol.wire.codec import decode, encode
+from protocol.wire.messages import MAX_MANIFEST_BYTES, DeviceInfo, Presence, RoundManifest, TaskManifest
 from protocol.wire.presence import Duplicate
 
 if TYPE_CHECKING:
@@ -383,7 +383,7 @@ def stored_state(settings: Settings, store: DeviceState) -> State:
     if settings.mode is not Mode.DRY_RUN:
         store.outbox.drop_damaged()
         if settings.max_epsilon is not None:
-            _drop_forbidden(store, settings.max_epsilon, is_masked=settings.second_operator is not None)
+            _drop_forbidden(store, settings.max_epsilon, second_operator=settings.second_operator)
     head, evaluated = store.heads_in_use().installed, store.get(EvaluatedHead).key
     key = head.key if head else None
     reported = {evaluated, *(item.head for item in store.outbox.items())}
@@ -396,14 +396,31 @@ def stored_state(settings: Settings, store: DeviceState) -> State:
     )
 
 
-def _drop_forbidden(store: DeviceState, max_epsilon: float, *, is_masked: bool) -> None:
+def _is_sealed_for(store: DeviceState, item: UploadItem, second_operator: bytes | None) -> bool:
+    """Return whether a submission's task has the second operator that the owner has named, or no one was named."""
+    if item.kind != "submission" or second_operator is None:
+        return True
+    try:
+        data = store.blobs.read(item.task)
+        manifest = decode(data, TaskManifest, max_bytes=MAX_MANIFEST_BYTES)
+    except (StateError, MalformedMessage):
+        return False
+    operator = second_operator_of(manifest)
+    return operator is not None and operator.seal_key == second_operator
+
+
+def _drop_forbidden(store: DeviceState, max_epsilon: float, *, second_operator: bytes | None) -> None:
     """Delete what an earlier start has built, and the owner's limit of this start does not allow."""
     forbidden = [
         item
         for item in store.outbox.items()
         if not may_upload(
-            store.outbox.payload(item) or b"", item.kind, max_epsilon=max_epsilon, is_masked=is_masked
+            store.outbox.payload(item) or b"",
+            item.kind,
+            max_epsilon=max_epsilon,
+            is_masked=second_operator is not None,
         )
+        or not _is_sealed_for(store, item, second_operator)
     ]
     text = "deleted items from the outbox that --max-epsilon does not allow to be uploaded"
     store.outbox.drop(forbidden, log_as=text)

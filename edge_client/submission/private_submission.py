@@ -33,7 +33,7 @@ from protocol.wire.messages import MAX_IMAGES, DifferentialPrivacy, Privacy, Tas
 
 log = logging.getLogger(__name__)
 
-_VERSION = b"3"
+_VERSION = b"4"
 """Version of the mechanism; changes when the same key would give other noise."""
 
 
@@ -98,8 +98,9 @@ def _prepare(
     content, rows = hashlib.sha256(), []
     for of_class in members:  # the features of all classes are not in memory at once
         features = workspace.features(of_class, training_feature_keys(manifest), len(public.center))
-        content.update(_digest_of_names(of_class) + hashlib.sha256(features.tobytes()).digest())
         rows.append(public.rows(features))
+        # What is summed, so that the noise is never for other sums: another machine may round other rows.
+        content.update(_digest_of_names(of_class) + hashlib.sha256(rows[-1].tobytes()).digest())
     release = _bind(workspace, release, content.digest(), wanted)
     sums = noisy_sums(
         np.concatenate(rows),
@@ -120,22 +121,29 @@ def _prepared(
 ) -> PreparedSubmission:
     """Return the submission of noisy sums, which has a row of each class, whichever classes there are."""
     counts = np.clip(sums.counts // UNITS, 1, MAX_IMAGES).astype(np.uint32)
+    is_masked = second_operator_of(manifest) is not None
+    to_int32 = _wrapped if is_masked else _clipped
     return PreparedSubmission(
-        prototypes=_to_int32(sums.sums),
+        prototypes=to_int32(sums.sums),
         labels=np.arange(len(counts), dtype=np.uint32),
         counts=counts,
         classes=_reports(manifest, found, counts),
         unusable=found.unusable,
         tensors={
-            "counts": to_tensor(_to_int32(sums.counts)),
-            "second_moment": to_tensor(_to_int32(sums.second_moment)),
+            "counts": to_tensor(to_int32(sums.counts)),
+            "second_moment": to_tensor(to_int32(sums.second_moment)),
         },
         privacy=cost,
         form="class sum",
     )
 
 
-def _to_int32(values: NDArray[np.int64]) -> NDArray[np.int32]:
+def _wrapped(values: NDArray[np.int64]) -> NDArray[np.int32]:
+    """Return values modulo 2^32: clipped ones would have less noise in a sum."""
+    return values.astype(np.int32)
+
+
+def _clipped(values: NDArray[np.int64]) -> NDArray[np.int32]:
     limits = np.iinfo(np.int32)
     return np.clip(values, limits.min, limits.max).astype(np.int32)
 

@@ -113,7 +113,9 @@ def test_keys_are_never_replaced(bench: Bench) -> None:
     make_operator(bench.folder)
     assert read_keys(bench.folder) == before
     (bench.folder / "operator.sqlite").unlink()
-    with pytest.raises(ConfigError, match=r"operator\.sqlite is missing: restore the newest backup"):
+    with pytest.raises(
+        ConfigError, match=r"operator\.sqlite is missing: restore a backup made after the last answered list"
+    ):
         OperatorState(bench.folder)
     (bench.folder / "operator.toml").unlink()
     with pytest.raises(ConfigError, match=r"has keys, but operator\.sqlite is missing"):

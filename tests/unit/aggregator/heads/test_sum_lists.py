@@ -17,7 +17,7 @@ from aggregator.intake.validation import Expectation, Refused, check_noisy_sums
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from aggregator.storage.sum_lists import blobs_of_lists, is_in_sum, put_sums, sums_of, with_total
-from aggregator.training.jobs import TOTAL_FILE, NoisySumsJob
+from aggregator.training.jobs import TOTAL_FILE, UNUSABLE, NoisySumsJob
 from aggregator.training.noisy_sums_job import run
 from protocol.errors import ProtofleetError
 from protocol.statistics.noisy_sums import released_values
@@ -131,7 +131,7 @@ class World:
             members=lists.pending.members,
             masks=lists.pending.masks,
             total=lists.total,
-            devices=len(lists.devices),
+            devices=lists.summed,
             blobs=self.store.blobs.location,
             feature_size=FEATURE_SIZE,
             folder=str(folder),
@@ -284,8 +284,15 @@ def test_false_sum_that_breaks_the_laws_is_no_head(world: World, tmp_path: Path)
     values = to_array(good.masks).copy()
     values[0] += np.uint32(2**30)
     assert world.take(sign_sum(replace(good, masks=to_tensor(values)), key=SIGN, fleet=FLEET))
-    with pytest.raises(ProtofleetError, match="those of no images"):
+    with pytest.raises(ProtofleetError, match=f"{UNUSABLE}: the sums are those of no images"):
         run(world.job(tmp_path / "head"))
+    world.lists.abandon("they are false")
+    world.upload(3, 4, 5)
+    assert not world.lists.is_open(world.members)
+    assert world.pending.keys() == {"dev3", "dev4", "dev5"}, "one liar does not hold up the fleet"
+    world.opened(tmp_path / "next")
+    lists = sums_of(world.store.facts, TASK)
+    assert (lists.count, lists.summed, len(lists.devices)) == (1, 3, 6)
 
 
 def test_lost_submission_of_a_list_is_an_error(world: World, tmp_path: Path) -> None:
@@ -295,7 +302,7 @@ def test_lost_submission_of_a_list_is_an_error(world: World, tmp_path: Path) -> 
     assert request is not None
     world.take(world.reply(request))
     world.store.blobs.delete([world.members["dev1"].digest])
-    with pytest.raises(ProtofleetError, match="is lost, and the second operator opens no other list"):
+    with pytest.raises(ProtofleetError, match=f"{UNUSABLE}: a submission is lost"):
         run(world.job(tmp_path / "head"))
 
 

@@ -16,6 +16,7 @@ from edge_client.submission.prepared_submission import encode_submission
 from edge_client.submission.private_submission import prepare_private
 from protocol.errors import PrivacyRefused
 from protocol.statistics.noisy_sums import UNITS, deviations
+from protocol.statistics.public_map import PublicMap
 from protocol.statistics.secure_sums import mask_of, open_seed, submission_context
 from protocol.wire.codec import to_array
 from protocol.wire.messages import SealedMask, SecondOperator, Statistics, Submission
@@ -180,6 +181,27 @@ def test_named_operator_forbids_what_was_built_without_it(tmp_path: Path) -> Non
         assert bench.store.outbox.newest_submission() == expected
     bench.restart()
     assert bench.refused() == NOT_MASKED
+
+
+def test_submission_sealed_for_another_operator_is_deleted(bench: PrivateBench) -> None:
+    """The owner has named another one since."""
+    built = bench.build()
+    for key, expected in ((OPERATOR.seal_key, built.item), (bytes(32), None)):
+        Device(replace(bench.settings, second_operator=key), bench.store)
+        assert bench.store.outbox.newest_submission() == expected
+
+
+def test_noise_is_for_one_set_of_rows(bench: PrivateBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On another machine a map may round other rows of the same features: they are another release."""
+    first = bench.upload()
+    correct = PublicMap.rows
+    monkeypatch.setattr(PublicMap, "rows", lambda public, features: np.maximum(correct(public, features), 0))
+    with bench.store._database.transaction() as database:
+        database.execute("DELETE FROM outbox")
+    second = bench.upload()
+    assert second.privacy is not None
+    assert second.privacy.releases == 2
+    assert (opened(bench, second) != opened(bench, first)).mean() > 0.9
 
 
 def test_sums_without_a_mask_are_not_encoded(bench: PrivateBench) -> None:
