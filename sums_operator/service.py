@@ -55,7 +55,8 @@ class Operator:
                 problem=str(refused),
             )
             self._state.count_refusal(refused.reason, str(refused))
-            return SumReply(request=digest, problem=str(refused)[:256])
+            reply = SumReply(request=digest, problem=str(refused)[:256])
+            return sign_sum(reply, key=self._keys.sign_key, fleet=self._policy.fleet)
         event(
             *(log, logging.INFO, "masks summed"),
             task=request.task,

@@ -16,7 +16,7 @@ from aggregator.intake.validation import read_message
 from aggregator.storage.store import Store
 from aggregator.storage.sum_lists import PendingList, SumLists, put_sums, sums_of
 from aggregator.tasks.task_preparation import Task
-from protocol.errors import BadSignature, MalformedMessage, StateError
+from protocol.errors import MalformedMessage, StateError
 from protocol.log import event
 from protocol.statistics.noisy_sums import released_values
 from protocol.wire.codec import decode, encode, to_array
@@ -154,6 +154,14 @@ class SecondOperatorLists:
         pending = lists.pending
         if pending is None or pending.masks or reply.request.hex() != pending.request:
             return False
+        if not is_own_sum(reply, public=self._operator.sign_key, fleet=self._task.file.fleet):
+            event(
+                log,
+                logging.WARNING,
+                "reply of the second operator refused",
+                reason="its signature is invalid",
+            )
+            return False
         if problem := reply.problem or self._problem_of(reply):
             event(log, logging.ERROR, "the second operator opens no sum", reason=problem)
             put_sums(self._store.facts, replace(lists, pending=replace(pending, problem=problem)))
@@ -164,11 +172,6 @@ class SecondOperatorLists:
         return True
 
     def _problem_of(self, reply: SumReply) -> str:
-        try:
-            if not is_own_sum(reply, public=self._operator.sign_key, fleet=self._task.file.fleet):
-                return "its sum is not signed with the sign_key of the task"
-        except BadSignature as error:
-            return str(error)
         if reply.masks is UNSET or reply.masks.dtype != "u4" or reply.masks.shape != (self._values,):
             return "its sum has another shape"
         try:

@@ -502,7 +502,7 @@ class SumReply(Message, frozen=True, kw_only=True, tag="sum_reply"):
     masks: Tensor | UnsetType = UNSET
     """`u4`: the sum of all masks, modulo 2^32; absent if the list is refused."""
     signature: Annotated[bytes, Meta(max_length=64)] = b""
-    """By `sign_key`, over the fleet, `request` and the sha256 of the values; empty if the list is refused."""
+    """By `sign_key`, over the fleet, `request`, and the sha256 of the values or `problem`."""
     problem: Text = ""
     """Why the list is refused."""
 

@@ -126,12 +126,12 @@ def is_own_mask(mask: SealedMask, *, context: bytes) -> bool:
 
 
 def sign_sum(reply: SumReply, *, key: bytes, fleet: str) -> SumReply:
-    """Return a sum of masks with the signature of the second operator's private key (32 bytes)."""
+    """Return a sum of masks, or a refusal, with the signature of the second operator's private key (32 bytes)."""
     return msgspec.structs.replace(reply, signature=_private(key).sign(_sum(reply, fleet)))
 
 
 def is_own_sum(reply: SumReply, *, public: bytes, fleet: str) -> bool:
-    """Return whether a sum of masks is signed with the key whose public part (32 bytes) is given."""
+    """Return whether a sum or a refusal is signed with the key whose public part (32 bytes) is given."""
     return _verify(public, reply.signature, _sum(reply, fleet))
 
 
@@ -152,7 +152,7 @@ def _mask(mask: SealedMask, context: bytes) -> bytes:
 
 def _sum(reply: SumReply, fleet: str) -> bytes:
     if isinstance(reply.masks, UnsetType):
-        raise BadSignature("expected a sum of masks, got a refusal")
+        return f"protofleet 1 no sum {fleet} {reply.request.hex()} {reply.problem}".encode()
     values = f"{reply.masks.dtype} {reply.masks.shape} {digest_of(reply.masks.data).hex()}"
     return f"protofleet 1 sum {fleet} {reply.request.hex()} {values}".encode()
 

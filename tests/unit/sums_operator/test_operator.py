@@ -10,10 +10,12 @@ from unittest.mock import patch
 
 import pytest
 from click.testing import CliRunner
+from msgspec import UNSET
 
 from protocol.errors import ConfigError, StateError
 from protocol.wire.codec import encode
 from protocol.wire.messages import SumReply
+from protocol.wire.signing import is_own_sum
 from sums_operator.checks import Policy
 from sums_operator.cli import cli, read_devices
 from sums_operator.service import Operator
@@ -60,7 +62,8 @@ def test_submission_is_in_one_sum_only(bench: Bench, devices: list[str], options
     bench.answer(bench.payload(FIRST))
     reply = bench.answer(bench.payload(devices, **options))
     problem = f"{max(FIRST[0], devices[0])} is in another list of this task, whose sum was opened"
-    assert reply == SumReply(request=reply.request, problem=problem)
+    assert (reply.masks, reply.problem) == (UNSET, problem)
+    assert is_own_sum(reply, public=bytes.fromhex(bench.card["sign_key"]), fleet=FLEET)
     assert bench.answer(bench.payload(OTHERS)).masks, "a refusal changes nothing"
 
 

@@ -148,6 +148,10 @@ class World:
         return head_of(folder)
 
 
+def refusal(request: bytes, problem: str) -> SumReply:
+    return sign_sum(SumReply(request=request, problem=problem), key=SIGN, fleet=FLEET)
+
+
 def head_of(folder: Path) -> bytes:
     model = onnx.load(folder / "head.onnx")
     del model.metadata_props[:]
@@ -246,7 +250,8 @@ def test_false_replies_open_nothing(world: World, caplog: pytest.LogCaptureFixtu
         sign_sum(good, key=SEAL, fleet=FLEET),
         replace(good, masks=to_tensor(np.zeros(VALUES, np.uint32))),
         sign_sum(replace(good, masks=short), key=SIGN, fleet=FLEET),
-        SumReply(request=good.request, problem="dev0 is in another list"),
+        SumReply(request=good.request, problem="anybody may say so"),
+        refusal(good.request, "dev0 is in another list"),
     ):
         assert not world.take(reply)
     assert not world.lists.take(b"noise")
@@ -268,7 +273,7 @@ def test_revoked_device_leaves_a_list_that_was_refused(world: World) -> None:
     assert "dev0" in world.pending, "it may be opened"
     request = world.lists.request()
     assert request is not None
-    world.take(SumReply(request=digest_of(request), problem="dev0 is not in the list of devices"))
+    world.take(refusal(digest_of(request), "dev0 is not in the list of devices"))
     world.lists.is_open(world.members)
     assert world.pending.keys() == {"dev1", "dev2", "dev3"}
 

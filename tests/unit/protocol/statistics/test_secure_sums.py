@@ -124,5 +124,9 @@ def test_sum_is_signed_with_its_request() -> None:
     other = to_tensor(np.arange(1, 5, dtype=np.uint32))
     for changed in (replace(reply, request=bytes([1]) * 32), replace(reply, masks=other)):
         assert not is_own_sum(changed, public=public, fleet="f")
+    refused = sign_sum(SumReply(request=bytes(32), problem="too few"), key=OPERATOR, fleet="f")
+    assert is_own_sum(refused, public=public, fleet="f")
+    assert not is_own_sum(replace(refused, problem="none"), public=public, fleet="f")
+    assert not is_own_sum(replace(refused, masks=other), public=public, fleet="f")
     assert not is_own_sum(reply, public=public, fleet="g")
     assert not is_own_sum(reply, public=public_key(OTHER), fleet="f")
