@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
@@ -34,7 +35,7 @@ BATCHES = (10, 25, 100)
 """B of noisy prototypes, of which the best on the test images is shown: an advantage that users do not have."""
 
 COLUMNS = {
-    "data": "<14", "images": ">8,", "devices": ">8", "epsilon": ">8g", "sums": ">7.1%", "prototypes": ">11.1%",
+    "data": "<14", "images": ">8,", "devices": ">8.4g", "epsilon": ">8g", "sums": ">7.1%", "prototypes": ">11.1%",
 }  # fmt: skip
 
 
@@ -44,7 +45,7 @@ def accuracy_of_sums(
     every_row: NDArray[np.int8],
     *,
     images: int,
-    devices: int,
+    devices: float,
     epsilon: float | None,
     seed: int,
 ) -> float:
@@ -63,7 +64,7 @@ def accuracy_of_sums(
         layer = solve(of_all_classes(len(rows), *exact.result(), num_classes=data.classes)).layer
     else:
         z = noise_multiplier(epsilon, DELTA, cost=epsilon_of_sums) * float(np.sqrt(devices))
-        key = digest_of(f"{seed} {images} {devices} {epsilon}".encode())
+        key = digest_of(f"{seed} {images} {devices:g} {epsilon}".encode())
         sums = noisy_sums(rows, labels, classes=data.classes, noise_multiplier=z, key=key)
         try:
             layer, _ = solve_noisy(NoisyTotal(**vars(sums), noise_multiplier=z))
@@ -80,13 +81,13 @@ def _drawn(data: Features, per_class: int, seed: int) -> Iterator[NDArray[np.int
 
 
 def accuracy_of_prototypes(
-    data: Features, how: PublicMap, *, images: int, devices: int, epsilon: float, seed: int
+    data: Features, how: PublicMap, *, images: int, devices: float, epsilon: float, seed: int
 ) -> float:
     """Return the accuracy of FedTC on noisy prototypes of the same features, centered and clipped alike."""
     # The length that rows are shortened to, before they were scaled; `how` has all directions of the features.
     clip_norm = MAX_VALUE / float(np.linalg.norm(how.components[0]))
     centered = replace(data, train=data.train - how.center, test=data.test - how.center)
-    each = images // data.classes // devices
+    each = images // data.classes // int(devices)
     recipe = replace(RECIPES["default"], restore=False, mix=False)
     found = []
     for batch in [batch for batch in BATCHES if 2 * batch <= each] or [max(2, each // 2)]:
@@ -96,7 +97,7 @@ def accuracy_of_prototypes(
             batch_size=batch,
             min_images=2,
         )
-        fleet = Fleet(devices=devices, images=each, batch=batch)
+        fleet = Fleet(devices=int(devices), images=each, batch=batch)
         found.append(run_private(centered, fleet, how=mechanism, recipe=recipe, seed=seed, device="cpu"))
     return max(found)
 
@@ -105,7 +106,10 @@ def accuracy_of_prototypes(
 @repeated("--data", "names", type=click.Choice(NAMES), default=("fashion_mnist", "cifar10", "mnist"))
 @repeated("--images", "sizes", type=int, default=(1000, 6000, 50_000, 60_000), help="Of all devices.")
 @repeated(
-    "--devices", type=int, default=(1, 10, 100), help="That add noise; 1 is noise for the fleet at once."
+    "--devices",
+    type=float,
+    default=(1, 10, 100),
+    help="That add noise; 1 is noise for the fleet at once, 10/6 that of ten of which six are enough.",
 )
 @repeated("--epsilon", "epsilons", type=float, default=(0.5, 1.0, 2.0, 4.0, 8.0, 32.0))
 @repeated("--seed", "seeds", type=int, default=(0, 1, 2))
@@ -114,7 +118,7 @@ def accuracy_of_prototypes(
 @click.option("--at-most", type=int, help="Images of each part of a data set, for a trial.")
 @json_option
 def command(
-    *, names: tuple[str, ...], sizes: tuple[int, ...], devices: tuple[int, ...], epsilons: tuple[float, ...],
+    *, names: tuple[str, ...], sizes: tuple[int, ...], devices: tuple[float, ...], epsilons: tuple[float, ...],
     seeds: tuple[int, ...], size: int, prototypes: tuple[float, ...], at_most: int | None, json_file: Path | None,
 ) -> None:  # fmt: skip
     """Compare heads of noisy sums with heads of noisy prototypes, by epsilon and size of the fleet."""
@@ -129,7 +133,7 @@ def command(
                 continue
             cells = [(1, None), *((fleet, epsilon) for fleet in devices for epsilon in epsilons)]
             for fleet, epsilon in cells:
-                options = {"images": images, "devices": fleet}
+                options: dict[str, Any] = {"images": images, "devices": fleet}
                 sums = [
                     accuracy_of_sums(data, how, rows, **options, epsilon=epsilon, seed=seed) for seed in seeds
                 ]
