@@ -269,4 +269,6 @@ class BlobStore:
 
 
 def _is_being_written(file: Path) -> bool:
-    return file.name.startswith(".") and time.time() - file.stat().st_mtime < MAX_WRITE_S
+    found = file.stat()
+    # With a second name it is complete, and as young as what is written under that name.
+    return file.name.startswith(".") and found.st_nlink == 1 and time.time() - found.st_mtime < MAX_WRITE_S

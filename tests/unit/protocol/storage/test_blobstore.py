@@ -193,6 +193,15 @@ def test_temporary_files_of_killed_processes_are_deleted(tmp_path: Path) -> None
     assert _files(tmp_path) == sorted([young.name, other.name])
 
 
+def test_temporary_name_of_a_created_file_is_deleted(tmp_path: Path) -> None:
+    """A process was killed between the file's own name and the end of the temporary one."""
+    created = tmp_path / "aggregator.sqlite"
+    created.write_bytes(b"in use")
+    (tmp_path / ".aggregator.sqlit-t3_y8_fr").hardlink_to(created)
+    delete_temporary_files(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["aggregator.sqlite"]
+
+
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EIO])
 def test_folder_that_cannot_be_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """Some file systems refuse that with EINVAL, and the file is written; any other error is one."""
