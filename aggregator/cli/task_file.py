@@ -53,13 +53,9 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
     help="Differential privacy, and a second operator: files that two other commands write, public.map and "
     "operator.toml, are beside TASK.",
 )
-@click.option(
-    "--epsilon", type=click.FloatRange(0, 20, min_open=True), default=1.0, show_default=True,
-    help="With --private: privacy loss of one submission; four of them are allowed.",
-)  # fmt: skip
 def init_command(  # noqa: PLR0913 - every option of the command line
     *, task: Path, fleet: str | None, classes: tuple[str, ...], images: Path | None, backbones: tuple[Path, ...],
-    algorithm: str | None, quorum: int | None, deadline_s: float, private: bool, epsilon: float,
+    algorithm: str | None, quorum: int | None, deadline_s: float, private: bool,
 ) -> None:  # fmt: skip
     """Write a commented task file TASK (default: task.toml), and check it.
 
@@ -88,6 +84,8 @@ def init_command(  # noqa: PLR0913 - every option of the command line
         )
     )
     if private:
+        if algorithm not in (None, "statistics"):
+            raise click.UsageError("--private needs statistics: remove --algorithm")
         algorithm, quorum = "statistics", quorum or ask("Devices in a sum, at least", default=10, kind=int)
     algorithm = algorithm or ask("Algorithm", default="fedtc", kind=click.Choice(tuple(ALGORITHMS)))
     if algorithm not in ALGORITHMS:
@@ -98,7 +96,7 @@ def init_command(  # noqa: PLR0913 - every option of the command line
         quorum=quorum, deadline_s=deadline_s,
     )  # fmt: skip
     if private:
-        text += private_text(epsilon=epsilon, min_devices=quorum)
+        text += private_text(min_devices=quorum)
     try:
         with task.open("x", encoding="utf-8") as file:
             file.write(text)

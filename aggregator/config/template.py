@@ -36,12 +36,12 @@ deadline_s = {deadline_s!r}   # seconds after the first submission at which it n
 {"".join(_others(hidden_settings(algorithm)))}"""
 
 
-def private_text(*, epsilon: float, min_devices: int) -> str:
+def private_text(*, min_devices: int) -> str:
     """Return the tables of differential privacy with a second operator."""
     return f"""
 [privacy.dp]
-epsilon = {epsilon!r}   # of one submission
-max_epsilon = {4 * epsilon!r}   # of all submissions of a device
+epsilon = 1.0   # of one submission
+max_epsilon = 4.0   # of all submissions of a device
 map = "public.map"   # of public images, by `protofleet public-map`
 
 [privacy.sums]

@@ -11,7 +11,7 @@ from aggregator.storage.devices import REVOKED, ForgottenDevice
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import NextHead, ServedTask
-from aggregator.storage.sum_lists import is_in_sum, sums_of_tasks
+from aggregator.storage.sum_lists import devices_of, sums_of_tasks
 from protocol.errors import ConfigError
 
 OUTCOME_TIMEOUT_S = 10.0
@@ -96,7 +96,7 @@ def forget(store: Store, device: str) -> list[str]:
         ConfigError: nothing of the device is stored.
         StateError: the state cannot be written.
     """
-    if any(is_in_sum(lists, device) for lists in sums_of_tasks(store.facts).values()):
+    if any(device in devices_of(lists) for lists in sums_of_tasks(store.facts).values()):
         raise ConfigError(
             f"the submission of {device} is in a sum that a second operator has opened or is asked for: it cannot be "
             "taken out. A new task is without the device; revoke it, so that it submits no more"

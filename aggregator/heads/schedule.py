@@ -26,8 +26,8 @@ from aggregator.heads.sum_lists import SecondOperatorLists
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import NextHead, TrainingProgress, UnusedBytes
-from aggregator.storage.sum_lists import is_in_sum
-from aggregator.tasks.manifests import round_manifest, second_operator_of
+from aggregator.storage.sum_lists import devices_of
+from aggregator.tasks.manifests import round_manifest
 from aggregator.tasks.restoration import LostSubmissions, Restoration
 from aggregator.tasks.retention import delete_carried_submissions, delete_unneeded_blobs
 from aggregator.tasks.task_preparation import Task
@@ -81,7 +81,7 @@ class Schedule:
         self._calibration = Calibration(task, store)
         self.restoration = Restoration(task, store)
         self._is_external = external
-        operator = second_operator_of(task.manifest)
+        operator = task.manifest.second_operator
         self.sum_lists = None if operator is None else SecondOperatorLists(task, store, operator)
         """The lists of a task with a second operator."""
         self._trainer = self._trainer_of(task.file.training.timeout_s)
@@ -303,7 +303,8 @@ class Schedule:
             if not self._has_sums(self.sum_lists, dict(train.members)):
                 return
             # A device that is in no list yet belongs to a later one.
-            members = tuple(each for each in train.members if is_in_sum(self.sum_lists.stored, each[0]))
+            listed = devices_of(self.sum_lists.stored)
+            members = tuple(each for each in train.members if each[0] in listed)
             train, self.state = replace(train, members=members), replace(self.state, training=dict(members))
         job = job_of(train, self._task, self._store, self.state, tensors=self._tensors)
         with self._failing(job):
@@ -329,10 +330,18 @@ class Schedule:
         return False
 
     def take_sum(self, payload: bytes) -> None:
-        """Take a frame of the second operator's reply, and start the training that waits for it."""
-        if self.sum_lists is not None and self.sum_lists.take(payload) and self.state.training is not None:
-            members = tuple(sorted(self.state.training.items()))
-            self._start(rounds.Train(self.state.head_version + 1, members))
+        """Take a frame of the second operator's reply, and go on with the training that waits for it.
+
+        A refused list has failed: it is requested again later, or at once without a device that was revoked.
+        """
+        if self.sum_lists is None or not self.sum_lists.take(payload) or self.state.training is None:
+            return
+        pending = self.sum_lists.stored.pending
+        if pending is not None and pending.problem:
+            self._fail(f"the second operator opens no sum: {pending.problem}")
+            return
+        members = tuple(sorted(self.state.training.items()))
+        self._start(rounds.Train(self.state.head_version + 1, members))
 
     def _calibrate(self) -> None:
         """Start to make the calibrated version of the newest head if it is due, and no training is running or failed.

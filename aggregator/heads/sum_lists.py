@@ -76,7 +76,7 @@ class SecondOperatorLists:
             # The second operator has not opened it, and one of its devices was revoked since.
             lists = replace(lists, pending=None)
         if lists.pending is None:
-            new = [device for device in members if device not in lists.devices]
+            new = members.keys() - set(lists.devices)
             masked = {device: self._masked(device, members[device]) for device in new}
             least = {device: each.mask.min_devices for device, each in masked.items()}
             chosen = largest_list(least, min_devices=self._operator.min_devices)
@@ -137,7 +137,7 @@ class SecondOperatorLists:
         return self._store.blobs.read(bytes.fromhex(pending.request))
 
     def take(self, payload: bytes) -> bool:
-        """Take a frame of a reply; return True if a list's masks are opened by it.
+        """Take a frame of a reply; return True if the pending list is opened or refused by it.
 
         Raises:
             StateError: they cannot be stored.
@@ -163,9 +163,8 @@ class SecondOperatorLists:
             )
             return False
         if problem := reply.problem or self._problem_of(reply):
-            event(log, logging.ERROR, "the second operator opens no sum", reason=problem)
             put_sums(self._store.facts, replace(lists, pending=replace(pending, problem=problem)))
-            return False
+            return True
         masks = self._store.blobs.put(complete).hex()
         put_sums(self._store.facts, replace(lists, pending=replace(pending, masks=masks, problem="")))
         event(log, logging.INFO, "sum opened by the second operator", devices=len(pending.members))

@@ -182,9 +182,8 @@ class NoisySums:
 def check_noisy_sums(submission: Submission, expectation: Expectation) -> NoisySums:
     """Return the sums of a submission under differential privacy; raises Refused unless their shapes fit."""
     _check_envelope(submission, expectation)
-    statistics, mask = expectation.manifest.statistics, submission.mask
-    is_masked = statistics is not None and statistics.second_operator is not UNSET
-    if is_masked != isinstance(mask, SealedMask):
+    is_masked = expectation.manifest.second_operator is not None
+    if is_masked != isinstance(submission.mask, SealedMask):
         raise Refused("malformed", f"expected {'a' if is_masked else 'no'} mask for a second operator")
     kind = "u4" if is_masked else "i4"
     sums, labels, counted = _check_rows(submission, expectation, dtype=kind)

@@ -50,9 +50,9 @@ def blobs_of_lists(lists: SumLists) -> set[bytes]:
     return {bytes.fromhex(name) for name in names if name}
 
 
-def is_in_sum(lists: SumLists, device: str) -> bool:
-    """Return True if a device's submission is in a sum, or is going to be."""
-    return device in lists.devices or (lists.pending is not None and device in lists.pending.members)
+def devices_of(lists: SumLists) -> set[str]:
+    """Return the devices whose submissions are in a sum, or are going to be."""
+    return {*lists.devices, *(lists.pending.members if lists.pending else ())}
 
 
 class SumsOfTasks(msgspec.Struct, frozen=True):

@@ -25,7 +25,6 @@ from protocol.wire.messages import (
     HeadRef,
     Program,
     RoundManifest,
-    SecondOperator,
     Statistics,
     TaskManifest,
 )
@@ -95,11 +94,6 @@ def _differential_privacy(
         delta=budget.delta,
         max_epsilon=budget.max_epsilon,
     )
-
-
-def second_operator_of(manifest: TaskManifest) -> SecondOperator | None:
-    """Return the second operator of a task; None if submissions are not masked."""
-    return (manifest.statistics and manifest.statistics.second_operator) or None
 
 
 def round_manifest(task: bytes, number: int, *, learning: RoundAlgorithm, tensors: BlobRef) -> RoundManifest:

@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import numpy as np
-from msgspec import UNSET
 from numpy.typing import NDArray
 
 from aggregator.algorithms.statistics.noisy_ridge import NoisyTotal, of_features, solve_noisy
@@ -51,8 +50,8 @@ def run(job: NoisySumsJob) -> Result:
     started_s = time.perf_counter()
     public = read_map(open_blobs(job.blobs).read(statistics.map.digest))
     expectation = Expectation(bytes.fromhex(job.task), manifest, statistics.size)
-    operator = statistics.second_operator
-    if operator is UNSET:
+    operator = manifest.second_operator
+    if operator is None:
         counts, sums, second_moment, devices, invalid = _added(job, expectation)
         share = wanted.noise_multiplier
     else:

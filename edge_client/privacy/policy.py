@@ -7,7 +7,7 @@ from edge_client.storage.privacy_ledger import LOST
 from protocol.errors import MalformedMessage, PrivacyRefused
 from protocol.statistics.noisy_sums import MAX_DISCRETENESS, discreteness, released_values
 from protocol.wire.codec import decode
-from protocol.wire.messages import MAX_RELEASED, Evaluation, SecondOperator, Submission, TaskManifest
+from protocol.wire.messages import MAX_RELEASED, Evaluation, Submission, TaskManifest
 
 MAX_DELTA = 1e-3
 """Delta is the probability that epsilon does not hold: a task with a large one could keep any epsilon."""
@@ -52,7 +52,7 @@ def check_task(
     """Raise PrivacyRefused unless a task's privacy settings can be honored, and satisfy the device's owner."""
     how, program, wanted = manifest.perturbation, manifest.program, manifest.differential_privacy
     on_prototypes, statistics = how is not None and how.on == "prototypes", manifest.statistics is not None
-    operator = second_operator_of(manifest)
+    operator = manifest.second_operator
     problems = {
         UPLOADS_MORE: on_prototypes and program is not None and program.uploaded,
         NOT_PRIVATE: wanted is None and max_epsilon is not None,
@@ -79,18 +79,13 @@ def _problems_of_sums(manifest: TaskManifest) -> dict[str, bool]:
         return {}
     if statistics is None or max(manifest.batch_size, manifest.min_images) > 1:
         return {PRIVATE_PROTOTYPES: True}
-    operator = second_operator_of(manifest)
+    operator = manifest.second_operator
     honest = 1 if operator is None else operator.honest
     shape = {"classes": len(manifest.classes), "size": statistics.size}
     return {
         TOO_LARGE: sum(released_values(**shape).values()) > MAX_RELEASED,
         TOO_QUIET: discreteness(wanted.noise_multiplier, **shape, honest=honest) > MAX_DISCRETENESS,
     }
-
-
-def second_operator_of(manifest: TaskManifest) -> SecondOperator | None:
-    """Return the second operator of a task; None if submissions are not masked."""
-    return (manifest.statistics and manifest.statistics.second_operator) or None
 
 
 def is_private(manifest: TaskManifest | None) -> bool:
@@ -103,17 +98,16 @@ def is_bounded(manifest: TaskManifest | None, *, max_epsilon: float | None) -> b
     return is_private(manifest) or max_epsilon is not None
 
 
-def may_upload(payload: bytes, kind: Kind, *, max_epsilon: float, is_masked: bool = False) -> bool:
+def may_upload(payload: bytes, kind: Kind, *, max_epsilon: float) -> bool:
     """Return whether a message that was built earlier satisfies the device's owner now.
 
-    With `is_masked`, submissions must have a mask. One that the aggregator could not decode either does not.
+    One that the aggregator could not decode either does not.
     """
     size = len(payload)
     try:
         if kind == "submission":
-            submission = decode(payload, Submission, max_bytes=size)
-            cost, has_mask = submission.privacy, submission.mask is not UNSET
-            return cost is not None and cost.total_epsilon <= max_epsilon and has_mask >= is_masked
+            cost = decode(payload, Submission, max_bytes=size).privacy
+            return cost is not None and cost.total_epsilon <= max_epsilon
         message = decode(payload, Evaluation, max_bytes=size)
     except MalformedMessage:
         return False

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from edge_client.agent import events, state_machine
 from edge_client.agent.state import Mode, State, UploadItem
 from edge_client.config import Settings
-from edge_client.privacy.policy import may_upload, second_operator_of
+from edge_client.privacy.policy import may_upload
 from edge_client.service.blob_downloads import BlobDownloads, import_backbones
 from edge_client.service.duplicates import TAKE_OVER, OwnTopic
 from edge_client.service.inbox import Inbox, Message
@@ -405,7 +405,7 @@ def _is_sealed_for(store: DeviceState, item: UploadItem, second_operator: bytes 
         manifest = decode(data, TaskManifest, max_bytes=MAX_MANIFEST_BYTES)
     except (StateError, MalformedMessage):
         return False
-    operator = second_operator_of(manifest)
+    operator = manifest.second_operator
     return operator is not None and operator.seal_key == second_operator
 
 
@@ -414,12 +414,7 @@ def _drop_forbidden(store: DeviceState, max_epsilon: float, *, second_operator: 
     forbidden = [
         item
         for item in store.outbox.items()
-        if not may_upload(
-            store.outbox.payload(item) or b"",
-            item.kind,
-            max_epsilon=max_epsilon,
-            is_masked=second_operator is not None,
-        )
+        if not may_upload(store.outbox.payload(item) or b"", item.kind, max_epsilon=max_epsilon)
         or not _is_sealed_for(store, item, second_operator)
     ]
     text = "deleted items from the outbox that --max-epsilon does not allow to be uploaded"

@@ -12,7 +12,7 @@ from edge_client.agent.events import BuildSubmission, SubmissionBuilt
 from edge_client.agent.state import UploadItem
 from edge_client.data.extraction import decode_suspects
 from edge_client.data.images import NoImages, is_folder, name_some
-from edge_client.privacy.policy import check_task, is_private, second_operator_of
+from edge_client.privacy.policy import check_task, is_private
 from edge_client.progress_bar import Progress
 from edge_client.storage.stored_values import (
     ClassReport,
@@ -116,7 +116,7 @@ class SubmissionBuilder:
 
     def _only_submission(self, build: BuildSubmission) -> UploadItem | None:
         """Return the submission to a task with a second operator, who opens one of each device."""
-        if second_operator_of(build.manifest) is None or build.above or self._show is not None:
+        if build.manifest.second_operator is None or build.above or self._show is not None:
             return None
         last = self._store.outbox.newest_submission()
         return last if last is not None and last.task == build.task else None
@@ -192,7 +192,7 @@ class SubmissionBuilder:
         return item
 
     def _sealer(self, manifest: TaskManifest) -> Sealer | None:
-        if second_operator_of(manifest) is None:
+        if manifest.second_operator is None:
             return None
         settings, is_shown = self._workspace.settings, self._show is not None
         key = self._store.signing_key(settings.identity.signing_key, keep=not is_shown)

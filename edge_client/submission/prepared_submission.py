@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from edge_client.data.prototype_averaging import average
 from edge_client.privacy.noise import subkey
 from edge_client.privacy.perturbation import MAX_FLOAT16, perturb_prototypes
-from edge_client.privacy.policy import FAILED, is_private, second_operator_of
+from edge_client.privacy.policy import FAILED, is_private
 from edge_client.storage.stored_values import ClassReport, SubmissionForm, SubmissionReport
 from edge_client.submission.image_features import FoundImages, Workspace
 from edge_client.submission.image_grouping import ReleasedImages, group_images
@@ -199,7 +199,7 @@ def encode_submission(
         fields = prototype_fields(prepared.prototypes)
     else:
         fields = {"prototypes": to_tensor(prepared.prototypes), "tensors": dict(prepared.tensors)}
-    operator, counts = second_operator_of(manifest), prepared.counts
+    operator, counts = manifest.second_operator, prepared.counts
     if operator is not None:
         fields = _masked(prepared, operator, sealer, task=task, manifest=manifest, sequence=sequence)
         counts = np.ones_like(counts)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from edge_client.data.images import LabeledImage
 from edge_client.privacy.noise import KEY_BYTES, subkey
-from edge_client.privacy.policy import BUDGET, FAILED, second_operator_of
+from edge_client.privacy.policy import BUDGET, FAILED
 from edge_client.privacy.sum_mechanism import NoisySums, noisy_sums
 from edge_client.storage.disk_space import DiskAlmostFull
 from edge_client.storage.privacy_ledger import Release
@@ -87,7 +87,7 @@ def _prepare(
     should_stop: Callable[[], bool],
 ) -> PreparedSubmission:
     wanted, secret = manifest.differential_privacy, workspace.secret(manifest)
-    operator = second_operator_of(manifest)
+    operator = manifest.second_operator
     if wanted is None or len(secret) != KEY_BYTES:
         raise PrivacyFailed(FAILED)
     release = _charge(workspace, _fingerprint(task, secret, images), wanted)
@@ -121,7 +121,7 @@ def _prepared(
 ) -> PreparedSubmission:
     """Return the submission of noisy sums, which has a row of each class, whichever classes there are."""
     counts = np.clip(sums.counts // UNITS, 1, MAX_IMAGES).astype(np.uint32)
-    is_masked = second_operator_of(manifest) is not None
+    is_masked = manifest.second_operator is not None
     to_int32 = _wrapped if is_masked else _clipped
     return PreparedSubmission(
         prototypes=to_int32(sums.sums),

@@ -303,6 +303,11 @@ class TaskManifest(Message, frozen=True, kw_only=True, tag="task"):
     continues: Annotated[tuple[Digest, ...], Meta(min_length=1, max_length=MAX_CONTINUED)] | UnsetType = UNSET
     """Earlier tasks, newest first, whose submissions count for this one. Its classes begin with theirs."""
 
+    @property
+    def second_operator(self) -> SecondOperator | None:
+        """The party that opens sums of masks; None if submissions are not masked."""
+        return (self.statistics and self.statistics.second_operator) or None
+
 
 class RoundManifest(Message, frozen=True, kw_only=True, tag="round"):
     """The open round. A device that missed earlier rounds joins this one."""

@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Iterator
 from contextlib import closing
@@ -13,6 +14,7 @@ import pytest
 
 from aggregator.heads.operator_commands import forget
 from aggregator.intake.validation import read_message
+from aggregator.security.identity import revoke_key
 from aggregator.storage.open_store import open_store
 from aggregator.storage.sum_lists import sums_of
 from edge_client.agent.state import Mode
@@ -22,8 +24,10 @@ from edge_client.storage.device_state import DeviceState
 from edge_client.submission.private_submission import prepare_private
 from protocol.errors import ConfigError
 from protocol.statistics.noisy_sums import UNITS
+from protocol.storage.keyfile import read_key
 from protocol.wire.codec import decode, to_array
 from protocol.wire.messages import Submission, TaskManifest, Tensors
+from protocol.wire.signing import public_key
 from protofleet.public_map import public_map
 from tests.support.fleets.fleet import Fleet, write_digits, write_task
 from tests.support.network.brokers import free_address, mosquitto
@@ -47,12 +51,12 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
         yield fleet
 
 
-def start_operator(fleet: Fleet, *, min_devices: int = MIN_DEVICES) -> None:
+def start_operator(fleet: Fleet, *options: str | Path) -> None:
     fleet.start(
         "operator",
         "sums_operator",
         *("run", "--state", fleet.root / "sums", "--broker", str(fleet.broker), "--fleet", "default"),
-        *("--min-devices", str(min_devices)),
+        *("--min-devices", str(MIN_DEVICES), *options),
     )
 
 
@@ -152,3 +156,27 @@ def test_device_that_comes_later_waits_for_a_list_of_its_own(fleet: Fleet, tmp_p
     fleet.wait_for_log("aggregator", f"waiting for devices that are in no sum devices={MIN_DEVICES - 1}")
     summary = fleet.wait_for("its submission", lambda s: len(s["devices"]) == MIN_DEVICES + 1)
     assert [head["devices"] for head in summary["heads"]] == [MIN_DEVICES]
+
+
+def test_device_that_the_second_operator_does_not_know_is_left_out(fleet: Fleet, tmp_path: Path) -> None:
+    """The list is refused, the operator revokes the device, and the others' sum is opened without a restart."""
+    task = prepared(fleet, tmp_path)
+    fleet.start_aggregator(task)
+    start_devices(fleet, range(MIN_DEVICES + 1))
+    fleet.wait_for("all submissions", lambda s: s["submissions"] == MIN_DEVICES + 1)
+    with closing(open_store(fleet.aggregator_state)) as store:
+        pending = sums_of(store.facts, store.served_task().digest).pending
+        assert pending is not None
+        stranger = min(pending.members)
+    names = [f"device-{number}" for number in range(MIN_DEVICES + 1)]
+    keys = {name: public_key(read_key(fleet.device_state(name) / "signing.key")).hex() for name in names}
+    del keys[stranger]
+    known = tmp_path / "devices.txt"
+    known.write_text("".join(f"{name} {key}\n" for name, key in keys.items()))
+    start_operator(fleet, "--devices", known)
+    fleet.wait_for("the refusal", lambda s: s["sums"] and f"{stranger} is not in" in s["sums"]["problem"])
+    with closing(open_store(fleet.aggregator_state)) as store:
+        revoke_key(store, stranger, now_s=time.time())
+    summary = fleet.wait_for("the head", lambda s: s["heads"])
+    assert summary["heads"][0]["devices"] == MIN_DEVICES
+    assert (summary["sums"]["devices"], summary["sums"]["requested"]) == (MIN_DEVICES, 0)

@@ -227,6 +227,11 @@ def test_questions_are_asked_on_a_terminal(folder: Path, monkeypatch: pytest.Mon
         (["init", "--class", "a", "--backbone", "tiny.onnx", "--algorithm", "x"], 2, "expected one of fedtc"),
         (["init", "there.toml", "--class", "a", "--backbone", "tiny.onnx"], 1, "there.toml exists already"),
         (["init", "--images", "images/pear", "--backbone", "tiny.onnx"], 1, "no folder in images/pear"),
+        (
+            ["init", "--class", "a", "--backbone", "tiny.onnx", "--algorithm", "fedtc", "--private"],
+            2,
+            "needs statistics",
+        ),
         (["check", "there.toml"], 1, "there.toml:1: `backbones`: no file none.onnx"),
         (["check", "none.toml"], 1, "cannot read the task file none.toml"),
     ],
@@ -248,7 +253,7 @@ def test_check_shows_what_a_task_defines(folder: Path) -> None:
 
 def test_private_task_needs_files_of_two_parties(folder: Path) -> None:
     """The error names the command that makes each; then the task says what each party can see."""
-    given = ("--class", "a", "--class", "b", "--backbone", "tiny.onnx", "--quorum", "5", "--epsilon", "2")
+    given = ("--class", "a", "--class", "b", "--backbone", "tiny.onnx", "--quorum", "5")
     done = _run("init", *given, "--private")
     assert "no file public.map: make it with `protofleet public-map`" in f"{done.output}{done.exception}"
     (folder / "public.map").touch()
@@ -261,7 +266,7 @@ def test_private_task_needs_files_of_two_parties(folder: Path) -> None:
     assert (task.algorithm, task.quorum) == ("statistics", 5)
     assert task.privacy.dp is not None
     assert task.privacy.sums is not None
-    assert (task.privacy.dp.epsilon, task.privacy.dp.max_epsilon) == (2.0, 8.0)
+    assert (task.privacy.dp.epsilon, task.privacy.dp.max_epsilon) == (1.0, 4.0)
     assert (task.privacy.sums.min_devices, task.privacy.sums.honest) == (5, 3)
 
 
