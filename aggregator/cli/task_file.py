@@ -12,7 +12,7 @@ from protocol.cli import counted, examples, require_packages, say
 from protocol.errors import ConfigError, ProtofleetError
 
 if TYPE_CHECKING:
-    from aggregator.config.schema import TaskFile
+    from aggregator.config.schema import SumsSettings, TaskFile
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
@@ -50,12 +50,19 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option(
     "--private",
     is_flag=True,
-    help="Differential privacy, and a second operator: files that two other commands write, public.map and "
-    "operator.toml, are beside TASK.",
+    help="Differential privacy, and a second operator. Beside TASK is public.map, of `protofleet public-map`.",
+)
+@click.option(
+    "--second-operator",
+    "operator",
+    type=_FILE,
+    help="With --private: the file that the second operator has made with `protofleet-sums init`.  "
+    "[default: operator.toml beside TASK]",
 )
 def init_command(  # noqa: PLR0913 - every option of the command line
     *, task: Path, fleet: str | None, classes: tuple[str, ...], images: Path | None, backbones: tuple[Path, ...],
     algorithm: str | None, quorum: int | None, deadline_s: float, private: bool,
+    operator: Path | None,
 ) -> None:  # fmt: skip
     """Write a commented task file TASK (default: task.toml), and check it.
 
@@ -86,7 +93,15 @@ def init_command(  # noqa: PLR0913 - every option of the command line
     if private:
         if algorithm not in (None, "statistics"):
             raise click.UsageError("--private needs statistics: remove --algorithm")
-        algorithm, quorum = "statistics", quorum or ask("Devices in a sum, at least", default=10, kind=int)
+        algorithm = "statistics"
+        operator = operator or Path(
+            ask(
+                "Second operator: the file that `protofleet-sums init` has made there",
+                default=str(task.parent / "operator.toml"),
+                kind=click.Path(exists=True, dir_okay=False),
+            )
+        )
+        quorum = quorum or ask("Devices in a sum, at least", default=10, kind=click.IntRange(min=2))
     algorithm = algorithm or ask("Algorithm", default="fedtc", kind=click.Choice(tuple(ALGORITHMS)))
     if algorithm not in ALGORITHMS:
         raise click.BadParameter(f"expected one of {', '.join(ALGORITHMS)}", param_hint="--algorithm")
@@ -95,8 +110,8 @@ def init_command(  # noqa: PLR0913 - every option of the command line
         fleet=fleet, classes=classes, backbones=[_from(task.parent, path) for path in backbones], algorithm=algorithm,
         quorum=quorum, deadline_s=deadline_s,
     )  # fmt: skip
-    if private:
-        text += private_text(min_devices=quorum)
+    if private and operator is not None:
+        text += private_text(operator=_from(task.parent, operator), min_devices=quorum)
     try:
         with task.open("x", encoding="utf-8") as file:
             file.write(text)
@@ -137,15 +152,19 @@ def _check(path: Path) -> None:
     say(f"{path} is valid")
 
 
-PARTIES = (
-    "devices upload masked sums, once for a task; images and single features stay on them",
-    "you see sums of min_devices and more; the second operator opens them, and sees no sum",
-    "you and the second operator together could see each device's sums: be different organisations",
-    "owners of devices give --second-operator (seal_key of operator.toml) and --max-epsilon to edge-client",
-    "the second operator gives --devices to protofleet-sums: otherwise you could invent devices",
-    "no quarantine by content, limits of devices, `aggregator forget` and forecasts: they need single submissions",
-)
-"""Notes on a task with a second operator."""
+def _parties(sums: "SumsSettings") -> tuple[str, ...]:
+    """Return what each party of a task with a second operator sees and has to do."""
+    from aggregator.tasks.task_preparation import second_operator
+
+    seal_key = second_operator(sums).seal_key.hex()
+    return (
+        "devices upload masked sums, once for a task; images and single features stay on them",
+        f"you see sums of {sums.min_devices} devices and more; the second operator opens them, and sees no sum",
+        "you and the second operator together could see each device's sums: be different organisations",
+        f"owners give --second-operator {seal_key} to edge-client, once the second operator has confirmed it",
+        "the second operator gives --devices to protofleet-sums: otherwise you could invent devices",
+        "no quarantine by content, limits of devices, `aggregator forget` and forecasts: they need single submissions",
+    )
 
 
 def _notes(task: "TaskFile") -> list[str]:
@@ -160,13 +179,14 @@ def _notes(task: "TaskFile") -> list[str]:
         notes.append("quorum is 1: the first head, or each round, is made as soon as one device has uploaded")
     if task.devices is not None and task.quorum > len(task.devices):
         notes.append(f"quorum is more than the {len(task.devices)} devices: deadline_s decides")
-    if task.privacy.sums is not None:
-        notes += PARTIES
+    if (sums := task.privacy.sums) is not None:
+        notes += _parties(sums)
     if len(task.classes) == 1:
         notes.append("there is one class: every image will be classified as it")
     if (budget := task.privacy.dp) is not None:
         multiplier = noise_multiplier(budget.epsilon, budget.delta, cost=epsilon_of_sums)
-        hidden = math.ceil(deviations(multiplier)["counts"] / UNITS * math.sqrt(task.quorum))
+        shares = task.quorum / (1 if sums is None else sums.honest)
+        hidden = math.ceil(deviations(multiplier)["counts"] / UNITS * math.sqrt(shares))
         notes.append(
             f"the noise of {counted(task.quorum, 'device')} hides {counted(hidden, 'image')} of a class: below that "
             f"there is no head, and below about {10 * hidden} of each class a poor one (docs/privacy.md)"

@@ -36,7 +36,7 @@ deadline_s = {deadline_s!r}   # seconds after the first submission at which it n
 {"".join(_others(hidden_settings(algorithm)))}"""
 
 
-def private_text(*, min_devices: int) -> str:
+def private_text(*, operator: str, min_devices: int) -> str:
     """Return the tables of differential privacy with a second operator."""
     return f"""
 [privacy.dp]
@@ -45,7 +45,7 @@ max_epsilon = 4.0   # of all submissions of a device
 map = "public.map"   # of public images, by `protofleet public-map`
 
 [privacy.sums]
-operator = "operator.toml"   # of the second operator, by `protofleet-sums init`
+operator = {_toml(operator)}   # of the second operator, by `protofleet-sums init`
 min_devices = {min_devices}
 """
 

@@ -361,6 +361,13 @@ def test_compose_file_runs_the_images_and_the_commands_that_there_are() -> None:
             assert source.parts[0] in {"fleet", source.name} or (ROOT / source).is_file(), volume
 
 
+def test_commands_of_the_second_operators_image_are_accepted() -> None:
+    text = (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
+    init, run = re.findall(r"docker run .*? protofleet-sums ((?:init|run) [^&\n]*)", text)
+    assert parse(f"protofleet-sums {init}").params["folder"] == Path("/state")
+    assert parse(f"protofleet-sums {run}", PROTOFLEET_STATE="/state").params["state"] == Path("/state")
+
+
 def test_kubernetes_manifests_of_one_program_are_valid() -> None:
     text = (DEPLOY / "kubernetes.yaml").read_text(encoding="utf-8")
     resources = list(yaml.safe_load_all(text))

@@ -19,6 +19,7 @@ from protocol.enrollment import read_enrollment
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.storage.keyfile import read_key
 from protocol.wire.signing import public_key
+from sums_operator.state import make_operator, read_keys
 from tests.support.databases.postgresql import PostgreSQL
 from tests.support.fleets.aggregator_process import PROGRAM, run_aggregator, write_task
 from tests.support.fleets.closed_fleet import FLEET, ClosedFleet, findings, statuses
@@ -259,13 +260,22 @@ def test_private_task_needs_files_of_two_parties(folder: Path) -> None:
     (folder / "public.map").touch()
     assert "`protofleet-sums init`" in str(_run("check", "task.toml").exception)
     (folder / "operator.toml").touch()
-    done = _run("check", "task.toml")
+    assert "take the file that `protofleet-sums init` has written" in str(
+        _run("check", "task.toml").exception
+    )
+    card = make_operator(folder / "sums")
+    (folder / "task.toml").unlink()
+    done = _run("init", *given, "--private", "--second-operator", str(card))
     assert done.exit_code == 0, done.output
+    seal_key = read_keys(folder / "sums").public()["seal_key"]
+    assert f"owners give --second-operator {seal_key} to edge-client" in done.output
+    assert "of a class: below that there is no head" in done.output
     assert "the second operator opens them, and sees no sum" in done.output
     task, _ = load_task(folder / "task.toml")
     assert (task.algorithm, task.quorum) == ("statistics", 5)
     assert task.privacy.dp is not None
     assert task.privacy.sums is not None
+    assert Path(task.privacy.sums.operator) == folder / "sums" / "operator.toml"
     assert (task.privacy.dp.epsilon, task.privacy.dp.max_epsilon) == (1.0, 4.0)
     assert (task.privacy.sums.min_devices, task.privacy.sums.honest) == (5, 3)
 
