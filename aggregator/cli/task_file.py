@@ -163,6 +163,7 @@ def _parties(sums: "SumsSettings") -> tuple[str, ...]:
         "you and the second operator together could see each device's sums: be different organisations",
         f"owners give --second-operator {seal_key} to edge-client, once the second operator has confirmed it",
         "the second operator gives --devices to protofleet-sums: otherwise you could invent devices",
+        f"devices that submit after a sum wait for {sums.min_devices} others: let quorum be all that you expect",
         "no quarantine by content, limits of devices, `aggregator forget` and forecasts: they need single submissions",
     )
 

@@ -77,7 +77,8 @@ class SecondOperatorLists:
             lists = replace(lists, pending=None)
         if lists.pending is None:
             new = members.keys() - set(lists.devices)
-            masked = {device: self._masked(device, members[device]) for device in new}
+            is_enough = len(new) >= self._operator.min_devices  # otherwise each new one would read all again
+            masked = {device: self._masked(device, members[device]) for device in new if is_enough}
             least = {device: each.mask.min_devices for device, each in masked.items()}
             chosen = largest_list(least, min_devices=self._operator.min_devices)
             if not chosen:

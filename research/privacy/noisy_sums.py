@@ -1,6 +1,6 @@
 """`python -m research noisy-sums`: differential privacy on sums, beside noisy prototypes of the same features."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from aggregator.algorithms.statistics.ridge import solve
 from benchmarks.data.features import load_features
 from benchmarks.data.images import NAMES, PACS
 from benchmarks.options import repeated
-from benchmarks.report import Table, json_option, write_json
+from benchmarks.report import Plot, Table, json_option, write_json
 from edge_client.privacy.sum_mechanism import noisy_sums
 from protocol.errors import ProtofleetError
 from protocol.statistics.gaussian_privacy import noise_multiplier
@@ -34,9 +34,21 @@ BACKBONE, SIZE = "mobilenetv2_100:residual", 96
 BATCHES = (10, 25, 100)
 """B of noisy prototypes, of which the best on the test images is shown: an advantage that users do not have."""
 
-COLUMNS = {
-    "data": "<14", "images": ">8,", "devices": ">8.4g", "epsilon": ">8g", "sums": ">7.1%", "prototypes": ">11.1%",
-}  # fmt: skip
+COLUMNS = {"data": "<14", "images": ">8,", "devices": ">8.4g", "no noise": ">9.1%"}
+"""And a column for each epsilon."""
+
+RIVAL_COLUMNS = {"data": "<14", "images": ">8,", "epsilon": ">8g", "sums": ">7.1%", "prototypes": ">11.1%"}
+
+TEN = 10
+"""Devices whose sums are compared with noisy prototypes."""
+
+
+def map_of_photographs(size: int, *, at_most: int | None = None) -> PublicMap:
+    """Return the public map of the images of PACS, to `size` values."""
+    public = [load_features(name, backbone=BACKBONE, image_size=SIZE, at_most=at_most) for name in PACS]
+    return make_public_map(
+        np.concatenate([part for each in public for part in (each.train, each.test)]), size
+    )
 
 
 def accuracy_of_sums(
@@ -104,7 +116,13 @@ def accuracy_of_prototypes(
 
 @click.command("noisy-sums")
 @repeated("--data", "names", type=click.Choice(NAMES), default=("fashion_mnist", "cifar10", "mnist"))
-@repeated("--images", "sizes", type=int, default=(1000, 6000, 50_000, 60_000), help="Of all devices.")
+@repeated(
+    "--images",
+    "sizes",
+    type=int,
+    default=(1000, 6000, 60_000),
+    help="Of all devices, at most those that there are.",
+)
 @repeated(
     "--devices",
     type=float,
@@ -122,31 +140,65 @@ def command(
     seeds: tuple[int, ...], size: int, prototypes: tuple[float, ...], at_most: int | None, json_file: Path | None,
 ) -> None:  # fmt: skip
     """Compare heads of noisy sums with heads of noisy prototypes, by epsilon and size of the fleet."""
-    table, runs = Table(COLUMNS, title=f"{BACKBONE}, {size} values, delta {DELTA:g}, {len(seeds)} seeds"), []
-    public = [load_features(name, backbone=BACKBONE, image_size=SIZE, at_most=at_most) for name in PACS]
-    how = make_public_map(np.concatenate([part for each in public for part in (each.train, each.test)]), size)
+    title = f"{BACKBONE}, {size} values, delta {DELTA:g}, {len(seeds)} seeds"
+    table, runs = Table({**COLUMNS, **{f"{each:g}": ">8.1%" for each in epsilons}}, title=title), []
+    how = map_of_photographs(size, at_most=at_most)
     for name in names:
         data = load_features(name, backbone=BACKBONE, image_size=SIZE, at_most=at_most)
         rows = how.rows(data.train)
-        for images in sizes:
-            if images > len(rows):
-                continue
-            cells = [(1, None), *((fleet, epsilon) for fleet in devices for epsilon in epsilons)]
-            for fleet, epsilon in cells:
+        for images in (min(each, len(rows)) for each in sizes):
+            without = [
+                accuracy_of_sums(data, how, rows, images=images, devices=1, epsilon=None, seed=seed)
+                for seed in seeds
+            ]
+            for fleet in devices:
                 options: dict[str, Any] = {"images": images, "devices": fleet}
-                sums = [
-                    accuracy_of_sums(data, how, rows, **options, epsilon=epsilon, seed=seed) for seed in seeds
+                by_epsilon = {
+                    epsilon: [
+                        accuracy_of_sums(data, how, rows, **options, epsilon=epsilon, seed=seed)
+                        for seed in seeds
+                    ]
+                    for epsilon in epsilons
+                }
+                table.row(name, images, fleet, *map(np.mean, (without, *by_epsilon.values())))
+                runs += [
+                    {"data": name, **options, "epsilon": each, "sums": found}
+                    for each, found in by_epsilon.items()
                 ]
-                rival = None
-                if fleet == 10 and epsilon in prototypes:
-                    rival = float(
-                        np.mean(
-                            [
-                                accuracy_of_prototypes(data, how, **options, epsilon=epsilon, seed=seed)
-                                for seed in seeds
-                            ]
-                        )
-                    )
-                table.row(name, images, fleet, epsilon, float(np.mean(sums)), rival)
-                runs.append({"data": name, **options, "epsilon": epsilon, "sums": sums, "prototypes": rival})
-    write_json(json_file, "noisy-sums", tables=[table], runs=runs)
+            runs.append({"data": name, "images": images, "devices": None, "epsilon": None, "sums": without})
+            for epsilon in prototypes:
+                rival = [
+                    accuracy_of_prototypes(data, how, images=images, devices=TEN, epsilon=epsilon, seed=seed)
+                    for seed in seeds
+                ]
+                runs.append(
+                    {"data": name, "images": images, "devices": TEN, "epsilon": epsilon, "prototypes": rival}
+                )
+    tables = [table, *([_rivals(runs)] if prototypes else [])]
+    write_json(json_file, "noisy-sums", tables=tables, plots=[_plot(runs, name) for name in names], runs=runs)
+
+
+def _rivals(runs: Sequence[Mapping[str, Any]]) -> Table:
+    """Return the table of noisy prototypes beside sums with the same epsilon, which each of ten devices has."""
+    table = Table(
+        RIVAL_COLUMNS,
+        title=f"noisy prototypes, the best of batches of {', '.join(map(str, BATCHES))}, {TEN} devices",
+    )
+    for rival in (run for run in runs if "prototypes" in run):
+        same = {name: rival[name] for name in ("data", "images", "devices", "epsilon")}
+        sums = [np.mean(run["sums"]) for run in runs if "sums" in run and same.items() <= run.items()]
+        table.row(
+            rival["data"], rival["images"], rival["epsilon"], *sums, float(np.mean(rival["prototypes"]))
+        )
+    return table
+
+
+def _plot(runs: Sequence[Mapping[str, Any]], data: str) -> Plot:
+    """Return the mean accuracy over epsilon of a data set, a line for each size and number of devices."""
+    series: dict[str, list[tuple[float, float]]] = {}
+    for run in runs:
+        if run["data"] == data and "sums" in run and run["epsilon"] is not None:
+            who = "noise once" if run["devices"] == 1 else f"noise of {run['devices']:g} devices"
+            points = series.setdefault(f"{run['images']:,} images, {who}", [])
+            points.append((run["epsilon"], float(np.mean(run["sums"]))))
+    return Plot(title=f"Accuracy by epsilon, {data}", x="epsilon", y="accuracy", series=series, log=("x",))

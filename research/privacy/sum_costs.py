@@ -10,13 +10,18 @@ import click
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
+from benchmarks.data.features import load_features
+from benchmarks.data.images import NAMES
 from benchmarks.options import repeated
 from benchmarks.report import Table, json_option, write_json
 from protocol.statistics.noisy_sums import released_values
+from protocol.statistics.row_sums import RowSums
+from protocol.statistics.second_moment import encode as pack
 from protocol.statistics.second_moment import triangle_size
 from protocol.statistics.secure_sums import masked, sealed_mask, submission_context
 from protocol.wire.codec import digest_of, encode, to_tensor
 from protocol.wire.messages import MaskedSubmission, Privacy, Submission, SumRequest
+from research.privacy.noisy_sums import BACKBONE, SIZE, map_of_photographs
 from sums_operator.checks import Policy
 from sums_operator.service import Operator
 from sums_operator.state import OperatorState, make_operator, read_keys
@@ -26,6 +31,8 @@ COLUMNS = {
     "device s": ">9.3f", "aggregator s": ">13.2f", "second operator s": ">18.2f", "peak MB": ">8.0f",
 }  # fmt: skip
 
+PACKED_COLUMNS = {"images": ">8,", "packed kB": ">10.1f", "masked kB": ">10.1f", "ratio": ">7.2f"}
+
 COST = Privacy(epsilon=1.0, total_epsilon=1.0, delta=1e-5, releases=1)
 
 
@@ -33,8 +40,13 @@ COST = Privacy(epsilon=1.0, total_epsilon=1.0, delta=1e-5, releases=1)
 @repeated("--devices", type=int, default=(10, 1000, 10_000))
 @click.option("--classes", type=int, default=10, show_default=True)
 @click.option("--size", type=int, default=371, show_default=True, help="D, the length of a row.")
+@click.option(
+    "--data", type=click.Choice(NAMES), help="Compare also with packed sums of this data set, without noise."
+)
 @json_option
-def command(*, devices: tuple[int, ...], classes: int, size: int, json_file: Path | None) -> None:
+def command(
+    *, devices: tuple[int, ...], classes: int, size: int, data: str | None, json_file: Path | None
+) -> None:
     """Measure what a list costs: the device's mask, the aggregator's sum of masked values, the second operator's sum.
 
     The devices are simulated: masked values are made one after the other, and added as the aggregator adds them.
@@ -50,7 +62,34 @@ def command(*, devices: tuple[int, ...], classes: int, size: int, json_file: Pat
             row = _measured(Path(folder), parts, number, sum(values.values()))
         table.row(number, *row.values())
         runs.append({"devices": number, **row})
-    write_json(json_file, "sum-costs", tables=[table], runs=runs)
+    tables = [table, *([_packed(data, size, upload_kb=runs[0]["upload kB"])] if data else [])]
+    write_json(json_file, "sum-costs", tables=tables, runs=runs)
+
+
+def _packed(name: str, size: int, *, upload_kb: float) -> Table:
+    """Return the table of a device's packed sums, which `statistics` uploads without noise, beside its masked ones."""
+    table = Table(PACKED_COLUMNS, title=f"{name}, {BACKBONE}, one device")
+    data = load_features(name, backbone=BACKBONE, image_size=SIZE, at_most=10_000)
+    how = map_of_photographs(size)
+    for images in (200, 1000, 10_000):
+        sums = RowSums(size)
+        rows, labels = how.rows(data.train[:images]), data.train_labels[:images]
+        for label in range(data.classes):
+            sums.add(label, rows[labels == label])
+        present, counts, class_sums, triangle = sums.result()
+        packed = encode(
+            Submission(
+                task=bytes(32),
+                sequence=1,
+                prototypes=to_tensor(class_sums),
+                labels=to_tensor(present),
+                counts=to_tensor(counts),
+                images=images,
+                tensors={"second_moment": pack(triangle, counts, class_sums)},
+            )
+        )
+        table.row(images, len(packed) / 1e3, upload_kb, 1e3 * upload_kb / len(packed))
+    return table
 
 
 def _measured(folder: Path, parts: list[np.ndarray], number: int, values: int) -> dict[str, float]:

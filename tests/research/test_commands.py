@@ -136,12 +136,16 @@ def test_noisy_sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "--prototypes",
         "32",
     ]
-    runs = run(tmp_path, "noisy-sums", *arguments)["runs"]
-    found = {(each["devices"], each["epsilon"]): each["sums"][0] for each in runs}
-    assert found[1, None] >= found[1, 32] - 0.02
+    report = run(tmp_path, "noisy-sums", *arguments)
+    runs, (table, compared) = report["runs"], report["tables"]
+    assert [row[2] for row in table["rows"]] == ["1", "10"]
+    assert [row[2] for row in compared["rows"]] == ["0.5", "32"]
+    assert list(report["plots"][0]["series"]) == ["400 images, noise once", "400 images, noise of 10 devices"]
+    found = {(each["devices"], each["epsilon"]): each["sums"][0] for each in runs if "sums" in each}
+    assert found[None, None] >= found[1, 32] - 0.02
     assert found[1, 32] > found[10, 0.5] + 0.05
     assert found[10, 32] > found[10, 0.5]
-    rivals = [each["prototypes"] for each in runs if each["prototypes"] is not None]
+    rivals = [each["prototypes"][0] for each in runs if "prototypes" in each]
     assert len(rivals) == 2
     assert rivals[0] < rivals[1]
 
