@@ -9,6 +9,7 @@ from tests.fuzz.graphs import GRAPHS
 from tests.fuzz.http_requests import HTTP
 from tests.fuzz.messages import MESSAGES, SECOND_MOMENT, SIGNATURES, TOPICS
 from tests.fuzz.mutations import of_message
+from tests.fuzz.sums import SUM_REPLIES, SUM_REQUESTS
 from tests.fuzz.target import MIB, Target
 from tests.fuzz.transfers import ASSEMBLY, REASSEMBLY
 from tests.fuzz.uploaded import UPLOADED
@@ -17,7 +18,7 @@ TARGETS: dict[str, Target] = {
     target.name: target
     for target in (
         *(MESSAGES, TOPICS, SIGNATURES, ASSEMBLY, REASSEMBLY, DEVICE, AGGREGATOR, UPLOADED, GRAPHS),
-        *(ARRAYS, METADATA, ENROLLMENT, SECOND_MOMENT, HTTP),
+        *(ARRAYS, METADATA, ENROLLMENT, SECOND_MOMENT, HTTP, SUM_REQUESTS, SUM_REPLIES),
     )
 }
 
