@@ -1,7 +1,6 @@
 """Lists of submissions for a second operator: durable, disjoint, and opened by its signed reply only."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import closing
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,6 @@ from msgspec.structs import replace
 from aggregator.coordination.round_state import Entry
 from aggregator.heads.sum_lists import SecondOperatorLists, largest_list
 from aggregator.intake.validation import Expectation, Refused, check_noisy_sums
-from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from aggregator.storage.sum_lists import blobs_of_lists, devices_of, put_sums, sums_of, with_total
 from aggregator.training.jobs import TOTAL_FILE, UNUSABLE, NoisySumsJob
@@ -159,9 +157,8 @@ def head_of(folder: Path) -> bytes:
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    with closing(open_store(tmp_path / "state")) as store:
-        yield World(store)
+def world(either_store: Store) -> World:
+    return World(either_store)
 
 
 @pytest.mark.parametrize(
