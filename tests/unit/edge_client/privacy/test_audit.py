@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from scipy.stats import beta
 
 from edge_client.privacy import sum_mechanism as module
+from edge_client.privacy.discrete_gaussian import discrete_gaussian
 from edge_client.privacy.noise import subkey
 from edge_client.privacy.sum_mechanism import noisy_sums
 from protocol.statistics.gaussian_privacy import noise_multiplier
@@ -21,18 +22,19 @@ from protocol.statistics.noisy_sums import UNITS, deviations, epsilon_of_sums
 
 EPSILON, DELTA = 2.0, 1e-5
 RELEASES = 1500
-IMAGE = np.array([[120, -41, 7]], np.int8)
-"""About as long as a row can be."""
+IMAGE = np.array([[127, -127, 127, 127]], np.int8)
+"""Longer than a row can be, unless it is clipped."""
+SIZE = IMAGE.shape[1]
 
 
 def _likelihoods(rows: NDArray[np.int8], key: bytes) -> NDArray[np.float64]:
     """Return the log-likelihood ratio of each of RELEASES releases, by the continuous Gaussian, which is close."""
     z = noise_multiplier(EPSILON, DELTA, cost=epsilon_of_sums)
     kinds = vars(module)["deviations"](z)  # the attacker knows a faulty mechanism, too
-    row, at = IMAGE[0].astype(float), np.triu_indices(3)
+    row, at = vars(module)["clipped"](IMAGE)[0].astype(float), np.triu_indices(SIZE)
     changes = np.concatenate([[UNITS], UNITS * row, np.outer(row, row)[at]])
     of_products = np.where(at[0] == at[1], kinds["squares"], kinds["products"])
-    scale = np.concatenate([[kinds["counts"]], np.full(3, kinds["sums"]), of_products])
+    scale = np.concatenate([[kinds["counts"]], np.full(SIZE, kinds["sums"]), of_products])
     released = []
     for number in range(RELEASES):
         made = noisy_sums(
@@ -50,7 +52,7 @@ def _measured_epsilon() -> float:
     """Return a lower bound of epsilon at DELTA, with a confidence of 99.9 % at each threshold."""
     without, with_image = (
         _likelihoods(rows, bytes([number]) * 32)
-        for number, rows in enumerate((np.zeros((0, 3), np.int8), IMAGE))
+        for number, rows in enumerate((np.zeros((0, SIZE), np.int8), IMAGE))
     )
     best = 0.0
     for threshold in np.quantile(np.concatenate([without, with_image]), np.linspace(0.05, 0.95, 19)):
@@ -71,8 +73,16 @@ def test_measured_epsilon_is_below_the_promised_one() -> None:
 
 
 FAULTS: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
-    "a quarter of the noise": lambda patch: patch.setattr(
-        module, "deviations", _scaled(dict.fromkeys(("counts", "sums", "squares", "products"), 1 / 4))
+    "rows are not clipped": lambda patch: patch.setattr(
+        module, "clipped", lambda rows: rows.astype(np.int64)
+    ),
+    "a sampler with too small a variance": lambda patch: patch.setattr(
+        module,
+        "discrete_gaussian",
+        lambda key, count, *, variance: discrete_gaussian(key, count, variance=variance // 16),
+    ),
+    "counts with the noise of 1 instead of 1 / UNITS": lambda patch: patch.setattr(
+        module, "deviations", _scaled({"counts": 1 / UNITS})
     ),
     "sums as if rows were short": lambda patch: patch.setattr(
         module, "deviations", _scaled({"sums": 1 / 127})
