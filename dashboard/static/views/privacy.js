@@ -1,0 +1,63 @@
+// What the task promises and devices have spent, the sums that the second operator opens, and who holds which key.
+
+import { html } from "../vendor/standalone.module.js";
+import { counted, moment } from "../format.js";
+import { Figure } from "./summary.js";
+
+function Key({ value }) {
+  return html`<code title=${value}>${value.slice(0, 16)}</code>`;
+}
+
+function requestOf({ requested, requested_s, problem }) {
+  if (!requested) return "";
+  if (problem) return "refused";
+  return requested_s === null ? "opened, in no head yet" : `since ${moment(requested_s)}`;
+}
+
+function Sums({ sums }) {
+  const share = `${Math.round(100 * sums.tolerance)} % may keep their noise`;
+  const opened = `in ${counted(sums.lists, "list")}${sums.left_out ? `, and ${sums.left_out} in no head` : ""}`;
+  return html`<${Figure} name="Devices in a sum" value=${`≥ ${sums.min_devices}`} note=${share} />
+    <${Figure} name="Devices opened" value=${sums.devices} note=${opened} />
+    <${Figure} name="Devices requested" value=${sums.requested} note=${requestOf(sums)} />
+    <${Figure} name="Devices waiting" value=${sums.waiting} note="in no list" />`;
+}
+
+function Keys({ status: { aggregator_key, enrollment, sums } }) {
+  const known = [
+    [enrollment.enrolled, "enrolled"],
+    [enrollment.first_use, "stored at first use"],
+  ].filter(([number]) => number);
+  return html`<div class="scroll" tabindex="0" role="region" aria-label="Keys">
+    <table>
+      <thead>
+        <tr><th scope="col">Party</th><th scope="col">Keys</th><th scope="col">Used to</th></tr>
+      </thead>
+      <tbody>
+        <tr><th scope="row">Devices</th><td>${known.map((each) => each.join(" ")).join(", ") || "none yet"}</td><td class="text">sign their own submissions</td></tr>
+        <tr><th scope="row">Aggregator</th><td><${Key} value=${aggregator_key} /></td><td class="text">sign the task</td></tr>
+        <tr>
+          <th scope="row">Second operator</th>
+          <td><${Key} value=${sums.seal_key} /><br /><${Key} value=${sums.sign_key} /></td>
+          <td class="text">open sums of masks: owners of devices compare it with <code>--second-operator</code><br />sign these sums</td>
+        </tr>
+      </tbody>
+    </table>
+  </div>`;
+}
+
+export function Privacy({ status }) {
+  const { privacy, sums } = status;
+  return html`<dl class="figures">
+      <${Figure} name="Epsilon of a submission" value=${privacy.epsilon} note="delta ${privacy.delta}" />
+      <${Figure} name="Epsilon of a device" value=${`≤ ${privacy.max_epsilon}`} note="of all its submissions" />
+      <${Figure}
+        name="Greatest epsilon spent"
+        value=${privacy.spent === null ? "none" : privacy.spent.toFixed(2)}
+        note=${`${counted(privacy.nearly_spent, "device")} near the limit`}
+      />
+      ${sums && html`<${Sums} sums=${sums} />`}
+    </dl>
+    ${sums?.problem && html`<p class="problem">The second operator opens no sum: ${sums.problem}</p>`}
+    ${sums && html`<${Keys} status=${status} />`}`;
+}
