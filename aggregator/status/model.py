@@ -219,7 +219,7 @@ class Sums(msgspec.Struct, frozen=True, kw_only=True):
     """The second operator, and the sums that it opens."""
 
     min_devices: Annotated[int, Meta(description="Devices in a list, at least.")]
-    tolerance: Annotated[float, Meta(description="Share of these that may keep their noise.")]
+    tolerance: Annotated[float, Meta(description="Share of these that may add no noise.")]
     seal_key: Annotated[str, Meta(description="Public key in hex: `edge-client --second-operator`.")]
     sign_key: Annotated[str, Meta(description="Public key in hex that signs opened sums.")]
     lists: Annotated[int, Meta(description="Lists of devices whose sums are in the newest head.")]

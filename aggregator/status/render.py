@@ -129,9 +129,7 @@ def _privacy(privacy: Privacy) -> str:
 
 def _sums(sums: Sums) -> str:
     keys = f"second operator {sums.seal_key[:SHOWN_KEY]}, signs with {sums.sign_key[:SHOWN_KEY]}"
-    least = (
-        f"at least {sums.min_devices} devices in a sum, of which {sums.tolerance:.0%} may keep their noise"
-    )
+    least = f"at least {sums.min_devices} devices in a sum, of which {sums.tolerance:.0%} may add no noise"
     opened = f"{counted(sums.lists, 'list')} of {counted(sums.devices, 'device')} opened"
     left_out = f", {sums.left_out} left out" if sums.left_out else ""
     return f"{keys}; {least}; {opened}{left_out}, {sums.requested} requested, {sums.waiting} waiting"

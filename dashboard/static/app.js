@@ -100,7 +100,7 @@ function Section({ name, title, View, place, isLast, status, details }) {
 }
 
 function Fleet({ status, details }) {
-  const sections = SECTIONS.filter(([name]) => name !== "privacy" || status.privacy);
+  const sections = SECTIONS.filter(([name]) => isKnown(name, status));
   return html`<nav aria-label="Sections">
       ${sections.map(([name, title]) => html`<a href="#${name}">${titleOf(name, title, status)}</a>`)}
     </nav>
@@ -117,6 +117,11 @@ function Fleet({ status, details }) {
           />`,
       )}
     </main>`;
+}
+
+/** Masked submissions have no prototypes to show. */
+function isKnown(name, { privacy, sums }) {
+  return name === "privacy" ? privacy : name !== "prototypes" || !sums;
 }
 
 function titleOf(name, title, status) {

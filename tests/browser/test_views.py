@@ -157,17 +157,18 @@ def test_accuracy_axis_fits_its_lines(open_page: OpenPage, tmp_path: Path) -> No
 
 @on_screens
 def test_privacy_panel(open_page: OpenPage, tmp_path: Path, scheme: str, screen: dict[str, object]) -> None:
-    """What is promised and spent, whose sums are opened, and who holds which key; a refused list's reason."""
+    """Budget, sums, and who holds which key; the reason of a refused list; fitting a phone."""
     with contextlib.closing(private_store(tmp_path)) as store, serving(tmp_path) as (client, _):
         dashboard = open_page(client.origin, color_scheme=scheme, **screen)
         dashboard.wait_for_text("nav a", "Privacy")
+        assert not dashboard.page.locator("#prototypes").count()
         dashboard.wait_for_text("#privacy tbody", "7 stored at first use")
         figures = dashboard.page.locator("#privacy .figure").all_inner_texts()
         assert [" ".join(figure.split()).partition(" since")[0] for figure in figures] == [
             "Epsilon of a submission 2 delta 0.00001",
             "Epsilon of a device ≤ 4 of all its submissions",
             "Greatest epsilon spent 3.60 1 device near the limit",
-            "Devices in a sum ≥ 2 25 % may keep their noise",
+            "Devices in a sum ≥ 2 25 % may add no noise",
             "Devices opened 2 in 1 list, and 2 in no head",
             "Devices requested 2",
             "Devices waiting 1 in no list",

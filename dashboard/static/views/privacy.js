@@ -15,7 +15,7 @@ function requestOf({ requested, requested_s, problem }) {
 }
 
 function Sums({ sums }) {
-  const share = `${Math.round(100 * sums.tolerance)} % may keep their noise`;
+  const share = `${Math.round(100 * sums.tolerance)} % may add no noise`;
   const opened = `in ${counted(sums.lists, "list")}${sums.left_out ? `, and ${sums.left_out} in no head` : ""}`;
   return html`<${Figure} name="Devices in a sum" value=${`≥ ${sums.min_devices}`} note=${share} />
     <${Figure} name="Devices opened" value=${sums.devices} note=${opened} />
@@ -28,22 +28,20 @@ function Keys({ status: { aggregator_key, enrollment, sums } }) {
     [enrollment.enrolled, "enrolled"],
     [enrollment.first_use, "stored at first use"],
   ].filter(([number]) => number);
-  return html`<div class="scroll" tabindex="0" role="region" aria-label="Keys">
+  return html`<h3>Who holds which key</h3>
     <table>
-      <thead>
-        <tr><th scope="col">Party</th><th scope="col">Keys</th><th scope="col">Used to</th></tr>
-      </thead>
       <tbody>
-        <tr><th scope="row">Devices</th><td>${known.map((each) => each.join(" ")).join(", ") || "none yet"}</td><td class="text">sign their own submissions</td></tr>
-        <tr><th scope="row">Aggregator</th><td><${Key} value=${aggregator_key} /></td><td class="text">sign the task</td></tr>
+        <tr><th scope="row">Devices</th><td class="text">sign submissions with keys of their own: ${known.map((each) => each.join(" ")).join(", ") || "none known yet"}</td></tr>
+        <tr><th scope="row">Aggregator</th><td class="text">signs the task with <${Key} value=${aggregator_key} /></td></tr>
         <tr>
           <th scope="row">Second operator</th>
-          <td><${Key} value=${sums.seal_key} /><br /><${Key} value=${sums.sign_key} /></td>
-          <td class="text">open sums of masks: owners of devices compare it with <code>--second-operator</code><br />sign these sums</td>
+          <td class="text">
+            opens sums of masks with <${Key} value=${sums.seal_key} />: owners of devices compare it with <code>--second-operator</code><br />
+            signs these sums with <${Key} value=${sums.sign_key} />
+          </td>
         </tr>
       </tbody>
-    </table>
-  </div>`;
+    </table>`;
 }
 
 export function Privacy({ status }) {

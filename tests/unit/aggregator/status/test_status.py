@@ -475,7 +475,7 @@ def test_forgotten_devices_are_shown(busy: Store) -> None:
 
 
 def test_privacy_and_sums_of_a_second_operator(tmp_path: Path) -> None:
-    """What is promised and spent, who opens sums, and what waits, in two lines; a list that waits or is refused."""
+    """The budget, the second operator and its lists, in two lines; a list that waits, is refused or is opened."""
     with contextlib.closing(private_store(tmp_path)) as store:
         status = collected(store)
         text = rendered(status, width=400)
@@ -483,7 +483,7 @@ def test_privacy_and_sums_of_a_second_operator(tmp_path: Path) -> None:
             "privacy epsilon 2 for a submission, 4 for a device (delta 1e-05); at most 3.60 spent, "
             "1 device near the limit\n"
             "sums second operator 6161616161616161, signs with 6262626262626262; at least 2 devices in a sum, of which "
-            "25% may keep their noise; 1 list of 2 devices opened, 2 left out, 2 requested, 1 waiting\n"
+            "25% may add no noise; 1 list of 2 devices opened, 2 left out, 2 requested, 1 waiting\n"
         ) in text
         assert status.sums is not None
         assert (status.sums.requested_s, status.sums.waiting) == (1e6, 1)
