@@ -100,7 +100,8 @@ function Section({ name, title, View, place, isLast, status, details }) {
 }
 
 function Fleet({ status, details }) {
-  const sections = SECTIONS.filter(([name]) => isKnown(name, status));
+  const absent = [!status.privacy && "privacy", status.sums && "prototypes"]; // masked ones show nothing
+  const sections = SECTIONS.filter(([name]) => !absent.includes(name));
   return html`<nav aria-label="Sections">
       ${sections.map(([name, title]) => html`<a href="#${name}">${titleOf(name, title, status)}</a>`)}
     </nav>
@@ -109,19 +110,9 @@ function Fleet({ status, details }) {
       <${Summary} status=${status} />
       ${sections.map(
         ([name, title, View], place) =>
-          html`<${Section}
-            key=${name}
-            title=${titleOf(name, title, status)}
-            isLast=${place === sections.length - 1}
-            ...${{ name, View, place, status, details }}
-          />`,
+          html`<${Section} key=${name} title=${titleOf(name, title, status)} isLast=${place === sections.length - 1} ...${{ name, View, place, status, details }} />`,
       )}
     </main>`;
-}
-
-/** Masked submissions have no prototypes to show. */
-function isKnown(name, { privacy, sums }) {
-  return name === "privacy" ? privacy : name !== "prototypes" || !sums;
 }
 
 function titleOf(name, title, status) {

@@ -174,14 +174,13 @@ def expiry_warning(certificate: Path, now: datetime) -> str:
         return ""  # an error where it is used
     if end - now > EXPIRY_WARNING:
         return ""
-    # The user name at the broker: DEVICE, or PROGRAM@FLEET.
-    program, is_program, _ = str(names[0].value if names else "").partition("@")
-    if read.issuer == read.subject or (is_program and program == "aggregator"):
+    name, is_program, _ = str(names[0].value if names else "").partition("@")  # DEVICE, or PROGRAM@FLEET
+    if read.issuer == read.subject or (is_program and name == "aggregator"):
         advice = "see docs/operations/enrollment.md#renew-certificates"
     elif is_program:
-        advice = f"renew it with `aggregator enroll-receiver {program} --out DIR`"
+        advice = f"renew it with `aggregator enroll-receiver {name} --out DIR`"
     else:
-        advice = f"renew it with `aggregator enroll {program} --renew --out DIR`"
+        advice = f"renew it with `aggregator enroll {name} --renew --out DIR`"
     return f"the certificate {certificate} expires on {end:%Y-%m-%d}: {advice}"
 
 

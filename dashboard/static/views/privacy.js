@@ -4,9 +4,7 @@ import { html } from "../vendor/standalone.module.js";
 import { counted, moment } from "../format.js";
 import { Figure } from "./summary.js";
 
-function Key({ value }) {
-  return html`<code title=${value}>${value.slice(0, 16)}</code>`;
-}
+const short = (key) => html`<code title=${key}>${key.slice(0, 16)}</code>`;
 
 function requestOf({ requested, requested_s, problem }) {
   if (!requested) return "";
@@ -24,20 +22,16 @@ function Sums({ sums }) {
 }
 
 function Keys({ status: { aggregator_key, enrollment, sums } }) {
-  const known = [
-    [enrollment.enrolled, "enrolled"],
-    [enrollment.first_use, "stored at first use"],
-  ].filter(([number]) => number);
   return html`<h3>Who holds which key</h3>
     <table>
       <tbody>
-        <tr><th scope="row">Devices</th><td class="text">sign submissions with keys of their own: ${known.map((each) => each.join(" ")).join(", ") || "none known yet"}</td></tr>
-        <tr><th scope="row">Aggregator</th><td class="text">signs the task with <${Key} value=${aggregator_key} /></td></tr>
+        <tr><th scope="row">Devices</th><td class="text">sign submissions with keys of their own: ${enrollment.enrolled} enrolled, ${enrollment.first_use} stored at first use</td></tr>
+        <tr><th scope="row">Aggregator</th><td class="text">signs the task with ${short(aggregator_key)}</td></tr>
         <tr>
           <th scope="row">Second operator</th>
           <td class="text">
-            opens sums of masks with <${Key} value=${sums.seal_key} />: owners of devices compare it with <code>--second-operator</code><br />
-            signs these sums with <${Key} value=${sums.sign_key} />
+            opens sums of masks with ${short(sums.seal_key)}: owners of devices compare it with <code>--second-operator</code><br />
+            signs these sums with ${short(sums.sign_key)}
           </td>
         </tr>
       </tbody>

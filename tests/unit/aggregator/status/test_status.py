@@ -485,23 +485,18 @@ def test_privacy_and_sums_of_a_second_operator(tmp_path: Path) -> None:
             "sums second operator 6161616161616161, signs with 6262626262626262; at least 2 devices in a sum, of which "
             "25% may add no noise; 1 list of 2 devices opened, 2 left out, 2 requested, 1 waiting\n"
         ) in text
-        assert status.sums is not None
-        assert (status.sums.requested_s, status.sums.waiting) == (1e6, 1)
-        assert "waiting for the second operator of 2 devices" in text
         assert "sum left out of all heads 2 devices of lists that cannot be used" in text
         lists = sums_of(store.facts, TASK)
-        assert lists.pending is not None
-        for changes, asked_s, refused in (
-            ({"problem": "f is too few"}, 1e6, True),
-            ({"masks": "00"}, None, False),
+        for changes, waits, refused in (
+            ({}, 1, 0),
+            ({"problem": "f is unknown"}, 0, 1),
+            ({"masks": "00"}, 0, 0),
         ):
+            assert lists.pending is not None
             put_sums(store.facts, replace(lists, pending=replace(lists.pending, **changes)))
-            status = collected(store)
-            assert status.sums is not None
-            assert (status.sums.requested_s, bool(status.sums.problem)) == (asked_s, refused)
-            text = rendered(status)
-            assert "waiting for the second operator" not in text
+            text = rendered(collected(store))
+            assert ("waiting for the second operator of 2 devices" in text) == waits
             assert ("sum not opened of 2 devices" in text) == refused
             metrics = metrics_text(read_snapshot(tmp_path)).decode()
-            assert f'protofleet_sum_refused{{fleet="barn"}} {float(refused)}' in metrics
-            assert "protofleet_sum_requested_timestamp_seconds{" not in metrics
+            assert ("protofleet_sum_requested_timestamp_seconds{" in metrics) == waits
+            assert f'protofleet_sum_refused{{fleet="barn"}} {refused}.0' in metrics
