@@ -170,7 +170,7 @@ def _check_keys(state: Path) -> Iterator[Finding]:
             yield Finding("key", "failed", str(error), "restore the identity folder from a backup")
     for name in ("ca", "aggregator"):
         if warning := expiry_warning(folder / f"{name}.crt", datetime.now(UTC)):
-            yield Finding("key", "warning", warning, "see docs/operations/enrollment.md")
+            yield Finding("key", "warning", warning, "see docs/operations/enrollment.md#renew-certificates")
 
 
 def _check_broker(given: Surroundings, stored: _Stored) -> Iterator[Finding]:

@@ -133,6 +133,11 @@ def _of_collection(status: Status) -> Iterable[Metric]:
     yield _gauge("classes_covered", "Classes of which a device has submitted prototypes.", covered)
     text = "When the open collection or round closes at the latest."
     yield _gauge("collection_closes_timestamp_seconds", text, status.closes_at_s)
+    asked_s = status.sums.requested_s if status.sums and not status.sums.problem else None
+    text = "When the sum that the second operator has neither opened nor refused was requested."
+    yield _gauge("sum_requested_timestamp_seconds", text, asked_s)
+    refused = bool(status.sums and status.sums.problem)
+    yield _gauge("sum_refused", "1 if the second operator has refused the requested sum.", refused)
     if status.round is not None:
         yield _gauge("round", "Number of the open round.", status.round.number)
         yield _gauge("rounds", "Rounds of the task.", status.round.rounds)

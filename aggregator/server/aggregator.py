@@ -272,6 +272,8 @@ def _next_epoch(task: Task, store: Store) -> int:
         settings=file.settings,
         rollout=file.rollout,
         limits=file.limits,
+        privacy=file.privacy,
+        second_operator=task.manifest.second_operator,
     )
     with store.transaction():
         if task.manifest.continues and (before is None or before.digest != task.digest):

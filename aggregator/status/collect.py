@@ -31,13 +31,14 @@ from aggregator.storage.store import Store
 from aggregator.storage.stored_values import (
     LostFiles,
     NextHead,
+    ServedTask,
     SigningKey,
     TaskPreparation,
     Traffic,
     UploadTokens,
 )
 from aggregator.storage.submissions import SubmissionRecord
-from aggregator.storage.sum_lists import SumLists, sums_of_tasks
+from aggregator.storage.sum_lists import SumLists, devices_of, sums_of
 from protocol.cli import counted
 from protocol.statistics.balanced_accuracy import balanced_accuracy
 from protocol.storage.blobstore import file_digest
@@ -56,15 +57,35 @@ def collect_status(store: Store) -> model.Status:
     return replace(status, attention=attention_of(status))
 
 
-def _sums(lists: SumLists | None) -> model.Sums | None:
-    if lists is None:
+def _privacy(served: ServedTask, devices: Iterable[model.Device]) -> model.Privacy | None:
+    if (budget := served.privacy.dp) is None:
+        return None
+    spent = [device.epsilon for device in devices if device.epsilon is not None]
+    return model.Privacy(
+        epsilon=budget.epsilon,
+        max_epsilon=budget.max_epsilon,
+        delta=budget.delta,
+        spent=max(spent, default=None),
+        nearly_spent=sum(each >= model.NEARLY * budget.max_epsilon for each in spent),
+    )
+
+
+def _sums(served: ServedTask, lists: SumLists, submitted: Collection[str]) -> model.Sums | None:
+    operator, settings = served.second_operator, served.privacy.sums
+    if operator is None or settings is None:
         return None
     pending = lists.pending
     return model.Sums(
+        min_devices=operator.min_devices,
+        tolerance=settings.tolerance,
+        seal_key=operator.seal_key.hex(),
+        sign_key=operator.sign_key.hex(),
         lists=lists.count,
         devices=lists.summed,
+        left_out=len(lists.devices) - lists.summed,
         requested=len(pending.members) if pending else 0,
-        requested_s=pending.requested_s if pending else None,
+        requested_s=pending.requested_s if pending and not pending.masks else None,
+        waiting=len(set(submitted) - devices_of(lists)),
         problem=pending.problem if pending else "",
     )
 
@@ -92,6 +113,7 @@ def _collect(store: Store) -> model.Status:
     closes_s = round_state.closes_at_s(state, settings)
     key, files = store.facts.get(SigningKey), _current_files(store.folder, heads, used.current)
     is_running, preparation = store.database.is_locked(), store.facts.get(TaskPreparation)
+    devices = tuple(_devices(store, task, submissions, used, known if is_personal else ()))
     receivers = tuple(record for _, record in store.receivers.all().values())
     return model.Status(
         attention=(),
@@ -120,7 +142,8 @@ def _collect(store: Store) -> model.Status:
         rate_limited_until_s=limited_until_s(store, task, served.limits),
         collection_problem=_collection_problem(state, settings),
         quotas=_quotas(store, served.limits),
-        sums=_sums(sums_of_tasks(store.facts).get(task.hex())),
+        privacy=_privacy(served, devices),
+        sums=_sums(served, sums_of(store.facts, task), round_state.counting(state, settings)),
         round=_round(state, settings),
         rollout=_rollout(
             used,
@@ -128,7 +151,7 @@ def _collect(store: Store) -> model.Status:
             store.clock,
             requested=operator_commands.commanded_version(store, task),
         ),
-        devices=tuple(_devices(store, task, submissions, used, known if is_personal else ())),
+        devices=devices,
         coverage=_coverage(served.classes, used_records),
         quarantine=tuple(store.quarantine.all(task).values()),
         forgotten=tuple(store.forgotten.all(task)),

@@ -205,13 +205,29 @@ class Quotas(msgspec.Struct, frozen=True, kw_only=True):
     ]
 
 
-class Sums(msgspec.Struct, frozen=True, kw_only=True):
-    """Sums that a second operator has opened."""
+class Privacy(msgspec.Struct, frozen=True, kw_only=True):
+    """Differential privacy: what the task promises, and what devices have spent."""
 
+    epsilon: Annotated[float, Meta(description="Of one submission.")]
+    max_epsilon: Annotated[float, Meta(description="Of all submissions of a device.")]
+    delta: float
+    spent: Annotated[float | None, Meta(description="The greatest total that a device has reported.")]
+    nearly_spent: Annotated[int, Meta(description="Devices that have spent 90 % of `max_epsilon` or more.")]
+
+
+class Sums(msgspec.Struct, frozen=True, kw_only=True):
+    """The second operator, and the sums that it opens."""
+
+    min_devices: Annotated[int, Meta(description="Devices in a list, at least.")]
+    tolerance: Annotated[float, Meta(description="Share of these that may add no noise.")]
+    seal_key: Annotated[str, Meta(description="Public key in hex: `edge-client --second-operator`.")]
+    sign_key: Annotated[str, Meta(description="Public key in hex that signs opened sums.")]
     lists: Annotated[int, Meta(description="Lists of devices whose sums are in the newest head.")]
     devices: Annotated[int, Meta(description="Their devices.")]
-    requested: Annotated[int, Meta(description="Devices of the list whose sum is requested; 0 for none.")]
-    requested_s: Annotated[UnixSeconds | None, Meta(description="Since when.")]
+    left_out: Annotated[int, Meta(description="Devices of opened lists that could not be used.")]
+    requested: Annotated[int, Meta(description="Devices of the list that no head has yet; 0 for none.")]
+    requested_s: Annotated[UnixSeconds | None, Meta(description="Since when; null once it is opened.")]
+    waiting: Annotated[int, Meta(description="Devices that have submitted and are in no list.")]
     problem: Annotated[str, Meta(description="Why the second operator has not opened it; or empty.")]
 
 
@@ -292,6 +308,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
         Meta(description="Why the enrolled devices are too few for the open collection or round; or empty."),
     ]
     quotas: Quotas
+    privacy: Annotated[Privacy | None, Meta(description="Null without differential privacy.")]
     sums: Annotated[Sums | None, Meta(description="Null for a task without a second operator.")]
     round: Annotated[Round | None, Meta(description="Null for a task without rounds.")]
     rollout: Rollout

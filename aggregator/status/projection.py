@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 import numpy as np
-from msgspec import Meta
+from msgspec import UNSET, Meta
 from numpy.typing import NDArray
 
 from aggregator.storage.store import Store
@@ -123,12 +123,13 @@ def _rounded(values: NDArray[np.float64]) -> tuple[float, ...]:
 def _prototypes(
     read: Callable[[bytes], bytes], digest: bytes
 ) -> tuple[NDArray[np.float32], NDArray[np.integer]] | None:
-    """Return a submission's prototypes, or class means of its statistics, and labels; None if it cannot be read."""
+    """Return a submission's prototypes, or class means of its statistics, and labels; None if unreadable or masked."""
     with contextlib.suppress(OSError, StateError, MalformedMessage):
         data = read(digest)
         if digest_of(data) == digest:
             submission = decode(data, Submission, max_bytes=len(data))
-            return _values(submission), to_array(submission.labels)
+            if submission.mask is UNSET:
+                return _values(submission), to_array(submission.labels)
     return None
 
 

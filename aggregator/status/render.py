@@ -23,8 +23,10 @@ from aggregator.status.model import (
     Enrollment,
     Forecast,
     Head,
+    Privacy,
     Round,
     Status,
+    Sums,
 )
 from aggregator.status.summary import names, usages
 from aggregator.storage.heads import CALIBRATED_FROM
@@ -37,6 +39,7 @@ from protocol.errors import ProtofleetError
 SHOWN_HEADS = 5
 SHOWN_NAMES = 10
 SHOWN_CONFUSED = 5
+SHOWN_KEY = 16
 _STYLES = {"error": "red", "warning": "yellow"}
 """By the level of what needs attention."""
 
@@ -110,11 +113,26 @@ def _above(status: Status) -> Iterator[tuple[str, ...]]:
         yield "root key", status.root_key
     if quotas := [text for _, text in usages(status.quotas)]:
         yield "quotas", ", ".join(quotas)
-    if (sums := status.sums) is not None:
-        what = f"{counted(sums.lists, 'list')} of {counted(sums.devices, 'device')} opened by the second operator"
-        yield "sums", f"{what}, {sums.requested} devices requested"
+    if (privacy := status.privacy) is not None:
+        yield "privacy", _privacy(privacy)
+    if status.sums is not None:
+        yield "sums", _sums(status.sums)
     if status.receivers:
         yield "receivers", "; ".join(map(_receiver, status.receivers))
+
+
+def _privacy(privacy: Privacy) -> str:
+    promised = f"epsilon {privacy.epsilon:g} for a submission, {privacy.max_epsilon:g} for a device"
+    spent = "none spent" if privacy.spent is None else f"at most {privacy.spent:.2f} spent"
+    return f"{promised} (delta {privacy.delta:g}); {spent}, {counted(privacy.nearly_spent, 'device')} near the limit"
+
+
+def _sums(sums: Sums) -> str:
+    keys = f"second operator {sums.seal_key[:SHOWN_KEY]}, signs with {sums.sign_key[:SHOWN_KEY]}"
+    least = f"at least {sums.min_devices} devices in a sum, of which {sums.tolerance:.0%} may add no noise"
+    opened = f"{counted(sums.lists, 'list')} of {counted(sums.devices, 'device')} opened"
+    left_out = f", {sums.left_out} left out" if sums.left_out else ""
+    return f"{keys}; {least}; {opened}{left_out}, {sums.requested} requested, {sums.waiting} waiting"
 
 
 def _receiver(receiver: ReceiverRecord) -> str:

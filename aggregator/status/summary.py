@@ -64,6 +64,9 @@ def _of_training(status: Status) -> Iterator[Attention]:
         elif time.time() > sums.requested_s + WAIT_S:
             advice = "see that `protofleet-sums run` runs and reaches the broker"
             yield Attention("warning", "waiting for the second operator", f"{text}: {advice}")
+    if sums is not None and sums.left_out:
+        text = f"{counted(sums.left_out, 'device')} of lists that cannot be used, the log says why"
+        yield Attention("error", "sum left out of all heads", f"{text}: start a new task")
     if (failed := status.failed_training) is not None:
         times = f"{counted(failed.failures, 'time')}, last at {_clock(failed.failed_s)}"
         half = " with half the memory" if failed.half_memory else ""

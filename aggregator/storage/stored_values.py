@@ -4,9 +4,9 @@ from collections.abc import Mapping
 
 import msgspec
 
-from aggregator.config.schema import Limits
+from aggregator.config.schema import Limits, PrivacySettings
 from aggregator.coordination import rollout_state, round_state
-from protocol.wire.messages import BlobRef
+from protocol.wire.messages import BlobRef, SecondOperator
 
 
 class ServedTask(msgspec.Struct, frozen=True):
@@ -21,6 +21,8 @@ class ServedTask(msgspec.Struct, frozen=True):
     settings: round_state.Settings
     rollout: rollout_state.Settings = rollout_state.Settings()
     limits: Limits = Limits()
+    privacy: PrivacySettings = PrivacySettings()
+    second_operator: SecondOperator | None = None
 
 
 class TaskPreparation(msgspec.Struct, frozen=True):

@@ -9,6 +9,7 @@ import { Collection } from "./views/collection.js";
 import { Coverage } from "./views/coverage.js";
 import { Devices } from "./views/devices.js";
 import { Heads } from "./views/heads.js";
+import { Privacy } from "./views/privacy.js";
 import { Prototypes } from "./views/prototypes.js";
 import { Refused } from "./views/refused.js";
 import { TryIt } from "./views/try-it.js";
@@ -17,6 +18,7 @@ import { Summary } from "./views/summary.js";
 const SECTIONS = [
   ["collection", "Collection", Collection],
   ["devices", "Devices", Devices],
+  ["privacy", "Privacy", Privacy],
   ["coverage", "Coverage", Coverage],
   ["accuracy", "Accuracy", Accuracy],
   ["prototypes", "Prototypes", Prototypes],
@@ -80,12 +82,12 @@ function Header({ status, live, session }) {
 }
 
 /** A section, drawn in a task of its own, so that the browser can answer in between. */
-function Section({ name, title, View, place, status, details }) {
+function Section({ name, title, View, place, isLast, status, details }) {
   const [shown, show] = useState(null);
   const isShown = Boolean(shown);
   useEffect(() => {
     // Once the last section is shown, the one in the address can be scrolled to.
-    if (isShown && place === SECTIONS.length - 1) document.getElementById(location.hash.slice(1))?.scrollIntoView();
+    if (isShown && isLast) document.getElementById(location.hash.slice(1))?.scrollIntoView();
   }, [isShown]);
   useEffect(() => {
     const timer = setTimeout(() => show({ status, details }), 20 * place);
@@ -98,15 +100,17 @@ function Section({ name, title, View, place, status, details }) {
 }
 
 function Fleet({ status, details }) {
+  const absent = [!status.privacy && "privacy", status.sums && "prototypes"]; // masked ones show nothing
+  const sections = SECTIONS.filter(([name]) => !absent.includes(name));
   return html`<nav aria-label="Sections">
-      ${SECTIONS.map(([name, title]) => html`<a href="#${name}">${titleOf(name, title, status)}</a>`)}
+      ${sections.map(([name, title]) => html`<a href="#${name}">${titleOf(name, title, status)}</a>`)}
     </nav>
     <main>
       <${Alarms} status=${status} />
       <${Summary} status=${status} />
-      ${SECTIONS.map(
+      ${sections.map(
         ([name, title, View], place) =>
-          html`<${Section} key=${name} title=${titleOf(name, title, status)} ...${{ name, View, place, status, details }} />`,
+          html`<${Section} key=${name} title=${titleOf(name, title, status)} isLast=${place === sections.length - 1} ...${{ name, View, place, status, details }} />`,
       )}
     </main>`;
 }

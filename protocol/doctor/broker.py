@@ -75,7 +75,7 @@ def _check_tls(connection: socket.socket, broker: BrokerAddress, access: BrokerA
         yield Finding("tls", "ok", text)
     own = access.certificate
     if own is not None and (warning := expiry_warning(own, datetime.now(UTC))):
-        yield Finding("tls", "warning", warning, "aggregator enroll DEVICE --renew --out DIR")
+        yield Finding("tls", "warning", warning, "see docs/operations/enrollment.md#renew-certificates")
     if access.key is not None and (warning := readable_by_others(access.key)):
         yield Finding("tls", "warning", warning, f"chmod 600 {access.key}")
 

@@ -165,16 +165,23 @@ def warnings(access: BrokerAccess, brokers: Brokers) -> list[str]:
 def expiry_warning(certificate: Path, now: datetime) -> str:
     """Return a warning if a certificate (PEM) expires within 30 days; empty otherwise, or if it cannot be read."""
     from cryptography import x509
+    from cryptography.x509.oid import NameOID
 
     try:
-        end = x509.load_pem_x509_certificate(certificate.read_bytes()).not_valid_after_utc
+        read = x509.load_pem_x509_certificate(certificate.read_bytes())
+        end, names = read.not_valid_after_utc, read.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
     except (OSError, ValueError):
         return ""  # an error where it is used
     if end - now > EXPIRY_WARNING:
         return ""
-    return (
-        f"the certificate {certificate} expires on {end:%Y-%m-%d}: renew it with `aggregator enroll --renew`"
-    )
+    name, is_program, _ = str(names[0].value if names else "").partition("@")  # DEVICE, or PROGRAM@FLEET
+    if read.issuer == read.subject or (is_program and name == "aggregator"):
+        advice = "see docs/operations/enrollment.md#renew-certificates"
+    elif is_program:
+        advice = f"renew it with `aggregator enroll-receiver {name} --out DIR`"
+    else:
+        advice = f"renew it with `aggregator enroll {name} --renew --out DIR`"
+    return f"the certificate {certificate} expires on {end:%Y-%m-%d}: {advice}"
 
 
 def readable_by_others(secret: Path) -> str:

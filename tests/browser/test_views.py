@@ -15,16 +15,19 @@ from aggregator.intake import intake_status
 from aggregator.intake.intake_status import IntakeStatus
 from aggregator.storage.devices import REVOKED
 from aggregator.storage.stored_values import LostFiles, NextHead, TrainingProgress
+from aggregator.storage.sum_lists import put_sums, sums_of
 from protocol.wire.messages import BlobRef
 from protocol.wire.presence import Duplicate
 from tests.browser.conftest import OpenPage
 from tests.browser.large_fleet import add_device, large_store, operate
+from tests.browser.test_accessibility import on_screens
 from tests.support.messages.submissions import TASK, device_info
 from tests.unit.aggregator.http.servers import serving
 from tests.unit.aggregator.status.stores import (
     TASK_FILE,
     add_head,
     busy_store,
+    private_store,
     started_store,
     submission_row,
 )
@@ -149,6 +152,36 @@ def test_accuracy_axis_fits_its_lines(open_page: OpenPage, tmp_path: Path) -> No
         scale_of = f"() => [{scale}.min, {scale}.max]"
         assert dashboard.evaluate(scale_of) == [0.7, 1]
         dashboard.wait_for_text("#accuracy .bars li", "1: a")
+        dashboard.server_stops = True
+
+
+@on_screens
+def test_privacy_panel(open_page: OpenPage, tmp_path: Path, scheme: str, screen: dict[str, object]) -> None:
+    """Budget, sums, and who holds which key; the reason of a refused list; fitting a phone."""
+    with contextlib.closing(private_store(tmp_path)) as store, serving(tmp_path) as (client, _):
+        dashboard = open_page(client.origin, color_scheme=scheme, **screen)
+        dashboard.wait_for_text("nav a", "Privacy")
+        assert not dashboard.page.locator("#prototypes").count()
+        dashboard.wait_for_text("#privacy tbody", "0 enrolled, 7 stored at first use")
+        figures = dashboard.page.locator("#privacy .figure").all_inner_texts()
+        assert [" ".join(figure.split()).partition(" since")[0] for figure in figures] == [
+            "Epsilon of a submission 2 delta 0.00001",
+            "Epsilon of a device ≤ 4 of all its submissions",
+            "Greatest epsilon spent 3.60 1 device near the limit",
+            "Devices in a sum ≥ 2 25 % may add no noise",
+            "Devices opened 2 in 1 list, and 2 in no head",
+            "Devices requested 2",
+            "Devices waiting 1 in no list",
+        ]
+        keys = dashboard.page.locator("#privacy code[title]").all_inner_texts()
+        assert keys == ["c" * 16, b"a".hex() * 8, b"b".hex() * 8]
+        lists = sums_of(store.facts, TASK)
+        assert lists.pending is not None
+        put_sums(store.facts, replace(lists, pending=replace(lists.pending, problem="e is not listed")))
+        dashboard.wait_for_text("#privacy .problem", "The second operator opens no sum: e is not listed")
+        assert not dashboard.violations()
+        if screen:
+            assert dashboard.page.evaluate("document.documentElement.scrollWidth") == 390
         dashboard.server_stops = True
 
 

@@ -3,7 +3,7 @@
 import { html } from "../vendor/standalone.module.js";
 import { bytes, counted, percent } from "../format.js";
 
-function Figure({ name, value, note }) {
+export function Figure({ name, value, note }) {
   return html`<div class="figure">
     <dt>${name}</dt>
     <dd><strong>${value}</strong>${note && html` <span>${note}</span>`}</dd>

@@ -4,9 +4,10 @@ import io
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 from rich.console import Console
 
-from aggregator.config.schema import TaskFile
+from aggregator.config.schema import PrivacyBudget, PrivacySettings, SumsSettings, TaskFile
 from aggregator.coordination.round_state import Entry
 from aggregator.status import model
 from aggregator.status.collect import collect_status
@@ -14,9 +15,10 @@ from aggregator.status.render import render_status
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import ServedTask
+from aggregator.storage.stored_values import ServedTask, SigningKey
 from aggregator.storage.submissions import SubmissionRecord
-from protocol.wire.messages import BlobRef
+from aggregator.storage.sum_lists import PendingList, SumLists, put_sums
+from protocol.wire.messages import BlobRef, SecondOperator
 from tests.support.messages.submissions import TASK, device_info, evaluation
 from tests.support.simulation.clocks import FakeClock
 
@@ -56,6 +58,24 @@ def busy_store(folder: Path) -> Store:
     store.evaluations.put("a", evaluation(), digest=b"e", now_s=60.0)
     store.submissions.put(TASK, submission_row("b", {0: 3}, received_s=200.0))
     store.refusals.count("c", reason="shape", detail="expected [16], got [17]", now_s=1.0)
+    return store
+
+
+def private_store(folder: Path) -> Store:
+    """Return the store of a task with a second operator: one list is opened, one requested, and a device waits."""
+    store = started_store(folder, TASK_FILE)
+    budget = PrivacyBudget(epsilon=2.0, map="public.map", max_epsilon=4.0)
+    sums = SumsSettings(operator="operator.toml", min_devices=2, tolerance=0.25)
+    operator = SecondOperator(seal_key=b"a" * 32, sign_key=b"b" * 32, min_devices=2, honest=1)
+    privacy = PrivacySettings(dp=budget, sums=sums)
+    store.facts.put(replace(store.served_task(), privacy=privacy, second_operator=operator))
+    store.facts.put(SigningKey("c" * 64))
+    for device, spent in zip("abcdefg", (2.0, 3.6, 2.0, 2.0, 2.0, 2.0, 2.0), strict=True):
+        store.submissions.put(TASK, submission_row(device, {0: 1}))
+        store.keys.pin(device, bytes(32), now_s=1.0)
+        store.devices.raise_epsilon(device, spent)
+    pending = PendingList({"e": "00", "f": "00"}, request="00", requested_s=1e6)
+    put_sums(store.facts, SumLists(TASK, 1, tuple("abcd"), summed=2, pending=pending))
     return store
 
 

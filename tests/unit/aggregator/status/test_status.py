@@ -15,6 +15,8 @@ from aggregator.algorithms.fpl import FPL
 from aggregator.config.schema import Limits, Rounds
 from aggregator.coordination.canary_comparison import CanaryResult
 from aggregator.coordination.rollout_state import HeadCommand, State, Trial
+from aggregator.http.metrics import metrics_text
+from aggregator.http.snapshots import read_snapshot
 from aggregator.intake import intake_status
 from aggregator.intake.intake_status import IntakeStatus
 from aggregator.status import model
@@ -25,6 +27,7 @@ from aggregator.storage.open_store import open_store
 from aggregator.storage.programs import ReceiverRecord
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import NextHead, TrainingProgress, TrainingTokens, UploadTokens
+from aggregator.storage.sum_lists import put_sums, sums_of
 from protocol.wire.messages import BlobRef, Confused, Evaluation
 from tests.support.messages.submissions import TASK, device_info, evaluation
 from tests.unit.aggregator.status.stores import (
@@ -32,6 +35,7 @@ from tests.unit.aggregator.status.stores import (
     add_head,
     busy_store,
     collected,
+    private_store,
     rendered,
     started_store,
     submission_row,
@@ -468,3 +472,31 @@ def test_forgotten_devices_are_shown(busy: Store) -> None:
         text,
     )
     assert re.search(r"forgotten gone since [0-9: -]+\n", text)
+
+
+def test_privacy_and_sums_of_a_second_operator(tmp_path: Path) -> None:
+    """The budget, the second operator and its lists, in two lines; a list that waits, is refused or is opened."""
+    with contextlib.closing(private_store(tmp_path)) as store:
+        status = collected(store)
+        text = rendered(status, width=400)
+        assert (
+            "privacy epsilon 2 for a submission, 4 for a device (delta 1e-05); at most 3.60 spent, "
+            "1 device near the limit\n"
+            "sums second operator 6161616161616161, signs with 6262626262626262; at least 2 devices in a sum, of which "
+            "25% may add no noise; 1 list of 2 devices opened, 2 left out, 2 requested, 1 waiting\n"
+        ) in text
+        assert "sum left out of all heads 2 devices of lists that cannot be used" in text
+        lists = sums_of(store.facts, TASK)
+        for changes, waits, refused in (
+            ({}, 1, 0),
+            ({"problem": "f is unknown"}, 0, 1),
+            ({"masks": "00"}, 0, 0),
+        ):
+            assert lists.pending is not None
+            put_sums(store.facts, replace(lists, pending=replace(lists.pending, **changes)))
+            text = rendered(collected(store))
+            assert ("waiting for the second operator of 2 devices" in text) == waits
+            assert ("sum not opened of 2 devices" in text) == refused
+            metrics = metrics_text(read_snapshot(tmp_path)).decode()
+            assert ("protofleet_sum_requested_timestamp_seconds{" in metrics) == waits
+            assert f'protofleet_sum_refused{{fleet="barn"}} {refused}.0' in metrics

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 from rich.console import Console
 
@@ -25,8 +26,9 @@ from aggregator.storage.stored_values import LostFiles
 from aggregator.storage.submissions import SubmissionRecord
 from protocol.errors import StateError
 from protocol.wire.codec import encode
-from protocol.wire.messages import Evaluation
+from protocol.wire.messages import Evaluation, SealedMask
 from tests.support.messages.submissions import SERVED, TASK, device_info, submission, values_of
+from tests.support.messages.sums import masked_submission
 from tests.unit.aggregator.status.stores import busy_store, collected, rendered, started_store
 
 
@@ -129,8 +131,8 @@ def test_top_requires_a_state_and_a_terminal(tmp_path: Path) -> None:
     assert "use `aggregator status` elsewhere" in str(done.exception)
 
 
-def submit(store: Store, device: str, seed: int) -> None:
-    message = submission(seed=seed)
+def submit(store: Store, device: str, seed: int, *, mask: SealedMask | UnsetType = UNSET) -> None:
+    message = replace(submission(seed=seed), mask=mask)
     digest = store.blobs.put(encode(message))
     record = SubmissionRecord(device, Entry(1, digest, 0.0, 0), 1, 20, 4, {0: 2, 1: 1, 2: 1})
     store.submissions.put(TASK, record)
@@ -148,10 +150,11 @@ def test_components_are_those_of_the_covariance(shape: tuple[int, int]) -> None:
 
 
 def test_same_prototypes_have_the_same_places(tmp_path: Path) -> None:
-    """Each point is a stored prototype with its device and class; what cannot be read is left out."""
+    """Each point is a stored prototype with its device and class; what is masked or cannot be read is left out."""
     with contextlib.closing(started_store(tmp_path)) as store:
         for seed, device in enumerate(("a", "b", "c")):
             submit(store, device, seed)
+        submit(store, "masked", 0, mask=masked_submission("masked", seal_key=b"\t".ljust(32, b"\0")).mask)
         sources = projection_sources(store)
         first, again = project(store.blob_reader(), sources), project(store.blob_reader(), sources)
         assert first == again

@@ -352,9 +352,18 @@ def test_expiring_certificate_is_a_warning(made: Certificates) -> None:
     assert warnings(access, BrokerAddress("localhost")) == []
     for days, says in ((69, False), (71, True), (200, True)):
         assert bool(expiry_warning(access.certificate, utc_now() + timedelta(days=days))) == says
-    made.client("shed-1", ago_days=80)
+    for name, way in (
+        ("shed-1", "`aggregator enroll shed-1 --renew --out DIR`"),
+        ("second-operator@orchard", "`aggregator enroll-receiver second-operator --out DIR`"),
+    ):
+        made.client(name, ago_days=80)
+        assert expiry_warning(made.folder / f"{name}.crt", utc_now()).endswith(f"renew it with {way}")
     (line,) = warnings(access, BrokerAddress("localhost"))
-    assert "enroll --renew" in line
+    assert "shed-1" in line
+    page = "see docs/operations/enrollment.md#renew-certificates"
+    made.client("aggregator@orchard", ago_days=80)
+    assert expiry_warning(made.folder / "aggregator@orchard.crt", utc_now()).endswith(page)
+    assert expiry_warning(made.ca, utc_now() + timedelta(days=365 * 25)).endswith(page)
     access.certificate.write_bytes(b"none")
     assert warnings(access, BrokerAddress("localhost")) == []
 
