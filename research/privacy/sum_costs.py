@@ -10,6 +10,7 @@ import click
 import numpy as np
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
+from aggregator.intake.validation import read_message
 from benchmarks.data.features import load_features
 from benchmarks.data.images import NAMES
 from benchmarks.options import repeated
@@ -19,6 +20,7 @@ from protocol.statistics.row_sums import RowSums
 from protocol.statistics.second_moment import encode as pack
 from protocol.statistics.second_moment import triangle_size
 from protocol.statistics.secure_sums import masked, sealed_mask, submission_context
+from protocol.storage.blobstore import BlobStore
 from protocol.wire.codec import digest_of, encode, to_tensor
 from protocol.wire.messages import MaskedSubmission, Privacy, Submission, SumRequest
 from research.privacy.noisy_sums import BACKBONE, SIZE, map_of_photographs
@@ -49,7 +51,8 @@ def command(
 ) -> None:
     """Measure what a list costs: the device's mask, the aggregator's sum of masked values, the second operator's sum.
 
-    The devices are simulated: masked values are made one after the other, and added as the aggregator adds them.
+    The devices are simulated: masked values are made one after the other, and added as the aggregator adds them. It
+    reads each submission twice, from the page cache: for the request, and in the training.
     """
     table, runs = Table(COLUMNS, title=f"{classes} classes, {size} values, one process each"), []
     values = released_values(classes=classes, size=size)
@@ -94,6 +97,7 @@ def _packed(name: str, size: int, *, upload_kb: float) -> Table:
 
 def _measured(folder: Path, parts: list[np.ndarray], number: int, values: int) -> dict[str, float]:
     make_operator(folder / "sums")
+    blobs, stored = BlobStore(folder / "blobs"), b""
     keys = read_keys(folder / "sums")
     seal_key = X25519PrivateKey.from_private_bytes(keys.seal_key).public_key().public_bytes_raw()
     total, submissions, seconds, added_s, upload = np.zeros(values, np.uint32), [], 0.0, 0.0, b""
@@ -106,11 +110,14 @@ def _measured(folder: Path, parts: list[np.ndarray], number: int, values: int) -
             seed, seal_key=seal_key, min_devices=2, signing_key=digest_of(device.encode()), context=context
         )
         seconds += time.perf_counter() - start
+        submissions.append(MaskedSubmission(device=device, sequence=1, mask=mask))
+        if not upload:
+            stored = blobs.put(upload := _upload(hidden, mask=mask))
         start = time.perf_counter()
+        for _ in ("request", "training"):
+            read_message(blobs.read(stored))
         total += np.concatenate([part.ravel() for part in hidden])
         added_s += time.perf_counter() - start
-        submissions.append(MaskedSubmission(device=device, sequence=1, mask=mask))
-        upload = upload or _upload(hidden, mask=mask)
     request = encode(SumRequest(task=bytes(32), values=values, submissions=tuple(submissions)))
     state = OperatorState(folder / "sums")
     start = time.perf_counter()
