@@ -16,7 +16,7 @@ from protocol.storage.facts import Tables
 MAX_LOST_WORKERS = 3
 """Workers that may end without a word during a job; after that it has failed."""
 
-FileName = Literal["head.onnx", "model.onnx", "tensors.bin"]
+FileName = Literal["head.onnx", "model.onnx", "tensors.bin", "total.bin"]
 """A file that a job makes."""
 
 Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
