@@ -81,7 +81,10 @@ class Operator:
         if not is_repeated:
             check(request, self._policy, alive=self._alive)
             if (device := self._state.already_summed(request.task, devices)) is not None:
-                raise Refused("overlap", f"{device} is in another list of this task, whose sum was opened")
+                text = (
+                    "is in another list of this task, whose sum was opened: after a restore, start a new task"
+                )
+                raise Refused("overlap", f"{device} {text}")
         fleet = self._policy.fleet
         masks = sum_of_masks(request, fleet=fleet, seal_key=self._keys.seal_key, alive=self._alive)
         if not is_repeated:
