@@ -43,7 +43,7 @@ def write_private_task(folder: Path, *, min_devices: int, operator: str = "sums"
 
 def start_operator(fleet: Fleet, *options: str | Path, min_devices: int) -> None:
     arguments = ("run", "--state", fleet.root / "sums", "--broker", str(fleet.broker), "--fleet", "default")
-    fleet.start("operator", "sums_operator", *arguments, "--min-devices", str(min_devices), *options)
+    fleet.start("operator", "sums_operator.cli", *arguments, "--min-devices", str(min_devices), *options)
 
 
 def consent(folder: Path) -> tuple[str, ...]:
