@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from aggregator.coordination.round_state import Entry
 from aggregator.intake.validation import read_message
 from aggregator.storage.store import Store
-from aggregator.storage.sum_lists import PendingList, SumLists, put_sums, sums_of
+from aggregator.storage.sum_lists import PendingList, SumLists, left_out, put_sums, sums_of
 from aggregator.tasks.task_preparation import Task
 from protocol.errors import MalformedMessage, StateError
 from protocol.log import event
@@ -104,10 +104,7 @@ class SecondOperatorLists:
         """Leave the pending list out of all heads: its devices are in no other one of this task."""
         lists = self.stored
         if lists.pending is not None:
-            put_sums(
-                self._store.facts,
-                replace(lists, devices=(*lists.devices, *lists.pending.members), pending=None),
-            )
+            put_sums(self._store.facts, left_out(lists, reason))
             number = len(lists.pending.members)
             event(
                 log,

@@ -66,6 +66,7 @@ def _sums(lists: SumLists | None) -> model.Sums | None:
         requested=len(pending.members) if pending else 0,
         requested_s=pending.requested_s if pending else None,
         problem=pending.problem if pending else "",
+        left_out=lists.problem,
     )
 
 

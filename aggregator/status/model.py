@@ -213,6 +213,7 @@ class Sums(msgspec.Struct, frozen=True, kw_only=True):
     requested: Annotated[int, Meta(description="Devices of the list whose sum is requested; 0 for none.")]
     requested_s: Annotated[UnixSeconds | None, Meta(description="Since when.")]
     problem: Annotated[str, Meta(description="Why the second operator has not opened it; or empty.")]
+    left_out: Annotated[str, Meta(description="Why a list was left out of all heads; or empty.")]
 
 
 class Attention(msgspec.Struct, frozen=True):
