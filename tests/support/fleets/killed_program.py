@@ -17,14 +17,14 @@ from tests.support.fleets.fleet import Fleet
 KILLED_AT = "PROTOFLEET_TEST_KILLED_AT"
 
 
-def run_until_killed(fleet: Fleet, name: str, point: str, module: str, *arguments: str | Path) -> None:
+def run_until_killed(fleet: Fleet, name: str, point: str, *program: str | Path) -> None:
     """Start a program that is killed at a point, and wait until it is."""
-    start_killed(fleet, name, point, module, *arguments)
+    start_killed(fleet, name, point, *program)
     fleet.wait_exit(name, -signal.SIGKILL)
 
 
-def start_killed(fleet: Fleet, name: str, point: str, module: str, *arguments: str | Path) -> None:
-    fleet.start(name, __name__, module, *arguments, environment={KILLED_AT: point})
+def start_killed(fleet: Fleet, name: str, point: str, *program: str | Path) -> None:
+    fleet.start(name, __name__, *program, environment={KILLED_AT: point})
 
 
 def main() -> None:
