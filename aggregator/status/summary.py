@@ -57,8 +57,7 @@ def _of_aggregator(status: Status) -> Iterator[Attention]:
 def _of_training(status: Status) -> Iterator[Attention]:
     if status.collection_problem:
         yield Attention("warning", "too few devices", status.collection_problem)
-    sums = status.sums
-    if sums is not None and sums.left_out:
+    if (sums := status.sums) is not None and sums.left_out:
         yield Attention("error", "list left out of all heads", f"{sums.left_out}: start a new task")
     if sums is not None and sums.requested_s is not None:
         text = f"of {counted(sums.requested, 'device')}, requested at {_clock(sums.requested_s)}"

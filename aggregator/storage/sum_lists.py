@@ -43,30 +43,22 @@ class SumLists(msgspec.Struct, frozen=True):
 def with_total(lists: SumLists, total: bytes) -> SumLists:
     """Return the lists once a head is made of the total of all, a blob."""
     summed = lists.summed + (len(lists.pending.members) if lists.pending else 0)
-    return replace(_without_pending(lists), count=lists.count + 1, summed=summed, total=total.hex())
+    return replace(without_pending(lists), count=lists.count + 1, summed=summed, total=total.hex())
 
 
-def left_out(lists: SumLists, problem: str) -> SumLists:
+def without_pending(lists: SumLists) -> SumLists:
     """Return the lists without the pending one, whose devices are in no other one of the task."""
-    return replace(_without_pending(lists), problem=problem)
-
-
-def _without_pending(lists: SumLists) -> SumLists:
     if (pending := lists.pending) is None:
         return lists
-    signed = (*lists.signed, pending.request, *filter(None, [pending.masks]))
-    return replace(lists, devices=(*lists.devices, *pending.members), pending=None, signed=signed)
+    signed = (*lists.signed, pending.request, pending.masks)
+    return replace(lists, devices=(*lists.devices, *pending.members), signed=signed, pending=None)
 
 
 def blobs_of_lists(lists: SumLists) -> set[bytes]:
     """Return the digests of the blobs that lists need."""
     pending = lists.pending
-    names = [
-        lists.total,
-        *lists.signed,
-        *([pending.request, pending.masks, *pending.members.values()] if pending else []),
-    ]
-    return {bytes.fromhex(name) for name in names if name}
+    of_pending = [pending.request, pending.masks, *pending.members.values()] if pending else []
+    return {bytes.fromhex(name) for name in (lists.total, *lists.signed, *of_pending) if name}
 
 
 def devices_of(lists: SumLists) -> set[str]:
