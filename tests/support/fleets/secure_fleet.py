@@ -20,7 +20,7 @@ from protofleet.public_map import public_map
 from tests.support.fleets.fleet import Fleet, write_digits, write_task
 
 EACH, SIZE = 10, 12
-BUDGET = '[privacy.dp]\nepsilon = 8\nmap = "public.map"\nmax_epsilon = 10\n'
+BUDGET = '[privacy.dp]\nepsilon = 8\nmap = "public.map"\nmax_epsilon = 20\n'
 SUMS = (
     '[privacy.sums]\noperator = "{operator}/operator.toml"\nmin_devices = {min_devices}\ntolerance = 0.25\n'
 )

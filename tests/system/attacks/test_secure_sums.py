@@ -2,7 +2,7 @@
 
 import itertools
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,11 +18,11 @@ from aggregator.security.mosquitto_config import SECOND_OPERATOR
 from aggregator.storage.open_store import open_store
 from edge_client.privacy.policy import NOT_MASKED, UNNAMED_OPERATOR
 from protocol.mqtt.tls import BrokerAccess
+from protocol.statistics.noisy_sums import deviations
 from protocol.statistics.secure_sums import mask_of, open_seed, sealed_mask, submission_context
 from protocol.storage.keyfile import read_key
 from protocol.wire.codec import decode, digest_of, encode, to_array, to_tensor
 from protocol.wire.messages import (
-    MAX_BLOB_BYTES,
     MAX_FRAME_BYTES,
     Frame,
     MaskedSubmission,
@@ -59,11 +59,11 @@ REQUESTS, REPLIES = fleet_topic("default", "sums/request"), fleet_topic("default
 
 @dataclass(frozen=True)
 class Recorded:
-    """Everything that was published while six devices submitted, and the aggregator requested their sum.
+    """What was published while six devices submitted to a task and the aggregator requested their sum.
 
     Attributes:
         submissions: by device, as the broker has seen them.
-        own: the noisy sums that each device has masked, which nobody else may see, uint32.
+        own: the noisy sums that each device has masked, uint32.
         keys: the second operator's.
     """
 
@@ -76,9 +76,8 @@ class Recorded:
 
     def listed(self, *numbers: int, **changes: object) -> SumRequest:
         """Return a request for the sum of some of the devices."""
-        return replace(
-            self.request, submissions=tuple(self.request.submissions[each] for each in numbers), **changes
-        )
+        chosen = tuple(self.request.submissions[each] for each in numbers)
+        return replace(self.request, submissions=chosen, **changes)
 
     def values(self, name: str) -> NDArray[np.uint32]:
         """Return a device's masked values, in the order of the mask."""
@@ -87,70 +86,91 @@ class Recorded:
         return np.concatenate([to_array(part).ravel() for part in parts], dtype=np.uint32)
 
     def seed(self, name: str) -> bytes:
-        """Return the seed of a device's mask, which only the second operator can open."""
-        (one,) = (each for each in self.request.submissions if each.device == name)
-        context = submission_context(
-            fleet="default", task=self.request.task, device=name, sequence=one.sequence
-        )
+        """Return the seed of a device's mask, by the second operator's key."""
+        one = self.request.submissions[NAMES.index(name)]
+        where = {"task": self.request.task, "device": name, "sequence": one.sequence}
+        context = submission_context(fleet="default", **where)  # type: ignore[arg-type]
         return open_seed(one.mask, private_key=self.keys.seal_key, context=context)
 
-    def total(self, names: Sequence[str]) -> NDArray[np.uint32]:
-        return np.sum([self.own[name] for name in names], axis=0, dtype=np.uint32)  # type: ignore[no-any-return]
+    def opened(self, reply: SumReply, names: Sequence[str]) -> NDArray[np.uint32]:
+        """Return the sum of the devices' noisy sums, as an aggregator computes it."""
+        assert reply.masks, reply.problem
+        return total([*map(self.values, names), -to_array(reply.masks)])
+
+
+def total(rows: Iterable[NDArray[np.uint32]]) -> NDArray[np.uint32]:
+    return np.sum([*rows], axis=0, dtype=np.uint32)  # type: ignore[no-any-return]
+
+
+def frame_of(message: SumRequest | SumReply) -> bytes:
+    (frame,) = frames_of(encode(message), digest=digest_of(encode(message)))
+    return encode(frame)
+
+
+def content(payload: bytes) -> bytes:
+    return decode(payload, Frame, max_bytes=MAX_FRAME_BYTES).data
 
 
 def submissions_of(monitor: TrafficMonitor) -> dict[str, Submission]:
     """Return the submissions in the frames that devices have published."""
-    transfers, found = Transfers(max_bytes=MAX_BLOB_BYTES), dict[str, Submission]()
+    transfers, found = Transfers(max_bytes=MAX_FRAME_BYTES), dict[str, Submission]()
     for message in monitor.received:
         if "/up/" in message.topic:
             payload = transfers.take(decode(message.payload, Frame, max_bytes=MAX_FRAME_BYTES))
-            if payload is not None and isinstance(read := read_message(payload), Submission):
-                found[message.topic.split("/")[4]] = read
+            if payload is not None and isinstance(submission := read_message(payload), Submission):
+                found[message.topic.split("/")[4]] = submission
     return found
 
 
-def request_in(payload: bytes) -> SumRequest:
-    frame = decode(payload, Frame, max_bytes=MAX_FRAME_BYTES)
-    return decode(frame.data, SumRequest, max_bytes=frame.size_bytes)
+def record(fleet: Fleet, task: Path) -> Recorded:
+    """Run the aggregator and the devices until the sum of all is requested."""
+    with TrafficMonitor(fleet.broker) as monitor:
+        fleet.start_aggregator(task)
+        start_devices(fleet, range(DEVICES))
+        fleet.wait_until("the request", lambda: monitor.payloads(REQUESTS))
+        for name in ("aggregator", *NAMES):
+            fleet.kill(name)
+        monitor.settle()
+    with closing(open_store(fleet.aggregator_state)) as store:
+        digest, manifest = manifest_of(store)
+    return Recorded(
+        fleet.root,
+        [message.payload for message in monitor.received],
+        decode(content(monitor.payloads(REQUESTS)[0]), SumRequest, max_bytes=MAX_FRAME_BYTES),
+        submissions_of(monitor),
+        {name: own_sums(fleet, name, manifest, digest).view(np.uint32) for name in NAMES},
+        read_keys(fleet.root / "sums"),
+    )
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
+def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recorded, Recorded]:
+    """Return what was recorded of two tasks; the folder `aggregator` has the state at the end of the first."""
     require_mosquitto()
     root = tmp_path_factory.mktemp("recorded")
     with mosquitto(address := free_address(), root), Fleet(root, address) as fleet:
         make_operator(root / "sums")
-        task = write_private_task(root, min_devices=MIN_DEVICES, quorum=DEVICES)
-        with TrafficMonitor(address) as monitor:
-            fleet.start_aggregator(task)
-            start_devices(fleet, range(DEVICES))
-            for name in NAMES:
-                fleet.wait_for_log(name, "submission received by the aggregator")
-                fleet.kill(name)
-            fleet.wait_until("the request", lambda: monitor.payloads(REQUESTS))
-            fleet.stop("aggregator")
-            monitor.settle()
-        with closing(open_store(fleet.aggregator_state)) as store:
-            digest, manifest = manifest_of(store)
-        keys = [
-            f"{name} {public_key(read_key(fleet.device_state(name) / 'signing.key')).hex()}" for name in NAMES
-        ]
-        (root / "devices.txt").write_text("\n".join(keys))
-        return Recorded(
-            root,
-            [message.payload for message in monitor.received],
-            request_in(monitor.payloads(REQUESTS)[0]),
-            submissions_of(monitor),
-            {name: own_sums(fleet, name, manifest, digest).view(np.uint32) for name in NAMES},
-            read_keys(root / "sums"),
-        )
+        first = record(fleet, write_private_task(root, min_devices=MIN_DEVICES, quorum=DEVICES))
+        shutil.copytree(fleet.aggregator_state, root / "first")
+        (root / "second").mkdir()
+        shutil.copytree(root / "sums", root / "second" / "sums")
+        task = write_private_task(root / "second", min_devices=MIN_DEVICES + 1, quorum=DEVICES)
+        second = record(fleet, task)
+        keys = {name: public_key(read_key(fleet.device_state(name) / "signing.key")).hex() for name in NAMES}
+        (root / "devices.txt").write_text("".join(f"{name} {key}\n" for name, key in keys.items()))
+    return first, second
+
+
+@pytest.fixture
+def recorded(both: tuple[Recorded, Recorded]) -> Recorded:
+    return both[0]
 
 
 @pytest.fixture
 def fleet(recorded: Recorded, tmp_path: Path) -> Iterator[Fleet]:
     """Return a copy of both operators' folders with a broker of their own."""
-    for name in ("aggregator", "sums"):
-        shutil.copytree(recorded.root / name, tmp_path / name)
+    for name, copy in (("first", "aggregator"), ("sums", "sums")):
+        shutil.copytree(recorded.root / name, tmp_path / copy)
     with mosquitto(address := free_address(), tmp_path), Fleet(tmp_path, address) as fleet:
         yield fleet
 
@@ -160,12 +180,10 @@ class MaliciousAggregator(TrafficMonitor):
 
     def ask(self, fleet: Fleet, request: SumRequest) -> SumReply:
         """Request a sum of the second operator's program; returns its reply."""
-        payload, before = encode(request), len(self.payloads(REPLIES))
-        (frame,) = frames_of(payload, digest=digest_of(payload))
-        assert self.publish(REQUESTS, encode(frame))
+        before = len(self.payloads(REPLIES))
+        assert self.publish(REQUESTS, frame_of(request))
         fleet.wait_until("a reply", lambda: len(self.payloads(REPLIES)) > before)
-        reply = decode(self.payloads(REPLIES)[-1], Frame, max_bytes=MAX_FRAME_BYTES)
-        return decode(reply.data, SumReply, max_bytes=reply.size_bytes)
+        return decode(content(self.payloads(REPLIES)[-1]), SumReply, max_bytes=MAX_FRAME_BYTES)
 
     def problem(self, fleet: Fleet, request: SumRequest) -> str:
         """Request a sum that is refused; returns why."""
@@ -181,11 +199,6 @@ def aggregator(fleet: Fleet, recorded: Recorded) -> Iterator[MaliciousAggregator
     fleet.wait_for_log("operator", " connected ")
     with MaliciousAggregator(fleet.broker) as client:
         yield client
-
-
-def masks_in(reply: SumReply) -> NDArray[np.uint32]:
-    assert reply.masks, reply.problem
-    return to_array(reply.masks)
 
 
 def test_aggregator_lists_few_and_twice(
@@ -237,13 +250,31 @@ def test_aggregator_splits_the_fleet(
     assert min(map(len, answered)) >= MIN_DEVICES
 
 
+def test_aggregator_compares_two_tasks(
+    fleet: Fleet, aggregator: MaliciousAggregator, both: tuple[Recorded, Recorded]
+) -> None:
+    """The difference of two lists is one device's sums with fresh noise of all other devices in both."""
+    first, second = (
+        each.opened(aggregator.ask(fleet, each.listed(*range(number))), NAMES[:number])
+        for each, number in zip(both, (DEVICES, DEVICES - 1), strict=True)
+    )
+    noise = (first - second - both[0].own[NAMES[-1]]).view(np.int32)
+    of_devices = (both[0].own[name] - both[1].own[name] for name in NAMES[:-1])
+    np.testing.assert_array_equal(noise, total(of_devices).view(np.int32))
+    with closing(open_store(fleet.aggregator_state)) as store:
+        private = manifest_of(store)[1].differential_privacy
+    assert private
+    assert np.std(noise[10 : 10 + 10 * SIZE]) > deviations(private.noise_multiplier)["sums"]
+
+
 def test_aggregator_with_a_device_of_the_list(
     fleet: Fleet, aggregator: MaliciousAggregator, recorded: Recorded
 ) -> None:
     """It subtracts this device's own sums, which leaves the sum of all others; they are in no list without it."""
-    reply = aggregator.ask(fleet, recorded.listed(0, 1, 2))
-    opened = np.sum([recorded.values(name) for name in NAMES[:3]], axis=0, dtype=np.uint32) - masks_in(reply)
-    np.testing.assert_array_equal(opened - recorded.own[NAMES[0]], recorded.total(NAMES[1:3]))
+    opened = recorded.opened(aggregator.ask(fleet, recorded.listed(0, 1, 2)), NAMES[:3])
+    np.testing.assert_array_equal(
+        opened - recorded.own[NAMES[0]], total(recorded.own[name] for name in NAMES[1:3])
+    )
     key = read_key(recorded.root / "devices" / NAMES[0] / "signing.key")
     where = submission_context(fleet="default", task=recorded.request.task, device=NAMES[0], sequence=2**40)
     seal_key = bytes.fromhex(recorded.keys.public()["seal_key"])
@@ -296,11 +327,11 @@ def test_second_operator_sees_no_submission(tmp_path: Path) -> None:
         for topic in published:
             assert monitor.publish(topic, b"secret")
         monitor.settle()
-        wait_until("the request", lambda: operator.received, diagnostics=str)
-    assert {message.topic for message in operator.received} == {
-        fleet_topic(FLEET, "task"),
-        fleet_topic(FLEET, "sums/request"),
-    }
+        expected = {fleet_topic(FLEET, "task"), fleet_topic(FLEET, "sums/request")}  # the last of `published`
+        wait_until(
+            "the request", lambda: {each.topic for each in operator.received} >= expected, diagnostics=str
+        )
+    assert {each.topic for each in operator.received} == expected
 
 
 @pytest.mark.parametrize("place", [0, 10 + 10 * SIZE], ids=["counts", "squares"])
@@ -312,11 +343,10 @@ def test_second_operator_answers_falsely(fleet: Fleet, recorded: Recorded, place
     reply = sign_sum(
         SumReply(request=digest, masks=to_tensor(masks)), key=recorded.keys.sign_key, fleet="default"
     )
-    (frame,) = frames_of(encode(reply), digest=digest_of(encode(reply)))
     fleet.start_aggregator(recorded.root / "task.toml")
     with TrafficMonitor(fleet.broker) as operator:
         fleet.wait_until("the request", lambda: operator.payloads(REQUESTS))
-        assert operator.publish(REPLIES, encode(frame))
+        assert operator.publish(REPLIES, frame_of(reply))
         fleet.wait_for_log("aggregator", "list left out of all heads: start a new task devices=6")
     summary = fleet.wait_for(
         "a warning", lambda s: "second operator, whose signature is stored" in s["sums"]["left_out"]
@@ -335,8 +365,9 @@ def test_second_operator_answers_falsely(fleet: Fleet, recorded: Recorded, place
         assert is_own_sum(found, public=manifest.statistics.second_operator.sign_key, fleet="default")
         listed = store.blobs.read(found.request)
     assert decode(listed, SumRequest, max_bytes=len(listed)) == request
-    true = np.sum([mask_of(recorded.seed(name), len(masks)) for name in NAMES], axis=0, dtype=np.uint32)
-    assert np.flatnonzero(masks_in(found) != true).tolist() == [place]
+    assert found.masks
+    true = total(mask_of(recorded.seed(name), len(masks)) for name in NAMES)
+    assert np.flatnonzero(to_array(found.masks) != true).tolist() == [place]
 
 
 def test_another_client_answers_in_its_place(fleet: Fleet, recorded: Recorded) -> None:
@@ -353,8 +384,7 @@ def test_another_client_answers_in_its_place(fleet: Fleet, recorded: Recorded) -
     with TrafficMonitor(fleet.broker) as client:
         fleet.wait_until("the request", lambda: client.payloads(REQUESTS))
         for reply in false:
-            (frame,) = frames_of(encode(reply), digest=digest_of(encode(reply)))
-            assert client.publish(REPLIES, encode(frame))
+            assert client.publish(REPLIES, frame_of(reply))
         fleet.wait_for_log("aggregator", "its signature is invalid", times=len(false))
         sums = fleet.status()["sums"]
         assert (sums["requested"], sums["problem"], sums["lists"]) == (DEVICES, "", 0)
