@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from aggregator.coordination.round_state import Entry
 from aggregator.intake.validation import read_message
 from aggregator.storage.store import Store
-from aggregator.storage.sum_lists import PendingList, SumLists, put_sums, sums_of
+from aggregator.storage.sum_lists import PendingList, SumLists, put_sums, sums_of, without_pending
 from aggregator.tasks.task_preparation import Task
 from protocol.errors import MalformedMessage, StateError
 from protocol.log import event
@@ -105,18 +105,9 @@ class SecondOperatorLists:
         """Leave the pending list out of all heads: its devices are in no other one of this task."""
         lists = self.stored
         if lists.pending is not None:
-            put_sums(
-                self._store.facts,
-                replace(lists, devices=(*lists.devices, *lists.pending.members), pending=None),
-            )
-            number = len(lists.pending.members)
-            event(
-                log,
-                logging.ERROR,
-                "list left out of all heads: start a new task",
-                devices=number,
-                reason=reason,
-            )
+            put_sums(self._store.facts, replace(without_pending(lists), problem=reason))
+            text, number = "list left out of all heads: start a new task", len(lists.pending.members)
+            event(log, logging.ERROR, text, devices=number, reason=reason)
 
     def _masked(self, device: str, entry: Entry) -> MaskedSubmission:
         message = read_message(self._store.blobs.read(entry.digest))
@@ -156,12 +147,8 @@ class SecondOperatorLists:
         if pending is None or pending.masks or reply.request.hex() != pending.request:
             return False
         if not is_own_sum(reply, public=self._operator.sign_key, fleet=self._task.file.fleet):
-            event(
-                log,
-                logging.WARNING,
-                "reply of the second operator refused",
-                reason="its signature is invalid",
-            )
+            text = "reply of the second operator refused"
+            event(log, logging.WARNING, text, reason="its signature is invalid")
             return False
         if problem := reply.problem or self._problem_of(reply):
             put_sums(self._store.facts, replace(lists, pending=replace(pending, problem=problem)))

@@ -87,6 +87,7 @@ def _sums(served: ServedTask, lists: SumLists, submitted: Collection[str]) -> mo
         requested_s=pending.requested_s if pending and not pending.masks else None,
         waiting=len(set(submitted) - devices_of(lists)),
         problem=pending.problem if pending else "",
+        left_out_reason=lists.problem,
     )
 
 

@@ -229,6 +229,9 @@ class Sums(msgspec.Struct, frozen=True, kw_only=True):
     requested_s: Annotated[UnixSeconds | None, Meta(description="Since when; null once it is opened.")]
     waiting: Annotated[int, Meta(description="Devices that have submitted and are in no list.")]
     problem: Annotated[str, Meta(description="Why the second operator has not opened it; or empty.")]
+    left_out_reason: Annotated[
+        str, Meta(description="Why the newest list was left out of all heads; or empty.")
+    ]
 
 
 class Attention(msgspec.Struct, frozen=True):

@@ -65,8 +65,8 @@ def _of_training(status: Status) -> Iterator[Attention]:
             advice = "see that `protofleet-sums run` runs and reaches the broker"
             yield Attention("warning", "waiting for the second operator", f"{text}: {advice}")
     if sums is not None and sums.left_out:
-        text = f"{counted(sums.left_out, 'device')} of lists that cannot be used, the log says why"
-        yield Attention("error", "sum left out of all heads", f"{text}: start a new task")
+        text = f"{counted(sums.left_out, 'device')}: {sums.left_out_reason}: start a new task"
+        yield Attention("error", "list left out of all heads", text)
     if (failed := status.failed_training) is not None:
         times = f"{counted(failed.failures, 'time')}, last at {_clock(failed.failed_s)}"
         half = " with half the memory" if failed.half_memory else ""

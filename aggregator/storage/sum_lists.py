@@ -1,6 +1,7 @@
 """Lists of submissions whose sums a second operator opens, by task: a task that returns continues where it was."""
 
 import msgspec
+from msgspec.structs import replace
 
 from protocol.storage.facts import Facts
 
@@ -33,21 +34,31 @@ class SumLists(msgspec.Struct, frozen=True):
     pending: PendingList | None = None
     total: str = ""
     """Hex digest of the sum of all lists, a blob (`Tensors`); empty without one."""
+    signed: tuple[str, ...] = ()
+    """Hex digests of the request and the reply of each earlier list, blobs: what the second operator has signed."""
+    problem: str = ""
+    """Why the newest list that was left out of all heads could not be used."""
 
 
 def with_total(lists: SumLists, total: bytes) -> SumLists:
     """Return the lists once a head is made of the total of all, a blob."""
-    pending = lists.pending
-    devices = (*lists.devices, *(pending.members if pending else ()))
-    summed = lists.summed + (len(pending.members) if pending else 0)
-    return SumLists(lists.task, lists.count + 1, devices, summed, total=total.hex())
+    summed = lists.summed + (len(lists.pending.members) if lists.pending else 0)
+    return replace(without_pending(lists), count=lists.count + 1, summed=summed, total=total.hex())
+
+
+def without_pending(lists: SumLists) -> SumLists:
+    """Return the lists without the pending one, whose devices are in no other one of the task."""
+    if (pending := lists.pending) is None:
+        return lists
+    signed = (*lists.signed, pending.request, pending.masks)
+    return replace(lists, devices=(*lists.devices, *pending.members), signed=signed, pending=None)
 
 
 def blobs_of_lists(lists: SumLists) -> set[bytes]:
     """Return the digests of the blobs that lists need."""
     pending = lists.pending
-    names = [lists.total, *([pending.request, pending.masks, *pending.members.values()] if pending else [])]
-    return {bytes.fromhex(name) for name in names if name}
+    of_pending = [pending.request, pending.masks, *pending.members.values()] if pending else []
+    return {bytes.fromhex(name) for name in (lists.total, *lists.signed, *of_pending) if name}
 
 
 def devices_of(lists: SumLists) -> set[str]:

@@ -11,7 +11,9 @@ from zlib import crc32
 
 import atheris
 
-with atheris.instrument_imports(include=["protocol", "edge_client", "aggregator", "sums_operator", "tests.fuzz"]):
+with atheris.instrument_imports(
+    include=["protocol", "edge_client", "aggregator", "sums_operator", "tests.fuzz"]
+):
     from tests.fuzz.targets import PLANTED, TARGETS
 
 from tests.fuzz.target import measure

@@ -40,8 +40,10 @@ TIMEOUT_S = 240.0
 FORKED = (
     "aggregator.cli",
     "edge_client.cli",
+    "sums_operator.cli",
     "tests.support.fleets.fast_aggregator",
     "tests.support.fleets.fast_device",
+    "tests.support.fleets.killed_program",
 )
 """Modules whose `main` a fork server can call."""
 CLASSES = tuple(map(str, range(10)))

@@ -75,7 +75,9 @@ def private_store(folder: Path) -> Store:
         store.keys.pin(device, bytes(32), now_s=1.0)
         store.devices.raise_epsilon(device, spent)
     pending = PendingList({"e": "00", "f": "00"}, request="00", requested_s=1e6)
-    put_sums(store.facts, SumLists(TASK, 1, tuple("abcd"), summed=2, pending=pending))
+    put_sums(
+        store.facts, SumLists(TASK, 1, tuple("abcd"), summed=2, pending=pending, problem="a device has lied")
+    )
     return store
 
 

@@ -1,0 +1,91 @@
+"""Fleets with a second operator: their task, their programs, and what each device has masked."""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import numpy as np
+
+from aggregator.storage.store import Store
+from aggregator.storage.sum_lists import sums_of
+from edge_client.agent.state import Mode
+from edge_client.config import Settings
+from edge_client.service.worker import Worker
+from edge_client.storage.device_state import DeviceState
+from edge_client.submission.private_submission import prepare_private
+from protocol.wire.codec import decode, to_array
+from protocol.wire.messages import TaskManifest, Tensors
+from protofleet.public_map import public_map
+from tests.support.fleets.fleet import Fleet, write_digits, write_task
+
+EACH, SIZE = 10, 12
+BUDGET = '[privacy.dp]\nepsilon = 8\nmap = "public.map"\nmax_epsilon = 20\n'
+SUMS = (
+    '[privacy.sums]\noperator = "{operator}/operator.toml"\nmin_devices = {min_devices}\ntolerance = 0.25\n'
+)
+
+
+def make_operator(folder: Path) -> None:
+    subprocess.run([sys.executable, "-m", "sums_operator", "init", folder], check=True)
+
+
+def write_private_task(folder: Path, *, min_devices: int, operator: str = "sums", **settings: object) -> Path:
+    """Write a task file and a public map; without a name of the second operator's folder, it has none."""
+    tables = BUDGET + (SUMS.format(operator=operator, min_devices=min_devices) if operator else "")
+    settings = {"quorum": min_devices, "deadline_s": 3600, "algorithm": "statistics", **settings}
+    task = write_task(folder, tables=tables, **settings)  # type: ignore[arg-type]
+    public = write_digits(folder / "public", classes=list(range(10)), start=140, each=10)
+    made, _ = public_map(public, folder / "backbone-0.onnx", size=SIZE)
+    (folder / "public.map").write_bytes(made.to_bytes())
+    return task
+
+
+def start_operator(fleet: Fleet, *options: str | Path, min_devices: int) -> None:
+    arguments = ("run", "--state", fleet.root / "sums", "--broker", str(fleet.broker), "--fleet", "default")
+    fleet.start("operator", "sums_operator.cli", *arguments, "--min-devices", str(min_devices), *options)
+
+
+def consent(folder: Path) -> tuple[str, ...]:
+    """Return the options with which an owner accepts the second operator of a state folder."""
+    card = tomllib.loads((folder / "operator.toml").read_text())
+    return "--max-epsilon", "20", "--second-operator", card["seal_key"]
+
+
+def start_devices(fleet: Fleet, numbers: range) -> None:
+    for number in numbers:
+        data = write_digits(
+            fleet.root / f"data-{number}", classes=list(range(10)), start=EACH * number, each=EACH
+        )
+        fleet.start_device(f"device-{number}", data, "--once", *consent(fleet.root / "sums"))
+
+
+def own_sums(fleet: Fleet, name: str, manifest: TaskManifest, task: bytes) -> np.ndarray:
+    """Return the noisy sums that a device has masked, int32, from its state: the same release has the same noise."""
+    settings = Settings(
+        broker=None,
+        fleet="default",
+        device_id=name,
+        mode=Mode.SERVICE,
+        data=fleet.root / f"data-{name.rpartition('-')[2]}",
+        max_epsilon=20.0,
+    )
+    store = DeviceState(fleet.device_state(name))
+    workspace = Worker(settings, store, emit=lambda _: None, show=None)._workspace
+    prepared = prepare_private(workspace, task, manifest, lambda: False)
+    counts, triangle = (to_array(prepared.tensors[part]) for part in ("counts", "second_moment"))
+    store.close()
+    return np.concatenate([counts, prepared.prototypes.ravel(), triangle])
+
+
+def manifest_of(store: Store) -> tuple[bytes, TaskManifest]:
+    """Return the digest and the manifest of the task that an aggregator serves."""
+    digest = store.served_task().digest
+    data = store.blobs.read(digest)
+    return digest, decode(data, TaskManifest, max_bytes=len(data))
+
+
+def opened_total(store: Store) -> np.ndarray:
+    """Return the sum of all opened lists of the served task, int32."""
+    data = store.blobs.read(bytes.fromhex(sums_of(store.facts, store.served_task().digest).total))
+    return to_array(decode(data, Tensors, max_bytes=len(data)).values["total"]).view(np.int32)
