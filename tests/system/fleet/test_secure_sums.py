@@ -88,10 +88,15 @@ def test_opened_sum_is_exactly_that_of_the_listed_devices(fleet: Fleet, tmp_path
 
 
 def test_device_that_comes_later_waits_for_a_list_of_its_own(fleet: Fleet, tmp_path: Path) -> None:
-    """Its sum alone would be its own: the second operator would refuse it, and the aggregator does not ask."""
+    """Its sum alone would be its own: the second operator would refuse it, and the aggregator does not ask.
+
+    A worker trains the head of the others.
+    """
     task = prepared(fleet)
     start_operator(fleet, min_devices=MIN_DEVICES)
-    fleet.start_aggregator(task)
+    fleet.start_aggregator(task, "--external-training")
+    fleet.wait_for_log("aggregator", "connected to the broker")
+    fleet.start("worker", "aggregator.cli", "train", "--state", fleet.aggregator_state)
     start_devices(fleet, range(MIN_DEVICES))
     fleet.wait_for("the head", lambda s: s["heads"])
     shutil.copytree(tmp_path / "data-0", tmp_path / "data-late")
@@ -102,7 +107,7 @@ def test_device_that_comes_later_waits_for_a_list_of_its_own(fleet: Fleet, tmp_p
 
 
 def test_device_that_the_second_operator_does_not_know_is_left_out(fleet: Fleet, tmp_path: Path) -> None:
-    """The list is refused, the operator revokes the device, and the others' sum is opened without a restart."""
+    """The list is refused, the operator revokes the device, and the others' sum is opened."""
     task = prepared(fleet)
     fleet.start_aggregator(task)
     start_devices(fleet, range(MIN_DEVICES + 1))
@@ -117,6 +122,9 @@ def test_device_that_the_second_operator_does_not_know_is_left_out(fleet: Fleet,
     known = tmp_path / "devices.txt"
     known.write_text("".join(f"{name} {key}\n" for name, key in keys.items()))
     start_operator(fleet, "--devices", known, min_devices=MIN_DEVICES)
+    fleet.wait_for_log("operator", "connected")
+    fleet.kill("aggregator")  # at its next start it repeats the request at once
+    fleet.start_aggregator(task)
     fleet.wait_for("the refusal", lambda s: s["sums"] and f"{stranger} is not in" in s["sums"]["problem"])
     with closing(open_store(fleet.aggregator_state)) as store:
         revoke_key(store, stranger, now_s=time.time())
