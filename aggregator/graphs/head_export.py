@@ -11,6 +11,7 @@ from onnx import numpy_helper
 from aggregator.algorithms.fedtc.head import MIN_LENGTH, Dense, logits_of
 from aggregator.algorithms.novelty import ClassDirections
 from aggregator.algorithms.statistics.feature_map import FeatureMap
+from aggregator.algorithms.statistics.noisy_ridge import Shortening
 from aggregator.graphs.fused_model import finished
 from protocol.models.onnx_metadata import GraphMetadata, HeadMetadata
 
@@ -31,7 +32,7 @@ def head_to_onnx(
     layers: Sequence[Dense],
     *,
     metadata: HeadMetadata,
-    feature_map: FeatureMap | None = None,
+    feature_map: FeatureMap | Shortening | None = None,
     columns: NDArray[np.intp] | None = None,
     directions: ClassDirections | None = None,
 ) -> bytes:
@@ -107,7 +108,7 @@ def _hidden_layers(
     return nodes, constants, value
 
 
-def map_to_onnx(feature_map: FeatureMap, *, num_classes: int) -> bytes:
+def map_to_onnx(feature_map: FeatureMap | Shortening, *, num_classes: int) -> bytes:
     """Return a map as an ONNX file: `feature`, float32 (n, L), to `projection`, float32 (n, D), integers.
 
     Devices open it as the `project` graph of a task with so many classes.
@@ -126,7 +127,7 @@ def map_to_onnx(feature_map: FeatureMap, *, num_classes: int) -> bytes:
     return finished(_model(f"map ({sizes})", nodes, constants), metadata)
 
 
-def mapped(feature_map: FeatureMap, features: NDArray[np.float32]) -> NDArray[np.float32]:
+def mapped(feature_map: FeatureMap | Shortening, features: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return the rows (n, D), integers, that ONNX Runtime makes of features (n, L)."""
     file = map_to_onnx(feature_map, num_classes=1)
     session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
@@ -170,7 +171,7 @@ def max_difference(
     layers: Sequence[Dense],
     file: bytes,
     features: NDArray[np.float32],
-    feature_map: FeatureMap | None = None,
+    feature_map: FeatureMap | Shortening | None = None,
     *,
     columns: NDArray[np.intp] | None = None,
     directions: ClassDirections | None = None,

@@ -16,6 +16,7 @@ from aggregator.algorithms.fedtc.head import Dense, require_layers
 from aggregator.algorithms.fedtc.training_set import Arrays
 from aggregator.algorithms.novelty import ClassDirections, directions_of
 from aggregator.algorithms.statistics.feature_map import FeatureMap, selected
+from aggregator.algorithms.statistics.noisy_ridge import Shortening
 from aggregator.graphs.head_export import head_to_onnx, max_difference
 from aggregator.intake.validation import Expectation, Prototypes, check_submission
 from aggregator.training.jobs import (
@@ -97,7 +98,7 @@ def write_checked(
     *,
     features: NDArray[np.float32],
     directions: ClassDirections | None,
-    feature_map: FeatureMap | None = None,
+    feature_map: FeatureMap | Shortening | None = None,
 ) -> dict[str, float]:
     """Write a head's files, and return its figures with the greatest difference from its layers on these features.
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from aggregator.algorithms.statistics.noisy_ridge import NoisyTotal, of_features, solve_noisy
+from aggregator.algorithms.statistics.noisy_ridge import NoisyTotal, Shortening, of_features, solve_noisy
 from aggregator.algorithms.statistics.ridge import TEMPERATURE
 from aggregator.intake.validation import Expectation, check_noisy_sums
 from aggregator.storage.blobs import open_blobs
@@ -68,8 +68,9 @@ def run(job: NoisySumsJob) -> Result:
     layer, ridge = solve_noisy(total)
     features = np.random.default_rng(0).exponential(size=(256, job.feature_size)).astype(np.float32)
     figures = {"strength": ridge, "temperature": TEMPERATURE}
+    layers, shortening = [of_features(layer, public)], Shortening(public)
     metrics = write_checked(
-        job, manifest, [of_features(layer, public)], figures, features=features, directions=None
+        job, manifest, layers, figures, features=features, feature_map=shortening, directions=None
     )
     return Result(
         prototypes=images,

@@ -25,16 +25,19 @@ class PublicMap:
     center: NDArray[np.float32]
     components: NDArray[np.float32]
 
+    @property
+    def longest(self) -> float:
+        """The greatest length before rounding, which adds 1/12 to each square, on average."""
+        return math.sqrt(MAX_VALUE**2 - len(self.components) / 12) - 0.5
+
     def rows(self, features: NDArray[np.float32]) -> NDArray[np.int8]:
         """Return rows (n, D) of features (n, L), each computed by itself: no image changes another's row."""
         components, center = self.components.astype(np.float64), self.center.astype(np.float64)
         rows = np.empty((len(features), len(components)), np.int8)
-        # Rounding adds 1/12 to each square, on average.
-        longest = math.sqrt(MAX_VALUE**2 - len(components) / 12) - 0.5
         for number, feature in enumerate(features):
             usable = np.nan_to_num(feature.astype(np.float64), nan=0.0, posinf=0.0, neginf=0.0)
             value = components @ (usable - center)
-            value *= min(1.0, longest / max(float(np.linalg.norm(value)), 1.0))
+            value *= min(1.0, self.longest / max(float(np.linalg.norm(value)), 1.0))
             rows[number] = np.rint(value)
         return rows
 

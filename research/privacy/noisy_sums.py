@@ -11,8 +11,15 @@ from numpy.typing import NDArray
 
 from aggregator.algorithms.fedtc.recipe import RECIPES
 from aggregator.algorithms.statistics.moments import of_all_classes
-from aggregator.algorithms.statistics.noisy_ridge import NoisyTotal, make_public_map, of_features, solve_noisy
+from aggregator.algorithms.statistics.noisy_ridge import (
+    NoisyTotal,
+    Shortening,
+    make_public_map,
+    of_features,
+    solve_noisy,
+)
 from aggregator.algorithms.statistics.ridge import solve
+from aggregator.graphs.head_export import mapped
 from benchmarks.data.features import load_features
 from benchmarks.data.images import NAMES, PACS
 from benchmarks.options import repeated
@@ -82,7 +89,7 @@ def accuracy_of_sums(
             layer, _ = solve_noisy(NoisyTotal(**vars(sums), noise_multiplier=z))
         except ProtofleetError:  # the noise is as large as the sums
             return 1 / data.classes
-    logits = of_features(layer, how).of(data.test)
+    logits = of_features(layer, how).of(mapped(Shortening(how), data.test))
     return float((logits.argmax(axis=1) == data.test_labels).mean())
 
 

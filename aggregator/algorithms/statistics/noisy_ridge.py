@@ -2,12 +2,14 @@
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from aggregator.algorithms.algorithm import ABSENT_LOGIT
 from aggregator.algorithms.fedtc.head import Dense
+from aggregator.algorithms.statistics.feature_map import Nodes
 from aggregator.algorithms.statistics.ridge import TEMPERATURE
 from protocol.errors import ProtofleetError
 from protocol.statistics.noisy_sums import UNITS, deviations
@@ -44,20 +46,21 @@ def solve_noisy(total: NoisyTotal) -> tuple[Dense, float]:
     The regression in which all classes count alike (`ridge.solve`). With r = n sqrt(D), n being the standard deviation
     of the products' noise, the eigenvalues of the noise lie within 2 r: those of the scatter within classes become
     sqrt(l^2 - 4 r^2), and 0 up to 2 r, which is the nearest to the scatter without noise (Nadakuditi 2014, OptShrink).
-    The ridge is r, chosen on validation images of CIFAR-10. A class with fewer images than the noise of its count is
+    The ridge is r, chosen on validation images of CIFAR-10. A class with fewer images than their standard deviation is
     absent.
 
     Raises:
         ProtofleetError: fewer than two classes stand out from the noise.
     """
     scale = deviations(total.noise_multiplier)
-    present = total.counts > scale["counts"]
+    every_image, deviation = images_of(total)
+    present = every_image > deviation
     if np.count_nonzero(present) < min(2, len(present)):
-        least = math.ceil(scale["counts"] / UNITS)
+        least = math.ceil(deviation)
         raise ProtofleetError(
             f"the noise is as large as the sums: more than {least} images of a class are needed, or a larger epsilon"
         )
-    images = (total.counts[present] / UNITS)[:, None]
+    images = every_image[present][:, None]
     means = total.sums[present] / UNITS / images
     classes, size = means.shape
     scatter = from_triangle(total.second_moment, size) - (means * images).T @ means
@@ -75,11 +78,67 @@ def solve_noisy(total: NoisyTotal) -> tuple[Dense, float]:
     return Dense(every_weight.astype(np.float32), every_bias.astype(np.float32)), ridge
 
 
+def images_of(total: NoisyTotal) -> tuple[NDArray[np.float64], float]:
+    """Return the images of each class (C,), by noisy counts and class sums together, and their standard deviation.
+
+    Rows of a fleet have much in common, as the public center is another than theirs. So a class's sum along the mean of
+    all rows, divided by its length, is about the number of its images, with less noise than its count. How much classes
+    differ along that mean is what the two estimates differ by, beside their noise. Both have weights by variance.
+    """
+    scale, counts = deviations(total.noise_multiplier), total.counts / UNITS
+    sums, images = total.sums / UNITS, max(float(counts.sum()), 1.0)
+    noise = scale["sums"] / UNITS
+    mean = sums.sum(axis=0) / images
+    of_noise = len(mean) * len(counts) * (noise / images) ** 2
+    square = float(mean @ mean) - of_noise
+    if square <= of_noise:
+        return counts, scale["counts"] / UNITS
+    along = sums @ mean / float(np.linalg.norm(mean)) / math.sqrt(square)
+    of_count, of_sum = (scale["counts"] / UNITS) ** 2, noise**2 / square
+    of_sum += max(float(np.mean((along - counts) ** 2)) - of_count - of_sum, 0.0)
+    return (along * of_count + counts * of_sum) / (of_count + of_sum), math.sqrt(
+        of_count * of_sum / (of_count + of_sum)
+    )
+
+
+@dataclass(frozen=True)
+class Shortening:
+    """Features (n, L) less the public center, shortened as rows are: what the layer of `of_features` takes.
+
+    The length of a row is taken to be that of the feature, as if the components missed no direction.
+    """
+
+    public: PublicMap
+
+    random_features: ClassVar[int] = 0
+
+    @property
+    def feature_size(self) -> int:
+        return len(self.public.center)
+
+    size = feature_size
+
+    def nodes(self) -> Nodes:
+        """Return the nodes of an ONNX graph, `feature` to `projection`, and its constants."""
+        scale = np.linalg.norm(self.public.components[0]) / self.public.longest
+        constants: dict[str, NDArray[np.generic]] = {
+            "map_center": self.public.center,
+            "map_scale": np.array(scale, np.float32),
+            "map_axes": np.array([1]),
+            "map_whole": np.array(1, np.float32),
+        }
+        return [
+            "row_centered = Sub(feature, map_center)",
+            "row_length = ReduceL2<keepdims=1>(row_centered, map_axes)",
+            "row_scaled = Mul(row_length, map_scale)",
+            "row_divisor = Max(row_scaled, map_whole)",
+            "projection = Div(row_centered, row_divisor)",
+        ], constants
+
+
 def of_features(layer: Dense, public: PublicMap) -> Dense:
-    """Return a layer of rows as one of features (n, L)."""
-    weight = layer.weight.astype(np.float64) @ public.components
-    bias = layer.bias - weight @ public.center.astype(np.float64)
-    return Dense(weight.astype(np.float32), bias.astype(np.float32))
+    """Return a layer of rows as one of shortened features (n, L)."""
+    return Dense((layer.weight @ public.components).astype(np.float32), layer.bias)
 
 
 def make_public_map(features: NDArray[np.float32], size: int) -> PublicMap:

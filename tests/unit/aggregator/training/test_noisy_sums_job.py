@@ -14,11 +14,14 @@ from aggregator.algorithms.statistics.moments import of_all_classes
 from aggregator.algorithms.statistics.noisy_ridge import (
     CLIP_QUANTILE,
     NoisyTotal,
+    Shortening,
+    images_of,
     make_public_map,
     of_features,
     solve_noisy,
 )
 from aggregator.algorithms.statistics.ridge import TEMPERATURE, solve
+from aggregator.graphs.head_export import mapped
 from aggregator.storage.blobs import FolderBlobs
 from aggregator.training.jobs import NoisySumsJob
 from aggregator.training.noisy_sums_job import run
@@ -134,15 +137,15 @@ def test_ridge_is_the_regression_written_out() -> None:
     given = total(300, z=1.5)
     layer, ridge = solve_noisy(given)
     assert ridge == pytest.approx(deviations(1.5)["products"] * math.sqrt(SIZE))
-    images_of = given.counts[:, None] / UNITS
-    means = given.sums / UNITS / images_of
+    per_class = images_of(given)[0][:, None]
+    means = given.sums / UNITS / per_class
     matrix = np.zeros((SIZE, SIZE))
     matrix[np.triu_indices(SIZE)] = given.second_moment
-    matrix = np.triu(matrix) + np.triu(matrix, 1).T - (means * images_of).T @ means
+    matrix = np.triu(matrix) + np.triu(matrix, 1).T - (means * per_class).T @ means
     values, axes = np.linalg.eigh(matrix)
     shrunk = [math.sqrt(each**2 - 4 * ridge**2) if each > 2 * ridge else 0.0 for each in values]
     inverse = np.linalg.inv((axes * shrunk) @ axes.T + ridge * np.eye(SIZE))
-    middle, each = means.mean(axis=0), images_of.sum() / CLASSES
+    middle, each = means.mean(axis=0), per_class.sum() / CLASSES
     centered = means - middle
     weight = (
         inverse @ centered.T @ np.linalg.inv(np.eye(CLASSES) + each * centered @ inverse @ centered.T) * each
@@ -151,12 +154,34 @@ def test_ridge_is_the_regression_written_out() -> None:
     np.testing.assert_allclose(layer.bias, (1 / CLASSES - middle @ weight) / TEMPERATURE, rtol=1e-4)
 
 
+def test_images_follow_from_counts_and_sums() -> None:
+    """Rows that have much in common count better by their sums; where they have not, the counts are kept."""
+    labels = np.repeat(np.arange(CLASSES), 100)
+    rows = (
+        np.random.default_rng(2).integers(-9, 10, (len(labels), SIZE)) + np.r_[110, np.zeros(SIZE - 1, int)]
+    )
+    for offset, least in ((0, 1.4), (np.r_[110, np.zeros(SIZE - 1, int)], 0.99)):
+        errors = []
+        for number in range(20):
+            made = noisy_sums(
+                rows - offset, labels, classes=CLASSES, noise_multiplier=2.0, key=bytes([number]) * 32
+            )
+            given = NoisyTotal(**vars(made), noise_multiplier=2.0)
+            errors.append([given.counts / UNITS - 100, images_of(given)[0] - 100])
+        of_counts, of_both = np.square(errors).mean(axis=(0, 2)) ** 0.5
+        assert of_counts > least * of_both
+
+
 def test_layer_of_features_is_that_of_rows_without_rounding() -> None:
+    """Of short and of long features, which are shortened."""
     layer, _ = solve_noisy(total(200, z=1.0))
-    features = images(20, seed=6)[0]
-    rows = ((features - PUBLIC.center) @ PUBLIC.components.T).astype(np.float32)
-    difference = of_features(layer, PUBLIC).of(features) - layer.of(rows)
-    assert np.abs(difference).max() < 1e-3 * np.abs(layer.of(rows)).max()
+    inside = np.random.default_rng(3).normal(size=(20, SIZE)) @ PUBLIC.components
+    inside *= 127 / np.linalg.norm(inside @ PUBLIC.components.T, axis=1, keepdims=True)
+    for length in (0.2, 1.0, 30.0):
+        features = (PUBLIC.center + length * inside).astype(np.float32)
+        rows = PUBLIC.rows(features).astype(np.float32)
+        difference = of_features(layer, PUBLIC).of(mapped(Shortening(PUBLIC), features)) - layer.of(rows)
+        assert np.abs(difference).max() < 0.03 * np.abs(layer.of(rows)).max()
 
 
 def test_public_map_keeps_the_widest_directions() -> None:
