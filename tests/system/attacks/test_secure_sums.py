@@ -1,4 +1,4 @@
-"""What each party of a fleet with a second operator can do, on real programs; the table is in docs/privacy.md."""
+"""Attackers of a fleet with a second operator, on real programs: the table of docs/privacy.md#secure-sums."""
 
 import itertools
 import shutil
@@ -59,7 +59,7 @@ REQUESTS, REPLIES = fleet_topic("default", "sums/request"), fleet_topic("default
 
 @dataclass(frozen=True)
 class Recorded:
-    """What was published while six devices submitted to a task and the aggregator requested their sum.
+    """Everything published while six devices submitted to a task and the aggregator requested their sum.
 
     Attributes:
         submissions: by device, as the broker has seen them.
