@@ -281,7 +281,7 @@ def test_aggregator_with_a_device_of_the_list(
 
 
 def test_client_that_reads_the_broker(recorded: Recorded) -> None:
-    """It sees noisy sums plus a key stream of a sealed seed; with the second operator's key, each device's sums."""
+    """It sees the aggregator's view: noisy sums plus key streams of seeds that the second operator's key opens."""
     everything = b"".join(recorded.published)
     for name in NAMES:
         seed, own = recorded.seed(name), recorded.own[name]
