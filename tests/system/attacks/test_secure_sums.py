@@ -325,7 +325,7 @@ def test_second_operator_answers_falsely(fleet: Fleet, recorded: Recorded, place
     """The list is left out of all heads. The request and the reply, which its signature binds, stay stored."""
     request, digest = recorded.request, digest_of(encode(recorded.request))
     masks = sum_of_masks(request, fleet="default", seal_key=recorded.keys.seal_key)
-    masks[place] += 2**30
+    masks[[place]] += np.uint32(2**30)
     unsigned = SumReply(request=digest, masks=to_tensor(masks))
     reply = sign_sum(unsigned, key=recorded.keys.sign_key, fleet="default")
     fleet.start_aggregator(recorded.root / "task.toml")
