@@ -62,9 +62,10 @@ def test_opened_sum_is_exactly_that_of_the_listed_devices(fleet: Fleet, tmp_path
     fleet.wait_for_log("aggregator", "sum requested from the second operator")
     fleet.kill("aggregator")  # the list is stored, and is not opened yet
     start_operator(fleet, min_devices=MIN_DEVICES)
-    fleet.wait_for_log("operator", "second operator started")
+    fleet.wait_for_log("operator", " connected ")
     fleet.kill("operator")
     start_operator(fleet, min_devices=MIN_DEVICES)
+    fleet.wait_for_log("operator", " connected ", times=2)  # else it waits a minute for the next request
     fleet.start_aggregator(task)
     summary = fleet.wait_for("the head", lambda s: s["heads"])
     assert summary["heads"][0]["metrics"]["onnx_max_difference"] <= 1e-4
@@ -116,14 +117,14 @@ def test_device_that_the_second_operator_does_not_know_is_left_out(fleet: Fleet,
         pending = sums_of(store.facts, store.served_task().digest).pending
         assert pending is not None
         stranger = min(pending.members)
+    fleet.kill("aggregator")
     names = [f"device-{number}" for number in range(MIN_DEVICES + 1)]
     keys = {name: public_key(read_key(fleet.device_state(name) / "signing.key")).hex() for name in names}
     del keys[stranger]
     known = tmp_path / "devices.txt"
     known.write_text("".join(f"{name} {key}\n" for name, key in keys.items()))
     start_operator(fleet, "--devices", known, min_devices=MIN_DEVICES)
-    fleet.wait_for_log("operator", "connected")
-    fleet.kill("aggregator")  # at its next start it repeats the request at once
+    fleet.wait_for_log("operator", " connected ")
     fleet.start_aggregator(task)
     fleet.wait_for("the refusal", lambda s: s["sums"] and f"{stranger} is not in" in s["sums"]["problem"])
     with closing(open_store(fleet.aggregator_state)) as store:
