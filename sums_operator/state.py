@@ -25,8 +25,8 @@ FORMAT = 1
 CARD = "operator.toml"
 _SEAL_KEY, _SIGN_KEY = "seal.key", "sign.key"
 _RESTORE = (
-    f"restore a backup made after the last answered list, or make new keys in another folder with `{PROGRAM} init`, "
-    "for a new task"
+    f"make new keys with `{PROGRAM} init`; if they are lost, restore a backup made after the last answered list, or "
+    "take another folder, and start a new task"
 )
 
 _SCHEMA = """

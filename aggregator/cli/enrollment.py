@@ -149,7 +149,9 @@ def enroll_receiver_command(*, receiver: str, out: Path, task: Path | None, stat
     with _fleet_state(state, task) as (store, fleet):
         enroll_receiver(store, receiver, fleet=fleet, out=out, days=days)
     files = f"--ca {out}/ca.crt --cert {out}/receiver.crt --key {out}/receiver.key"
-    click.echo(f"copy {out} to the receiver's machine, and add to its `aggregator receive`: {files}")
+    click.echo(
+        f"copy {out} to the receiver's machine, and add to its `aggregator receive` or `protofleet-sums run`: {files}"
+    )
 
 
 @click.command("reset-key", epilog=examples("aggregator reset-key shed-1"))

@@ -292,7 +292,7 @@ def _few_prototypes(status: Status) -> Iterator[tuple[str, ...]]:
         for name, coverage in status.coverage.items()
         if 0 < coverage.prototypes < FEW_PROTOTYPES
     ]
-    if few and status.round is None:
+    if few and status.round is None and status.sums is None:  # masked counts are 1
         yield "few prototypes", f"of {names(few, SHOWN_NAMES)}: add images or devices", "yellow"
 
 

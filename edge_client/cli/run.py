@@ -258,8 +258,8 @@ def _show_dry_run(prepared: "PreparedSubmission", size_bytes: int) -> None:
         )
     rows, size = prepared.prototypes.shape
     for name, tensor in prepared.tensors.items():
-        if prepared.form == "class sum":
-            say(f"second moment of the features: {len(tensor.data)} bytes")
+        if prepared.form.endswith("class sum"):
+            say(f"{name.replace('_', ' ')} of the features: {len(tensor.data)} bytes")
             continue
         shape = " x ".join(map(str, tensor.shape))
         say(f"change of {name} in training: {shape} float16 values, in every round")

@@ -30,6 +30,8 @@ def status_command(*, fleet: str, state: Path | None, as_json: bool) -> None:
     say(f"device     {summary['device_id']}, {'running' if summary['running'] else 'not running'}")
     say(f"task       {(summary['task'] or 'none')[:12]}")
     say(f"provider   {summary['runtime'] or 'none'}")
+    if summary["key"]:
+        say(f"key        {summary['key']}")
     for entry in report["classes"]:
         wanted = [f"{entry['missing']} missing"] if entry["missing"] else []
         wanted += [f"{entry['more_needed']} more"] if entry["more_needed"] or not wanted else []
@@ -103,8 +105,12 @@ def take_over_command(*, fleet: str, state: Path | None) -> None:
 def device_status(store: "DeviceState") -> dict[str, Any]:
     """Return what `status` shows, as JSON has it."""
     from edge_client.storage import stored_values as stored
+    from edge_client.storage.device_state import KEY_FILE
+    from protocol.storage.keyfile import read_key
     from protocol.wire.presence import Duplicate
+    from protocol.wire.signing import public_key
 
+    key = store.folder / KEY_FILE
     submission, task = store.outbox.newest_submission(), store.get(stored.CurrentTask).digest
     report, spent = store.get(stored.SubmissionReport), store.get(stored.PrivacySpent)
     left_out, extraction = store.get(stored.LeftOut), store.get(stored.ExtractionProgress)
@@ -115,6 +121,7 @@ def device_status(store: "DeviceState") -> dict[str, Any]:
         "device_id": store.get(stored.DeviceName).value or None,
         "running": store.is_locked(),
         "task": task.hex() or None,
+        "key": public_key(read_key(key)).hex() if key.exists() else None,
         "runtime": store.get(stored.BackboneProvider).name or None,
         "report": msgspec.to_builtins(report) if report.size_bytes else None,
         "extraction": {**msgspec.to_builtins(extraction), "left_s": extraction.left_s}

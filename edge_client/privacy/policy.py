@@ -31,7 +31,7 @@ TOO_QUIET = "the task asks for so little noise that it is no differential privac
 FILTERED_STATISTICS = "the task asks for statistics and filters outliers, which depends on other images"
 LARGE_DELTA = f"the task asks for differential privacy at a delta above {MAX_DELTA}, which is too weak"
 NOT_PRIVATE = "the task has no differential privacy, and this device's --max-epsilon requires it"
-BUDGET = "the privacy budget is spent: nothing new is uploaded"
+BUDGET = "the submission would exceed the privacy budget: nothing new is uploaded; see the device's log"
 FAILED = "differential privacy has failed on this device: nothing is uploaded; see the device's log"
 
 TASK_PROBLEMS = (

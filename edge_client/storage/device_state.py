@@ -89,6 +89,9 @@ def default_device_id(folder: Path) -> str:
     return f"{host}-{digest_of(key.encode()).hex()[:8]}"
 
 
+KEY_FILE = "signing.key"
+"""Private key of a device that is not enrolled."""
+
 _KEY_ADVICE = (
     "restore it from a backup; or delete it, and run `aggregator reset-key DEVICE`, so that the aggregator accepts the "
     "key that is made in its place"
@@ -151,7 +154,7 @@ class DeviceState:
         """Return the device's private key, 32 bytes: of its enrollment, or one that is made; empty without `keep`."""
         if enrolled is not None or not keep:
             return enrolled or b""
-        return read_or_make_key(self.folder / "signing.key", advice=_KEY_ADVICE)
+        return read_or_make_key(self.folder / KEY_FILE, advice=_KEY_ADVICE)
 
     @cached_property
     def clock(self) -> ElapsedClock:

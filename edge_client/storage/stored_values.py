@@ -165,7 +165,7 @@ class Drift(msgspec.Struct, frozen=True):
         return self.score if self.images and now_s < self.tested_s + DRIFT_AGE_S else None
 
 
-SubmissionForm = Literal["prototype", "class sum", "group"]
+SubmissionForm = Literal["prototype", "class sum", "masked class sum", "group"]
 """A submission's rows."""
 
 

@@ -134,7 +134,7 @@ def _prepared(
             "second_moment": to_tensor(to_int32(sums.second_moment)),
         },
         privacy=cost,
-        form="class sum",
+        form="masked class sum" if is_masked else "class sum",
     )
 
 

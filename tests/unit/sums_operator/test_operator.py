@@ -117,7 +117,8 @@ def test_keys_are_never_replaced(bench: Bench) -> None:
     assert read_keys(bench.folder) == before
     (bench.folder / "operator.sqlite").unlink()
     with pytest.raises(
-        ConfigError, match=r"operator\.sqlite is missing: restore a backup made after the last answered list"
+        ConfigError,
+        match=r"operator\.sqlite is missing: make new keys with `protofleet-sums init`; if they are lost, restore",
     ):
         OperatorState(bench.folder)
     (bench.folder / "operator.toml").unlink()
