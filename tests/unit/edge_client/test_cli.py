@@ -28,6 +28,7 @@ from edge_client.storage.stored_values import (
 from protocol.enrollment import read_enrollment
 from protocol.errors import ConfigError
 from protocol.mqtt.reconnecting_session import BrokerAddress
+from protocol.wire.signing import public_key
 from tests.support.devices.device_bench import CONSTANT, HeadBench
 from tests.support.devices.device_factory import image_file, write_images
 from tests.support.graphs.backbones import tiny_backbone
@@ -98,6 +99,16 @@ def test_status_shows_the_progress_of_features(
     assert output["extraction"]["done"] == progress.done
     state.set(ExtractionProgress())
     assert "features" not in _status()
+
+
+def test_status_shows_the_key_that_a_device_has_made(here: Path) -> None:
+    """For the second operator's list of devices; an enrolled device has made none."""
+    state = DeviceState(here / "one")
+    assert json.loads(_status("--json"))["key"] is None
+    state.signing_key(bytes(32))
+    assert "key  " not in _status()
+    key = public_key(state.signing_key(None)).hex()
+    assert f"key        {key}\n" in _status()
 
 
 def test_json_has_no_infinity(here: Path) -> None:
