@@ -82,8 +82,10 @@ class SecondOperatorLists:
             least = {device: each.mask.min_devices for device, each in masked.items()}
             chosen = largest_list(least, min_devices=self._operator.min_devices)
             if not chosen:
-                missing = max(1, self._operator.min_devices - len(new))
-                event(log, logging.INFO, "waiting for devices that are in no sum", devices=missing)
+                wanted = max(self._operator.min_devices, *least.values(), 0)  # an owner may require more
+                missing = max(1, wanted - len(new))
+                text = "waiting for devices that are in no sum"
+                event(log, logging.INFO, text, devices=missing, wanted=wanted)
                 return False
             request = SumRequest(
                 task=self._task.digest,

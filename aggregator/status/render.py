@@ -304,6 +304,8 @@ def _progress(status: Status) -> str:
     if status.training is not None:
         training = status.training
         return f"training head {training.version}: epoch {training.epoch} of {training.epochs or '?'}"
+    if status.sums is not None and status.sums.requested_s is not None:
+        return f"next head: waits for the second operator since {_clock(status.sums.requested_s)}"
     if closes:
         wanted = status.retrain_after if status.heads else status.quorum
         return f"next head: with {counted(wanted, 'submission')}, or at {closes}"

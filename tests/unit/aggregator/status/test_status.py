@@ -485,6 +485,7 @@ def test_privacy_and_sums_of_a_second_operator(tmp_path: Path) -> None:
             "sums second operator 6161616161616161, signs with 6262626262626262; at least 2 devices in a sum, of which "
             "25% may add no noise; 1 list of 2 devices opened, 2 left out, 2 requested, 1 waiting\n"
         ) in text
+        assert "next head: waits for the second operator since" in text
         assert "list left out of all heads 2 devices: a device has lied: start a new task" in text
         lists = sums_of(store.facts, TASK)
         for changes, waits, refused in (
