@@ -190,7 +190,7 @@ def _notes(task: "TaskFile") -> list[str]:
         hidden = math.ceil(deviations(multiplier)["counts"] / UNITS * math.sqrt(shares))
         notes.append(
             f"the noise of {counted(task.quorum, 'device')} hides {counted(hidden, 'image')} of a class: below that "
-            f"there is no head, and below about {10 * hidden} of each class a poor one (docs/privacy.md)"
+            f"the head can miss it, and below about {10 * hidden} of each class it is poor (docs/privacy.md)"
         )
     elif task.client.min_images == 1:
         notes.append("client.min_images is 1: the feature of a single image may leave a device")

@@ -269,7 +269,7 @@ def test_private_task_needs_files_of_two_parties(folder: Path) -> None:
     assert done.exit_code == 0, done.output
     seal_key = read_keys(folder / "sums").public()["seal_key"]
     assert f"owners give --second-operator {seal_key} to edge-client" in done.output
-    assert "of a class: below that there is no head" in done.output
+    assert "of a class: below that the head can miss it" in done.output
     assert "the second operator opens them, and sees no sum" in done.output
     task, _ = load_task(folder / "task.toml")
     assert (task.algorithm, task.quorum) == ("statistics", 5)
@@ -292,7 +292,7 @@ def test_check_warns_of_a_fleet_that_is_too_small_for_its_noise(
     done = _run("check", "task.toml")
     assert done.exit_code == 0, done.output
     expected = (
-        f"hides {images} images of a class: below that there is no head, and below about {10 * images} of"
+        f"hides {images} images of a class: below that the head can miss it, and below about {10 * images} of"
     )
     assert expected in done.output
 
