@@ -1,6 +1,7 @@
 """`aggregator enroll`, `enroll-broker`, `enroll-receiver`, `reset-key`, `rotate-key` and `issue-key`."""
 
 import contextlib
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,12 @@ _days_option = click.option(
 )
 
 
+def _public_key(text: str | None) -> bytes:
+    if text and not re.fullmatch("[0-9A-Fa-f]{64}", text):
+        raise click.BadParameter(f"expected 64 hex digits, got {text!r}")
+    return bytes.fromhex(text or "")
+
+
 @click.command(
     "enroll",
     epilog=examples("aggregator enroll shed-1 --out shed-1 --broker broker.example --task task.toml"),
@@ -51,8 +58,15 @@ _days_option = click.option(
 @state_option
 @_days_option
 @click.option("--renew", is_flag=True, help="Replace the keys of a device that is enrolled or revoked.")
+@click.option(
+    "--key",
+    metavar="HEX",
+    callback=lambda _context, _option, text: _public_key(text),
+    help="Public key of the signing.key that the device's owner has made with `edge-client make-key` and keeps.  "
+    "[default: made here]",
+)
 def enroll_command(
-    *, device: str, out: Path, broker: str, task: Path | None, state: Path, days: int, renew: bool
+    *, device: str, out: Path, broker: str, task: Path | None, state: Path, days: int, renew: bool, key: bytes
 ) -> None:
     """Enroll DEVICE and close the fleet to devices that are not enrolled.
 
@@ -73,8 +87,11 @@ def enroll_command(
             broker=broker,
             days=days,
             renew=renew,
+            key=key,
             max_devices=_max_devices(store, task),
         )
+    if key:
+        click.echo(f"put the signing.key of this public key into {out}")
     where = "" if broker else " --broker HOST[:PORT]"
     click.echo(f"enrolled {device}; start it with: edge-client --enrollment {out}{where} --data IMAGES")
     if not was_closed:

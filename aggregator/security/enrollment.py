@@ -40,7 +40,7 @@ LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 _PRIVATE = frozenset({"device.key", "signing.key", "broker.key", "receiver.key"})
 
 
-def enroll(
+def enroll(  # noqa: PLR0913 - every option of the command line
     store: Store,
     device: str,
     *,
@@ -49,12 +49,14 @@ def enroll(
     broker: str = "",
     days: int = 1825,
     renew: bool = False,
+    key: bytes = b"",
     max_devices: int | None = None,
 ) -> None:
     """Enroll a device and close the fleet; the folder `out` then contains all that the device needs.
 
     `broker` is `HOST[:PORT][,...]` as seen from the device, or empty if it is configured there; `renew` replaces the
-    keys of a device that is enrolled or revoked; `max_devices` is the fleet's quota.
+    keys of a device that is enrolled or revoked; `key` is the public one of a `signing.key` that the device's owner
+    keeps, and is missing in the folder; `max_devices` is the fleet's quota.
 
     Raises:
         ConfigError: the name is invalid or taken, the device is one too many, or `out` exists.
@@ -74,8 +76,8 @@ def enroll(
         ca = open_ca(store.folder, fleet)
         now = utc_now()
         issued = issue_client(ca, device, now=now, days=days)
-        key = Ed25519PrivateKey.generate()
-        public = key.public_key().public_bytes_raw()
+        made = None if key else Ed25519PrivateKey.generate()
+        public = made.public_key().public_bytes_raw() if made else key
         signing_key = read_or_make_key(identity_folder(store.folder) / "signing.key")
         certificates = key_certificates(store.folder, public_key(signing_key))
         card = EnrollmentCard(
@@ -93,7 +95,7 @@ def enroll(
             "ca.crt": ca.certificate,
             "device.crt": issued.certificate,
             "device.key": issued.key,
-            "signing.key": pem_of(key),
+            **({"signing.key": pem_of(made)} if made else {}),
         }
         serial, now_s = f"{issued.serial:x}", int(now.timestamp())
         is_leftover = _is_leftover(out, card, names={IGNORE_FILE, *files}, known=known)

@@ -5,7 +5,7 @@ from edge_client.cli.predict import predict_command
 from edge_client.cli.review import review_command
 from edge_client.cli.run import cli
 from edge_client.cli.serve import serve_command
-from edge_client.cli.status import status_command, take_over_command
+from edge_client.cli.status import make_key_command, status_command, take_over_command
 from edge_client.cli.watch import watch_command
 from protocol.cli import run
 
@@ -18,6 +18,7 @@ for _command in (
     serve_command,
     status_command,
     take_over_command,
+    make_key_command,
     watch_command,
 ):
     cli.add_command(_command)

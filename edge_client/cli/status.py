@@ -1,4 +1,4 @@
-"""`edge-client status` and `edge-client take-over`: a device's state directory, read and changed by its operator."""
+"""`edge-client status`, `take-over` and `make-key`: a device's state and key, read and changed by its operator."""
 
 import time
 from pathlib import Path
@@ -91,6 +91,19 @@ def _say_left_out(summary: dict[str, Any]) -> None:
         say(f"unusable   {path}: {reason}")
     if more := unusable[MOST_NAMED:]:
         say(f"unusable   {counted(len(more), 'image')} more: see --json")
+
+
+@click.command("make-key", epilog=examples("edge-client make-key signing.key"))
+@click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+def make_key_command(*, file: Path) -> None:
+    """Create the device's private key FILE, unless it exists, and print its public key.
+
+    For `aggregator enroll --key`: move FILE as signing.key into the folder that this command has made.
+    """
+    from protocol.storage.keyfile import read_or_make_key
+    from protocol.wire.signing import public_key
+
+    say(public_key(read_or_make_key(file)).hex())
 
 
 @click.command("take-over", epilog=examples("edge-client take-over --state /var/lib/protofleet/edge-client"))

@@ -38,6 +38,7 @@ EDGE_CLIENT = {
     "status": ["status", "--state", "{folder}/device"],
     "watch": ["watch", "{folder}", "--state", "{folder}/device"],
     "take-over": ["take-over", "--state", "{folder}/device"],
+    "make-key": ["make-key", "{folder}/signing.key"],
 }
 AGGREGATOR = {
     "init": ["--class", "a", "--backbone", "photo.onnx"],
@@ -95,7 +96,7 @@ COMMANDS = [
 ]
 WITHOUT_EXTRAS = (
     *("enroll", "enroll-broker", "enroll-receiver", "revoke", "forget", "reset-key", "issue-key"),
-    *("rotate-key", "rollback", "promote", "release", "take-over", "receive"),
+    *("rotate-key", "rollback", "promote", "release", "take-over", "receive", "make-key"),
 )
 """Commands that need none."""
 

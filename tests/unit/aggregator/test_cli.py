@@ -15,7 +15,9 @@ from aggregator.config.task_file import load_task
 from aggregator.messaging.manifest_signer import identity_of
 from aggregator.storage.open_store import open_store
 from aggregator.storage.stored_values import SigningKey
+from edge_client.cli import cli as edge_client
 from protocol.enrollment import read_enrollment
+from protocol.errors import ConfigError
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.storage.keyfile import read_key
 from protocol.wire.signing import public_key
@@ -81,6 +83,7 @@ OUT = ["--out", "{folder}/out"]
         (["run", *TASK, "--state", "{folder}/task.toml"], 2, "is a file"),
         (["run", *TASK, "--state", "{folder}/task.toml/x"], 1, "cannot use {folder}/task.toml/x: Not a directory"),
         (["enroll", "shed-1", *OUT, *STATE], 2, "no aggregator state in {folder}/state: give the"),
+        (["enroll", "a", *OUT, "--key", "ab", *TASK, *STATE], 2, "expected 64 hex digits, got 'ab'"),
         (["enroll", "a b", *OUT, *TASK, *STATE], 1, "error: invalid device name 'a b'"),
         (["enroll", "shed-1", *TASK, *STATE], 2, "Missing option '--out'"),
         (["enroll", "shed-1", *OUT, "--broker", "a:b", *TASK, *STATE], 1, "error: expected the broker as HOST"),
@@ -136,6 +139,27 @@ def test_closing_a_fleet_step_by_step(tmp_path: Path) -> None:
     done = run_aggregator("enroll", "shed-2", "--renew", "--out", str(tmp_path / "new"), *broker, *state)
     assert f"edge-client --enrollment {tmp_path}/new --data IMAGES" in done.stdout
     assert f"copy {tmp_path}/state/identity/revoked.crl" in done.stdout
+
+
+def test_signing_key_stays_with_the_devices_owner(tmp_path: Path) -> None:
+    """The aggregator gets its public key; the folder is complete once the owner has put the private one into it."""
+    write_task(tmp_path)
+    own, out = tmp_path / "own.key", tmp_path / "out"
+    keys = {CliRunner().invoke(edge_client, ["make-key", str(own)]).output for _ in range(2)}
+    (key,) = keys
+    arguments = ("--key", key.strip(), "--out", str(out), "--task", str(tmp_path / "task.toml"))
+    done = run_aggregator("enroll", "shed-1", *arguments, "--state", str(tmp_path / "state"))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"put the signing.key of this public key into {out}" in done.stdout
+    assert not any(
+        own.read_bytes() in file.read_bytes()
+        for file in tmp_path.rglob("*")
+        if file.is_file() and file != own
+    )
+    with pytest.raises(ConfigError, match=r"signing\.key"):
+        read_enrollment(out)
+    own.rename(out / "signing.key")
+    assert public_key(read_enrollment(out).signing_key).hex() == key.strip()
 
 
 def test_reset_key_deletes_pinned_key_once(tmp_path: Path) -> None:
