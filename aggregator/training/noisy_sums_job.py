@@ -138,7 +138,7 @@ def _require_laws(total: NoisyTotal) -> None:
     squares = np.diag(from_triangle(total.second_moment, size))
     if total.counts.min() < -LARGEST * scale["counts"] or squares.min() < -LARGEST * scale["squares"]:
         raise ProtofleetError(
-            f"{UNUSABLE}: the sums are those of no images: a device has lied, or the second operator, whose signature "
+            f"{UNUSABLE}: no images have such sums: a device has lied, or the second operator, whose signature "
             "is stored"
         )
 

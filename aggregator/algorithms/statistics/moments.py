@@ -123,7 +123,7 @@ def require_image_lengths(part: Moments, feature_map: FeatureMap) -> None:
         length = max(float(of_classes.max()), math.sqrt(max(0.0, mean_square)))
         if length > longest:
             raise ProtofleetError(
-                f"the sums are those of no images: expected rows no longer than {longest:.0f}, got {length:.0f}"
+                f"no images have such sums: expected rows no longer than {longest:.0f}, got {length:.0f}"
             )
 
 
@@ -138,9 +138,7 @@ def require_possible(part: Moments) -> None:
     try:
         np.linalg.cholesky(scatter)
     except np.linalg.LinAlgError as error:
-        raise ProtofleetError(
-            "the sums are those of no images: a scatter within classes is negative"
-        ) from error
+        raise ProtofleetError("no images have such sums: a scatter within classes is negative") from error
 
 
 def squares_of(part: Moments) -> float:

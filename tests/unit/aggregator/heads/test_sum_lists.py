@@ -287,7 +287,7 @@ def test_false_sum_that_breaks_the_laws_is_no_head(world: World, tmp_path: Path)
     values = to_array(good.masks).copy()
     values[0] += np.uint32(2**30)
     assert world.take(sign_sum(replace(good, masks=to_tensor(values)), key=SIGN, fleet=FLEET))
-    with pytest.raises(ProtofleetError, match=f"{UNUSABLE}: the sums are those of no images"):
+    with pytest.raises(ProtofleetError, match=f"{UNUSABLE}: no images have such sums"):
         run(world.job(tmp_path / "head"))
     world.lists.abandon("they are false")
     world.upload(3, 4, 5)
