@@ -36,10 +36,12 @@ _days_option = click.option(
 )
 
 
-def _public_key(text: str | None) -> bytes:
-    if text and not re.fullmatch("[0-9A-Fa-f]{64}", text):
+def _public_key(_context: click.Context, _option: click.Parameter, text: str | None) -> bytes:
+    if text is None:
+        return b""
+    if not re.fullmatch("[0-9A-Fa-f]{64}", text):
         raise click.BadParameter(f"expected 64 hex digits, got {text!r}")
-    return bytes.fromhex(text or "")
+    return bytes.fromhex(text)
 
 
 @click.command(
@@ -61,7 +63,7 @@ def _public_key(text: str | None) -> bytes:
 @click.option(
     "--key",
     metavar="HEX",
-    callback=lambda _context, _option, text: _public_key(text),
+    callback=_public_key,
     help="Public key of the signing.key that the device's owner has made with `edge-client make-key` and keeps.  "
     "[default: made here]",
 )

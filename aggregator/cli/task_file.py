@@ -70,7 +70,7 @@ def init_command(  # noqa: PLR0913 - every option of the command line
     """
     require_packages("onnx", extras=EXTRAS)
     from aggregator.algorithms.registry import ALGORITHMS
-    from aggregator.config.template import private_text, task_text
+    from aggregator.config.template import task_text
 
     if task.exists():
         raise ConfigError(f"{task} exists already: delete it, or give another name")
@@ -90,6 +90,8 @@ def init_command(  # noqa: PLR0913 - every option of the command line
             ),
         )
     )
+    if operator is not None and not private:
+        raise click.UsageError("--second-operator needs --private")
     if private:
         if algorithm not in (None, "statistics"):
             raise click.UsageError("--private needs statistics: remove --algorithm")
@@ -108,10 +110,8 @@ def init_command(  # noqa: PLR0913 - every option of the command line
     quorum = quorum or ask("Devices that the first head waits for", default=1, kind=click.IntRange(min=1))
     text = task_text(
         fleet=fleet, classes=classes, backbones=[_from(task.parent, path) for path in backbones], algorithm=algorithm,
-        quorum=quorum, deadline_s=deadline_s,
+        quorum=quorum, deadline_s=deadline_s, operator=_from(task.parent, operator) if operator else "",
     )  # fmt: skip
-    if private and operator is not None:
-        text += private_text(operator=_from(task.parent, operator), min_devices=quorum)
     try:
         with task.open("x", encoding="utf-8") as file:
             file.write(text)

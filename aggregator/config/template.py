@@ -18,9 +18,14 @@ _WRITTEN = {"fleet", "classes", "backbones", "layers", "algorithm", "quorum", "d
 
 
 def task_text(
-    *, fleet: str, classes: Sequence[str], backbones: Sequence[str], algorithm: str, quorum: int, deadline_s: float
+    *, fleet: str, classes: Sequence[str], backbones: Sequence[str], algorithm: str, quorum: int, deadline_s: float,
+    operator: str = "",
 ) -> str:  # fmt: skip
-    """Return a task file with these settings, and the others of the algorithm as comments with defaults."""
+    """Return a task file with these settings, and the others of the algorithm as comments with defaults.
+
+    With the path of a second operator's file, it has the tables of differential privacy with that operator.
+    """
+    hidden = hidden_settings(algorithm) | set(_SUMS_ONLY if operator else ())
     first = "a round" if issubclass(ALGORITHMS[algorithm], RoundAlgorithm) else "the first head"
     return f"""\
 # A task: what the fleet learns. `aggregator run --task FILE` reads this file, and `aggregator check FILE` checks it;
@@ -33,11 +38,10 @@ algorithm = {_toml(algorithm)}   # docs/which-algorithm.md compares them
 
 quorum = {quorum}   # devices that {first} waits for
 deadline_s = {deadline_s!r}   # seconds after the first submission at which it no longer waits
-{"".join(_others(hidden_settings(algorithm)))}"""
+{"".join(_others(hidden))}{_private(operator, min_devices=quorum) if operator else ""}"""
 
 
-def private_text(*, operator: str, min_devices: int) -> str:
-    """Return the tables of differential privacy with a second operator."""
+def _private(operator: str, *, min_devices: int) -> str:
     return f"""
 [privacy.dp]
 epsilon = 1.0   # of one submission

@@ -72,17 +72,17 @@ class SecondOperatorLists:
             StateError: a submission cannot be read, or nothing can be stored.
         """
         lists = self.stored
-        if (refused := lists.pending) is not None and refused.problem and refused.members.keys() - members:
-            # The second operator has not opened it, and one of its devices was revoked since.
+        new = members.keys() - set(lists.devices)
+        if (refused := lists.pending) is not None and refused.problem and refused.members.keys() != new:
+            # The second operator has not opened it, and a device was revoked or has come since.
             lists = replace(lists, pending=None)
         if lists.pending is None:
-            new = members.keys() - set(lists.devices)
             is_enough = len(new) >= self._operator.min_devices  # otherwise each new one would read all again
             masked = {device: self._masked(device, members[device]) for device in new if is_enough}
             least = {device: each.mask.min_devices for device, each in masked.items()}
             chosen = largest_list(least, min_devices=self._operator.min_devices)
             if not chosen:
-                wanted = max(self._operator.min_devices, *least.values(), 0)  # an owner may require more
+                wanted = max([self._operator.min_devices, *least.values()])  # an owner may require more
                 missing = max(1, wanted - len(new))
                 text = "waiting for devices that are in no sum"
                 event(log, logging.INFO, text, devices=missing, wanted=wanted)

@@ -259,7 +259,7 @@ def _show_dry_run(prepared: "PreparedSubmission", size_bytes: int) -> None:
     rows, size = prepared.prototypes.shape
     for name, tensor in prepared.tensors.items():
         if prepared.form.endswith("class sum"):
-            say(f"{name.replace('_', ' ')} of the features: {len(tensor.data)} bytes")
+            say(f"{name.replace('_', ' ')}: {len(tensor.data)} bytes")
             continue
         shape = " x ".join(map(str, tensor.shape))
         say(f"change of {name} in training: {shape} float16 values, in every round")

@@ -31,7 +31,7 @@ def status_command(*, fleet: str, state: Path | None, as_json: bool) -> None:
     say(f"task       {(summary['task'] or 'none')[:12]}")
     say(f"provider   {summary['runtime'] or 'none'}")
     if summary["key"]:
-        say(f"key        {summary['key']}")
+        say(f"key        {summary['key']}, without an enrollment")
     for entry in report["classes"]:
         wanted = [f"{entry['missing']} missing"] if entry["missing"] else []
         wanted += [f"{entry['more_needed']} more"] if entry["more_needed"] or not wanted else []

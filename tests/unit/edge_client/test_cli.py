@@ -108,7 +108,7 @@ def test_status_shows_the_key_that_a_device_has_made(here: Path) -> None:
     state.signing_key(bytes(32))
     assert "key  " not in _status()
     key = public_key(state.signing_key(None)).hex()
-    assert f"key        {key}\n" in _status()
+    assert f"key        {key}, without an enrollment\n" in _status()
 
 
 def test_json_has_no_infinity(here: Path) -> None:

@@ -276,6 +276,23 @@ def test_revoked_device_leaves_a_list_that_was_refused(world: World) -> None:
     assert world.pending.keys() == {"dev1", "dev2", "dev3"}
 
 
+def test_device_that_comes_later_joins_a_list_that_was_refused(world: World) -> None:
+    """The second operator may want more devices than the task."""
+    world.upload(0, 1, 2)
+    world.lists.is_open(world.members)
+    request = world.lists.request()
+    assert request is not None
+    world.upload(3)
+    world.lists.is_open(world.members)
+    assert len(world.pending) == 3, "it may be opened"
+    world.take(refusal(digest_of(request), "expected at least 4 submissions"))
+    world.lists.is_open(world.members)
+    assert world.pending.keys() == world.members.keys()
+    request = world.lists.request()
+    assert request is not None
+    assert world.take(world.reply(request))
+
+
 def test_false_sum_that_breaks_the_laws_is_no_head(world: World, tmp_path: Path) -> None:
     """With the signature stored; a false sum within the laws is not found."""
     world.upload(0, 1, 2)

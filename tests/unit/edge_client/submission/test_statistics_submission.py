@@ -181,7 +181,7 @@ def test_status_and_dry_run_show_sums(tmp_path: Path, capsys: pytest.CaptureFixt
     _show_dry_run(bench.dry_run(bench.manifest), 1234)
     shown = capsys.readouterr().out
     assert "cat: 6 images, 1 held out; 1 class sum of 5 images\n" in shown
-    assert "second moment of the features: " in shown
+    assert "second moment: " in shown
     assert "2 class sums of 32 values each: 1234 bytes would be uploaded" in shown
     assert warning in shown
     bench.upload()
