@@ -32,12 +32,11 @@ build/lint/$(RUFF):
 	@build/lint/bin/pip install --quiet --disable-pip-version-check $(RUFF)
 	@touch $@
 
-check: .venv/installed     ## check lint, types, import contracts and the budgets of size
+check: .venv/installed     ## check lint, types and import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m tests.budget
 
 FUZZ_RUNS ?= 10000000
 fuzz: .venv/installed      ## fuzz every parser of untrusted bytes with FUZZ_RUNS=10000000 inputs; more than an hour
