@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_client.runtime.onnx_validation import MAX_GRAPH_BYTES, check_graph
 from edge_client.runtime.session import Provider, first_line, open_session, require_runtime
 from edge_client.runtime.watchdog import load_limit, time_limit
 from protocol.errors import GraphRefused, StateError
+from protocol.models.onnx_validation import MAX_GRAPH_BYTES, check_graph
 
 MAX_RUN_S = 120.0
 """Time limit for one batch of a head or a program's graph, which normally takes milliseconds."""

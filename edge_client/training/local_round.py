@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from edge_client.data.prototype_averaging import class_means
 from edge_client.runtime.onnx_model import Tensors
-from edge_client.runtime.onnx_validation import check_graph
 from edge_client.runtime.program_graph import Graph, Role, graph_metadata, open_graph
 from edge_client.training.trainer import (
     Checkpoint,
@@ -25,6 +24,7 @@ from edge_client.training.trainer import (
 )
 from protocol.errors import GraphRefused, MalformedMessage, StateError
 from protocol.models.onnx_metadata import GraphMetadata
+from protocol.models.onnx_validation import check_graph
 from protocol.storage.blobstore import BlobStore
 from protocol.wire.codec import decode, digest_of, to_array, to_tensor
 from protocol.wire.messages import BlobRef, Program, RoundManifest, TaskManifest, Tensor

@@ -9,7 +9,6 @@ import onnx
 from google.protobuf.message import DecodeError
 from onnx import AttributeProto, TensorProto, helper, numpy_helper
 
-from edge_client.runtime.onnx_validation import check_graph
 from edge_client.runtime.program_graph import Role
 from protocol.errors import BackboneMismatch, GraphRefused
 from protocol.models.onnx_metadata import (
@@ -19,6 +18,7 @@ from protocol.models.onnx_metadata import (
     ModelMetadata,
     read_metadata,
 )
+from protocol.models.onnx_validation import check_graph
 from tests.fuzz.mutations import of_protobuf
 from tests.fuzz.target import Target
 from tests.support.graphs.step_graphs import file, model
