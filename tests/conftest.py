@@ -2,8 +2,10 @@
 
 import gc
 import os
+import re
 import signal
 import threading
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -15,7 +17,7 @@ import pytest
 from protocol.mqtt import reconnect_delay
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from tests.support.graphs import exported_graphs
-from tests.support.network.brokers import amqtt, free_address, mosquitto, require_mosquitto
+from tests.support.network.brokers import amqtt, free_address, mosquitto
 
 # Read by OpenMP when torch is first imported. pytest-xdist uses all cores; more threads would only wait for each other,
 # and those of a test that sets their number must not spin while they wait: that took 25 times the processor time.
@@ -44,7 +46,9 @@ LONGEST = (
 )
 """Whole fleets run first, so that no process of pytest is left alone with one at the end."""
 
-INSTALLABLE = ("apt-get install", "python -m dashboard.vendor")
+VENDOR = "python -m dashboard.vendor"
+PACKAGES = r"apt-get install ([a-z -]*[a-z])"
+INSTALLABLE = re.compile(rf"{PACKAGES}|{VENDOR}")
 """In the reason of a skip: something is missing that `.ci/run` installs."""
 
 HIDDEN = "hidden by make test-fast"
@@ -87,11 +91,37 @@ def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest
 def _judged(report: R) -> R:
     """Return the report of a test: a missing program is a failure in CI, and a hidden module is a skip."""
     reason = str(report.longrepr)
-    if report.skipped and os.environ.get("PROTOFLEET_CI") and any(each in reason for each in INSTALLABLE):
+    if report.skipped and os.environ.get("PROTOFLEET_CI") and INSTALLABLE.search(reason):
         report.outcome, report.longrepr = "failed", reason
     elif report.failed and HIDDEN in reason:
         report.outcome, report.longrepr = "skipped", (report.nodeid, 0, HIDDEN)
     return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Report each reason of skips once, which programs to install, and how to run what needs them."""
+    skips = {each.nodeid: _reason(each) for each in terminalreporter.stats.get("skipped", [])}
+    lacking = {nodeid: reason for nodeid, reason in skips.items() if INSTALLABLE.search(reason)}
+    file = config.rootpath / "build" / "skipped-tests.txt"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("".join(f"{nodeid}\n" for nodeid in sorted(lacking)), encoding="utf-8")
+    if skips:
+        terminalreporter.write_sep("=", "skipped tests")
+    for reason, tests in sorted(Counter(skips.values()).items()):
+        terminalreporter.write_line(f"{tests:4} {reason}")
+    if lacking:
+        names = " ".join(" ".join(re.findall(PACKAGES, reason)) for reason in set(lacking.values())).split()
+        commands = [f"apt-get install {' '.join(sorted(set(names)))}"] if names else []
+        if "npm" in names or any(VENDOR in reason for reason in lacking.values()):
+            commands.append(f".venv/bin/{VENDOR}")
+        commands.append(f"make test TESTS=@{file.relative_to(config.rootpath)}")
+        terminalreporter.write_line(f"to run {len(lacking)} of them: {' && '.join(commands)}")
+
+
+def _reason(report: pytest.TestReport) -> str:
+    """Return why a test was skipped, without the place."""
+    longrepr = report.longrepr
+    return longrepr[2].removeprefix("Skipped: ") if isinstance(longrepr, tuple) else str(longrepr)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -118,7 +148,6 @@ def serve(request: pytest.FixtureRequest, tmp_path: Path) -> Serve:
     """Start a broker at an address, for as long as the context lasts; once for each kind of broker."""
     if request.param == "amqtt":
         return amqtt
-    require_mosquitto()
     return lambda address: mosquitto(address, tmp_path)
 
 

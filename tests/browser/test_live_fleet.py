@@ -11,7 +11,7 @@ from protocol.mqtt.reconnecting_session import BrokerAddress
 from tests.browser.conftest import OpenPage
 from tests.browser.pages import DashboardPage
 from tests.support.fleets.fleet import Fleet, write_digits, write_task
-from tests.support.network.brokers import free_address, mosquitto, require_mosquitto
+from tests.support.network.brokers import free_address, mosquitto
 from tests.unit.aggregator.http.servers import own_token
 
 SCREENSHOTS = os.environ.get("PROTOFLEET_SCREENSHOTS")
@@ -22,7 +22,6 @@ FLEET = ("--fleet", "orchard")
 
 @pytest.fixture
 def fleet(tmp_path: Path, address: BrokerAddress) -> Iterator[Fleet]:
-    require_mosquitto()
     with mosquitto(address, tmp_path), Fleet(tmp_path, address) as fleet:
         yield fleet
 

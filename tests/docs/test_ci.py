@@ -10,21 +10,35 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
+NO_PROGRAMS = {"PATH": "/nonexistent", "PROTOFLEET_PROGRAM_FOLDERS": ""}
 
-def run_pytest(*arguments: str, **environment: str) -> str:
-    """Return the last line of the output."""
+
+def run_pytest(*arguments: str, **environment: str) -> list[str]:
+    """Return the lines of the output."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
     output = subprocess.run(
         command, cwd=ROOT, env=os.environ | environment, stdout=subprocess.PIPE, check=False
     )
-    return output.stdout.decode().splitlines()[-1]
+    return output.stdout.decode().splitlines()
 
 
 @pytest.mark.parametrize(("ci", "outcome"), [("", "4 skipped"), ("1", "1 failed, .* 3 errors")])
 def test_a_missing_program_fails_in_ci(ci: str, outcome: str) -> None:
     """Elsewhere its tests are skipped."""
     arguments = ("tests/docs/test_monitoring.py", "-k", "promtool_accepts")
-    assert re.match(outcome, run_pytest(*arguments, PROTOFLEET_CI=ci, PATH="/nonexistent"))
+    assert re.match(outcome, run_pytest(*arguments, **NO_PROGRAMS, PROTOFLEET_CI=ci)[-1])
+
+
+def test_skips_name_what_to_install_once() -> None:
+    """A fixture that starts a program skips its tests, and the last lines say how to run them all."""
+    files = ("tests/docs/test_monitoring.py", "tests/system/fleet/test_secure_sums.py")
+    lines = run_pytest(*files, "-k", "promtool_accepts or fleet", **NO_PROGRAMS, PROTOFLEET_CI="")
+    assert lines[-4:-1] == [
+        "   3 mosquitto is not installed: apt-get install mosquitto",
+        "   4 promtool is not installed: apt-get install prometheus",
+        "to run 7 of them: apt-get install mosquitto prometheus && make test TESTS=@build/skipped-tests.txt",
+    ]
+    assert (ROOT / "build" / "skipped-tests.txt").read_text().count("\n") == 7
 
 
 def test_fast_tests_need_neither_torch_nor_postgresql() -> None:
@@ -34,8 +48,8 @@ def test_fast_tests_need_neither_torch_nor_postgresql() -> None:
         "aggregator/storage/test_store.py",
         "protocol/wire/test_topics.py",
     )
-    outcome = run_pytest(*(f"tests/unit/{file}" for file in files), PYTHONPATH=str(ROOT / "tests" / "hidden"))
-    assert re.match(r"[0-9]+ passed, [0-9]+ skipped in", outcome)
+    lines = run_pytest(*(f"tests/unit/{file}" for file in files), PYTHONPATH=str(ROOT / "tests" / "hidden"))
+    assert re.match(r"[0-9]+ passed, [0-9]+ skipped in", lines[-1])
 
 
 def test_ci_installs_every_package_that_a_skip_names() -> None:

@@ -10,7 +10,7 @@ import pytest
 from protocol.mqtt.reconnecting_session import BrokerAddress, Connected, Disconnected, Outgoing, Received
 from protocol.wire.codec import decode, encode
 from protocol.wire.messages import Frame
-from tests.support.network.brokers import free_address, mosquitto, require_mosquitto
+from tests.support.network.brokers import free_address, mosquitto
 from tests.support.network.proxy import Faults, Proxy, Seen
 from tests.support.network.sessions import running
 
@@ -21,7 +21,6 @@ TOPIC = "pf/1/fleet/d/device/{channel}"
 
 @pytest.fixture
 def target(tmp_path: Path) -> Iterator[BrokerAddress]:
-    require_mosquitto()
     address = free_address()
     with mosquitto(address, tmp_path):
         yield address

@@ -17,16 +17,14 @@ from typing import Any, Literal, Self
 import pytest
 
 from tests.support.network.brokers import free_address
+from tests.support.programs import find_program
 
-_DEBIAN = Path("/usr/lib/postgresql")
-"""Has a folder for each version; its programs are not in PATH."""
 _START_S = 60.0
 
 
 def postgresql_program(name: str) -> str | None:
     """Return the path of a program of the newest PostgreSQL; None if it is not installed."""
-    versions = sorted(_DEBIAN.glob("*/bin"), key=lambda folder: float(folder.parent.name), reverse=True)
-    return shutil.which(name, path=os.pathsep.join(map(str, versions))) or shutil.which(name)
+    return find_program(name)
 
 
 needs_postgresql = pytest.mark.skipif(

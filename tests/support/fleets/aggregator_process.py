@@ -222,6 +222,11 @@ class Device:
         payloads = [event.payload for event in self._unread if event.topic == topic]
         return [decode(payload, Frame, max_bytes=MAX_BYTES) for payload in payloads]
 
+    def wait_cleared(self, topic: str) -> None:
+        """Wait until a retained message is cleared."""
+        while not any(event.topic == topic and not event.payload for event in self._unread):
+            self._unread.append(self._event(Received))
+
     def topics(self) -> set[str]:
         return {event.topic for event in self._unread}
 

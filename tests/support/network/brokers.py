@@ -4,7 +4,6 @@ import contextlib
 import getpass
 import re
 import secrets
-import shutil
 import signal
 import socket
 import subprocess
@@ -27,6 +26,7 @@ from aggregator.security.certificate_authority import (
 )
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.mqtt.tls import BrokerAccess
+from tests.support.programs import find_program
 
 START_TIMEOUT_S = 90.0
 
@@ -51,19 +51,13 @@ def rotated(brokers: tuple[BrokerAddress, ...], start: int) -> str:
 
 
 def mosquitto_program() -> str | None:
-    """Return the path of mosquitto, which Debian keeps out of a user's PATH; None if it is not installed."""
-    return shutil.which("mosquitto") or shutil.which("mosquitto", path="/usr/sbin:/usr/local/sbin")
+    """Return the path of mosquitto; None if it is not installed."""
+    return find_program("mosquitto")
 
 
-needs_mosquitto = pytest.mark.skipif(
-    mosquitto_program() is None, reason="mosquitto is not installed: apt-get install mosquitto"
-)
-
-
-def require_mosquitto() -> None:
-    """Skip the test if mosquitto is not installed, for fixtures."""
-    if mosquitto_program() is None:
-        pytest.skip("mosquitto is not installed: apt-get install mosquitto")
+MISSING = "mosquitto is not installed: apt-get install mosquitto"
+needs_mosquitto = pytest.mark.skipif(mosquitto_program() is None, reason=MISSING)
+"""For a test that does much before it makes a `Mosquitto`, which skips it, too."""
 
 
 @contextlib.contextmanager
@@ -78,7 +72,7 @@ def amqtt(address: BrokerAddress) -> Iterator[None]:
 
 
 class Mosquitto:
-    """A mosquitto process that can be killed and started again with the same files.
+    """A mosquitto process that can be killed and started again with the same files; skips where it is not installed.
 
     Args:
         address: where it listens.
@@ -95,6 +89,9 @@ class Mosquitto:
         options: str = "allow_anonymous true",
         access_list: str = "",
     ) -> None:
+        if (program := mosquitto_program()) is None:
+            pytest.skip(MISSING)
+        self._program = program
         self.address = address
         self.folder = folder
         self._options = options.replace("{folder}", str(folder))
@@ -130,9 +127,7 @@ class Mosquitto:
             f"listener {self.address.port} {self.address.host}\n{self._options}\n", encoding="utf-8"
         )
         with self.log_file.open("ab") as log:
-            self._process = subprocess.Popen(
-                [mosquitto_program() or "mosquitto", "-c", str(config)], stdout=log, stderr=log
-            )
+            self._process = subprocess.Popen([self._program, "-c", str(config)], stdout=log, stderr=log)
         try:
             _wait_for(self.address, self._process)
             for port in re.findall(r"(?m)^listener (\d+) 127\.0\.0\.1$", self._options):

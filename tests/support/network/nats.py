@@ -13,7 +13,6 @@ What matters in the configuration:
   instead of four.
 """
 
-import shutil
 import socket
 import subprocess
 import time
@@ -26,6 +25,7 @@ import pytest
 from protocol.mqtt.reconnecting_session import BrokerAddress, Connected
 from tests.support.network.brokers import free_address
 from tests.support.network.sessions import running
+from tests.support.programs import find_program
 
 SERVERS = 3
 START_TIMEOUT_S = 60.0
@@ -39,8 +39,8 @@ mqtt {{ listen: "{mqtt}", stream_replicas: 3, consumer_inactive_threshold: "5m" 
 
 
 def nats_program() -> str | None:
-    """Return the path of nats-server, which Debian keeps out of a user's PATH; None if it is not installed."""
-    return shutil.which("nats-server") or shutil.which("nats-server", path="/usr/sbin:/usr/local/bin")
+    """Return the path of nats-server; None if it is not installed."""
+    return find_program("nats-server")
 
 
 needs_nats = pytest.mark.skipif(

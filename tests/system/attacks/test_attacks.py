@@ -13,7 +13,6 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from tests.support.fleets.closed_fleet import FLEET
 from tests.support.fleets.fleet import QUICK, write_task
 from tests.support.messages.submissions import values_of
-from tests.support.network.brokers import require_mosquitto
 from tests.system.attacks.compromised_aggregator import DEVICE, PASSWORD, CompromisedAggregator
 from tests.system.attacks.fleet import BOMB, BYTES_MARK, HONEST, NAME_MARK, AttackedFleet, write_images
 from tests.system.attacks.topic_access import publish_to_broker
@@ -26,8 +25,7 @@ MIN_DIGITS = 6
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AttackedFleet]:
-    """A closed fleet whose honest devices use a head; skips where there is no mosquitto."""
-    require_mosquitto()
+    """A closed fleet whose honest devices use a head."""
     root = tmp_path_factory.mktemp("attacks")
     tables = f"{QUICK}calibrate = false\n"  # one head, which no attack may change
     task = write_task(

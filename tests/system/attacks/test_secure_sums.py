@@ -49,7 +49,7 @@ from tests.support.fleets.secure_fleet import (
     write_private_task,
 )
 from tests.support.messages.sums import masked_submission
-from tests.support.network.brokers import free_address, mosquitto, require_mosquitto
+from tests.support.network.brokers import free_address, mosquitto
 from tests.system.attacks.attacker_client import AttackerClient, TrafficMonitor
 
 DEVICES, MIN_DEVICES = 6, 3
@@ -146,7 +146,6 @@ def record(fleet: Fleet, task: Path) -> Recorded:
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recorded, Recorded]:
     """Return what was recorded of two tasks; the folder `aggregator` has the state at the end of the first."""
-    require_mosquitto()
     root = tmp_path_factory.mktemp("recorded")
     with mosquitto(address := free_address(), root), Fleet(root, address) as fleet:
         make_operator(root / "sums")
@@ -297,7 +296,6 @@ def test_client_that_reads_the_broker(recorded: Recorded) -> None:
 
 def test_second_operator_sees_no_submission(tmp_path: Path) -> None:
     """A closed fleet's broker gives it requests, and what all devices receive."""
-    require_mosquitto()
     closed = ClosedFleet(tmp_path, free_address(), open_address=(inside := free_address()))
     with closing(closed.store):
         enroll_receiver(closed.store, SECOND_OPERATOR, fleet=FLEET, out=tmp_path / "sums", days=30)
@@ -382,7 +380,6 @@ def test_another_client_answers_in_its_place(fleet: Fleet, recorded: Recorded) -
 @pytest.mark.parametrize("operator", ["own", ""], ids=["its own", "none"])
 def test_aggregator_that_plays_both_parts(tmp_path: Path, operator: str) -> None:
     """Devices that name a second operator, and with its task devices that name none, upload nothing."""
-    require_mosquitto()
     for name in ("sums", "own"):
         make_operator(tmp_path / name)
     task = write_private_task(tmp_path, min_devices=MIN_DEVICES, operator=operator)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.databases.postgresql import PostgreSQL
-from tests.support.network.brokers import Mosquitto, free_address, require_mosquitto
+from tests.support.network.brokers import Mosquitto, free_address
 from tests.support.stores.object_store import BUCKET, moto_server, object_store
 from tests.system.faults.fleet import DEVICES, Fault, FaultyFleet, write_inputs
 from tests.system.faults.networks import WITHOUT_UPLOADS
@@ -57,8 +57,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str],
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Task and images; skips without mosquitto."""
-    require_mosquitto()
+    """Task and images."""
     return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 

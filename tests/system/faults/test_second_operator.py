@@ -25,7 +25,7 @@ from tests.support.fleets.secure_fleet import (
     start_operator,
     write_private_task,
 )
-from tests.support.network.brokers import free_address, mosquitto, require_mosquitto
+from tests.support.network.brokers import free_address, mosquitto
 from tests.system.attacks.attacker_client import TrafficMonitor
 
 DEVICES, MIN_DEVICES = 4, 3
@@ -77,7 +77,6 @@ def stored(fleet: Fleet) -> str:
 @pytest.fixture(scope="module")
 def submitted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a fleet whose aggregator was killed before it stored its first list."""
-    require_mosquitto()
     root = tmp_path_factory.mktemp("submitted")
     with mosquitto(address := free_address(), root), Fleet(root, address) as fleet:
         make_operator(root / "sums")

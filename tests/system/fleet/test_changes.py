@@ -22,7 +22,7 @@ from aggregator.storage.open_store import open_store
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.wire.canary_rank import canary_rank
 from tests.support.fleets.fleet import QUICK, Fleet, accepted_submissions, hanging, write_digits, write_task
-from tests.support.network.brokers import mosquitto, require_mosquitto
+from tests.support.network.brokers import mosquitto
 from tests.support.stores.object_store import BUCKET, moto_server, object_store
 
 LABELS = [0, 1, 2, 3]
@@ -31,7 +31,6 @@ GOOD = ("good-1", "good-2")
 
 @pytest.fixture
 def fleet(tmp_path: Path, address: BrokerAddress) -> Iterator[Fleet]:
-    require_mosquitto()
     with mosquitto(address, tmp_path), Fleet(tmp_path, address) as fleet:
         yield fleet
 

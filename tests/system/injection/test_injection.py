@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tests.support.network import brokers
-from tests.support.network.brokers import free_address, needs_mosquitto, require_mosquitto
+from tests.support.network.brokers import free_address, needs_mosquitto
 from tests.system.injection.programs import PROGRAMS, Calls, Programs, count_calls, plan, rows_of, run_all
 from tests.system.injection.strace import Injection, faults_of, injected, is_below, unavailable
 
@@ -31,7 +31,6 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
     """Programs and a fleet; skips where nothing can be injected."""
     if reason := unavailable():
         pytest.skip(reason)
-    require_mosquitto()
     with Programs(tmp_path_factory.mktemp("injection")) as programs:
         yield programs
 

@@ -15,7 +15,7 @@ from edge_client.storage.stored_values import Heads
 from protocol.errors import ProtofleetError
 from tests.support.fleets.fleet import write_digits, write_task
 from tests.support.fleets.fork_server import ForkServer
-from tests.support.network.brokers import Mosquitto, free_address, require_mosquitto
+from tests.support.network.brokers import Mosquitto, free_address
 from tests.system.injection.programs import CLASSES, TASK, aggregator_arguments, device_arguments
 from tests.system.injection.strace import unavailable
 from tests.system.power_loss.disk import Disk, Recording, read_recording, record
@@ -40,7 +40,6 @@ def lives(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Life]:
     """Record an aggregator and two devices that join, submit, and install the head."""
     if reason := unavailable():
         pytest.skip(reason)
-    require_mosquitto()
     root = tmp_path_factory.mktemp("power-loss")
     images = write_digits(root / "images", classes=[0, 1], each=5)
     task = write_task(root, tables=TASK, classes=CLASSES, quorum=2, deadline_s=100_000)

@@ -57,7 +57,8 @@ def test_unknown_retained_manifests_are_cleared(broker: BrokerAddress, tmp_path:
         for topic in topics:
             early.say(topic, b"of another aggregator", retain=True)
         with aggregator(write_task(tmp_path), broker):
-            early.aggregator_is("online")
+            for topic in topics:
+                early.wait_cleared(topic)
             with Device(broker, "late") as late:
                 late.aggregator_is("online")
                 late.task()
