@@ -29,7 +29,7 @@ def _load_config(context: click.Context, _parameter: click.Parameter, path: Path
     import tomllib
 
     try:
-        values: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+        values: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise click.BadParameter(f"{path}: {error}") from error
     options = {

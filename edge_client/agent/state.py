@@ -37,7 +37,7 @@ SLOW_LINK = (
 
 EXPIRED = (
     "expired: {}; this device keeps its head and builds nothing new: the aggregator has not run for a month, the "
-    "broker withholds newer manifests, or this device's clock is ahead"
+    "broker withholds newer manifests, or one of the two clocks is wrong"
 )
 
 

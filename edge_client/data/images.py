@@ -98,7 +98,8 @@ def scan_images(source: Path, classes: Sequence[str], *, strict: bool = False) -
     """Return the labeled images of a device, and what was left out.
 
     `source` is a folder with one sub-folder per class, searched recursively and ignoring hidden files and files
-    without one of IMAGE_SUFFIXES, or a CSV file with the columns `path` (relative to the file) and `label`.
+    without one of IMAGE_SUFFIXES, or a CSV file with the columns `path` (relative to the file) and `label`, separated
+    by commas, or by semicolons or tabs as spreadsheets write them.
 
     Raises:
         ConfigError: the source cannot be read, or with `strict` it has folders or labels that are no class.
@@ -369,10 +370,10 @@ def _listed(source: Path, labels: Mapping[str, int], unknown: dict[str, str]) ->
     places: dict[str, str] = {}
     try:
         with source.open(newline="", encoding="utf-8-sig") as file:
-            rows = csv.DictReader(file)
+            header = file.readline()
+            rows = csv.DictReader(itertools.chain([header], file), delimiter=_delimiter(header))
             if not {"path", "label"} <= set(rows.fieldnames or ()):
-                header = ",".join(rows.fieldnames or ())
-                raise ConfigError(f"{source} must start with the header path,label, not '{header}'")
+                raise ConfigError(f"{source} must start with the header path,label, not {header.strip()!r}")
             for row in rows:
                 where = f"{source} line {rows.line_num}"
                 relative, name = ((row[column] or "").strip() for column in ("path", "label"))
@@ -392,6 +393,11 @@ def _listed(source: Path, labels: Mapping[str, int], unknown: dict[str, str]) ->
                 yield _image(source.parent, relative, label)
     except (UnicodeError, csv.Error) as error:
         raise ConfigError(f"{source} cannot be read as a CSV file in UTF-8: {error}") from error
+
+
+def _delimiter(header: str) -> str:
+    """Return the first separator in a header: a comma, or a semicolon or tab, as spreadsheets of some languages use."""
+    return next((character for character in header if character in ",;\t"), ",")
 
 
 def is_folder(path: Path) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 from shutil import disk_usage
 
 from protocol.doctor.findings import Finding
+from protocol.storage.state_folder import network_file_system
 
 EARLIEST_S = datetime(2026, 1, 1, tzinfo=UTC).timestamp()
 """No clock that is right shows an earlier time."""
@@ -27,6 +28,9 @@ def check_disk(folder: Path, *, reserve_bytes: int = 0) -> list[Finding]:
     if not os.access(place, os.W_OK | os.X_OK):
         action = "give the folder to this user, or run the program as the folder's"
         findings.append(Finding("disk", "failed", f"{place} cannot be written by this user", action))
+    if kind := network_file_system(place):
+        text = f"{folder} is on a network file system ({kind}), where SQLite's locks and log are not reliable"
+        findings.append(Finding("disk", "warning", text, "give a --state on a local disk"))
     free, action = disk.free - reserve_bytes, "free space: what needs more waits until there is some"
     text = f"{max(0, free) / 1e9:,.2f} GB free for {folder}"
     if disk.total and free <= 0:

@@ -1,10 +1,15 @@
 """State folders: the platform's default, and created where they are neither packaged nor committed."""
 
+import logging
 import os
+import re
 from pathlib import Path
 
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, StateError
+from protocol.log import event
 from protocol.storage.blobstore import state_errors, write_atomically
+
+log = logging.getLogger(__name__)
 
 IGNORE_FILE = ".gitignore"
 """The file in every folder with private keys, so that `git add .` does not add them."""
@@ -17,6 +22,9 @@ _DATABASES = {
     "protofleet-sums": "operator.sqlite",
 }
 """The database in the state folder of each program; two of them delete blobs that they do not need."""
+
+_NETWORK = re.compile(r"(nfs|cifs|smb|9p|afs|fuse\.(sshfs|rclone|davfs|s3fs))[0-9]*$")
+"""Types of file systems on which SQLite's locks and its log are not reliable."""
 
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
 
@@ -56,11 +64,54 @@ def make_state_folder(folder: Path) -> None:
         StateError: it cannot be written.
     """
     refuse_source_folder(folder, option="--state")
+    refuse_other_owner(folder)
+    if found := network_file_system(folder):
+        event(
+            log,
+            logging.WARNING,
+            "state on a network file system: use a local disk",
+            folder=folder,
+            type=found,
+        )
     with state_errors(folder):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         ignore = folder / IGNORE_FILE
         if not ignore.exists():
             write_atomically(ignore, IGNORE_ALL.encode())
+
+
+def refuse_other_owner(folder: Path) -> None:
+    """Raise StateError if a state folder, or the folder it is created in, belongs to another user and is not writable.
+
+    Docker creates the folder of a bind mount for root, and the image's program is another user's.
+    """
+    with state_errors(folder):
+        place = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.is_dir())
+        owner, own = place.stat().st_uid, os.geteuid()
+        if own not in {0, owner} and not os.access(place, os.W_OK | os.X_OK, effective_ids=True):
+            raise StateError(
+                f"cannot write to {place}: it belongs to user {owner}, and this program runs as user {own}: "
+                f"run `chown -R {own} {place}` as root, or give another --state"
+            )
+
+
+def network_file_system(folder: Path, *, mounts: Path = Path("/proc/self/mountinfo")) -> str:
+    """Return the type of the network file system that a folder is on, such as `nfs4`; empty for a local one.
+
+    `mounts` lists the mounts as in proc(5); a system without the file has no answer.
+    """
+    place, found = folder.absolute().resolve(), ""
+    deepest = -1
+    try:
+        lines = mounts.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        mount, _, system = line.partition(" - ")
+        point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), mount.split()[4])
+        if place.is_relative_to(point) and len(Path(point).parts) >= deepest:
+            deepest, found = len(Path(point).parts), system.split()[0]
+    return found if _NETWORK.match(found) else ""
 
 
 def refuse_source_folder(folder: Path, *, option: str) -> None:

@@ -143,7 +143,7 @@ def test_config_file_gives_defaults(
 
     for key in ("batch-size", "batch_size"):
         config = tmp_path / f"{key}.toml"
-        config.write_text(f'broker = "file"\n{key} = 7\n')
+        config.write_text(f'\ufeffbroker = "file"\n{key} = 7\n')  # Windows editors begin a file like this
         assert shown("--config", str(config)) == "file 7\n"
     monkeypatch.setenv("PROTOFLEET_CONFIG", str(config))
     assert shown() == "file 7\n"

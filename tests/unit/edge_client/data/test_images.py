@@ -119,6 +119,18 @@ def test_list_names_images_and_classes(tmp_path: Path) -> None:
     assert [(p.relative, p.label) for p in found] == [("2.dat", 0), ("a/1.png", 1)]
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["\ufeffpath;label\r\n1.png;cat\r\n", '"label"\t"path"\ncat\t1.png\n'],
+    ids=["semicolons", "tabs"],
+)
+def test_list_of_a_spreadsheet(tmp_path: Path, text: str) -> None:
+    """A spreadsheet separates columns by semicolons where a comma is in numbers."""
+    image_file(tmp_path / "1.png")
+    (tmp_path / "list.csv").write_bytes(text.encode())
+    assert [image.relative for image in find_images(tmp_path / "list.csv", CLASSES)] == ["1.png"]
+
+
 def test_a_list_of_unknown_labels_is_found_in_the_time_of_few(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,8 +35,9 @@ from protocol.storage.elapsed_clock import KEEP_S, ElapsedClock
 from protocol.storage.facts import Fact, Facts
 from protocol.storage.folder_lock import FolderLock
 from protocol.storage.keyfile import read_key, read_or_make_key
-from protocol.storage.state_folder import default_state_folder, make_state_folder
+from protocol.storage.state_folder import default_state_folder, make_state_folder, network_file_system
 from protocol.wire.signing import public_key
+from tests.support.machine_faults import not_root
 
 
 def test_default_is_systemds_else_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,3 +256,37 @@ def test_the_wall_clock_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     machine.since_s += 7
     assert clock.now_s() == before_s + 7
     assert clock.unix_s(clock.now_s() + 60) == 2e9 + 60
+
+
+def test_folder_of_another_user_is_named_with_the_command() -> None:
+    """As in a container whose bind mount Docker has created for root."""
+    with not_root(), pytest.raises(StateError) as refused:
+        make_state_folder(Path("/no-such-folder/state"))
+    refused.match(r"belongs to user 0, and this program runs as user ([0-9]+): run `chown -R \1 /`")
+
+
+MOUNTS = """\
+22 1 254:1 / / rw,relatime shared:1 - ext4 /dev/root rw
+40 22 0:33 / /mnt/nas rw shared:2 - nfs4 nas:/volume1 rw,vers=4.1
+41 40 0:34 / /mnt/nas/local rw - ext4 /dev/sdb1 rw
+42 22 0:35 / /mnt/old rw - ext4 /dev/sdc1 rw
+43 22 0:36 / /mnt/old rw - cifs //nas/share rw
+44 22 0:37 / /mnt/a\\040b rw - fuse.sshfs user@host: rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("folder", "expected"),
+    [
+        ("/var/lib/fleet", ""),
+        ("/mnt/nas/state", "nfs4"),
+        ("/mnt/nas/local/state", ""),
+        ("/mnt/nasty", ""),
+        ("/mnt/old", "cifs"),
+        ("/mnt/a b/state", "fuse.sshfs"),
+    ],
+)
+def test_network_file_systems_are_recognized(folder: str, expected: str, tmp_path: Path) -> None:
+    """The deepest mount decides, and of several at one place the last."""
+    (mounts := tmp_path / "mountinfo").write_text(MOUNTS)
+    assert network_file_system(Path(folder), mounts=mounts) == expected
