@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import nn
 
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, UnreadableImage
 from protocol.models.onnx_metadata import Parity
-from protocol.models.preprocessing import Preprocessing, preprocess
+from protocol.models.preprocessing import Preprocessing, preprocess, to_rgb
 
 BATCH = 16
 """Photos in memory at a time."""
@@ -61,11 +61,12 @@ def photo_files(folder: Path) -> list[Path]:
 
 
 def read_photo(path: Path) -> Image.Image:
-    """Return a photo in RGB; raises ConfigError if it cannot be read."""
+    """Return a photo in RGB, as devices see it; raises ConfigError if it cannot be read."""
     try:
         with Image.open(path) as photo:
-            return photo.convert("RGB")
-    except (OSError, Image.DecompressionBombError) as error:
+            photo.load()
+            return to_rgb(photo)
+    except (OSError, Image.DecompressionBombError, UnreadableImage) as error:
         raise ConfigError(f"cannot read {path}: {error}; remove it from the folder") from error
 
 

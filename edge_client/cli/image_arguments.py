@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from edge_client.data.images import images_below, is_folder
+from edge_client.data.images import MOST_NAMED, images_below, is_folder
+from protocol.cli import counted, say
 from protocol.errors import ConfigError
 
 STDIN = Path("-")
@@ -15,6 +16,8 @@ STDIN = Path("-")
 
 def named_images(arguments: Iterable[Path]) -> list[Path]:
     """Return the images that arguments name, in their order, and those in a folder or of a pattern by path.
+
+    The files that are skipped in a folder are counted on stderr.
 
     A folder is searched recursively, as those of classes are. A pattern (`*`, `?`, `[...]`, and `**` for folders at
     any depth) is one that the shell has not replaced. `-` reads paths from stdin until its end, one per line.
@@ -41,9 +44,14 @@ def _in(path: Path) -> list[Path]:
     if not is_folder(path):
         return [path]
     skipped: Counter[str] = Counter()
-    if not (found := sorted(images_below(path, skipped))):
-        reasons = ", ".join(f"{files} files: {reason}" for reason, files in skipped.most_common(3))
+    found = sorted(images_below(path, skipped))
+    reasons = ", ".join(
+        f"{counted(files, 'file')}: {reason}" for reason, files in skipped.most_common(MOST_NAMED)
+    )
+    if not found:
         raise ConfigError(f"no image in {path}" + (f" ({reasons})" if reasons else ""))
+    if reasons:
+        say(f"skipped in {path}: {reasons}", err=True)
     return [Path(each) for each in found]
 
 

@@ -31,7 +31,7 @@ _CONTROL_GROUPS = {
 }
 _UNLIMITED = 2**60
 _ROW_BYTES = 20
-_STORED_BYTES = {"1": 1, "L": 1, "P": 1, "I;16": 6, "I;16B": 6}
+_STORED_BYTES = {"1": 1, "L": 1, "P": 1, "I;16": 6, "I;16B": 6, "I": 12}
 """Of a pixel, by mode, in others 4; 16 bits are copied in parts before they are converted."""
 _ROOT = Path("/")
 _MIB = 2**20
@@ -41,7 +41,8 @@ def decoding_bytes(image: Image.Image, file_bytes: int) -> int:
     """Estimate the most memory that decoding an opened image and converting it to RGB takes at a time, bytes."""
     stored = _STORED_BYTES.get(image.mode, 4)
     is_turned = "exif" in image.info and image.getexif().get(ExifTags.Base.Orientation, 1) != 1
-    more = [4 * (image.mode != "RGB")]
+    has_layer = image.has_transparency_data and image.mode != "RGBA"
+    more = [8 if has_layer else 4 * (image.mode != "RGB")]
     if image.info.get("progressive") or image.format == "TIFF":
         more.append(2 * len(image.getbands()))  # all coefficients, or a strip of the whole image
     if image.format == "WEBP":

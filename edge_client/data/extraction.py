@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from edge_client.data.decoding_memory import limit_bytes
-from edge_client.data.images import LabeledImage, decoded, pixel_digest
+from edge_client.data.images import LabeledImage, decoded, has_other_pixels, pixel_digest
 from edge_client.runtime.backbone import Backbone
 from edge_client.runtime.session import release_memory
 from edge_client.storage.feature_cache import FeatureCache
@@ -38,6 +38,10 @@ ISOLATED = "+isolated"
 _DECODING, _CRASHED = "+decoding", "+crashed"
 """The cache's tags of images that are being decoded, and of those at which the program crashed: with the memory that it
 was allowed to use."""
+
+
+_HEADERS = 1000
+"""Headers of images that are read at once."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +117,7 @@ def extract(  # noqa: PLR0913 - features depend on nine things
         StateError: the features cannot be stored; DiskAlmostFull if there is too little space for all of them.
         ProtofleetError: the backbone fails, without `isolate`.
     """
+    _forget_changed(images, cache, should_stop)
     tag, change = alter or (ISOLATED if isolate else "", None)
     refused, known, digests = _crashed(images, cache), cache.contents(), _Digests()
     computed = cached = 0
@@ -181,6 +186,22 @@ def decode_suspects(
             _decoded(image, [Preprocessing(height=224, width=224)], None, {})
             cache.forget_unusable(_CRASHED, identity=image.identity)
     cache.forget_unusable(_DECODING)
+
+
+def _forget_changed(
+    images: Sequence[LabeledImage], cache: FeatureCache, should_stop: Callable[[], bool]
+) -> None:
+    """Delete the features of images whose pixels are others in this version of the preprocessing, by their headers.
+
+    Their digests go with them: the image counts as changed, and its difference to the earlier one is not uploaded.
+    """
+    if not (earlier := cache.of_earlier_preprocessing()):
+        return
+    found = [image for image in images if image.identity in earlier]
+    for start in range(0, len(found), _HEADERS):
+        if should_stop():
+            raise Interrupted("the comparison of images with an earlier version was interrupted")
+        cache.renew({each.identity: has_other_pixels(each.path) for each in found[start : start + _HEADERS]})
 
 
 def _crashed(images: Sequence[LabeledImage], cache: FeatureCache) -> dict[Path, str]:

@@ -16,15 +16,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from stat import S_ISREG
-from typing import BinaryIO
 
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps, PngImagePlugin, PpmImagePlugin, TiffImagePlugin, UnidentifiedImageError
 
 from edge_client.data.decoding_memory import decoding_bytes, reserve
+from edge_client.data.file_kind import HEAD_BYTES, IMAGE_FORMATS, is_image, kind_of, open_file, unidentified
 from protocol.cli import plain
 from protocol.errors import ConfigError, UnreadableImage
 from protocol.log import event
-from protocol.models.preprocessing import to_rgb
+from protocol.models.preprocessing import gray_of_16_bits, require_white_level, to_rgb
 
 log = logging.getLogger(__name__)
 
@@ -33,8 +33,8 @@ IMAGE_SUFFIXES = (
 )  # fmt: skip
 """Suffixes of images in a folder, in upper or lower case. A list may name files of any suffix."""
 
-# No other formats of Pillow: some start other programs (EPS), and no camera writes them.
-IMAGE_FORMATS = ("JPEG", "PNG", "BMP", "GIF", "PPM", "TIFF", "WEBP")
+_FOREIGN_SUFFIXES = {".avif": "AVIF", ".heic": "HEIC", ".heif": "HEIC"}
+"""Suffixes of formats that are not supported, and of JPEGs with a wrong name, which are."""
 
 MAX_FILE_BYTES = 2**29
 """Of an image: about the largest that is decoded, without compression and with 16 bits a channel. Pillow reads some
@@ -160,6 +160,8 @@ def images_below(folder: Path, skipped: Counter[str]) -> Iterator[str]:
 def unlabeled_below(folder: Path, *, data: Path) -> tuple[LabeledImage, ...]:
     """Return the images in a folder and below it as images of unknown class, in order of their paths.
 
+    The numbers of skipped files are logged.
+
     Raises:
         ConfigError: it cannot be read, is in `data`, where folders are classes, or has `data` in it.
     """
@@ -167,9 +169,12 @@ def unlabeled_below(folder: Path, *, data: Path) -> tuple[LabeledImage, ...]:
     if own.is_relative_to(labeled) or labeled.is_relative_to(own):
         raise ConfigError(f"expected a folder of unlabeled images outside of {data}, got {folder}")
     try:
-        return tuple(unlabeled(Path(path)) for path in sorted(images_below(folder, Counter())))
+        skipped: Counter[str] = Counter()
+        found = tuple(unlabeled(Path(path)) for path in sorted(images_below(folder, skipped)))
     except OSError as error:
         raise ConfigError(f"{folder} cannot be read: {error.strerror}") from error
+    log_skipped(skipped, {}, folder)
+    return found
 
 
 def unlabeled(path: Path) -> LabeledImage:
@@ -178,10 +183,13 @@ def unlabeled(path: Path) -> LabeledImage:
 
 
 def decode(path: Path) -> Image.Image:
-    """Return one image in its own mode, fully loaded and upright by its EXIF orientation; the first frame of several.
+    """Return one image in 8 bits a channel, loaded and upright by its EXIF orientation; the first frame of several.
+
+    Values are scaled by the bits or the greatest value that the file declares.
 
     Raises:
-        UnreadableImage: it is not an image, truncated, corrupt, or too large; the message names the file.
+        UnreadableImage: it is not an image, truncated, corrupt, or too large, or its white level is unknown; the
+            message names the file.
     """
     with contextlib.ExitStack() as reserved:
         return _loaded(path, reserved)
@@ -211,13 +219,58 @@ def pixel_digest(image: Image.Image) -> bytes:
     return hashlib.sha256(f"{image.width} x {image.height}".encode() + pixels).digest()[:16]
 
 
+def has_other_pixels(path: Path) -> bool:
+    """Return whether version 2 of the preprocessing may change an image's pixels, by its header."""
+    try:
+        with open_file(path) as file:
+            if kind_of(file.read(HEAD_BYTES)) == "JPEG":  # always of 8 bits and opaque, and slow to parse
+                return False
+        with _open(path) as (image, _):
+            return image.mode.startswith("I") or image.has_transparency_data or _declared_bits(image) == 16
+    except Exception:  # it is decoded again, for the reason
+        return True
+
+
 def _loaded(source: Path | bytes, reserved: contextlib.ExitStack) -> Image.Image:
     with _naming(source), _open(source) as (image, file_bytes):
         _check_kind(image)
         reserved.enter_context(reserve(decoding_bytes(image, file_bytes)))
+        bits, is_negative = _declared_bits(image), _is_negative(image)
         image.load()
         ImageOps.exif_transpose(image, in_place=True)
-        return image
+        return _in_8_bits(image, bits, is_negative=is_negative)
+
+
+def _declared_bits(image: Image.Image) -> int:
+    """Return the bits of a channel's values by the header of an opened image; 8 where Pillow scales them to 8 or 16."""
+    if isinstance(image, TiffImagePlugin.TiffImageFile):
+        return int(max(image.tag_v2.get(TiffImagePlugin.BITSPERSAMPLE, (1,))))
+    if isinstance(image, PngImagePlugin.PngImageFile | PpmImagePlugin.PpmImageFile) and image.tile:
+        decoder = str(
+            image.tile[0][3]
+        )  # "I;16B", or of a PPM a mode and its greatest value: "('RGB', 65535)"
+        return 16 if decoder.endswith((";16B", ", 65535)")) else 8
+    return 8
+
+
+def _is_negative(image: Image.Image) -> bool:
+    """Return whether an opened image has gray of 16 bits in which 0 is white, which Pillow does not invert."""
+    if not isinstance(image, TiffImagePlugin.TiffImageFile) or not image.mode.startswith("I;16"):
+        return False
+    return bool(image.tag_v2.get(TiffImagePlugin.PHOTOMETRIC_INTERPRETATION) == 0)
+
+
+def _in_8_bits(image: Image.Image, bits: int, *, is_negative: bool) -> Image.Image:
+    """Return a decoded image with 8 bits a channel.
+
+    Raises:
+        UnreadableImage: its white level is not in the file, as `require_white_level` finds it.
+    """
+    if image.mode.startswith("I"):
+        image = gray_of_16_bits(image, bits=12 if bits == 12 else 16)
+    if bits == 16:
+        require_white_level(image)
+    return ImageOps.invert(image) if is_negative else image
 
 
 @contextlib.contextmanager
@@ -226,29 +279,10 @@ def _naming(source: Path | bytes) -> Iterator[None]:
     name = f"{source}: " if isinstance(source, Path) else ""
     try:
         yield
-    except UnidentifiedImageError as error:
-        raise UnreadableImage(f"{name}it is none of {', '.join(IMAGE_FORMATS)}") from error
     except OSError as error:
         raise UnreadableImage(f"{name}{error.strerror or error}") from error
     except Exception as error:  # decoders raise errors of many classes on broken files
         raise UnreadableImage(f"{name}{error or type(error).__name__}") from error
-
-
-def open_file(path: Path) -> BinaryIO:
-    """Open a regular file; a pipe that has replaced it since it was found would block forever.
-
-    Raises:
-        OSError: it cannot be opened, or is no regular file.
-    """
-    file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115 - Path.open has no opener
-    if not S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise OSError(errno.EINVAL, "not a regular file")
-    return file
-
-
-def _without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 @contextlib.contextmanager
@@ -260,7 +294,12 @@ def _open(source: Path | bytes) -> Iterator[tuple[Image.Image, int]]:
             raise UnreadableImage("the file is empty")
         if size > MAX_FILE_BYTES:
             raise UnreadableImage(f"expected a file of at most {MAX_FILE_BYTES} bytes, got one of {size}")
-        with Image.open(file, formats=IMAGE_FORMATS) as image:
+        try:
+            opened = Image.open(file, formats=IMAGE_FORMATS)
+        except UnidentifiedImageError as error:
+            file.seek(0)
+            raise UnreadableImage(unidentified(file.read(HEAD_BYTES))) from error
+        with opened as image:
             yield image, size
 
 
@@ -272,8 +311,9 @@ def _check_kind(image: Image.Image) -> None:
         )
     if image.height > MAX_ROWS:
         raise UnreadableImage(f"{image.height} rows are more than the {MAX_ROWS} that are decoded")
-    if image.mode in {"I", "F"}:
-        raise UnreadableImage("the white level of 32-bit pixels is undefined; save it with 8 bits a channel")
+    if image.mode == "F" or (image.mode == "I" and image.format != "PPM"):
+        text = "the white level of signed and 32-bit pixels is undefined: save it with 8 bits a channel"
+        raise UnreadableImage(text)
 
 
 def _image(folder: Path, relative: str, label: int) -> LabeledImage:
@@ -333,10 +373,23 @@ def log_skipped(skipped: Mapping[str, int], before: Mapping[str, int], folder: P
 def _reason_to_skip(entry: os.DirEntry[str]) -> str:
     """Return why a file is not used as an image; empty if it is used."""
     suffix = Path(entry.name).suffix.lower()
-    if suffix not in IMAGE_SUFFIXES:
-        way_out = ", HEIC is not supported: convert it to JPEG" if suffix in {".heic", ".heif"} else ""
-        return plain(f"suffix {suffix}{way_out}") if suffix else "no suffix"
-    return "" if _may_be_read(entry) else "not a regular file"
+    kind = _FOREIGN_SUFFIXES.get(suffix)
+    if suffix not in IMAGE_SUFFIXES and not kind:
+        return plain(f"suffix {suffix}") if suffix else "no suffix"
+    if not _may_be_read(entry):
+        return "not a regular file"
+    if kind and not _may_be_image(entry):
+        return f"suffix {suffix}, {kind} is not supported: convert it to JPEG"
+    return ""
+
+
+def _may_be_image(entry: os.DirEntry[str]) -> bool:
+    """Return whether the first bytes are an image's; a file that cannot be read now is named when it is decoded."""
+    try:
+        status = entry.stat()
+        return is_image(entry.path, status.st_size, status.st_mtime_ns, status.st_ino)
+    except OSError:
+        return True
 
 
 def _is_shown(entry: os.DirEntry[str]) -> bool:

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from edge_client.storage.disk_space import require_space
 from protocol.errors import BackboneMismatch, StateError
+from protocol.models.preprocessing import VERSION
 from protocol.storage.database import Database
 
 CHUNK_ROWS = 256
@@ -31,6 +32,12 @@ CREATE TABLE features (
 CREATE TABLE contents (identity BLOB PRIMARY KEY, digest BLOB NOT NULL) WITHOUT ROWID;
 """
 
+# Images that were unusable may be usable now, but for those at which the program crashed ("+crashed").
+_PREPROCESSING = """
+ALTER TABLE contents ADD COLUMN preprocessing INTEGER NOT NULL DEFAULT 1;
+DELETE FROM features WHERE vector IS NULL AND backbone NOT LIKE '+%';
+"""
+
 
 class FeatureCache:
     """Features by backbone and image, why images are unusable, and digests of images; for one thread at a time.
@@ -51,7 +58,7 @@ class FeatureCache:
         self._database = Database(
             file,
             program="edge-client",
-            migrations=(_SCHEMA,),
+            migrations=(_SCHEMA, _PREPROCESSING),
             read_only=read_only,
             is_cache=not read_only,
             pragmas=pragmas,
@@ -76,8 +83,25 @@ class FeatureCache:
     def put_contents(self, digests: Mapping[str, bytes]) -> None:
         """Store digests of images by their identities; of a file that has one it stays."""
         with self._database.transaction() as database:
-            rows = [(_key(identity), digest) for identity, digest in digests.items()]
-            database.executemany("INSERT OR IGNORE INTO contents VALUES (?, ?)", rows)
+            rows = [(_key(identity), digest, VERSION) for identity, digest in digests.items()]
+            database.executemany("INSERT OR IGNORE INTO contents VALUES (?, ?, ?)", rows)
+
+    def of_earlier_preprocessing(self) -> set[str]:
+        """Return the identities of images whose pixels an earlier version of the preprocessing made."""
+        rows = self._database.read("SELECT identity FROM contents WHERE preprocessing < ?", VERSION)
+        return {_text(row[0]) for row in rows}
+
+    def renew(self, has_changed: Mapping[str, bool]) -> None:
+        """Delete features and digests of images whose pixels are others now; note that the others are the same."""
+        changed = [(_key(identity),) for identity, changes in has_changed.items() if changes]
+        backbones = self._database.read("SELECT DISTINCT backbone FROM features WHERE backbone NOT LIKE '+%'")
+        same = [(VERSION, _key(identity)) for identity, changes in has_changed.items() if not changes]
+        with self._database.transaction() as database:
+            for (backbone,) in backbones:
+                rows = ((backbone, *key) for key in changed)
+                database.executemany("DELETE FROM features WHERE backbone = ? AND identity = ?", rows)
+            database.executemany("DELETE FROM contents WHERE identity = ?", changed)
+            database.executemany("UPDATE contents SET preprocessing = ? WHERE identity = ?", same)
 
     def states(self, backbone: str) -> dict[str, str]:
         """Return "" for each image whose feature is stored, and the reason for each that is unusable."""

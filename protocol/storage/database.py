@@ -42,7 +42,7 @@ class Database:
             prevents. None if no running program of another version can have the file open.
         holds_lock: take the lock before the file is opened, and hold it until `close`.
         is_cache: the contents can be computed again. A damaged file is renamed to `.damaged` and created anew; a
-            file of another schema version is emptied.
+            file of a later schema version is emptied.
         advice: what to do if the file is damaged, for error messages.
         pragmas: set before or in place of WAL, synchronous FULL, and 1 MiB for the log between transactions.
 
@@ -259,7 +259,7 @@ class Database:
     def _run_migrations(self, database: sqlite3.Connection) -> None:
         with _transaction(database, "IMMEDIATE"):
             version = _version(database)  # again: another process may have migrated the file meanwhile
-            if self._is_cache and self._is_outdated(database):
+            if self._is_cache and not 0 < version <= len(self._migrations):
                 _drop_tables(database)
                 version = 0
             for script in self._migrations[version:]:

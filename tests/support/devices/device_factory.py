@@ -1,8 +1,9 @@
 """Images, backbones, heads, settings and jobs for the device's tests."""
 
+import itertools
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -62,14 +63,20 @@ def image_file(path: Path, image: Image.Image | None = None, **options: Any) -> 
 
 def gray_png(width: int, height: int, data: bytes) -> bytes:
     """Return a PNG file whose header claims a size, with compressed rows of gray pixels, which may be others."""
+    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
+    return png_of({b"IHDR": header, b"IDAT": data})
+
+
+def png_of(chunks: Mapping[bytes, bytes]) -> bytes:
+    """Return a PNG file of chunks by their kinds, and of its end."""
 
     def chunk(kind: bytes, content: bytes) -> bytes:
         return (
             struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
         )
 
-    header = struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
+    contents = {**chunks, b"IEND": b""}
+    return b"\x89PNG\r\n\x1a\n" + b"".join(itertools.starmap(chunk, contents.items()))
 
 
 def make_settings(folder: Path, **changes: Any) -> Settings:

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -24,7 +25,7 @@ from edge_client.runtime.backbone import Backbone
 from edge_client.storage.feature_cache import FeatureCache
 from protocol.errors import Interrupted
 from protocol.models.preprocessing import Preprocessing, preprocess
-from tests.support.devices.device_factory import CLASSES, choosy, noise, tiny, write_images
+from tests.support.devices.device_factory import CLASSES, choosy, image_file, noise, tiny, write_images
 from tests.support.machine_faults import not_root, open_folder
 
 
@@ -262,6 +263,41 @@ def test_memory_does_not_grow_with_the_images(tmp_path: Path) -> None:
     assert peak_kb[5000] < 1.1 * peak_kb[1000]
 
 
+def test_only_images_whose_preprocessing_has_changed_are_computed_again(tmp_path: Path) -> None:
+    """With a cache of an earlier version: transparent ones and those of 16 bits, and those that were unusable."""
+    cat, base = tmp_path / "data" / "cat", noise()
+    for name in ("1.jpg", "2.png", "3.gif"):
+        image_file(cat / name, base)
+    base.putalpha(100)
+    image_file(cat / "4.png", base)
+    deep = Image.fromarray(np.full((8, 8), 40_000, np.uint16))
+    image_file(cat / "5.png", deep)
+    image_file(cat / "6.pgm", deep.convert("I"))
+    images, extractor = find_images(tmp_path / "data", CLASSES), Extractor(tmp_path)
+    extractor(images)
+    (key,) = extractor.backbones
+    features = extractor.cache.matrix([image.identity for image in images], key, size=16)
+    digests = extractor.cache.contents()
+    extractor.cache.close()
+    with contextlib.closing(sqlite3.connect(extractor.file, isolation_level=None)) as earlier:
+        earlier.execute("UPDATE features SET vector = zeroblob(64)")
+        earlier.execute(
+            "UPDATE features SET vector = NULL, unusable = 'of 32 bits' WHERE identity LIKE '%.pgm'"
+        )
+        earlier.execute("DELETE FROM contents WHERE identity LIKE '%.pgm'")
+        earlier.execute("UPDATE contents SET digest = zeroblob(16)")
+        earlier.executescript("ALTER TABLE contents DROP COLUMN preprocessing; PRAGMA user_version = 1;")
+    upgraded = Extractor(tmp_path)
+    assert upgraded(images) == Extraction(computed=3, cached=3, refused=())
+    features[:3] = 0
+    found = upgraded.cache.matrix([image.identity for image in images], key, size=16)
+    np.testing.assert_array_equal(found, features)
+    now = upgraded.cache.contents()
+    assert [now[each.identity] == digests[each.identity] for each in images] == [False] * 3 + [True] * 3
+    assert upgraded(images) == Extraction(computed=0, cached=6, refused=())
+    assert Extractor(tmp_path)(images) == Extraction(computed=0, cached=6, refused=())
+
+
 @pytest.mark.parametrize("name", ["large", "small"])
 def test_large_images_are_decoded_one_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -321,7 +357,7 @@ for path in [sys.argv[1], *sys.argv[1:]]:  # the first one loads modules
     not Path("/proc/self/clear_refs").exists(), reason="the peak of memory is read from /proc"
 )
 def test_no_format_takes_more_memory_than_estimated(tmp_path: Path) -> None:
-    """JPEG in all colors, progressive and turned, PNG, WEBP and TIFF; the estimate is at most 2.5 times the peak."""
+    """JPEG in all colors, progressive and turned, PNG, PGM, WEBP and TIFF; estimated at most 2.5 times the peak."""
     base, turned = noise(300, 300).resize((2000, 2000)), Image.Exif()
     turned[0x112] = 6
     for mode in ("L", "RGB", "CMYK"):
@@ -332,7 +368,10 @@ def test_no_format_takes_more_memory_than_estimated(tmp_path: Path) -> None:
         image.save(tmp_path / f"{mode}.tif", compression="tiff_lzw", tiffinfo={278: 2000})
     for mode in ("1", "L", "LA", "P", "RGB", "RGBA"):
         base.convert(mode).save(tmp_path / f"{mode}.png", compress_level=1)
-    Image.new("I;16", base.size).save(tmp_path / "16.png", compress_level=1)
+    Image.new("I;16", base.size, 40_000).save(tmp_path / "16.png", compress_level=1)
+    Image.new("I;16", base.size, 40_000).convert("I").save(tmp_path / "16.pgm")
+    base.quantize(16).save(tmp_path / "transparent.png", compress_level=1, transparency=3)
+    base.save(tmp_path / "transparent-RGB.png", compress_level=1, transparency=(1, 2, 3))
     base.save(tmp_path / "lossless.webp", lossless=True, method=0, quality=0)
     base.convert("RGBA").save(tmp_path / "lossy.webp", method=0)
     files = map(str, sorted(tmp_path.iterdir()))

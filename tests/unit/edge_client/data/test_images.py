@@ -95,6 +95,8 @@ def test_skipped_files_are_counted_by_reason(tmp_path: Path) -> None:
     """Hidden files do not count."""
     for name in ("1.png", "cat/2.png", "cat/old/3.HEIC", "dog/4.heic", "dog/5.mp4", "dog/6", "dog/.7"):
         image_file(tmp_path / name, format="PNG")
+    for name in ("cat/old/3.HEIC", "dog/4.heic"):
+        (tmp_path / name).write_bytes(b"\0\0\0\x18ftypheic")
     os.mkfifo(tmp_path / "cat/pipe.png")
     assert scan_images(tmp_path, CLASSES).skipped == {
         "in no class's folder": 1, "suffix .heic, HEIC is not supported: convert it to JPEG": 2, "suffix .mp4": 1,
@@ -249,7 +251,6 @@ def test_truncated_image_is_refused_and_never_padded(
     [
         (b"", "the file is empty"),
         *((data, "it is none of JPEG, PNG") for data in (bytes(100), b"hello", b"%!PS-Adobe\n")),
-        (b"\xff\xd8\xff\xe0" + bytes(64), "it is none of JPEG, PNG"),
     ],
 )
 def test_other_files_are_refused_by_name(tmp_path: Path, data: bytes, reason: str) -> None:

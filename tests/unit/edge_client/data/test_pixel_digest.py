@@ -48,6 +48,14 @@ def webp(**options: Any) -> bytes:
     return saved(noise(), "webp", **options)
 
 
+def half_hidden(seed: int) -> bytes:
+    """Return a file of the usual image, of which the left half is random pixels without opacity."""
+    image, hidden = noise().convert("RGBA"), noise(width=20, seed=seed)
+    hidden.putalpha(0)
+    image.paste(hidden, (0, 0))
+    return saved(image, "png")
+
+
 def text(**texts: str) -> PngInfo:
     info = PngInfo()
     for name, value in texts.items():
@@ -74,6 +82,8 @@ SAME = {
         with_exif("png", {ORIENTATION: 6}),
         saved(noise().transpose(Image.Transpose.ROTATE_270), "png"),
     ),
+    "hidden pixels": (half_hidden(1), half_hidden(2)),
+    "an opaque alpha": (PNG, saved(noise().convert("RGBA"), "png")),
     "a palette": (saved(noise().quantize(16), "png"), saved(noise().quantize(16).convert("RGB"), "png")),
 }
 OTHER = {
@@ -89,8 +99,8 @@ OTHER = {
         saved(Image.new("RGB", (8, 8), "blue").quantize(2), "png"),
     ),
     "16 bits": (
-        saved(Image.fromarray(np.full((8, 8), 256, np.uint16)), "png"),
-        saved(Image.fromarray(np.full((8, 8), 512, np.uint16)), "png"),
+        saved(Image.fromarray(np.full((8, 8), 30_000, np.uint16)), "png"),
+        saved(Image.fromarray(np.full((8, 8), 31_000, np.uint16)), "png"),
     ),
 }
 

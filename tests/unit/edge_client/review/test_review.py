@@ -352,7 +352,7 @@ def test_page_loads_nothing_from_elsewhere(server: ReviewServer, path: str, medi
 
 
 def test_image_is_a_small_jpeg(where: ReviewFolder, server: ReviewServer) -> None:
-    Image.new("RGBA", (2000, 1000)).save(where.data / "cat" / "wrong.png")
+    Image.new("RGBA", (2000, 1000), "red").save(where.data / "cat" / "wrong.png")
     status, headers, body = _ask(server, "/review/image?finding=0")
     assert (status, headers["Content-Type"]) == (200, "image/jpeg")
     assert Image.open(io.BytesIO(body)).size == (640, 320)

@@ -22,7 +22,7 @@ from protocol.models.onnx_metadata import (
     read_metadata,
     to_properties,
 )
-from protocol.models.preprocessing import CropMode, Interpolation, Preprocessing, preprocess
+from protocol.models.preprocessing import CropMode, Interpolation, Preprocessing, preprocess, to_rgb
 
 BACKBONE = BackboneMetadata(
     model="resnet18",
@@ -161,9 +161,40 @@ def test_every_pixel_equals_timm(
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "PA", "RGBA", "CMYK", "YCbCr"])
 def test_color_modes_are_converted_like_timm(mode: str) -> None:
+    """Where every pixel is opaque."""
     spec = Preprocessing(height=24, width=24, crop_pct=0.875)
     image = random_image(50, 31, mode="RGBA" if mode == "PA" else "RGB").convert(mode)
     np.testing.assert_array_equal(preprocess(image, spec), timm_preprocess(image, spec))
+
+
+def test_transparent_images_are_put_on_white() -> None:
+    """In every way in which Pillow stores it; hidden pixels do not count, and half of an opacity mixes."""
+    image = Image.new("RGBA", (3, 1))
+    for place, color in enumerate([(200, 0, 0, 255), (0, 0, 0, 0), (0, 0, 0, 128)]):
+        image.putpixel((place, 0), color)
+    assert np.asarray(to_rgb(image)).tolist() == [[[200, 0, 0], [255, 255, 255], [127, 127, 127]]]
+    gray = np.asarray(to_rgb(image.convert("LA")))
+    assert gray[0, 1:, 0].tolist() == [255, 127]
+    for mode, key in {"L": 7, "P": 7, "RGB": (7, 7, 7)}.items():
+        keyed = Image.fromarray(np.array([[90, 7]], np.uint8)).convert(mode)
+        keyed.info["transparency"] = key
+        assert np.asarray(to_rgb(keyed))[0, :, 0].tolist() == [90, 255], mode
+
+
+def test_an_image_without_a_visible_pixel_is_refused() -> None:
+    """It would be white, whatever is in it."""
+    image = random_image(8, 8)
+    image.putalpha(0)
+    with pytest.raises(
+        UnreadableImage, match="every pixel is transparent: save it without its alpha channel"
+    ):
+        to_rgb(image)
+
+
+def test_sixteen_bits_without_a_white_level_are_refused() -> None:
+    image = Image.fromarray(np.full((4, 4), 4095, np.uint16))
+    with pytest.raises(UnreadableImage, match="values stay below a quarter of the range"):
+        to_rgb(image)
 
 
 @pytest.mark.parametrize("mode", ["I;16", "I;16B"])
