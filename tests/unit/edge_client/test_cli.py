@@ -231,12 +231,23 @@ def test_options_override_the_enrollment(folder: Path, started: list[Settings]) 
     """Broker, authority, certificate, aggregator key and password."""
     files = ("--ca", "other.crt", "--cert", "a.crt", "--key", "a.key")
     key = ("--aggregator-key", "0a" * 32)
-    run(folder, "--enrollment", str(folder), "--broker", "10.0.0.1:1", *files, *key, "--username", "shed-1")
+    run(
+        folder,
+        "--enrollment",
+        str(folder),
+        "--broker",
+        "10.0.0.1:1",
+        *files,
+        *key,
+        "--username",
+        "shed-1",
+        PROTOFLEET_PASSWORD="secret",
+    )
     (settings,) = started
     assert settings.broker == (BrokerAddress("10.0.0.1", 1),)
     access = settings.access
     assert (access.ca, access.certificate, access.key) == (Path("other.crt"), Path("a.crt"), Path("a.key"))
-    assert (access.username, access.tls) == ("shed-1", True)
+    assert (access.username, access.password, access.tls) == ("shed-1", "secret", True)
     assert settings.identity.aggregator_key == bytes([10] * 32)
     assert settings.identity.signing_key == read_enrollment(folder).signing_key
 

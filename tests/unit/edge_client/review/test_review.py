@@ -47,7 +47,7 @@ def test_each_kind_is_found_in_the_order_of_its_scores(where: ReviewFolder) -> N
     assert shown == [
         ("label", "wrong.png", "cat", "dog"),
         ("label", "same.png", "dog", "cat"),
-        ("unknown", "stranger.png", "cat", "unknown"),
+        ("unknown", "stranger.png", "cat", "unrecognized"),
         ("duplicate", "0000.png", "cat", "cat"),
         ("duplicate", "same.png", "dog", "cat"),
         ("unlabeled", "between.png", None, "cat"),
