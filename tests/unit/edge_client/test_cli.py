@@ -179,6 +179,20 @@ def test_cost_of_a_backbone_is_measured_without_a_fleet(here: Path) -> None:
     assert "--json needs --dry-run and --backbone" in refused.output
 
 
+def test_cost_is_that_of_all_backbones_whatever_their_names(here: Path) -> None:
+    write_images(here / "data", count=6)
+    sizes = []
+    files = [here / "a" / "tiny.onnx", here / "b" / "tiny.onnx"]
+    for number, file in enumerate(files):
+        file.parent.mkdir()
+        file.write_bytes(tiny_backbone(seed=number))
+    for backbones in (files[:1], files):
+        options = [each for file in backbones for each in ("--backbone", str(file))]
+        done = CliRunner().invoke(cli, ["--dry-run", "--json", *options, "--data", str(here / "data")])
+        sizes.append(json.loads(done.output.splitlines()[-1])["upload_bytes"])
+    assert sizes[1] > sizes[0]
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Return a device's enrollment, beside a data folder."""
