@@ -36,7 +36,7 @@ def public_map(
             if isinstance(feature, np.ndarray):
                 rows.append(feature)
             else:
-                unusable.append((image.path, str(feature)))
+                unusable.append((image.path, feature.reason))
         done += len(batch)
         on_progress(done, len(images))
     if not rows:
