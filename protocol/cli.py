@@ -49,8 +49,11 @@ def _load_config(context: click.Context, _parameter: click.Parameter, path: Path
         context.default_map[str(options[key].name)] = [value] if is_single else value
 
 
-def _variable(option: str, of: str = "") -> str:
-    return f"PROTOFLEET_{of}{option.lstrip('-').replace('-', '_').upper()}"
+_PREFIX = "PROTOFLEET_"
+
+
+def _variable(option: str, prefix: str = _PREFIX) -> str:
+    return prefix + option.lstrip("-").replace("-", "_").upper()
 
 
 def setting(*names: str, **details: Any) -> Callable[[F], F]:
@@ -82,24 +85,24 @@ _ACCESS_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
 )  # fmt: skip
 
 
-def access_options(command: F, *, of: str = "") -> F:
+def access_options(command: F, *, prefix: str = _PREFIX) -> F:
     """Add the options of `read_access` to a command, each with an environment variable.
 
-    `of`, such as `PUBLISH_`, begins the variables of another broker than the fleet's, which gets no credentials of the
-    fleet.
+    The variables of another broker than the fleet's have a prefix of their own, so that the fleet's credentials are not
+    sent there.
     """
-    password = _variable("password", of)
+    password = _variable("password", prefix)
     for name, details in reversed(_ACCESS_OPTIONS):
         text = details["help"].format(password=password)
-        command = setting(name, **{**details, "help": text, "envvar": _variable(name, of)})(command)
+        command = setting(name, **{**details, "help": text, "envvar": _variable(name, prefix)})(command)
     return command
 
 
 def read_access(
     *, tls: bool, ca: Path | None, cert: Path | None, key: Path | None, username: str | None,
-    password_file: Path | None, of: str = "",
+    password_file: Path | None, prefix: str = _PREFIX,
 ) -> "BrokerAccess":  # fmt: skip
-    """Return the TLS settings and credentials in the options of `access_options`, which got the same `of`.
+    """Return the TLS settings and credentials in the options of `access_options`, which got the same prefix.
 
     Raises:
         UsageError: an option requires another one.
@@ -109,7 +112,7 @@ def read_access(
 
     if (cert is None) != (key is None):
         raise click.UsageError("--cert and --key require each other: give both, or neither")
-    password = os.environ.get(variable := _variable("password", of))
+    password = os.environ.get(variable := _variable("password", prefix))
     if password_file is not None:
         password = read_secret(password_file, what="password")
         if warning := readable_by_others(password_file):

@@ -80,8 +80,8 @@ def _findings(settings: "Settings", store: "DeviceState | None", folder: Path) -
 
 
 def _settings(
-    *, enrollment: Path | None, broker: str | None, data: Path, fleet: str | None, device_id: str | None, state: Path | None,
-    aggregator_key: bytes | None, **access_given: Any,
+    *, enrollment: Path | None, broker: str | None, data: Path, fleet: str | None, device_id: str | None,
+    state: Path | None, aggregator_key: bytes | None, **access_given: Any,
 ) -> "tuple[Settings, DeviceState | None, Path]":  # fmt: skip
     from edge_client.agent.state import Mode
     from edge_client.config import membership

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_PUBLISH = "PUBLISH_"
-"""Begins the variables of the credentials for --publish: another broker than the fleet's must not get the fleet's."""
+_PREFIX = "PROTOFLEET_PUBLISH_"
+"""Of the variables with credentials for --publish: its broker must not get the fleet's."""
 
 
 @click.command(
@@ -95,7 +95,7 @@ _PUBLISH = "PUBLISH_"
     help="MQTT broker to which answers are published as a sensor of Home Assistant.",
 )
 @click.option("--sensor", metavar="NAME", help="Name of that sensor  [default: the folder's name]")
-@functools.partial(access_options, of=_PUBLISH)
+@functools.partial(access_options, prefix=_PREFIX)
 @verbose_option
 def watch_command(  # noqa: PLR0913 - every option of the command line
     *, folder: Path, fleet: str, state: Path | None, provider: "Provider", threads: int | None,
@@ -131,7 +131,7 @@ def watch_command(  # noqa: PLR0913 - every option of the command line
         from edge_client.storage.stored_values import DeviceName
         from protocol.mqtt.tls import parse_brokers, warnings
 
-        access, name = read_access(**access_given, of=_PUBLISH), sensor or folder.resolve().name
+        access, name = read_access(**access_given, prefix=_PREFIX), sensor or folder.resolve().name
         broker = parse_brokers(publish, tls=access.tls)
         for warning in warnings(access, broker):
             log.warning("%s", warning)

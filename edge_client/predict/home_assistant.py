@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 DISCOVERY = "homeassistant"
 
 OWN_STATES = frozenset({"None", "unavailable", "unknown"})
-"""States of a sensor that has no value, and the payload that sets one: no answer may be published as one of them."""
+"""Home Assistant's own words for a sensor without a value: two states, and a payload that sets one of them."""
 
 
 class Sensor:

@@ -56,7 +56,8 @@ def test_all_is_well_in_a_closed_fleet(closed: ClosedFleet) -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [((), ("--fleet", "vineyard")), (("--fleet", "vineyard"), ()), ((), ("--fleet", "default"))]
+    ("before", "after"),
+    [((), ("--fleet", "vineyard")), (("--fleet", "vineyard"), ()), ((), ("--fleet", "default"))],
 )
 def test_another_fleet_than_the_enrolled_one_is_refused(
     closed: ClosedFleet, before: tuple[str, ...], after: tuple[str, ...]
