@@ -49,9 +49,16 @@ def _load_config(context: click.Context, _parameter: click.Parameter, path: Path
         context.default_map[str(options[key].name)] = [value] if is_single else value
 
 
+_PREFIX = "PROTOFLEET_"
+
+
+def _variable(option: str, prefix: str = _PREFIX) -> str:
+    return prefix + option.lstrip("-").replace("-", "_").upper()
+
+
 def setting(*names: str, **details: Any) -> Callable[[F], F]:
     """Return an option that can also be set by an environment variable; its default is shown if it has one."""
-    variable = "PROTOFLEET_" + names[0].lstrip("-").replace("-", "_").upper()
+    variable = _variable(names[0])
     shown = details.get("default") is not None
     return click.option(*names, **{"envvar": variable, "show_envvar": True, "show_default": shown, **details})
 
@@ -74,22 +81,28 @@ _ACCESS_OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("--cert", {"type": _file, "help": "Client certificate (PEM), if the broker requires one."}),
     ("--key", {"type": _file, "help": "Private key of --cert (PEM, without a password)."}),
     ("--username", {"help": "User name, if the broker requires a password."}),
-    ("--password-file", {"type": _file, "help": "File with the password in line 1; or set PROTOFLEET_PASSWORD."}),
+    ("--password-file", {"type": _file, "help": "File with the password in line 1; or set {password}."}),
 )  # fmt: skip
 
 
-def access_options(command: F) -> F:
-    """Add the options of `read_access` to a command, each with an environment variable."""
+def access_options(command: F, *, prefix: str = _PREFIX) -> F:
+    """Add the options of `read_access` to a command, each with an environment variable.
+
+    The variables of another broker than the fleet's have a prefix of their own, so that the fleet's credentials are not
+    sent there.
+    """
+    password = _variable("password", prefix)
     for name, details in reversed(_ACCESS_OPTIONS):
-        command = setting(name, **details)(command)
+        text = details["help"].format(password=password)
+        command = setting(name, **{**details, "help": text, "envvar": _variable(name, prefix)})(command)
     return command
 
 
 def read_access(
     *, tls: bool, ca: Path | None, cert: Path | None, key: Path | None, username: str | None,
-    password_file: Path | None,
+    password_file: Path | None, prefix: str = _PREFIX,
 ) -> "BrokerAccess":  # fmt: skip
-    """Return the TLS settings and credentials in the options of `access_options`.
+    """Return the TLS settings and credentials in the options of `access_options`, which got the same prefix.
 
     Raises:
         UsageError: an option requires another one.
@@ -99,13 +112,16 @@ def read_access(
 
     if (cert is None) != (key is None):
         raise click.UsageError("--cert and --key require each other: give both, or neither")
-    password = os.environ.get("PROTOFLEET_PASSWORD")
+    password = os.environ.get(variable := _variable("password", prefix))
     if password_file is not None:
         password = read_secret(password_file, what="password")
         if warning := readable_by_others(password_file):
             log.warning("%s", warning)
     if password is not None and username is None:
         raise click.UsageError("a password requires a user name: give --username")
+    if username is not None and password is None:
+        text = f"a user name requires a password: give --password-file, or set {variable}, which may be empty"
+        raise click.UsageError(text)
     return BrokerAccess(
         tls=tls or ca is not None or cert is not None,
         ca=ca,

@@ -56,17 +56,10 @@ def __getattr__(name: str) -> Any:
     """Import a public name when it is first used; raises RuntimeMissing if a package of an extra is not installed."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        value = getattr(import_module(_HOMES[name]), name)
-    except ModuleNotFoundError as error:
-        missing = (error.name or "").partition(".")[0]
-        if missing in {"aggregator", "edge_client", "protocol", "protofleet"}:
-            raise
-        from protocol.errors import RuntimeMissing, pip_command
+    from protofleet.packages import needed_packages
 
-        raise RuntimeMissing(
-            f"protofleet.{name} needs {missing}, which is not installed: {pip_command('aggregator,cpu')}"
-        ) from error
+    with needed_packages(name):
+        value = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
 

@@ -19,6 +19,7 @@ from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess, parse_broker
 from protocol.storage.state_folder import default_state_folder
 from protofleet.embedded import Callback, Embedded
 from protofleet.model import Model
+from protofleet.packages import needed_packages
 
 
 class Aggregator(Embedded):
@@ -71,6 +72,7 @@ class Aggregator(Embedded):
         """The state directory."""
         return self._folder
 
+    @needed_packages("Aggregator")
     def _run(self, on_ready: Callable[[], None]) -> None:
         self._queue = queue.SimpleQueue()
         with closing(open_store(self._folder, lock=True)) as store:

@@ -38,7 +38,7 @@ class Device(Embedded):
             are found while it runs.
         broker: `HOST` or `HOST:PORT`; None for the one in the enrollment.
         state: state directory; None for the fleet's, `~/.local/state/protofleet/FLEET`.
-        fleet: name of the fleet.
+        fleet: name of the fleet; None for the one in the enrollment, or else `default`.
         device_id: name of the device; None derives one from the machine.
         enrollment: directory made by `aggregator enroll`, for a closed fleet.
         access: TLS settings and credentials for the broker.
@@ -62,7 +62,7 @@ class Device(Embedded):
         *,
         broker: str | None = None,
         state: str | os.PathLike[str] | None = None,
-        fleet: str = "default",
+        fleet: str | None = None,
         device_id: str | None = None,
         enrollment: str | os.PathLike[str] | None = None,
         access: BrokerAccess = NO_AUTHENTICATION,
@@ -84,7 +84,7 @@ class Device(Embedded):
         member = membership(
             Path(enrollment) if enrollment is not None else None,
             broker=broker,
-            fleet=None if enrollment is not None else fleet,
+            fleet=fleet,
             device_id=device_id,
             access=access,
         )

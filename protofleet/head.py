@@ -20,6 +20,7 @@ from aggregator.training.robust.training_set import judged_set
 from protocol.errors import ConfigError
 from protocol.models.onnx_metadata import HeadMetadata
 from protocol.storage.blobstore import write_atomically
+from protofleet.packages import needed_packages
 from protofleet.prototypes import check_rows
 
 ROBUST = Robust()
@@ -69,6 +70,7 @@ class Head:
         """Return the most probable class, int64 (n,), of each of n features."""
         return np.asarray(self.logits(features).argmax(axis=1), np.int64)
 
+    @needed_packages("Head.save")
     def save(
         self,
         path: str | os.PathLike[str],
@@ -79,6 +81,7 @@ class Head:
         `Model.load` opens it, and so does any program with ONNX Runtime (docs/export.md).
 
         Raises:
+            RuntimeMissing: a package of the extra `aggregator` is not installed.
             BackboneMismatch: the backbones do not give the head's features.
             StateError: the file cannot be written.
         """
@@ -102,6 +105,7 @@ class Head:
         write_atomically(Path(path), fuse(contents, head))
 
 
+@needed_packages("train_head")
 def train_head(
     devices: Mapping[str, Prototypes] | Sequence[Prototypes],
     *,
@@ -127,6 +131,7 @@ def train_head(
         on_progress: called with `prototypes`, and during the training of an adapter with `epoch`, `epochs` and `loss`.
 
     Raises:
+        RuntimeMissing: a package of the extra `aggregator` is not installed.
         ConfigError: there are no prototypes, prototypes of different lengths or not finite, labels that are no class,
             counts below 1, or another recipe.
         ProtofleetError: the prototypes cannot be trained on.

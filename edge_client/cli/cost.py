@@ -49,11 +49,10 @@ def measure(*, data: Path, backbones: Sequence[Path], **options: Any) -> dict[st
     shown: list[tuple[PreparedSubmission, int]] = []
     with tempfile.TemporaryDirectory() as folder:
         store = DeviceState(Path(folder) / "state")
-        files = {path.name: path.read_bytes() for path in backbones}
-        blobs = [
-            BlobRef(digest=store.blobs.put(data), size_bytes=len(data), name=name)
-            for name, data in files.items()
-        ]
+        blobs = []
+        for path in dict.fromkeys(backbones):
+            content = path.read_bytes()
+            blobs.append(BlobRef(digest=store.blobs.put(content), size_bytes=len(content), name=path.name))
         # The defaults of a task file's `[client]`.
         manifest = TaskManifest(
             fleet="cost",

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from edge_client.cli.options import (
     fleet_option,
@@ -56,6 +57,9 @@ def doctor_command(context: click.Context, /, *, as_json: bool, **options: Any) 
     """
     from protocol.doctor.findings import report
 
+    contexts = [context] if context.parent is None else [context, context.parent]
+    if all(each.get_parameter_source("fleet") is ParameterSource.DEFAULT for each in contexts):
+        options["fleet"] = None
     key = context.parent.params["aggregator_key"] if context.parent is not None else None
     settings, store, folder = _settings(aggregator_key=key, **options)
     context.exit(report(_findings(settings, store, folder), as_json=as_json))
@@ -76,8 +80,8 @@ def _findings(settings: "Settings", store: "DeviceState | None", folder: Path) -
 
 
 def _settings(
-    *, enrollment: Path | None, broker: str | None, data: Path, fleet: str, device_id: str | None, state: Path | None,
-    aggregator_key: bytes | None, **access_given: Any,
+    *, enrollment: Path | None, broker: str | None, data: Path, fleet: str | None, device_id: str | None,
+    state: Path | None, aggregator_key: bytes | None, **access_given: Any,
 ) -> "tuple[Settings, DeviceState | None, Path]":  # fmt: skip
     from edge_client.agent.state import Mode
     from edge_client.config import membership
@@ -88,7 +92,7 @@ def _settings(
     member = membership(
         enrollment,
         broker=broker,
-        fleet=None if enrollment is not None else fleet,
+        fleet=fleet,
         device_id=device_id,
         access=read_access(**access_given),
         aggregator_key=aggregator_key,

@@ -1,5 +1,6 @@
 """`edge-client watch`."""
 
+import functools
 import logging
 import time
 from contextlib import closing, nullcontext, suppress
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
     from edge_client.storage.stored_values import InstalledHead
 
 log = logging.getLogger(__name__)
+
+_PREFIX = "PROTOFLEET_PUBLISH_"
+"""Of the variables with credentials for --publish: its broker must not get the fleet's."""
 
 
 @click.command(
@@ -91,7 +95,7 @@ log = logging.getLogger(__name__)
     help="MQTT broker to which answers are published as a sensor of Home Assistant.",
 )
 @click.option("--sensor", metavar="NAME", help="Name of that sensor  [default: the folder's name]")
-@access_options
+@functools.partial(access_options, prefix=_PREFIX)
 @verbose_option
 def watch_command(  # noqa: PLR0913 - every option of the command line
     *, folder: Path, fleet: str, state: Path | None, provider: "Provider", threads: int | None,
@@ -115,18 +119,22 @@ def watch_command(  # noqa: PLR0913 - every option of the command line
     start_logging(verbose=verbose)
     if not folder.is_dir():
         raise ConfigError(f"expected a folder to watch, got {folder}")
-    if sensor is not None and publish is None:
-        raise ConfigError("--sensor names what --publish HOST publishes: give both")
+    if publish is None and (sensor is not None or any(access_given.values())):
+        raise ConfigError(
+            "--sensor, --username and the other options of a broker belong to --publish: give --publish HOST"
+        )
     output = printer(as_json=as_json, as_csv=as_csv)
     store = open_state_to_predict(state, fleet)
     opened = None
     if publish is not None:
         from edge_client.predict.home_assistant import Sensor
         from edge_client.storage.stored_values import DeviceName
-        from protocol.mqtt.tls import parse_brokers
+        from protocol.mqtt.tls import parse_brokers, warnings
 
-        access, name = read_access(**access_given), sensor or folder.resolve().name
+        access, name = read_access(**access_given, prefix=_PREFIX), sensor or folder.resolve().name
         broker = parse_brokers(publish, tls=access.tls)
+        for warning in warnings(access, broker):
+            log.warning("%s", warning)
         opened = Sensor(broker, access, device=store.get(DeviceName).value, name=name, folder=folder)
         output = published(output, opened)
     if changes:

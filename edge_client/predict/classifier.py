@@ -1,4 +1,4 @@
-"""A head with its backbones and its prior: from images to classes or "unknown", offline."""
+"""A head with its backbones and its prior: from images to classes or "unrecognized", offline."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -25,7 +25,8 @@ Guard = Callable[[], AbstractContextManager[None]]
 """A context in which a part of a model runs; it counts the program's crashes there."""
 
 
-UNKNOWN, UNSURE = "unknown", "unsure"
+UNRECOGNIZED, UNSURE = "unrecognized", "unsure"
+"""Answers that are no class. Not "unknown": Home Assistant gives this state to a sensor without a value."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,8 @@ class Prediction:
 
     @property
     def answer(self) -> str:
-        """`unknown`, `unsure`, or the label."""
-        return UNKNOWN if self.known is False else self.label if self.is_sure else UNSURE
+        """`unrecognized`, `unsure`, or the label."""
+        return UNRECOGNIZED if self.known is False else self.label if self.is_sure else UNSURE
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of a JSON answer."""
@@ -58,7 +59,7 @@ class Prediction:
 
 
 NO_THRESHOLD = (
-    "this head is not calibrated, so no image is answered as unknown; a fleet needs 50 held-out images"
+    "this head is not calibrated, so no image is answered as unrecognized; a fleet needs 50 held-out images"
 )
 
 

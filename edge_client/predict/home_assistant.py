@@ -11,8 +11,9 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from edge_client.predict.classifier import UNKNOWN, UNSURE, Prediction
+from edge_client.predict.classifier import UNRECOGNIZED, UNSURE, Prediction
 from protocol import __version__
+from protocol.cli import plain
 from protocol.log import event
 from protocol.mqtt import reconnecting_session as mqtt
 from protocol.mqtt.tls import BrokerAccess, Brokers
@@ -21,6 +22,9 @@ from protocol.wire.codec import digest_of
 log = logging.getLogger(__name__)
 
 DISCOVERY = "homeassistant"
+
+OWN_STATES = frozenset({"None", "unavailable", "unknown"})
+"""Home Assistant's own words for a sensor without a value: two states, and a payload that sets one of them."""
 
 
 class Sensor:
@@ -37,7 +41,7 @@ class Sensor:
     def __init__(
         self, broker: Brokers, access: BrokerAccess, *, device: str, name: str, folder: Path
     ) -> None:
-        self._device, self._name = device, name
+        self._device, self._name = device, plain(name)
         digest = digest_of(os.fsencode(folder.resolve())).hex()[:8]
         self._id = re.sub(r"[^A-Za-z0-9_-]+", "-", f"protofleet-{device}")[:100] + f"-{digest}"
         self._lock = threading.Lock()
@@ -98,7 +102,7 @@ class Sensor:
             "name": self._name,
             "unique_id": self._id,
             "device_class": "enum",
-            "options": list(dict.fromkeys([*classes, UNKNOWN, UNSURE])),
+            "options": list(dict.fromkeys([*map(_sensor_state, classes), UNRECOGNIZED, UNSURE])),
             "icon": "mdi:camera-iris",
             "state_topic": self._topic("state"),
             "value_template": "{{ value_json.answer }}",
@@ -113,10 +117,14 @@ class Sensor:
         }
 
 
+def _sensor_state(answer: str) -> str:
+    return f"class {answer}" if answer in OWN_STATES else answer
+
+
 def _state(prediction: Prediction) -> dict[str, object]:
     label, probability = prediction.top[0]
     return {
-        "answer": prediction.answer,
+        "answer": _sensor_state(prediction.answer),
         "label": label,
         "probability": round(probability, 4),
         "known": prediction.known,

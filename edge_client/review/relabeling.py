@@ -41,12 +41,16 @@ class Relabeling:
     def move(self, image: LabeledImage, path: Path, label: int | None) -> Path:
         """Move an image that is at `path` into the folder of a class, or for None of no class; return its new path.
 
+        Its own class is where it was found, which may be a folder below the class's.
+
         Raises:
             NotMoved: it is not the image that was found, is a link, or the disk fails.
         """
         folder = self._others if label is None else self._folders[label]
         if folder is None:
             raise NotMoved("no folder for images of none of the classes: give --unlabeled")
+        if folder in image.path.parents:
+            folder = image.path.parent
         if path.parent == folder:
             return path
         status = path.lstat() if path.exists() else None
@@ -60,12 +64,19 @@ class Relabeling:
         """Move the image that was moved last back; return where it was and where it is; None if none was moved.
 
         Raises:
-            NotMoved: the disk fails, or another image has its name there.
+            NotMoved: the disk fails, and the move can be undone later; or the image is gone.
         """
         if not self._moves:
             return None
-        before, after = self._moves.pop()
-        return after, _move(after, before.parent, before.name)
+        before, after = self._moves[-1]
+        try:
+            moved = _move(after, before.parent, before.name)
+        except NotMoved:
+            if not os.path.lexists(after):
+                self._moves.pop()
+            raise
+        self._moves.pop()
+        return after, moved
 
 
 def _move(path: Path, folder: Path, name: str) -> Path:

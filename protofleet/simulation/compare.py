@@ -16,6 +16,7 @@ from export.block_files import block_tensors, cut, fastest_seconds
 from protocol.errors import ConfigError
 from protocol.models.onnx_metadata import BackboneMetadata
 from protofleet.features import load_backbones
+from protofleet.packages import needed_packages
 from protofleet.simulation.candidates import Candidate, list_candidates
 from protofleet.simulation.cross_validation import (
     LOGISTIC,
@@ -93,6 +94,7 @@ class Comparison:
     findings: tuple[Finding, ...]
 
 
+@needed_packages("compare", extras="aggregator,cpu,export")
 def compare(
     images: str | os.PathLike[str] | Load,
     files: Sequence[str | os.PathLike[str]],

@@ -13,6 +13,7 @@ from aggregator.algorithms.registry import ALGORITHMS as REGISTERED
 from aggregator.config.schema import Robust
 from aggregator.training.robust.weights import Counting
 from protocol.errors import ConfigError
+from protofleet.packages import needed_packages
 from protofleet.simulation import algorithms as methods
 from protofleet.simulation.algorithms import Trained
 from protofleet.simulation.dataset import Dataset
@@ -119,6 +120,7 @@ class Simulation:
         return {**vars(self), "images": self.images.tolist(), "results": results}
 
 
+@needed_packages("simulate")
 def simulate(
     data: Dataset,
     *,

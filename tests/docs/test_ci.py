@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[2]
 
@@ -58,3 +59,28 @@ def test_ci_installs_every_package_that_a_skip_names() -> None:
     texts = [file.read_text(encoding="utf-8") for file in (ROOT / "tests").rglob("*.py")]
     needed = {name for text in texts for name in re.findall(r'apt-get install ([a-z-]+)[ a-z]*"', text)}
     assert {"mosquitto", "postgresql"} <= needed <= set(installed)
+
+
+WORKFLOWS = ROOT / ".github" / "workflows"
+
+
+@pytest.mark.parametrize("name", ["ci", "release"])
+def test_actions_are_named_by_commit(name: str) -> None:
+    """A tag can be moved to other code; the version stands behind the commit."""
+    used = re.findall(r"(?m)^ *- uses: (.*)$", (WORKFLOWS / f"{name}.yml").read_text(encoding="utf-8"))
+    assert used
+    for action in used:
+        assert re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}  # v\d+\.\d+\.\d+", action)
+
+
+def test_release_is_built_by_pinned_tools_that_may_write_nothing() -> None:
+    """The jobs that may sign or publish run no tool of the build."""
+    release = yaml.safe_load((WORKFLOWS / "release.yml").read_text(encoding="utf-8"))
+    build, *others = release["jobs"].values()
+    assert build.get("permissions", release["permissions"]) == {"contents": "read"}
+    installed = [step["run"] for step in build["steps"] if "install " in step.get("run", "")]
+    assert installed == [
+        "pip install --require-hashes --only-binary :all: --requirement .github/release-tools.txt"
+    ]
+    commands = {step["run"].split()[0] for job in others for step in job["steps"] if "run" in step}
+    assert commands == {"gh", "mkdir"}

@@ -273,6 +273,15 @@ def test_units_are_valid(unit: str, tmp_path: Path) -> None:
     assert not [line for line in done.stderr.splitlines() if unit in line]
 
 
+def test_each_program_has_a_user_of_its_own() -> None:
+    """A device runs graphs from the network beside an aggregator's keys; the mosquitto unit has mosquitto's user."""
+    users = [
+        re.search(r"(?m)^User=(.*)$", file.read_text(encoding="utf-8")) for file in DEPLOY.glob("*.service")
+    ]
+    names = [found[1] for found in users if found is not None]
+    assert len(names) == len(set(names)) == 6
+
+
 def test_units_of_one_and_of_several_fleets_confine_alike() -> None:
     """All lines of the sandbox are in both."""
     one, several = (

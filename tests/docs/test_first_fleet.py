@@ -33,9 +33,7 @@ TIMEOUT_S = 300
 DEVICES = {"shed": ("apple", "pear"), "yard": ("pear", "plum"), "gate": ("apple", "plum")}
 COLORS = {"apple": (200, 30, 30), "pear": (180, 190, 40), "plum": (90, 30, 130)}
 BOARDS = dict(zip(("pi-1", "pi-2", "pi-3"), DEVICES.values(), strict=True))
-SCRIPT = (
-    "sudo sh deploy/install-device.sh protofleet-0.1.0-py3-none-any.whl SHA256 device.lock pi-1 /srv/images"
-)
+SCRIPT = "sudo sh device/install-device.sh SHA256 pi-1 /srv/images"
 ENVIRONMENT = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 
 
@@ -132,64 +130,124 @@ def wheel(folder: Path, name: str, *, requires: str = "", program: str = "", tex
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+def prepare_installation(folder: Path) -> Path:
+    """Write install-device.sh for a folder in place of /, with programs that record their calls; return its folder."""
+    device, programs = folder / "device", folder / "programs"
+    for path in (device, folder / "opt", folder / "etc/systemd/system", programs):
+        path.mkdir(parents=True)
+    text = (DEPLOY / "install-device.sh").read_text(encoding="utf-8")
+    text = re.sub(r"/(?=(opt|etc)/)", f"{folder}/", text)
+    (device / "install-device.sh").write_text(text, encoding="utf-8")
+    shutil.copy(DEPLOY / "edge-client.service", device)
+    for name in ("apt-get", "chown", "id", "systemctl", "runuser"):
+        (programs / name).write_text(f'#!/bin/sh\necho {name} "$@" >> {folder}/calls\n', encoding="ascii")
+        (programs / name).chmod(0o755)
+    return device
+
+
+def checksum(device: Path) -> str:
+    """Write SHA256SUMS as the page says, and return its checksum."""
+    (command,) = (line for line in commands("mkdir device") if "SHA256SUMS" in line)
+    (device / "SHA256SUMS").unlink(missing_ok=True)
+    done = subprocess.run(
+        ["sh", "-c", command], cwd=device.parent, check=True, capture_output=True, text=True
+    )
+    return done.stdout.split()[0]
+
+
 def install_device(
     folder: Path, sha256: str, images: str = "images", fleet: str = "broker.example"
 ) -> subprocess.CompletedProcess[str]:
-    """Run install-device.sh with pip, below a folder in place of /; nothing is asked of the system's programs."""
-    script, programs = folder / "deploy" / "install-device.sh", folder / "programs"
-    if not script.exists():
-        script.parent.mkdir()
-        shutil.copy(DEPLOY / "edge-client.service", script.parent)
-        text = (DEPLOY / script.name).read_text(encoding="utf-8")
-        script.write_text(re.sub(r"/(?=(opt|etc)/)", f"{folder}/", text), encoding="utf-8")
-        for name in ("opt", "etc/systemd/system", programs.name):
-            (folder / name).mkdir(parents=True)
-        for name in ("apt-get", "chown", "id", "systemctl", "runuser"):
-            (programs / name).write_text(f'#!/bin/sh\necho {name} "$@" >> {folder}/calls\n', encoding="ascii")
-            (programs / name).chmod(0o755)
+    """Run install-device.sh with pip; nothing is asked of the system's programs."""
     (folder / images).mkdir(exist_ok=True)
-    arguments = ("protofleet-1.0-py3-none-any.whl", sha256, "device.lock", fleet, images)
-    path = f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    path = f"{folder / 'programs'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     env = {**os.environ, "PATH": path, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(folder)}
     return subprocess.run(
-        ["sh", script, *arguments], cwd=folder, env=env, check=False, capture_output=True, text=True
+        ["sh", "device/install-device.sh", sha256, fleet, images],
+        cwd=folder,
+        env=env,
+        check=False,
+        capture_output=True,
+        text=True,
     )
 
 
 def test_installation_script_installs_what_the_checksums_are_of(tmp_path: Path) -> None:
-    """A wheel with another sha256, a package with another one and a package that the lock lacks stop it."""
+    """A package with another sha256, and one that the lock lacks, stop it; a swapped file is not installed."""
+    device, calls = prepare_installation(tmp_path), tmp_path / "calls"
     package = wheel(tmp_path, "dependency")
-    sha256 = wheel(tmp_path, "protofleet", requires="dependency", program="edge-client")
-    lock, calls = tmp_path / "device.lock", tmp_path / "calls"
+    wheel(device, "protofleet", requires="dependency", program="edge-client")
+    lock = device / "device.lock"
     lock.write_text("# empty\n", encoding="ascii")
 
-    refused = install_device(tmp_path, "0" * 64)
-    assert refused.returncode == 1
-    assert f"protofleet-1.0-py3-none-any.whl is not {'0' * 64}" in refused.stderr
-    assert not calls.exists()
-    incomplete = install_device(tmp_path, sha256)
+    incomplete = install_device(tmp_path, checksum(device))
     assert "protofleet 1.0 requires dependency, which is not installed" in incomplete.stdout
     lock.write_text(f"dependency==1.0 --hash=sha256:{'0' * 64}\n", encoding="ascii")
-    assert "DO NOT MATCH THE HASHES" in install_device(tmp_path, sha256).stderr
+    assert "DO NOT MATCH THE HASHES" in install_device(tmp_path, checksum(device)).stderr
     lock.write_text("dependency==1.0\n", encoding="ascii")
-    assert "Hashes are required" in install_device(tmp_path, sha256).stderr
+    assert "Hashes are required" in install_device(tmp_path, checksum(device)).stderr
     assert "systemctl" not in calls.read_text(encoding="utf-8")
 
-    lock.write_text(f"dependency==1.0 --hash=sha256:{package}\n", encoding="ascii")
+    lock.write_text(
+        f"dependency==1.0 \\\n    --hash=sha256:{package}\n    # via protofleet\n", encoding="ascii"
+    )
+    sha256 = checksum(device)
+    swap = f"rm -r {device}/*.whl {lock}; echo swapped > {device}/edge-client.service\n"
+    with (tmp_path / "programs" / "apt-get").open("a", encoding="ascii") as program:
+        program.write(swap)  # while the script runs, which has verified its own copies
     installed = install_device(tmp_path, sha256)
     assert installed.returncode == 0, installed.stderr
     settings = tomllib.loads((tmp_path / "etc/protofleet/edge-client.toml").read_text(encoding="utf-8"))
     assert settings == {"broker": "broker.example", "data": str(tmp_path / "images")}
+    unit = (tmp_path / "etc/systemd/system/edge-client.service").read_text(encoding="utf-8")
+    assert unit == (DEPLOY / "edge-client.service").read_text(encoding="utf-8")
     assert "systemctl restart edge-client" in calls.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "changed", ["SHA256SUMS", "protofleet-1.0-py3-none-any.whl", "device.lock", "edge-client.service"]
+)
+def test_installation_script_refuses_a_changed_file(tmp_path: Path, changed: str) -> None:
+    """Before anything is installed."""
+    device = prepare_installation(tmp_path)
+    wheel(device, "protofleet")
+    (device / "device.lock").touch()
+    sha256 = checksum(device)
+    with (device / changed).open("ab") as file:
+        file.write(b"# changed\n")
+    refused = install_device(tmp_path, sha256)
+    assert refused.returncode == 1
+    assert f"the sha256 of {changed} is not" in refused.stderr
+    (device / changed).unlink()
+    assert f"no file {changed} beside the script" in install_device(tmp_path, sha256).stderr
+    assert not (tmp_path / "calls").exists()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--index-url https://other.example",
+        "    --extra-index-url https://other.example",
+        "-r other.lock",
+        "dependency @ https://other.example/dependency.whl",
+        "dependency==1.0 --config-settings=a=b",
+        "dependency==1.0 ; python_version > '3' --hash=md5:0",
+    ],
+)
+def test_installation_script_refuses_options_in_the_lock_file(tmp_path: Path, line: str) -> None:
+    device = prepare_installation(tmp_path)
+    wheel(device, "protofleet")
+    (device / "device.lock").write_text(f"# made by uv\n{line}\n", encoding="ascii")
+    refused = install_device(tmp_path, checksum(device))
+    assert refused.returncode == 1
+    assert f"in device.lock, got line 2:{line}" in refused.stderr
+    assert not (tmp_path / "calls").exists()
 
 
 @pytest.mark.parametrize("images", ['a"b', "a\\b", "a\nb"])
 def test_installation_script_refuses_paths_that_settings_cannot_hold(tmp_path: Path, images: str) -> None:
-    refused = install_device(tmp_path, wheel(tmp_path, "protofleet"), images)
-    assert refused.returncode == 2
-    assert "no lock file at device.lock" in refused.stderr
-    (tmp_path / "device.lock").touch()
-    refused = install_device(tmp_path, wheel(tmp_path, "protofleet"), images)
+    prepare_installation(tmp_path)
+    refused = install_device(tmp_path, "0" * 64, images)
     assert refused.returncode == 2
     assert "rename the folder" in refused.stderr
     assert not (tmp_path / "calls").exists()
@@ -243,8 +301,8 @@ def test_commands_lead_to_a_head_on_three_boards(tmp_path: Path) -> None:
     status = run(commands("aggregator status")[0])
     assert all(board in status for board in BOARDS)
     assert "head 1" in status
-    predict = commands("sudo -u protofleet /opt/protofleet/bin/edge-client predict")[0]
-    predict = predict.removeprefix("sudo -u protofleet ").replace("/opt/", f"{tmp_path}/pi-1-board/opt/")
+    predict = commands("sudo -u edge-client /opt/protofleet/bin/edge-client predict")[0]
+    predict = predict.removeprefix("sudo -u edge-client ").replace("/opt/", f"{tmp_path}/pi-1-board/opt/")
     assert "plum" in run(predict.replace("/var/lib/protofleet/edge-client", f"{tmp_path}/pi-1-board/state"))
 
 
@@ -255,13 +313,14 @@ def start_board(
     board = folder / f"{name}-board"
     draw(board / "images", classes, rng)
     shutil.copytree(folder / name, board / name)
-    (board / "device.lock").write_text("", encoding="ascii")
-    sha256 = wheel(board, "protofleet", program="edge-client", text=f"""
+    device = prepare_installation(board)
+    (device / "device.lock").write_text("", encoding="ascii")
+    wheel(device, "protofleet", program="edge-client", text=f"""
 import os, sys
 def main() -> None:
     os.execv({sys.executable!r}, [{sys.executable!r}, "-m", "edge_client.cli", *sys.argv[1:]])
 """)  # fmt: skip
-    installed = install_device(board, sha256, fleet=name)
+    installed = install_device(board, checksum(device), fleet=name)
     assert installed.returncode == 0, installed.stdout + installed.stderr
     service = (board / "etc/systemd/system/edge-client.service").read_text(encoding="utf-8")
     (started,) = re.findall(r"(?m)^ExecStart=(.*)$", service)

@@ -150,7 +150,7 @@ def test_fleet_gets_one_calibrated_head(fleet: Fleet, tmp_path: Path) -> None:
     assert (predicted["head_version"], predicted["known"]) == (2, True)
     noise = np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)
     Image.fromarray(noise).save(foreign := tmp_path / "foreign.png")
-    assert fleet.predict("a", foreign)["answer"] == "unknown"
+    assert fleet.predict("a", foreign)["answer"] == "unrecognized"
     assert fleet.log("aggregator").count("head calibrated version=2 of=1 held_out_images=96") == 1
 
 

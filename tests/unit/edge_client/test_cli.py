@@ -179,6 +179,20 @@ def test_cost_of_a_backbone_is_measured_without_a_fleet(here: Path) -> None:
     assert "--json needs --dry-run and --backbone" in refused.output
 
 
+def test_cost_is_that_of_all_backbones_whatever_their_names(here: Path) -> None:
+    write_images(here / "data", count=6)
+    sizes = []
+    files = [here / "a" / "tiny.onnx", here / "b" / "tiny.onnx"]
+    for number, file in enumerate(files):
+        file.parent.mkdir()
+        file.write_bytes(tiny_backbone(seed=number))
+    for backbones in (files[:1], files):
+        options = [each for file in backbones for each in ("--backbone", str(file))]
+        done = CliRunner().invoke(cli, ["--dry-run", "--json", *options, "--data", str(here / "data")])
+        sizes.append(json.loads(done.output.splitlines()[-1])["upload_bytes"])
+    assert sizes[1] > sizes[0]
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Return a device's enrollment, beside a data folder."""
@@ -231,12 +245,23 @@ def test_options_override_the_enrollment(folder: Path, started: list[Settings]) 
     """Broker, authority, certificate, aggregator key and password."""
     files = ("--ca", "other.crt", "--cert", "a.crt", "--key", "a.key")
     key = ("--aggregator-key", "0a" * 32)
-    run(folder, "--enrollment", str(folder), "--broker", "10.0.0.1:1", *files, *key, "--username", "shed-1")
+    run(
+        folder,
+        "--enrollment",
+        str(folder),
+        "--broker",
+        "10.0.0.1:1",
+        *files,
+        *key,
+        "--username",
+        "shed-1",
+        PROTOFLEET_PASSWORD="secret",
+    )
     (settings,) = started
     assert settings.broker == (BrokerAddress("10.0.0.1", 1),)
     access = settings.access
     assert (access.ca, access.certificate, access.key) == (Path("other.crt"), Path("a.crt"), Path("a.key"))
-    assert (access.username, access.tls) == ("shed-1", True)
+    assert (access.username, access.password, access.tls) == ("shed-1", "secret", True)
     assert settings.identity.aggregator_key == bytes([10] * 32)
     assert settings.identity.signing_key == read_enrollment(folder).signing_key
 

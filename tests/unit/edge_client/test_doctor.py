@@ -55,6 +55,17 @@ def test_all_is_well_in_a_closed_fleet(closed: ClosedFleet) -> None:
     assert not (closed.root / "device").exists()
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((), ("--fleet", "vineyard")), (("--fleet", "vineyard"), ()), ((), ("--fleet", "default"))],
+)
+def test_another_fleet_than_the_enrolled_one_is_refused(
+    closed: ClosedFleet, before: tuple[str, ...], after: tuple[str, ...]
+) -> None:
+    done = CliRunner().invoke(cli, [*before, "doctor", "--enrollment", str(closed.root / DEVICE), *after])
+    assert "omit --fleet, or use the other enrollment" in str(done.exception)
+
+
 @needs_mosquitto
 def test_access_list_is_found_too_narrow_or_too_wide(
     closed: ClosedFleet, monkeypatch: pytest.MonkeyPatch

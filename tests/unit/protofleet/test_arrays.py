@@ -355,3 +355,30 @@ def test_prior_of_the_images_that_are_given(tmp_path: Path) -> None:
     for prior in ("labels", "image"):
         with pytest.raises(ConfigError, match="prior"):
             next(model.predict_all([IMAGE], prior=prior))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("missing", "code", "name"),
+    [
+        ("scipy", "train_head([p, p, p], classes=2)", "train_head"),
+        ("onnx", "Head.save(None, 'model.onnx', 'backbone.onnx')", "Head.save"),
+    ],
+)
+def test_function_that_needs_a_package_of_an_extra_names_it(
+    tmp_path: Path, missing: str, code: str, name: str
+) -> None:
+    (tmp_path / f"{missing}.py").write_text(f"raise ModuleNotFoundError('hidden', name={missing!r})")
+    program = f"""
+import numpy as np
+from protofleet import Head, Prototypes, train_head
+p = Prototypes(np.eye(4, dtype=np.float32), labels=np.array([0, 0, 1, 1]), counts=np.full(4, 5))
+{code}
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(__file__).parents[3]}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert f"RuntimeMissing: protofleet.{name} needs {missing}, which is not installed: pip" in done.stderr

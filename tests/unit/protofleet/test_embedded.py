@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 import protofleet
+from aggregator.security.enrollment import enroll
+from aggregator.storage.open_store import open_store
 from protocol.errors import ConfigError, StateError
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from tests.support.fleets.fleet import write_digits, write_task
@@ -147,6 +149,12 @@ def test_settings_are_checked_before_the_start(tmp_path: Path) -> None:
         protofleet.Device(tmp_path / "missing", broker="127.0.0.1")
     with pytest.raises(ConfigError, match="expected a broker"):
         protofleet.Device(tmp_path)
+    store = open_store(tmp_path / "aggregator")
+    enroll(store, "shed-1", broker="broker.example", fleet="orchard", out=tmp_path / "shed-1")
+    store.close()
+    with pytest.raises(ConfigError, match="omit --fleet, or use the other enrollment"):
+        protofleet.Device(tmp_path, enrollment=tmp_path / "shed-1", fleet="vineyard")
+    assert protofleet.Device(tmp_path, enrollment=tmp_path / "shed-1").state.name == "orchard"
     with pytest.raises(ConfigError, match="cannot read the task file"):
         protofleet.Aggregator(tmp_path / "missing.toml")
     task = write_task(tmp_path, classes=CLASSES)

@@ -246,14 +246,14 @@ def images(tmp_path: Path) -> list[Path]:
 @pytest.mark.parametrize(
     ("threshold", "min_probability", "answers", "known"),
     [
-        (1e-5, 0.0, ["cat", "unknown"], [True, False]),
-        (1e-5, 0.6, ["unsure", "unknown"], [True, False]),
+        (1e-5, 0.0, ["cat", "unrecognized"], [True, False]),
+        (1e-5, 0.6, ["unsure", "unrecognized"], [True, False]),
         (2.0, 0.6, ["unsure", "unsure"], [True, True]),
         (2.0, 0.5, ["cat", "cat"], [True, True]),
         (None, 0.0, ["cat", "cat"], [None, None]),
     ],
 )
-def test_answer_is_unknown_above_the_threshold_and_unsure_below_the_minimum(
+def test_answer_is_unrecognized_above_the_threshold_and_unsure_below_the_minimum(
     tmp_path: Path, images: list[Path], threshold: float | None, min_probability: float, answers: list[str],
     known: list[bool | None],
 ) -> None:  # fmt: skip
@@ -304,9 +304,9 @@ def test_programs_print_the_answer(
         printed.append(capsys.readouterr().out.splitlines())
     text, as_json, as_csv = printed
     scores = "cat 55.0%  dog 45.0%"
-    assert text == [f"{images[0]}: {scores}", f"{images[1]}: unknown ({scores})"]
-    assert [json.loads(line)["answer"] for line in as_json] == ["cat", "unknown"]
-    assert [row["answer"] for row in csv.DictReader(as_csv)] == ["cat", "unknown"]
+    assert text == [f"{images[0]}: {scores}", f"{images[1]}: unrecognized ({scores})"]
+    assert [json.loads(line)["answer"] for line in as_json] == ["cat", "unrecognized"]
+    assert [row["answer"] for row in csv.DictReader(as_csv)] == ["cat", "unrecognized"]
 
 
 def test_watch_prints_changes_only(
@@ -320,7 +320,7 @@ def test_watch_prints_changes_only(
     for path, prediction in using.predict(paths, top=2):
         output(path, prediction, using.installed)
     printed = capsys.readouterr()
-    assert [json.loads(line)["answer"] for line in printed.out.splitlines()] == ["cat", "unknown"]
+    assert [json.loads(line)["answer"] for line in printed.out.splitlines()] == ["cat", "unrecognized"]
     assert "none.png" in printed.err
 
 

@@ -11,21 +11,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from edge_client.cli import cli
 from edge_client.cli.predict import printer
 from edge_client.cli.watch import classify_new, published
 from edge_client.data.class_prior import NO_PRIOR
 from edge_client.data.extraction import Refusal
+from edge_client.predict import home_assistant
 from edge_client.predict.classifier import Prediction
 from edge_client.predict.folder_watch import GIVE_UP_S, SETTLE_S, FolderWatch
 from edge_client.predict.head_in_use import HeadInUse
 from edge_client.predict.home_assistant import Sensor
 from edge_client.predict.majority import Majority
+from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import InstalledHead
+from protocol.errors import ConfigError
 from protocol.mqtt.reconnecting_session import BrokerAddress, Connected, Received
-from protocol.mqtt.tls import NO_AUTHENTICATION
+from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess
 from tests.support.devices.device_bench import CONSTANT, HeadBench
 from tests.support.devices.device_factory import image_file
 from tests.support.network.brokers import Mosquitto, mosquitto
@@ -208,16 +213,48 @@ def test_sensor_is_as_home_assistant_documents_it(address: BrokerAddress, broker
             assert _read(address, config["availability_topic"]) == "online"
             assert config["json_attributes_topic"] == config["state_topic"]
             assert config["value_template"] == "{{ value_json.answer }}"
-            assert (config["device_class"], config["options"]) == ("enum", [*CLASSES, "unknown", "unsure"])
+            assert (config["device_class"], config["options"]) == (
+                "enum",
+                [*CLASSES, "unrecognized", "unsure"],
+            )
             assert config["unique_id"] == ID
             assert config["device"]["identifiers"] == ["protofleet-shed-1"]
             assert config["origin"]["name"] == "protofleet"
             sensor.publish(_prediction("bee", known=False), CLASSES)
-            while b'"unknown"' not in heard.wait(Received).payload:
+            while b'"unrecognized"' not in heard.wait(Received).payload:
                 pass
         while (last := heard.wait(Received)).payload != b"offline":
             pass
         assert last.topic == config["availability_topic"]
+
+
+HOME_ASSISTANT_STATES = {"unknown", "unavailable"}
+"""States that Home Assistant itself gives a sensor, in homeassistant/const.py."""
+PAYLOAD_NONE = "None"
+"""The value that its MQTT sensor shows as unknown, in homeassistant/components/mqtt/const.py."""
+
+
+def test_no_answer_is_a_state_of_home_assistant_itself(address: BrokerAddress, broker: Mosquitto) -> None:
+    """An automation on `unknown` would run at each of its starts; a class of this name keeps it in the label."""
+    classes = ("bee", *sorted(HOME_ASSISTANT_STATES), PAYLOAD_NONE)
+    predictions = [
+        *map(_prediction, classes),
+        _prediction("bee", known=False),
+        _prediction("bee", is_sure=False),
+    ]
+    with _sensor(address) as sensor, running(address, "home", f"{TOPIC}state") as (_, heard):
+        heard.wait(Connected)
+        states: list[dict[str, Any]] = []
+        for prediction in predictions:
+            sensor.publish(prediction, classes)
+            while (state := json.loads(heard.wait(Received).payload)) in states:
+                pass  # published again as soon as the broker was connected
+            states.append(state)
+        options = json.loads(_read(address, CONFIG))["options"]
+    assert [state["label"] for state in states[:4]] == list(classes)
+    assert [state["answer"] for state in states] == options
+    assert not {*HOME_ASSISTANT_STATES, PAYLOAD_NONE} & set(options)
+    assert [state["known"] for state in states] == [None] * 4 + [False, None]
 
 
 def test_sensor_is_published_again_to_a_broker_that_has_forgotten_it(
@@ -239,7 +276,7 @@ def test_sensor_is_available_before_the_first_image(address: BrokerAddress, brok
     assert _read(address, f"{TOPIC}availability") == "offline"
     with _sensor(address) as sensor:
         sensor.announce(CLASSES)
-        assert json.loads(_read(address, CONFIG))["options"] == [*CLASSES, "unknown", "unsure"]
+        assert json.loads(_read(address, CONFIG))["options"] == [*CLASSES, "unrecognized", "unsure"]
         assert _read(address, f"{TOPIC}availability") == "online"
 
 
@@ -254,6 +291,71 @@ def test_cameras_of_one_device_have_sensors_of_their_own(address: BrokerAddress,
         assert (
             json.loads(_read(address, f"protofleet-watch/protofleet-shed-1-{own}/state"))["label"] == "käfer"
         )
+
+
+def test_sensor_of_a_folder_that_is_not_utf_8_has_a_printable_name(
+    address: BrokerAddress, broker: Mosquitto
+) -> None:
+    with _sensor(address, os.fsdecode(b"caf\xe9")) as sensor:
+        sensor.publish(_prediction("bee"), CLASSES)
+        assert json.loads(_read(address, CONFIG))["name"] == "caf\\udce9"
+
+
+FLEETS_CREDENTIALS = {
+    "PROTOFLEET_TLS": "1",
+    "PROTOFLEET_CA": "fleet.crt",
+    "PROTOFLEET_CERT": "device.crt",
+    "PROTOFLEET_KEY": "device.key",
+    "PROTOFLEET_USERNAME": "shed-1",
+    "PROTOFLEET_PASSWORD": "the fleet's",
+    "PROTOFLEET_PASSWORD_FILE": "fleet.txt",
+}
+
+
+@pytest.mark.parametrize(
+    ("environment", "options", "access"),
+    [
+        ({}, (), NO_AUTHENTICATION),
+        (
+            {"PROTOFLEET_PUBLISH_PASSWORD": "camera's"},
+            ("--username", "camera"),
+            BrokerAccess(username="camera", password="camera's"),
+        ),
+        (
+            {"PROTOFLEET_PUBLISH_CA": "home.crt"},
+            (),
+            BrokerAccess(tls=True, ca=Path("home.crt")),
+        ),
+    ],
+)
+def test_broker_of_home_assistant_gets_its_own_credentials_only(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    environment: dict[str, str],
+    options: tuple[str, ...],
+    access: BrokerAccess,
+) -> None:
+    """Those of the fleet, in the environment or before the command, are for the fleet's broker."""
+    seen: list[BrokerAccess] = []
+
+    def sensor(_broker: BrokerAddress, access: BrokerAccess, **_: Any) -> None:
+        seen.append(access)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(home_assistant, "Sensor", sensor)
+    DeviceState(tmp_path / "state").close()
+    runner = CliRunner(env={**FLEETS_CREDENTIALS, **environment})
+    arguments = ["watch", str(tmp_path), "--state", str(tmp_path / "state"), "--publish", "home.example"]
+    done = runner.invoke(cli, ["--username", "shed-2", *arguments, *options])
+    assert seen == [access], done.output
+    is_readable = access.password is not None
+    assert ("is sent to home.example:1883 without encryption" in done.output) is is_readable
+
+
+@pytest.mark.parametrize("options", [("--sensor", "door"), ("--username", "camera"), ("--tls",)])
+def test_options_of_a_broker_need_one(tmp_path: Path, options: tuple[str, ...]) -> None:
+    done = CliRunner().invoke(cli, ["watch", str(tmp_path), *options])
+    assert str(done.exception).endswith("give --publish HOST")
 
 
 def test_predictions_are_printed_and_published_and_unusable_images_printed() -> None:

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from edge_client.storage.stored_values import Kept
 from protocol.errors import ConfigError
 from protocol.mqtt.tls import BrokerAddress
 from tests.support.devices.device_bench import HeadBench
-from tests.support.devices.device_factory import CLASSES, tiny, write_images
+from tests.support.devices.device_factory import CLASSES, image_file, tiny, write_images
 from tests.support.devices.review_folder import TOKEN, ReviewFolder, head_file, review_folder, review_page
 from tests.support.network.sessions import request
 
@@ -47,7 +48,7 @@ def test_each_kind_is_found_in_the_order_of_its_scores(where: ReviewFolder) -> N
     assert shown == [
         ("label", "wrong.png", "cat", "dog"),
         ("label", "same.png", "dog", "cat"),
-        ("unknown", "stranger.png", "cat", "unknown"),
+        ("unknown", "stranger.png", "cat", "unrecognized"),
         ("duplicate", "0000.png", "cat", "cat"),
         ("duplicate", "same.png", "dog", "cat"),
         ("unlabeled", "between.png", None, "cat"),
@@ -193,7 +194,7 @@ def test_unlabeled_images_among_classes_are_refused(tmp_path: Path, using: HeadB
         assert error in f"{done.exception} {done.output}"
 
 
-DOG = 1
+CAT, DOG = 0, 1
 
 
 @pytest.fixture
@@ -219,6 +220,33 @@ def test_image_moves_under_a_free_name_and_back(data: Path, image: LabeledImage)
     assert folders.undo() is None
     assert image.is_unchanged()
     assert _contents(data) == before
+
+
+def test_image_of_a_subfolder_is_in_its_class_and_comes_back_to_the_subfolder(data: Path) -> None:
+    image_file(data / "cat" / "2024" / "x.png")
+    image = next(each for each in find_images(data, CLASSES) if each.relative == "cat/2024/x.png")
+    folders = Relabeling(data, CLASSES, None)
+    assert folders.move(image, image.path, CAT) == image.path
+    assert folders.undo() is None
+    moved = folders.move(image, image.path, DOG)
+    assert folders.move(image, moved, CAT) == image.path
+
+
+def test_failed_undo_can_be_repeated(
+    data: Path, image: LabeledImage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless the image is gone: the moves before it can still be undone."""
+    folders = Relabeling(data, CLASSES, None)
+    other = next(each for each in find_images(data, CLASSES) if each.relative == "cat/0001.png")
+    moved, gone = (folders.move(each, each.path, DOG) for each in (image, other))
+    gone.unlink()
+    with pytest.raises(NotMoved, match="No such file"):
+        folders.undo()
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", partial(_fail, errno.ENOSPC))
+        with pytest.raises(NotMoved, match="No space left"):
+            folders.undo()
+    assert folders.undo() == (moved, image.path)
 
 
 def test_folder_of_a_class_is_made_and_an_existing_one_is_found_by_its_normal_form(
@@ -264,18 +292,18 @@ def test_image_that_is_not_the_one_that_was_found_stays(data: Path, image: Label
     assert _contents(data) == before
 
 
+def _fail(code: int, *_: object) -> None:
+    raise OSError(code, os.strerror(code))
+
+
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EXDEV])
 def test_disk_that_fails_loses_nothing(
     data: Path, image: LabeledImage, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     """Nothing is left at the new place."""
     before = _contents(data)
-
-    def fail(*_: object) -> None:
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(Path, "replace", fail)
-    monkeypatch.setattr(shutil, "copy2", fail)
+    monkeypatch.setattr(Path, "replace", partial(_fail, code))
+    monkeypatch.setattr(shutil, "copy2", partial(_fail, code))
     with pytest.raises(NotMoved, match="cannot be moved into"):
         Relabeling(data, CLASSES, None).move(image, image.path, DOG)
     assert _contents(data) == before

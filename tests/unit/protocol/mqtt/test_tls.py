@@ -402,8 +402,8 @@ def test_authority_or_certificate_implies_tls() -> None:
     assert access("--ca", "ca.crt") == BrokerAccess(tls=True, ca=Path("ca.crt"))
     given = access("--cert", "a.crt", "--key", "a.key")
     assert given == BrokerAccess(tls=True, certificate=Path("a.crt"), key=Path("a.key"))
-    assert access(ca="ca.crt", username="shed-1") == BrokerAccess(
-        tls=True, ca=Path("ca.crt"), username="shed-1"
+    assert access(ca="ca.crt", username="shed-1", password="") == BrokerAccess(
+        tls=True, ca=Path("ca.crt"), username="shed-1", password=""
     )
 
 
@@ -434,6 +434,7 @@ def test_world_readable_password_file_is_logged(tmp_path: Path, caplog: pytest.L
         (["--cert", "a.crt"], "--cert and --key require each other"),
         (["--key", "a.key"], "--cert and --key require each other"),
         (["--password-file", "FILE"], "give --username"),
+        (["--username", "a"], "give --password-file, or set PROTOFLEET_PASSWORD"),
     ],
 )
 def test_half_of_an_option_pair_is_a_usage_error(tmp_path: Path, arguments: list[str], said: str) -> None:
