@@ -37,7 +37,8 @@ class Sensor:
     def __init__(
         self, broker: Brokers, access: BrokerAccess, *, device: str, name: str, folder: Path
     ) -> None:
-        self._device, self._name = device, name
+        self._device = device
+        self._name = os.fsencode(name).decode(errors="replace")  # a folder's name may not be UTF-8
         digest = digest_of(os.fsencode(folder.resolve())).hex()[:8]
         self._id = re.sub(r"[^A-Za-z0-9_-]+", "-", f"protofleet-{device}")[:100] + f"-{digest}"
         self._lock = threading.Lock()
