@@ -3,10 +3,10 @@
 `http.server` parses the requests, because a device installs no web framework. It has no limits of its own. Each
 connection has one request.
 
-waitress 3.0.2 was tried in its place. It receives the whole body, on disk above 512 kB, before an application sees that
-the token is missing; it limits idle time only, so that a byte now and then holds a connection for ever; clients that do
-so fill its limit of connections, without a share for each address; and 3 of 20 refusals of a large body were lost,
-because it resets the connection that the client still writes to. Each would be code of our own over its internals.
+waitress 3.0.2 was tried in its place. It receives a body, on disk above 512 kB, before an application can refuse
+a missing token. It limits idle time only, so that a client holds a connection without end by single bytes. At its limit
+of connections no address has a share. It resets a connection that a client still writes to: 3 of 20 answers about too
+large bodies were lost. Each would be code of our own over its internals.
 """
 
 import hmac
