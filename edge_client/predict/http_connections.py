@@ -26,7 +26,7 @@ class _Connection:
 
 
 class Connections:
-    """At most MAX_CONNECTIONS open connections; one whose request is accepted is held until it is answered."""
+    """At most MAX_CONNECTIONS open connections, of which those with an authorized request are held."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -223,7 +223,7 @@ class LimitedHandler(BaseHTTPRequestHandler):
         raise Refused(404, self.usage)
 
     def _answer(self) -> None:
-        self.server.connections.hold(self.connection)
+        self.server.connections.hold(self.connection, is_held=self.server.options.token is None)
         try:
             self.check_origin()
             status, content = self.respond()
@@ -266,6 +266,7 @@ class LimitedHandler(BaseHTTPRequestHandler):
         if not is_correct:
             event(log, logging.WARNING, "request with a wrong token refused", address=address)
             raise Refused(401, expected)
+        self.server.connections.hold(self.connection)
 
     def body_size(self) -> int:
         """Return the size of the request's body, bytes; raise Refused if there is none, or it is too large."""
@@ -285,10 +286,10 @@ class LimitedHandler(BaseHTTPRequestHandler):
         """Receive the request's body; memory grows with what arrives, not with what is announced."""
         self._incoming.left += size_bytes  # what was read ahead of the body counted as a part of the headers
         self._incoming.is_body = True
+        self.server.connections.hold(self.connection, is_held=self.server.options.token is not None)
         if self._waits_for_continue:
             self.send_response_only(100)
             self.end_headers()
-        self.server.connections.hold(self.connection, is_held=self.server.options.token is not None)
         data = bytearray()
         try:
             while len(data) < size_bytes and (

@@ -249,7 +249,10 @@ def test_slow_headers_are_ended(start: Start, monkeypatch: pytest.MonkeyPatch) -
     [
         (TOKEN, b"GET"),
         (TOKEN, b"GET /healthz HTTP/1.1\r\n\r\n"),
-        (None, b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\nab"),
+        (
+            None,
+            b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\nExpect: 100-continue\r\n\r\n",
+        ),
     ],
 )
 def test_slow_connections_without_a_token_stop_no_other(
@@ -260,6 +263,8 @@ def test_slow_connections_without_a_token_stop_no_other(
         for _ in range(http_connections.MAX_CONNECTIONS):
             connection = stalled.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60))
             connection.sendall(begin)
+            if b"Expect" in begin:
+                assert b" 100 " in connection.recv(65_536)
         given = {"Authorization": f"Bearer {token}"} if token else {}
         assert _ask(port, "POST", "/predict", PNG, given)[0] == 200
 
@@ -287,7 +292,7 @@ def test_connection_is_refused_while_others_are_answered(
 def test_connection_of_the_address_that_has_the_most_ends_for_a_new_one(
     monkeypatch: pytest.MonkeyPatch, older: list[str], newest: str, ended: int | None
 ) -> None:
-    """The oldest of them; none whose request is being answered. An IPv6 client has all addresses of a half."""
+    """The oldest of them; none with an authorized request. An IPv6 client has all addresses of a half."""
     monkeypatch.setattr(http_connections, "MAX_CONNECTIONS", len(older))
     connections = Connections()
     with contextlib.ExitStack() as stack:
