@@ -144,6 +144,27 @@ def read_secret(file: Path, *, what: str) -> str:
     return lines[0]
 
 
+MIN_TOKEN = 16
+"""Characters of an HTTP server's token."""
+
+
+def given_token(file: Path | None, *, variable: str) -> str:
+    """Return the token in a file, or in an environment variable; empty if there is none.
+
+    Raises:
+        ConfigError: the file cannot be read, or the token is too short.
+    """
+    token = read_secret(file, what="token") if file is not None else os.environ.get(variable)
+    if token is None:
+        return ""
+    if len(token) < MIN_TOKEN:
+        raise ConfigError(
+            f"expected a token of at least {MIN_TOKEN} characters, got {len(token)}: "
+            "make one with `openssl rand -hex 32`"
+        )
+    return token
+
+
 _LOG_FORMAT = "PROTOFLEET_LOG_FORMAT"
 
 _HANDLER = "protofleet"

@@ -1,7 +1,6 @@
 """The settings of the HTTP server: where it listens, and which requests it accepts."""
 
 import ipaddress
-import os
 import secrets
 import socket
 from dataclasses import dataclass
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from protocol.cli import read_secret, require_packages
+from protocol.cli import given_token, require_packages
 from protocol.errors import ConfigError
 from protocol.storage.blobstore import write_atomically
 
@@ -22,9 +21,6 @@ PACKAGES = ("prometheus_client", "starlette", "uvicorn")
 
 TOKEN_FILE = "http-token"  # noqa: S105 - the name of a file
 """In the state directory: the token for commands of an aggregator that was given none."""
-
-MIN_TOKEN = 16
-"""Characters of a token."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +80,8 @@ def http_settings(
         return None
     require_packages(*PACKAGES, extras=extras)
     parsed = parse_address(address or DEFAULT_ADDRESS)
-    token = _given_token(token_file, variable="PROTOFLEET_HTTP_TOKEN")
-    read_token = _given_token(read_token_file, variable="PROTOFLEET_HTTP_READ_TOKEN")
+    token = given_token(token_file, variable="PROTOFLEET_HTTP_TOKEN")
+    read_token = given_token(read_token_file, variable="PROTOFLEET_HTTP_READ_TOKEN")
     if not token and not read_token and not parsed.is_loopback:
         raise ConfigError(
             f"--http {parsed} is reachable from other machines and needs a token: give --http-token-file, "
@@ -108,23 +104,6 @@ def parse_address(text: str) -> HttpAddress:
     if host and port.isascii() and port.isdigit() and int(port) < 65536:
         return HttpAddress(host, int(port))
     raise ConfigError(f"expected --http as HOST:PORT, [IPV6]:PORT or {OFF}, got {text!r}")
-
-
-def _given_token(file: Path | None, *, variable: str) -> str:
-    """Return the token in a file, or in an environment variable; empty if there is none.
-
-    Raises:
-        ConfigError: the file cannot be read, or the token is too short.
-    """
-    token = read_secret(file, what="token") if file is not None else os.environ.get(variable)
-    if token is None:
-        return ""
-    if len(token) < MIN_TOKEN:
-        raise ConfigError(
-            f"expected a token of at least {MIN_TOKEN} characters, got {len(token)}: "
-            "make one with `openssl rand -hex 32`"
-        )
-    return token
 
 
 def new_token(state: Path) -> str:

@@ -158,7 +158,7 @@ def serve(
     port: int,
 ) -> None:
     """Serve the page until interrupted."""
-    from edge_client.predict.http_limits import ServerOptions
+    from edge_client.predict.http_options import ServerOptions
     from edge_client.review.http_server import ReviewServer
 
     token = secrets.token_urlsafe(16)

@@ -18,7 +18,7 @@ from edge_client.cli.options import (
 from edge_client.cli.predict import min_probability_option
 from protocol.cli import (
     examples,
-    read_secret,
+    given_token,
     setting,
     start_logging,
     verbose_option,
@@ -66,11 +66,9 @@ def serve_command(  # noqa: PLR0913 - every option of the command line
     POST /predict takes an image file as its body, and returns JSON; GET /healthz returns 200 if there is a head. A head
     that the device installs is used from the next request on.
     """
-    import os
-
     with loading_modules():
         from edge_client.predict.head_in_use import HeadInUse
-        from edge_client.predict.http_limits import parse_options
+        from edge_client.predict.http_options import parse_options
         from edge_client.predict.http_server import PredictionServer
         from edge_client.runtime.session import require_runtime
         from protocol.errors import ProtofleetError
@@ -80,9 +78,7 @@ def serve_command(  # noqa: PLR0913 - every option of the command line
     start_logging(verbose=verbose)
     logging.captureWarnings(capture=True)
     logging.getLogger("py.warnings").setLevel(logging.CRITICAL)  # Pillow's repeat the reason of a refusal
-    token = os.environ.get("PROTOFLEET_HTTP_TOKEN")
-    if http_token_file is not None:
-        token = read_secret(http_token_file, what="token")
+    token = given_token(http_token_file, variable="PROTOFLEET_HTTP_TOKEN")
     options = parse_options(http, token=token or None, max_image_bytes=max_image_mb * _MIB)
     store = open_state_to_predict(state, fleet)
     heads = HeadInUse(store, provider=provider, threads=threads, prior=prior, min_probability=min_probability)

@@ -14,12 +14,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_client.data.extraction import ISOLATED
 from edge_client.predict.head import Head
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.storage.stored_values import Drift
 from protocol.errors import ProtofleetError, StateError
 from protocol.log import event
+from protocol.threads import start_thread
 from protocol.wire.messages import DRIFT_LIMIT
 
 log = logging.getLogger(__name__)
@@ -38,6 +40,8 @@ PERMUTATIONS = 200
 class DriftMonitor:
     """Compares the images that a program predicts with the device's labeled ones, and stores the result.
 
+    A comparison takes seconds: it runs on a thread of its own, and no prediction waits for it.
+
     Args:
         store: the device's state, with its feature cache.
         head: finds the classes.
@@ -55,6 +59,7 @@ class DriftMonitor:
         self._store, self._head, self._backbones, self._clock = store, head, backbones, clock
         self._window: list[NDArray[np.float32]] = []
         self._next_s = clock()
+        self._is_reported = False
 
     def observe(self, feature: NDArray[np.float32]) -> None:
         """Take an image's feature, (L,), at most one in INTERVAL_S; compare and store when the window is full."""
@@ -66,12 +71,20 @@ class DriftMonitor:
             return
         window, self._window = np.stack(self._window), []
         try:
+            start_thread(lambda: self._compare(window), name="drift", on_failure=lambda _: None)
+        except ProtofleetError as error:
+            event(log, logging.WARNING, "drift not tested", reason=str(error))
+
+    def _compare(self, window: NDArray[np.float32]) -> None:
+        try:
             labeled = _labeled(self._store.folder / "features.sqlite", self._backbones)
             score = drift_score(labeled, self._classes(labeled), window, self._classes(window))
             if score is not None:
                 self._store.set(Drift(score=round(score, 2), images=WINDOW, tested_s=time.time()))
         except ProtofleetError as error:
-            event(log, logging.WARNING, "drift not tested", reason=str(error))
+            level = logging.DEBUG if self._is_reported else logging.WARNING
+            event(log, level, "drift not tested", reason=str(error))
+            self._is_reported = True
             return
         if score is not None and score > DRIFT_LIMIT:
             text = "images differ from the labeled ones: look at the camera, and label new images if they are to stay"
@@ -143,14 +156,19 @@ def drift_score(
 def _labeled(cache: Path, backbones: tuple[str, ...]) -> NDArray[np.float32]:
     """Return the stored features of at most MOST_LABELED of the device's images.
 
+    Under differential privacy they have a key of their own, because a backbone is restarted for each image.
+
     Raises:
         StateError: none is stored.
     """
     features = FeatureCache(cache, read_only=True)
     try:
-        known = sorted(features.known(*backbones))
+        keys = backbones
+        if not (known := sorted(features.known(*keys))):
+            keys = tuple(each + ISOLATED for each in backbones)
+            known = sorted(features.known(*keys))
         chosen = np.random.default_rng(0).permutation(len(known))[:MOST_LABELED]
-        parts = list(features.chunks([known[place] for place in chosen], *backbones))
+        parts = list(features.chunks([known[place] for place in chosen], *keys))
     finally:
         features.close()
     if not parts:

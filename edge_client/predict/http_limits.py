@@ -2,11 +2,15 @@
 
 `http.server` parses the requests, because a device installs no web framework. It has no limits of its own. Each
 connection has one request.
+
+waitress 3.0.2 was tried in its place. It receives a body, on disk above 512 kB, before an application can refuse
+a missing token. It limits idle time only, so that a client holds a connection without end by single bytes. At its limit
+of connections no address has a share. It resets a connection that a client still writes to: 3 of 20 answers about too
+large bodies were lost. Each would be code of our own over its internals.
 """
 
 import hmac
 import io
-import ipaddress
 import json
 import logging
 import re
@@ -17,11 +21,12 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from http.client import HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 
+from edge_client.predict.http_connections import BUSY, Connections, TokenGuesses
+from edge_client.predict.http_options import ServerOptions, host_of, is_loopback
 from protocol.errors import ConfigError, UnreadableImage
 from protocol.log import event
 
@@ -29,6 +34,9 @@ log = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 32 * 1024
 """Of a request: its line and its headers."""
+
+HEAD_S = 5.0
+"""Time limit for receiving them."""
 
 REQUEST_S = 30.0
 """Time limit for receiving a request."""
@@ -41,50 +49,10 @@ GRACE_S = 10.0
 WAIT_S = 10.0
 """Time limit for the predictions before it, and for receiving the answer."""
 
-MAX_CONNECTIONS = 32
-
 MAX_IMAGES = 4
 """Limit of the received bytes in memory, in images of the largest size; one image at a time is decoded."""
 
 _PART_BYTES = 2**16
-
-_ADDRESS = re.compile(r"(?:\[(?P<ipv6>[^]]+)\]|(?P<host>[^]/:[]+)):(?P<port>[0-9]{1,5})")
-_BUSY = (
-    b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
-)
-
-
-@dataclass(frozen=True)
-class ServerOptions:
-    """Where a server listens, and what it requires of a request."""
-
-    host: str = "127.0.0.1"
-    port: int = 8090
-    token: str | None = None
-    """Required of a prediction unless it is None."""
-    max_image_bytes: int = 32 * 1024**2
-
-    @property
-    def is_local(self) -> bool:
-        """True if it can be reached from this machine only."""
-        return _is_loopback(self.host)
-
-
-def parse_options(address: str, *, token: str | None, max_image_bytes: int) -> ServerOptions:
-    """Return the options for an address `HOST:PORT` or `[IPv6]:PORT`.
-
-    Raises:
-        ConfigError: it is none, or can be reached from other machines and there is no token.
-    """
-    found = _ADDRESS.fullmatch(address.strip())
-    if found is None or int(found["port"]) > 65535:
-        raise ConfigError(f"expected the address to listen on as HOST:PORT, got {address!r}")
-    options = ServerOptions(found["host"] or found["ipv6"], int(found["port"]), token, max_image_bytes)
-    if token is None and not options.is_local:
-        raise ConfigError(
-            f"any client that reaches {options.host} could use it: give --http-token-file, or listen on 127.0.0.1"
-        )
-    return options
 
 
 class LimitedServer(ThreadingHTTPServer):
@@ -103,7 +71,7 @@ class LimitedServer(ThreadingHTTPServer):
         self.options = options
         self._received_bytes = 0
         self._counting, self.turn = threading.Lock(), threading.Lock()
-        self._connections = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self.connections, self.guesses = Connections(), TokenGuesses()
         self.address_family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
         try:
             super().__init__((options.host, options.port), handler)
@@ -125,17 +93,17 @@ class LimitedServer(ThreadingHTTPServer):
             self._received_bytes += size_bytes
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Start the connection's thread, or refuse the connection if there are MAX_CONNECTIONS."""
-        if self._connections.acquire(blocking=False):
+        """Start the connection's thread, or refuse the connection if there are too many."""
+        if self.connections.add(request, client_address[0]):
             try:
                 super().process_request(request, client_address)
             except BaseException:  # no further thread
-                self._connections.release()
+                self.connections.remove(request)
                 raise
             return
         with suppress(OSError):
             request.setblocking(False)
-            request.send(_BUSY)
+            request.send(BUSY)
         self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
@@ -143,7 +111,7 @@ class LimitedServer(ThreadingHTTPServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._connections.release()
+            self.connections.remove(request)
 
     def handle_error(self, *_: object) -> None:
         """Log what a client causes that ends its connection early."""
@@ -172,7 +140,7 @@ Answer = tuple[int, dict[str, Any] | Body]
 class _Incoming(io.RawIOBase):
     """Reads a request's bytes; raises HTTPException above the limit of bytes, and TimeoutError after the time limit.
 
-    The time limit grows with the bytes, so that a few bytes hold no connection for REQUEST_S.
+    The time limit of a body grows with the bytes, so that a few bytes hold no connection for REQUEST_S.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -180,12 +148,13 @@ class _Incoming(io.RawIOBase):
         self._started_s = time.monotonic()
         self._received = 0
         self.left = MAX_HEAD_BYTES
+        self.is_body = False
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        limit_s = min(REQUEST_S, GRACE_S + self._received / MIN_BYTES_PER_S)
+        limit_s = min(REQUEST_S, GRACE_S + self._received / MIN_BYTES_PER_S) if self.is_body else HEAD_S
         left_s = self._started_s + limit_s - time.monotonic()
         if left_s <= 0:
             raise TimeoutError
@@ -211,6 +180,12 @@ class LimitedHandler(BaseHTTPRequestHandler):
     usage = ""
     """The requests that it answers, for errors."""
     further_headers: tuple[tuple[str, str], ...] = ()
+    _waits_for_continue = False
+
+    @property
+    def method(self) -> str:
+        """GET or POST; a HEAD request has the answer of GET, without its body."""
+        return "GET" if self.command == "HEAD" else self.command
 
     def setup(self) -> None:
         """Read within the limits of bytes and time."""
@@ -230,15 +205,25 @@ class LimitedHandler(BaseHTTPRequestHandler):
         """Answer a GET request."""
         self._answer()
 
+    def do_HEAD(self) -> None:
+        """Answer a HEAD request."""
+        self._answer()
+
     def do_POST(self) -> None:
         """Answer a POST request."""
         self._answer()
+
+    def handle_expect_100(self) -> bool:
+        """Let the client wait for `100 Continue` until its image is wanted."""
+        self._waits_for_continue = True
+        return True
 
     def respond(self) -> Answer:
         """Return the answer to a request of an allowed origin; may raise Refused and UnreadableImage."""
         raise Refused(404, self.usage)
 
     def _answer(self) -> None:
+        self.server.connections.hold(self.connection, is_held=self.server.options.token is None)
         try:
             self.check_origin()
             status, content = self.respond()
@@ -259,7 +244,7 @@ class LimitedHandler(BaseHTTPRequestHandler):
     def check_origin(self) -> None:
         """Refuse the requests of web pages: without a token, any page could send its images."""
         given = self.headers.get("Host", "")
-        if self.server.options.token is None and not _is_loopback(_host_of(given)):
+        if self.server.options.token is None and not is_loopback(host_of(given)):
             raise Refused(421, "expected localhost, 127.0.0.1 or [::1] as Host")
         if self.headers.get("Origin") is not None or "Sec-Fetch-Site" in self.headers:
             raise Refused(403, "requests of web pages are refused")
@@ -268,11 +253,20 @@ class LimitedHandler(BaseHTTPRequestHandler):
         """Raise Refused unless the request has the server's token."""
         if (token := self.server.options.token) is None:
             return
-        scheme, _, given = self.headers.get("Authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(
-            given.strip().encode(errors="replace"), token.encode()
-        ):
-            raise Refused(401, "expected the token, as `Authorization: Bearer TOKEN`")
+        expected = "expected the token, as `Authorization: Bearer TOKEN`"
+        if "Authorization" not in self.headers:
+            raise Refused(401, expected)
+        scheme, _, given = self.headers["Authorization"].partition(" ")
+        is_correct = scheme.lower() == "bearer" and hmac.compare_digest(
+            given.strip().encode("latin-1", errors="replace"), token.encode()
+        )
+        address = self.client_address[0]
+        if not self.server.guesses.may_answer(address, is_correct=is_correct, now_s=time.monotonic()):
+            raise Refused(429, "too many wrong tokens from this address: try again")
+        if not is_correct:
+            event(log, logging.WARNING, "request with a wrong token refused", address=address)
+            raise Refused(401, expected)
+        self.server.connections.hold(self.connection)
 
     def body_size(self) -> int:
         """Return the size of the request's body, bytes; raise Refused if there is none, or it is too large."""
@@ -291,6 +285,11 @@ class LimitedHandler(BaseHTTPRequestHandler):
     def body(self, size_bytes: int) -> Iterator[bytes]:
         """Receive the request's body; memory grows with what arrives, not with what is announced."""
         self._incoming.left += size_bytes  # what was read ahead of the body counted as a part of the headers
+        self._incoming.is_body = True
+        self.server.connections.hold(self.connection, is_held=self.server.options.token is not None)
+        if self._waits_for_continue:
+            self.send_response_only(100)
+            self.end_headers()
         data = bytearray()
         try:
             while len(data) < size_bytes and (
@@ -298,6 +297,7 @@ class LimitedHandler(BaseHTTPRequestHandler):
             ):
                 self.server.count_bytes(len(part))
                 data += part
+            self.server.connections.hold(self.connection)
             if len(data) != size_bytes:
                 raise Refused(400, f"expected {size_bytes} bytes, got {len(data)}")
             yield bytes(data)
@@ -330,7 +330,7 @@ class LimitedHandler(BaseHTTPRequestHandler):
             *self.further_headers,
         ):
             self.send_header(name, value)
-        if status == 503:
+        if status in {429, 503}:
             self.send_header("Retry-After", "1")
         if status == 401:
             self.send_header("WWW-Authenticate", "Bearer")
@@ -343,6 +343,7 @@ class LimitedHandler(BaseHTTPRequestHandler):
         """Discard what the client still sends, for a moment: it could not read an answer beside unread bytes."""
         self.close_connection = True
         with suppress(OSError):
+            self.server.connections.hold(self.connection, is_held=False)
             self.connection.shutdown(socket.SHUT_WR)
             until_s = time.monotonic() + 1.0
             while (left_s := until_s - time.monotonic()) > 0:
@@ -367,18 +368,3 @@ class LimitedHandler(BaseHTTPRequestHandler):
         """Log a request at debug level."""
         if log.isEnabledFor(logging.DEBUG):
             event(log, logging.DEBUG, "request", client=self.client_address[0], text=format % args)
-
-
-def _host_of(header: str) -> str:
-    """Return the name or address in a header Host, without its port."""
-    text = header.strip().lower()
-    if text.startswith("["):
-        return text[1:].partition("]")[0]
-    return text.partition(":")[0] if text.count(":") == 1 else text
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

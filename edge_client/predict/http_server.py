@@ -4,9 +4,10 @@ import re
 from urllib.parse import parse_qs, urlsplit
 
 from edge_client.predict.head_in_use import HeadInUse
-from edge_client.predict.http_limits import Answer, LimitedHandler, LimitedServer, Refused, ServerOptions
+from edge_client.predict.http_limits import Answer, LimitedHandler, LimitedServer, Refused
+from edge_client.predict.http_options import ServerOptions
 from edge_client.runtime.session import release_memory
-from protocol.errors import ProtofleetError
+from protocol.errors import ProtofleetError, UnreadableImage
 
 MAX_TOP = 4096
 
@@ -31,7 +32,7 @@ class RequestHandler(LimitedHandler):
 
     def respond(self) -> Answer:
         """Return a prediction, or whether there is a head."""
-        match self.command, urlsplit(self.path).path:
+        match self.method, urlsplit(self.path).path:
             case "GET", "/healthz":
                 return self._health()
             case "POST", "/predict":
@@ -55,9 +56,18 @@ class RequestHandler(LimitedHandler):
                 raise Refused(503, str(error)) from error
             try:
                 prediction = opened.classify(data, top=top)
+            except UnreadableImage as error:
+                raise Refused(422, f"{error}{self._hint(data)}") from error
             finally:
                 release_memory()  # otherwise the allocator keeps it for this thread; few bytes can be many pixels
         return 200, {**prediction.fields(), **opened.installed.identity}
+
+    def _hint(self, data: bytes) -> str:
+        """Return the correction of a body that `curl -d` has sent; it omits these bytes, which each image has."""
+        is_form = self.headers.get_content_type() == "application/x-www-form-urlencoded"
+        if is_form and data and not any(byte in data for byte in b"\r\n\0"):
+            return ": `curl -d` changes a file: use `curl --data-binary @photo.jpg`"
+        return ""
 
     def _top(self) -> int:
         (text, *_) = parse_qs(urlsplit(self.path).query).get("top", ["3"])

@@ -20,8 +20,8 @@ from edge_client.predict.http_limits import (
     LimitedHandler,
     LimitedServer,
     Refused,
-    ServerOptions,
 )
+from edge_client.predict.http_options import ServerOptions
 from edge_client.review.findings import TITLES, Finding, Review
 from edge_client.review.relabeling import NotMoved, Relabeling
 from edge_client.runtime.session import release_memory
@@ -112,15 +112,15 @@ class RequestHandler(LimitedHandler):
     def respond(self) -> Answer:
         """Return the page, the findings, an image, or the result of a move."""
         path = urlsplit(self.path).path
-        if self.command == "GET" and path in _FILES:
+        if self.method == "GET" and path in _FILES:
             return 200, _file(path)
         self.check_token()
-        if self.command == "GET" and path == "/review/findings":
+        if self.method == "GET" and path == "/review/findings":
             return 200, self.server.content()
-        if self.command == "GET" and path == "/review/image":
+        if self.method == "GET" and path == "/review/image":
             return 200, self._thumbnail()
         changes = {"/review/move": self._move, "/review/keep": self._keep, "/review/undo": self._undo}
-        if self.command == "POST" and path in changes:
+        if self.method == "POST" and path in changes:
             return changes[path]()
         return super().respond()
 

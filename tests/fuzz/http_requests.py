@@ -13,7 +13,8 @@ from PIL import Image
 from edge_client.data.class_prior import NO_PRIOR
 from edge_client.data.images import decoded
 from edge_client.predict.classifier import Prediction
-from edge_client.predict.http_limits import ServerOptions
+from edge_client.predict.http_connections import Connections, TokenGuesses
+from edge_client.predict.http_options import ServerOptions
 from edge_client.predict.http_server import RequestHandler
 from edge_client.storage.stored_values import InstalledHead
 from tests.fuzz.target import MIB, Target
@@ -34,6 +35,8 @@ _SERVER = cast(
         options=ServerOptions(max_image_bytes=32 * MIB),
         heads=SimpleNamespace(follow=lambda: SimpleNamespace(installed=_HEAD, classify=_classify)),
         count_bytes=lambda _: None,
+        connections=Connections(),
+        guesses=TokenGuesses(),
         turn=threading.Lock(),
     ),
 )
@@ -45,7 +48,9 @@ def answer_any(data: bytes) -> None:
     with client, server:
         client.sendall(data)
         client.shutdown(socket.SHUT_WR)
+        assert _SERVER.connections.add(server, "127.0.0.1")
         RequestHandler(server, ("127.0.0.1", 0), _SERVER)
+        _SERVER.connections.remove(server)
         server.close()
         answer = b"".join(iter(lambda: client.recv(65_536), b""))
     if answer:
@@ -63,6 +68,7 @@ def _requests() -> Iterable[bytes]:
     head = f"POST /predict?top=2 HTTP/1.1\r\nHost: localhost:8090\r\nContent-Length: {len(image)}\r\n"
     yield head.encode() + b"\r\n" + image
     yield head.encode() + b"Expect: 100-continue\r\nContent-Type: image/png\r\n\r\n" + image
+    yield b"HEAD /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
     yield b"GET /healthz HTTP/1.1\r\nHost: [::1]:8090\r\n\r\n"
     yield b"PUT / HTTP/1.0\r\nOrigin: null\r\nTransfer-Encoding: chunked\r\nContent-Length: 99999999\r\n\r\n"
 

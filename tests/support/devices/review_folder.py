@@ -16,7 +16,7 @@ from aggregator.graphs.head_export import head_to_onnx
 from edge_client.data.images import LabeledImage, decode, scan_images, unlabeled_below
 from edge_client.predict.classifier import Classifier
 from edge_client.predict.head import open_head
-from edge_client.predict.http_limits import ServerOptions
+from edge_client.predict.http_options import ServerOptions
 from edge_client.review.findings import Review, review
 from edge_client.review.http_server import ReviewServer
 from edge_client.review.relabeling import Relabeling

@@ -2,8 +2,10 @@
 
 import csv
 import json
+import sqlite3
 import threading
 import time
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from aggregator.graphs.head_export import head_to_onnx
 from edge_client.cli.predict import printer
 from edge_client.cli.watch import changes_only
 from edge_client.data.class_prior import Adjuster
-from edge_client.data.extraction import Refusal, feature_of
+from edge_client.data.extraction import ISOLATED, Refusal, feature_of
 from edge_client.data.images import decode
 from edge_client.predict import drift
 from edge_client.predict.classifier import Classifier, Prediction
@@ -365,12 +367,21 @@ def test_shifted_images_are_drift(classes: list[int]) -> None:
     assert min(scores) > DRIFT_LIMIT
 
 
+def _wait_for_comparison() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "drift":
+            thread.join(60)
+
+
+@pytest.mark.parametrize("tag", ["", ISOLATED])
 def test_programs_that_predict_store_the_score_and_the_device_reports_it(
-    bench: HeadBench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    bench: HeadBench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tag: str
 ) -> None:
-    """One image in INTERVAL_S counts."""
+    """One image in INTERVAL_S counts; under differential privacy the labeled features are isolated ones."""
     monkeypatch.setattr(drift, "WINDOW", 3)
     bench.install(bench.head(1, CONSTANT["cat"]))
+    with closing(sqlite3.connect(bench.store.folder / "features.sqlite")) as cache, cache:
+        cache.execute("UPDATE features SET backbone = backbone || ?", [tag])
     using = HeadInUse(bench.store, provider="cpu", threads=1).follow()
     using.run(noise())
     using.run(noise())
@@ -381,6 +392,7 @@ def test_programs_that_predict_store_the_score_and_the_device_reports_it(
     assert not isinstance(feature, Refusal)
     for _ in range(3):
         monitor.observe(5 * feature)
+    _wait_for_comparison()
     found = bench.store.get(Drift)
     assert (found.images, found.score > DRIFT_LIMIT) == (3, True)
     assert abs(found.tested_s - time.time()) < 60
@@ -392,11 +404,28 @@ def test_programs_that_predict_store_the_score_and_the_device_reports_it(
     assert not isinstance(bench.info.drift, float)
 
 
-def test_missing_features_are_reported(
+def test_missing_features_are_reported_once(
     bench: HeadBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     bench.install(bench.head(1, CONSTANT["cat"]))
     using = HeadInUse(bench.store, provider="cpu", threads=1).follow()
     monkeypatch.setattr(drift, "WINDOW", 1)
-    DriftMonitor(bench.store, using.head, ("0" * 64,)).observe(np.zeros(16, np.float32))
-    assert "drift not tested" in caplog.text
+    monkeypatch.setattr(drift, "INTERVAL_S", 0.0)
+    monitor = DriftMonitor(bench.store, using.head, ("0" * 64,))
+    for _ in range(3):
+        monitor.observe(np.zeros(16, np.float32))
+        _wait_for_comparison()
+    assert caplog.text.count("drift not tested") == 1
+
+
+def test_no_prediction_waits_for_a_comparison(bench: HeadBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_observed = threading.Event()
+    bench.install(bench.head(1, CONSTANT["cat"]))
+    using = HeadInUse(bench.store, provider="cpu", threads=1).follow()
+    monkeypatch.setattr(drift, "WINDOW", 1)
+    monkeypatch.setattr(drift, "drift_score", lambda *_: 2.0 if is_observed.wait(60) else None)
+    monitor = DriftMonitor(bench.store, using.head, tuple(each.sha256 for each in using.backbones))
+    monitor.observe(np.zeros(16, np.float32))
+    is_observed.set()
+    _wait_for_comparison()
+    assert bench.store.get(Drift).score == 2.0

@@ -7,16 +7,20 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from click.testing import CliRunner
 from PIL import Image
 
+from edge_client.cli import cli
 from edge_client.data.class_prior import Source
-from edge_client.predict import http_limits
+from edge_client.predict import http_connections, http_limits
 from edge_client.predict.head_in_use import HeadInUse
-from edge_client.predict.http_limits import parse_options
+from edge_client.predict.http_connections import Connections, TokenGuesses
+from edge_client.predict.http_options import parse_options
 from edge_client.predict.http_server import PredictionServer
 from edge_client.runtime.session import release_memory
 from protocol.errors import ConfigError
@@ -26,6 +30,7 @@ from tests.support.devices.device_factory import noise
 from tests.support.network.sessions import request
 
 MAX_BYTES = 100_000
+TOKEN = "the-device-token"
 
 Start = Callable[..., AbstractContextManager[int]]
 Answer = tuple[int, dict[str, Any]]
@@ -211,7 +216,7 @@ def test_bytes_in_memory_are_limited(start: Start, monkeypatch: pytest.MonkeyPat
 
 def test_answer_arrives_before_the_connection_ends_beside_unread_bytes(start: Start) -> None:
     """A connection that is closed with unread bytes is reset, and the client could lose the answer."""
-    with start("secret") as port, socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+    with start(TOKEN) as port, socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
         connection.sendall(b"POST /predict HTTP/1.1\r\nContent-Length: 1000000\r\n\r\n")
         answer = connection.recv(65_536)
         connection.sendall(bytes(1_000_000))
@@ -221,35 +226,88 @@ def test_answer_arrives_before_the_connection_ends_beside_unread_bytes(start: St
 
 
 @pytest.mark.parametrize(("request_s", "grace_s"), [(0.5, 3600.0), (3600.0, 0.5)])
-def test_slow_request_is_ended(
+def test_slow_body_is_ended(
     start: Start, monkeypatch: pytest.MonkeyPatch, request_s: float, grace_s: float
 ) -> None:
     """The time limit is that of the whole request, however often bytes arrive, and shorter if they are few."""
     monkeypatch.setattr(http_limits, "REQUEST_S", request_s)
     monkeypatch.setattr(http_limits, "GRACE_S", grace_s)
-    begin = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n"
-    with start() as port:
-        with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+    with start() as port, socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        connection.sendall(b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n")
+        assert b" 408 " in connection.recv(65_536)
+
+
+def test_slow_headers_are_ended(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_limits, "HEAD_S", 0.5)
+    with start() as port, socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        connection.sendall(b"POST /pred")
+        assert connection.recv(65_536) == b""
+
+
+@pytest.mark.parametrize(
+    ("token", "begin"),
+    [
+        (TOKEN, b"GET"),
+        (TOKEN, b"GET /healthz HTTP/1.1\r\n\r\n"),
+        (
+            None,
+            b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\nExpect: 100-continue\r\n\r\n",
+        ),
+    ],
+)
+def test_slow_connections_without_a_token_stop_no_other(
+    start: Start, token: str | None, begin: bytes
+) -> None:
+    """Neither in a request, nor after its answer: the oldest ends for a new one."""
+    with start(token) as port, contextlib.ExitStack() as stalled:
+        for _ in range(http_connections.MAX_CONNECTIONS):
+            connection = stalled.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60))
             connection.sendall(begin)
-            assert b" 408 " in connection.recv(65_536)
-        with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
-            connection.sendall(begin[:10])
-            assert connection.recv(65_536) == b""
+            if b"Expect" in begin:
+                assert b" 100 " in connection.recv(65_536)
+        given = {"Authorization": f"Bearer {token}"} if token else {}
+        assert _ask(port, "POST", "/predict", PNG, given)[0] == 200
 
 
-def test_connections_are_limited(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_limits, "MAX_CONNECTIONS", 1)
-    with start() as port:
-        with socket.create_connection(("127.0.0.1", port), timeout=60) as first:
-            first.sendall(b"GET")
-            # Without a request: if it arrives after the end of the connection, the answer is lost.
-            with socket.create_connection(("127.0.0.1", port), timeout=60) as second:
-                assert b" 503 " in second.makefile("rb").read()
-        status = 503
-        while status == 503:  # until the first one has ended
-            with contextlib.suppress(ConnectionError):
-                status = _ask(port, "GET", "/healthz")[0]
-        assert status == 200
+def test_connection_is_refused_while_others_are_answered(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Connections, "add", lambda *_: False)
+    with start() as port, socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        # Without a request: if it arrives after the end of the connection, the answer is lost.
+        assert b" 503 " in connection.makefile("rb").read()
+
+
+@pytest.mark.parametrize(
+    ("older", "newest", "ended"),
+    [
+        (["10.0.0.1", "10.0.0.2", "10.0.0.2"], "10.0.0.3", 1),
+        (["10.0.0.1", "10.0.0.2", "10.0.0.3"], "10.0.0.3", 0),
+        (["10.0.0.1", "2001:db8::1", "2001:db8::2"], "10.0.0.3", 1),
+        (["2001:db8::1", "::ffff:10.0.0.2", "::ffff:10.0.0.2"], "::ffff:10.0.0.3", 1),
+        (["10.0.0.1 held", "10.0.0.1 held", "10.0.0.2"], "10.0.0.3", 2),
+        (["10.0.0.1 held", "10.0.0.2 held", "10.0.0.3 held"], "10.0.0.4", None),
+    ],
+)
+def test_connection_of_the_address_that_has_the_most_ends_for_a_new_one(
+    monkeypatch: pytest.MonkeyPatch, older: list[str], newest: str, ended: int | None
+) -> None:
+    """The oldest of them; none with an authorized request. An IPv6 client has all addresses of a half."""
+    monkeypatch.setattr(http_connections, "MAX_CONNECTIONS", len(older))
+    connections = Connections()
+    with contextlib.ExitStack() as stack:
+        pairs = [[stack.enter_context(each) for each in socket.socketpair()] for _ in range(len(older) + 1)]
+        for text, (own, _) in zip(older, pairs, strict=False):
+            assert connections.add(own, text.split()[0])
+            connections.hold(own, is_held="held" in text)
+        assert connections.add(pairs[-1][0], newest) == (ended is not None)
+        for number, (own, client) in enumerate(pairs[:-1]):
+            if number == ended:
+                assert client.makefile("rb").read() == http_connections.BUSY
+                with pytest.raises(ConnectionAbortedError):
+                    connections.hold(own)
+            else:
+                connections.hold(own)
 
 
 def test_small_file_of_a_large_image_leaves_no_memory(start: Start) -> None:
@@ -268,13 +326,76 @@ def test_small_file_of_a_large_image_leaves_no_memory(start: Start) -> None:
 def test_token_is_required(start: Start) -> None:
     """Of predictions, not of the health check; with a token, any Host is accepted."""
     request = b"POST /predict HTTP/1.1\r\nContent-Length: 0\r\n\r\n"
-    with start("secret") as port:
+    with start(TOKEN) as port:
         assert _ask(port, "GET", "/healthz")[0] == 200
         assert b"\r\nWWW-Authenticate: Bearer\r\n" in _send(port, request)
-        for given in ({}, {"Authorization": "Bearer other"}, {"Authorization": "Basic secret"}):
+        for given in ({}, {"Authorization": "Bearer other"}, {"Authorization": f"Basic {TOKEN}"}):
             assert _ask(port, "POST", "/predict", PNG, given)[0] == 401
-        given = {"Authorization": "Bearer secret", "Host": "camera.example"}
+        given = {"Authorization": f"Bearer {TOKEN}", "Host": "camera.example"}
         assert _ask(port, "POST", "/predict", PNG, given)[0] == 200
+
+
+def test_head_request_has_the_answer_of_get_without_its_body(start: Start) -> None:
+    with start() as port:
+        head, answer = (
+            _send(port, method + b" /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n").partition(b"\r\n\r\n")
+            for method in (b"HEAD", b"GET")
+        )
+    assert (head[0].split(b"\r\n")[0], head[2]) == (b"HTTP/1.1 200 OK", b"")
+    assert f"Content-Length: {len(answer[2])}".encode() in head[0]
+
+
+def test_body_that_curl_has_changed_is_explained(start: Start) -> None:
+    """`curl -d @photo.jpg` omits line breaks and null bytes, which each image has."""
+    form = {"Content-Type": "application/x-www-form-urlencoded"}
+    with start() as port:
+        assert _ask(port, "POST", "/predict", PNG, form)[0] == 200
+        changed = PNG.translate(None, b"\r\n\0")
+        for body, is_changed in ((changed, True), (b"photo.jpg", True), (PNG[:-100], False), (b"", False)):
+            status, answer = _ask(port, "POST", "/predict", body, form)
+            assert (status, "curl --data-binary" in answer["error"]) == (422, is_changed)
+        assert "curl" not in _ask(port, "POST", "/predict", changed)[1]["error"]
+
+
+def test_client_is_asked_to_continue_once_its_token_is_checked(start: Start) -> None:
+    begin = f"POST /predict HTTP/1.1\r\nContent-Length: {len(PNG)}\r\nExpect: 100-continue\r\nAuthorization: Bearer "
+    with start(TOKEN) as port:
+        assert _send(port, f"{begin}other\r\n\r\n".encode()).startswith(b"HTTP/1.1 401 ")
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+            connection.sendall(f"{begin}{TOKEN}\r\n\r\n".encode())
+            answers = connection.makefile("rb")
+            assert answers.readline() == b"HTTP/1.1 100 Continue\r\n"
+            connection.sendall(PNG)
+            assert b"HTTP/1.1 200 OK" in answers.read()
+
+
+def test_wrong_tokens_of_an_address_are_limited(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of another one they are not; a correct token is not answered beside too many wrong ones."""
+    guesses, answered = TokenGuesses(), http_connections.WRONG_TOKENS
+    wrong = [guesses.may_answer("10.0.0.1", is_correct=False, now_s=5.0) for _ in range(answered + 1)]
+    assert wrong == [True] * answered + [False]
+    assert not guesses.may_answer("10.0.0.1", is_correct=True, now_s=5.0)
+    assert guesses.may_answer("10.0.0.2", is_correct=True, now_s=5.0)
+    later_s = 5.0 + http_connections.WRONG_TOKEN_S
+    assert [guesses.may_answer("10.0.0.1", is_correct=False, now_s=later_s) for _ in range(2)] == [
+        True,
+        False,
+    ]
+    monkeypatch.setattr(http_connections, "WRONG_TOKEN_S", 3600.0)
+    with start(TOKEN) as port:
+        given = [{"Authorization": f"Bearer {text}"} for text in [*["other"] * (answered + 1), TOKEN]]
+        found = [_ask(port, "POST", "/predict", PNG, each)[0] for each in given]
+        assert found == [401] * answered + [429] * 2
+        assert _ask(port, "GET", "/healthz")[0] == 200
+
+
+@pytest.mark.parametrize("variable", [None, "x"])
+def test_short_token_is_refused(tmp_path: Path, variable: str | None) -> None:
+    (tmp_path / "token").write_text("x\n")
+    file = [] if variable else ["--http-token-file", str(tmp_path / "token")]
+    runner = CliRunner(env={"PROTOFLEET_HTTP_TOKEN": variable})
+    error = runner.invoke(cli, ["serve", "--state", str(tmp_path), *file]).exception
+    assert "expected a token of at least 16 characters, got 1: make one with" in str(error)
 
 
 @pytest.mark.parametrize(
@@ -290,4 +411,4 @@ def test_address_that_others_reach_requires_a_token(address: str, token: str | N
     with pytest.raises(ConfigError, match=error):
         parse_options(address, token=token, max_image_bytes=1)
     assert parse_options("[::1]:8090", token=None, max_image_bytes=1).is_local
-    assert not parse_options("0.0.0.0:8090", token="secret", max_image_bytes=1).is_local
+    assert not parse_options("0.0.0.0:8090", token=TOKEN, max_image_bytes=1).is_local
