@@ -175,7 +175,14 @@ class SubmissionBuilder:
                 build.task.hex(): (sequence, digest_of(payload).hex()),
             }
             facts = (prepared.report(len(payload)), TaskSubmissions(kept))
-            item = outbox.keep("submission", payload, task=build.task, about=about, facts=facts)
+            item = outbox.keep(
+                "submission",
+                payload,
+                task=build.task,
+                about=about,
+                facts=facts,
+                delete_secrets=None if cost is None else self._store.ledger.delete_keys,
+            )
         event(
             log,
             logging.INFO,
