@@ -15,6 +15,7 @@ from edge_client.privacy import policy
 from edge_client.privacy.policy import NOT_MASKED, UNNAMED_OPERATOR, UNSOUND_SUM
 from edge_client.service.device import Device
 from edge_client.storage import device_state
+from edge_client.submission.image_features import training_feature_keys
 from edge_client.submission.prepared_submission import encode_submission
 from edge_client.submission.private_submission import prepare_private
 from protocol.errors import PrivacyRefused
@@ -140,12 +141,15 @@ def test_mask_is_made_once(bench: PrivateBench) -> None:
 
 
 def test_device_submits_once_for_each_task(bench: PrivateBench) -> None:
-    """Images that are added later cost nothing, as nobody could open their sum."""
+    """Images that are added later cost nothing, as nobody could open their sum; features of deleted ones go."""
     first = bench.build()
     assert first.item is not None
     bench.add_images(seed=1)
+    (bench.data / "cat" / "0000.png").unlink()
     bench.restart()
     assert bench.build().item == first.item
+    known = bench.worker._workspace.cache.known(*training_feature_keys(bench.manifest))
+    assert not any(identity.endswith("cat/0000.png") for identity in known)
     bench.store.outbox.receive(first.item.digest)
     again = bench.build().item
     assert again is not None
