@@ -94,8 +94,9 @@ def test_info_after_a_private_release_reveals_nothing_until_the_next_submission(
     (bench.data / "cat" / "broken.png").write_text("broken")
     bench.upload()
     bench.manifest = without_privacy(bench.manifest)
+    bench.store.set(BuildProblem("/home/anna/images/secret.png: truncated"))
     info = bench.info()
-    assert (info.images, info.unusable_images) == ({}, 0)
+    assert (info.images, info.unusable_images, info.problem) == ({}, 0, policy.CANNOT)
     bench.upload()
     assert bench.info().images == {"cat": 40, "dog": 40}
 
