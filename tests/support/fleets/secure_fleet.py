@@ -65,7 +65,8 @@ def own_sums(fleet: Fleet, name: str, task: bytes) -> np.ndarray:
         item = store.outbox.newest_submission()
         assert item is not None
         assert item.task == task
-        (payload,) = store.outbox.read(item.digest, ((0, item.size_bytes),)) or ()
+        payload = store.outbox.payload(item)
+        assert payload is not None
     found = decode(payload, Submission, max_bytes=len(payload))
     assert isinstance(found.mask, SealedMask)
     where = submission_context(fleet="default", task=task, device=name, sequence=found.sequence)

@@ -94,22 +94,16 @@ def test_a_submission_that_is_lost_from_the_outbox_costs_a_release(bench: Privat
     assert again.prototypes != first.prototypes
 
 
-def test_noise_key_is_in_no_file_once_the_submission_is_in_the_outbox(
-    bench: PrivateBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_noise_key_is_in_no_file_once_the_submission_is_in_the_outbox(bench: PrivateBench) -> None:
     """With the key and the submission, the row of an image could be computed that was deleted since."""
-    keys: list[bytes] = []
-    real = os.urandom
-    monkeypatch.setattr(
-        private_submission, "os", Mock(urandom=lambda size: keys.append(real(size)) or keys[-1])
-    )
     killed = patch.object(private_submission, "noisy_sums", side_effect=KeyboardInterrupt)
     with killed, pytest.raises(KeyboardInterrupt):
         bench.build()
-    assert _files_with(bench, keys[0])
+    (release,) = bench.store.ledger.releases()
+    assert release.key is not None
+    assert _files_with(bench, release.key)
     built = bench.build()
-    assert len(keys) == 1
-    assert not _files_with(bench, keys[0])
+    assert not _files_with(bench, release.key)
     assert bench.dry_run(bench.manifest).privacy == bench.read(built.item).privacy  # type: ignore[arg-type]
 
 
