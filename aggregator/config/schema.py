@@ -114,7 +114,7 @@ class PrivacyBudget(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SumsSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """`[privacy.sums]`: a second operator, so that nobody sees the sums of one device. With `[privacy.dp]`."""
+    """`[privacy.sums]`: a second operator, so that no single party sees the sums of one device. With `[privacy.dp]`."""
 
     operator: Annotated[str, Meta(examples=["operator.toml"])]
     """Path of the file that `protofleet-sums init` has written, relative to the task file's folder."""

@@ -152,7 +152,7 @@ def _public_key(_context: click.Context, _option: click.Parameter, value: str | 
 def cli(context: click.Context, /, **options: Any) -> None:
     """Upload class prototypes of this device's labeled images, and install the classifier head of the fleet.
 
-    Images never leave the device. Runs as a service until interrupted, or until done with --once or --dry-run.
+    No image is uploaded. Runs as a service until interrupted, or until done with --once or --dry-run.
     """
     if options["enrollment"] and context.get_parameter_source("fleet") is ParameterSource.DEFAULT:
         from protocol.enrollment import read_card

@@ -32,6 +32,9 @@ FILTERED_STATISTICS = "the task asks for statistics and filters outliers, which 
 LARGE_DELTA = f"the task asks for differential privacy at a delta above {MAX_DELTA}, which is too weak"
 NOT_PRIVATE = "the task has no differential privacy, and this device's --max-epsilon requires it"
 BUDGET = "the submission would exceed the privacy budget: nothing new is uploaded; see the device's log"
+SUBMITTED = (
+    "the aggregator has another submission of this device, whose mask is made once: waiting for the next task"
+)
 FAILED = "differential privacy has failed on this device: nothing is uploaded; see the device's log"
 
 TASK_PROBLEMS = (
@@ -39,7 +42,7 @@ TASK_PROBLEMS = (
     *(STATISTICS_IN_ROUNDS, NOISY_STATISTICS, FILTERED_STATISTICS),
     *(PRIVATE_PROTOTYPES, TOO_LARGE, TOO_QUIET, NOT_MASKED, UNNAMED_OPERATOR, UNSOUND_SUM),
 )
-PUBLIC_PROBLEMS = frozenset({*TASK_PROBLEMS, BUDGET, FAILED, LOST})
+PUBLIC_PROBLEMS = frozenset({*TASK_PROBLEMS, BUDGET, SUBMITTED, FAILED, LOST})
 """Problems whose texts reveal nothing about any image."""
 
 CANNOT = "this device cannot take part; see its log"

@@ -32,6 +32,9 @@ from protocol.errors import StateError
 MAX_RUN_S = 300
 """Seconds of the CPU after which a run ends by itself, if the device program has ended before it."""
 
+MAX_OUTPUT_BYTES = 2**26
+"""Outputs of a run, 64 MiB: one image's features take 4 MiB at most."""
+
 READY = DONE = b"."
 
 
@@ -123,7 +126,9 @@ def _outputs(
     except TimeoutError:
         raise
     except (EOFError, OSError) as error:
-        raise RuntimeError("it fails, or ends its process") from error
+        raise RuntimeError(
+            f"it fails, ends its process, or gives more than {MAX_OUTPUT_BYTES} bytes"
+        ) from error
 
 
 def _answer(connection: Connection, options: Any) -> bytes:
@@ -131,18 +136,22 @@ def _answer(connection: Connection, options: Any) -> bytes:
     while not connection.poll(POLL_S):
         if options.terminate:
             raise TimeoutError("no answer in time")
-    return connection.recv_bytes()
+    return connection.recv_bytes(maxlength=MAX_OUTPUT_BYTES)
 
 
 def _packed(arrays: Iterable[NDArray[Any]]) -> bytes:
     file = io.BytesIO()
-    np.savez(file, *arrays)
+    for array in arrays:
+        np.lib.format.write_array(file, np.asarray(array), allow_pickle=False)
     return file.getvalue()
 
 
 def _unpacked(data: bytes) -> list[NDArray[Any]]:
-    with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-        return [arrays[f"arr_{number}"] for number in range(len(arrays))]
+    """Return arrays that take no more memory than their bytes: nothing in them is compressed."""
+    file, arrays = io.BytesIO(data), []
+    while file.tell() < len(data):
+        arrays.append(np.lib.format.read_array(file, allow_pickle=False))
+    return arrays
 
 
 def main(descriptor: int) -> None:

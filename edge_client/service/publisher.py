@@ -104,6 +104,7 @@ class Publisher:
         """Return the device's info; what it says of images depends on the task's privacy."""
         submission, head = self._store.get(SubmissionReport), self._store.get(Heads).installed
         bounded = policy.is_bounded(state.manifest, max_epsilon=self._settings.max_epsilon)
+        bounded |= submission.is_private  # report and problems are still those of an earlier, private task
         # Before there is a task, its privacy is unknown.
         is_silent = state.manifest is None or bounded
         problems = {**state.problems, "build": state.build_problem}

@@ -46,8 +46,9 @@ log = logging.getLogger(__name__)
 SECRET_BYTES = 32
 
 _ADVICE = (
-    "keep the folder, and restore it whole from its newest backup. Another --state forgets what was spent on privacy: "
-    "under differential privacy use it with other images only, since the same ones would spend epsilon again"
+    "keep the folder, and restore it whole from a backup that is newer than its last submission. An older one, or "
+    "another --state, forgets what was spent on privacy: under differential privacy use it with other images only, "
+    "since the same ones would spend epsilon again"
 )
 """Advice for a damaged database, which has the privacy ledger."""
 
@@ -61,7 +62,7 @@ CREATE TABLE outbox (
 CREATE TABLE payloads (id INTEGER PRIMARY KEY, bytes BLOB NOT NULL) STRICT;
 CREATE TRIGGER delete_payload_with_item AFTER DELETE ON outbox
 BEGIN DELETE FROM payloads WHERE id = OLD.payload; END;
--- What was released under differential privacy; the noise key of the newest release only.
+-- What was released under differential privacy; the noise key until the submission is in the outbox.
 CREATE TABLE releases (
     number INTEGER PRIMARY KEY, fingerprint BLOB NOT NULL, noise_multiplier REAL NOT NULL, key BLOB, content BLOB
 ) STRICT;
@@ -140,6 +141,7 @@ class DeviceState:
         )
         if lock:
             delete_temporary_files(folder)
+            self._database.empty_log()  # an earlier program may have been killed before it did
         self._facts = Facts(self._database)
         self.ledger = Ledger(self._database, folder / "releases")
         self.image_groups = ImageGroupRecord(self._database)

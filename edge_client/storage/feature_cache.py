@@ -188,8 +188,10 @@ class FeatureCache:
                 with self._database.transaction():
                     keys = ((_key(identity),) for identity in identities)
                     database.executemany("INSERT OR IGNORE INTO existing VALUES (?)", keys)
-                    database.execute("DELETE FROM features WHERE identity NOT IN existing")
-                    database.execute("DELETE FROM contents WHERE identity NOT IN existing")
+                    gone = [
+                        database.execute(f"DELETE FROM {table} WHERE identity NOT IN existing").rowcount  # noqa: S608
+                        for table in ("features", "contents")
+                    ]
                     used = [(backbone, self._clock()) for backbone in backbones]
                     database.executemany("INSERT OR REPLACE INTO backbones VALUES (?, ?)", used)
             finally:
@@ -202,6 +204,8 @@ class FeatureCache:
                         database.execute("DELETE FROM backbones WHERE sha256 = ?", (backbone,))
             # `execute` would free a single page.
             database.executescript("PRAGMA incremental_vacuum")
+            if any(gone):
+                self._database.empty_log()  # the features of a deleted image are nowhere
 
     def _size_bytes(self) -> int:
         ((pages, free, page_bytes),) = self._database.read(

@@ -6,7 +6,7 @@ submission acknowledged last is kept too, for an aggregator that has lost its st
 
 import hashlib
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 import msgspec
@@ -32,9 +32,18 @@ class Outbox:
         self._limit_bytes = limit_bytes
 
     def keep(
-        self, kind: Kind, payload: bytes, *, task: bytes, about: str, facts: tuple[msgspec.Struct, ...] = ()
+        self,
+        kind: Kind,
+        payload: bytes,
+        *,
+        task: bytes,
+        about: str,
+        facts: tuple[msgspec.Struct, ...] = (),
+        delete_secrets: Callable[[], None] | None = None,
     ) -> UploadItem:
         """Replace the waiting item of a kind, and an equal acknowledged one; store facts with it, all or nothing.
+
+        `delete_secrets` is called in the same transaction. What it deletes is in no file afterwards.
 
         Raises:
             ProtofleetError: the submission is larger than the outbox.
@@ -61,6 +70,10 @@ class Outbox:
             values = (kind, task, digest, about, size, row)
             database.execute("INSERT INTO outbox VALUES (?, 0, ?, ?, ?, ?, ?)", values)
             Facts(self._database).put(*facts)
+            if delete_secrets is not None:
+                delete_secrets()
+        if delete_secrets is not None:
+            self._database.empty_log()
         return UploadItem(digest, size, kind, task, about)
 
     def assign(self, item: UploadItem, task: bytes) -> UploadItem:

@@ -1,8 +1,8 @@
 """The record of all releases under differential privacy, written before an image is looked at or noise is drawn.
 
 A state directory has one ledger, whatever task or folder of images a release was made of, so that the recorded privacy
-loss is never below the actual one. The number of releases stands in the database and in a file beside it: if the two
-disagree, one of them was lost, and the privacy loss is unknown.
+loss is never below the actual one, unless the directory is restored from an older copy. The number of releases stands
+in the database and in a file beside it: if the two disagree, one of them was lost, and the privacy loss is unknown.
 """
 
 import math
@@ -22,8 +22,8 @@ LOST = "the record of what was spent on privacy is damaged or lost: nothing is u
 class Release(msgspec.Struct, frozen=True):
     """One release, numbered from 1, with the fingerprint of the task and images that it is made of.
 
-    Its noise is derived from `key`, which is None for all but the newest release. `content` is the digest of the
-    features that the noise is for; None until they are known.
+    Its noise is derived from `key` and `content`, the digest of the rows that the noise is for, which is None until
+    they are known. `key` is None once the submission is in the outbox, and of all releases but the newest.
     """
 
     number: int
@@ -84,6 +84,10 @@ class Ledger:
         """
         with self._database.transaction() as database:
             database.execute("UPDATE releases SET content = ? WHERE number = ?", (content, number))
+
+    def delete_keys(self) -> None:
+        """Delete the noise keys, in the transaction that is open in this thread."""
+        self._database.write("UPDATE releases SET key = NULL")
 
     def _marked(self) -> int:
         if not self._marker.exists():

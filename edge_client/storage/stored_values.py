@@ -181,6 +181,8 @@ class SubmissionReport(msgspec.Struct, frozen=True):
     """A warning about the upload, for the device's owner; empty if there is none."""
     lost_images: str = ""
     """The classes that have lost most of their images since an earlier submission; empty if none has."""
+    is_private: bool = False
+    """True if it was made under differential privacy: the report has exact numbers, for the device's owner only."""
 
 
 class PrivacySpent(msgspec.Struct, frozen=True):

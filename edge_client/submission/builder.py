@@ -35,6 +35,7 @@ from edge_client.training.trainer import Diverged
 from protocol.cli import plain
 from protocol.errors import (
     BackboneMismatch,
+    ConfigError,
     GraphRefused,
     PrivacyFailed,
     PrivacyRefused,
@@ -119,7 +120,12 @@ class SubmissionBuilder:
         if build.manifest.second_operator is None or build.above or self._show is not None:
             return None
         last = self._store.outbox.newest_submission()
-        return last if last is not None and last.task == build.task else None
+        if last is None or last.task != build.task:
+            return None
+        with contextlib.suppress(ConfigError):
+            images = self._workspace.find_images(build.manifest)
+            self._workspace.forget_deleted(build.manifest, images)
+        return last
 
     def _prepare(self, build: BuildSubmission, should_stop: Callable[[], bool]) -> PreparedSubmission:
         task, manifest = build.task, build.manifest
@@ -175,7 +181,14 @@ class SubmissionBuilder:
                 build.task.hex(): (sequence, digest_of(payload).hex()),
             }
             facts = (prepared.report(len(payload)), TaskSubmissions(kept))
-            item = outbox.keep("submission", payload, task=build.task, about=about, facts=facts)
+            item = outbox.keep(
+                "submission",
+                payload,
+                task=build.task,
+                about=about,
+                facts=facts,
+                delete_secrets=None if cost is None else self._store.ledger.delete_keys,
+            )
         event(
             log,
             logging.INFO,

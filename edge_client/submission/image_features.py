@@ -175,8 +175,7 @@ class Workspace:
                 f"no image of the task's classes ({name_some(manifest.classes)}) in {settings.data}: this device "
                 "uploads nothing, and receives heads"
             )
-        keys = {*backbone_digests(manifest), *training_feature_keys(manifest)}
-        self.cache.prune((image.identity for image in images), *keys)
+        self.forget_deleted(manifest, images)
         kept = self._held_out(manifest, images)
         unusable = self._compute(manifest, opened, images, kept, alter, should_stop)
         if (now := self._held_out(manifest, images)) != kept:  # a new file shows an image that is in a group
@@ -190,6 +189,11 @@ class Workspace:
         self._note(msgspec.structs.replace(self._left_out, unusable=named))
         usable = tuple(image for image in images if image.path not in useless)
         return FoundImages(usable, tuple(sorted(unusable)), kept)
+
+    def forget_deleted(self, manifest: TaskManifest, images: Sequence[LabeledImage]) -> None:
+        """Delete the features of images that do not exist any more."""
+        keys = {*backbone_digests(manifest), *training_feature_keys(manifest)}
+        self.cache.prune((image.identity for image in images), *keys)
 
     def _compute(
         self,

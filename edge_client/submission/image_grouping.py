@@ -38,7 +38,7 @@ def group_images(workspace: Workspace, task: TaskManifest, found: FoundImages) -
         ProtofleetError: a feature is not finite.
         StateError: the disk fails.
     """
-    by_label = _by_label(workspace, task, found)
+    by_label = distinct_images(workspace, task, found)
     before, clock = workspace.store.image_groups.read(), workspace.store.clock
     partition = before.after_scan(frozenset().union(*by_label), now_s=clock.now_s())
     workspace.is_incomplete |= bool(partition.awaited)
@@ -70,8 +70,10 @@ def group_images(workspace: Workspace, task: TaskManifest, found: FoundImages) -
     return released
 
 
-def _by_label(workspace: Workspace, task: TaskManifest, found: FoundImages) -> list[dict[Key, LabeledImage]]:
-    """Return the training images of each class by their keys; an image is in the first of its classes."""
+def distinct_images(
+    workspace: Workspace, task: TaskManifest, found: FoundImages
+) -> list[dict[Key, LabeledImage]]:
+    """Return the training images of each class by the digests of their pixels; each is in the first of its classes."""
     keys = workspace.cache.contents()
     by_label: list[dict[Key, LabeledImage]] = []
     taken: set[Key] = set()

@@ -75,7 +75,10 @@ class PreparedSubmission:
     def report(self, size_bytes: int) -> SubmissionReport:
         """Return the report that `edge-client status` shows."""
         unusable = tuple((plain(str(path)), plain(reason)) for path, reason in self.unusable)
-        return SubmissionReport(self.classes, unusable, size_bytes, self.form, self.warning, self.lost_images)
+        is_private = self.privacy is not None
+        return SubmissionReport(
+            self.classes, unusable, size_bytes, self.form, self.warning, self.lost_images, is_private
+        )
 
 
 def prepare_prototypes(workspace: Workspace, task: TaskManifest, found: FoundImages) -> PreparedSubmission:

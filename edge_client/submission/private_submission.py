@@ -1,4 +1,9 @@
-"""Noisy sums under differential privacy: charged before images are read; any failure uploads nothing."""
+"""Noisy sums under differential privacy: charged before images are read; any failure uploads nothing.
+
+Noise and mask are derived from the release's random key and from the rows that are summed: a state directory that is
+restored from a copy of before can give one release two sets of rows, and their noise is independent. That release is
+then charged once and made twice.
+"""
 
 import hashlib
 import logging
@@ -9,11 +14,12 @@ from dataclasses import replace
 
 import msgspec
 import numpy as np
+from msgspec import UNSET
 from numpy.typing import NDArray
 
 from edge_client.data.images import LabeledImage
 from edge_client.privacy.noise import KEY_BYTES, subkey
-from edge_client.privacy.policy import BUDGET, FAILED
+from edge_client.privacy.policy import BUDGET, FAILED, SUBMITTED
 from edge_client.privacy.sum_mechanism import NoisySums, noisy_sums
 from edge_client.storage.disk_space import DiskAlmostFull
 from edge_client.storage.privacy_ledger import Release
@@ -23,17 +29,18 @@ from edge_client.submission.image_features import (
     Workspace,
     training_feature_keys,
 )
+from edge_client.submission.image_grouping import distinct_images
 from edge_client.submission.prepared_submission import PreparedSubmission
 from protocol.errors import GraphRefused, Interrupted, PrivacyFailed, PrivacyRefused
 from protocol.log import event
 from protocol.statistics.noisy_sums import UNITS, epsilon_of_sums, share_of_noise
 from protocol.statistics.public_map import PublicMap, read_map
-from protocol.wire.codec import digest_of, to_tensor
-from protocol.wire.messages import MAX_IMAGES, DifferentialPrivacy, Privacy, TaskManifest
+from protocol.wire.codec import decode, digest_of, to_array, to_tensor
+from protocol.wire.messages import MAX_IMAGES, DifferentialPrivacy, Privacy, Submission, TaskManifest
 
 log = logging.getLogger(__name__)
 
-_VERSION = b"4"
+_VERSION = b"5"
 """Version of the mechanism; changes when the same key would give other noise."""
 
 
@@ -42,15 +49,17 @@ def prepare_private(
 ) -> PreparedSubmission:
     """Return noisy sums of all images; the same images give the same release again.
 
-    The release is charged before a backbone runs on any image, so that neither the answer nor its price depends on
-    what the backbone does there. An image on which it fails is tried again for the next release only: a backbone that
-    fails at some starts would otherwise cause a second release by that image. A dry run charges nothing.
+    Images of equal pixels are one image, in the first of its classes. The release is charged before a backbone runs on
+    any image, so that neither the answer nor its price depends on what the backbone does there. An image on which it
+    fails is tried again for the next release only: a backbone that fails at some starts would otherwise cause a second
+    release by that image. A dry run charges nothing.
 
     Raises:
         ConfigError: the images cannot be found.
         BackboneMismatch: a backbone cannot be used; it has not run on any image.
         GraphRefused: the public map cannot be used; no image was read.
-        PrivacyRefused: the budget is exceeded, or any step failed; the text reveals nothing about images.
+        PrivacyRefused: the budget is exceeded, the submission was masked before, or any step failed; the text reveals
+            nothing about images.
         Interrupted: the work is out of date.
         DiskAlmostFull: there is too little space; the release stays charged, and is the same once there is.
     """
@@ -90,11 +99,15 @@ def _prepare(
     operator = manifest.second_operator
     if wanted is None or len(secret) != KEY_BYTES:
         raise PrivacyFailed(FAILED)
-    release = _charge(workspace, _fingerprint(task, secret, images), wanted)
+    workspace.forget_deleted(manifest, images)  # also if the budget is spent
+    submitted = None if workspace.dry_run else _submitted(workspace, task)
+    release = _charge(
+        workspace, _fingerprint(task, secret, images), wanted, is_submitted=submitted is not None
+    )
     if release.content is None and not workspace.dry_run:
         workspace.cache.forget_unusable(*training_feature_keys(manifest))
     found = workspace.extract(manifest, should_stop, images)
-    members = [found.for_training(label) for label in range(len(manifest.classes))]
+    members = [list(by_key.values()) for by_key in distinct_images(workspace, manifest, found)]
     content, rows = hashlib.sha256(), []
     for of_class in members:  # the features of all classes are not in memory at once
         features = workspace.features(of_class, training_feature_keys(manifest), len(public.center))
@@ -102,6 +115,9 @@ def _prepare(
         # What is summed, so that the noise is never for other sums: another machine may round other rows.
         content.update(_digest_of_names(of_class) + hashlib.sha256(rows[-1].tobytes()).digest())
     release = _bind(workspace, release, content.digest(), wanted)
+    if release.key is None and submitted is not None:
+        return _again(manifest, found, submitted)
+    key = subkey(release.key or b"", content.digest())
     sums = noisy_sums(
         np.concatenate(rows),
         np.repeat(np.arange(len(members)), list(map(len, members))),
@@ -109,11 +125,37 @@ def _prepare(
         noise_multiplier=wanted.noise_multiplier
         if operator is None
         else share_of_noise(wanted.noise_multiplier, honest=operator.honest),
-        key=subkey(release.key or b"", b"sums"),
+        key=subkey(key, b"sums"),
     )
     cost = _cost(_with(workspace.store.ledger.releases(), release), wanted)
     prepared = _prepared(manifest, found, sums, cost)
-    return replace(prepared, mask_key=subkey(release.key or b"", b"mask")) if operator else prepared
+    return replace(prepared, mask_key=subkey(key, b"mask")) if operator else prepared
+
+
+def _submitted(workspace: Workspace, task: bytes) -> Submission | None:
+    """Return the submission to a task that is in the outbox, intact."""
+    outbox = workspace.store.outbox
+    for item in outbox.items():
+        if (item.kind, item.task) == ("submission", task) and (payload := outbox.payload(item)) is not None:
+            return decode(payload, Submission, max_bytes=len(payload))
+    return None
+
+
+def _again(manifest: TaskManifest, found: FoundImages, submitted: Submission) -> PreparedSubmission:
+    """Return a release whose noise key is deleted, as it was submitted."""
+    if submitted.mask is not UNSET:
+        raise PrivacyRefused(SUBMITTED)
+    counts = to_array(submitted.counts).astype(np.uint32)
+    return PreparedSubmission(
+        prototypes=to_array(submitted.prototypes),
+        labels=to_array(submitted.labels).astype(np.uint32),
+        counts=counts,
+        classes=_reports(manifest, found, counts),
+        unusable=found.unusable,
+        tensors=submitted.tensors,
+        privacy=submitted.privacy,
+        form="class sum",
+    )
 
 
 def _prepared(
@@ -170,12 +212,21 @@ def _digest_of_names(images: Sequence[LabeledImage]) -> bytes:
     return digest_of("\0".join(image.identity for image in images).encode(errors="surrogateescape"))
 
 
-def _charge(workspace: Workspace, fingerprint: bytes, wanted: DifferentialPrivacy) -> Release:
-    """Return the release of a fingerprint; the newest one is not charged again, but has to be within the limits."""
+def _charge(
+    workspace: Workspace, fingerprint: bytes, wanted: DifferentialPrivacy, *, is_submitted: bool
+) -> Release:
+    """Return the release of a fingerprint; the newest one is not charged again, but has to be within the limits.
+
+    Without its key it is charged again if its submission is lost.
+    """
     before = workspace.store.ledger.releases()
-    if before and before[-1].fingerprint == fingerprint and before[-1].key is not None:
-        _require_budget(workspace, before, wanted)  # the owner may have lowered the limit since
-        return before[-1]
+    if before and before[-1].fingerprint == fingerprint:
+        newest = before[-1]
+        if workspace.dry_run and newest.key is None:
+            newest = msgspec.structs.replace(newest, key=os.urandom(KEY_BYTES))
+        if newest.key is not None or is_submitted:
+            _require_budget(workspace, before, wanted)  # the owner may have lowered the limit since
+            return newest
     return _charge_new(workspace, before, fingerprint, None, wanted)
 
 

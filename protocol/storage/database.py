@@ -25,7 +25,12 @@ _DAMAGE = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 _UNWRITABLE = {sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY}
 """Errors of SQLite where it cannot write the files beside a database."""
 
-_PRAGMAS: dict[str, str | int] = {"journal_mode": "WAL", "synchronous": "FULL", "journal_size_limit": 2**20}
+_PRAGMAS: dict[str, str | int] = {
+    "journal_mode": "WAL",
+    "synchronous": "FULL",
+    "journal_size_limit": 2**20,
+    "secure_delete": "ON",  # deleted contents are overwritten with zeros
+}
 
 
 class Database:
@@ -44,7 +49,8 @@ class Database:
         is_cache: the contents can be computed again. A damaged file is renamed to `.damaged` and created anew; a
             file of a later schema version is emptied.
         advice: what to do if the file is damaged, for error messages.
-        pragmas: set before or in place of WAL, synchronous FULL, and 1 MiB for the log between transactions.
+        pragmas: set before or in place of WAL, synchronous FULL, 1 MiB for the log between transactions, and
+            secure_delete.
 
     Raises:
         StateError: the file cannot be used, has another schema version, or another process holds the lock.
@@ -125,6 +131,14 @@ class Database:
         """Write to the file without changing its contents, to find out whether the disk is full."""
         with self.transaction() as database:
             database.execute(f"PRAGMA user_version = {len(self._migrations)}")
+
+    def empty_log(self) -> None:
+        """Move all transactions from the log into the file, so that the log has nothing that they have deleted.
+
+        Nothing changes while another process reads, or if the disk is full: a later call, or `close`, does it.
+        """
+        with contextlib.suppress(StateError):
+            self.read("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def close(self) -> None:
         """Close the file and release the folder's lock."""

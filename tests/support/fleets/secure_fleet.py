@@ -3,20 +3,19 @@
 import subprocess
 import sys
 import tomllib
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 
 from aggregator.storage.store import Store
 from aggregator.storage.sum_lists import sums_of
-from edge_client.agent.state import Mode
-from edge_client.config import Settings
-from edge_client.service.worker import Worker
 from edge_client.storage.device_state import DeviceState
-from edge_client.submission.private_submission import prepare_private
+from protocol.statistics.secure_sums import mask_of, open_seed, submission_context
 from protocol.wire.codec import decode, to_array
-from protocol.wire.messages import TaskManifest, Tensors
+from protocol.wire.messages import SealedMask, Submission, TaskManifest, Tensors
 from protofleet.public_map import public_map
+from sums_operator.state import read_keys
 from tests.support.fleets.fleet import Fleet, write_digits, write_task
 
 EACH, SIZE = 10, 12
@@ -60,22 +59,21 @@ def start_devices(fleet: Fleet, numbers: range) -> None:
         fleet.start_device(f"device-{number}", data, "--once", *consent(fleet.root / "sums"))
 
 
-def own_sums(fleet: Fleet, name: str, manifest: TaskManifest, task: bytes) -> np.ndarray:
-    """Return the noisy sums that a device has masked, int32, from its state: the same release has the same noise."""
-    settings = Settings(
-        broker=None,
-        fleet="default",
-        device_id=name,
-        mode=Mode.SERVICE,
-        data=fleet.root / f"data-{name.rpartition('-')[2]}",
-        max_epsilon=20.0,
-    )
-    store = DeviceState(fleet.device_state(name))
-    workspace = Worker(settings, store, emit=lambda _: None, show=None)._workspace
-    prepared = prepare_private(workspace, task, manifest, lambda: False)
-    counts, triangle = (to_array(prepared.tensors[part]) for part in ("counts", "second_moment"))
-    store.close()
-    return np.concatenate([counts, prepared.prototypes.ravel(), triangle])
+def own_sums(fleet: Fleet, name: str, task: bytes) -> np.ndarray:
+    """Return the noisy sums that a device has masked, int32: from its outbox, by the second operator's key."""
+    with closing(DeviceState(fleet.device_state(name), read_only=True)) as store:
+        item = store.outbox.newest_submission()
+        assert item is not None
+        assert item.task == task
+        payload = store.outbox.payload(item)
+        assert payload is not None
+    found = decode(payload, Submission, max_bytes=len(payload))
+    assert isinstance(found.mask, SealedMask)
+    where = submission_context(fleet="default", task=task, device=name, sequence=found.sequence)
+    seed = open_seed(found.mask, private_key=read_keys(fleet.root / "sums").seal_key, context=where)
+    parts = (found.tensors["counts"], found.prototypes, found.tensors["second_moment"])
+    masked = np.concatenate([to_array(part).ravel() for part in parts])
+    return (masked - mask_of(seed, len(masked))).view(np.int32)
 
 
 def manifest_of(store: Store) -> tuple[bytes, TaskManifest]:

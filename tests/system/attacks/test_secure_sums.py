@@ -132,13 +132,13 @@ def record(fleet: Fleet, task: Path) -> Recorded:
             fleet.kill(name)
         monitor.settle()
     with closing(open_store(fleet.aggregator_state)) as store:
-        digest, manifest = manifest_of(store)
+        digest = manifest_of(store)[0]
     return Recorded(
         fleet.root,
         [message.payload for message in monitor.received],
         decode(content(monitor.payloads(REQUESTS)[0]), SumRequest, max_bytes=MAX_FRAME_BYTES),
         submissions_of(monitor),
-        {name: own_sums(fleet, name, manifest, digest).view(np.uint32) for name in NAMES},
+        {name: own_sums(fleet, name, digest).view(np.uint32) for name in NAMES},
         read_keys(fleet.root / "sums"),
     )
 

@@ -66,6 +66,8 @@ def test_noise_depends_on_its_key_only() -> None:
     """The same key gives the same noise, another one independent noise; a short one is refused."""
     one = gaussian(subkey(SECRET, b"a", b"b"), (1000,))
     np.testing.assert_array_equal(one, gaussian(subkey(SECRET, b"a", b"b"), (1000,)))
+    with pytest.raises(ValueError, match="expected a secret of 32 bytes, got 0"):
+        subkey(b"", b"a", b"b")
     for key in (subkey(OTHER, b"a", b"b"), subkey(SECRET, b"ab"), subkey(SECRET, b"b", b"a")):
         assert abs(np.corrcoef(one, gaussian(key, (1000,)))[0, 1]) < 0.2
     with pytest.raises(ValueError, match="32 bytes, got 5"):

@@ -18,7 +18,7 @@ import pytest
 from onnx import helper
 
 import edge_client
-from edge_client.runtime import watchdog
+from edge_client.runtime import isolated_session, watchdog
 from edge_client.runtime.backbone import Backbone, open_backbone
 from edge_client.runtime.concurrent_session import MAX_PART, ConcurrentSession
 from edge_client.runtime.isolated_session import IsolatedSession
@@ -290,11 +290,24 @@ def test_an_image_that_ends_its_process_is_refused_and_later_ones_are_not(backbo
     """The features are those of a run in this process, bit for bit; nothing runs after the end of the context."""
     with backbone.isolated() as isolated:
         np.testing.assert_array_equal(isolated.features(GRAY), backbone.features(GRAY))
-        with pytest.raises(ProtofleetError, match="it fails, or ends its process"):
+        with pytest.raises(ProtofleetError, match="it fails, ends its process"):
             isolated.features(WHITE)
         np.testing.assert_array_equal(isolated.features(GRAY), backbone.features(GRAY))
         process = _program(isolated)
     assert process.returncode is not None
+
+
+def test_outputs_of_an_isolated_run_have_a_maximum_length(
+    backbone: Backbone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph chooses their size."""
+    with backbone.isolated() as isolated:
+        feature = isolated.features(GRAY)
+        monkeypatch.setattr(isolated_session, "MAX_OUTPUT_BYTES", feature.nbytes)
+        with pytest.raises(ProtofleetError, match=f"gives more than {feature.nbytes} bytes"):
+            isolated.features(GRAY)
+        monkeypatch.undo()
+        np.testing.assert_array_equal(isolated.features(GRAY), feature)
 
 
 def test_runs_begin_alike_after_one_that_fails_is_killed_or_takes_long(tmp_path: Path) -> None:

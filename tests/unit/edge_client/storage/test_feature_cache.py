@@ -95,6 +95,14 @@ class AgingCache(FeatureCache):
         return [len(self.known(backbone)) == 50 for backbone in backbones]
 
 
+def test_feature_of_a_deleted_image_is_in_no_file(tmp_path: Path) -> None:
+    cache = FeatureCache(tmp_path / "features.sqlite")
+    (_, vector), kept = rows(2, length=1000, start=1)
+    cache.put("b", [("deleted", vector), kept], [])
+    cache.prune([kept[0]], "b")
+    assert not any(vector.tobytes()[:400] in file.read_bytes() for file in tmp_path.iterdir())
+
+
 def test_backbones_in_use_are_never_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = AgingCache(tmp_path, "one", "two", "other")
     monkeypatch.setattr("edge_client.storage.feature_cache.OTHERS_MAX_BYTES", 0)

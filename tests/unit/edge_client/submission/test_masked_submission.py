@@ -3,15 +3,19 @@
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
+from edge_client.agent import events
 from edge_client.privacy import policy
 from edge_client.privacy.policy import NOT_MASKED, UNNAMED_OPERATOR, UNSOUND_SUM
 from edge_client.service.device import Device
+from edge_client.storage import device_state
+from edge_client.submission.image_features import training_feature_keys
 from edge_client.submission.prepared_submission import encode_submission
 from edge_client.submission.private_submission import prepare_private
 from protocol.errors import PrivacyRefused
@@ -21,7 +25,9 @@ from protocol.statistics.secure_sums import mask_of, open_seed, submission_conte
 from protocol.wire.codec import to_array
 from protocol.wire.messages import SealedMask, SecondOperator, Statistics, Submission
 from protocol.wire.signing import is_own_mask, public_key
+from tests.support.devices.device_factory import run_jobs
 from tests.support.devices.worker_benches import WANTED, PrivateBench, private_task, without_privacy
+from tests.unit.edge_client.submission.test_private_submission import restored_before_the_rows
 
 PRIVATE = bytes([7]) * 32
 OPERATOR = SecondOperator(
@@ -79,8 +85,8 @@ def opened(bench: PrivateBench, submission: Submission) -> np.ndarray:
 
 def test_masked_values_are_the_noisy_sums(bench: PrivateBench) -> None:
     """Without the seed, nothing else tells of them: counts and images are constants."""
-    submission = bench.upload()
     prepared = prepare_private(bench.worker._workspace, bench.task, bench.manifest, lambda: False)
+    submission = bench.upload()
     own = [prepared.tensors["counts"], prepared.tensors["second_moment"]]
     counts, triangle = (to_array(each) for each in own)
     expected = np.concatenate([counts, prepared.prototypes.ravel(), triangle])
@@ -112,22 +118,38 @@ def test_each_device_adds_its_share_of_the_noise(tmp_path: Path) -> None:
     assert UNITS == 64
 
 
-def test_repeated_release_has_the_same_bytes(bench: PrivateBench) -> None:
-    """A damaged outbox leads to no second mask of the same values."""
-    first = bench.build()
-    with bench.store._database.transaction() as database:
-        database.execute("DELETE FROM outbox")
-    bench.restart()
-    assert bench.build().item == first.item
+def test_restored_release_has_another_mask_for_other_rows(
+    bench: PrivateBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also under the same number: the difference of both submissions would otherwise be the row of an image."""
+    monkeypatch.setattr(device_state, "time", Mock(time=lambda: 1e9))
+    first, second = restored_before_the_rows(bench)
+    assert first.sequence == second.sequence
+    assert (values(first) != values(second)).mean() > 0.9
+
+
+def test_mask_is_made_once(bench: PrivateBench) -> None:
+    """A receipt may ask for a higher number, which needs another mask: what is in the outbox stays there."""
+    built = bench.build()
+    bench.worker.build(events.BuildSubmission(bench.task, bench.manifest, above=2**50))
+    run_jobs(bench.worker)
+    refused = bench.emitted.pop()
+    assert isinstance(refused, events.SubmissionBuilt)
+    assert (refused.item, refused.reason, refused.may_pass) == (None, policy.SUBMITTED, True)
+    assert bench.store.outbox.newest_submission() == built.item
+    assert len(bench.store.ledger.releases()) == 1
 
 
 def test_device_submits_once_for_each_task(bench: PrivateBench) -> None:
-    """Images that are added later cost nothing, as nobody could open their sum."""
+    """Images that are added later cost nothing, as nobody could open their sum; features of deleted ones go."""
     first = bench.build()
     assert first.item is not None
     bench.add_images(seed=1)
+    (bench.data / "cat" / "0000.png").unlink()
     bench.restart()
     assert bench.build().item == first.item
+    known = bench.worker._workspace.cache.known(*training_feature_keys(bench.manifest))
+    assert not any(identity.endswith("cat/0000.png") for identity in known)
     bench.store.outbox.receive(first.item.digest)
     again = bench.build().item
     assert again is not None

@@ -89,6 +89,18 @@ def test_info_reveals_nothing_about_images(bench: PrivateBench) -> None:
     assert bench.info().problem == BUDGET
 
 
+def test_info_after_a_private_release_reveals_nothing_until_the_next_submission(bench: PrivateBench) -> None:
+    """A task without privacy would otherwise get the exact numbers of the private one, by its first `info`."""
+    (bench.data / "cat" / "broken.png").write_text("broken")
+    bench.upload()
+    bench.manifest = without_privacy(bench.manifest)
+    bench.store.set(BuildProblem("/home/anna/images/secret.png: truncated"))
+    info = bench.info()
+    assert (info.images, info.unusable_images, info.problem) == ({}, 0, policy.CANNOT)
+    bench.upload()
+    assert bench.info().images == {"cat": 40, "dog": 40}
+
+
 def test_info_names_the_tasks_backbones_only(bench: PrivateBench) -> None:
     """Another file may be a local model, whose digest tells who has the images of which ones it was made."""
     bench.store.blobs.put(b"a local model of a task before --max-epsilon")

@@ -2,6 +2,7 @@
 
 import math
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from PIL import Image
 
 from aggregator.intake.validation import Expectation, check_noisy_sums
 from edge_client.agent import events
@@ -22,7 +24,7 @@ from edge_client.storage import privacy_ledger
 from edge_client.storage.privacy_ledger import LOST
 from edge_client.storage.stored_values import BuildProblem, PrivacySpent, SubmissionReport
 from edge_client.submission import private_submission
-from edge_client.submission.image_features import training_feature_keys
+from edge_client.submission.image_features import Workspace, training_feature_keys
 from edge_client.submission.prepared_submission import encode_submission
 from protocol.errors import PrivacyRefused, StateError
 from protocol.statistics.noisy_sums import MAX_DISCRETENESS, UNITS, deviations
@@ -80,15 +82,60 @@ def test_the_same_images_are_charged_once(bench: PrivateBench) -> None:
     assert len(bench.store.ledger.releases()) == 1
 
 
-def test_a_lost_release_is_built_again_with_the_same_noise(bench: PrivateBench) -> None:
-    """A damaged outbox costs nothing."""
+def test_a_submission_that_is_lost_from_the_outbox_costs_a_release(bench: PrivateBench) -> None:
+    """Its noise cannot be made again."""
     first = bench.upload()
     with bench.store._database.transaction() as database:
         database.execute("DELETE FROM outbox")
     bench.restart()
     again = bench.upload()
-    assert (again.prototypes, again.counts, again.labels) == (first.prototypes, first.counts, first.labels)
-    assert again.privacy == first.privacy
+    assert again.privacy is not None
+    assert again.privacy.releases == 2
+    assert again.prototypes != first.prototypes
+
+
+def test_noise_key_is_in_no_file_once_the_submission_is_in_the_outbox(bench: PrivateBench) -> None:
+    """With the key and the submission, the row of an image could be computed that was deleted since."""
+    killed = patch.object(private_submission, "noisy_sums", side_effect=KeyboardInterrupt)
+    with killed, pytest.raises(KeyboardInterrupt):
+        bench.build()
+    (release,) = bench.store.ledger.releases()
+    assert release.key is not None
+    assert _files_with(bench, release.key)
+    built = bench.build()
+    assert not _files_with(bench, release.key)
+    assert bench.dry_run(bench.manifest).privacy == bench.read(built.item).privacy  # type: ignore[arg-type]
+
+
+def _files_with(bench: PrivateBench, secret: bytes) -> list[str]:
+    """Return the files of the state folder in which some bytes stand."""
+    files = (bench.folder / "state").rglob("*")
+    return [file.name for file in files if file.is_file() and secret in file.read_bytes()]
+
+
+def restored_before_the_rows(bench: PrivateBench) -> tuple[Submission, Submission]:
+    """Return the submissions of a state folder and of its copy from after the charge, where one image differs."""
+    with patch.object(Workspace, "extract", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        bench.build()
+    state, copy = bench.folder / "state", bench.folder / "copy"
+    shutil.copytree(state, copy)
+    first = bench.upload()
+    bench.store.close()
+    shutil.rmtree(state)
+    shutil.copytree(copy, state)
+    image = bench.data / "cat" / "0000.png"
+    status = image.stat()
+    image.write_bytes(os.urandom(status.st_size))
+    os.utime(image, ns=(status.st_atime_ns, status.st_mtime_ns))
+    bench.restart()
+    return first, bench.upload()
+
+
+def test_restored_release_has_other_noise_for_other_rows(bench: PrivateBench) -> None:
+    """The difference of both submissions would otherwise be the row of an image. Both are charged as one release."""
+    first, second = restored_before_the_rows(bench)
+    assert (to_array(first.prototypes) != to_array(second.prototypes)).mean() > 0.9
+    assert second.privacy == first.privacy
 
 
 def test_forged_receipts_cost_no_budget(bench: PrivateBench) -> None:
@@ -136,7 +183,7 @@ def test_other_images_are_charged_in_addition(bench: PrivateBench, *, restarts: 
     assert second.privacy.epsilon == pytest.approx(ONE, rel=1e-3)
     assert second.privacy.releases == 2
     assert second.prototypes != first.prototypes
-    assert [release.key is None for release in bench.store.ledger.releases()] == [True, False]
+    assert [release.key for release in bench.store.ledger.releases()] == [None, None]
 
 
 def test_releases_of_earlier_tasks_count(bench: PrivateBench) -> None:
@@ -164,6 +211,18 @@ def test_the_budget_of_task_and_device_is_kept(tmp_path: Path, of_task: float, o
     assert len(bench.store.ledger.releases()) == 1
     bench.restart()
     assert bench.refused() == BUDGET
+
+
+def test_features_of_a_deleted_image_go_also_without_budget(bench: PrivateBench) -> None:
+    bench.upload()
+    (image,) = [each for each in bench.worker._workspace.cache.contents() if each.endswith("cat/0000.png")]
+    bench.settings = replace(bench.settings, max_epsilon=ONE * 1.01)
+    bench.restart()
+    (bench.data / "cat" / "0000.png").unlink()
+    assert bench.refused() == BUDGET
+    cache = bench.worker._workspace.cache
+    assert image not in cache.contents()
+    assert image not in cache.known(*training_feature_keys(bench.manifest))
 
 
 def test_a_charged_release_is_built_after_a_crash(bench: PrivateBench) -> None:
@@ -320,6 +379,17 @@ def test_sums_are_those_of_the_images_but_for_the_noise(tmp_path: Path) -> None:
     together = np.concatenate(rows)
     difference = from_triangle(taken.second_moment.astype(np.int64), SIZE) - together.T @ together
     assert np.abs(difference).max() < 6 * scale["squares"] < np.abs(together.T @ together).max()
+
+
+def test_equal_pixels_count_once(tmp_path: Path) -> None:
+    """As without differential privacy: in the first of their classes, whatever the files' names and formats."""
+    quiet = msgspec.structs.replace(WANTED, noise_multiplier=0.5, max_epsilon=40.0)
+    bench = PrivateBench(tmp_path, differential_privacy=quiet)
+    for image in sorted((bench.data / "cat").iterdir()):
+        Image.open(image).save(image.with_suffix(".bmp"))
+        shutil.copy(image, bench.data / "dog" / f"{image.stem}-of-a-cat.png")
+    counts = to_array(bench.upload().tensors["counts"])
+    assert np.abs(counts - 40 * UNITS).max() < 6 * deviations(0.5)["counts"] < 40 * UNITS
 
 
 def test_a_feature_that_is_not_finite_counts_as_one(

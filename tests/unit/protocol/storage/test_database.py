@@ -304,6 +304,27 @@ def test_log_file_shrinks_after_a_large_transaction(tmp_path: Path) -> None:
     assert (tmp_path / "state.sqlite-wal").stat().st_size <= 2**20
 
 
+def test_deleted_contents_are_in_no_file(tmp_path: Path) -> None:
+    """Neither in free space of the file, nor in the log."""
+    database = open_database(tmp_path)
+    put(database, "key", secret := "a secret of the device")
+    put(database, "large", secret * 1000)
+    database.write("UPDATE facts SET value = '' WHERE key = 'key'")
+    database.write("DELETE FROM facts WHERE key = 'large'")
+
+    def files_with_it() -> list[str]:
+        return [file.name for file in tmp_path.iterdir() if secret.encode() in file.read_bytes()]
+
+    assert files_with_it() == ["state.sqlite-wal"]
+    reader = open_database(tmp_path, read_only=True)
+    with reader.transaction("DEFERRED"):
+        keys(reader)
+        database.write("PRAGMA busy_timeout = 0")
+        database.empty_log()
+    database.empty_log()
+    assert files_with_it() == []
+
+
 _WRITE = """
 import sys
 from pathlib import Path

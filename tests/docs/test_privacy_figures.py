@@ -1,0 +1,65 @@
+"""Figures of the pages on privacy, computed by the formulas of the code."""
+
+import math
+from pathlib import Path
+from statistics import NormalDist
+
+import pytest
+
+from aggregator.config.schema import SumsSettings
+from protocol.statistics.gaussian_privacy import noise_multiplier
+from protocol.statistics.noisy_sums import UNITS, deviations, epsilon_of_sums, share_of_noise
+from tests.unit.protocol.statistics.test_gaussian_privacy import closed_form
+
+DOCS = Path(__file__).parents[2] / "docs"
+PRIVACY, PROTECTION = (
+    (DOCS / name).read_text(encoding="utf-8") for name in ("privacy.md", "data-protection.md")
+)
+
+
+def multiplier_of(epsilon: float) -> float:
+    return noise_multiplier(epsilon, 1e-5, cost=epsilon_of_sums)
+
+
+def hidden_images(multiplier: float) -> float:
+    """Return two standard deviations of the noise of a class's count, in images."""
+    return 2 * deviations(multiplier)["counts"] / UNITS
+
+
+@pytest.mark.parametrize("epsilon", [1, 8])
+def test_epsilon_and_guesses_by_the_number_of_a_persons_images(epsilon: int) -> None:
+    """Equal images are one Gaussian event of a multiple of the sensitivity; the best guess has Phi(mu / 2)."""
+    mu = [images / multiplier_of(epsilon) for images in (1, 2, 5, 10)]
+    epsilons = [closed_form({1 / each: 1}, 1e-5) for each in mu]
+    shown = [f"{each:.0f}" if each > 100 else f"{each:.1f}" for each in epsilons]
+    assert f"| epsilon, where one image has {epsilon} | {' | '.join(shown)} |" in PRIVACY
+    guesses = [f"{math.ceil(100 * NormalDist().cdf(each / 2))}" for each in mu]
+    assert f"| a guess is correct at most, of 100 | {' | '.join(guesses)} |" in PRIVACY
+    assert f"{guesses[0]} times" in PROTECTION
+    if epsilon == 1:
+        assert f"becomes one of {shown[3]}: " in PROTECTION
+        assert f"is right up to {guesses[3]} times in 100" in PROTECTION
+
+
+def test_what_a_devices_share_of_the_noise_hides() -> None:
+    shares = [
+        share_of_noise(multiplier_of(1), honest=SumsSettings(operator="", min_devices=each).honest)
+        for each in (10, 100)
+    ]
+    ten, hundred = (f"{hidden_images(each):.2g}" for each in shares)
+    assert (
+        f"about {ten} images more or fewer of each class if `min_devices` is 10, and {hundred} if"
+        in PROTECTION
+    )
+    assert f"about {math.sqrt(2) * hidden_images(multiplier_of(1)):.0f} images more or fewer" in PROTECTION
+    ten, hundred = (f"{closed_form({each: 1}, 1e-5):.1f}" for each in shares)
+    assert f"the epsilon is then {ten} or {hundred}" in PROTECTION
+    assert f"one device's has {ten} with a `min_devices` of 10, and {hundred} with 100" in PRIVACY
+
+
+@pytest.mark.parametrize(("epsilon", "auc"), [(1, 57.5), (8, 88.1)])
+def test_membership_tests(epsilon: int, auc: float) -> None:
+    """A Gaussian event of shift mu has the area Phi(mu / sqrt 2)."""
+    exact = 100 * NormalDist().cdf(1 / multiplier_of(epsilon) / math.sqrt(2))
+    assert exact == pytest.approx(auc, abs=0.1)
+    assert f"{auc} %" in PRIVACY
