@@ -112,11 +112,11 @@ def read_access(
 
     if (cert is None) != (key is None):
         raise click.UsageError("--cert and --key require each other: give both, or neither")
-    password = os.environ.get(variable := _variable("password", prefix))
-    if password_file is not None:
-        password = read_secret(password_file, what="password")
-        if warning := readable_by_others(password_file):
-            log.warning("%s", warning)
+    password = given_secret(
+        password_file, variable=(variable := _variable("password", prefix)), what="password"
+    )
+    if password_file is not None and (warning := readable_by_others(password_file)):
+        log.warning("%s", warning)
     if password is not None and username is None:
         raise click.UsageError("a password requires a user name: give --username")
     if username is not None and password is None:
@@ -133,15 +133,27 @@ def read_access(
 
 
 def read_secret(file: Path, *, what: str) -> str:
-    """Return the first line of a file; raises ConfigError if it cannot be read or is empty."""
+    """Return the first line of a file in UTF-8; raises ConfigError if it cannot be read or is empty."""
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
         raise ConfigError(f"cannot read the {what} in {file}: {reason}") from error
     if not lines or not lines[0]:
         raise ConfigError(f"expected a {what} in the first line of {file}, which is empty")
     return lines[0]
+
+
+def given_secret(file: Path | None, *, variable: str, what: str) -> str | None:
+    """Return the first line of a file, or of an environment variable, which often ends with a line break; or None.
+
+    Raises:
+        ConfigError: the file cannot be read, or is empty.
+    """
+    if file is not None:
+        return read_secret(file, what=what)
+    value = os.environ.get(variable)
+    return value.partition("\n")[0].rstrip("\r") if value is not None else None
 
 
 MIN_TOKEN = 16
@@ -154,7 +166,7 @@ def given_token(file: Path | None, *, variable: str) -> str:
     Raises:
         ConfigError: the file cannot be read, or the token is too short.
     """
-    token = read_secret(file, what="token") if file is not None else os.environ.get(variable)
+    token = given_secret(file, variable=variable, what="token")
     if token is None:
         return ""
     if len(token) < MIN_TOKEN:

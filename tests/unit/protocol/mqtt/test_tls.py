@@ -17,7 +17,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from aggregator.security.certificate_authority import utc_now
-from protocol.cli import access_options, config_option, read_access
+from protocol.cli import access_options, config_option, given_secret, read_access
 from protocol.errors import ConfigError
 from protocol.mqtt import reconnecting_session
 from protocol.mqtt.client import Version
@@ -414,6 +414,17 @@ def test_password_comes_from_file_or_environment(tmp_path: Path) -> None:
     given = access("--username", "a", "--password-file", file, password="of the environment")
     assert given.password == "of the file "
     assert run("--username", "a", "--password", "secret").exit_code == 2
+
+
+@pytest.mark.parametrize("text", ["secret\r\n", "\ufeffsecret\n", "secret\nof an older broker"])
+def test_secret_is_the_first_line_of_its_file_or_variable(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str
+) -> None:
+    """Editors add a line break, and those of Windows a byte-order mark; a secret of Kubernetes often ends with one."""
+    (file := tmp_path / "password").write_bytes(text.encode())
+    assert given_secret(file, variable="NONE", what="password") == "secret"
+    monkeypatch.setenv("SECRET", text.removeprefix("\ufeff"))
+    assert given_secret(None, variable="SECRET", what="password") == "secret"
 
 
 def test_world_readable_password_file_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
