@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from protocol.class_folders import class_folders
 from protocol.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def measure(*, data: Path, backbones: Sequence[Path], **options: Any) -> dict[st
 def _classes(data: Path) -> tuple[str, ...]:
     """Return the names of the folders of images, or the labels of a CSV file."""
     if data.is_dir():
-        names = {path.name for path in data.iterdir() if path.is_dir() and not path.name.startswith(".")}
+        names = {path.name for path in class_folders(data)}
     else:
         with data.open(encoding="utf-8-sig", newline="") as lines:
             names = {row.get("label") or "" for row in csv.DictReader(lines)} - {""}
