@@ -8,7 +8,7 @@ import numpy as np
 
 from aggregator.algorithms.statistics.noisy_ridge import make_public_map
 from edge_client.data.extraction import feature_batches
-from edge_client.data.images import images_below, log_skipped, unlabeled
+from edge_client.data.images import images_below, log_skipped
 from protocol.errors import ConfigError
 from protocol.statistics.public_map import PublicMap
 from protofleet.features import AnyBackbone, load_backbones
@@ -29,10 +29,10 @@ def public_map(
         BackboneMismatch: a file is no backbone.
         ProtofleetError: the images are too few for as many components.
     """
-    skipped: Counter[str] = Counter()
-    backbones, paths = load_backbones(backbone), sorted(images_below(folder, skipped))
-    log_skipped(skipped, {}, folder)
-    images, rows, unusable, done = [unlabeled(Path(path)) for path in paths], [], [], 0
+    backbones, skipped = load_backbones(backbone), Counter[str]()
+    images = sorted(images_below(folder, skipped), key=lambda image: image.relative)
+    log_skipped(skipped, set(), folder)
+    rows, unusable, done = [], [], 0
     for batch in feature_batches(images, backbones, batch_size=BATCH_SIZE, workers=WORKERS):
         for image, feature in batch:
             if isinstance(feature, np.ndarray):

@@ -14,6 +14,7 @@ from typing import TypeVar
 import hypothesis
 import pytest
 
+from edge_client.data import file_ages
 from protocol.mqtt import reconnect_delay
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from tests.support.graphs import exported_graphs
@@ -135,6 +136,12 @@ def shared_graphs(tmp_path_factory: pytest.TempPathFactory) -> None:
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a session try again within half a second, however often it has failed."""
     monkeypatch.setattr(reconnect_delay, "MAX_RETRY_DELAY_S", 0.5)
+
+
+@pytest.fixture(autouse=True)
+def no_settling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the images that a test has just written for complete, in this process."""
+    monkeypatch.setattr(file_ages, "SETTLE_S", 0.0)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from aggregator.cli.state import EXTRAS
+from protocol.class_folders import class_folders
 from protocol.cli import counted, examples, require_packages, say
 from protocol.errors import ConfigError, ProtofleetError
 
@@ -225,8 +226,7 @@ class _Questions:
 
 
 def _folders(images: Path) -> tuple[str, ...]:
-    found = images.iterdir() if images.is_dir() else ()
-    names = sorted(each.name for each in found if each.is_dir() and not each.name.startswith("."))
+    names = [each.name for each in class_folders(images)] if images.is_dir() else []
     if not names:
         raise ConfigError(f"no folder in {images}: expected one sub-folder per class")
     return tuple(names)

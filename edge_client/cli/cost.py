@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from protocol.class_folders import class_folders
 from protocol.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ def measure(*, data: Path, backbones: Sequence[Path], **options: Any) -> dict[st
     """
     from edge_client.agent.state import Mode
     from edge_client.config import Settings
+    from edge_client.data import file_ages
     from edge_client.service.device import Device
     from edge_client.storage.device_state import DeviceState
     from edge_client.storage.stored_values import CurrentTask
@@ -65,6 +67,9 @@ def measure(*, data: Path, backbones: Sequence[Path], **options: Any) -> dict[st
             min_images=2,
         )
         store.set(CurrentTask(store.blobs.put(encode(manifest))))
+        time.sleep(
+            file_ages.SETTLE_S
+        )  # or a first scan of new images would wait, which is no cost of a backbone
         begin_s = time.perf_counter()
         Device(settings, store, show=lambda *each: shown.append(each)).run()
         passed_s = time.perf_counter() - begin_s
@@ -83,7 +88,7 @@ def measure(*, data: Path, backbones: Sequence[Path], **options: Any) -> dict[st
 def _classes(data: Path) -> tuple[str, ...]:
     """Return the names of the folders of images, or the labels of a CSV file."""
     if data.is_dir():
-        names = {path.name for path in data.iterdir() if path.is_dir() and not path.name.startswith(".")}
+        names = {path.name for path in class_folders(data)}
     else:
         with data.open(encoding="utf-8-sig", newline="") as lines:
             names = {row.get("label") or "" for row in csv.DictReader(lines)} - {""}

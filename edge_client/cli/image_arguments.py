@@ -17,10 +17,11 @@ STDIN = Path("-")
 def named_images(arguments: Iterable[Path]) -> list[Path]:
     """Return the images that arguments name, in their order, and those in a folder or of a pattern by path.
 
-    The files that are skipped in a folder are counted on stderr.
+    A folder is searched recursively, as those of classes are; what is not used is listed on stderr. A pattern (`*`,
+    `?`, `[...]`, and `**` for folders at any depth) is one that the shell has not replaced. `-` reads paths from stdin
+    until its end, one per line.
 
-    A folder is searched recursively, as those of classes are. A pattern (`*`, `?`, `[...]`, and `**` for folders at
-    any depth) is one that the shell has not replaced. `-` reads paths from stdin until its end, one per line.
+    An image is read as it is now, also where a program may be writing it: the caller knows, and nothing is uploaded.
 
     Raises:
         ConfigError: there is no image in a folder, or no file for a pattern.
@@ -44,15 +45,17 @@ def _in(path: Path) -> list[Path]:
     if not is_folder(path):
         return [path]
     skipped: Counter[str] = Counter()
-    found = sorted(images_below(path, skipped))
-    reasons = ", ".join(
-        f"{counted(files, 'file')}: {reason}" for reason, files in skipped.most_common(MOST_NAMED)
-    )
+    found = sorted(image.relative for image in images_below(path, skipped))
+    say_skipped(skipped)
     if not found:
-        raise ConfigError(f"no image in {path}" + (f" ({reasons})" if reasons else ""))
-    if reasons:
-        say(f"skipped in {path}: {reasons}", err=True)
+        raise ConfigError(f"no image in {path}")
     return [Path(each) for each in found]
+
+
+def say_skipped(skipped: Counter[str]) -> None:
+    """List what a search for images has skipped, on stderr."""
+    for reason, files in skipped.most_common(MOST_NAMED):
+        say(f"skipped {counted(files, 'file')}: {reason}", err=True)
 
 
 def _lines() -> Iterator[bytes]:

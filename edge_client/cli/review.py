@@ -1,6 +1,7 @@
 """`edge-client review`."""
 
 import secrets
+from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -66,6 +67,7 @@ def review_command(  # noqa: PLR0913 - every option of the command line
     labels are on it, too. With --page, keys move images between the classes' folders; none is deleted or replaced.
     """
     with loading_modules():
+        from edge_client.cli.image_arguments import say_skipped
         from edge_client.data.images import scan_images, unlabeled_below
         from edge_client.predict.classifier import open_classifier
         from edge_client.progress_bar import Progress
@@ -84,13 +86,16 @@ def review_command(  # noqa: PLR0913 - every option of the command line
     scan = scan_images(data, classes)
     for text in scan.unknown:
         say(f"left out: {text}, no class of the head", err=True)
+    skipped = Counter(scan.skipped)
     if not scan.images:
+        say_skipped(skipped)
         raise ConfigError(
             f"{data} has no image of {', '.join(map(plain, classes))}: one folder for each class"
         )
     images = scan.images
     if unlabeled is not None:
-        images += unlabeled_below(unlabeled, data=data)
+        images += unlabeled_below(unlabeled, data=data, skipped=skipped)
+    say_skipped(skipped)
     with closing(Progress("Images")) as progress:
         found = review(
             classifier,

@@ -46,6 +46,9 @@ log = logging.getLogger(__name__)
 _PREFIX = "PROTOFLEET_PUBLISH_"
 """Of the variables with credentials for --publish: its broker must not get the fleet's."""
 
+MAX_LOAD = 0.1
+"""Share of the time in which the folder may be searched: a search of 100,000 images takes seconds."""
+
 
 @click.command(
     "watch",
@@ -67,7 +70,7 @@ _PREFIX = "PROTOFLEET_PUBLISH_"
 @click.option("--existing", is_flag=True, help="Classify the images that are in FOLDER at the start, too.")
 @click.option(
     "--interval-s", type=click.FloatRange(min=0.05), default=0.5, show_default=True,
-    help="Seconds between searches for new images.",
+    help="Seconds between searches for new images; at least ten times what a search takes.",
 )  # fmt: skip
 @click.option(
     "--changes",
@@ -150,7 +153,12 @@ def watch_command(  # noqa: PLR0913 - every option of the command line
         while True:
             with suppress(ProtofleetError):  # as long as there is no head that works, which is logged
                 classify_new(watch, heads.follow(), top=top, output=output)
-            time.sleep(interval_s)
+            time.sleep(pause_s(interval_s, scan_s=watch.scan_s))
+
+
+def pause_s(interval_s: float, *, scan_s: float) -> float:
+    """Return the seconds until the next search of the folder, after one of `scan_s`."""
+    return max(interval_s, scan_s / MAX_LOAD)
 
 
 def published(output: Print, sensor: "Sensor") -> Print:
@@ -177,16 +185,27 @@ def changes_only(output: Print, state: "Majority") -> Print:
 
 
 def classify_new(watch: "FolderWatch", classifier: "Classifier", *, top: int, output: Print) -> None:
-    """Print a prediction for each image that is ready, and an error for one that stays unusable."""
+    """Print a prediction for each image that is ready, and an error for one that stays unusable.
+
+    An image on which the backbone or the head fails is tried again later, and does not hold up the others.
+    """
     from edge_client.data.extraction import Refusal
     from protocol.log import event
 
-    paths = watch.poll()
-    try:
+    def classify(paths: list[Path]) -> None:
         for path, prediction in classifier.predict(paths, top=top):
+            del rest[path]
             if watch.done(path, failed=isinstance(prediction, Refusal)):
                 output(path, prediction, classifier.installed)
-    except ProtofleetError as error:  # the backbone or the head fails on one of them
-        event(log, logging.ERROR, "images not classified", images=len(paths), reason=str(error))
-        for path in paths:
-            watch.done(path)
+
+    rest, failed, reason = dict.fromkeys(watch.poll()), list[Path](), ""
+    with suppress(ProtofleetError):
+        classify(list(rest))
+    for path in list(rest):  # the backbone or the head fails on one of them, or on all
+        try:
+            classify([path])
+        except ProtofleetError as error:
+            failed, reason = [*failed, path], str(error)
+    if failed:
+        text = "images not classified"
+        event(log, logging.ERROR, text, images=len(failed), reason=reason, retry_s=watch.retry(failed))

@@ -21,6 +21,7 @@ from PIL import Image, ImageOps, PngImagePlugin, PpmImagePlugin, TiffImagePlugin
 
 from edge_client.data.decoding_memory import decoding_bytes, reserve
 from edge_client.data.file_kind import HEAD_BYTES, IMAGE_FORMATS, is_image, kind_of, open_file, unidentified
+from protocol.class_folders import is_of_system
 from protocol.cli import plain
 from protocol.errors import ConfigError, UnreadableImage
 from protocol.log import event
@@ -50,6 +51,9 @@ UNLABELED = -1
 MOST_NAMED = 20
 """Names, or kinds of skipped files, that a message lists."""
 
+MOST_LISTED = 1000
+"""Entries of a folder which is no class that are compared with the classes."""
+
 
 class NoImages(ConfigError):
     """A device without images of the task's classes: it uploads nothing and still receives heads."""
@@ -66,6 +70,9 @@ class LabeledImage:
     """Index into the task's classes, or UNLABELED."""
     size_bytes: int
     mtime_ns: int
+    ctime_ns: int = field(default=0, compare=False)
+    """Time of the last change to the file, its name or its times."""
+    inode: int = field(default=0, compare=False)
 
     @property
     def path(self) -> Path:
@@ -79,7 +86,7 @@ class LabeledImage:
 
     def is_unchanged(self) -> bool:
         """Return whether the file is as it was when it was found: what was read of it before is this image's."""
-        return _image(self.folder, self.relative, self.label) == self
+        return _image(self.folder, self.relative, self.label, _status(self.path)) == self
 
 
 @dataclass(frozen=True)
@@ -91,25 +98,27 @@ class ImageScan:
     unknown: tuple[str, ...] = ()
     """Folders or labels that are no class of the task, printable, the first ones with the class that may be meant."""
     skipped: Mapping[str, int] = field(default_factory=dict)
-    """Number of files that are no images in a class's folder, by reason; hidden files are not counted."""
+    """Number of files and folders that are not used, by reason; hidden ones are not counted."""
 
 
 def scan_images(source: Path, classes: Sequence[str], *, strict: bool = False) -> ImageScan:
     """Return the labeled images of a device, and what was left out.
 
-    `source` is a folder with one sub-folder per class, searched recursively and ignoring hidden files and files
-    without one of IMAGE_SUFFIXES, or a CSV file with the columns `path` (relative to the file) and `label`, separated
-    by commas, or by semicolons or tabs as spreadsheets write them.
+    `source` is a folder with one sub-folder per class, searched recursively and ignoring hidden files, files without
+    one of IMAGE_SUFFIXES, folders of the system and folders without permission, or a CSV file with the columns `path`
+    (relative to the file) and `label`, of which files that do not exist are left out. Columns are separated by commas,
+    or by semicolons or tabs as spreadsheets write them.
 
     Raises:
-        ConfigError: the source cannot be read, or with `strict` it has folders or labels that are no class.
+        ConfigError: the source, or none of a list's files, can be read, or with `strict` it has folders or labels that
+            are no class.
     """
     labels = {_normal(name): label for label, name in enumerate(classes)}
     unknown: dict[str, str] = {}
     skipped: Counter[str] = Counter()
     try:
         found = list(
-            _listed(source, labels, unknown)
+            _listed(source, labels, unknown, skipped)
             if source.is_file()
             else _in_folders(source, labels, unknown, skipped)
         )
@@ -148,19 +157,19 @@ def class_folder(data: Path, name: str) -> Path:
     return data / min(folders, default=name)
 
 
-def images_below(folder: Path, skipped: Counter[str]) -> Iterator[str]:
-    """Yield the paths of the images in a folder and below it; `skipped` counts other files by reason.
+def images_below(folder: Path, skipped: Counter[str]) -> Iterator[LabeledImage]:
+    """Yield the images in a folder and below it as images of unknown class; `skipped` counts what is not used.
 
     Raises:
-        OSError: a folder cannot be read.
+        OSError: the folder cannot be read, or the disk fails.
     """
-    return _walk(folder, {_place(folder.stat())}, skipped)
+    nowhere = Path()
+    for path, status in _walk(folder, {_place(folder.stat())}, skipped):
+        yield _image(nowhere, path.removeprefix("./"), UNLABELED, status)
 
 
-def unlabeled_below(folder: Path, *, data: Path) -> tuple[LabeledImage, ...]:
+def unlabeled_below(folder: Path, *, data: Path, skipped: Counter[str]) -> tuple[LabeledImage, ...]:
     """Return the images in a folder and below it as images of unknown class, in order of their paths.
-
-    The numbers of skipped files are logged.
 
     Raises:
         ConfigError: it cannot be read, is in `data`, where folders are classes, or has `data` in it.
@@ -169,17 +178,14 @@ def unlabeled_below(folder: Path, *, data: Path) -> tuple[LabeledImage, ...]:
     if own.is_relative_to(labeled) or labeled.is_relative_to(own):
         raise ConfigError(f"expected a folder of unlabeled images outside of {data}, got {folder}")
     try:
-        skipped: Counter[str] = Counter()
-        found = tuple(unlabeled(Path(path)) for path in sorted(images_below(folder, skipped)))
+        return tuple(sorted(images_below(folder, skipped), key=lambda image: image.relative))
     except OSError as error:
         raise ConfigError(f"{folder} cannot be read: {error.strerror}") from error
-    log_skipped(skipped, {}, folder)
-    return found
 
 
 def unlabeled(path: Path) -> LabeledImage:
     """Return a single file as an image of unknown class."""
-    return _image(Path(), str(path), UNLABELED)
+    return _image(Path(), str(path), UNLABELED, _status(path))
 
 
 def decode(path: Path) -> Image.Image:
@@ -316,12 +322,19 @@ def _check_kind(image: Image.Image) -> None:
         raise UnreadableImage(text)
 
 
-def _image(folder: Path, relative: str, label: int) -> LabeledImage:
-    try:  # a file without permission is found all the same, and refused when it is read
-        status = (folder / relative).stat()
+def _status(path: str | os.PathLike[str]) -> os.stat_result | None:
+    """Return a file's status; None if it has none: it is found all the same, and refused when it is read."""
+    try:
+        return os.stat(path)  # noqa: PTH116 - faster than a Path
     except OSError:
+        return None
+
+
+def _image(folder: Path, relative: str, label: int, status: os.stat_result | None) -> LabeledImage:
+    if status is None:
         return LabeledImage(folder, relative, label, size_bytes=0, mtime_ns=0)
-    return LabeledImage(folder, relative, label, size_bytes=status.st_size, mtime_ns=status.st_mtime_ns)
+    size, mtime_ns, ctime_ns = status.st_size, status.st_mtime_ns, status.st_ctime_ns
+    return LabeledImage(folder, relative, label, size, mtime_ns, ctime_ns, status.st_ino)
 
 
 def _in_folders(
@@ -333,63 +346,122 @@ def _in_folders(
     folders = sorted(path for path, is_folder in shown if is_folder)
     if loose := len(shown) - len(folders):
         skipped["in no class's folder"] += loose
+    folders = [folder for folder in folders if not _skips_system(folder.name, skipped)]
     seen = {_place(source.stat()), *(_place(folder.stat()) for folder in folders)}
     for folder in folders:
         label = labels.get(_normal(folder.name))
         if label is None:
-            unknown[folder.name] = f"{folder.name!r}"
+            unknown[folder.name] = f"{folder.name!r}" + _deeper(folder, labels)
             continue
-        for path in _walk(folder, seen, skipped):
-            yield _image(source, os.path.relpath(path, source), label)
+        try:
+            for path, status in _walk(folder, seen, skipped):
+                yield _image(source, folder.name + path[len(str(folder)) :], label, status)
+        except (FileNotFoundError, PermissionError) as error:
+            _skip_folder(error, skipped)
 
 
-def _walk(folder: Path, seen: set[tuple[int, int]], skipped: Counter[str]) -> Iterator[str]:
-    """Yield the images in a folder and below; folders already seen, through links, are not searched again."""
+def _walk(
+    folder: Path, seen: set[tuple[int, int]], skipped: Counter[str]
+) -> Iterator[tuple[str, os.stat_result | None]]:
+    """Yield the images in a folder and below; folders already seen, through links, are not searched again.
+
+    Raises:
+        OSError: the folder cannot be read, or the disk fails. A folder below it that may not be read is skipped.
+    """
     folders = [str(folder)]
     while folders:
-        deeper = []
-        with os.scandir(folders.pop()) as entries:
-            for entry in filter(_is_shown, entries):
-                if _is_folder(entry):
+        here, deeper = folders.pop(), list[str]()
+        try:
+            yield from _list_folder(here, deeper, skipped)
+        except (FileNotFoundError, PermissionError) as error:
+            if here == str(folder):
+                raise
+            _skip_folder(error, skipped)
+        for path in sorted(deeper):
+            with contextlib.suppress(FileNotFoundError):
+                place = _place(Path(path).stat())
+                if place not in seen:
+                    seen.add(place)
+                    folders.append(path)
+
+
+def _list_folder(
+    folder: str, deeper: list[str], skipped: Counter[str]
+) -> Iterator[tuple[str, os.stat_result | None]]:
+    """Yield the images in a folder, and add the folders in it to `deeper`."""
+    with os.scandir(folder) as entries:
+        for entry in filter(_is_shown, entries):
+            if _is_folder(entry):
+                if not _skips_system(entry.name, skipped):
                     deeper.append(entry.path)
-                elif reason := _reason_to_skip(entry):
+            elif reason := _reason_to_skip(entry.name):
+                skipped[reason] += 1
+            else:
+                status = _status(entry)
+                if status is not None and not S_ISREG(
+                    status.st_mode
+                ):  # a pipe or a device could block forever
+                    skipped["not a regular file"] += 1
+                elif reason := _reason_of_content(entry.path, status):
                     skipped[reason] += 1
                 else:
-                    yield entry.path
-        for path in sorted(deeper):
-            place = _place(Path(path).stat())
-            if place not in seen:
-                seen.add(place)
-                folders.append(path)
+                    yield entry.path, status
 
 
-def log_skipped(skipped: Mapping[str, int], before: Mapping[str, int], folder: Path) -> None:
-    """Log the numbers of skipped files that have changed."""
+def _skip_folder(error: OSError, skipped: Counter[str]) -> None:
+    """Name a folder without permission; one that was deleted meanwhile has no images."""
+    if isinstance(error, PermissionError):
+        skipped[plain(f"the folder {error.filename} cannot be read: {error.strerror}")] += 1
+
+
+def _skips_system(name: str, skipped: Counter[str]) -> bool:
+    """Return whether a folder is one that systems add, and count it."""
+    if is_of_system(name):
+        skipped[f"folder {name} of the system"] += 1
+        return True
+    return False
+
+
+def _deeper(folder: Path, labels: Mapping[str, int]) -> str:
+    """Return the hint that the folders in one that is no class are classes; empty if they are not."""
+    try:
+        names = {_normal(path.name) for path in itertools.islice(folder.iterdir(), MOST_LISTED)}
+    except OSError:
+        return ""
+    return plain(f" (the classes are one folder deeper, in {folder})") if names & labels.keys() else ""
+
+
+def log_skipped(skipped: Mapping[str, int], logged: set[str], folder: Path) -> None:
+    """Log what is skipped, each reason once and at most MOST_NAMED of them; `logged` gets these."""
     for reason, files in skipped.items():
-        if before.get(reason) != files:
+        if reason not in logged and len(logged) < MOST_NAMED:
+            logged.add(reason)
             event(log, logging.WARNING, "files skipped", files=files, reason=reason, data=folder)
 
 
-def _reason_to_skip(entry: os.DirEntry[str]) -> str:
-    """Return why a file is not used as an image; empty if it is used."""
-    suffix = Path(entry.name).suffix.lower()
+def _reason_to_skip(name: str) -> str:
+    """Return why a file of this name is not used as an image; empty if it may be used."""
+    suffix = os.path.splitext(name)[1].lower()  # noqa: PTH122 - faster than a Path
+    if suffix in IMAGE_SUFFIXES or suffix in _FOREIGN_SUFFIXES:
+        return ""
+    return plain(f"suffix {suffix}") if suffix else "no suffix"
+
+
+def _reason_of_content(path: str, status: os.stat_result | None) -> str:
+    """Return why a file whose suffix is of a foreign format is no image; empty if its first bytes are an image's.
+
+    A file that cannot be read now is named when it is decoded.
+    """
+    suffix = os.path.splitext(path)[1].lower()  # noqa: PTH122 - faster than a Path
     kind = _FOREIGN_SUFFIXES.get(suffix)
-    if suffix not in IMAGE_SUFFIXES and not kind:
-        return plain(f"suffix {suffix}") if suffix else "no suffix"
-    if not _may_be_read(entry):
-        return "not a regular file"
-    if kind and not _may_be_image(entry):
-        return f"suffix {suffix}, {kind} is not supported: convert it to JPEG"
-    return ""
-
-
-def _may_be_image(entry: os.DirEntry[str]) -> bool:
-    """Return whether the first bytes are an image's; a file that cannot be read now is named when it is decoded."""
+    if kind is None or status is None:
+        return ""
     try:
-        status = entry.stat()
-        return is_image(entry.path, status.st_size, status.st_mtime_ns, status.st_ino)
+        if is_image(path, status.st_size, status.st_mtime_ns, status.st_ino):
+            return ""
     except OSError:
-        return True
+        return ""
+    return f"suffix {suffix}, {kind} is not supported: convert it to JPEG"
 
 
 def _is_shown(entry: os.DirEntry[str]) -> bool:
@@ -400,27 +472,58 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_dir()
     except OSError as error:
-        if error.errno != errno.ELOOP:  # a file system that fails hides no image
+        if error.errno not in {errno.ELOOP, errno.EACCES}:  # a file system that fails hides no image
             raise
         return False
-
-
-def _may_be_read(entry: os.DirEntry[str]) -> bool:
-    """Exclude pipes and devices, which could block forever; keep dangling links, to be named later."""
-    try:
-        return S_ISREG(entry.stat().st_mode)
-    except OSError:
-        return True
 
 
 def _place(status: os.stat_result) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def _listed(source: Path, labels: Mapping[str, int], unknown: dict[str, str]) -> Iterator[LabeledImage]:
-    """Yield the images in a list, and add labels that are no class, with their first line, to `unknown`."""
+def _listed(
+    source: Path, labels: Mapping[str, int], unknown: dict[str, str], skipped: Counter[str]
+) -> Iterator[LabeledImage]:
+    """Yield the images in a list, and add labels that are no class, with their first line, to `unknown`.
+
+    Raises:
+        ConfigError: the list is malformed, or none of its files exists: their disk may not be mounted.
+    """
     lines: dict[str, int] = {}
     places: dict[str, str] = {}
+    missing: list[int] = []
+    first_missing = Path()
+    for line, relative, name in _rows(source):
+        label = labels.get(_normal(name))
+        if label is None:
+            unknown.setdefault(name, f"{name!r} in line {line}")
+            continue
+        path = source.parent / relative
+        status = _listed_status(path)
+        if status is None:
+            first_missing = first_missing if missing else path
+            missing.append(line)
+            continue
+        folder, file_name = os.path.split(relative)
+        if folder not in places:
+            places[folder] = os.path.realpath(source.parent / folder)
+        place = os.path.join(places[folder], file_name)  # noqa: PTH118 - faster than a Path
+        if place in lines:
+            raise ConfigError(f"{source} line {line}: {relative} is already in line {lines[place]}")
+        lines[place] = line
+        yield _image(source.parent, relative, label, status)
+    if missing and not lines:
+        raise ConfigError(
+            f"{source} line {missing[0]}: there is no file {first_missing}, nor any other of the list"
+        )
+    if missing:
+        skipped[plain(f"there is no such file, the first in line {missing[0]}: {first_missing}")] += len(
+            missing
+        )
+
+
+def _rows(source: Path) -> Iterator[tuple[int, str, str]]:
+    """Yield the line, the path and the label of each row of a list."""
     try:
         with source.open(newline="", encoding="utf-8-sig") as file:
             header = file.readline()
@@ -428,22 +531,7 @@ def _listed(source: Path, labels: Mapping[str, int], unknown: dict[str, str]) ->
             if not {"path", "label"} <= set(rows.fieldnames or ()):
                 raise ConfigError(f"{source} must start with the header path,label, not {header.strip()!r}")
             for row in rows:
-                where = f"{source} line {rows.line_num}"
-                relative, name = ((row[column] or "").strip() for column in ("path", "label"))
-                label = labels.get(_normal(name))
-                if label is None:
-                    unknown.setdefault(name, f"{name!r} in line {rows.line_num}")
-                    continue
-                if not relative or not (source.parent / relative).is_file():
-                    raise ConfigError(f"{where}: there is no file {source.parent / relative}")
-                folder, file_name = os.path.split(relative)
-                if folder not in places:
-                    places[folder] = os.path.realpath(source.parent / folder)
-                place = os.path.join(places[folder], file_name)  # noqa: PTH118 - faster than a Path
-                if place in lines:
-                    raise ConfigError(f"{where}: {relative} is already in line {lines[place]}")
-                lines[place] = rows.line_num
-                yield _image(source.parent, relative, label)
+                yield rows.line_num, (row["path"] or "").strip(), (row["label"] or "").strip()
     except (UnicodeError, csv.Error) as error:
         raise ConfigError(f"{source} cannot be read as a CSV file in UTF-8: {error}") from error
 
@@ -451,6 +539,23 @@ def _listed(source: Path, labels: Mapping[str, int], unknown: dict[str, str]) ->
 def _delimiter(header: str) -> str:
     """Return the first separator in a header: a comma, or a semicolon or tab, as spreadsheets of some languages use."""
     return next((character for character in header if character in ",;\t"), ",")
+
+
+def _listed_status(path: Path) -> os.stat_result | None:
+    """Return the status of a file; None if there is no such file, or it is in a folder without permission.
+
+    Raises:
+        OSError: the disk fails, which hides no image.
+    """
+    try:
+        status = path.stat()
+    except ValueError:  # a null character
+        return None
+    except OSError as error:
+        if error.errno not in {errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOENT, errno.ENOTDIR}:
+            raise
+        return None
+    return status if S_ISREG(status.st_mode) else None
 
 
 def is_folder(path: Path) -> bool:

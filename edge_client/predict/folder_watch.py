@@ -4,30 +4,39 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from edge_client.data.images import LabeledImage, images_below, log_skipped, unlabeled
+from edge_client.data import file_ages
+from edge_client.data.file_ages import FileAges
+from edge_client.data.images import LabeledImage, images_below, log_skipped
 from protocol.log import event
+from protocol.retry_delay import retry_delay_s
 
 log = logging.getLogger(__name__)
 
-SETTLE_S = 0.5
-"""Seconds for which an image must not have changed: others may be half-written."""
-
 GIVE_UP_S = 10.0
-"""Seconds after which an image that cannot be read, and does not change, is not half-written but broken."""
+"""Seconds after which an image that cannot be read, and does not change, is not half-written but broken. One that
+changes all the time is read as it is."""
+
+REPLACED_SETTLE_S, REPLACED_GIVE_UP_S = 0.5, 2.0
+"""Instead of `SETTLE_S` and `GIVE_UP_S`, for an image that was read before: a camera replaces it (`latest.jpg`)."""
 
 
 @dataclass
-class _Seen:
-    """An image as it was found at a time."""
+class _Waiting:
+    """An image that is to be read."""
 
     image: LabeledImage
     since_s: float
-    is_done: bool = False
+    """When it was new, or changed after it was read."""
+    age_s: float = 0.0
     has_failed: bool = False
+    """It could not be read as it is."""
+    tries: int = 0
+    """Failures of the backbone or the head."""
+    retry_s: float = 0.0
 
 
 class FolderWatch:
@@ -45,35 +54,59 @@ class FolderWatch:
     def __init__(self, folder: Path, *, existing: bool, clock: Callable[[], float] = time.monotonic) -> None:
         self._folder = folder
         self._clock = clock
+        self.scan_s = 0.0
+        """Seconds that the last search took."""
         self._is_readable = True
-        self._seen: dict[Path, _Seen] = {}
-        self._skipped: Counter[str] = Counter()
+        self._ages = FileAges(clock=clock)
+        self._waiting: dict[str, _Waiting] = {}
+        self._read: dict[str, str] = {}
+        """The identities of the images that were read, by path."""
+        self._logged: set[str] = set()
         self._scan()
-        for seen in self._seen.values():
-            seen.is_done = not existing
+        if not existing:
+            self._read = {path: waiting.image.identity for path, waiting in self._waiting.items()}
+            self._waiting = {}
 
     def poll(self) -> list[Path]:
-        """Return the images that are ready, in the order of their times; call `done` for each of them."""
+        """Return the images that are ready, in the order of their times; call `done` or `retry` for each of them."""
         self._scan()
-        now_s = self._clock()
-        ready = [
-            seen
-            for seen in self._seen.values()
-            if not seen.is_done and now_s - seen.since_s >= (GIVE_UP_S if seen.has_failed else SETTLE_S)
-        ]
-        return [seen.image.path for seen in sorted(ready, key=lambda seen: seen.image.mtime_ns)]
+        ready = [waiting.image for path, waiting in self._waiting.items() if self._is_ready(path, waiting)]
+        return [image.path for image in sorted(ready, key=lambda image: image.mtime_ns)]
 
     def done(self, path: Path, *, failed: bool = False) -> bool:
         """Note that an image was read; returns False if it failed and is given more time."""
-        seen = self._seen[path]
-        waits = failed and not seen.has_failed and self._clock() - seen.since_s < GIVE_UP_S
-        seen.has_failed, seen.is_done = failed, not waits
-        return not waits
+        waiting = self._waiting[str(path)]
+        if failed and not waiting.has_failed and waiting.age_s < GIVE_UP_S:
+            waiting.has_failed, waiting.since_s = True, self._clock()
+            return False
+        self._read[str(path)] = waiting.image.identity
+        del self._waiting[str(path)]
+        return True
+
+    def retry(self, paths: Collection[Path]) -> float:
+        """Note that images could not be classified, through no fault of theirs; returns the seconds to the next try."""
+        delay_s = 0.0
+        for path in paths:
+            waiting = self._waiting[str(path)]
+            delay_s = retry_delay_s(waiting.tries)
+            waiting.tries, waiting.retry_s = waiting.tries + 1, self._clock() + delay_s
+        return delay_s
+
+    def _is_ready(self, path: str, waiting: _Waiting) -> bool:
+        now_s, was_read = self._clock(), path in self._read
+        settle_s, give_up_s = (
+            (REPLACED_SETTLE_S, REPLACED_GIVE_UP_S) if was_read else (file_ages.SETTLE_S, GIVE_UP_S)
+        )
+        if now_s < waiting.retry_s:
+            return False
+        if waiting.age_s >= settle_s:
+            return not waiting.has_failed or waiting.age_s >= GIVE_UP_S
+        return now_s - waiting.since_s >= give_up_s
 
     def _scan(self) -> None:
-        skipped: Counter[str] = Counter()
+        skipped, begin_s = Counter[str](), self._clock()
         try:
-            found = [unlabeled(Path(path)) for path in images_below(self._folder, skipped)]
+            found = list(images_below(self._folder, skipped))
         except OSError as error:
             if self._is_readable:
                 event(
@@ -83,11 +116,18 @@ class FolderWatch:
             self._is_readable = False
             return
         self._is_readable = True
-        log_skipped(skipped, self._skipped, self._folder)
-        self._skipped = skipped
-        before, now_s = self._seen, self._clock()
-        self._seen = {}
-        for image in found:
-            known = before.get(image.path)
-            is_same = known is not None and known.image == image
-            self._seen[image.path] = known if is_same and known else _Seen(image, now_s)
+        log_skipped(skipped, self._logged, self._folder)
+        before, read, now_s = self._waiting, self._read, self._clock()
+        self._waiting, self._read = {}, {}
+        for image, age_s in zip(found, self._ages.update(found), strict=True):
+            path, identity = image.relative, image.identity
+            if path in read:
+                self._read[path] = read[path]
+                if read[path] == identity:
+                    continue
+            waiting = before.get(path) or _Waiting(image, now_s)
+            if waiting.image != image:
+                waiting.image, waiting.has_failed = image, False
+            waiting.age_s = age_s
+            self._waiting[path] = waiting
+        self.scan_s = self._clock() - begin_s

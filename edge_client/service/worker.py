@@ -4,6 +4,7 @@ import contextlib
 import logging
 import queue
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -62,8 +63,8 @@ class Worker:
         self._lost: Counter[bytes] = Counter()
         self._manifest: TaskManifest | None = None
         self._images: tuple[str, ...] | None = None
-        self._missing_images: frozenset[str] = frozenset()
-        """Those of the last build that the last scan has not found."""
+        self._missing_since_s: dict[str, float] = {}
+        """When scans began to miss images of the last build (monotonic)."""
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._unfinished: list[_Job] = []
         self._thread: threading.Thread | None = None
@@ -95,7 +96,11 @@ class Worker:
         self._put("install", lambda should_stop: self._installer.install(install, should_stop))
 
     def check_images(self) -> None:
-        """Emit ImagesChanged if there are new images, or if two scans in a row miss one of the last submission."""
+        """Emit ImagesChanged if there are new images, or if scans miss one of the last submission.
+
+        Two scans in a row must miss it, at least half of `rescan_s` apart: scans that waited for another job run one
+        right after the other.
+        """
         self._put("scan", lambda _: self._check_images())
 
     def cancel(self, *names: Job | Literal["scan"], running: bool = True) -> None:
@@ -194,9 +199,13 @@ class Worker:
         images = self._workspace.scanned or ()
         if self._images is None:  # the last build needed no image
             self._images = images
-        before, self._missing_images = self._missing_images, frozenset(self._images).difference(images)
+        now_s, missing = time.monotonic(), self._workspace.missing(self._images)
+        self._missing_since_s = {each: self._missing_since_s.get(each, now_s) for each in missing}
         # A file that a program replaces is missing for a moment. Each of two submissions would cost privacy.
-        if not self._missing_images & before and frozenset(images) <= frozenset(self._images):
+        is_gone = any(
+            now_s - since_s >= self._settings.rescan_s / 2 for since_s in self._missing_since_s.values()
+        )
+        if not is_gone and frozenset(images) <= frozenset(self._images):
             return None
         self._images = images
         event(log, logging.INFO, "images changed", folder=self._settings.data)

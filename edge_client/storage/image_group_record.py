@@ -41,10 +41,17 @@ class Partition:
         """The number of each image's group."""
         return {key: number for number, group in self.groups.items() for key in group.images}
 
-    def after_scan(self, found: frozenset[Key], *, now_s: float) -> "Partition":
-        """Return the partition that awaits the missing images; `found` are those of all classes."""
+    def after_scan(
+        self, found: frozenset[Key], *, now_s: float, replaced: Collection[Key] = ()
+    ) -> "Partition":
+        """Return the partition that awaits the missing images; `found` are those of all classes.
+
+        Images in whose files other ones are now, `replaced`, are not awaited: nobody can restore what was in a file
+        that was half-copied.
+        """
         missing = frozenset().union(*(group.images for group in self._touching(found).values())) - found
         since_s = {key: self.missing_since_s.get(key, now_s) for key in missing}
+        since_s |= dict.fromkeys(missing.intersection(replaced), now_s - AWAIT_S)
         awaited = frozenset(key for key in missing if now_s - since_s[key] < AWAIT_S)
         return replace(self, missing_since_s=since_s, awaited=awaited)
 

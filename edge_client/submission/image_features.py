@@ -3,7 +3,9 @@
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,9 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_client.config import Settings
+from edge_client.data import file_ages
 from edge_client.data.extraction import ISOLATED, Alter, Isolate, extract
+from edge_client.data.file_ages import FileAges
 from edge_client.data.holdout import held_out
-from edge_client.data.images import LabeledImage, NoImages, log_skipped, name_some, scan_images
+from edge_client.data.images import ImageScan, LabeledImage, NoImages, log_skipped, name_some, scan_images
 from edge_client.privacy.perturbation import cache_tag, perturb_image
 from edge_client.privacy.policy import FAILED, is_bounded, is_private
 from edge_client.runtime.backbone import Backbone, open_backbone
@@ -33,6 +37,8 @@ from protocol.models.preprocessing import Preprocessing
 from protocol.wire.messages import BlobRef, TaskManifest
 
 log = logging.getLogger(__name__)
+
+BEING_WRITTEN = "still being written: a later scan uses it"
 
 
 @dataclass(frozen=True)
@@ -67,12 +73,21 @@ class Workspace:
     dry_run: bool = False
     isolate: Isolate = Backbone.isolated
     """Runs backbones under differential privacy."""
+    ages: FileAges = field(default_factory=FileAges)
     on_stored: Callable[[], None] = field(default_factory=lambda: _do_nothing, init=False)
     """Called when results are on disk, which `run_task` counts as progress."""
     is_incomplete: bool = field(default=False, init=False)
     """True if a later build may use images that the last one could not, although no file changes."""
     scanned: tuple[str, ...] | None = field(default=None, init=False)
     """The identities of the images that were found last, or the error with which that failed; None before the first."""
+    replaced: Mapping[str, bytes] = field(default_factory=dict, init=False)
+    """By relative paths, the digests of images in whose files the last extraction has found other ones."""
+    _being_written: frozenset[str] = field(default=frozenset(), init=False)
+    """The relative paths of the files that the last scan left out, because they may be incomplete."""
+    _classes: tuple[str, ...] = field(default=(), init=False)
+    """Of the last scan."""
+    _logged: set[str] = field(default_factory=set, init=False)
+    """Reasons to skip files that were logged."""
     _left_out: LeftOut = field(default_factory=LeftOut, init=False)
     _backbones: dict[tuple[str, Provider], Backbone] = field(default_factory=dict, init=False)
 
@@ -122,25 +137,52 @@ class Workspace:
                 isolated.features(np.zeros((1, spec.height, spec.width, 3), np.uint8))
 
     def find_images(self, manifest: TaskManifest) -> tuple[LabeledImage, ...]:
-        """Find the images; what is left out is logged whenever it changes, and stored for `edge-client status`.
+        """Find the complete images; what is left out is logged, and stored for `edge-client status`.
+
+        Where the first scan finds files that were changed a moment ago, it is repeated once they may be complete.
 
         Raises:
             ConfigError: the data folder cannot be read, or has unknown folders although the device is strict.
         """
         data = self.settings.data
         try:
-            scan = scan_images(data, manifest.classes, strict=self.settings.strict)
+            scan, ages = self._scan(manifest)
         except ConfigError as error:
-            self.scanned = (str(error),)
+            self.scanned, self._being_written = (str(error),), frozenset()
             raise
-        self.scanned = tuple(image.identity for image in scan.images)
-        before, now = self._left_out, LeftOut(scan.unknown, scan.skipped, self._left_out.unusable)
+        is_complete = [age_s >= file_ages.SETTLE_S for age_s in ages]
+        images = tuple(itertools.compress(scan.images, is_complete))
+        incomplete = [
+            image.relative for image, complete in zip(scan.images, is_complete, strict=True) if not complete
+        ]
+        self.scanned, self._being_written = tuple(image.identity for image in images), frozenset(incomplete)
+        skipped = {BEING_WRITTEN: len(incomplete), **scan.skipped} if incomplete else scan.skipped
+        before, now = self._left_out, LeftOut(scan.unknown, skipped, self._left_out.unusable)
         if now.unknown and now.unknown != before.unknown:
             text = "no class of the task, images left out: rename the folders, or add the classes to the task file"
             event(log, logging.WARNING, text, unknown=name_some(now.unknown), data=data)
-        log_skipped(now.skipped, before.skipped, data)
+        log_skipped(now.skipped, self._logged, data)
         self._note(now)
-        return scan.images
+        return images
+
+    def _scan(self, manifest: TaskManifest) -> tuple[ImageScan, list[float]]:
+        """Return what the data folder has, and the images' ages; at the first scan for these classes after a pause."""
+        if manifest.classes != self._classes:
+            self._classes = manifest.classes
+            self.ages.forget()
+        is_first = self.ages.is_new
+        scan = scan_images(self.settings.data, manifest.classes, strict=self.settings.strict)
+        ages = self.ages.update(scan.images)
+        if is_first and (pause_s := file_ages.SETTLE_S - min(ages, default=math.inf)) > 0:
+            time.sleep(pause_s)
+            scan = scan_images(self.settings.data, manifest.classes, strict=self.settings.strict)
+            ages = self.ages.update(scan.images)
+        return scan, ages
+
+    def missing(self, earlier: Iterable[str]) -> set[str]:
+        """Return the identities of an earlier scan that the last one misses, without files that are being written."""
+        missing = set(earlier).difference(self.scanned or ())
+        return {each for each in missing if _path_of(each) not in self._being_written}
 
     def _note(self, left_out: LeftOut) -> None:
         """Store what is left out for `edge-client status`, if it has changed."""
@@ -171,9 +213,10 @@ class Workspace:
         alter, settings = _perturbation(manifest, self.secret(manifest)), self.settings
         images = self.find_images(manifest) if images is None else images
         if not images and not is_private(manifest):
+            left_out = f"; left out: {name_some(self._left_out.unknown)}" if self._left_out.unknown else ""
             raise NoImages(
-                f"no image of the task's classes ({name_some(manifest.classes)}) in {settings.data}: this device "
-                "uploads nothing, and receives heads"
+                f"no image of the task's classes ({name_some(manifest.classes)}) in {settings.data}{left_out}: this "
+                "device uploads nothing, and receives heads"
             )
         self.forget_deleted(manifest, images)
         kept = self._held_out(manifest, images)
@@ -191,9 +234,18 @@ class Workspace:
         return FoundImages(usable, tuple(sorted(unusable)), kept)
 
     def forget_deleted(self, manifest: TaskManifest, images: Sequence[LabeledImage]) -> None:
-        """Delete the features of images that do not exist any more."""
-        keys = {*backbone_digests(manifest), *training_feature_keys(manifest)}
-        self.cache.prune((image.identity for image in images), *keys)
+        """Delete the features of images that do not exist any more, and note the images that were replaced."""
+        paths, identities = {image.relative for image in images}, {image.identity for image in images}
+        before = {
+            _path_of(identity): (identity, digest) for identity, digest in self.cache.contents().items()
+        }
+        self.replaced = {
+            path: digest
+            for path, (identity, digest) in before.items()
+            if path in paths and identity not in identities
+        }
+        identities |= {identity for path, (identity, _) in before.items() if path in self._being_written}
+        self.cache.prune(identities, *backbone_digests(manifest), *training_feature_keys(manifest))
 
     def _compute(
         self,
@@ -286,6 +338,11 @@ class Workspace:
             log.warning("%s", backbone.model.note)
         self.store.set(BackboneProvider(backbone.model.provider))
         return backbone
+
+
+def _path_of(identity: str) -> str:
+    """Return the relative path in an image's identity."""
+    return identity.split("-", 2)[-1]
 
 
 def _do_nothing() -> None:

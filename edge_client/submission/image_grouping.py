@@ -40,7 +40,9 @@ def group_images(workspace: Workspace, task: TaskManifest, found: FoundImages) -
     """
     by_label = distinct_images(workspace, task, found)
     before, clock = workspace.store.image_groups.read(), workspace.store.clock
-    partition = before.after_scan(frozenset().union(*by_label), now_s=clock.now_s())
+    usable = {image.relative for image in found.usable}
+    replaced = {key for relative, key in workspace.replaced.items() if relative in usable}
+    partition = before.after_scan(frozenset().union(*by_label), now_s=clock.now_s(), replaced=replaced)
     workspace.is_incomplete |= bool(partition.awaited)
     released: list[ReleasedImages] = []
     for label, by_key in enumerate(by_label):

@@ -17,6 +17,7 @@ from edge_client.data.extraction import extract
 from edge_client.data.images import LabeledImage, scan_images
 from edge_client.runtime.backbone import Backbone
 from edge_client.storage.feature_cache import FeatureCache
+from protocol.class_folders import class_folders
 from protocol.errors import ConfigError
 from protocol.threads import available_cores
 from protofleet.features import AnyBackbone, load_backbones
@@ -149,7 +150,7 @@ def _sampled(images: Sequence[LabeledImage], per_class: int | None) -> list[Labe
 
 def _folders(source: Path) -> list[Path]:
     try:
-        return sorted(each for each in source.iterdir() if each.is_dir() and not each.name.startswith("."))
+        return class_folders(source)
     except OSError as error:
         raise ConfigError(f"cannot read {source}: {error.strerror}") from error
 

@@ -297,6 +297,11 @@ class DeviceBench:
         """Let the time pass until the device looks at its images and files."""
         return self.wait(self.settings.rescan_s)
 
+    def scan_again(self) -> Self:
+        """Let the device look at its images at once, as after a scan that had to wait for another job."""
+        self._device._worker.check_images()
+        return self._settle()
+
     def wait(self, seconds: float = 1.0) -> Self:
         """Let time pass, without a message."""
         self.clock.advance(seconds)

@@ -3,6 +3,7 @@
 import contextlib
 import shutil
 import threading
+from collections import Counter
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -41,7 +42,7 @@ class ReviewFolder(NamedTuple):
     def images(self) -> list[LabeledImage]:
         """Return all images, labeled and unlabeled."""
         labeled = scan_images(self.data, CLASSES).images
-        return [*labeled, *unlabeled_below(self.unlabeled, data=self.data)]
+        return [*labeled, *unlabeled_below(self.unlabeled, data=self.data, skipped=Counter())]
 
     def review(
         self,

@@ -368,8 +368,8 @@ def test_many_alike_images_are_predicted_with_their_prior(bench: HeadBench, phot
     assert {name: alone[name] for name in ("prior", "scores")} == {
         name: plain[name] for name in ("prior", "scores")
     }
-    text = _predict(bench, "photos")
-    (prior,) = [line for line in text.stderr.splitlines() if line.startswith("prior: ")]
+    skipped, prior = _predict(bench, "photos").stderr.splitlines()
+    assert skipped == "skipped 1 file: suffix .txt"
     assert prior.startswith(f"prior: images  {best} 9")
     rows = csv.DictReader(_predict(bench, "photos", "--csv").stdout.splitlines())
     assert {row["prior"] for row in rows} == {"images"}

@@ -18,6 +18,7 @@ from PIL import Image
 
 from edge_client.data.holdout import held_out, held_out_count
 from edge_client.data.images import MOST_NAMED, LabeledImage, decode, find_images, scan_images
+from protocol.class_folders import class_folders
 from protocol.errors import ConfigError, UnreadableImage
 from tests.support.devices.device_factory import gray_png, image_file, noise
 from tests.support.machine_faults import not_root, open_folder
@@ -76,13 +77,13 @@ def test_dangling_link_is_found_and_refused_by_name(tmp_path: Path) -> None:
 def test_unknown_folders_are_named_and_left_out(tmp_path: Path) -> None:
     """All at once, an empty one and one whose name is not UTF-8 as well; the other images are found."""
     image_file(tmp_path / "cat/1.png")
-    for name in ("cats", "@eaDir"):
+    for name in ("cats", "aaa"):
         image_file(tmp_path / name / "2.png")
     (tmp_path / "zzz").mkdir()
     Path(os.fsdecode(os.fsencode(tmp_path) + b"/do\xe9")).mkdir()
     scan = scan_images(tmp_path, CLASSES)
     assert [image.relative for image in scan.images] == ["cat/1.png"]
-    expected = ("'@eaDir'", "'cats' (did you mean 'cat'?)", r"'do\udce9' (did you mean 'dog'?)", "'zzz'")
+    expected = ("'aaa'", "'cats' (did you mean 'cat'?)", r"'do\udce9' (did you mean 'dog'?)", "'zzz'")
     assert scan.unknown == expected
     with pytest.raises(
         ConfigError, match=r"no class of the task; its classes are cat, dog, .*omit --strict"
@@ -104,12 +105,77 @@ def test_skipped_files_are_counted_by_reason(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_unreadable_folder_is_an_error() -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        "@eaDir",
+        "#recycle",
+        "#snapshot",
+        "$RECYCLE.BIN",
+        "System Volume Information",
+        "__MACOSX",
+        ".Trashes",
+        "lost+found",
+    ],
+)
+def test_folders_that_systems_add_are_skipped_wherever_they_stand(tmp_path: Path, name: str) -> None:
+    """Thumbnails, deleted files and snapshots are no images of a class; a hidden folder is not even counted."""
+    for place in ("", "cat", "cat/old"):
+        image_file(tmp_path / place / name / "cat/thumbnail.png")
+    image_file(tmp_path / "cat/1.png")
+    scan = scan_images(tmp_path, CLASSES)
+    assert [image.relative for image in scan.images] == ["cat/1.png"]
+    assert scan.unknown == ()
+    assert scan.skipped == ({} if name.startswith(".") else {f"folder {name} of the system": 3})
+    assert [folder.name for folder in class_folders(tmp_path)] == ["cat"]
+
+
+@pytest.mark.parametrize("locked", ["locked", "cat/locked", "dog"])
+def test_folder_without_permission_is_left_out_and_named(locked: str) -> None:
+    """The others are found; a data folder without permission is an error."""
     with open_folder() as folder:
         image_file(folder / "cat/1.png")
-        (folder / "cat").chmod(0)
-        with not_root(), pytest.raises(ConfigError, match="cat cannot be read: Permission denied"):
+        image_file(folder / locked / "2.png")
+        (folder / locked).chmod(0)
+        with not_root():
+            scan = scan_images(folder, CLASSES)
+            reason = f"the folder {folder / locked} cannot be read: Permission denied"
+            assert [image.relative for image in scan.images] == ["cat/1.png"]
+            assert (scan.unknown, scan.skipped) == (
+                (("'locked'",), {}) if locked == "locked" else ((), {reason: 1})
+            )
+        folder.chmod(0)
+        with not_root(), pytest.raises(ConfigError, match="cannot be read: Permission denied"):
             find_images(folder, CLASSES)
+        folder.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "1.jpg.part",
+        "1.jpg.filepart",
+        "1.jpg.crdownload",
+        "1.jpg.tmp",
+        ".1.jpg.Xa3b9Q",
+        "1.jpg~",
+        "~1.tmp",
+        ".1.jpg",
+    ],
+)
+def test_files_under_the_names_of_unfinished_copies_are_no_images(tmp_path: Path, name: str) -> None:
+    """Those of browsers, FTP clients, rsync and editors, which rename a file once it is complete."""
+    image_file(tmp_path / "cat" / name, format="PNG")
+    assert find_images(tmp_path, CLASSES) == ()
+
+
+def test_classes_that_are_one_folder_deeper_are_found_and_named(tmp_path: Path) -> None:
+    """An export of Roboflow has a folder of classes for each part."""
+    for part in ("train", "valid", "test"):
+        image_file(tmp_path / part / "cat/1.png")
+    scan = scan_images(tmp_path, CLASSES)
+    assert scan.images == ()
+    assert scan.unknown[1] == f"'train' (the classes are one folder deeper, in {tmp_path / 'train'})"
 
 
 def test_list_names_images_and_classes(tmp_path: Path) -> None:
@@ -183,6 +249,7 @@ def test_unknown_labels_of_a_list_are_named_with_their_first_line(tmp_path: Path
         ("1.png,cat\n", "must start with the header path,label, not '1.png,cat'"),
         ("path,label\n\n2.png,cat\n", "line 3: there is no file .*2.png"),
         ("path,label\n,cat\n", "line 2: there is no file"),
+        ("path,label\n2.png,cat\n3.png,cat\n", "line 2: there is no file .*2.png, nor any other of the list"),
         ("path,label\n1.png,cat\n1.png,dog\n", "line 3: 1.png is already in line 2"),
         ("path,label\n1.png,\xff\n", "cannot be read as a CSV file in UTF-8"),
     ],
@@ -193,6 +260,19 @@ def test_invalid_list_is_refused_with_the_line(tmp_path: Path, text: str, says: 
     with pytest.raises(ConfigError, match=says) as refusal:
         find_images(tmp_path / "list.csv", CLASSES)
     assert "\n" not in str(refusal.value)
+
+
+def test_a_deleted_file_of_a_list_is_left_out_and_named(tmp_path: Path) -> None:
+    """A file in a folder without permission as well; if there is none at all, a disk may be missing: an error."""
+    with open_folder() as folder:
+        image_file(folder / "1.png")
+        image_file(folder / "locked/2.png")
+        (folder / "locked").chmod(0)
+        (folder / "list.csv").write_text("path,label\n1.png,cat\ngone.png,dog\nlocked/2.png,dog\n\0,dog\n")
+        with not_root():
+            scan = scan_images(folder / "list.csv", CLASSES)
+    assert [image.relative for image in scan.images] == ["1.png"]
+    assert scan.skipped == {f"there is no such file, the first in line 3: {folder / 'gone.png'}": 3}
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))

@@ -14,25 +14,29 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 from edge_client.cli import cli
 from edge_client.cli.predict import printer
-from edge_client.cli.watch import classify_new, published
+from edge_client.cli.watch import classify_new, pause_s, published
+from edge_client.data import file_ages
 from edge_client.data.class_prior import NO_PRIOR
 from edge_client.data.extraction import Refusal
 from edge_client.predict import home_assistant
 from edge_client.predict.classifier import Prediction
-from edge_client.predict.folder_watch import GIVE_UP_S, SETTLE_S, FolderWatch
+from edge_client.predict.folder_watch import GIVE_UP_S, REPLACED_GIVE_UP_S, REPLACED_SETTLE_S, FolderWatch
 from edge_client.predict.head_in_use import HeadInUse
 from edge_client.predict.home_assistant import Sensor
 from edge_client.predict.majority import Majority
+from edge_client.runtime.backbone import Backbone
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import InstalledHead
-from protocol.errors import ConfigError
+from protocol.errors import ConfigError, ProtofleetError
 from protocol.mqtt.reconnecting_session import BrokerAddress, Connected, Received
 from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess
 from tests.support.devices.device_bench import CONSTANT, HeadBench
-from tests.support.devices.device_factory import image_file
+from tests.support.devices.device_factory import image_file, noise
+from tests.support.machine_faults import not_root, open_folder
 from tests.support.network.brokers import Mosquitto, mosquitto
 from tests.support.network.sessions import running
 
@@ -75,6 +79,9 @@ def test_each_change_has_its_majority_and_is_to_another_state(
     assert all(before != after for (_, before), (_, after) in pairwise(states))
 
 
+SETTLE_S = 2.0
+
+
 class Clock:
     now_s = 0.0
 
@@ -85,6 +92,11 @@ class Clock:
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
+
+
+@pytest.fixture(autouse=True)
+def settling(monkeypatch: pytest.MonkeyPatch, no_settling: None) -> None:
+    monkeypatch.setattr(file_ages, "SETTLE_S", SETTLE_S)
 
 
 @pytest.fixture
@@ -117,13 +129,64 @@ def test_new_and_changed_images_are_ready_once_they_do_not_change(folder: Path, 
     assert _ready(watch, clock) == ["old.png"]
 
 
+def test_image_whose_copy_pauses_is_ready_once_it_is_complete(folder: Path, clock: Clock) -> None:
+    """Windows sets its size, writes its blocks, and sets its old time in the end."""
+    watch, new = FolderWatch(folder, existing=False, clock=clock), folder / "new.png"
+    data = (folder / "old.png").read_bytes()
+    new.write_bytes(bytes(len(data)))
+    for start in range(0, len(data), 1000):
+        with new.open("r+b") as file:
+            file.seek(start)
+            file.write(data[start : start + 1000])
+        os.utime(new, (start, start))
+        assert _ready(watch, clock, after_s=1.0) == []
+    os.utime(new, (1, 1))
+    assert _ready(watch, clock, after_s=0) == []
+    assert _ready(watch, clock) == ["new.png"]
+
+
+@pytest.mark.parametrize(
+    ("ticks", "most_s"),
+    [(4, REPLACED_GIVE_UP_S + 0.4), (10, 1.0 + REPLACED_SETTLE_S)],
+    ids=["without a pause", "once a second"],
+)
+def test_image_that_is_replaced_all_the_time_is_read_anyway(
+    folder: Path, clock: Clock, ticks: int, most_s: float
+) -> None:
+    """A camera's `latest.jpg`. A new one may be a copy, and has more time."""
+    watch, read_s = FolderWatch(folder, existing=False, clock=clock), list[float]()
+    for tick in range(400):
+        if tick % ticks == 0:
+            os.utime(image_file(folder / "latest.png"), (tick, tick))
+        if _ready(watch, clock, after_s=0.1):
+            read_s.append(clock.now_s)
+    assert read_s[0] <= GIVE_UP_S + 0.2
+    assert max(after - before for before, after in pairwise(read_s)) <= most_s + 0.2
+
+
 def test_other_files_are_named_once(folder: Path, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    """Each kind once, however many there are: a camera writes a video beside each image."""
     watch = FolderWatch(folder, existing=False, clock=clock)
     for number in (1, 2):
-        (folder / f"{number}.HEIC").touch()
+        for suffix in ("HEIC", "mp4"):
+            (folder / f"{number}.{suffix}").touch()
         for _ in range(2):
             assert _ready(watch, clock) == []
-        assert caplog.text.count(f'files={number} reason="suffix .heic, HEIC is not supported') == 1
+    assert caplog.text.count("files skipped") == 2
+    assert 'files=1 reason="suffix .heic, HEIC is not supported' in caplog.text
+
+
+def test_folder_without_permission_is_left_out(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    """It is named once, and images beside it are found."""
+    with open_folder() as folder:
+        (folder / "locked").mkdir(mode=0)
+        with not_root():
+            watch = FolderWatch(folder, existing=False, clock=clock)
+        image_file(folder / "new.png")
+        with not_root():
+            assert _ready(watch, clock) == []
+            assert _ready(watch, clock) == ["new.png"]
+        assert caplog.text.count(f"the folder {folder / 'locked'} cannot be read: Permission denied") == 1
 
 
 def test_folder_that_vanishes_is_waited_for(
@@ -168,6 +231,55 @@ def test_half_written_image_is_classified_once_it_is_complete(
     shown, errors = output()
     assert (shown, errors.startswith(f"error: {broken}: ")) == ("", True)
     assert output() == ("", "")
+
+
+@pytest.mark.parametrize("failing", ["all", "of several", "one"])
+def test_images_on_which_a_backbone_fails_are_tried_again(
+    bench: HeadBench,
+    folder: Path,
+    clock: Clock,
+    failing: str,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It lacks memory for a moment, or for several images at once, or fails on one: the others are answered."""
+    bench.install(bench.head(1, CONSTANT["cat"]))
+    opened, features = HeadInUse(bench.store, provider="cpu", threads=1).follow(), Backbone.features
+    for number in range(3):
+        image_file(folder / f"{number}.png", noise(seed=number))
+    image_file(folder / "white.png", Image.new("RGB", (40, 30), "white"))
+    watch = FolderWatch(folder, existing=True, clock=clock)
+
+    def fail(self: Backbone, pixels: Any) -> Any:
+        if (
+            failing == "all"
+            or (failing == "of several" and len(pixels) > 1)
+            or (pixels == 255).all((1, 2, 3)).any()
+        ):
+            raise ProtofleetError("out of memory")
+        return features(self, pixels)
+
+    def answers() -> int:
+        classify_new(watch, opened, top=1, output=printer(as_json=False, as_csv=False))
+        return capsys.readouterr().out.count("\n")
+
+    clock.now_s += SETTLE_S
+    monkeypatch.setattr(Backbone, "features", fail)
+    assert answers() == (0 if failing == "all" else 4)
+    assert answers() == 0
+    assert caplog.text.count("images not classified") == 1
+    assert f"images={5 if failing == 'all' else 1}" in caplog.text
+    monkeypatch.setattr(Backbone, "features", features)
+    clock.now_s += 10.0
+    assert answers() == (5 if failing == "all" else 1)
+    assert answers() == 0
+
+
+def test_a_large_folder_is_searched_less_often() -> None:
+    """A search of 100,000 images takes seconds."""
+    assert pause_s(0.5, scan_s=0.01) == 0.5
+    assert pause_s(0.5, scan_s=2.0) == 20.0
 
 
 CLASSES = ("bee", "käfer")

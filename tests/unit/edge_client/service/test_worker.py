@@ -35,13 +35,17 @@ def test_unknown_folders_do_not_stop_uploads(tmp_path: Path, caplog: pytest.LogC
     bench = HeadBench(tmp_path)
     before = bench.submission()
     image_file(tmp_path / "data" / os.fsdecode(b"w\xe4sps") / "1.png")
-    (tmp_path / "data/@eaDir").mkdir()
-    (tmp_path / "data/cat/holiday.mp4").touch()
-    for _ in range(2):
+    (tmp_path / "data/zzz").mkdir()
+    image_file(tmp_path / "data/@eaDir/1.png")
+    for number in range(2):
+        (tmp_path / f"data/cat/holiday{number}.mp4").touch()
         bench.scan()
     assert bench.submission() == before
+    assert caplog.text.count("suffix .mp4") == 1
     assert caplog.text.count("no class of the task, images left out") == 1
-    assert bench.store.get(LeftOut) == LeftOut(("'@eaDir'", r"'w\udce4sps'"), {"suffix .mp4": 1})
+    assert bench.store.get(LeftOut) == LeftOut(
+        (r"'w\udce4sps'", "'zzz'"), {"suffix .mp4": 2, "folder @eaDir of the system": 1}
+    )
     assert bench.start().submission() == before
     bench.start(strict=True)
     assert bench.status["problem"].endswith("omit --strict to leave their images out")
@@ -64,6 +68,16 @@ def test_an_image_that_is_missing_for_one_scan_is_not_deleted(bench: HeadBench, 
     assert [images() for _ in range(3)] == [20, 19, 19]
     image_file(image)
     assert images() == 20
+
+
+def test_scans_one_right_after_the_other_are_one_scan(bench: HeadBench, tmp_path: Path) -> None:
+    """They waited for another job, and a program replaces a file meanwhile."""
+    image = next((tmp_path / "data/cat").iterdir())
+    image.unlink()
+    bench.scan().scan_again().scan_again()
+    assert bench.store.get(SubmissionReport).classes[0].images == 20
+    bench.scan()
+    assert bench.store.get(SubmissionReport).classes[0].images == 19
 
 
 def test_images_that_cannot_be_read_for_a_moment_are_released_as_before(

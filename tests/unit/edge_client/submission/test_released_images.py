@@ -278,6 +278,31 @@ def test_a_removed_image_takes_its_prototype_with_it(tmp_path: Path) -> None:
     assert sum(device.upload().classes[0].counts) == 15
 
 
+def test_an_image_in_whose_file_another_one_is_now_is_not_awaited(tmp_path: Path) -> None:
+    """A half-copied image was uploaded, and nobody can restore it: the others form new prototypes at once."""
+    device = Folder(tmp_path, images=13)
+    half = [device.data / CLASSES[0] / f"{number:04}.png" for number in (0, 5, 9)]
+    for path in half:
+        path.rename(path.with_suffix(".whole"))
+        Image.new("RGB", (12, 10), (int(path.stem), 0, 0)).save(path)
+    assert sum(device.upload().classes[0].counts) == 13
+    for path in half:
+        path.with_suffix(".whole").replace(path)
+    complete = device.upload().classes[0]
+    assert (complete.images, sum(complete.counts), complete.missing) == (13, 13, 0)
+
+
+def test_an_image_in_whose_file_there_is_none_is_awaited(tmp_path: Path) -> None:
+    """Programs that keep files in a cloud leave empty ones in their places."""
+    device = Folder(tmp_path)
+    first, path = device.upload(), device.data / CLASSES[0] / "0003.png"
+    data = path.read_bytes()
+    path.write_bytes(b"")
+    assert device.upload().classes[0].missing == 1
+    path.write_bytes(data)
+    assert device.upload().fingerprint == first.fingerprint
+
+
 def test_images_of_a_class_that_is_split_are_shown_as_waiting(tmp_path: Path) -> None:
     """One image of each prototype moves to the other class: nothing of either is left, and both say how many wait."""
     device = Folder(tmp_path, images=4)
