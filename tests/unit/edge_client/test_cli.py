@@ -326,7 +326,7 @@ def test_images_are_named_by_files_folders_patterns_and_stdin(
     assert [line["image"] for line in lines] == images
     digests = head.head.digest.hex(), bench.task.hex()
     assert {(line["head_version"], line["head"], line["task"]) for line in lines} == {(1, *digests)}
-    assert ("skipped in photos: " in done.stderr) == (arguments == ["photos"])
+    assert ("skipped 1 file: suffix .txt" in done.stderr) == (arguments == ["photos"])
 
 
 def test_csv_has_a_header_and_a_row_per_image(bench: HeadBench, photos: Path) -> None:
