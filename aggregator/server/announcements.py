@@ -171,7 +171,7 @@ class OwnTopic:
                 self._refuse("malformed", f"the aggregator's state: {error}")
             return
         own, is_closed = self.publisher.presence, self.store.keys.is_closed()
-        reaction = own.react(presence, is_closed=is_closed)
+        reaction = own.react(presence, may_end=not is_closed)
         if reaction is Reaction.END:
             raise ConfigError(
                 f"another aggregator has started for fleet {self.fleet!r} on this broker, at "

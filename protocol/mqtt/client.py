@@ -43,7 +43,7 @@ SUBSCRIBE_TIMEOUT_S = 30.0
 """For one answer: a cluster that has lost a server needs seconds for each filter."""
 
 MAX_AT_QOS_0 = 256
-"""Unhandled messages at QoS 0, which no acknowledgement slows down, beyond which a session with `manual_ack` drops them."""
+"""Unacknowledged messages at QoS 0 beyond which a session with `manual_ack` drops them: nothing slows down their sender."""
 
 Version = MQTTProtocolVersion
 
@@ -65,7 +65,7 @@ class ConnectionOptions:
     client_id: str
     """Unique on the broker, which may use the name in the client's certificate instead."""
     subscriptions: tuple[str, ...]
-    """Topic filters, subscribed at QoS 1; a message that was published at QoS 0, or crossed a bridge at it, arrives at 0."""
+    """Topic filters, subscribed at QoS 1. A message arrives at QoS 0 if a client or a bridge has sent it so."""
     will: Callable[[], Outgoing] | None
     """Makes the message that the broker publishes if this client disappears, anew for each connection."""
     window: int

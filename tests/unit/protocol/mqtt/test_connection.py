@@ -138,23 +138,23 @@ def presence_of(key: bytes, *, epoch: int, state: PresenceState = "online") -> P
 
 
 @pytest.mark.parametrize(
-    ("epoch", "state", "is_closed", "reaction"),
+    ("epoch", "state", "may_end", "reaction"),
     [
-        (NOW + 1, "online", False, Reaction.END),
-        (NOW + 1, "online", True, Reaction.PUBLISH),
-        (2**61, "online", False, Reaction.PUBLISH),
-        (NOW - 1, "offline", False, Reaction.PUBLISH),
-        (NOW - 1, "online", False, Reaction.NONE),
+        (NOW + 1, "online", True, Reaction.END),
+        (NOW + 1, "online", False, Reaction.PUBLISH),
+        (2**61, "online", True, Reaction.PUBLISH),
+        (NOW - 1, "offline", True, Reaction.PUBLISH),
         (NOW - 1, "online", True, Reaction.NONE),
+        (NOW - 1, "online", False, Reaction.NONE),
     ],
-    ids=["newer", "newer, closed", "in the future", "old will", "older", "older, closed"],
+    ids=["newer", "newer, staying", "in the future", "old will", "older", "older, staying"],
 )
-def test_another_key_ends_a_program_of_an_open_fleet_only(
-    epoch: int, state: PresenceState, *, is_closed: bool, reaction: Reaction
+def test_another_key_ends_only_a_program_that_may_end(
+    epoch: int, state: PresenceState, *, may_end: bool, reaction: Reaction
 ) -> None:
     own = OwnPresence(epoch=NOW, topic="state", key=b"a" * 32)
     seen = presence_of(b"b" * 32, epoch=epoch, state=state)
-    assert own.react(seen, is_closed=is_closed) is reaction
+    assert own.react(seen, may_end=may_end) is reaction
     assert (own.epoch, own.final_state) == (NOW, "stopped")
 
 
@@ -162,9 +162,9 @@ def test_same_key_counts_in_every_fleet() -> None:
     """A later start of this key keeps this program out, once its own presence was delivered."""
     own = OwnPresence(epoch=NOW, topic="state", key=b"a" * 32)
     echo = decode(own.outgoing("online").payload, Presence, max_bytes=1024)
-    assert own.react(echo, is_closed=True) is Reaction.NONE
+    assert own.react(echo, may_end=False) is Reaction.NONE
     later = presence_of(b"a" * 32, epoch=NOW + 1)
-    assert own.react(later, is_closed=False) is Reaction.STAY_OUT
+    assert own.react(later, may_end=True) is Reaction.STAY_OUT
     assert own.final_state == "replaced"
 
 
