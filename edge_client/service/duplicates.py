@@ -75,7 +75,7 @@ class OwnTopic:
             )
 
     def _check_other(self, presence: Presence) -> None:
-        """Take note of a presence with another key: it proves nothing, since any client of an open fleet can send it."""
+        """Take note of a presence with another key: any client of an open fleet can send one."""
         if self._settings.identity.signing_key is not None:
             topic = self._publisher.topic("state")
             self._refuse(topic, BadSignature("the presence is not signed with this device's key"))

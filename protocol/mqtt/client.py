@@ -43,7 +43,7 @@ SUBSCRIBE_TIMEOUT_S = 30.0
 """For one answer: a cluster that has lost a server needs seconds for each filter."""
 
 MAX_AT_QOS_0 = 256
-"""Unacknowledged messages at QoS 0 beyond which a session with `manual_ack` drops them: nothing slows down their sender."""
+"""Unacknowledged messages at QoS 0 beyond which a session with `manual_ack` drops them: nothing slows their sender."""
 
 Version = MQTTProtocolVersion
 
@@ -104,6 +104,7 @@ class Connection:
         on_event: "Callable[[Connection, ConnectionEvent], None]",
     ) -> None:
         self.version = version
+        self.broker = options.broker
         self.window = options.window
         self.max_packet_bytes: int | None = None
         self.is_answered = False

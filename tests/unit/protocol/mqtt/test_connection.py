@@ -15,7 +15,7 @@ from paho.mqtt.enums import CallbackAPIVersion, MQTTProtocolVersion
 
 from protocol.doctor.broker import BrokerProbe
 from protocol.mqtt import diagnostics
-from protocol.mqtt.client import Connection, Version, stop_thread
+from protocol.mqtt.client import Connection, stop_thread
 from protocol.mqtt.events import Event, Outgoing
 from protocol.mqtt.own_presence import OwnPresence
 from protocol.mqtt.publisher import MIN_LIMIT_BYTES, InferredLimit, Publisher, packet_bytes
@@ -63,7 +63,7 @@ def test_unspecified_error_is_put_into_words() -> None:
 
 
 class _Connection:
-    version = Version.MQTTv5
+    broker = BrokerAddress("broker")
     window = 8
     max_packet_bytes = None
 

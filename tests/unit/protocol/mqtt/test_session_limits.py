@@ -158,12 +158,18 @@ def test_oversized_publication_is_unsendable_and_others_are_sent(
         assert Disconnected not in map(type, ear.rest())
 
 
+UNANNOUNCED = "allow_anonymous true\nmessage_size_limit 20000"
+
+
 @needs_mosquitto
-@pytest.mark.usefixtures("only_311")
-def test_packet_limit_is_inferred_in_mqtt_311(
-    address: BrokerAddress, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with mosquitto(address, tmp_path, options=SMALL), running(address, "a", "t") as (says, ear):
+@pytest.mark.parametrize(("version", "options"), [(V311, SMALL), (V5, UNANNOUNCED)], ids=["3.1.1", "5"])
+def test_packet_limit_that_is_not_announced_is_inferred(
+    version: MQTTProtocolVersion, options: str, address: BrokerAddress, tmp_path: Path,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """In MQTT 5, mosquitto answers with a reason code that paho does not know, and paho ends the connection."""
+    monkeypatch.setattr(reconnecting_session, "VERSIONS", (version,))
+    with mosquitto(address, tmp_path, options=options), running(address, "a", "t") as (says, ear):
         for _ in range(2):
             assert ear.wait(Connected) == Connected(None)
             says.send(Outgoing("t", bytes(30000)))
