@@ -169,7 +169,7 @@ class Device:
         self._react(event)
         self._report()
 
-    def _react(self, event: Incoming) -> None:  # noqa: C901 - one case per event
+    def _react(self, event: Incoming) -> None:  # noqa: C901, PLR0912 - one case per event
         match event:
             case BaseException():
                 raise event

@@ -5,12 +5,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from protocol.log import event
 from protocol.mqtt import reconnect_delay
 from protocol.mqtt.client import Connection
 from protocol.mqtt.events import Drained, Event, Outgoing, Unsendable
-from protocol.mqtt.tls import BrokerAddress
+
+if TYPE_CHECKING:
+    from protocol.mqtt.tls import BrokerAddress
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +38,8 @@ def packet_bytes(topic: str, payload_bytes: int) -> int:
 class InferredLimit:
     """The packet limit that a broker does not announce, inferred from how its connections end.
 
-    MQTT 3.1.1 announces none, nor do all brokers in MQTT 5 (mosquitto: `message_size_limit`). A broker closes the connection when a packet is too large, and a bad network may do so at any time. The limit is
+    MQTT 3.1.1 has no announcement, and not every limit is announced in MQTT 5 (mosquitto: `message_size_limit`). A
+    broker closes the connection when a packet is too large, and a bad network may do so at any time. The limit is
     lowered after two consecutive connections that ended during a packet larger than any that was acknowledged.
     """
 

@@ -136,12 +136,14 @@ def _refused(summary: dict[str, Any], device: str) -> dict[str, int]:
 
 
 def test_hostile_messages_are_refused_and_counted(address: BrokerAddress, tmp_path: Path) -> None:
-    """Each reason is counted, and logged once; a valid submission is accepted afterwards."""
+    """Each reason is counted, and logged once, and no probe is; a valid submission is accepted afterwards."""
     task_file = write_task(tmp_path, PATIENT + "\nmax_submission_mb = 0.1")
     with aggregator(task_file, address, "--embedded-broker") as daemon, Device(address, "mallory") as device:
         task = digest_of(device.task())
         hostile = _hostile(task)
         expected = Counter(reason for _, _, reason in hostile * 2)
+        for channel in ("state", "info", "up/0", "get"):  # of `edge-client doctor`
+            device.say(f"pf/1/{FLEET}/d/mallory/{channel}", bytes(60_000))
         for channel, payload, _ in hostile * 2:
             device.say(f"pf/1/{FLEET}/d/mallory/{channel}", payload)
         daemon.until(lambda summary: sum(_refused(summary, "mallory").values()) >= len(hostile) * 2)

@@ -367,10 +367,11 @@ def test_a_copied_device_stays_out_until_it_takes_over(
 def test_a_cleared_or_overwritten_presence_is_published_again(tmp_path: Path) -> None:
     bench = DeviceBench(tmp_path).start().connect()
     online = _presences(bench)[-1]
-    for written in (b"", b"junk"):
+    for written in (b"", b"junk", bytes(60_000)):
         before = len(_presences(bench))
         bench.receive(bench.topic("state"), written)
         assert _presences(bench)[before:] == [online]
+    assert bench.info.refused_messages == {"malformed": 1}, "zeros are of `doctor`"
 
 
 def test_another_device_of_this_name_ends_this_one_only_if_the_aggregator_refuses_its_key(

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from paho.mqtt.enums import CallbackAPIVersion, MQTTProtocolVersion
 
 from protocol.doctor.broker import BrokerProbe
-from protocol.mqtt import diagnostics
-from protocol.mqtt.client import Connection, stop_thread
+from protocol.mqtt import diagnostics, reconnecting_session
+from protocol.mqtt.client import Connection, Version, stop_thread
 from protocol.mqtt.events import Event, Outgoing
 from protocol.mqtt.own_presence import OwnPresence
 from protocol.mqtt.publisher import MIN_LIMIT_BYTES, InferredLimit, Publisher, packet_bytes
@@ -24,6 +24,7 @@ from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAddress
 from protocol.wire.codec import decode
 from protocol.wire.messages import Presence, PresenceState
 from protocol.wire.presence import Reaction
+from protocol.wire.topics import device_topic
 from tests.support.network.brokers import mosquitto, needs_mosquitto
 from tests.support.network.sessions import listening
 
@@ -232,3 +233,32 @@ def test_one_lost_connection_is_no_failure(connections: int, status: str) -> Non
         BrokerProbe(address, NO_AUTHENTICATION, subscriptions=("a",)) as probe,
     ):
         assert probe.open().status == status
+
+
+@needs_mosquitto
+@pytest.mark.parametrize(
+    ("version", "limit", "status", "text"),
+    [
+        (Version.MQTTv5, "", "ok", "a packet of 61,824 bytes passes"),
+        (
+            Version.MQTTv5,
+            "message_size_limit 61439",
+            "warning",
+            "ends the connection at a packet of 61,824 bytes",
+        ),
+        (Version.MQTTv311, "message_size_limit 61439", "warning", "61,824 bytes, and does not deliver it"),
+    ],
+)
+def test_packet_limit_that_is_not_announced_is_found(
+    version: Version, limit: str, status: str, text: str, *, address: BrokerAddress, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(reconnecting_session, "VERSIONS", (version,))
+    topic = device_topic("f", "a", "state")
+    with (
+        mosquitto(address, tmp_path, options=f"allow_anonymous true\n{limit}"),
+        BrokerProbe(address, NO_AUTHENTICATION, subscriptions=(topic,)) as probe,
+    ):
+        assert probe.open().status == "ok"
+        found = probe.check_packets(topic, comes_back=True)
+    assert (found.status, text in found.text) == (status, True), found
