@@ -180,9 +180,8 @@ class Device:
                 message = self._inbox.receive(topic, payload, retained=retained)
                 self._check_expiry()
                 self._take(message)
-                if message is None and topic == self._publisher.topic(
-                    "state"
-                ):  # another client has cleared it
+                if message is None and topic == self._publisher.topic("state"):
+                    # Another client has cleared or overwritten it.
                     self._publisher.send_presence()
                     self._info_is_due = True
             case mqtt.Connected(address=ip, broker=broker):
