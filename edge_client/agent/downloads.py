@@ -116,7 +116,7 @@ def receive(state: State, frame: Frame, now_s: float) -> events.Step:
     is_probe = len(frame.data) <= PROBE_BYTES
     if ended and not is_probe:
         state = replace(state, download_frames=state.download_frames.arrived())
-    elif ended and download.attempts:  # nothing before the probe
+    elif offset < download.until and ended and download.attempts:  # the probe, and nothing before it
         state = replace(state, download_frames=state.download_frames.failed())
     attempts = download.attempts if is_probe else 0
     download = replace(download, offset=offset, ahead=ahead, until=until, attempts=attempts, due_s=due_s)
