@@ -202,7 +202,9 @@ def _check_login(broker: BrokerAddress, access: BrokerAccess, fleet: str) -> Ite
         yield opened
         if opened.status != "ok":
             return
-        yield probe.check_packet_limit()
+        # No program reads this topic. The aggregator may read none that it may publish on, but its presence's.
+        yield probe.check_packets(device_topic(fleet, PROBE_DEVICE, "blk"), comes_back=False)
+        yield from probe.check_qos()
         allowed = [fleet_topic(fleet, channel) for channel in get_args(FleetChannel)]
         allowed += [device_topic(fleet, PROBE_DEVICE, "ack"), device_topic(fleet, PROBE_DEVICE, "blk")]
         yield from probe.check_writes(allowed=allowed, denied=(), is_closed=False)

@@ -106,7 +106,7 @@ def doctor_command(
     """Check packages, task file, state, blobs, disk, clock, keys, broker, TLS, login, access list and packet limit.
 
     Takes the options of `run`, changes nothing, and says what to do. The exit status is 1 if a check failed; warnings
-    leave it 0. What it publishes are empty messages, which programs ignore.
+    leave it 0. Programs ignore what it publishes.
     """
     require_packages("onnx", "scipy", extras=EXTRAS)
     from aggregator.doctor import Surroundings, check_all

@@ -124,8 +124,7 @@ class Announcements:
         Raises ConfigError if another aggregator with this key, or for this open fleet, has started later.
         """
         if channel == "state":
-            if payload:
-                self._own_topic.observe(payload)
+            self._own_topic.observe(payload)
         elif self._published.get(channel) != payload:
             self._overwritten[channel] = payload
 
@@ -157,7 +156,7 @@ class OwnTopic:
     _is_outdated: bool = field(default=False, init=False)
 
     def observe(self, payload: bytes) -> None:
-        """Take note of a presence on the topic.
+        """Take note of a presence on the topic, or of what has replaced it.
 
         Raises:
             Replaced: another aggregator with this key has started later; the caller stores it, after the transaction.
@@ -167,10 +166,12 @@ class OwnTopic:
         try:
             presence = decode(payload, Presence, max_bytes=1024)
         except MalformedMessage as error:
-            self._refuse("malformed", f"the aggregator's state: {error}")
+            self._is_outdated = True
+            if payload:
+                self._refuse("malformed", f"the aggregator's state: {error}")
             return
         own, is_closed = self.publisher.presence, self.store.keys.is_closed()
-        reaction = own.react(presence, is_closed=is_closed)
+        reaction = own.react(presence, may_end=not is_closed)
         if reaction is Reaction.END:
             raise ConfigError(
                 f"another aggregator has started for fleet {self.fleet!r} on this broker, at "

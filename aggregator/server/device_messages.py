@@ -23,7 +23,7 @@ from aggregator.storage.stored_values import IntakeTask
 from aggregator.storage.submissions import SubmissionRecord
 from protocol.errors import MalformedMessage, VersionMismatch
 from protocol.statistics.secure_sums import submission_context
-from protocol.wire.codec import FrameView, decode
+from protocol.wire.codec import FrameView, decode, is_probe
 from protocol.wire.messages import (
     MAX_FRAME_BYTES,
     MAX_MANIFEST_BYTES,
@@ -151,8 +151,8 @@ class DeviceMessages:
     def _read(self, device: str, channel: str, payload: bytes) -> _Item | None:
         if channel not in {"up", "get"}:
             return _Report(channel, payload)
-        if not payload:
-            return None  # `edge-client doctor`, which finds out what the broker allows
+        if is_probe(payload):
+            return None
         if channel == "get":
             self._take_request(device, decode(payload, BlobRequest, max_bytes=1024))
             return None
@@ -183,7 +183,7 @@ class DeviceMessages:
         self._check_known(device)
         if not self.store.devices.has_room_for(device):
             raise Refused("unknown_device", f"{device} is one device too many for an open fleet")
-        if not payload:  # an empty retained message is how an operator makes a broker forget a device
+        if is_probe(payload):  # or an operator makes a broker forget a device
             return
         now_s = time.time()
         if channel == "state":

@@ -116,6 +116,8 @@ def receive(state: State, frame: Frame, now_s: float) -> events.Step:
     is_probe = len(frame.data) <= PROBE_BYTES
     if ended and not is_probe:
         state = replace(state, download_frames=state.download_frames.arrived())
+    elif offset < download.until and ended and download.attempts:  # the probe, and nothing before it
+        state = replace(state, download_frames=state.download_frames.failed())
     attempts = download.attempts if is_probe else 0
     download = replace(download, offset=offset, ahead=ahead, until=until, attempts=attempts, due_s=due_s)
     data = b"".join(parts)
@@ -152,7 +154,11 @@ def refused(state: State, receipt: Receipt, now_s: float) -> events.Step:
     attempts = download.attempts + 1
     # `until` marks it as in flight, so that it is not requested before it is due.
     until, due_s = download.blob.size_bytes, now_s + retry_delay_s(attempts)
-    state = replace(state, download=replace(download, until=until, attempts=attempts, due_s=due_s))
+    state = replace(
+        state,
+        download=replace(download, until=until, attempts=attempts, due_s=due_s),
+        download_frames=replace(state.download_frames, failures=0),  # they were not lost
+    )
     text = f"the aggregator refused to send {download.blob.name} ({receipt.reason}): {receipt.detail}"
     if receipt.reason in {"unknown_device", "revoked"}:
         return state, (events.Exit(1, text),)

@@ -1,6 +1,6 @@
-"""The size of frames on a slow or unstable link, where whole frames must arrive before the connection ends.
+"""The size of frames on a slow or unstable link, or one that drops large packets without announcing a limit.
 
-Only whole frames count. If the connection is lost before frames arrive, they are halved, and grow again as they arrive.
+Only whole frames count. If frames do not arrive, they are halved, and grow again as they arrive.
 """
 
 from dataclasses import dataclass, replace
@@ -23,6 +23,8 @@ class FrameSize:
     limit_bytes: int = MAX_CHUNK_BYTES
     failures: int = 0
     windows: int = 0
+    ceiling_bytes: int = MAX_CHUNK_BYTES
+    """Frames do not grow above it: the broker acknowledges larger ones, and drops them."""
 
     @property
     def is_reduced(self) -> bool:
@@ -33,10 +35,16 @@ class FrameSize:
         """Return the size after frames did not arrive in time."""
         if self.failures + 1 < FAILURES_TO_HALVE:
             return replace(self, failures=self.failures + 1, windows=0)
-        return FrameSize(max(MIN_BYTES, self.limit_bytes // 2))
+        return replace(self, limit_bytes=max(MIN_BYTES, self.limit_bytes // 2), failures=0, windows=0)
+
+    def dropped(self) -> "FrameSize":
+        """Return the size after no frame of a whole transfer arrived, although smaller messages do."""
+        limit_bytes = max(MIN_BYTES, self.limit_bytes // 2)
+        return FrameSize(limit_bytes, ceiling_bytes=limit_bytes)
 
     def arrived(self) -> "FrameSize":
         """Return the size after a window has arrived."""
         if self.windows + 1 < WINDOWS_TO_DOUBLE:
             return replace(self, failures=0, windows=self.windows + 1)
-        return FrameSize(min(MAX_CHUNK_BYTES, 2 * self.limit_bytes))
+        limit_bytes = min(self.ceiling_bytes, 2 * self.limit_bytes)
+        return replace(self, limit_bytes=limit_bytes, failures=0, windows=0)

@@ -30,8 +30,8 @@ MAX_DAMAGED = 3
 """Transfers with a wrong digest, or other refusals that may pass, after which a device delays or reports them."""
 
 SLOW_LINK = (
-    "the network is slow or unstable: connections end before what was sent has arrived; transfers continue with "
-    "smaller frames"
+    "the network is slow or unstable, or the broker drops large packets: what is sent does not arrive; transfers "
+    "continue with smaller frames"
 )
 
 

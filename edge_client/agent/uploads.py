@@ -94,8 +94,10 @@ def query_due(state: State, now_s: float) -> events.Step:
     upload = state.uploads[0]
     if upload.due_s is None or now_s < upload.due_s:
         return state, ()
-    # All devices confirm at once when the aggregator starts: whole submissions could overflow the broker's queue.
-    least = 0 if upload.item == state.received_submission else state.chunk_bytes
+    # All devices confirm at once when the aggregator starts: whole submissions could overflow the broker's queue. And a
+    # query without an answer may have been too large for the broker.
+    is_short = upload.item == state.received_submission or upload.attempts > 0
+    least = 0 if is_short else state.chunk_bytes
     query = events.SendFrames(upload.item, (_query_range(upload, least),))
     upload = replace(upload, ranges=(), sent=False, attempts=upload.attempts + 1, due_s=None)
     return _with_upload(state, upload), (query,)
@@ -159,9 +161,10 @@ def _send_missing(state: State, upload: Upload, missing: Ranges, now_s: float) -
     if upload.digest != state.uploads[0].digest or upload.ranges or not missing:
         return state, ()
     if upload.sent and missing == upload.missing:
+        state = replace(state, upload_frames=state.upload_frames.dropped())
         return _with_upload(state, _back_off(upload, now_s)), ()  # everything that was sent is being lost
     attempts = upload.attempts if missing == upload.missing else 0
-    query = () if missing[-1][1] == size else (_query_range(upload, state.chunk_bytes),)
+    query = () if missing[-1][1] == size else (_query_range(upload, 0),)
     return _send_window(state, replace(upload, missing=missing, ranges=(*missing, *query), attempts=attempts))
 
 

@@ -53,7 +53,7 @@ def doctor_command(context: click.Context, /, *, as_json: bool, **options: Any) 
     """Check broker, TLS, login, access list, packet limit, clock, disk, images, ONNX Runtime and the pinned key.
 
     Takes the options of the program, before or after `doctor`, changes nothing, and says what to do. The exit status is
-    1 if a check failed; warnings leave it 0. What it publishes are empty messages, which programs ignore.
+    1 if a check failed; warnings leave it 0. Programs ignore what it publishes.
     """
     from protocol.doctor.findings import report
 

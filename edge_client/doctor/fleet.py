@@ -58,14 +58,16 @@ class FleetChecks:
         settings = self._settings
         fleet, device = settings.fleet, settings.device_id
         task = fleet_topic(fleet, "task")
-        own = (device_topic(fleet, device, "ack"), device_topic(fleet, device, "blk"))
+        state = device_topic(fleet, device, "state")
+        own = (device_topic(fleet, device, "ack"), device_topic(fleet, device, "blk"), state)
         with BrokerProbe(broker, settings.access, subscriptions=(task, *own)) as probe:
             opened = probe.open()
             yield opened
             if opened.status != "ok":
                 return
-            yield probe.check_packet_limit()
+            yield probe.check_packets(state, comes_back=True)
             yield from self._check_task(probe.retained(task), trust)
+            yield from probe.check_qos()
             yield from probe.check_writes(
                 allowed=[device_topic(fleet, device, channel) for channel in FROM_DEVICES],
                 denied=[task, fleet_topic(fleet, "head"), device_topic(fleet, _OTHER, "info")],
@@ -76,7 +78,12 @@ class FleetChecks:
         fleet = self._settings.fleet
         if payload is None:
             action = "start the aggregator, and compare --fleet with the task file's `fleet`"
-            yield Finding("task", "failed", f"the broker has no task of fleet {fleet}", action)
+            yield Finding(
+                "task",
+                "failed",
+                f"the broker has no task of fleet {fleet}: nothing is retained on {fleet_topic(fleet, 'task')}",
+                action,
+            )
             return
         try:
             signed = open_manifest(payload, fleet=fleet, channel="task")

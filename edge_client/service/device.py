@@ -37,7 +37,14 @@ from protocol.mqtt import reconnecting_session as mqtt
 from protocol.mqtt.own_presence import require_not_replaced
 from protocol.service_manager import ServiceManager
 from protocol.wire.codec import decode, encode
-from protocol.wire.messages import MAX_MANIFEST_BYTES, DeviceInfo, Presence, RoundManifest, TaskManifest
+from protocol.wire.messages import (
+    MAX_MANIFEST_BYTES,
+    DeviceInfo,
+    Presence,
+    Receipt,
+    RoundManifest,
+    TaskManifest,
+)
 from protocol.wire.presence import Duplicate
 
 if TYPE_CHECKING:
@@ -162,7 +169,7 @@ class Device:
         self._react(event)
         self._report()
 
-    def _react(self, event: Incoming) -> None:  # noqa: C901 - one case per event
+    def _react(self, event: Incoming) -> None:  # noqa: C901, PLR0912 - one case per event
         match event:
             case BaseException():
                 raise event
@@ -173,6 +180,10 @@ class Device:
                 message = self._inbox.receive(topic, payload, retained=retained)
                 self._check_expiry()
                 self._take(message)
+                if message is None and topic == self._publisher.topic("state"):
+                    # Another client has cleared or overwritten it.
+                    self._publisher.send_presence()
+                    self._info_is_due = True
             case mqtt.Connected(address=ip, broker=broker):
                 device = self._settings.device_id
                 log_event(log, logging.INFO, "connected to the broker", broker=broker, device=device)
@@ -245,6 +256,10 @@ class Device:
                 self._store.set(CurrentRound(digest))
                 if before not in (b"", digest):
                     self._store.blobs.delete([before])
+            case Receipt(status="refused", reason="signature", digest=digest) if any(
+                upload.digest == digest for upload in self._state.uploads
+            ):
+                self._own_topic.check_refused_key()
             case events.AggregatorStarted():
                 self._read_outbox()  # with refused items: the aggregator's task file may have changed
         self._step(message)

@@ -14,7 +14,7 @@ from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import CurrentRound, CurrentTask
 from protocol.errors import BadSignature, BlobLost, MalformedMessage
 from protocol.log import event
-from protocol.wire.codec import decode, digest_of
+from protocol.wire.codec import decode, digest_of, is_probe
 from protocol.wire.messages import (
     MAX_FRAME_BYTES,
     MAX_MANIFEST_BYTES,
@@ -70,7 +70,7 @@ class Inbox:
     def receive(self, topic: str, payload: bytes, *, retained: bool) -> Message | None:
         """Return a decoded message; None if it is refused or nothing follows from it."""
         try:
-            return self._decoded(topic, payload, retained=retained) if payload else None
+            return self._decoded(topic, payload, retained=retained) if not is_probe(payload) else None
         except (UntrustedManifest, BadSignature, MalformedMessage) as error:
             self.refuse(topic, error)
             return None

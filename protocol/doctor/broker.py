@@ -6,7 +6,7 @@ import socket
 import ssl
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from typing import Self
 
@@ -14,6 +14,7 @@ from protocol.doctor.findings import Finding
 from protocol.errors import ConfigError
 from protocol.mqtt import diagnostics
 from protocol.mqtt.events import Connected, Disconnected, Drained, Event, Outgoing, Received, Unsendable
+from protocol.mqtt.publisher import DISCONNECTS_TO_INFER, packet_bytes
 from protocol.mqtt.reconnecting_session import Session
 from protocol.mqtt.tls import (
     EXPIRY_WARNING,
@@ -23,14 +24,17 @@ from protocol.mqtt.tls import (
     open_tls,
     readable_by_others,
 )
+from protocol.wire.transfer import ENVELOPE_BYTES, chunk_bytes
 
 TIMEOUT_S = 15.0
 
 LEAST_PACKET_BYTES = 8 * 1024
 """Packet limit of a broker below which there is a warning: the smaller, the slower transfers are."""
 
-RETAINED_S = 3.0
-"""Time in which a broker sends a retained message."""
+DELIVERY_S = 3.0
+"""Time in which a broker sends a retained message, and returns one that was published."""
+
+_RAISE_LIMIT = "raise the broker's packet limit (mosquitto: `max_packet_size`, `message_size_limit`)"
 
 
 def check_network(broker: BrokerAddress, access: BrokerAccess) -> list[Finding]:
@@ -91,6 +95,8 @@ class BrokerProbe:
     ) -> None:
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._messages: queue.SimpleQueue[Received] = queue.SimpleQueue()
+        self._received: list[Received] = []
+        """Those that were taken from the queue."""
         self._connected: Connected | None = None
         self._session = Session(
             broker,
@@ -128,17 +134,40 @@ class BrokerProbe:
             case failure:
                 return Finding("login", "failed", str(failure))
 
-    def check_packet_limit(self) -> Finding:
-        """Report the largest packet that the broker announces to accept."""
+    def check_packets(self, topic: str, *, comes_back: bool) -> Finding:
+        """Report the largest packet that the broker announces to accept, and publish a packet of a full frame's size.
+
+        `comes_back` states that the topic is subscribed: then the packet must arrive. Programs of the fleet ignore it.
+        """
         limit = self._connected.max_packet_bytes if self._connected is not None else None
+        size_bytes = chunk_bytes(limit) + ENVELOPE_BYTES
+        packet = Outgoing(
+            topic, bytes(size_bytes - packet_bytes(topic, 0) - 2)
+        )  # the length takes two bytes more
+        if all(isinstance(self._publish(packet), Disconnected) for _ in range(DISCONNECTS_TO_INFER)):
+            text = f"the broker ends the connection at a packet of {size_bytes:,} bytes: programs send smaller ones"
+            return Finding("packets", "warning", text, _RAISE_LIMIT)
+        if comes_back and self._find(lambda received: received.payload == packet.payload) is None:
+            text = f"the broker accepts a packet of {size_bytes:,} bytes, and does not deliver it"
+            return Finding("packets", "warning", f"{text}: transfers are slow", _RAISE_LIMIT)
         if limit is None:
-            return Finding("packets", "ok", "the broker announces no limit of a packet's size")
+            return Finding("packets", "ok", f"a packet of {size_bytes:,} bytes passes, no limit is announced")
         text = f"packets of at most {limit:,} bytes"
         if limit < LEAST_PACKET_BYTES:
-            return Finding(
-                "packets", "warning", f"{text}: transfers are slow", "raise the broker's max_packet_size"
-            )
+            return Finding("packets", "warning", f"{text}: transfers are slow", _RAISE_LIMIT)
         return Finding("packets", "ok", text)
+
+    def check_qos(self) -> Iterator[Finding]:
+        """Report at which QoS messages have arrived so far."""
+        while not self._messages.empty():
+            self._received.append(self._messages.get())
+        lowered = [received.topic for received in self._received if received.payload and received.is_at_qos_0]
+        if lowered:
+            text = (
+                f"messages arrive at QoS 0, such as {lowered[0]}: some may be lost, and are sent again later"
+            )
+            action = "let a bridge between brokers forward at QoS 1, in mosquitto `topic # both 1`"
+            yield Finding("qos", "warning", text, action)
 
     def check_writes(
         self, *, allowed: Iterable[str], denied: Iterable[str], is_closed: bool
@@ -168,23 +197,34 @@ class BrokerProbe:
 
     def retained(self, topic: str) -> bytes | None:
         """Return the message that the broker retains on a subscribed topic; None if there is none."""
-        until_s = time.monotonic() + RETAINED_S
-        while (left_s := until_s - time.monotonic()) > 0:
-            with contextlib.suppress(queue.Empty):
-                message = self._messages.get(timeout=left_s)
-                if message.topic == topic and message.retained and message.payload:
-                    return message.payload
-        return None
+        found = self._find(
+            lambda received: received.topic == topic and received.retained and bool(received.payload)
+        )
+        return None if found is None else found.payload
+
+    def _find(self, is_wanted: Callable[[Received], bool]) -> Received | None:
+        """Return a message that has arrived, or arrives in time; None if there is none."""
+        until_s = time.monotonic() + DELIVERY_S
+        while (found := next(filter(is_wanted, self._received), None)) is None:
+            try:
+                left_s = max(0.0, until_s - time.monotonic())
+                self._received.append(self._messages.get(timeout=left_s))
+            except queue.Empty:
+                return None
+        return found
 
     def _may_write(self, topic: str) -> bool:
-        """Publish on a topic; some brokers end the connection instead of denying, and the session connects again."""
-        self._session.send(Outgoing(topic, b""))
+        return isinstance(self._publish(Outgoing(topic, b"")), Drained)
+
+    def _publish(self, outgoing: Outgoing) -> Event | None:
+        """Publish; some brokers end the connection instead of denying, and the session connects again."""
+        self._session.send(outgoing)
         answer = self._next(Drained, Disconnected, Unsendable)
         if isinstance(answer, Unsendable):
             self._next(Drained)
         if isinstance(answer, Disconnected):
             self._next(Connected)
-        return isinstance(answer, Drained)
+        return answer
 
     def _next(self, *kinds: type[Event]) -> Event | None:
         """Return the next event of some kinds; None if there is none in time."""

@@ -19,6 +19,7 @@ Workarounds, each for one program; where one is in the code, a comment names the
 import contextlib
 import select
 import ssl
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -41,6 +42,9 @@ SUBSCRIBE_ATTEMPTS = 8
 SUBSCRIBE_TIMEOUT_S = 30.0
 """For one answer: a cluster that has lost a server needs seconds for each filter."""
 
+MAX_AT_QOS_0 = 256
+"""Unacknowledged messages at QoS 0 beyond which a session with `manual_ack` drops them: nothing slows their sender."""
+
 Version = MQTTProtocolVersion
 
 VERSIONS = (Version.MQTTv5, Version.MQTTv311)
@@ -61,7 +65,7 @@ class ConnectionOptions:
     client_id: str
     """Unique on the broker, which may use the name in the client's certificate instead."""
     subscriptions: tuple[str, ...]
-    """Topic filters, subscribed at QoS 1."""
+    """Topic filters, subscribed at QoS 1. A message arrives at QoS 0 if a client or a bridge has sent it so."""
     will: Callable[[], Outgoing] | None
     """Makes the message that the broker publishes if this client disappears, anew for each connection."""
     window: int
@@ -100,6 +104,7 @@ class Connection:
         on_event: "Callable[[Connection, ConnectionEvent], None]",
     ) -> None:
         self.version = version
+        self.broker = options.broker
         self.window = options.window
         self.max_packet_bytes: int | None = None
         self.is_answered = False
@@ -111,6 +116,7 @@ class Connection:
         self._on_event = on_event
         self._tls_error = ""
         self._ready_s: float | None = None
+        self._room_at_qos_0 = threading.Semaphore(MAX_AT_QOS_0)
         self._unconfirmed: tuple[str, ...] = ()
         self._attempts = 0
         """How often the unconfirmed filters were subscribed."""
@@ -152,6 +158,9 @@ class Connection:
 
     def acknowledge(self, mid: int) -> None:
         """Acknowledge a received message; from any thread."""
+        if mid == 0:
+            self._room_at_qos_0.release()
+            return
         with contextlib.suppress(OSError):  # the connection is ending
             self._client.ack(mid, 1)
 
@@ -260,11 +269,10 @@ class Connection:
         if not any(mqtt.topic_matches_sub(topic, message.topic) for topic in self._options.subscriptions):
             client.ack(message.mid, message.qos)  # amqtt
             return
-        if message.qos == 0:
-            # This project publishes at QoS 1 only, and no acknowledgement slows down a flood at QoS 0.
+        connection = self if self._options.manual_ack else None
+        if connection is not None and message.qos == 0 and not self._room_at_qos_0.acquire(blocking=False):
             return
         self.messages += 1
-        connection = self if self._options.manual_ack else None
         payload = bytes(message.payload)
         self._on_event(self, Received(message.topic, payload, message.retain, connection, message.mid))
 

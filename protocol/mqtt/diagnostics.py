@@ -111,10 +111,12 @@ def refused(code: str, access: BrokerAccess) -> str:
     """Return why the broker refused the connection, from its reason code by its MQTT name."""
     if code == UNSPECIFIED:
         return "refused by the broker without a reason: see its log"
-    advice = ""
+    advice = []
     if code in {"Not authorized", "Bad user name or password"}:
         if access.username is not None:
-            advice = ": check --username and the password"
+            advice.append("check --username and the password")
         elif access.certificate is None:
-            advice = ": give --username and a password, or --cert and --key"
-    return f"refused by the broker: {code}{advice}"
+            advice.append("give --username and a password, or --cert and --key")
+    if code in {"Not authorized", "Client identifier not valid"}:
+        advice.append("let it admit client ids that begin with pf- (mosquitto: clientid_prefixes)")
+    return f"refused by the broker: {code}" + ": " * bool(advice) + ", or ".join(advice)

@@ -70,7 +70,12 @@ class Received:
     connection: object = field(default=None, compare=False, repr=False)
     """The connection that delivered it, if it is to be acknowledged with `Session.acknowledge`; else None."""
     mid: int = field(default=0, compare=False, repr=False)
-    """Its message id on that connection."""
+    """Its message id on that connection; 0 at QoS 0."""
+
+    @property
+    def is_at_qos_0(self) -> bool:
+        """True if its publisher, or a bridge between two brokers, has sent it at QoS 0, so that it may be lost."""
+        return self.mid == 0
 
 
 @dataclass(frozen=True)

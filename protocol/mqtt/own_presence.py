@@ -60,17 +60,17 @@ class OwnPresence:
     def has_signed(self, presence: Presence) -> bool:
         return is_own_presence(presence, public=public_key(self._key), topic=self._topic)
 
-    def react(self, presence: Presence, *, is_closed: bool) -> Reaction:
+    def react(self, presence: Presence, *, may_end: bool) -> Reaction:
         """Return the reaction to a presence on this topic, and change the epoch.
 
-        Presences with another key count in an open fleet only; there, any client can send them.
+        `may_end` allows `END` after a presence with another key, which any client of an open fleet can send.
         """
         if self.has_signed(presence):
             self._start, reaction = observe(self._start, presence)
             if reaction is Reaction.STAY_OUT:
                 self.final_state = "replaced"
             return reaction
-        if not is_closed and is_newer(presence.epoch, own=self.epoch, now_s=time.time()):
+        if may_end and is_newer(presence.epoch, own=self.epoch, now_s=time.time()):
             return Reaction.END
         # Not after each one: the other program may do the same.
         is_outdated = presence.state != "online" or presence.epoch > self.epoch

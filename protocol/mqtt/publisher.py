@@ -5,11 +5,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from protocol.log import event
 from protocol.mqtt import reconnect_delay
-from protocol.mqtt.client import Connection, Version
+from protocol.mqtt.client import Connection
 from protocol.mqtt.events import Drained, Event, Outgoing, Unsendable
+
+if TYPE_CHECKING:
+    from protocol.mqtt.tls import BrokerAddress
 
 log = logging.getLogger(__name__)
 
@@ -32,9 +36,10 @@ def packet_bytes(topic: str, payload_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class InferredLimit:
-    """The packet limit of a broker that speaks MQTT 3.1.1, inferred from how its connections end.
+    """The packet limit that a broker does not announce, inferred from how its connections end.
 
-    A broker closes the connection when a packet is too large, and a bad network may do so at any time. The limit is
+    MQTT 3.1.1 has no announcement, and not every limit is announced in MQTT 5 (mosquitto: `message_size_limit`). A
+    broker closes the connection when a packet is too large, and a bad network may do so at any time. The limit is
     lowered after two consecutive connections that ended during a packet larger than any that was acknowledged.
     """
 
@@ -63,6 +68,8 @@ class Publisher:
 
     def __init__(self, report: Callable[[Event], None]) -> None:
         self._report = report
+        self._broker: BrokerAddress | None = None
+        """The broker whose limit is inferred."""
         self._inferred = InferredLimit()
         self._reported: set[tuple[str, str]] = set()
         """Topic and cause of each `Unsendable`."""
@@ -84,23 +91,24 @@ class Publisher:
     def begin(self, connection: Connection) -> int | None:
         """Use a connection that is ready; returns its packet limit in bytes, None if it is not known."""
         self._connection = connection
-        is_v5 = connection.version is Version.MQTTv5
-        self._limit_bytes = connection.max_packet_bytes if is_v5 else self._inferred.limit_bytes
+        if connection.broker != self._broker:
+            self._broker, self._inferred = connection.broker, InferredLimit()
+        limits = (connection.max_packet_bytes, self._inferred.limit_bytes)
+        self._limit_bytes = min(filter(None, limits), default=None)
         return self._limit_bytes
 
     def end(self) -> None:
-        """Drop everything after a connection has ended; in MQTT 3.1.1, infer whether a packet was too large.
+        """Drop everything after a connection has ended, and infer whether a packet was too large.
 
         Does nothing if the connection was never ready: the queue then waits for the other version of MQTT.
         """
         if self._connection is None:
             return
-        if self._connection.version is not Version.MQTTv5:
-            known = self._inferred.limit_bytes
-            self._inferred = self._inferred.disconnected(size for _, size in self._in_flight.values())
-            if (limit := self._inferred.limit_bytes) != known:
-                text = "broker disconnects on large packets: packet limit set"
-                event(log, logging.WARNING, text, bytes=limit)
+        known = self._inferred.limit_bytes
+        self._inferred = self._inferred.disconnected(size for _, size in self._in_flight.values())
+        if (limit := self._inferred.limit_bytes) != known:
+            text = "broker disconnects on large packets: packet limit set"
+            event(log, logging.WARNING, text, bytes=limit)
         self.discard()
 
     @property
@@ -134,7 +142,7 @@ class Publisher:
             size_bytes = packet_bytes(outgoing.topic, len(outgoing.payload))
             limit = self._limit_bytes
             if limit is not None and size_bytes > limit:
-                reason = f"it has {size_bytes} bytes, the broker accepts {limit}: raise its max_packet_size"
+                reason = f"it has {size_bytes} bytes, the broker accepts {limit}: raise its packet limit"
                 self._report_unsendable(outgoing.topic, "size", reason)
             else:
                 self._in_flight[connection.publish(outgoing)] = (outgoing, size_bytes)

@@ -70,9 +70,12 @@ def parse_broker(text: str, *, tls: bool = False) -> BrokerAddress:
     """Parse `HOST`, `HOST:PORT`, `[IPv6]` or `[IPv6]:PORT`, by default with MQTT's port; or `ws://HOST:PORT/PATH`.
 
     Raises:
-        ConfigError: it is none of these, or `wss://` without `tls`.
+        ConfigError: it is none of these, `wss://` without `tls`, or IPv6 without brackets that may end with a port.
     """
     address = text.strip(" ")
+    host, _, last = address.rpartition(":")
+    if _is_ipv6(address) and _is_ipv6(host) and last.isdecimal():
+        raise ConfigError(f"{address} has a port or none: give [{host}]:{last} or [{address}]")
     found = _ADDRESS.fullmatch(f"[{address}]" if _is_ipv6(address) else address)
     if found is not None and (found["ipv6"] is None or _is_ipv6(found["ipv6"])):
         scheme, path = found["scheme"], found["path"]

@@ -50,6 +50,11 @@ def encode(message: Message | Frame) -> bytes:
     return msgspec.msgpack.encode(message)
 
 
+def is_probe(payload: bytes) -> bool:
+    """Return whether programs ignore a payload: an empty one, or one of `doctor`, which begins with a zero byte."""
+    return payload[:1] in {b"", b"\0"}
+
+
 def decode(data: bytes, message_type: type[M], *, max_bytes: int) -> M:
     """Decode a message of the expected type.
 

@@ -56,7 +56,7 @@ class Reaction(enum.Enum):
     PUBLISH = "publish its own presence again"
     REPORT = "publish its own presence again, and report a program that started earlier"
     STAY_OUT = "end, and stay out until an operator decides"
-    END = "end: a program with another key was started later in this open fleet"
+    END = "end: an aggregator with another key was started later for this open fleet"
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,8 @@ def observe(own: Start, seen: Presence) -> tuple[Start, Reaction]:
 def is_newer(epoch: int, *, own: int, now_s: float) -> bool:
     """Return whether a presence with another key, or none, belongs to a program that started later.
 
-    Only open fleets compare those: any client can send them. Epochs are start times in unix seconds. One from the far
+    Only aggregators of open fleets compare those: any client can send them, and of two devices under one name the
+    aggregator decides, which knows one key. Epochs are start times in unix seconds. One from the far
     future is ignored: it is retained by the broker, so that an attacker who published it once would shut this program
     out for good.
     """

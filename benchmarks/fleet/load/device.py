@@ -160,7 +160,7 @@ class SimulatedDevice:
                 yield decode(payload, Frame, max_bytes=MAX_FRAME_BYTES)
             case "own state":
                 presence = decode(payload, Presence, max_bytes=1024)
-                if self._presence.react(presence, is_closed=True) is Reaction.PUBLISH:
+                if self._presence.react(presence, may_end=False) is Reaction.PUBLISH:
                     self.session.send(self._presence.outgoing("online"))
             case "state":
                 presence = decode(payload, Presence, max_bytes=1024)

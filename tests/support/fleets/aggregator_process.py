@@ -169,20 +169,29 @@ class Device:
         self._unread += [each for each in self._events.seen[start:-1] if isinstance(each, Received)]
         return event
 
+    def _any(self, topic: str) -> Received:
+        """Remove and return the next unread message on a topic."""
+        while (event := next((each for each in self._unread if each.topic == topic), None)) is None:
+            self._unread.append(self._event(Received))
+        self._unread.remove(event)
+        return event
+
     def _next(self, topic: str) -> Received:
         """Remove and return the next unread message on a topic, without those that clear a retained one."""
-        while True:
-            while (event := next((each for each in self._unread if each.topic == topic), None)) is None:
-                self._unread.append(self._event(Received))
-            self._unread.remove(event)
-            if event.payload:
-                return event
+        while not (event := self._any(topic)).payload:
+            pass
+        return event
 
     def wait(self, topic: str, message_type: type[M], *, when: Callable[[M], bool] = lambda _: True) -> M:
         """Wait for a message on a topic that meets a condition; others on that topic are dropped."""
         while not when(message := decode(_body(self._next(topic)), message_type, max_bytes=MAX_BYTES)):
             pass
         return message
+
+    def until(self, topic: str, payload: bytes) -> None:
+        """Wait for these bytes on a topic; others on that topic are dropped."""
+        while self._any(topic).payload != payload:
+            pass
 
     def signed(self, channel: FleetChannel) -> Signed:
         """Wait for the next signed manifest of a channel."""

@@ -11,9 +11,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
+
+import paho.mqtt.client as paho
+from paho.mqtt.enums import CallbackAPIVersion
 
 from protocol.errors import ThreadFailed
+from protocol.mqtt.client import stop_thread
 from protocol.mqtt.reconnecting_session import BrokerAddress, Connected, Disconnected, Event, Session
 from protocol.mqtt.tls import BrokerAccess, Brokers
 
@@ -80,6 +84,27 @@ def running(
         yield session, log
     finally:
         session.stop()
+
+
+class Publish(Protocol):
+    """Publishes a message, and returns once the broker has it (at QoS 0: once it is sent)."""
+
+    def __call__(self, topic: str, payload: bytes, *, qos: int, retain: bool = False) -> None: ...
+
+
+@contextmanager
+def other_client(broker: BrokerAddress) -> Iterator[Publish]:
+    """Connect another MQTT client than this project's, which publishes at any QoS."""
+    client = paho.Client(CallbackAPIVersion.VERSION2)
+    client.connect(broker.host, broker.port)
+    client.loop_start()
+
+    def publish(topic: str, payload: bytes, *, qos: int, retain: bool = False) -> None:
+        client.publish(topic, payload, qos=qos, retain=retain).wait_for_publish(TIMEOUT_S)
+
+    yield publish
+    client.disconnect()
+    stop_thread(client)
 
 
 def refusal(broker: BrokerAddress, access: BrokerAccess) -> str:

@@ -101,10 +101,11 @@ def test_return_to_an_earlier_task_makes_no_head(fleet: Fleet, tmp_path: Path) -
 
 
 @on_mosquitto
-def test_second_program_of_the_same_name_takes_over(fleet: Fleet, tmp_path: Path) -> None:
-    """Of two aggregators on copies of one state, and of two devices of one name, the first ends with an error.
+def test_second_program_of_the_same_name(fleet: Fleet, tmp_path: Path) -> None:
+    """Of two aggregators on copies of one state the first ends with an error; of two devices of one name the second.
 
-    The aggregator stays out when it is started again, and both name the other.
+    The aggregator stays out when it is started again, and both name the other. The device that the aggregator knows
+    continues, also when it is started last.
     """
     task = write_task(tmp_path, quorum=2)
     first = tmp_path / "first-state"
@@ -130,9 +131,16 @@ def test_second_program_of_the_same_name_takes_over(fleet: Fleet, tmp_path: Path
     time.sleep(1.1)
     options = ("--broker", str(fleet.broker), "--device-id", "twin", "--data", data)
     fleet.start("second", "edge_client.cli", *options, "--state", tmp_path / "elsewhere")
-    fleet.wait_exit("twin", code=1)
-    assert "give each its own --device-id" in fleet.log("twin")
+    fleet.wait_exit("second", code=1)
+    assert "give each its own --device-id" in fleet.log("second")
     fleet.wait_for_log("aggregator", "the key is not the one known for twin")
+    fleet.wait_for_log("twin", "another device is online under this name")
+    fleet.stop("twin")
+    fleet.start("second", "edge_client.cli", *options, "--state", tmp_path / "elsewhere")
+    fleet.wait_for_log("second", "the key is not the one known for twin")
+    fleet.start_device("twin", data)
+    fleet.wait_exit("second", code=1)
+    fleet.stop("twin")
 
 
 @pytest.fixture(scope="module")

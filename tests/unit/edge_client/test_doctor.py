@@ -13,11 +13,12 @@ from edge_client.cli import cli
 from edge_client.storage.device_state import DeviceState
 from protocol.doctor import broker as broker_checks
 from protocol.mqtt.reconnecting_session import BrokerAddress
-from protocol.wire.topics import device_topic
+from protocol.wire.topics import device_topic, fleet_topic
 from tests.support.devices.device_bench import HeadBench
-from tests.support.devices.device_factory import write_images
+from tests.support.devices.device_factory import make_manifest, write_images
 from tests.support.fleets.closed_fleet import FLEET, ClosedFleet, Findings, findings, publish_task, statuses
 from tests.support.network.brokers import Mosquitto, free_address, needs_mosquitto
+from tests.support.network.sessions import other_client
 
 DEVICE = "shed-1"
 
@@ -70,7 +71,7 @@ def test_another_fleet_than_the_enrolled_one_is_refused(
 def test_access_list_is_found_too_narrow_or_too_wide(
     closed: ClosedFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(broker_checks, "RETAINED_S", 0.1)  # there is no task
+    monkeypatch.setattr(broker_checks, "DELIVERY_S", 0.1)  # there is no task
     up = device_topic(FLEET, DEVICE, "up")
     narrow = access_list(FLEET).replace(f"pattern write {up.replace(DEVICE, '%u')}\n", "")
     for rules, text in ((narrow, f"may not publish on {up}"), ("pattern readwrite #", "protects nothing")):
@@ -90,7 +91,10 @@ def test_faults_of_the_way_to_the_fleet_are_named(closed: ClosedFleet) -> None:
     assert "login" not in found
     with closed.mosquitto():
         code, found = _doctor(closed)
-        assert (code, found["task"][0]["text"]) == (1, f"the broker has no task of fleet {FLEET}")
+        assert (code, found["task"][0]["text"]) == (
+            1,
+            f"the broker has no task of fleet {FLEET}: nothing is retained on pf/1/{FLEET}/task",
+        )
         publish_task(closed, issued_s=time.time() + 7200)
         assert "earlier than the date of the fleet's task" in _doctor(closed)[1]["clock"][-1]["text"]
         publish_task(closed, issued_s=time.time() - 7200)
@@ -121,21 +125,22 @@ def test_running_device_is_not_interrupted(closed: ClosedFleet) -> None:
 
 
 @needs_mosquitto
-def test_open_fleet_is_a_warning(bench: HeadBench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So is a key that is not pinned. What is left out is named."""
-    monkeypatch.setattr(broker_checks, "RETAINED_S", 0.1)  # there is no task
+def test_open_fleet_is_a_warning(bench: HeadBench, tmp_path: Path) -> None:
+    """So are a key that is not pinned, and a task that crosses a bridge at QoS 0. What is left out is named."""
     bench.store.set(ManifestTrust())
     data = tmp_path / "data"
     (data / "cats").mkdir()
     (data / "cat" / "new.heic").touch()
-    with Mosquitto(free_address(), tmp_path) as broker:
+    with Mosquitto(free_address(), tmp_path) as broker, other_client(broker.address) as publish:
+        publish(*bench.signed(make_manifest()), qos=0, retain=True)
         given = ["--broker", str(broker.address), "--data", str(data), "--state", str(bench.store.folder)]
         code, found = findings(cli, *given, "--fleet", "f", "doctor")
-    assert code == 1, "there is no task on the broker"
+    assert code == 0, found
     assert "open" in found["acl"][0]["text"]
-    assert {check: statuses(found)[check] for check in ("acl", "key", "runtime", "images")} == {
-        "acl": "warning", "key": "warning", "runtime": "ok", "images": "warning",
+    assert {check: statuses(found)[check] for check in ("acl", "key", "task", "qos", "runtime", "images")} == {
+        "acl": "warning", "key": "warning", "task": "ok", "qos": "warning", "runtime": "ok", "images": "warning",
     }  # fmt: skip
+    assert f"at QoS 0, such as {fleet_topic('f', 'task')}" in found["qos"][0]["text"]
     texts = "\n".join(each["text"] for each in found["images"])
     assert "'cats' (did you mean 'cat'?): no class of the task" in texts
     assert "suffix .heic" in texts

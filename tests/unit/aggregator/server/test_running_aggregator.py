@@ -48,6 +48,7 @@ from tests.support.fleets.aggregator_process import (
 from tests.support.messages.manifests import signed_manifest
 from tests.support.messages.submissions import MANIFEST, device_info, evaluation, round_submission, submission
 from tests.support.network.brokers import mosquitto, needs_mosquitto
+from tests.support.network.sessions import other_client
 
 
 def test_unknown_retained_manifests_are_cleared(broker: BrokerAddress, tmp_path: Path) -> None:
@@ -136,12 +137,14 @@ def _refused(summary: dict[str, Any], device: str) -> dict[str, int]:
 
 
 def test_hostile_messages_are_refused_and_counted(address: BrokerAddress, tmp_path: Path) -> None:
-    """Each reason is counted, and logged once; a valid submission is accepted afterwards."""
+    """Each reason is counted, and logged once, and no probe is; a valid submission is accepted afterwards."""
     task_file = write_task(tmp_path, PATIENT + "\nmax_submission_mb = 0.1")
     with aggregator(task_file, address, "--embedded-broker") as daemon, Device(address, "mallory") as device:
         task = digest_of(device.task())
         hostile = _hostile(task)
         expected = Counter(reason for _, _, reason in hostile * 2)
+        for channel in ("state", "info", "up/0", "get"):  # of `edge-client doctor`
+            device.say(f"pf/1/{FLEET}/d/mallory/{channel}", bytes(60_000))
         for channel, payload, _ in hostile * 2:
             device.say(f"pf/1/{FLEET}/d/mallory/{channel}", payload)
         daemon.until(lambda summary: sum(_refused(summary, "mallory").values()) >= len(hostile) * 2)
@@ -153,17 +156,31 @@ def test_hostile_messages_are_refused_and_counted(address: BrokerAddress, tmp_pa
 
 
 def test_overwritten_fleet_topic_is_restored(amqtt_broker: BrokerAddress, tmp_path: Path) -> None:
-    """Without an access list: devices that connect later find the aggregator's task, and it is counted."""
+    """Without an access list: devices that connect later find the aggregator's task and presence, and it is counted.
+
+    Most tools clear a retained topic at QoS 0.
+    """
+    task, state = fleet_topic(FLEET, "task"), fleet_topic(FLEET, "state")
     forged = signed_manifest(b"x", key=key_of("a"), fleet=FLEET, channel="task", release=2**62)
-    with aggregator(write_task(tmp_path, PATIENT), amqtt_broker) as daemon, Device(amqtt_broker, "a") as a:
-        genuine = a.signed("task")
-        for written in (forged, b""):
-            a.say(fleet_topic(FLEET, "task"), written, retain=True)
-            while a.signed("task") != genuine:
-                pass  # the overwriting message arrives first
-        daemon.until(lambda summary: _refused(summary, "?") == {"signature": 1})
+    with (
+        aggregator(write_task(tmp_path, PATIENT), amqtt_broker) as daemon,
+        Device(amqtt_broker, "a") as a,
+        other_client(amqtt_broker) as publish,
+    ):
+        a.task()
+        a.aggregator_is("online")
+        genuine = {topic: a.received(topic)[-1].payload for topic in (task, state)}
+        for topic, written, qos in (
+            *((task, written, qos) for written in (forged, b"") for qos in (0, 1)),
+            *((state, written, qos) for written in (b"junk", b"") for qos in (0, 1)),
+        ):
+            publish(topic, written, qos=qos, retain=True)
+            a.until(topic, written)
+            a.until(topic, genuine[topic])
+        daemon.until(lambda summary: _refused(summary, "?") == {"signature": 2, "malformed": 2})
         with Device(amqtt_broker, "b") as late:
-            assert late.signed("task") == genuine
+            late.until(task, genuine[task])
+            late.until(state, genuine[state])
 
 
 def test_reported_info_is_reduced_to_what_is_known() -> None:

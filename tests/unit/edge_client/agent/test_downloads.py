@@ -189,6 +189,22 @@ def test_requests_shrink_until_frames_arrive_before_the_connection_ends(carries_
     assert receiver.state.link_problem == SLOW_LINK
 
 
+@pytest.mark.parametrize("limit_bytes", [40_000, 20_000, 6_000])
+def test_requests_shrink_until_frames_are_not_dropped(receiver: Receiver, limit_bytes: int) -> None:
+    """A broker or a bridge drops larger packets in silence; what is refused with a reason says nothing of size."""
+    refusal = Receipt(digest=REFERENCE.digest, status="refused", reason="rate_limited")
+    while receiver.download.offset < len(BLOB):
+        for each in (frame for request in receiver.ask() for frame in answer(request)):
+            if receiver.now_s < 3600:
+                receiver.state, _ = downloads.refused(receiver.state, refusal, receiver.now_s)
+                assert not receiver.state.download_frames.is_reduced
+            if len(each.data) <= (limit_bytes if receiver.now_s >= 3600 else PROBE_BYTES):
+                receiver.take(each)
+        receiver.now_s += 10.0
+        assert receiver.now_s < 24 * 3600
+    assert receiver.state.link_problem == SLOW_LINK
+
+
 def test_only_gaps_of_a_broadcast_are_requested() -> None:
     """Its last frame ends the wait; more than a window is held."""
     receiver = Receiver(until=len(BLOB), due_s=3.0)

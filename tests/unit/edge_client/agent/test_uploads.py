@@ -103,6 +103,31 @@ def test_frames_shrink_until_they_arrive_before_the_connection_ends(carries_byte
     assert state.link_problem == ""
 
 
+@pytest.mark.parametrize(("size", "limit_bytes"), [(SIZE, 20_000), (SIZE, 5_000), (30_000, 20_000)])
+def test_frames_shrink_until_the_broker_does_not_drop_them(size: int, limit_bytes: int) -> None:
+    """It acknowledges them all. A payload of one frame that gets no answer is queried by its last bytes."""
+    item, arrived = item_of(bytes(size)), bytearray(size)
+    state = State(mode=Mode.SERVICE, task=item.task, uploads=(Upload(item),))
+    state, sent = play(state, mqtt.Connected())
+    for now_s in range(0, 24 * 3600, 5):
+        frames, sent = (
+            [frame for window in sent for frame in window if frame[1] - frame[0] <= limit_bytes],
+            [],
+        )
+        happened: list[events.Event] = [mqtt.Drained()]
+        for start, stop in frames:
+            arrived[start:stop] = b"x" * (stop - start)
+            if stop == size and 0 in arrived:
+                missing = ((arrived.index(0), arrived.rindex(0) + 1),)
+                happened.append(Receipt(digest=item.digest, status="missing", missing=missing))
+        for event in (*happened, events.Ticked()):
+            state, windows = play(state, event, now_s=now_s)
+            sent += windows
+        if 0 not in arrived:
+            break
+    assert 0 not in arrived
+
+
 def test_only_a_connection_that_carried_frames_counts_as_lost() -> None:
     """One alone is no reason, and neither are attempts to connect again; queries that arrive prove nothing."""
     state, _ = answer(begin(), ((0, SIZE),))

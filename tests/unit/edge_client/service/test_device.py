@@ -28,6 +28,7 @@ from edge_client.submission.prepared_submission import PreparedSubmission
 from edge_client.submission.round_submission import RoundTraining
 from edge_client.training.local_round import initial_model, pack
 from protocol.errors import BackboneMismatch, ConfigError, ProtofleetError
+from protocol.mqtt.own_presence import OwnPresence
 from protocol.mqtt.reconnecting_session import Outgoing
 from protocol.wire.codec import decode, digest_of, encode
 from protocol.wire.messages import (
@@ -361,3 +362,42 @@ def test_a_copied_device_stays_out_until_it_takes_over(
         caplog.clear()
         older, newer = newer, older.start().connect("192.0.2.7")
         hear(newer, online(newer))
+
+
+def test_a_cleared_or_overwritten_presence_is_published_again(tmp_path: Path) -> None:
+    bench = DeviceBench(tmp_path).start().connect()
+    online = _presences(bench)[-1]
+    for written in (b"", b"junk", bytes(60_000)):
+        before = len(_presences(bench))
+        bench.receive(bench.topic("state"), written)
+        assert _presences(bench)[before:] == [online]
+    assert bench.info.refused_messages == {"malformed": 1}, "zeros are of `doctor`"
+
+
+def test_another_device_of_this_name_ends_this_one_only_if_the_aggregator_refuses_its_key(
+    bench: HeadBench, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another key in an open fleet: which of the two boards is the right one, only the aggregator knows."""
+    upload = bench.submission()
+    assert upload is not None
+    refused = encode(Receipt(digest=upload.digest, status="refused", reason="signature"))
+    foreign = encode(Receipt(digest=bytes(32), status="refused", reason="signature"))
+
+    def other(state: PresenceState, *, later_s: int) -> None:
+        presence = OwnPresence(epoch=int(time.time()) + later_s, topic=bench.topic("state"), key=b"o" * 32)
+        presence.connected("192.0.2.7")
+        bench.receive(bench.topic("state"), presence.outgoing(state).payload)
+
+    for later_s in (-60, 60, 60):
+        other("online", later_s=later_s)
+    assert "another device is online under this name, at " in bench.info.warning
+    assert "192.0.2.7: give each its own --device-id" in bench.info.warning
+    assert caplog.text.count("another device is online under this name") == 1
+    bench.receive(bench.topic("ack"), foreign)
+    other("stopped", later_s=60)
+    assert bench.info.warning == ""
+    assert decode(_presences(bench)[-1].payload, Presence, max_bytes=1024).state == "online"
+    bench.receive(bench.topic("ack"), refused)
+    other("online", later_s=-60)
+    with pytest.raises(ConfigError, match=r"knows 'device' by another key.*192.0.2.7: give each its own"):
+        bench.receive(bench.topic("ack"), refused)

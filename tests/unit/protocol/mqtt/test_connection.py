@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from paho.mqtt.enums import CallbackAPIVersion, MQTTProtocolVersion
 
 from protocol.doctor.broker import BrokerProbe
-from protocol.mqtt import diagnostics
+from protocol.mqtt import diagnostics, reconnecting_session
 from protocol.mqtt.client import Connection, Version, stop_thread
 from protocol.mqtt.events import Event, Outgoing
 from protocol.mqtt.own_presence import OwnPresence
@@ -24,6 +24,7 @@ from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAddress
 from protocol.wire.codec import decode
 from protocol.wire.messages import Presence, PresenceState
 from protocol.wire.presence import Reaction
+from protocol.wire.topics import device_topic
 from tests.support.network.brokers import mosquitto, needs_mosquitto
 from tests.support.network.sessions import listening
 
@@ -63,7 +64,7 @@ def test_unspecified_error_is_put_into_words() -> None:
 
 
 class _Connection:
-    version = Version.MQTTv5
+    broker = BrokerAddress("broker")
     window = 8
     max_packet_bytes = None
 
@@ -138,23 +139,23 @@ def presence_of(key: bytes, *, epoch: int, state: PresenceState = "online") -> P
 
 
 @pytest.mark.parametrize(
-    ("epoch", "state", "is_closed", "reaction"),
+    ("epoch", "state", "may_end", "reaction"),
     [
-        (NOW + 1, "online", False, Reaction.END),
-        (NOW + 1, "online", True, Reaction.PUBLISH),
-        (2**61, "online", False, Reaction.PUBLISH),
-        (NOW - 1, "offline", False, Reaction.PUBLISH),
-        (NOW - 1, "online", False, Reaction.NONE),
+        (NOW + 1, "online", True, Reaction.END),
+        (NOW + 1, "online", False, Reaction.PUBLISH),
+        (2**61, "online", True, Reaction.PUBLISH),
+        (NOW - 1, "offline", True, Reaction.PUBLISH),
         (NOW - 1, "online", True, Reaction.NONE),
+        (NOW - 1, "online", False, Reaction.NONE),
     ],
-    ids=["newer", "newer, closed", "in the future", "old will", "older", "older, closed"],
+    ids=["newer", "newer, staying", "in the future", "old will", "older", "older, staying"],
 )
-def test_another_key_ends_a_program_of_an_open_fleet_only(
-    epoch: int, state: PresenceState, *, is_closed: bool, reaction: Reaction
+def test_another_key_ends_only_a_program_that_may_end(
+    epoch: int, state: PresenceState, *, may_end: bool, reaction: Reaction
 ) -> None:
     own = OwnPresence(epoch=NOW, topic="state", key=b"a" * 32)
     seen = presence_of(b"b" * 32, epoch=epoch, state=state)
-    assert own.react(seen, is_closed=is_closed) is reaction
+    assert own.react(seen, may_end=may_end) is reaction
     assert (own.epoch, own.final_state) == (NOW, "stopped")
 
 
@@ -162,9 +163,9 @@ def test_same_key_counts_in_every_fleet() -> None:
     """A later start of this key keeps this program out, once its own presence was delivered."""
     own = OwnPresence(epoch=NOW, topic="state", key=b"a" * 32)
     echo = decode(own.outgoing("online").payload, Presence, max_bytes=1024)
-    assert own.react(echo, is_closed=True) is Reaction.NONE
+    assert own.react(echo, may_end=False) is Reaction.NONE
     later = presence_of(b"a" * 32, epoch=NOW + 1)
-    assert own.react(later, is_closed=False) is Reaction.STAY_OUT
+    assert own.react(later, may_end=True) is Reaction.STAY_OUT
     assert own.final_state == "replaced"
 
 
@@ -232,3 +233,32 @@ def test_one_lost_connection_is_no_failure(connections: int, status: str) -> Non
         BrokerProbe(address, NO_AUTHENTICATION, subscriptions=("a",)) as probe,
     ):
         assert probe.open().status == status
+
+
+@needs_mosquitto
+@pytest.mark.parametrize(
+    ("version", "limit", "status", "text"),
+    [
+        (Version.MQTTv5, "", "ok", "a packet of 61,824 bytes passes"),
+        (
+            Version.MQTTv5,
+            "message_size_limit 61439",
+            "warning",
+            "ends the connection at a packet of 61,824 bytes",
+        ),
+        (Version.MQTTv311, "message_size_limit 61439", "warning", "61,824 bytes, and does not deliver it"),
+    ],
+)
+def test_packet_limit_that_is_not_announced_is_found(
+    version: Version, limit: str, status: str, text: str, *, address: BrokerAddress, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(reconnecting_session, "VERSIONS", (version,))
+    topic = device_topic("f", "a", "state")
+    with (
+        mosquitto(address, tmp_path, options=f"allow_anonymous true\n{limit}"),
+        BrokerProbe(address, NO_AUTHENTICATION, subscriptions=(topic,)) as probe,
+    ):
+        assert probe.open().status == "ok"
+        found = probe.check_packets(topic, comes_back=True)
+    assert (found.status, text in found.text) == (status, True), found

@@ -9,12 +9,10 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-import paho.mqtt.client as paho
 import pytest
-from paho.mqtt.enums import CallbackAPIVersion, MQTTProtocolVersion
+from paho.mqtt.enums import MQTTProtocolVersion
 
-from protocol.mqtt import reconnect_delay, reconnecting_session
-from protocol.mqtt.client import stop_thread
+from protocol.mqtt import client, reconnect_delay, reconnecting_session
 from protocol.mqtt.publisher import packet_bytes
 from protocol.mqtt.reconnecting_session import (
     BrokerAddress,
@@ -25,8 +23,8 @@ from protocol.mqtt.reconnecting_session import (
     Received,
     Unsendable,
 )
-from tests.support.network.brokers import amqtt, mosquitto, needs_mosquitto
-from tests.support.network.sessions import TIMEOUT_S, EventLog, listening, running
+from tests.support.network.brokers import amqtt, free_address, mosquitto, needs_mosquitto
+from tests.support.network.sessions import TIMEOUT_S, EventLog, listening, other_client, running
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
 
@@ -34,17 +32,52 @@ V5, V311 = MQTTProtocolVersion.MQTTv5, MQTTProtocolVersion.MQTTv311
 
 
 @needs_mosquitto
-def test_qos_0_is_ignored(address: BrokerAddress, tmp_path: Path) -> None:
+def test_messages_are_read_at_any_qos(address: BrokerAddress, tmp_path: Path) -> None:
     with mosquitto(address, tmp_path), running(address, "ear", "said") as (_, ear):
         ear.wait(Connected)
-        loud = paho.Client(CallbackAPIVersion.VERSION2)
-        loud.connect(address.host, address.port)
-        loud.loop_start()
-        for qos in (0, 0, 1):
-            loud.publish("said", str(qos), qos=qos).wait_for_publish(TIMEOUT_S)
-        assert ear.wait(Received).payload == b"1"
-        loud.disconnect()
-        stop_thread(loud)
+        with other_client(address) as publish:
+            for qos in (0, 1, 2):
+                publish("said", str(qos).encode(), qos=qos)
+            assert [ear.wait(Received).payload for _ in range(3)] == [b"0", b"1", b"2"]
+
+
+@needs_mosquitto
+def test_retained_message_crosses_a_bridge_with_mosquittos_default_qos(
+    address: BrokerAddress, tmp_path: Path
+) -> None:
+    """The bridge forwards at QoS 0, which the receiver can see."""
+    near = free_address()
+    bridge = f"allow_anonymous true\nconnection far\naddress {address}\nrestart_timeout 1\ntopic # both"
+    with (
+        mosquitto(address, tmp_path),
+        mosquitto(near, tmp_path, options=bridge),
+        running(address, "a") as (says, ear),
+        running(near, "b", "task") as (_, hears),
+    ):
+        ear.wait(Connected)
+        says.send(Outgoing("task", b"signed", retain=True))
+        received = hears.wait(Received)
+        assert (received.payload, received.is_at_qos_0) == (b"signed", True)
+
+
+@needs_mosquitto
+def test_unhandled_messages_at_qos_0_are_bounded(
+    address: BrokerAddress, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No acknowledgement slows down their sender: those beyond the bound are dropped, and none at QoS 1."""
+    monkeypatch.setattr(client, "MAX_AT_QOS_0", 3)
+    with mosquitto(address, tmp_path), running(address, "ear", "said", manual_ack=True) as (made, ear):
+        ear.wait(Connected)
+        with other_client(address) as publish:
+            for letter in (b"a", b"b", b"c", b"d", b"e"):
+                publish("said", letter, qos=0)
+            publish("said", b"all", qos=1)
+            waiting = [ear.wait(Received) for _ in range(4)]
+            assert [message.payload for message in waiting] == [b"a", b"b", b"c", b"all"]
+            for message in waiting:
+                made.acknowledge(message)
+            publish("said", b"again", qos=0)
+            assert ear.wait(Received).payload == b"again"
 
 
 @pytest.fixture
@@ -125,12 +158,18 @@ def test_oversized_publication_is_unsendable_and_others_are_sent(
         assert Disconnected not in map(type, ear.rest())
 
 
+UNANNOUNCED = "allow_anonymous true\nmessage_size_limit 20000"
+
+
 @needs_mosquitto
-@pytest.mark.usefixtures("only_311")
-def test_packet_limit_is_inferred_in_mqtt_311(
-    address: BrokerAddress, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with mosquitto(address, tmp_path, options=SMALL), running(address, "a", "t") as (says, ear):
+@pytest.mark.parametrize(("version", "options"), [(V311, SMALL), (V5, UNANNOUNCED)], ids=["3.1.1", "5"])
+def test_packet_limit_that_is_not_announced_is_inferred(
+    version: MQTTProtocolVersion, options: str, address: BrokerAddress, tmp_path: Path,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """In MQTT 5, mosquitto answers with a reason code that paho does not know, and paho ends the connection."""
+    monkeypatch.setattr(reconnecting_session, "VERSIONS", (version,))
+    with mosquitto(address, tmp_path, options=options), running(address, "a", "t") as (says, ear):
         for _ in range(2):
             assert ear.wait(Connected) == Connected(None)
             says.send(Outgoing("t", bytes(30000)))

@@ -19,7 +19,7 @@ from click.testing import CliRunner, Result
 from aggregator.security.certificate_authority import utc_now
 from protocol.cli import access_options, config_option, given_secret, read_access
 from protocol.errors import ConfigError
-from protocol.mqtt import reconnecting_session
+from protocol.mqtt import diagnostics, reconnecting_session
 from protocol.mqtt.client import Version
 from protocol.mqtt.reconnecting_session import (
     BrokerAddress,
@@ -30,6 +30,7 @@ from protocol.mqtt.reconnecting_session import (
     Received,
 )
 from protocol.mqtt.tls import (
+    NO_AUTHENTICATION,
     BrokerAccess,
     expiry_warning,
     open_tls,
@@ -276,6 +277,9 @@ def test_unusable_tls_files_are_named(made: Certificates) -> None:
         ("[fe80::1%eth0]", True, BrokerAddress("fe80::1%eth0", 8883)),
         ("::1", False, BrokerAddress("::1", 1883)),
         ("::1", True, BrokerAddress("::1", 8883)),
+        ("2001:db8::a", False, BrokerAddress("2001:db8::a", 1883)),
+        ("2001:db8:0:0:0:0:0:1", False, BrokerAddress("2001:db8:0:0:0:0:0:1", 1883)),
+        ("[::1:2111]", False, BrokerAddress("::1:2111", 1883)),
         ("ws://a", False, BrokerAddress("a", 80, "/mqtt")),
         ("wss://a", True, BrokerAddress("a", 443, "/mqtt")),
         ("ws://[::1]:8080/x/y?z", True, BrokerAddress("::1", 8080, "/x/y?z")),
@@ -307,6 +311,28 @@ def test_several_broker_addresses_are_parsed() -> None:
 def test_invalid_broker_address_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="expected the broker as HOST or HOST:PORT"):
         parse_broker(text)
+
+
+@pytest.mark.parametrize("text", ["::1:2111", "2001:db8::1:1883", "2001:db8::5:1"])
+def test_ipv6_address_that_may_end_with_a_port_needs_brackets(text: str) -> None:
+    host, _, port = text.rpartition(":")
+    with pytest.raises(ConfigError, match=re.escape(f"give [{host}]:{port} or [{text}]")):
+        parse_broker(text)
+
+
+def test_refusal_without_a_cause_names_credentials_and_client_ids() -> None:
+    """A broker gives one reason for both (mosquitto: `clientid_prefixes`)."""
+    password = BrokerAccess(username="a", password="b")
+    for code, access, credentials, client_ids in (
+        ("Not authorized", NO_AUTHENTICATION, "give --username", True),
+        ("Not authorized", password, "check --username", True),
+        ("Bad user name or password", password, "check --username", False),
+        ("Client identifier not valid", NO_AUTHENTICATION, "", True),
+        ("Server busy", NO_AUTHENTICATION, "", False),
+    ):
+        reason = diagnostics.refused(code, access)
+        assert credentials in reason
+        assert ("client ids that begin with pf-" in reason) == client_ids
 
 
 def test_encrypted_websocket_needs_tls() -> None:
