@@ -284,7 +284,7 @@ def test_hostile_bodies_are_refused(server: tuple[Client, str]) -> None:
 
 
 def test_commands_are_those_of_the_command_line(tmp_path: Path) -> None:
-    """A device is enrolled, revoked and forgotten; its enrollment folder stays nowhere on this machine."""
+    """A device is enrolled, revoked and forgotten; its keys are nowhere on this machine."""
     with contextlib.closing(started_store(tmp_path)) as store, serving(tmp_path) as (anyone, token):
         store.submissions.put(TASK, submission_row("shed-1", {1: 3}))
         client = Client(anyone.port, {"Authorization": f"Bearer {token}"})
@@ -295,7 +295,8 @@ def test_commands_are_those_of_the_command_line(tmp_path: Path) -> None:
         answer = client.post("/api/v1/commands/enroll", {"device": "shed-1", "broker": "broker.example"})
         assert answer.status == 200
         with zipfile.ZipFile(io.BytesIO(answer.body)) as archive:
-            assert {"shed-1/device.key", "shed-1/enrollment.toml"} <= set(archive.namelist())
+            assert {"shed-1/.gitignore", "shed-1/enrollment.toml"} <= set(archive.namelist())
+            assert archive.getinfo("shed-1/device.key").external_attr >> 16 == 0o600
         assert not list(tmp_path.glob("**/device.key"))
         assert store.keys.is_closed()
         again = client.post("/api/v1/commands/enroll", {"device": "shed-1"})
