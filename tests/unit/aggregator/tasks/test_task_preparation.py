@@ -30,9 +30,17 @@ from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import CompiledGraphs, NextHead
 from aggregator.storage.submissions import SubmissionRecord
+from aggregator.storage.sum_lists import PendingList, SumLists, put_sums
 from aggregator.tasks import graph_cache
+from aggregator.tasks.graph_cache import known_graphs
 from aggregator.tasks.manifests import task_manifest
-from aggregator.tasks.retention import delete_carried_submissions, needed_blobs, served_blobs
+from aggregator.tasks.retention import (
+    KEPT_S,
+    delete_carried_submissions,
+    delete_earlier_tasks,
+    needed_blobs,
+    served_blobs,
+)
 from aggregator.tasks.task_preparation import Task, continued, prepare_task, read_backbone, selected_columns
 from aggregator.training.head_job import run
 from aggregator.training.jobs import CompileJob, HeadJob, Result
@@ -52,6 +60,7 @@ from tests.support.messages.submissions import (
     ROUNDS_TASK,
     SERVED,
     TASK,
+    evaluation,
     submission,
 )
 from tests.support.messages.tasks import served_task
@@ -412,6 +421,43 @@ def test_last_heads_are_kept(filled: Store) -> None:
     assert needed_blobs(ONE_SHOT, filled) & heads == kept
     assert needed_blobs(ROUNDS, filled) & heads == kept
     assert served_blobs(ONE_SHOT, filled.heads.all(TASK), state) & heads == kept
+
+
+def test_earlier_tasks_expire(filled: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Submissions, evaluations and graphs are deleted 30 days after another task has replaced theirs, not before.
+
+    A task that is served again, or continued, starts anew.
+    """
+    now_s = 0.0
+    monkeypatch.setattr(filled.clock, "now_s", lambda: now_s)
+    filled.evaluations.put("a", evaluation(), digest=b"e", now_s=0.0)
+    filled.facts.put(CompiledGraphs({**known_graphs(filled), "own": {"init": FIRST}}))
+    put_sums(
+        filled.facts, SumLists(TASK, pending=PendingList(members={"a": "0a"}, request="", requested_s=0.0))
+    )
+    delete_earlier_tasks(ROUNDS, filled)
+    now_s = 0.9 * KEPT_S
+    delete_earlier_tasks(ROUNDS, filled)
+    assert {TASK, b"a0", b"g" * 32} <= needed_blobs(ROUNDS, filled)  # with its manifest, to be continued
+    delete_earlier_tasks(ONE_SHOT, filled)
+    now_s = 1.5 * KEPT_S
+    delete_earlier_tasks(ROUNDS, filled)
+    assert set(filled.submissions.all(TASK)) == {"a", "b"}
+    assert set(known_graphs(filled)) == {"own"}  # one that no task has used since
+    now_s = 2.5 * KEPT_S
+    delete_earlier_tasks(_continuing(ROUNDS, TASK), filled)
+    assert set(filled.submissions.all(TASK)) == {"a", "b"}
+    delete_earlier_tasks(ROUNDS, filled)
+    now_s = 3.5 * KEPT_S
+    delete_earlier_tasks(ROUNDS, filled)
+    assert filled.submissions.tasks() == {ROUNDS_TASK}
+    assert not filled.evaluations.of_head(TASK, 1)
+    assert not {TASK, b"a0", b"b0", b"\x0a", b"g" * 32} & needed_blobs(ROUNDS, filled)
+
+
+def _continuing(task: Task, earlier: bytes) -> Task:
+    manifest = replace(task.manifest, continues=(earlier,))
+    return dataclasses.replace(task, expectation=dataclasses.replace(task.expectation, manifest=manifest))
 
 
 def test_members_of_a_pending_head_are_needed(filled: Store) -> None:
