@@ -170,10 +170,11 @@ def _parties(sums: "SumsSettings") -> tuple[str, ...]:
 
 def _notes(task: "TaskFile") -> list[str]:
     """Return what a new operator may not expect of valid settings."""
+    from aggregator.config.task_file import class_name_notes
     from protocol.statistics.gaussian_privacy import noise_multiplier
     from protocol.statistics.noisy_sums import UNITS, deviations, epsilon_of_sums
 
-    notes = []
+    notes = class_name_notes(task.classes)
     if task.fleet != "default":
         notes.append(f"devices need --fleet {task.fleet}, or an enrollment, which contains it")
     if task.quorum == 1:
