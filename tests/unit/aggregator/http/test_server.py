@@ -100,6 +100,29 @@ def test_openapi_document_has_every_route_and_struct(client: Client) -> None:
         assert part.partition('"')[0] in document["components"]["schemas"]
 
 
+def test_openapi_document_names_the_paths_that_need_no_token(guarded: Client) -> None:
+    """The others answer 401 without one."""
+    document = guarded.get("/api/v1/openapi.json", Authorization=f"Bearer {TOKEN}").json()
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            is_open = operation.get("security") == []
+            assert (guarded.request(method.upper(), path).status != 401) == is_open, path
+
+
+def test_wrong_method_is_answered_with_the_right_one(server: tuple[Client, str]) -> None:
+    """Of each path of the document, whatever the method."""
+    anyone, token = server
+    client = Client(anyone.port, {"Authorization": f"Bearer {token}"})
+    for path, methods in client.get("/api/v1/openapi.json").json()["paths"].items():
+        allowed = "POST" if "post" in methods else "GET, HEAD"
+        for method in ("GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"):
+            if method in allowed:
+                continue
+            answer = client.request(method, path)
+            assert (answer.status, answer.headers.get("allow")) == (405, allowed), (method, path)
+    assert anyone.request("POST", "/healthz").status == 405
+
+
 def test_metrics_have_names_and_units_of_prometheus(client: Client) -> None:
     """Base units, `_total` on counters, no device as a label."""
     answer = client.get("/metrics")
