@@ -7,6 +7,7 @@ import http.client
 import io
 import ipaddress
 import stat
+import time
 import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from aggregator.http import snapshots
 from aggregator.http.access import is_own_host
-from aggregator.http.snapshots import Snapshots
+from aggregator.http.metrics import metrics_text
+from aggregator.http.snapshots import Snapshots, read_snapshot
 from aggregator.status import model
 from aggregator.status.collect import collect_status
 from aggregator.status.details import Details
@@ -29,7 +31,7 @@ from aggregator.storage.store import Store
 from aggregator.storage.stored_values import SigningKey
 from tests.support.databases.postgresql import PostgreSQL
 from tests.support.fleets.fleet import wait_until
-from tests.support.messages.submissions import SERVED, TASK
+from tests.support.messages.submissions import SERVED, TASK, device_info
 from tests.unit.aggregator.http.servers import TOKEN, Client, own_token, serving
 from tests.unit.aggregator.status.stores import busy_store, started_store, submission_row
 
@@ -141,6 +143,22 @@ def test_metrics_have_names_and_units_of_prometheus(client: Client) -> None:
         label for family in families.values() for sample in family.samples for label in sample.labels
     } <= {*("state", "reason", "kind", "head", "fleet", "task", "algorithm", "quota")}
     assert all(sample.labels["fleet"] == "barn" for family in families.values() for sample in family.samples)
+
+
+def test_metrics_count_devices_beside_maxima(tmp_path: Path) -> None:
+    """One device can raise a maximum or a sum to any value, and a number of devices by one."""
+    with contextlib.closing(started_store(tmp_path)) as store:
+        for device, drift in (("a", 1000.0), ("b", 4.0), ("c", 3.0)):
+            refused = {"signature": 10**6} if device == "a" else {}
+            info = device_info(drift=drift, refused_messages=refused)
+            store.devices.put_info(device, info, now_s=0.0)
+        for device, since_s in (*[("a", 10.0)] * 50, ("b", 599.0), ("c", 601.0)):
+            store.refusals.count(device, reason="shape", detail="", now_s=time.time() - since_s)
+    families = text_string_to_metric_families(metrics_text(read_snapshot(tmp_path)).decode())
+    values = {family.name: [sample.value for sample in family.samples] for family in families}
+    assert values["protofleet_devices_with_drift"] == [2]
+    assert values["protofleet_devices_refusing"] == [1]
+    assert values["protofleet_devices_refused"] == [2]
 
 
 def test_readiness_names_what_is_wrong(tmp_path: Path) -> None:
