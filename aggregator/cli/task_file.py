@@ -68,7 +68,7 @@ def init_command(  # noqa: PLR0913 - every option of the command line
 
     On a terminal, asks for what is not given.
     """
-    require_packages("onnx", extras=EXTRAS)
+    require_packages("onnxruntime", extras=EXTRAS)
     from aggregator.algorithms.registry import ALGORITHMS
     from aggregator.config.template import task_text
 
@@ -129,17 +129,17 @@ def init_command(  # noqa: PLR0913 - every option of the command line
 @click.argument("task", type=_FILE)
 def check_command(*, task: Path) -> None:
     """Check the task file TASK and its backbones, and show what it defines."""
-    require_packages("onnx", extras=EXTRAS)
+    require_packages("onnxruntime", extras=EXTRAS)
     _check(task)
 
 
 def _check(path: Path) -> None:
     from aggregator.algorithms.statistics.feature_map import selected
     from aggregator.config.task_file import load_task
-    from aggregator.tasks.task_preparation import read_backbone, selected_columns
+    from aggregator.tasks.task_preparation import checked_backbone, selected_columns
 
     task, files = load_task(path)
-    described = {file: read_backbone(file) for file in files}
+    described = {file: checked_backbone(file) for file in files}
     for file, metadata in described.items():
         spec = metadata.preprocessing
         say(f"backbone   {file}: {metadata.feature_size} features of images at {spec.width}x{spec.height}")

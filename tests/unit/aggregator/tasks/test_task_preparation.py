@@ -2,8 +2,10 @@
 
 import contextlib
 import dataclasses
+import re
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +43,17 @@ from aggregator.tasks.retention import (
     needed_blobs,
     served_blobs,
 )
-from aggregator.tasks.task_preparation import Task, continued, prepare_task, read_backbone, selected_columns
+from aggregator.tasks.task_preparation import (
+    Task,
+    checked_backbone,
+    continued,
+    prepare_task,
+    selected_columns,
+)
 from aggregator.training.head_job import run
 from aggregator.training.jobs import CompileJob, HeadJob, Result
 from aggregator.training.runner import Finished
+from edge_client.runtime.backbone import open_backbone
 from protocol.errors import BackboneMismatch, ConfigError
 from protocol.models.onnx_metadata import BackboneMetadata, Block, HeadMetadata, read_metadata, to_properties
 from protocol.statistics.noisy_sums import epsilon_of_sums
@@ -123,16 +132,83 @@ def test_public_map_must_be_of_the_backbones(store: Store, tmp_path: Path) -> No
     assert (made.expectation.prototype_size, made.feature_map, made.calibrates) == (5, None, False)
 
 
-def test_read_backbone_returns_metadata_or_raises(tmp_path: Path) -> None:
-    path = tmp_path / "tiny.onnx"
+def _external(model: onnx.ModelProto) -> None:
+    onnx.external_data_helper.convert_model_to_external_data(model, size_threshold=0)
+
+
+def _foreign(model: onnx.ModelProto) -> None:
+    model.opset_import.add(domain="com.microsoft", version=1)
+    model.graph.node[-1].domain = "com.microsoft"
+
+
+def _random(model: onnx.ModelProto) -> None:
+    model.graph.node[-1].CopyFrom(
+        onnx.helper.make_node("RandomNormal", [], ["feature"], shape=[1, 12])  # of one image
+    )
+
+
+def _infinite(model: onnx.ModelProto) -> None:
+    white = next(each for each in model.graph.initializer if each.name == "white")
+    white.CopyFrom(onnx.numpy_helper.from_array(np.array(np.nan, np.float32), "white"))
+
+
+def _of_another_size(model: onnx.ModelProto) -> None:
+    onnx.helper.set_model_props(model, to_properties(tiny_metadata(feature_size=13)))
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (_external, "keeps tensors in other files"),
+        (_foreign, "got some of 'com.microsoft'"),
+        (_random, "random operator RandomNormal"),
+        (
+            _of_another_size,
+            "must take image uint8 (any, 8, 8, 3) and give feature float32 (any, 13), but takes",
+        ),
+        (lambda model: model.ClearField("metadata_props"), "make one with export-backbone"),
+        (lambda model: setattr(model.graph.node[-1], "op_type", "None"), "cannot load backbone.onnx: "),
+        (_infinite, "gives NaN or infinity for every image"),
+    ],
+)
+def test_backbones_that_devices_refuse(
+    store: Store, tmp_path: Path, change: Callable[[onnx.ModelProto], object], problem: str
+) -> None:
+    """Before a task is served or called valid, and in the words of devices."""
+    path, task = tmp_path / "backbone.onnx", TaskFile(classes=("a",), backbones=("backbone.onnx",))
     path.write_bytes(tiny_backbone(feature_size=12))
-    assert read_backbone(path).feature_size == 12
-    path.write_bytes(b"\xff" * 100)
-    with pytest.raises(ConfigError, match="cannot read the backbone"):
-        read_backbone(path)
-    path.write_bytes(b"")
-    with pytest.raises(BackboneMismatch, match="export-backbone"):
-        read_backbone(path)
+    assert checked_backbone(path).feature_size == 12
+    model = onnx.load(path)
+    change(model)
+    onnx.save(model, path)
+    with pytest.raises(BackboneMismatch, match=re.escape(problem)) as refused:
+        checked_backbone(path)
+    with pytest.raises(BackboneMismatch, match=re.escape(problem)):
+        prepare_task(task, [path], store=store)
+    assert list(store.blobs.digests()) == []
+    if change is not _infinite:
+        with pytest.raises(BackboneMismatch) as on_device:
+            open_backbone(path)
+        assert str(refused.value).startswith(str(on_device.value)[:60])
+
+
+@pytest.mark.parametrize("data", [b"", b"no model"])
+def test_file_that_is_no_backbone(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "backbone.onnx"
+    path.write_bytes(data)
+    with pytest.raises(BackboneMismatch, match=r"cannot load backbone\.onnx: "):
+        checked_backbone(path)
+    with pytest.raises(BackboneMismatch, match=r"cannot load none\.onnx: .*No such file"):
+        checked_backbone(tmp_path / "none.onnx")
+
+
+def test_backbone_is_run_once(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restart does not run what the store has."""
+    path, task = tmp_path / "backbone.onnx", TaskFile(classes=("a",), backbones=("backbone.onnx",))
+    path.write_bytes(tiny_backbone())
+    prepare_task(task, [path], store=store)
+    monkeypatch.delattr(onnxruntime, "InferenceSession")
+    prepare_task(task, [path], store=store)
 
 
 REFERENCE = BlobRef(digest=bytes(32), size_bytes=1, name="tiny.onnx")
@@ -339,7 +415,7 @@ def test_training_gets_the_number_of_values_of_each_backbone(
 ) -> None:
     paths = [tmp_path / "a.onnx", tmp_path / "b.onnx"]
     for path, blocks in zip(paths, ({"stem": 3, "c384": 2}, {"c8": 3, "last": 1}), strict=True):
-        model = onnx.load_from_string(tiny_backbone())
+        model = onnx.load_from_string(tiny_backbone(feature_size=sum(blocks.values())))
         onnx.helper.set_model_props(model, to_properties(described(**blocks)))
         onnx.save(model, path)
     file = TaskFile(classes=("a", "b"), backbones=("a.onnx", "b.onnx"), layers=layers)
