@@ -378,11 +378,14 @@ def _walk(
                 raise
             _skip_folder(error, skipped)
         for path in sorted(deeper):
-            with contextlib.suppress(FileNotFoundError):
+            try:
                 place = _place(Path(path).stat())
-                if place not in seen:
-                    seen.add(place)
-                    folders.append(path)
+            except (FileNotFoundError, PermissionError) as error:
+                _skip_folder(error, skipped)
+                continue
+            if place not in seen:
+                seen.add(place)
+                folders.append(path)
 
 
 def _list_folder(
