@@ -276,6 +276,8 @@ def _in_8_bits(image: Image.Image, bits: int, *, is_negative: bool) -> Image.Ima
         image = gray_of_16_bits(image, bits=12 if bits == 12 else 16)
     if bits == 16:
         require_white_level(image)
+        if isinstance(color := image.info.get("transparency"), tuple):  # which Pillow leaves at 16 bits
+            image.info["transparency"] = tuple(level >> 8 for level in color)
     return ImageOps.invert(image) if is_negative else image
 
 
