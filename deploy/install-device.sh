@@ -49,9 +49,10 @@ main() {
   take "$wheel"
   take device.lock
   take edge-client.service
-  # Versions and checksums only: an option could name another package index, which pip would then ask.
+  # Versions and checksums only: an option could name another package index, which pip would then ask. And printable ASCII only: for pip,
+  # a form feed and other characters begin a new line, too.
   name='[A-Za-z0-9][][A-Za-z0-9,._-]*==[A-Za-z0-9.+!_-]+' marker="( ; [][A-Za-z0-9_.,'\"<>=! ()]+)?" hash='--hash=sha256:[0-9a-f]{64}'
-  if other=$(grep -m 1 -n -vE "^( *| *#.*|$name$marker( $hash)*( \\\\)?| *$hash( \\\\)?)\$" "$own/device.lock"); then
+  if other=$(LC_ALL=C grep -a -m 1 -n -vE "^( *| *#[ -~]*|$name$marker( $hash)*( \\\\)?| *$hash( \\\\)?)\$" "$own/device.lock"); then
     fail 1 "expected name==version and --hash=sha256:... in device.lock, got line $other"
   fi
 

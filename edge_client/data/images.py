@@ -276,6 +276,8 @@ def _in_8_bits(image: Image.Image, bits: int, *, is_negative: bool) -> Image.Ima
         image = gray_of_16_bits(image, bits=12 if bits == 12 else 16)
     if bits == 16:
         require_white_level(image)
+        if isinstance(color := image.info.get("transparency"), tuple):  # which Pillow leaves at 16 bits
+            image.info["transparency"] = tuple(level >> 8 for level in color)
     return ImageOps.invert(image) if is_negative else image
 
 
@@ -378,11 +380,14 @@ def _walk(
                 raise
             _skip_folder(error, skipped)
         for path in sorted(deeper):
-            with contextlib.suppress(FileNotFoundError):
+            try:
                 place = _place(Path(path).stat())
-                if place not in seen:
-                    seen.add(place)
-                    folders.append(path)
+            except (FileNotFoundError, PermissionError) as error:
+                _skip_folder(error, skipped)
+                continue
+            if place not in seen:
+                seen.add(place)
+                folders.append(path)
 
 
 def _list_folder(

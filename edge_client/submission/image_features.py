@@ -80,8 +80,8 @@ class Workspace:
     """True if a later build may use images that the last one could not, although no file changes."""
     scanned: tuple[str, ...] | None = field(default=None, init=False)
     """The identities of the images that were found last, or the error with which that failed; None before the first."""
-    replaced: Mapping[str, bytes] = field(default_factory=dict, init=False)
-    """By relative paths, the digests of images in whose files the last extraction has found other ones."""
+    replaced: dict[str, bytes] = field(default_factory=dict, init=False)
+    """By relative paths, the digests of images in whose files extractions have found others, even if interrupted."""
     _being_written: frozenset[str] = field(default=frozenset(), init=False)
     """The relative paths of the files that the last scan left out, because they may be incomplete."""
     _classes: tuple[str, ...] = field(default=(), init=False)
@@ -239,7 +239,7 @@ class Workspace:
         before = {
             _path_of(identity): (identity, digest) for identity, digest in self.cache.contents().items()
         }
-        self.replaced = {
+        self.replaced |= {
             path: digest
             for path, (identity, digest) in before.items()
             if path in paths and identity not in identities

@@ -232,12 +232,14 @@ def test_installation_script_refuses_a_changed_file(tmp_path: Path, changed: str
         "dependency @ https://other.example/dependency.whl",
         "dependency==1.0 --config-settings=a=b",
         "dependency==1.0 ; python_version > '3' --hash=md5:0",
+        "# a comment\f--index-url https://other.example",
+        "# a comment\u2028--index-url https://other.example",
     ],
 )
 def test_installation_script_refuses_options_in_the_lock_file(tmp_path: Path, line: str) -> None:
     device = prepare_installation(tmp_path)
     wheel(device, "protofleet")
-    (device / "device.lock").write_text(f"# made by uv\n{line}\n", encoding="ascii")
+    (device / "device.lock").write_text(f"# made by uv\n{line}\n", encoding="utf-8")
     refused = install_device(tmp_path, checksum(device))
     assert refused.returncode == 1
     assert f"in device.lock, got line 2:{line}" in refused.stderr

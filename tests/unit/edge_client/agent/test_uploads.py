@@ -128,6 +128,16 @@ def test_frames_shrink_until_the_broker_does_not_drop_them(size: int, limit_byte
     assert 0 not in arrived
 
 
+def test_a_repeated_answer_does_not_make_frames_smaller() -> None:
+    """A busy aggregator answers two queries one right after the other: nothing was dropped in between."""
+    state, _ = tick(drain(begin())[0])
+    missing = ((0, 2 * MAX_CHUNK_BYTES),)
+    state, windows = answer(state, missing)
+    assert len(windows) == 1
+    state, _ = answer(drain(state)[0], missing)
+    assert state.upload_frames.ceiling_bytes == MAX_CHUNK_BYTES
+
+
 def test_only_a_connection_that_carried_frames_counts_as_lost() -> None:
     """One alone is no reason, and neither are attempts to connect again; queries that arrive prove nothing."""
     state, _ = answer(begin(), ((0, SIZE),))

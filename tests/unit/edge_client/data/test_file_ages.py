@@ -27,12 +27,16 @@ class Clocks:
 
     now_s: float = 0.0
     ahead_s: float = 0.0
+    begin_s: float = field(default_factory=time.time)
+    """Of the wall clock, which does not go on by itself: a slow machine makes no file older."""
     ages: FileAges = field(init=False)
 
     def __post_init__(self) -> None:
-        self.ages = FileAges(
-            clock=lambda: self.now_s, wall_clock=lambda: time.time() + self.now_s - self.ahead_s
-        )
+        self.ages = FileAges(clock=lambda: self.now_s, wall_clock=lambda: self.wall_s - self.ahead_s)
+
+    @property
+    def wall_s(self) -> float:
+        return self.begin_s + self.now_s
 
     def complete(self, data: Path, *, after_s: float = 0.0) -> list[str]:
         """Return the images that are complete in a scan after some seconds."""
@@ -54,8 +58,10 @@ def test_old_files_are_complete_in_the_first_scan(tmp_path: Path) -> None:
 
 def test_a_file_that_was_changed_a_moment_ago_is_not(tmp_path: Path) -> None:
     """Also where the copy has set the old time again, and where the storage's clock is ahead."""
-    os.utime(image_file(tmp_path / "cat/1.png"), OLD)
-    for clocks in (Clocks(), Clocks(ahead_s=3600.0)):
+    path = image_file(tmp_path / "cat/1.png")
+    os.utime(path, OLD)
+    for ahead_s in (0.0, 3600.0):
+        clocks = Clocks(ahead_s=ahead_s, begin_s=path.stat().st_ctime)
         assert clocks.complete(tmp_path) == []
         assert clocks.complete(tmp_path, after_s=1.0) == []
         assert clocks.complete(tmp_path, after_s=1.0) == ["1.png"]
@@ -117,8 +123,7 @@ class Device:
         monkeypatch.setattr(time, "sleep", self._pause)
 
     def write(self) -> None:
-        now_s = time.time() + self.clocks.now_s
-        os.utime(self.new, (now_s, now_s))
+        os.utime(self.new, (self.clocks.wall_s, self.clocks.wall_s))
 
     def _pause(self, seconds: float) -> None:
         self.pauses.append(seconds)

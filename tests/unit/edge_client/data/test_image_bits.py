@@ -22,11 +22,15 @@ COLORS: Values = np.stack([RAMP, RAMP.T, RAMP[::-1]], axis=-1)
 
 
 def png(pixels: Values, *, transparent: int | None = None) -> bytes:
-    """Return a PNG file of 16 bits a channel, (H, W) or (H, W, 3), in which one level of gray is transparent."""
+    """Return a PNG file of 16 bits a channel, (H, W) or (H, W, 3), in which one level is transparent."""
     height, width = pixels.shape[:2]
     header = struct.pack(">IIBBBBB", width, height, 16, 2 * (pixels.ndim - 2), 0, 0, 0)
     lines = b"".join(b"\0" + line.astype(">u2").tobytes() for line in pixels)
-    key = {} if transparent is None else {b"tRNS": struct.pack(">H", transparent)}
+    key = (
+        {}
+        if transparent is None
+        else {b"tRNS": struct.pack(">H", transparent) * (3 if pixels.ndim == 3 else 1)}
+    )
     return png_of({b"IHDR": header, **key, b"IDAT": zlib.compress(lines)})
 
 
@@ -117,3 +121,12 @@ def test_a_transparent_level_of_gray_is_transparent() -> None:
         pixels = np.asarray(to_rgb(image))[0, :, 0]
     assert RAMP[0, :3].tolist() == [0, 1040, 2080]
     assert pixels[:3].tolist() == [0, 255, 8]
+
+
+def test_a_transparent_color_of_48_bits_is_transparent() -> None:
+    """Pillow keeps its 16 bits a channel beside pixels of 8, where 40,000 would be 64."""
+    levels: Values = np.full((8, 8, 3), 40_000, np.uint16)
+    levels[0, :2] = [[64 << 8], [65_535]]
+    with decoded(png(levels, transparent=40_000)) as image:
+        pixels = np.asarray(to_rgb(image))[0, :, 0]
+    assert pixels[:3].tolist() == [64, 255, 255]

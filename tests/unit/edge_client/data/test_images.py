@@ -4,6 +4,7 @@ import difflib
 import os
 import re
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from edge_client.data.holdout import held_out, held_out_count
-from edge_client.data.images import MOST_NAMED, LabeledImage, decode, find_images, scan_images
+from edge_client.data.images import MOST_NAMED, LabeledImage, decode, find_images, images_below, scan_images
 from protocol.class_folders import class_folders
 from protocol.errors import ConfigError, UnreadableImage
 from tests.support.devices.device_factory import gray_png, image_file, noise
@@ -148,6 +149,22 @@ def test_folder_without_permission_is_left_out_and_named(locked: str) -> None:
         with not_root(), pytest.raises(ConfigError, match="cannot be read: Permission denied"):
             find_images(folder, CLASSES)
         folder.chmod(0o755)
+
+
+def test_folder_that_may_be_listed_but_not_entered_is_left_out() -> None:
+    """The folders in it are named, and those beside it are searched."""
+    with open_folder() as folder:
+        image_file(folder / "cat/a/1.png")
+        image_file(folder / "cat/z/inner/2.png")
+        (folder / "cat/z").chmod(0o744)
+        with not_root():
+            scan, skipped = scan_images(folder, CLASSES), Counter[str]()
+            below = list(images_below(folder, skipped))
+        (folder / "cat/z").chmod(0o755)
+    assert [image.relative for image in scan.images] == ["cat/a/1.png"]
+    assert [image.relative for image in below] == [str(folder / "cat/a/1.png")]
+    reason = f"the folder {folder / 'cat/z/inner'} cannot be read: Permission denied"
+    assert scan.skipped == skipped == {reason: 1}
 
 
 @pytest.mark.parametrize(

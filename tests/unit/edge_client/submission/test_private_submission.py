@@ -94,6 +94,25 @@ def test_a_submission_that_is_lost_from_the_outbox_costs_a_release(bench: Privat
     assert again.prototypes != first.prototypes
 
 
+def test_a_submission_that_is_damaged_is_not_replaced_by_the_earlier_one(bench: PrivateBench) -> None:
+    """The one that was acknowledged before it stays in the outbox, and is of other images."""
+    outbox, first = bench.store.outbox, bench.upload()
+    (item,) = outbox.items()
+    outbox.receive(item.digest)
+    bench.add_images(seed=1)
+    bench.build()
+    with bench.store._database.transaction() as database:
+        database.execute(
+            "UPDATE payloads SET bytes = zeroblob(length(bytes)) WHERE id = (SELECT max(id) FROM payloads)"
+        )
+    outbox.drop_damaged()
+    assert outbox.items() == (replace(item, received=True),)
+    again = bench.upload()
+    assert again.privacy is not None
+    assert again.privacy.releases == 3
+    assert again.prototypes != first.prototypes
+
+
 def test_noise_key_is_in_no_file_once_the_submission_is_in_the_outbox(bench: PrivateBench) -> None:
     """With the key and the submission, the row of an image could be computed that was deleted since."""
     killed = patch.object(private_submission, "noisy_sums", side_effect=KeyboardInterrupt)

@@ -27,7 +27,7 @@ from edge_client.submission.prepared_submission import (
 from edge_client.training import local_round
 from edge_client.training.local_round import LocalModel, RoundResult
 from edge_client.training.trainer import TrainingSet
-from protocol.errors import ProtofleetError
+from protocol.errors import Interrupted, ProtofleetError
 from protocol.wire.codec import to_array
 from protocol.wire.messages import BlobRef, Program, RoundManifest, Submission, TaskManifest
 from protofleet.prototypes import average_class
@@ -279,7 +279,10 @@ def test_a_removed_image_takes_its_prototype_with_it(tmp_path: Path) -> None:
 
 
 def test_an_image_in_whose_file_another_one_is_now_is_not_awaited(tmp_path: Path) -> None:
-    """A half-copied image was uploaded, and nobody can restore it: the others form new prototypes at once."""
+    """A half-copied image was uploaded, and nobody can restore it: the others form new prototypes at once.
+
+    Also if the first build that finds the other image is interrupted.
+    """
     device = Folder(tmp_path, images=13)
     half = [device.data / CLASSES[0] / f"{number:04}.png" for number in (0, 5, 9)]
     for path in half:
@@ -288,6 +291,8 @@ def test_an_image_in_whose_file_another_one_is_now_is_not_awaited(tmp_path: Path
     assert sum(device.upload().classes[0].counts) == 13
     for path in half:
         path.with_suffix(".whole").replace(path)
+    with pytest.raises(Interrupted):
+        device.workspace.extract(make_manifest(), should_stop=lambda: True)
     complete = device.upload().classes[0]
     assert (complete.images, sum(complete.counts), complete.missing) == (13, 13, 0)
 
