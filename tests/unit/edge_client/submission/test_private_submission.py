@@ -94,6 +94,21 @@ def test_a_submission_that_is_lost_from_the_outbox_costs_a_release(bench: Privat
     assert again.prototypes != first.prototypes
 
 
+def test_an_earlier_submission_does_not_stand_for_a_lost_one(bench: PrivateBench) -> None:
+    """The outbox also has the one that was received last, which is of other images."""
+    first = bench.upload()
+    bench.store.outbox.receive(bench.store.outbox.items()[0].digest)
+    bench.add_images(seed=5)
+    bench.upload()
+    waiting, received = bench.store.outbox.items()
+    assert (waiting.received, received.received) == (False, True)
+    bench.store.outbox.drop([waiting], log_as="damaged")
+    again = bench.upload()
+    assert again.prototypes != first.prototypes
+    assert again.privacy is not None
+    assert again.privacy.releases == 3
+
+
 def test_noise_key_is_in_no_file_once_the_submission_is_in_the_outbox(bench: PrivateBench) -> None:
     """With the key and the submission, the row of an image could be computed that was deleted since."""
     killed = patch.object(private_submission, "noisy_sums", side_effect=KeyboardInterrupt)
