@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from aggregator.algorithms.registry import ALGORITHMS
 from aggregator.config.schema import TaskFile, described
+from protocol.class_folders import is_of_system
 from protocol.errors import ConfigError
 
 Problem = tuple[tuple[str, ...], str]
@@ -144,7 +145,7 @@ _ANSWERS = frozenset({"unrecognized", "unsure", "unknown", "unavailable", "None"
 """Answers of devices for an image of no class, and the states that Home Assistant gives to a sensor itself."""
 
 _NO_FOLDER = re.compile(r'\.|.*[/\\<>:"|?*]|.*\.\Z|(con|prn|aux|nul|com\d|lpt\d)(\..*)?\Z', re.IGNORECASE)
-"""Names that a folder cannot have on some system, or that devices skip as hidden."""
+"""Names that a folder cannot have on some system, or that devices skip as hidden; see also `is_of_system`."""
 
 
 def class_name_notes(classes: Sequence[str]) -> list[str]:
@@ -154,7 +155,7 @@ def class_name_notes(classes: Sequence[str]) -> list[str]:
         notes.append(
             f"an answer of devices or Home Assistant for an image of no class: {', '.join(ambiguous)}; rename the class"
         )
-    if impossible := sorted(name for name in classes if _NO_FOLDER.match(name)):
+    if impossible := sorted(name for name in classes if _NO_FOLDER.match(name) or is_of_system(name)):
         notes.append(
             f"no name of a folder on some or all devices: {', '.join(impossible)}; rename the class, or let devices "
             "list its images in a CSV file"

@@ -46,6 +46,9 @@ PAUSE_S = 0.01
 MAX_UNUSED_BYTES = 512 * 1024**2
 """Size of replaced and refused submissions at which blobs are deleted, since a device can upload all day."""
 
+RETENTION_S = 24 * 3600.0
+"""Elapsed seconds after which expired tasks and blobs are deleted although there is no new head."""
+
 
 class Schedule:
     """Makes the heads of a task from its submissions; `state` is the state of the round logic.
@@ -77,6 +80,8 @@ class Schedule:
         """The devices of the open collection that the log names."""
         self._unused_bytes = self._stored_unused_bytes()
         """The stored ones when blobs were deleted last."""
+        self._retention_s = store.clock.now_s() + RETENTION_S
+        """When blobs are deleted at the latest, in elapsed seconds."""
         self._rate = HeadRate(task, store)
         self._calibration = Calibration(task, store)
         self.restoration = Restoration(task, store)
@@ -146,9 +151,10 @@ class Schedule:
         for train in due:
             self._start(train)
         self._calibrate()
-        if (unused_bytes := self._stored_unused_bytes()) > self._unused_bytes + MAX_UNUSED_BYTES:
+        unused_bytes, now_s = self._stored_unused_bytes(), self._store.clock.now_s()
+        if unused_bytes > self._unused_bytes + MAX_UNUSED_BYTES or now_s >= self._retention_s:
             delete_unneeded_blobs(self._task, self._store)
-            self._unused_bytes = unused_bytes
+            self._unused_bytes, self._retention_s = unused_bytes, now_s + RETENTION_S
 
     def reload(self) -> None:
         """Return to the stored state after a failed write; raises StateError if it cannot be read."""

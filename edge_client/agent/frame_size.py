@@ -38,7 +38,7 @@ class FrameSize:
         return replace(self, limit_bytes=max(MIN_BYTES, self.limit_bytes // 2), failures=0, windows=0)
 
     def dropped(self) -> "FrameSize":
-        """Return the size after no frame of a whole transfer arrived, although smaller messages do."""
+        """Return the size after no frame of a whole transfer arrived twice, although smaller messages do."""
         limit_bytes = max(MIN_BYTES, self.limit_bytes // 2)
         return FrameSize(limit_bytes, ceiling_bytes=limit_bytes)
 

@@ -161,9 +161,10 @@ def _send_missing(state: State, upload: Upload, missing: Ranges, now_s: float) -
     if upload.digest != state.uploads[0].digest or upload.ranges or not missing:
         return state, ()
     if upload.sent and missing == upload.missing:
-        if upload.attempts:  # the second time: the first answer may be one to an earlier query
+        # Everything that was sent is being lost; or it is under way, and this answers an earlier one of two queries.
+        if upload.attempts:
             state = replace(state, upload_frames=state.upload_frames.dropped())
-        return _with_upload(state, _back_off(upload, now_s)), ()  # everything that was sent is being lost
+        return _with_upload(state, _back_off(upload, now_s)), ()
     attempts = upload.attempts if missing == upload.missing else 0
     query = () if missing[-1][1] == size else (_query_range(upload, 0),)
     return _send_window(state, replace(upload, missing=missing, ranges=(*missing, *query), attempts=attempts))

@@ -133,12 +133,12 @@ def _prepare(
 
 
 def _submitted(workspace: Workspace, task: bytes) -> Submission | None:
-    """Return the newest release as it was submitted to a task, if it is in the outbox, intact."""
-    outbox, releases = workspace.store.outbox, len(workspace.store.ledger.releases())
+    """Return the newest release's submission if it is in the outbox, intact, and was made for this task."""
+    outbox, newest = workspace.store.outbox, len(workspace.store.ledger.releases())
     for item in outbox.items():
         if (item.kind, item.task) == ("submission", task) and (payload := outbox.payload(item)) is not None:
             submission = decode(payload, Submission, max_bytes=len(payload))
-            if submission.privacy is not None and submission.privacy.releases == releases:
+            if submission.privacy is not None and submission.privacy.releases == newest:
                 return submission
     return None
 

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -68,9 +68,8 @@ class Publisher:
 
     def __init__(self, report: Callable[[Event], None]) -> None:
         self._report = report
-        self._broker: BrokerAddress | None = None
-        """The broker whose limit is inferred."""
-        self._inferred = InferredLimit()
+        self._inferred: defaultdict[BrokerAddress, InferredLimit] = defaultdict(InferredLimit)
+        """By broker: a session with several connects to each in turn."""
         self._reported: set[tuple[str, str]] = set()
         """Topic and cause of each `Unsendable`."""
         self.discard()
@@ -91,9 +90,7 @@ class Publisher:
     def begin(self, connection: Connection) -> int | None:
         """Use a connection that is ready; returns its packet limit in bytes, None if it is not known."""
         self._connection = connection
-        if connection.broker != self._broker:
-            self._broker, self._inferred = connection.broker, InferredLimit()
-        limits = (connection.max_packet_bytes, self._inferred.limit_bytes)
+        limits = (connection.max_packet_bytes, self._inferred[connection.broker].limit_bytes)
         self._limit_bytes = min(filter(None, limits), default=None)
         return self._limit_bytes
 
@@ -104,11 +101,13 @@ class Publisher:
         """
         if self._connection is None:
             return
-        known = self._inferred.limit_bytes
-        self._inferred = self._inferred.disconnected(size for _, size in self._in_flight.values())
-        if (limit := self._inferred.limit_bytes) != known:
+        broker = self._connection.broker
+        known = self._inferred[broker]
+        inferred = known.disconnected(size for _, size in self._in_flight.values())
+        self._inferred[broker] = inferred
+        if inferred.limit_bytes != known.limit_bytes:
             text = "broker disconnects on large packets: packet limit set"
-            event(log, logging.WARNING, text, bytes=limit)
+            event(log, logging.WARNING, text, bytes=inferred.limit_bytes, broker=broker)
         self.discard()
 
     @property
@@ -155,7 +154,9 @@ class Publisher:
         """Record the broker's answer to a publication; `denial` is empty if it was accepted."""
         outgoing, size_bytes = self._in_flight.pop(mid)
         if not denial:
-            self._inferred = self._inferred.acknowledged(size_bytes)
+            if self._connection is not None:
+                broker = self._connection.broker
+                self._inferred[broker] = self._inferred[broker].acknowledged(size_bytes)
         else:
             way_out = ": change the broker's access list" if denial == "Not authorized" else ""
             self._report_unsendable(outgoing.topic, denial, denial + way_out)

@@ -27,7 +27,10 @@ MAX_WRITE_S = 3600.0
 """Temporary files older than this were left by a process that has ended."""
 
 TEMPORARY = ".*-????????"
-"""Pattern of the names of temporary files and folders."""
+"""Pattern of the names of temporary files."""
+
+TEMPORARY_FOLDER = ".enroll-????????"
+"""Pattern of the names of the folders with private keys that an earlier version wrote enrollments to."""
 
 
 @contextlib.contextmanager
@@ -83,7 +86,7 @@ def delete_temporary_files(folder: Path, *, is_only_writer: bool = False) -> Non
     `is_only_writer`, none does. Raises StateError if the folder cannot be read.
     """
     with state_errors(folder):
-        for left in folder.glob(TEMPORARY):
+        for left in folder.glob(TEMPORARY_FOLDER):
             if left.is_dir() and not left.is_symlink():
                 with contextlib.suppress(FileNotFoundError):
                     shutil.rmtree(left)

@@ -89,9 +89,10 @@ def refuse_other_owner(folder: Path) -> None:
         place = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.is_dir())
         owner, own = place.stat().st_uid, os.geteuid()
         if own not in {0, owner} and not os.access(place, os.W_OK | os.X_OK, effective_ids=True):
+            command = f"chown -R {own}" if place == folder.absolute() else f"install -d -o {own}"
             raise StateError(
                 f"cannot write to {place}: it belongs to user {owner}, and this program runs as user {own}: "
-                f"run `chown -R {own} {place}` as root, or give another --state"
+                f"run `{command} {folder.absolute()}` as root, or give another --state"
             )
 
 

@@ -296,6 +296,7 @@ def test_settings_of_statistics_are_read(tmp_path: Path) -> None:
         (("cat", "a/b", ".."), ["no name of a folder on some or all devices: .., a/b"]),
         ((".hidden", "a:b", "cat.", "a\\b"), ["devices: .hidden, a:b, a\\b, cat."]),
         (("NUL", "com1", "con.x"), ["devices: NUL, com1, con.x"]),
+        (("cat", "lost+found", "@eaDir"), ["devices: @eaDir, lost+found"]),
         (("unknown", "cat", "unsure"), ["image of no class: unknown, unsure"]),
     ],
 )

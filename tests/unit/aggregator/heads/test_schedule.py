@@ -433,3 +433,22 @@ def test_replaced_submissions_are_deleted(
         assert verdict.counted_entry is not None
         assert before | {verdict.counted_entry.digest} <= left
         assert len(left - before) <= 6
+
+
+def test_earlier_tasks_expire_although_no_head_is_made(
+    training: Schedule, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fleet may keep one head for months, without a restart of the aggregator."""
+    earlier, blob = digest_of(b"earlier"), store.blobs.put(b"submission")
+    store.submissions.put(
+        earlier, SubmissionRecord("a", round_state.Entry(1, blob, 0.0), 10, 10, 2, {0: 1, 2: 1})
+    )
+    started_s = store.clock.now_s()
+    for days in (1, 2, 30):
+        monkeypatch.setattr(store.clock, "now_s", lambda days=days: started_s + days * 24 * 3600)
+        training.tick()
+        assert blob in store.blobs
+    monkeypatch.setattr(store.clock, "now_s", lambda: started_s + 31 * 24 * 3600)
+    training.tick()
+    assert store.submissions.tasks() == set()
+    assert blob not in store.blobs

@@ -152,7 +152,7 @@ def test_metrics_count_devices_beside_maxima(tmp_path: Path) -> None:
             refused = {"signature": 10**6} if device == "a" else {}
             info = device_info(drift=drift, refused_messages=refused)
             store.devices.put_info(device, info, now_s=0.0)
-        for device, since_s in (*[("a", 10.0)] * 50, ("b", 599.0), ("c", 601.0)):
+        for device, since_s in (*[("a", 10.0)] * 50, ("b", 300.0), ("c", 900.0)):
             store.refusals.count(device, reason="shape", detail="", now_s=time.time() - since_s)
     families = text_string_to_metric_families(metrics_text(read_snapshot(tmp_path)).decode())
     values = {family.name: [sample.value for sample in family.samples] for family in families}

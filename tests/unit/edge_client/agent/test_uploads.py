@@ -151,6 +151,22 @@ def test_only_a_connection_that_carried_frames_counts_as_lost() -> None:
     assert state.chunk_bytes == MAX_CHUNK_BYTES // 2
 
 
+def test_answers_to_two_queries_do_not_shrink_frames() -> None:
+    """A device queries at its connection, and again as it learns that the aggregator has started."""
+    size = 3 * MAX_CHUNK_BYTES
+    item = item_of(bytes(size))
+    missing = Receipt(digest=item.digest, status="missing", missing=((0, size - QUERY_BYTES),))
+    state, _ = drain(begin(item))
+    state, windows = play(state, events.AggregatorStarted())
+    assert windows == [((size - QUERY_BYTES, size),)]
+    for event in (mqtt.Drained(), missing, missing, mqtt.Drained()):
+        state, _ = play(state, event)
+    assert state.chunk_bytes == MAX_CHUNK_BYTES
+    state, _ = tick(state)
+    state, _ = play(state, Receipt(digest=item.digest, status="received"))
+    assert (state.uploads, state.link_problem) == ((), "")
+
+
 def test_frames_grow_again() -> None:
     """After 16 windows that arrived; a failure in between begins anew."""
     small = FrameSize(MIN_BYTES)

@@ -64,11 +64,11 @@ def test_unspecified_error_is_put_into_words() -> None:
 
 
 class _Connection:
-    broker = BrokerAddress("broker")
     window = 8
     max_packet_bytes = None
 
-    def __init__(self) -> None:
+    def __init__(self, broker: str = "broker") -> None:
+        self.broker = BrokerAddress(broker)
         self.published: list[bytes] = []
 
     def publish(self, outgoing: Outgoing) -> int:
@@ -88,6 +88,19 @@ def test_newer_publication_replaces_a_denied_one() -> None:
     publisher.acknowledge(3, "")
     publisher.retry_denied()
     assert connection.published == [b"old", b"other", b"new", b"other"]
+
+
+def test_limits_of_several_brokers_are_inferred_although_connections_alternate() -> None:
+    publisher = Publisher(lambda _: None)
+
+    def limit_of(broker: str, payload_bytes: int) -> int | None:
+        limit = publisher.begin(cast("Connection", _Connection(broker)))
+        publisher.add([Outgoing("t", bytes(payload_bytes))])
+        publisher.end()
+        return limit
+
+    limits = [limit_of(broker, size) for _ in range(3) for broker, size in (("a", 30000), ("b", 60000))]
+    assert limits == [None, None, None, None, packet_bytes("t", 30000) // 2, packet_bytes("t", 60000) // 2]
 
 
 SIZES = st.integers(1, 10**6)

@@ -198,13 +198,14 @@ def test_temporary_folders_of_killed_processes_are_deleted(tmp_path: Path) -> No
     """With what they hold, such as private keys; a folder of another name stays, and so does one that is linked."""
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "photo.jpg").write_bytes(b"photo")
-    (tmp_path / ".linked-abcdefgh").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
-    for folder in (".enroll-abcdefgh", "training"):
+    (tmp_path / ".enroll-linkedto").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    for folder in (".enroll-abcdefgh", "training", ".my-settings"):
         (tmp_path / folder / "shed-1").mkdir(parents=True)
         (tmp_path / folder / "shed-1" / "device.key").write_bytes(b"key")
     delete_temporary_files(tmp_path)
     assert not (tmp_path / ".enroll-abcdefgh").exists()
-    assert (tmp_path / "training" / "shed-1" / "device.key").exists()
+    for folder in ("training", ".my-settings"):
+        assert (tmp_path / folder / "shed-1" / "device.key").exists()
     assert (tmp_path / "elsewhere" / "photo.jpg").exists()
 
 

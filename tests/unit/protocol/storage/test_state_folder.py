@@ -258,11 +258,15 @@ def test_the_wall_clock_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     assert clock.unix_s(clock.now_s() + 60) == 2e9 + 60
 
 
-def test_folder_of_another_user_is_named_with_the_command() -> None:
-    """As in a container whose bind mount Docker has created for root."""
+@pytest.mark.parametrize(
+    ("folder", "command"),
+    [("/usr", r"chown -R \1 /usr"), ("/no-such-folder/a", r"install -d -o \1 /no-such-folder/a")],
+)
+def test_folder_of_another_user_is_named_with_the_command(folder: str, command: str) -> None:
+    """As in a container whose bind mount Docker has created for root. A folder above it keeps its owner."""
     with not_root(), pytest.raises(StateError) as refused:
-        make_state_folder(Path("/no-such-folder/state"))
-    refused.match(r"belongs to user 0, and this program runs as user ([0-9]+): run `chown -R \1 /`")
+        make_state_folder(Path(folder))
+    refused.match(rf"belongs to user 0, and this program runs as user ([0-9]+): run `{command}` as root")
 
 
 MOUNTS = """\
