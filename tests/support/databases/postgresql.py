@@ -27,19 +27,23 @@ def postgresql_program(name: str) -> str | None:
     return find_program(name)
 
 
-needs_postgresql = pytest.mark.skipif(
-    postgresql_program("initdb") is None, reason="PostgreSQL is not installed: apt-get install postgresql"
-)
+MISSING = "PostgreSQL is not installed: apt-get install postgresql"
+needs_postgresql = pytest.mark.skipif(postgresql_program("initdb") is None, reason=MISSING)
+"""For a test that does much before it makes a `PostgreSQL`, which skips it, too."""
 
 
 class PostgreSQL:
     """A server on a free port that can be killed and started again with the same files; as a context, it runs.
+
+    Where it is not installed, the test is skipped.
 
     Args:
         parent: folder for its folder; every user must be able to enter it.
     """
 
     def __init__(self, parent: str | Path = "/tmp") -> None:  # noqa: S108 - which every user may enter
+        if postgresql_program("initdb") is None:
+            pytest.skip(MISSING)
         self.folder = Path(tempfile.mkdtemp(prefix="pg-", dir=parent))
         self._user = "postgres" if os.geteuid() == 0 else getpass.getuser()
         self._as_user = ("runuser", "-u", self._user, "--") if os.geteuid() == 0 else ()

@@ -11,7 +11,7 @@ from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from aggregator.tasks.task_preparation import prepare_task
 from protocol.mqtt.tls import BrokerAddress
-from tests.support.databases.postgresql import PostgreSQL, postgresql_program
+from tests.support.databases.postgresql import PostgreSQL
 from tests.support.fleets.aggregator_process import IN_ROUNDS, write_task
 from tests.support.graphs.exported_graphs import provide
 from tests.support.network.brokers import amqtt
@@ -32,8 +32,6 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def postgresql() -> Iterator[PostgreSQL]:
     """A running server."""
-    if postgresql_program("initdb") is None:
-        pytest.skip("PostgreSQL is not installed: apt-get install postgresql")
     pytest.importorskip("psycopg")
     server = PostgreSQL()
     try:

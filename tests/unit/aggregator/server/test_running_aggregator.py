@@ -112,11 +112,11 @@ def _hostile(task: bytes) -> list[tuple[str, bytes, str]]:
         *(
             (channel, payload, "malformed")
             for channel in ("info", "get", "up/0")
-            for payload in (b"\x00", b"\xff" * 99)
+            for payload in (b"\x01", b"\xff" * 99)
         ),
         ("state", spoil(Presence(state="online", epoch=1), epoch=-1), "malformed"),
         ("state", spoil(Presence(state="online", epoch=1), v=9), "version"),
-        ("info", b"\x00" * 200_000, "malformed"),
+        ("info", b"\x01" * 200_000, "malformed"),
         ("get", spoil(BlobRequest(digest=unseen, offset=0, length=1), length=2**40), "malformed"),
         ("get", encode(BlobRequest(digest=unseen, offset=0, length=1)), "unknown_blob"),
         ("up/0", piece(size_bytes=2**31), "oversized"),
