@@ -285,7 +285,7 @@ def _preprocessing(config: Mapping[str, Any]) -> Preprocessing:
 def _feature_size(module: nn.Module, model: str, input_size: tuple[int, int, int]) -> int:
     """Return L, from a forward pass."""
     try:
-        with torch.inference_mode():
+        with torch.no_grad():  # networks keep tensors of it, which `export.layout` computes gradients with
             feature = module(torch.zeros(2, *input_size))
     except Exception as error:
         size = "x".join(map(str, input_size))

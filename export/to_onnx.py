@@ -2,10 +2,10 @@
 
 import difflib
 import hashlib
+import io
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -72,30 +72,63 @@ def to_onnx(module: nn.Module, metadata: BackboneMetadata, *, opset: int = OPSET
     """
     spec = metadata.preprocessing
     example = torch.zeros(2, spec.height, spec.width, 3, dtype=torch.uint8)
+    network = _Normalized(module, metadata).eval()
     try:
-        with warnings_suppressed(), torch.inference_mode():
-            program = torch.onnx.export(
-                _Normalized(module, metadata).eval(),
-                (example,),
-                input_names=["image"],
-                output_names=["feature"],
-                dynamic_shapes={"image": {0: torch.export.Dim("n")}},
-                opset_version=opset,
-                dynamo=True,
-                external_data=False,
-                verbose=False,
-            )
-        model = _checked(program, opset=opset)
+        model = _by_tracing_symbols(network, example, opset)
     except Exception as error:
-        raise ProtofleetError(
-            f"torch cannot export {metadata.model} at opset {opset}: {first_words(error)}"
-        ) from error
+        try:
+            model = _by_tracing_calls(network, example, opset)
+        except Exception as second:
+            raise ProtofleetError(
+                f"torch cannot export {metadata.model} at opset {opset}: {first_words(error)}; its older exporter: "
+                f"{first_words(second)}"
+            ) from error
     return _with_metadata(model, metadata)
 
 
-def _checked(program: Any, *, opset: int) -> onnx.ModelProto:
+def _by_tracing_symbols(network: nn.Module, example: Tensor, opset: int) -> onnx.ModelProto:
+    """Return the graph by `torch.export`, which some networks do not support."""
+    with warnings_suppressed(), torch.inference_mode():
+        program = torch.onnx.export(
+            network,
+            (example,),
+            input_names=["image"],
+            output_names=["feature"],
+            dynamic_shapes={"image": {0: torch.export.Dim("n")}},
+            opset_version=opset,
+            dynamo=True,
+            external_data=False,
+            verbose=False,
+        )
+    return _checked(program.model_proto, opset=opset)
+
+
+def _by_tracing_calls(network: nn.Module, example: Tensor, opset: int) -> onnx.ModelProto:
+    """Return the graph by PyTorch's older exporter, which records the calls for one batch.
+
+    A number that it records may hold for that batch alone: the comparison with PyTorch has another size of batch.
+    """
+    file = io.BytesIO()
+    with warnings_suppressed(), torch.no_grad():
+        torch.onnx.export(
+            network,
+            (example,),
+            file,
+            input_names=["image"],
+            output_names=["feature"],
+            dynamic_axes={"image": {0: "n"}, "feature": {0: "n"}},
+            opset_version=opset,
+            dynamo=False,
+        )
+        features = network(example).shape[1]
+    model = onnx.load_from_string(file.getvalue())
+    # It may leave the length open.
+    model.graph.output[0].type.tensor_type.shape.dim[1].dim_value = features
+    return _checked(model, opset=opset)
+
+
+def _checked(model: onnx.ModelProto, *, opset: int) -> onnx.ModelProto:
     """Return the model without the exporter's notes."""
-    model: onnx.ModelProto = program.model_proto
     got = next(entry.version for entry in model.opset_import if not entry.domain)
     if got != opset:  # PyTorch silently falls back to a set that it supports
         raise ValueError(f"the graph has opset {got}")
