@@ -17,7 +17,7 @@ from aggregator.storage.blobs import object_store
 from aggregator.storage.open_store import has_database, open_store
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import BlobLocation
-from aggregator.tasks.task_preparation import read_backbone
+from aggregator.tasks.task_preparation import checked_backbone
 from protocol.doctor.broker import BrokerProbe, check_network
 from protocol.doctor.findings import Finding
 from protocol.doctor.machine import check_clock, check_disk
@@ -78,7 +78,7 @@ def _check_task(path: Path | None) -> Generator[Finding, None, TaskFile | None]:
     try:
         task, backbones = load_task(path)
         for backbone in backbones:
-            read_backbone(backbone)
+            checked_backbone(backbone)
         yield Finding("task", "ok", f"{path}: fleet {task.fleet}, {task.algorithm}")
     except ProtofleetError as error:
         yield Finding("task", "failed", str(error), "correct it, and run `aggregator check`")

@@ -7,8 +7,9 @@ from functools import partial
 
 import numpy as np
 import onnx
-import onnxruntime
 from onnx.utils import Extractor
+
+from protocol.models.cpu_session import cpu_options, cpu_session
 
 TIMED_RUNS = 20
 """Runs of each graph, of which the fastest counts."""
@@ -35,16 +36,9 @@ def fastest_seconds(files: Sequence[bytes], size: Sequence[int]) -> list[float]:
     The graphs take turns, so that other load slows all of them.
     """
     image = np.zeros((1, *size, 3), np.uint8)
-    options = onnxruntime.SessionOptions()
+    options = cpu_options()
     options.intra_op_num_threads = 1  # others would wait, and count as busy
-    runs = [
-        partial(
-            onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"]).run,
-            None,
-            {"image": image},
-        )
-        for file in files
-    ]
+    runs = [partial(cpu_session(file, options).run, None, {"image": image}) for file in files]
     times = [
         [timeit.timeit(run, timer=time.process_time, number=1) for run in runs] for _ in range(TIMED_RUNS)
     ]

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime
 import torch
 from numpy.typing import NDArray
 from PIL import Image
 from torch import nn
 
 from protocol.errors import ConfigError
+from protocol.models.cpu_session import cpu_session
 from protocol.models.onnx_metadata import Parity
 from protocol.models.preprocessing import Preprocessing, preprocess
 
@@ -90,7 +90,7 @@ def compare(
 
     They are NaN if a feature is NaN, or an expected one is zero. There must be at least one photo.
     """
-    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    session = cpu_session(file)
     remaining, cosines, errors = iter(photos), [], []
     while batch := list(islice(remaining, BATCH)):
         images = np.stack([preprocess(photo, preprocessing) for photo in batch])

@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 import onnx
 from numpy.typing import NDArray
+from onnxruntime import GraphOptimizationLevel
 from onnxruntime.quantization import CalibrationDataReader, QuantType
-from onnxruntime.quantization.calibrate import create_calibrator
+from onnxruntime.quantization.calibrate import MinMaxCalibrater
 from onnxruntime.quantization.qdq_quantizer import QDQQuantizer
 
 from protocol.errors import ProtofleetError
+from protocol.models.cpu_session import cpu_options, cpu_session
 from protocol.models.onnx_metadata import delete_notes
 
 LAYERS = ("Conv", "Gemm", "MatMul")
@@ -83,12 +85,13 @@ def calibrate(model: onnx.ModelProto, images: Iterable[Image]) -> Calibrated:
     with tempfile.TemporaryDirectory() as folder, _quiet():
         source = Path(folder) / "source.onnx"
         onnx.save_model(model, source)
-        calibrator = create_calibrator(
-            source,
-            list(QUANTIZED),
-            augmented_model_path=str(Path(folder) / "calibrated.onnx"),
-            extra_options={"moving_average": True},
+        calibrator = MinMaxCalibrater(
+            source, list(QUANTIZED), str(Path(folder) / "calibrated.onnx"), moving_average=True
         )
+        calibrator.augment_graph()
+        options = cpu_options()
+        options.graph_optimization_level = GraphOptimizationLevel.ORT_DISABLE_ALL  # keeps the tensors' names
+        calibrator.infer_session = cpu_session(Path(calibrator.augmented_model_path), options)
         calibrator.collect_data(_Reader(images))
         ranges = calibrator.compute_data()
     return Calibrated(model, MappingProxyType(layer_names(model)), ranges)

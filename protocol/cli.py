@@ -29,7 +29,7 @@ def _load_config(context: click.Context, _parameter: click.Parameter, path: Path
     import tomllib
 
     try:
-        values: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+        values: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise click.BadParameter(f"{path}: {error}") from error
     options = {
@@ -119,7 +119,7 @@ def read_access(
 def read_secret(file: Path, *, what: str) -> str:
     """Return the first line of a file; raises ConfigError if it cannot be read or is empty."""
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8-sig").splitlines()  # Windows writes a byte-order mark
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
         raise ConfigError(f"cannot read the {what} in {file}: {reason}") from error

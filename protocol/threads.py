@@ -1,6 +1,7 @@
-"""Threads that a program depends on, whose crashes are reported."""
+"""Threads that a program depends on, whose crashes are reported, and the cores for threads that compute."""
 
 import logging
+import os
 import threading
 from collections.abc import Callable
 
@@ -8,6 +9,13 @@ from protocol.errors import ThreadFailed, problem_of_system
 from protocol.log import observed, observer
 
 log = logging.getLogger(__name__)
+
+
+def available_cores() -> int:
+    """Return the number of CPU cores that this process may use, which a container or `taskset` can limit."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1  # noqa: TID251 - where there is no affinity
 
 
 def start_thread(

@@ -18,6 +18,7 @@ from edge_client.submission.head_installer import HEAD_IN_USE
 from protocol.errors import ConfigError, StateError
 from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess
 from protocol.storage.state_folder import default_state_folder
+from protocol.threads import available_cores
 from protocol.wire.topics import is_name
 from protofleet.embedded import Callback, Embedded
 from protofleet.images import BATCH_SIZE, WORKERS
@@ -127,7 +128,7 @@ class Device(Embedded):
                 provider=self._provider,
                 threads=self._threads,
                 batch_size=BATCH_SIZE,
-                workers=min(WORKERS, os.cpu_count() or 1),
+                workers=min(WORKERS, available_cores()),
                 **self._settings,
             )
             self._service = service.Device(settings, store)

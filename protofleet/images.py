@@ -16,6 +16,7 @@ from PIL import Image, ImageOps
 from edge_client.data.images import decoded
 from protocol.errors import ConfigError
 from protocol.models.preprocessing import Preprocessing, preprocess
+from protocol.threads import available_cores
 
 ImageSource: TypeAlias = str | os.PathLike[str] | Image.Image | NDArray[np.uint8]
 """The path of an image file, a Pillow image, or an array uint8 (H, W, 3) in RGB or (H, W) in gray."""
@@ -64,7 +65,7 @@ def batches(
 
     ahead = iter(images)
     waiting: deque[Future[dict[Preprocessing, NDArray[np.uint8]]]] = deque()
-    with ThreadPoolExecutor(min(WORKERS, os.cpu_count() or 1), thread_name_prefix="decode") as pool:
+    with ThreadPoolExecutor(min(WORKERS, available_cores()), thread_name_prefix="decode") as pool:
         try:
             while True:
                 for image in itertools.islice(ahead, 2 * batch_size - len(waiting)):

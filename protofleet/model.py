@@ -14,11 +14,12 @@ from edge_client.data.class_prior import Adjuster, Source
 from edge_client.predict.classifier import open_adjuster, predictions
 from edge_client.predict.head import Head, Result, joined
 from edge_client.predict.head_in_use import HeadInUse
-from edge_client.runtime.onnx_model import Slot, describe, open_model
+from edge_client.runtime.onnx_model import open_model
 from edge_client.storage.device_state import DeviceState
 from protocol.errors import BackboneMismatch, ConfigError, GraphRefused, StateError
 from protocol.models.onnx_metadata import ModelMetadata, read_metadata
 from protocol.models.preprocessing import Preprocessing
+from protocol.models.slots import Slot, describe
 from protocol.storage.state_folder import default_state_folder
 from protocol.wire.messages import MAX_BLOB_BYTES
 from protofleet.features import features_of

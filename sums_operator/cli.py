@@ -1,5 +1,9 @@
 """The `protofleet-sums` program."""
 
+import protocol.first_process  # noqa: F401 - before all others
+
+# isort: split
+
 import dataclasses
 import json
 import logging

@@ -1,5 +1,9 @@
 """The `aggregator` program. Commands import what they need when they run, so that `--help` answers at once."""
 
+import protocol.first_process  # noqa: F401 - before all others
+
+# isort: split
+
 import click
 
 from aggregator.cli import enrollment, monitoring, operator_commands, programs, task_file

@@ -128,9 +128,10 @@ def _run(  # noqa: PLR0913 - one for each option
     is_coordinator: bool,
     **access_given: Any,
 ) -> None:
+    stop_on_terminate()
     start_logging(verbose=verbose)
     require_packages("onnx", "onnxscript", "onnxruntime", "scipy", "torch", extras=EXTRAS)
-    from aggregator.config.task_file import load_task
+    from aggregator.config.task_file import class_name_notes, load_task
     from aggregator.http.process import http_server
     from aggregator.http.settings import http_settings
     from aggregator.server.aggregator import prepare, serve
@@ -148,9 +149,10 @@ def _run(  # noqa: PLR0913 - one for each option
     )
     brokers = _checked_brokers(broker, access, embedded_broker=embedded_broker)
     task_file, backbones = load_task(task)
+    for note in class_name_notes(task_file.classes):
+        log.warning("class names: %s", note)
     if task_file.training.engine == "ray":
         require_packages("ray", extras=f"{EXTRAS},ray")
-    stop_on_terminate()
     standby = Standby(state)
 
     def open_to_lead() -> Store:
@@ -283,6 +285,7 @@ def receive_command(
     **access_given: Any,
 ) -> None:
     """Receive uploads for an `aggregator coordinate` until interrupted."""
+    stop_on_terminate()
     start_logging(verbose=verbose)
     require_packages("numpy", extras=EXTRAS)
     from aggregator.security.identity import aggregator_access, has_ca
@@ -298,7 +301,6 @@ def receive_command(
             f"`aggregator enroll-receiver {name}`, then --ca, --cert and --key"
         )
     brokers = parse_brokers(broker, tls=access.tls)
-    stop_on_terminate()
 
     def run() -> None:
         opened = existing_state(state, database=database, fleet=fleet)
@@ -341,12 +343,11 @@ def train_command(
     *, state: Path, database: str, fleet: str, name: str, lease_s: float, verbose: bool
 ) -> None:
     """Train heads for an `aggregator run --external-training` until interrupted."""
+    stop_on_terminate()
     start_logging(verbose=verbose)
     require_packages("onnx", "onnxscript", "onnxruntime", "scipy", "torch", extras=EXTRAS)
     from aggregator.server.standby import until_answered
     from aggregator.training.workers.worker import Worker, scratch_folder
-
-    stop_on_terminate()
 
     def run() -> None:
         opened = existing_state(state, database=database, fleet=fleet)

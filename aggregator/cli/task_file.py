@@ -68,7 +68,7 @@ def init_command(  # noqa: PLR0913 - every option of the command line
 
     On a terminal, asks for what is not given.
     """
-    require_packages("onnx", extras=EXTRAS)
+    require_packages("onnxruntime", extras=EXTRAS)
     from aggregator.algorithms.registry import ALGORITHMS
     from aggregator.config.template import task_text
 
@@ -129,17 +129,17 @@ def init_command(  # noqa: PLR0913 - every option of the command line
 @click.argument("task", type=_FILE)
 def check_command(*, task: Path) -> None:
     """Check the task file TASK and its backbones, and show what it defines."""
-    require_packages("onnx", extras=EXTRAS)
+    require_packages("onnxruntime", extras=EXTRAS)
     _check(task)
 
 
 def _check(path: Path) -> None:
     from aggregator.algorithms.statistics.feature_map import selected
     from aggregator.config.task_file import load_task
-    from aggregator.tasks.task_preparation import read_backbone, selected_columns
+    from aggregator.tasks.task_preparation import checked_backbone, selected_columns
 
     task, files = load_task(path)
-    described = {file: read_backbone(file) for file in files}
+    described = {file: checked_backbone(file) for file in files}
     for file, metadata in described.items():
         spec = metadata.preprocessing
         say(f"backbone   {file}: {metadata.feature_size} features of images at {spec.width}x{spec.height}")
@@ -170,10 +170,11 @@ def _parties(sums: "SumsSettings") -> tuple[str, ...]:
 
 def _notes(task: "TaskFile") -> list[str]:
     """Return what a new operator may not expect of valid settings."""
+    from aggregator.config.task_file import class_name_notes
     from protocol.statistics.gaussian_privacy import noise_multiplier
     from protocol.statistics.noisy_sums import UNITS, deviations, epsilon_of_sums
 
-    notes = []
+    notes = class_name_notes(task.classes)
     if task.fleet != "default":
         notes.append(f"devices need --fleet {task.fleet}, or an enrollment, which contains it")
     if task.quorum == 1:

@@ -30,7 +30,7 @@ def load_task(path: Path) -> tuple[TaskFile, list[Path]]:
         ConfigError: it cannot be read, or a setting is wrong.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # Windows writes a byte-order mark
         given = tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"cannot read the task file {path}: {error.strerror}") from error
@@ -138,6 +138,36 @@ def _class_names(classes: Sequence[str]) -> Iterator[Problem]:
     for name in classes:
         if name != name.strip() or any(unicodedata.category(c) == "Cc" for c in name):
             yield ("classes",), f"{name!r} begins or ends with a space, or contains a control character"
+
+
+_ANSWERS = frozenset({"unrecognized", "unsure", "unknown", "unavailable", "None"})
+"""What devices answer for an image of no class, and the states that Home Assistant gives to a sensor itself."""
+
+_NO_FOLDER = re.compile(r'\.|.*[/\\<>:"|?*]|.*\.\Z|(con|prn|aux|nul|com\d|lpt\d)(\..*)?\Z', re.IGNORECASE)
+"""Names that a folder cannot have on some system, or that devices skip as hidden."""
+
+
+def class_name_notes(classes: Sequence[str]) -> list[str]:
+    """Return why some of the class names do not work on all devices; they are valid, as earlier tasks have them."""
+    notes = []
+    if ambiguous := sorted(name for name in classes if name in _ANSWERS):
+        notes.append(
+            f"an answer of devices or Home Assistant for an image of no class: {', '.join(ambiguous)}; rename the class"
+        )
+    if impossible := sorted(name for name in classes if _NO_FOLDER.match(name)):
+        notes.append(
+            f"no name of a folder on some or all devices: {', '.join(impossible)}; rename the class, or let devices "
+            "list its images in a CSV file"
+        )
+    alike: dict[str, list[str]] = {}
+    for name in classes:
+        alike.setdefault(unicodedata.normalize("NFC", name).casefold(), []).append(name)
+    notes += [
+        f"one folder on Windows, macOS and many USB sticks: {' and '.join(names)}; rename one of the classes"
+        for names in alike.values()
+        if len(names) > 1
+    ]
+    return notes
 
 
 def unused_settings(algorithm: str) -> frozenset[tuple[str, ...]]:

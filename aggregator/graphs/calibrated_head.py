@@ -3,7 +3,6 @@
 import msgspec
 import numpy as np
 import onnx
-import onnxruntime
 from numpy.typing import NDArray
 from onnx import numpy_helper
 
@@ -11,6 +10,7 @@ from aggregator.algorithms.confidence import MAX_LEAD, MIN_LEAD, ConfidenceMap, 
 from aggregator.graphs.fused_model import finished
 from aggregator.graphs.head_export import difference_from
 from protocol.errors import ProtofleetError
+from protocol.models.cpu_session import cpu_session
 from protocol.models.onnx_metadata import HeadMetadata, read_metadata
 
 UNCALIBRATED = "uncalibrated_logits"
@@ -96,7 +96,7 @@ def logits_and_probabilities(
     head: bytes, features: NDArray[np.float32]
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Return what a head gives in ONNX Runtime for features (n, L)."""
-    session = onnxruntime.InferenceSession(head, providers=["CPUExecutionProvider"])
+    session = cpu_session(head)
     logits, probabilities = session.run(["logits", "probabilities"], {"feature": features})
     return np.asarray(logits), np.asarray(probabilities)
 

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import onnx
-import onnxruntime
 from numpy.typing import NDArray
 from onnx import numpy_helper
 
@@ -13,6 +12,7 @@ from aggregator.algorithms.novelty import ClassDirections
 from aggregator.algorithms.statistics.feature_map import FeatureMap
 from aggregator.algorithms.statistics.noisy_ridge import Shortening
 from aggregator.graphs.fused_model import finished
+from protocol.models.cpu_session import cpu_session
 from protocol.models.onnx_metadata import GraphMetadata, HeadMetadata
 
 OPSET = 18
@@ -130,7 +130,7 @@ def map_to_onnx(feature_map: FeatureMap | Shortening, *, num_classes: int) -> by
 def mapped(feature_map: FeatureMap | Shortening, features: NDArray[np.float32]) -> NDArray[np.float32]:
     """Return the rows (n, D), integers, that ONNX Runtime makes of features (n, L)."""
     file = map_to_onnx(feature_map, num_classes=1)
-    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    session = cpu_session(file)
     return np.asarray(session.run(None, {"feature": features})[0])
 
 
@@ -180,7 +180,7 @@ def max_difference(
 
     `features` is float32 (m, L), m >= 1, repeated for batches larger than m.
     """
-    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    session = cpu_session(file)
     worst = 0.0
     for size in BATCH_SIZES:
         batch = np.resize(features, (size, features.shape[1]))

@@ -4,13 +4,13 @@ import math
 from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
-import onnxruntime
 import torch
 from torch import Tensor
 
 from aggregator.algorithms.algorithm import Contribution, Functions, RoundAlgorithm, class_means
 from aggregator.graphs.tracing import to_torch
 from protocol.errors import ProtofleetError
+from protocol.models.cpu_session import cpu_session
 
 IMAGES, DEVICES = 32, 3
 """Images of a device and in a step, and contributions aggregated into the previous round."""
@@ -66,9 +66,7 @@ def require_equal(
 
 
 def opened(file: bytes) -> Graph:
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+    session = cpu_session(file)
     outputs = [value.name for value in session.get_outputs()]
 
     def run(tensors: Tensors) -> dict[str, Tensor]:

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 from numpy.typing import NDArray
 from onnx import numpy_helper
 
 from aggregator.algorithms.algorithm import RoundAlgorithm
 from protocol.errors import ProtofleetError
+from protocol.models.cpu_session import cpu_session
 from protocol.models.onnx_metadata import GraphMetadata, HeadMetadata, to_properties
 
 LOCAL = ("local_prototypes", "local_counts")
@@ -63,7 +63,7 @@ def build(algorithm: RoundAlgorithm, *, feature_size: int, num_classes: int, see
 
 def untrained(init: bytes, *, feature_size: int) -> dict[str, NDArray[Any]]:
     """Return the state of a device without images, by name, for a head that is not bound to a device."""
-    session = onnxruntime.InferenceSession(init, providers=["CPUExecutionProvider"])
+    session = cpu_session(init)
     none = {"feature": np.zeros((0, feature_size), dtype=np.float32), "labels": np.zeros(0, dtype=np.int64)}
     values = session.run(None, {value.name: none[value.name] for value in session.get_inputs()})
     return {output.name: value for output, value in zip(session.get_outputs(), values, strict=True)}

@@ -4,6 +4,8 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from msgspec import structs
+
 from aggregator.coordination.canary_rollout import commanded, named_head
 from aggregator.coordination.rollout_state import CommandKind, HeadCommand, RefuseCommand, State
 from aggregator.heads.next_head import delete_members
@@ -11,7 +13,7 @@ from aggregator.storage.devices import REVOKED, ForgottenDevice
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import NextHead, ServedTask
-from aggregator.storage.sum_lists import devices_of, sums_of_tasks
+from aggregator.storage.sum_lists import devices_of, put_sums, sums_of_tasks
 from protocol.errors import ConfigError
 
 OUTCOME_TIMEOUT_S = 10.0
@@ -90,27 +92,33 @@ def release(store: Store, device: str) -> str:
 def forget(store: Store, device: str) -> list[str]:
     """Delete a device's submissions, evaluations and report; return what follows, a sentence each.
 
-    All of it is deleted durably, or nothing. The aggregator notices it at once, or at its next start.
+    All of it is deleted durably, or nothing. The aggregator notices it at once, or at its next start. Sums of earlier
+    tasks that a second operator has opened stay, and a list that it has not opened is made again without the device.
 
     Raises:
-        ConfigError: nothing of the device is stored.
+        ConfigError: nothing of the device is stored, or its submission is in a sum of the task that is served.
         StateError: the state cannot be written.
     """
-    if any(device in devices_of(lists) for lists in sums_of_tasks(store.facts).values()):
-        raise ConfigError(
-            f"the submission of {device} is in a sum that a second operator has opened or is asked for: it cannot be "
-            "taken out. A new task is without the device; revoke it, so that it submits no more"
-        )
     with store.transaction():
+        served, lists = store.facts.get(ServedTask), sums_of_tasks(store.facts).values()
+        if any(served and each.task == served.digest and device in devices_of(each) for each in lists):
+            raise ConfigError(
+                f"the submission of {device} is in a sum that a second operator has opened or is asked for: it cannot "
+                "be taken out. A new task is without the device; revoke it, so that it submits no more"
+            )
         newest = {head.task: head for head in store.heads.all()}  # the last one of each task
         digests = _digests(store, device, newest.values())
         if not digests:
             raise ConfigError(
                 f"no submission of {device!r} is stored: `aggregator status` lists the devices that have submitted"
             )
-        for task in digests:
+        summed = {each.task for each in lists if device in each.devices}
+        for task in digests.keys() - summed:  # a head of opened sums cannot be made again
             head = _newest_with(device, newest.get(task))
             store.forgotten.put(task, ForgottenDevice(device, head, time.time()))
+        for each in lists:
+            if each.pending is not None and device in each.pending.members:
+                put_sums(store.facts, structs.replace(each, pending=None))
         store.submissions.delete(device)
         store.evaluations.delete_device(device)
         store.devices.delete_info(device)
@@ -119,7 +127,10 @@ def forget(store: Store, device: str) -> list[str]:
     with store.transaction():  # no other device submits the same meanwhile
         every = {digest for of_task in digests.values() for digest in of_task}
         store.blobs.delete([digest for digest in every if not store.submissions.has_digest(digest)])
-    return [f"forgot {device}: its submissions are deleted", *_consequences(store, device, newest)]
+    forgot = f"forgot {device}: its submissions are deleted"
+    if summed:
+        forgot += ", except from sums of earlier tasks that a second operator has opened"
+    return [forgot, *_consequences(store, device, newest)]
 
 
 def _digests(store: Store, device: str, newest: Iterable[HeadRecord]) -> Mapping[bytes, set[bytes]]:

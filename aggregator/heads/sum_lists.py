@@ -63,6 +63,10 @@ class SecondOperatorLists:
     def stored(self) -> SumLists:
         return sums_of(self._store.facts, self._task.digest)
 
+    def _put(self, lists: SumLists) -> None:
+        with self._store.transaction():  # `aggregator forget` changes those of other tasks
+            put_sums(self._store.facts, lists)
+
     def is_open(self, members: Mapping[str, Entry]) -> bool:
         """Return True if the masks of a list that no head has are opened; otherwise make one of what is new.
 
@@ -98,7 +102,7 @@ class SecondOperatorLists:
                 requested_s=time.time(),
             )
             lists = replace(lists, pending=pending)
-            put_sums(self._store.facts, lists)
+            self._put(lists)
             event(log, logging.INFO, "sum requested from the second operator", devices=len(chosen))
         self._due_s = 0.0
         return lists.pending is not None and bool(lists.pending.masks)
@@ -107,7 +111,7 @@ class SecondOperatorLists:
         """Leave the pending list out of all heads: its devices are in no other one of this task."""
         lists = self.stored
         if lists.pending is not None:
-            put_sums(self._store.facts, replace(without_pending(lists), problem=reason))
+            self._put(replace(without_pending(lists), problem=reason))
             text, number = "list left out of all heads: start a new task", len(lists.pending.members)
             event(log, logging.ERROR, text, devices=number, reason=reason)
 
@@ -153,10 +157,10 @@ class SecondOperatorLists:
             event(log, logging.WARNING, text, reason="its signature is invalid")
             return False
         if problem := reply.problem or self._problem_of(reply):
-            put_sums(self._store.facts, replace(lists, pending=replace(pending, problem=problem)))
+            self._put(replace(lists, pending=replace(pending, problem=problem)))
             return True
         masks = self._store.blobs.put(complete).hex()
-        put_sums(self._store.facts, replace(lists, pending=replace(pending, masks=masks, problem="")))
+        self._put(replace(lists, pending=replace(pending, masks=masks, problem="")))
         event(log, logging.INFO, "sum opened by the second operator", devices=len(pending.members))
         return True
 

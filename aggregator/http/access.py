@@ -37,7 +37,7 @@ SECURITY_HEADERS = {
 
 _HOST = re.compile(r"(?:\[(?P<ipv6>[0-9a-f:.]+)\]|(?P<host>[a-z0-9_.-]+))(?::[0-9]{1,5})?")
 
-_OPEN = ("/healthz", "/readyz", "/api/v1/session")
+OPEN = ("/healthz", "/readyz", "/api/v1/session")
 """Paths that need no token; nor do the page and its files, which show nothing of the fleet."""
 
 
@@ -87,8 +87,8 @@ class Access:
             event(log, logging.WARNING, "request with a wrong token refused", address=where)
             await asyncio.sleep(WRONG_TOKEN_S)
             return problem(401, "wrong token")
-        is_open = path in _OPEN or not (path.startswith("/api/") or path == "/metrics")
-        if _is_read(request) and (settings.public or is_open):
+        is_page = not (path.startswith("/api/") or path == "/metrics")
+        if path in OPEN or (_is_read(request) and (settings.public or is_page)):
             return None
         return problem(401, "expected the token, as `Authorization: Bearer TOKEN`")
 

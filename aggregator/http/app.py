@@ -4,7 +4,8 @@ import asyncio
 import importlib.metadata
 import importlib.util
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
+from starlette.types import Receive, Scope, Send
 
 from aggregator.http.access import Access, has_token, may_read, problem
 from aggregator.http.commands import (
@@ -68,9 +70,10 @@ class Session(msgspec.Struct, frozen=True):
 
 def make_app(settings: HttpSettings, snapshots: Snapshots) -> Starlette:
     server = _Server(settings, snapshots)
-    routes: list[BaseRoute] = [
-        Route(each.path, each.handler, methods=[each.method]) for each in server.endpoints
-    ]
+    routes: list[BaseRoute] = []
+    for each in server.endpoints:
+        answered = Route(each.path, each.handler, methods=[each.method])  # GET answers HEAD, too
+        routes += [answered, Route(each.path, _WrongMethod(answered.methods or ()))]
     routes.append(Route("/api/{path:path}", _unknown, methods=["GET", "POST"]))
     folder = page_folder()
     if folder is None:
@@ -96,8 +99,22 @@ def page_folder() -> Path | None:
 
 async def _problem(_request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
-        return problem(error.status_code, error.detail)
+        answer = problem(error.status_code, error.detail)
+        answer.headers.update(error.headers or {})
+        return answer
     return problem(400 if isinstance(error, msgspec.MsgspecError) else 409, str(error))
+
+
+@dataclass(frozen=True)
+class _WrongMethod:
+    """The answer to every other method than those of a path."""
+
+    allowed: Collection[str]
+
+    async def __call__(self, scope: Scope, _receive: Receive, _send: Send) -> None:
+        allowed = ", ".join(sorted(self.allowed))
+        text = f"expected {allowed}, got {scope['method']}"
+        raise HTTPException(405, text, headers={"allow": allowed})
 
 
 async def _unknown(_request: Request) -> Response:

@@ -6,9 +6,8 @@ Functions import what they need when they run, so that `aggregator --help` answe
 import contextlib
 import inspect
 import io
-import tempfile
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -143,7 +142,7 @@ def run_command(state: Path, name: str, arguments: bytes) -> CommandReply:
 def enrollment_archive(state: Path, arguments: bytes) -> tuple[str, bytes]:
     """Enroll a device; return its name and its enrollment folder as a ZIP archive.
 
-    No copy of the folder, which has the device's private keys, stays on this machine.
+    The device's private keys are never written to the disk of this machine.
 
     Raises:
         MsgspecError: the arguments are not the command's.
@@ -155,28 +154,29 @@ def enrollment_archive(state: Path, arguments: bytes) -> tuple[str, bytes]:
     command = msgspec.json.decode(arguments, type=EnrollArguments)
     if command.broker:
         parse_brokers(command.broker)
-    with _existing(state) as store, tempfile.TemporaryDirectory(dir=state, prefix=".enroll-") as folder:
-        out = Path(folder) / command.device
+    with _existing(state) as store:
         served = store.served_task()
-        enroll(
+        files = enroll(
             store,
             command.device,
             fleet=served.fleet,
-            out=out,
+            out=None,
             broker=command.broker,
             renew=command.renew,
             max_devices=served.limits.max_devices,
         )
-        return command.device, _archive(out)
+        return command.device, _archive(command.device, files)
 
 
-def _archive(folder: Path) -> bytes:
+def _archive(folder: str, contents: Mapping[str, bytes]) -> bytes:
+    from aggregator.security.enrollment import mode_of
+
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as files:
-        for file in sorted(folder.iterdir()):
-            entry = zipfile.ZipInfo(f"{folder.name}/{file.name}")
-            entry.external_attr = (file.stat().st_mode & 0o777) << 16
-            files.writestr(entry, file.read_bytes())
+        for name, data in sorted(contents.items()):
+            entry = zipfile.ZipInfo(f"{folder}/{name}")
+            entry.external_attr = mode_of(name) << 16
+            files.writestr(entry, data)
     return archive.getvalue()
 
 

@@ -66,7 +66,7 @@ def read_fleets(path: Path) -> dict[str, Fleet]:
         ConfigError: the file cannot be read, or a value is wrong.
     """
     try:
-        found = msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), _File).fleets
+        found = msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8-sig")), _File).fleets
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError, msgspec.ValidationError) as error:

@@ -9,8 +9,12 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 
 from aggregator.http.snapshots import Snapshot
 from aggregator.status.model import Quota, Quotas, Status
+from protocol.wire.messages import DRIFT_LIMIT
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
+
+LATELY_S = 600.0
+"""Seconds for which a device with a refused message counts as one."""
 
 DEVICE_STATES = ("online", "offline", "stopped", "unknown", "enrolled", "not enrolled", "revoked")
 
@@ -43,6 +47,7 @@ class _Metrics:
                 "snapshot_timestamp_seconds", "Time at which these figures were read.", self._snapshot.made_s
             )
             yield from _of_aggregator(status)
+            yield from _of_refusals(status, now_s=self._snapshot.made_s)
             yield from _of_devices(status)
             yield from _of_collection(status)
             yield from _of_heads(status)
@@ -86,10 +91,17 @@ def _of_aggregator(status: Status) -> Iterable[Metric]:
         family = CounterMetricFamily(f"protofleet_{name}_bytes", f"Payload bytes {name} over MQTT.")
         family.add_metric([], size)
         yield family
+
+
+def _of_refusals(status: Status, *, now_s: float) -> Iterable[Metric]:
+    """Yield sums, which one device can raise, and numbers of devices, which it cannot."""
     refused = Counter(status.earlier_refusals)
     for refusal in status.refusals:
         refused[refusal.reason] += refusal.count
     yield _counted("refused_messages", "Messages of devices that were refused, by reason.", "reason", refused)
+    lately = Counter(each.reason for each in status.refusals if now_s - each.last_s < LATELY_S)
+    text = "Devices of which a message was refused in the last ten minutes, by reason."
+    yield _labelled("devices_refused", text, "reason", dict(sorted(lately.items())))
     by_devices: Counter[str] = Counter()
     for device in status.devices:
         by_devices.update(device.refused_messages)
@@ -97,6 +109,9 @@ def _of_aggregator(status: Status) -> Iterable[Metric]:
         "Messages that devices have refused since their start, by reason; at most a million of each device."
     )
     yield _labelled("device_refused_messages", text, "reason", dict(sorted(by_devices.items())))
+    refusing = Counter(reason for device in status.devices for reason in device.refused_messages)
+    text = "Devices that have refused messages since their start, by reason."
+    yield _labelled("devices_refusing", text, "reason", dict(sorted(refusing.items())))
 
 
 def _of_devices(status: Status) -> Iterable[Metric]:
@@ -110,6 +125,8 @@ def _of_devices(status: Status) -> Iterable[Metric]:
     yield _gauge("devices_without_head", "Devices that cannot use the published head.", refused)
     drifts = [device.drift for device in status.devices if device.drift is not None]
     yield _gauge("device_drift_max", "Greatest drift that a device reports.", max(drifts, default=None))
+    drifting = sum(drift > DRIFT_LIMIT for drift in drifts)
+    yield _gauge("devices_with_drift", f"Devices that report a drift above {DRIFT_LIMIT}.", drifting)
     quarantined = sum(each.released_s is None for each in status.quarantine)
     yield _gauge("devices_quarantined", "Devices whose prototypes are not trained on.", quarantined)
     known = status.enrollment
@@ -119,6 +136,9 @@ def _of_devices(status: Status) -> Iterable[Metric]:
     yield _gauge(
         "device_epsilon_max", "Greatest total epsilon that a device has reported.", max(spent, default=None)
     )
+    text = "Devices that have spent 90 % of the task's `max_epsilon` or more."
+    nearly = status.privacy.nearly_spent if status.privacy is not None else None
+    yield _gauge("devices_with_epsilon_nearly_spent", text, nearly)
 
 
 def _of_collection(status: Status) -> Iterable[Metric]:

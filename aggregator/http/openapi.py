@@ -8,6 +8,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from aggregator.http.access import OPEN
+
 JSON_TYPE = "application/json"
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -62,6 +64,8 @@ def _operation(endpoint: Endpoint) -> dict[str, Any]:
             "default": {"description": "Refused, with the reason.", "content": _content(Problem)},
         },
     }
+    if endpoint.path in OPEN:
+        operation["security"] = []
     if endpoint.arguments is not None:
         operation["requestBody"] = {"required": True, "content": _content(endpoint.arguments)}
     return operation

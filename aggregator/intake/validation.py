@@ -211,8 +211,12 @@ def _check_envelope(submission: Submission, expectation: Expectation) -> None:
         raise Refused(
             "unknown_round", f"the task has no rounds, got a submission for round {submission.round}"
         )
-    if expectation.manifest.differential_privacy is not None and submission.privacy is None:
+    private, cost = expectation.manifest.differential_privacy, submission.privacy
+    if private is not None and cost is None:
         raise Refused("malformed", "expected what the submission costs in privacy, got none")
+    if private is not None and cost is not None and cost.total_epsilon > private.max_epsilon:
+        limit, spent = private.max_epsilon, cost.total_epsilon  # a device spends no more
+        raise Refused("malformed", f"expected a total epsilon of at most {limit:g}, got {spent:g}")
 
 
 def _check_prototypes(

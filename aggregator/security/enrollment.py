@@ -3,8 +3,7 @@
 import contextlib
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from aggregator.storage.devices import Key
 from aggregator.storage.store import Store
 from protocol.enrollment import FORMAT, EnrollmentCard, card_text, read_card
 from protocol.errors import ConfigError
-from protocol.storage.blobstore import state_errors, sync, write_atomically
+from protocol.storage.blobstore import delete_temporary_files, state_errors, sync, write_atomically
 from protocol.storage.keyfile import pem_of, read_or_make_key
 from protocol.storage.state_folder import IGNORE_ALL, IGNORE_FILE, refuse_source_folder
 from protocol.wire.signing import public_key
@@ -40,23 +39,29 @@ LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 _PRIVATE = frozenset({"device.key", "signing.key", "broker.key", "receiver.key"})
 
 
+def mode_of(name: str) -> int:
+    """Return the mode of a file of an enrollment: private keys are for their owner only."""
+    return 0o600 if name in _PRIVATE else 0o644
+
+
 def enroll(  # noqa: PLR0913 - every option of the command line
     store: Store,
     device: str,
     *,
     fleet: str,
-    out: Path,
+    out: Path | None,
     broker: str = "",
     days: int = 1825,
     renew: bool = False,
     key: bytes = b"",
     max_devices: int | None = None,
-) -> None:
-    """Enroll a device and close the fleet; the folder `out` then contains all that the device needs.
+) -> dict[str, bytes]:
+    """Enroll a device and close the fleet; return all files that the device needs.
 
-    `broker` is `HOST[:PORT][,...]` as seen from the device, or empty if it is configured there; `renew` replaces the
-    keys of a device that is enrolled or revoked; `key` is the public one of a `signing.key` that the device's owner
-    keeps, and is missing in the folder; `max_devices` is the fleet's quota.
+    `out` is a new folder that contains them; without one, they are written nowhere. `broker` is `HOST[:PORT][,...]` as
+    seen from the device, or empty if it is configured there; `renew` replaces the keys of a device that is enrolled or
+    revoked; `key` is the public one of a `signing.key` that the device's owner keeps, and is missing in the files;
+    `max_devices` is the fleet's quota.
 
     Raises:
         ConfigError: the name is invalid or taken, the device is one too many, or `out` exists.
@@ -91,6 +96,7 @@ def enroll(  # noqa: PLR0913 - every option of the command line
             root_key=root_of(certificates).hex(),
         )
         files = {
+            IGNORE_FILE: IGNORE_ALL.encode(),
             "enrollment.toml": card_text(card).encode(),
             "ca.crt": ca.certificate,
             "device.crt": issued.certificate,
@@ -98,8 +104,10 @@ def enroll(  # noqa: PLR0913 - every option of the command line
             **({"signing.key": pem_of(made)} if made else {}),
         }
         serial, now_s = f"{issued.serial:x}", int(now.timestamp())
-        is_leftover = _is_leftover(out, card, names={IGNORE_FILE, *files}, known=known)
-        with _new_folder(out, files, replaces=is_leftover) as publish:
+        folder: contextlib.AbstractContextManager[Callable[[], None]] = contextlib.nullcontext(lambda: None)
+        if out is not None:
+            folder = _new_folder(out, files, replaces=_is_leftover(out, card, names=files, known=known))
+        with folder as publish:
             # If the process is killed before the device is stored, the certificate stays revoked.
             store.keys.revoke_certificate(serial, now_s=now_s)
             with store.transaction():
@@ -115,6 +123,7 @@ def enroll(  # noqa: PLR0913 - every option of the command line
                 publish()
         mark_closed(store.folder)
         write_revocation_list(store, ca)
+        return files
 
 
 def _check_quota(known: Key | None, devices: int, most: int | None) -> None:
@@ -153,6 +162,7 @@ def enroll_broker(
         ca = open_ca(store.folder, fleet)
         issued = issue_server(ca, [*hosts, *LOCAL_HOSTS], now=datetime.now(UTC), days=days)
         files = {
+            IGNORE_FILE: IGNORE_ALL.encode(),
             "ca.crt": ca.certificate,
             "broker.crt": issued.certificate,
             "broker.key": issued.key,
@@ -177,7 +187,12 @@ def enroll_receiver(store: Store, receiver: str, *, fleet: str, out: Path, days:
     with _consistent_identity(store):
         ca = open_ca(store.folder, fleet)
         issued = issue_client(ca, mosquitto_config.user_name(receiver, fleet), now=utc_now(), days=days)
-        files = {"ca.crt": ca.certificate, "receiver.crt": issued.certificate, "receiver.key": issued.key}
+        files = {
+            IGNORE_FILE: IGNORE_ALL.encode(),
+            "ca.crt": ca.certificate,
+            "receiver.crt": issued.certificate,
+            "receiver.key": issued.key,
+        }
         with _new_folder(out, files) as publish:
             publish()
 
@@ -257,8 +272,8 @@ def _new_folder(
     try:
         with state_errors(out):
             folder.mkdir(mode=0o700, parents=True)
-        for name, data in {IGNORE_FILE: IGNORE_ALL.encode(), **files}.items():
-            write_atomically(folder / name, data, mode=0o600 if name in _PRIVATE else 0o644)
+        for name, data in files.items():
+            write_atomically(folder / name, data, mode=mode_of(name))
         yield publish
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
@@ -270,21 +285,18 @@ def _consistent_identity(store: Store) -> Iterator[None]:
     """Lock the identity folder, and mend what a killed command or a restored database has left."""
     with locked_identity(store.folder):
         identity = identity_folder(store.folder)
-        with state_errors(identity):
-            # Of a write that was interrupted; it may hold a private key.
-            for file in identity.glob(".*-????????"):
-                file.unlink()
+        delete_temporary_files(identity, is_only_writer=True)  # one may hold a private key
         if store.keys.is_closed():
             mark_closed(store.folder)
         restore_access(store)
         yield
 
 
-def _is_leftover(out: Path, card: EnrollmentCard, *, names: AbstractSet[str], known: Key | None) -> bool:
+def _is_leftover(out: Path, card: EnrollmentCard, *, names: Collection[str], known: Key | None) -> bool:
     """Return True if a folder is of an enrollment that was killed before the database had the device's key."""
     with contextlib.suppress(ConfigError):
         found = read_card(out)
         is_own = (found.device, found.aggregator_key) == (card.device, card.aggregator_key)
         is_unknown = known is None or found.key != known.public.hex()
-        return is_own and is_unknown and {file.name for file in out.iterdir()} <= names
+        return is_own and is_unknown and all(file.name in names for file in out.iterdir())
     return False

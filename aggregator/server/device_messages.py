@@ -50,6 +50,9 @@ RECEIPTS_PER_S = 4.0
 MAX_READ_BYTES = 16 * 1024**2
 """Size of the uploads of a batch in memory at which frames are left to the transaction, which handles one at a time."""
 
+MAX_DRIFT = 1000.0
+"""Drift that is stored of a device: more than any images have."""
+
 MAX_REFUSED = 1_000_000
 """Refused messages of a reason that a device can report: a device can claim any number, and metrics add them."""
 
@@ -397,4 +400,5 @@ def bounded_info(info: DeviceInfo, task: TaskManifest) -> DeviceInfo:
             for name, count in info.refused_messages.items()
             if name in get_args(Reason)
         },
+        drift=msgspec.UNSET if info.drift is msgspec.UNSET else max(-MAX_DRIFT, min(info.drift, MAX_DRIFT)),
     )

@@ -277,6 +277,7 @@ class Refusal(msgspec.Struct, frozen=True):
     reason: str
     count: int
     detail: Annotated[str, Meta(description="Of the last one.")]
+    last_s: UnixSeconds
 
 
 @dataclass
@@ -309,7 +310,7 @@ class Refusals:
 
     def all(self) -> list[Refusal]:
         rows = self._database.read(
-            "SELECT device, reason, count, detail FROM refusals ORDER BY device, reason"
+            "SELECT device, reason, count, detail, last_s FROM refusals ORDER BY device, reason"
         )
         return [Refusal(*row) for row in rows]
 

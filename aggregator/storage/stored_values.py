@@ -168,9 +168,16 @@ class LostFiles(msgspec.Struct, frozen=True):
 
 
 class CompiledGraphs(msgspec.Struct, frozen=True):
-    """The graphs of every task served so far, by a digest of their inputs, then by role."""
+    """The graphs of the tasks served lately, by a digest of their inputs, then by role."""
 
     graphs: Mapping[str, Mapping[str, BlobRef]]
+
+
+class NotServed(msgspec.Struct, frozen=True):
+    """What the served task does not use, and since when, in elapsed seconds."""
+
+    since_s: dict[str, float]
+    """By the hex digest of a task with submissions, or the key of its graphs in `CompiledGraphs`."""
 
 
 class ClosedFleet(msgspec.Struct, frozen=True):

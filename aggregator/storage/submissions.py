@@ -137,6 +137,19 @@ class Submissions:
         rows = self._database.read("SELECT digest FROM submissions WHERE task != ?", task)
         return {digest for (digest,) in rows}
 
+    def tasks(self) -> set[bytes]:
+        """Return the tasks that devices have submitted to, or evaluated heads of."""
+        rows = self._database.read(
+            "SELECT task FROM submissions UNION SELECT task FROM lost_submissions UNION SELECT task FROM evaluations"
+        )
+        return {task for (task,) in rows}
+
+    def delete_task(self, task: bytes) -> None:
+        """Delete all submissions and evaluations of a task, in a transaction of the caller."""
+        retire_number(self._database)
+        for table in ("submissions", "lost_submissions", "evaluations"):
+            self._database.write(f"DELETE FROM {table} WHERE task = ?", task)  # noqa: S608 - one of three
+
     def of_device(self, device: str) -> list[tuple[bytes, bytes]]:
         """Return the tasks and digests of a device's submissions, those that are lost included."""
         return self._database.read(

@@ -1,20 +1,27 @@
-"""Which blobs must be kept: served to devices, part of a later head, or needed by another task."""
+"""What must be kept: what devices are served, what a later head is made of, and earlier tasks for a while."""
 
 import contextlib
 import logging
 from collections.abc import Sequence
 from itertools import groupby
 
+from msgspec.structs import replace
+
 from aggregator.coordination import rollout_state
 from aggregator.coordination.round_state import still_counts
 from aggregator.storage.blobs import FolderBlobs
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
-from aggregator.storage.sum_lists import blobs_of_lists, sums_of_tasks
+from aggregator.storage.stored_values import CompiledGraphs, NotServed
+from aggregator.storage.sum_lists import blobs_of_lists, put_sums, sums_of, sums_of_tasks
 from aggregator.tasks.graph_cache import known_graphs
 from aggregator.tasks.task_preparation import Task
+from protocol.log import event
 
 log = logging.getLogger(__name__)
+
+KEPT_S = 30 * 24 * 3600.0
+"""Elapsed seconds for which the submissions and graphs of a task are kept after another one has replaced it."""
 
 
 def served_blobs(task: Task, heads: Sequence[HeadRecord], state: rollout_state.State) -> set[bytes]:
@@ -35,7 +42,11 @@ def needed_blobs(task: Task, store: Store) -> set[bytes]:
     ]
     return (
         task.blobs
-        | {task.digest, *(task.manifest.continues or ())}
+        | {
+            task.digest,
+            *(task.manifest.continues or ()),
+            *store.submissions.tasks(),
+        }  # these may be continued
         | {digest for head in retained for digest in (head.digest, head.file)}
         | _tensors(retained)
         | {graph.digest for graphs in known_graphs(store).values() for graph in graphs.values()}
@@ -51,8 +62,41 @@ def needed_blobs(task: Task, store: Store) -> set[bytes]:
     )
 
 
+def delete_earlier_tasks(task: Task, store: Store) -> None:
+    """Delete the submissions, evaluations and graphs of tasks that another one has replaced `KEPT_S` ago.
+
+    Until then, an operator can return to such a task, or continue it. Raises StateError.
+    """
+    with store.transaction():
+        graphs, now_s = known_graphs(store), store.clock.now_s()
+        tasks = store.submissions.tasks() - {task.digest, *(task.manifest.continues or ())}
+        unused = {
+            *(digest.hex() for digest in tasks),
+            *(
+                key
+                for key, roles in graphs.items()
+                if not {each.digest for each in roles.values()} <= task.blobs
+            ),
+        }
+        known = store.facts.get(NotServed) or NotServed({})
+        since_s = {name: known.since_s.get(name, now_s) for name in unused}
+        expired = {name for name, each_s in since_s.items() if now_s - each_s >= KEPT_S}
+        for digest in tasks:
+            if digest.hex() in expired:
+                store.submissions.delete_task(digest)
+                if (lists := sums_of(store.facts, digest)).pending is not None:
+                    put_sums(store.facts, replace(lists, pending=None))
+                event(log, logging.INFO, "submissions of an earlier task deleted", task=digest)
+        if not expired.isdisjoint(graphs):
+            kept = {key: roles for key, roles in graphs.items() if key not in expired}
+            store.facts.put(CompiledGraphs(kept))
+        if (after := NotServed({name: since_s[name] for name in unused - expired})) != known:
+            store.facts.put(after)
+
+
 def delete_unneeded_blobs(task: Task, store: Store) -> None:
-    """Delete the blobs that nothing needs any more; raises StateError."""
+    """Delete what nothing needs any more; raises StateError."""
+    delete_earlier_tasks(task, store)
     # In a folder also those of a transaction that has not ended yet: no other process may write meanwhile.
     in_folder = isinstance(store.blobs, FolderBlobs)
     with store.transaction() if in_folder else contextlib.nullcontext():

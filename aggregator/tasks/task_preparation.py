@@ -23,10 +23,13 @@ from aggregator.tasks.graph_cache import cached_graphs
 from aggregator.tasks.manifests import program_of, task_manifest
 from protocol.errors import ConfigError, GraphRefused, MalformedMessage, StateError
 from protocol.log import event
-from protocol.models.onnx_metadata import BackboneMetadata, read_metadata
+from protocol.models.backbone_file import check_backbone, read_backbone
+from protocol.models.onnx_metadata import BackboneMetadata
 from protocol.statistics.public_map import read_map
+from protocol.storage.blobstore import file_digest
 from protocol.wire.codec import decode, encode
 from protocol.wire.messages import (
+    MAX_BLOB_BYTES,
     MAX_CONTINUED,
     MAX_MANIFEST_BYTES,
     MAX_MAPPED_SIZE,
@@ -103,12 +106,12 @@ def prepare_task(file: TaskFile, backbones: Sequence[Path], *, store: Store) -> 
     """Store the blobs of a task file's task: backbones, graphs and tensors for rounds, and the manifest.
 
     Raises:
-        ConfigError: a backbone is no ONNX file, mapped features are too long, the graphs cannot be exported, or the
+        ConfigError: mapped features are too long, the graphs cannot be exported, or the
             manifest is too large.
-        BackboneMismatch: a backbone was not written by `export-backbone`.
+        BackboneMismatch: devices would refuse a backbone.
         StateError: the state directory cannot be written.
     """
-    described = {path: read_backbone(path) for path in backbones}
+    described = {path: checked_backbone(path, store) for path in backbones}
     feature_size = sum(each.feature_size for each in described.values())
     columns = selected_columns(file.layers or (), described)
     references = [store.put_file(path) for path in backbones]
@@ -287,16 +290,11 @@ def second_operator(sums: SumsSettings) -> SecondOperator:
     )
 
 
-def read_backbone(path: Path) -> BackboneMetadata:
-    """Return the metadata of a backbone file.
+def checked_backbone(path: Path, store: Store | None = None) -> BackboneMetadata:
+    """Return the metadata of a backbone file, which is run on a few images unless a store has it already.
 
-    Raises ConfigError if it is no ONNX file, and BackboneMismatch if `export-backbone` has not written it.
+    Raises BackboneMismatch if devices would refuse it.
     """
-    import onnx
-    from google.protobuf.message import DecodeError
-
-    try:
-        model = onnx.load(path, load_external_data=False)
-    except (OSError, DecodeError) as error:
-        raise ConfigError(f"cannot read the backbone {path}: {error}") from error
-    return read_metadata({entry.key: entry.value for entry in model.metadata_props}, BackboneMetadata)
+    if store is not None and file_digest(path) in store.blobs:
+        return read_backbone(path, max_bytes=MAX_BLOB_BYTES)
+    return check_backbone(path, max_bytes=MAX_BLOB_BYTES)

@@ -28,7 +28,7 @@ from aggregator.training.robust.weights import Counting
 from protocol.errors import BlobLost, ProtofleetError
 from protocol.statistics.noisy_sums import UNITS, deviations, share_of_noise
 from protocol.statistics.public_map import read_map
-from protocol.statistics.second_moment import from_triangle, triangle_size
+from protocol.statistics.second_moment import MAX_VALUE, from_triangle, triangle_size
 from protocol.storage.blobstore import write_atomically
 from protocol.wire.codec import decode, encode, to_array, to_tensor
 from protocol.wire.messages import Submission, SumReply, Tensor, Tensors
@@ -55,9 +55,9 @@ def run(job: NoisySumsJob) -> Result:
         counts, sums, second_moment, devices, invalid = _added(job, expectation)
         share = wanted.noise_multiplier
     else:
-        counts, sums, second_moment = _opened(job, expectation)
-        devices, invalid = job.devices + len(job.members), {}
         share = share_of_noise(wanted.noise_multiplier, honest=operator.honest)
+        counts, sums, second_moment = _opened(job, expectation, share)
+        devices, invalid = job.devices + len(job.members), {}
     images = max(1, round(int(counts.sum()) / UNITS))
     report_progress({"prototypes": images})
     noise_multiplier = share * math.sqrt(devices)
@@ -100,11 +100,13 @@ def _added(job: NoisySumsJob, expectation: Expectation) -> tuple[*Sums, int, dic
     return counts, sums, second_moment, len(parts), invalid
 
 
-def _opened(job: NoisySumsJob, expectation: Expectation) -> Sums:
-    """Return the sum of all lists, which is written to `total.bin`: masked sums less the sum of masks, modulo 2^32.
+def _opened(job: NoisySumsJob, expectation: Expectation, share: float) -> Sums:
+    """Return the sum of all lists, which is written to `total.bin`.
+
+    The sum of one is that of masked sums less the sum of masks, modulo 2^32; `share` is a device's noise multiplier.
 
     Raises:
-        ProtofleetError: a submission or a blob is lost.
+        ProtofleetError: a submission or a blob is lost, or a list has too many images.
     """
     blobs, classes, size = (
         open_blobs(job.blobs),
@@ -112,24 +114,59 @@ def _opened(job: NoisySumsJob, expectation: Expectation) -> Sums:
         expectation.prototype_size,
     )
     parts = (classes, classes * size, triangle_size(size))
-    total = np.zeros(sum(parts), np.uint32)
+    masked = np.zeros(sum(parts), np.uint32)
     try:
         for _, submission in job.submissions():
             part = check_noisy_sums(submission, expectation)
-            total += np.concatenate([part.counts, part.sums.ravel(), part.second_moment])
+            masked += np.concatenate([part.counts, part.sums.ravel(), part.second_moment])
     except BlobLost as error:
         raise ProtofleetError(
             f"{UNUSABLE}: a submission is lost, and the second operator opens no other list with its devices: {error}"
         ) from error
     reply = blobs.read(bytes.fromhex(job.masks))
     masks = decode(reply, SumReply, max_bytes=len(reply)).masks
-    total -= to_array(masks) if isinstance(masks, Tensor) else np.uint32(0)
+    masked -= to_array(masks) if isinstance(masks, Tensor) else np.uint32(0)
+    total = masked.view(np.int32).astype(np.int64)
+    require_no_wrap(total[:classes], noise_multiplier=share * math.sqrt(len(job.members)))
     if job.total:
         earlier = blobs.read(bytes.fromhex(job.total))
-        total += to_array(decode(earlier, Tensors, max_bytes=len(earlier)).values["total"])
-    write_atomically(Path(job.folder) / TOTAL_FILE, encode(Tensors(values={"total": to_tensor(total)})))
-    counts, sums, second_moment = np.split(total.view(np.int32).astype(np.int64), np.cumsum(parts)[:2])
+        total += from_total(decode(earlier, Tensors, max_bytes=len(earlier)))
+    write_atomically(Path(job.folder) / TOTAL_FILE, encode(to_total(total)))
+    counts, sums, second_moment = np.split(total, np.cumsum(parts)[:2])
     return counts, sums.reshape(classes, size), second_moment
+
+
+def require_no_wrap(counts: NDArray[np.int64], *, noise_multiplier: float) -> None:
+    """Raise ProtofleetError if the sums of a list may have wrapped around unnoticed, by its counts.
+
+    An image changes a class sum by `UNITS` times 127 at most, and a product by half of 127^2. A square, by 127^2,
+    becomes negative before the others wrap around, which `_require_laws` notices.
+    """
+    noise = LARGEST * deviations(noise_multiplier)["sums"]
+    most = int((2**31 - noise) / (UNITS * MAX_VALUE))
+    if (images := int(counts.sum()) // UNITS) > most:
+        raise ProtofleetError(
+            f"{UNUSABLE}: its devices have {images} images together, and sums of more than {most} can wrap around: "
+            "divide the devices among several fleets"
+        )
+
+
+def to_total(values: NDArray[np.int64]) -> Tensors:
+    """Return the total of all lists as it is stored: the lower 32 bits and the upper ones."""
+    return Tensors(
+        values={
+            "total": to_tensor((values & 0xFFFFFFFF).astype(np.uint32)),
+            "upper": to_tensor((values >> 32).astype(np.int32)),
+        }
+    )
+
+
+def from_total(stored: Tensors) -> NDArray[np.int64]:
+    """Return a stored total; one of an earlier version has its lower bits only, and is within 32."""
+    lower, upper = to_array(stored.values["total"]), stored.values.get("upper")
+    if upper is None:
+        return lower.view(np.int32).astype(np.int64)
+    return (to_array(upper).astype(np.int64) << 32) | lower.astype(np.int64)
 
 
 def _require_laws(total: NoisyTotal) -> None:
@@ -139,7 +176,7 @@ def _require_laws(total: NoisyTotal) -> None:
     if total.counts.min() < -LARGEST * scale["counts"] or squares.min() < -LARGEST * scale["squares"]:
         raise ProtofleetError(
             f"{UNUSABLE}: no images have such sums: a device has lied, or the second operator, whose signature "
-            "is stored"
+            "is stored, or the devices of a list have more than 130,000 images"
         )
 
 

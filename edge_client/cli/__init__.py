@@ -1,5 +1,9 @@
 """The `edge-client` program. Commands import what they need when they run, so that `--help` answers at once."""
 
+import protocol.first_process  # noqa: F401 - before all others
+
+# isort: split
+
 from edge_client.cli.doctor import doctor_command
 from edge_client.cli.predict import predict_command
 from edge_client.cli.review import review_command

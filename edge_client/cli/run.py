@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +33,7 @@ from protocol.cli import (
 )
 from protocol.errors import ConfigError
 from protocol.service_manager import stop_on_terminate
+from protocol.threads import available_cores
 from protocol.wire.messages import MAX_SUMMED
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ def _serve(  # noqa: PLR0913 - every option of the command line
             f"no images at {data}: expected a directory with one subdirectory per class, or a CSV file with the "
             "columns path,label; pass it with --data, or an empty directory to receive heads only"
         )
-    workers = workers or min(4, os.cpu_count() or 1)
+    workers = workers or min(4, available_cores())
     if as_json:
         from edge_client.cli.cost import measure
 

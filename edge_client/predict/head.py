@@ -8,12 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from edge_client.runtime.backbone import Backbone
-from edge_client.runtime.onnx_model import OnnxModel, Slot, Tensors, describe, fit, open_model
+from edge_client.runtime.onnx_model import OnnxModel, Tensors, fit, open_model
 from edge_client.runtime.program_graph import open_graph
 from edge_client.storage.stored_values import InstalledHead
 from edge_client.training.local_round import LocalModel, read_tensors, unpack
 from protocol.errors import BackboneMismatch, ConfigError, GraphRefused
 from protocol.models.onnx_metadata import HeadMetadata, read_metadata
+from protocol.models.slots import Slot, describe
 from protocol.storage.blobstore import BlobStore
 from protocol.wire.messages import BlobRef
 

@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_client.runtime.onnx_model import OnnxModel, Slot, describe, open_model
+from edge_client.runtime.onnx_model import OnnxModel, open_model
 from edge_client.runtime.session import Provider
 from protocol.errors import BackboneMismatch, GraphRefused, ProtofleetError
+from protocol.models.backbone_file import check_features, check_signature
 from protocol.models.onnx_metadata import BackboneMetadata, read_metadata
 from protocol.storage.blobstore import file_digest
 from protocol.wire.messages import MAX_BLOB_BYTES
@@ -52,9 +53,7 @@ class Backbone:
                 f"{error} ({len(images)} images on {self.model.provider}): fewer at a time need less memory; lower "
                 "--batch-size, or give `edge-client predict` fewer images"
             ) from error
-        expected = (len(images), self.metadata.feature_size)
-        if features.shape != expected:
-            raise BackboneMismatch(f"the backbone gave features of shape {features.shape}, not {expected}")
+        check_features(self.metadata, features, images=len(images))
         return features
 
 
@@ -88,12 +87,5 @@ def open_backbone(
     except GraphRefused as error:
         raise BackboneMismatch(f"cannot load {path.name}: {error}") from error
     metadata = read_metadata(model.properties, BackboneMetadata)
-    spec = metadata.preprocessing
-    inputs = {"image": Slot(np.dtype(np.uint8), (None, spec.height, spec.width, 3))}
-    outputs = {"feature": Slot(np.dtype(np.float32), (None, metadata.feature_size))}
-    if (model.inputs, model.outputs) != (inputs, outputs):
-        raise BackboneMismatch(
-            f"{path.name} must take {describe(inputs)} and give {describe(outputs)}, but takes "
-            f"{describe(model.inputs)} and gives {describe(model.outputs)}: make it with export-backbone"
-        )
+    check_signature(path.name, metadata, inputs=model.inputs, outputs=model.outputs)
     return Backbone(sha256=(digest or file_digest(path)).hex(), metadata=metadata, model=model)

@@ -1,7 +1,6 @@
 """An ONNX model: validated, opened in ONNX Runtime, and run under a watchdog."""
 
 import contextlib
-import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -15,6 +14,7 @@ from edge_client.runtime.session import Provider, first_line, open_session, requ
 from edge_client.runtime.watchdog import load_limit, time_limit
 from protocol.errors import GraphRefused, StateError
 from protocol.models.onnx_validation import MAX_GRAPH_BYTES, check_graph
+from protocol.models.slots import Slot, mapped, slots_of
 
 MAX_RUN_S = 120.0
 """Time limit for one batch of a head or a program's graph, which normally takes milliseconds."""
@@ -29,27 +29,6 @@ _ISOLATED: ContextVar[contextlib.ExitStack | None] = ContextVar("isolated models
 
 Tensors = Mapping[str, NDArray[Any]]
 """Arrays by the names of a model's inputs or outputs."""
-
-_DTYPES: dict[str, type[np.generic]] = {
-    "tensor(float)": np.float32,
-    "tensor(float16)": np.float16,
-    "tensor(double)": np.float64,
-    "tensor(int32)": np.int32,
-    "tensor(int64)": np.int64,
-    "tensor(uint8)": np.uint8,
-    "tensor(bool)": np.bool_,
-}
-
-
-@dataclass(frozen=True)
-class Slot:
-    """Dtype and shape of an input or output; an axis that is None may have any length."""
-
-    dtype: np.dtype[Any]
-    shape: tuple[int | None, ...]
-
-    def __str__(self) -> str:
-        return f"{self.dtype} ({', '.join('any' if edge is None else str(edge) for edge in self.shape)})"
 
 
 @dataclass(frozen=True)
@@ -140,7 +119,7 @@ def open_model(  # noqa: PLR0913 - all of it is about one file
         RuntimeMissing: ONNX Runtime is not installed.
         GraphRefused: it is broken, too large, has foreign operators, other files or types, or cannot be loaded.
     """
-    content = _content(source) if isinstance(source, Path) else source
+    content = mapped(source) if isinstance(source, Path) else source
     properties = check_graph(content, max_bytes=max_bytes, deterministic=deterministic)
     accept(properties)
     with load_limit(MAX_LOAD_S if max_load_s is None else max_load_s):
@@ -152,8 +131,8 @@ def open_model(  # noqa: PLR0913 - all of it is about one file
         properties=properties,
         provider=used_provider,
         note=note,
-        inputs=_slots(session.get_inputs()),
-        outputs=_slots(session.get_outputs()),
+        inputs=slots_of(session.get_inputs()),
+        outputs=slots_of(session.get_outputs()),
         _session=session,
         _source=source,
     )
@@ -184,31 +163,3 @@ def fit(name: str, array: NDArray[Any], slot: Slot) -> NDArray[Any]:
     if not same or not np.can_cast(array.dtype, slot.dtype, "same_kind"):
         raise GraphRefused(f"tensor {name!r} must be {slot}, and is {Slot(array.dtype, array.shape)}")
     return np.require(array, slot.dtype, ["C", "A"])
-
-
-def describe(slots: Mapping[str, Slot]) -> str:
-    """Return names, dtypes and shapes in one line."""
-    return ", ".join(f"{name} {slot}" for name, slot in slots.items())
-
-
-def _content(path: Path) -> memoryview:
-    try:
-        if path.exists() and not path.is_file():  # to open a pipe would wait for its writer
-            raise GraphRefused(f"{path} is not a regular file")
-        with path.open("rb") as file:
-            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-    except (OSError, ValueError) as error:  # an empty file cannot be mapped
-        raise GraphRefused(str(error)) from error
-
-
-def _slots(values: list[Any]) -> dict[str, Slot]:
-    for value in values:
-        if value.type not in _DTYPES:
-            raise GraphRefused(f"{value.name} is of {value.type}; expected one of {', '.join(_DTYPES)}")
-    return {
-        value.name: Slot(
-            np.dtype(_DTYPES[value.type]),
-            tuple(edge if isinstance(edge, int) else None for edge in value.shape),
-        )
-        for value in values
-    }

@@ -7,10 +7,11 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_client.runtime.onnx_model import OnnxModel, Slot, Tensors, describe, fit, open_model
+from edge_client.runtime.onnx_model import OnnxModel, Tensors, fit, open_model
 from edge_client.runtime.session import require_runtime
 from protocol.errors import BackboneMismatch, GraphRefused
 from protocol.models.onnx_metadata import GraphMetadata, read_metadata
+from protocol.models.slots import Slot, describe
 
 Role = Literal["init", "step", "project", "head"]
 

@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import io
-import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 
 from edge_client.runtime.concurrent_session import ConcurrentSession
 from protocol.errors import GraphRefused, RuntimeMissing, pip_command
+from protocol.threads import available_cores
 
 Provider = Literal["auto", "cpu", "cuda", "tensorrt"]
 
@@ -70,7 +70,7 @@ def open_session(
     note = _note(reasons, "cpu")
     if not concurrent:
         return _create(runtime, file, [_CPU], threads), "cpu", note
-    session = ConcurrentSession(_create(runtime, file, [_CPU], 1), threads=threads or os.cpu_count() or 1)
+    session = ConcurrentSession(_create(runtime, file, [_CPU], 1), threads=threads or available_cores())
     return session, "cpu", note
 
 
@@ -118,7 +118,8 @@ def _create(runtime: Any, file: Path | bytes, providers: Sequence[str], threads:
     options = runtime.SessionOptions()
     # Errors are raised; ONNX Runtime need not print them as well.
     options.log_severity_level = 4
-    options.intra_op_num_threads = threads or 0
+    # Without a number, ONNX Runtime binds threads to cores, also to those outside of a container's.
+    options.intra_op_num_threads = threads or available_cores()
     # Waiting threads sleep instead of using the CPU.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     # Planning memory ahead, for each batch size, took a fifth more memory and was not faster.

@@ -13,9 +13,10 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from edge_client.runtime.onnx_model import Slot, Tensors, fit
+from edge_client.runtime.onnx_model import Tensors, fit
 from edge_client.runtime.program_graph import FREE, Graph
 from protocol.errors import GraphRefused, Interrupted, ProtofleetError
+from protocol.models.slots import Slot
 
 CHUNK_ROWS = 64
 """Features projected at once."""

@@ -181,6 +181,8 @@ def expiry_warning(certificate: Path, now: datetime) -> str:
         advice = f"renew it with `aggregator enroll-receiver {name} --out DIR`"
     else:
         advice = f"renew it with `aggregator enroll {name} --renew --out DIR`"
+    if end <= now:
+        return f"the certificate {certificate} expired on {end:%Y-%m-%d}: {advice}"
     return f"the certificate {certificate} expires on {end:%Y-%m-%d}: {advice}"
 
 

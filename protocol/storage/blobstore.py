@@ -6,8 +6,10 @@ its digest is verified.
 
 import contextlib
 import errno
+import fnmatch
 import hashlib
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -25,7 +27,7 @@ MAX_WRITE_S = 3600.0
 """Temporary files older than this were left by a process that has ended."""
 
 TEMPORARY = ".*-????????"
-"""Pattern of the names of temporary files."""
+"""Pattern of the names of temporary files and folders."""
 
 
 @contextlib.contextmanager
@@ -74,12 +76,27 @@ def deleted_on_failure(temporary: Path) -> Iterator[None]:
         raise
 
 
-def delete_temporary_files(folder: Path) -> None:
-    """Delete the files below a folder that killed processes were writing; raises StateError if it cannot be read."""
+def delete_temporary_files(folder: Path, *, is_only_writer: bool = False) -> None:
+    """Delete what killed processes have left: temporary files below a folder, and temporary folders directly in it.
+
+    Other processes may write, rename and delete meanwhile, and a file that one of them may be writing stays; with
+    `is_only_writer`, none does. Raises StateError if the folder cannot be read.
+    """
     with state_errors(folder):
-        for file in folder.rglob(TEMPORARY):
-            if not _is_being_written(file):
-                file.unlink(missing_ok=True)
+        for left in folder.glob(TEMPORARY):
+            if left.is_dir() and not left.is_symlink():
+                with contextlib.suppress(FileNotFoundError):
+                    shutil.rmtree(left)
+        for parent, _, names in os.walk(folder, onerror=_raise_unless_missing):
+            for name in fnmatch.filter(names, TEMPORARY):
+                file = Path(parent, name)
+                if is_only_writer or not _is_being_written(file):
+                    file.unlink(missing_ok=True)
+
+
+def _raise_unless_missing(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):
+        raise error
 
 
 def write_beside(path: Path, data: bytes, mode: int = 0o644, *, is_for_later: bool = False) -> Path:
@@ -269,6 +286,9 @@ class BlobStore:
 
 
 def _is_being_written(file: Path) -> bool:
-    found = file.stat()
+    try:
+        found = file.stat()
+    except FileNotFoundError:  # it has its final name
+        return True
     # With a second name it is complete, and as young as what is written under that name.
     return file.name.startswith(".") and found.st_nlink == 1 and time.time() - found.st_mtime < MAX_WRITE_S

@@ -18,6 +18,7 @@ from edge_client.data.images import LabeledImage, scan_images
 from edge_client.runtime.backbone import Backbone
 from edge_client.storage.feature_cache import FeatureCache
 from protocol.errors import ConfigError
+from protocol.threads import available_cores
 from protofleet.features import AnyBackbone, load_backbones
 from protofleet.images import BATCH_SIZE, WORKERS
 from protofleet.prototypes import check_rows
@@ -190,7 +191,7 @@ def _extract(
         cache,
         open_backbone=opened.__getitem__,
         batch_size=BATCH_SIZE,
-        workers=min(WORKERS, os.cpu_count() or 1),
+        workers=min(WORKERS, available_cores()),
         on_progress=advance,
         should_stop=lambda: False,
     )

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import onnxruntime
 from numpy.typing import NDArray
 
 from aggregator.algorithms.statistics.feature_map import FeatureMap
@@ -18,6 +17,7 @@ from aggregator.training.jobs import StatisticsJob, read_result, write_result
 from aggregator.training.robust.weights import Counting
 from aggregator.training.statistics_job import run
 from edge_client.data.statistics import group_rows, to_rows
+from protocol.models.cpu_session import cpu_session
 from protocol.statistics import second_moment
 from protocol.statistics.row_sums import RowSums
 from protocol.storage.blobstore import BlobStore
@@ -203,5 +203,5 @@ def group_submission(
 
 
 def _logits(head: bytes, features: NDArray[np.float32]) -> NDArray[np.float32]:
-    session = onnxruntime.InferenceSession(head, providers=["CPUExecutionProvider"])
+    session = cpu_session(head)
     return np.concatenate([session.run(["logits"], {"feature": part})[0] for part in _parts(features)])

@@ -22,7 +22,7 @@ from rich.console import Console
 from aggregator.config.schema import TaskFile
 from aggregator.config.task_file import load_task
 from aggregator.intake.validation import Prototypes
-from aggregator.tasks.task_preparation import read_backbone
+from aggregator.tasks.task_preparation import checked_backbone
 from aggregator.training.robust.training_set import pool
 from edge_client.data.images import decode, find_images
 from edge_client.data.statistics import group_rows
@@ -103,7 +103,7 @@ def test_task_file_is_valid(tmp_path: Path) -> None:
         assert (task.quorum, task.classes, task.algorithm) == (7, data.CLASSES, algorithm)
         assert backbone == tmp_path / BACKBONE.name
         assert task.learning is None or task.learning.rounds == (1 if algorithm == "hierarchical" else ROUNDS)
-    assert read_backbone(backbone).feature_size == 256
+    assert checked_backbone(backbone).feature_size == 256
 
 
 def test_earlier_run_is_replaced(tmp_path: Path) -> None:

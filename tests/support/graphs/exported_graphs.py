@@ -14,7 +14,7 @@ from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import CompiledGraphs
 from aggregator.tasks import graph_cache
-from aggregator.tasks.task_preparation import read_backbone
+from aggregator.tasks.task_preparation import checked_backbone
 from protocol.storage.folder_lock import FolderLock
 from protocol.wire.messages import BlobRef
 
@@ -37,7 +37,7 @@ def exported(algorithm: RoundAlgorithm, *, feature_size: int, num_classes: int, 
 def provide(task_file: Path, state: Path) -> None:
     """Store the graphs of a task in a state folder, where an aggregator finds them when it starts."""
     task, backbones = load_task(task_file)
-    feature_size = sum(read_backbone(path).feature_size for path in backbones)
+    feature_size = sum(checked_backbone(path).feature_size for path in backbones)
     with closing(open_store(state)) as given, _graphs_of(task, feature_size) as (store, compiled):
         for graph in next(iter(compiled.graphs.values())).values():
             given.blobs.put(store.blobs.read(graph.digest))

@@ -14,7 +14,7 @@ from pathlib import Path
 import click
 import pytest
 
-from protocol.cli import config_option, run, start_logging, verbose_option
+from protocol.cli import config_option, read_secret, run, start_logging, verbose_option
 from protocol.errors import ConfigError, pip_command
 from protocol.log import event
 from protocol.service_manager import stop_on_terminate
@@ -143,13 +143,20 @@ def test_config_file_gives_defaults(
 
     for key in ("batch-size", "batch_size"):
         config = tmp_path / f"{key}.toml"
-        config.write_text(f'broker = "file"\n{key} = 7\n')
+        config.write_text(f'broker = "file"\n{key} = 7\n', encoding="utf-8-sig")  # as on Windows
         assert shown("--config", str(config)) == "file 7\n"
     monkeypatch.setenv("PROTOFLEET_CONFIG", str(config))
     assert shown() == "file 7\n"
     monkeypatch.setenv("PROTOFLEET_BROKER", "environment")
     assert shown() == "environment 7\n"
     assert shown("--broker", "option") == "option 7\n"
+
+
+def test_byte_order_mark_is_no_part_of_a_password(tmp_path: Path) -> None:
+    """Editors of Windows write one."""
+    file = tmp_path / "password.txt"
+    file.write_text("secret\n", encoding="utf-8-sig")
+    assert read_secret(file, what="password") == "secret"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import logging
 import os
 import queue
+import signal
 import socket
 import subprocess
 import sys
@@ -176,6 +177,28 @@ print("hangs", flush=True)
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout) == (0, "goes on\n")
+
+
+@pytest.mark.parametrize("program", ["aggregator.cli", "edge_client.cli", "sums_operator.cli"])
+def test_process_1_ends_on_a_signal_during_its_imports(program: str) -> None:
+    """Linux would ignore it; any other process is ended by the signal itself."""
+    text = """
+import importlib, os, signal, sys
+os.getpid = lambda: int(sys.argv[1])
+
+class Importing:
+    @staticmethod
+    def find_spec(name, *_):
+        if name == "click":
+            signal.raise_signal(signal.SIGTERM)
+
+sys.meta_path.insert(0, Importing)
+importlib.import_module(sys.argv[2])
+"""
+    codes = [
+        subprocess.run([sys.executable, "-c", text, pid, program], check=False).returncode for pid in "12"
+    ]
+    assert codes == [128 + signal.SIGTERM, -signal.SIGTERM]
 
 
 ROOT = Path(__file__).parents[3]

@@ -8,7 +8,7 @@ from aggregator.algorithms.fedpcl import FedPCL
 from aggregator.algorithms.fpl import FPL
 from aggregator.algorithms.statistics.feature_map import Statistics
 from aggregator.config.schema import Client, PrivacyBudget, PrivacySettings, Rounds
-from aggregator.config.task_file import load_task
+from aggregator.config.task_file import class_name_notes, load_task
 from aggregator.coordination.round_state import Settings
 from protocol.errors import ConfigError
 from protocol.wire.messages import Perturbation
@@ -285,3 +285,29 @@ def test_settings_of_statistics_are_read(tmp_path: Path) -> None:
     more = "retrain_after = 2\n[statistics]\nfeatures = 0\n[client]\nbatch_size = 1\nmin_images = 1\n"
     task, _ = load_task(_write(tmp_path, MINIMAL + STATISTICS + more))
     assert (task.method, task.settings.retrain_after) == (Statistics(features=0), 2)
+
+
+@pytest.mark.parametrize(
+    ("classes", "notes"),
+    [
+        (("cat", "dog", "Großer Käfer", "v1.2", "console"), []),
+        (("dog", "cat", "Dog", "CAT"), ["dog and Dog", "cat and CAT"]),
+        (("Stra\u00dfe", "STRASSE"), ["Stra\u00dfe and STRASSE"]),
+        (("cat", "a/b", ".."), ["no name of a folder on some or all devices: .., a/b"]),
+        ((".hidden", "a:b", "cat.", "a\\b"), ["devices: .hidden, a:b, a\\b, cat."]),
+        (("NUL", "com1", "con.x"), ["devices: NUL, com1, con.x"]),
+        (("unknown", "cat", "unsure"), ["image of no class: unknown, unsure"]),
+    ],
+)
+def test_class_names_that_do_not_work_everywhere(classes: tuple[str, ...], notes: list[str]) -> None:
+    """Two names of one folder where case does not count, names of no folder, and names of answers."""
+    found = class_name_notes(classes)
+    assert len(found) == len(notes)
+    for note, part in zip(found, notes, strict=True):
+        assert part in note
+
+
+def test_byte_order_mark_is_ignored(tmp_path: Path) -> None:
+    """Editors of Windows write one."""
+    task, _ = load_task(_write(tmp_path, "\ufeff" + MINIMAL))
+    assert task.classes == ("cat", "dog")

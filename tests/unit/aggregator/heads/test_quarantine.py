@@ -27,6 +27,7 @@ from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import NextHead
 from aggregator.storage.submissions import SubmissionRecord
+from aggregator.storage.sum_lists import PendingList, SumLists, put_sums, sums_of
 from aggregator.tasks.task_preparation import Task, prepare_task
 from aggregator.training.jobs import HeadJob, Result
 from aggregator.training.runner import Finished
@@ -158,7 +159,7 @@ def test_device_with_flipped_labels_is_quarantined_released_and_forgotten(tmp_pa
         assert "head 2 cannot be used any more: its files were deleted" in done.stderr
 
 
-OTHER = b"o" * 32
+OTHER, OPEN = b"o" * 32, b"p" * 32
 
 
 def _submitted(store: Store, device: str, payload: bytes, *, task: bytes = TASK) -> bytes:
@@ -274,6 +275,34 @@ def test_no_rollback_to_heads_with_a_forgotten_device(store: Store, task: Task) 
         submit_command(store, "rollback")
     with pytest.raises(ConfigError, match="its files were deleted"):
         submit_command(store, "rollback", 2)
+
+
+def test_sums_of_earlier_tasks_do_not_prevent_forgetting(store: Store) -> None:
+    """A sum that was opened stays, and so does its head; a list that was not is made again without the device.
+
+    Only of the task that is served, a device in a sum cannot be forgotten.
+    """
+    listed = PendingList(members={"a": "00", "b": "01"}, request="02", requested_s=0.0)
+    for task, device in ((OTHER, "a"), (OPEN, "a"), (TASK, "a"), (TASK, "b")):
+        _submitted(store, device, task + device.encode(), task=task)
+    head = _add_head(store, 1, task=OTHER, a=digest_of(OTHER + b"a"))
+    put_sums(store.facts, SumLists(OTHER, count=1, devices=("a", "c"), summed=2))
+    put_sums(store.facts, SumLists(OPEN, pending=listed))
+    done = forget(store, "a")
+    assert done[0].endswith("except from sums of earlier tasks that a second operator has opened")
+    assert store.submissions.of_device("a") == []
+    assert head in store.blobs
+    assert [[each.device for each in store.forgotten.all(task)] for task in (OTHER, OPEN, TASK)] == [
+        [],
+        ["a"],
+        ["a"],
+    ]
+    assert sums_of(store.facts, OTHER).devices == ("a", "c")
+    assert sums_of(store.facts, OPEN).pending is None
+    for lists in (SumLists(TASK, devices=("b",)), SumLists(TASK, pending=listed)):
+        put_sums(store.facts, lists)
+        with pytest.raises(ConfigError, match="the submission of b is in a sum"):
+            forget(store, "b")
 
 
 def test_revoked_device_stays_revoked(store: Store) -> None:

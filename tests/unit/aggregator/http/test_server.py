@@ -7,6 +7,7 @@ import http.client
 import io
 import ipaddress
 import stat
+import time
 import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from aggregator.http import snapshots
 from aggregator.http.access import is_own_host
-from aggregator.http.snapshots import Snapshots
+from aggregator.http.metrics import metrics_text
+from aggregator.http.snapshots import Snapshots, read_snapshot
 from aggregator.status import model
 from aggregator.status.collect import collect_status
 from aggregator.status.details import Details
@@ -29,7 +31,7 @@ from aggregator.storage.store import Store
 from aggregator.storage.stored_values import SigningKey
 from tests.support.databases.postgresql import PostgreSQL
 from tests.support.fleets.fleet import wait_until
-from tests.support.messages.submissions import SERVED, TASK
+from tests.support.messages.submissions import SERVED, TASK, device_info
 from tests.unit.aggregator.http.servers import TOKEN, Client, own_token, serving
 from tests.unit.aggregator.status.stores import busy_store, started_store, submission_row
 
@@ -100,6 +102,29 @@ def test_openapi_document_has_every_route_and_struct(client: Client) -> None:
         assert part.partition('"')[0] in document["components"]["schemas"]
 
 
+def test_openapi_document_names_the_paths_that_need_no_token(guarded: Client) -> None:
+    """The others answer 401 without one."""
+    document = guarded.get("/api/v1/openapi.json", Authorization=f"Bearer {TOKEN}").json()
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            is_open = operation.get("security") == []
+            assert (guarded.request(method.upper(), path).status != 401) == is_open, path
+
+
+def test_wrong_method_is_answered_with_the_right_one(server: tuple[Client, str]) -> None:
+    """Of each path of the document, whatever the method."""
+    anyone, token = server
+    client = Client(anyone.port, {"Authorization": f"Bearer {token}"})
+    for path, methods in client.get("/api/v1/openapi.json").json()["paths"].items():
+        allowed = "POST" if "post" in methods else "GET, HEAD"
+        for method in ("GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"):
+            if method in allowed:
+                continue
+            answer = client.request(method, path)
+            assert (answer.status, answer.headers.get("allow")) == (405, allowed), (method, path)
+    assert anyone.request("POST", "/healthz").status == 405
+
+
 def test_metrics_have_names_and_units_of_prometheus(client: Client) -> None:
     """Base units, `_total` on counters, no device as a label."""
     answer = client.get("/metrics")
@@ -118,6 +143,22 @@ def test_metrics_have_names_and_units_of_prometheus(client: Client) -> None:
         label for family in families.values() for sample in family.samples for label in sample.labels
     } <= {*("state", "reason", "kind", "head", "fleet", "task", "algorithm", "quota")}
     assert all(sample.labels["fleet"] == "barn" for family in families.values() for sample in family.samples)
+
+
+def test_metrics_count_devices_beside_maxima(tmp_path: Path) -> None:
+    """One device can raise a maximum or a sum to any value, and a number of devices by one."""
+    with contextlib.closing(started_store(tmp_path)) as store:
+        for device, drift in (("a", 1000.0), ("b", 4.0), ("c", 3.0)):
+            refused = {"signature": 10**6} if device == "a" else {}
+            info = device_info(drift=drift, refused_messages=refused)
+            store.devices.put_info(device, info, now_s=0.0)
+        for device, since_s in (*[("a", 10.0)] * 50, ("b", 599.0), ("c", 601.0)):
+            store.refusals.count(device, reason="shape", detail="", now_s=time.time() - since_s)
+    families = text_string_to_metric_families(metrics_text(read_snapshot(tmp_path)).decode())
+    values = {family.name: [sample.value for sample in family.samples] for family in families}
+    assert values["protofleet_devices_with_drift"] == [2]
+    assert values["protofleet_devices_refusing"] == [1]
+    assert values["protofleet_devices_refused"] == [2]
 
 
 def test_readiness_names_what_is_wrong(tmp_path: Path) -> None:
@@ -284,7 +325,7 @@ def test_hostile_bodies_are_refused(server: tuple[Client, str]) -> None:
 
 
 def test_commands_are_those_of_the_command_line(tmp_path: Path) -> None:
-    """A device is enrolled, revoked and forgotten; its enrollment folder stays nowhere on this machine."""
+    """A device is enrolled, revoked and forgotten; its keys are nowhere on this machine."""
     with contextlib.closing(started_store(tmp_path)) as store, serving(tmp_path) as (anyone, token):
         store.submissions.put(TASK, submission_row("shed-1", {1: 3}))
         client = Client(anyone.port, {"Authorization": f"Bearer {token}"})
@@ -295,7 +336,8 @@ def test_commands_are_those_of_the_command_line(tmp_path: Path) -> None:
         answer = client.post("/api/v1/commands/enroll", {"device": "shed-1", "broker": "broker.example"})
         assert answer.status == 200
         with zipfile.ZipFile(io.BytesIO(answer.body)) as archive:
-            assert {"shed-1/device.key", "shed-1/enrollment.toml"} <= set(archive.namelist())
+            assert {"shed-1/.gitignore", "shed-1/enrollment.toml"} <= set(archive.namelist())
+            assert archive.getinfo("shed-1/device.key").external_attr >> 16 == 0o600
         assert not list(tmp_path.glob("**/device.key"))
         assert store.keys.is_closed()
         again = client.post("/api/v1/commands/enroll", {"device": "shed-1"})

@@ -305,6 +305,16 @@ def test_private_task_refuses_a_submission_without_cost() -> None:
     assert (refused.reason, "costs in privacy" in refused.detail) == ("malformed", True)
 
 
+def test_more_epsilon_than_a_device_may_spend_is_refused() -> None:
+    """It would be the fleet's greatest one for ever."""
+    cost = Privacy(epsilon=1.0, total_epsilon=8.5, delta=1e-5, releases=1)
+    refused = _refused(_changed(privacy=cost), PRIVATE)
+    assert (refused.reason, refused.detail) == (
+        "malformed",
+        "expected a total epsilon of at most 8, got 8.5",
+    )
+
+
 SUMS, ROWS = sums_of(*images(0)), groups_of(*images(0))
 SIZE = SINGLE_EXPECTATION.prototype_size
 

@@ -166,17 +166,19 @@ def test_overwritten_fleet_topic_is_restored(amqtt_broker: BrokerAddress, tmp_pa
 
 
 def test_reported_info_is_reduced_to_what_is_known() -> None:
-    """The task's classes and backbones, and reasons of the protocol, each a bounded number of times."""
+    """The task's classes and backbones, reasons of the protocol, each a bounded number of times, and bounded drift."""
     known = MANIFEST.backbones[0].digest
     info = device_info(
         images={"cat": 3, "made up": 9},
         refused_messages={"signature": 2, "shape": 2**63 - 1, "made up": 9},
         backbones=(bytes([1]) * 32, known),
+        drift=9e29,
     )
     bounded = bounded_info(info, MANIFEST)
     assert bounded.backbones == (known,)
     assert bounded.images == {"cat": 3}
     assert bounded.refused_messages == {"signature": 2, "shape": 1_000_000}
+    assert bounded.drift == 1000.0
 
 
 SHAPES = {

@@ -91,7 +91,7 @@ def test_status_of_busy_aggregator(tmp_path: Path) -> None:
     assert (head.version, head.devices, head.prototypes, len(head.sha256)) == (1, 1, 10, 64)
     assert head.held_out == model.HeldOut(correct=9, incorrect=1, accuracy=0.9, balanced=0.8, devices=1)
     assert (status.head_path, status.model_path) == (None, None)
-    assert status.refusals == (Refusal("c", "shape", 1, "expected [16], got [17]"),)
+    assert status.refusals == (Refusal("c", "shape", 1, "expected [16], got [17]", 1.0),)
     text = rendered(status)
     for piece in (
         "fleet barn, fedtc, task ",

@@ -33,9 +33,9 @@ def test_refusals_are_counted_per_device_and_reason(store: Store) -> None:
     ]
     assert is_first == [True, False, True, True]
     assert store.refusals.all() == [
-        devices.Refusal("a", "dtype", 1, "3"),
-        devices.Refusal("a", "shape", 2, "2"),
-        devices.Refusal("b", "shape", 1, "4"),
+        devices.Refusal("a", "dtype", 1, "3", 1.0),
+        devices.Refusal("a", "shape", 2, "2", 1.0),
+        devices.Refusal("b", "shape", 1, "4", 1.0),
     ]
 
 
@@ -75,7 +75,7 @@ def test_refusals_of_enrolled_device_are_always_counted(small: Store) -> None:
     small.keys.enroll("shed-1", bytes(32), now_s=0.0)
     for device in (*"abcdefgh", "shed-1"):
         small.refusals.count(device, reason="signature", detail="", now_s=0.0)
-    assert devices.Refusal("shed-1", "signature", 1, "") in small.refusals.all()
+    assert devices.Refusal("shed-1", "signature", 1, "", 0.0) in small.refusals.all()
 
 
 def test_unenrolled_devices_are_limited(small: Store) -> None:

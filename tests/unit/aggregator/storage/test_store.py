@@ -68,7 +68,7 @@ def test_state_survives_a_restart(tmp_path: Path) -> None:
     assert again.submissions.all(TASK) == {"a": _row("a")}
     assert again.heads.all(TASK) == [_head(1, _row("a"))]
     assert again.evaluations.of_head(TASK, 1) == {"a": evaluation()}
-    assert again.refusals.all() == [Refusal("a", "shape", 1, "d")]
+    assert again.refusals.all() == [Refusal("a", "shape", 1, "d", 13.0)]
     assert again.blobs.read(digest) == b"blob"
 
 

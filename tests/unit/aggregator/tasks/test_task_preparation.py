@@ -2,8 +2,10 @@
 
 import contextlib
 import dataclasses
+import re
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +32,28 @@ from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import CompiledGraphs, NextHead
 from aggregator.storage.submissions import SubmissionRecord
+from aggregator.storage.sum_lists import PendingList, SumLists, put_sums
 from aggregator.tasks import graph_cache
+from aggregator.tasks.graph_cache import known_graphs
 from aggregator.tasks.manifests import task_manifest
-from aggregator.tasks.retention import delete_carried_submissions, needed_blobs, served_blobs
-from aggregator.tasks.task_preparation import Task, continued, prepare_task, read_backbone, selected_columns
+from aggregator.tasks.retention import (
+    KEPT_S,
+    delete_carried_submissions,
+    delete_earlier_tasks,
+    needed_blobs,
+    served_blobs,
+)
+from aggregator.tasks.task_preparation import (
+    Task,
+    checked_backbone,
+    continued,
+    prepare_task,
+    selected_columns,
+)
 from aggregator.training.head_job import run
 from aggregator.training.jobs import CompileJob, HeadJob, Result
 from aggregator.training.runner import Finished
+from edge_client.runtime.backbone import open_backbone
 from protocol.errors import BackboneMismatch, ConfigError
 from protocol.models.onnx_metadata import BackboneMetadata, Block, HeadMetadata, read_metadata, to_properties
 from protocol.statistics.noisy_sums import epsilon_of_sums
@@ -52,6 +69,7 @@ from tests.support.messages.submissions import (
     ROUNDS_TASK,
     SERVED,
     TASK,
+    evaluation,
     submission,
 )
 from tests.support.messages.tasks import served_task
@@ -114,16 +132,83 @@ def test_public_map_must_be_of_the_backbones(store: Store, tmp_path: Path) -> No
     assert (made.expectation.prototype_size, made.feature_map, made.calibrates) == (5, None, False)
 
 
-def test_read_backbone_returns_metadata_or_raises(tmp_path: Path) -> None:
-    path = tmp_path / "tiny.onnx"
+def _external(model: onnx.ModelProto) -> None:
+    onnx.external_data_helper.convert_model_to_external_data(model, size_threshold=0)
+
+
+def _foreign(model: onnx.ModelProto) -> None:
+    model.opset_import.add(domain="com.microsoft", version=1)
+    model.graph.node[-1].domain = "com.microsoft"
+
+
+def _random(model: onnx.ModelProto) -> None:
+    model.graph.node[-1].CopyFrom(
+        onnx.helper.make_node("RandomNormal", [], ["feature"], shape=[1, 12])  # of one image
+    )
+
+
+def _infinite(model: onnx.ModelProto) -> None:
+    white = next(each for each in model.graph.initializer if each.name == "white")
+    white.CopyFrom(onnx.numpy_helper.from_array(np.array(np.nan, np.float32), "white"))
+
+
+def _of_another_size(model: onnx.ModelProto) -> None:
+    onnx.helper.set_model_props(model, to_properties(tiny_metadata(feature_size=13)))
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (_external, "keeps tensors in other files"),
+        (_foreign, "got some of 'com.microsoft'"),
+        (_random, "random operator RandomNormal"),
+        (
+            _of_another_size,
+            "must take image uint8 (any, 8, 8, 3) and give feature float32 (any, 13), but takes",
+        ),
+        (lambda model: model.ClearField("metadata_props"), "make one with export-backbone"),
+        (lambda model: setattr(model.graph.node[-1], "op_type", "None"), "cannot load backbone.onnx: "),
+        (_infinite, "gives NaN or infinity for every image"),
+    ],
+)
+def test_backbones_that_devices_refuse(
+    store: Store, tmp_path: Path, change: Callable[[onnx.ModelProto], object], problem: str
+) -> None:
+    """Before a task is served or called valid, and in the words of devices."""
+    path, task = tmp_path / "backbone.onnx", TaskFile(classes=("a",), backbones=("backbone.onnx",))
     path.write_bytes(tiny_backbone(feature_size=12))
-    assert read_backbone(path).feature_size == 12
-    path.write_bytes(b"\xff" * 100)
-    with pytest.raises(ConfigError, match="cannot read the backbone"):
-        read_backbone(path)
-    path.write_bytes(b"")
-    with pytest.raises(BackboneMismatch, match="export-backbone"):
-        read_backbone(path)
+    assert checked_backbone(path).feature_size == 12
+    model = onnx.load(path)
+    change(model)
+    onnx.save(model, path)
+    with pytest.raises(BackboneMismatch, match=re.escape(problem)) as refused:
+        checked_backbone(path)
+    with pytest.raises(BackboneMismatch, match=re.escape(problem)):
+        prepare_task(task, [path], store=store)
+    assert list(store.blobs.digests()) == []
+    if change is not _infinite:
+        with pytest.raises(BackboneMismatch) as on_device:
+            open_backbone(path)
+        assert str(refused.value).startswith(str(on_device.value)[:60])
+
+
+@pytest.mark.parametrize("data", [b"", b"no model"])
+def test_file_that_is_no_backbone(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "backbone.onnx"
+    path.write_bytes(data)
+    with pytest.raises(BackboneMismatch, match=r"cannot load backbone\.onnx: "):
+        checked_backbone(path)
+    with pytest.raises(BackboneMismatch, match=r"cannot load none\.onnx: .*No such file"):
+        checked_backbone(tmp_path / "none.onnx")
+
+
+def test_backbone_is_run_once(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restart does not run what the store has."""
+    path, task = tmp_path / "backbone.onnx", TaskFile(classes=("a",), backbones=("backbone.onnx",))
+    path.write_bytes(tiny_backbone())
+    prepare_task(task, [path], store=store)
+    monkeypatch.delattr(onnxruntime, "InferenceSession")
+    prepare_task(task, [path], store=store)
 
 
 REFERENCE = BlobRef(digest=bytes(32), size_bytes=1, name="tiny.onnx")
@@ -330,7 +415,7 @@ def test_training_gets_the_number_of_values_of_each_backbone(
 ) -> None:
     paths = [tmp_path / "a.onnx", tmp_path / "b.onnx"]
     for path, blocks in zip(paths, ({"stem": 3, "c384": 2}, {"c8": 3, "last": 1}), strict=True):
-        model = onnx.load_from_string(tiny_backbone())
+        model = onnx.load_from_string(tiny_backbone(feature_size=sum(blocks.values())))
         onnx.helper.set_model_props(model, to_properties(described(**blocks)))
         onnx.save(model, path)
     file = TaskFile(classes=("a", "b"), backbones=("a.onnx", "b.onnx"), layers=layers)
@@ -412,6 +497,43 @@ def test_last_heads_are_kept(filled: Store) -> None:
     assert needed_blobs(ONE_SHOT, filled) & heads == kept
     assert needed_blobs(ROUNDS, filled) & heads == kept
     assert served_blobs(ONE_SHOT, filled.heads.all(TASK), state) & heads == kept
+
+
+def test_earlier_tasks_expire(filled: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Submissions, evaluations and graphs are deleted 30 days after another task has replaced theirs, not before.
+
+    A task that is served again, or continued, starts anew.
+    """
+    now_s = 0.0
+    monkeypatch.setattr(filled.clock, "now_s", lambda: now_s)
+    filled.evaluations.put("a", evaluation(), digest=b"e", now_s=0.0)
+    filled.facts.put(CompiledGraphs({**known_graphs(filled), "own": {"init": FIRST}}))
+    put_sums(
+        filled.facts, SumLists(TASK, pending=PendingList(members={"a": "0a"}, request="", requested_s=0.0))
+    )
+    delete_earlier_tasks(ROUNDS, filled)
+    now_s = 0.9 * KEPT_S
+    delete_earlier_tasks(ROUNDS, filled)
+    assert {TASK, b"a0", b"g" * 32} <= needed_blobs(ROUNDS, filled)  # with its manifest, to be continued
+    delete_earlier_tasks(ONE_SHOT, filled)
+    now_s = 1.5 * KEPT_S
+    delete_earlier_tasks(ROUNDS, filled)
+    assert set(filled.submissions.all(TASK)) == {"a", "b"}
+    assert set(known_graphs(filled)) == {"own"}  # one that no task has used since
+    now_s = 2.5 * KEPT_S
+    delete_earlier_tasks(_continuing(ROUNDS, TASK), filled)
+    assert set(filled.submissions.all(TASK)) == {"a", "b"}
+    delete_earlier_tasks(ROUNDS, filled)
+    now_s = 3.5 * KEPT_S
+    delete_earlier_tasks(ROUNDS, filled)
+    assert filled.submissions.tasks() == {ROUNDS_TASK}
+    assert not filled.evaluations.of_head(TASK, 1)
+    assert not {TASK, b"a0", b"b0", b"\x0a", b"g" * 32} & needed_blobs(ROUNDS, filled)
+
+
+def _continuing(task: Task, earlier: bytes) -> Task:
+    manifest = replace(task.manifest, continues=(earlier,))
+    return dataclasses.replace(task, expectation=dataclasses.replace(task.expectation, manifest=manifest))
 
 
 def test_members_of_a_pending_head_are_needed(filled: Store) -> None:

@@ -23,15 +23,15 @@ from aggregator.algorithms.statistics.noisy_ridge import (
 from aggregator.algorithms.statistics.ridge import TEMPERATURE, solve
 from aggregator.graphs.head_export import mapped
 from aggregator.storage.blobs import FolderBlobs
-from aggregator.training.jobs import NoisySumsJob
-from aggregator.training.noisy_sums_job import run
+from aggregator.training.jobs import UNUSABLE, NoisySumsJob
+from aggregator.training.noisy_sums_job import from_total, require_no_wrap, run, to_total
 from edge_client.privacy.sum_mechanism import noisy_sums
 from protocol.errors import ProtofleetError
 from protocol.statistics.noisy_sums import UNITS, deviations
 from protocol.statistics.public_map import read_map
 from protocol.statistics.row_sums import RowSums
 from protocol.wire.codec import encode, to_tensor
-from protocol.wire.messages import BlobRef, DifferentialPrivacy, Privacy, Statistics, Submission
+from protocol.wire.messages import BlobRef, DifferentialPrivacy, Privacy, Statistics, Submission, Tensors
 from tests.support.messages.submissions import FEATURE_SIZE, MANIFEST
 
 CLASSES, SIZE = len(MANIFEST.classes), 8
@@ -216,3 +216,20 @@ def test_each_row_is_of_one_image() -> None:
     for number in range(len(features)):
         np.testing.assert_array_equal(PUBLIC.rows(features[number : number + 1])[0], together[number])
     assert (np.linalg.norm(together.astype(float), axis=1) < 128).all()
+
+
+def test_totals_of_lists_do_not_wrap() -> None:
+    """Whatever the number of lists; a total that an earlier version has stored is read."""
+    values = np.array([0, -1, 2**31, -(2**31) - 1, 2**40 + 7], np.int64)
+    np.testing.assert_array_equal(from_total(to_total(values)), values)
+    small = np.array([5, -7, 2**31 - 1], np.int64)
+    earlier = Tensors(values={"total": to_total(small).values["total"]})
+    np.testing.assert_array_equal(from_total(earlier), small)
+
+
+def test_list_whose_sums_could_wrap_around_is_unusable() -> None:
+    """Below 264,000 images a square is negative before anything else wraps around."""
+    counts = np.array([200_000, 64_000], np.int64) * UNITS
+    require_no_wrap(counts, noise_multiplier=1.0)
+    with pytest.raises(ProtofleetError, match=f"{UNUSABLE}: its devices have 265000 images together"):
+        require_no_wrap(counts + 500 * UNITS, noise_multiplier=1.0)

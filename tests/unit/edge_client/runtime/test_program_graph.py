@@ -14,10 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnx import AttributeProto, TensorProto, helper, numpy_helper
 
-from edge_client.runtime.onnx_model import Slot, Tensors, fit, open_model
+from edge_client.runtime.onnx_model import Tensors, fit, open_model
 from edge_client.runtime.program_graph import Role, open_graph
 from protocol.errors import GraphRefused
 from protocol.models.onnx_validation import MAX_DEPTH, MAX_FIELDS, MAX_GRAPH_BYTES, check_graph
+from protocol.models.slots import Slot
 from tests.support.graphs.step_graphs import file, model, opened, round_tensors
 
 ROLES: tuple[Role, ...] = ("init", "step", "project", "head")

@@ -1,5 +1,6 @@
 """ONNX Runtime sessions: backbones, providers, threads, concurrent parts, and runs in processes of their own."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -251,6 +252,29 @@ def test_interrupt_ends_all_parts(tmp_path: Path) -> None:
     with watchdog.cancelled_by(cancelled), pytest.raises(ProtofleetError, match="time limit"):
         backbone.features(WITH_WHITE)
     assert len(backbone.features(IMAGES)) == len(IMAGES)
+
+
+_OPENED = """
+import os, sys
+from pathlib import Path
+from edge_client.runtime.session import open_session
+from protocol.models.cpu_session import cpu_session
+
+file = Path(sys.argv[1])
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+session = %s
+print(set.union(*(os.sched_getaffinity(int(thread)) for thread in os.listdir("/proc/self/task"))))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux has /proc and an affinity")
+@pytest.mark.parametrize("opened", ["cpu_session(file)", "open_session(file, provider='cpu', threads=None)"])
+def test_threads_stay_on_the_cores_of_the_process(opened: str, tmp_path: Path) -> None:
+    """ONNX Runtime binds its own number of threads to all cores of the machine, which fails in a container."""
+    (tmp_path / "b.onnx").write_bytes(tiny_backbone())
+    program = [sys.executable, "-c", _OPENED % opened, str(tmp_path / "b.onnx")]
+    ended = subprocess.run(program, capture_output=True, text=True, check=True)
+    assert ended.stdout.strip() == str({min(os.sched_getaffinity(0))})
 
 
 GRAY, WHITE = (np.full((1, EDGE, EDGE, 3), level, np.uint8) for level in (100, 255))

@@ -5,6 +5,7 @@ import errno
 import os
 import stat
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -191,6 +192,47 @@ def test_temporary_files_of_killed_processes_are_deleted(tmp_path: Path) -> None
         os.utime(file, (long_ago_s, long_ago_s))
     delete_temporary_files(tmp_path)
     assert _files(tmp_path) == sorted([young.name, other.name])
+
+
+def test_temporary_folders_of_killed_processes_are_deleted(tmp_path: Path) -> None:
+    """With what they hold, such as private keys; a folder of another name stays, and so does one that is linked."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "photo.jpg").write_bytes(b"photo")
+    (tmp_path / ".linked-abcdefgh").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    for folder in (".enroll-abcdefgh", "training"):
+        (tmp_path / folder / "shed-1").mkdir(parents=True)
+        (tmp_path / folder / "shed-1" / "device.key").write_bytes(b"key")
+    delete_temporary_files(tmp_path)
+    assert not (tmp_path / ".enroll-abcdefgh").exists()
+    assert (tmp_path / "training" / "shed-1" / "device.key").exists()
+    assert (tmp_path / "elsewhere" / "photo.jpg").exists()
+
+
+def test_temporary_files_that_vanish_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A writer renames its file between the listing and the look at it; another process deletes a folder."""
+    identity, gone = tmp_path / "identity", tmp_path / "jobs"
+    for folder in (identity, gone):
+        folder.mkdir()
+    young = identity / ".signing.key-abcd1234"
+    young.write_bytes(b"new")
+    stat_of, scan = Path.stat, os.scandir
+
+    def renamed_before(path: Path, **options: bool) -> os.stat_result:
+        if path == young:
+            young.replace(identity / "signing.key")
+        return stat_of(path, **options)
+
+    def deleted_before(path: str) -> Iterator[os.DirEntry[str]]:
+        if Path(path) == gone:
+            gone.rmdir()
+        return scan(path)
+
+    monkeypatch.setattr(Path, "stat", renamed_before)
+    monkeypatch.setattr(os, "scandir", deleted_before)
+    delete_temporary_files(tmp_path)
+    monkeypatch.undo()
+    assert [file.name for file in identity.iterdir()] == ["signing.key"]
+    assert not gone.exists()
 
 
 def test_temporary_name_of_a_created_file_is_deleted(tmp_path: Path) -> None:
