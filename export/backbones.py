@@ -113,8 +113,6 @@ def load_backbone(choice: Choice) -> Backbone:
     recorded, arguments = _recorded(choice.weights, choice.model) if choice.weights else ({}, {})
     choice = replace(choice, model_kwargs={**arguments, **(choice.model_kwargs or {})})
     module = _create(choice, recorded)
-    if choice.weights is not None:
-        load_weights(module, choice.weights)
     digest = file_digest(choice.weights).hex() if choice.weights else weights_digest(module)
     config = _data_config(module, choice)
     if choice.image_size and hasattr(module, "set_input_size"):

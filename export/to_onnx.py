@@ -3,6 +3,7 @@
 import difflib
 import hashlib
 import io
+import tempfile
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +17,13 @@ from PIL import Image
 from torch import Tensor, nn
 
 from export.parity import Reference, compare, sample_photos
-from protocol.errors import ProtofleetError
+from protocol.errors import BackboneMismatch, ProtofleetError
 from protocol.log import warnings_suppressed
+from protocol.models.backbone_file import check_backbone
 from protocol.models.onnx_metadata import BackboneMetadata, delete_notes, to_properties
 from protocol.models.preprocessing import preprocess
 from protocol.storage.blobstore import write_atomically
+from protocol.wire.messages import MAX_BLOB_BYTES
 
 OPSET = 18
 """ONNX operator set, supported since ONNX Runtime 1.14."""
@@ -76,13 +79,13 @@ def to_onnx(module: nn.Module, metadata: BackboneMetadata, *, opset: int = OPSET
     try:
         model = _by_tracing_symbols(network, example, opset)
     except Exception as error:
+        refused = f"torch cannot export {metadata.model} at opset {opset}: {first_words(error)}"
+        if "data-dependent" in str(error):  # the older exporter would record what one image takes
+            raise ProtofleetError(refused) from error
         try:
             model = _by_tracing_calls(network, example, opset)
         except Exception as second:
-            raise ProtofleetError(
-                f"torch cannot export {metadata.model} at opset {opset}: {first_words(error)}; its older exporter: "
-                f"{first_words(second)}"
-            ) from error
+            raise ProtofleetError(f"{refused}; its older exporter: {first_words(second)}") from error
     return _with_metadata(model, metadata)
 
 
@@ -155,8 +158,8 @@ def export_module(
     that is written of the one that was compared.
 
     Raises:
-        ProtofleetError: PyTorch cannot export the network, or the features differ; no file is written; or
-            `convert` does.
+        ProtofleetError: PyTorch cannot export the network, the features differ, or devices would refuse the file; no
+            file is written; or `convert` does.
         StateError: the file cannot be written.
     """
     file = to_onnx(module, metadata, opset=opset)
@@ -177,10 +180,22 @@ def export_module(
     else:
         model, measured = convert(file, metadata, expected)
     file = _with_metadata(model, measured)
+    _check_as_devices(file, path.name)
     write_atomically(path, file)
     return Exported(
         path=path, sha256=hashlib.sha256(file).hexdigest(), size_bytes=len(file), metadata=measured
     )
+
+
+def _check_as_devices(file: bytes, name: str) -> None:
+    """Raise ProtofleetError if devices would refuse a backbone."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / name
+        path.write_bytes(file)
+        try:
+            check_backbone(path, max_bytes=MAX_BLOB_BYTES)
+        except BackboneMismatch as error:
+            raise ProtofleetError(f"devices would refuse the file, and none was written: {error}") from error
 
 
 def suggestion(name: str, known: Collection[str]) -> str:
