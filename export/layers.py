@@ -94,7 +94,8 @@ class Graph:
                 ),
             ]
         with torch.inference_mode(mode=False), torch.enable_grad(), sums:
-            network(torch.linspace(-2, 2, math.prod(input_size)).reshape(1, *input_size))
+            self.image = torch.linspace(-2, 2, math.prod(input_size)).reshape(1, *input_size)
+            network(self.image)
         for handle in handles:
             handle.remove()
         self.outputs = {path: output for path, _, output in self.calls}

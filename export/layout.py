@@ -73,7 +73,10 @@ def _rows(output: Tensor, dimension: int, parameter: nn.Parameter) -> int:
     for index in range(0, length, max(1, length // TRIED)):  # an activation may be constant at some of them
         weights = torch.zeros_like(output)
         weights.select(dimension, index).normal_(generator=torch.Generator().manual_seed(0))
-        (gradient,) = torch.autograd.grad(output, parameter, weights, retain_graph=True, allow_unused=True)
+        found: tuple[Tensor | None, ...] = torch.autograd.grad(
+            output, parameter, weights, retain_graph=True, allow_unused=True
+        )
+        gradient = found[0]
         if gradient is None:
             break
         if rows := int(gradient.reshape(len(gradient), -1).any(1).sum()):

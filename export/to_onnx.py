@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -92,7 +93,7 @@ def to_onnx(module: nn.Module, metadata: BackboneMetadata, *, opset: int = OPSET
 def _by_tracing_symbols(network: nn.Module, example: Tensor, opset: int) -> onnx.ModelProto:
     """Return the graph by `torch.export`, which some networks do not support."""
     with warnings_suppressed(), torch.inference_mode():
-        program = torch.onnx.export(
+        program: Any = torch.onnx.export(
             network,
             (example,),
             input_names=["image"],
@@ -116,7 +117,7 @@ def _by_tracing_calls(network: nn.Module, example: Tensor, opset: int) -> onnx.M
         torch.onnx.export(
             network,
             (example,),
-            file,
+            file,  # type: ignore[arg-type]  # a file is documented, too
             input_names=["image"],
             output_names=["feature"],
             dynamic_axes={"image": {0: "n"}, "feature": {0: "n"}},

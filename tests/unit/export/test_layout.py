@@ -26,7 +26,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the sum."""
-        return x + self.linear(self.norm(x))
+        total: Tensor = x + self.linear(self.norm(x))
+        return total
 
 
 class Network(nn.Module):
@@ -41,7 +42,7 @@ class Network(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Return (n, C)."""
-        value = self.act(self.block(self._arrange(self.stem(images))))
+        value: Tensor = self.act(self.block(self._arrange(self.stem(images))))
         return value.reshape(len(images), -1, EDGE).mean(1)
 
 
@@ -130,7 +131,8 @@ class Twice(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Return (n, C)."""
         value = self.stem(images)
-        return self.same(value + self.block(value)).mean((2, 3))
+        total: Tensor = self.same(value + self.block(value))
+        return total.mean((2, 3))
 
 
 def test_a_sum_of_the_network_itself_is_no_block_and_equal_blocks_count_once() -> None:

@@ -16,7 +16,7 @@ PLACE = (
 )
 OPSET = (
     "ONNX Runtime only *guarantees* support for models stamped with official released onnx opset versions. Opset 23 "
-    "is under development and support for this is limited. Current official support for domain ai.onnx is till opset 21."
+    "is under development. Current official support for domain ai.onnx is till opset 21."
 )
 UPGRADE = (
     "it has opset 23, and this ONNX Runtime supports 21: upgrade ONNX Runtime, or export the file with --opset 21 or "
