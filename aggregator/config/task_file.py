@@ -141,7 +141,7 @@ def _class_names(classes: Sequence[str]) -> Iterator[Problem]:
 
 
 _ANSWERS = frozenset({"unrecognized", "unsure", "unknown", "unavailable", "None"})
-"""What devices answer for an image of no class, and the states that Home Assistant gives to a sensor itself."""
+"""Answers of devices for an image of no class, and the states that Home Assistant gives to a sensor itself."""
 
 _NO_FOLDER = re.compile(r'\.|.*[/\\<>:"|?*]|.*\.\Z|(con|prn|aux|nul|com\d|lpt\d)(\..*)?\Z', re.IGNORECASE)
 """Names that a folder cannot have on some system, or that devices skip as hidden."""

@@ -174,7 +174,7 @@ class CompiledGraphs(msgspec.Struct, frozen=True):
 
 
 class NotServed(msgspec.Struct, frozen=True):
-    """What the served task does not use, and since when, in elapsed seconds."""
+    """Tasks and graphs that the served task does not use, and since when, in elapsed seconds."""
 
     since_s: dict[str, float]
     """By the hex digest of a task with submissions, or the key of its graphs in `CompiledGraphs`."""

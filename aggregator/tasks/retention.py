@@ -1,4 +1,4 @@
-"""What must be kept: what devices are served, what a later head is made of, and earlier tasks for a while."""
+"""Rules for what is kept: what devices are served, what a later head is made of, and earlier tasks for a while."""
 
 import contextlib
 import logging
