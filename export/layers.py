@@ -29,10 +29,18 @@ SPACED_BLOCKS = 4
 class Blocks(nn.Module):
     """A network whose features are its modules' pooled outputs: signed root, LayerNorm, concatenated by `paths`."""
 
-    def __init__(self, network: nn.Module, paths: Iterable[str], layouts: Mapping[str, Layout]) -> None:
+    def __init__(
+        self,
+        network: nn.Module,
+        paths: Iterable[str],
+        *,
+        layouts: Mapping[str, Layout],
+        widths: Iterable[int],
+    ) -> None:
         super().__init__()
         self.network = network
         self.paths = tuple(paths)
+        self.widths = tuple(widths)  # constants of the graph, which PyTorch's older exporter requires
         self._pooled: dict[str, Tensor] = {}
         for path, layout in layouts.items():
             network.get_submodule(path).register_forward_hook(
@@ -48,7 +56,10 @@ class Blocks(nn.Module):
         pooled = [self._pooled[path] for path in self.paths]
         self._pooled.clear()
         roots = [each.sign() * each.abs().sqrt() for each in pooled]
-        return torch.cat([functional.layer_norm(root, root.shape[1:]) for root in roots], dim=1)
+        scaled = [
+            functional.layer_norm(root, [width]) for root, width in zip(roots, self.widths, strict=True)
+        ]
+        return torch.cat(scaled, dim=1)
 
 
 class _Sums(TorchDispatchMode):  # type: ignore[no-untyped-call]  # it has no types
@@ -253,7 +264,8 @@ def _with_blocks(backbone: Backbone, graph: Graph, paths: Mapping[str, str]) -> 
     size = sum(block.width for block in blocks)
     metadata = msgspec.structs.replace(backbone.metadata, feature_size=size, blocks=blocks)
     layouts = {path: graph.layout(path) for path in paths.values()}
-    module = Blocks(backbone.module, paths.values(), layouts).eval()
+    widths = [block.width for block in blocks]
+    module = Blocks(backbone.module, paths.values(), layouts=layouts, widths=widths).eval()
     return replace(backbone, module=module, metadata=metadata)
 
 

@@ -61,27 +61,31 @@ def _channel_dimension(output: Tensor, parameters: Iterable[nn.Parameter]) -> in
     """
     dimensions = [number for number in range(1, output.ndim) if output.shape[number] > 1]
     for parameter in parameters:
-        found = [number for number in dimensions if _rows(output, number, parameter) == 1]
+        found = [number for number in dimensions if _is_one_row(output, number, parameter)]
         if found:
             return found[0] if len(found) == 1 else None
     return None
 
 
-def _rows(output: Tensor, dimension: int, parameter: nn.Parameter) -> int:
-    """Return on how many rows of a parameter the output at one index of a dimension depends; 0 if none is found."""
-    length = output.shape[dimension]
-    for index in range(0, length, max(1, length // TRIED)):  # an activation may be constant at some of them
+def _is_one_row(output: Tensor, dimension: int, parameter: nn.Parameter) -> bool:
+    """Return whether an output at one index of a dimension depends on at most one row of a parameter, and some on one.
+
+    An activation may be constant at any of the indices.
+    """
+    length, found = output.shape[dimension], False
+    for index in range(0, length, max(1, length // TRIED)):
         weights = torch.zeros_like(output)
         weights.select(dimension, index).normal_(generator=torch.Generator().manual_seed(0))
-        found: tuple[Tensor | None, ...] = torch.autograd.grad(
+        gradients: tuple[Tensor | None, ...] = torch.autograd.grad(
             output, parameter, weights, retain_graph=True, allow_unused=True
         )
-        gradient = found[0]
-        if gradient is None:
-            break
-        if rows := int(gradient.reshape(len(gradient), -1).any(1).sum()):
-            return rows
-    return 0
+        if gradients[0] is None:
+            return False
+        rows = int(gradients[0].reshape(len(parameter), -1).any(1).sum())
+        if rows > 1:
+            return False
+        found = found or rows == 1
+    return found
 
 
 def _is_grid(tokens: int, aspect: float) -> bool:

@@ -35,6 +35,7 @@ class Network(nn.Module):
 
     def __init__(self, arrange: Callable[[Tensor], Tensor], *, relu6: bool = False) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.stem = nn.Conv2d(3, EDGE, 1)
         self.block = Block()
         self.act = nn.ReLU6() if relu6 else nn.Identity()
@@ -106,6 +107,7 @@ def test_parts_of_an_image_are_no_block() -> None:
 
 
 def test_what_mixes_channels_and_positions_is_refused() -> None:
+    torch.manual_seed(0)
     network = nn.Sequential(
         nn.Conv2d(3, EDGE, 1),
         nn.Flatten(),
@@ -124,6 +126,7 @@ class Twice(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.stem = nn.Conv2d(3, EDGE, 1)
         self.block = nn.Conv2d(EDGE, EDGE, 1)
         self.same = nn.Identity()
