@@ -3,7 +3,7 @@
 import contextlib
 import difflib
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from timm.data import resolve_model_data_config
 from timm.layers import Conv2dSame
+from timm.models import _builder
 from torch import Tensor, nn
 
 from export.to_onnx import first_words
@@ -27,6 +28,13 @@ from protocol.storage.blobstore import file_digest
 SHOWN_KEYS = 5
 COUNTER = "num_batches_tracked"
 """BatchNorm's counter of training steps, which features do not depend on and many files omit."""
+
+
+Filter = Callable[..., dict[str, Any]]
+"""Takes a state dict, and for most networks the network, to a state dict that the network loads."""
+
+FROM_FILE = "protofleet"
+"""timm's `source` of weights that `load_weights` loads."""
 
 
 @dataclass(frozen=True)
@@ -112,9 +120,10 @@ def load_backbone(choice: Choice) -> Backbone:
     _check_name(choice.model)
     recorded, arguments = _recorded(choice.weights, choice.model) if choice.weights else ({}, {})
     choice = replace(choice, model_kwargs={**arguments, **(choice.model_kwargs or {})})
-    module = _create(choice, recorded)
+    with _weight_filters() as filters:
+        module = _create(choice, recorded)
     if choice.weights is not None:
-        load_weights(module, choice.weights)
+        load_weights(module, choice.weights, filters[-1])
     digest = file_digest(choice.weights).hex() if choice.weights else weights_digest(module)
     config = _data_config(module, choice)
     if choice.image_size and hasattr(module, "set_input_size"):
@@ -134,7 +143,28 @@ def load_backbone(choice: Choice) -> Backbone:
     return replace(backbone, assumed=_assumed(backbone, choice, recorded)) if choice.weights else backbone
 
 
-def load_weights(module: Any, path: Path) -> None:
+@contextlib.contextmanager
+def _weight_filters() -> Iterator[list[Filter | None]]:
+    """Yield a list of the filters of timm's networks that are created with weights from a file.
+
+    A filter renames weights of the network's authors, and resamples position embeddings for another size of images.
+    timm passes it to this function alone.
+    """
+    load, filters = _builder.load_pretrained, list[Filter | None]()
+
+    def keep_filter(module: nn.Module, *, filter_fn: Filter | None = None, **others: Any) -> None:
+        filters.append(filter_fn)
+        if others["pretrained_cfg"].get("source") != FROM_FILE:
+            load(module, filter_fn=filter_fn, **others)
+
+    _builder.load_pretrained = keep_filter
+    try:
+        yield filters
+    finally:
+        _builder.load_pretrained = load
+
+
+def load_weights(module: Any, path: Path, filter_weights: Filter | None = None) -> None:
     """Load weights into a network that timm created with `num_classes=0`; a classifier in the file is ignored.
 
     The file is `.safetensors`, or a PyTorch checkpoint with weights only: a state dict, or one under
@@ -143,8 +173,11 @@ def load_weights(module: Any, path: Path) -> None:
     Raises:
         ConfigError: the file is neither, or a weight is missing, unexpected or has another shape.
     """
-    state = {key: value for key, value in _read(path).items() if not _is_classifier(module, key)}
+    state = _read(path)
     own = module.state_dict()
+    if filter_weights is not None:
+        state = _filtered(state, module, filter_weights, path)
+    state = {key: value for key, value in state.items() if key in own or not _is_classifier(module, key)}
     problems = {
         "missing": [key for key in own if key not in state and not key.endswith(COUNTER)],
         "unexpected": [key for key in state if key not in own and not key.endswith(COUNTER)],
@@ -157,9 +190,22 @@ def load_weights(module: Any, path: Path) -> None:
     if found := [f"{len(keys)} {kind} ({_some(keys)})" for kind, keys in problems.items() if keys]:
         raise ConfigError(
             f"{path} does not fit {module.pretrained_cfg['architecture']}: {'; '.join(found)}; "
-            "check the model's name and --model-kwargs"
+            "check the model's name, --image-size and --model-kwargs"
         )
     module.load_state_dict(state, strict=False)
+
+
+def _filtered(state: dict[str, Any], module: Any, filter_weights: Filter, path: Path) -> dict[str, Any]:
+    try:
+        try:
+            return filter_weights(state, module)
+        except TypeError:  # some take no module
+            return filter_weights(state)
+    except Exception as error:
+        raise ConfigError(
+            f"timm cannot adapt {path} to {module.pretrained_cfg['architecture']}: {type(error).__name__} "
+            f"{first_words(error)}; check the model's name, --image-size and --model-kwargs"
+        ) from error
 
 
 def weights_digest(module: nn.Module) -> str:
@@ -239,8 +285,10 @@ def _create(choice: Choice, recorded: Mapping[str, Any]) -> Any:
 def _make(choice: Choice, kwargs: dict[str, Any], recorded: Mapping[str, Any]) -> Any:
     try:
         overlay = {name: value for name, value in recorded.items() if name != "architecture"}
+        if choice.weights:
+            overlay["source"] = FROM_FILE
         fixed = {"pretrained_cfg_overlay": overlay, "num_classes": 0}
-        return timm.create_model(choice.model, pretrained=choice.pretrained, **fixed, **kwargs)
+        return timm.create_model(choice.model, pretrained=not choice.random, **fixed, **kwargs)
     except Exception as error:
         if choice.pretrained and not isinstance(error, TypeError):
             raise ConfigError(
@@ -285,7 +333,7 @@ def _preprocessing(config: Mapping[str, Any]) -> Preprocessing:
 def _feature_size(module: nn.Module, model: str, input_size: tuple[int, int, int]) -> int:
     """Return L, from a forward pass."""
     try:
-        with torch.inference_mode():
+        with torch.no_grad():  # networks keep tensors of it, which `export.layout` computes gradients with
             feature = module(torch.zeros(2, *input_size))
     except Exception as error:
         size = "x".join(map(str, input_size))
@@ -316,7 +364,8 @@ def _read(path: Path) -> dict[str, Any]:
 def _is_classifier(module: Any, key: str) -> bool:
     names = module.pretrained_cfg.get("classifier") or ()
     names = (names,) if isinstance(names, str) else names
-    return any(key.startswith(f"{name}.") for name in names)
+    # Parts of the classifier are beside it: the normalization head.bn, if it is head.linear.
+    return any(key.startswith((f"{name}.", f"{name.rpartition('.')[0] or name}.")) for name in names)
 
 
 def _shape(value: Any) -> str:

@@ -14,6 +14,7 @@ import msgspec
 from protocol.cli import config_option, examples, require_packages, run, start_logging, verbose_option
 from protocol.errors import ConfigError, RuntimeMissing
 from protocol.models.onnx_metadata import BackboneMetadata
+from protocol.models.onnx_validation import MAX_OPSET
 from protocol.storage.blobstore import state_errors
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ def _keywords(values: tuple[str, ...]) -> dict[str, Any]:
     help="Maximum relative error against PyTorch.",
 )
 @click.option(
-    "--opset", type=click.IntRange(min=18), default=18, show_default=True, help="ONNX operator set."
+    "--opset", type=click.IntRange(18, MAX_OPSET), default=18, show_default=True, help="ONNX operator set."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the summary, or the list, as JSON.")
 @verbose_option

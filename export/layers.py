@@ -1,7 +1,7 @@
 """Use pooled outputs of a network's blocks, each scaled by itself, as features."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from export.backbones import Backbone
 from export.block_files import block_tensors, cut, fastest_seconds
+from export.layout import Layout, find_layout
 from export.to_onnx import suggestion, to_onnx
 from protocol.errors import ConfigError
 from protocol.models.onnx_metadata import Block
@@ -28,15 +29,25 @@ SPACED_BLOCKS = 4
 class Blocks(nn.Module):
     """A network whose features are its modules' pooled outputs: signed root, LayerNorm, concatenated by `paths`."""
 
-    def __init__(self, network: nn.Module, paths: Iterable[str]) -> None:
+    def __init__(
+        self,
+        network: nn.Module,
+        paths: Iterable[str],
+        *,
+        layouts: Mapping[str, Layout],
+        widths: Iterable[int],
+    ) -> None:
         super().__init__()
         self.network = network
         self.paths = tuple(paths)
+        self.widths = tuple(widths)  # constants of the graph, which PyTorch's older exporter requires
         self._pooled: dict[str, Tensor] = {}
-        for path in set(self.paths):
+        for path, layout in layouts.items():
             network.get_submodule(path).register_forward_hook(
                 # Pools at once: an activation that follows may overwrite the output.
-                lambda _module, _inputs, output, path=path: self._pooled.update({path: pool(network, output)})
+                lambda _module, _inputs, output, path=path, layout=layout: self._pooled.update(
+                    {path: layout.pool(output)}
+                )
             )
 
     def forward(self, images: Tensor) -> Tensor:
@@ -45,20 +56,10 @@ class Blocks(nn.Module):
         pooled = [self._pooled[path] for path in self.paths]
         self._pooled.clear()
         roots = [each.sign() * each.abs().sqrt() for each in pooled]
-        return torch.cat([functional.layer_norm(root, root.shape[1:]) for root in roots], dim=1)
-
-
-def pool(network: Any, output: Tensor) -> Tensor:
-    """Return the mean (n, C) of a module's output over positions, or over tokens of the image."""
-    if output.ndim == 3:
-        tokens = output[:, getattr(network, "num_prefix_tokens", 0) :]
-        return tokens.mean(1)
-    return output.mean(_positions(network)) if output.ndim == 4 else output
-
-
-def _positions(network: Any) -> tuple[int, int]:
-    """Return the dimensions of height and width in outputs with four dimensions."""
-    return (1, 2) if getattr(network, "output_fmt", "NCHW") == "NHWC" else (2, 3)
+        scaled = [
+            functional.layer_norm(root, [width]) for root, width in zip(roots, self.widths, strict=True)
+        ]
+        return torch.cat(scaled, dim=1)
 
 
 class _Sums(TorchDispatchMode):  # type: ignore[no-untyped-call]  # it has no types
@@ -68,14 +69,17 @@ class _Sums(TorchDispatchMode):  # type: ignore[no-untyped-call]  # it has no ty
         super().__init__()  # type: ignore[no-untyped-call]
         self.running: list[str] = []
         """Paths of the modules that are being called, the innermost last."""
-        self.found: dict[str, None] = {}
+        self.found: dict[str, list[torch.Size]] = {}
+        """Shapes of the sums in each module."""
 
     def __torch_dispatch__(self, operator: Any, _types: Any, values: Any = (), options: Any = None) -> Any:
         if operator.overloadpacket in (torch.ops.aten.add, torch.ops.aten.add_) and all(
             isinstance(term, Tensor) and not isinstance(term, nn.Parameter) and term.ndim > 2
             for term in values[:2]
         ):
-            self.found[self.running[-1]] = None
+            total = operator(*values, **(options or {}))
+            self.found.setdefault(self.running[-1], []).append(total.shape)
+            return total
         return operator(*values, **(options or {}))
 
 
@@ -100,36 +104,84 @@ class Graph:
                     lambda _module, inputs, out, path=path: returned(path, inputs, out)
                 ),
             ]
-        with torch.no_grad(), sums:
-            network(torch.linspace(-2, 2, math.prod(input_size)).reshape(1, *input_size))
+        with torch.inference_mode(mode=False), torch.enable_grad(), sums:
+            self.image = torch.linspace(-2, 2, math.prod(input_size)).reshape(1, *input_size)
+            network(self.image)
         for handle in handles:
             handle.remove()
         self.outputs = {path: output for path, _, output in self.calls}
         self.stages = [entry["module"] for entry in getattr(network, "feature_info", [])]
-        self.sums = [path for path in sums.found if path in self.outputs]
+        self.sums = [path for path, shapes in sums.found.items() if path and self._has_residual(path, shapes)]
+        """Modules with residual sums, but for those that are given parts of an image in place of images."""
+        self._aspect = input_size[-2] / input_size[-1]
+        self._layouts: dict[str, Layout | None] = {}
+
+    def _has_residual(self, path: str, sums: Iterable[torch.Size]) -> bool:
+        """Return whether a module's output has one of its sums as all, or as the first of its channels.
+
+        Others are those of scores of an attention, or of a class token.
+        """
+        output = self.outputs.get(path)
+        return (
+            output is not None
+            and len(output) == 1
+            and any(
+                total.numel() == output.numel()
+                or (len(total) == output.ndim == 4 and total[2:] == output.shape[2:])
+                for total in sums
+            )
+        )
+
+    def layout(self, path: str) -> Layout:
+        """Return the layout of a module's output; raises ConfigError if it cannot be known."""
+        if layout := self._known_layout(path):
+            return layout
+        shape = "x".join(map(str, self.outputs[path].shape))
+        raise ConfigError(
+            f"cannot pool the output of {path!r}, {shape} for one image: which of its dimensions are positions of the "
+            "image cannot be known; choose other --layers, such as last"
+        )
+
+    def _known_layout(self, path: str) -> Layout | None:
+        if path not in self._layouts:
+            self._layouts[path] = find_layout(
+                self.outputs[path],
+                self._parameters_before(path),
+                prefix_tokens=getattr(self.network, "num_prefix_tokens", 0),
+                aspect=self._aspect,
+            )
+        return self._layouts[path]
+
+    def _parameters_before(self, path: str) -> Iterator[nn.Parameter]:
+        """Yield the parameters of each module that was called up to a module's output, the last one first."""
+        end = max(number for number, call in enumerate(self.calls) if call[0] == path)
+        for called in dict.fromkeys(call[0] for call in reversed(self.calls[: end + 1])):
+            for parameter in self.network.get_submodule(called).parameters(recurse=False):
+                if parameter.requires_grad and len(parameter) > 1:
+                    yield parameter
 
     def pooled(self, path: str) -> Tensor:
         """Return a module's pooled output (1, C)."""
-        return pool(self.network, self.outputs[path])
+        return self.layout(path).pool(self.outputs[path]).detach()
 
     def resolution(self, path: str) -> tuple[int, ...]:
         """Return the height and width of a module's output, its number of tokens, or nothing if it is pooled."""
-        shape = self.outputs[path].shape
-        return tuple(shape[d] for d in _positions(self.network)) if len(shape) == 4 else tuple(shape[1:-1])
+        return tuple(self.outputs[path].shape[number] for number in self.layout(path).positions)
 
     def all(self) -> dict[str, str]:
         """Return the paths of timm's stages, `residual`, `depthwise` and the network by name, in its order."""
-        stages = [path for path in self.stages if path in self.outputs]
+        stages = [path for path in self.stages if path in self.outputs and self._known_layout(path)]
         paths = {path: path for path in stages} | self.residual() | self.depthwise() | {LAST: ""}
         order = list(self.outputs)
         return dict(sorted(paths.items(), key=lambda entry: order.index(entry[1])))
 
     def residual(self) -> dict[str, str]:
         """Return the modules that end with each width's last residual sum, or four evenly spaced ones of one width."""
-        last = {self.pooled(path).shape[1]: path for path in self.sums}
+        sums = [path for path in self.sums if self._known_layout(path)]
+        last = {self.pooled(path).shape[1]: path for path in sums}
         ends = [self._stage_of(path) for path in last.values()]
-        if len(last) == 1 and (count := len(self.sums)) > SPACED_BLOCKS:
-            ends = [self.sums[count * number // SPACED_BLOCKS - 1] for number in range(1, SPACED_BLOCKS + 1)]
+        if len(last) == 1 and (count := len(sums)) > SPACED_BLOCKS:
+            ends = [sums[count * number // SPACED_BLOCKS - 1] for number in range(1, SPACED_BLOCKS + 1)]
         return {path: path for path in ends}
 
     def _stage_of(self, path: str) -> str:
@@ -181,16 +233,26 @@ def _paths(graph: Graph, layers: Sequence[str], *, model: str) -> dict[str, str]
     known, paths = graph.all(), dict[str, str]()
     named = {path: path for path in graph.outputs if path} | known
     for layer in layers:
-        found = {"all": known, "residual": graph.residual()}.get(layer, {})
-        if LAST in (*layers, *found):  # it may be the mean of the network's last block
-            copies = {path for path in found.values() if torch.equal(graph.pooled(path), graph.pooled(""))}
-            found = {name: path for name, path in found.items() if path not in copies or not path}
         if layer in named:
-            found = {layer: named[layer]}
-        if not found:
+            paths[layer] = named[layer]
+            continue
+        group = {"all": known, "residual": graph.residual()}.get(layer)
+        if not group:
             raise ConfigError(f"{model} has no block {layer!r} for --layers; {suggestion(layer, known)}")
-        paths |= found
+        # The network's own feature may be the mean of its last block.
+        others = paths | ({LAST: ""} if LAST in (*layers, *group) else {})
+        paths |= _distinct(graph, group, others)
     return paths
+
+
+def _distinct(graph: Graph, group: Mapping[str, str], others: Mapping[str, str]) -> dict[str, str]:
+    """Return the blocks of a group without those that equal one of the others or an earlier one."""
+    distinct = dict[str, str]()
+    for name, path in group.items():
+        before = [other for known, other in {**others, **distinct}.items() if known != name]
+        if not any(torch.equal(graph.pooled(path), graph.pooled(other)) for other in before):
+            distinct[name] = path
+    return distinct
 
 
 def _with_blocks(backbone: Backbone, graph: Graph, paths: Mapping[str, str]) -> Backbone:
@@ -201,7 +263,10 @@ def _with_blocks(backbone: Backbone, graph: Graph, paths: Mapping[str, str]) -> 
     )
     size = sum(block.width for block in blocks)
     metadata = msgspec.structs.replace(backbone.metadata, feature_size=size, blocks=blocks)
-    return replace(backbone, module=Blocks(backbone.module, paths.values()).eval(), metadata=metadata)
+    layouts = {path: graph.layout(path) for path in paths.values()}
+    widths = [block.width for block in blocks]
+    module = Blocks(backbone.module, paths.values(), layouts=layouts, widths=widths).eval()
+    return replace(backbone, module=module, metadata=metadata)
 
 
 def list_layers(backbone: Backbone, *, opset: int) -> list[dict[str, Any]]:

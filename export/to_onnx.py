@@ -2,6 +2,8 @@
 
 import difflib
 import hashlib
+import io
+import tempfile
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +18,13 @@ from PIL import Image
 from torch import Tensor, nn
 
 from export.parity import Reference, compare, sample_photos
-from protocol.errors import ProtofleetError
+from protocol.errors import BackboneMismatch, ProtofleetError
 from protocol.log import warnings_suppressed
+from protocol.models.backbone_file import check_backbone
 from protocol.models.onnx_metadata import BackboneMetadata, delete_notes, to_properties
 from protocol.models.preprocessing import preprocess
 from protocol.storage.blobstore import write_atomically
+from protocol.wire.messages import MAX_BLOB_BYTES
 
 OPSET = 18
 """ONNX operator set, supported since ONNX Runtime 1.14."""
@@ -72,30 +76,63 @@ def to_onnx(module: nn.Module, metadata: BackboneMetadata, *, opset: int = OPSET
     """
     spec = metadata.preprocessing
     example = torch.zeros(2, spec.height, spec.width, 3, dtype=torch.uint8)
+    network = _Normalized(module, metadata).eval()
     try:
-        with warnings_suppressed(), torch.inference_mode():
-            program = torch.onnx.export(
-                _Normalized(module, metadata).eval(),
-                (example,),
-                input_names=["image"],
-                output_names=["feature"],
-                dynamic_shapes={"image": {0: torch.export.Dim("n")}},
-                opset_version=opset,
-                dynamo=True,
-                external_data=False,
-                verbose=False,
-            )
-        model = _checked(program, opset=opset)
+        model = _by_tracing_symbols(network, example, opset)
     except Exception as error:
-        raise ProtofleetError(
-            f"torch cannot export {metadata.model} at opset {opset}: {first_words(error)}"
-        ) from error
+        refused = f"torch cannot export {metadata.model} at opset {opset}: {first_words(error)}"
+        if "data-dependent" in str(error):  # the older exporter would record what one image takes
+            raise ProtofleetError(refused) from error
+        try:
+            model = _by_tracing_calls(network, example, opset)
+        except Exception as second:
+            raise ProtofleetError(f"{refused}; its older exporter: {first_words(second)}") from error
     return _with_metadata(model, metadata)
 
 
-def _checked(program: Any, *, opset: int) -> onnx.ModelProto:
+def _by_tracing_symbols(network: nn.Module, example: Tensor, opset: int) -> onnx.ModelProto:
+    """Return the graph by `torch.export`, which some networks do not support."""
+    with warnings_suppressed(), torch.inference_mode():
+        program: Any = torch.onnx.export(
+            network,
+            (example,),
+            input_names=["image"],
+            output_names=["feature"],
+            dynamic_shapes={"image": {0: torch.export.Dim("n")}},
+            opset_version=opset,
+            dynamo=True,
+            external_data=False,
+            verbose=False,
+        )
+    return _checked(program.model_proto, opset=opset)
+
+
+def _by_tracing_calls(network: nn.Module, example: Tensor, opset: int) -> onnx.ModelProto:
+    """Return the graph by PyTorch's older exporter, which records the calls for one batch.
+
+    A number that it records may hold for that batch alone: the comparison with PyTorch has another size of batch.
+    """
+    file = io.BytesIO()
+    with warnings_suppressed(), torch.no_grad():
+        torch.onnx.export(
+            network,
+            (example,),
+            file,  # type: ignore[arg-type]  # a file is documented, too
+            input_names=["image"],
+            output_names=["feature"],
+            dynamic_axes={"image": {0: "n"}, "feature": {0: "n"}},
+            opset_version=opset,
+            dynamo=False,
+        )
+        features = network(example).shape[1]
+    model = onnx.load_from_string(file.getvalue())
+    # It may leave the length open.
+    model.graph.output[0].type.tensor_type.shape.dim[1].dim_value = features
+    return _checked(model, opset=opset)
+
+
+def _checked(model: onnx.ModelProto, *, opset: int) -> onnx.ModelProto:
     """Return the model without the exporter's notes."""
-    model: onnx.ModelProto = program.model_proto
     got = next(entry.version for entry in model.opset_import if not entry.domain)
     if got != opset:  # PyTorch silently falls back to a set that it supports
         raise ValueError(f"the graph has opset {got}")
@@ -122,8 +159,8 @@ def export_module(
     that is written of the one that was compared.
 
     Raises:
-        ProtofleetError: PyTorch cannot export the network, or the features differ; no file is written; or
-            `convert` does.
+        ProtofleetError: PyTorch cannot export the network, the features differ, or devices would refuse the file; no
+            file is written; or `convert` does.
         StateError: the file cannot be written.
     """
     file = to_onnx(module, metadata, opset=opset)
@@ -144,10 +181,22 @@ def export_module(
     else:
         model, measured = convert(file, metadata, expected)
     file = _with_metadata(model, measured)
+    _check_as_devices(file, path.name)
     write_atomically(path, file)
     return Exported(
         path=path, sha256=hashlib.sha256(file).hexdigest(), size_bytes=len(file), metadata=measured
     )
+
+
+def _check_as_devices(file: bytes, name: str) -> None:
+    """Raise ProtofleetError if devices would refuse a backbone."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / name
+        path.write_bytes(file)
+        try:
+            check_backbone(path, max_bytes=MAX_BLOB_BYTES)
+        except BackboneMismatch as error:
+            raise ProtofleetError(f"devices would refuse the file, and none was written: {error}") from error
 
 
 def suggestion(name: str, known: Collection[str]) -> str:

@@ -136,7 +136,7 @@ def simulate_command(
     require_packages("onnx", "onnxruntime", "onnxscript", "scipy", "torch", extras=EXTRAS)
     from edge_client.progress_bar import Progress
     from protofleet.simulation.dataset import load_dataset
-    from protofleet.simulation.simulate import AlgorithmResult, simulate
+    from protofleet.simulation.simulate import AlgorithmResult, simulate, unsuitable
 
     bar = Progress("features")
     try:
@@ -144,11 +144,13 @@ def simulate_command(
     finally:
         bar.close()
     _report_unusable(loaded)
-    bar, steps = Progress("algorithms", estimates=False), enumerate((*algorithms, ""))
+    skipped = unsuitable(algorithms, features=loaded.features.shape[1])
+    running = [name for name in algorithms if name not in skipped]
+    bar, steps = Progress("algorithms", estimates=False), enumerate((*running, ""))
 
     def advance(_: AlgorithmResult | None = None) -> None:
         done, name = next(steps)
-        bar.update(done, len(algorithms), name)
+        bar.update(done, len(running), name)
 
     advance()
 
@@ -337,6 +339,7 @@ def describe(made: "Simulation") -> list[str]:
         for result in made.results
         if result.quarantined
     ]
+    lines += [f"{name}: skipped: {reason}" for name, reason in made.skipped.items()]
     for result in made.results:
         if result.counting is not None:
             lines.append(

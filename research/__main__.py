@@ -8,7 +8,7 @@ import click
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from protocol.cli import run
-from research import cells, hierarchical, published, restoration, statistics
+from research import cells, families, hierarchical, published, restoration, statistics
 from research.defaults import class_prior, confidence, default_layers, drift, forecast, novelty
 from research.poisoning import false_alarms, prototypes, rare_class, rounds
 from research.poisoning import statistics as poisoned_statistics
@@ -20,6 +20,7 @@ MODULES = (
     sum_costs,
     *(fedpcl, fpl, published, statistics, step, tuning, flower_tuning, wire_rivals),
     *(class_prior, confidence, default_layers, drift, forecast, novelty, cells, hierarchical, restoration),
+    families,
 )
 
 

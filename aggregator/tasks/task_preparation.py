@@ -32,7 +32,6 @@ from protocol.wire.messages import (
     MAX_BLOB_BYTES,
     MAX_CONTINUED,
     MAX_MANIFEST_BYTES,
-    MAX_MAPPED_SIZE,
     BlobRef,
     SecondOperator,
     Statistics,
@@ -234,11 +233,8 @@ def feature_map_of(
     if not isinstance(method, OneShot) or file.privacy.dp is not None:
         return None
     found = method.feature_map(feature_size, seed=file.client.seed, columns=columns, normalized=normalized)
-    if found is not None and found.size > MAX_MAPPED_SIZE:
-        given = f"{found.selected} features of the backbones and {found.random_features} random ones"
-        raise ConfigError(
-            f"{given} are more than {MAX_MAPPED_SIZE}: lower statistics.features, or use fewer backbones or layers"
-        )
+    if found is not None:
+        found.check_size()
     return found
 
 

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from edge_client.runtime.session import Provider, first_line, open_session, require_runtime
+from edge_client.runtime.session import Provider, open_session, require_runtime
 from edge_client.runtime.watchdog import load_limit, time_limit
 from protocol.errors import GraphRefused, StateError
+from protocol.models.cpu_session import reason
 from protocol.models.onnx_validation import MAX_GRAPH_BYTES, check_graph
 from protocol.models.slots import Slot, mapped, slots_of
 
@@ -94,7 +95,7 @@ class OnnxModel:
         except StateError:
             raise
         except Exception as error:  # ONNX Runtime has no error class of its own
-            raise GraphRefused(f"the {self.name} fails on its inputs: {first_line(error)}") from error
+            raise GraphRefused(f"the {self.name} fails on its inputs: {reason(error)}") from error
 
 
 def open_model(  # noqa: PLR0913 - all of it is about one file

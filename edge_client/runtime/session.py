@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import io
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 
 from edge_client.runtime.concurrent_session import ConcurrentSession
 from protocol.errors import GraphRefused, RuntimeMissing, pip_command
+from protocol.models.cpu_session import reason
 from protocol.threads import available_cores
 
 Provider = Literal["auto", "cpu", "cuda", "tensorrt"]
@@ -35,7 +35,7 @@ def require_runtime() -> Any:
         import onnxruntime
     except ImportError as error:
         raise RuntimeMissing(
-            f"ONNX Runtime cannot be loaded ({first_line(error)}): {pip_command('cpu')}, or with [gpu] on a "
+            f"ONNX Runtime cannot be loaded ({reason(error)}): {pip_command('cpu')}, or with [gpu] on a "
             "device with CUDA"
         ) from error
     return onnxruntime
@@ -110,7 +110,7 @@ def _create_accelerated(
         try:
             session.run(None, {value.name: _blank(value) for value in session.get_inputs()})
         except Exception as error:
-            raise _Unavailable(f"{name} does not work here: {first_line(error)}") from error
+            raise _Unavailable(f"{name} does not work here: {reason(error)}") from error
         return session
 
 
@@ -141,7 +141,7 @@ def _create(runtime: Any, file: Path | bytes, providers: Sequence[str], threads:
         _ = session.get_modelmeta().custom_metadata_map
     except Exception as error:  # ONNX Runtime has no error of its own to catch
         name = file.name if isinstance(file, Path) else "the file"
-        raise GraphRefused(f"ONNX Runtime cannot load {name}: {first_line(error)}") from error
+        raise GraphRefused(f"ONNX Runtime cannot load {name}: {reason(error)}") from error
     return session
 
 
@@ -160,12 +160,6 @@ def _muted(runtime: Any) -> Iterator[None]:
 def _blank(value: Any) -> NDArray[Any]:
     shape = [edge if isinstance(edge, int) else 1 for edge in value.shape]
     return np.zeros(shape, dtype=np.uint8 if value.type == "tensor(uint8)" else np.float32)
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an ONNX Runtime error, without the place in its source."""
-    lines = str(error).strip().splitlines()
-    return re.sub(r"^\S+\.cc:\d+ .*?\) ", "", lines[0])[:200].strip() if lines else type(error).__name__
 
 
 def _short(provider: str) -> str:

@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.errors import BackboneMismatch, GraphRefused
-from protocol.models.cpu_session import cpu_session
+from protocol.models.cpu_session import cpu_session, reason
 from protocol.models.onnx_metadata import BackboneMetadata, read_metadata
-from protocol.models.onnx_validation import check_graph
+from protocol.models.onnx_validation import check_graph, check_versions
 from protocol.models.slots import Slot, describe, mapped, slots_of
 
 
@@ -56,13 +56,17 @@ def check_backbone(path: Path, *, max_bytes: int) -> BackboneMetadata:
         BackboneMismatch: no device could use it.
     """
     metadata = read_backbone(path, max_bytes=max_bytes)
+    try:
+        check_versions(mapped(path))
+    except GraphRefused as error:
+        raise BackboneMismatch(f"cannot load {path.name}: {error}") from error
     shape = (metadata.preprocessing.height, metadata.preprocessing.width, 3)
     noise = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
     images = np.stack([np.zeros(shape, np.uint8), np.full(shape, 127, np.uint8), noise])
     try:
         session = cpu_session(path)
     except Exception as error:  # ONNX Runtime has no error of its own to catch
-        text = f"cannot load {path.name}: ONNX Runtime cannot load {path.name}: {error}"
+        text = f"cannot load {path.name}: ONNX Runtime cannot load {path.name}: {reason(error)}"
         raise BackboneMismatch(text) from error
     try:
         inputs, outputs = slots_of(session.get_inputs()), slots_of(session.get_outputs())
@@ -72,7 +76,7 @@ def check_backbone(path: Path, *, max_bytes: int) -> BackboneMetadata:
     try:
         (features,) = session.run(["feature"], {"image": images})
     except Exception as error:
-        raise BackboneMismatch(f"the backbone fails on its inputs: {error}") from error
+        raise BackboneMismatch(f"the backbone fails on its inputs: {reason(error)}") from error
     check_features(metadata, features, images=len(images))
     if not np.isfinite(features).all(axis=1).any():
         raise BackboneMismatch(

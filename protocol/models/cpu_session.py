@@ -1,5 +1,6 @@
 """ONNX Runtime sessions on the CPU for graphs of this project's own."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -27,3 +28,18 @@ def cpu_session(file: Path | bytes, options: Any = None) -> Any:
     source = file if isinstance(file, bytes) else str(file)
     providers = ["CPUExecutionProvider"]
     return onnxruntime.InferenceSession(source, options or cpu_options(), providers=providers)  # noqa: TID251
+
+
+def reason(error: Exception) -> str:
+    """Return the reason in an ONNX Runtime error, without paths and places in its source."""
+    lines = str(error).strip().splitlines()
+    if not lines:
+        return type(error).__name__
+    if found := re.search(r"Opset (\d+) is under development.* till opset (\d+)", lines[0]):
+        return (
+            f"it has opset {found[1]}, and this ONNX Runtime supports {found[2]}: upgrade ONNX Runtime, or export the "
+            f"file with --opset {found[2]} or lower"
+        )
+    text = re.sub(r"^\[ONNXRuntimeError\] : \d+ : \w+ : ", "", lines[0])
+    text = re.sub(r"^Load model from .*? failed:", "", text)
+    return re.sub(r"^\S+\.(cc|h):\d+ .*?\) ", "", text)[:200].strip()

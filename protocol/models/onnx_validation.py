@@ -51,6 +51,28 @@ _ITEM_BYTES = {1: 4, 2: 1, 3: 1, 4: 2, 5: 2, 6: 4, 7: 8, 9: 1, 10: 2, 11: 8, 12:
 """Bytes of a value by the number of its type in ONNX; of any other type 16."""
 
 
+OLDEST_RUNTIME, MAX_OPSET, MAX_IR_VERSION = "1.20", 21, 10
+"""The oldest supported ONNX Runtime, and the versions of the format that it reads."""
+
+
+def check_versions(file: bytes | memoryview) -> None:
+    """Raise GraphRefused if the oldest supported ONNX Runtime cannot read an ONNX file that `check_graph` accepts."""
+    opset = ir_version = 0
+    for number, value in _fields(memoryview(file)):
+        if number == 1 and isinstance(value, int):
+            ir_version = value
+        if number == 8 and isinstance(value, memoryview):
+            opset = max(
+                [opset, *(each for field, each in _fields(value) if field == 2 and isinstance(each, int))]
+            )
+    for name, got, limit in (("opset", opset, MAX_OPSET), ("IR version", ir_version, MAX_IR_VERSION)):
+        if got > limit:
+            raise GraphRefused(
+                f"it has {name} {got}, and the oldest ONNX Runtime that devices may have, {OLDEST_RUNTIME}, supports "
+                f"{limit}: export it with --opset {MAX_OPSET} or lower"
+            )
+
+
 def check_graph(
     file: bytes | memoryview, *, max_bytes: int = MAX_GRAPH_BYTES, deterministic: bool = False
 ) -> dict[str, str]:

@@ -29,7 +29,7 @@ from protofleet.simulation.cross_validation import (
 from protofleet.simulation.dataset import Dataset, load_dataset
 from protofleet.simulation.normalization import Finding, check_normalization
 from protofleet.simulation.partitions import parse_partition
-from protofleet.simulation.simulate import FEDTC, ONE_SHOT, STATISTICS, require_distinct
+from protofleet.simulation.simulate import FEDTC, ONE_SHOT, STATISTICS, require_distinct, unsuitable
 
 DRAWN = (FEDTC, STATISTICS)
 """Algorithms of which the one that is not compared is evaluated on the recommended features."""
@@ -153,6 +153,9 @@ def compare(
         for candidate, cost in zip(candidates, measure_costs(backbones, candidates), strict=True)
     )
     best, recommended = choose(rows, wanted[0].name)
+    left_out = [
+        each for each in left_out if not unsuitable([each], features=len(recommended.candidate.columns))
+    ]
     others = [wanted[0], *left_out] if left_out else []
     first_draw = evaluate(recommended.candidate.of(data), splits[:folds], others) if others else {}
     return Comparison(

@@ -1,7 +1,7 @@
 """Simulated fleets: labeled images dealt out to devices, and what each algorithm makes of them."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -88,6 +88,7 @@ class Simulation:
         backbone_bytes: size of the backbone's file, which each device downloads once; 0 if it is unknown.
         seed: of the division.
         results: one for each algorithm.
+        skipped: algorithms that cannot take so many features, with the reason and what to do.
     """
 
     devices: int
@@ -99,6 +100,7 @@ class Simulation:
     backbone_bytes: int
     seed: int
     results: tuple[AlgorithmResult, ...]
+    skipped: Mapping[str, str]
 
     def __getitem__(self, algorithm: str) -> AlgorithmResult:
         """Return the result of an algorithm; raises KeyError if it was not simulated."""
@@ -151,15 +153,19 @@ def simulate(
         on_result: called with each result as soon as there is one.
 
     Raises:
-        ConfigError: an argument is out of range, or there are too few images.
+        ConfigError: an argument is out of range, there are too few images, or no algorithm can take so many features.
     """
     unknown = [each for each in algorithms if not isinstance(each, Algorithm) and each not in ALGORITHMS]
     if unknown:
         raise ConfigError(f"expected algorithms out of {', '.join(ALGORITHMS)}, got {unknown[0]!r}")
-    require_distinct([each if isinstance(each, str) else each.name for each in algorithms])
+    require_distinct([_name(each) for each in algorithms])
+    skipped = unsuitable(algorithms, features=data.features.shape[1])
+    suitable = [each for each in algorithms if _name(each) not in skipped]
+    if skipped and not suitable:
+        raise ConfigError("; ".join(f"{name}: {reason}" for name, reason in skipped.items()))
     clients = deal_out(data, parse_partition(partition), devices=devices, held_out=held_out, seed=seed)
     results = []
-    for trained, name in _train(clients, len(data.classes), algorithms, robust or Robust()):
+    for trained, name in _train(clients, len(data.classes), suitable, robust or Robust()):
         results.append(_result(name, trained, clients))
         on_result(results[-1])
     return Simulation(
@@ -174,7 +180,27 @@ def simulate(
         backbone_bytes=data.backbone_bytes,
         seed=seed,
         results=tuple(results),
+        skipped=skipped,
     )
+
+
+def unsuitable(algorithms: Sequence[str | Algorithm], *, features: int) -> dict[str, str]:
+    """Return the algorithms that cannot take so many features, with the reason and what to do."""
+    reasons = {}
+    for each in algorithms:
+        method = REGISTERED[each]() if isinstance(each, str) and each in REGISTERED else each
+        if isinstance(method, OneShot):
+            mapped = method.feature_map(features, seed=0, columns=(), normalized=False)
+            try:
+                if mapped is not None:
+                    mapped.check_size()
+            except ConfigError as error:
+                reasons[method.name] = str(error)
+    return reasons
+
+
+def _name(algorithm: str | Algorithm) -> str:
+    return algorithm if isinstance(algorithm, str) else algorithm.name
 
 
 def require_distinct(names: Sequence[str]) -> None:

@@ -61,9 +61,13 @@ class Result:
 
 
 def map_features(features: Features, *, random_features: int, seed: int) -> MappedFeatures:
-    """Map a data set's training features by the graph that a task with these settings has."""
+    """Map a data set's training features by the graph that a task with these settings has.
+
+    Raises ConfigError if there are too many.
+    """
     size, normalized = features.train.shape[1], features.normalized
     feature_map = FeatureMap(size, random_features, seed, normalized=normalized)
+    feature_map.check_size()
     rows = [to_rows(mapped(feature_map, part)) for part in _parts(features.train)]
     return MappedFeatures(features, feature_map, np.concatenate(rows))
 

@@ -11,6 +11,7 @@ from msgspec import Meta, UnsetType
 from numpy.typing import NDArray
 
 from aggregator.algorithms.algorithm import OneShot
+from protocol.errors import ConfigError
 from protocol.statistics.second_moment import MAX_VALUE
 from protocol.wire.messages import MAX_MAPPED_SIZE
 
@@ -102,6 +103,14 @@ class FeatureMap:
     def size(self) -> int:
         """The length of a row."""
         return self.selected + self.random_features
+
+    def check_size(self) -> None:
+        """Raise ConfigError if its rows are too long."""
+        if self.size > MAX_MAPPED_SIZE:
+            raise ConfigError(
+                f"{self.selected} features of the backbones and {self.random_features} random ones are more than "
+                f"{MAX_MAPPED_SIZE}: lower statistics.features, or use fewer backbones or layers"
+            )
 
     @cached_property
     def signs(self) -> NDArray[np.int8]:

@@ -212,6 +212,35 @@ def test_preprocessing_is_the_one_in_the_config_that_timm_writes_beside_weights(
     assert overridden.settings == recorded | {"crop_pct": 1.0, "padding": "symmetric"}
 
 
+@pytest.mark.parametrize(
+    ("name", "edge"),
+    [
+        ("levit_128s", 224),  # has a normalization beside its classifier
+        ("coat_tiny", 160),  # has position embeddings of its image size
+    ],
+)
+def test_weights_are_loaded_as_timm_loads_them(tmp_path: Path, name: str, edge: int) -> None:
+    path = tmp_path / "weights.safetensors"
+    save_file(state_of(made(name)), path)
+    expected = timm.create_model(
+        name,
+        pretrained=True,
+        num_classes=0,
+        img_size=edge,
+        pretrained_cfg_overlay={"file": str(path), "source": "file"},
+    )
+    backbone = load_backbone(Choice(name, weights=path, image_size=edge))
+    assert same_features(backbone.module, expected.eval(), edge=edge)
+
+
+def test_weights_that_timm_cannot_adapt_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "weights.safetensors"
+    state = {**state_of(made("test_vit")), "pos_embed": torch.zeros(3)}
+    save_file(state, path)
+    with pytest.raises(ConfigError, match=r"does not fit test_vit|timm cannot adapt .* to test_vit"):
+        load_backbone(Choice("test_vit", weights=path))
+
+
 def test_recorded_size_resizes_position_embeddings(tmp_path: Path) -> None:
     source = timm.create_model("test_vit", img_size=96)
     save_for_hf(source, tmp_path, model_args={"img_size": [96, 96]}, safe_serialization=True)

@@ -3,7 +3,9 @@
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import onnx
 import onnxruntime
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 from export.parity import BATCH, COMPARED, Reference, compare, compared_photos, photos_in, sample_photos
 from export.to_onnx import OPSET, export_module, to_onnx
 from protocol.errors import ConfigError, ProtofleetError, StateError
-from protocol.models.onnx_metadata import BackboneMetadata, read_metadata
+from protocol.models.onnx_metadata import BackboneMetadata, Block, read_metadata
 from tests.support.graphs.torch_networks import EDGE, FEATURE_SIZE, described, tiny_network
 
 
@@ -98,6 +100,48 @@ def test_differing_graph_is_not_written(tmp_path: Path, fault: float) -> None:
         export_module(network, described(), path=path, reference=reference)
     assert path.read_bytes() == b"older"
     assert [path] == list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("exported_before")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"blocks": (Block(name="", width=FEATURE_SIZE),)}, "metadata .*name"),
+        ({"feature_size": FEATURE_SIZE + 1}, r"must take .* give feature float32 \(any, 13\)"),
+    ],
+)
+def test_a_file_that_devices_would_refuse_is_not_written(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    metadata = msgspec.structs.replace(described(), **change)
+    with pytest.raises(
+        ProtofleetError, match=f"devices would refuse the file, and none was written: .*{message}"
+    ):
+        export_module(tiny_network(), metadata, path=tmp_path / "tiny.onnx")
+    assert not list(tmp_path.iterdir())
+
+
+class Traceable(nn.Module):
+    """A network that only PyTorch's older exporter takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = tiny_network()
+
+    def forward(self, image: Tensor) -> Tensor:
+        """Return the network's feature."""
+        if torch.compiler.is_compiling():
+            raise RuntimeError("not supported")
+        feature: Tensor = self.network(image)
+        return feature
+
+
+def test_the_older_exporter_of_pytorch_is_the_second_choice(tmp_path: Path) -> None:
+    exported = export_module(Traceable().eval(), described(), path=tmp_path / "tiny.onnx")
+    assert exported.metadata.parity is not None
+    assert exported.metadata.parity.relative_error < 1e-5
+    session = onnxruntime.InferenceSession(exported.path)
+    assert session.get_outputs()[0].shape == ["n", FEATURE_SIZE]
 
 
 @pytest.mark.usefixtures("exported_before")

@@ -24,7 +24,7 @@ from aggregator.algorithms.hierarchical import Hierarchical
 from aggregator.algorithms.statistics.feature_map import Statistics
 from aggregator.config.schema import Robust
 from protocol.errors import ConfigError
-from protofleet.cli import cli
+from protofleet.cli import cli, describe
 from protofleet.simulation import algorithms, simulate, statistics
 from protofleet.simulation.fleet import Client, pooled
 from protofleet.simulation.partitions import Partition, parse_partition, share_out
@@ -214,6 +214,18 @@ def test_settings_of_statistics_are_simulated(digits: protofleet.Dataset) -> Non
         for features in (0, 64)
     )
     assert few.up_bytes < many.up_bytes
+
+
+def test_an_algorithm_that_cannot_take_so_many_features_is_skipped(digits: protofleet.Dataset) -> None:
+    """The others run, and the report says what to choose."""
+    long = Statistics(features=4096)
+    made = protofleet.simulate(digits, devices=4, algorithms=("alone", long))
+    assert [each.algorithm for each in made.results] == ["alone"]
+    reason = "64 features of the backbones and 4096 random ones are more than 4096: lower statistics.features"
+    assert made.skipped["statistics"].startswith(reason)
+    assert f"statistics: skipped: {made.skipped['statistics']}" in describe(made)
+    with pytest.raises(ConfigError, match=f"statistics: {reason}"):
+        protofleet.simulate(digits, devices=4, algorithms=(long,))
 
 
 class Sums(Majority, frozen=True, kw_only=True, forbid_unknown_fields=True):
