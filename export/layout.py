@@ -2,13 +2,17 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from math import sqrt
 
 import torch
 from torch import Tensor, nn
 
 TRIED = 16
-"""Indices of a dimension that are tried."""
+"""Indices of a dimension that are tried, at most twice as many."""
+
+LAST_PARAMETERS = 32
+"""Parameters before an output that are tried: the first one decides, unless an output concatenates those of layers."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ def _channel_dimension(output: Tensor, parameters: Iterable[nn.Parameter]) -> in
     all rows.
     """
     dimensions = [number for number in range(1, output.ndim) if output.shape[number] > 1]
-    for parameter in parameters:
+    for parameter in islice(parameters, LAST_PARAMETERS):
         found = [number for number in dimensions if _is_one_row(output, number, parameter)]
         if found:
             return found[0] if len(found) == 1 else None

@@ -396,3 +396,10 @@ def test_drift(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drift, "features_of", lambda *_: whole)
     runs = {each["images"]: each["scores"] for each in run(tmp_path, "drift")["runs"]}
     assert set(runs) == {*drift.CHANGES, "sketches"}
+
+
+def test_families(tmp_path: Path) -> None:
+    """Means of blocks equal timm's, of a network with channels first and of one with channels last."""
+    made = run(tmp_path, "families", "--network", "test_resnet", "--network", "test_mambaout")
+    assert [each["compared"] > 0 for each in made["runs"]] == [True, True]
+    assert max(each["worst"] for each in made["runs"]) < 1e-5
