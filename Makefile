@@ -14,7 +14,8 @@ demo: $(DEMO_INSTALLED)    ## train one classifier on ten devices, with a broker
 	$(BIN)/python -m examples.quickstart $(DEMO)
 
 # Four processes on any machine: tests wait for brokers and programs more than they compute.
-PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 4 --dist loadfile
+PROCESSES ?= 4
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(PROCESSES) --dist loadfile
 
 test: .venv/installed      ## run every test, or with TESTS=tests/unit/protocol a part
 	$(PYTEST) --no-loadscope-reorder --durations=30 $(TESTS)
