@@ -139,7 +139,7 @@ def test_keys_move_images_and_back(open_page: OpenPage, where: ReviewFolder, ser
     opened.wait("!document.getElementById('caption').textContent.includes('moved to')")
     assert (where.data / "cat" / "wrong.png").exists()
     opened.page.get_by_role("button", name="labeled images of no known class: 1").click()
-    opened.wait_for_text("#caption", "the head finds unknown")
+    opened.wait_for_text("#caption", "the head finds unrecognized")
     _press(opened, "0")
     opened.wait_for_text("#caption", "moved to")
     assert (where.unlabeled / "stranger.png").exists()

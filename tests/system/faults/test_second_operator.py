@@ -31,7 +31,7 @@ from tests.system.attacks.attacker_client import TrafficMonitor
 DEVICES, MIN_DEVICES = 4, 3
 REQUESTS, REPLIES = fleet_topic("default", "sums/request"), fleet_topic("default", "sums/reply")
 
-LIST = "aggregator.heads.sum_lists:put_sums"
+LIST = "aggregator.heads.sum_lists:SecondOperatorLists._put"
 AGGREGATOR = (
     (f"{LIST}:after", "listed"),
     ("aggregator.messaging.publisher:FleetPublisher.request_sum:before", "listed"),

@@ -205,7 +205,7 @@ def test_passwords_work_instead_of_certificates(closed: ClosedFleet, tmp_path: P
         aggregator = replace(valid, username="aggregator@orchard", password="all")
         assert denied(closed, aggregator, [own["task"], own["d/ack"]]) == set()
         reason = refusal(closed.broker, replace(valid, password="all"))
-        assert reason == "refused by the broker: Not authorized: check --username and the password"
+        assert reason.startswith("refused by the broker: Not authorized: check --username and the password")
         without = replace(valid, username=None, password=None)
         assert "give --username and a password" in refusal(closed.broker, without)
 
