@@ -64,6 +64,7 @@ class Cluster(Fleet):
     def run_all(self) -> None:
         """Start the proxy and two of each role."""
         self.run(PROXY, COORDINATORS[0])
+        self.wait_for_log(COORDINATORS[0], CONNECTED)  # its keys are complete then
         copy_keys(self._folder, COORDINATORS[1])
         self.run(COORDINATORS[1], *RECEIVERS, *TRAINERS)
 
