@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
-from edge_client.data.images import decoded
+from edge_client.data.decoding import decoded
 from protocol.errors import ConfigError
 from protocol.models.preprocessing import Preprocessing, preprocess
 from protocol.threads import available_cores

@@ -19,8 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from edge_client.data.decoding import decoded, has_other_pixels, pixel_digest
 from edge_client.data.decoding_memory import limit_bytes
-from edge_client.data.images import LabeledImage, decoded, has_other_pixels, pixel_digest
+from edge_client.data.images import LabeledImage
 from edge_client.runtime.backbone import Backbone
 from edge_client.runtime.session import release_memory
 from edge_client.storage.feature_cache import FeatureCache

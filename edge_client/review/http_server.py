@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from edge_client.data.images import LabeledImage, decoded
+from edge_client.data.decoding import decoded
+from edge_client.data.images import LabeledImage
 from edge_client.predict.http_limits import (
     Answer,
     Body,

@@ -25,7 +25,7 @@ from aggregator.intake.validation import Prototypes
 from aggregator.storage.open_store import open_store
 from aggregator.tasks.task_preparation import feature_map_of
 from aggregator.training.robust.training_set import pool
-from edge_client.data.images import decode as decode_image
+from edge_client.data.decoding import decode as decode_image
 from edge_client.runtime.backbone import Backbone, open_backbone
 from examples.quickstart.digits import CLASSES
 from examples.quickstart.folder import Folder

@@ -24,7 +24,8 @@ from aggregator.config.task_file import load_task
 from aggregator.intake.validation import Prototypes
 from aggregator.tasks.task_preparation import checked_backbone
 from aggregator.training.robust.training_set import pool
-from edge_client.data.images import decode, find_images
+from edge_client.data.decoding import decode
+from edge_client.data.images import find_images
 from edge_client.data.statistics import group_rows
 from edge_client.runtime.backbone import open_backbone
 from examples.quickstart import digits as data

@@ -11,7 +11,7 @@ from typing import Any, cast
 from PIL import Image
 
 from edge_client.data.class_prior import NO_PRIOR
-from edge_client.data.images import decoded
+from edge_client.data.decoding import decoded
 from edge_client.predict.classifier import Prediction
 from edge_client.predict.http_connections import Connections, TokenGuesses
 from edge_client.predict.http_options import ServerOptions

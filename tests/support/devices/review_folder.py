@@ -14,7 +14,8 @@ from PIL import Image
 from aggregator.algorithms.fedtc.head import Dense
 from aggregator.algorithms.novelty import class_directions
 from aggregator.graphs.head_export import head_to_onnx
-from edge_client.data.images import LabeledImage, decode, scan_images, unlabeled_below
+from edge_client.data.decoding import decode
+from edge_client.data.images import LabeledImage, scan_images, unlabeled_below
 from edge_client.predict.classifier import Classifier
 from edge_client.predict.head import open_head
 from edge_client.predict.http_options import ServerOptions

@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from edge_client.data import decoding_memory, extraction
+from edge_client.data.decoding import decode, decoded
 from edge_client.data.decoding_memory import available_bytes, limit_bytes, reserve
 from edge_client.data.extraction import Extraction, extract, feature_batches
-from edge_client.data.images import LabeledImage, decode, decoded, find_images, unlabeled
+from edge_client.data.images import LabeledImage, find_images, unlabeled
 from edge_client.runtime.backbone import Backbone
 from edge_client.storage.feature_cache import FeatureCache
 from protocol.errors import Interrupted
@@ -164,7 +165,7 @@ def test_pipe_in_place_of_an_image_does_not_block(tmp_path: Path) -> None:
     path.rename(tmp_path / "image.png")
     os.mkfifo(path)
     script = (
-        "import sys; from pathlib import Path; from edge_client.data.images import open_file\n"
+        "import sys; from pathlib import Path; from edge_client.data.file_kind import open_file\n"
         "try: open_file(Path(sys.argv[1]))\n"
         "except OSError: sys.exit(0)\n"
         "sys.exit(1)"
@@ -334,7 +335,7 @@ import sys
 from pathlib import Path
 from PIL import Image
 from edge_client.data.decoding_memory import decoding_bytes
-from edge_client.data.images import decoded
+from edge_client.data.decoding import decoded
 from edge_client.runtime.session import release_memory
 from protocol.models.preprocessing import Preprocessing, preprocess
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from edge_client.data import file_kind
-from edge_client.data.images import decoded, find_images, scan_images
+from edge_client.data.decoding import decoded
+from edge_client.data.images import find_images, scan_images
 from protocol.errors import UnreadableImage
 from tests.support.devices.device_factory import image_file
 

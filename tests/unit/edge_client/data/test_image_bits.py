@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from edge_client.data.images import decoded
+from edge_client.data.decoding import decoded
 from protocol.errors import UnreadableImage
 from protocol.models.preprocessing import to_rgb
 from tests.support.devices.device_factory import png_of

@@ -17,8 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from edge_client.data.decoding import decode
 from edge_client.data.holdout import held_out, held_out_count
-from edge_client.data.images import MOST_NAMED, LabeledImage, decode, find_images, images_below, scan_images
+from edge_client.data.images import MOST_NAMED, LabeledImage, find_images, images_below, scan_images
 from protocol.class_folders import class_folders
 from protocol.errors import ConfigError, UnreadableImage
 from tests.support.devices.device_factory import gray_png, image_file, noise

@@ -12,8 +12,8 @@ import pytest
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
+from edge_client.data.decoding import MAX_FILE_BYTES, decode, decoded, pixel_digest
 from edge_client.data.extraction import extract
-from edge_client.data.images import MAX_FILE_BYTES, decode, decoded, pixel_digest
 from edge_client.submission import image_features
 from edge_client.submission.image_features import training_feature_keys
 from edge_client.submission.prepared_submission import NoPrototype, prepare_prototypes

@@ -22,8 +22,8 @@ from aggregator.graphs.head_export import head_to_onnx
 from edge_client.cli.predict import printer
 from edge_client.cli.watch import changes_only
 from edge_client.data.class_prior import Adjuster
+from edge_client.data.decoding import decode
 from edge_client.data.extraction import ISOLATED, Refusal, feature_of
-from edge_client.data.images import decode
 from edge_client.predict import drift
 from edge_client.predict.classifier import Classifier, Prediction
 from edge_client.predict.drift import DriftMonitor, drift_score

@@ -18,8 +18,9 @@ from click.testing import CliRunner, Result
 from PIL import Image
 
 from edge_client.cli import cli
+from edge_client.data.decoding import decode, pixel_digest
 from edge_client.data.extraction import extract
-from edge_client.data.images import LabeledImage, decode, find_images, pixel_digest
+from edge_client.data.images import LabeledImage, find_images
 from edge_client.predict import head
 from edge_client.review.findings import suspicious
 from edge_client.review.http_server import ReviewServer

@@ -15,8 +15,8 @@ from click.testing import CliRunner
 from PIL import Image
 
 from edge_client.cli import cli
+from edge_client.data.decoding import decoded, pixel_digest
 from edge_client.data.extraction import extract
-from edge_client.data.images import decoded, pixel_digest
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.storage.stored_values import Heads, LeftOut, SubmissionReport
 from edge_client.submission import head_evaluation, head_installer, image_features
