@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from aggregator.algorithms.registry import ALGORITHMS
 from aggregator.config.schema import TaskFile, described
+from protocol.answers import HOME_ASSISTANT, UNRECOGNIZED, UNSURE
 from protocol.class_folders import is_of_system
 from protocol.errors import ConfigError
 
@@ -141,9 +142,6 @@ def _class_names(classes: Sequence[str]) -> Iterator[Problem]:
             yield ("classes",), f"{name!r} begins or ends with a space, or contains a control character"
 
 
-_ANSWERS = frozenset({"unrecognized", "unsure", "unknown", "unavailable", "None"})
-"""Answers of devices for an image of no class, and the states that Home Assistant gives to a sensor itself."""
-
 _NO_FOLDER = re.compile(r'\.|.*[/\\<>:"|?*]|.*\.\Z|(con|prn|aux|nul|com\d|lpt\d)(\..*)?\Z', re.IGNORECASE)
 """Names that a folder cannot have on some system, or that devices skip as hidden; see also `is_of_system`."""
 
@@ -151,7 +149,7 @@ _NO_FOLDER = re.compile(r'\.|.*[/\\<>:"|?*]|.*\.\Z|(con|prn|aux|nul|com\d|lpt\d)
 def class_name_notes(classes: Sequence[str]) -> list[str]:
     """Return why some of the class names do not work on all devices; they are valid, as earlier tasks have them."""
     notes = []
-    if ambiguous := sorted(name for name in classes if name in _ANSWERS):
+    if ambiguous := sorted({UNRECOGNIZED, UNSURE, *HOME_ASSISTANT}.intersection(classes)):
         notes.append(
             f"an answer of devices or Home Assistant for an image of no class: {', '.join(ambiguous)}; rename the class"
         )

@@ -107,7 +107,7 @@ async def _problem(_request: Request, error: Exception) -> Response:
 
 @dataclass(frozen=True)
 class _WrongMethod:
-    """The answer to every other method than those of a path."""
+    """The answer to a method that a path does not have."""
 
     allowed: Collection[str]
 

@@ -42,11 +42,8 @@ def needed_blobs(task: Task, store: Store) -> set[bytes]:
     ]
     return (
         task.blobs
-        | {
-            task.digest,
-            *(task.manifest.continues or ()),
-            *store.submissions.tasks(),
-        }  # these may be continued
+        | {task.digest, *(task.manifest.continues or ())}
+        | store.submissions.tasks()  # which may be continued
         | {digest for head in retained for digest in (head.digest, head.file)}
         | _tensors(retained)
         | {graph.digest for graphs in known_graphs(store).values() for graph in graphs.values()}

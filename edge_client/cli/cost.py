@@ -67,9 +67,8 @@ def measure(*, data: Path, backbones: Sequence[Path], **options: Any) -> dict[st
             min_images=2,
         )
         store.set(CurrentTask(store.blobs.put(encode(manifest))))
-        time.sleep(
-            file_ages.SETTLE_S
-        )  # or a first scan of new images would wait, which is no cost of a backbone
+        # Otherwise a first scan of new images would wait, which is no cost of a backbone.
+        time.sleep(file_ages.SETTLE_S)
         begin_s = time.perf_counter()
         Device(settings, store, show=lambda *each: shown.append(each)).run()
         passed_s = time.perf_counter() - begin_s

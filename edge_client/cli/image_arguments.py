@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from edge_client.data.images import MOST_NAMED, images_below, is_folder
-from protocol.cli import counted, say
+from protocol.cli import say
 from protocol.errors import ConfigError
 
 STDIN = Path("-")
@@ -17,7 +17,7 @@ STDIN = Path("-")
 def named_images(arguments: Iterable[Path]) -> list[Path]:
     """Return the images that arguments name, in their order, and those in a folder or of a pattern by path.
 
-    A folder is searched recursively, as those of classes are; what is not used is listed on stderr. A pattern (`*`,
+    A folder is searched as a class folder is; what is not used is listed on stderr. A pattern (`*`,
     `?`, `[...]`, and `**` for folders at any depth) is one that the shell has not replaced. `-` reads paths from stdin
     until its end, one per line.
 
@@ -54,8 +54,8 @@ def _in(path: Path) -> list[Path]:
 
 def say_skipped(skipped: Counter[str]) -> None:
     """List what a search for images has skipped, on stderr."""
-    for reason, files in skipped.most_common(MOST_NAMED):
-        say(f"skipped {counted(files, 'file')}: {reason}", err=True)
+    for reason, number in skipped.most_common(MOST_NAMED):
+        say(f"skipped: {reason} ({number:,})", err=True)
 
 
 def _lines() -> Iterator[bytes]:

@@ -53,9 +53,8 @@ class FileAges:
                 since_s = now_s - _age_s(image, wall_s)
             else:
                 since_s, inode = before.get(identity, (now_s, image.inode))
-                if (
-                    inode != image.inode and now_s - since_s < SETTLE_S
-                ):  # some file systems renumber old files
+                # Some file systems renumber old files.
+                if inode != image.inode and now_s - since_s < SETTLE_S:
                     since_s = now_s
             self._since[identity] = since_s, image.inode
             ages.append(now_s - since_s)

@@ -1,4 +1,4 @@
-"""The kind of a file by its first bytes: names of files are often wrong, and those of phones above all."""
+"""The kind of a file by its first bytes: names of files are often wrong, above all on phones."""
 
 import errno
 import functools
@@ -50,7 +50,7 @@ def unidentified(head: bytes) -> str:
 
 @functools.lru_cache(maxsize=2**16)
 def is_image(path: str, _size_bytes: int, _mtime_ns: int, _inode: int) -> bool:
-    """Return whether a file's first bytes are those of an image; read once for each state of the file.
+    """Return whether a file begins as an image does; its first bytes are read once for each state of the file.
 
     Raises:
         OSError: it cannot be read.

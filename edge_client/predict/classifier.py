@@ -19,14 +19,11 @@ from edge_client.runtime.backbone import Backbone, open_backbone
 from edge_client.runtime.session import Provider
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import InstalledHead, SubmissionReport
+from protocol.answers import UNRECOGNIZED, UNSURE
 from protocol.errors import BlobLost, ConfigError, StateError, UnreadableImage
 
 Guard = Callable[[], AbstractContextManager[None]]
 """A context in which a part of a model runs; it counts the program's crashes there."""
-
-
-UNRECOGNIZED, UNSURE = "unrecognized", "unsure"
-"""Answers that are no class. Not "unknown": Home Assistant gives this state to a sensor without a value."""
 
 
 @dataclass(frozen=True)

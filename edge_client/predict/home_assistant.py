@@ -11,8 +11,9 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from edge_client.predict.classifier import UNRECOGNIZED, UNSURE, Prediction
+from edge_client.predict.classifier import Prediction
 from protocol import __version__
+from protocol.answers import HOME_ASSISTANT, UNRECOGNIZED, UNSURE
 from protocol.cli import plain
 from protocol.log import event
 from protocol.mqtt import reconnecting_session as mqtt
@@ -22,9 +23,6 @@ from protocol.wire.codec import digest_of
 log = logging.getLogger(__name__)
 
 DISCOVERY = "homeassistant"
-
-OWN_STATES = frozenset({"None", "unavailable", "unknown"})
-"""Home Assistant's own words for a sensor without a value: two states, and a payload that sets one of them."""
 
 
 class Sensor:
@@ -118,7 +116,7 @@ class Sensor:
 
 
 def _sensor_state(answer: str) -> str:
-    return f"class {answer}" if answer in OWN_STATES else answer
+    return f"class {answer}" if answer in HOME_ASSISTANT else answer
 
 
 def _state(prediction: Prediction) -> dict[str, object]:

@@ -141,9 +141,8 @@ class BrokerProbe:
         """
         limit = self._connected.max_packet_bytes if self._connected is not None else None
         size_bytes = chunk_bytes(limit) + ENVELOPE_BYTES
-        packet = Outgoing(
-            topic, bytes(size_bytes - packet_bytes(topic, 0) - 2)
-        )  # the length takes two bytes more
+        # The length takes two bytes more.
+        packet = Outgoing(topic, bytes(size_bytes - packet_bytes(topic, 0) - 2))
         if all(isinstance(self._publish(packet), Disconnected) for _ in range(DISCONNECTS_TO_INFER)):
             text = f"the broker ends the connection at a packet of {size_bytes:,} bytes: programs send smaller ones"
             return Finding("packets", "warning", text, _RAISE_LIMIT)

@@ -64,36 +64,15 @@ def make_state_folder(folder: Path) -> None:
         StateError: it cannot be written.
     """
     refuse_source_folder(folder, option="--state")
-    refuse_other_owner(folder)
+    _refuse_other_owner(folder)
     if found := network_file_system(folder):
-        event(
-            log,
-            logging.WARNING,
-            "state on a network file system: use a local disk",
-            folder=folder,
-            type=found,
-        )
+        text = "state on a network file system: use a local disk"
+        event(log, logging.WARNING, text, folder=folder, type=found)
     with state_errors(folder):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         ignore = folder / IGNORE_FILE
         if not ignore.exists():
             write_atomically(ignore, IGNORE_ALL.encode())
-
-
-def refuse_other_owner(folder: Path) -> None:
-    """Raise StateError if a state folder, or the folder it is created in, belongs to another user and is not writable.
-
-    Docker creates the folder of a bind mount for root, and the image's program is another user's.
-    """
-    with state_errors(folder):
-        place = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.is_dir())
-        owner, own = place.stat().st_uid, os.geteuid()
-        if own not in {0, owner} and not os.access(place, os.W_OK | os.X_OK, effective_ids=True):
-            command = f"chown -R {own}" if place == folder.absolute() else f"install -d -o {own}"
-            raise StateError(
-                f"cannot write to {place}: it belongs to user {owner}, and this program runs as user {own}: "
-                f"run `{command} {folder.absolute()}` as root, or give another --state"
-            )
 
 
 def network_file_system(folder: Path, *, mounts: Path = Path("/proc/self/mountinfo")) -> str:
@@ -130,6 +109,22 @@ def refuse_source_folder(folder: Path, *, option: str) -> None:
             f"expected a folder outside of Python packages for private keys, got {folder}, in the source files of "
             f"{within}: give another {option}, and move files that are there already"
         )
+
+
+def _refuse_other_owner(folder: Path) -> None:
+    """Raise StateError if a state folder, or the folder it is created in, belongs to another user and is not writable.
+
+    Docker creates the folder of a bind mount for root, and the image's program is another user's.
+    """
+    with state_errors(folder):
+        place = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.is_dir())
+        owner, own = place.stat().st_uid, os.geteuid()
+        if own not in {0, owner} and not os.access(place, os.W_OK | os.X_OK, effective_ids=True):
+            command = f"chown -R {own}" if place == folder.absolute() else f"install -d -o {own}"
+            raise StateError(
+                f"cannot write to {place}: it belongs to user {owner}, and this program runs as user {own}: "
+                f"run `{command} {folder.absolute()}` as root, or give another --state"
+            )
 
 
 def _is_package(folder: Path) -> bool:

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from edge_client.predict.classifier import UNRECOGNIZED
-from edge_client.predict.home_assistant import OWN_STATES
+from protocol.answers import HOME_ASSISTANT, UNRECOGNIZED
 
 PAGE = (Path(__file__).parents[2] / "docs" / "operations" / "own-classes.md").read_text(encoding="utf-8")
 
@@ -23,8 +22,8 @@ def test_automation_acts_on_an_answer_and_not_on_a_start_of_home_assistant() -> 
         if "triggers" in block
     )
     assert trigger["to"] == UNRECOGNIZED
-    assert trigger["to"] not in OWN_STATES
-    assert set(trigger["not_from"]) == OWN_STATES - {"None"}
+    assert trigger["to"] not in HOME_ASSISTANT
+    assert set(trigger["not_from"]) == HOME_ASSISTANT - {"None"}
 
 
 @pytest.mark.skipif(shutil.which("jq") is None, reason="needs jq: apt-get install jq")

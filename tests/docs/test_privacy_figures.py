@@ -38,7 +38,7 @@ def test_epsilon_and_guesses_by_the_number_of_a_persons_images(epsilon: int) -> 
     assert f"{guesses[0]} times" in PROTECTION
     if epsilon == 1:
         assert f"becomes one of {shown[3]}: " in PROTECTION
-        assert f"is right up to {guesses[3]} times in 100" in PROTECTION
+        assert f"is correct in up to {guesses[3]} of 100 cases" in PROTECTION
 
 
 def test_what_a_devices_share_of_the_noise_hides() -> None:

@@ -326,7 +326,7 @@ def test_images_are_named_by_files_folders_patterns_and_stdin(
     assert [line["image"] for line in lines] == images
     digests = head.head.digest.hex(), bench.task.hex()
     assert {(line["head_version"], line["head"], line["task"]) for line in lines} == {(1, *digests)}
-    assert ("skipped 1 file: suffix .txt" in done.stderr) == (arguments == ["photos"])
+    assert ("skipped: suffix .txt (1)" in done.stderr) == (arguments == ["photos"])
 
 
 def test_csv_has_a_header_and_a_row_per_image(bench: HeadBench, photos: Path) -> None:
@@ -369,7 +369,7 @@ def test_many_alike_images_are_predicted_with_their_prior(bench: HeadBench, phot
         name: plain[name] for name in ("prior", "scores")
     }
     skipped, prior = _predict(bench, "photos").stderr.splitlines()
-    assert skipped == "skipped 1 file: suffix .txt"
+    assert skipped == "skipped: suffix .txt (1)"
     assert prior.startswith(f"prior: images  {best} 9")
     rows = csv.DictReader(_predict(bench, "photos", "--csv").stdout.splitlines())
     assert {row["prior"] for row in rows} == {"images"}
