@@ -89,7 +89,6 @@ COST = {
         "cost.uploads.receivers", "One and several programs that receive uploads", "2 min", repetitions=1
     ),
     "databases": _entry("cost.uploads.databases", "PostgreSQL beside SQLite", "5 min", devices=[1000]),
-    "engines": _entry("cost.engines", "Training on Ray beside one process", "5 min", devices=[1000]),
 }  # fmt: skip
 GROUPS: Mapping[str, tuple[str, Mapping[str, Entry]]] = {
     "device": ("What a device pays, beside PyTorch and ONNX Runtime.", DEVICE),

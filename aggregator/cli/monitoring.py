@@ -27,7 +27,7 @@ from protocol.service_manager import stop_on_terminate
 log = logging.getLogger(__name__)
 
 _UNUSED = (
-    "embedded_broker", "external_training", "http", "http_token_file", "http_read_token_file", "http_host",
+    "embedded_broker", "http", "http_token_file", "http_read_token_file", "http_host",
     "log_format", "verbose",
 )  # fmt: skip
 """Options of `run` that no check needs; a service's configuration file may have them."""

@@ -17,7 +17,7 @@ from aggregator.algorithms.statistics.feature_map import FeatureMap
 from aggregator.config.task_file import load_task
 from aggregator.coordination import round_state, rounds
 from aggregator.heads import schedule
-from aggregator.heads.next_head import FULL_MEMORY_TRAININGS, job_of, store_head
+from aggregator.heads.next_head import FULL_MEMORY_TRAININGS, folder_of, job_of, store_head
 from aggregator.heads.operator_commands import forget
 from aggregator.heads.schedule import Schedule
 from aggregator.intake.accepted_submissions import AcceptedSubmissions
@@ -204,7 +204,7 @@ def test_training_on_a_forgotten_device_is_stopped(
     assert job is not None
     with contextlib.closing(open_store(store.folder)) as command:
         forget(command, "a")
-    folder = Path(job.folder)
+    folder = folder_of(store, job)
     for name in ("head.onnx", "tensors.bin"):
         (folder / name).write_bytes(b"made of a and b")
     assert not training.finish(Finished(job, Result(metrics={"seconds": 1.0})))
@@ -228,7 +228,7 @@ def test_head_is_not_stored_once_a_member_is_forgotten(training: Schedule, task:
     assert members is not None
     training.stop()
     for name in ("head.onnx", "tensors.bin"):
-        (Path(job.folder) / name).write_bytes(b"made of a and b")
+        (folder_of(store, job) / name).write_bytes(b"made of a and b")
     forget(store, "a")
     with pytest.raises(StateError, match="a submission that head 1 is made of was deleted"):
         store_head(task, store, job, Result(metrics={}), members)
