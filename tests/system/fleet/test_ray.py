@@ -147,9 +147,8 @@ def test_killed_machine_costs_only_time(scratch: Path, blobs: FolderBlobs, tmp_p
     execute(job, expected := workspace(blobs, tmp_path / "expected"))
     fields = {name: getattr(job, name) for name in job.__struct_fields__}
     fatal = FatalJob(**fields, marker=str(tmp_path / "killed"))
-    result = ray_engine.execute(fatal, made := workspace(blobs, tmp_path / "made"))
+    ray_engine.execute(fatal, made := workspace(blobs, tmp_path / "made"))
     assert (tmp_path / "killed").exists()
-    assert result.prototypes == 720
     assert files_of(made.folder, job) == files_of(expected.folder, job)
 
 
