@@ -16,7 +16,6 @@ from aggregator.coordination import canary_rollout, rollout_state, round_state
 from aggregator.heads import operator_commands
 from aggregator.heads.calibration import MIN_IMAGES
 from aggregator.heads.head_rate import limited_until_s
-from aggregator.heads.next_head import has_half_memory
 from aggregator.intake import intake_status
 from aggregator.intake.intake_status import IntakeStatus
 from aggregator.intake.quotas import upload_tokens
@@ -134,7 +133,7 @@ def _collect(store: Store) -> model.Status:
         quorum=settings.quorum,
         retrain_after=settings.retrain_after,
         training=following.progress,
-        failed_training=_failed_training(store, following, settings),
+        failed_training=_failed_training(store, following),
         submissions=len(submissions),
         lost_submissions=tuple(store.submissions.lost(task)),
         lost_files=lost.digests if (lost := store.facts.get(LostFiles)) is not None else (),
@@ -183,9 +182,7 @@ def _current_files(folder: Path, heads: Iterable[HeadRecord], current: int) -> d
     return {path.name: str(path.resolve()) for path in (head, model) if path.is_file()}
 
 
-def _failed_training(
-    store: Store, failed: NextHead, settings: round_state.Settings
-) -> model.FailedTraining | None:
+def _failed_training(store: Store, failed: NextHead) -> model.FailedTraining | None:
     if not failed.failures:
         return None
     return model.FailedTraining(
@@ -194,7 +191,6 @@ def _failed_training(
         reason=failed.reason,
         failed_s=failed.failed_s,
         retry_at_s=store.clock.unix_s(failed.retry_s),
-        half_memory=settings.rounds is None and has_half_memory(failed.failures),
     )
 
 

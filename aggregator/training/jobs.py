@@ -89,8 +89,6 @@ class CollectionJob(SubmissionsJob, frozen=True, kw_only=True):
     released: tuple[str, ...] = ()
     """Devices that are not quarantined, whatever outlier detection finds."""
     robust: Robust = Robust()
-    half_memory: bool = False
-    """Use half of each device's prototypes, for a linear discriminant; of groups for sums, compare half."""
     has_novelty: bool = False
     """The head has the output `novelty`."""
 
