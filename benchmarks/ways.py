@@ -154,8 +154,8 @@ class Recording:
         )
         return running_program(command, log=self._log(name), environment=self._environment(records))
 
-    def _complete(self, records: str, *arguments: str | Path, state: str) -> None:
-        command = self._command(*arguments, state=state)
+    def _complete(self, records: str, module: str, *arguments: str | Path, state: str) -> None:
+        command = self._command(module, *arguments, state=state)
         done = subprocess.run(
             command, env=self._environment(records), capture_output=True, text=True, check=False
         )
