@@ -99,7 +99,6 @@ def test_stored_features_need_no_image_and_a_damaged_cache_is_not_used(where: Re
             opened,
             open_backbone=lambda _: backbone,
             batch_size=4,
-            workers=1,
             on_progress=lambda *_: None,
             should_stop=lambda: False,
         )
