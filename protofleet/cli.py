@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from aggregator.algorithms.algorithm import OneShot
-from aggregator.algorithms.registry import ALGORITHMS
+from aggregator.algorithms.registry import ALGORITHMS, installed
 from protocol.cli import counted, examples, require_packages, run, say
 from protocol.errors import ConfigError, RuntimeMissing
 from protocol.wire.messages import MAX_MAPPED_SIZE
@@ -30,6 +30,14 @@ NO_FLEET = ("alone", "all-images")
 """What `simulate` compares the registered algorithms with."""
 
 ONE_SHOT = tuple(name for name, kind in ALGORITHMS.items() if issubclass(kind, OneShot))
+
+
+class _AlgorithmName(click.Choice):  # type: ignore[type-arg]  # not generic in click 8.1
+    """The name of an algorithm of this package, or of one that another package has installed."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return value if value in installed() else super().convert(value, param, ctx)
+
 
 _EXAMPLE = "protofleet simulate photos --backbone backbone.onnx --devices 100 --partition dirichlet:0.1"
 
@@ -102,7 +110,7 @@ def cli() -> None:
     "--algorithm",
     "algorithms",
     multiple=True,
-    type=click.Choice((*ALGORITHMS, *NO_FLEET)),
+    type=_AlgorithmName((*ALGORITHMS, *NO_FLEET)),
     default=(*ONE_SHOT, *NO_FLEET),
     show_default=True,
     help="May be repeated. alone: each device without the fleet; all-images: training in one place.",

@@ -102,7 +102,9 @@ def job_of(
     if tensors is not None:
         return RoundJob(
             **shared,
-            task_file=task.file,
+            algorithm=task.file.algorithm,
+            settings=msgspec.to_builtins(task.file.method),
+            robust=task.file.robust,
             tensors=tensors.digest.hex(),
             folder=str(folder / f"round-{train.version - 1}"),
         )

@@ -10,7 +10,7 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from aggregator.algorithms.algorithm import RoundAlgorithm
-from aggregator.algorithms.registry import ALGORITHMS
+from aggregator.algorithms.registry import find_algorithm
 from aggregator.config.schema import Limits
 from aggregator.coordination import canary_rollout, rollout_state, round_state
 from aggregator.heads import operator_commands
@@ -39,6 +39,7 @@ from aggregator.storage.stored_values import (
 from aggregator.storage.submissions import SubmissionRecord
 from aggregator.storage.sum_lists import SumLists, devices_of, sums_of
 from protocol.cli import counted
+from protocol.errors import ConfigError
 from protocol.statistics.balanced_accuracy import balanced_accuracy
 from protocol.storage.blobstore import file_digest
 from protocol.storage.elapsed_clock import ElapsedClock
@@ -100,6 +101,15 @@ def _intake(own: IntakeStatus, receivers: Iterable[ReceiverRecord]) -> IntakeSta
     return own if own.stopped_s is not None or not stopped else stopped[0]
 
 
+def _is_personal(algorithm: str) -> bool:
+    """Return whether each device has a head of its own; False if the algorithm is no longer installed."""
+    try:
+        kind = find_algorithm(algorithm)
+    except ConfigError:
+        return False
+    return issubclass(kind, RoundAlgorithm) and bool(kind.persistent)
+
+
 def _collect(store: Store) -> model.Status:
     served = store.served_task()
     task, settings = served.digest, served.settings
@@ -107,8 +117,7 @@ def _collect(store: Store) -> model.Status:
     heads = store.heads.all(task)
     used_records = [record for device, record in submissions.items() if state.decisions.counts(device)]
     known = {label for record in submissions.values() for label in record.per_class}
-    kind = ALGORITHMS.get(served.algorithm)
-    is_personal = kind is not None and issubclass(kind, RoundAlgorithm) and bool(kind.persistent)
+    is_personal = _is_personal(served.algorithm)
     following = store.next_head(task, state.head_version + 1)
     closes_s = round_state.closes_at_s(state, settings)
     key, files = store.facts.get(SigningKey), _current_files(store.folder, heads, used.current)

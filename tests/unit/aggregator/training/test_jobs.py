@@ -20,7 +20,7 @@ from aggregator.algorithms.algorithm import Contribution
 from aggregator.algorithms.fedtc.head import Dense
 from aggregator.algorithms.fpl import FPL
 from aggregator.algorithms.tensors import unpack_tensors
-from aggregator.config.schema import MAX_MULTIPLE, TaskFile
+from aggregator.config.schema import MAX_MULTIPLE
 from aggregator.config.task_file import load_task
 from aggregator.graphs.head_export import head_to_onnx
 from aggregator.storage.blobs import Blobs, FolderBlobs
@@ -82,7 +82,9 @@ class Bench:
         return RoundJob(
             version=2,
             task=self.task.digest.hex(),
-            task_file=self.task.file,
+            algorithm=self.task.file.algorithm,
+            settings=msgspec.to_builtins(self.task.file.method),
+            robust=self.task.file.robust,
             members={device: self.blobs.put(encode(each)).hex() for device, each in sent.items()},
             tensors=(self.blobs.put(tensors) if tensors else self.task.first_tensors.digest).hex(),
             blobs=self.blobs.location,
@@ -210,9 +212,8 @@ def test_submissions_that_cannot_be_aggregated_are_errors(bench: Bench) -> None:
         run(bench.job({"a": evaluation()}))
     with pytest.raises(ProtofleetError, match="expected task"):
         run(bench.job({"a": round_submission()}))
-    other = TaskFile(classes=("a",), backbones=("b",))
     with pytest.raises(ProtofleetError, match="fedtc has no rounds"):
-        run(msgspec.structs.replace(bench.job({}), task_file=other))
+        run(msgspec.structs.replace(bench.job({}), algorithm="fedtc", settings={}))
 
 
 @pytest.mark.parametrize("has_novelty", [False, True])
