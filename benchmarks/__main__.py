@@ -84,10 +84,7 @@ COST = {
         *("cost.train", "A head of FedTC beside the paper's recipe", "1 h"),
         names=["fashion_mnist"], epochs=4, turns=1,
     ),
-    "ingest": _entry("cost.uploads.ingest", "Uploads beside plain subscribers", "5 min", repetitions=1),
-    "receivers": _entry(
-        "cost.uploads.receivers", "One and several programs that receive uploads", "2 min", repetitions=1
-    ),
+    "ingest": _entry("cost.uploads.ingest", "Uploads as fast as a socket takes them", "5 min", repetitions=1),
     "databases": _entry("cost.uploads.databases", "PostgreSQL beside SQLite", "5 min", devices=[1000]),
     "engines": _entry("cost.engines", "Training on Ray beside one process", "5 min", devices=[1000]),
 }  # fmt: skip

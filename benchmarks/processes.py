@@ -54,7 +54,7 @@ def running_program(
             process.wait()
 
 
-def wait_for_log(log: Path, text: str, *, timeout_s: float = START_TIMEOUT_S) -> None:
+def wait_for_log(log: Path, text: str, *, timeout_s: float) -> None:
     """Wait until a program has written a text to its log; raises ProtofleetError if it does not."""
     deadline = time.monotonic() + timeout_s
     while text not in log.read_text(errors="replace"):
