@@ -31,14 +31,6 @@ from protocol.errors import StateError
 from protocol.log import event
 from protocol.wire.messages import BlobRef
 
-FULL_MEMORY_TRAININGS = 4
-"""Failed trainings of a head after which it is made with half the memory."""
-
-
-def has_half_memory(failures: int) -> bool:
-    """Return True if a training after so many failed ones of the same head uses half the memory."""
-    return failures >= FULL_MEMORY_TRAININGS
-
 
 def _noisy_sums_job(shared: Mapping[str, Any], lists: SumLists) -> NoisySumsJob:
     """Return the job on the fleet's sums; with a second operator on its newest list and the total of the others."""
@@ -98,11 +90,16 @@ def job_of(
         "feature_size": task.feature_size,
     }
     if tensors is not None:
-        return RoundJob(**shared, task_file=task.file, tensors=tensors.digest.hex())
+        return RoundJob(
+            **shared,
+            algorithm=task.file.algorithm,
+            settings=msgspec.to_builtins(task.file.method),
+            robust=task.file.robust,
+            tensors=tensors.digest.hex(),
+        )
     shared |= {
         "released": tuple(sorted(state.decisions.released)),
         "robust": task.file.robust,
-        "half_memory": has_half_memory(state.failures),
         "has_novelty": task.calibrates,
     }
     if task.manifest.differential_privacy is not None:

@@ -373,17 +373,9 @@ class Schedule:
         text = "head not calibrated: it stays in use as it is"
         event(log, logging.WARNING, text, version=job.version - 1, reason=reason)
 
-    def _can_use_blobs(self) -> bool:
-        """Return False if the object store fails now, by which a training may have failed."""
-        try:
-            self._store.blobs.check_writable()
-        except StateError:
-            return False
-        return True
-
     def _fail(self, reason: str) -> None:
         members, now_s = self.state.training, self._store.clock.now_s()
-        self._step(rounds.TrainingFailed(now_s, is_its_own=self._can_use_blobs()))
+        self._step(rounds.TrainingFailed(now_s))
         version, is_round = self.state.head_version + 1, self._settings.rounds is not None
         event(
             *(log, logging.ERROR, "closing a round failed" if is_round else "head training failed"),

@@ -37,7 +37,6 @@ class FailedTraining(msgspec.Struct, frozen=True, kw_only=True):
     retry_at_s: Annotated[
         UnixSeconds, Meta(description="When it is repeated at the latest, if the aggregator runs.")
     ]
-    half_memory: Annotated[bool, Meta(description="It is repeated with half the memory; never for a round.")]
 
 
 class Round(msgspec.Struct, frozen=True, kw_only=True):

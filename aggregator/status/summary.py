@@ -69,8 +69,7 @@ def _of_training(status: Status) -> Iterator[Attention]:
         yield Attention("error", "list left out of all heads", text)
     if (failed := status.failed_training) is not None:
         times = f"{counted(failed.failures, 'time')}, last at {_clock(failed.failed_s)}"
-        half = " with half the memory" if failed.half_memory else ""
-        again = f"repeated{half} by {_clock(failed.retry_at_s)}"
+        again = f"repeated by {_clock(failed.retry_at_s)}"
         yield Attention(
             "error", "training failed", f"head {failed.version}, {times}: {failed.reason}; {again}"
         )

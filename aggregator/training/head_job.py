@@ -27,7 +27,7 @@ from aggregator.training.jobs import (
     checked_parts,
     write_head,
 )
-from aggregator.training.robust.training_set import half_of, judged_set
+from aggregator.training.robust.training_set import judged_set
 from protocol.errors import ProtofleetError
 from protocol.wire.messages import Submission, TaskManifest
 
@@ -47,7 +47,6 @@ def run(job: HeadJob, workspace: Workspace) -> Result:
 
     def check(submission: Submission) -> Prototypes:
         part = check_submission(submission, expectation)
-        part = half_of(part) if job.half_memory else part
         return dataclasses.replace(part, values=arrays.keep(part.values))
 
     parts, invalid = checked_parts(job.submissions(workspace.blobs), check)
@@ -61,12 +60,7 @@ def run(job: HeadJob, workspace: Workspace) -> Result:
     )
     workspace.report({"prototypes": len(data.labels)})
     started_s = time.perf_counter()
-    trained = job.method.train(
-        data,
-        job.training,
-        half_memory=job.half_memory,
-        report=workspace.report,
-    )
+    trained = job.method.train(data, job.training, report=workspace.report)
     require_layers(trained.layers, features=data.values.shape[1], classes=data.num_classes)
     seconds = time.perf_counter() - started_s
     figures = {
@@ -107,8 +101,6 @@ def write_checked(
     Raises:
         ProtofleetError: ONNX Runtime computes something else.
     """
-    if job.half_memory:
-        figures = {**figures, "half_memory": 1.0}
     columns = selected(manifest.columns, job.feature_size)
     metadata = job.metadata(manifest, figures)
     head = head_to_onnx(

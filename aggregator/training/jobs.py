@@ -4,7 +4,7 @@ A class is a kind of job: its tag names it in `job.json`, and `module` has the f
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,11 +12,11 @@ from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
-from aggregator.algorithms.algorithm import OneShot, Training
+from aggregator.algorithms.algorithm import OneShot, RoundAlgorithm, Training
 from aggregator.algorithms.fedtc.train_head import FedTC
-from aggregator.algorithms.registry import ALGORITHMS
+from aggregator.algorithms.registry import configured
 from aggregator.algorithms.statistics.feature_map import FeatureMap
-from aggregator.config.schema import Robust, TaskFile
+from aggregator.config.schema import Robust
 from aggregator.intake.validation import Refused, read_message
 from aggregator.storage.blobs import Blobs, read_each
 from aggregator.training.robust.weights import Counting
@@ -128,8 +128,6 @@ class CollectionJob(SubmissionsJob, frozen=True, kw_only=True):
     released: tuple[str, ...] = ()
     """Devices that are not quarantined, whatever outlier detection finds."""
     robust: Robust = Robust()
-    half_memory: bool = False
-    """Use half of each device's prototypes, for a linear discriminant; of groups for sums, compare half."""
     has_novelty: bool = False
     """The head has the output `novelty`."""
 
@@ -148,10 +146,10 @@ class HeadJob(CollectionJob, frozen=True, kw_only=True, tag="head"):
 
     @property
     def method(self) -> OneShot:
-        kind = ALGORITHMS[self.algorithm]
-        if not issubclass(kind, OneShot):
+        method = configured(self.algorithm, self.settings)
+        if not isinstance(method, OneShot):
             raise ProtofleetError(f"expected a one-shot algorithm, got {self.algorithm!r}")
-        return msgspec.convert(self.settings, kind)
+        return method
 
     @property
     def gpus(self) -> int:
@@ -207,13 +205,20 @@ class RoundJob(SubmissionsJob, frozen=True, kw_only=True, tag="round"):
 
     module = "aggregator.training.round_job"
 
-    task_file: TaskFile
+    algorithm: str
+    settings: dict[str, Any]
+    """Those of the algorithm."""
+    robust: Robust
     tensors: str
     """Hex digest of the round's tensors, a blob."""
 
     @property
     def name(self) -> str:
         return f"round-{self.version - 1}"
+
+    @property
+    def method(self) -> RoundAlgorithm:
+        return in_rounds(self.algorithm, self.settings)
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -250,8 +255,24 @@ class CompileJob(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     module: ClassVar[str] = "aggregator.tasks.graph_cache"
     name: ClassVar[str] = "export"
 
-    task_file: TaskFile
+    algorithm: str
+    settings: dict[str, Any]
+    """Those of the algorithm."""
     feature_size: int
+    num_classes: int
+    seed: int
+
+    @property
+    def method(self) -> RoundAlgorithm:
+        return in_rounds(self.algorithm, self.settings)
+
+
+def in_rounds(algorithm: str, settings: Mapping[str, Any]) -> RoundAlgorithm:
+    """Return an algorithm of rounds with settings; raises ProtofleetError for another one."""
+    method = configured(algorithm, settings)
+    if not isinstance(method, RoundAlgorithm):
+        raise ProtofleetError(f"{algorithm} has no rounds")
+    return method
 
 
 FEW_PROTOTYPES = 5

@@ -27,6 +27,11 @@ log = logging.getLogger(__name__)
 PROGRAM = "aggregator.training.execution"
 """The module that runs a job as a program."""
 
+KILLED = (
+    "killed (SIGKILL), as Linux does when memory runs out: add memory, or save some"
+    ' (docs/operations/heads.md, "Memory of a training")'
+)
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -161,5 +166,5 @@ def _reason(folder: Path, code: int) -> str:
     with contextlib.suppress(OSError):
         errors = (folder / "training.log").read_text(errors="replace").strip()
     if code == -signal.SIGKILL:
-        return "killed (SIGKILL), as Linux does when memory runs out"
+        return KILLED
     return f"exit status {code}: {errors.splitlines()[-1] if errors else 'no error message'}"

@@ -24,7 +24,7 @@ from aggregator.training.jobs import Result, StatisticsJob, Workspace
 from aggregator.training.robust.outlier_detection import MIN_DEVICES as COMMON_DEVICES
 from aggregator.training.robust.outlier_detection import judge
 from aggregator.training.robust.outlier_statistics import DeviceSummary, summarized
-from aggregator.training.robust.training_set import MIN_COMMON_SHARE, distance_factors, half_of
+from aggregator.training.robust.training_set import MIN_COMMON_SHARE, distance_factors
 from aggregator.training.robust.weights import counted_images, counted_scatter, counting
 from aggregator.training.statistics_sums import grouped, submitted_moments, summary_of
 from protocol.errors import BlobLost, ProtofleetError
@@ -161,8 +161,7 @@ def _add(
     rows, labels, counts = check_statistics(submission, expectation)
     sums.rows[device] = np.bincount(labels, minlength=len(moments.counts))
     if job.compares_devices:
-        part = grouped(rows, labels, counts)
-        summaries[device] = summarized(half_of(part) if job.half_memory else part)
+        summaries[device] = summarized(grouped(rows, labels, counts))
 
 
 def _compare(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from aggregator.coordination.rollout_state import State
-from edge_client.review.http_server import ReviewServer
+from edge_client.apps.review.server import ReviewServer
 from tests.browser.conftest import OpenPage
 from tests.browser.large_fleet import HEADS, large_store
 from tests.browser.pages import DashboardPage

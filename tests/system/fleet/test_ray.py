@@ -71,7 +71,9 @@ def round_job(folder: Path) -> tuple[Job, FolderBlobs]:
     job = RoundJob(
         version=2,
         task=task.digest.hex(),
-        task_file=task.file,
+        algorithm=task.file.algorithm,
+        settings=msgspec.to_builtins(task.file.method),
+        robust=task.file.robust,
         members={device: blobs.put(encode(each)).hex() for device, each in sent.items()},
         tensors=task.first_tensors.digest.hex(),
         feature_size=task.feature_size,
