@@ -14,8 +14,9 @@ from tests.support.network.brokers import free_address
 pytest.importorskip("ray", reason="needs ray")
 
 from aggregator.cluster import ray_engine
-from aggregator.cluster.ray_connection import connected
-from aggregator.cluster.ray_engine import Piece, Worker, parts
+from aggregator.cluster.ray_connection import connected, require_version
+from aggregator.cluster.ray_engine import parts
+from aggregator.cluster.ray_worker import SCRATCH, Piece, Worker
 
 PART = 100
 
@@ -25,8 +26,7 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
     (tmp_path / "scratch").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "scratch"))
     monkeypatch.setattr(ray_engine, "PART_BYTES", PART)
-    (worker := Worker()).begin(__version__, {})
-    yield worker
+    yield (worker := Worker())
     worker.end()
     assert list((tmp_path / "scratch").iterdir()) == []
 
@@ -56,9 +56,9 @@ def test_damaged_blob_is_not_accepted(worker: Worker, tmp_path: Path) -> None:
 
 def test_folders_of_killed_workers_are_deleted(worker: Worker) -> None:
     """Before the next job of the machine; one that is in use stays."""
-    (left := worker.folder.with_name(f"{ray_engine.SCRATCH}left")).mkdir()
+    (left := worker.folder.with_name(f"{SCRATCH}left")).mkdir()
     (left / "lock").touch()
-    (other := Worker()).begin(__version__, {})
+    other = Worker()
     assert not left.exists()
     assert worker.folder.is_dir()
     other.end()
@@ -68,7 +68,7 @@ def test_worker_of_another_version_is_refused() -> None:
     with pytest.raises(
         ProtofleetError, match=rf"has protofleet {__version__}, expected 0\.0\.0: install the same"
     ):
-        Worker().begin("0.0.0", {})
+        require_version("0.0.0")
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.1:{port}"])
