@@ -106,7 +106,7 @@ def test_panels_do_not_overlap() -> None:
 
 @needs_promtool
 def test_table_has_a_line_for_each_of_several(tmp_path: Path) -> None:
-    """A value for each fleet in each column; one that has ended within a day is still there, with the age of its last scrape."""
+    """In each column; one that has ended within a day is still there, with the age of its last scrape."""
     series = [
         {"series": series, "values": values}
         for fleet, values in (("barn", "1+0x60"), ("orchard", "1+0x60"), ("ended", "1+0x5 stale"))
