@@ -21,8 +21,8 @@ from aggregator.intake.intake_status import IntakeStatus
 from aggregator.intake.quotas import upload_tokens
 from aggregator.security.key_rotation import key_certificates, root_of
 from aggregator.status import model
+from aggregator.status.attention import attention_of
 from aggregator.status.forecast import forecasts
-from aggregator.status.summary import attention_of
 from aggregator.storage.devices import counts, refusal_reason
 from aggregator.storage.heads import CALIBRATED_FROM, HeadRecord
 from aggregator.storage.programs import ReceiverRecord
@@ -33,7 +33,6 @@ from aggregator.storage.stored_values import (
     ServedTask,
     SigningKey,
     TaskPreparation,
-    Traffic,
     UploadTokens,
 )
 from aggregator.storage.submissions import SubmissionRecord
@@ -175,7 +174,6 @@ def _collect(store: Store) -> model.Status:
         ),
         refusals=tuple(store.refusals.all()),
         earlier_refusals=store.refusals.earlier(),
-        traffic=store.facts.get(Traffic) or Traffic(),
         head_path=files.get("head.onnx"),
         model_path=files.get("model.onnx"),
     )
