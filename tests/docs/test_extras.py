@@ -47,7 +47,6 @@ AGGREGATOR = {
     "run": ["--task", "{folder}/task.toml"],
     "coordinate": ["--task", "{folder}/task.toml"],
     "receive": ["--shards", "64"],  # ends at once
-    "train": [],
     "status": [],
     "top": [],
     "rollback": [],

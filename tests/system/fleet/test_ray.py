@@ -37,6 +37,8 @@ from aggregator.cluster import ray_engine
 
 TIMEOUT_S = 280.0
 
+pytestmark = pytest.mark.timeout(600)
+
 Events = queue.SimpleQueue[Any]
 
 
