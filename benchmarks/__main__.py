@@ -12,7 +12,7 @@ import click
 # Read by OpenMP when torch is first imported: spinning idle threads slow other processes down.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from benchmarks import pages
+from benchmarks import pages, ways
 from protocol.cli import run
 
 HELP = {"help_option_names": ["-h", "--help"]}
@@ -84,12 +84,8 @@ COST = {
         *("cost.train", "A head of FedTC beside the paper's recipe", "1 h"),
         names=["fashion_mnist"], epochs=4, turns=1,
     ),
-    "ingest": _entry("cost.uploads.ingest", "Uploads beside plain subscribers", "5 min", repetitions=1),
-    "receivers": _entry(
-        "cost.uploads.receivers", "One and several programs that receive uploads", "2 min", repetitions=1
-    ),
+    "ingest": _entry("cost.uploads.ingest", "Uploads as fast as a socket takes them", "5 min", repetitions=1),
     "databases": _entry("cost.uploads.databases", "PostgreSQL beside SQLite", "5 min", devices=[1000]),
-    "engines": _entry("cost.engines", "Training on Ray beside one process", "5 min", devices=[1000]),
 }  # fmt: skip
 GROUPS: Mapping[str, tuple[str, Mapping[str, Entry]]] = {
     "device": ("What a device pays, beside PyTorch and ONNX Runtime.", DEVICE),
@@ -169,6 +165,7 @@ def cli() -> None:
 
 
 cli.add_command(pages.command)
+cli.add_command(ways.command)
 for group, (text, _) in GROUPS.items():
     cli.add_command(Group(group, help=text, context_settings=HELP))
 

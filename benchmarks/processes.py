@@ -54,9 +54,9 @@ def running_program(
             process.wait()
 
 
-def wait_for_log(log: Path, text: str) -> None:
+def wait_for_log(log: Path, text: str, *, timeout_s: float) -> None:
     """Wait until a program has written a text to its log; raises ProtofleetError if it does not."""
-    deadline = time.monotonic() + START_TIMEOUT_S
+    deadline = time.monotonic() + timeout_s
     while text not in log.read_text(errors="replace"):
         if time.monotonic() > deadline:
             raise ProtofleetError(f"{text!r} is not in {log}: {log.read_text(errors='replace')[-500:]}")

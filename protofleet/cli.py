@@ -18,9 +18,6 @@ from protocol.errors import ConfigError, RuntimeMissing
 from protocol.wire.messages import MAX_MAPPED_SIZE
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from edge_client.runtime.backbone import Backbone
     from protofleet.simulation.dataset import Dataset
     from protofleet.simulation.simulate import Simulation
 
@@ -242,15 +239,9 @@ def compare_command(
     from protofleet.simulation.dataset import load_dataset
 
     with _progress_of_steps() as update:
-
-        def load(opened: "Sequence[Backbone]", *, step: str, per_class: int) -> "Dataset":
-            progress = functools.partial(update, step)
-            return load_dataset(
-                data, opened, domains=domains, per_class=per_class, cache=cache, on_progress=progress
-            )
-
+        progress = functools.partial(update, "features")
         made = compare(
-            load,
+            functools.partial(load_dataset, data, domains=domains, cache=cache, on_progress=progress),
             tuple(dict.fromkeys(backbones)),
             layers=[[name.strip() for name in each.split(",")] for each in layers],
             algorithms=tuple(dict.fromkeys(algorithms)),

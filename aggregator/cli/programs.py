@@ -1,4 +1,4 @@
-"""`aggregator run`, `coordinate`, `receive` and `train`: the programs that run until interrupted."""
+"""`aggregator run`, `coordinate` and `receive`: the programs that run until interrupted."""
 
 import contextlib
 import logging
@@ -75,12 +75,6 @@ def _options(command: Callable[..., None]) -> Callable[..., None]:
             "accepts every client, and retained messages fill this program's memory.",
         ),
         setting(
-            "--external-training",
-            is_flag=True,
-            help="Do not train here. Start `aggregator train` instead, as often as you like; on other machines it "
-            "needs --store and --blobs.",
-        ),
-        setting(
             "--http",
             metavar="HOST:PORT",
             help="Address of the dashboard, the JSON API and the metrics, or off. Default: 127.0.0.1:8080, if that is "
@@ -95,7 +89,7 @@ def _options(command: Callable[..., None]) -> Callable[..., None]:
         setting(
             "--http-read-token-file",
             type=click.Path(dir_okay=False, path_type=Path),
-            help="File with a token that is enough for reading, for `aggregator dashboard` and Prometheus, in line 1; "
+            help="File with a token that is enough for reading, for Prometheus, in line 1; "
             "or set PROTOFLEET_HTTP_READ_TOKEN. With it, reading requires one of the tokens, also on loopback.",
         ),
         setting(
@@ -119,7 +113,6 @@ def _run(  # noqa: PLR0913 - one for each option
     database: str,
     broker: str,
     embedded_broker: bool,
-    external_training: bool,
     http: str | None,
     http_token_file: Path | None,
     http_read_token_file: Path | None,
@@ -153,6 +146,8 @@ def _run(  # noqa: PLR0913 - one for each option
         log.warning("class names: %s", note)
     if task_file.training.engine == "ray":
         require_packages("ray", extras=f"{EXTRAS},ray")
+        if not os.environ.get("RAY_ADDRESS"):
+            raise ConfigError('engine = "ray" needs a cluster: set RAY_ADDRESS=HOST:PORT')
     standby = Standby(state)
 
     def open_to_lead() -> Store:
@@ -168,7 +163,6 @@ def _run(  # noqa: PLR0913 - one for each option
                 broker=brokers,
                 access=own_access,
                 embedded_broker=embedded_broker,
-                external_training=external_training,
                 is_coordinator=is_coordinator,
             )  # until interrupted
 
@@ -312,49 +306,4 @@ def receive_command(
     until_answered(run)
 
 
-@click.command(
-    "train",
-    epilog=examples(
-        "aggregator train --name gpu-1",
-        "aggregator train --state /srv/worker --store postgresql://protofleet@db.example/fleets --fleet barn",
-    ),
-)
-@config_option
-@state_option
-@store_option(
-    "PostgreSQL database of an aggregator on another machine, whose blobs are in an object store: --state is then this "
-    "worker's own, and remembers it. The password: PGPASSWORD or ~/.pgpass."
-)
-@fleet_option
-@setting(
-    "--name",
-    envvar="PROTOFLEET_WORKER",
-    callback=checked_name(lambda: f"{socket.gethostname()}-{os.getpid()}"),
-    help="Unique name of this worker.  [default: host name and process id]",
-)
-@setting(
-    "--lease-s",
-    type=click.FloatRange(min=1),
-    default=30.0,
-    help="Seconds after which another worker may claim the job of this one, if this one has stopped answering.",
-)
-@verbose_option
-def train_command(
-    *, state: Path, database: str, fleet: str, name: str, lease_s: float, verbose: bool
-) -> None:
-    """Train heads for an `aggregator run --external-training` until interrupted."""
-    stop_on_terminate()
-    start_logging(verbose=verbose)
-    require_packages("onnx", "onnxscript", "onnxruntime", "scipy", "torch", extras=EXTRAS)
-    from aggregator.server.standby import until_answered
-    from aggregator.training.workers.worker import Worker, scratch_folder
-
-    def run() -> None:
-        opened = existing_state(state, database=database, fleet=fleet)
-        with opened as store, scratch_folder(state, name) as folder:
-            Worker(store, folder, name=name, lease_s=lease_s).run()
-
-    until_answered(run)
-
-
-COMMANDS = (run_command, coordinate_command, receive_command, train_command)
+COMMANDS = (run_command, coordinate_command, receive_command)

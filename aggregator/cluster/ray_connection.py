@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import socket
 import tempfile
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +16,8 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 require_packages("ray", extras="ray")
 import ray  # noqa: E402 - reports its use unless the variable is set before
 from ray.exceptions import RayError, RayTaskError  # noqa: E402
+
+CONNECT_S = 10.0
 
 
 @contextlib.contextmanager
@@ -57,12 +60,21 @@ def _connect(cleanup: contextlib.ExitStack) -> None:
         options = {"include_dashboard": False, "_temp_dir": folder}
     cleanup.callback(ray.shutdown)
     try:
+        if address:
+            _require_answer(address)
         ray.init(address or "local", logging_level=logging.ERROR, log_to_driver=False, **options)
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         where = (
             f"the Ray cluster at RAY_ADDRESS {address} cannot be used" if address else "Ray does not start"
         )
         raise ProtofleetError(f"{where}: {_last_line(error)}") from error
+
+
+def _require_answer(address: str) -> None:
+    """Raise OSError if nothing listens at HOST:PORT: Ray itself would try for more than ten minutes."""
+    host, _, port = address.rpartition(":")
+    if port.isdecimal() and "/" not in host:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
 
 
 def _last_line(error: BaseException) -> str:

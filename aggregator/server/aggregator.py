@@ -50,7 +50,6 @@ class Aggregator:
         broker: Brokers,
         access: BrokerAccess = NO_AUTHENTICATION,
         events: Events | None = None,
-        external_training: bool = False,
         is_coordinator: bool = False,
     ) -> None:
         self._task = task
@@ -62,7 +61,7 @@ class Aggregator:
         presence = OwnPresence(epoch=_next_epoch(task, store), topic=fleet_topic(fleet, "state"), key=key)
         store.facts.put(task.intake)
         self._uploads = Uploads(store, max_bytes=task.intake.max_bytes, unfinished_s=task.intake.unfinished_s)
-        self._training = Schedule(task, store, on_event=events.put, external=external_training)
+        self._training = Schedule(task, store, on_event=events.put)
         self._releases = Rollout(task, store)
         self._sum_reply = fleet_topic(fleet, "sums/reply")
         replies = [] if self._training.sum_lists is None else [self._sum_reply]
@@ -166,9 +165,6 @@ class Aggregator:
             self._training.restoration.tick()
             if (lists := self._training.sum_lists) is not None and (due := lists.request()) is not None:
                 self._publisher.request_sum(due)
-            if self._training.deleted:
-                self._releases.delete_unused()
-                self._training.deleted.clear()
             self._read_round_request()
             for device, request in self._training.lost.requests():
                 self._publisher.publish_to_device(device, "ack", request)
@@ -226,13 +222,11 @@ def serve(
     access: BrokerAccess = NO_AUTHENTICATION,
     embedded_broker: bool = False,
     events: Events | None = None,
-    external_training: bool = False,
     is_coordinator: bool = False,
 ) -> None:
     """Serve a fleet, with a broker in this process if asked for, until `Stop` is put into `events`.
 
-    With `external_training`, programs of their own train, `aggregator train`; with `is_coordinator`, such programs
-    take the uploads, `aggregator receive`.
+    With `is_coordinator`, programs of their own take the uploads, `aggregator receive`.
 
     Raises:
         ConfigError: the embedded broker cannot listen.
@@ -251,7 +245,6 @@ def serve(
             broker=broker,
             access=access,
             events=events,
-            external_training=external_training,
             is_coordinator=is_coordinator,
         )
         aggregator.run()

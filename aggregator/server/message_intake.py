@@ -1,8 +1,5 @@
 """The intake of device messages: a batch in one transaction, answered once it is durable."""
 
-import contextlib
-import time
-
 from aggregator.intake.accepted_submissions import AcceptedSubmissions
 from aggregator.intake.uploads import Uploads
 from aggregator.intake.validation import expectation_of
@@ -12,37 +9,10 @@ from aggregator.server.device_messages import DeviceMessages
 from aggregator.server.store_view import StoreView
 from aggregator.storage.blobs import FolderBlobs
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import IntakeTask, Traffic
-from protocol.errors import NotLeader, ProtofleetError, StateError
+from aggregator.storage.stored_values import IntakeTask
+from protocol.errors import ProtofleetError, StateError
 from protocol.mqtt import reconnecting_session as mqtt
 from protocol.wire.messages import TaskManifest
-
-KEEP_S = 5.0
-"""Seconds between writes: what a crash forgets at most."""
-
-
-class TrafficMeter:
-    """Counts bytes on top of those of earlier starts, and of other programs."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._kept = Traffic()
-        self._next_s = 0.0
-        self.received = 0
-
-    def keep(self, *, sent: int, at_once: bool = False) -> None:
-        """Store the sums if they have changed and the last write is KEEP_S old; raises StateError."""
-        if time.monotonic() < self._next_s and not at_once:
-            return
-        self._next_s = time.monotonic() + KEEP_S
-        now, kept = Traffic(self.received, sent), self._kept
-        if now == kept:
-            return
-        with self._store.transaction():
-            sums = self._store.facts.get(Traffic) or Traffic()
-            received = sums.received + now.received - kept.received
-            self._store.facts.put(Traffic(received, sums.sent + now.sent - kept.sent))
-        self._kept = now
 
 
 class TaskReplaced(ProtofleetError):
@@ -68,7 +38,6 @@ class MessageIntake:
         self.blob_sender = blob_sender
         self.view = StoreView(store, task)
         self._accepted = AcceptedSubmissions(task.digest, task.settings, store)
-        self._traffic = TrafficMeter(store)
         self._messages = DeviceMessages(
             task=task,
             expectation=expectation_of(task, manifest),
@@ -81,7 +50,6 @@ class MessageIntake:
 
     def handle(self, messages: list[mqtt.Received]) -> None:
         """Store all messages durably, or none; then answer them. Raises TaskReplaced if another task is served."""
-        self._traffic.received += sum(len(message.payload) for message in messages)
         try:
             self._store(messages)
             self._accepted.log()
@@ -114,7 +82,6 @@ class MessageIntake:
             with self.store.transaction():
                 self._refresh()
                 self._messages.store_items()
-                self._accepted.count_unused()
                 self._accepted.flush()
 
     def _refresh(self) -> None:
@@ -131,11 +98,8 @@ class MessageIntake:
             if self.view.deleted:
                 self.uploads.drop(self.view.deleted)
                 self.view.deleted.clear()
-            self._traffic.keep(sent=self.publisher.sent_bytes)
         return is_resumed
 
     def close(self) -> None:
         self.publisher.stop()
-        with contextlib.suppress(NotLeader), self.uploads.guard():
-            self._traffic.keep(sent=self.publisher.sent_bytes, at_once=True)
         self.uploads.close()

@@ -16,14 +16,13 @@ from aggregator.coordination import canary_rollout, rollout_state, round_state
 from aggregator.heads import operator_commands
 from aggregator.heads.calibration import MIN_IMAGES
 from aggregator.heads.head_rate import limited_until_s
-from aggregator.heads.next_head import has_half_memory
 from aggregator.intake import intake_status
 from aggregator.intake.intake_status import IntakeStatus
 from aggregator.intake.quotas import upload_tokens
 from aggregator.security.key_rotation import key_certificates, root_of
 from aggregator.status import model
+from aggregator.status.attention import attention_of
 from aggregator.status.forecast import forecasts
-from aggregator.status.summary import attention_of
 from aggregator.storage.devices import counts, refusal_reason
 from aggregator.storage.heads import CALIBRATED_FROM, HeadRecord
 from aggregator.storage.programs import ReceiverRecord
@@ -34,7 +33,6 @@ from aggregator.storage.stored_values import (
     ServedTask,
     SigningKey,
     TaskPreparation,
-    Traffic,
     UploadTokens,
 )
 from aggregator.storage.submissions import SubmissionRecord
@@ -143,7 +141,7 @@ def _collect(store: Store) -> model.Status:
         quorum=settings.quorum,
         retrain_after=settings.retrain_after,
         training=following.progress,
-        failed_training=_failed_training(store, following, settings),
+        failed_training=_failed_training(store, following),
         submissions=len(submissions),
         lost_submissions=tuple(store.submissions.lost(task)),
         lost_files=lost.digests if (lost := store.facts.get(LostFiles)) is not None else (),
@@ -176,7 +174,6 @@ def _collect(store: Store) -> model.Status:
         ),
         refusals=tuple(store.refusals.all()),
         earlier_refusals=store.refusals.earlier(),
-        traffic=store.facts.get(Traffic) or Traffic(),
         head_path=files.get("head.onnx"),
         model_path=files.get("model.onnx"),
     )
@@ -192,9 +189,7 @@ def _current_files(folder: Path, heads: Iterable[HeadRecord], current: int) -> d
     return {path.name: str(path.resolve()) for path in (head, model) if path.is_file()}
 
 
-def _failed_training(
-    store: Store, failed: NextHead, settings: round_state.Settings
-) -> model.FailedTraining | None:
+def _failed_training(store: Store, failed: NextHead) -> model.FailedTraining | None:
     if not failed.failures:
         return None
     return model.FailedTraining(
@@ -203,7 +198,6 @@ def _failed_training(
         reason=failed.reason,
         failed_s=failed.failed_s,
         retry_at_s=store.clock.unix_s(failed.retry_s),
-        half_memory=settings.rounds is None and has_half_memory(failed.failures),
     )
 
 

@@ -76,6 +76,7 @@ MIGRATIONS = (
     """
     CREATE TABLE receivers (name TEXT PRIMARY KEY, reports INTEGER NOT NULL, record TEXT NOT NULL) STRICT;
     """,
+    "DROP TABLE jobs;",
 )
 """SQL scripts, each from one schema version to the next."""
 

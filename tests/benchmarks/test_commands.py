@@ -13,8 +13,6 @@ from PIL import Image
 from benchmarks.__main__ import GROUPS, cli, loaded
 from benchmarks.cost.train import OURS, Head, reached
 from benchmarks.cost.uploads import databases
-from benchmarks.cost.uploads.ingest import DISCARDS, STORES
-from benchmarks.cost.uploads.receivers import RUN, RUN_HERE
 from benchmarks.device import features, predict, start
 from benchmarks.device.features import ARRAYS, COLUMNS, _rows
 from benchmarks.device.features import OURS as DRY_RUN
@@ -192,29 +190,14 @@ def test_the_recipe_has_reached_its_accuracy_at_its_first_head_that_is_as_accura
 
 @needs_mosquitto
 def test_ingest(file: Path) -> None:
-    """Every receiver gets every message, the aggregator accepts every submission, and each cost is compared."""
+    """The aggregator accepts every submission."""
     arguments = ("--devices", "2", "--megabytes", "0.2", "--load", "0.8", "--repetitions", "1")
     written = run(file, "cost", "ingest", *arguments)
-    names = (DISCARDS, STORES, "aggregator run")
-    assert [row[0] for row in written["tables"][0]["rows"]] == [*names]
-    for name in names:
-        (one,) = written["runs"]["0.2"][name]
-        assert one["submissions"] == 4
-        assert one["bytes"] == pytest.approx(0.8e6, rel=0.05)
-        assert one["wall_s"] > 0
-        assert (
-            min(one["receiver_s"], one["broker_s"]) >= 0
-        )  # so few bytes may take less than the kernel counts
-
-
-@needs_postgresql
-@needs_mosquitto
-def test_receivers(file: Path, postgresql: PostgreSQL) -> None:
-    """Every submission is accepted in each arrangement."""
-    arguments = ("--store", postgresql.url, "--devices", "4", "--submissions", "2", "--repetitions", "1")
-    runs = run(file, "cost", "receivers", *arguments, "--receivers", "2")["runs"]
-    assert list(runs) == [RUN_HERE, RUN, "2 receivers"]
-    assert [each["submissions"] for (each,) in runs.values()] == [8, 8, 8]
+    (one,) = written["runs"]["0.2"]
+    assert one["submissions"] == 4
+    assert one["bytes"] == pytest.approx(0.8e6, rel=0.05)
+    assert min(one["wall_s"], one["cpu_s"]) > 0
+    assert [row[0] for row in written["tables"][0]["rows"]] == ["0.2"]
 
 
 @needs_postgresql
@@ -224,13 +207,6 @@ def test_databases(file: Path, postgresql: PostgreSQL, monkeypatch: pytest.Monke
     written = run(file, "cost", "databases", "--store", postgresql.url, "--devices", "20")
     assert postgresql.execute("SELECT 1 FROM pg_namespace WHERE nspname LIKE 'fleet%'") == []
     assert len(written["tables"][0]["rows"]) == len(written["runs"]["20"]) == 6
-
-
-def test_engines(file: Path) -> None:
-    pytest.importorskip("ray", reason="needs ray")
-    (one,) = run(file, "cost", "engines", "--devices", "60", "--features", "4")["runs"]
-    assert one["local"]["head"] == one["ray"]["head"]
-    assert min(one[engine]["memory_bytes"] for engine in ("local", "ray")) > 0
 
 
 needs_linux = pytest.mark.skipif(

@@ -1,16 +1,13 @@
 """The files in deploy/ do what their comments state, tested with their programs."""
 
 import getpass
-import os
 import re
 import shutil
 import subprocess
 import sys
 import threading
 import tomllib
-from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import kubernetes_validate
 import msgspec
@@ -250,7 +247,7 @@ def test_device_file_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(
     "unit",
-    ["edge-client", "aggregator", "aggregator@", "aggregator-dashboard", "mosquitto@", "protofleet-sums"],
+    ["edge-client", "aggregator", "aggregator@", "mosquitto@", "protofleet-sums"],
 )
 def test_units_are_valid(unit: str, tmp_path: Path) -> None:
     """Systemd reports no problem in the unit, and the program accepts its command."""
@@ -258,7 +255,7 @@ def test_units_are_valid(unit: str, tmp_path: Path) -> None:
     started = re.search(r"(?m)^ExecStart=(.*)$", text)
     assert started
     program = started[1].split()[0]
-    assert Path(program).name == unit.removesuffix("@").removesuffix("-dashboard")
+    assert Path(program).name == unit.removesuffix("@")
     if unit != "mosquitto@":
         parse(started[1].replace("%S", "/var/lib").replace("%i", "orchard"))
     if unit.endswith("@"):
@@ -279,7 +276,7 @@ def test_each_program_has_a_user_of_its_own() -> None:
         re.search(r"(?m)^User=(.*)$", file.read_text(encoding="utf-8")) for file in DEPLOY.glob("*.service")
     ]
     names = [found[1] for found in users if found is not None]
-    assert len(names) == len(set(names)) == 6
+    assert len(names) == len(set(names)) == 5
 
 
 def test_units_of_one_and_of_several_fleets_confine_alike() -> None:
@@ -393,72 +390,11 @@ def test_scripts_have_no_finding_of_shellcheck() -> None:
     subprocess.run([Path(sys.executable).with_name("shellcheck"), *scripts], check=True)
 
 
-CLUSTER = DEPLOY / "cluster"
-SERVICES: dict[str, dict[str, Any]] = yaml.safe_load((CLUSTER / "compose.yaml").read_text(encoding="utf-8"))[
-    "services"
-]
-RESOURCES: list[dict[str, Any]] = list(
-    yaml.safe_load_all((CLUSTER / "kubernetes.yaml").read_text(encoding="utf-8"))
-)
-
-
-ROLES = [name for name, service in SERVICES.items() if "build" in service]
-
-
-def test_compose_file_has_two_of_each_role() -> None:
-    roles = Counter(SERVICES[name]["command"].split()[0] for name in ROLES)
-    assert roles == {"coordinate": 2, "receive": 2, "train": 2}
-
-
-@pytest.mark.parametrize("name", ROLES)
-def test_commands_of_the_compose_file_are_accepted(name: str) -> None:
-    """Each has the database and the object store, and its brokers are services of the file."""
-    service = SERVICES[name]
-    found = parse_in_image(f"aggregator {service['command']}", **service["environment"]).params
-    assert found["database"] == "postgresql://protofleet@database/fleets"
-    assert service["environment"]["PROTOFLEET_BLOBS"] == "s3://fleets/orchard"
-    for broker in filter(None, found.get("broker", "").split(",")):
-        assert SERVICES[broker]["environment"]["NATS_NAME"] == broker
-
-
-def test_secrets_of_the_compose_file_come_from_the_environment() -> None:
-    """No password is in the file, and the line that makes the secrets makes each."""
-    text = (CLUSTER / "compose.yaml").read_text(encoding="utf-8")
-    needed = set(re.findall(r"\$\{(\w+):\?\}", text))
-    (made,) = re.findall(r"for name in ([A-Z_ ]+); do", text)
-    assert needed == set(made.split())
-    for line in re.findall(r"^.*(?:PASSWORD|SECRET|TOKEN|MC_HOST)\w*: .*$", text, re.MULTILINE):
-        assert "${" in line, line
-
-
-@pytest.mark.parametrize("resource", RESOURCES, ids=lambda each: f"{each['kind']}-{each['metadata']['name']}")
-def test_kubernetes_manifests_are_valid(resource: dict[str, Any]) -> None:
-    """A container's arguments are accepted with the ConfigMap's variables, and its volumes exist."""
-    kubernetes_validate.validate(resource, kubernetes_validate.latest_version(), strict=True)
-    if resource["kind"] != "Deployment":
-        return
-    spec = resource["spec"]["template"]["spec"]
-    (container,) = spec["containers"]
-    (variables,) = (each["data"] for each in RESOURCES if each["kind"] == "ConfigMap")
-    command = " ".join(container["args"]).replace("BROKER", "broker")
-    assert (
-        parse_in_image(f"aggregator {command}", **variables).params["database"]
-        == variables["PROTOFLEET_STORE"]
-    )
-    mounted = {
-        mount["name"]
-        for each in (*spec["containers"], *spec.get("initContainers", ()))
-        for mount in each["volumeMounts"]
-    }
-    assert mounted == {volume["name"] for volume in spec["volumes"]}
-
-
 @needs_nats
 def test_nats_accepts_its_configuration() -> None:
-    """Every server of the compose file has a route to each."""
-    text = (CLUSTER / "nats.conf").read_text(encoding="utf-8")
-    assert re.findall(r"nats://(nats-\d):6222", text) == [
-        name for name in SERVICES if name.startswith("nats")
-    ]
-    environment = {**os.environ, "NATS_NAME": "nats-1"}
-    subprocess.run([nats_program() or "", "-t", "-c", CLUSTER / "nats.conf"], env=environment, check=True)
+    """It is the one on the page about several brokers."""
+    file = DEPLOY / "nats.conf"
+    page = (ROOT / "docs" / "operations" / "several-brokers.md").read_text(encoding="utf-8")
+    settings = re.sub(r"(?m)^#.*\n", "", file.read_text(encoding="utf-8"))
+    assert f"```text\n{settings}```" in page
+    subprocess.run([nats_program() or "", "-t", "-c", file], check=True)

@@ -47,10 +47,8 @@ AGGREGATOR = {
     "run": ["--task", "{folder}/task.toml"],
     "coordinate": ["--task", "{folder}/task.toml"],
     "receive": ["--shards", "64"],  # ends at once
-    "train": [],
     "status": [],
     "top": [],
-    "dashboard": ["{folder}/fleets.toml"],
     "rollback": [],
     "promote": [],
     "release": ["shed-1"],
@@ -78,9 +76,7 @@ EXPORT = {"export": ["resnet18", "--random"], "list": ["--list", "resnet*"]}
 
 def _state(command: str) -> list[str]:
     """Return the option of the state folder, which commands for another machine do not have."""
-    return (
-        [] if command in {"issue-key", "init", "check", "dashboard"} else ["--state", "{folder}/aggregator"]
-    )
+    return [] if command in {"issue-key", "init", "check"} else ["--state", "{folder}/aggregator"]
 
 
 COMMANDS = [

@@ -1,1 +1,1 @@
-"""Uploads: the aggregator beside other receivers, several receivers, and PostgreSQL beside SQLite."""
+"""Uploads: how fast the aggregator stores them, and PostgreSQL beside SQLite."""

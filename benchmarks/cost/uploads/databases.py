@@ -37,7 +37,8 @@ Runs = dict[str, dict[str, list[float]]]
 """Seconds of each call, by what was measured and the database."""
 
 
-store_option = click.option(
+@click.command("databases")
+@click.option(
     "--store",
     "database",
     required=True,
@@ -46,10 +47,6 @@ store_option = click.option(
     show_envvar=True,
     help="PostgreSQL database in which it may create schemas.",
 )
-
-
-@click.command("databases")
-@store_option
 @click.option(
     "--devices", type=click.IntRange(min=1), multiple=True, default=(1000, 10000), show_default=True
 )

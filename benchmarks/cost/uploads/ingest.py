@@ -1,10 +1,8 @@
-"""Cost of durable ingest: an aggregator that stores submissions, against a subscriber that discards them.
+"""Cost of durable ingest: submissions that reach `aggregator run` as fast as mosquitto takes them.
 
-`cost ingest` sends the same packets through the same mosquitto to each receiver, in turns: to none, to a paho program
-that discards, to one that does the least that is durable, and to `aggregator run`. The time is from the first packet
-until the subscriber has received the last one, or until the last receipt, which confirms that everything is on the
-aggregator's disk. The frames of all devices are mixed, one of each in turn. Processor time is the kernel's count for
-the process, without the kernel's own threads for disk and network.
+The time is from the first packet until the last receipt, which confirms that everything is on the aggregator's disk.
+The frames of all devices are mixed, one of each in turn. Processor time is the kernel's count for the aggregator's
+process, without the kernel's own threads for disk and network.
 """
 
 import contextlib
@@ -16,19 +14,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO
 
 import click
 import numpy as np
-import psutil
 
 from aggregator.config.task_file import load_task
 from aggregator.storage.open_store import open_store
 from aggregator.tasks.task_preparation import Task, prepare_task
-from benchmarks.device.measurement import median, ratio
-from benchmarks.processes import ROOT, mosquitto, running, wait_for_log
+from benchmarks.device.measurement import median
+from benchmarks.processes import ROOT, mosquitto, running
 from benchmarks.report import Table, json_option, write_json
 from protocol.errors import ProtofleetError
 from protocol.mqtt.reconnecting_session import BrokerAddress, Connected, Event, Received, Session
@@ -36,7 +32,7 @@ from protocol.wire.codec import decode, digest_of, encode, to_unsigned
 from protocol.wire.messages import Presence, Receipt, Submission
 from protocol.wire.quantization import prototype_fields
 from protocol.wire.signing import sign_frame
-from protocol.wire.topics import SHARDS, device_topic, fleet_topic
+from protocol.wire.topics import device_topic, fleet_topic
 from protocol.wire.transfer import frames_of
 
 
@@ -121,26 +117,15 @@ TIMEOUT_S = 120.0
 MAX_LOAD_BYTES = 128 * 1024**2
 """Messages that mosquitto queues for a subscriber: it drops what is beyond, and no device is there to send it again."""
 
-UNRECEIVED, DISCARDS, STORES, OURS = "no subscriber", "discards", "stores, checks nothing", "aggregator run"
-
 
 @dataclass(frozen=True)
 class Cost:
     """Cost of a load: seconds, and seconds of a processor."""
 
     wall_s: float
-    receiver_s: float
-    broker_s: float
-    """Of the broker's process: receiving from the devices and delivering."""
+    cpu_s: float
     bytes: int
     submissions: int
-    delivery_s: float = 0.0
-    """The broker's above that without a subscriber."""
-
-    @property
-    def whole_s(self) -> float:
-        """Processor time of the receiver, and of the broker to deliver to it."""
-        return self.receiver_s + self.delivery_s
 
 
 @click.command("ingest")
@@ -166,66 +151,35 @@ class Cost:
 def command(
     *, devices: int, megabytes: Sequence[float], load_mb: float, repetitions: int, json_file: Path | None
 ) -> None:
-    """Compare the aggregator's ingest with a subscriber that discards, on mosquitto."""
-    tables, every = [], {}
+    """Measure how fast the aggregator stores submissions, on mosquitto."""
+    columns = {"MB": ">5g", "submissions/s": ">15.1f", "CPU ms/submission": ">19.2f", "CPU s/GB": ">10.2f"}
+    table, every = Table(columns, title=f"Submissions of {devices} devices"), {}
     for size in megabytes:
         with tempfile.TemporaryDirectory() as folder:
-            submissions = max(1, round(load_mb / size / devices))
             runs = measure(
                 Path(folder),
                 devices=devices,
-                submissions=submissions,
+                submissions=max(1, round(load_mb / size / devices)),
                 size_bytes=int(size * 1e6),
                 repetitions=repetitions,
             )
-        tables.append(table_of(f"Submissions of {size:g} MB", runs))
-        every[f"{size:g}"] = {name: [asdict(run) for run in each] for name, each in runs.items()}
-    write_json(json_file, "ingest", tables=tables, runs=every)
+        count, cpu_s = runs[0].submissions, median(runs, "cpu_s")
+        table.row(size, count / median(runs, "wall_s"), 1000 * cpu_s / count, cpu_s / (runs[0].bytes / 1e9))
+        every[f"{size:g}"] = [asdict(run) for run in runs]
+    write_json(json_file, "ingest", tables=[table], runs=every)
 
 
-def table_of(title: str, runs: dict[str, list[Cost]]) -> Table:
-    """Print and return the medians of each receiver, and how its costs compare with discarding."""
-    table = Table(
-        {"receiver": "<22", "submissions/s": ">13.1f", "CPU s/GB": ">10.2f", "broker, to deliver": ">20.2f",
-         "speed, ratio": ">14.2f", "CPU, ratio": ">12.2f", "CPU with broker, ratio": ">24.2f"},
-        title=title,
-    )  # fmt: skip
-    for name, each in runs.items():
-        if name == UNRECEIVED:
-            continue
-        gigabytes = each[0].bytes / 1e9
-        table.row(
-            name,
-            each[0].submissions / median(each, "wall_s"),
-            median(each, "receiver_s") / gigabytes,
-            median(each, "delivery_s") / gigabytes,
-            *(ratio(runs[DISCARDS], each, figure) for figure in ("wall_s", "receiver_s", "whole_s")),
-        )
-    return table
-
-
-def measure(
-    folder: Path, *, devices: int, submissions: int, size_bytes: int, repetitions: int
-) -> dict[str, list[Cost]]:
-    """Return the costs of each receiver, in turns."""
+def measure(folder: Path, *, devices: int, submissions: int, size_bytes: int, repetitions: int) -> list[Cost]:
+    """Return the costs of a load, after a first run, which fills caches."""
     task = write_task(folder)
     load = write_load(folder, task, devices=devices, submissions=submissions, size_bytes=size_bytes)
-    runs: dict[str, list[Cost]] = {UNRECEIVED: [], DISCARDS: [], STORES: [], OURS: []}
+    runs = []
     with mosquitto(folder) as broker:
         for number in range(repetitions + 1):
             state = folder / f"state-{number}"
-            costs = {
-                UNRECEIVED: time_broker(broker, load),
-                DISCARDS: time_plain(broker, load, "discard", state),
-                STORES: time_plain(broker, load, "store", state),
-                OURS: time_aggregator(broker, load, task, state / "aggregator"),
-            }
+            runs.append(time_aggregator(broker, load, task, state))
             shutil.rmtree(state)
-            if number:  # the first runs fill caches
-                for name, cost in costs.items():
-                    delivery_s = cost.broker_s - costs[UNRECEIVED].broker_s
-                    runs[name].append(replace(cost, delivery_s=delivery_s))
-    return runs
+    return runs[1:]
 
 
 def write_task(folder: Path, fleet: str = FLEET) -> Path:
@@ -235,23 +189,24 @@ def write_task(folder: Path, fleet: str = FLEET) -> Path:
     return task
 
 
-class Meter:
-    """Seconds since its creation: of the clock, of the receivers' processes and of the broker's."""
-
-    def __init__(self, load: Load, *receivers: int) -> None:
-        broker = next(each.pid for each in psutil.Process().children() if each.name() == "mosquitto")
-        self._load, self._receivers, self._broker = load, receivers, broker
-        self._begin = self._now()
-
-    def _now(self) -> tuple[float, float, float]:
-        return time.perf_counter(), sum(map(_cpu_s, self._receivers)), _cpu_s(self._broker)
-
-    def read(self) -> Cost:
-        """Return the costs so far."""
-        wall_s, receiver_s, broker_s = (
-            now - begin for now, begin in zip(self._now(), self._begin, strict=True)
-        )
-        return Cost(wall_s, receiver_s, broker_s, self._load.size_bytes, self._load.submissions)
+def time_aggregator(broker: BrokerAddress, load: Load, task: Path, state: Path) -> Cost:
+    """Measure until a new aggregator has sent a receipt for every submission."""
+    arguments = ("run", "--task", str(task), "--state", str(state), "--broker", str(broker))
+    topics = [fleet_topic(FLEET, "state"), *(device_topic(FLEET, name, "ack") for name in load.devices)]
+    with (
+        listening(broker, *topics) as events,
+        running("aggregator.cli", *arguments, log=state.with_suffix(".log")) as aggregator,
+    ):
+        wait_online(events)
+        with publisher(broker, load):
+            begin_s, begin_cpu_s = time.perf_counter(), _cpu_s(aggregator.pid)
+            count_receipts(events, load.submissions)
+            return Cost(
+                time.perf_counter() - begin_s,
+                _cpu_s(aggregator.pid) - begin_cpu_s,
+                load.size_bytes,
+                load.submissions,
+            )
 
 
 def _cpu_s(pid: int) -> float:
@@ -262,71 +217,15 @@ def _cpu_s(pid: int) -> float:
     return time.clock_gettime((~pid << 3) | 2)
 
 
-def time_broker(broker: BrokerAddress, load: Load) -> Cost:
-    """Measure until the broker has acknowledged every message."""
-    with publisher(broker, load) as lines:
-        meter = Meter(load)
-        lines.read()
-        return meter.read()
-
-
-def time_plain(broker: BrokerAddress, load: Load, kind: str, folder: Path) -> Cost:
-    """Measure until a program of `receiving_programs` has received every message."""
-    topic = f"pf/1/{FLEET}/d/+/up/+"
-    arguments = [kind, str(broker.port), topic, str(load.messages), str(folder)]
-    with _running("-m", "benchmarks.cost.uploads.receiving_programs", *arguments) as (process, lines):
-        lines.readline()
-        with publisher(broker, load):
-            meter = Meter(load, process.pid)
-            lines.readline()
-            return meter.read()
-
-
-def time_aggregator(
-    broker: BrokerAddress, load: Load, task: Path, state: Path, *options: str, receivers: int = 0
-) -> Cost:
-    """Measure until a new aggregator, with or without receivers, has sent a receipt for every submission."""
-    state.parent.mkdir(exist_ok=True)
-    where = ("--state", str(state), "--broker", str(broker))
-    arguments = ["coordinate" if receivers else "run", "--task", str(task), *where, *options]
-    topics = [fleet_topic(FLEET, "state"), *(device_topic(FLEET, name, "ack") for name in load.devices)]
-    with contextlib.ExitStack() as programs:
-
-        def start(name: str, *arguments: str) -> int:
-            program = running("aggregator.cli", *arguments, log=state.with_name(f"{name}.log"))
-            return programs.enter_context(program).pid
-
-        events = programs.enter_context(listening(broker, *topics))
-        pids = [start("aggregator", *arguments)]
-        wait_online(events)
-        if receivers:
-            pids = []
-            for number in range(receivers):
-                shards = ",".join(map(str, range(number, SHARDS, receivers)))
-                name = f"receiver-{number}"
-                pids.append(start(name, "receive", "--name", name, "--shards", shards, *where))
-                wait_for_log(state.with_name(f"{name}.log"), "connected to the broker")
-        programs.enter_context(publisher(broker, load))
-        meter = Meter(load, *pids)
-        count_receipts(events, load.submissions)
-        return meter.read()
-
-
 @contextlib.contextmanager
-def publisher(broker: BrokerAddress, load: Load) -> Iterator[IO[bytes]]:
-    """Publish a load from a process of its own, beginning now; its output ends with the last acknowledgement."""
+def publisher(broker: BrokerAddress, load: Load) -> Iterator[None]:
+    """Publish a load from a process of its own, beginning now."""
     arguments = [str(broker.port), str(load.packets), str(load.messages)]
-    with _running("-m", "benchmarks.cost.uploads.publish_packets", *arguments) as (_, lines):
-        lines.readline()
-        yield lines
-
-
-@contextlib.contextmanager
-def _running(*arguments: str) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
-    """Run Python; what it prints can be read."""
-    with subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE) as process:
+    command = [sys.executable, "-m", "benchmarks.cost.uploads.publish_packets", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         try:
-            yield process, process.stdout or io.BytesIO()
+            (process.stdout or io.BytesIO()).readline()
+            yield
         finally:
             process.kill()
 

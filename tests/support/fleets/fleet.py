@@ -58,9 +58,9 @@ def with_startup_code(folder: Path, code: str) -> dict[str, str]:
     return {"PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
 
 
-def hanging(folder: Path, module: str) -> dict[str, str]:
-    """Return variables with which a program of this module never ends."""
-    code = f"import sys, time\nif {module!r} in sys.orig_argv:\n    time.sleep(600)\n"
+def hanging(folder: Path, argument: str) -> dict[str, str]:
+    """Return variables with which a program with this argument never ends."""
+    code = f"import sys, time\nif {argument!r} in sys.orig_argv:\n    time.sleep(600)\n"
     return with_startup_code(folder / "hanging", code)
 
 
@@ -236,7 +236,7 @@ class Fleet:
         if self._enrolled:
             identity = ("--enrollment", self.root / name)
         arguments = (*identity, "--data", data, "--state", state or self.device_state(name), "--threads", "1")
-        return self.start(name, program, *arguments, "--workers", "1", *options, limits=limits)
+        return self.start(name, program, *arguments, *options, limits=limits)
 
     def stop(self, name: str) -> None:
         """End a process by SIGTERM, and check that it ends with status 0."""

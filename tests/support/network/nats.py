@@ -82,11 +82,6 @@ class NatsCluster:
         self._processes[number].kill()
         self._processes[number].wait()
 
-    def start(self, number: int) -> None:
-        """Start a killed server again, and wait until it accepts connections."""
-        self._processes[number] = self._start(number)
-        self._wait_for(self.brokers[number])
-
     def log(self, number: int) -> str:
         return (self.folder / f"nats-{number}.log").read_text(errors="replace")
 

@@ -1,10 +1,6 @@
-"""A real process of moto's S3 server, and an HTTP proxy before it that provokes faults.
-
-`python -m tests.support.stores.object_store PORT SERVER_PORT` is such a proxy as a process, on 127.0.0.1.
-"""
+"""A real process of moto's S3 server, and an HTTP proxy before it that provokes faults."""
 
 import contextlib
-import signal
 import subprocess
 import sys
 import threading
@@ -46,11 +42,11 @@ class ObjectStore:
         harmed: requests that were harmed.
     """
 
-    def __init__(self, server: BrokerAddress, *, port: int = 0) -> None:
+    def __init__(self, server: BrokerAddress) -> None:
         self.server = server
         self.heal()
         handler = type("Handler", (_Handler,), {"store": self})
-        self._http = ThreadingHTTPServer(("127.0.0.1", port), handler)
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self._http.daemon_threads = True
         self.endpoint = f"http://127.0.0.1:{self._http.server_address[1]}"
         threading.Thread(target=self._http.serve_forever, args=(0.05,), daemon=True).start()
@@ -184,10 +180,3 @@ def object_store(server: BrokerAddress, monkeypatch: pytest.MonkeyPatch) -> Iter
         yield store
     finally:
         store.close()
-
-
-if __name__ == "__main__":
-    ObjectStore(BrokerAddress("127.0.0.1", int(sys.argv[2])), port=int(sys.argv[1]))
-    sys.stdout.write("listening\n")
-    sys.stdout.flush()
-    signal.pause()

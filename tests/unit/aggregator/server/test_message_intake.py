@@ -15,10 +15,10 @@ from aggregator.intake.uploads import Uploads
 from aggregator.security.enrollment import enroll, revoke
 from aggregator.server import device_messages
 from aggregator.server.device_messages import DeviceMessages
-from aggregator.server.message_intake import MessageIntake, TaskReplaced, TrafficMeter
+from aggregator.server.message_intake import MessageIntake, TaskReplaced
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import IntakeHeads, IntakeTask, RoundRequest, Traffic
+from aggregator.storage.stored_values import IntakeHeads, IntakeTask, RoundRequest
 from aggregator.storage.submissions import SubmissionRecord
 from protocol.enrollment import read_enrollment
 from protocol.mqtt.reconnecting_session import Received
@@ -332,16 +332,3 @@ def test_verdicts_follow_what_others_store(store: Store) -> None:
         coordinator.facts.put(msgspec.structs.replace(TASK, digest=bytes(32)))
         with pytest.raises(TaskReplaced):
             one.handle()
-
-
-def test_bytes_of_earlier_starts_are_counted(tmp_path: Path) -> None:
-    """Stored every few seconds and at the end."""
-    for start in range(1, 3):
-        with contextlib.closing(open_store(tmp_path)) as store:
-            meter = TrafficMeter(store)
-            meter.keep(sent=0)
-            meter.received = 100
-            meter.keep(sent=10)
-            assert (store.facts.get(Traffic) or Traffic()) == Traffic(100 * (start - 1), 10 * (start - 1))
-            meter.keep(sent=10, at_once=True)
-            assert store.facts.get(Traffic) == Traffic(100 * start, 10 * start)

@@ -1,0 +1,81 @@
+"""Keeps the installed head open in a long-running program, and opens it again when it changes."""
+
+import logging
+import threading
+import time
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from PIL import Image
+
+from edge_client.apps.drift import DriftMonitor
+from edge_client.predict.classifier import Classifier, open_classifier
+from edge_client.storage.device_state import DeviceState
+from protocol.errors import ProtofleetError
+from protocol.log import event
+
+if TYPE_CHECKING:
+    from edge_client.storage.stored_values import InstalledHead
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 30.0
+"""Seconds before a head that could not be opened is tried again."""
+
+
+class HeadInUse:
+    """The head in use, from any thread.
+
+    A head is tried on a black image when it is opened. This counts as a use of it, as in `edge-client predict`: after
+    three failures in a row the device returns to the head before. Later predictions do not count, since images from
+    outside must not bring a head back. The prior of each head's images begins without any.
+    """
+
+    def __init__(self, store: DeviceState, **options: Any) -> None:
+        """Follow the head in use; `options` are those of `open_classifier`."""
+        self._store = store
+        self._open = partial(open_classifier, store, **options)
+        self._lock = threading.Lock()
+        self._opened: Classifier | None = None
+        self._problem = ProtofleetError("no head is installed")
+        self._tried: InstalledHead | None = None
+        self._retry_s = 0.0
+
+    def follow(self) -> Classifier:
+        """Return the head in use, opened if it is another one than at the last call.
+
+        If it cannot be opened, the head before is returned, and this one tried again after RETRY_S.
+
+        Raises:
+            ProtofleetError: there is no head that can be used.
+        """
+        with self._lock:
+            installed = self._store.heads_in_use().installed
+            if self._opened is not None and installed == self._opened.installed:
+                return self._opened
+            if installed != self._tried or time.monotonic() >= self._retry_s:
+                self._tried, self._retry_s = installed, time.monotonic() + RETRY_S
+                self._renew()
+            if self._opened is None:
+                raise self._problem
+            return self._opened
+
+    def _renew(self) -> None:
+        try:
+            opened = self._open()
+            with opened.run_head():
+                opened.run(Image.new("RGB", (64, 64)))
+        except ProtofleetError as error:
+            self._problem = error
+            event(log, logging.ERROR, "head not used", reason=str(error))
+            return
+        monitor = DriftMonitor(self._store, opened.head, tuple(each.sha256 for each in opened.backbones))
+        self._opened = replace(
+            opened, run_head=nullcontext, run_backbones=nullcontext, observe=monitor.observe
+        )
+        for note in opened.notes:
+            event(log, logging.WARNING, note)
+        used = opened.installed
+        event(log, logging.INFO, "head opened", version=used.version, round=used.round)
