@@ -136,18 +136,16 @@ def test_its_settings_are_written_and_checked(folder: Path) -> None:
 @pytest.mark.usefixtures("folder")
 def test_a_training_uses_it_with_its_settings(tmp_path: Path) -> None:
     """The training is a process of its own, which finds the distribution by itself."""
-    weights = []
+    weights, blobs = [], FolderBlobs(tmp_path / "blobs")
     for algorithm, settings in (("fedncm", {}), ("flat", {"factor": 0.25})):
         events: queue.SimpleQueue[object] = queue.SimpleQueue()
-        job = head_job(
-            FolderBlobs(tmp_path / "blobs"), tmp_path / algorithm / "head-1", submission(),
-            algorithm=algorithm, settings=settings,
-        )  # fmt: skip
-        Trainer(tmp_path / algorithm, timeout_s=300, on_event=events.put).start(job)
+        job = head_job(blobs, submission(), algorithm=algorithm, settings=settings)
+        folder = tmp_path / algorithm
+        Trainer(folder, blobs=blobs.location, timeout_s=300, on_event=events.put).start(job)
         while not isinstance(event := events.get(timeout=300), Finished):
             pass
         assert event.result is not None, event.reason
-        weights.append((Path(job.folder) / "head.onnx").read_bytes())
+        weights.append((folder / job.name / "head.onnx").read_bytes())
     assert len(weights[0]) == len(weights[1])
     assert weights[0] != weights[1]
 
@@ -155,8 +153,7 @@ def test_a_training_uses_it_with_its_settings(tmp_path: Path) -> None:
 def test_a_job_of_rounds_has_its_settings(folder: Path) -> None:
     task, _ = load_task(_write(folder, 'algorithm = "pulled"\n[pulled]\npull = 3.0\nrounds = 7'))
     job = CompileJob(
-        algorithm=task.algorithm, settings=msgspec.to_builtins(task.method), feature_size=4, num_classes=1, seed=0,
-        folder="",
+        algorithm=task.algorithm, settings=msgspec.to_builtins(task.method), feature_size=4, num_classes=1, seed=0
     )  # fmt: skip
     read = msgspec.json.decode(msgspec.json.encode(job), type=CompileJob)
     assert read.method == task.learning
