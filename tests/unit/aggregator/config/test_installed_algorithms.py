@@ -136,7 +136,7 @@ def test_its_settings_are_written_and_checked(folder: Path) -> None:
 @pytest.mark.usefixtures("folder")
 def test_a_training_uses_it_with_its_settings(tmp_path: Path) -> None:
     """The training is a process of its own, which finds the distribution by itself."""
-    weights, blobs = [], FolderBlobs(tmp_path / "blobs")
+    weights = []
     for algorithm, settings in (("fedncm", {}), ("flat", {"factor": 0.25})):
         events: queue.SimpleQueue[object] = queue.SimpleQueue()
         blobs, folder = FolderBlobs(tmp_path / "blobs"), tmp_path / algorithm
