@@ -382,6 +382,7 @@ def _load(
 
     click.echo(f"loading {model or module} ...", err=True)
     chosen = {name: options[name] for name in _CHOSEN}
+    default: tuple[str, ...]
     if module is not None:
         backbone, default = load_module(module, Choice("", **chosen)), ("last",)
     else:

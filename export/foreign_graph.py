@@ -59,7 +59,7 @@ def load_graph(
     given = _feature_name(model, feature, path.name)
     recorded, _ = recorded_config(path)
     if recorded.input_size is None and taken.height and taken.width:
-        recorded.input_size = (CHANNELS, taken.height, taken.width)
+        recorded.input_size = (3, taken.height, taken.width)
     config, assumed = given_config(path.name, choice, recorded)
     spec = preprocessing_of(config)
     if (taken.height or spec.height, taken.width or spec.width) != (spec.height, spec.width):
@@ -67,7 +67,9 @@ def load_graph(
             f"{path.name} takes images of {taken.height}x{taken.width}, not of {spec.height}x{spec.width}: "
             "give another --image-size or none"
         )
-    source = _Source(model, taken, given, spec, np.float32(config["mean"]), np.float32(config["std"]))
+    source = _Source(
+        model, taken, given, spec, np.array(config["mean"], np.float32), np.array(config["std"], np.float32)
+    )
     shape = source.shape(path.name)
     axes = _positions(shape, spec, pool=pool, name=path.name)
     metadata = BackboneMetadata(
@@ -268,7 +270,7 @@ def _packaged(
     nodes = [*before, *graph.node, after]
     del graph.node[:], graph.input[:], graph.output[:], graph.value_info[:]
     graph.node.extend(nodes)
-    size = ["n", spec.height, spec.width, CHANNELS]
+    size: list[str | int | None] = ["n", spec.height, spec.width, CHANNELS]
     graph.input.append(helper.make_tensor_value_info("image", TensorProto.UINT8, size))
     graph.output.append(
         helper.make_tensor_value_info("feature", TensorProto.FLOAT, ["n", metadata.feature_size])

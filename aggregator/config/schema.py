@@ -14,7 +14,7 @@ import textwrap
 from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import msgspec
 from msgspec import Meta
@@ -248,11 +248,11 @@ def task_type(algorithm: str) -> type[TaskFile]:
             f"cannot use algorithm {algorithm!r} of {distributions(algorithm)}: a task file cannot have a table of "
             "that name beside its settings; ask the package's authors for another name"
         )
-    fields = [("algorithm", Literal[algorithm], algorithm), (algorithm, kind, kind())]  # type: ignore[valid-type]
-    made: type[TaskFile] = msgspec.defstruct(
+    fields = [("algorithm", Literal[algorithm], algorithm), (algorithm, kind, kind())]
+    made: Any = msgspec.defstruct(
         "TaskFile", fields, bases=(TaskFile,), module=__name__, frozen=True, kw_only=True
     )
-    return made
+    return cast("type[TaskFile]", made)
 
 
 def described(table: type[msgspec.Struct]) -> dict[str, dict[str, Any]]:

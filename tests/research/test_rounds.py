@@ -182,7 +182,7 @@ def test_settings_of_flowers_clients_are_compared(tmp_path: Path, monkeypatch: p
 def test_rivals_send_sums_of_random_features_in_float32_and_means_in_bytes() -> None:
     data = domain(0, classes=10, images=1200)
     owners = np.arange(1200) % 10
-    fleet = methods.Fleet(owners=owners, seed=0, project=lambda _: data, features=data, deeper=lambda _: data)
+    fleet = methods.Fleet(owners=owners, seed=0, features=data, deeper=lambda _: data)
     (point,) = wire_rivals.fed3r_rf(fleet, number=64)
     assert point.accuracy > 0.8
     assert point.bytes_up == 10 * 4 * (64 * 65 / 2 + 10 * 64)

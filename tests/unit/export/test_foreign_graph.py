@@ -81,7 +81,9 @@ def expected_features(images: NDArray[np.uint8]) -> NDArray[np.float32]:
     """Return the features (n, C) of images (n, H, W, 3), by PyTorch."""
     torch = pytest.importorskip("torch")
     weights = np.random.default_rng(0).normal(size=(CHANNELS, 3, 3, 3)).astype(np.float32)
-    normalized = (images / np.float32(255) - np.float32(CHOICE.mean)) / np.float32(CHOICE.std)
+    normalized = (images / np.float32(255) - np.array(CHOICE.mean, np.float32)) / np.array(
+        CHOICE.std, np.float32
+    )
     maps = torch.nn.functional.conv2d(
         torch.from_numpy(normalized.transpose(0, 3, 1, 2).astype(np.float32)),
         torch.from_numpy(weights),
