@@ -7,7 +7,6 @@ from msgspec import Meta
 
 from aggregator.intake.intake_status import IntakeStatus
 from aggregator.storage.devices import ForgottenDevice, QuarantinedDevice, Refusal, UnixSeconds
-from aggregator.storage.programs import ReceiverRecord
 from aggregator.storage.stored_values import Traffic, TrainingProgress
 from aggregator.storage.submissions import LostSubmission
 from protocol.wire.presence import Duplicate
@@ -329,9 +328,6 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     refusals: tuple[Refusal, ...]
     earlier_refusals: Annotated[
         dict[str, int], Meta(description="Messages refused before their devices got other keys, by reason.")
-    ]
-    receivers: Annotated[
-        tuple[ReceiverRecord, ...], Meta(description="Programs that receive uploads beside the aggregator.")
     ]
     traffic: Annotated[
         Traffic, Meta(description="Payload bytes between aggregator and broker, of all starts on this state.")

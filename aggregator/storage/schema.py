@@ -76,6 +76,10 @@ MIGRATIONS = (
     """
     CREATE TABLE receivers (name TEXT PRIMARY KEY, reports INTEGER NOT NULL, record TEXT NOT NULL) STRICT;
     """,
+    """
+    DROP TABLE receivers;
+    DELETE FROM facts WHERE name IN ('IntakeTask', 'IntakeHeads', 'RoundRequest');
+    """,
 )
 """SQL scripts, each from one schema version to the next."""
 

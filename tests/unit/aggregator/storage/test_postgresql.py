@@ -290,7 +290,7 @@ def test_tables_that_went_back_in_time(through: Store, direct: Store, postgresql
     with pytest.raises(NotLeader):
         through.facts.put(SigningKey("after"))
     with pytest.raises(NotLeader):
-        direct.facts.put(SigningKey("of a receiver"))
+        direct.facts.put(SigningKey("of another program"))
     through.close()
     with contextlib.closing(open_store(through.folder, lock=True)) as store:
         store.facts.put(SigningKey("again"))
