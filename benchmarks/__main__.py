@@ -12,7 +12,7 @@ import click
 # Read by OpenMP when torch is first imported: spinning idle threads slow other processes down.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from benchmarks import pages
+from benchmarks import pages, ways
 from protocol.cli import run
 
 HELP = {"help_option_names": ["-h", "--help"]}
@@ -166,6 +166,7 @@ def cli() -> None:
 
 
 cli.add_command(pages.command)
+cli.add_command(ways.command)
 for group, (text, _) in GROUPS.items():
     cli.add_command(Group(group, help=text, context_settings=HELP))
 

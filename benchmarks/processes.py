@@ -54,6 +54,15 @@ def running_program(
             process.wait()
 
 
+def wait_for_log(log: Path, text: str, *, timeout_s: float) -> None:
+    """Wait until a program has written a text to its log; raises ProtofleetError if it does not."""
+    deadline = time.monotonic() + timeout_s
+    while text not in log.read_text(errors="replace"):
+        if time.monotonic() > deadline:
+            raise ProtofleetError(f"{text!r} is not in {log}: {log.read_text(errors='replace')[-500:]}")
+        time.sleep(0.05)
+
+
 @contextlib.contextmanager
 def mosquitto(folder: Path) -> Iterator[BrokerAddress]:
     """Run mosquitto with the configuration in `deploy/mosquitto.conf`.

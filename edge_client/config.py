@@ -22,13 +22,11 @@ class Settings:
         data: folder of images, or a CSV file.
         holdout: fraction of the images that is held out for evaluation.
         batch_size: images per run of a backbone.
-        workers: threads that decode images.
         max_epsilon: privacy budget for all submissions together; None leaves the limit to the task.
         second_operator: public key for which masks are sealed; None refuses masked sums.
         min_devices: submissions in a sum before this device's mask is opened; None leaves the limit to the task.
         backbones: local copies of the task's backbones.
         rescan_s: seconds between scans of the data folder.
-        strict: refuse folders and labels that are no class of the task, instead of leaving their images out.
     """
 
     broker: Brokers | None
@@ -41,13 +39,11 @@ class Settings:
     provider: "Provider" = "auto"
     threads: int | None = None
     batch_size: int = 16
-    workers: int = 1
     max_epsilon: float | None = None
     second_operator: bytes | None = None
     min_devices: int | None = None
     backbones: tuple[Path, ...] = ()
     rescan_s: float = 30.0
-    strict: bool = False
     identity: Identity = field(default_factory=Identity)
 
 

@@ -14,7 +14,6 @@ import msgspec
 from protocol.cli import config_option, examples, require_packages, run, start_logging, verbose_option
 from protocol.errors import ConfigError, RuntimeMissing
 from protocol.models.onnx_metadata import BackboneMetadata
-from protocol.models.onnx_validation import MAX_OPSET
 from protocol.storage.blobstore import state_errors
 
 if TYPE_CHECKING:
@@ -83,7 +82,7 @@ def _keywords(values: tuple[str, ...]) -> dict[str, Any]:
     type=click.Path(file_okay=False, path_type=Path),
     default=Path(),
     show_default=True,
-    help="Folder for MODEL-SIZE.onnx; -LAYERS, -sqrt, -pN and -int8 or -fp16 are appended to SIZE with these options.",
+    help="Folder for MODEL-SIZE.onnx; -LAYERS and -int8 or -fp16 are appended to SIZE with these options.",
 )
 @click.option(
     "--weights",
@@ -117,19 +116,13 @@ def _keywords(values: tuple[str, ...]) -> dict[str, Any]:
     metavar="LAYER,...",
     callback=_names,
     help="Blocks whose pooled outputs are the features: last (the network's own feature), residual (each width's last "
-    "residual sum), all, the name of a module, or cN (the last depthwise activation of N channels).  "
-    "[default: last,residual; last with --project]",
+    "residual sum), all, the name of a module, or cN (the last depthwise activation of N channels)  "
+    "[default: last,residual]",
 )
 @click.option(
     "--list-layers",
     is_flag=True,
     help="Print the blocks that --layers=all takes with what each costs, and exit.",
-)
-@click.option(
-    "--project",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Project features on their N principal components over --images.",
 )
 @click.option("--int8", is_flag=True, help="Quantize to 8 bits; --images is required.")
 @click.option("--fp16", is_flag=True, help="Convert to float16, for GPUs and half the download.")
@@ -157,9 +150,6 @@ def _keywords(values: tuple[str, ...]) -> dict[str, Any]:
     default=1e-3,
     show_default=True,
     help="Maximum relative error against PyTorch.",
-)
-@click.option(
-    "--opset", type=click.IntRange(18, MAX_OPSET), default=18, show_default=True, help="ONNX operator set."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the summary, or the list, as JSON.")
 @verbose_option
@@ -196,20 +186,16 @@ def _check_options(
     fp16: bool,
     float_layers: tuple[str, ...],
     min_cosine: float | None,
-    project: int | None,
     images: Path | None,
     list_layers: bool,
     **_others: Any,
 ) -> None:
     """Raise UsageError for options that need others, or exclude them."""
     for is_wrong, problem in (
+        (int8 and images is None, "--int8 needs --images DIRECTORY"),
         (
-            (int8 or project) and images is None,
-            f"{'--int8' if int8 else '--project'} needs --images DIRECTORY",
-        ),
-        (
-            list_layers and (int8 or fp16 or project),
-            "--list-layers shows layers of 32 bits: leave out --int8, --fp16 and --project",
+            list_layers and (int8 or fp16),
+            "--list-layers shows layers of 32 bits: leave out --int8 and --fp16",
         ),
         (float_layers and not int8, "--float-layer needs --int8"),
         (int8 and fp16, "give --int8 or --fp16"),
@@ -259,7 +245,6 @@ def _export(
     out: Path,
     images: Path | None,
     tolerance: float,
-    opset: int,
     convert: "Conversion | None",
     suffix: str,
     **chosen: Any,
@@ -271,7 +256,7 @@ def _export(
     started = time.monotonic()
     with state_errors(out):
         out.mkdir(parents=True, exist_ok=True)
-    backbone = _load(model, images=images, **chosen)
+    backbone = _load(model, **chosen)
     if backbone.assumed:
         assumed = _settings({name: backbone.settings[name] for name in backbone.assumed})
         click.echo(
@@ -282,7 +267,6 @@ def _export(
         )
     click.echo(f"exporting{', converting' if convert else ''} and comparing with PyTorch ...", err=True)
     options = f"-{'+'.join(chosen['layers'])}" if chosen["layers"] else ""
-    options += f"-p{chosen['project']}" if chosen["project"] else ""
     exported = export_module(
         backbone.module,
         backbone.metadata,
@@ -290,7 +274,6 @@ def _export(
         reference=timm_reference(backbone.module, backbone.config),
         photos=compared_photos(images),
         tolerance=tolerance,
-        opset=opset,
         convert=convert,
     )
     found = {"preprocessing": backbone.settings, "assumed": backbone.assumed}
@@ -298,45 +281,33 @@ def _export(
 
 
 def _load(
-    model: str,
-    *,
-    layers: tuple[str, ...] | None,
-    project: int | None,
-    images: Path | None,
-    keywords: dict[str, Any],
-    **chosen: Any,
+    model: str, *, layers: tuple[str, ...] | None, keywords: dict[str, Any], **chosen: Any
 ) -> "Backbone":
-    """Return the network with its weights and layers, by default DEFAULT_LAYERS, projected if that is asked for."""
+    """Return the network with its weights and layers, by default DEFAULT_LAYERS."""
     from export.backbones import Choice, load_backbone
     from export.layers import select_layers
-    from export.parity import photos_in
-    from export.projection import project_features
 
     click.echo(f"loading {model} ...", err=True)
     backbone = load_backbone(Choice(model, model_kwargs=keywords, **chosen))
-    chosen_layers = layers or (() if project else DEFAULT_LAYERS)
     try:
-        if chosen_layers not in ((), ("last",)):
-            backbone = select_layers(backbone, chosen_layers)
+        if layers != ("last",):
+            backbone = select_layers(backbone, layers or DEFAULT_LAYERS)
     except ConfigError:
         if layers is not None:
             raise
         click.echo(
             f"{backbone.metadata.model} has no residual sums: its features are --layers last", err=True
         )
-    if not project or images is None:
-        return backbone
-    click.echo(f"finding principal components of the photos in {images} ...", err=True)
-    return project_features(backbone, project, photos_in(images))
+    return backbone
 
 
-def _list_layers(model: str, *, opset: int, **chosen: Any) -> list[dict[str, Any]]:
+def _list_layers(model: str, **chosen: Any) -> list[dict[str, Any]]:
     from export.layers import list_layers
 
-    wanted = {name: value for name, value in chosen.items() if name not in ("out", "tolerance")}
-    backbone = _load(model, **wanted | {"layers": ("last",), "project": None})
+    wanted = {name: value for name, value in chosen.items() if name not in ("out", "tolerance", "images")}
+    backbone = _load(model, **wanted | {"layers": ("last",)})
     click.echo("exporting every block and measuring ...", err=True)
-    return list_layers(backbone, opset=opset)
+    return list_layers(backbone)
 
 
 def _table(rows: list[dict[str, Any]]) -> str:

@@ -269,7 +269,7 @@ def _with_blocks(backbone: Backbone, graph: Graph, paths: Mapping[str, str]) -> 
     return replace(backbone, module=module, metadata=metadata)
 
 
-def list_layers(backbone: Backbone, *, opset: int) -> list[dict[str, Any]]:
+def list_layers(backbone: Backbone) -> list[dict[str, Any]]:
     """Return name, width, resolution, bytes and share of the time of each block that `all` takes.
 
     The bytes are those of the file that ends with the block. The share is its least processor time for one image in
@@ -278,7 +278,7 @@ def list_layers(backbone: Backbone, *, opset: int) -> list[dict[str, Any]]:
     graph = Graph(backbone.module, backbone.config["input_size"])
     paths = _paths(graph, ["all"], model=backbone.metadata.model)
     whole = _with_blocks(backbone, graph, paths)
-    model = onnx.load_from_string(to_onnx(whole.module, whole.metadata, opset=opset))
+    model = onnx.load_from_string(to_onnx(whole.module, whole.metadata))
     files = [cut(model, [tensor]) for tensor in block_tensors(model)]
     seconds = fastest_seconds(files, backbone.config["input_size"][1:])
     return [

@@ -1,7 +1,7 @@
 """Compare features: PyTorch with timm's transform against ONNX Runtime with the device's preprocessing."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -35,16 +35,15 @@ def sample_photos() -> list[Image.Image]:
 
 
 def compared_photos(folder: Path | None) -> Iterable[Image.Image]:
-    """Return photos evenly spaced over a folder's, or scikit-learn's two; raises what `photos_in` does."""
+    """Return photos evenly spaced over a folder's, or scikit-learn's two.
+
+    Raises:
+        ConfigError: the folder has no photos, or one cannot be read.
+    """
     if folder is None:
         return sample_photos()
     paths = photo_files(folder)
     return map(read_photo, paths[:: math.ceil(len(paths) / COMPARED)])
-
-
-def photos_in(folder: Path) -> Iterator[Image.Image]:
-    """Yield every photo in a folder and its subfolders; raises what `photo_files` and `read_photo` do."""
-    return map(read_photo, photo_files(folder))
 
 
 def photo_files(folder: Path) -> list[Path]:

@@ -65,11 +65,11 @@ class _Normalized(nn.Module):
         return features
 
 
-def to_onnx(module: nn.Module, metadata: BackboneMetadata, *, opset: int = OPSET) -> bytes:
+def to_onnx(module: nn.Module, metadata: BackboneMetadata) -> bytes:
     """Return a network as an ONNX file, with mean and std as a part of it; the same network gives the same bytes.
 
     The module takes normalized float32 (n, 3, H, W) to float32 (n, L), on the CPU, in evaluation mode; the file takes
-    `image` uint8 (n, H, W, 3) to `feature` float32 (n, L), with dynamic n. `opset` is 18 or newer.
+    `image` uint8 (n, H, W, 3) to `feature` float32 (n, L), with dynamic n.
 
     Raises:
         ProtofleetError: PyTorch cannot export the network.
@@ -78,19 +78,19 @@ def to_onnx(module: nn.Module, metadata: BackboneMetadata, *, opset: int = OPSET
     example = torch.zeros(2, spec.height, spec.width, 3, dtype=torch.uint8)
     network = _Normalized(module, metadata).eval()
     try:
-        model = _by_tracing_symbols(network, example, opset)
+        model = _by_tracing_symbols(network, example)
     except Exception as error:
-        refused = f"torch cannot export {metadata.model} at opset {opset}: {first_words(error)}"
+        refused = f"torch cannot export {metadata.model}: {first_words(error)}"
         if "data-dependent" in str(error):  # the older exporter would record what one image takes
             raise ProtofleetError(refused) from error
         try:
-            model = _by_tracing_calls(network, example, opset)
+            model = _by_tracing_calls(network, example)
         except Exception as second:
             raise ProtofleetError(f"{refused}; its older exporter: {first_words(second)}") from error
     return _with_metadata(model, metadata)
 
 
-def _by_tracing_symbols(network: nn.Module, example: Tensor, opset: int) -> onnx.ModelProto:
+def _by_tracing_symbols(network: nn.Module, example: Tensor) -> onnx.ModelProto:
     """Return the graph by `torch.export`, which some networks do not support."""
     with warnings_suppressed(), torch.inference_mode():
         program: Any = torch.onnx.export(
@@ -99,15 +99,15 @@ def _by_tracing_symbols(network: nn.Module, example: Tensor, opset: int) -> onnx
             input_names=["image"],
             output_names=["feature"],
             dynamic_shapes={"image": {0: torch.export.Dim("n")}},
-            opset_version=opset,
+            opset_version=OPSET,
             dynamo=True,
             external_data=False,
             verbose=False,
         )
-    return _checked(program.model_proto, opset=opset)
+    return _checked(program.model_proto)
 
 
-def _by_tracing_calls(network: nn.Module, example: Tensor, opset: int) -> onnx.ModelProto:
+def _by_tracing_calls(network: nn.Module, example: Tensor) -> onnx.ModelProto:
     """Return the graph by PyTorch's older exporter, which records the calls for one batch.
 
     A number that it records may hold for that batch alone: the comparison with PyTorch has another size of batch.
@@ -121,20 +121,20 @@ def _by_tracing_calls(network: nn.Module, example: Tensor, opset: int) -> onnx.M
             input_names=["image"],
             output_names=["feature"],
             dynamic_axes={"image": {0: "n"}, "feature": {0: "n"}},
-            opset_version=opset,
+            opset_version=OPSET,
             dynamo=False,
         )
         features = network(example).shape[1]
     model = onnx.load_from_string(file.getvalue())
     # It may leave the length open.
     model.graph.output[0].type.tensor_type.shape.dim[1].dim_value = features
-    return _checked(model, opset=opset)
+    return _checked(model)
 
 
-def _checked(model: onnx.ModelProto, *, opset: int) -> onnx.ModelProto:
+def _checked(model: onnx.ModelProto) -> onnx.ModelProto:
     """Return the model without the exporter's notes."""
     got = next(entry.version for entry in model.opset_import if not entry.domain)
-    if got != opset:  # PyTorch silently falls back to a set that it supports
+    if got != OPSET:  # PyTorch silently falls back to a set that it supports
         raise ValueError(f"the graph has opset {got}")
     delete_notes(model)
     onnx.checker.check_model(model)
@@ -149,7 +149,6 @@ def export_module(
     reference: Reference | None = None,
     photos: Iterable[Image.Image] | None = None,
     tolerance: float = TOLERANCE,
-    opset: int = OPSET,
     convert: Conversion | None = None,
 ) -> Exported:
     """Write `to_onnx`'s file with its parity, after comparing it with PyTorch on photos.
@@ -163,7 +162,7 @@ def export_module(
             file is written; or `convert` does.
         StateError: the file cannot be written.
     """
-    file = to_onnx(module, metadata, opset=opset)
+    file = to_onnx(module, metadata)
     expected = reference or _own_reference(module, metadata)
     parity = compare(
         file,

@@ -12,15 +12,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from aggregator.algorithms.algorithm import OneShot
-from aggregator.algorithms.registry import ALGORITHMS
+from aggregator.algorithms.registry import ALGORITHMS, installed
 from protocol.cli import counted, examples, require_packages, run, say
 from protocol.errors import ConfigError, RuntimeMissing
 from protocol.wire.messages import MAX_MAPPED_SIZE
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from edge_client.runtime.backbone import Backbone
     from protofleet.simulation.dataset import Dataset
     from protofleet.simulation.simulate import Simulation
 
@@ -33,6 +30,14 @@ NO_FLEET = ("alone", "all-images")
 """What `simulate` compares the registered algorithms with."""
 
 ONE_SHOT = tuple(name for name, kind in ALGORITHMS.items() if issubclass(kind, OneShot))
+
+
+class _AlgorithmName(click.Choice):  # type: ignore[type-arg]  # not generic in click 8.1
+    """The name of an algorithm of this package, or of one that another package has installed."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return value if value in installed() else super().convert(value, param, ctx)
+
 
 _EXAMPLE = "protofleet simulate photos --backbone backbone.onnx --devices 100 --partition dirichlet:0.1"
 
@@ -105,7 +110,7 @@ def cli() -> None:
     "--algorithm",
     "algorithms",
     multiple=True,
-    type=click.Choice((*ALGORITHMS, *NO_FLEET)),
+    type=_AlgorithmName((*ALGORITHMS, *NO_FLEET)),
     default=(*ONE_SHOT, *NO_FLEET),
     show_default=True,
     help="May be repeated. alone: each device without the fleet; all-images: training in one place.",
@@ -227,15 +232,9 @@ def compare_command(
     from protofleet.simulation.dataset import load_dataset
 
     with _progress_of_steps() as update:
-
-        def load(opened: "Sequence[Backbone]", *, step: str, per_class: int) -> "Dataset":
-            progress = functools.partial(update, step)
-            return load_dataset(
-                data, opened, domains=domains, per_class=per_class, cache=cache, on_progress=progress
-            )
-
+        progress = functools.partial(update, "features")
         made = compare(
-            load,
+            functools.partial(load_dataset, data, domains=domains, cache=cache, on_progress=progress),
             tuple(dict.fromkeys(backbones)),
             layers=[[name.strip() for name in each.split(",")] for each in layers],
             algorithms=tuple(dict.fromkeys(algorithms)),

@@ -18,10 +18,9 @@ from edge_client.submission.head_installer import HEAD_IN_USE
 from protocol.errors import ConfigError, StateError
 from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess
 from protocol.storage.state_folder import default_state_folder
-from protocol.threads import available_cores
 from protocol.wire.topics import is_name
 from protofleet.embedded import Callback, Embedded
-from protofleet.images import BATCH_SIZE, WORKERS
+from protofleet.images import BATCH_SIZE
 from protofleet.model import Model
 
 if TYPE_CHECKING:
@@ -128,7 +127,6 @@ class Device(Embedded):
                 provider=self._provider,
                 threads=self._threads,
                 batch_size=BATCH_SIZE,
-                workers=min(WORKERS, available_cores()),
                 **self._settings,
             )
             self._service = service.Device(settings, store)

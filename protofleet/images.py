@@ -13,10 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
-from edge_client.data.decoding import decoded
+from edge_client.data.decoding import decoded, decoding_threads
 from protocol.errors import ConfigError
 from protocol.models.preprocessing import Preprocessing, preprocess
-from protocol.threads import available_cores
 
 ImageSource: TypeAlias = str | os.PathLike[str] | Image.Image | NDArray[np.uint8]
 """The path of an image file, a Pillow image, or an array uint8 (H, W, 3) in RGB or (H, W) in gray."""
@@ -26,9 +25,6 @@ Batch: TypeAlias = Mapping[Preprocessing, NDArray[np.uint8]]
 
 BATCH_SIZE = 16
 """Images in a run of a backbone."""
-
-WORKERS = 4
-"""Threads that decode images, at most."""
 
 
 def open_image(image: ImageSource) -> AbstractContextManager[Image.Image]:
@@ -65,7 +61,7 @@ def batches(
 
     ahead = iter(images)
     waiting: deque[Future[dict[Preprocessing, NDArray[np.uint8]]]] = deque()
-    with ThreadPoolExecutor(min(WORKERS, available_cores()), thread_name_prefix="decode") as pool:
+    with ThreadPoolExecutor(decoding_threads(), thread_name_prefix="decode") as pool:
         try:
             while True:
                 for image in itertools.islice(ahead, 2 * batch_size - len(waiting)):

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from edge_client.apps.head_in_use import HeadInUse
 from edge_client.data.class_prior import Adjuster, Source
 from edge_client.predict.classifier import open_adjuster, predictions
 from edge_client.predict.head import Head, Result, joined
-from edge_client.predict.head_in_use import HeadInUse
 from edge_client.runtime.onnx_model import open_model
 from edge_client.storage.device_state import DeviceState
 from protocol.errors import BackboneMismatch, ConfigError, GraphRefused, StateError

@@ -12,7 +12,7 @@ from edge_client.data.images import images_below, log_skipped
 from protocol.errors import ConfigError
 from protocol.statistics.public_map import PublicMap
 from protofleet.features import AnyBackbone, load_backbones
-from protofleet.images import BATCH_SIZE, WORKERS
+from protofleet.images import BATCH_SIZE
 
 
 def public_map(
@@ -33,7 +33,7 @@ def public_map(
     images = sorted(images_below(folder, skipped), key=lambda image: image.relative)
     log_skipped(skipped, set(), folder)
     rows, unusable, done = [], [], 0
-    for batch in feature_batches(images, backbones, batch_size=BATCH_SIZE, workers=WORKERS):
+    for batch in feature_batches(images, backbones, batch_size=BATCH_SIZE):
         for image, feature in batch:
             if isinstance(feature, np.ndarray):
                 rows.append(feature)

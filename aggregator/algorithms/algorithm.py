@@ -232,7 +232,6 @@ class OneShot(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True):
         data: "TrainingSet",
         training: Training,
         *,
-        half_memory: bool = False,
         report: Callable[[dict[str, Any]], None] = lambda _: None,
     ) -> "TrainedHead":
         """Make a head of the prototypes of all devices; the same data in the same order give the same head on the CPU.
@@ -240,7 +239,6 @@ class OneShot(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Args:
             data: of all devices.
             training: the table of the task file.
-            half_memory: trainings have failed before, perhaps because memory ran out.
             report: called with the progress: `epoch` from 1, `epochs` and `loss`.
 
         Raises:

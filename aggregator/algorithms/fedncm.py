@@ -27,11 +27,10 @@ class FedNCM(OneShot, frozen=True, kw_only=True, forbid_unknown_fields=True):
         data: TrainingSet,
         training: Training,
         *,
-        half_memory: bool = False,
         report: Callable[[dict[str, Any]], None] = lambda _: None,
     ) -> TrainedHead:
         """Return the layer whose greatest logit is that of the nearest mean, as probable as on the prototypes."""
-        del training, half_memory, report
+        del training, report
         images = data.counts if data.weights is None else data.counts * data.weights
         means, present = data.means(images), data.samples > 0
         bias = np.where(present, -np.square(means).sum(axis=1) / 2, ABSENT_LOGIT).astype(np.float32)

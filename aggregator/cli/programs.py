@@ -97,7 +97,7 @@ log = logging.getLogger(__name__)
 @setting(
     "--http-read-token-file",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="File with a token that is enough for reading, for `aggregator dashboard` and Prometheus, in line 1; "
+    help="File with a token that is enough for reading, for Prometheus, in line 1; "
     "or set PROTOFLEET_HTTP_READ_TOKEN. With it, reading requires one of the tokens, also on loopback.",
 )
 @setting(

@@ -70,7 +70,7 @@ def init_command(  # noqa: PLR0913 - every option of the command line
     On a terminal, asks for what is not given.
     """
     require_packages("onnxruntime", extras=EXTRAS)
-    from aggregator.algorithms.registry import ALGORITHMS
+    from aggregator.algorithms.registry import known_algorithms
     from aggregator.config.template import task_text
 
     if task.exists():
@@ -105,9 +105,9 @@ def init_command(  # noqa: PLR0913 - every option of the command line
             )
         )
         quorum = quorum or ask("Devices in a sum, at least", default=10, kind=click.IntRange(min=2))
-    algorithm = algorithm or ask("Algorithm", default="fedtc", kind=click.Choice(tuple(ALGORITHMS)))
-    if algorithm not in ALGORITHMS:
-        raise click.BadParameter(f"expected one of {', '.join(ALGORITHMS)}", param_hint="--algorithm")
+    algorithm = algorithm or ask("Algorithm", default="fedtc", kind=click.Choice(known_algorithms()))
+    if algorithm not in known_algorithms():
+        raise click.BadParameter(f"expected one of {', '.join(known_algorithms())}", param_hint="--algorithm")
     quorum = quorum or ask("Devices that the first head waits for", default=1, kind=click.IntRange(min=1))
     text = task_text(
         fleet=fleet, classes=classes, backbones=[_from(task.parent, path) for path in backbones], algorithm=algorithm,
@@ -171,6 +171,7 @@ def _parties(sums: "SumsSettings") -> tuple[str, ...]:
 
 def _notes(task: "TaskFile") -> list[str]:
     """Return what a new operator may not expect of valid settings."""
+    from aggregator.algorithms.registry import ALGORITHMS, distributions
     from aggregator.config.task_file import class_name_notes
     from protocol.statistics.gaussian_privacy import noise_multiplier
     from protocol.statistics.noisy_sums import UNITS, deviations, epsilon_of_sums
@@ -178,6 +179,8 @@ def _notes(task: "TaskFile") -> list[str]:
     notes = class_name_notes(task.classes)
     if task.fleet != "default":
         notes.append(f"devices need --fleet {task.fleet}, or an enrollment, which contains it")
+    if task.algorithm in ALGORITHMS and (others := distributions(task.algorithm)):
+        notes.append(f"{task.algorithm} is protofleet's, not that of {others}, which needs another name")
     if task.quorum == 1:
         notes.append("quorum is 1: the first head, or each round, is made as soon as one device has uploaded")
     if task.devices is not None and task.quorum > len(task.devices):

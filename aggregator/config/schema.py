@@ -7,9 +7,12 @@ the first sentence below a setting as its comment, and for a setting without a d
 import ast
 import contextlib
 import inspect
+import keyword
 import math
 import re
+import textwrap
 from collections.abc import Iterator
+from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -17,9 +20,10 @@ import msgspec
 from msgspec import Meta
 
 from aggregator.algorithms.algorithm import Algorithm, RoundAlgorithm, Training
-from aggregator.algorithms.registry import ALGORITHMS
+from aggregator.algorithms.registry import ALGORITHMS, distributions, find_algorithm
 from aggregator.coordination.rollout_state import Settings as RolloutSettings
 from aggregator.coordination.round_state import Settings as RoundSettings
+from protocol.errors import ConfigError
 from protocol.wire.messages import MAX_CLASSES, MAX_SUMMED, ClassName, Name, Natural, Perturbation
 
 
@@ -181,7 +185,7 @@ class CommonSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def method(self) -> Algorithm:
-        found: Algorithm = getattr(self, self.algorithm, None) or ALGORITHMS[self.algorithm]()
+        found: Algorithm = getattr(self, self.algorithm, None) or find_algorithm(self.algorithm)()
         return found
 
     @property
@@ -221,16 +225,40 @@ else:
         ],
         bases=(CommonSettings,),
         module=__name__,
-        namespace={"__doc__": "A task file, with a table for each algorithm that has settings."},
+        namespace={
+            "__doc__": "A task file, with a table for each algorithm of this package that has settings."
+        },
         frozen=True,
         kw_only=True,
     )
 
 
+@cache
+def task_type(algorithm: str) -> type[TaskFile]:
+    """Return the task file with the table of an algorithm, which another distribution may have installed.
+
+    Raises:
+        ConfigError: there is no such algorithm, or it cannot be used.
+    """
+    if algorithm in ALGORITHMS:
+        return TaskFile
+    kind = find_algorithm(algorithm)
+    if not algorithm.isidentifier() or keyword.iskeyword(algorithm) or hasattr(TaskFile, algorithm):
+        raise ConfigError(
+            f"cannot use algorithm {algorithm!r} of {distributions(algorithm)}: a task file cannot have a table of "
+            "that name beside its settings; ask the package's authors for another name"
+        )
+    fields = [("algorithm", Literal[algorithm], algorithm), (algorithm, kind, kind())]  # type: ignore[valid-type]
+    made: type[TaskFile] = msgspec.defstruct(
+        "TaskFile", fields, bases=(TaskFile,), module=__name__, frozen=True, kw_only=True
+    )
+    return made
+
+
 def described(table: type[msgspec.Struct]) -> dict[str, dict[str, Any]]:
     """Return the JSON schema of each setting of a table, with the first sentence below the setting as description."""
-    settings: dict[str, dict[str, Any]]
-    settings = msgspec.json.schema_components([table])[1][table.__name__]["properties"]
+    (reference,), schemas = msgspec.json.schema_components([table], ref_template="{name}")
+    settings: dict[str, dict[str, Any]] = schemas[reference["$ref"]]["properties"]
     for kind in reversed(table.__mro__[: table.__mro__.index(msgspec.Struct)]):
         with contextlib.suppress(OSError):  # TaskFile has no source
             for name, text in _texts(inspect.getsource(kind)):
@@ -240,7 +268,7 @@ def described(table: type[msgspec.Struct]) -> dict[str, dict[str, Any]]:
 
 def _texts(source: str) -> Iterator[tuple[str, str]]:
     """Yield each field of a class that has a text below it, and the first sentence of that."""
-    (definition,) = ast.parse(source).body
+    (definition,) = ast.parse(textwrap.dedent(source)).body
     for field, text in pairwise(getattr(definition, "body", [])):
         match field, text:
             case (

@@ -12,8 +12,8 @@ from typing import Any, get_args, get_type_hints
 import msgspec
 from msgspec.structs import replace
 
-from aggregator.algorithms.registry import ALGORITHMS
-from aggregator.config.schema import TaskFile, described
+from aggregator.algorithms.registry import ALGORITHMS, find_algorithm
+from aggregator.config.schema import TaskFile, described, task_type
 from protocol.answers import HOME_ASSISTANT, UNRECOGNIZED, UNSURE
 from protocol.class_folders import is_of_system
 from protocol.errors import ConfigError
@@ -40,11 +40,15 @@ def load_task(path: Path) -> tuple[TaskFile, list[Path]]:
         raise ConfigError(f"{path}: expected UTF-8 text: {error}") from error
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: {error}") from error
-    unknown = next(_unknown(given, TaskFile), None)
     try:
-        task = msgspec.convert(given, TaskFile)
+        schema = task_type(name) if isinstance(name := given.get("algorithm"), str) else TaskFile
+    except ConfigError as error:
+        raise _wrong(path, text, (("algorithm",), str(error))) from error
+    unknown = next(_unknown(given, schema), None)
+    try:
+        task = msgspec.convert(given, schema)
     except msgspec.ValidationError as error:
-        raise _wrong(path, text, unknown or _explain(str(error))) from error
+        raise _wrong(path, text, unknown or _explain(str(error), schema)) from error
     backbones = [path.parent / backbone for backbone in task.backbones]
     if (dp := task.privacy.dp) is not None:
         dp = replace(dp, map=str(path.parent / dp.map))
@@ -80,23 +84,23 @@ def struct_in(hint: Any) -> type[msgspec.Struct] | None:
     return next((each for each in choices if issubclass(each, msgspec.Struct)), None)
 
 
-def _explain(error: str) -> Problem:
+def _explain(error: str, schema: type[TaskFile]) -> Problem:
     """Return the key and the reason of a validation error of msgspec."""
     reason, _, where = error.partition(" - at ")
     path = tuple(re.findall(r"\.([A-Za-z_]\w*)", where))
     if missing := re.search(r"missing required field `(\w+)`", reason):
-        setting = described(struct_in(_hint_of(path)) or TaskFile)[missing[1]]
+        setting = described(struct_in(_hint_of(path, schema)) or schema)[missing[1]]
         hints = [setting.get("description"), *(f"such as {value!r}" for value in setting.get("examples", ()))]
         return (*path, missing[1]), ": ".join(filter(None, ["missing", ", ".join(filter(None, hints))]))
     if "Invalid enum value" in reason:
-        reason += f"; expected {' or '.join(map(repr, get_args(_hint_of(path))))}"
+        reason += f"; expected {' or '.join(map(repr, get_args(_hint_of(path, schema))))}"
     return path, reason
 
 
-def _hint_of(path: tuple[str, ...]) -> Any:
-    hint: Any = TaskFile
+def _hint_of(path: tuple[str, ...], schema: type[TaskFile]) -> Any:
+    hint: Any = schema
     for name in path:
-        hint = get_type_hints(struct_in(hint) or TaskFile)[name]
+        hint = get_type_hints(struct_in(hint) or schema)[name]
     return hint
 
 
@@ -171,7 +175,7 @@ def class_name_notes(classes: Sequence[str]) -> list[str]:
 
 def unused_settings(algorithm: str) -> frozenset[tuple[str, ...]]:
     """Return the paths of the tables and settings that an algorithm does not use."""
-    return ALGORITHMS[algorithm].unused | {(name,) for name in ALGORITHMS.keys() - {algorithm}}
+    return find_algorithm(algorithm).unused | {(name,) for name in ALGORITHMS.keys() - {algorithm}}
 
 
 def _unused(task: TaskFile, given: Mapping[str, Any]) -> Iterator[Problem]:

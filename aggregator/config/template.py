@@ -9,8 +9,8 @@ import msgspec
 from msgspec import structs
 
 from aggregator.algorithms.algorithm import RoundAlgorithm
-from aggregator.algorithms.registry import ALGORITHMS
-from aggregator.config.schema import PrivacySettings, TaskFile, described
+from aggregator.algorithms.registry import find_algorithm
+from aggregator.config.schema import PrivacySettings, TaskFile, described, task_type
 from aggregator.config.task_file import struct_in, unused_settings
 
 _WRITTEN = {"fleet", "classes", "backbones", "layers", "algorithm", "quorum", "deadline_s"}
@@ -26,7 +26,7 @@ def task_text(
     With the path of a second operator's file, it has the tables of differential privacy with that operator.
     """
     hidden = hidden_settings(algorithm) | set(_SUMS_ONLY if operator else ())
-    first = "a round" if issubclass(ALGORITHMS[algorithm], RoundAlgorithm) else "the first head"
+    first = "a round" if issubclass(find_algorithm(algorithm), RoundAlgorithm) else "the first head"
     return f"""\
 # A task: what the fleet learns. `aggregator run --task FILE` reads this file, and `aggregator check FILE` checks it;
 # docs/operations/task-settings.md explains every setting. A line behind # shows the default.
@@ -38,7 +38,7 @@ algorithm = {_toml(algorithm)}   # docs/which-algorithm.md compares them
 
 quorum = {quorum}   # devices that {first} waits for
 deadline_s = {deadline_s!r}   # seconds after the first submission at which it no longer waits
-{"".join(_others(hidden))}{_private(operator, min_devices=quorum) if operator else ""}"""
+{"".join(_others(task_type(algorithm), hidden))}{_private(operator, min_devices=quorum) if operator else ""}"""
 
 
 def _private(operator: str, *, min_devices: int) -> str:
@@ -60,7 +60,7 @@ _SUMS_ONLY = (("privacy", "dp"), ("privacy", "sums"))
 def hidden_settings(algorithm: str) -> AbstractSet[tuple[str, ...]]:
     """Return the paths of settings that an algorithm does not use, or accepts with one value only."""
     hidden: set[tuple[str, ...]] = set()
-    kind = ALGORITHMS[algorithm]
+    kind = find_algorithm(algorithm)
     if issubclass(kind, RoundAlgorithm):
         hidden = {("training", "engine"), *_SUMS_ONLY}
     else:
@@ -68,11 +68,11 @@ def hidden_settings(algorithm: str) -> AbstractSet[tuple[str, ...]]:
     return unused_settings(algorithm) | hidden
 
 
-def _others(hidden: AbstractSet[tuple[str, ...]]) -> Iterator[str]:
+def _others(schema: type[TaskFile], hidden: AbstractSet[tuple[str, ...]]) -> Iterator[str]:
     """Yield the settings that are neither hidden nor written, table by table."""
-    settings = {each.name: each.type for each in structs.fields(TaskFile) if (each.name,) not in hidden}
+    settings = {each.name: each.type for each in structs.fields(schema) if (each.name,) not in hidden}
     tables = {name: table for name, kind in settings.items() if (table := struct_in(kind)) is not None}
-    yield from _lines(TaskFile, settings.keys() - tables.keys() - _WRITTEN)
+    yield from _lines(schema, settings.keys() - tables.keys() - _WRITTEN)
     for name, table in tables.items():
         if table is PrivacySettings:
             yield from _privacy(hidden)

@@ -86,8 +86,9 @@ def _objection(state: State, command: HeadCommand, version: int | None) -> str:
         return f"head {version} is current already"
     if command.kind == "rollback" and state.trial is not None and version == state.trial.version:
         return f"head {version} is the candidate: give it to all devices with `aggregator promote`"
-    if not command.heads[version]:
-        return f"head {version} cannot be used any more: its files were deleted"
+    if (is_forgotten := version <= state.forgotten) or not command.heads[version]:
+        reason = "it learned from a device that was forgotten" if is_forgotten else "its files were deleted"
+        return f"head {version} cannot be used any more: {reason}"
     return ""
 
 

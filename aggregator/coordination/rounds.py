@@ -68,13 +68,9 @@ class Trained:
 
 @dataclass(frozen=True)
 class TrainingFailed:
-    """The training has failed; it is `now_s` (elapsed seconds).
-
-    If not `is_its_own`, because what it reads could not be read, it does not add to those that halve the memory.
-    """
+    """The training has failed; it is `now_s` (elapsed seconds)."""
 
     now_s: float = 0.0
-    is_its_own: bool = True
 
 
 @dataclass(frozen=True)
@@ -117,9 +113,9 @@ def step(  # noqa: PLR0911 - one case per event
             covered = state.training
             state = replace(state, covered=covered, excluded=excluded, head_version=version)
             return replace(state, training=None, failed=None, failures=0), ()
-        case TrainingFailed(now_s=now_s, is_its_own=is_its_own) if state.training is not None:
+        case TrainingFailed(now_s=now_s) if state.training is not None:
             retry_s = now_s + retry_delay_s(state.failures)
-            failed, failures = state.training, state.failures + 1 if is_its_own else max(1, state.failures)
+            failed, failures = state.training, state.failures + 1
             return replace(state, training=None, failed=failed, failures=failures, retry_s=retry_s), ()
         case SubmissionsLost(digests=lost, now_s=now_s):
             left = {

@@ -30,14 +30,6 @@ from protocol.errors import StateError
 from protocol.log import event
 from protocol.wire.messages import BlobRef
 
-FULL_MEMORY_TRAININGS = 4
-"""Failed trainings of a head after which it is made with half the memory."""
-
-
-def has_half_memory(failures: int) -> bool:
-    """Return True if a training after so many failed ones of the same head uses half the memory."""
-    return failures >= FULL_MEMORY_TRAININGS
-
 
 def _noisy_sums_job(shared: Mapping[str, Any], lists: SumLists) -> NoisySumsJob:
     """Return the job on the fleet's sums; with a second operator on its newest list and the total of the others."""
@@ -110,14 +102,15 @@ def job_of(
     if tensors is not None:
         return RoundJob(
             **shared,
-            task_file=task.file,
+            algorithm=task.file.algorithm,
+            settings=msgspec.to_builtins(task.file.method),
+            robust=task.file.robust,
             tensors=tensors.digest.hex(),
             folder=str(folder / f"round-{train.version - 1}"),
         )
     shared |= {
         "released": tuple(sorted(state.decisions.released)),
         "robust": task.file.robust,
-        "half_memory": has_half_memory(state.failures),
         "folder": str(folder / f"head-{train.version}"),
         "has_novelty": task.calibrates,
     }

@@ -13,7 +13,7 @@ from aggregator.heads.operator_commands import with_heads
 from aggregator.storage.heads import CALIBRATED_FROM, HeadRecord
 from aggregator.storage.store import Store
 from aggregator.tasks.manifests import head_ref
-from aggregator.tasks.retention import delete_unneeded_blobs, served_blobs
+from aggregator.tasks.retention import served_blobs
 from aggregator.tasks.task_preparation import Task
 from protocol.errors import BackboneMismatch, BlobLost, StateError
 from protocol.log import event
@@ -218,7 +218,6 @@ class Rollout:
             }
             self._state = replace(self._state, rejected=rejected)
             self._store.heads.put_rollout(self._task.digest, self._state)
-        delete_unneeded_blobs(self._task, self._store)
 
     def _log_action(self, action: rollout_state.Action) -> None:
         match action:

@@ -25,7 +25,7 @@ from aggregator.heads.next_head import (
 from aggregator.heads.sum_lists import SecondOperatorLists
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import NextHead, TrainingProgress, UnusedBytes
+from aggregator.storage.stored_values import NextHead, TrainingProgress
 from aggregator.storage.sum_lists import devices_of
 from aggregator.tasks.manifests import round_manifest
 from aggregator.tasks.restoration import LostSubmissions, Restoration
@@ -43,11 +43,11 @@ log = logging.getLogger(__name__)
 PAUSE_S = 0.01
 """Seconds between two decisions about submissions, for each 1,000 of them: each looks at all."""
 
-MAX_UNUSED_BYTES = 512 * 1024**2
-"""Size of replaced and refused submissions at which blobs are deleted, since a device can upload all day."""
+RETENTION_S = 60.0
+"""Seconds from one deletion of what nothing needs to the next: a device can upload all day."""
 
-RETENTION_S = 24 * 3600.0
-"""Elapsed seconds after which expired tasks and blobs are deleted although there is no new head."""
+RETENTION_REST = 100.0
+"""Times as long as a deletion took, if that is more: at most 1 % of the time."""
 
 
 class Schedule:
@@ -71,17 +71,13 @@ class Schedule:
         self._settings = task.file.settings
         self._due: list[rounds.Train] = []
         self._job: Job | None = None
-        self.deleted: set[str] = set()
-        """Devices whose submissions another process has deleted; the caller clears it."""
         self._change = store.newest_change()
         self._next_s = 0.0
         """When submissions are read again, by `time.monotonic`."""
         self._logged = 0
         """The devices of the open collection that the log names."""
-        self._unused_bytes = self._stored_unused_bytes()
-        """The stored ones when blobs were deleted last."""
-        self._retention_s = store.clock.now_s() + RETENTION_S
-        """When blobs are deleted at the latest, in elapsed seconds."""
+        self._retention_s = 0.0
+        """When blobs are deleted next, in elapsed seconds."""
         self._rate = HeadRate(task, store)
         self._calibration = Calibration(task, store)
         self.restoration = Restoration(task, store)
@@ -151,10 +147,15 @@ class Schedule:
         for train in due:
             self._start(train)
         self._calibrate()
-        unused_bytes, now_s = self._stored_unused_bytes(), self._store.clock.now_s()
-        if unused_bytes > self._unused_bytes + MAX_UNUSED_BYTES or now_s >= self._retention_s:
-            delete_unneeded_blobs(self._task, self._store)
-            self._unused_bytes, self._retention_s = unused_bytes, now_s + RETENTION_S
+        self._delete_unneeded_blobs()
+
+    def _delete_unneeded_blobs(self) -> None:
+        started_s = self._store.clock.now_s()
+        if started_s < self._retention_s:
+            return
+        delete_unneeded_blobs(self._task, self._store)
+        ended_s = self._store.clock.now_s()
+        self._retention_s = ended_s + max(RETENTION_S, RETENTION_REST * (ended_s - started_s))
 
     def reload(self) -> None:
         """Return to the stored state after a failed write; raises StateError if it cannot be read."""
@@ -280,11 +281,7 @@ class Schedule:
             wanted = round_state.wanted_devices(self.state, self._settings)
             event(log, logging.INFO, "submissions waiting", devices=collection.count, wanted=wanted)
 
-    def _stored_unused_bytes(self) -> int:
-        return (self._store.facts.get(UnusedBytes) or UnusedBytes()).total
-
     def _leave_deleted(self, deleted: set[str]) -> None:
-        self.deleted |= deleted
         for device in sorted(deleted):
             event(log, logging.INFO, "submission deleted by an operator", device=device)
         if not deleted.isdisjoint(self.state.training or ()):
@@ -380,17 +377,9 @@ class Schedule:
         text = "head not calibrated: it stays in use as it is"
         event(log, logging.WARNING, text, version=job.version - 1, reason=reason)
 
-    def _can_use_blobs(self) -> bool:
-        """Return False if the object store fails now, by which a training may have failed."""
-        try:
-            self._store.blobs.check_writable()
-        except StateError:
-            return False
-        return True
-
     def _fail(self, reason: str) -> None:
         members, now_s = self.state.training, self._store.clock.now_s()
-        self._step(rounds.TrainingFailed(now_s, is_its_own=self._can_use_blobs()))
+        self._step(rounds.TrainingFailed(now_s))
         version, is_round = self.state.head_version + 1, self._settings.rounds is not None
         event(
             *(log, logging.ERROR, "closing a round failed" if is_round else "head training failed"),

@@ -30,10 +30,9 @@ from aggregator.http.commands import (
 from aggregator.http.metrics import CONTENT_TYPE, metrics_text
 from aggregator.http.openapi import JSON_TYPE, Endpoint, Handler, openapi_document
 from aggregator.http.settings import HttpSettings
-from aggregator.http.snapshots import Document, Projections, Snapshot, Snapshots
+from aggregator.http.snapshots import Document, Snapshot, Snapshots
 from aggregator.status.details import Details
-from aggregator.status.model import Status, Summary
-from aggregator.status.projection import Projection
+from aggregator.status.model import Status
 from protocol.errors import ProtofleetError
 from protocol.log import event
 
@@ -130,7 +129,6 @@ class _Server:
         self._settings = settings
         self._state = Path(settings.state)
         self._snapshots = snapshots
-        self._projections = Projections(self._state)
         self._commands = asyncio.Lock()
         self.endpoints = self._endpoints()
 
@@ -141,9 +139,7 @@ class _Server:
         command = "/api/v1/commands"
         return (
             Endpoint("/api/v1/status", document("status"), "What `aggregator status --json` prints.", Status),
-            Endpoint("/api/v1/summary", document("summary"), "The fleet in a line, with its problems.", Summary),
             Endpoint("/api/v1/details", document("details"), "Figures of devices and heads by class.", Details),
-            Endpoint("/api/v1/prototypes", self.prototypes, "The prototypes in two dimensions.", Projection),
             Endpoint("/api/v1/events", self.events, EVENTS, "text/event-stream"),
             Endpoint("/api/v1/openapi.json", self.openapi, "This document.", JSON_TYPE),
             Endpoint("/api/v1/session", self.session, "The rights of the client.", Session),
@@ -175,10 +171,6 @@ class _Server:
         if snapshot.status is None:
             return problem(503, snapshot.problem)
         return _document(request, snapshot.documents[name], snapshot.version)
-
-    async def prototypes(self, request: Request) -> Response:
-        document = await self._projections.current()
-        return _document(request, document, document.version)
 
     async def events(self, _request: Request) -> Response:
         # A reverse proxy passes each event on at once.

@@ -87,10 +87,6 @@ def _of_aggregator(status: Status) -> Iterable[Metric]:
     yield _gauge(
         "lost_files", "Files that devices or trainings need and that are lost.", len(status.lost_files)
     )
-    for name, size in (("received", status.traffic.received), ("sent", status.traffic.sent)):
-        family = CounterMetricFamily(f"protofleet_{name}_bytes", f"Payload bytes {name} over MQTT.")
-        family.add_metric([], size)
-        yield family
 
 
 def _of_refusals(status: Status, *, now_s: float) -> Iterable[Metric]:

@@ -6,7 +6,7 @@ import gzip
 import hashlib
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,8 +16,6 @@ import msgspec
 from aggregator.status import model
 from aggregator.status.collect import collect_status
 from aggregator.status.details import collect_details
-from aggregator.status.projection import Sources, project, projection_sources
-from aggregator.status.summary import summary_of
 from aggregator.storage.open_store import open_store, recorded_location
 from protocol.errors import ProtofleetError
 from protocol.storage.folder_lock import FolderLock
@@ -62,7 +60,7 @@ class Snapshot:
     """Why there is none; then all else is empty."""
     status: model.Status | None = None
     documents: dict[str, Document] = field(default_factory=dict)
-    """`status`, `details` and `summary`."""
+    """`status` and `details`."""
     version: str = ""
     """Of the contents: other contents have another one."""
     made_s: float = 0.0
@@ -125,7 +123,7 @@ def read_snapshot(state: Path) -> Snapshot:
     except ProtofleetError as error:
         text = str(error)
         return Snapshot(text, version=hashlib.sha256(text.encode()).hexdigest()[:16], made_s=time.time())
-    values = {"status": status, "details": details, "summary": summary_of(status)}
+    values = {"status": status, "details": details}
     documents = {name: _document(value) for name, value in values.items()}
     version = f"{documents['status'].version}-{documents['details'].version}"
     return Snapshot("", status, documents, version, time.time())
@@ -174,26 +172,3 @@ def _times(files: Iterable[Path]) -> list[tuple[int, int, int] | None]:
         else:
             times.append((found.st_mtime_ns, found.st_size, found.st_ino))
     return times
-
-
-class Projections:
-    """Projects the prototypes of a state directory when a request asks and the submissions have changed."""
-
-    def __init__(self, state: Path) -> None:
-        self._state = state
-        self._lock = asyncio.Lock()
-        self._sources: Sources | None = None
-        self._document: Document | None = None
-
-    async def current(self) -> Document:
-        """Return the projection; raises StateError if the state cannot be read."""
-        async with self._lock:
-            sources, read = await asyncio.to_thread(self._read)
-            if self._document is None or sources != self._sources:
-                projection = await asyncio.to_thread(project, read, sources)
-                self._document, self._sources = _document(projection), sources
-            return self._document
-
-    def _read(self) -> tuple[Sources, Callable[[bytes], bytes]]:
-        with contextlib.closing(open_store(self._state, read_only=True)) as store:
-            return projection_sources(store), store.blob_reader()

@@ -7,7 +7,6 @@ from aggregator.rates import DeviceEvents
 from aggregator.storage.background import WriteBatch
 from aggregator.storage.blobs import FolderBlobs
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import UnusedBytes
 from aggregator.storage.submissions import SubmissionRecord
 
 log = logging.getLogger(__name__)
@@ -26,9 +25,8 @@ class AcceptedSubmissions:
         self._device_log = DeviceEvents(log)
         self._to_log: list[SubmissionRecord] = []
         self._writing = WriteBatch()
-        self._prepared: dict[bytes, int] = {}
-        """Digests and sizes of the payloads."""
-        self._replaced_bytes = 0
+        self._prepared: set[bytes] = set()
+        """The digests of their payloads, and of those that do not count."""
 
     def prepare(self, digest: bytes, payload: bytes) -> None:
         """Start to store a payload, which the transaction that accepts it then need not wait for.
@@ -36,13 +34,11 @@ class AcceptedSubmissions:
         Raises StateError if it cannot be stored.
         """
         if digest not in self._prepared:
-            self._prepared[digest] = len(payload)
+            self._prepared.add(digest)
             self._store.blobs.put_in_batch(payload, digest=digest, batch=self._writing)
 
-    def add(
-        self, record: SubmissionRecord, payload: bytes, *, replaced: SubmissionRecord | None = None
-    ) -> None:
-        """Store a submission in place of its device's `replaced` one; raises StateError if it cannot be stored."""
+    def add(self, record: SubmissionRecord, payload: bytes) -> None:
+        """Store a submission in place of its device's earlier one; raises StateError if it cannot be stored."""
         digest = record.entry.digest
         self.prepare(digest, payload)
         if isinstance(
@@ -50,20 +46,11 @@ class AcceptedSubmissions:
         ):  # another program may have deleted it since `prepare` found it
             self._store.blobs.put_in_batch(payload, digest=digest, batch=self._writing)
         self._store.submissions.put(self._task, record)
-        self._replaced_bytes += replaced.size_bytes if replaced is not None else 0
         self._to_log.append(record)
 
     def flush(self) -> None:
         """Make the payloads durable; raises StateError if they cannot be stored."""
         self._writing.finish()
-
-    def count_unused(self) -> None:
-        """Count the bytes of payloads that do not count, or no more, in the transaction that stores the others."""
-        counting = {record.entry.digest for record in self._to_log}
-        refused = sum(size for digest, size in self._prepared.items() if digest not in counting)
-        if unused := self._replaced_bytes + refused:
-            before = self._store.facts.get(UnusedBytes) or UnusedBytes()
-            self._store.facts.put(UnusedBytes(before.total + unused))
 
     def log(self) -> None:
         """Log the submissions, which are durable now."""
@@ -85,4 +72,4 @@ class AcceptedSubmissions:
         self._writing.discard()
 
     def _clear(self) -> None:
-        self._to_log, self._prepared, self._replaced_bytes = [], {}, 0
+        self._to_log, self._prepared = [], set()

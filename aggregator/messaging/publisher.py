@@ -58,8 +58,6 @@ class Publisher:
         self._leads = leads
         self.has_dropped = False
         """A publication was dropped, because another aggregator might lead; the caller clears it."""
-        self.sent_bytes = 0
-        """Payload bytes of all messages to devices since the start."""
         self._unacknowledged: list[mqtt.Received] = []
         self._is_congested = False
 
@@ -85,7 +83,7 @@ class Publisher:
         self._send(mqtt.Outgoing(topic, encode(message), channel in RETAINED))
 
     def publish_presence(self) -> None:
-        self._send(self.presence.outgoing("online"), is_counted=False)
+        self._send(self.presence.outgoing("online"))
 
     def publish_to_fleet(self, channel: FleetChannel, payload: bytes) -> None:
         """Publish to all devices; an empty payload clears a retained message."""
@@ -104,9 +102,8 @@ class Publisher:
     def _outgoing(self, channel: FleetChannel, payload: bytes) -> mqtt.Outgoing:
         return mqtt.Outgoing(fleet_topic(self._fleet, channel), payload, channel in RETAINED)
 
-    def _send(self, outgoing: mqtt.Outgoing, *, is_counted: bool = True) -> None:
+    def _send(self, outgoing: mqtt.Outgoing) -> None:
         if not self._leads():
             self.has_dropped = True
             return
-        self.sent_bytes += len(outgoing.payload) if is_counted else 0
         self._session.send(outgoing)

@@ -217,9 +217,6 @@ class Aggregator:
             self._training.restoration.tick()
             if (lists := self._training.sum_lists) is not None and (due := lists.request()) is not None:
                 self._publisher.request_sum(due)
-            if self._training.deleted:
-                self._releases.delete_unused()
-                self._training.deleted.clear()
             for device, request in self._training.lost.requests():
                 self._publisher.publish_to_device(device, "ack", request)
 

@@ -344,7 +344,7 @@ class DeviceMessages:
         self._check_verdict(verdict, submission.round)
         if verdict.verdict == "new":
             record = replace(record, entry=verdict.counted_entry or record.entry)
-            self.accepted.add(record, payload, replaced=before)
+            self.accepted.add(record, payload)
         self._quotas.count_upload()
         if submission.privacy is not None:
             self.store.devices.raise_epsilon(device, submission.privacy.total_epsilon)

@@ -1,8 +1,5 @@
 """The intake of device messages: a batch in one transaction, answered once it is durable."""
 
-import contextlib
-import time
-
 from aggregator.intake.accepted_submissions import AcceptedSubmissions
 from aggregator.intake.uploads import Uploads
 from aggregator.messaging.blob_sender import BlobSender
@@ -11,37 +8,9 @@ from aggregator.server.device_messages import DeviceMessages
 from aggregator.server.store_view import StoreView
 from aggregator.storage.blobs import FolderBlobs
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import Traffic
 from aggregator.tasks.task_preparation import Task
-from protocol.errors import NotLeader, StateError
+from protocol.errors import StateError
 from protocol.mqtt import reconnecting_session as mqtt
-
-KEEP_S = 5.0
-"""Seconds between writes: what a crash forgets at most."""
-
-
-class TrafficMeter:
-    """Counts bytes on top of those of earlier starts, and of other programs."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._kept = Traffic()
-        self._next_s = 0.0
-        self.received = 0
-
-    def keep(self, *, sent: int, at_once: bool = False) -> None:
-        """Store the sums if they have changed and the last write is KEEP_S old; raises StateError."""
-        if time.monotonic() < self._next_s and not at_once:
-            return
-        self._next_s = time.monotonic() + KEEP_S
-        now, kept = Traffic(self.received, sent), self._kept
-        if now == kept:
-            return
-        with self._store.transaction():
-            sums = self._store.facts.get(Traffic) or Traffic()
-            received = sums.received + now.received - kept.received
-            self._store.facts.put(Traffic(received, sums.sent + now.sent - kept.sent))
-        self._kept = now
 
 
 class MessageIntake:
@@ -62,7 +31,6 @@ class MessageIntake:
         self.blob_sender = blob_sender
         self.view = StoreView(store, task)
         self._accepted = AcceptedSubmissions(task.digest, task.file.settings, store)
-        self._traffic = TrafficMeter(store)
         self._messages = DeviceMessages(
             task=task,
             store=store,
@@ -77,7 +45,6 @@ class MessageIntake:
 
         Returns True if a device has seen a round that has not begun, and needs to see the open one.
         """
-        self._traffic.received += sum(len(message.payload) for message in messages)
         try:
             self._store(messages)
             self._accepted.log()
@@ -111,7 +78,6 @@ class MessageIntake:
             with self.store.transaction():
                 self.view.refresh()
                 self._messages.store_items()
-                self._accepted.count_unused()
                 self._accepted.flush()
 
     def tick(self) -> bool:
@@ -123,11 +89,8 @@ class MessageIntake:
             if self.view.deleted:
                 self.uploads.drop(self.view.deleted)
                 self.view.deleted.clear()
-            self._traffic.keep(sent=self.publisher.sent_bytes)
         return is_resumed
 
     def close(self) -> None:
         self.publisher.stop()
-        with contextlib.suppress(NotLeader), self.uploads.guard():
-            self._traffic.keep(sent=self.publisher.sent_bytes, at_once=True)
         self.uploads.close()

@@ -10,19 +10,18 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from aggregator.algorithms.algorithm import RoundAlgorithm
-from aggregator.algorithms.registry import ALGORITHMS
+from aggregator.algorithms.registry import find_algorithm
 from aggregator.config.schema import Limits
 from aggregator.coordination import canary_rollout, rollout_state, round_state
 from aggregator.heads import operator_commands
 from aggregator.heads.calibration import MIN_IMAGES
 from aggregator.heads.head_rate import limited_until_s
-from aggregator.heads.next_head import has_half_memory
 from aggregator.intake import intake_status
 from aggregator.intake.quotas import upload_tokens
 from aggregator.security.key_rotation import key_certificates, root_of
 from aggregator.status import model
+from aggregator.status.attention import attention_of
 from aggregator.status.forecast import forecasts
-from aggregator.status.summary import attention_of
 from aggregator.storage.devices import counts, refusal_reason
 from aggregator.storage.heads import CALIBRATED_FROM, HeadRecord
 from aggregator.storage.store import Store
@@ -32,12 +31,12 @@ from aggregator.storage.stored_values import (
     ServedTask,
     SigningKey,
     TaskPreparation,
-    Traffic,
     UploadTokens,
 )
 from aggregator.storage.submissions import SubmissionRecord
 from aggregator.storage.sum_lists import SumLists, devices_of, sums_of
 from protocol.cli import counted
+from protocol.errors import ConfigError
 from protocol.statistics.balanced_accuracy import balanced_accuracy
 from protocol.storage.blobstore import file_digest
 from protocol.storage.elapsed_clock import ElapsedClock
@@ -89,6 +88,15 @@ def _sums(served: ServedTask, lists: SumLists, submitted: Collection[str]) -> mo
     )
 
 
+def _is_personal(algorithm: str) -> bool:
+    """Return whether each device has a head of its own; False if the algorithm is no longer installed."""
+    try:
+        kind = find_algorithm(algorithm)
+    except ConfigError:
+        return False
+    return issubclass(kind, RoundAlgorithm) and bool(kind.persistent)
+
+
 def _collect(store: Store) -> model.Status:
     served = store.served_task()
     task, settings = served.digest, served.settings
@@ -96,8 +104,7 @@ def _collect(store: Store) -> model.Status:
     heads = store.heads.all(task)
     used_records = [record for device, record in submissions.items() if state.decisions.counts(device)]
     known = {label for record in submissions.values() for label in record.per_class}
-    kind = ALGORITHMS.get(served.algorithm)
-    is_personal = kind is not None and issubclass(kind, RoundAlgorithm) and bool(kind.persistent)
+    is_personal = _is_personal(served.algorithm)
     following = store.next_head(task, state.head_version + 1)
     closes_s = round_state.closes_at_s(state, settings)
     key, files = store.facts.get(SigningKey), _current_files(store.folder, heads, used.current)
@@ -120,7 +127,7 @@ def _collect(store: Store) -> model.Status:
         quorum=settings.quorum,
         retrain_after=settings.retrain_after,
         training=following.progress,
-        failed_training=_failed_training(store, following, settings),
+        failed_training=_failed_training(store, following),
         submissions=len(submissions),
         lost_submissions=tuple(store.submissions.lost(task)),
         lost_files=lost.digests if (lost := store.facts.get(LostFiles)) is not None else (),
@@ -153,7 +160,6 @@ def _collect(store: Store) -> model.Status:
         ),
         refusals=tuple(store.refusals.all()),
         earlier_refusals=store.refusals.earlier(),
-        traffic=store.facts.get(Traffic) or Traffic(),
         head_path=files.get("head.onnx"),
         model_path=files.get("model.onnx"),
     )
@@ -169,9 +175,7 @@ def _current_files(folder: Path, heads: Iterable[HeadRecord], current: int) -> d
     return {path.name: str(path.resolve()) for path in (head, model) if path.is_file()}
 
 
-def _failed_training(
-    store: Store, failed: NextHead, settings: round_state.Settings
-) -> model.FailedTraining | None:
+def _failed_training(store: Store, failed: NextHead) -> model.FailedTraining | None:
     if not failed.failures:
         return None
     return model.FailedTraining(
@@ -180,7 +184,6 @@ def _failed_training(
         reason=failed.reason,
         failed_s=failed.failed_s,
         retry_at_s=store.clock.unix_s(failed.retry_s),
-        half_memory=settings.rounds is None and has_half_memory(failed.failures),
     )
 
 

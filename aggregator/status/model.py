@@ -7,7 +7,7 @@ from msgspec import Meta
 
 from aggregator.intake.intake_status import IntakeStatus
 from aggregator.storage.devices import ForgottenDevice, QuarantinedDevice, Refusal, UnixSeconds
-from aggregator.storage.stored_values import Traffic, TrainingProgress
+from aggregator.storage.stored_values import TrainingProgress
 from aggregator.storage.submissions import LostSubmission
 from protocol.wire.presence import Duplicate
 
@@ -36,7 +36,6 @@ class FailedTraining(msgspec.Struct, frozen=True, kw_only=True):
     retry_at_s: Annotated[
         UnixSeconds, Meta(description="When it is repeated at the latest, if the aggregator runs.")
     ]
-    half_memory: Annotated[bool, Meta(description="It is repeated with half the memory; never for a round.")]
 
 
 class Round(msgspec.Struct, frozen=True, kw_only=True):
@@ -241,24 +240,6 @@ class Attention(msgspec.Struct, frozen=True):
     text: Annotated[str, Meta(description="Its reason or place, and what to do.")]
 
 
-Count = Annotated[int, Meta(ge=0)]
-
-
-class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """A fleet in a line."""
-
-    fleet: str
-    running: bool
-    algorithm: Annotated[str, Meta(max_length=64)]
-    devices: Count
-    online: Count
-    submissions: Count
-    head: Annotated[Count, Meta(description="Version of the current head; 0 if there is none.")]
-    accuracy: Annotated[float | None, Meta(description="Of the current head, on all held-out images.")]
-    quotas: Quotas
-    attention: tuple[Attention, ...]
-
-
 class Status(msgspec.Struct, frozen=True, kw_only=True):
     """The state of an aggregator and its fleet."""
 
@@ -328,9 +309,6 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     refusals: tuple[Refusal, ...]
     earlier_refusals: Annotated[
         dict[str, int], Meta(description="Messages refused before their devices got other keys, by reason.")
-    ]
-    traffic: Annotated[
-        Traffic, Meta(description="Payload bytes between aggregator and broker, of all starts on this state.")
     ]
     head_path: Annotated[
         str | None, Meta(description="File of the current head; null until that is written.")

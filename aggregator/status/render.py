@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from aggregator.coordination.canary_comparison import canaries
+from aggregator.status.attention import names, usages
 from aggregator.status.collect import collect_status
 from aggregator.status.model import (
     Candidate,
@@ -28,7 +29,6 @@ from aggregator.status.model import (
     Status,
     Sums,
 )
-from aggregator.status.summary import names, usages
 from aggregator.storage.heads import CALIBRATED_FROM
 from aggregator.storage.open_store import open_store
 from aggregator.training.jobs import FEW_PROTOTYPES

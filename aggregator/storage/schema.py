@@ -78,7 +78,6 @@ MIGRATIONS = (
     """,
     """
     DROP TABLE receivers;
-    DELETE FROM facts WHERE name IN ('IntakeTask', 'IntakeHeads', 'RoundRequest');
     """,
 )
 """SQL scripts, each from one schema version to the next."""

@@ -1,13 +1,13 @@
 """The aggregator's state directory: tables in SQLite or PostgreSQL, and blobs."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from aggregator.coordination.round_state import DeviceDecisions, Entry, State
-from aggregator.storage.blobs import Blobs, open_blobs
+from aggregator.storage.blobs import Blobs
 from aggregator.storage.devices import REVOKED, DeviceKeys, Devices, ForgottenDevices, Quarantine, Refusals
 from aggregator.storage.heads import Evaluations, Heads, OperatorCommands
 from aggregator.storage.programs import Jobs
@@ -110,16 +110,6 @@ class Store:
                 *(device, digest, device, digest),
             )
         )
-
-    def blob_reader(self) -> Callable[[bytes], bytes]:
-        """Return a function that reads a blob, also where this is read only, and leaves damaged files where they are.
-
-        It raises StateError or OSError, and does not verify the digest.
-        """
-        stored = self.facts.get(BlobLocation)
-        if stored is not None and stored.location:
-            return open_blobs(stored.location).read
-        return lambda digest: (self.folder / "blobs" / digest.hex()).read_bytes()
 
     def report_lost(self, digest: bytes) -> None:
         """Report a blob that is missing or damaged: the aggregator restores it; raises StateError."""

@@ -103,19 +103,6 @@ class UploadTokens(msgspec.Struct, frozen=True):
     at_s: float
 
 
-class Traffic(msgspec.Struct, frozen=True):
-    """Bytes of messages to and from the broker since the state directory was created."""
-
-    received: int = 0
-    sent: int = 0
-
-
-class UnusedBytes(msgspec.Struct, frozen=True):
-    """Bytes of uploads whose blobs became unneeded since the state directory was created: replaced, or refused."""
-
-    total: int = 0
-
-
 class EarlierRefusals(msgspec.Struct, frozen=True):
     """Messages that were refused before their devices got other keys, by reason."""
 

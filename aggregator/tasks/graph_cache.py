@@ -17,7 +17,7 @@ from aggregator.storage.store import Store
 from aggregator.storage.stored_values import CompiledGraphs, TaskPreparation
 from aggregator.training.jobs import CompileJob, Result, run_as_program
 from aggregator.training.runner import Finished, Progress, Trainer
-from protocol.errors import ConfigError, ProtofleetError
+from protocol.errors import ConfigError
 from protocol.log import event
 from protocol.retry_delay import retry_delay_s
 from protocol.storage.blobstore import write_atomically
@@ -37,15 +37,8 @@ def run(job: CompileJob) -> Result:
     """Export the graphs of a job to files; raises ProtofleetError if a graph differs from PyTorch."""
     from aggregator.graphs.program_export import build
 
-    if job.task_file.learning is None:
-        raise ProtofleetError(f"{job.task_file.algorithm} has no graphs")
     begun_s = time.perf_counter()
-    graphs = build(
-        job.task_file.learning,
-        feature_size=job.feature_size,
-        num_classes=len(job.task_file.classes),
-        seed=job.task_file.client.seed,
-    )
+    graphs = build(job.method, feature_size=job.feature_size, num_classes=job.num_classes, seed=job.seed)
     for role in ROLES:
         write_atomically(Path(job.folder) / f"{role}.onnx", getattr(graphs, role))
     return Result(metrics={"seconds": time.perf_counter() - begun_s})
@@ -64,10 +57,17 @@ def cached_graphs(task: TaskFile, *, feature_size: int, store: Store) -> dict[st
     sizes = {"features": feature_size, "classes": len(task.classes)}
     event(log, logging.INFO, "exporting graphs, once for this task", algorithm=task.algorithm, **sizes)
     folder = store.folder / "graphs"  # a training may run in the other folder
-    job = CompileJob(task_file=task, feature_size=feature_size, folder=str(folder))
+    job = CompileJob(
+        algorithm=task.algorithm,
+        settings=msgspec.to_builtins(task.method),
+        feature_size=feature_size,
+        num_classes=len(task.classes),
+        seed=task.client.seed,
+        folder=str(folder),
+    )
     store.facts.put(TaskPreparation(task.algorithm))
     try:
-        result = _run_job(job, folder)
+        result = _run_job(job, folder, timeout_s=task.training.timeout_s)
     finally:
         store.facts.delete(TaskPreparation)
     made = {role: store.put_file(folder / f"{role}.onnx") for role in ROLES}
@@ -82,24 +82,22 @@ def known_graphs(store: Store) -> Mapping[str, Mapping[str, BlobRef]]:
     return compiled.graphs if compiled is not None else {}
 
 
-def _run_job(job: CompileJob, folder: Path) -> Result:
+def _run_job(job: CompileJob, folder: Path, *, timeout_s: float) -> Result:
     """Wait for a job's result, and repeat a job that was killed; an interrupt ends the job as well."""
     for failures in range(MAX_EXPORTS):
-        if (outcome := _run_once(job, folder)).result is not None:
+        if (outcome := _run_once(job, folder, timeout_s)).result is not None:
             return outcome.result
         if not outcome.is_killed or failures + 1 == MAX_EXPORTS:
             break
         delay_s = retry_delay_s(failures)
         event(log, logging.ERROR, "exporting graphs failed", reason=outcome.reason, retry=f"in {delay_s:g} s")
         time.sleep(delay_s)
-    raise ConfigError(
-        f"cannot export the graphs of {job.task_file.algorithm}: {outcome.reason}; see {job.folder}"
-    )
+    raise ConfigError(f"cannot export the graphs of {job.algorithm}: {outcome.reason}; see {job.folder}")
 
 
-def _run_once(job: CompileJob, folder: Path) -> Finished:
+def _run_once(job: CompileJob, folder: Path, timeout_s: float) -> Finished:
     events: queue.SimpleQueue[Progress | Finished] = queue.SimpleQueue()
-    trainer = Trainer(folder, timeout_s=job.task_file.training.timeout_s, on_event=events.put)
+    trainer = Trainer(folder, timeout_s=timeout_s, on_event=events.put)
     try:
         trainer.start(job)
         while not isinstance(outcome := events.get(), Finished):

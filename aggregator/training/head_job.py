@@ -28,7 +28,7 @@ from aggregator.training.jobs import (
     report_progress,
     run_as_program,
 )
-from aggregator.training.robust.training_set import half_of, judged_set
+from aggregator.training.robust.training_set import judged_set
 from protocol.errors import ProtofleetError
 from protocol.wire.messages import Submission, TaskManifest
 
@@ -48,7 +48,6 @@ def run(job: HeadJob) -> Result:
 
     def check(submission: Submission) -> Prototypes:
         part = check_submission(submission, expectation)
-        part = half_of(part) if job.half_memory else part
         return dataclasses.replace(part, values=arrays.keep(part.values))
 
     parts, invalid = checked_parts(job.submissions(), check)
@@ -62,12 +61,7 @@ def run(job: HeadJob) -> Result:
     )
     report_progress({"prototypes": len(data.labels)})
     started_s = time.perf_counter()
-    trained = job.method.train(
-        data,
-        job.training,
-        half_memory=job.half_memory,
-        report=report_progress,
-    )
+    trained = job.method.train(data, job.training, report=report_progress)
     require_layers(trained.layers, features=data.values.shape[1], classes=data.num_classes)
     seconds = time.perf_counter() - started_s
     figures = {
@@ -105,8 +99,6 @@ def write_checked(
     Raises:
         ProtofleetError: ONNX Runtime computes something else.
     """
-    if job.half_memory:
-        figures = {**figures, "half_memory": 1.0}
     columns = selected(manifest.columns, job.feature_size)
     metadata = job.metadata(manifest, figures)
     head = head_to_onnx(

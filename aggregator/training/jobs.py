@@ -3,18 +3,18 @@
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from aggregator.algorithms.algorithm import OneShot, Training
+from aggregator.algorithms.algorithm import OneShot, RoundAlgorithm, Training
 from aggregator.algorithms.fedtc.train_head import FedTC
-from aggregator.algorithms.registry import ALGORITHMS
+from aggregator.algorithms.registry import configured
 from aggregator.algorithms.statistics.feature_map import FeatureMap
-from aggregator.config.schema import Robust, TaskFile
+from aggregator.config.schema import Robust
 from aggregator.intake.validation import Refused, read_message
 from aggregator.storage.blobs import open_blobs, read_each
 from aggregator.training.robust.weights import Counting
@@ -89,8 +89,6 @@ class CollectionJob(SubmissionsJob, frozen=True, kw_only=True):
     released: tuple[str, ...] = ()
     """Devices that are not quarantined, whatever outlier detection finds."""
     robust: Robust = Robust()
-    half_memory: bool = False
-    """Use half of each device's prototypes, for a linear discriminant; of groups for sums, compare half."""
     has_novelty: bool = False
     """The head has the output `novelty`."""
 
@@ -107,10 +105,10 @@ class HeadJob(CollectionJob, frozen=True, kw_only=True):
 
     @property
     def method(self) -> OneShot:
-        kind = ALGORITHMS[self.algorithm]
-        if not issubclass(kind, OneShot):
+        method = configured(self.algorithm, self.settings)
+        if not isinstance(method, OneShot):
             raise ProtofleetError(f"expected a one-shot algorithm, got {self.algorithm!r}")
-        return msgspec.convert(self.settings, kind)
+        return method
 
 
 class StatisticsJob(CollectionJob, frozen=True, kw_only=True, dict=True):
@@ -148,9 +146,16 @@ class NoisySumsJob(CollectionJob, frozen=True, kw_only=True):
 class RoundJob(SubmissionsJob, frozen=True, kw_only=True):
     """Close round `version - 1`: also write `tensors.bin`, which the next round starts from."""
 
-    task_file: TaskFile
+    algorithm: str
+    settings: dict[str, Any]
+    """Those of the algorithm."""
+    robust: Robust
     tensors: str
     """Hex digest of the round's tensors, a blob."""
+
+    @property
+    def method(self) -> RoundAlgorithm:
+        return in_rounds(self.algorithm, self.settings)
 
 
 class CalibrationJob(SubmissionsJob, frozen=True, kw_only=True):
@@ -169,9 +174,25 @@ class CalibrationJob(SubmissionsJob, frozen=True, kw_only=True):
 class CompileJob(msgspec.Struct, frozen=True, kw_only=True):
     """Build the graphs that devices run: `init.onnx`, `step.onnx`, `project.onnx` and `head.onnx`."""
 
-    task_file: TaskFile
+    algorithm: str
+    settings: dict[str, Any]
+    """Those of the algorithm."""
     feature_size: int
+    num_classes: int
+    seed: int
     folder: str
+
+    @property
+    def method(self) -> RoundAlgorithm:
+        return in_rounds(self.algorithm, self.settings)
+
+
+def in_rounds(algorithm: str, settings: Mapping[str, Any]) -> RoundAlgorithm:
+    """Return an algorithm of rounds with settings; raises ProtofleetError for another one."""
+    method = configured(algorithm, settings)
+    if not isinstance(method, RoundAlgorithm):
+        raise ProtofleetError(f"{algorithm} has no rounds")
+    return method
 
 
 OOM_SCORE = "500"

@@ -34,9 +34,9 @@ def run(job: RoundJob) -> Result:
     """
     started_s = time.perf_counter()
     blobs, manifest = open_blobs(job.blobs), job.manifest()
-    algorithm, program = job.task_file.learning, manifest.program
-    if algorithm is None or program is None:
-        raise ProtofleetError(f"{job.task_file.algorithm} has no rounds")
+    algorithm, program = job.method, manifest.program
+    if program is None:
+        raise ProtofleetError("the task has no program")
     previous = unpack_tensors(blobs.read(bytes.fromhex(job.tensors)))
     expectation = Expectation(
         bytes.fromhex(job.task),
@@ -46,7 +46,7 @@ def run(job: RoundJob) -> Result:
     )
     submissions = dict(job.submissions())
     parts, refused = checked_parts(submissions.items(), lambda each: check_submission(each, expectation))
-    robust = job.task_file.robust
+    robust = job.robust
     stated = stated_images(list(parts.values()), len(manifest.classes))
     of_classes = counted_images(stated, multiple=robust.max_multiple)
     counted = limited(list(parts.values()), multiple=robust.max_multiple)

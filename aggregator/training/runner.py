@@ -43,6 +43,11 @@ PROGRAMS: dict[type[Job], str] = {
 }
 """The module that runs each kind of job."""
 
+KILLED = (
+    "killed (SIGKILL), as Linux does when memory runs out: add memory, or save some"
+    ' (docs/operations/heads.md, "Memory of a training")'
+)
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -168,5 +173,5 @@ def _reason(job: Job, code: int) -> str:
     with contextlib.suppress(OSError):
         errors = (Path(job.folder) / "training.log").read_text(errors="replace").strip()
     if code == -signal.SIGKILL:
-        return "killed (SIGKILL), as Linux does when memory runs out"
+        return KILLED
     return f"exit status {code}: {errors.splitlines()[-1] if errors else 'no error message'}"

@@ -26,7 +26,6 @@ from aggregator.algorithms.statistics.moments import (
 from aggregator.intake.validation import Expectation, Prototypes, Refused, check_statistics
 from aggregator.training.jobs import StatisticsJob
 from aggregator.training.robust.outlier_statistics import ClassSummary, DeviceSummary, summarized
-from aggregator.training.robust.training_set import half_of
 from protocol.errors import BlobLost, MalformedMessage, ProtofleetError
 from protocol.statistics.second_moment import decode
 from protocol.wire.messages import Submission
@@ -155,8 +154,7 @@ def _keep_rows(figures: DeviceFigures, device: str, submission: Submission, bloc
     rows, labels, counts = check_statistics(submission, block.expectation)
     figures.rows[device] = np.bincount(labels, minlength=len(figures.images[device]))
     if block.job.compares_devices:
-        part = _groups(rows, labels, counts)
-        figures.summaries[device] = summarized(half_of(part) if block.job.half_memory else part)
+        figures.summaries[device] = summarized(_groups(rows, labels, counts))
 
 
 def summary_of(part: Moments) -> DeviceSummary:

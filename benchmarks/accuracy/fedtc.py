@@ -12,7 +12,7 @@ import numpy as np
 from aggregator.algorithms.algorithm import Training
 from aggregator.algorithms.fedtc.recipe import recipe_of
 from aggregator.config.schema import MAX_MULTIPLE
-from benchmarks.data.features import BackboneType, Precision, load_features, prepared, projected
+from benchmarks.data.features import BackboneType, Precision, load_features, prepared
 from benchmarks.data.images import NAMES
 from benchmarks.fleets import Result, Settings, run_ceiling, train_fleet
 from benchmarks.options import Option, repeated
@@ -93,11 +93,6 @@ def fleet_options(command: Callable[..., None]) -> Callable[..., None]:
     help="Of the backbone; int8 is calibrated on 200 training images.",
 )
 @click.option(
-    "--project",
-    type=click.IntRange(min=1),
-    help="Project features on so many principal components of the images of PACS.",
-)
-@click.option(
     "--batch", type=click.IntRange(min=1), default=5, show_default=True, help="Images in a prototype."
 )
 @click.option("--recipe", type=click.Choice(["default", "paper"]), default="default", show_default=True)
@@ -127,7 +122,6 @@ def command(
     partitions: list[Partition],
     clients: int,
     precision: Precision,
-    project: int | None,
     batch: int,
     recipe: Literal["default", "paper"],
     restore: bool | None,
@@ -147,8 +141,6 @@ def command(
     )
     loaded = load_features(data, backbone=backbone, image_size=image_size, precision=precision)
     features = prepared(loaded, root=root, validation=validation)
-    if project:
-        features = projected(features, project, backbone=backbone, image_size=image_size, root=root)
     title = f"{data}, {backbone} at {image_size}x{image_size}, {clients} clients, B {batch}, {recipe} recipe"
     table = Table(COLUMNS, title=title)
     results: dict[str, list[Result]] = {}
@@ -168,7 +160,6 @@ def command(
         precision=precision,
         root=root,
         validation=validation,
-        project=project,
         images=images,
         runs=[asdict(result) for each in results.values() for result in each],
         accuracy=accuracy,

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from benchmarks.data.images import PACS, MissingFile, load_data, sample, weights_folder
+from benchmarks.data.images import MissingFile, load_data, sample, weights_folder
 from edge_client.runtime.backbone import Backbone, open_backbone
 from protocol.models.onnx_metadata import to_properties
 from protocol.models.preprocessing import preprocess
@@ -149,17 +149,6 @@ def prepared(features: Features, *, root: bool, validation: bool) -> Features:
     if root:
         train, test = (np.sign(part) * np.sqrt(np.abs(part)) for part in (train, test))
     return replace(features, train=train, train_labels=labels, test=test, test_labels=truth)
-
-
-def projected(features: Features, size: int, *, backbone: str, image_size: int, root: bool) -> Features:
-    """Project features on the `size` principal components of PACS's, as `export-backbone --project` does."""
-    from export.projection import principal_components
-
-    domains = [load_features(name, backbone=backbone, image_size=image_size) for name in PACS]
-    rooted = [prepared(domain, root=root, validation=False) for domain in domains]
-    photos = np.concatenate([part for domain in rooted for part in (domain.train, domain.test)])
-    directions = principal_components(photos, size)
-    return replace(features, train=features.train @ directions, test=features.test @ directions)
 
 
 def cached_name(data: str, at_most: int | None = None) -> str:

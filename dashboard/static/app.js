@@ -10,7 +10,6 @@ import { Coverage } from "./views/coverage.js";
 import { Devices } from "./views/devices.js";
 import { Heads } from "./views/heads.js";
 import { Privacy } from "./views/privacy.js";
-import { Prototypes } from "./views/prototypes.js";
 import { Refused } from "./views/refused.js";
 import { TryIt } from "./views/try-it.js";
 import { Summary } from "./views/summary.js";
@@ -21,7 +20,6 @@ const SECTIONS = [
   ["privacy", "Privacy", Privacy],
   ["coverage", "Coverage", Coverage],
   ["accuracy", "Accuracy", Accuracy],
-  ["prototypes", "Prototypes", Prototypes],
   ["heads", "Heads", Heads],
   ["try-it", "Try it", TryIt],
   ["refused", "Refused messages", Refused],
@@ -100,8 +98,7 @@ function Section({ name, title, View, place, isLast, status, details }) {
 }
 
 function Fleet({ status, details }) {
-  const absent = [!status.privacy && "privacy", status.sums && "prototypes"]; // masked ones show nothing
-  const sections = SECTIONS.filter(([name]) => !absent.includes(name));
+  const sections = SECTIONS.filter(([name]) => name !== "privacy" || status.privacy);
   return html`<nav aria-label="Sections">
       ${sections.map(([name, title]) => html`<a href="#${name}">${titleOf(name, title, status)}</a>`)}
     </nav>

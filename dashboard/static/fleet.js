@@ -93,21 +93,6 @@ export async function refresh() {
   }
 }
 
-let projection = null;
-let nextProjection = null;
-let rest = Promise.resolve();
-
-/** Return the newest prototypes in two dimensions, fetched at most every five seconds, once for all calls meanwhile. */
-export function refreshProjection() {
-  nextProjection ??= rest.then(async () => {
-    nextProjection = null;
-    rest = new Promise((resolve) => setTimeout(resolve, 5000));
-    projection = (await fetchDocument("prototypes")) ?? projection;
-    return projection;
-  });
-  return nextProjection;
-}
-
 /** Let the browser paint and answer between two tasks. */
 export function pause() {
   return new Promise((resolve) => setTimeout(resolve));

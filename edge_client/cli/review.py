@@ -25,9 +25,9 @@ from protocol.errors import ConfigError
 from protocol.service_manager import stop_on_terminate
 
 if TYPE_CHECKING:
+    from edge_client.apps.review.findings import Finding, Review
+    from edge_client.apps.review.relabeling import Relabeling
     from edge_client.data.images import LabeledImage
-    from edge_client.review.findings import Finding, Review
-    from edge_client.review.relabeling import Relabeling
     from edge_client.runtime.session import Provider
 
 
@@ -67,12 +67,12 @@ def review_command(  # noqa: PLR0913 - every option of the command line
     labels are on it, too. With --page, keys move images between the classes' folders; none is deleted or replaced.
     """
     with loading_modules():
+        from edge_client.apps.review.findings import review
+        from edge_client.apps.review.relabeling import Relabeling
         from edge_client.cli.image_arguments import say_skipped
         from edge_client.data.images import scan_images, unlabeled_below
         from edge_client.predict.classifier import open_classifier
         from edge_client.progress_bar import Progress
-        from edge_client.review.findings import review
-        from edge_client.review.relabeling import Relabeling
         from edge_client.runtime.session import require_runtime
         from edge_client.storage.stored_values import Holdout, Kept
 
@@ -124,7 +124,7 @@ def review_command(  # noqa: PLR0913 - every option of the command line
 
 def show(found: "Review") -> None:
     """Print findings as text."""
-    from edge_client.review.findings import TITLES
+    from edge_client.apps.review.findings import TITLES
 
     for kind, title in TITLES.items():
         if findings := found.of_kind(kind):
@@ -163,8 +163,8 @@ def serve(
     port: int,
 ) -> None:
     """Serve the page until interrupted."""
-    from edge_client.predict.http_options import ServerOptions
-    from edge_client.review.http_server import ReviewServer
+    from edge_client.apps.http.options import ServerOptions
+    from edge_client.apps.review.server import ReviewServer
 
     token = secrets.token_urlsafe(16)
     options = ServerOptions(port=port, token=token)

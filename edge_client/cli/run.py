@@ -19,7 +19,6 @@ from edge_client.cli.options import (
     state_option,
     threads_option,
 )
-from edge_client.storage.outbox_size import DEFAULT_MB, LARGEST_MB, MIB
 from protocol.cli import (
     access_options,
     config_option,
@@ -33,7 +32,6 @@ from protocol.cli import (
 )
 from protocol.errors import ConfigError
 from protocol.service_manager import stop_on_terminate
-from protocol.threads import available_cores
 from protocol.wire.messages import MAX_SUMMED
 
 if TYPE_CHECKING:
@@ -102,26 +100,11 @@ def _public_key(_context: click.Context, _option: click.Parameter, value: str | 
 @threads_option
 @setting("--batch-size", type=COUNT, default=16, hidden=True, help="Images per run of the backbone.")
 @setting(
-    "--workers", type=COUNT, hidden=True, help="Threads for decoding images  [default: all cores, at most 4]"
-)
-@setting(
     "--rescan-s",
     type=click.FloatRange(min=0.1),
     default=30.0,
     hidden=True,
     help="Seconds between scans for new images.",
-)
-@setting(
-    "--strict",
-    is_flag=True,
-    help="Stop if a folder or label is no class of the task, instead of leaving its images out.",
-)
-@setting(
-    "--outbox-mb",
-    type=click.IntRange(1, LARGEST_MB),
-    default=DEFAULT_MB,
-    hidden=True,
-    help="MiB on disk for pending uploads; a larger submission is not uploaded.",
 )
 @setting(
     "--aggregator-key",
@@ -166,9 +149,9 @@ def cli(context: click.Context, /, **options: Any) -> None:
 def _serve(  # noqa: PLR0913 - every option of the command line
     *, verbose: bool, dry_run: bool, as_json: bool, once: bool, broker: str | None, data: Path, fleet: str,
     device_id: str | None, state: Path | None, holdout: float, backbone: tuple[Path, ...], provider: "Provider",
-    threads: int | None, batch_size: int, workers: int | None, rescan_s: float, strict: bool, outbox_mb: int,
-    aggregator_key: bytes | None, enrollment: Path | None, max_epsilon: float | None,
-    second_operator: bytes | None, min_devices: int | None, **access_given: Any,
+    threads: int | None, batch_size: int, rescan_s: float, aggregator_key: bytes | None,
+    enrollment: Path | None, max_epsilon: float | None, second_operator: bytes | None,
+    min_devices: int | None, **access_given: Any,
 ) -> int:  # fmt: skip
     with loading_modules():
         _load_libraries()
@@ -198,7 +181,6 @@ def _serve(  # noqa: PLR0913 - every option of the command line
             f"no images at {data}: expected a directory with one subdirectory per class, or a CSV file with the "
             "columns path,label; pass it with --data, or an empty directory to receive heads only"
         )
-    workers = workers or min(4, available_cores())
     if as_json:
         from edge_client.cli.cost import measure
 
@@ -208,9 +190,9 @@ def _serve(  # noqa: PLR0913 - every option of the command line
             "holdout": holdout,
             "provider": provider,
         }
-        say(json.dumps(measure(**options, threads=threads, batch_size=batch_size, workers=workers)))
+        say(json.dumps(measure(**options, threads=threads, batch_size=batch_size)))
         return 0
-    store = open_state(state, member.fleet, lock=True, outbox_bytes=outbox_mb * MIB)
+    store = open_state(state, member.fleet, lock=True)
     device_id = store.device_id(member.device_id)
     if member.broker is None and not (dry_run and store.get(CurrentTask).digest):
         raise click.UsageError("missing broker: pass --broker HOST[:PORT]")
@@ -227,13 +209,11 @@ def _serve(  # noqa: PLR0913 - every option of the command line
         provider=provider,
         threads=threads,
         batch_size=batch_size,
-        workers=workers,
         max_epsilon=max_epsilon,
         second_operator=second_operator,
         min_devices=min_devices,
         backbones=backbone,
         rescan_s=rescan_s,
-        strict=strict,
     )
     stop_on_terminate()
     device = Device(settings, store, show=_show_dry_run if dry_run else None)

@@ -67,9 +67,9 @@ def serve_command(  # noqa: PLR0913 - every option of the command line
     that the device installs is used from the next request on.
     """
     with loading_modules():
-        from edge_client.predict.head_in_use import HeadInUse
-        from edge_client.predict.http_options import parse_options
-        from edge_client.predict.http_server import PredictionServer
+        from edge_client.apps.head_in_use import HeadInUse
+        from edge_client.apps.http.options import parse_options
+        from edge_client.apps.http.server import PredictionServer
         from edge_client.runtime.session import require_runtime
         from protocol.errors import ProtofleetError
         from protocol.log import event

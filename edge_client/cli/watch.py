@@ -32,12 +32,12 @@ from protocol.errors import ConfigError, ProtofleetError
 from protocol.service_manager import stop_on_terminate
 
 if TYPE_CHECKING:
+    from edge_client.apps.watch.folder import FolderWatch
+    from edge_client.apps.watch.home_assistant import Sensor
+    from edge_client.apps.watch.majority import Majority
     from edge_client.data.class_prior import Source
     from edge_client.data.extraction import Refusal
     from edge_client.predict.classifier import Classifier, Prediction
-    from edge_client.predict.folder_watch import FolderWatch
-    from edge_client.predict.home_assistant import Sensor
-    from edge_client.predict.majority import Majority
     from edge_client.runtime.session import Provider
     from edge_client.storage.stored_values import InstalledHead
 
@@ -112,9 +112,9 @@ def watch_command(  # noqa: PLR0913 - every option of the command line
     has the images of one camera.
     """
     with loading_modules():
-        from edge_client.predict.folder_watch import FolderWatch
-        from edge_client.predict.head_in_use import HeadInUse
-        from edge_client.predict.majority import Majority
+        from edge_client.apps.head_in_use import HeadInUse
+        from edge_client.apps.watch.folder import FolderWatch
+        from edge_client.apps.watch.majority import Majority
         from edge_client.runtime.session import require_runtime
         from protocol.log import event
 
@@ -130,7 +130,7 @@ def watch_command(  # noqa: PLR0913 - every option of the command line
     store = open_state_to_predict(state, fleet)
     opened = None
     if publish is not None:
-        from edge_client.predict.home_assistant import Sensor
+        from edge_client.apps.watch.home_assistant import Sensor
         from edge_client.storage.stored_values import DeviceName
         from protocol.mqtt.tls import parse_brokers, warnings
 

@@ -13,6 +13,7 @@ from edge_client.data.decoding_memory import decoding_bytes, reserve
 from edge_client.data.file_kind import HEAD_BYTES, IMAGE_FORMATS, kind_of, open_file, unidentified
 from protocol.errors import UnreadableImage
 from protocol.models.preprocessing import gray_of_16_bits, require_white_level, to_rgb
+from protocol.threads import available_cores
 
 MAX_FILE_BYTES = 2**29
 """Of an image: about the largest that is decoded, without compression and with 16 bits a channel. Pillow reads some
@@ -22,6 +23,11 @@ MAX_ROWS = 2**20
 """Of an image: Pillow takes about 20 bytes for each, 1.8 GB for one pixel in each of 89 million rows."""
 
 DIGEST_EDGE = 256
+
+
+def decoding_threads() -> int:
+    """Return how many threads decode images: one for each core, at most 4."""
+    return min(4, available_cores())
 
 
 def decode(path: Path) -> Image.Image:

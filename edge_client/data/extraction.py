@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from edge_client.data.decoding import decoded, has_other_pixels, pixel_digest
+from edge_client.data.decoding import decoded, decoding_threads, has_other_pixels, pixel_digest
 from edge_client.data.decoding_memory import limit_bytes
 from edge_client.data.images import LabeledImage
 from edge_client.runtime.backbone import Backbone
@@ -91,7 +91,6 @@ def extract(  # noqa: PLR0913 - features depend on nine things
     *,
     open_backbone: Callable[[str], Backbone],
     batch_size: int,
-    workers: int,
     on_progress: Callable[[int, int], None],
     should_stop: Callable[[], bool],
     on_stored: Callable[[], None] = lambda: None,
@@ -139,7 +138,6 @@ def extract(  # noqa: PLR0913 - features depend on nine things
                 _marked(todo, cache, batch_size),
                 [backbone],
                 batch_size=batch_size,
-                workers=workers,
                 should_stop=should_stop,
                 alter=change,
                 isolated=isolate is not None,
@@ -251,12 +249,11 @@ def _store(
     return {image.path: refusal.reason for image, refusal in refused}
 
 
-def feature_batches(  # noqa: PLR0913 - what features depend on
+def feature_batches(
     images: Iterable[LabeledImage],
     backbones: Sequence[Backbone],
     *,
     batch_size: int,
-    workers: int,
     should_stop: Callable[[], bool] = lambda: False,
     alter: Alter | None = None,
     isolated: bool = False,
@@ -278,7 +275,10 @@ def feature_batches(  # noqa: PLR0913 - what features depend on
     specs = {backbone.metadata.preprocessing for backbone in backbones}
     ahead = iter(images)
     waiting: deque[tuple[LabeledImage, Future[_Pixels | Refusal]]] = deque()
-    with warnings.catch_warnings(), ThreadPoolExecutor(workers, thread_name_prefix="decode") as pool:
+    with (
+        warnings.catch_warnings(),
+        ThreadPoolExecutor(decoding_threads(), thread_name_prefix="decode") as pool,
+    ):
         # Pillow's warnings about a broken image repeat the reason of its refusal.
         warnings.filterwarnings("ignore", module="PIL")
         try:

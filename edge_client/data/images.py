@@ -85,7 +85,7 @@ class ImageScan:
     """Number of files and folders that are not used, by reason; hidden ones are not counted."""
 
 
-def scan_images(source: Path, classes: Sequence[str], *, strict: bool = False) -> ImageScan:
+def scan_images(source: Path, classes: Sequence[str]) -> ImageScan:
     """Return the labeled images of a device, and what was left out.
 
     `source` is a folder with one sub-folder per class, searched recursively and ignoring hidden files, files without
@@ -94,8 +94,7 @@ def scan_images(source: Path, classes: Sequence[str], *, strict: bool = False) -
     or by semicolons or tabs as spreadsheets write them.
 
     Raises:
-        ConfigError: the source, or none of a list's files, can be read, or with `strict` it has folders or labels that
-            are no class.
+        ConfigError: the source, or none of a list's files, can be read.
     """
     labels = {_normal(name): label for label, name in enumerate(classes)}
     unknown: dict[str, str] = {}
@@ -112,11 +111,6 @@ def scan_images(source: Path, classes: Sequence[str], *, strict: bool = False) -
         raise ConfigError(f"{error.filename or source} cannot be read: {error.strerror}") from error
     hints = {name: _hint(name, tuple(labels)) for name in itertools.islice(unknown, MOST_NAMED)}
     left_out = tuple(text + hints.get(name, "") for name, text in unknown.items())
-    if unknown and strict:
-        raise ConfigError(
-            f"{source}: {name_some(left_out)}: no class of the task; its classes are "
-            f"{name_some(classes)}: rename them, or omit --strict to leave their images out"
-        )
     images = tuple(sorted(found, key=lambda image: image.relative))
     return ImageScan(images, left_out, dict(skipped.most_common(MOST_NAMED)))
 

@@ -1,1 +1,1 @@
-"""Predictions on the device with the installed head: of files, over HTTP, and of a folder that a camera fills."""
+"""Predictions on the device with the installed head."""

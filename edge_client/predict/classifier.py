@@ -144,7 +144,6 @@ class Classifier:
             images,
             self.backbones,
             batch_size=batch_size,
-            workers=2,
             digests=digests,
             run_backbones=self.run_backbones,
         ):

@@ -17,7 +17,6 @@ import msgspec
 from edge_client.storage.crash_counter import MAX_CRASHES, CrashCounter
 from edge_client.storage.image_group_record import ImageGroupRecord
 from edge_client.storage.outbox import Outbox
-from edge_client.storage.outbox_size import DEFAULT_MB, MIB
 from edge_client.storage.privacy_ledger import Ledger
 from edge_client.storage.stored_values import (
     DeviceName,
@@ -103,7 +102,7 @@ class DeviceState:
     """A device's state directory, created if it does not exist.
 
     With `read_only` it is not changed and may be in use; `lock` keeps other device programs out of it for as long as
-    this process lives. `outbox_bytes` is the limit for the submissions in the outbox.
+    this process lives.
 
     Raises:
         ConfigError: it is the aggregator's, or among Python source files.
@@ -111,14 +110,7 @@ class DeviceState:
             program holds the lock.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        read_only: bool = False,
-        lock: bool = False,
-        outbox_bytes: int = DEFAULT_MB * MIB,
-    ) -> None:
+    def __init__(self, folder: Path, *, read_only: bool = False, lock: bool = False) -> None:
         self.folder = folder
         self._read_only = read_only
         file = database_of("edge-client", folder)
@@ -145,7 +137,7 @@ class DeviceState:
         self._facts = Facts(self._database)
         self.ledger = Ledger(self._database, folder / "releases")
         self.image_groups = ImageGroupRecord(self._database)
-        self.outbox = Outbox(self._database, limit_bytes=outbox_bytes)
+        self.outbox = Outbox(self._database)
         self.crash_counter = CrashCounter(self._database, folder)
 
     def close(self) -> None:

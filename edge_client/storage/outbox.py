@@ -13,7 +13,6 @@ import msgspec
 
 from edge_client.agent.state import Kind, UploadItem
 from edge_client.storage.disk_space import require_space
-from edge_client.storage.outbox_size import MIB
 from protocol.errors import ProtofleetError
 from protocol.log import event
 from protocol.storage.database import Database
@@ -23,13 +22,19 @@ from protocol.wire.transfer import Ranges
 
 log = logging.getLogger(__name__)
 
+LIMIT_BYTES = 900_000_000
+"""Of the submissions in the outbox together: SQLite's limit of a row is 1,000,000,000 bytes. How large a submission may
+be is the task's to say (`max_submission_mb`)."""
+
+_PIECE_BYTES = 2**20
+"""Of an item, read at once."""
+
 
 class Outbox:
-    """A device's upload queue, in which submissions may take `limit_bytes`; evaluations are small."""
+    """A device's upload queue, in which submissions may take LIMIT_BYTES; evaluations are small."""
 
-    def __init__(self, database: Database, *, limit_bytes: int) -> None:
+    def __init__(self, database: Database) -> None:
         self._database = database
-        self._limit_bytes = limit_bytes
 
     def keep(
         self,
@@ -50,10 +55,11 @@ class Outbox:
             StateError: the disk is full or fails; DiskAlmostFull if a submission would use the reserve. In all
                 cases the waiting item stays.
         """
-        size, limit = len(payload), self._limit_bytes
-        if kind == "submission" and size > limit:
+        size = len(payload)
+        if kind == "submission" and size > LIMIT_BYTES:
             raise ProtofleetError(
-                f"the submission has {size} bytes and does not fit the outbox, which holds {limit}: raise --outbox-mb"
+                f"the submission has {size:,} bytes and does not fit the outbox, which holds {LIMIT_BYTES:,}: "
+                "use fewer features (`layers`) or a larger `min_images` in the task file"
             )
         if kind == "submission":
             # SQLite writes it to its log first.
@@ -65,7 +71,9 @@ class Outbox:
             )
             if kind == "submission":
                 # The acknowledged submission goes if there is no room for it beside the new one.
-                database.execute("DELETE FROM outbox WHERE kind = ? AND size_bytes > ?", (kind, limit - size))
+                database.execute(
+                    "DELETE FROM outbox WHERE kind = ? AND size_bytes > ?", (kind, LIMIT_BYTES - size)
+                )
             row = database.execute("INSERT INTO payloads (bytes) VALUES (?)", (payload,)).lastrowid
             values = (kind, task, digest, about, size, row)
             database.execute("INSERT INTO outbox VALUES (?, 0, ?, ?, ?, ?, ?)", values)
@@ -112,8 +120,8 @@ class Outbox:
 
     def _digest(self, item: UploadItem) -> bytes:
         sha256 = hashlib.sha256()
-        for start in range(0, item.size_bytes, MIB):
-            for piece in self.read(item.digest, ((start, start + MIB),)) or ():
+        for start in range(0, item.size_bytes, _PIECE_BYTES):
+            for piece in self.read(item.digest, ((start, start + _PIECE_BYTES),)) or ():
                 sha256.update(piece)
         return sha256.digest()
 

@@ -151,7 +151,7 @@ DRIFT_AGE_S = 7 * 86400.0
 
 
 class Drift(msgspec.Struct, frozen=True):
-    """The newest comparison of predicted images with the labeled ones (`predict.drift`)."""
+    """The newest comparison of predicted images with the labeled ones (`apps.drift`)."""
 
     score: float = 0.0
     """Standard deviations of chance."""

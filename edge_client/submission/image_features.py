@@ -142,7 +142,7 @@ class Workspace:
         Where the first scan finds files that were changed a moment ago, it is repeated once they may be complete.
 
         Raises:
-            ConfigError: the data folder cannot be read, or has unknown folders although the device is strict.
+            ConfigError: the data folder cannot be read.
         """
         data = self.settings.data
         try:
@@ -171,11 +171,11 @@ class Workspace:
             self._classes = manifest.classes
             self.ages.forget()
         is_first = self.ages.is_new
-        scan = scan_images(self.settings.data, manifest.classes, strict=self.settings.strict)
+        scan = scan_images(self.settings.data, manifest.classes)
         ages = self.ages.update(scan.images)
         if is_first and (pause_s := file_ages.SETTLE_S - min(ages, default=math.inf)) > 0:
             time.sleep(pause_s)
-            scan = scan_images(self.settings.data, manifest.classes, strict=self.settings.strict)
+            scan = scan_images(self.settings.data, manifest.classes)
             ages = self.ages.update(scan.images)
         return scan, ages
 
@@ -275,7 +275,6 @@ class Workspace:
                         self._open(blobs[digest], manifest) if manifest.program else opened[digest]
                     ),
                     batch_size=self.settings.batch_size,
-                    workers=self.settings.workers,
                     on_progress=reporter.advance,
                     on_stored=self.on_stored,
                     should_stop=should_stop,

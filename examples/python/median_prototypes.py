@@ -2,7 +2,7 @@
 
 Run: python examples/python/median_prototypes.py
 
-The class is complete: with an entry in aggregator/algorithms/registry.py it is one of the aggregator's algorithms
+The class is complete: an entry point of a package makes it one of the aggregator's algorithms
 (docs/tutorial-algorithm.md), and devices need no new software.
 """
 

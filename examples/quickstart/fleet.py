@@ -86,7 +86,7 @@ class Fleet:
                     "--once",
                 ),
                 *("--data", self._folder.images(name), "--state", self._folder.state(name)),
-                *("--threads", "1", "--workers", "1"),
+                *("--threads", "1"),
             )
 
     def wait_for_devices(self, on_poll: Callable[[], None]) -> None:

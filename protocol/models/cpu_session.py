@@ -38,7 +38,7 @@ def reason(error: Exception) -> str:
     if found := re.search(r"Opset (\d+) is under development.* till opset (\d+)", lines[0]):
         return (
             f"it has opset {found[1]}, and this ONNX Runtime supports {found[2]}: upgrade ONNX Runtime, or export the "
-            f"file with --opset {found[2]} or lower"
+            f"file with opset {found[2]} or lower"
         )
     text = re.sub(r"^\[ONNXRuntimeError\] : \d+ : \w+ : ", "", lines[0])
     text = re.sub(r"^Load model from .*? failed:", "", text)

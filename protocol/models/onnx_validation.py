@@ -69,7 +69,7 @@ def check_versions(file: bytes | memoryview) -> None:
         if got > limit:
             raise GraphRefused(
                 f"it has {name} {got}, and the oldest ONNX Runtime that devices may have, {OLDEST_RUNTIME}, supports "
-                f"{limit}: export it with --opset {MAX_OPSET} or lower"
+                f"{limit}: export it with opset {MAX_OPSET} or lower"
             )
 
 

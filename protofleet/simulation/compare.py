@@ -3,7 +3,7 @@
 import functools
 import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +11,6 @@ import onnx
 
 from aggregator.algorithms.algorithm import OneShot
 from aggregator.algorithms.registry import ALGORITHMS as REGISTERED
-from edge_client.runtime.backbone import Backbone
 from export.block_files import block_tensors, cut, fastest_seconds
 from protocol.errors import ConfigError
 from protocol.models.onnx_metadata import BackboneMetadata
@@ -27,19 +26,14 @@ from protofleet.simulation.cross_validation import (
     split,
 )
 from protofleet.simulation.dataset import Dataset, load_dataset
-from protofleet.simulation.normalization import Finding, check_normalization
 from protofleet.simulation.partitions import parse_partition
 from protofleet.simulation.simulate import FEDTC, ONE_SHOT, STATISTICS, require_distinct, unsuitable
 
 DRAWN = (FEDTC, STATISTICS)
 """Algorithms of which the one that is not compared is evaluated on the recommended features."""
 
-CHECKED_PER_CLASS = 50
-"""Images of each class, at most, on which another normalization is tried."""
-
-
 Load = Callable[..., Dataset]
-"""Returns the features by backbones of at most `per_class` images of each class; `step` names a progress bar."""
+"""Returns the features by backbones of at most `per_class` images of each class."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +75,6 @@ class Comparison:
         recommended: the cheapest row within one standard error of it.
         first_draw: evaluations of the recommended features on the first draw's folds, by `algorithm` and by those that
             take too long for all candidates; empty if there are none.
-        findings: normalizations of pixels that are more accurate than the backbones' own.
     """
 
     data: Dataset
@@ -91,7 +84,6 @@ class Comparison:
     best: Row
     recommended: Row
     first_draw: Mapping[str, Evaluation]
-    findings: tuple[Finding, ...]
 
 
 @needed_packages("compare", extras="aggregator,cpu,export")
@@ -131,11 +123,11 @@ def compare(
     wanted = [_one_shot(each) for each in algorithms]
     require_distinct([each.name for each in wanted])
     division, paths = parse_partition(partition), list(map(Path, files))
-    load = images if callable(images) else _loader(images)
+    load = images if callable(images) else functools.partial(load_dataset, images)
     opened = dict(zip(paths, load_backbones(paths), strict=True))
     backbones = {file: each.metadata for file, each in opened.items()}
     candidates = list_candidates(list(backbones.values()), layers)
-    data = load(list(opened.values()), step="features", per_class=per_class)
+    data = load(list(opened.values()), per_class=per_class)
     splits = split(data.labels, folds=folds, draws=draws, seed=seed)
     left_out = [_one_shot(name) for name in DRAWN if name not in {each.name for each in wanted}]
     total = len(candidates) * len(splits) + folds * bool(left_out)
@@ -166,7 +158,6 @@ def compare(
         best=best,
         recommended=recommended,
         first_draw=first_draw,
-        findings=tuple(_findings(load, opened, per_class=min(per_class, CHECKED_PER_CLASS), folds=folds)),
     )
 
 
@@ -175,19 +166,6 @@ def _one_shot(algorithm: str | OneShot) -> OneShot:
     if not isinstance(found, OneShot):
         raise ConfigError(f"expected one-shot algorithms out of {', '.join(ONE_SHOT)}, got {algorithm!r}")
     return found
-
-
-def _loader(images: str | os.PathLike[str]) -> Load:
-    """Return a function that loads the features of a folder or a list of images."""
-    return lambda opened, *, step, per_class: load_dataset(images, opened, per_class=per_class)  # noqa: ARG005
-
-
-def _findings(
-    load: Load, backbones: Mapping[Path, Backbone], *, per_class: int, folds: int
-) -> Iterator[Finding]:
-    for file, backbone in backbones.items():
-        few = functools.partial(load, step=f"checking {file.name}", per_class=per_class)
-        yield from check_normalization(file, backbone, load=few, folds=folds)
 
 
 def choose(rows: Sequence[Row], algorithm: str) -> tuple[Row, Row]:

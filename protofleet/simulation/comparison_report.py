@@ -14,7 +14,6 @@ from protocol.cli import counted
 from protocol.models.onnx_metadata import BackboneMetadata
 from protofleet.simulation.compare import Comparison, Row
 from protofleet.simulation.cross_validation import LEVEL, LOGISTIC, NEAREST_MEAN, Estimate, Evaluation
-from protofleet.simulation.normalization import Finding
 
 SMALLER = 0.95
 """Share of the file's bytes from which on another export is worth its while."""
@@ -40,7 +39,6 @@ def lines(made: Comparison) -> list[str]:
         "",
         *_reasons(made),
         *_instructions(made.recommended, made.backbones),
-        *map(_warning, made.findings),
     ]
 
 
@@ -147,15 +145,6 @@ def _listed(names: Sequence[str]) -> str:
     return "[" + ", ".join(f'"{name}"' for name in names) + "]"
 
 
-def _warning(finding: Finding) -> str:
-    """Return a line on pixels that seem to be normalized incorrectly."""
-    mean, std = (",".join(f"{value:g}" for value in each) for each in finding.normalization)
-    return (
-        f"warning: {finding.backbone} is {_points(finding.gain)} points more accurate with {finding.name} mean and "
-        f"standard deviation of pixels (logistic regression): export it again with --mean {mean} --std {std}"
-    )
-
-
 def as_dict(made: Comparison) -> dict[str, Any]:
     """Return everything as numbers, texts and lists, for JSON."""
     files = list(made.backbones)
@@ -182,15 +171,6 @@ def as_dict(made: Comparison) -> dict[str, Any]:
         "first_draw": _results(made.first_draw),
         "confused": msgspec.to_builtins(_confused(made)),
         "forecast": msgspec.to_builtins(_forecast(made)),
-        "normalizations": [
-            {
-                "backbone": str(each.backbone),
-                "better": each.name,
-                "gain": each.gain.mean,
-                "margin": each.gain.margin,
-            }
-            for each in made.findings
-        ],
     }
 
 

@@ -19,9 +19,8 @@ from edge_client.runtime.backbone import Backbone
 from edge_client.storage.feature_cache import FeatureCache
 from protocol.class_folders import class_folders
 from protocol.errors import ConfigError
-from protocol.threads import available_cores
 from protofleet.features import AnyBackbone, load_backbones
-from protofleet.images import BATCH_SIZE, WORKERS
+from protofleet.images import BATCH_SIZE
 from protofleet.prototypes import check_rows
 
 
@@ -192,7 +191,6 @@ def _extract(
         cache,
         open_backbone=opened.__getitem__,
         batch_size=BATCH_SIZE,
-        workers=min(WORKERS, available_cores()),
         on_progress=advance,
         should_stop=lambda: False,
     )

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from aggregator.algorithms.algorithm import Algorithm, OneShot
 from aggregator.algorithms.registry import ALGORITHMS as REGISTERED
+from aggregator.algorithms.registry import find_algorithm
 from aggregator.config.schema import Robust
 from aggregator.training.robust.weights import Counting
 from protocol.errors import ConfigError
@@ -24,8 +25,8 @@ FEDTC, STATISTICS = "fedtc", "statistics"
 ALONE, ALL_IMAGES = "alone", "all-images"
 
 ALGORITHMS = (*REGISTERED, ALONE, ALL_IMAGES)
-"""The algorithms that can be simulated; `alone` is each device without the fleet, `all-images` training on all images
-in one place."""
+"""The algorithms of this package that can be simulated; `alone` is each device without the fleet, `all-images` training
+on all images in one place."""
 
 ONE_SHOT = tuple(name for name, kind in REGISTERED.items() if issubclass(kind, OneShot))
 
@@ -145,8 +146,8 @@ def simulate(
             devices.
         partition: `iid` for random images; `dirichlet:BETA` for shares of each class drawn from a Dirichlet
             distribution, the more unequal the smaller BETA; `sharding:N` for N classes on each device.
-        algorithms: some of `ALGORITHMS`, with their defaults, or instances with settings of their own, registered or
-            not.
+        algorithms: some of `ALGORITHMS` or of another package's, with their defaults, or instances with settings of
+            their own.
         held_out: share of each class of each domain that no device gets.
         robust: the aggregator's protection against incorrect prototypes; None for its defaults.
         seed: of the images that are held out, and of their division.
@@ -155,12 +156,10 @@ def simulate(
     Raises:
         ConfigError: an argument is out of range, there are too few images, or no algorithm can take so many features.
     """
-    unknown = [each for each in algorithms if not isinstance(each, Algorithm) and each not in ALGORITHMS]
-    if unknown:
-        raise ConfigError(f"expected algorithms out of {', '.join(ALGORITHMS)}, got {unknown[0]!r}")
     require_distinct([_name(each) for each in algorithms])
-    skipped = unsuitable(algorithms, features=data.features.shape[1])
-    suitable = [each for each in algorithms if _name(each) not in skipped]
+    chosen = [_configured(each) for each in algorithms]
+    skipped = unsuitable(chosen, features=data.features.shape[1])
+    suitable = [each for each in chosen if _name(each) not in skipped]
     if skipped and not suitable:
         raise ConfigError("; ".join(f"{name}: {reason}" for name, reason in skipped.items()))
     clients = deal_out(data, parse_partition(partition), devices=devices, held_out=held_out, seed=seed)
@@ -188,7 +187,7 @@ def unsuitable(algorithms: Sequence[str | Algorithm], *, features: int) -> dict[
     """Return the algorithms that cannot take so many features, with the reason and what to do."""
     reasons = {}
     for each in algorithms:
-        method = REGISTERED[each]() if isinstance(each, str) and each in REGISTERED else each
+        method = _configured(each)
         if isinstance(method, OneShot):
             mapped = method.feature_map(features, seed=0, columns=(), normalized=False)
             try:
@@ -197,6 +196,13 @@ def unsuitable(algorithms: Sequence[str | Algorithm], *, features: int) -> dict[
             except ConfigError as error:
                 reasons[method.name] = str(error)
     return reasons
+
+
+def _configured(algorithm: str | Algorithm) -> str | Algorithm:
+    """Return an algorithm with its defaults for its name; `alone` and `all-images` have no settings."""
+    if isinstance(algorithm, Algorithm) or algorithm in (ALONE, ALL_IMAGES):
+        return algorithm
+    return find_algorithm(algorithm)()
 
 
 def _name(algorithm: str | Algorithm) -> str:
@@ -304,9 +310,8 @@ def _train(
             yield methods.train_alone(members, classes=classes), ALONE
         elif each == ALL_IMAGES:
             yield methods.train_in_one_place(members), ALL_IMAGES
-        else:
-            method = REGISTERED[each]() if isinstance(each, str) else each
-            yield methods.train(method, members, classes=classes, robust=robust), method.name
+        elif isinstance(each, Algorithm):
+            yield methods.train(each, members, classes=classes, robust=robust), each.name
 
 
 def _result(name: str, trained: Trained, clients: Sequence[Client]) -> AlgorithmResult:

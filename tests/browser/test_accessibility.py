@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from aggregator.coordination.rollout_state import State
-from edge_client.review.http_server import ReviewServer
+from edge_client.apps.review.server import ReviewServer
 from tests.browser.conftest import OpenPage
 from tests.browser.large_fleet import HEADS, large_store
 from tests.browser.pages import DashboardPage
@@ -48,7 +48,7 @@ def test_links_lead_to_their_sections_on_a_phone(open_page: OpenPage, client: Cl
     """At once, although sections above have not been seen; and so does the address with a section's name."""
     section = "document.querySelector('#{}').getBoundingClientRect().top"
     dashboard = open_page(client.origin, **PHONE)
-    for name in ("accuracy", "prototypes", "heads", "try-it"):
+    for name in ("accuracy", "heads", "try-it"):
         dashboard.page.reload()
         dashboard.wait_for_text("#refused", "signature")
         dashboard.page.evaluate(f"document.querySelector('nav [href=\"#{name}\"]').click()")

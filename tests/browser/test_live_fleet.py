@@ -33,7 +33,6 @@ def screenshots(dashboard: DashboardPage) -> None:
     page, folder = dashboard.page, Path(SCREENSHOTS)
     page.set_viewport_size({"width": 1280, "height": 1500})
     page.evaluate("window.scrollTo(0, 0)")
-    page.wait_for_timeout(6000)  # until the prototypes of the newest head are fetched
     page.screenshot(path=folder / "dashboard.png")
     page.emulate_media(color_scheme="dark")
     page.set_viewport_size({"width": 390, "height": 844})
@@ -75,11 +74,9 @@ def first_head_arrives(fleet: Fleet, dashboard: DashboardPage) -> None:
     dashboard.wait_for_text("#devices .state", "online")
     dashboard.wait_for_text("#heads tbody tr", "head 1, calibrated on 84 held-out images")
     dashboard.wait_for_text("#accuracy .u-legend", "Worst 10 % of devices")
-    dashboard.wait_for_text("#prototypes .place", "of 2 devices")
 
 
 def files_are_downloaded(fleet: Fleet, dashboard: DashboardPage) -> None:
-    fleet.wait_for("bytes of uploads", lambda status: status["traffic"]["received"] > 1000)
     with dashboard.page.expect_download() as download:
         dashboard.page.get_by_role("link", name="Download head.onnx").click()
     assert download.value.path().read_bytes() == (fleet.aggregator_state / "head.onnx").read_bytes()

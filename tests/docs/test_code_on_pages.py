@@ -6,17 +6,15 @@ import shutil
 import tomllib
 from pathlib import Path
 
-import msgspec
 import pytest
 
 import protofleet
-from aggregator.algorithms.fedproto import FedProto
-from aggregator.algorithms.registry import ALGORITHMS
-from aggregator.config.schema import TaskFile
+from aggregator.algorithms.registry import GROUP
 from aggregator.heads.rollout import HEAD_ACTIVATED
 from aggregator.intake.accepted_submissions import SUBMISSION_ACCEPTED
 from edge_client.service.device import SUBMISSION_RECEIVED
 from edge_client.submission.head_installer import HEAD_IN_USE
+from examples.python.median_prototypes import MedianProto
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from tests.support.fleets.fleet import write_digits, write_task
 
@@ -25,14 +23,12 @@ TUTORIAL = (ROOT / "docs" / "tutorial-algorithm.md").read_text(encoding="utf-8")
 
 
 def test_code_of_the_tutorial_is_the_code_that_runs() -> None:
-    """The Python blocks are the whole of FedNCM, sections of FedProto, and the registry's table."""
+    """The Python blocks are the whole of FedNCM, and sections of FedProto."""
     algorithms = ROOT / "aggregator" / "algorithms"
-    file, registry, one_shot = (
-        (algorithms / name).read_text(encoding="utf-8")
-        for name in ("fedproto.py", "registry.py", "fedncm.py")
+    file, one_shot = (
+        (algorithms / name).read_text(encoding="utf-8") for name in ("fedproto.py", "fedncm.py")
     )
-    whole, *sections, entry = re.findall(r"(?ms)^```python\n(.*?)\n^```", TUTORIAL)
-    assert entry in registry
+    whole, *sections = re.findall(r"(?ms)^```python\n(.*?)\n^```", TUTORIAL)
     assert whole == one_shot[one_shot.index("from collections") :].strip()
     assert len(sections) == 4
     for section in sections:
@@ -50,12 +46,11 @@ def test_no_other_file_of_the_product_knows_the_algorithms() -> None:
         assert naming == {f"{name.lower()}.py", "registry.py"}
 
 
-def test_task_file_of_the_tutorial_selects_the_algorithm() -> None:
-    """Its table becomes the algorithm's settings, with defaults for the others."""
+def test_entry_point_of_the_tutorial_names_the_example() -> None:
     (text,) = re.findall(r"(?ms)^```toml\n(.*?)^```", TUTORIAL)
-    task = msgspec.convert(tomllib.loads(text), TaskFile)
-    assert task.learning == FedProto(rounds=20)
-    assert ALGORITHMS["fedproto"] is FedProto
+    assert tomllib.loads(text)["project"]["entry-points"][GROUP] == {
+        MedianProto.name: f"median_prototypes:{MedianProto.__name__}"
+    }
 
 
 PYTHON_API = (ROOT / "docs" / "python-api.md").read_text(encoding="utf-8")

@@ -247,7 +247,7 @@ def test_device_file_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(
     "unit",
-    ["edge-client", "aggregator", "aggregator@", "aggregator-dashboard", "mosquitto@", "protofleet-sums"],
+    ["edge-client", "aggregator", "aggregator@", "mosquitto@", "protofleet-sums"],
 )
 def test_units_are_valid(unit: str, tmp_path: Path) -> None:
     """Systemd reports no problem in the unit, and the program accepts its command."""
@@ -255,7 +255,7 @@ def test_units_are_valid(unit: str, tmp_path: Path) -> None:
     started = re.search(r"(?m)^ExecStart=(.*)$", text)
     assert started
     program = started[1].split()[0]
-    assert Path(program).name == unit.removesuffix("@").removesuffix("-dashboard")
+    assert Path(program).name == unit.removesuffix("@")
     if unit != "mosquitto@":
         parse(started[1].replace("%S", "/var/lib").replace("%i", "orchard"))
     if unit.endswith("@"):
@@ -276,7 +276,7 @@ def test_each_program_has_a_user_of_its_own() -> None:
         re.search(r"(?m)^User=(.*)$", file.read_text(encoding="utf-8")) for file in DEPLOY.glob("*.service")
     ]
     names = [found[1] for found in users if found is not None]
-    assert len(names) == len(set(names)) == 6
+    assert len(names) == len(set(names)) == 5
 
 
 def test_units_of_one_and_of_several_fleets_confine_alike() -> None:

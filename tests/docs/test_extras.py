@@ -48,7 +48,6 @@ AGGREGATOR = {
     "train": [],
     "status": [],
     "top": [],
-    "dashboard": ["{folder}/fleets.toml"],
     "rollback": [],
     "promote": [],
     "release": ["shed-1"],
@@ -76,9 +75,7 @@ EXPORT = {"export": ["resnet18", "--random"], "list": ["--list", "resnet*"]}
 
 def _state(command: str) -> list[str]:
     """Return the option of the state folder, which commands for another machine do not have."""
-    return (
-        [] if command in {"issue-key", "init", "check", "dashboard"} else ["--state", "{folder}/aggregator"]
-    )
+    return [] if command in {"issue-key", "init", "check"} else ["--state", "{folder}/aggregator"]
 
 
 COMMANDS = [

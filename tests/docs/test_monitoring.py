@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
 from aggregator.algorithms.fpl import FPL
-from aggregator.config.schema import Rounds
+from aggregator.config.schema import Limits, Rounds
 from aggregator.http.metrics import metrics_text
 from aggregator.http.snapshots import read_snapshot
 from protocol.wire.messages import Reason
@@ -25,6 +25,11 @@ FOLDER = DEPLOY / "monitoring"
 RUNBOOK = "docs/operations/runbook.md"
 IN_ROUNDS = {"protofleet_round", "protofleet_rounds", "protofleet_round_devices"}
 """Metrics of tasks in rounds."""
+
+
+needs_promtool = pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="promtool is not installed: apt-get install prometheus"
+)
 
 
 @pytest.fixture
@@ -99,9 +104,50 @@ def test_panels_do_not_overlap() -> None:
         taken |= cells
 
 
-@pytest.mark.skipif(
-    shutil.which("promtool") is None, reason="promtool is not installed: apt-get install prometheus"
-)
+@needs_promtool
+def test_table_has_a_line_for_each_of_several(tmp_path: Path) -> None:
+    """In each column; one that has ended within a day is still there, with the age of its last scrape."""
+    series = [
+        {"series": series, "values": values}
+        for fleet, values in (("barn", "1+0x60"), ("orchard", "1+0x60"), ("ended", "1+0x5 stale"))
+        for series in _series_of(tmp_path / fleet, fleet)
+    ]
+    table = json.loads((FOLDER / "grafana.json").read_text(encoding="utf-8"))["panels"][0]
+    queries = [target["expr"].replace("$fleet", ".*") for target in table["targets"]]
+    counts = [
+        {"expr": f"count({query})", "eval_time": "60m", "exp_samples": [{"labels": "{}", "value": number}]}
+        for query, number in zip(queries, [3, *[2] * (len(queries) - 1)], strict=True)
+    ]
+    test = {
+        "evaluation_interval": "1m",
+        "tests": [{"interval": "1m", "input_series": series, "promql_expr_test": counts}],
+    }
+    (file := tmp_path / "table.test.yml").write_text(yaml.safe_dump(test), encoding="utf-8")
+    done = subprocess.run(["promtool", "test", "rules", file], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def _series_of(folder: Path, fleet: str) -> list[str]:
+    """Return the series of a fleet with quotas, as Prometheus scrapes them, beside an alert that fires."""
+    with contextlib.closing(busy_store(folder)) as store:
+        limits = Limits(max_devices=9)
+        store.facts.put(replace(store.served_task(), fleet=fleet, limits=limits))
+        text = metrics_text(read_snapshot(folder)).decode()
+    lines = [line.rpartition(" ")[0] for line in text.splitlines() if not line.startswith("#")]
+    return [*lines, f'ALERTS{{alertname="ProtofleetDrift", alertstate="firing", fleet="{fleet}"}}']
+
+
+@needs_promtool
+def test_queries_of_panels_are_valid(tmp_path: Path) -> None:
+    panels = json.loads((FOLDER / "grafana.json").read_text(encoding="utf-8"))["panels"]
+    queries = [target["expr"].replace("$fleet", ".*") for panel in panels for target in panel["targets"]]
+    rules = [{"record": f"query:{number}", "expr": query} for number, query in enumerate(queries)]
+    (file := tmp_path / "queries.yml").write_text(yaml.safe_dump({"groups": [{"name": "q", "rules": rules}]}))
+    done = subprocess.run(["promtool", "check", "rules", file], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs_promtool
 @pytest.mark.parametrize(
     "command",
     [

@@ -10,12 +10,12 @@ from typing import Any, cast
 
 from PIL import Image
 
+from edge_client.apps.http.connections import Connections, TokenGuesses
+from edge_client.apps.http.options import ServerOptions
+from edge_client.apps.http.server import RequestHandler
 from edge_client.data.class_prior import NO_PRIOR
 from edge_client.data.decoding import decoded
 from edge_client.predict.classifier import Prediction
-from edge_client.predict.http_connections import Connections, TokenGuesses
-from edge_client.predict.http_options import ServerOptions
-from edge_client.predict.http_server import RequestHandler
 from edge_client.storage.stored_values import InstalledHead
 from tests.fuzz.target import MIB, Target
 

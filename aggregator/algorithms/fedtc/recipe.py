@@ -86,14 +86,11 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
 )
 
 
-def recipe_of(training: Training, *, half_memory: bool = False) -> Recipe:
-    """Return the recipe that a task file configures.
-
-    With `half_memory` the head is a linear discriminant, whatever the recipe: an adapter takes PyTorch.
-    """
+def recipe_of(training: Training) -> Recipe:
+    """Return the recipe that a task file configures."""
     recipe = RECIPES[training.recipe]
     if training.restore is not None:
         recipe = replace(recipe, restore=training.restore, mix=recipe.mix and training.restore)
     if training.epochs is not None:
         recipe = replace(recipe, epochs=training.epochs, min_steps=0)
-    return replace(recipe, closed_form=True, adapter=False) if half_memory else recipe
+    return recipe

@@ -72,11 +72,11 @@ class FedTC(OneShot, frozen=True, kw_only=True, forbid_unknown_fields=True):
         data: TrainingSet,
         training: Training,
         *,
-        half_memory: bool = False,
         report: Callable[[dict[str, Any]], None] = lambda _: None,
     ) -> TrainedHead:
-        recipe = recipe_of(training, half_memory=half_memory)
-        return train_head(data, recipe, seed=training.seed, device=training.device, report=report)
+        return train_head(
+            data, recipe_of(training), seed=training.seed, device=training.device, report=report
+        )
 
 
 def train_head(

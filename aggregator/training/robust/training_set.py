@@ -171,14 +171,6 @@ def pool(parts: Sequence[Prototypes], arrays: Arrays | None = None) -> Prototype
     )
 
 
-def half_of(part: Prototypes) -> Prototypes:
-    """Return every second prototype of each class, and the only one of a class; the others can be freed."""
-    order = np.argsort(part.labels, kind="stable")
-    first = np.searchsorted(part.labels[order], part.labels[order])
-    chosen = np.sort(order[(np.arange(len(order)) - first) % 2 == 0])
-    return Prototypes(part.values[chosen], part.labels[chosen], part.counts[chosen])
-
-
 def combine(
     parts: Sequence[Prototypes],
     *,

@@ -18,7 +18,7 @@ from benchmarks.accuracy.wire.methods import (
     Point,
     flower_bytes,
 )
-from benchmarks.data.features import backbone_file, load_features, prepared, projected
+from benchmarks.data.features import backbone_file, load_features, prepared
 from benchmarks.data.images import NAMES
 from benchmarks.options import Option, repeated, resume_option, selected
 from benchmarks.report import Plot, Table, commit, json_option, write_json
@@ -122,16 +122,10 @@ def fleet_of(load: Callable[[str], Features], images: int | None, seed: int) -> 
 
     features = of_layers("")
 
-    @lru_cache(maxsize=1)
-    def project(size: int) -> Features:
-        rooted = prepared(features, root=True, validation=False)
-        return projected(rooted, size, backbone=BACKBONE, image_size=IMAGE_SIZE, root=True)
-
     return Fleet(
         owners=share_out(features.train_labels, PARTITION, clients=CLIENTS, rng=np.random.default_rng(seed)),
         seed=seed,
         features=features,
-        project=project,
         deeper=of_layers,
     )
 

@@ -71,8 +71,6 @@ class Fleet:
     owners: NDArray[np.int64]
     """The device of each training image, (n,)."""
     seed: int
-    project: Callable[[int], Features]
-    """Returns the square roots of features, projected on so many principal components of other images."""
     features: Features
     deeper: Callable[[str], Features]
     """Returns the same images' features of these layers."""
@@ -102,8 +100,8 @@ class Fleet:
         return fleets.Settings(batch_size=batch, max_multiple=0)
 
 
-def _fedtc(fleet: Fleet, *, batches: Sequence[int], size: int = 0, layers: str = "") -> Iterator[Point]:
-    features = fleet.project(size) if size else fleet.of_layers(layers).features
+def _fedtc(fleet: Fleet, *, batches: Sequence[int], layers: str = "") -> Iterator[Point]:
+    features = fleet.of_layers(layers).features
     for batch in batches:
         made, _ = fleets.train_clients(features, fleet.owners, fleet.settings(batch=batch), seed=fleet.seed)
         yield Point(setting=f"B {batch}", accuracy=made.accuracy, bytes_up=made.bytes_up)
@@ -116,24 +114,13 @@ def _all_features(fleet: Fleet, *, layers: str = "") -> Iterator[Point]:
     yield Point(setting="", accuracy=made.accuracy, bytes_up=float(features.train.nbytes))
 
 
-def _statistics(
-    fleet: Fleet,
-    *,
-    batch: int,
-    sizes: Sequence[int] = (0,),
-    random_features: Sequence[int] = (0,),
-    layers: str = "",
-) -> Iterator[Point]:
-    """Yield heads from sums (B 1) or rows of groups, of all features (size 0) or of so many components."""
-    for size in sizes:
-        features = fleet.project(size) if size else fleet.of_layers(layers).features
-        for number in random_features:
-            data = statistics.map_features(features, random_features=number, seed=fleet.seed)
-            made = statistics.run_fleet(
-                data, fleet.owners, batch_size=batch, seed=fleet.seed, robust=UNBOUNDED
-            )
-            width = f"{features.train.shape[1]:,}" + (f" + {number:,}" if number else "")
-            yield Point(setting=f"B {batch}, {width}", accuracy=made.accuracy, bytes_up=made.bytes_up)
+def _statistics(fleet: Fleet, *, batch: int, random_features: int = 0, layers: str = "") -> Iterator[Point]:
+    """Yield the head from sums (B 1) or rows of groups."""
+    features = fleet.of_layers(layers).features
+    data = statistics.map_features(features, random_features=random_features, seed=fleet.seed)
+    made = statistics.run_fleet(data, fleet.owners, batch_size=batch, seed=fleet.seed, robust=UNBOUNDED)
+    width = f"{features.train.shape[1]:,}" + (f" + {random_features:,}" if random_features else "")
+    yield Point(setting=f"B {batch}, {width}", accuracy=made.accuracy, bytes_up=made.bytes_up)
 
 
 def _rounds(fleet: Fleet, *, algorithm: RoundAlgorithm) -> Iterator[Point]:
@@ -285,19 +272,14 @@ DEEPER = {"": "", **{f", {name}": layers for name, layers in LAYERS.items()}}
 METHODS: Mapping[str, Callable[[Fleet], Iterator[Point]]] = MappingProxyType(
     {
         "FedTC": partial(_fedtc, batches=(100, 25, 10, 5, 3, 2)),
-        "FedTC, 640 components": partial(_fedtc, batches=(5, 3, 2), size=640),
-        "FedTC, 320 components": partial(_fedtc, batches=(25, 10, 5, 3, 2), size=320),
-        "FedTC, 160 components": partial(_fedtc, batches=(25, 10, 5, 3, 2), size=160),
         **{f"FedTC, {name}": partial(_fedtc, batches=(5,), layers=layers) for name, layers in LAYERS.items()},
-        "statistics, groups": partial(_statistics, batch=5, sizes=(160, 320, 0)),
-        "statistics, sums": partial(_statistics, batch=1, sizes=(160, 320, 640, 0)),
+        "statistics, groups": partial(_statistics, batch=5),
+        "statistics, sums": partial(_statistics, batch=1),
         **{
             f"statistics, sums, {name}": partial(_statistics, batch=1, layers=layers)
             for name, layers in LAYERS.items()
         },
-        "statistics, sums, random features": partial(
-            _statistics, batch=1, sizes=(320, 0), random_features=(RANDOM_FEATURES,)
-        ),
+        "statistics, sums, random features": partial(_statistics, batch=1, random_features=RANDOM_FEATURES),
         "hierarchical": partial(_rounds, algorithm=Hierarchical()),
         "fedproto": partial(_rounds, algorithm=FedProto()),
         "fedpcl": partial(_rounds, algorithm=FedPCL()),

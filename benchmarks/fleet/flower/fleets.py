@@ -331,7 +331,7 @@ def run_ours(
             for client in clients:
                 here = folder / f"{client}"
                 command = [sys.executable, "-m", "edge_client.cli", mode, "--holdout", "0", "--threads", "1"]
-                command += ["--workers", "1", "--broker", str(traffic.address)]
+                command += ["--broker", str(traffic.address)]
                 command += ["--device-id", f"device-{client}"]
                 command += ["--data", str(here / "images"), "--state", str(here / "state")]
                 process = running_program(command, log=folder / f"{client}{mode}.log")

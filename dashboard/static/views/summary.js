@@ -1,4 +1,4 @@
-// The fleet in eight figures.
+// The fleet in figures.
 
 import { html } from "../vendor/standalone.module.js";
 import { bytes, counted, percent } from "../format.js";
@@ -38,8 +38,7 @@ export function Summary({ status }) {
       value=${percent(current?.held_out.accuracy)}
       note=${current ? `on ${counted(current.held_out.correct + current.held_out.incorrect, "image")}` : ""}
     />
-    <${Figure} name="Received" value=${bytes(status.traffic.received)} note=${`${bytes(uploaded)} stored`} />
-    <${Figure} name="Sent" value=${bytes(status.traffic.sent)} />
+    <${Figure} name="Stored" value=${bytes(uploaded)} />
     ${epsilons.length > 0 &&
     html`<${Figure} name="Greatest epsilon" value=${Math.max(...epsilons).toFixed(2)} note="of ${epsilons.length} devices" />`}
     <${Figure} name="Refused messages" value=${refused} />

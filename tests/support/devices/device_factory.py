@@ -82,7 +82,7 @@ def png_of(chunks: Mapping[bytes, bytes]) -> bytes:
 def make_settings(folder: Path, **changes: Any) -> Settings:
     settings = Settings(
         broker=None, fleet="f", device_id="device", mode=Mode.SERVICE, data=folder / "data", holdout=0.0,
-        provider="cpu", threads=1, batch_size=4, workers=1, backbones=(), rescan_s=30.0,
+        provider="cpu", threads=1, batch_size=4, backbones=(), rescan_s=30.0,
     )  # fmt: skip
     return replace(settings, **changes)
 

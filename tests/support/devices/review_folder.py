@@ -14,14 +14,14 @@ from PIL import Image
 from aggregator.algorithms.fedtc.head import Dense
 from aggregator.algorithms.novelty import class_directions
 from aggregator.graphs.head_export import head_to_onnx
+from edge_client.apps.http.options import ServerOptions
+from edge_client.apps.review.findings import Review, review
+from edge_client.apps.review.relabeling import Relabeling
+from edge_client.apps.review.server import ReviewServer
 from edge_client.data.decoding import decode
 from edge_client.data.images import LabeledImage, scan_images, unlabeled_below
 from edge_client.predict.classifier import Classifier
 from edge_client.predict.head import open_head
-from edge_client.predict.http_options import ServerOptions
-from edge_client.review.findings import Review, review
-from edge_client.review.http_server import ReviewServer
-from edge_client.review.relabeling import Relabeling
 from protocol.models.preprocessing import preprocess
 from tests.support.devices import device_factory
 from tests.support.devices.device_factory import CLASSES, image_file, tiny, write_images

@@ -236,7 +236,7 @@ class Fleet:
         if self._enrolled:
             identity = ("--enrollment", self.root / name)
         arguments = (*identity, "--data", data, "--state", state or self.device_state(name), "--threads", "1")
-        return self.start(name, program, *arguments, "--workers", "1", *options, limits=limits)
+        return self.start(name, program, *arguments, *options, limits=limits)
 
     def stop(self, name: str) -> None:
         """End a process by SIGTERM, and check that it ends with status 0."""

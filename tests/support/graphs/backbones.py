@@ -70,10 +70,10 @@ def tiny_metadata(
     )
 
 
-def block_backbone(*, seed: int = 0, threshold: float = 0.0) -> bytes:
+def block_backbone(*, seed: int = 0) -> bytes:
     """Return a backbone file whose feature is four blocks: `last`, which knows the brightness only, and three others.
 
-    The others project the parts of normalized pixels that are above a threshold; mean and deviation are 0.5.
+    The others project the parts of normalized pixels that are above 0; mean and deviation are 0.5.
     """
     widths = {"c8": 8, "blocks.1": 16, "c12": 12, "last": 4}
     random = np.random.default_rng(seed)
@@ -92,14 +92,13 @@ def block_backbone(*, seed: int = 0, threshold: float = 0.0) -> bytes:
             pixels = Cast<to = 1>(planes)
             normalized = Div(pixels, half_white)
             centered = Sub(normalized, one)
-            above = Sub(centered, threshold)
-            rectified = Relu(above)
+            rectified = Relu(centered)
             patches = AveragePool<kernel_shape = [2, 2], strides = [2, 2]>(rectified)
             flat = Flatten(patches)
             {blocks}
             feature = Concat<axis = 1>({", ".join(names.values())})
         }}""")
-    constants = {"half_white": np.array(127.5), "one": np.array(1.0), "threshold": np.array(threshold)}
+    constants = {"half_white": np.array(127.5), "one": np.array(1.0)}
     for name, plain in names.items():
         constants |= {f"{plain}_weights": arrays[name], f"{plain}_ones": np.ones(widths[name])}
     model.graph.initializer.extend(

@@ -31,7 +31,6 @@ def accept(training: Schedule, record: SubmissionRecord, payload: bytes) -> Subm
     verdict = view.judge(record, before)
     if verdict.verdict == "new":
         accepted = AcceptedSubmissions(task.digest, task.file.settings, store)
-        accepted.add(replace(record, entry=verdict.counted_entry or record.entry), payload, replaced=before)
-        accepted.count_unused()
+        accepted.add(replace(record, entry=verdict.counted_entry or record.entry), payload)
         accepted.flush()
     return verdict

@@ -96,7 +96,7 @@ class CompromisedAggregator:
         self.fleet.start(
             *(DEVICE, "tests.support.fleets.fast_device", "--broker", str(self.fleet.open), "--fleet", FLEET),
             *("--device-id", DEVICE, "--data", data, "--state", self._state, "--username", DEVICE),
-            *("--aggregator-key", public_key(KEY).hex(), "--threads", "1", "--workers", "1"),
+            *("--aggregator-key", public_key(KEY).hex(), "--threads", "1"),
             *("--rescan-s", "0.5", "--verbose"),
             limits=("-v", str(MEMORY_KB)),
             environment={"PROTOFLEET_PASSWORD": PASSWORD, RUN_S: str(self.run_s)},

@@ -281,7 +281,7 @@ class Programs:
 def device_arguments(broker: BrokerAddress, name: str, images: Path, state: Path) -> tuple[str, ...]:
     return (
         *("edge_client.cli", "--once", "--broker", str(broker), "--device-id", name, "--data", str(images)),
-        *("--state", str(state), "--threads", "1", "--workers", "1", "--holdout", "0"),
+        *("--state", str(state), "--threads", "1", "--holdout", "0"),
     )
 
 

@@ -21,7 +21,7 @@ from timm.models._hub import save_for_hf
 from torch import Tensor
 
 from export.backbones import Choice, list_models, load_backbone, weights_digest
-from export.parity import photos_in, timm_reference
+from export.parity import compared_photos, timm_reference
 from export.to_onnx import Exported, export_module
 from protocol.errors import ConfigError
 from protocol.models.preprocessing import Preprocessing, preprocess
@@ -327,7 +327,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Exported:
         backbone.metadata,
         path=folder / "backbone.onnx",
         reference=timm_reference(backbone.module, backbone.config),
-        photos=itertools.islice(photos_in(folder), 30),
+        photos=itertools.islice(compared_photos(folder), 30),
     )
 
 

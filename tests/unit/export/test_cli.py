@@ -132,19 +132,18 @@ def test_backbone_is_quantized(
 
 
 @pytest.mark.parametrize("chosen", ["last", "last,blocks.3"])
-def test_projected_backbone_is_converted_to_float16(
+def test_backbone_is_converted_to_float16(
     tmp_path: Path, photos: Path, weights: Path, chosen: str, export_backbone: Command
 ) -> None:
     out = tmp_path / "out"
     done = export_backbone(
         MODEL, "--weights", weights, "--out", out, "--image-size", "64", "--json", "--fp16", "--images", photos,
-        "--project", "3", "--layers", chosen,
+        "--layers", chosen,
     )  # fmt: skip
     summary = json.loads(done.out)
     named = chosen.replace(",", "+")
-    assert [path.name for path in out.iterdir()] == [f"{MODEL}-64-{named}-p3-fp16.onnx"]
-    assert summary["blocks"] == []
-    assert (summary["precision"], summary["feature_size"]) == ("float16", 3)
+    assert [path.name for path in out.iterdir()] == [f"{MODEL}-64-{named}-fp16.onnx"]
+    assert summary["precision"] == "float16"
     assert summary["parity"]["images"] == 10
     assert summary["parity"]["cosine"] > 0.999
 
@@ -159,12 +158,6 @@ def test_last_layer_and_residual_sums_are_the_default(tmp_path: Path, export_bac
         assert ("has no residual sums: its features are --layers last" in done.err) == (model == MODEL)
         assert (tmp_path / f"{model}-32.onnx").is_file()
     assert names == {"test_resnet": ["last", "layer1", "layer2", "layer3"], MODEL: []}
-
-
-def test_projection_is_of_the_last_layer() -> None:
-    chosen: dict[str, Any] = {"layers": None, "project": 2, "images": None, "keywords": {}}
-    backbone = cli._load("test_resnet", **chosen, random=True, image_size=32)
-    assert not backbone.metadata.blocks
 
 
 def test_the_last_layer_alone_is_the_file_without_layers(
@@ -270,9 +263,7 @@ def test_errors_are_one_line_and_exit_1(
         [MODEL, "--std", "127,127,127"],
         [MODEL, "--std", "1,0,1"],
         [MODEL, "--model-kwargs", "pad_type"],
-        [MODEL, "--opset", "9"],
         [MODEL, "--random", "--int8"],
-        [MODEL, "--random", "--project", "2"],
         [MODEL, "--random", "--layers", "last,"],
         [MODEL, "--random", "--list-layers", "--fp16"],
         [MODEL, "--random", "--float-layer", "conv_stem"],

@@ -1,6 +1,5 @@
-"""Features of blocks and projected features: which modules they are, how each is scaled, and where the file ends."""
+"""Features of blocks: which modules they are, how each is scaled, and where the file ends."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,12 +8,9 @@ import onnxruntime
 import pytest
 import torch
 from numpy.typing import NDArray
-from PIL import Image
 
 from export.backbones import Backbone, Choice, load_backbone
 from export.layers import list_layers, select_layers
-from export.parity import timm_reference
-from export.projection import principal_components, project_features
 from export.to_onnx import to_onnx
 from protocol.errors import ConfigError
 
@@ -127,7 +123,7 @@ def test_an_unknown_block_is_refused_with_names() -> None:
 
 def test_listed_layers_have_the_size_of_their_file() -> None:
     backbone = loaded()
-    rows = list_layers(backbone, opset=18)
+    rows = list_layers(backbone)
     assert [row["name"] for row in rows] == [*STAGES[:3], "c128", "blocks.3", "c192", "blocks.4", "last"]
     assert [(row["width"], row["resolution"]) for row in rows[-2:]] == [(64, (1, 1)), (256, ())]
     cut, size = select_layers(backbone, ["c128"]), {row["name"]: row["size_bytes"] for row in rows}
@@ -135,46 +131,3 @@ def test_listed_layers_have_the_size_of_their_file() -> None:
     assert list(size.values()) == sorted(size.values())
     assert rows[-1]["time_share"] == 1
     assert all(row["time_share"] > 0 for row in rows)
-
-
-SIZE = 4
-
-
-@pytest.fixture(scope="module")
-def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("photos")
-    random = np.random.default_rng(0)
-    for index in range(6):
-        noise = random.integers(0, 256, (40 + index, 50, 3), dtype=np.uint8)
-        Image.fromarray(noise).save(folder / f"{index}.png")
-    return folder
-
-
-def images(folder: Path) -> list[Image.Image]:
-    return [Image.open(path).convert("RGB") for path in sorted(folder.iterdir())]
-
-
-def test_projected_features_are_those_of_the_network_along_their_principal_components(photos: Path) -> None:
-    torch.manual_seed(0)
-    backbone = load_backbone(Choice(MODEL, random=True, image_size=32))
-    own = timm_reference(backbone.module, backbone.config)
-    features = np.stack([own(photo) for photo in images(photos)])
-
-    projected = project_features(backbone, SIZE, images(photos))
-
-    directions = principal_components(features, SIZE)
-    np.testing.assert_allclose(directions.T @ directions, np.eye(SIZE), atol=1e-5)
-    found = timm_reference(projected.module, projected.config)(images(photos)[0])
-    np.testing.assert_allclose(found, features[0] @ directions, rtol=1e-4, atol=1e-5)
-    scatter = np.linalg.svd(features - features.mean(axis=0), compute_uv=False) ** 2
-    along = ((features - features.mean(axis=0)) @ directions) ** 2
-    np.testing.assert_allclose(along.sum(axis=0), scatter[:SIZE], rtol=1e-3)
-
-
-def test_too_few_photos_and_too_many_components_are_refused(photos: Path) -> None:
-    backbone = load_backbone(Choice(MODEL, random=True, image_size=32))
-
-    with pytest.raises(ConfigError, match=r"expected more than 6 photos .* got 6"):
-        project_features(backbone, 6, images(photos))
-    with pytest.raises(ConfigError, match="project them on fewer"):
-        project_features(backbone, backbone.metadata.feature_size, images(photos))

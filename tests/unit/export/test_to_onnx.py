@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
-from export.parity import BATCH, COMPARED, Reference, compare, compared_photos, photos_in, sample_photos
+from export.parity import BATCH, COMPARED, Reference, compare, compared_photos, sample_photos
 from export.to_onnx import OPSET, export_module, to_onnx
 from protocol.errors import ConfigError, ProtofleetError, StateError
 from protocol.models.onnx_metadata import BackboneMetadata, Block, read_metadata
@@ -69,15 +69,9 @@ def test_file_contains_no_local_paths(tiny_file: bytes) -> None:
     assert str(Path.cwd()).encode() not in tiny_file
 
 
-def test_opset_can_be_chosen(tiny_file: bytes) -> None:
-    for file, opset in ((tiny_file, OPSET), (to_onnx(tiny_network(), described(), opset=20), 20)):
-        model = onnx.load_from_string(file)
-        assert [(entry.domain, entry.version) for entry in model.opset_import] == [("", opset)]
-
-
-def test_unsupported_opset_is_refused() -> None:
-    with pytest.raises(ProtofleetError, match="cannot export tiny at opset 99"):
-        to_onnx(tiny_network(), described(), opset=99)
+def test_file_has_the_operator_set_of_the_oldest_runtime(tiny_file: bytes) -> None:
+    model = onnx.load_from_string(tiny_file)
+    assert [(entry.domain, entry.version) for entry in model.opset_import] == [("", OPSET)]
 
 
 @pytest.fixture
@@ -220,7 +214,7 @@ def test_photos_are_read_from_subfolders(tmp_path: Path) -> None:
     for index, name in enumerate(["a.jpg", "b.PNG", "below/c.webp"]):
         Image.new("L", (9, 9), 40 * index).save(tmp_path / name)
     (tmp_path / "notes.txt").write_text("nothing to see")
-    photos = list(photos_in(tmp_path))
+    photos = list(compared_photos(tmp_path))
     assert [photo.mode for photo in photos] == ["RGB"] * 3
     assert [first_value_of(photo) for photo in photos] == [0, 40, 80]
 
@@ -228,7 +222,7 @@ def test_photos_are_read_from_subfolders(tmp_path: Path) -> None:
 def test_broken_photo_is_named(tmp_path: Path) -> None:
     (tmp_path / "broken.jpg").write_bytes(b"not a photo")
     with pytest.raises(ConfigError, match=r"broken\.jpg"):
-        list(photos_in(tmp_path))
+        list(compared_photos(tmp_path))
 
 
 def test_photos_of_a_large_folder_are_compared_at_even_distances(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Backbones and their blocks, compared on labeled images."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
@@ -15,7 +14,7 @@ from click.testing import CliRunner, Result
 
 import protofleet
 from aggregator.algorithms.fedncm import FedNCM
-from edge_client.runtime.backbone import Backbone, open_backbone
+from edge_client.runtime.backbone import open_backbone
 from export.block_files import block_tensors, cut
 from protocol.errors import ConfigError
 from protocol.models.onnx_metadata import BackboneMetadata, Block
@@ -30,13 +29,7 @@ from protofleet.simulation.cross_validation import (
     cross_validate,
     split,
 )
-from protofleet.simulation.normalization import (
-    COMMON,
-    check_normalization,
-    other_normalizations,
-    renormalized,
-)
-from tests.support.graphs.backbones import block_backbone, tiny_backbone, tiny_metadata
+from tests.support.graphs.backbones import block_backbone, tiny_metadata
 
 FOLDS = 4
 
@@ -142,47 +135,6 @@ def test_file_is_cut_after_the_blocks_that_are_used(blocks: Path) -> None:
     )
     assert residual.backbone_bytes < both.backbone_bytes < blocks.stat().st_size
     assert last.backbone_bytes < both.backbone_bytes
-
-
-def test_backbone_gets_another_normalization(tmp_path: Path, blocks: Path) -> None:
-    """It computes of x what it would compute of pixels with the same normalized values, which need not exist."""
-    plain, changed = tmp_path / "plain.onnx", tmp_path / "changed.onnx"
-    plain.write_bytes(tiny_backbone())  # linear, without mean and standard deviation
-    changed.write_bytes(renormalized(onnx.load(plain), tiny_metadata(), COMMON["0.5 and 0.5"]) or b"")
-    images = np.random.default_rng(0).integers(0, 256, (3, 8, 8, 3), dtype=np.uint8)
-    original, white = (open_backbone(plain).features(each) for each in (images, np.full_like(images, 255)))
-    np.testing.assert_allclose(open_backbone(changed).features(images), 2 * original - white, atol=1e-4)
-    shifted = {"mean": (0.2, 0.4, 0.6), "std": (0.1, 0.2, 0.3)}
-    metadata = msgspec.structs.replace(open_backbone(blocks).metadata, **shifted)
-    changed.write_bytes(renormalized(onnx.load(blocks), metadata, tuple(shifted.values())) or b"")  # type: ignore[arg-type]
-    np.testing.assert_allclose(
-        open_backbone(changed).features(images), open_backbone(blocks).features(images), atol=1e-4
-    )
-
-
-def test_common_normalizations_but_the_backbones_own_are_tried() -> None:
-    mean, std = COMMON["ImageNet's"]
-    metadata = msgspec.structs.replace(tiny_metadata(), mean=mean, std=std)
-    assert list(other_normalizations(metadata)) == ["0.5 and 0.5"]
-    assert list(other_normalizations(tiny_metadata())) == list(COMMON)
-    assert other_normalizations(msgspec.structs.replace(metadata, precision="int8")) == {}
-
-
-@pytest.mark.parametrize(("threshold", "better"), [(-9.0, []), (1.0, ["ImageNet's"])])
-def test_normalization_that_loses_accuracy_is_found(
-    photos: Path, tmp_path: Path, threshold: float, better: list[str]
-) -> None:
-    """With 0.5 and 0.5, no value is above 1; with ImageNet's, white is."""
-    file = tmp_path / "blocks.onnx"
-    file.write_bytes(block_backbone(threshold=threshold))
-    backbone = open_backbone(file)
-    whole = msgspec.structs.replace(backbone.metadata, blocks=msgspec.UNSET)
-
-    def load(opened: Sequence[Backbone]) -> protofleet.Dataset:
-        return protofleet.load_dataset(photos, opened)
-
-    found = check_normalization(file, replace(backbone, metadata=whole), load=load, folds=FOLDS)
-    assert [each.name for each in found] == better
 
 
 def test_classifiers_are_evaluated_on_the_images_that_are_kept_back(photos: Path, blocks: Path) -> None:

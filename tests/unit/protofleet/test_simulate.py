@@ -238,7 +238,7 @@ class Sums(Majority, frozen=True, kw_only=True, forbid_unknown_fields=True):
         ({"devices": 1}, "expected 2 to 400 devices"),
         ({"devices": 401}, "expected 2 to 400 devices"),
         ({"partition": "equal"}, "expected a partition such as"),
-        ({"algorithms": ("fedavg",)}, "expected algorithms out of"),
+        ({"algorithms": ("fedavg",)}, "no algorithm .fedavg.: expected one of fedtc"),
         ({"algorithms": (Sums(),)}, "majority: expected an algorithm of rounds"),
         (
             {"algorithms": ("statistics", Statistics(features=8))},

@@ -136,7 +136,7 @@ WRONG_SETTINGS: list[tuple[str, int, str]] = [
     ('fleet = "a/b"', 3, "`fleet`: Expected `str` matching"),
     ('fleet = "a\\n"', 3, "`fleet`: Expected `str` matching"),
     ('devices = ["a", "b c"]', 3, "`devices`: Expected `str` matching"),
-    ('algorithm = "fedavg"', 3, "`algorithm`: Invalid enum value 'fedavg'; expected 'fedtc' or 'statistics' or"),
+    ('algorithm = "fedavg"', 3, "`algorithm`: no algorithm 'fedavg': expected one of fedtc, statistics,"),
     ("[client]\nseed = 1\nalpha = 1.5", 5, "`client.alpha`: Expected `float` <= 1.0"),
     ("\nclient = { alpha = 0.0 }", 4, "`client.alpha`: Expected `float` > 0.0"),
     ("\n\nclient.alpha = -1", 5, "`client.alpha`: Expected `float` > 0.0"),

@@ -66,6 +66,7 @@ def test_rollback_to_a_version() -> None:
         (trying()[0], "rollback", 1, "head 1 is current already"),
         (trying()[0], "rollback", 2, "is the candidate: give it to all devices with `aggregator promote`"),
         (replace(trying()[0], trial=Trial(3, 0.0), newest=3), "promote", 3, "its files were deleted"),
+        (replace(initial_state([1, 2]), forgotten=1), "rollback", 1, "from a device that was forgotten"),
         (trying()[0], "promote", 1, "head 1 is no longer the candidate"),
         (initial_state([1]), "promote", None, "no candidate to promote"),
     ],

@@ -64,20 +64,6 @@ def test_failed_training_is_repeated_after_a_growing_delay() -> None:
     assert run(Trained(1), state=state)[0].failures == 0
 
 
-def test_training_that_cannot_be_read_does_not_add_to_the_failures() -> None:
-    """After an outage of the object store no head is made with half the memory."""
-    now_s, state = 0.0, run(*ABC)[0]
-    for delay_s in (10.0, 20.0, 20.0, 20.0, 20.0, 20.0):
-        state, trainings, _ = run(
-            TrainingFailed(now_s, is_its_own=False), Ticked(now_s + delay_s - 1), state=state
-        )
-        assert (trainings, state.failures) == ([], 1)
-        now_s += delay_s
-        state, trainings, _ = run(Ticked(now_s), state=state)
-        assert trainings == [(1, ["a0.1", "b0.1", "c0.1"])]
-    assert run(TrainingFailed(now_s), state=state)[0].failures == 2
-
-
 def test_training_is_repeated_without_lost_submissions() -> None:
     """At once, with what counts by then and whatever the quorum; a device that submits again makes the next head."""
     state, trainings, _ = run(SubmissionsLost({"b": b"b0.1"}), state=run(*ABC)[0])

@@ -28,6 +28,7 @@ from aggregator.storage.store import Store
 from aggregator.storage.stored_values import NextHead
 from aggregator.storage.submissions import SubmissionRecord
 from aggregator.storage.sum_lists import PendingList, SumLists, put_sums, sums_of
+from aggregator.tasks.retention import delete_unneeded_blobs
 from aggregator.tasks.task_preparation import Task, prepare_task
 from aggregator.training.jobs import HeadJob, Result
 from aggregator.training.runner import Finished
@@ -156,7 +157,7 @@ def test_device_with_flipped_labels_is_quarantined_released_and_forgotten(tmp_pa
         assert (summary["submissions"], summary["heads"][2]["devices"], summary["quarantine"]) == (5, 5, [])
         assert without_metadata((daemon.state / "head.onnx").read_bytes()) == without
         done = run_aggregator("rollback", "2", "--state", str(daemon.state))
-        assert "head 2 cannot be used any more: its files were deleted" in done.stderr
+        assert "head 2 cannot be used any more: it learned from a device that was forgotten" in done.stderr
 
 
 OTHER, OPEN = b"o" * 32, b"p" * 32
@@ -265,15 +266,17 @@ def test_no_rollback_to_heads_with_a_forgotten_device(store: Store, task: Task) 
         assert each.manifest is not None
         assert each.manifest.current.version == 2
         assert each.retained == {2}
+        delete_unneeded_blobs(task, store)
         assert [head.digest in store.blobs for head in store.heads.all(task.digest)] == [False, True]
     _add_head(store, 3, task=task.digest, b=bytes(32))
     releases.tick(3)
     releases.tick(3)
     assert store.heads.rollout(task.digest).current == 3
+    delete_unneeded_blobs(task, store)
     assert not {*files.values()} & {*store.blobs.digests()}
     with pytest.raises(ConfigError, match="no other head was current before"):
         submit_command(store, "rollback")
-    with pytest.raises(ConfigError, match="its files were deleted"):
+    with pytest.raises(ConfigError, match="it learned from a device that was forgotten"):
         submit_command(store, "rollback", 2)
 
 

@@ -12,14 +12,12 @@ from unittest.mock import patch
 import pytest
 from msgspec import structs
 
-from aggregator.algorithms.algorithm import Training
-from aggregator.algorithms.statistics.feature_map import FeatureMap
 from aggregator.config.task_file import load_task
-from aggregator.coordination import round_state, rounds
+from aggregator.coordination import round_state
 from aggregator.heads import schedule
-from aggregator.heads.next_head import FULL_MEMORY_TRAININGS, job_of, store_head
+from aggregator.heads.next_head import store_head
 from aggregator.heads.operator_commands import forget
-from aggregator.heads.schedule import Schedule
+from aggregator.heads.schedule import RETENTION_S, Schedule
 from aggregator.intake.accepted_submissions import AcceptedSubmissions
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
@@ -27,13 +25,11 @@ from aggregator.storage.stored_values import LostFiles, TrainingProgress
 from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks import restoration
 from aggregator.tasks.task_preparation import Task, prepare_task
-from aggregator.training.jobs import HeadJob, Result, RoundJob, StatisticsJob
-from aggregator.training.runner import Finished, Progress, Trainer
+from aggregator.training.jobs import Result, RoundJob
+from aggregator.training.runner import KILLED, Finished, Progress, Trainer
 from protocol.errors import StateError
-from protocol.wire.codec import digest_of, encode
+from protocol.wire.codec import digest_of
 from protocol.wire.messages import Receipt
-from tests.support.messages.submissions import round_submission
-from tests.support.messages.tasks import served_task
 from tests.support.simulation.submissions import submit
 
 Events = queue.SimpleQueue[Progress | Finished]
@@ -180,10 +176,7 @@ def test_killed_training_is_repeated(training: Schedule, events: Events, task: T
         process.kill()
         assert not training.finish(_end(events))
         failed = store.next_head(task.digest, 1)
-        assert (failed.failures, failed.reason) == (
-            failures,
-            "killed (SIGKILL), as Linux does when memory runs out",
-        )
+        assert (failed.failures, failed.reason) == (failures, KILLED)
         training.state = replace(training.state, retry_s=0.0)  # the delay has passed
         training.tick()
     training.stop()
@@ -210,7 +203,7 @@ def test_training_on_a_forgotten_device_is_stopped(
     assert not training.finish(Finished(job, Result(metrics={"seconds": 1.0})))
     assert not training.finish(_end(events))  # of the stopped process
     assert (store.heads.all(), store.next_head(task.digest, 1).members) == ([], {})
-    assert (training.state.training, training.deleted) == (None, {"a"})
+    assert training.state.training is None
     assert "submission deleted by an operator device=a" in caplog.text
     assert "failed" not in caplog.text
     training.tick()
@@ -280,39 +273,6 @@ def test_aggregator_killed_during_a_training_counts_as_a_failure(task: Task, sto
     stopped = Schedule(task, store, on_event=lambda _: None)
     stopped.stop()
     assert stopped.state.failures == 2
-
-
-def test_half_the_memory_after_several_failures(store: Store) -> None:
-    """A round is closed as before."""
-    train, settings = rounds.Train(1, (("a", round_state.Entry(1, b"a", 0.0)),)), Training(epochs=3)
-    task = served_task(training=settings)
-    of_sums = served_task(training=settings, algorithm="statistics")
-    of_sums = replace(of_sums, feature_map=FeatureMap(16, 0, 0))
-    for failures in range(6):
-        job = job_of(train, task, store, round_state.State(failures=failures), tensors=None)
-        assert isinstance(job, HeadJob)
-        assert (job.half_memory, job.training) == (failures >= FULL_MEMORY_TRAININGS, settings)
-        sums = job_of(train, of_sums, store, round_state.State(failures=failures), tensors=None)
-        assert isinstance(sums, StatisticsJob)
-        assert sums.half_memory == job.half_memory
-
-
-def test_failures_of_the_object_store_do_not_halve_the_memory(
-    training: Schedule, events: Events, task: Task, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def unreachable() -> None:
-        raise StateError("cannot use the object store")
-
-    with _damaged_tensors(task, store), monkeypatch.context() as failure:
-        failure.setattr(store.blobs, "check_writable", unreachable)
-        _take(training, "ab")
-        for _ in range(2):
-            assert not training.finish(_end(events))
-            assert training.state.failures == 1
-            training.retry()
-            training.tick()
-    assert not training.finish(_end(events))
-    assert training.state.failures == 2
 
 
 def test_failure_on_a_full_disk_is_retried(
@@ -422,17 +382,17 @@ def _take_both(training: Schedule) -> None:
 def test_replaced_submissions_are_deleted(
     training: Schedule, task: Task, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A device that uploads all day leaves a bounded number of blobs, including its newest one."""
+    """Within a minute, as what a device uploads all day would fill the disk; the newest one stays."""
     before = set(store.blobs.digests())
-    message = round_submission(task=task.digest, shapes=task.expectation.tensors)
-    monkeypatch.setattr(schedule, "MAX_UNUSED_BYTES", 3 * len(encode(message)))
+    started_s = store.clock.now_s()
     for number in range(1, 30):
+        monkeypatch.setattr(store.clock, "now_s", lambda number=number: started_s + number * RETENTION_S / 3)
         verdict = submit(training, "a", sequence=number)
         training.tick()
         left = set(store.blobs.digests())
         assert verdict.counted_entry is not None
         assert before | {verdict.counted_entry.digest} <= left
-        assert len(left - before) <= 6
+        assert len(left - before) <= 3
 
 
 def test_earlier_tasks_expire_although_no_head_is_made(

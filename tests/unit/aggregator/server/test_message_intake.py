@@ -1,4 +1,4 @@
-"""Messages of devices by the stored rows and the rounds, and the bytes that they have."""
+"""Messages of devices by the stored rows and the rounds."""
 
 import contextlib
 from dataclasses import replace
@@ -16,11 +16,10 @@ from aggregator.intake.uploads import Uploads
 from aggregator.security.enrollment import enroll, revoke
 from aggregator.server import device_messages
 from aggregator.server.device_messages import DeviceMessages
-from aggregator.server.message_intake import MessageIntake, TrafficMeter
+from aggregator.server.message_intake import MessageIntake
 from aggregator.server.store_view import IntakeHeads
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import Traffic
 from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks.task_preparation import Task
 from protocol.enrollment import read_enrollment
@@ -327,16 +326,3 @@ def test_verdicts_follow_stored_rows_and_the_open_round(store: Store) -> None:
         other.submissions.delete("dev")
     bench.intake.view.refresh()
     assert bench.intake.view.deleted == {"dev"}
-
-
-def test_bytes_of_earlier_starts_are_counted(tmp_path: Path) -> None:
-    """Stored every few seconds and at the end."""
-    for start in range(1, 3):
-        with contextlib.closing(open_store(tmp_path)) as store:
-            meter = TrafficMeter(store)
-            meter.keep(sent=0)
-            meter.received = 100
-            meter.keep(sent=10)
-            assert (store.facts.get(Traffic) or Traffic()) == Traffic(100 * (start - 1), 10 * (start - 1))
-            meter.keep(sent=10, at_once=True)
-            assert store.facts.get(Traffic) == Traffic(100 * start, 10 * start)

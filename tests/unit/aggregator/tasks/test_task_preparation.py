@@ -285,14 +285,17 @@ def test_settings_sizes_and_version_of_the_algorithm_enter(monkeypatch: pytest.M
 
 def test_killed_export_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is repeated a few times with growing delays; one that fails by itself is not."""
-    job, waited = CompileJob(task_file=FILE, feature_size=16, folder=str(tmp_path)), list[float]()
+    job = CompileJob(
+        algorithm="fedpcl", settings={}, feature_size=16, num_classes=2, seed=0, folder=str(tmp_path)
+    )
+    waited = list[float]()
     monkeypatch.setattr(time, "sleep", waited.append)
     killed, made = Finished(job, None, "killed", is_killed=True), Finished(job, Result(metrics={}))
 
     def play(*outcomes: Finished) -> Result:
         left = list(outcomes)
         monkeypatch.setattr(graph_cache, "_run_once", lambda *_: left.pop(0))
-        return graph_cache._run_job(job, tmp_path)
+        return graph_cache._run_job(job, tmp_path, timeout_s=60)
 
     assert play(killed, killed, made) == made.result
     assert waited == [10.0, 20.0]
@@ -309,7 +312,7 @@ def test_status_names_the_task_whose_graphs_are_exported(
     with contextlib.closing(open_store(tmp_path, lock=True)) as store:
         store.facts.put(SERVED)
 
-        def export(*_: object) -> Result:
+        def export(*_: object, **__: object) -> Result:
             status = collect_status(store)
             assert (status.algorithm, status.preparing) == (SERVED.algorithm, "fedpcl")
             assert "a task with fedpcl: its graphs are exported" in rendered(status)

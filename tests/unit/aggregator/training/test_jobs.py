@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -16,12 +16,11 @@ import onnxruntime
 import pytest
 from numpy.typing import NDArray
 
-from aggregator.algorithms.algorithm import Contribution, Training
-from aggregator.algorithms.fedtc import train_head
+from aggregator.algorithms.algorithm import Contribution
 from aggregator.algorithms.fedtc.head import Dense
 from aggregator.algorithms.fpl import FPL
 from aggregator.algorithms.tensors import unpack_tensors
-from aggregator.config.schema import MAX_MULTIPLE, TaskFile
+from aggregator.config.schema import MAX_MULTIPLE
 from aggregator.config.task_file import load_task
 from aggregator.graphs.head_export import head_to_onnx
 from aggregator.storage.blobs import Blobs, FolderBlobs
@@ -83,7 +82,9 @@ class Bench:
         return RoundJob(
             version=2,
             task=self.task.digest.hex(),
-            task_file=self.task.file,
+            algorithm=self.task.file.algorithm,
+            settings=msgspec.to_builtins(self.task.file.method),
+            robust=self.task.file.robust,
             members={device: self.blobs.put(encode(each)).hex() for device, each in sent.items()},
             tensors=(self.blobs.put(tensors) if tensors else self.task.first_tensors.digest).hex(),
             blobs=self.blobs.location,
@@ -211,21 +212,8 @@ def test_submissions_that_cannot_be_aggregated_are_errors(bench: Bench) -> None:
         run(bench.job({"a": evaluation()}))
     with pytest.raises(ProtofleetError, match="expected task"):
         run(bench.job({"a": round_submission()}))
-    other = TaskFile(classes=("a",), backbones=("b",))
     with pytest.raises(ProtofleetError, match="fedtc has no rounds"):
-        run(msgspec.structs.replace(bench.job({}), task_file=other))
-
-
-@pytest.mark.parametrize("recipe", ["default", "paper"])
-def test_half_the_memory_is_half_the_prototypes_without_an_adapter(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe: Literal["default", "paper"]
-) -> None:
-    """Whatever the recipe, and whatever cross-validation would prefer; the head's metrics say so."""
-    monkeypatch.setattr(train_head, "MIN_HELD_OUT", 0)  # otherwise so few would not be compared with it
-    blobs, sent = FolderBlobs(tmp_path / "blobs"), submission(labels=(0, 1, 2) * 10)
-    without_adapter = Training(recipe=recipe, device="cuda:99")  # it cannot be trained
-    result = run_head(head_job(blobs, tmp_path, sent, training=without_adapter, half_memory=True))
-    assert (result.prototypes, result.metrics["epochs"], result.metrics["half_memory"]) == (15, 0, 1)
+        run(msgspec.structs.replace(bench.job({}), algorithm="fedtc", settings={}))
 
 
 @pytest.mark.parametrize("has_novelty", [False, True])

@@ -14,7 +14,7 @@ from aggregator.intake.validation import Prototypes
 from aggregator.training.robust import training_set as limiting
 from aggregator.training.robust.outlier_detection import judge
 from aggregator.training.robust.outlier_statistics import summaries
-from aggregator.training.robust.training_set import combine, half_of, limited_means, pool
+from aggregator.training.robust.training_set import combine, limited_means, pool
 from tests.support.messages.prototype_sets import CLASSES, fleet, flipped, honest
 
 
@@ -26,16 +26,6 @@ def test_parts_are_concatenated() -> None:
     np.testing.assert_array_equal(data.devices, expected)
     assert np.array_equal(data.values, np.concatenate([part.values for part in parts]))
     assert np.array_equal(data.labels, np.concatenate([part.labels for part in parts]))
-
-
-def test_half_has_every_second_prototype_of_each_class() -> None:
-    """Each with its label and count; the only one of a class stays."""
-    labels = np.array([0, 1, 0, 0, 2, 1])
-    values = np.arange(6, dtype=np.float32)[:, None]
-    half = half_of(Prototypes(values, labels, np.arange(10, 16)))
-    assert half.values[:, 0].tolist() == [0, 1, 3, 4]
-    assert half.labels.tolist() == [0, 1, 0, 2]
-    assert half.counts.tolist() == [10, 11, 13, 14]
 
 
 SIZE, RARE, IMAGES = 48, 5, 5

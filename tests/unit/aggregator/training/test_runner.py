@@ -15,7 +15,7 @@ from aggregator.algorithms.algorithm import Training
 from aggregator.storage.blobs import FolderBlobs
 from aggregator.storage.store import Store
 from aggregator.training.jobs import HeadJob
-from aggregator.training.runner import Finished, Progress, Trainer
+from aggregator.training.runner import KILLED, Finished, Progress, Trainer
 from aggregator.training.workers.queue_trainer import QueueTrainer
 from aggregator.training.workers.worker import Worker, scratch_folder
 from protocol.errors import StateError, ThreadFailed
@@ -85,7 +85,7 @@ FIGURES = "echo '{\"epoch\": 1}'"
         (f'echo hello; echo 3; echo "[1]"; {FIGURES}; echo oops >&2; exit 4', "exit status 4: oops"),
         (f"{FIGURES}; rm -r training; exit 4", "exit status 4: no error message"),
         (f"printf '\\377\\n'; {FIGURES}; exit 4", "exit status 4: no error message"),
-        (f"{FIGURES}; kill -9 $$", "killed (SIGKILL), as Linux does when memory runs out"),
+        (f"{FIGURES}; kill -9 $$", KILLED),
     ],
     ids=["other output", "folder vanishes", "output that is not UTF-8", "killed"],
 )

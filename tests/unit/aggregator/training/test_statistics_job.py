@@ -258,30 +258,6 @@ def test_device_with_a_class_of_its_own_does_not_take_the_images_of_others(tmp_p
     assert accuracy(tmp_path, features[labels < 2], labels[labels < 2]) > 0.9
 
 
-def test_half_of_the_groups_are_compared_with_half_the_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All rows count."""
-    compared: list[int] = []
-
-    def watched(part: Prototypes) -> DeviceSummary:
-        compared.append(len(part.labels))
-        return summarized(part)
-
-    monkeypatch.setattr(blocks, "summarized", watched)
-    parts = {str(device): groups_of(*images(device)) for device in range(3)}
-    job = job_on(tmp_path, parts, GROUPS_EXPECTATION)
-    every = added(job, GROUPS_EXPECTATION, LocalEngine())
-    half = added(msgspec.structs.replace(job, half_memory=True), GROUPS_EXPECTATION, LocalEngine())
-    assert compared == [12] * 3 + [6] * 3
-    for device in parts:
-        np.testing.assert_array_equal(half.rows[device], every.rows[device])
-        np.testing.assert_array_equal(half.images[device], every.images[device])
-    neither = Robust(detect_outliers=False, max_multiple=0)
-    added(msgspec.structs.replace(job, robust=neither), GROUPS_EXPECTATION, LocalEngine())
-    assert len(compared) == 6
-
-
 @pytest.mark.parametrize("cohort", [2, 500])
 def test_each_submission_is_added_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cohort: int) -> None:
     """The rest of what does not count fully is subtracted, to the bit; only such submissions are read again.

@@ -31,7 +31,7 @@ from tests.support.machine_faults import not_root, open_folder
 
 
 class Extractor:
-    """A cache, and extractions with one or more backbones in batches of four with two decoding threads."""
+    """A cache, and extractions with one or more backbones in batches of four."""
 
     def __init__(self, folder: Path, *backbones: Backbone) -> None:
         self.file = folder / "features.sqlite"
@@ -49,7 +49,6 @@ class Extractor:
             self.cache,
             open_backbone=self._open,
             batch_size=4,
-            workers=2,
             on_progress=lambda cached, computed: self.progress.append(cached + computed),
             should_stop=lambda: sum(self.progress) >= stop_after,
         )
@@ -127,7 +126,7 @@ def test_decoding_never_runs_far_ahead(tmp_path: Path) -> None:
             yield image
 
     done = 0
-    for batch in feature_batches(one_by_one(), [tiny(tmp_path)], batch_size=4, workers=2):
+    for batch in feature_batches(one_by_one(), [tiny(tmp_path)], batch_size=4):
         done += len(batch)
         assert taken <= done + 4
     assert done == len(found)
@@ -152,7 +151,7 @@ def test_no_image_is_decoded_while_runs_of_the_backbones_are_counted(
         is_running.clear()
 
     monkeypatch.setattr(extraction, "decoded", decode_slowly)
-    batches = feature_batches(images, [tiny(tmp_path)], batch_size=4, workers=2, run_backbones=count)
+    batches = feature_batches(images, [tiny(tmp_path)], batch_size=4, run_backbones=count)
     assert sum(map(len, batches)) == len(images)
     assert overlaps == [False]
 
@@ -238,7 +237,7 @@ data, backbone, state = map(Path, sys.argv[1:])
 opened = open_backbone(backbone, provider="cpu", threads=1)
 extraction = extract(
     find_images(data, ["cat"]), [opened.sha256], FeatureCache(state), open_backbone=lambda _: opened,
-    batch_size=32, workers=2, on_progress=lambda *_: None, should_stop=lambda: False,
+    batch_size=32, on_progress=lambda *_: None, should_stop=lambda: False,
 )
 print(extraction.computed, Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
 """
@@ -324,8 +323,9 @@ def test_large_images_are_decoded_one_at_a_time(
         return pixels
 
     monkeypatch.setattr(extraction, "preprocess", watched)
+    monkeypatch.setattr(extraction, "decoding_threads", lambda: 4)
     images = map(unlabeled, sorted((tmp_path / "cat").iterdir()))
-    ((*made,),) = feature_batches(images, [tiny(tmp_path)], batch_size=4, workers=4)
+    ((*made,),) = feature_batches(images, [tiny(tmp_path)], batch_size=4)
     assert all(isinstance(feature, np.ndarray) for _, feature in made)
     assert most == (1 if name == "large" else 4)
 

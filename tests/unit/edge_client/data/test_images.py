@@ -85,13 +85,10 @@ def test_unknown_folders_are_named_and_left_out(tmp_path: Path) -> None:
     Path(os.fsdecode(os.fsencode(tmp_path) + b"/do\xe9")).mkdir()
     scan = scan_images(tmp_path, CLASSES)
     assert [image.relative for image in scan.images] == ["cat/1.png"]
-    expected = ("'aaa'", "'cats' (did you mean 'cat'?)", r"'do\udce9' (did you mean 'dog'?)", "'zzz'")
-    assert scan.unknown == expected
-    with pytest.raises(
-        ConfigError, match=r"no class of the task; its classes are cat, dog, .*omit --strict"
-    ) as refusal:
-        scan_images(tmp_path, CLASSES, strict=True)
-    assert all(name in str(refusal.value) for name in expected)
+    assert scan.unknown == (
+        *("'aaa'", "'cats' (did you mean 'cat'?)"),
+        *(r"'do\udce9' (did you mean 'dog'?)", "'zzz'"),
+    )
 
 
 def test_skipped_files_are_counted_by_reason(tmp_path: Path) -> None:
@@ -256,8 +253,6 @@ def test_unknown_labels_of_a_list_are_named_with_their_first_line(tmp_path: Path
     scan = scan_images(tmp_path / "list.csv", CLASSES)
     assert [image.relative for image in scan.images] == ["1.png"]
     assert scan.unknown == ("'dgo' in line 3 (did you mean 'dog'?)", "'' in line 5")
-    with pytest.raises(ConfigError, match=r"'dgo' in line 3 .*'' in line 5: no class"):
-        scan_images(tmp_path / "list.csv", CLASSES, strict=True)
 
 
 @pytest.mark.parametrize(

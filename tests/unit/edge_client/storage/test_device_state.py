@@ -18,11 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from edge_client.agent.state import UploadItem
-from edge_client.storage import stored_values
+from edge_client.storage import outbox, stored_values
 from edge_client.storage.crash_counter import MAX_CRASHES
 from edge_client.storage.device_state import DeviceState, default_device_id
 from edge_client.storage.disk_space import DiskAlmostFull
-from edge_client.storage.outbox_size import MIB
 from edge_client.storage.stored_values import (
     Epoch,
     EvaluatedHead,
@@ -290,15 +289,14 @@ def test_acknowledged_evaluation_is_deleted(state: DeviceState) -> None:
     assert (state.get(Epoch).number, state.get(EvaluatedHead).key.hex()) == (7, KEY)
 
 
-def test_submission_above_the_limit_is_refused(tmp_path: Path) -> None:
+def test_submission_above_the_limit_is_refused(state: DeviceState, monkeypatch: pytest.MonkeyPatch) -> None:
     """The earlier submission stays, with its facts."""
-    state = DeviceState(tmp_path, outbox_bytes=100)
+    monkeypatch.setattr(outbox, "LIMIT_BYTES", 100)
     there = keep(state, b"x" * 100, number=1)
-    with pytest.raises(ProtofleetError, match=r"submission has 101 bytes .* holds 100: raise --outbox-mb"):
+    with pytest.raises(ProtofleetError, match=r"submission has 101 bytes .* holds 100: use fewer features"):
         keep(state, b"y" * 101, number=2)
     assert state.outbox.items() == (there,)
     assert number_of(state) == 1
-    assert keep(DeviceState(tmp_path, outbox_bytes=200), b"y" * 101).size_bytes == 101
 
 
 def test_full_disk_leaves_the_old_item_or_the_new_one(tmp_path: Path, state: DeviceState) -> None:
@@ -380,10 +378,10 @@ def test_killed_program_leaves_the_last_item_or_the_next(tmp_path: Path, seed: i
 def test_file_size_is_bounded(tmp_path: Path, state: DeviceState) -> None:
     """There is room for two submissions, and for the log of the last transaction."""
     for number in range(12):
-        item = keep(state, bytes([number]) * MIB)
+        item = keep(state, bytes([number]) * 2**20)
         if number % 2:
             state.outbox.receive(item.digest)
     with sqlite3.connect(tmp_path / "device.sqlite") as other:
         assert other.execute("SELECT count(*) FROM payloads").fetchone() == (1,)
     used = sum(file.stat().st_size for file in tmp_path.glob("device.sqlite*"))
-    assert used < 6 * MIB
+    assert used < 6 * 2**20

@@ -19,7 +19,7 @@ OPSET = (
     "is under development. Current official support for domain ai.onnx is till opset 21."
 )
 UPGRADE = (
-    "it has opset 23, and this ONNX Runtime supports 21: upgrade ONNX Runtime, or export the file with --opset 21 or "
+    "it has opset 23, and this ONNX Runtime supports 21: upgrade ONNX Runtime, or export the file with opset 21 or "
     "lower"
 )
 

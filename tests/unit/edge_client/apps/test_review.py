@@ -17,14 +17,14 @@ import pytest
 from click.testing import CliRunner, Result
 from PIL import Image
 
+from edge_client.apps.review.findings import suspicious
+from edge_client.apps.review.relabeling import NotMoved, Relabeling
+from edge_client.apps.review.server import ReviewServer
 from edge_client.cli import cli
 from edge_client.data.decoding import decode, pixel_digest
 from edge_client.data.extraction import extract
 from edge_client.data.images import LabeledImage, find_images
 from edge_client.predict import head
-from edge_client.review.findings import suspicious
-from edge_client.review.http_server import ReviewServer
-from edge_client.review.relabeling import NotMoved, Relabeling
 from edge_client.storage import stored_values
 from edge_client.storage.feature_cache import FeatureCache
 from edge_client.storage.stored_values import Kept
@@ -99,7 +99,6 @@ def test_stored_features_need_no_image_and_a_damaged_cache_is_not_used(where: Re
             opened,
             open_backbone=lambda _: backbone,
             batch_size=4,
-            workers=1,
             on_progress=lambda *_: None,
             should_stop=lambda: False,
         )

@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from edge_client.data.decoding import decoded
-from edge_client.data.images import LabeledImage
-from edge_client.predict.http_limits import (
+from edge_client.apps.http.limits import (
     Answer,
     Body,
     LimitedHandler,
     LimitedServer,
     Refused,
 )
-from edge_client.predict.http_options import ServerOptions
-from edge_client.review.findings import TITLES, Finding, Review
-from edge_client.review.relabeling import NotMoved, Relabeling
+from edge_client.apps.http.options import ServerOptions
+from edge_client.apps.review.findings import TITLES, Finding, Review
+from edge_client.apps.review.relabeling import NotMoved, Relabeling
+from edge_client.data.decoding import decoded
+from edge_client.data.images import LabeledImage
 from edge_client.runtime.session import release_memory
 from protocol.models.preprocessing import to_rgb
 

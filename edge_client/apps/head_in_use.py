@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 
+from edge_client.apps.drift import DriftMonitor
 from edge_client.predict.classifier import Classifier, open_classifier
-from edge_client.predict.drift import DriftMonitor
 from edge_client.storage.device_state import DeviceState
 from protocol.errors import ProtofleetError
 from protocol.log import event

@@ -25,8 +25,8 @@ from http.client import HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 
-from edge_client.predict.http_connections import BUSY, Connections, TokenGuesses
-from edge_client.predict.http_options import ServerOptions, host_of, is_loopback
+from edge_client.apps.http.connections import BUSY, Connections, TokenGuesses
+from edge_client.apps.http.options import ServerOptions, host_of, is_loopback
 from protocol.errors import ConfigError, UnreadableImage
 from protocol.log import event
 

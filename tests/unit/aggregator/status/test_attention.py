@@ -1,35 +1,27 @@
-"""Figures of a fleet beside its status: warnings, a summary in a line, a forecast, a projection, `aggregator top`."""
+"""Figures of a fleet beside its status: warnings and a forecast; and `aggregator top`."""
 
-import contextlib
 import io
 from pathlib import Path
 
-import numpy as np
 import pytest
 from click.testing import CliRunner
-from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 from rich.console import Console
 
 from aggregator.cli import cli
-from aggregator.coordination.round_state import Entry
 from aggregator.intake import intake_status
 from aggregator.intake.intake_status import IntakeStatus
 from aggregator.status import model
+from aggregator.status.attention import attention_of
 from aggregator.status.forecast import gain
-from aggregator.status.projection import MAX_DEVICES, principal_components, project, projection_sources
 from aggregator.status.render import show_live
-from aggregator.status.summary import attention_of, summary_of
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import LostFiles
-from aggregator.storage.submissions import SubmissionRecord
 from protocol.errors import StateError
-from protocol.wire.codec import encode
-from protocol.wire.messages import Evaluation, SealedMask
-from tests.support.messages.submissions import SERVED, TASK, device_info, submission, values_of
-from tests.support.messages.sums import masked_submission
-from tests.unit.aggregator.status.stores import busy_store, collected, rendered, started_store
+from protocol.wire.messages import Evaluation
+from tests.support.messages.submissions import SERVED, TASK, device_info
+from tests.unit.aggregator.status.stores import busy_store, collected, rendered
 
 
 @pytest.fixture
@@ -39,13 +31,13 @@ def busy(tmp_path: Path) -> Store:
 
 def test_aggregator_that_does_not_run_needs_an_operator(busy: Store) -> None:
     status = collected(busy)
-    assert status.attention == summary_of(status).attention == ()
+    assert status.attention == ()
     (found,) = attention_of(replace(status, running=False))
     assert (found.level, found.text) == ("error", "start `aggregator run`")
 
 
 def test_errors_are_before_warnings(busy: Store, tmp_path: Path) -> None:
-    """The terminal, the page and the overview show the same."""
+    """The terminal and the page show the same."""
     intake_status.create(tmp_path)
     intake_status.write(tmp_path, IntakeStatus(100.0, "the disk is full"))
     busy.facts.put(LostFiles(("ab" * 32,)))
@@ -65,7 +57,6 @@ def test_errors_are_before_warnings(busy: Store, tmp_path: Path) -> None:
     text = rendered(status)
     assert all(f"{each.title} {each.text}" in text for each in status.attention)
     assert "2 devices cannot take part a: no room; also b" in text
-    assert summary_of(status).attention == status.attention
 
 
 @pytest.mark.parametrize(("correct", "incorrect"), [(0, 1), (1, 0), (80, 20), (0, 50), (50, 0)])
@@ -129,53 +120,3 @@ def test_top_requires_a_state_and_a_terminal(tmp_path: Path) -> None:
         show_live(tmp_path, Console(file=io.StringIO()), wait=lambda: None)
     done = CliRunner().invoke(cli, ["top", "--state", str(tmp_path)])
     assert "use `aggregator status` elsewhere" in str(done.exception)
-
-
-def submit(store: Store, device: str, seed: int, *, mask: SealedMask | UnsetType = UNSET) -> None:
-    message = replace(submission(seed=seed), mask=mask)
-    digest = store.blobs.put(encode(message))
-    record = SubmissionRecord(device, Entry(1, digest, 0.0, 0), 1, 20, 4, {0: 2, 1: 1, 2: 1})
-    store.submissions.put(TASK, record)
-
-
-@pytest.mark.parametrize("shape", [(200, 30), (30, 200), (3, 50), (50, 1), (1, 5)])
-def test_components_are_those_of_the_covariance(shape: tuple[int, int]) -> None:
-    """Variances and distances along the components are those of a full decomposition."""
-    values = np.random.default_rng(0).normal(size=shape).astype(np.float32) * np.arange(1, shape[1] + 1)
-    points, shares = principal_components(values.astype(np.float32))
-    centered = values - values.mean(axis=0)
-    singular = np.append(np.linalg.svd(centered, compute_uv=False), [0.0, 0.0])
-    assert np.linalg.norm(points, axis=0) == pytest.approx(singular[:2], rel=1e-4, abs=1e-4)
-    assert shares * (singular**2).sum() == pytest.approx(singular[:2] ** 2, rel=1e-4, abs=1e-4)
-
-
-def test_same_prototypes_have_the_same_places(tmp_path: Path) -> None:
-    """Each point is a stored prototype with its device and class; what is masked or cannot be read is left out."""
-    with contextlib.closing(started_store(tmp_path)) as store:
-        for seed, device in enumerate(("a", "b", "c")):
-            submit(store, device, seed)
-        submit(store, "masked", 0, mask=masked_submission("masked", seal_key=b"\t".ljust(32, b"\0")).mask)
-        sources = projection_sources(store)
-        first, again = project(store.blob_reader(), sources), project(store.blob_reader(), sources)
-        assert first == again
-        assert first.devices == ("a", "b", "c")
-        assert first.device == (0,) * 4 + (1,) * 4 + (2,) * 4
-        assert first.label == (0, 0, 1, 2) * 3
-        values = np.concatenate([values_of(submission(seed=seed)) for seed in range(3)])
-        points, _ = principal_components(values)
-        assert np.column_stack([first.x, first.y]) == pytest.approx(points, rel=1e-2, abs=1e-2)
-        file = tmp_path / "blobs" / sources.digests["b"].hex()
-        file.write_bytes(b"damaged")
-        assert project(store.blob_reader(), sources).devices == ("a", "c")
-
-
-def test_devices_in_quarantine_are_always_shown(tmp_path: Path) -> None:
-    with contextlib.closing(started_store(tmp_path)) as store:
-        with store.transaction():
-            for number in range(2 * MAX_DEVICES):
-                submit(store, f"shed-{number:04}", number % 3)
-            store.quarantine.add(TASK, "shed-0001", reason="far", now_s=1.0)
-        sources = projection_sources(store)
-        assert len(sources.digests) == MAX_DEVICES
-        assert sources.of_devices == 2 * MAX_DEVICES
-        assert "shed-0001" in sources.digests

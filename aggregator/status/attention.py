@@ -1,9 +1,9 @@
-"""The conditions that need an operator, and a fleet in a line: both from its status."""
+"""The conditions that need an operator, from the status."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from aggregator.status.model import Attention, Device, Quota, Quotas, Status, Summary
+from aggregator.status.model import Attention, Device, Quota, Quotas, Status
 from protocol.cli import counted
 from protocol.wire.messages import DRIFT_LIMIT
 
@@ -12,22 +12,6 @@ SHOWN = 5
 
 WAIT_S = 600.0
 """Seconds without an answer of the second operator after which that is reported."""
-
-
-def summary_of(status: Status) -> Summary:
-    current = next((head for head in status.heads if head.version == status.rollout.current), None)
-    return Summary(
-        fleet=status.fleet,
-        running=status.running,
-        algorithm=status.algorithm,
-        devices=len(status.devices),
-        online=sum(device.state == "online" for device in status.devices),
-        submissions=status.submissions,
-        head=status.rollout.current,
-        accuracy=current.held_out.accuracy if current is not None else None,
-        quotas=status.quotas,
-        attention=status.attention,
-    )
 
 
 def attention_of(status: Status) -> tuple[Attention, ...]:
@@ -69,8 +53,7 @@ def _of_training(status: Status) -> Iterator[Attention]:
         yield Attention("error", "list left out of all heads", text)
     if (failed := status.failed_training) is not None:
         times = f"{counted(failed.failures, 'time')}, last at {_clock(failed.failed_s)}"
-        half = " with half the memory" if failed.half_memory else ""
-        again = f"repeated{half} by {_clock(failed.retry_at_s)}"
+        again = f"repeated by {_clock(failed.retry_at_s)}"
         yield Attention(
             "error", "training failed", f"head {failed.version}, {times}: {failed.reason}; {again}"
         )

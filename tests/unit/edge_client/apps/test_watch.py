@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,18 +17,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from edge_client.apps.head_in_use import HeadInUse
+from edge_client.apps.watch import home_assistant
+from edge_client.apps.watch.folder import GIVE_UP_S, REPLACED_GIVE_UP_S, REPLACED_SETTLE_S, FolderWatch
+from edge_client.apps.watch.home_assistant import Sensor
+from edge_client.apps.watch.majority import Majority
 from edge_client.cli import cli
 from edge_client.cli.predict import printer
-from edge_client.cli.watch import classify_new, pause_s, published
+from edge_client.cli.watch import changes_only, classify_new, pause_s, published
 from edge_client.data import file_ages
 from edge_client.data.class_prior import NO_PRIOR
 from edge_client.data.extraction import Refusal
-from edge_client.predict import home_assistant
 from edge_client.predict.classifier import Prediction
-from edge_client.predict.folder_watch import GIVE_UP_S, REPLACED_GIVE_UP_S, REPLACED_SETTLE_S, FolderWatch
-from edge_client.predict.head_in_use import HeadInUse
-from edge_client.predict.home_assistant import Sensor
-from edge_client.predict.majority import Majority
 from edge_client.runtime.backbone import Backbone
 from edge_client.storage.device_state import DeviceState
 from edge_client.storage.stored_values import InstalledHead
@@ -77,6 +78,19 @@ def test_each_change_has_its_majority_and_is_to_another_state(
     for place, each in states:
         assert Counter(answers[max(0, place + 1 - frames) : place + 1])[each] >= agree * frames
     assert all(before != after for (_, before), (_, after) in pairwise(states))
+
+
+def test_changes_are_printed_only(capsys: pytest.CaptureFixture[str]) -> None:
+    """An image that cannot be read changes nothing, and is an error."""
+    head = InstalledHead(head=b"", version=1, backbones=(), classes=("cat", "dog"))
+    known = Prediction((("cat", 0.55), ("dog", 0.45)), NO_PRIOR, known=True)
+    unknown = replace(known, known=False)
+    output = changes_only(printer(as_json=True, as_csv=False), Majority(frames=3, agree=0.6, debounce_s=0.0))
+    for found in (known, known, Refusal("no image"), known, unknown, known, unknown, unknown):
+        output(Path("none.png" if isinstance(found, Refusal) else "image.png"), found, head)
+    printed = capsys.readouterr()
+    assert [json.loads(line)["answer"] for line in printed.out.splitlines()] == ["cat", "unrecognized"]
+    assert "none.png" in printed.err
 
 
 SETTLE_S = 2.0

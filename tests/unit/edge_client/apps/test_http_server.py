@@ -15,13 +15,14 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
+from edge_client.apps.head_in_use import HeadInUse
+from edge_client.apps.http import connections as http_connections
+from edge_client.apps.http import limits
+from edge_client.apps.http.connections import Connections, TokenGuesses
+from edge_client.apps.http.options import parse_options
+from edge_client.apps.http.server import PredictionServer
 from edge_client.cli import cli
 from edge_client.data.class_prior import Source
-from edge_client.predict import http_connections, http_limits
-from edge_client.predict.head_in_use import HeadInUse
-from edge_client.predict.http_connections import Connections, TokenGuesses
-from edge_client.predict.http_options import parse_options
-from edge_client.predict.http_server import PredictionServer
 from edge_client.runtime.session import release_memory
 from protocol.errors import ConfigError
 from protocol.mqtt.tls import BrokerAddress
@@ -171,9 +172,9 @@ def test_bytes_that_are_no_request_end_their_connection_only(start: Start) -> No
 @pytest.mark.parametrize(
     "head",
     [
-        b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * (http_limits.MAX_HEAD_BYTES - 49),
+        b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * (limits.MAX_HEAD_BYTES - 49),
         b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n" + b"X: y\r\n" * 101,
-        b"GET /" + b"a" * http_limits.MAX_HEAD_BYTES,
+        b"GET /" + b"a" * limits.MAX_HEAD_BYTES,
     ],
 )
 def test_headers_past_their_limit_are_refused_and_not_cut(start: Start, head: bytes) -> None:
@@ -187,7 +188,7 @@ def test_announced_images_take_no_place(start: Start) -> None:
     """Connections that announce the largest images and send two bytes leave room for those that arrive."""
     begin = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\nab"
     with start() as port, contextlib.ExitStack() as stalled:
-        for _ in range(3 * http_limits.MAX_IMAGES):
+        for _ in range(3 * limits.MAX_IMAGES):
             connection = stalled.enter_context(socket.create_connection(("127.0.0.1", port), timeout=60))
             connection.sendall(begin)
         assert _ask(port, "POST", "/predict", PNG)[0] == 200
@@ -195,7 +196,7 @@ def test_announced_images_take_no_place(start: Start) -> None:
 
 def test_bytes_in_memory_are_limited(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of images that have not arrived completely count, until their connection ends."""
-    monkeypatch.setattr(http_limits, "MAX_IMAGES", 1)
+    monkeypatch.setattr(limits, "MAX_IMAGES", 1)
     begin = b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n"
     is_full, is_empty, count_bytes = threading.Event(), threading.Event(), PredictionServer.count_bytes
 
@@ -230,15 +231,15 @@ def test_slow_body_is_ended(
     start: Start, monkeypatch: pytest.MonkeyPatch, request_s: float, grace_s: float
 ) -> None:
     """The time limit is that of the whole request, however often bytes arrive, and shorter if they are few."""
-    monkeypatch.setattr(http_limits, "REQUEST_S", request_s)
-    monkeypatch.setattr(http_limits, "GRACE_S", grace_s)
+    monkeypatch.setattr(limits, "REQUEST_S", request_s)
+    monkeypatch.setattr(limits, "GRACE_S", grace_s)
     with start() as port, socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
         connection.sendall(b"POST /predict HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n")
         assert b" 408 " in connection.recv(65_536)
 
 
 def test_slow_headers_are_ended(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_limits, "HEAD_S", 0.5)
+    monkeypatch.setattr(limits, "HEAD_S", 0.5)
     with start() as port, socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
         connection.sendall(b"POST /pred")
         assert connection.recv(65_536) == b""

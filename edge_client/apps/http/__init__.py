@@ -1,0 +1,1 @@
+"""Predictions over HTTP, and the limited server that the review's page uses, too."""

@@ -1,1 +1,0 @@
-"""Review: findings, moved images, and the page."""
