@@ -86,7 +86,6 @@ COST = {
     ),
     "ingest": _entry("cost.uploads.ingest", "Uploads as fast as a socket takes them", "5 min", repetitions=1),
     "databases": _entry("cost.uploads.databases", "PostgreSQL beside SQLite", "5 min", devices=[1000]),
-    "engines": _entry("cost.engines", "Training on Ray beside one process", "5 min", devices=[1000]),
 }  # fmt: skip
 GROUPS: Mapping[str, tuple[str, Mapping[str, Entry]]] = {
     "device": ("What a device pays, beside PyTorch and ONNX Runtime.", DEVICE),

@@ -121,7 +121,29 @@ def write_json(
         "plots": [asdict(plot) for plot in plots],
         **results,
     }
-    file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    file.write_text(as_lines(report), encoding="utf-8")
+
+
+def as_lines(report: Mapping[str, Any]) -> str:
+    """Return a report as JSON with one line for each row of a table, and for each run."""
+    lists = {"tables": 2}  # of tables, and of rows in a table
+    values = (
+        f" {json.dumps(name)}: {_expanded(value, lists.get(name, 1), 1)}" for name, value in report.items()
+    )
+    return "{\n" + ",\n".join(values) + "\n}\n"
+
+
+def _expanded(value: Any, lists: int, indent: int) -> str:
+    """Return a value as JSON: an item on each line where it contains lists or mappings, in so many nested lists."""
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if not lists or not any(isinstance(each, dict | list) for each in items):
+        return json.dumps(value)
+    margin = "\n" + " " * (indent + 1)
+    if isinstance(value, dict):
+        parts = (f"{json.dumps(name)}: {_expanded(each, lists, indent + 1)}" for name, each in value.items())
+        return "{" + margin + f",{margin}".join(parts) + margin[:-1] + "}"
+    parts = (_expanded(each, lists - 1, indent + 1) for each in value)
+    return "[" + margin + f",{margin}".join(parts) + margin[:-1] + "]"
 
 
 def _command() -> str:

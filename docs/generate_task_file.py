@@ -44,7 +44,7 @@ LINKS = {
     "client.batch_size": "[Why](../privacy.md#sums-of-single-images)",
     "training.recipe": "[Why](../adr/0021-closed-form-head.md)",
     "training.calibrate": "[Calibrated heads](heads.md#calibrated-heads)",
-    "training.engine": "[Ray](task-file.md#engine)",
+    "training.engine": "[Ray](ray.md)",
     "robust.detect_outliers": "[Quarantine](quarantine.md)",
     "robust.max_multiple": "[How](quarantine.md#how-much-a-device-counts)",
     "limits.max_devices": "[Quotas](many-fleets.md#quotas)",

@@ -132,8 +132,10 @@ def load_backbone(choice: Choice) -> Backbone:
     source = str(module.pretrained_cfg.get("hf_hub_id") or "hub") if choice.pretrained else "random"
     metadata = BackboneMetadata(
         model=choice.model,
-        feature_size=_feature_size(module, choice.model, config["input_size"]),
-        preprocessing=_preprocessing(config),
+        feature_size=feature_size_of(
+            module, choice.model, config["input_size"], hint="try --model-kwargs global_pool=avg"
+        ),
+        preprocessing=preprocessing_of(config),
         mean=tuple(config["mean"]),
         std=tuple(config["std"]),
         weights_sha256=digest,
@@ -230,7 +232,25 @@ def _close_to(name: str, names: list[str]) -> str:
 
 
 def _recorded(weights: Path, model: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the config and model arguments in a file's metadata, or else in timm's config.json beside it."""
+    """Return the config and model arguments that weights record."""
+    recorded, source = recorded_config(weights)
+    if recorded.architecture not in (None, name := model.partition(".")[0]):
+        raise ConfigError(
+            f"{source} is of {recorded.architecture!r}, not of {name}: name that MODEL, "
+            "or move it to another folder"
+        )
+    config = msgspec.to_builtins(recorded)
+    arguments = config.pop("model_args", {})
+    arguments.pop("num_classes", None)
+    return config, arguments
+
+
+def recorded_config(weights: Path) -> tuple[RecordedConfig, Path]:
+    """Return the config in a file's metadata, or else in timm's config.json beside it, with the file that has it.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
     source, texts = weights, _metadata(weights)
     try:
         record = {
@@ -241,18 +261,36 @@ def _recorded(weights: Path, model: str) -> tuple[dict[str, Any], dict[str, Any]
             source = beside
             record = msgspec.json.decode(beside.read_bytes(), type=dict[str, Any])
         settings = msgspec.convert(record.get("pretrained_cfg", {}), dict[str, Any])
-        recorded = msgspec.convert({**record, **settings}, RecordedConfig, strict=False)
+        return msgspec.convert({**record, **settings}, RecordedConfig, strict=False), source
     except (OSError, ValueError, RecursionError) as error:  # DecodeError and others
         raise ConfigError(f"cannot read the preprocessing in {source}: {error}; correct it") from error
-    if recorded.architecture not in (None, name := model.partition(".")[0]):
+
+
+def given_config(
+    source: str, choice: Choice, recorded: RecordedConfig
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the data config of a network that is not timm's, and the names of what is assumed.
+
+    Raises:
+        ConfigError: neither the choice nor the record has the image size, the mean or the std.
+    """
+    size = None if choice.image_size is None else (3, choice.image_size, choice.image_size)
+    known = {
+        "input_size": size or recorded.input_size,
+        "interpolation": recorded.interpolation,
+        "mean": choice.mean or recorded.mean,
+        "std": choice.std or recorded.std,
+        "crop_pct": choice.crop_pct or recorded.crop_pct,
+        "crop_mode": recorded.crop_mode,
+    }
+    assumed = {"interpolation": "bicubic", "crop_pct": 1.0, "crop_mode": "center"}
+    options = {"input_size": "--image-size", "mean": "--mean", "std": "--std"}
+    if missing := [option for name, option in options.items() if known[name] is None]:
         raise ConfigError(
-            f"{source} is of {recorded.architecture!r}, not of {name}: name that MODEL, "
-            "or move it to another folder"
+            f"how images for {source} are preprocessed is not known: give {', '.join(missing)} of its training"
         )
-    config = msgspec.to_builtins(recorded)
-    arguments = config.pop("model_args", {})
-    arguments.pop("num_classes", None)
-    return config, arguments
+    given = {name: value for name, value in known.items() if value is not None}
+    return {**assumed, **given}, tuple(name for name in assumed if name not in given)
 
 
 def _metadata(weights: Path) -> dict[str, str]:
@@ -313,7 +351,8 @@ def _data_config(module: Any, choice: Choice) -> dict[str, Any]:
     return config
 
 
-def _preprocessing(config: Mapping[str, Any]) -> Preprocessing:
+def preprocessing_of(config: Mapping[str, Any]) -> Preprocessing:
+    """Return what devices do for a data config; raises ConfigError if they do not support it."""
     _, height, width = config["input_size"]
     bordered = config["crop_mode"] == "border"
     settings = {
@@ -330,8 +369,8 @@ def _preprocessing(config: Mapping[str, Any]) -> Preprocessing:
         raise ConfigError(f"devices do not support the preprocessing of this network: {error}") from error
 
 
-def _feature_size(module: nn.Module, model: str, input_size: tuple[int, int, int]) -> int:
-    """Return L, from a forward pass."""
+def feature_size_of(module: nn.Module, model: str, input_size: tuple[int, int, int], *, hint: str) -> int:
+    """Return L, from a forward pass; raises ConfigError with a hint if there is no pooled feature."""
     try:
         with torch.no_grad():  # networks keep tensors of it, which `export.layout` computes gradients with
             feature = module(torch.zeros(2, *input_size))
@@ -344,7 +383,7 @@ def _feature_size(module: nn.Module, model: str, input_size: tuple[int, int, int
         shape = tuple(feature.shape) if isinstance(feature, torch.Tensor) else type(feature).__name__
         raise ConfigError(
             f"{model} returns no pooled feature: expected (2, L) for two images, got {shape}; "
-            "try --model-kwargs global_pool=avg, or another model"
+            f"{hint}, or take another model"
         )
     return feature.shape[1]
 

@@ -4,6 +4,7 @@ import ast
 import json
 import logging
 import time
+from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from protocol.storage.blobstore import state_errors
 
 if TYPE_CHECKING:
     from export.backbones import Backbone
-    from export.to_onnx import Conversion, Exported
+    from export.to_onnx import Candidate, Conversion, Exported
 
 NEEDED = ("torch", "timm", "onnx", "onnxscript", "safetensors", "sklearn", "onnxruntime")
 EXTRAS = "export,cpu"
@@ -26,6 +27,9 @@ EXTRAS = "export,cpu"
 
 DEFAULT_LAYERS = ("last", "residual")
 """Of MODEL-SIZE.onnx: more accurate than the last layer alone where it was measured (ADR 0057)."""
+
+_CHOSEN = ("weights", "pretrained", "random", "image_size", "mean", "std", "crop_pct")
+"""Options of the network and of its preprocessing, which are fields of `Choice`."""
 
 
 def _three(
@@ -71,12 +75,34 @@ def _keywords(values: tuple[str, ...]) -> dict[str, Any]:
 @click.command(
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog=examples(
-        "export-backbone mobilenetv3_small_100 --pretrained --out backbones", "export-backbone --list 'vit*'"
+        "export-backbone mobilenetv3_small_100 --pretrained --out backbones",
+        "export-backbone --list 'vit*'",
+        "export-backbone --from-onnx net.onnx --output embedding --mean 0.5,0.5,0.5 --std 0.5,0.5,0.5",
     ),
 )
 @click.argument("model", required=False)
 @config_option
 @click.option("--list", "pattern", metavar="PATTERN", help="Print timm's models that match, and exit.")
+@click.option(
+    "--module",
+    metavar="PACKAGE:FUNCTION",
+    help="Export the network that a function returns, in place of timm's MODEL; --image-size, --mean and --std are "
+    "required unless the network has timm's attribute pretrained_cfg.",
+)
+@click.option(
+    "--from-onnx",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Make a backbone of another program's ONNX file; --mean and --std are required, and --image-size unless the "
+    "file fixes it, or timm's config.json beside the file has them.",
+)
+@click.option("--input", "image", metavar="NAME", help="The file's input for images  [default: the only one]")
+@click.option(
+    "--output",
+    "feature",
+    metavar="NAME",
+    help="The tensor of features in the file  [default: the only output]",
+)
+@click.option("--pool", is_flag=True, help="Average --output over the positions of the image.")
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
@@ -117,7 +143,7 @@ def _keywords(values: tuple[str, ...]) -> dict[str, Any]:
     callback=_names,
     help="Blocks whose pooled outputs are the features: last (the network's own feature), residual (each width's last "
     "residual sum), all, the name of a module, or cN (the last depthwise activation of N channels)  "
-    "[default: last,residual]",
+    "[default: last,residual; last with --module]",
 )
 @click.option(
     "--list-layers",
@@ -129,7 +155,7 @@ def _keywords(values: tuple[str, ...]) -> dict[str, Any]:
 @click.option(
     "--images",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Folder of images, of which up to 100 are compared with PyTorch. --int8 needs images such as those of the "
+    help="Folder of images, of which up to 100 are compared with the source. --int8 needs images such as those of the "
     "devices, and holds one in five out for the comparison  [default: two of scikit-learn's]",
 )
 @click.option(
@@ -142,22 +168,21 @@ def _keywords(values: tuple[str, ...]) -> dict[str, Any]:
 @click.option(
     "--min-cosine",
     type=click.FloatRange(-1, 1),
-    help="Least cosine of a feature against PyTorch  [default: 0.8 with --int8, 0.999 with --fp16]",
+    help="Least cosine of a feature against the source  [default: 0.8 with --int8, 0.999 with --fp16]",
 )
 @click.option(
     "--tolerance",
     type=click.FloatRange(min=0),
     default=1e-3,
     show_default=True,
-    help="Maximum relative error against PyTorch.",
+    help="Maximum relative error against the source.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the summary, or the list, as JSON.")
 @verbose_option
 @click.version_option(package_name="protofleet")
 def cli(*, model: str | None, pattern: str | None, as_json: bool, verbose: bool, **options: Any) -> None:
-    """Export a pretrained backbone of timm to an ONNX file for devices."""
-    if model is None and pattern is None:
-        raise click.UsageError("give a MODEL, or search for one with --list PATTERN")
+    """Export a pretrained backbone to an ONNX file for devices: a MODEL of timm, or one of another source."""
+    _check_source(model=model, pattern=pattern, **options)
     precision = {name: options.pop(name) for name in ("int8", "fp16", "float_layers", "min_cosine")}
     _check_options(**precision, **options)
     require_packages(*NEEDED, extras=EXTRAS)
@@ -165,10 +190,10 @@ def cli(*, model: str | None, pattern: str | None, as_json: bool, verbose: bool,
     start_logging(verbose=verbose)
     for name in ("timm", "huggingface_hub", "httpx", "httpx2"):  # their retries; the final error is logged
         logging.getLogger(name).setLevel(logging.INFO if verbose else logging.ERROR)
-    if model is None:
+    if pattern is not None:
         from export.backbones import list_models
 
-        names = list_models(str(pattern))
+        names = list_models(pattern)
         click.echo(json.dumps(names, indent=2) if as_json else "\n".join(names))
         return
     if options.pop("list_layers"):
@@ -178,6 +203,33 @@ def cli(*, model: str | None, pattern: str | None, as_json: bool, verbose: bool,
     convert, suffix = _conversion(**precision, images=options["images"])
     summary = _export(model, convert=convert, suffix=suffix, **options)
     click.echo(json.dumps(summary, indent=2) if as_json else _describe(summary))
+
+
+def _check_source(
+    *,
+    model: str | None,
+    pattern: str | None,
+    module: str | None,
+    from_onnx: Path | None,
+    layers: tuple[str, ...] | None,
+    list_layers: bool,
+    **options: Any,
+) -> None:
+    """Raise UsageError unless there is one network, and its options are of it."""
+    if sum(source is not None for source in (model, pattern, module, from_onnx)) != 1:
+        raise click.UsageError(
+            "give a MODEL, --module PACKAGE:FUNCTION or --from-onnx FILE, or search for a MODEL with --list PATTERN"
+        )
+    timm_only = ("weights", "pretrained", "random", "keywords")
+    if (module or from_onnx) and (given := [name for name in timm_only if options[name]]):
+        option = "model-kwargs" if given[0] == "keywords" else given[0]
+        raise click.UsageError(
+            f"--{option} is for a MODEL of timm: --module and --from-onnx have their weights"
+        )
+    if from_onnx is not None and (layers or list_layers):
+        raise click.UsageError("--layers needs PyTorch: name a tensor of the file with --output")
+    if from_onnx is None and (options["image"] or options["feature"] or options["pool"]):
+        raise click.UsageError("--input, --output and --pool are for --from-onnx")
 
 
 def _check_options(
@@ -240,7 +292,7 @@ def _require_torchvision() -> None:
 
 
 def _export(
-    model: str,
+    model: str | None,
     *,
     out: Path,
     images: Path | None,
@@ -250,48 +302,95 @@ def _export(
     **chosen: Any,
 ) -> dict[str, Any]:
     """Export a backbone, and return the summary."""
-    from export.parity import compared_photos, timm_reference
-    from export.to_onnx import export_module
+    from export.parity import compared_photos
+    from export.to_onnx import write_compared
 
     started = time.monotonic()
     with state_errors(out):
         out.mkdir(parents=True, exist_ok=True)
-    backbone = _load(model, **chosen)
-    if backbone.assumed:
-        assumed = _settings({name: backbone.settings[name] for name in backbone.assumed})
-        click.echo(
-            f"warning: {chosen['weights']} does not record how its images were preprocessed; assumed, as for timm's "
-            f"{model}: {assumed}. Others lose accuracy, which the comparison with PyTorch does not show: give "
-            "--image-size, --crop-pct, --mean, --std, --model-kwargs pad_type=same, or timm's config.json beside it",
-            err=True,
-        )
-    click.echo(f"exporting{', converting' if convert else ''} and comparing with PyTorch ...", err=True)
-    options = f"-{'+'.join(chosen['layers'])}" if chosen["layers"] else ""
-    exported = export_module(
-        backbone.module,
-        backbone.metadata,
-        path=out / _file_name(backbone.metadata, options + suffix),
-        reference=timm_reference(backbone.module, backbone.config),
+    candidate = _of_torch(model, **chosen) if chosen["from_onnx"] is None else _of_file(**chosen)
+    click.echo(f"{'converting and ' if convert else ''}comparing with {candidate.source} ...", err=True)
+    layers = f"-{'+'.join(chosen['layers'])}" if chosen["layers"] else ""
+    exported = write_compared(
+        candidate,
+        path=out / _file_name(candidate.metadata, layers + suffix),
         photos=compared_photos(images),
         tolerance=tolerance,
         convert=convert,
     )
-    found = {"preprocessing": backbone.settings, "assumed": backbone.assumed}
+    found = {"source": candidate.source, "preprocessing": candidate.settings, "assumed": candidate.assumed}
     return _summary(exported) | found | {"seconds": round(time.monotonic() - started, 1)}
 
 
+def _of_torch(model: str | None, **chosen: Any) -> "Candidate":
+    from export.parity import timm_reference
+    from export.to_onnx import Candidate, to_onnx
+
+    backbone = _load(model, **chosen)
+    settings, assumed = backbone.settings, backbone.assumed
+    if model is None:
+        _warn_of_assumed(
+            chosen["module"], settings, assumed, give="--crop-pct, or the attribute pretrained_cfg"
+        )
+    else:
+        padded = "--image-size, --crop-pct, --mean, --std, --model-kwargs pad_type=same, or a config.json beside it"
+        _warn_of_assumed(
+            f"{chosen['weights']}", settings, assumed, give=padded, as_for=f", as for timm's {model}"
+        )
+    click.echo("exporting ...", err=True)
+    file, reference = (
+        to_onnx(backbone.module, backbone.metadata),
+        timm_reference(backbone.module, backbone.config),
+    )
+    return Candidate(file, backbone.metadata, reference, "PyTorch", settings, assumed)
+
+
+def _of_file(
+    *, from_onnx: Path, image: str | None, feature: str | None, pool: bool, **chosen: Any
+) -> "Candidate":
+    from export.backbones import Choice
+    from export.foreign_graph import load_graph
+
+    choice = Choice("", **{name: chosen[name] for name in _CHOSEN})
+    candidate = load_graph(from_onnx, choice, image=image, feature=feature, pool=pool)
+    give = "--crop-pct, or a config.json beside it"
+    _warn_of_assumed(str(from_onnx), candidate.settings, candidate.assumed, give=give)
+    return candidate
+
+
+def _warn_of_assumed(
+    source: str, settings: Mapping[str, Any], assumed: Iterable[str], *, give: str, as_for: str = ""
+) -> None:
+    if text := _settings({name: settings[name] for name in assumed}):
+        click.echo(
+            f"warning: {source} does not record how its images were preprocessed; assumed{as_for}: {text}. Others lose "
+            f"accuracy, which the comparison does not show: give {give}",
+            err=True,
+        )
+
+
 def _load(
-    model: str, *, layers: tuple[str, ...] | None, keywords: dict[str, Any], **chosen: Any
+    model: str | None,
+    *,
+    module: str | None,
+    layers: tuple[str, ...] | None,
+    keywords: dict[str, Any],
+    **options: Any,
 ) -> "Backbone":
-    """Return the network with its weights and layers, by default DEFAULT_LAYERS."""
+    """Return the network with its weights and layers, by default DEFAULT_LAYERS of timm's, and `last` of others."""
     from export.backbones import Choice, load_backbone
     from export.layers import select_layers
+    from export.own_module import load_module
 
-    click.echo(f"loading {model} ...", err=True)
-    backbone = load_backbone(Choice(model, model_kwargs=keywords, **chosen))
+    click.echo(f"loading {model or module} ...", err=True)
+    chosen = {name: options[name] for name in _CHOSEN}
+    if module is not None:
+        backbone, default = load_module(module, Choice("", **chosen)), ("last",)
+    else:
+        backbone, default = load_backbone(Choice(str(model), model_kwargs=keywords, **chosen)), DEFAULT_LAYERS
     try:
-        if layers != ("last",):
-            backbone = select_layers(backbone, layers or DEFAULT_LAYERS)
+        if (wanted := layers or default) != ("last",):
+            backbone = select_layers(backbone, wanted)
     except ConfigError:
         if layers is not None:
             raise
@@ -301,11 +400,10 @@ def _load(
     return backbone
 
 
-def _list_layers(model: str, **chosen: Any) -> list[dict[str, Any]]:
+def _list_layers(model: str | None, **chosen: Any) -> list[dict[str, Any]]:
     from export.layers import list_layers
 
-    wanted = {name: value for name, value in chosen.items() if name not in ("out", "tolerance", "images")}
-    backbone = _load(model, **wanted | {"layers": ("last",)})
+    backbone = _load(model, **chosen | {"layers": ("last",)})
     click.echo("exporting every block and measuring ...", err=True)
     return list_layers(backbone)
 
@@ -344,7 +442,7 @@ def _summary(exported: "Exported") -> dict[str, Any]:
     }
 
 
-def _settings(settings: dict[str, Any]) -> str:
+def _settings(settings: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in settings.items())
 
 
@@ -358,7 +456,7 @@ def _describe(summary: dict[str, Any]) -> str:
         f"{summary['feature_size']} features{' of ' * bool(blocks)}{blocks}\n"
         f"  {_settings(summary['preprocessing'])}\n"
         f"  sha256 {summary['sha256']}\n"
-        f"  {summary['precision']}, against torch on {parity['images']} photographs: "
+        f"  {summary['precision']}, against {summary['source']} on {parity['images']} photographs: "
         f"worst cosine {parity['cosine']:.12f}, worst relative error {parity['relative_error']:.1e}"
     )
 

@@ -4,8 +4,8 @@ import difflib
 import hashlib
 import io
 import tempfile
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,23 @@ class Exported:
     sha256: str
     size_bytes: int
     metadata: BackboneMetadata
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A backbone's float32 file before it is compared with its source."""
+
+    file: bytes
+    metadata: BackboneMetadata
+    """The metadata, still without `parity`."""
+    reference: Reference
+    """The source's features of a photo."""
+    source: str
+    """PyTorch, or the name of another program's file."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """How images are preprocessed, in the format of timm's data config."""
+    assumed: tuple[str, ...] = ()
+    """Names in `settings` that nothing gives."""
 
 
 class _Normalized(nn.Module):
@@ -87,7 +104,7 @@ def to_onnx(module: nn.Module, metadata: BackboneMetadata) -> bytes:
             model = _by_tracing_calls(network, example)
         except Exception as second:
             raise ProtofleetError(f"{refused}; its older exporter: {first_words(second)}") from error
-    return _with_metadata(model, metadata)
+    return with_metadata(model, metadata)
 
 
 def _by_tracing_symbols(network: nn.Module, example: Tensor) -> onnx.ModelProto:
@@ -153,33 +170,55 @@ def export_module(
 ) -> Exported:
     """Write `to_onnx`'s file with its parity, after comparing it with PyTorch on photos.
 
-    Without a reference, the module with the device's preprocessing computes the expected features; without photos,
-    scikit-learn's two are compared. `tolerance` is the maximum of |onnx - torch| / |torch|. `convert` makes the file
-    that is written of the one that was compared.
+    Without a reference, the module with the device's preprocessing computes the expected features. The other arguments
+    and errors are those of `write_compared`.
 
     Raises:
-        ProtofleetError: PyTorch cannot export the network, the features differ, or devices would refuse the file; no
-            file is written; or `convert` does.
+        ProtofleetError: PyTorch cannot export the network.
+    """
+    candidate = Candidate(
+        to_onnx(module, metadata), metadata, reference or _own_reference(module, metadata), "PyTorch"
+    )
+    return write_compared(candidate, path=path, photos=photos, tolerance=tolerance, convert=convert)
+
+
+def write_compared(
+    candidate: Candidate,
+    *,
+    path: Path,
+    photos: Iterable[Image.Image] | None = None,
+    tolerance: float = TOLERANCE,
+    convert: Conversion | None = None,
+) -> Exported:
+    """Write a backbone's file with its parity, after comparing it with its source on photos.
+
+    Without photos, scikit-learn's two are compared. `tolerance` is the maximum of |onnx - source| / |source|. `convert`
+    makes the file that is written of the one that was compared.
+
+    Raises:
+        ProtofleetError: the features differ, or devices would refuse the file; no file is written; or `convert` does.
         StateError: the file cannot be written.
     """
-    file = to_onnx(module, metadata)
-    expected = reference or _own_reference(module, metadata)
+    metadata = candidate.metadata
     parity = compare(
-        file,
+        candidate.file,
         preprocessing=metadata.preprocessing,
-        reference=expected,
+        reference=candidate.reference,
         photos=sample_photos() if photos is None else photos,
     )
     if not parity.relative_error <= tolerance:
         raise ProtofleetError(
-            f"{metadata.model} differs between ONNX Runtime and PyTorch: expected a relative error of at most "
-            f"{tolerance:.2g}, got {parity.relative_error:.2g} (cosine {parity.cosine:.6f}); no file was written"
+            f"{metadata.model} differs between ONNX Runtime and {candidate.source}: expected a relative error of at "
+            f"most {tolerance:.2g}, got {parity.relative_error:.2g} (cosine {parity.cosine:.6f}); no file was written"
         )
     if convert is None:
-        model, measured = onnx.load_from_string(file), msgspec.structs.replace(metadata, parity=parity)
+        model, measured = (
+            onnx.load_from_string(candidate.file),
+            msgspec.structs.replace(metadata, parity=parity),
+        )
     else:
-        model, measured = convert(file, metadata, expected)
-    file = _with_metadata(model, measured)
+        model, measured = convert(candidate.file, metadata, candidate.reference)
+    file = with_metadata(model, measured)
     _check_as_devices(file, path.name)
     write_atomically(path, file)
     return Exported(
@@ -198,10 +237,10 @@ def _check_as_devices(file: bytes, name: str) -> None:
             raise ProtofleetError(f"devices would refuse the file, and none was written: {error}") from error
 
 
-def suggestion(name: str, known: Collection[str]) -> str:
-    """Return the close ones of the known names, or all of them."""
+def suggestion(name: str, known: Collection[str], shown: Collection[str] = ()) -> str:
+    """Return the close ones of the known names, or else those that are shown, by default all."""
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-    return f"did you mean {', '.join(close)}?" if close else f"it has {', '.join(known)}"
+    return f"did you mean {', '.join(close)}?" if close else f"it has {', '.join(shown or known)}"
 
 
 def first_words(error: Exception) -> str:
@@ -222,6 +261,7 @@ def _own_reference(module: nn.Module, metadata: BackboneMetadata) -> Reference:
     return feature
 
 
-def _with_metadata(model: onnx.ModelProto, metadata: BackboneMetadata) -> bytes:
+def with_metadata(model: onnx.ModelProto, metadata: BackboneMetadata) -> bytes:
+    """Return a model with its metadata as a file."""
     onnx.helper.set_model_props(model, to_properties(metadata))
     return bytes(model.SerializeToString(deterministic=True))

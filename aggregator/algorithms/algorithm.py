@@ -110,7 +110,10 @@ class RoundAlgorithm(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields
         {
             *(("retrain_after",), ("layers",), ("client", "alpha"), ("client", "batch_size")),
             *(("limits", "heads_per_hour"), ("robust", "detect_outliers"), ("robust", "false_alarm_rate")),
-            *(("training", name) for name in ("recipe", "calibrate", "restore", "epochs", "device", "seed")),
+            *(
+                ("training", name)
+                for name in ("recipe", "calibrate", "restore", "epochs", "device", "seed", "gpus")
+            ),
         }
     )
     version: ClassVar[int] = 1
@@ -212,7 +215,9 @@ class Training(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: Annotated[float, Meta(gt=0, le=1e9)] = 3600.0
     """Seconds after which a training, the closing of a round or an export of graphs is ended, and repeated."""
     engine: Literal["local", "ray"] = "local"
-    """With `statistics`: add the sums of many devices on a Ray cluster. Otherwise in one process."""
+    """Where heads are made: on this machine, or on one of the Ray cluster at RAY_ADDRESS."""
+    gpus: Annotated[int, Meta(ge=0, le=64)] = 0
+    """GPUs that a training reserves on the Ray cluster; with 0 it runs on any machine, on processors."""
 
 
 class OneShot(Algorithm, frozen=True, kw_only=True, forbid_unknown_fields=True):

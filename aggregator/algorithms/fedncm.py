@@ -19,7 +19,7 @@ class FedNCM(OneShot, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     name: ClassVar[str] = "fedncm"
     unused: ClassVar[frozenset[tuple[str, ...]]] = OneShot.unused | {
-        ("training", name) for name in ("recipe", "restore", "epochs", "device", "seed")
+        ("training", name) for name in ("recipe", "restore", "epochs", "device", "seed", "gpus")
     }
 
     def train(

@@ -22,7 +22,7 @@ from protocol.errors import ConfigError
 log = logging.getLogger(__name__)
 
 _UNUSED = (
-    "embedded_broker", "external_training", "http", "http_token_file", "http_read_token_file", "http_host",
+    "embedded_broker", "http", "http_token_file", "http_read_token_file", "http_host",
     "log_format", "verbose",
 )  # fmt: skip
 """Options of `run` that no check needs; a service's configuration file may have them."""

@@ -1,22 +1,14 @@
-"""`aggregator run` and `train`: the programs that run until interrupted."""
+"""`aggregator run`."""
 
 import contextlib
 import logging
 import os
-import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from aggregator.cli.state import (
-    EXTRAS,
-    checked_name,
-    existing_state,
-    fleet_option,
-    state_option,
-    store_option,
-)
+from aggregator.cli.state import EXTRAS, state_option
 from protocol.cli import (
     access_options,
     config_option,
@@ -27,6 +19,7 @@ from protocol.cli import (
     start_logging,
     verbose_option,
 )
+from protocol.errors import ConfigError
 from protocol.service_manager import stop_on_terminate
 
 if TYPE_CHECKING:
@@ -58,9 +51,14 @@ log = logging.getLogger(__name__)
     "its own; AWS_* variables say how to reach it. Default: the place used last; on the first start, the state "
     "directory.",
 )
-@store_option(
-    "PostgreSQL database for the tables, postgresql://[USER@]HOST[:PORT]/DATABASE, in place of a file in "
-    "--state, which remembers it for the other commands. The password: PGPASSWORD or ~/.pgpass."
+@setting(
+    "--store",
+    "database",
+    default="",
+    show_default=False,
+    metavar="URL",
+    help="PostgreSQL database for the tables, postgresql://[USER@]HOST[:PORT]/DATABASE, in place of a file in "
+    "--state, which remembers it for the other commands. The password: PGPASSWORD or ~/.pgpass.",
 )
 @setting(
     "--broker",
@@ -75,12 +73,6 @@ log = logging.getLogger(__name__)
     is_flag=True,
     help="Run a broker in this process, for trying out; without --broker, reachable from this machine only. It "
     "accepts every client, and retained messages fill this program's memory.",
-)
-@setting(
-    "--external-training",
-    is_flag=True,
-    help="Do not train here. Start `aggregator train` instead, as often as you like; on other machines it "
-    "needs --store and --blobs.",
 )
 @setting(
     "--http",
@@ -115,7 +107,6 @@ def run_command(  # noqa: PLR0913 - one for each option
     database: str,
     broker: str,
     embedded_broker: bool,
-    external_training: bool,
     http: str | None,
     http_token_file: Path | None,
     http_read_token_file: Path | None,
@@ -152,6 +143,8 @@ def run_command(  # noqa: PLR0913 - one for each option
         log.warning("class names: %s", note)
     if task_file.training.engine == "ray":
         require_packages("ray", extras=f"{EXTRAS},ray")
+        if not os.environ.get("RAY_ADDRESS"):
+            raise ConfigError('engine = "ray" needs a cluster: set RAY_ADDRESS=HOST:PORT')
     standby = Standby(state)
 
     def open_to_lead() -> Store:
@@ -167,7 +160,6 @@ def run_command(  # noqa: PLR0913 - one for each option
                 broker=brokers,
                 access=own_access,
                 embedded_broker=embedded_broker,
-                external_training=external_training,
             )  # until interrupted
 
     until_answered(lambda: standby.repeat(lead))
@@ -189,49 +181,4 @@ def _checked_brokers(
     return brokers
 
 
-@click.command(
-    "train",
-    epilog=examples(
-        "aggregator train --name gpu-1",
-        "aggregator train --state /srv/worker --store postgresql://protofleet@db.example/fleets --fleet barn",
-    ),
-)
-@config_option
-@state_option
-@store_option(
-    "PostgreSQL database of an aggregator on another machine, whose blobs are in an object store: --state is then this "
-    "worker's own, and remembers it. The password: PGPASSWORD or ~/.pgpass."
-)
-@fleet_option
-@setting(
-    "--name",
-    envvar="PROTOFLEET_WORKER",
-    callback=checked_name(lambda: f"{socket.gethostname()}-{os.getpid()}"),
-    help="Unique name of this worker.  [default: host name and process id]",
-)
-@setting(
-    "--lease-s",
-    type=click.FloatRange(min=1),
-    default=30.0,
-    help="Seconds after which another worker may claim the job of this one, if this one has stopped answering.",
-)
-@verbose_option
-def train_command(
-    *, state: Path, database: str, fleet: str, name: str, lease_s: float, verbose: bool
-) -> None:
-    """Train heads for an `aggregator run --external-training` until interrupted."""
-    stop_on_terminate()
-    start_logging(verbose=verbose)
-    require_packages("onnx", "onnxscript", "onnxruntime", "scipy", "torch", extras=EXTRAS)
-    from aggregator.server.standby import until_answered
-    from aggregator.training.workers.worker import Worker, scratch_folder
-
-    def run() -> None:
-        opened = existing_state(state, database=database, fleet=fleet)
-        with opened as store, scratch_folder(state, name) as folder:
-            Worker(store, folder, name=name, lease_s=lease_s).run()
-
-    until_answered(run)
-
-
-COMMANDS = (run_command, train_command)
+COMMANDS = (run_command,)

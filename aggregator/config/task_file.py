@@ -125,11 +125,8 @@ def _contradictions(task: TaskFile, given: Mapping[str, Any], backbones: Sequenc
     yield from _class_names(task.classes)
     yield from _unused(task, given)
     yield from _statistics(task, given)
-    if task.training.engine == "ray" and not task.method.sums:
-        yield (
-            ("training", "engine"),
-            f'"ray" adds sums, and algorithm = "{task.algorithm}" has none: remove it',
-        )
+    if task.training.gpus and task.training.engine != "ray":
+        yield ("training", "gpus"), 'reserves GPUs of a Ray cluster: set engine = "ray", or remove it'
     yield from _thresholds(task)
     yield from _privacy(task, given)
     yield from _sums(task)
@@ -222,7 +219,7 @@ def _thresholds(task: TaskFile) -> Iterator[Problem]:
 
 UNUSED_WITH_NOISE = (
     *(("layers",), ("continues",), ("robust",), ("statistics", "features")),
-    *(("client", "batch_size"), ("client", "min_images"), ("training", "calibrate"), ("training", "engine")),
+    *(("client", "batch_size"), ("client", "min_images"), ("training", "calibrate")),
 )
 """The settings and tables that a task with `[privacy.dp]` does not use."""
 

@@ -62,7 +62,7 @@ def hidden_settings(algorithm: str) -> AbstractSet[tuple[str, ...]]:
     hidden: set[tuple[str, ...]] = set()
     kind = find_algorithm(algorithm)
     if issubclass(kind, RoundAlgorithm):
-        hidden = {("training", "engine"), *_SUMS_ONLY}
+        hidden = {*_SUMS_ONLY}
     else:
         hidden = {("client", "alpha")} if kind.sums else {*_SUMS_ONLY}
     return unused_settings(algorithm) | hidden

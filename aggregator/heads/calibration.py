@@ -7,17 +7,17 @@ a kill at any point changes nothing.
 import time
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 from msgspec import UNSET
 from numpy.typing import NDArray
 
 from aggregator.coordination.round_state import DeviceDecisions
+from aggregator.heads.next_head import folder_of
 from aggregator.storage.heads import CALIBRATED_FROM, HeadRecord
 from aggregator.storage.store import Store
 from aggregator.tasks.task_preparation import Task
-from aggregator.training.jobs import CalibrationJob, Result
+from aggregator.training.jobs import HEAD_FILE, BlobJob, CalibrationJob, Result
 from aggregator.training.robust.weights import counted_totals
 from protocol.errors import StateError
 from protocol.wire.messages import CONFIDENCE_BINS, Evaluation
@@ -64,10 +64,7 @@ class Calibration:
         return CalibrationJob(
             version=head.version + 1,
             task=self._task.digest.hex(),
-            members=dict(head.members),
-            blobs=self._store.blobs.location,
             feature_size=self._task.feature_size,
-            folder=str(self._store.folder / "training" / f"head-{head.version + 1}"),
             head=head.file.hex(),
             correct=tuple(correct.tolist()),
             images=tuple(images.tolist()),
@@ -123,12 +120,12 @@ def pooled(
     return correct, images, novelty
 
 
-def store_calibrated(task: Task, store: Store, job: CalibrationJob, result: Result) -> HeadRecord:
+def store_calibrated(task: Task, store: Store, job: BlobJob, result: Result) -> HeadRecord:
     """Store the calibrated version of the newest head.
 
     Raises StateError if it cannot be stored, or that head is not the newest any more or of a forgotten device.
     """
-    file = store.put_file(Path(job.folder) / "head.onnx")
+    file = store.put_file(folder_of(store, job) / HEAD_FILE)
     with store.transaction():
         newest = next(reversed(store.heads.all(task.digest)), None)
         is_forgotten = store.forgotten.newest_head(task.digest) >= job.version - 1
@@ -144,5 +141,4 @@ def store_calibrated(task: Task, store: Store, job: CalibrationJob, result: Resu
             metrics={**newest.metrics, **result.metrics},
         )
         store.heads.add(head)
-        store.jobs.cancel(task.digest)
     return head

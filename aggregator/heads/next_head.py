@@ -17,10 +17,11 @@ from aggregator.storage.stored_values import NextHead
 from aggregator.storage.sum_lists import SumLists, put_sums, sums_of, with_total
 from aggregator.tasks.task_preparation import Task
 from aggregator.training.jobs import (
+    HEAD_FILE,
+    TENSORS_FILE,
     TOTAL_FILE,
-    CalibrationJob,
+    BlobJob,
     HeadJob,
-    Job,
     NoisySumsJob,
     Result,
     RoundJob,
@@ -71,32 +72,21 @@ def delete_members(store: Store, devices: Collection[str]) -> None:
     head = store.facts.get(NextHead)
     if head is not None and not head.members.keys().isdisjoint(devices):
         store.facts.put(replace(head, members={}, is_running=False, progress=None))
-        store.jobs.cancel(head.task)
 
 
-def blobs_of(job: Job, task: Task) -> list[bytes]:
-    """Return the digests of what a job reads beside the submissions, except for the backbones: it can do without."""
-    program = task.manifest.program
-    if isinstance(job, CalibrationJob):
-        return [task.digest, bytes.fromhex(job.head)]
-    if isinstance(job, NoisySumsJob) and task.manifest.statistics is not None:
-        names = filter(None, [job.masks, job.total])
-        return [task.digest, task.manifest.statistics.map.digest, *map(bytes.fromhex, names)]
-    if program is None or not isinstance(job, RoundJob):
-        return [task.digest]
-    return [task.digest, bytes.fromhex(job.tensors), program.init.digest, program.head.digest]
+def folder_of(store: Store, job: BlobJob) -> Path:
+    """Return the folder in which a job is run, and leaves its files."""
+    return store.folder / "training" / job.name
 
 
 def job_of(
     train: rounds.Train, task: Task, store: Store, state: round_state.State, *, tensors: BlobRef | None
 ) -> HeadJob | StatisticsJob | NoisySumsJob | RoundJob:
     """Return the job that makes a head; `tensors` are those of the open round."""
-    folder = store.folder / "training"
     shared: dict[str, Any] = {
         "version": train.version,
         "task": task.digest.hex(),
         "members": {device: entry.digest.hex() for device, entry in train.members},
-        "blobs": store.blobs.location,
         "feature_size": task.feature_size,
     }
     if tensors is not None:
@@ -106,12 +96,10 @@ def job_of(
             settings=msgspec.to_builtins(task.file.method),
             robust=task.file.robust,
             tensors=tensors.digest.hex(),
-            folder=str(folder / f"round-{train.version - 1}"),
         )
     shared |= {
         "released": tuple(sorted(state.decisions.released)),
         "robust": task.file.robust,
-        "folder": str(folder / f"head-{train.version}"),
         "has_novelty": task.calibrates,
     }
     if task.manifest.differential_privacy is not None:
@@ -123,7 +111,6 @@ def job_of(
             seed=rows.seed,
             columns=rows.columns,
             normalized=rows.normalized,
-            engine=task.file.training.engine,
         )
     return HeadJob(
         **shared,
@@ -140,7 +127,7 @@ log = logging.getLogger(__name__)
 def store_head(
     task: Task,
     store: Store,
-    job: HeadJob | StatisticsJob | NoisySumsJob | RoundJob,
+    job: BlobJob,
     result: Result,
     members: Mapping[str, round_state.Entry],
 ) -> HeadRecord:
@@ -149,11 +136,14 @@ def store_head(
     Raises StateError if it cannot be stored, or a member's submission was deleted meanwhile.
     """
     digests = {device: entry.digest.hex() for device, entry in members.items()}
-    folder, program = Path(job.folder), task.manifest.program
-    file = store.put_file(folder / "head.onnx")
-    head, tensors = file, None
-    if program is not None:
-        head, tensors = program.head, store.put_file(folder / "tensors.bin", name=f"tensors-{job.version}")
+    folder, program = folder_of(store, job), task.manifest.program
+    file = store.put_file(folder / HEAD_FILE)
+    tensors = total = None
+    if TENSORS_FILE in job.files:
+        tensors = store.put_file(folder / TENSORS_FILE, name=f"tensors-{job.version}")
+    if TOTAL_FILE in job.files:
+        total = store.put_file(folder / TOTAL_FILE)
+    head = file if program is None else program.head
     record = HeadRecord(
         version=job.version,
         task=task.digest,
@@ -173,14 +163,12 @@ def store_head(
         warning=result.warning,
         limited=tuple(" ".join(filter(None, each)) for each in result.counting.limited),
     )
-    total = store.put_file(folder / TOTAL_FILE) if isinstance(job, NoisySumsJob) and job.masks else None
     with store.transaction():
         if total is not None:
             put_sums(store.facts, with_total(sums_of(store.facts, task.digest), total.digest))
         if not store.next_head(record.task, record.version).members:
             raise StateError(f"a submission that head {record.version} is made of was deleted")
         store.heads.add(record)
-        store.jobs.cancel(record.task)  # so that no later start counts the result again
         store.facts.delete(NextHead)
         update_quarantine(store, record, result)
     if result.few_prototypes:

@@ -13,7 +13,6 @@ from aggregator.coordination import round_state, rounds
 from aggregator.heads.calibration import Calibration, store_calibrated
 from aggregator.heads.head_rate import HeadRate
 from aggregator.heads.next_head import (
-    blobs_of,
     delete_members,
     job_of,
     log_head,
@@ -31,9 +30,8 @@ from aggregator.tasks.manifests import round_manifest
 from aggregator.tasks.restoration import LostSubmissions, Restoration
 from aggregator.tasks.retention import delete_carried_submissions, delete_unneeded_blobs
 from aggregator.tasks.task_preparation import Task
-from aggregator.training.jobs import UNUSABLE, CalibrationJob, CompileJob, Job, Result, WorkerJob
+from aggregator.training.jobs import UNUSABLE, BlobJob, Job, Result
 from aggregator.training.runner import Finished, Progress, Trainer
-from aggregator.training.workers.queue_trainer import QueueTrainer
 from protocol.errors import StateError
 from protocol.log import event
 from protocol.wire.messages import BlobRef, RoundManifest
@@ -47,14 +45,13 @@ RETENTION_S = 60.0
 """Seconds from one deletion of what nothing needs to the next: a device can upload all day."""
 
 RETENTION_REST = 100.0
-"""Times as long as a deletion took, if that is more: at most 1 % of the time."""
+"""Times as long as a deletion took, if that is more: at most 1 % of the time. 100,000 blobs take 3 s."""
 
 
 class Schedule:
     """Makes the heads of a task from its submissions; `state` is the state of the round logic.
 
-    `on_event` is called from a thread with the progress and the end of a training; it must only enqueue it. With
-    `external`, programs of their own train, `aggregator train`.
+    `on_event` is called from a thread with the progress and the end of a training; it must only enqueue it.
     """
 
     def __init__(
@@ -63,14 +60,13 @@ class Schedule:
         store: Store,
         *,
         on_event: Callable[[Progress | Finished], None],
-        external: bool = False,
     ) -> None:
         self._task = task
         self._store = store
         self._on_event = on_event
         self._settings = task.file.settings
         self._due: list[rounds.Train] = []
-        self._job: Job | None = None
+        self._job: BlobJob | None = None
         self._change = store.newest_change()
         self._next_s = 0.0
         """When submissions are read again, by `time.monotonic`."""
@@ -81,11 +77,16 @@ class Schedule:
         self._rate = HeadRate(task, store)
         self._calibration = Calibration(task, store)
         self.restoration = Restoration(task, store)
-        self._is_external = external
         operator = task.manifest.second_operator
         self.sum_lists = None if operator is None else SecondOperatorLists(task, store, operator)
         """The lists of a task with a second operator."""
-        self._trainer = self._trainer_of(task.file.training.timeout_s)
+        self._trainer = Trainer(
+            store.folder / "training",
+            blobs=store.blobs.location,
+            timeout_s=task.file.training.timeout_s,
+            on_event=on_event,
+            engine=task.file.training.engine,
+        )
         delete_carried_submissions(task, store)
         self.lost = LostSubmissions(task, store)
         self.lost.remove(round_state.counting(store.round_state(task.digest), self._settings))
@@ -93,18 +94,10 @@ class Schedule:
         self._head = next(reversed(store.heads.all(task.digest)), None)
         self._resume()
 
-    def _trainer_of(self, timeout_s: float) -> Trainer | QueueTrainer:
-        if self._is_external:
-            return QueueTrainer(self._store, timeout_s=timeout_s, on_event=self._on_event)
-        return Trainer(self._store.folder / "training", timeout_s=timeout_s, on_event=self._on_event)
-
     def _resume(self) -> None:
-        """Start the training that has failed or was interrupted; one that ended with the aggregator has failed.
-
-        An external one has not ended with it, and is watched again.
-        """
+        """Start the training that has failed or was interrupted; one that ended with the aggregator has failed."""
         for train in rounds.resumed(self.state):
-            if self._next.is_running and not self._is_external:
+            if self._next.is_running:
                 self.state = replace(self.state, failures=self.state.failures + 1)
                 reason = "the aggregator was killed during the training"
                 put_failure(self._store, self._task.digest, self.state, dict(train.members), reason)
@@ -153,9 +146,10 @@ class Schedule:
         started_s = self._store.clock.now_s()
         if started_s < self._retention_s:
             return
+        self._retention_s = started_s + RETENTION_S  # also if it fails
         delete_unneeded_blobs(self._task, self._store)
-        ended_s = self._store.clock.now_s()
-        self._retention_s = ended_s + max(RETENTION_S, RETENTION_REST * (ended_s - started_s))
+        took_s = self._store.clock.now_s() - started_s
+        self._retention_s = max(self._retention_s, started_s + RETENTION_REST * took_s)
 
     def reload(self) -> None:
         """Return to the stored state after a failed write; raises StateError if it cannot be read."""
@@ -175,15 +169,15 @@ class Schedule:
 
     def finish(self, finished: Finished) -> bool:
         """Apply the end of a training or a calibration; return True if there is a new head."""
-        job, head, reason = finished.job, None, finished.reason
-        if self._is_stopped(job):
+        job, head, reason = self._job, None, finished.reason
+        if job is None or self._is_stopped(finished.job):
             return False
         if finished.result is not None:
             try:
                 head = self._store_result(job, finished.result)
             except StateError as error:
                 reason = str(error)
-                if self._is_stopped(job):
+                if self._is_stopped(finished.job):
                     return False
         if head is None and self._adopt_stored():
             return True
@@ -196,13 +190,13 @@ class Schedule:
             self._fail(reason)
         elif not self._close_without_lost(self.state.training or {}):
             with contextlib.suppress(StateError):  # the next attempt fails, and then this is repeated
-                self.restoration.restore(blobs_of(job, self._task))
+                self.restoration.restore(job.required_blobs(self._task.manifest))
             self._fail(reason)
         return head is not None
 
-    def _gives_up(self, job: Job, reason: str) -> bool:
+    def _gives_up(self, job: BlobJob, reason: str) -> bool:
         """Return True for a failure that is not repeated: of a calibration, or of a list that cannot be used."""
-        if isinstance(job, CalibrationJob):
+        if job.is_calibration:
             self._leave_uncalibrated(job, reason)
             return True
         if self.sum_lists is None or UNUSABLE not in reason:
@@ -211,11 +205,11 @@ class Schedule:
         self._step(rounds.Trained(self.state.head_version))
         return True
 
-    def _store_result(self, job: Job, result: Result) -> HeadRecord | None:
-        if isinstance(job, CalibrationJob):
+    def _store_result(self, job: BlobJob, result: Result) -> HeadRecord | None:
+        if job.is_calibration:
             return store_calibrated(self._task, self._store, job, result)
         members = self.state.training
-        if members is None or isinstance(job, CompileJob):
+        if members is None:
             return None
         return store_head(self._task, self._store, job, result, members)
 
@@ -285,7 +279,7 @@ class Schedule:
         for device in sorted(deleted):
             event(log, logging.INFO, "submission deleted by an operator", device=device)
         if not deleted.isdisjoint(self.state.training or ()):
-            self._trainer.cancel(self._task.digest)
+            self._trainer.stop()
             self._job = None
             self._due.clear()
             self.state = replace(self.state, training=None)
@@ -359,7 +353,7 @@ class Schedule:
                 self._run(job)
 
     @contextlib.contextmanager
-    def _failing(self, job: WorkerJob) -> Iterator[None]:
+    def _failing(self, job: BlobJob) -> Iterator[None]:
         """Make a job the one whose end counts; an error of the body ends it."""
         self._job = job
         try:
@@ -367,11 +361,11 @@ class Schedule:
         except StateError as error:
             self._on_event(Finished(job, None, str(error)))
 
-    def _run(self, job: WorkerJob) -> None:
-        self.restoration.verify(blobs_of(job, self._task), at_once=True)
+    def _run(self, job: BlobJob) -> None:
+        self.restoration.verify(job.required_blobs(self._task.manifest), at_once=True)
         self._trainer.start(job)
 
-    def _leave_uncalibrated(self, job: CalibrationJob, reason: str) -> None:
+    def _leave_uncalibrated(self, job: BlobJob, reason: str) -> None:
         self._calibration.postpone()
         self.state = replace(self.state, training=None)
         text = "head not calibrated: it stays in use as it is"

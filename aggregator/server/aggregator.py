@@ -53,7 +53,6 @@ class Aggregator:
         broker: Brokers,
         access: BrokerAccess = NO_AUTHENTICATION,
         events: Events | None = None,
-        external_training: bool = False,
     ) -> None:
         self._task = task
         self._store = store
@@ -68,7 +67,7 @@ class Aggregator:
             max_bytes=int(task.file.max_submission_mb * 1024**2),
             unfinished_s=task.file.unfinished_h * 3600,
         )
-        self._training = Schedule(task, store, on_event=events.put, external=external_training)
+        self._training = Schedule(task, store, on_event=events.put)
         self._releases = Rollout(task, store)
         self._sum_reply = fleet_topic(fleet, "sums/reply")
         replies = [] if self._training.sum_lists is None else [self._sum_reply]
@@ -260,11 +259,8 @@ def serve(
     access: BrokerAccess = NO_AUTHENTICATION,
     embedded_broker: bool = False,
     events: Events | None = None,
-    external_training: bool = False,
 ) -> None:
     """Serve a fleet, with a broker in this process if asked for, until `Stop` is put into `events`.
-
-    With `external_training`, programs of their own train, `aggregator train`.
 
     Raises:
         ConfigError: the embedded broker cannot listen.
@@ -283,7 +279,6 @@ def serve(
             broker=broker,
             access=access,
             events=events,
-            external_training=external_training,
         )
         aggregator.run()
 

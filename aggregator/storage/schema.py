@@ -77,6 +77,7 @@ MIGRATIONS = (
     CREATE TABLE receivers (name TEXT PRIMARY KEY, reports INTEGER NOT NULL, record TEXT NOT NULL) STRICT;
     """,
     """
+    DROP TABLE jobs;
     DROP TABLE receivers;
     """,
 )

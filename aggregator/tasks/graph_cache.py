@@ -1,4 +1,4 @@
-"""Exports the ONNX graphs of a task with rounds, once: `python -m aggregator.tasks.graph_cache JOB.json`, with torch.
+"""Exports the ONNX graphs of a task with rounds, once, as a job with torch.
 
 The aggregator stores them as blobs under a digest of everything that they depend on.
 """
@@ -15,7 +15,7 @@ import msgspec
 from aggregator.config.schema import TaskFile
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import CompiledGraphs, TaskPreparation
-from aggregator.training.jobs import CompileJob, Result, run_as_program
+from aggregator.training.jobs import CompileJob, Result, Workspace
 from aggregator.training.runner import Finished, Progress, Trainer
 from protocol.errors import ConfigError
 from protocol.log import event
@@ -33,14 +33,14 @@ ROLES = ("init", "step", "project", "head")
 _NOT_IN_GRAPHS = {"rounds", "epochs", "batch_size", "max_sets"}
 
 
-def run(job: CompileJob) -> Result:
+def run(job: CompileJob, workspace: Workspace) -> Result:
     """Export the graphs of a job to files; raises ProtofleetError if a graph differs from PyTorch."""
     from aggregator.graphs.program_export import build
 
     begun_s = time.perf_counter()
     graphs = build(job.method, feature_size=job.feature_size, num_classes=job.num_classes, seed=job.seed)
     for role in ROLES:
-        write_atomically(Path(job.folder) / f"{role}.onnx", getattr(graphs, role))
+        write_atomically(workspace.folder / f"{role}.onnx", getattr(graphs, role))
     return Result(metrics={"seconds": time.perf_counter() - begun_s})
 
 
@@ -56,21 +56,19 @@ def cached_graphs(task: TaskFile, *, feature_size: int, store: Store) -> dict[st
         return dict(known)
     sizes = {"features": feature_size, "classes": len(task.classes)}
     event(log, logging.INFO, "exporting graphs, once for this task", algorithm=task.algorithm, **sizes)
-    folder = store.folder / "graphs"  # a training may run in the other folder
     job = CompileJob(
         algorithm=task.algorithm,
         settings=msgspec.to_builtins(task.method),
         feature_size=feature_size,
         num_classes=len(task.classes),
         seed=task.client.seed,
-        folder=str(folder),
     )
     store.facts.put(TaskPreparation(task.algorithm))
     try:
-        result = _run_job(job, folder, timeout_s=task.training.timeout_s)
+        result = _run_job(job, store, timeout_s=task.training.timeout_s)
     finally:
         store.facts.delete(TaskPreparation)
-    made = {role: store.put_file(folder / f"{role}.onnx") for role in ROLES}
+    made = {role: store.put_file(_folder_of(store) / job.name / f"{role}.onnx") for role in ROLES}
     store.facts.put(CompiledGraphs({**compiled, key: made}))
     size_bytes = sum(graph.size_bytes for graph in made.values())
     event(log, logging.INFO, "exported graphs", seconds=result.metrics["seconds"], bytes=size_bytes)
@@ -82,22 +80,27 @@ def known_graphs(store: Store) -> Mapping[str, Mapping[str, BlobRef]]:
     return compiled.graphs if compiled is not None else {}
 
 
-def _run_job(job: CompileJob, folder: Path, *, timeout_s: float) -> Result:
+def _folder_of(store: Store) -> Path:
+    return store.folder / "graphs"  # a training may run in the other folder
+
+
+def _run_job(job: CompileJob, store: Store, *, timeout_s: float) -> Result:
     """Wait for a job's result, and repeat a job that was killed; an interrupt ends the job as well."""
     for failures in range(MAX_EXPORTS):
-        if (outcome := _run_once(job, folder, timeout_s)).result is not None:
+        if (outcome := _run_once(job, store, timeout_s)).result is not None:
             return outcome.result
         if not outcome.is_killed or failures + 1 == MAX_EXPORTS:
             break
         delay_s = retry_delay_s(failures)
         event(log, logging.ERROR, "exporting graphs failed", reason=outcome.reason, retry=f"in {delay_s:g} s")
         time.sleep(delay_s)
-    raise ConfigError(f"cannot export the graphs of {job.algorithm}: {outcome.reason}; see {job.folder}")
+    folder = _folder_of(store) / job.name
+    raise ConfigError(f"cannot export the graphs of {job.algorithm}: {outcome.reason}; see {folder}")
 
 
-def _run_once(job: CompileJob, folder: Path, timeout_s: float) -> Finished:
+def _run_once(job: CompileJob, store: Store, timeout_s: float) -> Finished:
     events: queue.SimpleQueue[Progress | Finished] = queue.SimpleQueue()
-    trainer = Trainer(folder, timeout_s=timeout_s, on_event=events.put)
+    trainer = Trainer(_folder_of(store), blobs=store.blobs.location, timeout_s=timeout_s, on_event=events.put)
     try:
         trainer.start(job)
         while not isinstance(outcome := events.get(), Finished):
@@ -123,7 +126,3 @@ def graphs_key(task: TaskFile, feature_size: int) -> str:
         task.client.seed,
     )
     return hashlib.sha256(msgspec.msgpack.encode(entering)).hexdigest()
-
-
-if __name__ == "__main__":
-    run_as_program(CompileJob, run)

@@ -54,7 +54,6 @@ def needed_blobs(task: Task, store: Store) -> set[bytes]:
         }
         | {entry.digest for entry in (state.training or {}).values()}
         | store.submissions.digests_of_other_tasks(task.digest)
-        | store.jobs.blobs()
         | {digest for lists in sums_of_tasks(store.facts).values() for digest in blobs_of_lists(lists)}
     )
 

@@ -1,4 +1,4 @@
-"""The job that calibrates a head: `python -m aggregator.training.calibration_job JOB.json`.
+"""The job that calibrates a head.
 
 It reads the head's file, calibrates its confidence and sets its novelty threshold. The same counts make the same bytes.
 """
@@ -8,20 +8,19 @@ import numpy as np
 from aggregator.algorithms.confidence import fit_map
 from aggregator.algorithms.novelty import novelty_threshold
 from aggregator.graphs.calibrated_head import max_difference, with_calibration
-from aggregator.storage.blobs import open_blobs
 from aggregator.storage.heads import CALIBRATED_FROM
 from aggregator.training.head_job import MAX_ONNX_DIFFERENCE
-from aggregator.training.jobs import CalibrationJob, Result, run_as_program
+from aggregator.training.jobs import CalibrationJob, Result, Workspace, write_head
 from protocol.errors import ProtofleetError
 
 
-def run(job: CalibrationJob) -> Result:
+def run(job: CalibrationJob, workspace: Workspace) -> Result:
     """Fit the map, verify the head with it, and write it.
 
     Raises:
         ProtofleetError: the head cannot be calibrated, or ONNX Runtime computes something else.
     """
-    manifest, before = job.manifest(), open_blobs(job.blobs).read(bytes.fromhex(job.head))
+    manifest, before = job.manifest(workspace.blobs), workspace.blobs.read(bytes.fromhex(job.head))
     images = np.array(job.images)
     confidence = fit_map(np.array(job.correct), images, classes=len(manifest.classes))
     figures = {CALIBRATED_FROM: float(job.version - 1), "calibration_images": float(images.sum())}
@@ -35,9 +34,5 @@ def run(job: CalibrationJob) -> Result:
         raise ProtofleetError(
             f"the calibrated head in ONNX Runtime differs by {difference:.3g}, more than {MAX_ONNX_DIFFERENCE}"
         )
-    job.write_head(head, manifest)
+    write_head(head, manifest, workspace)
     return Result(metrics={**figures, "onnx_max_difference": difference})
-
-
-if __name__ == "__main__":
-    run_as_program(CalibrationJob, run)

@@ -1,4 +1,4 @@
-"""The job that trains a head: `python -m aggregator.training.head_job JOB.json`.
+"""The job that trains a head.
 
 It runs as a process of its own: the aggregator meanwhile accepts submissions, never imports torch, and gets the memory
 back. The job imports torch only to train an adapter.
@@ -7,7 +7,6 @@ back. The job imports torch only to train an adapter.
 import dataclasses
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,9 +23,9 @@ from aggregator.training.jobs import (
     CollectionJob,
     HeadJob,
     Result,
+    Workspace,
     checked_parts,
-    report_progress,
-    run_as_program,
+    write_head,
 )
 from aggregator.training.robust.training_set import judged_set
 from protocol.errors import ProtofleetError
@@ -35,22 +34,22 @@ from protocol.wire.messages import Submission, TaskManifest
 MAX_ONNX_DIFFERENCE = 1e-4
 
 
-def run(job: HeadJob) -> Result:
+def run(job: HeadJob, workspace: Workspace) -> Result:
     """Train a head, verify its ONNX file, and write it. The same submissions make the same bytes.
 
     Raises:
         ProtofleetError: the data cannot be trained on, or ONNX Runtime computes something else.
     """
-    manifest = job.manifest()
+    manifest = job.manifest(workspace.blobs)
     columns = selected(manifest.columns, job.feature_size)
     expectation = Expectation(bytes.fromhex(job.task), manifest, len(columns))
-    arrays = Arrays(Path(job.folder))
+    arrays = Arrays(workspace.folder)
 
     def check(submission: Submission) -> Prototypes:
         part = check_submission(submission, expectation)
         return dataclasses.replace(part, values=arrays.keep(part.values))
 
-    parts, invalid = checked_parts(job.submissions(), check)
+    parts, invalid = checked_parts(job.submissions(workspace.blobs), check)
     data, judgment, counting = judged_set(
         parts,
         classes=manifest.classes,
@@ -59,9 +58,9 @@ def run(job: HeadJob) -> Result:
         released=job.released,
         arrays=arrays,
     )
-    report_progress({"prototypes": len(data.labels)})
+    workspace.report({"prototypes": len(data.labels)})
     started_s = time.perf_counter()
-    trained = job.method.train(data, job.training, report=report_progress)
+    trained = job.method.train(data, job.training, report=workspace.report)
     require_layers(trained.layers, features=data.values.shape[1], classes=data.num_classes)
     seconds = time.perf_counter() - started_s
     figures = {
@@ -73,7 +72,9 @@ def run(job: HeadJob) -> Result:
     features = np.zeros((len(data.values[:256]), job.feature_size), np.float32)
     features[:, columns] = data.values[:256]
     directions = directions_of(data) if job.has_novelty else None
-    metrics = write_checked(job, manifest, trained.layers, figures, features=features, directions=directions)
+    metrics = write_checked(
+        job, workspace, manifest, trained.layers, figures, features=features, directions=directions
+    )
     return Result(
         prototypes=len(data.labels),
         metrics={**metrics, "seconds": seconds},
@@ -86,6 +87,7 @@ def run(job: HeadJob) -> Result:
 
 def write_checked(
     job: CollectionJob,
+    workspace: Workspace,
     manifest: TaskManifest,
     layers: Sequence[Dense],
     figures: dict[str, float],
@@ -109,14 +111,10 @@ def write_checked(
         raise ProtofleetError(
             f"the head in ONNX Runtime differs by {difference:.3g}, more than {MAX_ONNX_DIFFERENCE}: not published"
         )
-    job.write_head(head, manifest)
+    write_head(head, manifest, workspace)
     return {**figures, "onnx_max_difference": difference}
 
 
 def few_prototypes(numbers: NDArray[np.integer], manifest: TaskManifest) -> dict[str, int]:
     named = zip(manifest.classes, numbers.tolist(), strict=False)
     return {name: number for name, number in named if 0 < number < FEW_PROTOTYPES}
-
-
-if __name__ == "__main__":
-    run_as_program(HeadJob, run)

@@ -1,12 +1,14 @@
-"""Jobs that the aggregator runs as processes: inputs and outputs are files in a folder, progress goes to stdout."""
+"""Jobs: values that name the blobs that they read. Each is run in a folder, where it leaves its files.
+
+A class is a kind of job: its tag names it in `job.json`, and `module` has the function `run` that computes it.
+"""
 
 import contextlib
-import json
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
@@ -16,7 +18,7 @@ from aggregator.algorithms.registry import configured
 from aggregator.algorithms.statistics.feature_map import FeatureMap
 from aggregator.config.schema import Robust
 from aggregator.intake.validation import Refused, read_message
-from aggregator.storage.blobs import open_blobs, read_each
+from aggregator.storage.blobs import Blobs, read_each
 from aggregator.training.robust.weights import Counting
 from protocol.errors import BackboneMismatch, BlobLost, ProtofleetError, StateError
 from protocol.models.onnx_metadata import HeadMetadata
@@ -24,43 +26,58 @@ from protocol.storage.blobstore import write_atomically
 from protocol.wire.codec import decode
 from protocol.wire.messages import MAX_MANIFEST_BYTES, Submission, TaskManifest
 
+Report = Callable[[dict[str, float | str]], None]
+"""Takes figures of a job's progress: device, prototypes, epoch, epochs or loss."""
 
-class SubmissionsJob(msgspec.Struct, frozen=True, kw_only=True):
-    """Make head `version` of submissions: `head.onnx` and `model.onnx`."""
+
+@dataclass(frozen=True)
+class Workspace:
+    """Where a job runs: the blobs that it reads, the folder of its files, and what takes its progress."""
+
+    blobs: Blobs
+    folder: Path
+    report: Report
+
+
+class BlobJob(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
+    """Make head `version`: `head.onnx` and `model.onnx`, of blobs."""
+
+    module: ClassVar[str]
+    """The module whose `run` computes a job in a workspace and returns its Result."""
+    is_calibration: ClassVar[bool] = False
+    """The job makes another version of the newest head, and is not repeated if it fails."""
 
     version: int
     task: str
     """Hex digest of the task manifest, a blob."""
-    members: dict[str, str]
-    """Device to the hex digest of its submission, a blob, in the order to train on."""
-    blobs: str
-    """A folder, or s3://BUCKET/PREFIX."""
     feature_size: int
-    folder: str
 
-    def manifest(self) -> TaskManifest:
-        data = open_blobs(self.blobs).read(bytes.fromhex(self.task))
-        return decode(data, TaskManifest, max_bytes=MAX_MANIFEST_BYTES)
+    @property
+    def name(self) -> str:
+        """Name of the job's folder."""
+        return f"head-{self.version}"
 
-    def submissions(self, devices: Iterable[str] | None = None) -> Iterator[tuple[str, Submission]]:
-        """Yield each device, or each of these, and its submission; those that are lost are missing.
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Names of the files that it makes; `model.onnx` may be missing."""
+        return (HEAD_FILE, MODEL_FILE)
 
-        Raises:
-            BlobLost: after the last one, if some were lost.
-            ProtofleetError: a blob is no submission.
-        """
-        chosen, lost = list(self.members if devices is None else devices), None
-        digests = (bytes.fromhex(self.members[device]) for device in chosen)
-        for device, payload in zip(chosen, read_each(open_blobs(self.blobs), digests), strict=True):
-            if isinstance(payload, BlobLost):
-                lost = payload
-                continue
-            message = read_message(payload)
-            if not isinstance(message, Submission):
-                raise ProtofleetError("expected a stored submission, got an evaluation")
-            yield device, message
-        if lost is not None:
-            raise lost
+    @property
+    def gpus(self) -> int:
+        """GPUs that the job reserves on a cluster."""
+        return 0
+
+    def required_blobs(self, manifest: TaskManifest) -> list[bytes]:
+        """Return the digests of the blobs without which the job fails, apart from submissions."""
+        del manifest
+        return [bytes.fromhex(self.task)]
+
+    def blobs(self, manifest: TaskManifest) -> list[bytes]:
+        """Return the digests of all blobs that the job reads; it can do without the backbones."""
+        return [*self.required_blobs(manifest), *(backbone.digest for backbone in manifest.backbones)]
+
+    def manifest(self, blobs: Blobs) -> TaskManifest:
+        return decode(blobs.read(bytes.fromhex(self.task)), TaskManifest, max_bytes=MAX_MANIFEST_BYTES)
 
     def metadata(self, manifest: TaskManifest, training: dict[str, float]) -> HeadMetadata:
         return HeadMetadata(
@@ -72,15 +89,37 @@ class SubmissionsJob(msgspec.Struct, frozen=True, kw_only=True):
             training=training,
         )
 
-    def write_head(self, head: bytes, manifest: TaskManifest) -> None:
-        """Write `head.onnx`, and `model.onnx` if the backbones can be read and fused with the head."""
-        from aggregator.graphs.fused_model import fuse  # onnx, which `aggregator release` does not need
 
-        write_atomically(Path(self.folder) / "head.onnx", head)
-        blobs = open_blobs(self.blobs)
-        with contextlib.suppress(BackboneMismatch, StateError):  # the aggregator tries it again, and logs why
-            backbones = [blobs.read(backbone.digest) for backbone in manifest.backbones]
-            write_atomically(Path(self.folder) / "model.onnx", fuse(backbones, head))
+class SubmissionsJob(BlobJob, frozen=True, kw_only=True):
+    """Make a head of submissions."""
+
+    members: dict[str, str]
+    """Device to the hex digest of its submission, a blob, in the order to train on."""
+
+    def blobs(self, manifest: TaskManifest) -> list[bytes]:
+        return [*super().blobs(manifest), *map(bytes.fromhex, self.members.values())]
+
+    def submissions(
+        self, blobs: Blobs, devices: Iterable[str] | None = None
+    ) -> Iterator[tuple[str, Submission]]:
+        """Yield each device, or each of these, and its submission; those that are lost are missing.
+
+        Raises:
+            BlobLost: after the last one, if some were lost.
+            ProtofleetError: a blob is no submission.
+        """
+        chosen, lost = list(self.members if devices is None else devices), None
+        digests = (bytes.fromhex(self.members[device]) for device in chosen)
+        for device, payload in zip(chosen, read_each(blobs, digests), strict=True):
+            if isinstance(payload, BlobLost):
+                lost = payload
+                continue
+            message = read_message(payload)
+            if not isinstance(message, Submission):
+                raise ProtofleetError("expected a stored submission, got an evaluation")
+            yield device, message
+        if lost is not None:
+            raise lost
 
 
 class CollectionJob(SubmissionsJob, frozen=True, kw_only=True):
@@ -93,8 +132,10 @@ class CollectionJob(SubmissionsJob, frozen=True, kw_only=True):
     """The head has the output `novelty`."""
 
 
-class HeadJob(CollectionJob, frozen=True, kw_only=True):
+class HeadJob(CollectionJob, frozen=True, kw_only=True, tag="head"):
     """Make a head of prototypes."""
+
+    module = "aggregator.training.head_job"
 
     algorithm: str = FedTC.name
     settings: dict[str, Any] = msgspec.field(default_factory=dict)
@@ -110,15 +151,20 @@ class HeadJob(CollectionJob, frozen=True, kw_only=True):
             raise ProtofleetError(f"expected a one-shot algorithm, got {self.algorithm!r}")
         return method
 
+    @property
+    def gpus(self) -> int:
+        return self.training.gpus
 
-class StatisticsJob(CollectionJob, frozen=True, kw_only=True, dict=True):
+
+class StatisticsJob(CollectionJob, frozen=True, kw_only=True, dict=True, tag="statistics"):
     """Solve for a head from sums."""
+
+    module = "aggregator.training.statistics_job"
 
     random_features: int = 0
     seed: int = 0
     columns: tuple[tuple[int, int], ...] = ()
     normalized: bool = False
-    engine: Literal["local", "ray"] = "local"
 
     @cached_property
     def feature_map(self) -> FeatureMap:
@@ -129,11 +175,13 @@ class StatisticsJob(CollectionJob, frozen=True, kw_only=True, dict=True):
         return self.robust.detect_outliers or self.robust.max_multiple > 0
 
 
-class NoisySumsJob(CollectionJob, frozen=True, kw_only=True):
+class NoisySumsJob(CollectionJob, frozen=True, kw_only=True, tag="noisy-sums"):
     """Solve for a head from sums with noise.
 
     With a second operator, `members` are masked, and `total.bin` is the sum of theirs and of all earlier lists.
     """
+
+    module = "aggregator.training.noisy_sums_job"
 
     masks: str = ""
     """Hex digest of the second operator's reply, a blob; empty without a second operator."""
@@ -142,9 +190,20 @@ class NoisySumsJob(CollectionJob, frozen=True, kw_only=True):
     devices: int = 0
     """Devices in that sum."""
 
+    @property
+    def files(self) -> tuple[str, ...]:
+        return (*super().files, *((TOTAL_FILE,) if self.masks else ()))
 
-class RoundJob(SubmissionsJob, frozen=True, kw_only=True):
+    def required_blobs(self, manifest: TaskManifest) -> list[bytes]:
+        maps = [] if manifest.statistics is None else [manifest.statistics.map.digest]
+        sums = map(bytes.fromhex, filter(None, (self.masks, self.total)))
+        return [*super().required_blobs(manifest), *maps, *sums]
+
+
+class RoundJob(SubmissionsJob, frozen=True, kw_only=True, tag="round"):
     """Close round `version - 1`: also write `tensors.bin`, which the next round starts from."""
+
+    module = "aggregator.training.round_job"
 
     algorithm: str
     settings: dict[str, Any]
@@ -154,12 +213,28 @@ class RoundJob(SubmissionsJob, frozen=True, kw_only=True):
     """Hex digest of the round's tensors, a blob."""
 
     @property
+    def name(self) -> str:
+        return f"round-{self.version - 1}"
+
+    @property
     def method(self) -> RoundAlgorithm:
         return in_rounds(self.algorithm, self.settings)
 
+    @property
+    def files(self) -> tuple[str, ...]:
+        return (*super().files, TENSORS_FILE)
 
-class CalibrationJob(SubmissionsJob, frozen=True, kw_only=True):
-    """Make head `version` of the one before, which has the same members: only its confidence is another."""
+    def required_blobs(self, manifest: TaskManifest) -> list[bytes]:
+        program = manifest.program
+        graphs = [] if program is None else [program.init.digest, program.head.digest]
+        return [*super().required_blobs(manifest), bytes.fromhex(self.tensors), *graphs]
+
+
+class CalibrationJob(BlobJob, frozen=True, kw_only=True, tag="calibration"):
+    """Make head `version` of the one before, of the same devices: only its confidence is another."""
+
+    module = "aggregator.training.calibration_job"
+    is_calibration = True
 
     head: str
     """Hex digest of the file of head `version - 1`, a blob."""
@@ -170,9 +245,15 @@ class CalibrationJob(SubmissionsJob, frozen=True, kw_only=True):
     novelty: tuple[float, ...] = ()
     """Held-out images in each bin of novelty; empty if the head has none."""
 
+    def required_blobs(self, manifest: TaskManifest) -> list[bytes]:
+        return [*super().required_blobs(manifest), bytes.fromhex(self.head)]
 
-class CompileJob(msgspec.Struct, frozen=True, kw_only=True):
-    """Build the graphs that devices run: `init.onnx`, `step.onnx`, `project.onnx` and `head.onnx`."""
+
+class CompileJob(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="compile"):
+    """Build the graphs that devices run, of no blobs: `init.onnx`, `step.onnx`, `project.onnx` and `head.onnx`."""
+
+    module: ClassVar[str] = "aggregator.tasks.graph_cache"
+    name: ClassVar[str] = "export"
 
     algorithm: str
     settings: dict[str, Any]
@@ -180,7 +261,6 @@ class CompileJob(msgspec.Struct, frozen=True, kw_only=True):
     feature_size: int
     num_classes: int
     seed: int
-    folder: str
 
     @property
     def method(self) -> RoundAlgorithm:
@@ -195,9 +275,6 @@ def in_rounds(algorithm: str, settings: Mapping[str, Any]) -> RoundAlgorithm:
     return method
 
 
-OOM_SCORE = "500"
-"""Score (at most 1000) of a job: Linux kills the process with the highest one first."""
-
 FEW_PROTOTYPES = 5
 """A class with fewer rests on too few images for a reliable head."""
 
@@ -206,14 +283,16 @@ RESULT_FILE = "result.json"
 UNUSABLE = "a list of the second operator cannot be used"
 """Begins the reason for which a list is left out of all heads."""
 
+HEAD_FILE = "head.onnx"
+MODEL_FILE = "model.onnx"
+TENSORS_FILE = "tensors.bin"
+
 TOTAL_FILE = "total.bin"
 """The sum of all lists that a second operator has opened."""
 
-WorkerJob = HeadJob | StatisticsJob | NoisySumsJob | RoundJob | CalibrationJob
-"""A job that a worker may run, `aggregator train`."""
+Job = HeadJob | StatisticsJob | NoisySumsJob | RoundJob | CalibrationJob | CompileJob
+"""All kinds, by which `job.json` is decoded."""
 
-Job = WorkerJob | CompileJob
-J = TypeVar("J", HeadJob, StatisticsJob, NoisySumsJob, RoundJob, CalibrationJob, CompileJob)
 Part = TypeVar("Part")
 
 
@@ -254,40 +333,25 @@ def checked_parts(
     return parts, {device: f"its submission is refused: {error.detail}" for device, error in refused.items()}
 
 
-def report_progress(figures: dict[str, float | str]) -> None:
-    sys.stdout.write(json.dumps(figures) + "\n")
-    sys.stdout.flush()
+def write_head(head: bytes, manifest: TaskManifest, workspace: Workspace) -> None:
+    """Write `head.onnx`, and `model.onnx` if the backbones can be read and fused with the head."""
+    from aggregator.graphs.fused_model import fuse  # onnx, which `aggregator release` does not need
+
+    write_atomically(workspace.folder / HEAD_FILE, head)
+    with contextlib.suppress(BackboneMismatch, StateError):  # the aggregator tries it again, and logs why
+        backbones = [workspace.blobs.read(backbone.digest) for backbone in manifest.backbones]
+        write_atomically(workspace.folder / MODEL_FILE, fuse(backbones, head))
 
 
-def write_result(job: J, run: Callable[[J], Result]) -> None:
-    """Run a job; `result.json` in its folder is written last."""
-    write_atomically(Path(job.folder) / RESULT_FILE, msgspec.json.encode(run(job)))
-
-
-def read_result(job: Job) -> Result:
+def read_result(folder: Path) -> Result:
     """Return what a job has written.
 
     Raises:
         OSError: there is no result.
         ProtofleetError: it is no result, such as one with a number that is not finite.
     """
-    data = (Path(job.folder) / RESULT_FILE).read_bytes()
+    data = (folder / RESULT_FILE).read_bytes()
     try:
         return msgspec.json.decode(data, type=Result)
     except msgspec.MsgspecError as error:
         raise ProtofleetError(f"invalid {RESULT_FILE}: {error}") from error
-
-
-def run_as_program(job_type: type[J], run: Callable[[J], Result]) -> None:
-    """Run the job in the file named on the command line.
-
-    When memory runs out, Linux kills the job, which is repeated, rather than the aggregator or the broker.
-    """
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text(OOM_SCORE, encoding="ascii")
-    try:
-        job = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=job_type)
-        write_result(job, run)
-    except ProtofleetError as error:
-        sys.stderr.write(f"{error}\n")
-        sys.exit(1)

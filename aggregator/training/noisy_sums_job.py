@@ -1,11 +1,10 @@
-"""The job that solves for a head from sums with noise: `python -m aggregator.training.noisy_sums_job JOB.json`.
+"""The job that solves for a head from sums with noise.
 
 Devices are not compared, and all count fully: what a device uploads under differential privacy can be any values.
 """
 
 import math
 import time
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,16 +12,14 @@ from numpy.typing import NDArray
 from aggregator.algorithms.statistics.noisy_ridge import NoisyTotal, Shortening, of_features, solve_noisy
 from aggregator.algorithms.statistics.ridge import TEMPERATURE
 from aggregator.intake.validation import Expectation, check_noisy_sums
-from aggregator.storage.blobs import open_blobs
 from aggregator.training.head_job import write_checked
 from aggregator.training.jobs import (
     TOTAL_FILE,
     UNUSABLE,
     NoisySumsJob,
     Result,
+    Workspace,
     checked_parts,
-    report_progress,
-    run_as_program,
 )
 from aggregator.training.robust.weights import Counting
 from protocol.errors import BlobLost, ProtofleetError
@@ -37,29 +34,29 @@ LARGEST = 8.0
 """Deviations that no noise exceeds."""
 
 
-def run(job: NoisySumsJob) -> Result:
+def run(job: NoisySumsJob, workspace: Workspace) -> Result:
     """Solve for a head, verify its ONNX file, and write it. The same submissions in any order make the same bytes.
 
     Raises:
         ProtofleetError: the submissions give no head, or ONNX Runtime computes something else.
     """
-    manifest = job.manifest()
+    manifest = job.manifest(workspace.blobs)
     wanted, statistics = manifest.differential_privacy, manifest.statistics
     if wanted is None or statistics is None:
         raise ProtofleetError("expected a task with differential privacy")
     started_s = time.perf_counter()
-    public = read_map(open_blobs(job.blobs).read(statistics.map.digest))
+    public = read_map(workspace.blobs.read(statistics.map.digest))
     expectation = Expectation(bytes.fromhex(job.task), manifest, statistics.size)
     operator = manifest.second_operator
     if operator is None:
-        counts, sums, second_moment, devices, invalid = _added(job, expectation)
+        counts, sums, second_moment, devices, invalid = _added(job, workspace, expectation)
         share = wanted.noise_multiplier
     else:
         share = share_of_noise(wanted.noise_multiplier, honest=operator.honest)
-        counts, sums, second_moment = _opened(job, expectation, share)
+        counts, sums, second_moment = _opened(job, workspace, expectation, share)
         devices, invalid = job.devices + len(job.members), {}
     images = max(1, round(int(counts.sum()) / UNITS))
-    report_progress({"prototypes": images})
+    workspace.report({"prototypes": images})
     noise_multiplier = share * math.sqrt(devices)
     total = NoisyTotal(
         counts=counts, sums=sums, second_moment=second_moment, noise_multiplier=noise_multiplier
@@ -70,7 +67,7 @@ def run(job: NoisySumsJob) -> Result:
     figures = {"strength": ridge, "temperature": TEMPERATURE}
     layers, shortening = [of_features(layer, public)], Shortening(public)
     metrics = write_checked(
-        job, manifest, layers, figures, features=features, feature_map=shortening, directions=None
+        job, workspace, manifest, layers, figures, features=features, feature_map=shortening, directions=None
     )
     return Result(
         prototypes=images,
@@ -84,7 +81,9 @@ Sums = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
 """Counts (C,), class sums (C, D) and second moment."""
 
 
-def _added(job: NoisySumsJob, expectation: Expectation) -> tuple[*Sums, int, dict[str, str]]:
+def _added(
+    job: NoisySumsJob, workspace: Workspace, expectation: Expectation
+) -> tuple[*Sums, int, dict[str, str]]:
     """Return the sum of all submissions, the number of valid ones, and the invalid ones with reasons."""
     classes, size = len(expectation.manifest.classes), expectation.prototype_size
     counts, sums = np.zeros(classes, np.int64), np.zeros((classes, size), np.int64)
@@ -96,11 +95,11 @@ def _added(job: NoisySumsJob, expectation: Expectation) -> tuple[*Sums, int, dic
         np.add(sums, part.sums, out=sums)
         np.add(second_moment, part.second_moment, out=second_moment)
 
-    parts, invalid = checked_parts(job.submissions(), add)
+    parts, invalid = checked_parts(job.submissions(workspace.blobs), add)
     return counts, sums, second_moment, len(parts), invalid
 
 
-def _opened(job: NoisySumsJob, expectation: Expectation, share: float) -> Sums:
+def _opened(job: NoisySumsJob, workspace: Workspace, expectation: Expectation, share: float) -> Sums:
     """Return the sum of all lists, which is written to `total.bin`.
 
     The sum of one is that of masked sums less the sum of masks, modulo 2^32; `share` is a device's noise multiplier.
@@ -108,15 +107,11 @@ def _opened(job: NoisySumsJob, expectation: Expectation, share: float) -> Sums:
     Raises:
         ProtofleetError: a submission or a blob is lost, or a list has too many images.
     """
-    blobs, classes, size = (
-        open_blobs(job.blobs),
-        len(expectation.manifest.classes),
-        expectation.prototype_size,
-    )
+    blobs, classes, size = workspace.blobs, len(expectation.manifest.classes), expectation.prototype_size
     parts = (classes, classes * size, triangle_size(size))
     masked = np.zeros(sum(parts), np.uint32)
     try:
-        for _, submission in job.submissions():
+        for _, submission in job.submissions(workspace.blobs):
             part = check_noisy_sums(submission, expectation)
             masked += np.concatenate([part.counts, part.sums.ravel(), part.second_moment])
     except BlobLost as error:
@@ -131,7 +126,7 @@ def _opened(job: NoisySumsJob, expectation: Expectation, share: float) -> Sums:
     if job.total:
         earlier = blobs.read(bytes.fromhex(job.total))
         total += from_total(decode(earlier, Tensors, max_bytes=len(earlier)))
-    write_atomically(Path(job.folder) / TOTAL_FILE, encode(to_total(total)))
+    write_atomically(workspace.folder / TOTAL_FILE, encode(to_total(total)))
     counts, sums, second_moment = np.split(total, np.cumsum(parts)[:2])
     return counts, sums.reshape(classes, size), second_moment
 
@@ -178,7 +173,3 @@ def _require_laws(total: NoisyTotal) -> None:
             f"{UNUSABLE}: no images have such sums: a device has lied, or the second operator, whose signature "
             "is stored, or the devices of a list have more than 130,000 images"
         )
-
-
-if __name__ == "__main__":
-    run_as_program(NoisySumsJob, run)

@@ -1,4 +1,4 @@
-"""The job that closes a round: `python -m aggregator.training.round_job JOB.json`.
+"""The job that closes a round.
 
 It runs in every round, without torch, and writes `tensors.bin`, which the next round starts from, and a head for
 devices that do not train.
@@ -7,7 +7,6 @@ devices that do not train.
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from numpy.typing import NDArray
@@ -17,8 +16,7 @@ from aggregator.algorithms.tensors import check_finite, pack_tensors, unpack_ten
 from aggregator.config.schema import Robust
 from aggregator.graphs.program_export import bind, untrained
 from aggregator.intake.validation import Expectation, Prototypes, check_submission
-from aggregator.storage.blobs import open_blobs
-from aggregator.training.jobs import Result, RoundJob, checked_parts, run_as_program
+from aggregator.training.jobs import TENSORS_FILE, Result, RoundJob, Workspace, checked_parts, write_head
 from aggregator.training.robust.rounds import robust_contributions
 from aggregator.training.robust.weights import counted_images, counting, limited, stated_images
 from protocol.errors import ProtofleetError
@@ -26,14 +24,14 @@ from protocol.storage.blobstore import write_atomically
 from protocol.wire.messages import Submission
 
 
-def run(job: RoundJob) -> Result:
+def run(job: RoundJob, workspace: Workspace) -> Result:
     """Aggregate a round's submissions into the tensors of the next one, and write them and the head.
 
     Raises:
         ProtofleetError: the submissions cannot be aggregated, or the result is not finite.
     """
     started_s = time.perf_counter()
-    blobs, manifest = open_blobs(job.blobs), job.manifest()
+    blobs, manifest = workspace.blobs, job.manifest(workspace.blobs)
     algorithm, program = job.method, manifest.program
     if program is None:
         raise ProtofleetError("the task has no program")
@@ -44,7 +42,7 @@ def run(job: RoundJob) -> Result:
         algorithm.prototype_size(job.feature_size),
         {name: previous[name].shape for name in algorithm.uploaded},
     )
-    submissions = dict(job.submissions())
+    submissions = dict(job.submissions(blobs))
     parts, refused = checked_parts(submissions.items(), lambda each: check_submission(each, expectation))
     robust = job.robust
     stated = stated_images(list(parts.values()), len(manifest.classes))
@@ -58,7 +56,7 @@ def run(job: RoundJob) -> Result:
         num_classes=len(manifest.classes),
         seed=manifest.seed + job.version,
     )
-    write_atomically(Path(job.folder) / "tensors.bin", pack_tensors(tensors))
+    write_atomically(workspace.folder / TENSORS_FILE, pack_tensors(tensors))
     left_out = {**refused, **failed}
     metrics = _figures(
         {device: part for device, part in parts.items() if device not in left_out},
@@ -68,7 +66,7 @@ def run(job: RoundJob) -> Result:
     state = untrained(blobs.read(program.init.digest), feature_size=job.feature_size)
     metadata = job.metadata(manifest, metrics)
     head = bind(blobs.read(program.head.digest), {**state, **tensors}, metadata=metadata)
-    job.write_head(head, manifest)
+    write_head(head, manifest, workspace)
     return Result(
         prototypes=sum(len(part.labels) for device, part in parts.items() if device not in left_out),
         metrics={**metrics, "seconds": time.perf_counter() - started_s},
@@ -128,7 +126,3 @@ def _figures(
     figures = {"classes": float(len(classes)), "carried": float(carried)}
     losses = [submission.loss for submission in submissions if submission.loss is not None]
     return {**figures, "loss": statistics.median(losses)} if losses else figures
-
-
-if __name__ == "__main__":
-    run_as_program(RoundJob, run)

@@ -15,17 +15,8 @@ from typing import Any
 
 import msgspec
 
-from aggregator.training.jobs import (
-    CalibrationJob,
-    CompileJob,
-    HeadJob,
-    Job,
-    NoisySumsJob,
-    Result,
-    RoundJob,
-    StatisticsJob,
-    read_result,
-)
+from aggregator.training.execution import JOB_FILE
+from aggregator.training.jobs import Job, Result, read_result
 from protocol.errors import ProtofleetError, ThreadFailed
 from protocol.storage.blobstore import state_errors, write_atomically
 from protocol.threads import start_thread
@@ -33,15 +24,8 @@ from protocol.threads import start_thread
 log = logging.getLogger(__name__)
 
 
-PROGRAMS: dict[type[Job], str] = {
-    HeadJob: "aggregator.training.head_job",
-    StatisticsJob: "aggregator.training.statistics_job",
-    NoisySumsJob: "aggregator.training.noisy_sums_job",
-    RoundJob: "aggregator.training.round_job",
-    CalibrationJob: "aggregator.training.calibration_job",
-    CompileJob: "aggregator.tasks.graph_cache",
-}
-"""The module that runs each kind of job."""
+PROGRAM = "aggregator.training.execution"
+"""The module that runs a job as a program."""
 
 KILLED = (
     "killed (SIGKILL), as Linux does when memory runs out: add memory, or save some"
@@ -70,13 +54,22 @@ class Finished:
 class Trainer:
     """Runs at most one job at a time, each in a folder inside `folder`, and kills it after `timeout_s`.
 
-    `on_event` is called from a thread with Progress and, whatever happens, one Finished; it must only enqueue them.
+    `blobs` is the location of the blobs that jobs read, and `engine` one of `execution.ENGINES`. `on_event` is called
+    from a thread with Progress and, whatever happens, one Finished; it must only enqueue them.
     """
 
     def __init__(
-        self, folder: Path, *, timeout_s: float, on_event: Callable[[Progress | Finished], None]
+        self,
+        folder: Path,
+        *,
+        blobs: str,
+        timeout_s: float,
+        on_event: Callable[[Progress | Finished], None],
+        engine: str = "local",
     ) -> None:
         self._folder = folder
+        self._blobs = blobs
+        self._engine = engine
         self._timeout_s = timeout_s
         self._on_event = on_event
         self._process: subprocess.Popen[str] | None = None
@@ -88,15 +81,15 @@ class Trainer:
             StateError: its folder cannot be written, or the process cannot be started.
             ThreadFailed: the process cannot be watched.
         """
-        folder = Path(job.folder)
+        folder = self._folder / job.name
         with state_errors(folder):
             shutil.rmtree(self._folder, ignore_errors=True)
             folder.mkdir(parents=True)
-        write_atomically(folder / "job.json", msgspec.json.encode(job))
+        write_atomically(folder / JOB_FILE, msgspec.json.encode(job))
         with state_errors(folder), (folder / "training.log").open("wb") as errors:
             # A new session, so that Ctrl-C reaches only the aggregator, which then stops the job.
             process = self._process = subprocess.Popen(
-                [sys.executable, "-m", PROGRAMS[type(job)], str(folder / "job.json")],
+                [sys.executable, "-m", PROGRAM, str(folder), self._blobs, self._engine],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -127,9 +120,6 @@ class Trainer:
             except subprocess.TimeoutExpired:
                 _kill(self._process)
 
-    def cancel(self, _task: bytes) -> None:
-        self.stop()
-
     def _watch(self, job: Job, process: subprocess.Popen[str]) -> None:
         is_late = threading.Event()
 
@@ -145,13 +135,16 @@ class Trainer:
             code = process.wait()
         finally:
             limit.cancel()
+        folder = self._folder / job.name
         try:
-            self._on_event(Finished(job, read_result(job)))
+            self._on_event(Finished(job, read_result(folder)))
         except ProtofleetError as error:
             self._on_event(Finished(job, None, str(error)))
         except OSError:
             too_late = f"not finished within `[training]` timeout_s, {self._timeout_s:g} s"
-            reason = f"{too_late}: raise it, or use fewer epochs" if is_late.is_set() else _reason(job, code)
+            reason = (
+                f"{too_late}: raise it, or use fewer epochs" if is_late.is_set() else _reason(folder, code)
+            )
             self._on_event(Finished(job, None, reason, is_killed=code < 0 and not is_late.is_set()))
 
     def _read(self, process: subprocess.Popen[str]) -> None:
@@ -168,10 +161,10 @@ def _kill(process: subprocess.Popen[str]) -> None:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def _reason(job: Job, code: int) -> str:
+def _reason(folder: Path, code: int) -> str:
     errors = ""
     with contextlib.suppress(OSError):
-        errors = (Path(job.folder) / "training.log").read_text(errors="replace").strip()
+        errors = (folder / "training.log").read_text(errors="replace").strip()
     if code == -signal.SIGKILL:
         return KILLED
     return f"exit status {code}: {errors.splitlines()[-1] if errors else 'no error message'}"

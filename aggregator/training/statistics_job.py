@@ -1,47 +1,35 @@
-"""The job that solves for a head from sums: `python -m aggregator.training.statistics_job JOB.json`.
+"""The job that solves for a head from sums.
 
 It reads each submission once, one in memory at a time, and adds it. How much each counts depends on all of them:
 of those that do not count fully, the rest is subtracted again. Sums of integers are exact, so that the order does not
 matter. To compare the devices' means, it keeps a summary of each device, of a cohort at a time.
 """
 
-import contextlib
 import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from aggregator.algorithms.novelty import class_directions
-from aggregator.algorithms.statistics.moments import WHOLE, Moments, class_means, factors
+from aggregator.algorithms.statistics.moments import WHOLE, Moments, add, class_means, factors, no_rows
 from aggregator.algorithms.statistics.ridge import TEMPERATURE, solve
 from aggregator.graphs.head_export import map_to_onnx
-from aggregator.intake.validation import Expectation, Refused
+from aggregator.intake.validation import Expectation, Refused, check_statistics
 from aggregator.training.head_job import few_prototypes, write_checked
-from aggregator.training.jobs import Result, StatisticsJob, report_progress, run_as_program
+from aggregator.training.jobs import Result, StatisticsJob, Workspace
 from aggregator.training.robust.outlier_detection import MIN_DEVICES as COMMON_DEVICES
 from aggregator.training.robust.outlier_detection import judge
+from aggregator.training.robust.outlier_statistics import DeviceSummary, summarized
 from aggregator.training.robust.training_set import MIN_COMMON_SHARE, distance_factors
 from aggregator.training.robust.weights import counted_images, counted_scatter, counting
-from aggregator.training.statistics_sums import (
-    Block,
-    DeviceFigures,
-    Engine,
-    LocalEngine,
-    Surplus,
-    add_block,
-    blocks_of,
-    subtract_block,
-)
+from aggregator.training.statistics_sums import grouped, submitted_moments, summary_of
 from protocol.errors import BlobLost, ProtofleetError
 from protocol.wire.codec import digest_of
-
-if TYPE_CHECKING:
-    from aggregator.training.robust.outlier_statistics import DeviceSummary
+from protocol.wire.messages import Submission
 
 SHOWN_WARNINGS = 3
 """Cohorts whose warnings are shown."""
@@ -73,22 +61,21 @@ class Sums:
     refused: dict[str, Refused] = dataclasses.field(default_factory=dict)
 
 
-def run(job: StatisticsJob) -> Result:
+def run(job: StatisticsJob, workspace: Workspace) -> Result:
     """Solve for a head, verify its ONNX file, and write it. The same submissions in any order make the same bytes.
 
     Raises:
         ProtofleetError: the submissions give no head, or ONNX Runtime computes something else.
     """
-    manifest, feature_map = job.manifest(), job.feature_map
+    manifest, feature_map = job.manifest(workspace.blobs), job.feature_map
     expectation = Expectation(bytes.fromhex(job.task), manifest, feature_map.size)
     graph = map_to_onnx(feature_map, num_classes=len(manifest.classes))
     if manifest.statistics is None or manifest.statistics.map.digest != digest_of(graph):
         raise ProtofleetError("expected the task's map, got another one: restart the aggregator")
     started_s = time.perf_counter()
-    with engine_of(job) as engine:
-        sums = added(job, expectation, engine)
-        total, counted = weighted(job, expectation, sums, engine)
-    report_progress({"prototypes": total.rows})
+    sums = added(job, workspace, expectation)
+    total, counted = weighted(job, workspace, expectation, sums)
+    workspace.report({"prototypes": total.rows})
     images = {device: each for device, each in sums.images.items() if device not in sums.quarantined}
     ridge = solve(total, common=common_classes(counted))
     figures = {
@@ -103,7 +90,14 @@ def run(job: StatisticsJob) -> Result:
     if job.has_novelty:
         directions = class_directions(class_means(total)[total.class_counts > 0, : feature_map.selected])
     metrics = write_checked(
-        job, manifest, [ridge.layer], figures, features=random, feature_map=feature_map, directions=directions
+        job,
+        workspace,
+        manifest,
+        [ridge.layer],
+        figures,
+        features=random,
+        feature_map=feature_map,
+        directions=directions,
     )
     rows = [each for device, each in sums.rows.items() if device not in sums.quarantined]
     invalid = {device: f"its submission is refused: {error.detail}" for device, error in sums.refused.items()}
@@ -117,60 +111,75 @@ def run(job: StatisticsJob) -> Result:
     )
 
 
-@contextlib.contextmanager
-def engine_of(job: StatisticsJob) -> Iterator[Engine]:
-    """Yield the job's engine.
-
-    Raises:
-        ProtofleetError: Ray is not installed, or its cluster cannot be reached.
-    """
-    if job.engine == "local":
-        yield LocalEngine()
-        return
-    from aggregator.training.ray_engine import ray_engine  # an extra of its own
-
-    with ray_engine() as engine:
-        yield engine
-
-
-def added(job: StatisticsJob, expectation: Expectation, engine: Engine) -> Sums:
+def added(job: StatisticsJob, workspace: Workspace, expectation: Expectation) -> Sums:
     """Read each submission once and add it; find outliers among groups of images, one cohort after the other.
 
     Raises:
         Refused: no submission is valid.
         BlobLost: after the last one, if some were lost.
     """
-    cohorts = cohorts_of(job.members, version=job.version)
-    nothing = Block(job, expectation).nothing()
-    sums = Sums(nothing)
-    rate = job.robust.false_alarm_rate / len(cohorts)
-    summaries: dict[str, DeviceSummary] = {}
-    lost: list[BlobLost] = []
-
-    def keep(block: Block, figures: DeviceFigures) -> None:
-        sums.images |= figures.images
-        sums.rows |= figures.rows
-        sums.refused |= figures.refused
-        summaries.update(figures.summaries)
-        lost.extend(filter(None, [figures.lost]))
-        if block.ends_cohort and summaries:
-            classes = expectation.manifest.classes
-            if job.robust.detect_outliers:
-                judgment = judge(summaries, classes=classes, false_alarm_rate=rate, released=job.released)
-                sums.quarantined |= judgment.quarantined
-                sums.warnings += filter(None, [judgment.warning])
-            if job.robust.max_multiple:
-                others = {device: one for device, one in summaries.items() if device not in sums.quarantined}
-                sums.far |= distance_factors(others, classes=len(classes))
-            summaries.clear()
-
-    blocks = itertools.chain.from_iterable(blocks_of(job, expectation, cohort) for cohort in cohorts)
-    sums.total = engine.sum(add_block, blocks, nothing, keep)
-    if lost:
-        raise lost[-1]
+    cohorts, classes = cohorts_of(job.members, version=job.version), expectation.manifest.classes
+    sums = Sums(no_rows(num_classes=len(classes), size=expectation.prototype_size))
+    rate, lost = job.robust.false_alarm_rate / len(cohorts), None
+    for cohort in cohorts:
+        summaries: dict[str, DeviceSummary] = {}
+        try:
+            for device, submission in job.submissions(workspace.blobs, cohort):
+                _add(device, submission, sums, summaries, job=job, expectation=expectation)
+        except BlobLost as error:  # which others are lost is found out as well
+            lost = error
+        if summaries and lost is None:
+            _compare(summaries, sums, job, classes=classes, false_alarm_rate=rate)
+    if lost is not None:
+        raise lost
     if sums.refused and not sums.images:
         raise next(reversed(sums.refused.values()))
     return sums
+
+
+def _add(
+    device: str,
+    submission: Submission,
+    sums: Sums,
+    summaries: dict[str, DeviceSummary],
+    *,
+    job: StatisticsJob,
+    expectation: Expectation,
+) -> None:
+    """Add a device's submission to the sums, and to `summaries` if the job compares devices."""
+    try:
+        moments = submitted_moments(submission, expectation, job.feature_map)
+    except Refused as error:
+        sums.refused[device] = error
+        return
+    sums.total = add(sums.total, moments, factor=WHOLE)
+    sums.images[device] = sums.rows[device] = moments.counts
+    if submission.tensors:
+        if job.compares_devices:
+            summaries[device] = summary_of(moments)
+        return
+    rows, labels, counts = check_statistics(submission, expectation)
+    sums.rows[device] = np.bincount(labels, minlength=len(moments.counts))
+    if job.compares_devices:
+        summaries[device] = summarized(grouped(rows, labels, counts))
+
+
+def _compare(
+    summaries: dict[str, DeviceSummary],
+    sums: Sums,
+    job: StatisticsJob,
+    *,
+    classes: Sequence[str],
+    false_alarm_rate: float,
+) -> None:
+    """Find outliers and distant means in a cohort."""
+    if job.robust.detect_outliers:
+        judgment = judge(summaries, classes=classes, false_alarm_rate=false_alarm_rate, released=job.released)
+        sums.quarantined |= judgment.quarantined
+        sums.warnings += filter(None, [judgment.warning])
+    if job.robust.max_multiple:
+        others = {device: one for device, one in summaries.items() if device not in sums.quarantined}
+        sums.far |= distance_factors(others, classes=len(classes))
 
 
 def cohorts_of(devices: Collection[str], *, version: int) -> list[list[str]]:
@@ -185,7 +194,7 @@ def cohorts_of(devices: Collection[str], *, version: int) -> list[list[str]]:
 
 
 def weighted(
-    job: StatisticsJob, expectation: Expectation, sums: Sums, engine: Engine
+    job: StatisticsJob, workspace: Workspace, expectation: Expectation, sums: Sums
 ) -> tuple[Moments, NDArray[np.float64]]:
     """Return the sum of what counts of each device, and the images that count in its sum of each class (K, C).
 
@@ -199,14 +208,17 @@ def weighted(
     near = np.array([sums.far.get(device, np.ones(stated.shape[1])) for device in devices])
     of_classes = factors(stated, counted_images(stated, multiple=multiple) * near)
     in_means = np.where(stated, WHOLE - of_classes, 0)
-    all_of_it = Surplus(WHOLE, np.full(stated.shape[1], WHOLE))
+    all_of_it = (WHOLE, np.full(stated.shape[1], WHOLE))
     surplus = dict.fromkeys(sums.quarantined, all_of_it) | {
-        device: Surplus(*each)
-        for device, *each in zip(devices, in_scatter.tolist(), in_means, strict=True)
-        if each[0] or each[1].any()
+        device: (scatter, of_class)
+        for device, scatter, of_class in zip(devices, in_scatter.tolist(), in_means, strict=True)
+        if scatter or of_class.any()
     }
-    blocks = blocks_of(job, expectation, surplus, surplus)
-    total = engine.sum(subtract_block, blocks, sums.total, lambda _block, _figures: None)
+    total = sums.total
+    for device, submission in job.submissions(workspace.blobs, surplus):
+        scatter, of_class = surplus[device]
+        moments = submitted_moments(submission, expectation, job.feature_map)
+        total = add(total, moments, factor=-scatter, class_factors=-of_class)
     return dataclasses.replace(total, rows=max(1, round(total.rows / WHOLE))), stated * of_classes / WHOLE
 
 
@@ -217,7 +229,3 @@ def common_classes(images: NDArray[np.float64]) -> NDArray[np.bool_] | None:
     """
     common: NDArray[np.bool_] = np.count_nonzero(images, axis=0) >= COMMON_DEVICES
     return common if images[:, common].sum() >= MIN_COMMON_SHARE * images.sum() else None
-
-
-if __name__ == "__main__":
-    run_as_program(StatisticsJob, run)

@@ -42,13 +42,14 @@ def decoding_bytes(image: Image.Image, file_bytes: int) -> int:
     stored = _STORED_BYTES.get(image.mode, 4)
     is_turned = "exif" in image.info and image.getexif().get(ExifTags.Base.Orientation, 1) != 1
     has_layer = image.has_transparency_data and image.mode != "RGBA"
-    more = [8 if has_layer else 4 * (image.mode != "RGB")]
+    more = 8 if has_layer else 4 * (image.mode != "RGB")
     if image.info.get("progressive") or image.format == "TIFF":
-        more.append(2 * len(image.getbands()))  # all coefficients, or a strip of the whole image
+        # All coefficients, or a strip of the whole image: the allocator may keep this memory during the conversion.
+        more += 2 * len(image.getbands())
     if image.format == "WEBP":
-        more.append(16)  # two canvases, the pixels of a lossless image, and a copy
+        more = max(more, 16)  # two canvases, the pixels of a lossless image, and a copy
     whole_file = file_bytes if image.format in {"TIFF", "WEBP"} else 0
-    return image.height * (image.width * (stored + stored * is_turned + max(more)) + _ROW_BYTES) + whole_file
+    return image.height * (image.width * (stored + stored * is_turned + more) + _ROW_BYTES) + whole_file
 
 
 class _Reservations:

@@ -84,7 +84,7 @@ _Digests = dict[str, bytes]
 """`pixel_digest` of images by their identities."""
 
 
-def extract(  # noqa: PLR0913 - features depend on nine things
+def extract(  # noqa: PLR0913 - features depend on eight things
     images: Sequence[LabeledImage],
     backbones: Sequence[str],
     cache: FeatureCache,

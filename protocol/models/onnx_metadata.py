@@ -25,7 +25,7 @@ _Metadata = TypeVar("_Metadata", bound=msgspec.Struct)
 
 
 class Parity(msgspec.Struct, frozen=True, kw_only=True):
-    """Difference between the exported backbone and PyTorch with timm's preprocessing, in the worst image."""
+    """Difference in the worst image between the backbone and its source, such as PyTorch with timm's preprocessing."""
 
     cosine: float
     """Smallest cosine similarity of the two features."""

@@ -1,7 +1,5 @@
 """Statistics in process: the devices' sums and messages, and the aggregator's job, without a network."""
 
-import contextlib
-import io
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,14 +11,14 @@ from numpy.typing import NDArray
 from aggregator.algorithms.statistics.feature_map import FeatureMap
 from aggregator.config.schema import Robust
 from aggregator.graphs.head_export import map_to_onnx, mapped
-from aggregator.training.jobs import StatisticsJob, read_result, write_result
+from aggregator.storage.blobs import FolderBlobs
+from aggregator.training.jobs import StatisticsJob, Workspace
 from aggregator.training.robust.weights import Counting
 from aggregator.training.statistics_job import run
 from edge_client.data.statistics import group_rows, to_rows
 from protocol.models.cpu_session import cpu_session
 from protocol.statistics import second_moment
 from protocol.statistics.row_sums import RowSums
-from protocol.storage.blobstore import BlobStore
 from protocol.wire.codec import digest_of, encode, to_tensor
 from protocol.wire.messages import BlobRef, Statistics, Submission, TaskManifest
 from protofleet.simulation.fedtc import submission_of, task_manifest
@@ -97,7 +95,7 @@ def run_fleet(
     manifest = _manifest(data, graph, batch_size=batch_size)
     task = digest_of(encode(manifest))
     with tempfile.TemporaryDirectory() as folder:
-        blobs = BlobStore(Path(folder) / "blobs")
+        blobs = FolderBlobs(Path(folder) / "blobs")
         sizes, members = [], {}
         for client, submission in _submissions(data, owners, manifest, task=task, seed=seed):
             payload = encode(submission)
@@ -107,17 +105,13 @@ def run_fleet(
             version=1,
             task=blobs.put(encode(manifest)).hex(),
             members=members,
-            blobs=str(blobs.folder),
             feature_size=data.feature_map.feature_size,
             random_features=data.feature_map.random_features,
             seed=data.feature_map.seed,
             normalized=data.feature_map.normalized,
             robust=robust,
-            folder=folder,
         )
-        with contextlib.redirect_stdout(io.StringIO()):  # the job reports its progress there
-            write_result(job, run)
-            solved = read_result(job)
+        solved = run(job, Workspace(blobs, Path(folder), lambda _: None))
         head = (Path(folder) / "head.onnx").read_bytes()
     logits, truth = _logits(head, data.features.test), data.features.test_labels
     return Result(

@@ -209,13 +209,6 @@ def test_databases(file: Path, postgresql: PostgreSQL, monkeypatch: pytest.Monke
     assert len(written["tables"][0]["rows"]) == len(written["runs"]["20"]) == 6
 
 
-def test_engines(file: Path) -> None:
-    pytest.importorskip("ray", reason="needs ray")
-    (one,) = run(file, "cost", "engines", "--devices", "60", "--features", "4")["runs"]
-    assert one["local"]["head"] == one["ray"]["head"]
-    assert min(one[engine]["memory_bytes"] for engine in ("local", "ray")) > 0
-
-
 needs_linux = pytest.mark.skipif(
     sys.platform != "linux", reason="the kernel's record of a process is read as on Linux"
 )

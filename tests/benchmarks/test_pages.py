@@ -15,6 +15,7 @@ from benchmarks.report import Plot, Table, json_option, write_json
 from protocol.errors import ConfigError
 from research.__main__ import cli as research
 
+RUNS = [{"seed": 0, "seconds": [0.2, 0.3]}, {"seed": 1, "seconds": [0.4]}]
 PAGE = "# Speed\n\n<!-- benchmark speed -->\n<!-- end of speed -->\n\nText.\n"
 
 
@@ -25,7 +26,7 @@ def speed(*, json_file: Path | None) -> None:
     table.row("ours", 0.254, None)
     table.row("theirs", 4.0, 15.7)
     plot = Plot(title="Start", x="devices", y="s", series={"ours": [(1, 2.0), (10, 3.0)]}, log=("x",))
-    write_json(json_file, "speed", tables=[table], plots=[plot], runs=[1, 2])
+    write_json(json_file, "speed", tables=[table], plots=[plot], runs={"ours": RUNS})
 
 
 @pytest.fixture
@@ -81,9 +82,13 @@ def test_a_page_has_the_stored_tables_and_plots(tmp_path: Path, results: Path) -
 
 
 def test_results_name_the_machine_and_keep_every_run(results: Path) -> None:
-    report = json.loads((results / "speed.json").read_text())
+    """A row of a table is one line of the file, and so is a run."""
+    text = (results / "speed.json").read_text()
+    report = json.loads(text)
 
-    assert report["runs"] == [1, 2]
+    assert report["runs"] == {"ours": RUNS}
+    lines = [line.strip().removesuffix(",") for line in text.splitlines()]
+    assert {json.dumps(each) for each in [*report["tables"][0]["rows"], *RUNS]} <= {*lines}
     assert {"processor", "cores", "python", "torch"} <= report["machine"].keys()
     assert report["command"].startswith("python -m benchmarks")
 
@@ -94,10 +99,13 @@ def test_a_page_that_names_unknown_results_is_refused(results: Path) -> None:
 
 
 def test_the_documents_have_the_stored_results() -> None:
-    reports = read_results(ROOT / "benchmarks" / "results")
+    """All of them: what no page has is not stored."""
+    reports, named = read_results(ROOT / "benchmarks" / "results"), set[str]()
     for page in (*(ROOT / "docs").glob("**/*.md"), *(ROOT / "benchmarks" / "reports").glob("*.md")):
         text = page.read_text()
         assert fill(text, reports) == text, f"{page} is out of date: python -m benchmarks report"
+        named.update(re.findall("<!-- benchmark (.*) -->", text))
+    assert named == reports.keys()
 
 
 COMMANDS = sorted(

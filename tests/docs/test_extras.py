@@ -45,7 +45,6 @@ AGGREGATOR = {
     "doctor": [],
     "check": ["{folder}/task.toml"],
     "run": ["--task", "{folder}/task.toml"],
-    "train": [],
     "status": [],
     "top": [],
     "rollback": [],

@@ -1,4 +1,4 @@
-"""Ray on this machine."""
+"""A Ray cluster whose machines are all here."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ AS_OTHERS = {"RAY_worker_niceness": "0"}
 """Ray's workers have niceness 15 by default: beside other programs on the same machine they would wait for these."""
 
 OBJECT_STORE_BYTES = 200 * 2**20
-"""Memory of each simulated machine's object store: more than the chunks that are on their way."""
+"""Memory of each simulated machine's object store: more than the parts that are on their way."""
 
 
 @contextlib.contextmanager
@@ -27,39 +27,27 @@ def environment(**variables: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def workers(number: int) -> Iterator[None]:
-    """Connect to a Ray of so many workers; it knows how to import what this process does."""
-    import ray
+def machines(number: int) -> Iterator[Path]:
+    """Start a cluster of so many machines with one processor each, beside one without, to which RAY_ADDRESS leads.
 
-    with (
-        # A short path, for sockets.
-        tempfile.TemporaryDirectory(prefix="pf-", ignore_cleanup_errors=True) as folder,
-        environment(**AS_OTHERS),
-    ):
-        ray.init("local", num_cpus=number, include_dashboard=False, log_to_driver=False, _temp_dir=folder)
-        try:
-            yield
-        finally:
-            ray.shutdown()
-
-
-@contextlib.contextmanager
-def machines(number: int) -> Iterator[str]:
-    """Start a cluster of so many machines with one worker each, all of them here; yield RAY_ADDRESS."""
+    Yields the folder of their temporary files.
+    """
     from ray.cluster_utils import Cluster
 
-    options = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
+    options = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
     with (
         # A short path, for sockets.
         tempfile.TemporaryDirectory(prefix="pf-", ignore_cleanup_errors=True) as folder,
-        environment(RAY_TMPDIR=folder, **AS_OTHERS),
+        environment(RAY_TMPDIR=folder, TMPDIR=f"{folder}/files", **AS_OTHERS),
     ):
-        (Path(folder) / "ray").mkdir()
-        cluster = Cluster(initialize_head=True, head_node_args=options)
+        for name in ("ray", "files"):
+            (Path(folder) / name).mkdir()
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **options})
         try:
-            for _ in range(number - 1):
-                cluster.add_node(**options)
+            for _ in range(number):
+                cluster.add_node(num_cpus=1, **options)
             cluster.wait_for_nodes()
-            yield str(cluster.address)
+            with environment(RAY_ADDRESS=str(cluster.address)):
+                yield Path(folder) / "files"
         finally:
             cluster.shutdown()

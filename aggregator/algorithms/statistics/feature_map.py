@@ -180,7 +180,7 @@ class Statistics(OneShot, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
     name: ClassVar[str] = "statistics"
     unused: ClassVar[frozenset[tuple[str, ...]]] = OneShot.unused | {
-        ("training", name) for name in ("recipe", "restore", "epochs", "device", "seed")
+        ("training", name) for name in ("recipe", "restore", "epochs", "device", "seed", "gpus")
     }
     sums: ClassVar[bool] = True
 

@@ -1,6 +1,6 @@
 """`aggregator` whose trainings wait instead of training an adapter, and so do not import PyTorch.
 
-`python -m tests.support.fleets.fast_aggregator JOB.json` is such a training.
+`python -m tests.support.fleets.fast_aggregator FOLDER BLOBS ENGINE` is such a training.
 """
 
 import hashlib
@@ -14,8 +14,7 @@ import numpy as np
 
 from aggregator.algorithms.fedtc.head import Dense
 from aggregator.algorithms.fedtc.training_set import TrainingSet
-from aggregator.training import head_job, runner
-from aggregator.training.jobs import HeadJob, run_as_program
+from aggregator.training import execution, runner
 
 TRAINING_S = 4.0
 """About as long as with PyTorch."""
@@ -25,7 +24,7 @@ def main() -> None:
     """Run `aggregator`."""
     from aggregator import cli
 
-    runner.PROGRAMS[HeadJob] = __name__
+    runner.PROGRAM = __name__
     cli.main()
 
 
@@ -46,4 +45,4 @@ if __name__ == "__main__":
     adapter: Any = ModuleType("adapter")
     adapter.train_adapter = _adapter
     sys.modules["aggregator.algorithms.fedtc.adapter"] = adapter
-    run_as_program(HeadJob, head_job.run)
+    execution.main()

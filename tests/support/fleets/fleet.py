@@ -58,9 +58,9 @@ def with_startup_code(folder: Path, code: str) -> dict[str, str]:
     return {"PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
 
 
-def hanging(folder: Path, module: str) -> dict[str, str]:
-    """Return variables with which a program of this module never ends."""
-    code = f"import sys, time\nif {module!r} in sys.orig_argv:\n    time.sleep(600)\n"
+def hanging(folder: Path, argument: str) -> dict[str, str]:
+    """Return variables with which a program with this argument never ends."""
+    code = f"import sys, time\nif {argument!r} in sys.orig_argv:\n    time.sleep(600)\n"
     return with_startup_code(folder / "hanging", code)
 
 

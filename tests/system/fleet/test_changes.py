@@ -123,13 +123,13 @@ def test_bad_heads_are_rejected_and_rolled_back(fleet: Fleet, tmp_path: Path) ->
 def test_fleet_gets_one_calibrated_head(fleet: Fleet, tmp_path: Path) -> None:
     """It is as accurate as the head that it calibrates, and devices predict with it, or answer `unknown`."""
     task, names = write_task(tmp_path, quorum=3), ["a", "b", "c"]
-    with patch.dict(os.environ, hanging(tmp_path, "aggregator.training.calibration_job")):
+    folder = fleet.aggregator_state / "training" / "head-2"
+    with patch.dict(os.environ, hanging(tmp_path, str(folder))):
         fleet.start_aggregator(task)
     for name in names:
         data = write_digits(tmp_path / f"data-{name}", classes=[0, 1, 2, 3], each=40)
         fleet.start_device(name, data)
-    job = fleet.aggregator_state / "training" / "head-2" / "job.json"
-    fleet.wait_until("the calibration", job.is_file)
+    fleet.wait_until("the calibration", (folder / "job.json").is_file)
     fleet.kill("aggregator")
     assert [head["version"] for head in fleet.status()["heads"]] == [1]
     for starts in (2, 3):

@@ -89,15 +89,10 @@ def test_opened_sum_is_exactly_that_of_the_listed_devices(fleet: Fleet, tmp_path
 
 
 def test_device_that_comes_later_waits_for_a_list_of_its_own(fleet: Fleet, tmp_path: Path) -> None:
-    """Its sum alone would be its own: the second operator would refuse it, and the aggregator does not ask.
-
-    A worker trains the head of the others.
-    """
+    """Its sum alone would be its own: the second operator would refuse it, and the aggregator does not ask."""
     task = prepared(fleet)
     start_operator(fleet, min_devices=MIN_DEVICES)
-    fleet.start_aggregator(task, "--external-training")
-    fleet.wait_for_log("aggregator", "connected to the broker")
-    fleet.start("worker", "aggregator.cli", "train", "--state", fleet.aggregator_state)
+    fleet.start_aggregator(task)
     start_devices(fleet, range(MIN_DEVICES))
     fleet.wait_for("the head", lambda s: s["heads"])
     shutil.copytree(tmp_path / "data-0", tmp_path / "data-late")

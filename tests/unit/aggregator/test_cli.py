@@ -385,7 +385,7 @@ def test_database_and_object_store_are_checked(
     config = tmp_path / "aggregator.toml"
     config.write_text(
         f'task = "{write_task(tmp_path)}"\nstate = "{tmp_path}/new"\nbroker = "127.0.0.1:9"\n'
-        f'store = "{postgresql.url}"\nblobs = "s3://{BUCKET}/barn"\nhttp = "off"\nexternal-training = true\n'
+        f'store = "{postgresql.url}"\nblobs = "s3://{BUCKET}/barn"\nhttp = "off"\n'
     )
     given = ["doctor", "--config", str(config)]
     with moto_server(tmp_path) as address, object_store(address, monkeypatch):

@@ -207,6 +207,36 @@ def test_torchvision_of_another_torch_is_one_line(
     assert f"was not built for torch {version('torch')} ({reason}): install both from one index" in line
 
 
+def test_a_network_of_a_function_and_its_file_are_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, export_backbone: Command
+) -> None:
+    """What the function returns is exported, and its file is a foreign one as any other."""
+    (tmp_path / "cli_networks.py").write_text(
+        f"import timm\ndef small():\n    return timm.create_model({MODEL!r}, num_classes=0)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    done = export_backbone(
+        "--module", "cli_networks:small", "--image-size", "32", "--layers", "blocks.3", "--json"
+    )
+    summary = json.loads(done.out)
+    assert (summary["path"], summary["source"], summary["assumed"]) == (
+        "small-32-blocks.3.onnx",
+        "PyTorch",
+        [],
+    )
+
+    torch.onnx.export(
+        timm.create_model(MODEL, num_classes=0).eval(), (torch.zeros(1, 3, 32, 32),), "net.onnx", dynamo=False
+    )
+    done = export_backbone("--from-onnx", "net.onnx", "--mean", ".5,.5,.5", "--std", ".2,.2,.2")
+    (warning,) = [line for line in done.err.splitlines() if line.startswith("warning: ")]
+    assert (
+        "net.onnx does not record how its images were preprocessed; assumed: interpolation bicubic" in warning
+    )
+    assert done.out.startswith("net-32.onnx\n")
+    assert "float32, against net.onnx on 2 photographs" in done.out
+
+
 def test_text_summary_has_the_parity(
     tmp_path: Path, weights: Path, monkeypatch: pytest.MonkeyPatch, export_backbone: Command
 ) -> None:
@@ -226,7 +256,7 @@ def test_text_summary_has_the_parity(
     assert list(tmp_path.iterdir()) == []
     printed = export_backbone(*arguments).out
     assert "mean (0.485, 0.456, 0.406), std (0.229, 0.224, 0.225), crop_pct 0.95" in printed
-    assert "against torch on 2 photographs: worst cosine 1.000000" in printed
+    assert "against PyTorch on 2 photographs: worst cosine 1.000000" in printed
     assert file_digest(tmp_path / f"{MODEL}-160.onnx").hex() in printed
 
 
@@ -255,6 +285,13 @@ def test_errors_are_one_line_and_exit_1(
     "arguments",
     [
         [],
+        [MODEL, "--list", "x"],
+        [MODEL, "--module", "a:b"],
+        ["--module", "a:b", "--from-onnx", "x.onnx"],
+        ["--module", "a:b", "--weights", "w"],
+        ["--from-onnx", "x.onnx", "--model-kwargs", "a=b"],
+        ["--from-onnx", "x.onnx", "--layers", "last"],
+        [MODEL, "--random", "--pool"],
         # Values of pixels in 0..255 would make features that no error reveals.
         *(
             [MODEL, f"--mean={value}"]

@@ -22,7 +22,7 @@ from aggregator.graphs.tracing import to_torch
 from aggregator.storage.blobs import FolderBlobs
 from aggregator.training.head_job import run
 from protocol.errors import ProtofleetError
-from tests.support.messages.jobs import head_job
+from tests.support.messages.jobs import head_job, workspace
 from tests.support.messages.prototype_sets import uploaded
 from tests.support.messages.submissions import submission
 
@@ -276,6 +276,7 @@ def test_head_of_another_shape_is_refused(layers: tuple[Dense, ...], message: st
 def test_job_makes_a_head_by_the_algorithm_that_it_names(tmp_path: Path) -> None:
     """No other file knows of it."""
     sent = submission(labels=(0, 1, 2) * 10)
-    result = run(head_job(FolderBlobs(tmp_path / "blobs"), tmp_path, sent, algorithm="fedncm"))
+    blobs = FolderBlobs(tmp_path / "blobs")
+    result = run(head_job(blobs, sent, algorithm="fedncm"), workspace(blobs, tmp_path))
     assert (result.prototypes, result.metrics["epochs"]) == (30, 0)
     assert (tmp_path / "head.onnx").is_file()

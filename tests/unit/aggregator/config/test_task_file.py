@@ -164,7 +164,7 @@ WRONG_SETTINGS: list[tuple[str, int, str]] = [
         for name, given in (
             ("client.batch_size", "[client]\nbatch_size = 5"),
             ("statistics.features", "[statistics]\nfeatures = 8"),
-            ("training.engine", '[training]\nengine = "local"'),
+            ("training.calibrate", "[training]\ncalibrate = false"),
         )
     ),
     (STATISTICS + DP + "[robust]\nmax_multiple = 1", 8, "`robust`: [privacy.dp] does not use"),
@@ -189,7 +189,7 @@ WRONG_SETTINGS: list[tuple[str, int, str]] = [
     (ROUNDS + "[fedpcl]\nrounds = 3", 4, '`fedpcl`: algorithm = "fpl" does not use this setting: remove it'),
     ("[fpl]", 3, '`fpl`: algorithm = "fedtc" does not use'),
     ("\n[rounds]\nstaleness = 2", 4, '`rounds`: algorithm = "fedtc" does not use'),
-    (ROUNDS + '[training]\nengine = "ray"', 5, '`training.engine`: "ray" adds sums, and algorithm = "fpl" has none'),
+    ("[training]\ngpus = 1", 4, '`training.gpus`: reserves GPUs of a Ray cluster: set engine = "ray", or remove'),
     (ROUNDS + "[training]\ntimeout_s = 9\nseed = 2", 6, '`training.seed`: algorithm = "fpl" does not use'),
     ('layers = ["c384"]\n' + ROUNDS, 3, '`layers`: algorithm = "fpl" does not use this setting'),
     (ROUNDS + "[robust]\ndetect_outliers = true", 5, '`robust.detect_outliers`: algorithm = "fpl" does not'),

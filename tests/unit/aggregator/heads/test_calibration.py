@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from aggregator.graphs.calibrated_head import UNCALIBRATED, logits_and_probabili
 from aggregator.graphs.head_export import head_to_onnx
 from aggregator.heads import rollout
 from aggregator.heads.calibration import MIN_IMAGES, RETRY_S, pooled, store_calibrated
+from aggregator.heads.next_head import folder_of
 from aggregator.heads.operator_commands import forget, submit_command
 from aggregator.heads.rollout import Rollout
 from aggregator.heads.schedule import Schedule
@@ -44,6 +44,7 @@ from protocol.wire.messages import BlobRef, DifferentialPrivacy, Evaluation
 from tests.support.graphs.backbones import tiny_backbone
 from tests.support.graphs.heads import head_metadata
 from tests.support.messages.evaluations import binned
+from tests.support.messages.jobs import workspace
 from tests.support.messages.submissions import EXPECTATION, FEATURE_SIZE, MANIFEST, SERVED, evaluation
 from tests.support.messages.tasks import served_task
 from tests.support.simulation.clocks import FakeClock
@@ -103,8 +104,13 @@ class World:
     def start(self, job: HeadJob | CalibrationJob) -> None:
         self.jobs.append(job)
 
-    def cancel(self, _task: bytes) -> None:
+    def stop(self) -> None:
         self.jobs.append(self.jobs[-1])
+
+    def calibrate(self, job: HeadJob | CalibrationJob) -> Result:
+        """Run a calibration where it leaves its head to be stored."""
+        assert isinstance(job, CalibrationJob)
+        return calibration_job.run(job, workspace(self.store.blobs, folder_of(self.store, job)))
 
     def tick(self, seconds: float = 2.0) -> None:
         self.now_s += seconds
@@ -115,11 +121,10 @@ class World:
     def finish(self) -> bool:
         """End the last job that was started."""
         job, result = self.jobs[-1], Result(metrics=METRICS, prototypes=5)
-        folder = Path(job.folder)
-        folder.mkdir(parents=True, exist_ok=True)
         if isinstance(job, CalibrationJob):
-            result = calibration_job.run(job)
+            result = self.calibrate(job)
         else:
+            (folder := folder_of(self.store, job)).mkdir(parents=True, exist_ok=True)
             (folder / "head.onnx").write_bytes(_head_file(job.version))
         is_made = self.training.finish(Finished(job, result))
         self.tick()
@@ -193,9 +198,8 @@ def test_kill_makes_no_second_version(world: World, *, is_stored: bool) -> None:
     """Before the head is stored, it is made again, of the same bytes; after that, it is activated."""
     world.report(_all())
     if is_stored:
-        Path(world.jobs[0].folder).mkdir(parents=True)
-        assert isinstance(world.jobs[0], CalibrationJob)
-        store_calibrated(world.task, world.store, world.jobs[0], calibration_job.run(world.jobs[0]))
+        result = world.calibrate(world.jobs[0])
+        store_calibrated(world.task, world.store, world.jobs[0], result)
     world.restart()
     world.tick()
     assert len(world.jobs) == (1 if is_stored else 2)
@@ -315,9 +319,7 @@ def test_forgotten_device_ends_the_calibration(world: World) -> None:
     """Also if it is forgotten just before the head is stored; the head is made again without it."""
     world.report(_all())
     (job,) = world.jobs
-    assert isinstance(job, CalibrationJob)
-    Path(job.folder).mkdir(parents=True)
-    result = calibration_job.run(job)
+    result = world.calibrate(job)
     other = open_store(world.store.folder)
     forget(other, "a")
     other.close()

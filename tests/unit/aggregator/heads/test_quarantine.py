@@ -16,7 +16,7 @@ from aggregator.config.task_file import load_task
 from aggregator.coordination.round_state import DeviceDecisions, Entry, Settings
 from aggregator.heads import rollout
 from aggregator.heads.head_rate import limited_until_s
-from aggregator.heads.next_head import update_quarantine
+from aggregator.heads.next_head import folder_of, update_quarantine
 from aggregator.heads.operator_commands import forget, release, submit_command
 from aggregator.heads.rollout import Rollout
 from aggregator.heads.schedule import Schedule
@@ -347,7 +347,7 @@ class World:
     def start(self, job: HeadJob) -> None:
         self.jobs.append(job)
         self.ends_s = self.now_s + TRAINING_S
-        folder = self.store.folder / "training" / f"head-{job.version}"
+        folder = folder_of(self.store, job)
         folder.mkdir(parents=True)
         (folder / "head.onnx").write_bytes(b"%d" % job.version)
 

@@ -15,7 +15,7 @@ from msgspec import structs
 from aggregator.config.task_file import load_task
 from aggregator.coordination import round_state
 from aggregator.heads import schedule
-from aggregator.heads.next_head import store_head
+from aggregator.heads.next_head import folder_of, store_head
 from aggregator.heads.operator_commands import forget
 from aggregator.heads.schedule import RETENTION_S, Schedule
 from aggregator.intake.accepted_submissions import AcceptedSubmissions
@@ -197,7 +197,7 @@ def test_training_on_a_forgotten_device_is_stopped(
     assert job is not None
     with contextlib.closing(open_store(store.folder)) as command:
         forget(command, "a")
-    folder = Path(job.folder)
+    folder = folder_of(store, job)
     for name in ("head.onnx", "tensors.bin"):
         (folder / name).write_bytes(b"made of a and b")
     assert not training.finish(Finished(job, Result(metrics={"seconds": 1.0})))
@@ -221,7 +221,7 @@ def test_head_is_not_stored_once_a_member_is_forgotten(training: Schedule, task:
     assert members is not None
     training.stop()
     for name in ("head.onnx", "tensors.bin"):
-        (Path(job.folder) / name).write_bytes(b"made of a and b")
+        (folder_of(store, job) / name).write_bytes(b"made of a and b")
     forget(store, "a")
     with pytest.raises(StateError, match="a submission that head 1 is made of was deleted"):
         store_head(task, store, job, Result(metrics={}), members)

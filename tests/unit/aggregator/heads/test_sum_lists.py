@@ -35,6 +35,7 @@ from protocol.wire.messages import (
 from protocol.wire.signing import public_key, sign_sum
 from protocol.wire.transfer import frames_of
 from sums_operator.checks import sum_of_masks
+from tests.support.messages.jobs import workspace
 from tests.support.messages.submissions import FEATURE_SIZE, MANIFEST
 from tests.support.messages.sums import seed_of, signing_key
 from tests.support.messages.tasks import served_task
@@ -119,10 +120,9 @@ class World:
         frames = frames_of(payload, digest=digest_of(payload), chunk_bytes=chunk_bytes)
         return [self.lists.take(encode(frame)) for frame in frames][-1]
 
-    def job(self, folder: Path) -> NoisySumsJob:
+    def job(self) -> NoisySumsJob:
         lists = sums_of(self.store.facts, TASK)
         assert lists.pending is not None
-        folder.mkdir()
         return NoisySumsJob(
             version=1,
             task=TASK.hex(),
@@ -130,9 +130,7 @@ class World:
             masks=lists.pending.masks,
             total=lists.total,
             devices=lists.summed,
-            blobs=self.store.blobs.location,
             feature_size=FEATURE_SIZE,
-            folder=str(folder),
         )
 
     def opened(self, folder: Path) -> bytes:
@@ -140,7 +138,7 @@ class World:
         request = self.lists.request()
         assert request is not None
         assert self.take(self.reply(request), chunk_bytes=700)
-        run(self.job(folder))
+        run(self.job(), workspace(self.store.blobs, folder))
         total = self.store.put_file(folder / TOTAL_FILE)
         put_sums(self.store.facts, with_total(sums_of(self.store.facts, TASK), total.digest))
         return head_of(folder)
@@ -193,16 +191,13 @@ def test_head_of_masked_lists_is_that_of_the_same_sums(world: World, tmp_path: P
     unmasked = replace(PRIVATE, statistics=replace(PRIVATE.statistics, second_operator=UNSET))
     task = world.store.blobs.put(encode(unmasked))
     sent = [world.store.blobs.put(encode(replace(plain(number), task=task))).hex() for number in range(6)]
-    (tmp_path / "plain").mkdir()
     job = NoisySumsJob(
         version=1,
         task=task.hex(),
         members={f"dev{number}": digest for number, digest in enumerate(sent)},
-        blobs=world.store.blobs.location,
         feature_size=FEATURE_SIZE,
-        folder=str(tmp_path / "plain"),
     )
-    run(job)
+    run(job, workspace(world.store.blobs, tmp_path / "plain"))
     assert found == head_of(tmp_path / "plain")
 
 
@@ -305,7 +300,7 @@ def test_false_sum_that_breaks_the_laws_is_no_head(world: World, tmp_path: Path)
     values[0] += np.uint32(2**30)
     assert world.take(sign_sum(replace(good, masks=to_tensor(values)), key=SIGN, fleet=FLEET))
     with pytest.raises(ProtofleetError, match=f"{UNUSABLE}: no images have such sums"):
-        run(world.job(tmp_path / "head"))
+        run(world.job(), workspace(world.store.blobs, tmp_path / "head"))
     world.lists.abandon("they are false")
     world.upload(3, 4, 5)
     assert not world.lists.is_open(world.members)
@@ -323,7 +318,7 @@ def test_lost_submission_of_a_list_is_an_error(world: World, tmp_path: Path) -> 
     world.take(world.reply(request))
     world.store.blobs.delete([world.members["dev1"].digest])
     with pytest.raises(ProtofleetError, match=f"{UNUSABLE}: a submission is lost"):
-        run(world.job(tmp_path / "head"))
+        run(world.job(), workspace(world.store.blobs, tmp_path / "head"))
 
 
 def test_intake_requires_masked_values() -> None:

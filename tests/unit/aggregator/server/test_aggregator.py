@@ -142,7 +142,7 @@ def test_head_that_cannot_be_stored_is_a_failed_training(tmp_path: Path) -> None
     entries = {"a": Entry(1, b"a", 0.0)}
     training.state = State(submissions=entries, training=entries)
     metrics = {"seconds": 1.0, "onnx_max_difference": 0.0}
-    training._job = job = head_job(bench.store.blobs, tmp_path / "gone")
+    training._job = job = head_job(bench.store.blobs)
     bench.daemon._handle(Finished(job, Result(prototypes=1, metrics=metrics)))
     failed = training.state
     assert (failed.submissions, failed.failed, failed.failures) == (entries, entries, 1)

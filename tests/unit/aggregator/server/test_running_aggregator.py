@@ -303,15 +303,15 @@ def test_failed_compilation_ends_the_program(tmp_path: Path, monkeypatch: pytest
     assert done.returncode == 1
     *_, last = done.stderr.splitlines()
     assert last.startswith("error: cannot export the graphs of fpl: exit status 1: ")
-    assert last.endswith(f"see {tmp_path / 'state' / 'graphs'}")
+    assert last.endswith(f"see {tmp_path / 'state' / 'graphs' / 'export'}")
     assert "Traceback" not in done.stderr
 
 
 def test_compilation_can_be_interrupted(tmp_path: Path) -> None:
     task = write_task(tmp_path, IN_ROUNDS)
     with aggregator(task, BrokerAddress("127.0.0.1", 1)) as daemon:
-        job = tmp_path / "state" / "graphs" / "job.json"
-        while not job.exists():
+        folder = tmp_path / "state" / "graphs" / "export"
+        while not (folder / "job.json").exists():
             assert daemon.process.poll() is None
         with (
             contextlib.closing(open_store(daemon.state, read_only=True)) as store,
@@ -322,7 +322,7 @@ def test_compilation_can_be_interrupted(tmp_path: Path) -> None:
         assert "exporting graphs, once for this task algorithm=fpl features=16 classes=3" in daemon.log()
         assert "Traceback" not in daemon.log()
         running = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
-        assert str(job) not in running
+        assert str(folder) not in running
 
 
 def test_rollback_of_a_round_head(amqtt_broker: BrokerAddress, task_file: Path) -> None:

@@ -61,7 +61,7 @@ from protocol.statistics.public_map import PublicMap
 from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import BlobRef, DifferentialPrivacy, Statistics, TaskManifest
 from tests.support.graphs.backbones import tiny_backbone, tiny_metadata
-from tests.support.messages.jobs import head_job
+from tests.support.messages.jobs import head_job, workspace
 from tests.support.messages.submissions import (
     FEATURE_SIZE,
     MANIFEST,
@@ -285,17 +285,15 @@ def test_settings_sizes_and_version_of_the_algorithm_enter(monkeypatch: pytest.M
 
 def test_killed_export_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is repeated a few times with growing delays; one that fails by itself is not."""
-    job = CompileJob(
-        algorithm="fedpcl", settings={}, feature_size=16, num_classes=2, seed=0, folder=str(tmp_path)
-    )
-    waited = list[float]()
+    job = CompileJob(algorithm="fedpcl", settings={}, feature_size=16, num_classes=2, seed=0)
+    store, waited = open_store(tmp_path), list[float]()
     monkeypatch.setattr(time, "sleep", waited.append)
     killed, made = Finished(job, None, "killed", is_killed=True), Finished(job, Result(metrics={}))
 
     def play(*outcomes: Finished) -> Result:
         left = list(outcomes)
         monkeypatch.setattr(graph_cache, "_run_once", lambda *_: left.pop(0))
-        return graph_cache._run_job(job, tmp_path, timeout_s=60)
+        return graph_cache._run_job(job, store, timeout_s=60)
 
     assert play(killed, killed, made) == made.result
     assert waited == [10.0, 20.0]
@@ -303,6 +301,7 @@ def test_killed_export_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         play(*[killed] * 4)
     with pytest.raises(ConfigError, match="differs"):
         play(Finished(job, None, "a graph differs"))
+    store.close()
 
 
 def test_status_names_the_task_whose_graphs_are_exported(
@@ -401,7 +400,8 @@ def test_head_takes_all_features_and_uses_some(tmp_path: Path) -> None:
     manifest = msgspec.structs.replace(MANIFEST, columns=((0, 2), (5, size)))
     sent = submission(task=digest_of(encode(manifest)), labels=(0, 1, 2) * 4)
     blobs = FolderBlobs(tmp_path / "blobs")
-    result = run(head_job(blobs, tmp_path, sent, manifest=manifest, feature_size=size))
+    job = head_job(blobs, sent, manifest=manifest, feature_size=size)
+    result = run(job, workspace(blobs, tmp_path))
     assert result.metrics["onnx_max_difference"] < 1e-4
     session = onnxruntime.InferenceSession(tmp_path / "head.onnx")
     metadata = read_metadata(session.get_modelmeta().custom_metadata_map, HeadMetadata)

@@ -1,7 +1,6 @@
 """Jobs: one round's pooling, which needs no training framework, and the training and the calibration of a head."""
 
 import contextlib
-import queue
 import shutil
 import subprocess
 import sys
@@ -31,15 +30,12 @@ from aggregator.training import calibration_job
 from aggregator.training.head_job import run as run_head
 from aggregator.training.jobs import CalibrationJob, Result, RoundJob
 from aggregator.training.round_job import run
-from aggregator.training.runner import Finished, Progress, Trainer
-from aggregator.training.workers.queue_trainer import QueueTrainer
-from aggregator.training.workers.worker import Worker
 from protocol.errors import ProtofleetError
 from protocol.models.onnx_metadata import HeadMetadata, read_metadata
 from protocol.wire.codec import encode, to_array, to_tensor, to_unsigned
 from protocol.wire.messages import CONFIDENCE_BINS, Evaluation, Submission, Tensors
 from tests.support.graphs.heads import head_metadata
-from tests.support.messages.jobs import head_job
+from tests.support.messages.jobs import head_job, workspace
 from tests.support.messages.submissions import (
     FEATURE_SIZE,
     MANIFEST,
@@ -52,9 +48,8 @@ from tests.support.messages.submissions import (
 WITHOUT_TORCH = """\
 import sys
 sys.modules["torch"] = None
-sys.argv = ["pooling", sys.argv[1]]
-import runpy
-runpy.run_module("aggregator.training.round_job", run_name="__main__")
+from aggregator.training.execution import main
+main()
 """
 """The program, on a machine that has no torch."""
 
@@ -74,11 +69,12 @@ class Bench:
     def submissions(self, devices: str) -> dict[str, Submission]:
         return {device: self.submission(seed=seed) for seed, device in enumerate(devices)}
 
-    def job(
-        self, sent: Mapping[str, Submission | Evaluation], *, tensors: bytes = b"", folder: str = ""
-    ) -> RoundJob:
+    def run(self, sent: Mapping[str, Submission | Evaluation], *, folder: str = "", **changes: Any) -> Result:
+        job = msgspec.structs.replace(self.job(sent), **changes)
+        return run(job, workspace(self.blobs, self.out / folder))
+
+    def job(self, sent: Mapping[str, Submission | Evaluation]) -> RoundJob:
         assert self.task.first_tensors is not None
-        (to := self.out / folder).mkdir(exist_ok=True)
         return RoundJob(
             version=2,
             task=self.task.digest.hex(),
@@ -86,10 +82,8 @@ class Bench:
             settings=msgspec.to_builtins(self.task.file.method),
             robust=self.task.file.robust,
             members={device: self.blobs.put(encode(each)).hex() for device, each in sent.items()},
-            tensors=(self.blobs.put(tensors) if tensors else self.task.first_tensors.digest).hex(),
-            blobs=self.blobs.location,
+            tensors=self.task.first_tensors.digest.hex(),
             feature_size=self.task.feature_size,
-            folder=str(to),
         )
 
     def first(self) -> dict[str, NDArray[Any]]:
@@ -113,7 +107,7 @@ def test_tensors_are_those_of_the_algorithm(bench: Bench) -> None:
     """The next round's tensors equal an independent mean; the metrics count prototypes and classes."""
     fresh, stale = bench.submission(seed=1), bench.submission(number=0, seed=2)
     fresh = msgspec.structs.replace(fresh, loss=None)
-    result = run(bench.job({"a": fresh, "b": stale}))
+    result = bench.run({"a": fresh, "b": stale})
     assert result.prototypes == 4
     assert (result.metrics["classes"], result.metrics["carried"], result.metrics["loss"]) == (2.0, 1.0, 0.5)
     first, after = bench.first(), bench.after()
@@ -129,7 +123,7 @@ def test_order_of_members_does_not_matter(bench: Bench) -> None:
     sent = bench.submissions("abc")
     found = []
     for name, members in (("one", sent), ("other", dict(reversed(sent.items())))):
-        run(bench.job(members, folder=name))
+        bench.run(members, folder=name)
         found.append([(bench.out / name / file).read_bytes() for file in ("tensors.bin", "head.onnx")])
     assert found[0] == found[1]
 
@@ -138,7 +132,7 @@ def test_job_runs_without_torch(bench: Bench) -> None:
     """As a program, without torch installed, it writes everything, the result last."""
     (bench.out / "job.json").write_bytes(msgspec.json.encode(bench.job(bench.submissions("a"))))
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH, str(bench.out / "job.json")],
+        [sys.executable, "-c", WITHOUT_TORCH, str(bench.out), bench.blobs.location, "local"],
         capture_output=True,
         text=True,
         check=False,
@@ -152,20 +146,20 @@ def test_non_finite_tensors_are_not_published(bench: Bench) -> None:
     """The error names the tensor, and there is no result."""
     runaway = {**bench.first(), "adapter_bias": np.full(4, np.inf, np.float32)}
     payload = encode(Tensors(values={name: to_tensor(values) for name, values in runaway.items()}))
-    job = bench.job(bench.submissions("a"), tensors=payload)
+    tensors = bench.blobs.put(payload).hex()
     with pytest.raises(
         ProtofleetError, match="the round's adapter_bias holds NaN or infinity: not published"
     ):
-        run(job)
+        bench.run(bench.submissions("a"), tensors=tensors)
     assert list(bench.out.iterdir()) == []
 
 
 def test_device_whose_submission_fails_is_left_out(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is named, invalid or not finite in the result, and the round closes with the others."""
     honest = bench.submissions("ab")
-    run(bench.job(honest, folder="honest"))
+    bench.run(honest, folder="honest")
     expected = (bench.out / "honest" / "tensors.bin").read_bytes()
-    result = run(bench.job({**honest, "c": round_submission()}))
+    result = bench.run({**honest, "c": round_submission()})
     assert list(result.quarantined) == ["c"]
     assert "its submission is refused: expected task" in result.quarantined["c"]
     assert (result.prototypes, (bench.out / "tensors.bin").read_bytes()) == (4, expected)
@@ -179,7 +173,7 @@ def test_device_whose_submission_fails_is_left_out(bench: Bench, monkeypatch: py
         return tensors
 
     monkeypatch.setattr(FPL, "aggregate", overflowing)
-    result = run(bench.job({**honest, "d": bench.submission(seed=9)}))
+    result = bench.run({**honest, "d": bench.submission(seed=9)})
     assert result.quarantined == {"d": "the round's classifier_bias holds NaN or infinity: not published"}
     assert (bench.out / "tensors.bin").read_bytes() == expected
 
@@ -190,7 +184,7 @@ def test_device_does_not_outweigh_the_others(bench: Bench) -> None:
     sent["d"] = msgspec.structs.replace(
         sent["d"], counts=to_unsigned(np.array([10**6, 10**6])), images=2 * 10**6, loss=1e6
     )
-    result = run(bench.job(sent))
+    result = bench.run(sent)
     assert result.metrics["loss"] == 0.5
     changes = [to_array(each.tensors["classifier_bias"]).astype(np.float32) for each in sent.values()]
     lengths = [
@@ -209,18 +203,19 @@ def test_device_does_not_outweigh_the_others(bench: Bench) -> None:
 def test_submissions_that_cannot_be_aggregated_are_errors(bench: Bench) -> None:
     """A payload that is no submission to this task, and a task without rounds."""
     with pytest.raises(ProtofleetError, match="got an evaluation"):
-        run(bench.job({"a": evaluation()}))
+        bench.run({"a": evaluation()})
     with pytest.raises(ProtofleetError, match="expected task"):
-        run(bench.job({"a": round_submission()}))
+        bench.run({"a": round_submission()})
     with pytest.raises(ProtofleetError, match="fedtc has no rounds"):
-        run(msgspec.structs.replace(bench.job({}), algorithm="fedtc", settings={}))
+        bench.run({}, algorithm="fedtc", settings={})
 
 
 @pytest.mark.parametrize("has_novelty", [False, True])
 def test_head_has_the_novelty_that_was_asked_for(tmp_path: Path, *, has_novelty: bool) -> None:
     """It is 0 for the mean of a class; a class without prototypes is known to no image."""
     sent = submission(labels=(0, 2) * 5)
-    run_head(head_job(FolderBlobs(tmp_path / "blobs"), tmp_path, sent, has_novelty=has_novelty))
+    blobs = FolderBlobs(tmp_path / "blobs")
+    run_head(head_job(blobs, sent, has_novelty=has_novelty), workspace(blobs, tmp_path))
     session = onnxruntime.InferenceSession(tmp_path / "head.onnx")
     assert ("novelty" in [each.name for each in session.get_outputs()]) is has_novelty
     if has_novelty:
@@ -239,10 +234,7 @@ def _job(store: Store) -> CalibrationJob:
     return CalibrationJob(
         version=7,
         task=task,
-        members={},
-        blobs=store.blobs.location,
         feature_size=FEATURE_SIZE,
-        folder=str(store.folder / "training" / "head-7"),
         head=store.blobs.put(head).hex(),
         correct=tuple(float(place) for place in range(CONFIDENCE_BINS)),
         images=(40.0,) * CONFIDENCE_BINS,
@@ -250,33 +242,21 @@ def _job(store: Store) -> CalibrationJob:
     )
 
 
-def test_worker_makes_the_same_head(store: Store) -> None:
-    """Beside the figures of the head before."""
-    job, events = _job(store), queue.SimpleQueue[Progress | Finished]()
-    Trainer(store.folder / "training", timeout_s=200.0, on_event=events.put).start(job)
-    local = events.get(timeout=200.0)
-    head = (Path(job.folder) / "head.onnx").read_bytes()
-    metadata = read_metadata(
-        onnxruntime.InferenceSession(head).get_modelmeta().custom_metadata_map, HeadMetadata
-    )
+def test_calibrated_head_has_the_figures_of_the_head_before(store: Store, tmp_path: Path) -> None:
+    """Beside its own."""
+    result = calibration_job.run(_job(store), workspace(store.blobs, tmp_path))
+    session = onnxruntime.InferenceSession(tmp_path / "head.onnx")
+    metadata = read_metadata(session.get_modelmeta().custom_metadata_map, HeadMetadata)
     assert metadata.novelty_threshold == pytest.approx((2 - 1 / 99) / 32)  # one of the 199 may exceed it
-    assert isinstance(local, Finished)
-    assert local.result is not None
-    assert local.result.metrics["calibrated_from"] == 6
-    assert local.result.metrics["calibration_images"] == 40 * CONFIDENCE_BINS
-    queued = QueueTrainer(store, timeout_s=200.0, on_event=events.put)
-    queued.start(job)
-    (folder := store.folder / "workers" / "one").mkdir(parents=True)
-    assert Worker(store, folder, name="one", lease_s=30.0).run_next()
-    assert events.get(timeout=200.0) == local
-    assert (Path(job.folder) / "head.onnx").read_bytes() == head
-    queued.stop()
+    assert metadata.training["loss"] == 0.5
+    assert result.metrics["calibrated_from"] == 6
+    assert result.metrics["calibration_images"] == 40 * CONFIDENCE_BINS
 
 
-def test_head_that_differs_is_not_written(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = _job(store)
-    Path(job.folder).mkdir(parents=True)
+def test_head_that_differs_is_not_written(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(calibration_job, "max_difference", lambda *_: float("nan"))
     with pytest.raises(ProtofleetError, match="the calibrated head in ONNX Runtime differs by nan"):
-        calibration_job.run(job)
-    assert list(Path(job.folder).iterdir()) == []
+        calibration_job.run(_job(store), workspace(store.blobs, tmp_path / "out"))
+    assert list((tmp_path / "out").iterdir()) == []

@@ -23,7 +23,7 @@ from aggregator.algorithms.statistics.noisy_ridge import (
 from aggregator.algorithms.statistics.ridge import TEMPERATURE, solve
 from aggregator.graphs.head_export import mapped
 from aggregator.storage.blobs import FolderBlobs
-from aggregator.training.jobs import UNUSABLE, NoisySumsJob
+from aggregator.training.jobs import UNUSABLE, NoisySumsJob, Result
 from aggregator.training.noisy_sums_job import from_total, require_no_wrap, run, to_total
 from edge_client.privacy.sum_mechanism import noisy_sums
 from protocol.errors import ProtofleetError
@@ -32,6 +32,7 @@ from protocol.statistics.public_map import read_map
 from protocol.statistics.row_sums import RowSums
 from protocol.wire.codec import encode, to_tensor
 from protocol.wire.messages import BlobRef, DifferentialPrivacy, Privacy, Statistics, Submission, Tensors
+from tests.support.messages.jobs import workspace
 from tests.support.messages.submissions import FEATURE_SIZE, MANIFEST
 
 CLASSES, SIZE = len(MANIFEST.classes), 8
@@ -65,7 +66,7 @@ def submission(features: NDArray[np.float32], labels: NDArray[np.int64], *, z: f
     )
 
 
-def job_on(folder: Path, sent: Mapping[str, Submission], *, z: float) -> NoisySumsJob:
+def made(folder: Path, sent: Mapping[str, Submission], *, z: float) -> Result:
     blobs, data = FolderBlobs(folder / "blobs"), PUBLIC.to_bytes()
     reference = BlobRef(digest=blobs.put(data), size_bytes=len(data), name="public.map")
     noise = DifferentialPrivacy(noise_multiplier=z, delta=1e-5, max_epsilon=40.0)
@@ -75,22 +76,21 @@ def job_on(folder: Path, sent: Mapping[str, Submission], *, z: float) -> NoisySu
     )
     task = blobs.put(encode(manifest))
     stored = {device: replace(each, task=task) for device, each in sent.items()}
-    return NoisySumsJob(
+    job = NoisySumsJob(
         version=1,
         task=task.hex(),
         members={device: blobs.put(encode(each)).hex() for device, each in stored.items()},
-        blobs=blobs.location,
         feature_size=FEATURE_SIZE,
-        folder=str(folder),
     )
+    return run(job, workspace(blobs, folder))
 
 
 def test_head_of_noisy_sums_classifies_features(tmp_path: Path) -> None:
     """The same in any order of the devices; an invalid submission is left out."""
     sent = {f"dev{number}": submission(*images(60, seed=number), z=2.0, key=number) for number in range(3)}
     bad = replace(sent["dev0"], tensors={})
-    result = run(job_on(tmp_path / "a", {**sent, "bad": bad}, z=2.0))
-    run(job_on(tmp_path / "b", dict(reversed(sent.items())), z=2.0))
+    result = made(tmp_path / "a", {**sent, "bad": bad}, z=2.0)
+    made(tmp_path / "b", dict(reversed(sent.items())), z=2.0)
     head = (tmp_path / "a/head.onnx").read_bytes()
     assert head == (tmp_path / "b/head.onnx").read_bytes()
     assert result.quarantined.keys() == {"bad"}
@@ -103,7 +103,7 @@ def test_head_of_noisy_sums_classifies_features(tmp_path: Path) -> None:
 def test_noise_that_hides_all_classes_gives_no_head(tmp_path: Path) -> None:
     sent = {"dev0": submission(*images(5, seed=0), z=20.0, key=3)}
     with pytest.raises(ProtofleetError, match="more than 143 images of a class are needed"):
-        run(job_on(tmp_path, sent, z=20.0))
+        made(tmp_path, sent, z=20.0)
 
 
 def total(each: int, *, z: float, classes: int = CLASSES) -> NoisyTotal:

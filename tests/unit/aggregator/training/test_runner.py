@@ -1,40 +1,35 @@
-"""Trainings as processes, of the aggregator and of workers: output becomes events, and every end is reported."""
+"""Jobs as processes: output becomes events, and every end is reported."""
 
 import queue
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
 from unittest.mock import patch
 
 import pytest
 from msgspec import structs
 
-from aggregator.algorithms.algorithm import Training
 from aggregator.storage.blobs import FolderBlobs
-from aggregator.storage.store import Store
-from aggregator.training.jobs import HeadJob
+from aggregator.training.jobs import HeadJob, write_head
 from aggregator.training.runner import KILLED, Finished, Progress, Trainer
-from aggregator.training.workers.queue_trainer import QueueTrainer
-from aggregator.training.workers.worker import Worker, scratch_folder
 from protocol.errors import StateError, ThreadFailed
-from protocol.storage.folder_lock import FolderLock
 from protocol.wire.messages import BlobRef, Submission
-from tests.support.messages.jobs import head_job
+from tests.support.messages.jobs import head_job, workspace
 from tests.support.messages.submissions import MANIFEST, submission
 
 TIMEOUT_S = 300.0
 
 
-def _job(folder: Path, *sent: Submission, **changes: Any) -> HeadJob:
-    return head_job(FolderBlobs(folder / "blobs"), folder / "training" / "head-1", *sent, **changes)
+def _job(folder: Path, *sent: Submission) -> HeadJob:
+    return head_job(FolderBlobs(folder / "blobs"), *sent)
 
 
 def _trainer(
     folder: Path, on_event: Callable[[Progress | Finished], None], *, timeout_s: float = TIMEOUT_S
 ) -> Trainer:
-    return Trainer(folder / "training", timeout_s=timeout_s, on_event=on_event)
+    blobs = str(folder / "blobs")
+    return Trainer(folder / "training", blobs=blobs, timeout_s=timeout_s, on_event=on_event)
 
 
 def _end(job: HeadJob, folder: Path, *, timeout_s: float = TIMEOUT_S) -> tuple[Finished, list[Progress]]:
@@ -48,13 +43,13 @@ def _end(job: HeadJob, folder: Path, *, timeout_s: float = TIMEOUT_S) -> tuple[F
 
 def test_head_that_cannot_be_fused_is_written(tmp_path: Path) -> None:
     """The training does not fail for lack of a model.onnx."""
-    job, blobs = _job(tmp_path), FolderBlobs(tmp_path / "blobs")
+    blobs = FolderBlobs(tmp_path / "blobs")
     references = tuple(
         BlobRef(digest=blobs.put(data), size_bytes=len(data), name="broken") for data in (b"one", b"other")
     )
-    Path(job.folder).mkdir(parents=True)
-    job.write_head(b"head", structs.replace(MANIFEST, backbones=references))
-    assert [path.name for path in Path(job.folder).iterdir()] == ["head.onnx"]
+    place = workspace(blobs, tmp_path / "made")
+    write_head(b"head", structs.replace(MANIFEST, backbones=references), place)
+    assert [path.name for path in place.folder.iterdir()] == ["head.onnx"]
 
 
 def test_stopped_process_is_a_failed_job(tmp_path: Path) -> None:
@@ -165,110 +160,3 @@ def test_job_without_a_thread_to_watch_it_is_killed(tmp_path: Path, monkeypatch:
         trainer.start(_job(tmp_path))
     assert trainer._process is not None
     assert trainer._process.wait(TIMEOUT_S) == -9
-
-
-Events = queue.SimpleQueue[Progress | Finished]
-
-
-def _queued_job(store: Store) -> HeadJob:
-    training = Training(device="cpu", recipe="paper", epochs=2)
-    return head_job(store.blobs, store.folder / "training" / "head-1", submission(), training=training)
-
-
-def _queue_trainer(store: Store) -> tuple[QueueTrainer, Events]:
-    events: Events = queue.SimpleQueue()
-    return QueueTrainer(store, timeout_s=TIMEOUT_S, on_event=events.put), events
-
-
-def _result(events: Events) -> Finished:
-    while not isinstance(event := events.get(timeout=TIMEOUT_S), Finished):
-        pass
-    return event
-
-
-def _worker(store: Store) -> Worker:
-    (folder := store.folder / "workers" / "one").mkdir(parents=True, exist_ok=True)
-    return Worker(store, folder, name="one", lease_s=30.0)
-
-
-def test_failed_job_is_reported_and_queued_again(store: Store) -> None:
-    """With the training's own reason; a result whose file is lost has failed as well."""
-    job = _queued_job(store)
-    trainer, events = _queue_trainer(store)
-    lost = structs.replace(job, members={"dev0": "00" * 32})
-    trainer.start(lost)
-    assert _worker(store).run_next()
-    finished = _result(events)
-    assert finished.result is None
-    assert finished.reason.startswith("exit status 1: cannot use ")
-    assert not finished.is_killed
-    trainer.start(job)
-    assert _worker(store).run_next()
-    trainer.stop()
-    store.blobs.delete(store.jobs.blobs())
-    trainer, events = _queue_trainer(store)
-    trainer.start(job)
-    assert "its files cannot be used" in _result(events).reason
-    trainer.start(job)
-    assert _worker(store).run_next()
-    assert _result(events).result is not None
-
-
-def test_stopped_worker_gives_its_job_back(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SIGTERM is an exception in the worker; another worker claims the job at once."""
-
-    def terminated(*_: object) -> NoReturn:
-        raise SystemExit(0)
-
-    trainer, events = _queue_trainer(store)
-    trainer.start(_queued_job(store))
-    with monkeypatch.context() as patched:
-        patched.setattr(Trainer, "start", terminated)
-        with pytest.raises(SystemExit):
-            _worker(store).run_next()
-    assert _worker(store).run_next()
-    assert _result(events).result is not None
-
-
-def test_job_that_fails_while_the_object_store_does_is_given_back(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another worker may reach it; four failures of the training would make a head with half the memory."""
-
-    def unreachable() -> NoReturn:
-        raise StateError("cannot use the object store")
-
-    job = _queued_job(store)
-    trainer, events = _queue_trainer(store)
-    trainer.start(structs.replace(job, members={"dev0": "00" * 32}))
-    with monkeypatch.context() as failure:
-        failure.setattr(store.blobs, "check_writable", unreachable)
-        with pytest.raises(StateError, match="object store"):
-            _worker(store).run_next()
-    assert events.empty()
-    assert _worker(store).run_next()
-    assert _result(events).reason.startswith("exit status 1: cannot use ")
-
-
-def test_cancelled_job_is_not_run(store: Store) -> None:
-    """No event follows a cancellation."""
-    job = _queued_job(store)
-    trainer, events = _queue_trainer(store)
-    trainer.start(job)
-    trainer.cancel(bytes.fromhex(job.task))
-    assert not _worker(store).run_next()
-    assert events.empty()
-
-
-def test_scratch_folders_of_killed_workers_are_deleted(tmp_path: Path) -> None:
-    """Those of running workers stay, whose names are taken."""
-    (tmp_path / "workers" / "killed").mkdir(parents=True)
-    FolderLock(tmp_path / "workers", "killed.lock").take()
-    (tmp_path / "workers" / "killed.lock").touch()
-    with scratch_folder(tmp_path, "one") as one:
-        with pytest.raises(StateError, match="give another --name"), scratch_folder(tmp_path, "one"):
-            pass
-        with scratch_folder(tmp_path, "two"):
-            assert one.is_dir()
-            assert not (tmp_path / "workers" / "killed").exists()
-    assert not one.exists()

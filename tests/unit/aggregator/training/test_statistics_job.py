@@ -17,19 +17,18 @@ from aggregator.graphs.head_export import mapped
 from aggregator.intake.validation import Expectation, Prototypes, Refused
 from aggregator.storage.blobs import FolderBlobs
 from aggregator.training import statistics_job as job_module
-from aggregator.training import statistics_sums as blocks
-from aggregator.training.jobs import Result, StatisticsJob
+from aggregator.training.jobs import Result, StatisticsJob, Workspace
 from aggregator.training.robust.outlier_statistics import DeviceSummary, summarized
 from aggregator.training.robust.weights import Counting, counted_images, counted_scatter
 from aggregator.training.statistics_job import added, cohorts_of, run, weighted
-from aggregator.training.statistics_sums import LocalEngine, submitted_moments
+from aggregator.training.statistics_sums import submitted_moments
 from protocol.errors import ProtofleetError
 from protocol.statistics.second_moment import decode, from_triangle, to_triangle
 from protocol.statistics.second_moment import encode as encode_moment
 from protocol.wire.codec import to_array, to_tensor
 from protocol.wire.messages import Submission
 from protofleet.simulation.statistics import sums_submission
-from tests.support.messages.jobs import statistics_job
+from tests.support.messages.jobs import statistics_job, workspace
 from tests.support.messages.statistics import (
     FEATURE_MAP,
     GROUPS_EXPECTATION,
@@ -45,9 +44,10 @@ def job_on(
     submissions: Mapping[str, Submission],
     expectation: Expectation,
     robust: Robust = Robust(),  # noqa: B008 - frozen
-) -> StatisticsJob:
+) -> tuple[StatisticsJob, Workspace]:
     blobs = FolderBlobs(folder / "blobs")
-    return statistics_job(blobs, folder, submissions, expectation, robust=robust, has_novelty=True)
+    job = statistics_job(blobs, submissions, expectation, robust=robust, has_novelty=True)
+    return job, workspace(blobs, folder)
 
 
 def made(
@@ -57,7 +57,7 @@ def made(
     robust: Robust = Robust(),  # noqa: B008 - frozen
 ) -> tuple[Result, bytes]:
     """The result of a job, and its head without its metadata."""
-    result = run(job_on(folder, submissions, expectation, robust))
+    result = run(*job_on(folder, submissions, expectation, robust))
     model = onnx.load(folder / "head.onnx")
     del model.metadata_props[:]
     return result, model.SerializeToString()
@@ -280,10 +280,10 @@ def test_each_submission_is_added_once(tmp_path: Path, monkeypatch: pytest.Monke
     )
     parts["large"] = groups_of(features[first], labels[first])
     parts["invalid"] = sums_of(*images(7))
-    job = job_on(tmp_path, parts, GROUPS_EXPECTATION)
-    sums = added(job, GROUPS_EXPECTATION, LocalEngine())
+    job, place = job_on(tmp_path, parts, GROUPS_EXPECTATION)
+    sums = added(job, place, GROUPS_EXPECTATION)
     sums.quarantined["3"] = "as if outlier detection had found it"
-    total, counted_in_classes = weighted(job, GROUPS_EXPECTATION, sums, LocalEngine())
+    total, counted_in_classes = weighted(job, place, GROUPS_EXPECTATION, sums)
     again = {"large", "3"}
     assert {device: reads[digest] for device, digest in job.members.items()} == {
         device: 1 + (device in again) for device in parts
@@ -314,12 +314,12 @@ def test_what_is_kept_of_devices_is_bounded(tmp_path: Path, monkeypatch: pytest.
         most = max(most, len(kept))
         return summary
 
-    monkeypatch.setattr(blocks, "summarized", watched)
+    monkeypatch.setattr(job_module, "summarized", watched)
     parts = {f"{device:03}": groups_of(*images(device, 40)) for device in range(15)}
     features, labels = images(40, 40)
     parts["flipped"] = groups_of(np.roll(features, 40, axis=0), labels)
-    job = job_on(tmp_path, parts, GROUPS_EXPECTATION)
-    assert list(added(job, GROUPS_EXPECTATION, LocalEngine()).quarantined) == ["flipped"]
+    job, place = job_on(tmp_path, parts, GROUPS_EXPECTATION)
+    assert list(added(job, place, GROUPS_EXPECTATION).quarantined) == ["flipped"]
     assert most == 8
 
 

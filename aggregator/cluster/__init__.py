@@ -1,0 +1,1 @@
+"""Past one machine: training jobs on a Ray cluster. No other room imports this one."""

@@ -1,0 +1,63 @@
+"""The seam of all jobs: `execute` runs a job of any kind in a workspace.
+
+Every engine is a module with this function. `python -m aggregator.training.execution FOLDER BLOBS ENGINE` runs the job
+in FOLDER/job.json: its progress goes to stdout, and `result.json` is written last. Whoever started the process cancels
+the job, or ends it at its time limit, with a signal: only that stops native code.
+"""
+
+import contextlib
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import msgspec
+
+from aggregator.storage.blobs import open_blobs
+from aggregator.training.jobs import RESULT_FILE, Job, Result, Workspace
+from protocol.errors import ProtofleetError
+from protocol.storage.blobstore import write_atomically
+
+JOB_FILE = "job.json"
+
+ENGINES = {"local": __name__, "ray": "aggregator.cluster.ray_engine"}
+"""The modules that execute jobs, by the values of `[training] engine`."""
+
+OOM_SCORE = "500"
+"""Score (at most 1000) of a job: Linux kills the process with the highest one first."""
+
+
+def execute(job: Job, workspace: Workspace) -> Result:
+    """Run a job in this process.
+
+    Raises:
+        ProtofleetError: the job cannot be done.
+    """
+    result: Result = importlib.import_module(job.module).run(job, workspace)
+    return result
+
+
+def main() -> None:
+    """Run the job of the folder on the command line.
+
+    When memory runs out, Linux kills the job, which is repeated, rather than the aggregator or the broker.
+    """
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(OOM_SCORE, encoding="ascii")
+    folder, blobs, engine = Path(sys.argv[1]), sys.argv[2], importlib.import_module(ENGINES[sys.argv[3]])
+    try:
+        job: Job = msgspec.json.decode((folder / JOB_FILE).read_bytes(), type=Job)
+        result: Result = engine.execute(job, Workspace(open_blobs(blobs), folder, _write_progress))
+        write_atomically(folder / RESULT_FILE, msgspec.json.encode(result))
+    except ProtofleetError as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(1)
+
+
+def _write_progress(figures: dict[str, float | str]) -> None:
+    sys.stdout.write(json.dumps(figures) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""Training by programs of their own, `aggregator train`, which claim jobs from the aggregator's database."""
