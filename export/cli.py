@@ -338,10 +338,8 @@ def _of_torch(model: str | None, **chosen: Any) -> "Candidate":
             f"{chosen['weights']}", settings, assumed, give=padded, as_for=f", as for timm's {model}"
         )
     click.echo("exporting ...", err=True)
-    file, reference = (
-        to_onnx(backbone.module, backbone.metadata),
-        timm_reference(backbone.module, backbone.config),
-    )
+    file = to_onnx(backbone.module, backbone.metadata)
+    reference = timm_reference(backbone.module, backbone.config)
     return Candidate(file, backbone.metadata, reference, "PyTorch", settings, assumed)
 
 

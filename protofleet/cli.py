@@ -122,6 +122,13 @@ def cli() -> None:
     show_default=True,
     help="Fraction of each class that no device gets, to evaluate heads on.",
 )
+@click.option(
+    "--engine",
+    type=click.Choice(["local", "ray"]),
+    default="local",
+    show_default=True,
+    help="ray: devices are tasks of the Ray cluster at RAY_ADDRESS, or of one on this machine.",
+)
 @_with(*_REST)
 def simulate_command(
     *,

@@ -21,6 +21,7 @@ from aggregator.training.robust.weights import Counting
 from protocol.errors import ConfigError
 from protocol.models.onnx_metadata import HeadMetadata
 from protofleet.simulation import fedtc, statistics
+from protofleet.simulation.engine import LOCAL, Engine
 from protofleet.simulation.fleet import Client, Features, pooled
 
 Logits = Sequence[NDArray[np.float32]]
@@ -55,28 +56,36 @@ class Trained:
     """How many images the head is made of; unknown in rounds."""
 
 
-def train(method: Algorithm, clients: Sequence[Client], *, classes: int, robust: Robust) -> Trained:
+def train(
+    method: Algorithm, clients: Sequence[Client], *, classes: int, robust: Robust, engine: Engine = LOCAL
+) -> Trained:
     """Return the result of an algorithm with the default settings of devices."""
     if isinstance(method, RoundAlgorithm):
-        return train_rounds(method, clients, classes=classes, robust=robust)
+        return train_rounds(method, clients, classes=classes, robust=robust, engine=engine)
     if isinstance(method, Statistics):
+        batch_size, features = ClientSettings().batch_size, method.features
         return train_statistics(
-            clients, batch_size=ClientSettings().batch_size, features=method.features, robust=robust
+            clients, batch_size=batch_size, features=features, robust=robust, engine=engine
         )
     if isinstance(method, OneShot) and not method.sums:
-        return train_prototypes(method, clients, robust=robust)
+        return train_prototypes(method, clients, robust=robust, engine=engine)
     raise ConfigError(f"{method.name}: expected an algorithm of rounds, or a OneShot of prototypes")
 
 
 def train_prototypes(
-    method: OneShot, clients: Sequence[Client], *, robust: Robust = NO_OUTLIERS, training: Training = TRAINING
+    method: OneShot,
+    clients: Sequence[Client],
+    *,
+    robust: Robust = NO_OUTLIERS,
+    training: Training = TRAINING,
+    engine: Engine = LOCAL,
 ) -> Trained:
     """Return the result of an algorithm of prototypes; the clients have the same test images."""
     features, owners = pooled(clients)
-    started_s = time.process_time()
+    started_s = engine.processor_s()
     defaults = ClientSettings()
     task = fedtc.expectation_of(features, alpha=defaults.alpha, batch_size=defaults.batch_size)
-    payloads = fedtc.fleet_submissions(features, owners, task, seed=SEED)
+    payloads = fedtc.fleet_submissions(features, owners, task, seed=SEED, engine=engine)
     data, judgment, counting = judged_set(
         {client: fedtc.decoded(payload, task) for client, payload in payloads.items()},
         classes=task.manifest.classes,
@@ -90,7 +99,7 @@ def train_prototypes(
         uploads=1,
         up_bytes=sum(map(len, payloads.values())) / len(clients),
         down_bytes=_head_bytes(head, features),
-        seconds=time.process_time() - started_s,
+        seconds=engine.processor_s() - started_s,
         quarantined=tuple(sorted(judgment.quarantined)),
         counting=counting,
     )
@@ -115,30 +124,38 @@ def train_statistics(
     batch_size: int,
     features: int = Statistics().features,
     robust: Robust = NO_OUTLIERS,
+    engine: Engine = LOCAL,
 ) -> Trained:
     """Return the result of `statistics`; the clients have the same test images."""
     pool, owners = pooled(clients)
-    started_s = time.process_time()
+    started_s = engine.processor_s()
     data = statistics.map_features(pool, random_features=features, seed=SEED)
-    made = statistics.run_fleet(data, owners, batch_size=batch_size, seed=SEED, robust=robust)
+    made = statistics.run_fleet(data, owners, batch_size=batch_size, seed=SEED, robust=robust, engine=engine)
     return Trained(
         logits=[made.logits] * len(clients),
         uploads=1,
         up_bytes=made.bytes_up / len(clients),
         down_bytes=made.bytes_down,
-        seconds=time.process_time() - started_s,
+        seconds=engine.processor_s() - started_s,
         quarantined=tuple(made.quarantined),
         counting=made.counting,
     )
 
 
 def train_rounds(
-    algorithm: RoundAlgorithm, clients: Sequence[Client], *, classes: int, robust: Robust | None = None
+    algorithm: RoundAlgorithm,
+    clients: Sequence[Client],
+    *,
+    classes: int,
+    robust: Robust | None = None,
+    engine: Engine = LOCAL,
 ) -> Trained:
     """Return the result of an algorithm of rounds."""
     from protofleet.simulation.rounds import run_rounds  # onnxscript and torch
 
-    outcome = run_rounds(algorithm, clients, classes=classes, seed=SEED, robust=robust or Robust())
+    outcome = run_rounds(
+        algorithm, clients, classes=classes, seed=SEED, robust=robust or Robust(), engine=engine
+    )
     return Trained(
         logits=[np.log(mine + TINY) for mine in outcome.probabilities],
         uploads=algorithm.rounds,
@@ -156,11 +173,24 @@ def train_in_one_place(clients: Sequence[Client]) -> Trained:
     return Trained(logits=[logits] * len(clients), seconds=time.process_time() - started_s)
 
 
-def train_alone(clients: Sequence[Client], *, classes: int) -> Trained:
-    """Return a linear discriminant of each client's own features: what a device reaches without the fleet."""
-    started_s = time.process_time()
-    logits = [_logits_of_features(client, classes, adapter=False) for client in clients]
-    return Trained(logits=logits, seconds=time.process_time() - started_s)
+def train_alone(clients: Sequence[Client], *, classes: int, engine: Engine = LOCAL) -> Trained:
+    """Return a linear discriminant of each client's own features: what a device reaches without the fleet.
+
+    The clients have the same test images.
+    """
+    started_s = engine.processor_s()
+    items = ((client.train, client.train_labels) for client in clients)
+    shared = (clients[0].test, clients[0].test_labels, clients[0].widths, classes)
+    logits = list(engine.map(_logits_alone, shared, items, count=len(clients)))
+    return Trained(logits=logits, seconds=engine.processor_s() - started_s)
+
+
+def _logits_alone(
+    shared: tuple[NDArray[np.float32], NDArray[np.int64], tuple[int, ...], int],
+    device: tuple[NDArray[np.float32], NDArray[np.int64]],
+) -> NDArray[np.float32]:
+    test, truth, widths, classes = shared
+    return _logits_of_features(Features(*device, test, truth, widths=widths), classes, adapter=False)
 
 
 def _logits_of_features(data: Features, classes: int, *, adapter: bool) -> NDArray[np.float32]:

@@ -1,5 +1,6 @@
 """Prototypes in process: the devices' and the aggregator's own functions and messages, without a network."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from protocol.wire.codec import digest_of, encode, to_unsigned
 from protocol.wire.messages import BlobRef, Submission, TaskManifest
 from protocol.wire.quantization import prototype_fields
 from protofleet.prototypes import batch_prototypes
+from protofleet.simulation.engine import LOCAL, Engine
 from protofleet.simulation.fleet import Features
 
 
@@ -38,24 +40,44 @@ def expectation_of(features: Features, *, alpha: float, batch_size: int) -> Expe
 
 
 def fleet_submissions(
-    features: Features, owners: NDArray[np.int64], expectation: Expectation, *, seed: int
+    features: Features,
+    owners: NDArray[np.int64],
+    expectation: Expectation,
+    *,
+    seed: int,
+    engine: Engine = LOCAL,
 ) -> dict[str, bytes]:
     """Return each client's encoded submission, except of clients with nothing to send.
 
     `owners` are the clients of the training images, (n,).
     """
-    return {
-        client: encode(
-            submission_of(
-                mine.labels,
-                mine.counts,
-                task=expectation.task,
-                images=int(np.count_nonzero(owners == int(client))),
-                **prototype_fields(mine.values.astype(np.float16)),
-            )
+    numbers = np.unique(owners).tolist()
+    items = ((number, features.train[mine], features.train_labels[mine]) for number, mine in _rows(owners))
+    made = engine.map(_encoded, (expectation, seed), items, count=len(numbers))
+    return {str(number): payload for number, payload in zip(numbers, made, strict=True) if payload}
+
+
+def _rows(owners: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.bool_]]]:
+    return ((number, owners == number) for number in np.unique(owners).tolist())
+
+
+def _encoded(
+    shared: tuple[Expectation, int], device: tuple[int, NDArray[np.float32], NDArray[np.int64]]
+) -> bytes:
+    """Return a client's encoded submission; empty if it has nothing to send."""
+    (expectation, seed), (number, features, labels) = shared, device
+    mine = _prototypes(features, labels, expectation, seed=(seed, number))
+    if not len(mine.labels):
+        return b""
+    return encode(
+        submission_of(
+            mine.labels,
+            mine.counts,
+            task=expectation.task,
+            images=len(labels),
+            **prototype_fields(mine.values.astype(np.float16)),
         )
-        for client, mine in client_prototypes(features, owners, expectation, seed=seed).items()
-    }
+    )
 
 
 def submission_of(
@@ -76,19 +98,24 @@ def client_prototypes(
     features: Features, owners: NDArray[np.int64], expectation: Expectation, *, seed: int
 ) -> dict[str, Prototypes]:
     """Return the prototypes of each client that has any, before they are rounded for the wire."""
-    task, made = expectation.manifest, {}
-    for client in np.unique(owners).tolist():
-        mine = owners == client
-        prototypes = batch_prototypes(
-            features.train[mine],
-            features.train_labels[mine],
-            batch_size=task.batch_size,
-            alpha=task.alpha,
-            seed=(seed, client),
+    made = {
+        str(number): _prototypes(
+            features.train[mine], features.train_labels[mine], expectation, seed=(seed, number)
         )
-        if len(prototypes.labels):
-            made[str(client)] = prototypes
-    return made
+        for number, mine in _rows(owners)
+    }
+    return {client: prototypes for client, prototypes in made.items() if len(prototypes.labels)}
+
+
+def _prototypes(
+    features: NDArray[np.float32],
+    labels: NDArray[np.int64],
+    expectation: Expectation,
+    *,
+    seed: tuple[int, int],
+) -> Prototypes:
+    task = expectation.manifest
+    return batch_prototypes(features, labels, batch_size=task.batch_size, alpha=task.alpha, seed=seed)
 
 
 def decoded(payload: bytes, expectation: Expectation) -> Prototypes:

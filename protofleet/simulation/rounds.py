@@ -1,8 +1,9 @@
 """FedPCL and FPL in process: devices' and aggregator's own functions, graphs and messages, without a network."""
 
 import functools
+import shutil
 import tempfile
-import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,8 @@ from edge_client.training.local_round import LocalModel, RoundResult, train_roun
 from edge_client.training.trainer import TrainingHooks, TrainingSet
 from protocol.storage.blobstore import BlobStore
 from protocol.wire.codec import digest_of, encode
-from protocol.wire.messages import BlobRef, TaskManifest
+from protocol.wire.messages import BlobRef, RoundManifest, TaskManifest
+from protofleet.simulation.engine import LOCAL, Engine
 from protofleet.simulation.fedtc import decoded, task_manifest
 from protofleet.simulation.fleet import Client
 
@@ -84,6 +86,7 @@ def run_rounds(
     seed: int,
     robust: Robust = ROBUST,
     falsify: Falsify = honest,
+    engine: Engine = LOCAL,
 ) -> Outcome:
     """Run all rounds of a fleet, whose submissions `falsify` changes, and evaluate every client's head."""
     with tempfile.TemporaryDirectory() as folder:
@@ -91,20 +94,21 @@ def run_rounds(
         task = _prepare(algorithm, blobs, feature_size=clients[0].train.shape[1], classes=classes, seed=seed)
         local_model: list[LocalModel | None] = [None] * len(clients)
         tensors, up, down = task.first, [], []
-        started_s = time.process_time()
+        started_s = engine.processor_s()
         for number in range(algorithm.rounds):
             down.append(tensors.size_bytes)
-            made = [
-                _client_round(
-                    task, client, number=number, index=index, tensors=tensors, last=local_model[index]
-                )
+            items = (
+                (index, client.train, client.train_labels, local_model[index])
                 for index, client in enumerate(clients)
-            ]
+            )
+            made = list(
+                engine.map(_client_round, _round_of(task, number, tensors), items, count=len(clients))
+            )
             local_model = [part.local_model for part, _ in made]
             payloads = [payload for _, payload in made]
             up.append(np.mean([len(payload) for payload in payloads]))
             tensors = _aggregate(task, payloads, tensors, number=number, robust=robust, falsify=falsify)
-        seconds = time.process_time() - started_s
+        seconds = engine.processor_s() - started_s
         probabilities = tuple(
             _probabilities(task, client, model, tensors)
             for client, model in zip(clients, local_model, strict=True)
@@ -146,22 +150,60 @@ def _put(blobs: BlobStore, data: bytes, name: str) -> BlobRef:
     return BlobRef(digest=blobs.put(data), size_bytes=len(data), name=name)
 
 
-def _client_round(
-    task: _Task, client: Client, *, number: int, index: int, tensors: BlobRef, last: LocalModel | None
-) -> tuple[RoundResult, bytes]:
+@dataclass(frozen=True, kw_only=True)
+class _Round:
+    """What all clients of a round share."""
+
+    task: bytes
+    manifest: TaskManifest
+    opened: RoundManifest
+    files: tuple[bytes, ...]
+    """The graphs and the round's tensors."""
+
+
+def _round_of(task: _Task, number: int, tensors: BlobRef) -> _Round:
+    program = task.manifest.program
+    references = [
+        tensors,
+        *(() if program is None else (program.init, program.step, program.project, program.head)),
+    ]
+    return _Round(
+        task=task.expectation.task,
+        manifest=task.manifest,
+        opened=round_manifest(task.expectation.task, number, learning=task.algorithm, tensors=tensors),
+        files=tuple(task.blobs.read(each.digest) for each in references),
+    )
+
+
+Device = tuple[int, NDArray[np.float32], NDArray[np.int64], LocalModel | None]
+"""A client's number, its features and labels, and its local model of the round before."""
+
+
+@functools.lru_cache(maxsize=1)
+def _stored(files: tuple[bytes, ...]) -> BlobStore:
+    """Return a store of a round's files for all devices of a process, whose folder is deleted with it."""
+    folder = tempfile.mkdtemp(prefix="protofleet-")
+    blobs = BlobStore(Path(folder))
+    weakref.finalize(blobs, shutil.rmtree, folder, ignore_errors=True)
+    for data in files:
+        blobs.put(data)
+    return blobs
+
+
+def _client_round(task: _Round, device: Device) -> tuple[RoundResult, bytes]:
     """Return a client's result of a round, and its encoded submission."""
-    opened = round_manifest(task.expectation.task, number, learning=task.algorithm, tensors=tensors)
+    index, features, labels, last = device
     made = train_round(
         task.manifest,
-        opened,
-        data=TrainingSet(client.train, client.train_labels),
+        task.opened,
+        data=TrainingSet(features, labels),
         last=last,
         resumed=None,
-        blobs=task.blobs,
+        blobs=_stored(task.files),
         device_id=str(index),
         hooks=HOOKS,
     )
-    images = np.bincount(client.train_labels, minlength=len(task.manifest.classes))
+    images = np.bincount(labels, minlength=len(task.manifest.classes))
     prepared = PreparedSubmission(
         prototypes=made.prototypes,
         labels=made.labels,
@@ -176,7 +218,11 @@ def _client_round(
         loss=made.loss,
     )
     payload = encode_submission(
-        prepared, task=task.expectation.task, manifest=task.manifest, sequence=number + 1, round_number=number
+        prepared,
+        task=task.task,
+        manifest=task.manifest,
+        sequence=task.opened.number + 1,
+        round_number=task.opened.number,
     )
     return made, payload
 

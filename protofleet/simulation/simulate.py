@@ -18,6 +18,7 @@ from protofleet.packages import needed_packages
 from protofleet.simulation import algorithms as methods
 from protofleet.simulation.algorithms import Trained
 from protofleet.simulation.dataset import Dataset
+from protofleet.simulation.engine import Engine, EngineName, running
 from protofleet.simulation.fleet import Client
 from protofleet.simulation.partitions import Partition, parse_partition, share_out
 
@@ -133,11 +134,12 @@ def simulate(
     held_out: float = 0.2,
     robust: Robust | None = None,
     seed: int = 0,
+    engine: EngineName = "local",
     on_result: Callable[[AlgorithmResult], None] = lambda _: None,
 ) -> Simulation:
     """Deal the images of a dataset out to simulated devices, and report what each algorithm reaches.
 
-    Devices and aggregator run their own functions and encode their own messages, in this process and without a network.
+    Devices and aggregator run their own functions and encode their own messages, without a network.
     All settings that are not arguments are the defaults of the task file.
 
     Args:
@@ -151,6 +153,8 @@ def simulate(
         held_out: share of each class of each domain that no device gets.
         robust: the aggregator's protection against incorrect prototypes; None for its defaults.
         seed: of the images that are held out, and of their division.
+        engine: `local` computes all devices in this process; `ray` computes shares of them as tasks of the Ray cluster
+            at RAY_ADDRESS, or of one on this machine.
         on_result: called with each result as soon as there is one.
 
     Raises:
@@ -164,9 +168,10 @@ def simulate(
         raise ConfigError("; ".join(f"{name}: {reason}" for name, reason in skipped.items()))
     clients = deal_out(data, parse_partition(partition), devices=devices, held_out=held_out, seed=seed)
     results = []
-    for trained, name in _train(clients, len(data.classes), suitable, robust or Robust()):
-        results.append(_result(name, trained, clients))
-        on_result(results[-1])
+    with running(engine) as run:
+        for trained, name in _train(clients, len(data.classes), suitable, robust or Robust(), run):
+            results.append(_result(name, trained, clients))
+            on_result(results[-1])
     return Simulation(
         devices=devices,
         partition=partition,
@@ -301,17 +306,21 @@ def _weights(own: NDArray[np.int64], present: NDArray[np.int64], classes: int) -
 
 
 def _train(
-    clients: Sequence[Client], classes: int, wanted: Sequence[str | Algorithm], robust: Robust
+    clients: Sequence[Client],
+    classes: int,
+    wanted: Sequence[str | Algorithm],
+    robust: Robust,
+    engine: Engine,
 ) -> Iterator[tuple[Trained, str]]:
     """Yield the result of each algorithm; only devices with images take part, and all are evaluated."""
     members = [client for client in clients if len(client.train_labels)]
     for each in wanted:
         if each == ALONE:
-            yield methods.train_alone(members, classes=classes), ALONE
+            yield methods.train_alone(members, classes=classes, engine=engine), ALONE
         elif each == ALL_IMAGES:
             yield methods.train_in_one_place(members), ALL_IMAGES
         elif isinstance(each, Algorithm):
-            yield methods.train(each, members, classes=classes, robust=robust), each.name
+            yield methods.train(each, members, classes=classes, robust=robust, engine=engine), each.name
 
 
 def _result(name: str, trained: Trained, clients: Sequence[Client]) -> AlgorithmResult:

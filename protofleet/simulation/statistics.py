@@ -21,6 +21,7 @@ from protocol.statistics import second_moment
 from protocol.statistics.row_sums import RowSums
 from protocol.wire.codec import digest_of, encode, to_tensor
 from protocol.wire.messages import BlobRef, Statistics, Submission, TaskManifest
+from protofleet.simulation.engine import LOCAL, Engine
 from protofleet.simulation.fedtc import submission_of, task_manifest
 from protofleet.simulation.fleet import Features
 
@@ -81,6 +82,7 @@ def run_fleet(
     batch_size: int,
     seed: int,
     robust: Robust = WEIGHTS_ONLY,
+    engine: Engine = LOCAL,
 ) -> Result:
     """Encode every client's submission, make the head of them as the aggregator does, and evaluate its ONNX file.
 
@@ -90,6 +92,7 @@ def run_fleet(
         batch_size: images in a group; 1 for sums of single images.
         seed: of the groups.
         robust: protection; by default outliers are not detected.
+        engine: where devices compute.
     """
     graph = map_to_onnx(data.feature_map, num_classes=data.features.classes)
     manifest = _manifest(data, graph, batch_size=batch_size)
@@ -97,8 +100,7 @@ def run_fleet(
     with tempfile.TemporaryDirectory() as folder:
         blobs = FolderBlobs(Path(folder) / "blobs")
         sizes, members = [], {}
-        for client, submission in _submissions(data, owners, manifest, task=task, seed=seed):
-            payload = encode(submission)
+        for client, payload in _submissions(data, owners, manifest, task=task, seed=seed, engine=engine):
             sizes.append(len(payload))
             members[client] = blobs.put(payload).hex()
         job = StatisticsJob(
@@ -141,28 +143,37 @@ def _manifest(data: MappedFeatures, graph: bytes, *, batch_size: int) -> TaskMan
 
 
 def _submissions(
-    data: MappedFeatures, owners: NDArray[np.int64], manifest: TaskManifest, *, task: bytes, seed: int
-) -> Iterator[tuple[str, Submission]]:
-    """Yield each client that has something to send, and its submission."""
-    labels = data.features.train_labels
-    for client in np.unique(owners):
-        mine = owners == client
-        of_class = {
-            label: rows
-            for label in range(data.features.classes)
-            if len(rows := data.rows[mine & (labels == label)]) >= manifest.min_images
-        }
-        if not of_class:
-            continue
-        images = int(np.count_nonzero(mine))
-        if manifest.batch_size == 1:
-            yield str(client), sums_submission(of_class, task=task, images=images)
-        else:
-            rng, size = np.random.default_rng([seed, int(client)]), manifest.batch_size
-            yield (
-                str(client),
-                group_submission(of_class, task=task, images=images, batch_size=size, rng=rng),
-            )
+    data: MappedFeatures,
+    owners: NDArray[np.int64],
+    manifest: TaskManifest,
+    *,
+    task: bytes,
+    seed: int,
+    engine: Engine,
+) -> Iterator[tuple[str, bytes]]:
+    """Yield each client that has something to send, and its encoded submission."""
+    numbers, labels = np.unique(owners).tolist(), data.features.train_labels
+    items = ((number, data.rows[owners == number], labels[owners == number]) for number in numbers)
+    made = engine.map(_encoded, (manifest, task, seed), items, count=len(numbers))
+    return ((str(number), payload) for number, payload in zip(numbers, made, strict=True) if payload)
+
+
+def _encoded(
+    shared: tuple[TaskManifest, bytes, int], device: tuple[int, NDArray[np.int8], NDArray[np.int64]]
+) -> bytes:
+    """Return a client's encoded submission; empty if it has nothing to send."""
+    (manifest, task, seed), (number, rows, labels) = shared, device
+    of_class = {
+        label: mine
+        for label in range(len(manifest.classes))
+        if len(mine := rows[labels == label]) >= manifest.min_images
+    }
+    if not of_class:
+        return b""
+    if manifest.batch_size == 1:
+        return encode(sums_submission(of_class, task=task, images=len(labels)))
+    rng, size = np.random.default_rng([seed, number]), manifest.batch_size
+    return encode(group_submission(of_class, task=task, images=len(labels), batch_size=size, rng=rng))
 
 
 def sums_submission(of_class: dict[int, NDArray[np.int8]], *, task: bytes, images: int) -> Submission:

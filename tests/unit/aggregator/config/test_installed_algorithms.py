@@ -139,15 +139,13 @@ def test_a_training_uses_it_with_its_settings(tmp_path: Path) -> None:
     weights = []
     for algorithm, settings in (("fedncm", {}), ("flat", {"factor": 0.25})):
         events: queue.SimpleQueue[object] = queue.SimpleQueue()
-        job = head_job(
-            FolderBlobs(tmp_path / "blobs"), tmp_path / algorithm / "head-1", submission(),
-            algorithm=algorithm, settings=settings,
-        )  # fmt: skip
-        Trainer(tmp_path / algorithm, timeout_s=300, on_event=events.put).start(job)
+        blobs, folder = FolderBlobs(tmp_path / "blobs"), tmp_path / algorithm
+        job = head_job(blobs, submission(), algorithm=algorithm, settings=settings)
+        Trainer(folder, blobs=blobs.location, timeout_s=300, on_event=events.put).start(job)
         while not isinstance(event := events.get(timeout=300), Finished):
             pass
         assert event.result is not None, event.reason
-        weights.append((Path(job.folder) / "head.onnx").read_bytes())
+        weights.append((folder / job.name / "head.onnx").read_bytes())
     assert len(weights[0]) == len(weights[1])
     assert weights[0] != weights[1]
 
@@ -155,9 +153,12 @@ def test_a_training_uses_it_with_its_settings(tmp_path: Path) -> None:
 def test_a_job_of_rounds_has_its_settings(folder: Path) -> None:
     task, _ = load_task(_write(folder, 'algorithm = "pulled"\n[pulled]\npull = 3.0\nrounds = 7'))
     job = CompileJob(
-        algorithm=task.algorithm, settings=msgspec.to_builtins(task.method), feature_size=4, num_classes=1, seed=0,
-        folder="",
-    )  # fmt: skip
+        algorithm=task.algorithm,
+        settings=msgspec.to_builtins(task.method),
+        feature_size=4,
+        num_classes=1,
+        seed=0,
+    )
     read = msgspec.json.decode(msgspec.json.encode(job), type=CompileJob)
     assert read.method == task.learning
     assert msgspec.to_builtins(read.method)["pull"] == 3.0
