@@ -9,7 +9,7 @@ from pathlib import Path
 from aggregator.config.task_file import load_task
 from aggregator.heads.rollout import HEAD_ACTIVATED
 from aggregator.intake.accepted_submissions import SUBMISSION_ACCEPTED
-from aggregator.server import event_loop as service
+from aggregator.server import events as service
 from aggregator.server.aggregator import prepare, serve
 from aggregator.status.collect import collect_status
 from aggregator.status.model import Status

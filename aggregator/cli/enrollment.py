@@ -1,4 +1,4 @@
-"""`aggregator enroll`, `enroll-broker`, `enroll-receiver`, `reset-key`, `rotate-key` and `issue-key`."""
+"""`aggregator enroll`, `enroll-broker`, `enroll-sums`, `reset-key`, `rotate-key` and `issue-key`."""
 
 import contextlib
 import re
@@ -117,13 +117,6 @@ def enroll_command(
     help="Port of one of several mosquittos on the broker's machine, each for a fleet: its files are in "
     "/etc/mosquitto/FLEET. Default: the only one, on 8883.",
 )
-@click.option(
-    "--receiver",
-    "receivers",
-    multiple=True,
-    metavar="NAME",
-    help="Receiver that may read from devices and answer them, of `enroll-receiver`; repeatable.",
-)
 def enroll_broker_command(
     *,
     hosts: tuple[str, ...],
@@ -132,7 +125,6 @@ def enroll_broker_command(
     state: Path,
     days: int,
     port: int | None,
-    receivers: tuple[str, ...],
 ) -> None:
     """Create certificate, access list and configuration for a mosquitto of a closed fleet.
 
@@ -142,35 +134,26 @@ def enroll_broker_command(
     from aggregator.security.mosquitto_config import FOLDER, folder_of
 
     with _fleet_state(state, task) as (store, fleet):
-        enroll_broker(store, hosts, fleet=fleet, out=out, days=days, port=port, receivers=receivers)
+        enroll_broker(store, hosts, fleet=fleet, out=out, days=days, port=port)
     if port is not None:
         click.echo(f"copy the files in {out} to {folder_of(fleet)}, and start mosquitto@{fleet}")
         return
     click.echo(f"copy the files in {out} to {FOLDER}, and mosquitto.conf over /etc/mosquitto/mosquitto.conf")
 
 
-@click.command(
-    "enroll-receiver",
-    epilog=examples("aggregator enroll-receiver receiver-1 --out receiver-1 --task task.toml"),
-)
-@click.argument("receiver", metavar="NAME")
+@click.command("enroll-sums", epilog=examples("aggregator enroll-sums --out sums --task task.toml"))
 @_out_option
 @_fleet_option
 @state_option
 @_days_option
-def enroll_receiver_command(*, receiver: str, out: Path, task: Path | None, state: Path, days: int) -> None:
-    """Create a certificate with which `aggregator receive` connects to the broker of a closed fleet.
-
-    Each receiver needs one of its own, and a broker that knows it: `enroll-broker --receiver NAME`.
-    """
-    from aggregator.security.enrollment import enroll_receiver
+def enroll_sums_command(*, out: Path, task: Path | None, state: Path, days: int) -> None:
+    """Create a certificate with which the second operator connects to the broker of a closed fleet."""
+    from aggregator.security.enrollment import enroll_sums
 
     with _fleet_state(state, task) as (store, fleet):
-        enroll_receiver(store, receiver, fleet=fleet, out=out, days=days)
-    files = f"--ca {out}/ca.crt --cert {out}/receiver.crt --key {out}/receiver.key"
-    click.echo(
-        f"copy {out} to the receiver's machine, and add to its `aggregator receive` or `protofleet-sums run`: {files}"
-    )
+        enroll_sums(store, fleet=fleet, out=out, days=days)
+    files = f"--ca {out}/ca.crt --cert {out}/sums.crt --key {out}/sums.key"
+    click.echo(f"copy {out} to the second operator's machine, and add to its `protofleet-sums run`: {files}")
 
 
 @click.command("reset-key", epilog=examples("aggregator reset-key shed-1"))
@@ -289,7 +272,7 @@ def _fleet_state(state: Path, task: Path | None) -> "Iterator[tuple[Store, str]]
 COMMANDS = (
     enroll_command,
     enroll_broker_command,
-    enroll_receiver_command,
+    enroll_sums_command,
     reset_key_command,
     rotate_key_command,
     issue_key_command,

@@ -1,23 +1,14 @@
-"""`aggregator run`, `coordinate` and `receive`: the programs that run until interrupted."""
+"""`aggregator run`."""
 
 import contextlib
 import logging
 import os
-import socket
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from aggregator.cli.state import (
-    EXTRAS,
-    checked_name,
-    existing_state,
-    fleet_option,
-    state_option,
-    store_option,
-)
+from aggregator.cli.state import EXTRAS, state_option
 from protocol.cli import (
     access_options,
     config_option,
@@ -37,75 +28,78 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def _options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options of a program that coordinates a fleet."""
-    options = (
-        config_option,
-        setting(
-            "--task",
-            type=click.Path(dir_okay=False, path_type=Path),
-            required=True,
-            help="Task file (TOML): classes, backbones, algorithm and its settings.",
-        ),
-        state_option,
-        setting(
-            "--blobs",
-            default="",
-            metavar="s3://BUCKET/PREFIX",
-            help="S3-compatible object store of submissions, backbones and heads, each aggregator's with a prefix of "
-            "its own; AWS_* variables say how to reach it. Default: the place used last; on the first start, the state "
-            "directory.",
-        ),
-        store_option(
-            "PostgreSQL database for the tables, postgresql://[USER@]HOST[:PORT]/DATABASE, in place of a file in "
-            "--state, which remembers it for the other commands. The password: PGPASSWORD or ~/.pgpass."
-        ),
-        setting(
-            "--broker",
-            default="127.0.0.1",
-            metavar="HOST[:PORT][,...]",
-            help="MQTT broker to connect to (several are tried in turn), or the address that the embedded broker "
-            "listens on.",
-        ),
-        access_options,
-        setting(
-            "--embedded-broker",
-            is_flag=True,
-            help="Run a broker in this process, for trying out; without --broker, reachable from this machine only. It "
-            "accepts every client, and retained messages fill this program's memory.",
-        ),
-        setting(
-            "--http",
-            metavar="HOST:PORT",
-            help="Address of the dashboard, the JSON API and the metrics, or off. Default: 127.0.0.1:8080, if that is "
-            "free.",
-        ),
-        setting(
-            "--http-token-file",
-            type=click.Path(dir_okay=False, path_type=Path),
-            help="File with the token that the dashboard requires, in line 1; or set PROTOFLEET_HTTP_TOKEN. Required "
-            "unless --http is a loopback address; there, without one, commands require the token in STATE/http-token.",
-        ),
-        setting(
-            "--http-read-token-file",
-            type=click.Path(dir_okay=False, path_type=Path),
-            help="File with a token that is enough for reading, for Prometheus, in line 1; "
-            "or set PROTOFLEET_HTTP_READ_TOKEN. With it, reading requires one of the tokens, also on loopback.",
-        ),
-        setting(
-            "--http-host",
-            multiple=True,
-            metavar="NAME",
-            help="Name under which browsers reach the dashboard, beside localhost and IP addresses; repeatable.",
-        ),
-        verbose_option,
-    )
-    for option in reversed(options):
-        command = option(command)
-    return command
-
-
-def _run(  # noqa: PLR0913 - one for each option
+@click.command(
+    "run",
+    epilog=examples(
+        "aggregator run --task task.toml --embedded-broker",
+        "aggregator run --task task.toml --broker broker.example --tls",
+    ),
+)
+@config_option
+@setting(
+    "--task",
+    type=click.Path(dir_okay=False, path_type=Path),
+    required=True,
+    help="Task file (TOML): classes, backbones, algorithm and its settings.",
+)
+@state_option
+@setting(
+    "--blobs",
+    default="",
+    metavar="s3://BUCKET/PREFIX",
+    help="S3-compatible object store of submissions, backbones and heads, each aggregator's with a prefix of "
+    "its own; AWS_* variables say how to reach it. Default: the place used last; on the first start, the state "
+    "directory.",
+)
+@setting(
+    "--store",
+    "database",
+    default="",
+    show_default=False,
+    metavar="URL",
+    help="PostgreSQL database for the tables, postgresql://[USER@]HOST[:PORT]/DATABASE, in place of a file in "
+    "--state, which remembers it for the other commands. The password: PGPASSWORD or ~/.pgpass.",
+)
+@setting(
+    "--broker",
+    default="127.0.0.1",
+    metavar="HOST[:PORT][,...]",
+    help="MQTT broker to connect to (several are tried in turn), or the address that the embedded broker "
+    "listens on.",
+)
+@access_options
+@setting(
+    "--embedded-broker",
+    is_flag=True,
+    help="Run a broker in this process, for trying out; without --broker, reachable from this machine only. It "
+    "accepts every client, and retained messages fill this program's memory.",
+)
+@setting(
+    "--http",
+    metavar="HOST:PORT",
+    help="Address of the dashboard, the JSON API and the metrics, or off. Default: 127.0.0.1:8080, if that is "
+    "free.",
+)
+@setting(
+    "--http-token-file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="File with the token that the dashboard requires, in line 1; or set PROTOFLEET_HTTP_TOKEN. Required "
+    "unless --http is a loopback address; there, without one, commands require the token in STATE/http-token.",
+)
+@setting(
+    "--http-read-token-file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="File with a token that is enough for reading, for Prometheus, in line 1; "
+    "or set PROTOFLEET_HTTP_READ_TOKEN. With it, reading requires one of the tokens, also on loopback.",
+)
+@setting(
+    "--http-host",
+    multiple=True,
+    metavar="NAME",
+    help="Name under which browsers reach the dashboard, beside localhost and IP addresses; repeatable.",
+)
+@verbose_option
+def run_command(  # noqa: PLR0913 - one for each option
     *,
     task: Path,
     state: Path,
@@ -118,9 +112,12 @@ def _run(  # noqa: PLR0913 - one for each option
     http_read_token_file: Path | None,
     http_host: tuple[str, ...],
     verbose: bool,
-    is_coordinator: bool,
     **access_given: Any,
 ) -> None:
+    """Run the aggregator until interrupted.
+
+    With PostgreSQL, a second one for the same fleet is a standby: it waits, and leads when the first one ends.
+    """
     stop_on_terminate()
     start_logging(verbose=verbose)
     require_packages("onnx", "onnxscript", "onnxruntime", "scipy", "torch", extras=EXTRAS)
@@ -163,7 +160,6 @@ def _run(  # noqa: PLR0913 - one for each option
                 broker=brokers,
                 access=own_access,
                 embedded_broker=embedded_broker,
-                is_coordinator=is_coordinator,
             )  # until interrupted
 
     until_answered(lambda: standby.repeat(lead))
@@ -185,125 +181,4 @@ def _checked_brokers(
     return brokers
 
 
-@click.command(
-    "run",
-    epilog=examples(
-        "aggregator run --task task.toml --embedded-broker",
-        "aggregator run --task task.toml --broker broker.example --tls",
-    ),
-)
-@_options
-def run_command(**given: Any) -> None:
-    """Run the aggregator until interrupted.
-
-    With PostgreSQL, a second one for the same fleet is a standby: it waits, and leads when the first one ends.
-    """
-    _run(is_coordinator=False, **given)
-
-
-@click.command(
-    "coordinate",
-    epilog=examples(
-        "aggregator coordinate --task task.toml --store postgresql://protofleet@db.example/fleets "
-        "--blobs s3://fleets/barn --broker broker.example --tls",
-    ),
-)
-@_options
-def coordinate_command(**given: Any) -> None:
-    """Run the aggregator until interrupted, but leave uploads and downloads to `aggregator receive`."""
-    _run(is_coordinator=True, **given)
-
-
-def _parsed_shards(
-    _context: click.Context, _option: click.Parameter, text: str | None
-) -> frozenset[int] | None:
-    """Return the shards of a list of numbers and ranges; None if there is none."""
-    from protocol.wire.topics import SHARDS
-
-    if not text:
-        return None
-    found = set[int]()
-    for part in text.split(","):
-        first, _, last = part.strip().partition("-")
-        if not (first.isdecimal() and (last or first).isdecimal()):
-            raise click.BadParameter(f"expected numbers and ranges such as 0-31,40, got {text!r}")
-        found |= set(range(int(first), int(last or first) + 1))
-    if not found or max(found) >= SHARDS:
-        raise click.BadParameter(f"expected shards from 0 to {SHARDS - 1}, got {text!r}")
-    return frozenset(found)
-
-
-@click.command(
-    "receive",
-    epilog=examples(
-        "aggregator receive --state /srv/receiver --store postgresql://protofleet@db.example/fleets --fleet barn "
-        "--broker broker.example --tls",
-    ),
-)
-@config_option
-@state_option
-@store_option(
-    "PostgreSQL database of an aggregator on another machine, whose blobs are in an object store: --state is then this "
-    "receiver's own, and remembers it. The password: PGPASSWORD or ~/.pgpass."
-)
-@fleet_option
-@setting(
-    "--name",
-    envvar="PROTOFLEET_RECEIVER",
-    callback=checked_name(socket.gethostname),
-    help="Unique name of this receiver, which continues unfinished uploads after a restart.  [default: host name]",
-)
-@setting(
-    "--shards",
-    metavar="LIST",
-    callback=_parsed_shards,
-    help="Shards of uploads to receive, of 0 to 63, such as 0-31.  [default: all receivers divide them]",
-)
-@setting(
-    "--broker",
-    default="127.0.0.1",
-    metavar="HOST[:PORT][,...]",
-    help="MQTT broker to connect to (several are tried in turn).",
-)
-@access_options
-@verbose_option
-def receive_command(
-    *,
-    state: Path,
-    database: str,
-    fleet: str,
-    name: str,
-    shards: frozenset[int] | None,
-    broker: str,
-    verbose: bool,
-    **access_given: Any,
-) -> None:
-    """Receive uploads for an `aggregator coordinate` until interrupted."""
-    stop_on_terminate()
-    start_logging(verbose=verbose)
-    require_packages("numpy", extras=EXTRAS)
-    from aggregator.security.identity import aggregator_access, has_ca
-    from aggregator.server.standby import until_answered
-    from aggregator.server.upload_receiver import receive, receiver_folder
-    from aggregator.storage.stored_values import ServedTask
-    from protocol.mqtt.tls import parse_brokers
-
-    access = read_access(**access_given)
-    if access.tls and access.certificate is None and access.username is None and has_ca(state):
-        raise ConfigError(
-            "a receiver of a closed fleet needs a certificate of its own, as the broker has one connection for each: "
-            f"`aggregator enroll-receiver {name}`, then --ca, --cert and --key"
-        )
-    brokers = parse_brokers(broker, tls=access.tls)
-
-    def run() -> None:
-        opened = existing_state(state, database=database, fleet=fleet)
-        with opened as store, receiver_folder(state, name) as folder:
-            served = store.facts.get(ServedTask)
-            own = aggregator_access(state, access, fleet=fleet if served is None else served.fleet)
-            receive(store, folder=folder, name=name, fixed=shards, broker=brokers, access=own)
-
-    until_answered(run)
-
-
-COMMANDS = (run_command, coordinate_command, receive_command)
+COMMANDS = (run_command,)

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import pwd
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -31,36 +30,10 @@ state_option = setting(
     help="State directory of the aggregator  [default: ~/.local/state/protofleet-aggregator]",
 )
 
-fleet_option = setting(
-    "--fleet",
-    default="",
-    show_default=False,
-    help="Name of the fleet whose tables --store holds.  [default: default]",
-)
-
-
-def checked_name(
-    default: "Callable[[], str]",
-) -> "Callable[[click.Context, click.Parameter, str | None], str]":
-    """Return the callback of an option for a program's name, which is also a file's."""
-
-    def check(_context: click.Context, _option: click.Parameter, name: str | None) -> str:
-        name = name or default()
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
-            raise click.BadParameter(f"expected letters, digits, dots, hyphens and underscores, got {name!r}")
-        return name
-
-    return check
-
-
-def store_option(text: str) -> "Callable[[F], F]":
-    """Return the option `--store`, which is passed as `database`, with its help."""
-    return setting("--store", "database", default="", show_default=False, metavar="URL", help=text)
-
 
 @contextlib.contextmanager
-def existing_state(folder: Path, *, database: str = "", fleet: str = "") -> "Iterator[Store]":
-    """Open an existing state for writing: that of a state directory, or a fleet's in a PostgreSQL database.
+def existing_state(folder: Path) -> "Iterator[Store]":
+    """Open the existing state of a state directory for writing.
 
     Raises:
         ConfigError: the fleet's blobs are in another state directory.
@@ -68,12 +41,11 @@ def existing_state(folder: Path, *, database: str = "", fleet: str = "") -> "Ite
     """
     from aggregator.storage.open_store import open_store
 
-    fleet = fleet or ("default" if database else "")
     # It raises where there is none, instead of creating one.
-    with contextlib.closing(open_store(folder, read_only=True, database=database, fleet=fleet)) as found:
+    with contextlib.closing(open_store(folder, read_only=True)) as found:
         found.require_blobs()
     require_owner(folder)
-    with contextlib.closing(open_store(folder, database=database, fleet=fleet)) as store:
+    with contextlib.closing(open_store(folder)) as store:
         yield store
 
 

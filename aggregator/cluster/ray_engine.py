@@ -17,7 +17,7 @@ from aggregator.cluster.ray_actor import JobActor
 from aggregator.cluster.ray_connection import connected
 from aggregator.cluster.ray_worker import PART_BYTES, Piece, require_whole
 from aggregator.storage.blobs import Blobs, read_each
-from aggregator.training.jobs import Job, Result, Workspace
+from aggregator.training.jobs import BlobJob, Result, Workspace
 from protocol import __version__
 from protocol.errors import BlobLost, ProtofleetError
 from protocol.storage.blobstore import file_digest, state_errors
@@ -34,7 +34,7 @@ THREAD_VARIABLES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")
 """A worker has these of the driver, as a subprocess would. Ray sets the first one to 1, also on many cores."""
 
 
-def execute(job: Job, workspace: Workspace) -> Result:
+def execute(job: BlobJob, workspace: Workspace) -> Result:
     """Run a job on the cluster; a job whose worker has ended is repeated on another one.
 
     Raises:
@@ -51,7 +51,7 @@ def execute(job: Job, workspace: Workspace) -> Result:
         return _attempt(job, workspace)
 
 
-def _attempt(job: Job, workspace: Workspace) -> Result:
+def _attempt(job: BlobJob, workspace: Workspace) -> Result:
     # Two calls at a time: progress is read while the job runs.
     actor = ray.remote(JobActor).options(num_cpus=1, num_gpus=job.gpus, max_concurrency=2).remote()
     variables = {name: os.environ.get(name) for name in THREAD_VARIABLES}
@@ -63,7 +63,7 @@ def _attempt(job: Job, workspace: Workspace) -> Result:
             ray.get(actor.call.remote("end"))
 
 
-def _run(actor: Any, job: Job, workspace: Workspace) -> Result:
+def _run(actor: Any, job: BlobJob, workspace: Workspace) -> Result:
     lost = dict[bytes, BlobLost]()
     digests = dict.fromkeys(job.blobs(job.manifest(workspace.blobs)))
     for part in parts(workspace.blobs, list(digests), lost):
@@ -71,6 +71,8 @@ def _run(actor: Any, job: Job, workspace: Workspace) -> Result:
     running = actor.call.remote("run", job)
     while not ray.wait([running], timeout=POLL_S)[0]:
         _report(actor, workspace)
+    files: dict[str, bytes]
+    result: Result
     try:
         result, files = ray.get(running)
     except BlobLost as error:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from aggregator.storage.blobs import open_blobs
 from aggregator.training.execution import execute
-from aggregator.training.jobs import Job, Result, Workspace
+from aggregator.training.jobs import BlobJob, Result, Workspace
 from protocol.errors import ProtofleetError, StateError
 from protocol.storage.blobstore import file_digest, state_errors
 from protocol.storage.folder_lock import FolderLock
@@ -50,11 +50,11 @@ class Worker:
             name = piece.digest.hex()
             path = self.folder / "blobs" / name
             with state_errors(path), path.open("ab") as file:
-                file.write(piece.data)
+                file.write(piece.data.data)
             if piece.is_last:
                 require_whole(f"blob {name}", file_digest(path), piece.digest)
 
-    def run(self, job: Job) -> tuple[Result, dict[str, bytes]]:
+    def run(self, job: BlobJob) -> tuple[Result, dict[str, bytes]]:
         """Return the result and the digests of the files."""
         result = execute(job, Workspace(self.blobs, self._made, self._figures.append))
         made = [self._made / name for name in job.files if (self._made / name).exists()]

@@ -1,6 +1,6 @@
 """The quotas of a fleet, under `[limits]`: devices, bytes of submissions, and uploads an hour.
 
-They are counted in the database, in the transaction that accepts what counts, so that several programs share them.
+They are counted in the database, in the transaction that accepts what counts: a restart forgets none.
 """
 
 from aggregator.config.schema import Limits

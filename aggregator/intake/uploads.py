@@ -8,7 +8,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from shutil import disk_usage
 
 from aggregator.intake import intake_status
@@ -45,15 +44,12 @@ MAX_DETAIL = 500
 class Uploads:
     """The uploads of devices, of at most `max_bytes`, until they are complete.
 
-    They are in `folder`, by default the store's. An unfinished one is deleted after `unfinished_s` seconds without a
-    frame. Raises StateError like `commit`.
+    An unfinished one is deleted after `unfinished_s` seconds without a frame. Raises StateError like `commit`.
     """
 
-    def __init__(
-        self, store: Store, *, max_bytes: int, unfinished_s: float, folder: Path | None = None
-    ) -> None:
+    def __init__(self, store: Store, *, max_bytes: int, unfinished_s: float) -> None:
         self._store = store
-        self._folder = store.folder if folder is None else folder
+        self._folder = store.folder
         self._max_bytes = max_bytes
         self._unfinished_s = unfinished_s
         self._chunks = ChunkStore(self._folder)

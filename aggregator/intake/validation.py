@@ -9,7 +9,6 @@ import numpy as np
 from msgspec import UNSET
 from numpy.typing import NDArray
 
-from aggregator.storage.stored_values import IntakeTask
 from protocol.errors import MalformedMessage, ProtofleetError, VersionMismatch
 from protocol.statistics.second_moment import MAX_VALUE, triangle_size
 from protocol.wire.codec import decode, message_kind, to_array
@@ -54,14 +53,6 @@ class Expectation:
     """The shape of each uploaded tensor, if the task has a program."""
     max_norm: float = math.inf
     """Greatest length of a prototype, where the algorithm bounds it."""
-
-
-def expectation_of(task: IntakeTask, manifest: TaskManifest) -> Expectation:
-    """Return what is expected of a submission to a task with this manifest."""
-    return Expectation(
-        *(task.digest, manifest, task.prototype_size, task.tensors),
-        max_norm=math.inf if task.max_norm is None else task.max_norm,
-    )
 
 
 @dataclass(frozen=True)

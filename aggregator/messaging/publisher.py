@@ -1,4 +1,4 @@
-"""Connections of the aggregator's programs to the fleet."""
+"""The aggregator's connection to the fleet."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,80 +19,12 @@ MAX_BACKLOG = 1024
 
 
 class Publisher:
-    """An MQTT session that subscribes to topics of devices and publishes to devices.
+    """An MQTT session that subscribes to topics, and publishes to devices and to the whole fleet.
 
-    `name` is a part of the MQTT client id. While `leads` returns False, it publishes nothing, and does not connect.
-    `on_event` is called from a thread, and must only enqueue.
-    """
-
-    def __init__(
-        self,
-        broker: Brokers,
-        *,
-        access: BrokerAccess = NO_AUTHENTICATION,
-        fleet: str,
-        name: str,
-        subscriptions: Sequence[str],
-        on_event: Callable[[mqtt.Event], None],
-        will: Callable[[], mqtt.Outgoing] | None = None,
-        leads: Callable[[], bool] = lambda: True,
-    ) -> None:
-        self.chunk_bytes = MAX_CHUNK_BYTES
-        """Payload bytes of a frame, as the broker's packet size allows."""
-        self._fleet = fleet
-        self._session = mqtt.Session(
-            broker,
-            client_id=f"pf-{fleet}-{name}",
-            subscriptions=subscriptions,
-            on_event=on_event,
-            access=access,
-            will=will,
-            manual_ack=True,
-            may_connect=leads,
-        )
-        self._leads = leads
-        self.has_dropped = False
-        """A publication was dropped, because another aggregator might lead; the caller clears it."""
-        self._unacknowledged: list[mqtt.Received] = []
-        self._is_congested = False
-
-    def start(self) -> None:
-        """Connect, and reconnect after each failure."""
-        self._session.start()
-
-    def stop(self) -> None:
-        self._session.stop(self._final() if self._leads() else ())
-
-    def _final(self) -> Sequence[mqtt.Outgoing]:
-        """Return the last publications."""
-        return ()
-
-    def acknowledge(self, messages: Sequence[mqtt.Received]) -> None:
-        """Acknowledge messages, so that the broker sends others: not while too many answers wait for the broker."""
-        self._unacknowledged += [replace(message, payload=b"") for message in messages]
-        backlog = self._session.backlog
-        self._is_congested = backlog > (0 if self._is_congested else MAX_BACKLOG)
-        if not self._is_congested:
-            for message in self._unacknowledged:
-                self._session.acknowledge(message)
-            self._unacknowledged.clear()
-
-    def publish_to_device(self, device: str, channel: DeviceChannel, message: Message | Frame) -> None:
-        topic = device_topic(self._fleet, device, channel)
-        self._send(mqtt.Outgoing(topic, encode(message), channel in RETAINED))
-
-    def _send(self, outgoing: mqtt.Outgoing) -> None:
-        if not self._leads():
-            self.has_dropped = True
-            return
-        self._session.send(outgoing)
-
-
-class FleetPublisher(Publisher):
-    """A publisher that publishes to the whole fleet too.
-
-    `subscriptions` are those beside the fleet's own topics; `presence` is that of this start of the aggregator. With
-    `is_shared` all leaders of the fleet have one MQTT client id: the broker ends an earlier leader's connection.
+    `subscriptions` are those beside the fleet's own topics; `presence` is that of this start of the aggregator. While
+    `leads` returns False, it publishes nothing, and does not connect. With `is_shared` all leaders of the fleet have
+    one MQTT client id: the broker ends an earlier leader's connection. `on_event` is called from a thread, and must
+    only enqueue.
     """
 
     def __init__(
@@ -109,19 +41,46 @@ class FleetPublisher(Publisher):
     ) -> None:
         self.presence = presence
         self.own_topics = {fleet_topic(fleet, channel): channel for channel in OWN_CHANNELS}
-        super().__init__(
+        self.chunk_bytes = MAX_CHUNK_BYTES
+        """Payload bytes of a frame, as the broker's packet size allows."""
+        self._fleet = fleet
+        name = "aggregator" if is_shared else f"aggregator-{presence.client_id}"
+        self._session = mqtt.Session(
             broker,
-            access=access,
-            fleet=fleet,
-            name="aggregator" if is_shared else f"aggregator-{presence.client_id}",
+            client_id=f"pf-{fleet}-{name}",
             subscriptions=[*subscriptions, *self.own_topics],
             on_event=on_event,
+            access=access,
             will=lambda: presence.outgoing("offline"),
-            leads=leads,
+            manual_ack=True,
+            may_connect=leads,
         )
+        self._leads = leads
+        self.has_dropped = False
+        """A publication was dropped, because another aggregator might lead; the caller clears it."""
+        self._unacknowledged: list[mqtt.Received] = []
+        self._is_congested = False
 
-    def _final(self) -> Sequence[mqtt.Outgoing]:
-        return [self.presence.outgoing(self.presence.final_state)]
+    def start(self) -> None:
+        """Connect, and reconnect after each failure."""
+        self._session.start()
+
+    def stop(self) -> None:
+        self._session.stop([self.presence.outgoing(self.presence.final_state)] if self._leads() else ())
+
+    def acknowledge(self, messages: Sequence[mqtt.Received]) -> None:
+        """Acknowledge messages, so that the broker sends others: not while too many answers wait for the broker."""
+        self._unacknowledged += [replace(message, payload=b"") for message in messages]
+        backlog = self._session.backlog
+        self._is_congested = backlog > (0 if self._is_congested else MAX_BACKLOG)
+        if not self._is_congested:
+            for message in self._unacknowledged:
+                self._session.acknowledge(message)
+            self._unacknowledged.clear()
+
+    def publish_to_device(self, device: str, channel: DeviceChannel, message: Message | Frame) -> None:
+        topic = device_topic(self._fleet, device, channel)
+        self._send(mqtt.Outgoing(topic, encode(message), channel in RETAINED))
 
     def publish_presence(self) -> None:
         self._send(self.presence.outgoing("online"))
@@ -142,3 +101,9 @@ class FleetPublisher(Publisher):
 
     def _outgoing(self, channel: FleetChannel, payload: bytes) -> mqtt.Outgoing:
         return mqtt.Outgoing(fleet_topic(self._fleet, channel), payload, channel in RETAINED)
+
+    def _send(self, outgoing: mqtt.Outgoing) -> None:
+        if not self._leads():
+            self.has_dropped = True
+            return
+        self._session.send(outgoing)

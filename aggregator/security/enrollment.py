@@ -36,7 +36,7 @@ from protocol.wire.topics import is_name
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 """Hosts in every broker certificate, for an aggregator on the same machine."""
 
-_PRIVATE = frozenset({"device.key", "signing.key", "broker.key", "receiver.key"})
+_PRIVATE = frozenset({"device.key", "signing.key", "broker.key", "sums.key"})
 
 
 def mode_of(name: str) -> int:
@@ -143,18 +143,15 @@ def enroll_broker(
     out: Path,
     days: int,
     port: int | None = None,
-    receivers: Sequence[str] = (),
 ) -> None:
     """Create certificate, access list, revocation list and configuration for a mosquitto of a closed fleet.
 
-    With `port`, it is one of several on its machine; it lets these receivers read from devices and answer them.
+    With `port`, it is one of several on its machine.
 
     Raises:
         ConfigError: a host is invalid, or the folder exists.
         StateError: the state or the folder cannot be written.
     """
-    for receiver in receivers:
-        _check_receiver(receiver)
     configuration = mosquitto_config.CONFIGURATION
     if port is not None:
         configuration = mosquitto_config.own_configuration(fleet, port)
@@ -167,41 +164,32 @@ def enroll_broker(
             "broker.crt": issued.certificate,
             "broker.key": issued.key,
             "revoked.crl": write_revocation_list(store, ca),
-            "acl": mosquitto_config.access_list(fleet, receivers).encode(),
+            "acl": mosquitto_config.access_list(fleet).encode(),
             "mosquitto.conf": configuration.encode(),
         }
         with _new_folder(out, files) as publish:
             publish()
 
 
-def enroll_receiver(store: Store, receiver: str, *, fleet: str, out: Path, days: int) -> None:
-    """Create a certificate with which a receiver connects to the broker of a closed fleet.
-
-    With the aggregator's own it would have its client id, and the broker would end the other one's connection.
+def enroll_sums(store: Store, *, fleet: str, out: Path, days: int) -> None:
+    """Create a certificate with which the second operator connects to the broker of a closed fleet.
 
     Raises:
-        ConfigError: the name is invalid, or the folder exists.
+        ConfigError: the folder exists.
         StateError: the state or the folder cannot be written.
     """
-    _check_receiver(receiver)
     with _consistent_identity(store):
         ca = open_ca(store.folder, fleet)
-        issued = issue_client(ca, mosquitto_config.user_name(receiver, fleet), now=utc_now(), days=days)
+        name = mosquitto_config.user_name(mosquitto_config.SECOND_OPERATOR, fleet)
+        issued = issue_client(ca, name, now=utc_now(), days=days)
         files = {
             IGNORE_FILE: IGNORE_ALL.encode(),
             "ca.crt": ca.certificate,
-            "receiver.crt": issued.certificate,
-            "receiver.key": issued.key,
+            "sums.crt": issued.certificate,
+            "sums.key": issued.key,
         }
         with _new_folder(out, files) as publish:
             publish()
-
-
-def _check_receiver(receiver: str) -> None:
-    if not is_name(receiver) or receiver == "aggregator":
-        raise ConfigError(
-            f"invalid receiver {receiver!r}: expected letters, digits, '-' or '_', and not 'aggregator'"
-        )
 
 
 def reset_device(store: Store, device: str, *, delete_submissions: bool) -> None:

@@ -1,6 +1,5 @@
 """Configuration and access list of the mosquitto broker of a closed fleet."""
 
-from collections.abc import Sequence
 from typing import get_args
 
 from protocol.wire.messages import PROTOCOL_VERSION
@@ -95,12 +94,12 @@ def own_configuration(fleet: str, port: int) -> str:
 
 
 def user_name(program: str, fleet: str) -> str:
-    """Return the user name at the broker of `aggregator` or a receiver, which is not a valid device name."""
+    """Return the user name at the broker of `aggregator` or SECOND_OPERATOR, which is not a valid device name."""
     return f"{program}@{fleet}"
 
 
-def access_list(fleet: str, receivers: Sequence[str] = ()) -> str:
-    """Return mosquitto's access control list (acl_file) for a fleet and its receivers."""
+def access_list(fleet: str) -> str:
+    """Return mosquitto's access control list (acl_file) for a fleet."""
     shared, device = fleet_topic(fleet, "state").removesuffix("/state"), f"pf/{PROTOCOL_VERSION}/{fleet}/d"
     to_devices = [channel for channel in get_args(DeviceChannel) if channel not in FROM_DEVICES]
     # Without wildcards, because a device could otherwise store any number of retained messages on the broker.
@@ -123,17 +122,9 @@ def access_list(fleet: str, receivers: Sequence[str] = ()) -> str:
         f"topic write {request}",
         f"topic read {reply}",
         "",
-        "# Second operator, with a certificate of `aggregator enroll-receiver second-operator`.",
+        "# Second operator, with a certificate of `aggregator enroll-sums`.",
         f"user {user_name(SECOND_OPERATOR, fleet)}",
         f"topic read {request}",
         f"topic write {reply}",
     ]
-    for receiver in receivers:
-        lines += [
-            "",
-            "# Receiver: read from devices, and answer them.",
-            f"user {user_name(receiver, fleet)}",
-            *(f"topic read {topic}" for topic in device_filters(fleet)),
-            *(f"topic write {device}/+/{channel}" for channel in to_devices),
-        ]
     return "\n".join(lines) + "\n"

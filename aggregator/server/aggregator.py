@@ -1,10 +1,11 @@
-"""The aggregator: what it does beside the messages of devices."""
+"""The aggregator: one event at a time, on one thread."""
 
 import contextlib
 import logging
 import queue
 import time
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 
 from aggregator.config.schema import TaskFile
@@ -14,30 +15,32 @@ from aggregator.intake.uploads import Uploads
 from aggregator.messaging.blob_sender import BlobSender
 from aggregator.messaging.embedded_broker import EmbeddedBroker
 from aggregator.messaging.manifest_signer import identity_of
-from aggregator.messaging.publisher import FleetPublisher
+from aggregator.messaging.publisher import Publisher
 from aggregator.security.identity import aggregator_access, restore_access
 from aggregator.security.key_rotation import require_fleet_key
 from aggregator.server.announcements import TAKE_OVER, Announcements
-from aggregator.server.event_loop import Event, EventLoop, Events
+from aggregator.server.events import Event, Events, Stop, next_batch
 from aggregator.server.message_intake import MessageIntake
+from aggregator.server.store_view import IntakeHeads
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import IntakeHeads, RoundRequest, ServedTask, TaskPreparation
+from aggregator.storage.stored_values import ServedTask, TaskPreparation
 from aggregator.tasks.task_preparation import Task, prepare_task
 from aggregator.training.runner import Finished, Progress
+from protocol.errors import ThreadFailed
 from protocol.log import event as log_event
 from protocol.mqtt import reconnecting_session as mqtt
 from protocol.mqtt.own_presence import OwnPresence, Replaced, require_not_replaced
 from protocol.mqtt.tls import NO_AUTHENTICATION, BrokerAccess, Brokers, addresses_of
+from protocol.service_manager import ServiceManager
 from protocol.wire.presence import Duplicate
 from protocol.wire.topics import FleetChannel, device_filters, fleet_topic
+from protocol.wire.transfer import chunk_bytes
 
 log = logging.getLogger(__name__)
 
 
 class Aggregator:
     """A fleet's aggregator; `events` may have events of other threads.
-
-    With `is_coordinator`, uploads and requests of devices are left to `aggregator receive`.
 
     Raises StateError or ConfigError if the state directory or a key cannot be used.
     """
@@ -50,34 +53,37 @@ class Aggregator:
         broker: Brokers,
         access: BrokerAccess = NO_AUTHENTICATION,
         events: Events | None = None,
-        is_coordinator: bool = False,
     ) -> None:
         self._task = task
         self._store = store
-        events = events or queue.SimpleQueue()
+        self._events = events = events or queue.SimpleQueue()
+        self._is_stopped = False
         require_not_replaced(store.facts.get(Duplicate) or Duplicate(), command=TAKE_OVER)
         require_fleet_key(store)
         key, fleet = identity_of(store.folder), task.file.fleet
         presence = OwnPresence(epoch=_next_epoch(task, store), topic=fleet_topic(fleet, "state"), key=key)
-        store.facts.put(task.intake)
-        self._uploads = Uploads(store, max_bytes=task.intake.max_bytes, unfinished_s=task.intake.unfinished_s)
+        self._uploads = Uploads(
+            store,
+            max_bytes=int(task.file.max_submission_mb * 1024**2),
+            unfinished_s=task.file.unfinished_h * 3600,
+        )
         self._training = Schedule(task, store, on_event=events.put)
         self._releases = Rollout(task, store)
         self._sum_reply = fleet_topic(fleet, "sums/reply")
         replies = [] if self._training.sum_lists is None else [self._sum_reply]
-        self._publisher = FleetPublisher(
+        self._publisher = Publisher(
             broker,
             access=access,
             fleet=fleet,
             presence=presence,
-            subscriptions=[*replies, *(() if is_coordinator else device_filters(fleet))],
+            subscriptions=[*replies, *device_filters(fleet)],
             on_event=events.put,
             leads=store.database.leads,
             is_shared=store.database.is_shared,
         )
         restoration = self._training.restoration
         restoration.verify_all(self._releases.served)
-        blob_sender = BlobSender(
+        self._blob_sender = BlobSender(
             store.blobs,
             self._publisher,
             downloads_per_hour=task.file.limits.downloads_per_hour,
@@ -95,22 +101,51 @@ class Aggregator:
         )
         self._intake = MessageIntake(
             store,
-            task.intake,
-            task.manifest,
+            task,
             uploads=self._uploads,
             publisher=self._publisher,
-            blob_sender=blob_sender,
+            blob_sender=self._blob_sender,
         )
-        self._intake_heads: IntakeHeads | None = None
-        self._round_request = store.facts.get(RoundRequest)
         self._update_releases()
-        self._loop = EventLoop(self._intake, self, events)
 
     def run(self) -> None:
-        """Serve the task until `Stop`; raises like `EventLoop.run`."""
-        self._loop.run(self._training.stop)
+        """Serve the task until `Stop`.
 
-    def accepts(self, message: mqtt.Received) -> bool:
+        Raises:
+            ThreadFailed: a thread that the program depends on has ended.
+            NotLeader: another aggregator leads.
+        """
+        self._publisher.start()
+        try:
+            manager = ServiceManager()
+            manager.ready()
+            while not self._is_stopped:
+                manager.alive()
+                self.handle(next_batch(self._events))
+        finally:
+            self._training.stop()
+            self._intake.close()
+
+    def handle(self, batch: list[Event]) -> None:
+        """Handle events, the messages among them together, and let time pass."""
+        with self._uploads.guard():
+            self._store.database.check_lead()
+        for is_message, group in groupby(batch, key=lambda event: isinstance(event, mqtt.Received)):
+            events = list(group)
+            if is_message:
+                messages = [event for event in events if isinstance(event, mqtt.Received)]
+                is_missed = self._intake.handle([each for each in messages if self._is_of_device(each)])
+                if is_missed and self._task.file.settings.rounds is not None:
+                    self._announcements.repeat_round()
+                self._publisher.acknowledge(messages)
+            else:
+                for event in events:
+                    with self._uploads.guard():
+                        self._handle(event)
+        self._publisher.acknowledge([])
+        self._tick(is_resumed=self._intake.tick())
+
+    def _is_of_device(self, message: mqtt.Received) -> bool:
         """Return True for a message of a device; take note of one on the aggregator's own topics."""
         if message.topic == self._sum_reply:
             with self._uploads.guard():
@@ -133,25 +168,41 @@ class Aggregator:
                     self._store.facts.put(replaced.duplicate)
             raise
 
-    def handle(self, event: Event) -> None:
+    def _handle(self, event: Event) -> None:
         match event:
-            case mqtt.Connected(broker=broker, address=address):
-                self._publisher.presence.connected(address)
-                fleet, task = self._task.file.fleet, self._task.digest
-                log_event(log, logging.INFO, "connected to the broker", broker=broker, fleet=fleet, task=task)
-                self._announcements.connected()
-                if self._training.sum_lists is not None:
-                    self._training.sum_lists.connected()
-            case mqtt.Disconnected():
+            case mqtt.Connected():
+                self._connected(event)
+            case mqtt.Disconnected(reason=reason, retry_s=retry_s, repeated=repeated, broker=broker):
+                self._blob_sender.forget()
+                level = logging.DEBUG if repeated else logging.WARNING
+                log_event(log, level, reason, broker=broker, retry_s=retry_s)
                 self._announcements.is_connected = False
+            case mqtt.Unsendable(topic=topic, reason=reason, repeated=repeated):
+                level = logging.DEBUG if repeated else logging.ERROR
+                log_event(log, level, "publication refused by the broker", topic=topic, reason=reason)
+            case mqtt.Drained():
+                self._blob_sender.drained()
             case Progress(figures=figures):
                 self._training.store_progress(figures)
             case Finished():
                 if self._training.finish(event):
                     self._update_releases()  # the round's tensors are served before devices know of them
                     self._announcements.open_round()
+            case ThreadFailed():
+                raise event
+            case Stop():
+                self._is_stopped = True
 
-    def tick(self, *, is_resumed: bool) -> None:
+    def _connected(self, event: mqtt.Connected) -> None:
+        self._publisher.chunk_bytes = chunk_bytes(event.max_packet_bytes)
+        self._publisher.presence.connected(event.address)
+        fleet, task = self._task.file.fleet, self._task.digest
+        log_event(log, logging.INFO, "connected to the broker", broker=event.broker, fleet=fleet, task=task)
+        self._announcements.connected()
+        if self._training.sum_lists is not None:
+            self._training.sum_lists.connected()
+
+    def _tick(self, *, is_resumed: bool) -> None:
         if is_resumed:
             self._reload()
         self._announcements.restore()
@@ -165,7 +216,6 @@ class Aggregator:
             self._training.restoration.tick()
             if (lists := self._training.sum_lists) is not None and (due := lists.request()) is not None:
                 self._publisher.request_sum(due)
-            self._read_round_request()
             for device, request in self._training.lost.requests():
                 self._publisher.publish_to_device(device, "ack", request)
 
@@ -177,27 +227,14 @@ class Aggregator:
         self._training.retry()
 
     def _update_releases(self) -> None:
-        """Apply the newest head and the passing of time to the rollout, and store what receivers need of it."""
+        """Apply the newest head and the passing of time to the rollout, and to what the intake knows of it."""
         with self._uploads.guard():
             self._releases.tick(self._training.state.head_version)
-            heads = IntakeHeads(
-                self._task.digest,
+            self._intake.view.heads = IntakeHeads(
                 newest=self._training.state.head_version,
                 retained=frozenset(self._releases.retained),
                 served=frozenset(self._releases.served),
             )
-            if heads != self._intake_heads:
-                self._intake.view.heads = heads
-                self._store.facts.put(heads)
-                self._intake_heads = heads
-
-    def _read_round_request(self) -> None:
-        """Publish the open round again if a receiver asks for it."""
-        if self._task.file.settings.rounds is None:
-            return
-        if (request := self._store.facts.get(RoundRequest)) != self._round_request:
-            self._round_request = request
-            self._announcements.repeat_round()
 
 
 def prepare(
@@ -222,11 +259,8 @@ def serve(
     access: BrokerAccess = NO_AUTHENTICATION,
     embedded_broker: bool = False,
     events: Events | None = None,
-    is_coordinator: bool = False,
 ) -> None:
     """Serve a fleet, with a broker in this process if asked for, until `Stop` is put into `events`.
-
-    With `is_coordinator`, programs of their own take the uploads, `aggregator receive`.
 
     Raises:
         ConfigError: the embedded broker cannot listen.
@@ -245,7 +279,6 @@ def serve(
             broker=broker,
             access=access,
             events=events,
-            is_coordinator=is_coordinator,
         )
         aggregator.run()
 

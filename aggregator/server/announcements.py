@@ -12,7 +12,7 @@ from aggregator.intake.uploads import Uploads
 from aggregator.intake.validation import Refused
 from aggregator.messaging.blob_sender import reading
 from aggregator.messaging.manifest_signer import ManifestSigner
-from aggregator.messaging.publisher import FleetPublisher
+from aggregator.messaging.publisher import Publisher
 from aggregator.storage.devices import UNKNOWN_DEVICE
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import ServedTask
@@ -39,7 +39,7 @@ class Announcements:
     store: Store
     key: bytes
     """The aggregator's private key, 32 bytes."""
-    publisher: FleetPublisher
+    publisher: Publisher
     uploads: Uploads
     """The intake, which is stopped when a release number cannot be stored."""
     training: Schedule
@@ -150,7 +150,7 @@ class OwnTopic:
     """Watches the topic of the aggregator's presence."""
 
     store: Store
-    publisher: FleetPublisher
+    publisher: Publisher
     uploads: Uploads
     fleet: str
     _is_outdated: bool = field(default=False, init=False)

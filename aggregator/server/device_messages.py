@@ -13,14 +13,14 @@ from aggregator.intake.frame_authentication import FrameAuthenticator
 from aggregator.intake.quotas import Quotas
 from aggregator.intake.reassembly import Complete
 from aggregator.intake.uploads import Uploads
-from aggregator.intake.validation import Expectation, Refused, check_evaluation, count_rows, read_message
+from aggregator.intake.validation import Refused, check_evaluation, count_rows, read_message
 from aggregator.messaging.blob_sender import BlobSender
 from aggregator.rates import DeviceEvents, TokenBuckets
 from aggregator.server.store_view import StoreView
 from aggregator.storage.devices import UNKNOWN_DEVICE
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import IntakeTask
 from aggregator.storage.submissions import SubmissionRecord
+from aggregator.tasks.task_preparation import Task
 from protocol.errors import MalformedMessage, VersionMismatch
 from protocol.statistics.secure_sums import submission_context
 from protocol.wire.codec import FrameView, decode, is_probe
@@ -92,8 +92,7 @@ class DeviceMessages:
     `read` leaves all that is to be stored to `store_items`, in one short transaction of the caller.
     """
 
-    task: IntakeTask
-    expectation: Expectation
+    task: Task
     store: Store
     uploads: Uploads
     view: StoreView
@@ -116,8 +115,10 @@ class DeviceMessages:
     def __post_init__(self) -> None:
         self._log = DeviceEvents(log)
         self._answered = TokenBuckets(capacity=RECEIPTS_AT_ONCE, per_s=RECEIPTS_PER_S)
-        self._authenticator = FrameAuthenticator(self.store, fleet=self.task.fleet)
-        self._quotas = Quotas(self.store, self.task.limits, task=self.task.digest)
+        self._authenticator = FrameAuthenticator(self.store, fleet=self.task.file.fleet)
+        allowed = self.task.file.devices
+        self._allowed = None if allowed is None else frozenset(allowed)
+        self._quotas = Quotas(self.store, self.task.file.limits, task=self.task.digest)
 
     def read(self, topic: str, payload: bytes) -> None:
         """Decode, authenticate, reassemble and validate a message; raises StateError if the store cannot be read."""
@@ -195,7 +196,7 @@ class DeviceMessages:
             self.store.devices.put_presence(device, presence.state, now_s=now_s)
             return
         info = decode(payload, DeviceInfo, max_bytes=MAX_MANIFEST_BYTES)
-        self.store.devices.put_info(device, bounded_info(info, self.expectation.manifest), now_s=now_s)
+        self.store.devices.put_info(device, bounded_info(info, self.task.manifest), now_s=now_s)
         before, self._reported[device] = self._reported.get(device, ("", "")), (info.problem, info.warning)
         if info.problem and info.problem != before[0]:
             self._log.event(logging.WARNING, "device cannot take part", device=device, reason=info.problem)
@@ -203,8 +204,7 @@ class DeviceMessages:
             self._log.event(logging.WARNING, "device warns its operator", device=device, warning=info.warning)
 
     def _check_known(self, device: str) -> None:
-        allowed = self.task.devices
-        if allowed is not None and device not in allowed:
+        if self._allowed is not None and device not in self._allowed:
             raise Refused("unknown_device", f"{device} is not among the task file's devices")
         if self._authenticator.check_name(device) is None:
             self._quotas.check_new_device(device)
@@ -236,7 +236,9 @@ class DeviceMessages:
                     f"no blob {request.digest.hex()[:12]}: request what task, round and head name",
                 )
             if wait_s := self.blob_sender.request(device, request):
-                limit = f"downloaded {self.task.limits.downloads_per_hour} times (limits.downloads_per_hour)"
+                limit = (
+                    f"downloaded {self.task.file.limits.downloads_per_hour} times (limits.downloads_per_hour)"
+                )
                 raise Refused("rate_limited", f"{limit}: request it again in {wait_s:.0f} s")
         except Refused as refused:
             self._answer_refused(device, request.digest, refused)
@@ -275,7 +277,7 @@ class DeviceMessages:
         try:
             message = read_message(upload.payload)
             if isinstance(message, Evaluation):
-                check_evaluation(message, self.expectation, newest_head=self.view.heads.newest)
+                check_evaluation(message, self.task.expectation, newest_head=self.view.heads.newest)
                 record = None
             else:
                 record = self._record(device, message, upload)
@@ -290,7 +292,7 @@ class DeviceMessages:
         return _Upload(upload, message, record)
 
     def _record(self, device: str, submission: Submission, upload: Complete) -> SubmissionRecord:
-        per_class = count_rows(submission, self.expectation)
+        per_class = count_rows(submission, self.task.expectation)
         if isinstance(submission.mask, SealedMask):
             self._check_mask(device, submission, submission.mask)
         return SubmissionRecord(
@@ -307,7 +309,7 @@ class DeviceMessages:
     def _check_mask(self, device: str, submission: Submission, mask: SealedMask) -> None:
         """Refuse a mask that the second operator would refuse, and with it the list that it is in."""
         context = submission_context(
-            fleet=self.task.fleet, task=self.task.digest, device=device, sequence=submission.sequence
+            fleet=self.task.file.fleet, task=self.task.digest, device=device, sequence=submission.sequence
         )
         key = self.store.keys.get(device)
         if key is None or mask.key != key.public or not is_own_mask(mask, context=context):
@@ -355,12 +357,10 @@ class DeviceMessages:
                 detail = f"the submission with sequence {sequence} counts"
                 raise Refused("superseded", detail, sequence=sequence)
             case "late" | "unknown_round" as reason:
-                newest, settings = self.view.heads.newest, self.task.settings
+                newest, settings = self.view.heads.newest, self.task.file.settings
                 now = f"round {newest} is open"
                 if round_state.is_over(newest, settings):
                     now = f"all {settings.rounds} rounds are over"
-                if reason == "unknown_round":
-                    self.view.request_round()  # the device has seen a round that is not this aggregator's
                 raise Refused(reason, f"the submission is for round {number}, but {now}")
 
     def _store_evaluation(self, device: str, evaluation: Evaluation, digest: bytes) -> None:

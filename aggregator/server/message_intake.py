@@ -2,21 +2,15 @@
 
 from aggregator.intake.accepted_submissions import AcceptedSubmissions
 from aggregator.intake.uploads import Uploads
-from aggregator.intake.validation import expectation_of
 from aggregator.messaging.blob_sender import BlobSender
 from aggregator.messaging.publisher import Publisher
 from aggregator.server.device_messages import DeviceMessages
 from aggregator.server.store_view import StoreView
 from aggregator.storage.blobs import FolderBlobs
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import IntakeTask
-from protocol.errors import ProtofleetError, StateError
+from aggregator.tasks.task_preparation import Task
+from protocol.errors import StateError
 from protocol.mqtt import reconnecting_session as mqtt
-from protocol.wire.messages import TaskManifest
-
-
-class TaskReplaced(ProtofleetError):
-    """Another task is served."""
 
 
 class MessageIntake:
@@ -25,8 +19,7 @@ class MessageIntake:
     def __init__(
         self,
         store: Store,
-        task: IntakeTask,
-        manifest: TaskManifest,
+        task: Task,
         *,
         uploads: Uploads,
         publisher: Publisher,
@@ -37,10 +30,9 @@ class MessageIntake:
         self.publisher = publisher
         self.blob_sender = blob_sender
         self.view = StoreView(store, task)
-        self._accepted = AcceptedSubmissions(task.digest, task.settings, store)
+        self._accepted = AcceptedSubmissions(task.digest, task.file.settings, store)
         self._messages = DeviceMessages(
             task=task,
-            expectation=expectation_of(task, manifest),
             store=store,
             uploads=uploads,
             view=self.view,
@@ -48,8 +40,11 @@ class MessageIntake:
             blob_sender=blob_sender,
         )
 
-    def handle(self, messages: list[mqtt.Received]) -> None:
-        """Store all messages durably, or none; then answer them. Raises TaskReplaced if another task is served."""
+    def handle(self, messages: list[mqtt.Received]) -> bool:
+        """Store all messages durably, or none; then answer them.
+
+        Returns True if a device has seen a round that has not begun, and needs to see the open one.
+        """
         try:
             self._store(messages)
             self._accepted.log()
@@ -61,17 +56,18 @@ class MessageIntake:
                 with self.uploads.guard():
                     self._messages.read(message.topic, message.payload)
                     self._messages.store_items()
-        for device, receipt in self._messages.receipts:
+        receipts, self._messages.receipts = self._messages.receipts, []
+        for device, receipt in receipts:
             self.publisher.publish_to_device(device, "ack", receipt)
-        self._messages.receipts.clear()
+        return any(receipt.reason == "unknown_round" for _, receipt in receipts)
 
     def _store(self, messages: list[mqtt.Received]) -> None:
         """Store all messages durably; raises StateError if one cannot be stored: then none is.
 
         Most of the work comes before the transaction, in which no other program can write. The blobs of a folder get
-        their names within it, since the aggregator deletes those that it does not know.
+        their names within it, since `aggregator forget` deletes a device's.
         """
-        self._refresh()
+        self.view.refresh()
         with self.store.snapshot():
             for message in messages:
                 self._messages.read(message.topic, message.payload)
@@ -80,21 +76,16 @@ class MessageIntake:
             self._accepted.flush()
         if self._messages.has_items():
             with self.store.transaction():
-                self._refresh()
+                self.view.refresh()
                 self._messages.store_items()
                 self._accepted.flush()
-
-    def _refresh(self) -> None:
-        if not self.view.refresh():
-            self.store.database.check_lead()
-            raise TaskReplaced("another task is served")
 
     def tick(self) -> bool:
         """Let time pass; returns True if a stopped intake was resumed just now."""
         self.blob_sender.send()
         is_resumed = self.uploads.tick()
         with self.uploads.guard():
-            self._refresh()
+            self.view.refresh()
             if self.view.deleted:
                 self.uploads.drop(self.view.deleted)
                 self.view.deleted.clear()

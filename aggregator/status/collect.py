@@ -17,7 +17,6 @@ from aggregator.heads import operator_commands
 from aggregator.heads.calibration import MIN_IMAGES
 from aggregator.heads.head_rate import limited_until_s
 from aggregator.intake import intake_status
-from aggregator.intake.intake_status import IntakeStatus
 from aggregator.intake.quotas import upload_tokens
 from aggregator.security.key_rotation import key_certificates, root_of
 from aggregator.status import model
@@ -25,7 +24,6 @@ from aggregator.status.attention import attention_of
 from aggregator.status.forecast import forecasts
 from aggregator.storage.devices import counts, refusal_reason
 from aggregator.storage.heads import CALIBRATED_FROM, HeadRecord
-from aggregator.storage.programs import ReceiverRecord
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import (
     LostFiles,
@@ -90,16 +88,6 @@ def _sums(served: ServedTask, lists: SumLists, submitted: Collection[str]) -> mo
     )
 
 
-def _intake(own: IntakeStatus, receivers: Iterable[ReceiverRecord]) -> IntakeStatus:
-    """Return the status of the intake of the aggregator, or of the first receiver whose intake is stopped."""
-    stopped = [
-        IntakeStatus(each.stopped_s, f"receiver {each.name}: {each.reason}")
-        for each in receivers
-        if each.stopped_s is not None
-    ]
-    return own if own.stopped_s is not None or not stopped else stopped[0]
-
-
 def _is_personal(algorithm: str) -> bool:
     """Return whether each device has a head of its own; False if the algorithm is no longer installed."""
     try:
@@ -122,13 +110,11 @@ def _collect(store: Store) -> model.Status:
     key, files = store.facts.get(SigningKey), _current_files(store.folder, heads, used.current)
     is_running, preparation = store.database.is_locked(), store.facts.get(TaskPreparation)
     devices = tuple(_devices(store, task, submissions, used, known if is_personal else ()))
-    receivers = tuple(record for _, record in store.receivers.all().values())
     return model.Status(
         attention=(),
         running=is_running,
         leader=store.database.leader(),
-        intake=_intake(intake_status.read(store.folder, is_running=is_running), receivers),
-        receivers=receivers,
+        intake=intake_status.read(store.folder, is_running=is_running),
         aggregator_key=key.public if key is not None else "",
         root_key=root_of(key_certificates(store.folder, bytes.fromhex(key.public))).hex() if key else "",
         duplicate=store.facts.get(Duplicate),

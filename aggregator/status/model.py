@@ -7,7 +7,6 @@ from msgspec import Meta
 
 from aggregator.intake.intake_status import IntakeStatus
 from aggregator.storage.devices import ForgottenDevice, QuarantinedDevice, Refusal, UnixSeconds
-from aggregator.storage.programs import ReceiverRecord
 from aggregator.storage.stored_values import TrainingProgress
 from aggregator.storage.submissions import LostSubmission
 from protocol.wire.presence import Duplicate
@@ -310,9 +309,6 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     refusals: tuple[Refusal, ...]
     earlier_refusals: Annotated[
         dict[str, int], Meta(description="Messages refused before their devices got other keys, by reason.")
-    ]
-    receivers: Annotated[
-        tuple[ReceiverRecord, ...], Meta(description="Programs that receive uploads beside the aggregator.")
     ]
     head_path: Annotated[
         str | None, Meta(description="File of the current head; null until that is written.")

@@ -31,7 +31,6 @@ from aggregator.status.model import (
 )
 from aggregator.storage.heads import CALIBRATED_FROM
 from aggregator.storage.open_store import open_store
-from aggregator.storage.programs import ReceiverRecord
 from aggregator.training.jobs import FEW_PROTOTYPES
 from protocol.cli import counted, plain
 from protocol.errors import ProtofleetError
@@ -117,8 +116,6 @@ def _above(status: Status) -> Iterator[tuple[str, ...]]:
         yield "privacy", _privacy(privacy)
     if status.sums is not None:
         yield "sums", _sums(status.sums)
-    if status.receivers:
-        yield "receivers", "; ".join(map(_receiver, status.receivers))
 
 
 def _privacy(privacy: Privacy) -> str:
@@ -133,10 +130,6 @@ def _sums(sums: Sums) -> str:
     opened = f"{counted(sums.lists, 'list')} of {counted(sums.devices, 'device')} opened"
     left_out = f", {sums.left_out} left out" if sums.left_out else ""
     return f"{keys}; {least}; {opened}{left_out}, {sums.requested} requested, {sums.waiting} waiting"
-
-
-def _receiver(receiver: ReceiverRecord) -> str:
-    return f"{receiver.name} with {counted(len(receiver.shards), 'shard')}, at {_clock(receiver.seen_s)}"
 
 
 def _problems(device: Device) -> Iterator[tuple[str, ...]]:

@@ -76,7 +76,10 @@ MIGRATIONS = (
     """
     CREATE TABLE receivers (name TEXT PRIMARY KEY, reports INTEGER NOT NULL, record TEXT NOT NULL) STRICT;
     """,
-    "DROP TABLE jobs;",
+    """
+    DROP TABLE jobs;
+    DROP TABLE receivers;
+    """,
 )
 """SQL scripts, each from one schema version to the next."""
 

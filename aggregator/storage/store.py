@@ -10,7 +10,6 @@ from aggregator.coordination.round_state import DeviceDecisions, Entry, State
 from aggregator.storage.blobs import Blobs
 from aggregator.storage.devices import REVOKED, DeviceKeys, Devices, ForgottenDevices, Quarantine, Refusals
 from aggregator.storage.heads import Evaluations, Heads, OperatorCommands
-from aggregator.storage.programs import Receivers
 from aggregator.storage.stored_values import (
     BlobLocation,
     LostFiles,
@@ -53,7 +52,6 @@ class Store:
         self.heads = Heads(database, self.forgotten)
         self.quarantine = Quarantine(database)
         self.commands = OperatorCommands(database)
-        self.receivers = Receivers(database)
 
     def require_blobs(self) -> None:
         """Raise ConfigError if the blobs are in the state directory of another aggregator: here, all count as lost."""

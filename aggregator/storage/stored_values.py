@@ -31,45 +31,6 @@ class TaskPreparation(msgspec.Struct, frozen=True):
     algorithm: str
 
 
-class IntakeTask(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts about the served task that the intake of uploads needs beside its manifest."""
-
-    digest: bytes
-    fleet: str
-    prototype_size: int
-    """As in `Expectation`, like `tensors` and `max_norm`."""
-    tensors: Mapping[str, tuple[int, ...]]
-    max_norm: float | None
-    """None for any."""
-    settings: round_state.Settings
-    devices: frozenset[str] | None
-    """The only devices that may take part; None for any."""
-    max_bytes: int
-    """Size of an upload at most."""
-    unfinished_s: float
-    """Seconds without a frame after which an unfinished upload is deleted."""
-    limits: Limits
-
-
-class IntakeHeads(msgspec.Struct, frozen=True):
-    """Facts about the heads of the served task that the intake of uploads needs."""
-
-    task: bytes
-    newest: int
-    """The version of the newest head, 0 if there is none; with rounds, also the number of the open round."""
-    retained: frozenset[int]
-    """The versions of the heads whose evaluations matter."""
-    served: frozenset[bytes]
-    """Digests of the blobs that devices may request."""
-
-
-class RoundRequest(msgspec.Struct, frozen=True):
-    """The last request of a receiver to publish the open round again."""
-
-    requested_s: float
-    """Elapsed time."""
-
-
 class BlobLocation(msgspec.Struct, frozen=True):
     """The object store of the aggregator's blobs, unless they are in its state directory."""
 

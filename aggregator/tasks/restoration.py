@@ -28,7 +28,7 @@ MAX_EXPORT_PAUSE_S = 3600.0
 """The most seconds between exports that do not restore a blob; the pause is VERIFY_S at first, and doubles."""
 
 POLL_S = 1.0
-"""Seconds between queries for the reports of other programs."""
+"""Seconds between queries for reported blobs."""
 
 
 class Restoration:
@@ -75,7 +75,7 @@ class Restoration:
                 self.verify([digest], at_once=True)
 
     def tick(self) -> None:
-        """Restore what other programs have reported, and try again what could not be restored; raises StateError."""
+        """Restore what was reported, and try again what could not be restored; raises StateError."""
         if time.monotonic() < self._poll_s:
             return
         self._poll_s = time.monotonic() + POLL_S
@@ -83,7 +83,7 @@ class Restoration:
             self.restore(map(bytes.fromhex, reported.digests))
 
     def restore(self, digests: Iterable[bytes]) -> None:
-        """Write blobs again that are missing or damaged where other programs read them; `status` shows lost ones.
+        """Write blobs again that are missing or damaged; `status` shows lost ones.
 
         Raises StateError if the database cannot be used.
         """

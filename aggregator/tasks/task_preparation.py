@@ -18,7 +18,6 @@ from aggregator.algorithms.tensors import pack_tensors
 from aggregator.config.schema import SumsSettings, TaskFile
 from aggregator.intake.validation import Expectation
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import IntakeTask
 from aggregator.tasks.graph_cache import cached_graphs
 from aggregator.tasks.manifests import program_of, task_manifest
 from protocol.errors import ConfigError, GraphRefused, MalformedMessage, StateError
@@ -73,22 +72,6 @@ class Task:
         manifest = self.manifest
         has_evaluations = manifest.program is None and manifest.differential_privacy is None
         return self.file.training.calibrate and has_evaluations and len(manifest.classes) > 1
-
-    @property
-    def intake(self) -> IntakeTask:
-        file, expected = self.file, self.expectation
-        return IntakeTask(
-            digest=self.digest,
-            fleet=file.fleet,
-            prototype_size=expected.prototype_size,
-            tensors=expected.tensors,
-            max_norm=expected.max_norm if math.isfinite(expected.max_norm) else None,
-            settings=file.settings,
-            devices=None if file.devices is None else frozenset(file.devices),
-            max_bytes=int(file.max_submission_mb * 1024**2),
-            unfinished_s=file.unfinished_h * 3600,
-            limits=file.limits,
-        )
 
     @property
     def blobs(self) -> set[bytes]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from aggregator.storage.blobs import open_blobs
-from aggregator.training.jobs import RESULT_FILE, Job, Result, Workspace
+from aggregator.training.jobs import RESULT_FILE, Job, Kind, Result, Workspace
 from protocol.errors import ProtofleetError
 from protocol.storage.blobstore import write_atomically
 
@@ -46,7 +46,7 @@ def main() -> None:
         Path("/proc/self/oom_score_adj").write_text(OOM_SCORE, encoding="ascii")
     folder, blobs, engine = Path(sys.argv[1]), sys.argv[2], importlib.import_module(ENGINES[sys.argv[3]])
     try:
-        job: Job = msgspec.json.decode((folder / JOB_FILE).read_bytes(), type=Job)
+        job: Job = msgspec.json.decode((folder / JOB_FILE).read_bytes(), type=Kind)
         result: Result = engine.execute(job, Workspace(open_blobs(blobs), folder, _write_progress))
         write_atomically(folder / RESULT_FILE, msgspec.json.encode(result))
     except ProtofleetError as error:

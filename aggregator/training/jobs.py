@@ -39,11 +39,21 @@ class Workspace:
     report: Report
 
 
-class BlobJob(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
-    """Make head `version`: `head.onnx` and `model.onnx`, of blobs."""
+class Job(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
+    """A job of any kind."""
 
     module: ClassVar[str]
     """The module whose `run` computes a job in a workspace and returns its Result."""
+
+    @property
+    def name(self) -> str:
+        """Name of the job's folder."""
+        raise NotImplementedError
+
+
+class BlobJob(Job, frozen=True, kw_only=True):
+    """Make head `version`: `head.onnx` and `model.onnx`, of blobs."""
+
     is_calibration: ClassVar[bool] = False
     """The job makes another version of the newest head, and is not repeated if it fails."""
 
@@ -54,7 +64,6 @@ class BlobJob(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
 
     @property
     def name(self) -> str:
-        """Name of the job's folder."""
         return f"head-{self.version}"
 
     @property
@@ -249,11 +258,10 @@ class CalibrationJob(BlobJob, frozen=True, kw_only=True, tag="calibration"):
         return [*super().required_blobs(manifest), bytes.fromhex(self.head)]
 
 
-class CompileJob(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="compile"):
+class CompileJob(Job, frozen=True, kw_only=True, tag="compile"):
     """Build the graphs that devices run, of no blobs: `init.onnx`, `step.onnx`, `project.onnx` and `head.onnx`."""
 
-    module: ClassVar[str] = "aggregator.tasks.graph_cache"
-    name: ClassVar[str] = "export"
+    module = "aggregator.tasks.graph_cache"
 
     algorithm: str
     settings: dict[str, Any]
@@ -261,6 +269,10 @@ class CompileJob(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", ta
     feature_size: int
     num_classes: int
     seed: int
+
+    @property
+    def name(self) -> str:
+        return "export"
 
     @property
     def method(self) -> RoundAlgorithm:
@@ -290,7 +302,7 @@ TENSORS_FILE = "tensors.bin"
 TOTAL_FILE = "total.bin"
 """The sum of all lists that a second operator has opened."""
 
-Job = HeadJob | StatisticsJob | NoisySumsJob | RoundJob | CalibrationJob | CompileJob
+Kind = HeadJob | StatisticsJob | NoisySumsJob | RoundJob | CalibrationJob | CompileJob
 """All kinds, by which `job.json` is decoded."""
 
 Part = TypeVar("Part")

@@ -181,7 +181,7 @@ def expiry_warning(certificate: Path, now: datetime) -> str:
     if read.issuer == read.subject or (is_program and name == "aggregator"):
         advice = "see docs/operations/enrollment.md#renew-certificates"
     elif is_program:
-        advice = f"renew it with `aggregator enroll-receiver {name} --out DIR`"
+        advice = "renew it with `aggregator enroll-sums --out DIR`"
     else:
         advice = f"renew it with `aggregator enroll {name} --renew --out DIR`"
     if end <= now:

@@ -2,7 +2,6 @@
 
 import re
 import zlib
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,7 +19,7 @@ FROM_DEVICES: tuple[DeviceChannel, ...] = ("state", "info", "up", "get")
 """The channels that devices publish on; the aggregator publishes on the others."""
 
 SHARDS = 64
-"""Number of sub-topics of `up`, by which several receivers can share the devices.
+"""Number of sub-topics of `up`: a device's name decides which one it uses.
 
 The parser accepts all of them from any device: one of an older version, which had 8, publishes on one of the first 8.
 """
@@ -53,19 +52,14 @@ def fleet_topic(fleet: str, channel: FleetChannel | SumChannel) -> str:
 
 def device_topic(fleet: str, device: str, channel: DeviceChannel) -> str:
     """Return the topic of a device's channel; `up` includes the shard of the device's name."""
-    tail = f"up/{shard_of(device)}" if channel == "up" else channel
+    tail = f"up/{zlib.crc32(device.encode()) % SHARDS}" if channel == "up" else channel
     return f"pf/{PROTOCOL_VERSION}/{fleet}/d/{device}/{tail}"
 
 
-def shard_of(device: str) -> int:
-    return zlib.crc32(device.encode()) % SHARDS
-
-
-def device_filters(fleet: str, *, shards: Collection[int] = range(SHARDS)) -> tuple[str, ...]:
+def device_filters(fleet: str) -> tuple[str, ...]:
     """Return subscriptions to every topic that devices publish on, one for the uploads on all shards."""
-    uploads = ["up/+"] if len(shards) == SHARDS else [f"up/{shard}" for shard in sorted(shards)]
-    others = [channel for channel in FROM_DEVICES if channel != "up"]
-    return tuple(f"pf/{PROTOCOL_VERSION}/{fleet}/d/+/{tail}" for tail in (*others, *uploads))
+    tails = [channel for channel in FROM_DEVICES if channel != "up"]
+    return tuple(f"pf/{PROTOCOL_VERSION}/{fleet}/d/+/{tail}" for tail in (*tails, "up/+"))
 
 
 def parse_device_topic(topic: str) -> DeviceTopic:

@@ -45,8 +45,6 @@ AGGREGATOR = {
     "doctor": [],
     "check": ["{folder}/task.toml"],
     "run": ["--task", "{folder}/task.toml"],
-    "coordinate": ["--task", "{folder}/task.toml"],
-    "receive": ["--shards", "64"],  # ends at once
     "status": [],
     "top": [],
     "rollback": [],
@@ -54,7 +52,7 @@ AGGREGATOR = {
     "release": ["shed-1"],
     "enroll": ["shed-1", "--out", "{folder}/shed-1"],
     "enroll-broker": ["broker.example", "--out", "{folder}/broker"],
-    "enroll-receiver": ["receiver-1", "--out", "{folder}/receiver-1"],
+    "enroll-sums": ["--out", "{folder}/sums"],
     "revoke": ["shed-1"],
     "forget": ["shed-1"],
     "reset-key": ["shed-1"],
@@ -91,8 +89,8 @@ COMMANDS = [
     ("protofleet.cli", "aggregator,cpu", PUBLIC_MAP),
 ]
 WITHOUT_EXTRAS = (
-    *("enroll", "enroll-broker", "enroll-receiver", "revoke", "forget", "reset-key", "issue-key"),
-    *("rotate-key", "rollback", "promote", "release", "take-over", "receive", "make-key"),
+    *("enroll", "enroll-broker", "enroll-sums", "revoke", "forget", "reset-key", "issue-key"),
+    *("rotate-key", "rollback", "promote", "release", "take-over", "make-key"),
 )
 """Commands that need none."""
 

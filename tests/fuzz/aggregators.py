@@ -57,7 +57,7 @@ def handle(data: bytes) -> None:
         message for number, body in operations for message in _received(number % 8, number >> 3 & 3, body)
     ]
     try:
-        aggregator._loop.handle([*received])
+        aggregator.handle([*received])
     except ConfigError:
         assert any(message.topic == fleet_topic(FLEET, "state") for message in received)
     for _, outgoing in take_all(aggregator._publisher._session._inbox):

@@ -11,8 +11,6 @@ from typing import Any, Self, TypeVar
 import msgspec
 
 from aggregator.intake.assembly import Assembly
-from aggregator.storage.open_store import open_store
-from aggregator.storage.programs import ReceiverRecord
 from protocol.mqtt.reconnecting_session import BrokerAddress, Connected, Drained, Outgoing, Received, Session
 from protocol.wire.codec import decode, digest_of, encode
 from protocol.wire.messages import (
@@ -30,9 +28,9 @@ from protocol.wire.messages import (
     Submission,
 )
 from protocol.wire.signing import open_manifest, sign_frame, sign_presence
-from protocol.wire.topics import SHARDS, DeviceChannel, FleetChannel, device_topic, fleet_topic
+from protocol.wire.topics import DeviceChannel, FleetChannel, device_topic, fleet_topic
 from protocol.wire.transfer import frames_of
-from tests.support.fleets.fleet import Fleet, with_startup_code
+from tests.support.fleets.fleet import Fleet
 from tests.support.fleets.fork_server import run_command
 from tests.support.graphs.backbones import tiny_backbone
 from tests.support.network.sessions import E, EventLog
@@ -302,48 +300,3 @@ def spoil(message: msgspec.Struct, **fields: Any) -> bytes:
     with contextlib.suppress(TypeError):
         envelope = {**envelope, **fields}
     return msgspec.msgpack.encode(envelope)
-
-
-class Cluster(Fleet):
-    """A coordinator and receivers that share a state folder and a database of PostgreSQL."""
-
-    def start_coordinator(self, task: Path, *options: str) -> None:
-        arguments = ("--task", task, "--state", self.aggregator_state, "--broker", str(self.broker))
-        self.start("aggregator", self.aggregator_program, "coordinate", *arguments, *options)
-        self.wait_for_log("aggregator", "connected to the broker")
-
-    def start_receiver(self, name: str, *options: str, state: Path | None = None) -> None:
-        """Start a receiver, on a machine that lacks the large packages."""
-        large = without("torch", "onnx", "onnxruntime", "onnxscript", "scipy", "sklearn")
-        environment = with_startup_code(self.root / "packages", large)
-        arguments = ("--name", name, "--state", state or self.aggregator_state, "--broker", str(self.broker))
-        program = "aggregator.cli.__main__"  # no fork of a process that has imported them
-        self.start(name, program, "receive", *arguments, *options, environment=environment)
-
-    def stored(self, task: bytes) -> dict[str, bytes]:
-        """Return the digest of each device's stored submission."""
-        with contextlib.closing(open_store(self.aggregator_state, read_only=True)) as store:
-            return {device: entry.digest for device, entry in store.entries(task).items()}
-
-    def check(self) -> None:
-        for name, process in self.processes.items():
-            assert process.poll() in (None, -9, 137), f"{name} has ended\n{self.diagnostics()}"
-
-    def receivers(self) -> dict[str, ReceiverRecord]:
-        with contextlib.closing(open_store(self.aggregator_state, read_only=True)) as store:
-            return {name: record for name, (_, record) in store.receivers.all().items()}
-
-    def wait_until_divided(self, *names: str) -> None:
-        """Wait until these receivers have all shards, each one only once, and are connected."""
-
-        def is_divided() -> bool:
-            found = self.receivers()
-            shards = [shard for name in found.keys() & names for shard in found[name].shards]
-            if not found.keys() >= set(names):
-                return False
-            return sorted(shards) == list(range(SHARDS)) and all(
-                self.log(name).rstrip().rpartition("shards=")[2] == str(len(found[name].shards))
-                for name in names
-            )
-
-        self.wait_until(f"the shards divided among {names}", is_divided, pause_s=0.2)

@@ -4,7 +4,6 @@ import json
 import re
 import signal
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import click
 from click.testing import CliRunner
 
 from aggregator.messaging.manifest_signer import identity_of
-from aggregator.security.enrollment import enroll, enroll_broker, enroll_receiver
+from aggregator.security.enrollment import enroll, enroll_broker
 from aggregator.security.identity import aggregator_access
 from aggregator.security.mosquitto_config import FOLDER, LOG
 from aggregator.storage.open_store import open_store
@@ -56,7 +55,6 @@ class ClosedFleet:
         open_address: a second listener, without certificates and access list.
         fleet: its name.
         database: URL of its tables; by default they are in its state directory.
-        receivers: those that the broker knows, with a folder each.
     """
 
     def __init__(
@@ -67,7 +65,6 @@ class ClosedFleet:
         open_address: BrokerAddress | None = None,
         fleet: str = FLEET,
         database: str = "",
-        receivers: Sequence[str] = (),
     ) -> None:
         self.root = root
         self.broker = replace(address, host="localhost")
@@ -75,11 +72,7 @@ class ClosedFleet:
         self.fleet = fleet
         self.store = open_store(self.state, database=database, fleet=fleet)
         self._open_address = open_address
-        enroll_broker(
-            self.store, ["broker.example"], fleet=fleet, out=root / "broker", days=30, receivers=receivers
-        )
-        for receiver in receivers:
-            enroll_receiver(self.store, receiver, fleet=fleet, out=root / receiver, days=30)
+        enroll_broker(self.store, ["broker.example"], fleet=fleet, out=root / "broker", days=30)
 
     def enroll(self, device: str, *, renew: bool = False, folder: str = "") -> Path:
         """Enroll a device; returns its folder."""

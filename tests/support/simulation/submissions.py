@@ -6,8 +6,7 @@ from aggregator.coordination.round_state import Entry
 from aggregator.coordination.rounds import SubmissionVerdict
 from aggregator.heads.schedule import Schedule
 from aggregator.intake.accepted_submissions import AcceptedSubmissions
-from aggregator.server.store_view import StoreView
-from aggregator.storage.stored_values import IntakeHeads
+from aggregator.server.store_view import IntakeHeads, StoreView
 from aggregator.storage.submissions import SubmissionRecord
 from protocol.wire.codec import digest_of, encode
 from tests.support.messages.submissions import round_submission
@@ -25,13 +24,13 @@ def submit(training: Schedule, device: str, *, number: int = 0, sequence: int = 
 
 def accept(training: Schedule, record: SubmissionRecord, payload: bytes) -> SubmissionVerdict:
     """Judge a submission as the intake does, and store it if it counts."""
-    task, store = training._task.intake, training._store
+    task, store = training._task, training._store
     view = StoreView(store, task)
-    view.heads = IntakeHeads(task.digest, training.state.head_version, frozenset(), frozenset())
+    view.heads = IntakeHeads(training.state.head_version)
     before = view.submission(record.device)
     verdict = view.judge(record, before)
     if verdict.verdict == "new":
-        accepted = AcceptedSubmissions(task.digest, task.settings, store)
+        accepted = AcceptedSubmissions(task.digest, task.file.settings, store)
         accepted.add(replace(record, entry=verdict.counted_entry or record.entry), payload)
         accepted.flush()
     return verdict

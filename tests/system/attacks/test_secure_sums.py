@@ -13,8 +13,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from aggregator.intake.validation import read_message
-from aggregator.security.enrollment import enroll_receiver
-from aggregator.security.mosquitto_config import SECOND_OPERATOR
+from aggregator.security.enrollment import enroll_sums
 from aggregator.storage.open_store import open_store
 from edge_client.privacy.policy import NOT_MASKED, UNNAMED_OPERATOR
 from protocol.mqtt.tls import BrokerAccess
@@ -298,8 +297,8 @@ def test_second_operator_sees_no_submission(tmp_path: Path) -> None:
     """A closed fleet's broker gives it requests, and what all devices receive."""
     closed = ClosedFleet(tmp_path, free_address(), open_address=(inside := free_address()))
     with closing(closed.store):
-        enroll_receiver(closed.store, SECOND_OPERATOR, fleet=FLEET, out=tmp_path / "sums", days=30)
-    certificate, key, ca = (tmp_path / "sums" / name for name in ("receiver.crt", "receiver.key", "ca.crt"))
+        enroll_sums(closed.store, fleet=FLEET, out=tmp_path / "sums", days=30)
+    certificate, key, ca = (tmp_path / "sums" / name for name in ("sums.crt", "sums.key", "ca.crt"))
     access = BrokerAccess(tls=True, ca=ca, certificate=certificate, key=key)
     tails = ("d/shed-1/up/7", "d/shed-1/info", "task", "sums/reply", "sums/request")
     published = [f"pf/1/{FLEET}/{tail}" for tail in tails]

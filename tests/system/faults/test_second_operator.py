@@ -34,8 +34,8 @@ REQUESTS, REPLIES = fleet_topic("default", "sums/request"), fleet_topic("default
 LIST = "aggregator.heads.sum_lists:SecondOperatorLists._put"
 AGGREGATOR = (
     (f"{LIST}:after", "listed"),
-    ("aggregator.messaging.publisher:FleetPublisher.request_sum:before", "listed"),
-    ("aggregator.messaging.publisher:FleetPublisher.request_sum:after", "listed"),
+    ("aggregator.messaging.publisher:Publisher.request_sum:before", "listed"),
+    ("aggregator.messaging.publisher:Publisher.request_sum:after", "listed"),
     ("aggregator.heads.sum_lists:SecondOperatorLists.take:before", "listed"),
     (f"{LIST}:before", "listed"),  # the reply
     (f"{LIST}:after", "opened"),

@@ -24,7 +24,6 @@ from protocol.mqtt.tls import BrokerAccess
 from protocol.wire.codec import decode
 from protocol.wire.messages import Presence
 from protocol.wire.topics import DeviceChannel, FleetChannel, device_topic, fleet_topic
-from tests.support.fleets.aggregator_process import Cluster, run_aggregator
 from tests.support.fleets.closed_fleet import FLEET, ClosedFleet
 from tests.support.fleets.fleet import Fleet, write_digits, write_task
 from tests.support.network.brokers import needs_mosquitto
@@ -208,36 +207,3 @@ def test_passwords_work_instead_of_certificates(closed: ClosedFleet, tmp_path: P
         assert reason.startswith("refused by the broker: Not authorized: check --username and the password")
         without = replace(valid, username=None, password=None)
         assert "give --username and a password" in refusal(closed.broker, without)
-
-
-def test_receivers_connect_beside_the_coordinator(tmp_path: Path, address: BrokerAddress) -> None:
-    """Each with its own certificate: none ends another one's connection; they command nothing, and devices upload."""
-    names = ("one", "two")
-    closed = ClosedFleet(tmp_path, address, receivers=names)
-    closed.enroll("shed-1")
-    task = write_task(tmp_path, quorum=100, fleet=FLEET)
-    data = write_digits(tmp_path / "data", classes=[0, 1])
-    with closed.mosquitto(), Cluster(tmp_path, closed.broker, enrolled=True) as cluster:
-        cluster.start_coordinator(task, "--tls")
-        for name in names:
-            folder = tmp_path / name
-            files = {"--ca": "ca.crt", "--cert": "receiver.crt", "--key": "receiver.key"}
-            options = [each for option, file in files.items() for each in (option, str(folder / file))]
-            cluster.start_receiver(name, *options)
-        cluster.wait_until_divided(*names)
-        cluster.start_device("shed-1", data)
-        cluster.wait_for("the upload", lambda status: status["submissions"] == 1)
-        for name in ("aggregator", *names):
-            assert "retry_s=" not in cluster.log(name)  # of a connection that has ended
-        receiver = replace(
-            closed.access("shed-1"),
-            certificate=tmp_path / "one/receiver.crt",
-            key=tmp_path / "one/receiver.key",
-        )
-        cluster.kill("one")
-        manifests = [fleet_topic(FLEET, channel) for channel in get_args(FleetChannel)]
-        answers = [device_topic(FLEET, "shed-1", channel) for channel in ("ack", "blk")]
-        assert denied(closed, receiver, [*manifests, *answers]) == set(manifests)
-    done = run_aggregator("receive", "--state", str(closed.state), "--tls")
-    assert done.returncode == 1
-    assert "a receiver of a closed fleet needs a certificate of its own" in done.stderr

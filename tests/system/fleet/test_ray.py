@@ -19,7 +19,7 @@ from aggregator.storage.open_store import open_store
 from aggregator.tasks.task_preparation import prepare_task
 from aggregator.training import statistics_job as statistics
 from aggregator.training.execution import execute
-from aggregator.training.jobs import Job, Result, RoundJob, StatisticsJob, Workspace
+from aggregator.training.jobs import BlobJob, Result, RoundJob, StatisticsJob, Workspace
 from aggregator.training.runner import Finished, Trainer
 from protocol.errors import BlobLost, ProtofleetError
 from protocol.storage.folder_lock import FolderLock
@@ -59,12 +59,12 @@ def sums_job(blobs: FolderBlobs) -> StatisticsJob:
     return statistics_job(blobs, parts, GROUPS_EXPECTATION)
 
 
-def training_job(blobs: FolderBlobs, *, epochs: int) -> Job:
+def training_job(blobs: FolderBlobs, *, epochs: int) -> BlobJob:
     sent = [submission(labels=(0, 1, 2) * 10, seed=seed) for seed in range(3)]
     return head_job(blobs, *sent, training=Training(device="cpu", recipe="paper", epochs=epochs))
 
 
-def round_job(folder: Path) -> tuple[Job, FolderBlobs]:
+def round_job(folder: Path) -> tuple[BlobJob, FolderBlobs]:
     folder.mkdir()
     provide(task_file := write_task(folder, IN_ROUNDS), folder / "state")
     store = open_store(folder / "state")
@@ -100,11 +100,11 @@ def driver() -> psutil.Process:
     return next(each for each in running if "aggregator.training.execution" in each.cmdline())
 
 
-def files_of(folder: Path, job: Job) -> dict[str, bytes]:
+def files_of(folder: Path, job: BlobJob) -> dict[str, bytes]:
     return {name: (folder / name).read_bytes() for name in job.files if (folder / name).exists()}
 
 
-def started(job: Job, blobs: FolderBlobs, folder: Path) -> tuple[Trainer, Events]:
+def started(job: BlobJob, blobs: FolderBlobs, folder: Path) -> tuple[Trainer, Events]:
     """Start a job as the aggregator does; its process inherits RAY_ADDRESS."""
     events: Events = queue.SimpleQueue()
     trainer = Trainer(folder, blobs=blobs.location, timeout_s=TIMEOUT_S, on_event=events.put, engine="ray")

@@ -378,6 +378,17 @@ def test_faults_are_named(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
+def test_ray_needs_the_address_of_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program ends before its first training would fail."""
+    pytest.importorskip("torch")
+    pytest.importorskip("ray")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    task = write_task(tmp_path, '[training]\nengine = "ray"')
+    done = run_aggregator("run", "--task", str(task), "--state", str(tmp_path / "state"), program=PROGRAM)
+    assert (done.returncode, (tmp_path / "state").exists()) == (1, False)
+    assert done.stderr.endswith('error: engine = "ray" needs a cluster: set RAY_ADDRESS=HOST:PORT\n')
+
+
 def test_database_and_object_store_are_checked(
     tmp_path: Path, postgresql: PostgreSQL, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from aggregator.storage.blobs import FolderBlobs
@@ -49,7 +50,7 @@ def test_blobs_arrive_in_parts(worker: Worker, tmp_path: Path) -> None:
 def test_damaged_blob_is_not_accepted(worker: Worker, tmp_path: Path) -> None:
     blobs = FolderBlobs(tmp_path / "blobs")
     ((whole,),) = parts(blobs, [blobs.put(b"a blob")], {})
-    damaged = Piece(whole.digest, whole.data ^ 1, whole.is_last)
+    damaged = Piece(whole.digest, whole.data ^ np.uint8(1), whole.is_last)
     with pytest.raises(ProtofleetError, match=f"blob {whole.digest.hex()} arrived damaged"):
         worker.keep([damaged])
 

@@ -136,11 +136,11 @@ def test_its_settings_are_written_and_checked(folder: Path) -> None:
 @pytest.mark.usefixtures("folder")
 def test_a_training_uses_it_with_its_settings(tmp_path: Path) -> None:
     """The training is a process of its own, which finds the distribution by itself."""
-    weights, blobs = [], FolderBlobs(tmp_path / "blobs")
+    weights = []
     for algorithm, settings in (("fedncm", {}), ("flat", {"factor": 0.25})):
         events: queue.SimpleQueue[object] = queue.SimpleQueue()
+        blobs, folder = FolderBlobs(tmp_path / "blobs"), tmp_path / algorithm
         job = head_job(blobs, submission(), algorithm=algorithm, settings=settings)
-        folder = tmp_path / algorithm
         Trainer(folder, blobs=blobs.location, timeout_s=300, on_event=events.put).start(job)
         while not isinstance(event := events.get(timeout=300), Finished):
             pass
@@ -153,8 +153,12 @@ def test_a_training_uses_it_with_its_settings(tmp_path: Path) -> None:
 def test_a_job_of_rounds_has_its_settings(folder: Path) -> None:
     task, _ = load_task(_write(folder, 'algorithm = "pulled"\n[pulled]\npull = 3.0\nrounds = 7'))
     job = CompileJob(
-        algorithm=task.algorithm, settings=msgspec.to_builtins(task.method), feature_size=4, num_classes=1, seed=0
-    )  # fmt: skip
+        algorithm=task.algorithm,
+        settings=msgspec.to_builtins(task.method),
+        feature_size=4,
+        num_classes=1,
+        seed=0,
+    )
     read = msgspec.json.decode(msgspec.json.encode(job), type=CompileJob)
     assert read.method == task.learning
     assert msgspec.to_builtins(read.method)["pull"] == 3.0

@@ -105,19 +105,19 @@ def test_submission_is_logged_as_accepted_once_it_is_durable(
     assert store.blobs.read(digest_of(b"payload")) == b"payload"
 
 
-def test_submissions_that_another_process_stores_close_a_round(
+def test_stored_submissions_close_a_round(
     training: Schedule, events: Events, task: Task, store: Store
 ) -> None:
-    """They count as if this process had accepted them; one that was deleted again does not."""
-    receiver = Schedule(task, other := open_store(store.folder), on_event=events.put)
+    """The table tells which are new, whoever has stored them; one that was deleted again does not count."""
+    others = Schedule(task, other := open_store(store.folder), on_event=events.put)
     for device in "ab":
-        submit(receiver, device)
+        submit(others, device)
         with contextlib.closing(open_store(store.folder)) as third, third.transaction():
             third.submissions.delete("a", task.digest)
         training.tick()
         assert set(training.state.submissions) == ({"b"} if device == "b" else set())
     assert training.state.training is None
-    submit(receiver, "c")
+    submit(others, "c")
     training.tick()
     assert set(training.state.training or ()) == {"b", "c"}
     assert training.finish(_end(events))

@@ -25,7 +25,7 @@ from aggregator.messaging.blob_sender import (
 )
 from aggregator.messaging.embedded_broker import EmbeddedBroker
 from aggregator.messaging.manifest_signer import REFRESH_S, VALIDITY_S, ManifestSigner, identity_of
-from aggregator.messaging.publisher import MAX_BACKLOG, FleetPublisher
+from aggregator.messaging.publisher import MAX_BACKLOG, Publisher
 from aggregator.security.identity import locked_identity
 from aggregator.storage.blobs import FolderBlobs
 from aggregator.storage.open_store import open_store
@@ -42,9 +42,9 @@ from tests.support.messages.manifests import signed_manifest
 from tests.support.network.sessions import EventLog, running
 
 
-def _publisher(broker: BrokerAddress, on_event: Callable[[Any], None]) -> FleetPublisher:
+def _publisher(broker: BrokerAddress, on_event: Callable[[Any], None]) -> Publisher:
     presence = OwnPresence(epoch=1, topic=fleet_topic("f", "state"), key=b"k" * 32)
-    return FleetPublisher(
+    return Publisher(
         broker, fleet="f", presence=presence, subscriptions=device_filters("f"), on_event=on_event
     )
 

@@ -17,7 +17,7 @@ from cryptography import x509
 from msgspec.structs import replace
 
 from aggregator.security import enrollment
-from aggregator.security.enrollment import enroll, enroll_broker, revoke
+from aggregator.security.enrollment import enroll, enroll_broker, enroll_sums, revoke
 from aggregator.security.identity import aggregator_access, has_ca, restore_access
 from aggregator.security.mosquitto_config import access_list
 from aggregator.storage.devices import REVOKED, Key
@@ -287,6 +287,17 @@ def test_broker_folder_has_certificate_revocation_and_access_list(world: World) 
     assert 29 <= (certificate.not_valid_after_utc - datetime.now(UTC)).days <= 30
     assert (folder / "revoked.crl").read_bytes() == (world.identity / "revoked.crl").read_bytes()
     assert (folder / "acl").read_text() == access_list("orchard")
+
+
+def test_second_operators_certificate_has_its_name_in_the_access_list(world: World) -> None:
+    """The access list of an earlier version has the same name."""
+    out = world.root / "sums"
+    enroll_sums(world.store, fleet="orchard", out=out, days=30)
+    certificate = x509.load_pem_x509_certificate((out / "sums.crt").read_bytes())
+    (name,) = certificate.subject.get_attributes_for_oid(x509.NameOID.COMMON_NAME)
+    assert name.value == "second-operator@orchard"
+    assert f"user {name.value}\n" in access_list("orchard")
+    assert stat.S_IMODE((out / "sums.key").stat().st_mode) == 0o600
 
 
 def test_aggregator_connects_with_its_own_certificate(world: World) -> None:

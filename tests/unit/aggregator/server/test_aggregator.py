@@ -17,7 +17,7 @@ from aggregator.heads.schedule import RETENTION_S
 from aggregator.intake import intake_status
 from aggregator.server.aggregator import Aggregator
 from aggregator.server.device_messages import DeviceMessages
-from aggregator.server.event_loop import Event
+from aggregator.server.events import Event
 from aggregator.storage.background import WriteBatch
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
@@ -98,9 +98,7 @@ class Bench:
         payloads = [encode(message) for message in messages]
         frames = [frame for each in payloads for frame in frames_of(each, digest=digest_of(each))]
         self.sent.clear()
-        self.daemon._loop.handle(
-            [Received(device_topic(FLEET, "dev", "up"), signed(each)) for each in frames]
-        )
+        self.daemon.handle([Received(device_topic(FLEET, "dev", "up"), signed(each)) for each in frames])
         topic = device_topic(FLEET, "dev", "ack")
         receipts = [each.payload for each in self.sent if each.topic == topic]
         return [decode(receipt, Receipt, max_bytes=MAX_BYTES).status for receipt in receipts]
@@ -145,7 +143,7 @@ def test_head_that_cannot_be_stored_is_a_failed_training(tmp_path: Path) -> None
     training.state = State(submissions=entries, training=entries)
     metrics = {"seconds": 1.0, "onnx_max_difference": 0.0}
     training._job = job = head_job(bench.store.blobs)
-    bench.daemon.handle(Finished(job, Result(prototypes=1, metrics=metrics)))
+    bench.daemon._handle(Finished(job, Result(prototypes=1, metrics=metrics)))
     failed = training.state
     assert (failed.submissions, failed.failed, failed.failures) == (entries, entries, 1)
     assert bench.store.heads.all(bench.task.digest) == []
@@ -241,7 +239,7 @@ def test_manifests_are_published_again_before_they_expire(
 ) -> None:
     """Once a day, without any event; a channel without a manifest stays empty."""
     bench, now_s = Bench(tmp_path), time.time()
-    bench.daemon._loop.handle([Connected(None)])
+    bench.daemon.handle([Connected(None)])
     first = [each for each in bench.sent if each.topic == fleet_topic(FLEET, "task")]
     for days in (0.9, 1.1, 1.2):
         later_s = now_s + days * 86400

@@ -1,6 +1,7 @@
-"""Messages of devices with what another process has stored about rounds and heads, and the bytes that they have."""
+"""Messages of devices by the stored rows and the rounds."""
 
 import contextlib
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,11 +16,12 @@ from aggregator.intake.uploads import Uploads
 from aggregator.security.enrollment import enroll, revoke
 from aggregator.server import device_messages
 from aggregator.server.device_messages import DeviceMessages
-from aggregator.server.message_intake import MessageIntake, TaskReplaced
+from aggregator.server.message_intake import MessageIntake
+from aggregator.server.store_view import IntakeHeads
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
-from aggregator.storage.stored_values import IntakeHeads, IntakeTask, RoundRequest
 from aggregator.storage.submissions import SubmissionRecord
+from aggregator.tasks.task_preparation import Task
 from protocol.enrollment import read_enrollment
 from protocol.mqtt.reconnecting_session import Received
 from protocol.wire import topics
@@ -30,7 +32,6 @@ from protocol.wire.topics import device_topic
 from protocol.wire.transfer import Ranges, frames_of
 from tests.support.fleets.aggregator_process import FLEET, key_of, presence_of
 from tests.support.messages.submissions import (
-    IN_ROUNDS,
     ROUNDS_EXPECTATION,
     device_info,
     evaluation,
@@ -40,36 +41,36 @@ from tests.support.messages.tasks import served_task
 
 TASK = served_task(
     ROUNDS_EXPECTATION, fleet=FLEET, algorithm="fpl", fpl=FPL(rounds=9), rounds=Rounds(staleness=1)
-).intake
+)
 
 
 @pytest.fixture
 def store(either_store: Store) -> Store:
-    """The store of a coordinator in which round 2 is open."""
-    either_store.facts.put(TASK)
-    either_store.facts.put(IntakeHeads(TASK.digest, 2, frozenset({2}), frozenset()))
     return either_store
 
 
 class Bench:
-    """The intake of one of several programs."""
+    """An intake in round 2."""
 
-    def __init__(self, store: Store, task: IntakeTask = TASK) -> None:
+    def __init__(self, store: Store, task: Task = TASK) -> None:
         blob_sender: Any = SimpleNamespace(request=lambda *_: 0.0)
         publisher: Any = SimpleNamespace(publish_to_device=lambda *sent: self.sent.append(sent))
         self.sent: list[tuple[str, str, Receipt]] = []
+        self.missed_rounds: list[bool] = []
+        """The result of each `handle`."""
         self.intake = MessageIntake(
             store,
             task,
-            IN_ROUNDS,
             uploads=Uploads(store, max_bytes=10**6, unfinished_s=3600.0),
             publisher=publisher,
             blob_sender=blob_sender,
         )
+        self.intake.view.heads = IntakeHeads(2, frozenset({2}))
 
     def handle(self, *messages: tuple[str, bytes]) -> list[tuple[str, Receipt]]:
         """Handle a batch, and return its receipts."""
-        self.intake.handle([Received(topic, payload) for topic, payload in messages])
+        received = [Received(topic, payload) for topic, payload in messages]
+        self.missed_rounds.append(self.intake.handle(received))
         sent, self.sent[:] = [*self.sent], []
         return [(device, receipt) for device, _, receipt in sent]
 
@@ -232,9 +233,8 @@ def test_only_the_device_changes_its_presence(store: Store) -> None:
 
 def _limited(store: Store, **limits: float) -> Bench:
     """Return the intake of a fleet with quotas."""
-    task = msgspec.structs.replace(TASK, limits=msgspec.convert(limits, Limits))
-    store.facts.put(task)
-    return Bench(store, task)
+    file = msgspec.structs.replace(TASK.file, limits=msgspec.convert(limits, Limits))
+    return Bench(store, replace(TASK, file=file))
 
 
 def test_device_above_the_quota_is_refused_until_another_one_leaves(store: Store) -> None:
@@ -304,31 +304,25 @@ def test_refused_uploads_do_not_count_in_the_quota_of_an_hour(store: Store) -> N
         assert bench.answer(_upload(round_submission(number=2, sequence=sequence))).reason == reason
 
 
-def test_verdicts_follow_what_others_store(store: Store) -> None:
-    """The device's submission that another receiver has stored, the newest head, and the task that is served."""
-    one, other = Bench(store), Bench(store)
-    assert one.answer(_upload(round_submission(number=2, sequence=5))).status == "received"
-    receipt = other.answer(_upload(round_submission(number=2, sequence=4)))
+def test_verdicts_follow_stored_rows_and_the_open_round(store: Store) -> None:
+    """A round that has not begun is published again; `aggregator forget` in another process is noticed."""
+    bench = Bench(store)
+    assert bench.answer(_upload(round_submission(number=2, sequence=5))).status == "received"
+    receipt = bench.answer(_upload(round_submission(number=2, sequence=4)))
     assert (receipt.reason, receipt.sequence) == ("superseded", 5)
-    receipt = other.answer(_upload(round_submission(number=0)))
+    receipt = bench.answer(_upload(round_submission(number=0)))
     assert (receipt.reason, receipt.detail) == ("late", "the submission is for round 0, but round 2 is open")
-    assert store.facts.get(RoundRequest) is None
-    assert other.answer(_upload(round_submission(number=3))).reason == "unknown_round"
-    assert store.facts.get(RoundRequest) is not None
-    with contextlib.closing(open_store(store.folder)) as coordinator:
-        coordinator.facts.put(IntakeHeads(TASK.digest, 4, frozenset({4}), frozenset()))
-    assert other.answer(_upload(round_submission(number=3))).status == "received"  # the same upload
-    assert other.answer(_upload(round_submission(number=2, sequence=6))).reason == "late"
+    assert bench.answer(_upload(round_submission(number=3))).reason == "unknown_round"
+    bench.intake.view.heads = IntakeHeads(4, frozenset({4}))
+    assert bench.answer(_upload(round_submission(number=3))).status == "received"  # the same upload
+    assert bench.missed_rounds == [False, False, False, True, False]
+    assert bench.answer(_upload(round_submission(number=2, sequence=6))).reason == "late"
     reports = {version: evaluation(task=TASK.digest, head_version=version) for version in (3, 4)}
     for reported in reports.values():
-        assert one.answer(_upload(reported)).status == "received"
+        assert bench.answer(_upload(reported)).status == "received"
     assert store.evaluations.of_head(TASK.digest, 4) == {"dev": reports[4]}
     assert store.evaluations.of_head(TASK.digest, 3) == {}  # nothing depends on it any more
-    with contextlib.closing(open_store(store.folder)) as coordinator:
-        with coordinator.transaction():
-            coordinator.submissions.delete("dev")
-        assert one.intake.view.refresh()
-        assert one.intake.view.deleted == {"dev"}
-        coordinator.facts.put(msgspec.structs.replace(TASK, digest=bytes(32)))
-        with pytest.raises(TaskReplaced):
-            one.handle()
+    with contextlib.closing(open_store(store.folder)) as other, other.transaction():
+        other.submissions.delete("dev")
+    bench.intake.view.refresh()
+    assert bench.intake.view.deleted == {"dev"}

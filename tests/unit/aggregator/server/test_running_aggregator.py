@@ -1,4 +1,4 @@
-"""A running aggregator: announcements, accepted and refused messages, blobs, rounds, and receivers."""
+"""A running aggregator: announcements, accepted and refused messages, blobs, and rounds."""
 
 import contextlib
 import shutil
@@ -30,13 +30,12 @@ from protocol.wire.messages import (
     Submission,
     TaskManifest,
 )
-from protocol.wire.topics import SHARDS, fleet_topic
+from protocol.wire.topics import fleet_topic
 from tests.support.fleets.aggregator_process import (
     FLEET,
     IN_ROUNDS,
     MAX_BYTES,
     PATIENT,
-    Cluster,
     Device,
     aggregator,
     key_of,
@@ -47,7 +46,6 @@ from tests.support.fleets.aggregator_process import (
 )
 from tests.support.messages.manifests import signed_manifest
 from tests.support.messages.submissions import MANIFEST, device_info, evaluation, round_submission, submission
-from tests.support.network.brokers import mosquitto, needs_mosquitto
 from tests.support.network.sessions import other_client
 
 
@@ -230,7 +228,10 @@ def _upload(device: Device, number: int, *, sequence: int = 1) -> Receipt:
 
 
 def test_three_rounds(broker: BrokerAddress, task_file: Path) -> None:
-    """Each round is announced, its tensors are broadcast, its quorum closes it, and a head is trained."""
+    """Each round is announced, its tensors are broadcast, its quorum closes it, and a head is trained.
+
+    A device that has seen another round makes the open one be published again.
+    """
     with running_fleet(task_file, broker, "a", "b") as (daemon, [a, b]):
         task = decode(a.task(), TaskManifest, max_bytes=MAX_BYTES)
         assert task.program is not None
@@ -240,6 +241,8 @@ def test_three_rounds(broker: BrokerAddress, task_file: Path) -> None:
         opened = a.round()
         assert (opened.task, opened.rounds, opened.epochs) == (digest_of(a.task()), 3, FPL().epochs)
         before = unpack_tensors(a.fetch(opened.tensors))
+        assert _upload(a, 2).reason == "unknown_round"
+        assert a.round().number == 0
         for number in range(3):
             submissions = {device.name: _made(device, number) for device in (a, b)}
             for device in (a, b):
@@ -343,32 +346,3 @@ def _head_of(number: int, *devices: Device) -> HeadManifest:
         assert _upload(device, number).status == "received"
     topic = fleet_topic(FLEET, "head")
     return devices[0].wait(topic, HeadManifest, when=lambda head: head.current.version == number + 1)
-
-
-@needs_mosquitto
-def test_two_receivers_of_the_same_shards(task_file: Path, tmp_path: Path, address: BrokerAddress) -> None:
-    """Each submission is stored and counts once, also on SQLite; rounds close, and an open one is published again."""
-    with (
-        mosquitto(address, tmp_path),
-        Cluster(tmp_path, address) as cluster,
-        contextlib.ExitStack() as running,
-    ):
-        cluster.aggregator_state = tmp_path / "state"
-        cluster.start_coordinator(task_file)
-        for name in ("one", "two"):
-            cluster.start_receiver(name, "--shards", f"0-{SHARDS - 1}")
-            cluster.wait_for_log(name, f"shards={SHARDS}")
-        a, b = (running.enter_context(Device(address, name)) for name in "ab")
-        task = digest_of(a.task())
-        made = {device: _made(device, 0) for device in (a, b)}
-        refused = a.upload(msgspec.structs.replace(made[a], round=2))
-        assert (refused.status, refused.reason) == ("refused", "unknown_round")
-        assert a.round().number == b.round().number == 0
-        assert a.round().number == 0  # published again
-        for device in (a, b):
-            assert device.upload(made[device]).status == "received"
-        opened = a.round(1)
-        assert digest_of(a.fetch(opened.tensors)) == opened.tensors.digest
-        assert cluster.stored(task) == {device.name: digest_of(encode(made[device])) for device in (a, b)}
-        assert a.head().devices == 2
-        assert _upload(b, 1).status == "received"

@@ -24,7 +24,6 @@ from aggregator.status.collect import collect_status
 from aggregator.storage.devices import ForgottenDevice, Refusal
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.open_store import open_store
-from aggregator.storage.programs import ReceiverRecord
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import NextHead, TrainingProgress, TrainingTokens, UploadTokens
 from aggregator.storage.sum_lists import put_sums, sums_of
@@ -277,25 +276,6 @@ def test_stopped_intake(started: Store, tmp_path: Path) -> None:
     text = rendered(collected(started))
     assert "intake stopped since 1970-01-01" in text
     assert ": the disk is [full]" in text
-
-
-def test_receivers(started: Store, tmp_path: Path) -> None:
-    """They are listed, and the stopped intake of one is the fleet's, unless the aggregator's own is stopped."""
-    intake_status.create(tmp_path)
-    working = ReceiverRecord(name="one", shards=(0, 1), is_fixed=False, seen_s=90.0)
-    stopped = ReceiverRecord(
-        name="two", shards=(2,), is_fixed=True, seen_s=99.0, stopped_s=95.0, reason="the disk is full"
-    )
-    for record in (working, stopped):
-        started.receivers.report(record)
-    status = collected(started)
-    assert status.receivers == (working, stopped)
-    assert status.intake == IntakeStatus(95.0, "receiver two: the disk is full")
-    text = rendered(status)
-    assert "one with 2 shards, at 1970-01-01" in text
-    assert "receiver two: the disk is full" in text
-    intake_status.write(tmp_path, IntakeStatus(96.0, "the table is full"))
-    assert collected(started).intake == IntakeStatus(96.0, "the table is full")
 
 
 def test_intake_on_a_filesystem_that_has_become_read_only(

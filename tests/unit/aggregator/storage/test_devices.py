@@ -158,7 +158,7 @@ _MIB = 1024**2
 
 
 def _accept(store: Store, device: str, size_bytes: int) -> None:
-    """Store a submission as a receiver does, in a transaction."""
+    """Store a submission as the intake does, in a transaction."""
     quotas = Quotas(store, LIMITS, task=TASK)
     with store.transaction():
         if store.keys.get(device) is None:
@@ -169,8 +169,8 @@ def _accept(store: Store, device: str, size_bytes: int) -> None:
         quotas.count_upload()
 
 
-def test_programs_of_a_fleet_share_its_quotas(store: Store) -> None:
-    """Each counts what the others have accepted, and what it has refused itself changes nothing."""
+def test_quotas_are_counted_in_the_database(store: Store) -> None:
+    """Submissions that another program has accepted count; a refused one changes nothing."""
     with contextlib.closing(open_store(store.folder)) as other:
         _accept(store, "a", _MIB)
         with pytest.raises(Refused, match=r"stores 1\.0 of 2 MiB"):

@@ -2,6 +2,7 @@
 
 import contextlib
 import secrets
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,20 +44,18 @@ def test_program_with_another_state_directory_needs_an_object_store(
     tmp_path: Path, postgresql: PostgreSQL
 ) -> None:
     """It would look for the blobs in its own folder, in which they are not."""
-    with _open(tmp_path / "a", postgresql, lock=True):
-        database = {"database": postgresql.url, "fleet": tmp_path.name}
+    first, second = tmp_path / "a", tmp_path / "b"
+    with _open(first, postgresql, lock=True):
+        shutil.copytree(first, second, ignore=shutil.ignore_patterns("blobs"))
         with (
             pytest.raises(ConfigError, match="start `aggregator run` there with --blobs"),
-            existing_state(tmp_path / "b", **database),
+            existing_state(second),
         ):
             pass
-        assert not (tmp_path / "b").exists()
-        with existing_state(tmp_path / "a", **database) as store:
+        assert not (second / "blobs").exists()
+        with existing_state(first) as store:
             assert store.blobs.put(b"")
-        with (
-            pytest.raises(StateError, match="no aggregator state"),
-            existing_state(tmp_path / "b", database=postgresql.url, fleet="other"),
-        ):
+        with pytest.raises(StateError, match="no aggregator state"), existing_state(tmp_path / "c"):
             pass
 
 
@@ -290,7 +289,7 @@ def test_tables_that_went_back_in_time(through: Store, direct: Store, postgresql
     with pytest.raises(NotLeader):
         through.facts.put(SigningKey("after"))
     with pytest.raises(NotLeader):
-        direct.facts.put(SigningKey("of a receiver"))
+        direct.facts.put(SigningKey("of another program"))
     through.close()
     with contextlib.closing(open_store(through.folder, lock=True)) as store:
         store.facts.put(SigningKey("again"))

@@ -4,7 +4,6 @@ import contextlib
 import queue
 import secrets
 import shutil
-import time
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -14,8 +13,6 @@ import pytest
 
 from aggregator.config.task_file import load_task
 from aggregator.heads.schedule import Schedule
-from aggregator.server import upload_receiver
-from aggregator.server.upload_receiver import ShardAssignment, UploadReceiver, receive
 from aggregator.storage import object_blobs
 from aggregator.storage.heads import HeadRecord
 from aggregator.storage.object_blobs import ObjectBlobs
@@ -27,7 +24,6 @@ from aggregator.tasks.restoration import Restoration
 from aggregator.tasks.task_preparation import Task, prepare_task
 from aggregator.training.runner import Finished, Progress
 from protocol.errors import BlobLost
-from protocol.mqtt.tls import BrokerAddress
 from protocol.wire.codec import digest_of
 from tests.support.simulation.submissions import submit
 from tests.support.stores.object_store import BUCKET, ObjectStore
@@ -161,46 +157,6 @@ def test_training_whose_task_is_missing_succeeds_the_next_time(
         assert isinstance(finished, Finished)
         assert training.finish(finished) == bool(number), finished.reason
     assert len(store.heads.all(task.digest)) == 1
-
-
-def _receiver(store: Store, task: Task, folder: Path) -> UploadReceiver:
-    assignment = ShardAssignment(store, "r", fixed=frozenset({0}))
-    broker = (BrokerAddress("127.0.0.1", 9),)
-    return UploadReceiver(store, task.intake, folder=folder, assignment=assignment, broker=broker)
-
-
-def test_receiver_reports_and_starts_once_the_task_is_restored(
-    task: Task, store: Store, remote: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And it reports a blob that a device requests."""
-    store.facts.put(task.intake)
-    healer = Restoration(task, store)
-    _harm(remote, store, task.digest, fault="wrong")
-    (folder := tmp_path / "receiver").mkdir()
-    pauses: list[set[str]] = []
-
-    def pause(_: float) -> None:
-        if pauses:
-            healer.tick()
-        pauses.append(_shown(store))
-
-    def run(_: UploadReceiver) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(object_blobs, "READS_S", (0.0, 0.0))
-    monkeypatch.setattr(upload_receiver, "RETRY_S", 0.0)
-    monkeypatch.setattr(time, "sleep", pause)
-    monkeypatch.setattr(UploadReceiver, "run", run)
-    with pytest.raises(KeyboardInterrupt), contextlib.closing(open_store(store.folder)) as own:
-        receive(own, folder=folder, name="r", fixed=frozenset({0}), broker=(BrokerAddress("127.0.0.1", 9),))
-    assert {task.digest.hex()} in pauses
-    assert _shown(store) == set()
-    backbone = task.manifest.backbones[0].digest
-    store.blobs.path(backbone).unlink(missing_ok=True)
-    _harm(remote, store, backbone, fault="missing")
-    with pytest.raises(BlobLost):
-        _receiver(store, task, folder)._verify([backbone])
-    assert _shown(store) == {backbone.hex()}
 
 
 def test_wrong_answers_that_pass_are_no_lost_blob(store: Store, remote: ObjectStore) -> None:

@@ -381,7 +381,7 @@ def test_expiring_certificate_is_a_warning(made: Certificates) -> None:
         assert says in expiry_warning(access.certificate, utc_now() + timedelta(days=days))
     for name, way in (
         ("shed-1", "`aggregator enroll shed-1 --renew --out DIR`"),
-        ("second-operator@orchard", "`aggregator enroll-receiver second-operator --out DIR`"),
+        ("second-operator@orchard", "`aggregator enroll-sums --out DIR`"),
     ):
         made.client(name, ago_days=80)
         assert expiry_warning(made.folder / f"{name}.crt", utc_now()).endswith(f"renew it with {way}")

@@ -69,13 +69,6 @@ def test_subscriptions_match_device_topics_only(fleet: str, device: str, channel
     assert not any(topic_matches_sub(pattern, topic) for pattern in device_filters(fleet + "x"))
 
 
-def test_a_receiver_subscribes_to_its_shards() -> None:
-    """Each by its number, and all of them by one subscription."""
-    own = device_filters("f", shards=[2, 0])
-    assert [pattern for pattern in own if "/up/" in pattern] == ["pf/1/f/d/+/up/0", "pf/1/f/d/+/up/2"]
-    assert device_filters("f", shards=range(SHARDS)) == device_filters("f")
-
-
 @pytest.mark.parametrize("channel", FLEET_CHANNELS)
 def test_fleet_topics_are_no_device_topics(channel: FleetChannel) -> None:
     topic = fleet_topic("f", channel)
