@@ -1,5 +1,6 @@
 """Blobs on their way to a worker, and errors of a cluster; the worker is an object in this process."""
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +17,7 @@ pytest.importorskip("ray", reason="needs ray")
 
 from aggregator.cluster import ray_engine
 from aggregator.cluster.ray_connection import connected, require_version
-from aggregator.cluster.ray_engine import parts
+from aggregator.cluster.ray_engine import parts, require_machine
 from aggregator.cluster.ray_worker import SCRATCH, Piece, Worker
 
 PART = 100
@@ -63,6 +64,26 @@ def test_folders_of_killed_workers_are_deleted(worker: Worker) -> None:
     assert not left.exists()
     assert worker.folder.is_dir()
     other.end()
+
+
+@pytest.mark.parametrize(
+    ("resources", "gpus", "error"),
+    [
+        ([{"CPU": 1.0}], 0, None),
+        ([{}, {"CPU": 8.0, "GPU": 2.0}], 2, None),
+        ([{}], 0, "has a processor for jobs: join one"),
+        ([{"CPU": 8.0}, {"GPU": 1.0}], 1, "has a processor for jobs and 1 GPUs"),
+        ([{"CPU": 8.0, "GPU": 1.0}] * 2, 2, "has a processor for jobs and 2 GPUs"),
+    ],
+)
+def test_job_does_not_wait_for_a_machine_that_the_cluster_lacks(
+    resources: list[dict[str, float]], gpus: int, error: str | None
+) -> None:
+    """One machine needs a processor and all GPUs of the job; Ray would wait until the time limit."""
+    nodes = [{"Alive": True, "Resources": each} for each in resources]
+    gone = {"Alive": False, "Resources": {"CPU": 8.0, "GPU": 8.0}}
+    with contextlib.nullcontext() if error is None else pytest.raises(ProtofleetError, match=error):
+        require_machine([gone, *nodes], gpus=gpus)
 
 
 def test_worker_of_another_version_is_refused() -> None:
