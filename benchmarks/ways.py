@@ -73,7 +73,7 @@ def command(*, functions: bool, json_file: Path | None) -> None:
     if functions:
         for way, names in entered.items():
             click.echo("\n".join(("", way, *names)))
-    write_json(json_file, "ways", tables=[table], functions=entered)
+    write_json(json_file, "ways", tables=[table])
 
 
 class Recording:
