@@ -1,6 +1,7 @@
 """Blobs on their way to a worker, and errors of a cluster; the worker is an object in this process."""
 
 import contextlib
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -99,3 +100,16 @@ def test_cluster_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, address: 
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(ProtofleetError, match=f"RAY_ADDRESS {address} cannot be used"), connected():
         pass
+
+
+def test_error_of_a_cluster_names_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray itself says only that it cannot connect, also where the token is missing."""
+
+    def init(*_: object, **__: object) -> None:
+        raise ConnectionError("Failed to connect") from RuntimeError("Traceback\nthe token is missing\n\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{server.getsockname()[1]}")
+        monkeypatch.setattr("ray.init", init)
+        with pytest.raises(ProtofleetError, match=r"cannot be used: the token is missing$"), connected():
+            pass
