@@ -67,7 +67,7 @@ def _connect(cleanup: contextlib.ExitStack) -> None:
         where = (
             f"the Ray cluster at RAY_ADDRESS {address} cannot be used" if address else "Ray does not start"
         )
-        raise ProtofleetError(f"{where}: {_last_line(error)}") from error
+        raise ProtofleetError(f"{where}: {_last_line(error.__cause__ or error)}") from error
 
 
 def _require_answer(address: str) -> None:

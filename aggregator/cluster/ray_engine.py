@@ -7,7 +7,7 @@ worker when this process ends.
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,9 @@ MAX_LOST_WORKERS = 3
 
 POLL_S = 0.5
 
+CPUS = 1
+"""Processors that a job reserves."""
+
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")
 """A worker has these of the driver, as a subprocess would. Ray sets the first one to 1, also on many cores."""
 
@@ -41,9 +44,6 @@ def execute(job: BlobJob, workspace: Workspace) -> Result:
         ProtofleetError: the job cannot be done, or the cluster cannot be used.
     """
     with connected():
-        gpus = int(ray.cluster_resources().get("GPU", 0))
-        if gpus < job.gpus:
-            raise ProtofleetError(f"the Ray cluster has {gpus} GPUs, and `[training]` gpus is {job.gpus}")
         for _ in range(MAX_LOST_WORKERS):
             with contextlib.suppress(RayActorError):
                 return _attempt(job, workspace)
@@ -51,9 +51,22 @@ def execute(job: BlobJob, workspace: Workspace) -> Result:
         return _attempt(job, workspace)
 
 
+def require_machine(nodes: Iterable[Mapping[str, Any]], *, gpus: int) -> None:
+    """Raise ProtofleetError unless one of `ray.nodes()` has what a job reserves; Ray itself would wait for one."""
+    machines = [node["Resources"] for node in nodes if node["Alive"]]
+    if not any(machine.get("CPU", 0) >= CPUS and machine.get("GPU", 0) >= gpus for machine in machines):
+        needed = (
+            f"a processor for jobs and {gpus} GPUs (`[training]` gpus)" if gpus else "a processor for jobs"
+        )
+        raise ProtofleetError(
+            f"no machine of the Ray cluster has {needed}: join one with `ray start --address`"
+        )
+
+
 def _attempt(job: BlobJob, workspace: Workspace) -> Result:
+    require_machine(ray.nodes(), gpus=job.gpus)
     # Two calls at a time: progress is read while the job runs.
-    actor = ray.remote(JobActor).options(num_cpus=1, num_gpus=job.gpus, max_concurrency=2).remote()
+    actor = ray.remote(JobActor).options(num_cpus=CPUS, num_gpus=job.gpus, max_concurrency=2).remote()
     variables = {name: os.environ.get(name) for name in THREAD_VARIABLES}
     ray.get(actor.begin.remote(__version__, variables))
     try:

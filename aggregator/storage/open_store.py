@@ -202,7 +202,7 @@ def _open_postgresql(
 ) -> FleetDatabase:
     _check_url(location.database)
     if not location.fleet:
-        raise ConfigError("expected the name of the fleet whose tables --store holds: give --fleet")
+        raise ConfigError("expected the name of the fleet whose tables --store holds: give --task")
     require_packages("psycopg", extras="cluster")
     from aggregator.storage.postgresql import PostgresDatabase
     from aggregator.storage.postgresql_lead import LeadingDatabase

@@ -79,6 +79,7 @@ MIGRATIONS = (
     """
     DROP TABLE jobs;
     DROP TABLE receivers;
+    DELETE FROM facts WHERE name IN ('IntakeHeads', 'IntakeTask', 'RoundRequest', 'Traffic', 'UnusedBytes');
     """,
 )
 """SQL scripts, each from one schema version to the next."""

@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
-from sklearn.datasets import load_digits
 
 import protofleet
 from aggregator.algorithms.algorithm import Contribution
@@ -43,6 +42,8 @@ class MedianProto(FedProto, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 def main() -> None:
     """Compare it with each device alone."""
+    from sklearn.datasets import load_digits
+
     pixels, labels = load_digits(return_X_y=True)
     data = protofleet.Dataset(
         features=(pixels[:600] / 16).astype(np.float32), labels=labels[:600], classes=tuple("0123456789")

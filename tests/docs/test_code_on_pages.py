@@ -3,6 +3,7 @@
 import re
 import runpy
 import shutil
+import sys
 import tomllib
 from pathlib import Path
 
@@ -46,11 +47,15 @@ def test_no_other_file_of_the_product_knows_the_algorithms() -> None:
         assert naming == {f"{name.lower()}.py", "registry.py"}
 
 
-def test_entry_point_of_the_tutorial_names_the_example() -> None:
+def test_package_of_the_tutorial_names_the_example() -> None:
+    """The module imports nothing that an aggregator's environment lacks."""
     (text,) = re.findall(r"(?ms)^```toml\n(.*?)^```", TUTORIAL)
     assert tomllib.loads(text)["project"]["entry-points"][GROUP] == {
         MedianProto.name: f"median_prototypes:{MedianProto.__name__}"
     }
+    source = (ROOT / "examples" / "python" / "median_prototypes.py").read_text(encoding="utf-8")
+    imported = {name.partition(".")[0] for name in re.findall(r"(?m)^(?:from|import) (\S+)", source)}
+    assert imported - sys.stdlib_module_names == {"numpy", "protofleet", "aggregator"}
 
 
 PYTHON_API = (ROOT / "docs" / "python-api.md").read_text(encoding="utf-8")

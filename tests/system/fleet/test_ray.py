@@ -188,7 +188,7 @@ def test_errors_are_those_of_the_job(
     blobs.path(bytes.fromhex(job.members["3"])).write_bytes(b"damaged")
     with pytest.raises(BlobLost, match=f"has been moved to {tmp_path / 'damaged'}"):
         ray_engine.execute(job, place)
-    with pytest.raises(ProtofleetError, match=r"the Ray cluster has 0 GPUs, and `\[training\]` gpus is 1"):
+    with pytest.raises(ProtofleetError, match=r"no machine of the Ray cluster has .* and 1 GPUs"):
         ray_engine.execute(head_job(blobs, training=Training(gpus=1)), place)
     monkeypatch.setattr(ray_engine, "__version__", "0.0.0")
     with pytest.raises(ProtofleetError, match=r"a Ray worker has protofleet .*, expected 0\.0\.0: install"):

@@ -363,7 +363,7 @@ def test_all_is_well_in_a_closed_fleet(closed: ClosedFleet) -> None:
 
 
 def test_faults_are_named(tmp_path: Path) -> None:
-    """Each has its own line: a task file, a state directory and a broker."""
+    """Each has its own line: a task file, a state directory, a broker, and a database without its fleet."""
     (tmp_path / "task.toml").write_text("x = 1\n")
     (tmp_path / "state").mkdir()
     (tmp_path / "state" / "device.sqlite").touch()
@@ -375,6 +375,9 @@ def test_faults_are_named(tmp_path: Path) -> None:
     given = _options(task=write_task(tmp_path), state=tmp_path / "new", broker="127.0.0.1:9")
     code, found = findings(cli, "doctor", *given)
     assert (code, statuses(found)["broker"], statuses(found)["task"]) == (1, "failed", "ok")
+    given = ["doctor", "--state", str(tmp_path / "new"), "--store", "postgresql://db.example/fleets"]
+    _, found = findings(cli, *given)
+    assert found["state"][0]["text"].endswith("give --task")  # it names the fleet
     assert not (tmp_path / "new").exists()
 
 

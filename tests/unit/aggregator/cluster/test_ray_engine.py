@@ -1,5 +1,7 @@
 """Blobs on their way to a worker, and errors of a cluster; the worker is an object in this process."""
 
+import contextlib
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +18,7 @@ pytest.importorskip("ray", reason="needs ray")
 
 from aggregator.cluster import ray_engine
 from aggregator.cluster.ray_connection import connected, require_version
-from aggregator.cluster.ray_engine import parts
+from aggregator.cluster.ray_engine import parts, require_machine
 from aggregator.cluster.ray_worker import SCRATCH, Piece, Worker
 
 PART = 100
@@ -65,6 +67,26 @@ def test_folders_of_killed_workers_are_deleted(worker: Worker) -> None:
     other.end()
 
 
+@pytest.mark.parametrize(
+    ("resources", "gpus", "error"),
+    [
+        ([{"CPU": 1.0}], 0, None),
+        ([{}, {"CPU": 8.0, "GPU": 2.0}], 2, None),
+        ([{}], 0, "has a processor for jobs: join one"),
+        ([{"CPU": 8.0}, {"GPU": 1.0}], 1, "has a processor for jobs and 1 GPUs"),
+        ([{"CPU": 8.0, "GPU": 1.0}] * 2, 2, "has a processor for jobs and 2 GPUs"),
+    ],
+)
+def test_job_does_not_wait_for_a_machine_that_the_cluster_lacks(
+    resources: list[dict[str, float]], gpus: int, error: str | None
+) -> None:
+    """One machine needs a processor and all GPUs of the job; Ray would wait until the time limit."""
+    nodes = [{"Alive": True, "Resources": each} for each in resources]
+    gone = {"Alive": False, "Resources": {"CPU": 8.0, "GPU": 8.0}}
+    with contextlib.nullcontext() if error is None else pytest.raises(ProtofleetError, match=error):
+        require_machine([gone, *nodes], gpus=gpus)
+
+
 def test_worker_of_another_version_is_refused() -> None:
     with pytest.raises(
         ProtofleetError, match=rf"has protofleet {__version__}, expected 0\.0\.0: install the same"
@@ -78,3 +100,16 @@ def test_cluster_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, address: 
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(ProtofleetError, match=f"RAY_ADDRESS {address} cannot be used"), connected():
         pass
+
+
+def test_error_of_a_cluster_names_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray itself says only that it cannot connect, also where the token is missing."""
+
+    def init(*_: object, **__: object) -> None:
+        raise ConnectionError("Failed to connect") from RuntimeError("Traceback\nthe token is missing\n\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{server.getsockname()[1]}")
+        monkeypatch.setattr("ray.init", init)
+        with pytest.raises(ProtofleetError, match=r"cannot be used: the token is missing$"), connected():
+            pass
