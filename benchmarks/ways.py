@@ -1,8 +1,8 @@
 """Ways through the programs: how many functions of the project a real fleet enters from an event to its effect.
 
 An aggregator and six devices run as programs of their own, on the digits of the demo. The aggregator with its jobs and
-one device record which functions they enter in each phase; the other devices only submit. What recurs in between, such
-as the search for new images, is part of each way.
+one device record which functions they enter in each phase; the other devices only submit. What falls into a phase by
+chance, such as what happens once a minute, is not entered in each of several runs.
 """
 
 import contextlib
@@ -61,19 +61,29 @@ TIMEOUT_S = 300.0
 
 
 @click.command("ways")
+@click.option(
+    "--repetitions",
+    type=click.IntRange(min=1),
+    default=3,
+    show_default=True,
+    help="Count the functions that each of so many fleets enters.",
+)
 @click.option("--functions", is_flag=True, help="Also list the functions of each way.")
 @json_option
-def command(*, functions: bool, json_file: Path | None) -> None:
+def command(*, repetitions: int, functions: bool, json_file: Path | None) -> None:
     """Count the functions that a fleet enters, from an event to its effect."""
-    with tempfile.TemporaryDirectory() as folder, mosquitto(Path(folder)) as broker:
-        entered = Recording(Path(folder), str(broker)).run()
+    runs = []
+    for _ in range(repetitions):
+        with tempfile.TemporaryDirectory() as folder, mosquitto(Path(folder)) as broker:
+            runs.append(Recording(Path(folder), str(broker)).run())
+    entered = {way: set.intersection(*(run[way] for run in runs)) for way in WAYS}
     table = Table(COLUMNS)
     for way, names in entered.items():
         table.row(way, len(names), len({name.partition(":")[0] for name in names}))
     if functions:
         for way, names in entered.items():
-            click.echo("\n".join(("", way, *names)))
-    write_json(json_file, "ways", tables=[table], functions=entered)
+            click.echo("\n".join(("", way, *sorted(names))))
+    write_json(json_file, "ways", tables=[table])
 
 
 class Recording:
@@ -95,8 +105,8 @@ class Recording:
         for name, share in zip(DEVICES, deal.shares, strict=True):
             digits.write_images(folder / "images" / name, data, share)
 
-    def run(self) -> dict[str, list[str]]:
-        """Run the fleet, and return the functions of each way, in alphabetical order.
+    def run(self) -> dict[str, set[str]]:
+        """Run the fleet, and return the functions of each way.
 
         Raises:
             ProtofleetError: a program did not do what it should.
@@ -185,7 +195,7 @@ class Recording:
             time.sleep(SETTLED_S)
         (self._calls / "phase").write_bytes(bytes([PHASES.index(phase)]))
 
-    def _entered(self, program: str, phase: str) -> list[str]:
+    def _entered(self, program: str, phase: str) -> set[str]:
         lines = (self._calls / program).read_text(encoding="utf-8").splitlines()
         calls = (line.split("\t") for line in lines)
-        return sorted({name for number, name in calls if PHASES[int(number)] == phase})
+        return {name for number, name in calls if PHASES[int(number)] == phase}

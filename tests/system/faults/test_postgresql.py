@@ -10,7 +10,7 @@ from aggregator.storage.open_store import open_store
 from protocol.mqtt.tls import BrokerAddress
 from protocol.wire.codec import digest_of, encode
 from tests.support.databases.postgresql import DatabaseProxy, PostgreSQL, needs_postgresql
-from tests.support.fleets.aggregator_process import FLEET, PATIENT, Device, aggregator, write_task
+from tests.support.fleets.aggregator_process import PATIENT, Device, aggregator, write_task
 from tests.support.fleets.fleet import Fleet, write_digits
 from tests.support.fleets.fleet import write_task as write_digits_task
 from tests.support.messages.submissions import submission
@@ -137,8 +137,3 @@ def test_programs_wait_for_postgresql_and_the_object_store(
         start("second", *run, database=server.url_of("other"))
         fleet.wait_exit("second", 1)
         assert '"other" does not exist' in fleet.log("second")
-        server.kill()
-        start("gpu", "train", "--fleet", FLEET)
-        fleet.wait_for_log("gpu", WAITS)
-        server.start()
-        fleet.wait_for_log("gpu", "worker ready")
