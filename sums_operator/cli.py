@@ -67,8 +67,8 @@ def init_command(folder: Path) -> None:
     card = make_operator(folder)
     say(f"{card} has the public keys: give it to the aggregator's operator")
     say(
-        f"Back up {folder} after each answered list: without its keys, open collections are lost, and with an older "
-        "operator.sqlite a device's submission could be in two sums."
+        f"Back up {folder} after each answered list: without its keys, lists that it has not opened are lost, "
+        "and with an older operator.sqlite a device's submission could be in two sums."
     )
 
 

@@ -141,7 +141,7 @@ def enroll_broker_command(
     click.echo(f"copy the files in {out} to {FOLDER}, and mosquitto.conf over /etc/mosquitto/mosquitto.conf")
 
 
-@click.command("enroll-sums", epilog=examples("aggregator enroll-sums --out sums --task task.toml"))
+@click.command("enroll-sums", epilog=examples("aggregator enroll-sums --out sums-broker --task task.toml"))
 @_out_option
 @_fleet_option
 @state_option

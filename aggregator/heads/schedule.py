@@ -30,8 +30,8 @@ from aggregator.tasks.manifests import round_manifest
 from aggregator.tasks.restoration import LostSubmissions, Restoration
 from aggregator.tasks.retention import delete_carried_submissions, delete_unneeded_blobs
 from aggregator.tasks.task_preparation import Task
+from aggregator.training.job_processes import Finished, Progress, Trainer
 from aggregator.training.jobs import UNUSABLE, BlobJob, Job, Result
-from aggregator.training.runner import Finished, Progress, Trainer
 from protocol.errors import StateError
 from protocol.log import event
 from protocol.wire.messages import BlobRef, RoundManifest

@@ -25,7 +25,7 @@ from aggregator.server.store_view import IntakeHeads
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import ServedTask, TaskPreparation
 from aggregator.tasks.task_preparation import Task, prepare_task
-from aggregator.training.runner import Finished, Progress
+from aggregator.training.job_processes import Finished, Progress
 from protocol.errors import ThreadFailed
 from protocol.log import event as log_event
 from protocol.mqtt import reconnecting_session as mqtt

@@ -4,7 +4,7 @@ import contextlib
 import queue
 from dataclasses import dataclass
 
-from aggregator.training.runner import Finished, Progress
+from aggregator.training.job_processes import Finished, Progress
 from protocol.mqtt import reconnecting_session as mqtt
 
 TICK_S = 0.5

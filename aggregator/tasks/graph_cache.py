@@ -15,8 +15,8 @@ import msgspec
 from aggregator.config.schema import TaskFile
 from aggregator.storage.store import Store
 from aggregator.storage.stored_values import CompiledGraphs, TaskPreparation
+from aggregator.training.job_processes import Finished, Progress, Trainer
 from aggregator.training.jobs import CompileJob, Result, Workspace
-from aggregator.training.runner import Finished, Progress, Trainer
 from protocol.errors import ConfigError
 from protocol.log import event
 from protocol.retry_delay import retry_delay_s

@@ -14,7 +14,7 @@ import numpy as np
 
 from aggregator.algorithms.fedtc.head import Dense
 from aggregator.algorithms.fedtc.training_set import TrainingSet
-from aggregator.training import execution, runner
+from aggregator.training import execution, job_processes
 
 TRAINING_S = 4.0
 """About as long as with PyTorch."""
@@ -24,7 +24,7 @@ def main() -> None:
     """Run `aggregator`."""
     from aggregator import cli
 
-    runner.PROGRAM = __name__
+    job_processes.PROGRAM = __name__
     cli.main()
 
 

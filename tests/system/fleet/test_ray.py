@@ -19,8 +19,8 @@ from aggregator.storage.open_store import open_store
 from aggregator.tasks.task_preparation import prepare_task
 from aggregator.training import statistics_job as statistics
 from aggregator.training.execution import execute
+from aggregator.training.job_processes import Finished, Trainer
 from aggregator.training.jobs import BlobJob, Result, RoundJob, StatisticsJob, Workspace
-from aggregator.training.runner import Finished, Trainer
 from protocol.errors import BlobLost, ProtofleetError
 from protocol.storage.folder_lock import FolderLock
 from protocol.wire.codec import encode

@@ -17,8 +17,8 @@ from aggregator.cli import cli
 from aggregator.config.schema import task_type
 from aggregator.config.task_file import load_task
 from aggregator.storage.blobs import FolderBlobs
+from aggregator.training.job_processes import Finished, Trainer
 from aggregator.training.jobs import CompileJob
-from aggregator.training.runner import Finished, Trainer
 from protocol.errors import ConfigError
 from protofleet.cli import cli as protofleet_cli
 from tests.support.graphs.backbones import tiny_backbone

@@ -35,9 +35,9 @@ from aggregator.storage.stored_values import NextHead
 from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks.task_preparation import Task
 from aggregator.training import calibration_job
+from aggregator.training.job_processes import Finished
 from aggregator.training.jobs import CalibrationJob, HeadJob, Result
 from aggregator.training.robust.weights import FLEET_SHARE
-from aggregator.training.runner import Finished
 from protocol.errors import StateError
 from protocol.wire.codec import digest_of, encode
 from protocol.wire.messages import BlobRef, DifferentialPrivacy, Evaluation

@@ -30,8 +30,8 @@ from aggregator.storage.submissions import SubmissionRecord
 from aggregator.storage.sum_lists import PendingList, SumLists, put_sums, sums_of
 from aggregator.tasks.retention import delete_unneeded_blobs
 from aggregator.tasks.task_preparation import Task, prepare_task
+from aggregator.training.job_processes import Finished
 from aggregator.training.jobs import HeadJob, Result
-from aggregator.training.runner import Finished
 from protocol.errors import ConfigError, StateError
 from protocol.mqtt.reconnecting_session import BrokerAddress
 from protocol.wire.codec import digest_of, encode, to_unsigned

@@ -25,8 +25,8 @@ from aggregator.storage.stored_values import LostFiles, TrainingProgress
 from aggregator.storage.submissions import SubmissionRecord
 from aggregator.tasks import restoration
 from aggregator.tasks.task_preparation import Task, prepare_task
+from aggregator.training.job_processes import KILLED, Finished, Progress, Trainer
 from aggregator.training.jobs import Result, RoundJob
-from aggregator.training.runner import KILLED, Finished, Progress, Trainer
 from protocol.errors import StateError
 from protocol.wire.codec import digest_of
 from protocol.wire.messages import Receipt

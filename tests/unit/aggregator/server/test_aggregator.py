@@ -22,8 +22,8 @@ from aggregator.storage.background import WriteBatch
 from aggregator.storage.open_store import open_store
 from aggregator.storage.store import Store
 from aggregator.tasks.task_preparation import prepare_task
+from aggregator.training.job_processes import Finished
 from aggregator.training.jobs import Result
-from aggregator.training.runner import Finished
 from protocol.errors import StateError, ThreadFailed
 from protocol.mqtt.reconnecting_session import BrokerAddress, Connected, Outgoing, Received
 from protocol.wire.codec import decode, digest_of, encode

@@ -22,7 +22,7 @@ from aggregator.storage.stored_values import LostFiles
 from aggregator.tasks import restoration
 from aggregator.tasks.restoration import Restoration
 from aggregator.tasks.task_preparation import Task, prepare_task
-from aggregator.training.runner import Finished, Progress
+from aggregator.training.job_processes import Finished, Progress
 from protocol.errors import BlobLost
 from protocol.wire.codec import digest_of
 from tests.support.simulation.submissions import submit

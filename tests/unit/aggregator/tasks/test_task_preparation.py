@@ -51,8 +51,8 @@ from aggregator.tasks.task_preparation import (
     selected_columns,
 )
 from aggregator.training.head_job import run
+from aggregator.training.job_processes import Finished
 from aggregator.training.jobs import CompileJob, HeadJob, Result
-from aggregator.training.runner import Finished
 from edge_client.runtime.backbone import open_backbone
 from protocol.errors import BackboneMismatch, ConfigError
 from protocol.models.onnx_metadata import BackboneMetadata, Block, HeadMetadata, read_metadata, to_properties

@@ -11,8 +11,8 @@ import pytest
 from msgspec import structs
 
 from aggregator.storage.blobs import FolderBlobs
+from aggregator.training.job_processes import KILLED, Finished, Progress, Trainer
 from aggregator.training.jobs import HeadJob, write_head
-from aggregator.training.runner import KILLED, Finished, Progress, Trainer
 from protocol.errors import StateError, ThreadFailed
 from protocol.wire.messages import BlobRef, Submission
 from tests.support.messages.jobs import head_job, workspace
