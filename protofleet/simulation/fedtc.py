@@ -1,6 +1,5 @@
 """Prototypes in process: the devices' and the aggregator's own functions and messages, without a network."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -52,13 +51,10 @@ def fleet_submissions(
     `owners` are the clients of the training images, (n,).
     """
     numbers = np.unique(owners).tolist()
-    items = ((number, features.train[mine], features.train_labels[mine]) for number, mine in _rows(owners))
+    rows = ((number, owners == number) for number in numbers)
+    items = ((number, features.train[mine], features.train_labels[mine]) for number, mine in rows)
     made = engine.map(_encoded, (expectation, seed), items, count=len(numbers))
     return {str(number): payload for number, payload in zip(numbers, made, strict=True) if payload}
-
-
-def _rows(owners: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.bool_]]]:
-    return ((number, owners == number) for number in np.unique(owners).tolist())
 
 
 def _encoded(
