@@ -210,7 +210,7 @@ def test_torchvision_of_another_torch_is_one_line(
 def test_a_network_of_a_function_and_its_file_are_exported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, export_backbone: Command
 ) -> None:
-    """What the function returns is exported, and its file is a foreign one as any other."""
+    """The function's network is exported, and so is another program's file."""
     (tmp_path / "cli_networks.py").write_text(
         f"import timm\ndef small():\n    return timm.create_model({MODEL!r}, num_classes=0)\n"
     )
