@@ -212,7 +212,11 @@ def _filtered(state: dict[str, Any], module: Any, filter_weights: Filter, path: 
 
 def weights_digest(module: nn.Module) -> str:
     """Return the hex sha256 of a network's weights as safetensors."""
-    state = {key: value.detach().clone().contiguous() for key, value in module.state_dict().items()}
+    state = {
+        key: value.detach().clone().contiguous()
+        for key, value in module.state_dict().items()
+        if isinstance(value, Tensor)  # a module may have an extra state of any type
+    }
     return hashlib.sha256(save(state)).hexdigest()
 
 

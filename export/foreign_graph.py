@@ -1,21 +1,20 @@
 """An ONNX file of another program as a backbone: its image input and its feature output, with normalization before."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, compose, helper, inliner, numpy_helper, version_converter
-from onnx.utils import Extractor
 from PIL import Image
 
 from export.backbones import Choice, given_config, preprocessing_of, recorded_config
 from export.to_onnx import OPSET, Candidate, first_words, suggestion, with_metadata
 from protocol.errors import ConfigError, GraphRefused
-from protocol.models.cpu_session import cpu_session, reason
+from protocol.models.cpu_session import cpu_options, cpu_session, reason
 from protocol.models.onnx_metadata import BackboneMetadata, delete_notes
 from protocol.models.onnx_validation import check_graph
 from protocol.models.preprocessing import Preprocessing, preprocess
@@ -26,6 +25,12 @@ PREFIX = "network."
 """Of the file's names, which may be those of a backbone's input and output."""
 
 CHANNELS = 3
+
+FATAL = 4
+"""ONNX Runtime's level of log messages: it also prints the errors that it raises."""
+
+FIRST_IR = 4
+"""The first version of ONNX's format in which constants need not be inputs, too."""
 
 
 @dataclass(frozen=True)
@@ -120,12 +125,16 @@ def _dimensions(value: onnx.ValueInfoProto) -> list[int | None]:
 def _input_of(model: onnx.ModelProto, name: str | None, file: str) -> _Input:
     constants = {tensor.name for tensor in model.graph.initializer}
     inputs = {each.name: each for each in model.graph.input if each.name not in constants}
+    if not inputs:
+        raise ConfigError(f"{file} has no input: expected the ONNX file of a network")
     if name is None and len(inputs) != 1:
         raise ConfigError(f"{file} has the inputs {', '.join(inputs)}: give the one for images with --input")
     name = next(iter(inputs)) if name is None else name
     if name not in inputs:
         raise ConfigError(f"{file} has no input {name!r} for --input; {suggestion(name, inputs)}")
     value, shape = inputs[name], _dimensions(inputs[name])
+    if len(shape) == 4 and shape[1] is shape[3] is None:
+        shape[1] = CHANNELS  # nearly all files are (n, 3, H, W); others fail on an image
     kind = TensorProto.DataType.Name(value.type.tensor_type.elem_type)
     is_channel = [length == CHANNELS for length in shape]
     if kind != "FLOAT" or len(shape) != 4 or is_channel[1] == is_channel[3]:
@@ -158,6 +167,12 @@ def _feature_name(model: onnx.ModelProto, name: str | None, file: str) -> str:
     return name
 
 
+def _open(model: onnx.ModelProto) -> Any:
+    options = cpu_options()
+    options.log_severity_level = FATAL
+    return cpu_session(model.SerializeToString(), options)
+
+
 class _Source:
     """The file's nodes from the input to the feature as they are, in ONNX Runtime."""
 
@@ -173,7 +188,7 @@ class _Source:
         self.taken, self.feature, self.spec, self.mean, self.std = taken, feature, spec, mean, std
         self.graph = _cut(model, taken.name, feature)
         try:
-            self._session = cpu_session(self.graph.SerializeToString())
+            self._session = _open(self.graph)
         except Exception as error:  # ONNX Runtime has no error of its own to catch
             raise ConfigError(
                 f"ONNX Runtime cannot compute {feature!r} from {taken.name!r} alone: {reason(error)}; check --input "
@@ -241,7 +256,9 @@ def _packaged(
         model = _for_any_number(source)
         if next(entry.version for entry in model.opset_import) < OPSET:
             model = version_converter.convert_version(model, OPSET)
-        model = compose.add_prefix(model, PREFIX)
+        # Graphs within nodes use constants of the graph around them.
+        constants = {tensor.name: PREFIX + tensor.name for tensor in model.graph.initializer}
+        compose.add_prefix_graph(model.graph, PREFIX, inplace=True, name_map=constants)
     except Exception as error:  # the converter and the checker have several
         raise ConfigError(f"onnx cannot convert {name} to opset {OPSET}: {first_words(error)}") from error
     graph = model.graph
@@ -277,20 +294,39 @@ def _packaged(
     )
     model.ir_version = helper.find_min_ir_version_for(model.opset_import)
     delete_notes(model)
-    _require_batches(model, spec, taken, name)
+    _require_batches(model, spec, taken.batch or 1, name)
     return model
 
 
 def _cut(model: onnx.ModelProto, image: str, feature: str) -> onnx.ModelProto:
     """Return the nodes between an input and a tensor, whose shape is left open."""
-    typed = onnx.ModelProto()
-    typed.CopyFrom(model)
-    if feature not in [value.name for value in (*typed.graph.output, *typed.graph.value_info)]:
-        typed.graph.value_info.append(onnx.ValueInfoProto(name=feature))
-    cut: onnx.ModelProto = Extractor(typed).extract_model([image], [feature])
-    del cut.graph.value_info[:]
-    cut.graph.output[0].ClearField("type")
-    return cut
+    graph = model.graph
+    makers = {output: number for number, node in enumerate(graph.node) for output in node.output}
+    used, numbers, waiting = {image, ""}, set[int](), [feature]
+    while waiting:
+        name = waiting.pop()
+        if name not in used and name in makers:
+            numbers.add(makers[name])
+            waiting += _inputs(graph.node[makers[name]])
+        used.add(name)
+    cut = helper.make_graph(
+        [graph.node[number] for number in sorted(numbers)],
+        graph.name,
+        [each for each in graph.input if each.name == image],
+        [onnx.ValueInfoProto(name=feature)],
+        [tensor for tensor in graph.initializer if tensor.name in used],
+    )
+    version = max(model.ir_version, FIRST_IR)
+    return helper.make_model(cut, opset_imports=model.opset_import, ir_version=version)
+
+
+def _inputs(node: onnx.NodeProto) -> Iterator[str]:
+    """Yield the tensors that a node takes, and those that graphs within it, as of If, take."""
+    yield from node.input
+    for attribute in node.attribute:
+        for graph in (attribute.g, *attribute.graphs):
+            for inner in graph.node:
+                yield from _inputs(inner)
 
 
 def _for_any_number(source: _Source) -> onnx.ModelProto:
@@ -318,15 +354,13 @@ def _free_batch(graph: onnx.GraphProto, batch: int) -> None:
             tensor.CopyFrom(numpy_helper.from_array(lengths, tensor.name))
 
 
-def _require_batches(model: onnx.ModelProto, spec: Preprocessing, taken: _Input, name: str) -> None:
-    """Raise ConfigError if a graph that was made for a fixed number of images cannot take another one."""
-    if taken.batch is None:
-        return
+def _require_batches(model: onnx.ModelProto, spec: Preprocessing, batch: int, name: str) -> None:
+    """Raise ConfigError if a graph cannot take another number of images than `batch`."""
     try:
-        images = np.zeros((taken.batch + 1, spec.height, spec.width, CHANNELS), np.uint8)
-        cpu_session(model.SerializeToString()).run(["feature"], {"image": images})
+        images = np.zeros((batch + 1, spec.height, spec.width, CHANNELS), np.uint8)
+        _open(model).run(["feature"], {"image": images})
     except Exception as error:
         raise ConfigError(
-            f"{name} takes batches of {taken.batch} only, and devices give others: export it with a dynamic batch "
-            f"axis ({reason(error)})"
+            f"{name} takes batches of {batch} only, and devices give others: export it with a dynamic batch axis "
+            f"({reason(error)})"
         ) from error

@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 import msgspec
+import torch
 from torch import nn
 
 from export.backbones import (
@@ -25,9 +26,10 @@ from protocol.models.onnx_metadata import BackboneMetadata
 def load_module(source: str, choice: Choice) -> Backbone:
     """Return the network that a function `package:function` returns when it is called without arguments.
 
-    The network is a `torch.nn.Module` with its weights. It takes images, float32 (n, 3, H, W) in RGB, normalized by
-    mean and std, to features, float32 (n, L). It may have timm's attribute `pretrained_cfg`, a dict with `input_size`,
-    `mean`, `std`, `interpolation`, `crop_pct` and `crop_mode`; the settings of `choice` precede it.
+    The network is a `torch.nn.Module` with its weights, which become float32 on the CPU. It takes images, float32
+    (n, 3, H, W) in RGB, normalized by mean and std, to features, float32 (n, L). It may have timm's attribute
+    `pretrained_cfg`, a dict with `input_size`, `mean`, `std`, `interpolation`, `crop_pct` and `crop_mode`; the settings
+    of `choice` precede it.
 
     Raises:
         ConfigError: there is no such function, it fails or returns something else, a setting is missing, or the network
@@ -42,7 +44,6 @@ def load_module(source: str, choice: Choice) -> Backbone:
             f"cannot read the attribute pretrained_cfg of {source}: {error}; correct it"
         ) from error
     config, assumed = given_config(source, choice, recorded)
-    module.eval()
     metadata = BackboneMetadata(
         model=name,
         feature_size=feature_size_of(module, source, config["input_size"], hint="average over positions"),
@@ -63,7 +64,9 @@ def _called(source: str) -> nn.Module:
     try:
         function: Any = getattr(importlib.import_module(path), name)
         module = function()
-    except Exception as error:
+        if isinstance(module, nn.Module):
+            module = module.to("cpu", torch.float32).eval()
+    except (Exception, SystemExit) as error:  # a script may end itself
         raise ConfigError(f"cannot call {source}: {type(error).__name__}: {first_words(error)}") from error
     finally:
         sys.path.pop(0)

@@ -243,7 +243,7 @@ def suggestion(name: str, known: Collection[str], shown: Collection[str] = ()) -
     return f"did you mean {', '.join(close)}?" if close else f"it has {', '.join(shown or known)}"
 
 
-def first_words(error: Exception) -> str:
+def first_words(error: BaseException) -> str:
     """Return the first sentence of a library's error message."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0].split(". ")[0].rstrip(".")[:200]

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -25,7 +25,6 @@ from edge_client.training.trainer import (
 from protocol.errors import GraphRefused, MalformedMessage, StateError
 from protocol.models.onnx_metadata import GraphMetadata
 from protocol.models.onnx_validation import check_graph
-from protocol.storage.blobstore import BlobStore
 from protocol.wire.codec import decode, digest_of, to_array, to_tensor
 from protocol.wire.messages import BlobRef, Program, RoundManifest, TaskManifest, Tensor
 from protocol.wire.messages import Tensors as TensorsMessage
@@ -48,6 +47,13 @@ _FORMAT = 2
 """Earlier checkpoints may hold steps in other coordinates: their training begins again."""
 
 _File = TypeVar("_File")
+
+
+class BlobReader(Protocol):
+    """Blobs, such as those of a `BlobStore`."""
+
+    def read(self, digest: bytes) -> bytes:
+        """Return the blob with a digest."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +91,7 @@ def train_round(
     data: TrainingSet,
     last: LocalModel | None,
     resumed: Checkpoint | None,
-    blobs: BlobStore,
+    blobs: BlobReader,
     device_id: str,
     hooks: TrainingHooks,
 ) -> RoundResult:
@@ -136,7 +142,7 @@ def train_round(
 
 
 def initial_model(
-    manifest: TaskManifest, tensors: BlobRef, *, data: TrainingSet | None, blobs: BlobStore
+    manifest: TaskManifest, tensors: BlobRef, *, data: TrainingSet | None, blobs: BlobReader
 ) -> LocalModel:
     """Return the local model of a device that has taken part in no round: the initial state, no prototypes.
 
@@ -155,12 +161,12 @@ def initial_model(
     return LocalModel(state, np.zeros(shape, np.float32), np.zeros(classes, np.float32))
 
 
-def feature_size(manifest: TaskManifest, blobs: BlobStore) -> int:
+def feature_size(manifest: TaskManifest, blobs: BlobReader) -> int:
     """Return L as the task's program declares it; raises GraphRefused if its graph cannot be used."""
     return _metadata(manifest, blobs).feature_size
 
 
-def read_tensors(blobs: BlobStore, reference: BlobRef) -> dict[str, NDArray[Any]]:
+def read_tensors(blobs: BlobReader, reference: BlobRef) -> dict[str, NDArray[Any]]:
     """Return the arrays of a `tensors` blob; raises GraphRefused if it is malformed, or holds NaN or infinity."""
     data = blobs.read(reference.digest)
     try:
@@ -211,11 +217,11 @@ def _program(manifest: TaskManifest) -> Program:
     return manifest.program
 
 
-def _metadata(manifest: TaskManifest, blobs: BlobStore) -> GraphMetadata:
+def _metadata(manifest: TaskManifest, blobs: BlobReader) -> GraphMetadata:
     return graph_metadata(check_graph(blobs.read(_program(manifest).init.digest)))
 
 
-def _graph(blobs: BlobStore, program: Program, role: Role) -> Graph:
+def _graph(blobs: BlobReader, program: Program, role: Role) -> Graph:
     return open_graph(blobs.read(getattr(program, role).digest), role=role)
 
 

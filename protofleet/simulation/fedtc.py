@@ -1,6 +1,5 @@
 """Prototypes in process: the devices' and the aggregator's own functions and messages, without a network."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -52,13 +51,10 @@ def fleet_submissions(
     `owners` are the clients of the training images, (n,).
     """
     numbers = np.unique(owners).tolist()
-    items = ((number, features.train[mine], features.train_labels[mine]) for number, mine in _rows(owners))
+    rows = ((number, owners == number) for number in numbers)
+    items = ((number, features.train[mine], features.train_labels[mine]) for number, mine in rows)
     made = engine.map(_encoded, (expectation, seed), items, count=len(numbers))
     return {str(number): payload for number, payload in zip(numbers, made, strict=True) if payload}
-
-
-def _rows(owners: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.bool_]]]:
-    return ((number, owners == number) for number in np.unique(owners).tolist())
 
 
 def _encoded(
@@ -66,7 +62,10 @@ def _encoded(
 ) -> bytes:
     """Return a client's encoded submission; empty if it has nothing to send."""
     (expectation, seed), (number, features, labels) = shared, device
-    mine = _prototypes(features, labels, expectation, seed=(seed, number))
+    task = expectation.manifest
+    mine = batch_prototypes(
+        features, labels, batch_size=task.batch_size, alpha=task.alpha, seed=(seed, number)
+    )
     if not len(mine.labels):
         return b""
     return encode(
@@ -92,30 +91,6 @@ def submission_of(
         images=images,
         **fields,
     )
-
-
-def client_prototypes(
-    features: Features, owners: NDArray[np.int64], expectation: Expectation, *, seed: int
-) -> dict[str, Prototypes]:
-    """Return the prototypes of each client that has any, before they are rounded for the wire."""
-    made = {
-        str(number): _prototypes(
-            features.train[mine], features.train_labels[mine], expectation, seed=(seed, number)
-        )
-        for number, mine in _rows(owners)
-    }
-    return {client: prototypes for client, prototypes in made.items() if len(prototypes.labels)}
-
-
-def _prototypes(
-    features: NDArray[np.float32],
-    labels: NDArray[np.int64],
-    expectation: Expectation,
-    *,
-    seed: tuple[int, int],
-) -> Prototypes:
-    task = expectation.manifest
-    return batch_prototypes(features, labels, batch_size=task.batch_size, alpha=task.alpha, seed=seed)
 
 
 def decoded(payload: bytes, expectation: Expectation) -> Prototypes:

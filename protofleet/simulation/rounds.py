@@ -1,9 +1,7 @@
 """FedPCL and FPL in process: devices' and aggregator's own functions, graphs and messages, without a network."""
 
 import functools
-import shutil
 import tempfile
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -157,8 +155,12 @@ class _Round:
     task: bytes
     manifest: TaskManifest
     opened: RoundManifest
-    files: tuple[bytes, ...]
-    """The graphs and the round's tensors."""
+    files: Mapping[bytes, bytes]
+    """The graphs and the round's tensors, by their digests."""
+
+    def read(self, digest: bytes) -> bytes:
+        """Return a file, as from a store."""
+        return self.files[digest]
 
 
 def _round_of(task: _Task, number: int, tensors: BlobRef) -> _Round:
@@ -171,23 +173,12 @@ def _round_of(task: _Task, number: int, tensors: BlobRef) -> _Round:
         task=task.expectation.task,
         manifest=task.manifest,
         opened=round_manifest(task.expectation.task, number, learning=task.algorithm, tensors=tensors),
-        files=tuple(task.blobs.read(each.digest) for each in references),
+        files={each.digest: task.blobs.read(each.digest) for each in references},
     )
 
 
 Device = tuple[int, NDArray[np.float32], NDArray[np.int64], LocalModel | None]
 """A client's number, its features and labels, and its local model of the round before."""
-
-
-@functools.lru_cache(maxsize=1)
-def _stored(files: tuple[bytes, ...]) -> BlobStore:
-    """Return a store of a round's files for all devices of a process, whose folder is deleted with it."""
-    folder = tempfile.mkdtemp(prefix="protofleet-")
-    blobs = BlobStore(Path(folder))
-    weakref.finalize(blobs, shutil.rmtree, folder, ignore_errors=True)
-    for data in files:
-        blobs.put(data)
-    return blobs
 
 
 def _client_round(task: _Round, device: Device) -> tuple[RoundResult, bytes]:
@@ -199,7 +190,7 @@ def _client_round(task: _Round, device: Device) -> tuple[RoundResult, bytes]:
         data=TrainingSet(features, labels),
         last=last,
         resumed=None,
-        blobs=_stored(task.files),
+        blobs=task,
         device_id=str(index),
         hooks=HOOKS,
     )

@@ -26,8 +26,8 @@ with ThreadPoolExecutor() as pool:
     pool.submit(available_cores).result()
 retry_delay_s(2)
 if os.fork() == 0:
-    from protocol.wire.topics import shard_of
-    shard_of("device")
+    from protocol.wire.topics import device_filters
+    device_filters("fleet")
     os._exit(0)
 os.wait()
 """
@@ -42,5 +42,5 @@ def test_functions_are_recorded_once_a_phase(tmp_path: Path) -> None:
         "0\tprotocol/retry_delay.py:retry_delay_s",
         "1\tprotocol/retry_delay.py:retry_delay_s",
         "1\tprotocol/threads.py:available_cores",
-        "1\tprotocol/wire/topics.py:shard_of",
+        "1\tprotocol/wire/topics.py:device_filters",
     ]

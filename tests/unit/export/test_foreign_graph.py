@@ -21,6 +21,7 @@ from protocol.models.preprocessing import preprocess
 
 EDGE, CHANNELS = 16, 4
 CHOICE = Choice("", mean=(0.5, 0.4, 0.3), std=(0.2, 0.25, 0.5))
+SIZED = Choice("", image_size=EDGE, mean=CHOICE.mean, std=CHOICE.std)
 Dimension = int | str | None
 
 
@@ -36,6 +37,7 @@ def foreign(
     end: Sequence[onnx.NodeProto] = (),
     extra_inputs: Sequence[str] = (),
     domain: str = "",
+    ir_version: int = 8,
 ) -> Path:
     """Write a graph: a convolution of the input, `maps` (n, C, H, W), its mean `pooled` (n, C, 1, 1), and `end`."""
     weights = np.random.default_rng(0).normal(size=(CHANNELS, 3, 3, 3)).astype(np.float32)
@@ -49,32 +51,58 @@ def foreign(
     ]
     if domain:
         nodes.append(helper.make_node("Relu", ["pooled"], ["other"], domain=domain))
+    constants = [
+        numpy_helper.from_array(np.asarray(value), name)
+        for name, value in {
+            "w": weights, "flat": [1, -1], "row": [1, CHANNELS], "one": np.zeros((1, CHANNELS, 1, 1), np.float32),
+            "always": True, "scale": np.float32(1),
+        }.items()
+    ]  # fmt: skip
     graph = helper.make_graph(
         nodes,
         "foreign",
         [
             helper.make_tensor_value_info("x", kind, shape),
             *(helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in extra_inputs),
+            *(as_input(tensor) for tensor in constants if ir_version < 4),
         ],
         [
             onnx.ValueInfoProto(
                 name=nodes[-1].output[0], type=helper.make_tensor_type_proto(TensorProto.FLOAT, None)
             )
         ],
-        [numpy_helper.from_array(weights, "w"), numpy_helper.from_array(np.array([1, -1]), "flat")],
+        constants,
     )
     opsets = [
         helper.make_opsetid("", opset),
         helper.make_opsetid("ai.onnx.ml", 2),
     ]  # tf2onnx imports more than it uses
     opsets += [helper.make_opsetid(domain, 1)] if domain else []
-    model = helper.make_model(graph, opset_imports=opsets, ir_version=8)
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=ir_version)
     onnx.save_model(model, path := folder / "foreign.onnx")
     return path
 
 
+def as_input(tensor: TensorProto) -> onnx.ValueInfoProto:
+    return helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
+
+
 FLAT = helper.make_node("Reshape", ["pooled", "flat"], ["feature"])
 """As of exporters that fix the batch: its result is called as a backbone's."""
+
+SCALED, NEGATIVE = (onnx.ValueInfoProto(name=name) for name in ("scaled", "negative"))
+IF = helper.make_node(
+    "If",
+    ["always"],
+    ["feature"],
+    then_branch=helper.make_graph(
+        [helper.make_node("Mul", ["pooled", "scale"], ["scaled"])], "then", [], [SCALED]
+    ),
+    else_branch=helper.make_graph(
+        [helper.make_node("Neg", ["pooled"], ["negative"])], "else", [], [NEGATIVE]
+    ),
+)
+"""Only its branches take `pooled`, and a constant whose name is that of a backbone's."""
 
 
 def expected_features(images: NDArray[np.uint8]) -> NDArray[np.float32]:
@@ -104,8 +132,23 @@ def expected_features(images: NDArray[np.uint8]) -> NDArray[np.float32]:
         ({"end": [helper.make_node("Softmax", ["pooled"], ["classes"])]}, {"feature": "pooled"}),
         ({}, {"feature": "maps", "pool": True}),
         ({"extra_inputs": ["rate"]}, {"image": "x"}),
+        ({"opset": 9, "ir_version": 3}, {}),
+        ({"end": [IF]}, {}),
+        ({"batch": None, "channels": None, "edge": None}, {"size": EDGE}),
     ],
-    ids=["4-D", "NHWC", "fixed batch", "old", "dynamic", "before the classes", "pooled here", "two inputs"],
+    ids=[
+        "4-D",
+        "NHWC",
+        "fixed batch",
+        "old",
+        "dynamic",
+        "before the classes",
+        "pooled here",
+        "two inputs",
+        "constants are inputs",
+        "If",
+        "all open",
+    ],
 )
 def test_files_in_shapes_of_other_exporters_are_backbones(
     tmp_path: Path, graph: dict[str, Any], options: dict[str, Any]
@@ -168,21 +211,21 @@ def test_preprocessing_is_read_from_beside_the_file(tmp_path: Path) -> None:
         ({"end": [helper.make_node("Shape", ["pooled"], ["feature"])]}, {}, "is int64: expected float32"),
         (
             {"batch": 1, "end": [helper.make_node("Concat", ["pooled", "one"], ["feature"], axis=1)]},
-            {"constant": True},
+            {},
             "takes batches of 1 only, and devices give others: export it with a dynamic batch axis",
         ),
+        (
+            {"end": [helper.make_node("Reshape", ["pooled", "row"], ["feature"])]},
+            {},
+            "takes batches of 1 only, and devices give others: export it with a dynamic batch axis",
+        ),
+        ({"channels": None, "edge": None, "layout": "NHWC"}, {"choice": SIZED}, "fails on an image of 16x16"),
     ],
 )
 def test_what_is_missing_is_named(
     tmp_path: Path, graph: dict[str, Any], options: dict[str, Any], error: str
 ) -> None:
     path = foreign(tmp_path, **graph)
-    if options.pop("constant", False):
-        model = onnx.load(path)
-        model.graph.initializer.append(
-            numpy_helper.from_array(np.zeros((1, CHANNELS, 1, 1), np.float32), "one")
-        )
-        onnx.save(model, path)
     given = {"choice": CHOICE, "image": None, "feature": None, "pool": False, **options}
     with pytest.raises(ConfigError, match=error):
         load_graph(path, given.pop("choice"), **given)
@@ -202,6 +245,9 @@ def test_another_size_and_missing_tensors_are_refused(tmp_path: Path) -> None:
     assert load_graph(path, CHOICE, image=None, feature=None, pool=False).metadata.feature_size == CHANNELS
     (tmp_path / "weights.bin").unlink()
     with pytest.raises(ConfigError, match="is no ONNX file with all its tensors"):
+        load_graph(path, CHOICE, image=None, feature=None, pool=False)
+    path.write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"foreign\.onnx has no input"):
         load_graph(path, CHOICE, image=None, feature=None, pool=False)
 
 

@@ -6,6 +6,7 @@ from textwrap import dedent
 
 import numpy as np
 import pytest
+import torch
 
 from export.backbones import Choice
 from export.own_module import load_module
@@ -39,12 +40,25 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
                 return network
 
 
+            class Described(nn.Sequential):
+                def get_extra_state(self):
+                    return {"trained": "elsewhere"}
+
+
+            def half():
+                return Described(small()).half()
+
+
             def maps():
                 return nn.Conv2d(3, 5, 3)
 
 
             def failing():
                 raise OSError("no weights. And more")
+
+
+            def ending():
+                raise SystemExit("usage: networks.py DATA")
 
 
             def wrong():
@@ -78,6 +92,13 @@ def test_its_network_is_exported_and_compared(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("folder")
+def test_its_weights_become_float32() -> None:
+    """A state that is no tensor is not digested."""
+    backbone = load_module("own_networks:half", SETTINGS)
+    assert {parameter.dtype for parameter in backbone.module.parameters()} == {torch.float32}
+
+
+@pytest.mark.usefixtures("folder")
 def test_its_attribute_gives_the_preprocessing() -> None:
     """Options precede it."""
     backbone = load_module("own_networks:described", Choice("", crop_pct=0.5))
@@ -99,6 +120,7 @@ def test_its_attribute_gives_the_preprocessing() -> None:
         ),
         ("own_networks:absent", SETTINGS, "cannot call own_networks:absent: AttributeError"),
         ("own_networks:failing", SETTINGS, "cannot call own_networks:failing: OSError: no weights$"),
+        ("own_networks:ending", SETTINGS, "cannot call own_networks:ending: SystemExit: usage"),
         ("own_networks:number", SETTINGS, r"expected a torch\.nn\.Module from own_networks:number, got list"),
         (
             "own_networks:maps",

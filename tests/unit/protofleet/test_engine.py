@@ -1,6 +1,7 @@
 """Simulated devices as tasks of a Ray cluster: the same heads as in this process."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,14 +18,21 @@ from protofleet.simulation.engine import LOCAL, Engine, RayEngine, running
 from protofleet.simulation.fleet import Client
 from protofleet.simulation.partitions import Partition
 from protofleet.simulation.simulate import deal_out
+from tests.support.ray_cluster import environment
 
 CLASSES, DEVICES = 3, 5
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
+def temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the workers' temporary files."""
+    return tmp_path_factory.mktemp("workers")
+
+
+@pytest.fixture(scope="module")
+def engine(temporary_files: Path) -> Iterator[Engine]:
     pytest.importorskip("ray")
-    with running("ray") as ray:
+    with environment(TMPDIR=str(temporary_files)), running("ray") as ray:
         yield ray
 
 
@@ -41,8 +49,10 @@ def clients() -> list[Client]:
     [FedNCM(), Statistics(features=0), FedProto(rounds=2, projection_size=4)],
     ids=lambda each: each.name,
 )
-def test_heads_and_uploads_are_the_same(method: Algorithm, clients: list[Client], engine: Engine) -> None:
-    """Also the processor time of the workers is that of the algorithm."""
+def test_heads_and_uploads_are_the_same(
+    method: Algorithm, clients: list[Client], engine: Engine, temporary_files: Path
+) -> None:
+    """The processor time of the workers is that of the algorithm; they write no files, since Ray kills them."""
     before_s = engine.remote_s
     made = [
         algorithms.train(method, clients, classes=CLASSES, robust=Robust(), engine=each)
@@ -52,6 +62,7 @@ def test_heads_and_uploads_are_the_same(method: Algorithm, clients: list[Client]
     for local, remote in zip(made[0].logits, made[1].logits, strict=True):
         np.testing.assert_array_equal(local, remote)
     assert engine.remote_s > before_s
+    assert not [path for path in temporary_files.iterdir() if not path.name.startswith("torch")]
 
 
 def test_devices_alone_are_the_same(clients: list[Client], engine: Engine) -> None:
