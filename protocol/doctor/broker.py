@@ -165,7 +165,10 @@ class BrokerProbe:
             text = (
                 f"messages arrive at QoS 0, such as {lowered[0]}: some may be lost, and are sent again later"
             )
-            action = "let a bridge between brokers forward at QoS 1, in mosquitto `topic # both 1`; an embedded broker lowers it always"
+            action = (
+                "let a bridge between brokers forward at QoS 1, in mosquitto `topic # both 1`; an embedded broker lowers "
+                "it always"
+            )
             yield Finding("qos", "warning", text, action)
 
     def check_writes(
