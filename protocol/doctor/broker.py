@@ -166,8 +166,8 @@ class BrokerProbe:
                 f"messages arrive at QoS 0, such as {lowered[0]}: some may be lost, and are sent again later"
             )
             action = (
-                "let a bridge between brokers forward at QoS 1, in mosquitto `topic # both 1`; an embedded broker lowers "
-                "it always"
+                "let a bridge between brokers forward at QoS 1, in mosquitto `topic # both 1`; "
+                "an embedded broker lowers it always"
             )
             yield Finding("qos", "warning", text, action)
 
