@@ -20,7 +20,7 @@ from protocol.storage.blobstore import write_atomically
 
 JOB_FILE = "job.json"
 
-ENGINES = {"local": __name__, "ray": "aggregator.cluster.ray_engine"}
+ENGINES = {"local": "aggregator.training.execution", "ray": "aggregator.cluster.ray_engine"}
 """The modules that execute jobs, by the values of `[training] engine`."""
 
 OOM_SCORE = "500"
