@@ -59,9 +59,10 @@ threads_option = setting(
 
 prior_option = setting(
     "--prior",
-    type=click.Choice(["none", "images", "labels"]),
-    default="none",
-    help="Adjust predictions to the classes of the last 100 images, or of the device's labeled images.",
+    type=click.Choice(["auto", "none", "images", "labels"]),
+    default="auto",
+    help="Adjust predictions to the classes of the place: those of the device's labeled images, those estimated from "
+    "the images that are predicted, or by itself the better one or none.",
 )
 
 
