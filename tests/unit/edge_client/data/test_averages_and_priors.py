@@ -308,7 +308,8 @@ def _place(seed: int, counts: list[int], images: int, *, own: float) -> NDArray[
     rng = np.random.default_rng(seed)
     truth = np.eye(len(counts))[rng.choice(len(counts), images, p=shares)]
     rows = rng.dirichlet(np.ones(len(counts)), images) + rng.uniform(0, 3, (images, 1)) * truth
-    return (rows / rows.sum(axis=1, keepdims=True)).astype(np.float32)
+    probabilities: NDArray[np.float32] = (rows / rows.sum(axis=1, keepdims=True)).astype(np.float32)
+    return probabilities
 
 
 def _labels(counts: list[int]) -> NDArray[np.float64]:
