@@ -61,8 +61,8 @@ prior_option = setting(
     "--prior",
     type=click.Choice(["auto", "none", "images", "labels"]),
     default="auto",
-    help="Adjust predictions to the classes of the place: those of the device's labeled images, those estimated from "
-    "the images that are predicted, or by itself the better one or none.",
+    help="Multiply probabilities by the classes' shares at this place: of the device's labeled images (`labels`), as "
+    "estimated from the images to predict (`images`), or the labels' as long as these images agree with them (`auto`).",
 )
 
 
